@@ -1,4 +1,22 @@
 """Wrap a PyTorch DataLoader in one line: prefetch to the GPU, decode and augment there."""
 
+from gpuprefetch import _connections as _connections  # first: it must precede any CUDA context
+from gpuprefetch._encoded import EncodedImage, EncodedImageFolder, EncodedImages
+from gpuprefetch._pipeline import BadImage, BadImageError
+from gpuprefetch._prefetcher import DataPrefetcher
+from gpuprefetch._stats import Stats
+from gpuprefetch._transforms import CenterCrop, RandomResizedCrop, Resize
+
 __version__ = "0.1.0"
-__all__: list[str] = []
+__all__ = [
+    "BadImage",
+    "BadImageError",
+    "CenterCrop",
+    "DataPrefetcher",
+    "EncodedImage",
+    "EncodedImageFolder",
+    "EncodedImages",
+    "RandomResizedCrop",
+    "Resize",
+    "Stats",
+]

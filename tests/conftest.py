@@ -35,3 +35,37 @@ def device(request):
 def kernel_device():
     """Where Triton kernels run here: compiled on CUDA, interpreted on CPU."""
     return torch.device("cuda" if HAS_CUDA else "cpu")
+
+
+def draw_photo(height, width, seed):
+    """A smooth picture with some texture, (H, W, 3) uint8: what a photo is to a codec."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(1, 3, height // 16 + 2, width // 16 + 2, generator=generator)
+    image = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic")[0]
+    image = image + 0.03 * torch.randn(3, height, width, generator=generator)
+    return (image.clamp(0, 1) * 255).to(torch.uint8).permute(1, 2, 0).numpy()
+
+
+@pytest.fixture(scope="session")
+def photo_folder(tmp_path_factory):
+    """An ImageFolder of 3 classes and 24 pictures: several kinds of JPEG, a PNG named .JPEG."""
+    from PIL import Image
+
+    root = tmp_path_factory.mktemp("photos")
+    for i in range(24):
+        picture = Image.fromarray(draw_photo(60 + 13 * (i % 7), 120 - 9 * (i % 5), seed=i))
+        path = root / f"class{i % 3}" / f"{i:02d}.JPEG"
+        path.parent.mkdir(exist_ok=True)
+        exif = Image.Exif()
+        exif[0x0112] = i % 8 + 1
+        options = {"format": "JPEG", "quality": 90, "subsampling": i % 3, "exif": exif}
+        if i == 5:
+            picture = picture.convert("L")
+        elif i == 7:
+            options["progressive"] = True
+        elif i == 9:
+            picture = picture.convert("CMYK")
+        elif i == 11:
+            options = {"format": "PNG"}
+        picture.save(path, **options)
+    return root

@@ -1,0 +1,219 @@
+"""What a worker does with encoded images: headers, random parameters, its share of decoding.
+
+It runs inside the DataLoader's own collate, in worker processes, and never touches CUDA.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpuprefetch._batch import map_leaves
+from gpuprefetch._encoded import EncodedImage, EncodedImages, join, packing
+from gpuprefetch._format import ImageHeader, decode_cpu, read_header
+from gpuprefetch._random import Keys, fold, uniform
+from gpuprefetch._resample import resample_uint8
+from gpuprefetch._transforms import Head, Sampling
+
+# Streams of random numbers that one sample needs, apart from each other.
+_CROP, _SHARE = 0, 1
+
+_TRANSPOSED = frozenset((5, 6, 7, 8))
+# EXIF orientation -> which axes (y, x) of the (transposed, for 5 to 8) stored image are mirrored.
+_MIRRORED = {
+    1: (False, False), 2: (False, True), 3: (True, True), 4: (True, False),
+    5: (False, False), 6: (False, True), 7: (True, True), 8: (True, False),
+}  # fmt: skip
+
+
+# Stands in for a header that could not be read; large, so that no crop refuses it.
+_UNREADABLE = ImageHeader("unknown", 2**15, 2**15, 1, False, ())
+
+
+def sample_keys(seed: int, epoch: int, images: Sequence[EncodedImage], view: int) -> Keys:
+    """One key per image, a function of (seed, epoch, sample) wherever and in whichever batch it is.
+
+    ``view`` tells several images of one sample apart; a sample that a batch holds twice, as
+    samplers with replacement or repeated augmentation draw it, gets different parameters each time.
+    """
+    seen: dict[int, int] = {}
+    names, repeats = [], []
+    for image in images:
+        name = image.index
+        if name < 0:
+            name = zlib.crc32(image.path.encode() if image.path else image.data) - 2**33
+        repeats.append(seen.get(name, 0))
+        seen[name] = repeats[-1] + 1
+        names.append(name)
+    keys = fold(fold(fold(seed, epoch), names), view)
+    return fold(keys, repeats) if any(repeats) else fold(keys, 0)
+
+
+@dataclass(slots=True)
+class Packer:
+    """Prepare a batch of encoded images for the device.
+
+    Attributes:
+        head: the fused transforms whose parameters are drawn here.
+        on_gpu: whether baseline JPEGs are left to the GPU.
+        apply_exif: whether pictures are turned upright.
+        seed: of all random parameters.
+        epoch: likewise.
+        share: ``(1,)`` float64 in shared memory, of the baseline JPEGs that are decoded here.
+    """
+
+    head: Head
+    on_gpu: bool
+    apply_exif: bool
+    seed: int
+    epoch: torch.Tensor
+    share: torch.Tensor
+    _views: int = 0
+
+    def __call__(self, images: Sequence[EncodedImage]) -> EncodedImages:
+        batch_view, self._views = self._views, self._views + 1
+        epoch = int(self.epoch)
+        keys = sample_keys(self.seed, epoch, images, batch_view)
+        headers, errors = self._read_headers(images)
+        on_cpu = ~np.array([header.gpu and self.on_gpu for header in headers])
+        on_cpu |= uniform(fold(keys, _SHARE), 1)[:, 0] < float(self.share)
+        if self.head.size is None and self.apply_exif:  # no sampling that could turn the picture
+            on_cpu |= np.array([header.orientation != 1 for header in headers])
+        orientation = [header.orientation if self.apply_exif else 1 for header in headers]
+        transposed = np.array([o in _TRANSPOSED for o in orientation], dtype=bool)
+        sizes = np.array([(header.height, header.width) for header in headers], dtype=np.int64)
+        sizes = np.where(transposed[:, None], sizes[:, ::-1], sizes)
+        rows = None if self.head.size is None else self.head.draw(sizes, fold(keys, _CROP))
+
+        parts: list[Any] = []
+        pixels: list[torch.Tensor | None] = [None] * len(images)
+        started = time.perf_counter()
+        for i, (image, header) in enumerate(zip(images, headers, strict=True)):
+            parts.append(image.data)
+            if i in errors:
+                continue
+            if not on_cpu[i]:
+                parts[i] = _without(image.data, header.exif)
+                continue
+            try:
+                decoded = self._decode(image, rows, i)
+            except (ValueError, RuntimeError) as error:
+                errors[i] = str(error)
+            else:
+                pixels[i], sizes[i], transposed[i] = decoded, decoded.shape[-2:], False
+                if rows is not None:
+                    rows[i] = Sampling.identity([sizes[i]]).rows()[0]
+        seconds = time.perf_counter() - started
+        if rows is not None:
+            mirrored = [
+                _MIRRORED[o] if p is None else (False, False)
+                for o, p in zip(orientation, pixels, strict=True)
+            ]
+            rows = _mirror(rows, sizes, np.array(mirrored))
+
+        data, spans, boundary = join(parts, pixels)
+        return EncodedImages(
+            data,
+            spans,
+            boundary,
+            indices=np.array([image.index for image in images], dtype=np.int64),
+            paths=[image.path for image in images],
+            decoded=np.array([p is not None for p in pixels], dtype=bool),
+            sizes=sizes,
+            transposed=transposed,
+            rows=rows,
+            errors=errors,
+            prepared=True,
+            epoch=epoch,
+            decode_seconds=seconds,
+        )
+
+    @staticmethod
+    def _read_headers(images: Sequence[EncodedImage]) -> tuple[list[ImageHeader], dict[int, str]]:
+        headers, errors = [], {}
+        for i, image in enumerate(images):
+            try:
+                headers.append(read_header(image.data))
+            except ValueError as error:
+                errors[i] = str(error)
+                headers.append(_UNREADABLE)
+        return headers, errors
+
+    def _decode(self, image: EncodedImage, rows: Any, i: int) -> torch.Tensor:
+        decoded = decode_cpu(image.data, apply_exif=self.apply_exif)
+        if rows is None:
+            return decoded
+        return resample_uint8(
+            decoded,
+            rows[i],
+            self.head.size,
+            interpolation=self.head.interpolation,
+            antialias=self.head.antialias,
+        )
+
+
+def _without(data: Any, spans: Sequence[tuple[int, int]]) -> Any:
+    """Overwrite ``spans`` of a file with zeros, in a copy."""
+    if not spans:
+        return data
+    changed = bytearray(data)
+    for start, stop in spans:
+        changed[start:stop] = bytes(stop - start)
+    return changed
+
+
+def _mirror(rows: Any, sizes: Any, where: Any) -> Any:
+    """Sampling of an upright picture, rewritten for the stored one, mirrored ``where`` it says."""
+    origin, step, low, high, first, last = np.moveaxis(rows, -1, 0)
+    return np.stack(
+        [
+            np.where(where, sizes - 1 - origin, origin),
+            np.where(where, -step, step),
+            np.where(where, sizes - high, low),
+            np.where(where, sizes - low, high),
+            first,
+            last,
+        ],
+        axis=-1,
+    )
+
+
+@dataclass(slots=True)
+class HostStage:
+    """The collate function a prefetcher gives its loader: the user's, with our packing inside."""
+
+    collate_fn: Callable[[Any], Any]
+    packer: Packer
+
+    def __call__(self, samples: Any) -> Any:
+        self.packer._views = 0
+        with packing(self.packer):
+            return pack_lists(self.collate_fn(samples), self.packer)
+
+
+def is_encoded(batch: Any) -> bool:
+    """Whether ``batch`` is an encoded image, a packed batch of them or a list of them."""
+    return isinstance(batch, (EncodedImage, EncodedImages)) or (
+        isinstance(batch, (list, tuple))
+        and len(batch) > 0
+        and all(isinstance(image, EncodedImage) for image in batch)
+    )
+
+
+def pack_lists(batch: Any, packer: Packer) -> Any:
+    """Pack what a collate function of the user's left as images or lists of them."""
+
+    def pack_leaf(leaf: Any) -> Any:
+        if not is_encoded(leaf) or (isinstance(leaf, EncodedImages) and leaf.prepared):
+            return leaf
+        return packer(
+            [leaf] if isinstance(leaf, EncodedImage) else [leaf[i] for i in range(len(leaf))]
+        )
+
+    return map_leaves(pack_leaf, batch, is_encoded)

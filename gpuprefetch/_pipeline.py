@@ -1,0 +1,344 @@
+"""From a host batch to a device batch: move tensors, decode, resample, transform.
+
+A batch becomes a few parts that any lane may run, and a finish behind them. Nothing here knows of
+threads or order; those are the prefetcher's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpuprefetch._batch import leaves, map_leaves, to_device
+from gpuprefetch._decode import ImageDecoder, decode_part
+from gpuprefetch._encoded import EncodedImages
+from gpuprefetch._host import Packer, is_encoded, pack_lists
+from gpuprefetch._random import SeededDraws, fold
+from gpuprefetch._resample import resample
+from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_size
+
+# Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
+# bound
+# the memory: a decoded photo takes 3 bytes a pixel until it is resampled.
+SUB_BATCH = 64
+SUB_BATCH_BYTES = 64 << 20
+
+
+class BadImageError(ValueError):
+    """A file that cannot be decoded; the message names its path, its index and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadImage:
+    """A file that could not be decoded.
+
+    Attributes:
+        index: of the sample in its dataset.
+        path: of the file.
+        reason: the decoder's.
+    """
+
+    index: int
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        path = f"{self.path!r} " if self.path else ""
+        return f"cannot decode {path}(sample {self.index} of the dataset): {self.reason}"
+
+
+class Lane:
+    """One thread's place to work: its side stream, and the decoded images its last launch reads."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self.stream = stream
+        self._kept: tuple[torch.cuda.Event, Any] | None = None
+
+    def keep(self, images: Any) -> torch.cuda.Event | None:
+        """Hold ``images`` until the work queued so far has read them. See Note [Decoded memory]."""
+        if self.stream is None:
+            return None
+        event = self.stream.record_event()
+        self.release()
+        self._kept = (event, images)
+        return event
+
+    def release(self) -> None:
+        """Let go of what is held, once its last reader is through."""
+        if self._kept is not None:
+            self._kept[0].synchronize()
+            self._kept = None
+
+
+Part = Callable[[Lane], None]
+
+
+@dataclass(slots=True)
+class Work:
+    """One batch on its way.
+
+    Attributes:
+        parts: what any lane may run, in any order.
+        finish: runs behind all parts and gives the batch.
+    """
+
+    parts: list[Part]
+    finish: Callable[[], Any]
+
+
+@dataclass
+class Pipeline:
+    """What happens to each batch on the device.
+
+    Attributes:
+        device: where batches go.
+        head: the fused transforms.
+        tail: transforms that run on the batch behind them.
+        packer: prepares encoded images that no worker of ours has seen.
+        decoder: backend for the images left to the GPU; None on the CPU.
+        dtype: of the images behind the head; None for float32.
+        memory_format: likewise; None for contiguous.
+        on_error: "raise", "skip", "replace", or a callable that gets each :class:`BadImage`.
+        max_bad: how many bad images are tolerated; None for any number.
+        bad_images: those that were tolerated.
+    """
+
+    device: torch.device
+    head: Head
+    tail: Sequence[Transform]
+    packer: Packer
+    decoder: ImageDecoder | None = None
+    dtype: torch.dtype | None = None
+    memory_format: torch.memory_format | None = None
+    on_error: str | Callable[[BadImage], Any] = "raise"
+    max_bad: int | None = None
+    bad_images: list[BadImage] = field(default_factory=list)
+
+    def start(self, batch: Any, number: int, epoch: int) -> Work:
+        """Queue the copies of a batch on the current stream and lay out the rest of its work.
+
+        Args:
+            batch: as the loader gives it.
+            number: of the batch in its epoch; keys the tail's random numbers.
+            epoch: likewise.
+        """
+        seed = int(fold(fold(fold(self.packer.seed, epoch), -1), number)[()] >> np.uint64(1))
+        batch = pack_lists(batch, self.packer)
+        jobs: list[_ImageJob] = []
+
+        def move(leaf: Any) -> Any:
+            if not isinstance(leaf, EncodedImages):
+                return to_device(leaf, self.device)
+            jobs.append(_ImageJob(self, leaf))
+            return jobs[-1]
+
+        moved = map_leaves(move, batch, is_encoded)
+        if jobs:
+            parts = [part for job in jobs for part in job.parts()]
+            return Work(parts, partial(self._finish, moved, jobs, seed))
+        if self.head.names or self.tail or self.dtype or self.memory_format:
+            return Work([], partial(self._transform_tensors, moved, seed))
+        return Work([], lambda: moved)
+
+    def _finish(self, batch: Any, jobs: list[_ImageJob], seed: int) -> Any:
+        for event in (event for job in jobs for event in job.written):
+            torch.cuda.current_stream(self.device).wait_event(event)
+        rows = self._rows_to_keep(jobs)
+
+        def leaf_result(leaf: Any) -> Any:
+            result = leaf.out if isinstance(leaf, _ImageJob) else leaf
+            if rows is not None:
+                result = _take_rows(result, rows, len(jobs[0].images))
+            return self._run_tail(result, seed) if isinstance(leaf, _ImageJob) else result
+
+        return map_leaves(leaf_result, batch)
+
+    def _transform_tensors(self, batch: Any, seed: int) -> Any:
+        done = False
+
+        def transform(leaf: Any) -> Any:
+            nonlocal done
+            if done or not isinstance(leaf, torch.Tensor) or leaf.dim() != 4:
+                return leaf
+            done = True
+            return self._run_tail(self._run_head(leaf, seed), seed)
+
+        result = map_leaves(transform, batch)
+        if not done:
+            raise ValueError(
+                "transforms, dtype and memory_format are for images, but the loader gave neither "
+                "an EncodedImage nor an (N, C, H, W) tensor. Return one of them, or leave these "
+                "arguments out."
+            )
+        return result
+
+    def _run_head(self, images: torch.Tensor, seed: int) -> torch.Tensor:
+        kornia_next = bool(self.tail) and type(self.tail[0]).__module__.startswith("kornia.")
+        if self.head.names or (kornia_next and not images.is_floating_point()):
+            keys = fold(seed, np.arange(len(images)))
+            return apply_head(self.head, images, keys, self.dtype, self.memory_format)
+        if self.dtype and not images.is_floating_point():
+            images = images.to(self.dtype) / 255
+        return images.to(
+            dtype=self.dtype or images.dtype,
+            memory_format=self.memory_format or torch.preserve_format,
+        )
+
+    def _run_tail(self, images: Any, seed: int) -> Any:
+        if not self.tail:
+            return images
+        with SeededDraws(seed):
+            for transform in self.tail:
+                images = transform(images)
+        return images
+
+    def _rows_to_keep(self, jobs: list[_ImageJob]) -> torch.Tensor | None:
+        """Apply ``on_error``: the rows of the batch that become its result, None for all."""
+        bad = sorted({i for job in jobs for i in job.images.errors})
+        if not bad:
+            return None
+        for job in jobs:
+            for i, reason in sorted(job.images.errors.items()):
+                self._tolerate(BadImage(int(job.images.indices[i]), job.images.paths[i], reason))
+        count = len(jobs[0].images)
+        if any(len(job.images) != count for job in jobs):
+            raise BadImageError(
+                "a bad image in a batch with differing numbers of images cannot be skipped"
+            )
+        good = np.setdiff1d(np.arange(count), bad)
+        if not len(good):
+            raise BadImageError(
+                f"all {count} images of a batch are bad, the last: {self.bad_images[-1]}"
+            )
+        if self.on_error == "replace":
+            rows = np.arange(count)
+            rows[bad] = good[
+                np.searchsorted(good, bad) % len(good)
+            ]  # the next good one fills the slot
+            return torch.from_numpy(rows)
+        return torch.from_numpy(good)
+
+    def _tolerate(self, bad: BadImage) -> None:
+        if self.on_error == "raise":
+            raise BadImageError(str(bad))
+        if callable(self.on_error):
+            self.on_error(bad)
+        self.bad_images.append(bad)
+        if self.max_bad is not None and len(self.bad_images) > self.max_bad:
+            raise BadImageError(f"more than max_bad={self.max_bad} bad images, the last: {bad}")
+
+
+def _take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
+    """Select rows of whatever has one entry per sample."""
+    if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count:
+        return leaf[rows.to(leaf.device)]
+    if isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == count:
+        return leaf[rows.numpy()]
+    if isinstance(leaf, list) and len(leaf) == count:
+        return [leaf[i] for i in rows.tolist()]
+    return leaf
+
+
+class _ImageJob:
+    """The encoded images of one batch, on their way into one tensor."""
+
+    def __init__(self, pipeline: Pipeline, images: EncodedImages) -> None:
+        self.images = images
+        self.out: Any = [None] * len(images)
+        self.written: list[torch.cuda.Event] = []
+        self._pipeline = pipeline
+        head = pipeline.head
+        if head.names or pipeline.tail:
+            require_fixed_size(head, pipeline.tail)
+        if head.size is not None:
+            self.out = torch.empty(
+                (len(images), 3, *head.size),
+                dtype=pipeline.dtype or torch.float32,
+                device=pipeline.device,
+                memory_format=pipeline.memory_format or torch.contiguous_format,
+            )
+        # The block may have served earlier work of the stream it was allocated on: lanes wait for
+        # that.
+        on_gpu = pipeline.device.type == "cuda"
+        self._allocated = (
+            torch.cuda.current_stream(pipeline.device).record_event() if on_gpu else None
+        )
+
+    def parts(self) -> Iterator[Part]:
+        """The decode of each sub-batch, and the images that a worker has decoded."""
+        todo = [
+            i for i in np.flatnonzero(~self.images.decoded).tolist() if i not in self.images.errors
+        ]
+        for chunk in self._chunks(todo):
+            yield partial(self._decode, chunk)
+        if self.images.decoded.any():
+            yield self._copy_decoded
+
+    def _chunks(self, positions: list[int]) -> Iterator[list[int]]:
+        sizes = 3 * self.images.sizes.prod(axis=1)
+        chunk: list[int] = []
+        total = 0
+        for i in positions:
+            if chunk and (len(chunk) == SUB_BATCH or total + sizes[i] > SUB_BATCH_BYTES):
+                yield chunk
+                chunk, total = [], 0
+            chunk.append(i)
+            total += int(sizes[i])
+        if chunk:
+            yield chunk
+
+    def _decode(self, positions: list[int], lane: Lane) -> None:
+        decoder, device = self._pipeline.decoder, self._pipeline.device
+        assert decoder is not None, "the packer leaves nothing to decode where there is no decoder"
+        positions, decoded = decode_part(decoder, self.images, positions, device)
+        self._write(positions, decoded, lane)
+
+    def _copy_decoded(self, lane: Lane) -> None:
+        images = self.images
+        positions = np.flatnonzero(images.decoded).tolist()
+        pixels = images.data[images.pixels :].to(self._pipeline.device, non_blocking=True)
+        spans = (images.spans[positions] - images.pixels).tolist()
+        sizes = images.sizes[positions].tolist()
+        views = [
+            pixels[start:stop].view(3, height, width)
+            for (start, stop), (height, width) in zip(spans, sizes, strict=True)
+        ]
+        self._write(positions, views, lane)
+
+    def _write(self, positions: list[int], decoded: list[torch.Tensor], lane: Lane) -> None:
+        head = self._pipeline.head
+        decoded = [
+            d.mT if self.images.transposed[i] else d
+            for i, d in zip(positions, decoded, strict=True)
+        ]
+        if head.size is None or self.images.rows is None:
+            for i, image in zip(positions, decoded, strict=True):
+                self.out[i] = image
+        elif decoded:
+            if lane.stream is not None:
+                lane.stream.wait_event(self._allocated)  # type: ignore[arg-type]
+            resample(
+                decoded,
+                self.images.rows[positions],
+                head.size,
+                interpolation=head.interpolation,
+                antialias=head.antialias,
+                mean=head.mean,
+                std=head.std,
+                dtype=self.out.dtype,
+                out=self.out,
+                positions=positions,
+            )
+        event = lane.keep(decoded)
+        if event is not None:
+            self.written.append(event)
+
+
+def encoded_leaves(batch: Any) -> list[EncodedImages]:
+    """The packed encoded images of a batch."""
+    return [leaf for leaf in leaves(batch, is_encoded) if isinstance(leaf, EncodedImages)]

@@ -1,0 +1,541 @@
+"""DataPrefetcher: batches of a DataLoader on the device, in order and ahead of time."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from gpuprefetch._balance import Balancer
+from gpuprefetch._batch import tensors
+from gpuprefetch._connections import tell
+from gpuprefetch._decode import BACKENDS
+from gpuprefetch._encoded import EncodedImageFolder
+from gpuprefetch._host import HostStage, Packer
+from gpuprefetch._pipeline import BadImage, Lane, Part, Pipeline, Work, encoded_leaves
+from gpuprefetch._stats import Stats
+from gpuprefetch._stream import handoff, lease_stream, return_stream
+from gpuprefetch._transforms import Transform, read_transforms, require_fixed_size
+
+# Decode threads, each with a stream and an nvJPEG decoder of its own (14 streams and < 30 MB each).
+LANES = 2
+# Steps that the loop may be ahead of the GPU. Without a bound the host queues many, and each of
+# them
+# keeps its batch in memory; two are enough to keep the GPU busy.
+RUN_AHEAD = 2
+# For a loader that hangs, when the loop is left: its thread is then abandoned, not waited for.
+JOIN_SECONDS = 10.0
+
+
+class _Slot:
+    """A batch between the loader and the loop."""
+
+    __slots__ = ("done", "error", "event", "number", "remaining", "result", "source", "work")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.source: Any = None
+        self.work: Work | None = None
+        self.remaining = 0
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.event: torch.cuda.Event | None = None
+        self.done = threading.Event()
+
+
+class _Engine:
+    """The threads of one epoch. They hold it and never the iterator, so dropping that ends them."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        source: Iterator[Any],
+        *,
+        depth: int,
+        epoch: int,
+        fetch_ahead: bool,
+        stats: Stats,
+        balancer: Balancer,
+        check: Callable[[Any], None],
+    ) -> None:
+        self._pipeline, self._source, self._check = pipeline, source, check
+        self._depth, self._epoch = depth, epoch
+        self._stats, self._balancer = stats, balancer
+        self._changed = threading.Condition()
+        self._slots: deque[_Slot] = deque()
+        self._parts: deque[tuple[_Slot, Part]] = deque()
+        self._exhausted = self._stopping = False
+        self._fetched = 0
+        self._fetch_ahead = fetch_ahead
+        self._threads: list[threading.Thread] = []
+        self._lanes: list[Lane] = []
+        self._on_cuda = pipeline.device.type == "cuda"
+        self._stream = lease_stream(pipeline.device) if self._on_cuda else None
+        if fetch_ahead:
+            self._spawn("fetch", self._fetch_loop)
+
+    def _spawn(self, name: str, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, name=f"gpuprefetch-{name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _batch_stream(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream) if self._on_cuda else contextlib.nullcontext()
+
+    def _fetch_loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or len(self._slots) < self._depth)
+                if self._stopping:
+                    self._source = iter(())  # shuts the loader's workers down
+                    return
+            self._fetch()
+            if self._exhausted:
+                return
+
+    def _fetch(self) -> None:
+        """Take a batch from the loader and get its work under way."""
+        slot = _Slot(self._fetched)
+        self._fetched += 1
+        parts: list[Part] = []
+        try:
+            started = time.perf_counter()
+            slot.source = next(self._source)
+            self._learn(slot.source, time.perf_counter() - started)
+            self._check(slot.source)
+            with torch.no_grad(), self._batch_stream():
+                slot.work = self._pipeline.start(slot.source, slot.number, self._epoch)
+            parts = slot.work.parts
+            slot.remaining = len(parts)
+        except BaseException as error:
+            self._exhausted = True
+            slot.error = error
+        with self._changed:
+            self._slots.append(slot)
+            self._parts.extend((slot, part) for part in parts)
+            self._changed.notify_all()
+        if not parts:
+            self._finish(slot)
+        elif self._on_cuda:
+            while len(self._lanes) < LANES:
+                self._lanes.append(Lane(lease_stream(self._pipeline.device)))
+                self._spawn("decode", self._lane_loop, self._lanes[-1])
+        else:
+            self._run_inline()
+
+    def _learn(self, batch: Any, waited: float) -> None:
+        self._stats.fetch_seconds += waited
+        for images in encoded_leaves(batch):
+            decoded = int(images.decoded.sum())
+            self._balancer.observe(len(images), decoded, images.decode_seconds, waited)
+            self._stats.cpu_images += decoded
+            self._stats.gpu_images += len(images) - decoded
+            self._stats.encoded_bytes += images.data.numel()
+            self._stats.worker_decode_seconds += images.decode_seconds
+            self._stats.share = float(self._balancer.share)
+
+    def _run_inline(self) -> None:
+        while self._parts:
+            self._run_part(*self._parts.popleft(), Lane(None))
+
+    def _lane_loop(self, lane: Lane) -> None:
+        with torch.cuda.stream(lane.stream):
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopping or self._parts)
+                    if self._stopping:
+                        break
+                    slot, part = self._parts.popleft()
+                self._run_part(slot, part, lane)
+                del slot, part
+            lane.release()
+
+    def _run_part(self, slot: _Slot, part: Part, lane: Lane) -> None:
+        try:
+            if slot.error is None:
+                with torch.no_grad():
+                    part(lane)
+        except BaseException as error:
+            slot.error = error
+        with self._changed:
+            slot.remaining -= 1
+            last = slot.remaining == 0
+        if last:
+            self._finish(slot)
+
+    def _finish(self, slot: _Slot) -> None:
+        try:
+            if slot.error is None and slot.work is not None:
+                with torch.no_grad(), self._batch_stream():
+                    slot.result = slot.work.finish()
+                    slot.event = self._stream.record_event() if self._stream else None
+        except BaseException as error:
+            slot.error = error
+        slot.work = None
+        slot.done.set()
+
+    def take(self) -> _Slot:
+        """The next batch in order, as soon as its work has been queued."""
+        while not self._fetch_ahead and not self._exhausted and len(self._slots) < self._depth:
+            self._fetch()
+        with self._changed:
+            self._changed.wait_for(lambda: self._slots)
+            slot = self._slots[0]
+        slot.done.wait()
+        with self._changed:
+            self._slots.popleft()
+            self._changed.notify_all()
+        return slot
+
+    def close(self) -> None:
+        """End the threads, give the streams back and drop every batch that was not handed over."""
+        with self._changed:
+            if self._stopping:
+                return
+            self._stopping = True
+            self._parts.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(JOIN_SECONDS)
+        alive = any(thread.is_alive() for thread in self._threads)
+        streams = [lane.stream for lane in self._lanes if lane.stream]
+        for stream in [*streams, self._stream] if self._stream else []:
+            stream.synchronize()  # see Note [Stream handoff], 3
+            if not alive:
+                return_stream(stream)
+        self._slots.clear()
+        self._source = iter(())
+
+
+class _Epoch:
+    """Iterator over one epoch."""
+
+    def __init__(
+        self, engine: _Engine, device: torch.device, stats: Stats, balancer: Balancer
+    ) -> None:
+        self._engine, self._device = engine, device
+        self._stats, self._balancer = stats, balancer
+        self._steps: deque[torch.cuda.Event] = deque()
+        self._sources: deque[tuple[torch.cuda.Event, Any]] = deque()
+        self._last: float | None = None
+        # Runs also at garbage collection and at interpreter exit.
+        self.close = weakref.finalize(self, engine.close)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self.close.alive:
+            raise StopIteration
+        try:
+            self._throttle()
+            started = time.perf_counter()
+            slot = self._engine.take()
+            now = time.perf_counter()
+        except BaseException:
+            self.close()
+            raise
+        if slot.error is not None:
+            self.close()
+            error, slot.error = slot.error, None
+            if not isinstance(error, StopIteration):
+                error.add_note(f"raised by the prefetcher while it prepared batch {slot.number}")
+            try:
+                raise error
+            finally:
+                del error  # breaks the cycle between the exception and this frame
+        self._stats.batches += 1
+        self._stats.wait_seconds += now - started
+        if self._last is not None:
+            self._balancer.period(now - self._last)
+        self._last = now
+        if slot.event is not None:
+            handoff(slot.result, slot.event, self._device)
+            self._sources.append((slot.event, slot.source))
+            while self._sources[0][0].query() and len(self._sources) > 1:
+                self._sources.popleft()
+        return slot.result
+
+    def _throttle(self) -> None:
+        """Wait until the loop is at most RUN_AHEAD steps ahead of the GPU."""
+        if self._device.type != "cuda":
+            return
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._steps.append(event)
+        if len(self._steps) > RUN_AHEAD:
+            self._steps.popleft().synchronize()
+
+
+def _resolve_device(device: torch.device | str | int | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if resolved.type == "cpu":
+        return resolved
+    if resolved.type != "cuda":
+        raise ValueError(f"device must be CUDA or CPU, got {str(resolved)!r}.")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if resolved.index is None and count:
+        return torch.device("cuda", torch.cuda.current_device())
+    if not count or not 0 <= (resolved.index or 0) < count:
+        raise ValueError(
+            f"device {str(resolved)!r} is not there: torch sees {count} CUDA devices. "
+            "Leave device out to use CUDA where there is one and the CPU elsewhere."
+        )
+    return resolved
+
+
+class DataPrefetcher:
+    """Wrap a DataLoader: its batches arrive on the device, decoded and transformed ahead of time.
+
+    The batches are the wrapped loader's, in its order. Tensors in any nesting of tuples, lists,
+    mappings, namedtuples and dataclasses move to the device, as do objects with a ``to`` method;
+    other leaves pass through. Every ``iter()`` is a new epoch. Attributes that are not found here
+    (``dataset``, ``sampler``, ``batch_size``, ...) are the loader's. The caller's current device
+    and stream are never changed.
+
+    Args:
+        loader: a ``DataLoader``, or any iterable of batches that can be iterated again.
+        device: CUDA device, its index, or "cpu"; None is CUDA where there is one, else the CPU,
+            which gives the same results without streams.
+        transforms: list of kornia augmentation modules, this library's own, and callables on an
+            ``(N, C, H, W)`` batch. The head of the list (crop or resize, flips, ``Normalize``) runs
+            as one launch, also on decoded images of different sizes, and gives values in [0, 1]
+            before ``Normalize``; what follows runs on its result.
+        dtype: of the images after that head; float32 by default.
+        memory_format: of the images after that head; contiguous by default.
+        device_prefetch_size: batches kept ready or in preparation on the device.
+        decoder: "torchcodec" or "torchvision" (both nvJPEG on the GPU), "cpu" (TorchCodec in the
+            workers), or "auto": torchcodec on CUDA, else cpu.
+        apply_exif: whether pictures are turned upright; False agrees with PIL and ``ImageFolder``.
+        cpu_share: share of the JPEGs that the workers decode, 0.0 to 1.0, or "auto" to balance it
+            while running: as many as the idle cores can carry.
+        seed: of the random parameters of the transforms; None takes ``torch.initial_seed()``. They
+            are a function of (seed, epoch, sample), whatever the batch size and number of workers.
+        on_error: for a file that cannot be decoded: "raise" :class:`BadImageError`, "skip" the
+            sample, "replace" it by another one of the batch, target included, or a callable that
+            gets the :class:`BadImage`, after which it is skipped.
+        max_bad: how many bad images are tolerated before :class:`BadImageError` is raised anyway.
+
+    Attributes:
+        stats: counters, see :class:`Stats`.
+
+    Raises:
+        TypeError: if ``loader`` is a dataset or cannot be iterated, or a transform is not callable.
+        ValueError: for other arguments out of range, and for transforms that cannot work.
+
+    Example:
+        >>> loader = DataPrefetcher(DataLoader(dataset, num_workers=8, pin_memory=True))
+        >>> for images, target in loader: ...
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any] | Iterable[Any],
+        *,
+        device: torch.device | str | int | None = None,
+        transforms: Sequence[Transform] | None = None,
+        dtype: torch.dtype | None = None,
+        memory_format: torch.memory_format | None = None,
+        device_prefetch_size: int = 2,
+        decoder: str = "auto",
+        apply_exif: bool = False,
+        cpu_share: float | str = "auto",
+        seed: int | None = None,
+        on_error: str | Callable[[BadImage], Any] = "raise",
+        max_bad: int | None = None,
+    ) -> None:
+        if isinstance(loader, Dataset) or not hasattr(loader, "__iter__"):
+            raise TypeError(
+                f"DataPrefetcher wraps a DataLoader, got {type(loader).__name__}. "
+                "Build one first: DataPrefetcher(DataLoader(dataset, batch_size=...))."
+            )
+        if not isinstance(device_prefetch_size, int) or device_prefetch_size < 1:
+            raise ValueError(
+                f"device_prefetch_size is in batches, at least 1, got {device_prefetch_size!r}."
+            )
+        if not callable(on_error) and on_error not in ("raise", "skip", "replace"):
+            raise ValueError(
+                f'on_error must be "raise", "skip", "replace" or a callable, got {on_error!r}.'
+            )
+        self._loader = loader
+        self.device = _resolve_device(device)
+        head, tail = read_transforms(transforms)
+        if (head.names or tail) and _is_encoded_folder(getattr(loader, "dataset", None)):
+            require_fixed_size(head, tail)
+        backend = self._backend(decoder)
+        share = torch.zeros(1, dtype=torch.float64).share_memory_()
+        share.fill_(_fixed_share(cpu_share))
+        packer = Packer(
+            head,
+            on_gpu=backend is not None,
+            apply_exif=apply_exif,
+            seed=torch.initial_seed() if seed is None else seed,
+            epoch=torch.zeros(1, dtype=torch.int64).share_memory_(),
+            share=share,
+        )
+        self._pipeline = Pipeline(
+            self.device, head, tail, packer, backend, dtype, memory_format, on_error, max_bad
+        )
+        self.stats = Stats()
+        workers = getattr(loader, "num_workers", 0)
+        self._balancer = Balancer(share, workers, fixed=cpu_share != "auto" or backend is None)
+        self._depth = device_prefetch_size
+        self._epoch = 0
+        self._persistent: DataLoader[Any] | None = None
+        self._checked = False
+        self._manual: _Epoch | None = None
+        self._manual_length = 2
+
+    def _backend(self, decoder: str) -> Any:
+        if decoder == "auto":
+            decoder = "torchcodec" if self.device.type == "cuda" else "cpu"
+        if decoder == "cpu":
+            return None
+        if decoder not in BACKENDS:
+            names = ", ".join(f'"{name}"' for name in ("auto", "cpu", *BACKENDS))
+            raise ValueError(f"decoder must be one of {names}, got {decoder!r}.")
+        if self.device.type != "cuda":
+            raise ValueError(f'decoder={decoder!r} needs a CUDA device; use "auto" or "cpu" here.')
+        return BACKENDS[decoder](self.device)
+
+    @property
+    def bad_images(self) -> list[BadImage]:
+        """The images that were skipped or replaced, over all epochs."""
+        return self._pipeline.bad_images
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        loader, pipeline = self._prepared_loader(epoch)
+        engine = _Engine(
+            pipeline,
+            iter(loader),
+            depth=self._depth if self.device.type == "cuda" else 1,
+            epoch=epoch,
+            # Without workers the dataset runs in this process: on the caller's thread it keeps the
+            # order of
+            # random numbers it would have without us. On the CPU there is nothing to run ahead of.
+            fetch_ahead=self.device.type == "cuda" and getattr(loader, "num_workers", 0) > 0,
+            stats=self.stats,
+            balancer=self._balancer,
+            check=self._check_first,
+        )
+        return _Epoch(engine, self.device, self.stats, self._balancer)
+
+    def _prepared_loader(self, epoch: int) -> tuple[Iterable[Any], Pipeline]:
+        """The loader with our packing in its collate; the user's own object is left as it is."""
+        if not isinstance(self._loader, DataLoader):
+            return self._loader, self._with_epoch(epoch)
+        if self._loader.persistent_workers:
+            # These workers live on: the epoch reaches them through shared memory.
+            self._pipeline.packer.epoch.fill_(epoch)
+            if self._persistent is None:
+                self._persistent = _with_collate(self._loader, self._pipeline.packer)
+            return self._persistent, self._pipeline
+        pipeline = self._with_epoch(epoch)
+        return _with_collate(self._loader, pipeline.packer), pipeline
+
+    def _with_epoch(self, epoch: int) -> Pipeline:
+        packer = replace(self._pipeline.packer, epoch=torch.tensor([epoch]))
+        return replace(self._pipeline, packer=packer)
+
+    def _check_first(self, batch: Any) -> None:
+        """Say once, at the first batch, what will make the loader slow."""
+        if self._checked or self.device.type != "cuda":
+            return
+        self._checked = True
+        parts = [images.data for images in encoded_leaves(batch)]
+        if parts:
+            tell()
+        parts = parts or list(tensors(batch))
+        if any(
+            part.device.type == "cpu" and part.numel() and not part.is_pinned() for part in parts
+        ):
+            warnings.warn(
+                "The wrapped loader does not pin its memory, so copies to the GPU block and overlap"
+                " less. Pass pin_memory=True to the DataLoader.",
+                stacklevel=2,
+            )
+
+    def next(self) -> Any:
+        """The next batch, in the manner of Apex's ``data_prefetcher``.
+
+        Returns:
+            The batch; at the end of an epoch a tuple of as many None as the batch has elements (one
+            None for a batch that is no tuple or list). The call after that starts a new epoch.
+        """
+        if self._manual is None:
+            self._manual = iter(self)  # type: ignore[assignment]
+        try:
+            batch = next(self._manual)  # type: ignore[arg-type]
+        except StopIteration:
+            self._manual = None
+            return (None,) * self._manual_length if self._manual_length else None
+        except BaseException:
+            self._manual = None
+            raise
+        self._manual_length = len(batch) if isinstance(batch, (tuple, list)) else 0
+        return batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Number the next epoch: for the samplers of the loader, and for the random parameters."""
+        self._epoch = epoch
+        batch_sampler = getattr(self._loader, "batch_sampler", None)
+        owners = [
+            self._loader,
+            getattr(self._loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+            getattr(self._loader, "dataset", None),
+        ]
+        for owner in {id(owner): owner for owner in owners}.values():
+            if callable(getattr(owner, "set_epoch", None)):
+                owner.set_epoch(epoch)  # type: ignore[union-attr]
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # also keeps copy and pickle from recursing before _loader is set
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._loader, name)
+
+    def __repr__(self) -> str:
+        return f"DataPrefetcher({self._loader!r}, device={str(self.device)!r})"
+
+
+def _with_collate(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
+    clone = copy.copy(loader)
+    clone._iterator = None
+    clone.collate_fn = HostStage(loader.collate_fn, packer)
+    return clone
+
+
+def _fixed_share(cpu_share: float | str) -> float:
+    if cpu_share == "auto":
+        return 0.0
+    if isinstance(cpu_share, (int, float)) and 0 <= cpu_share <= 1:
+        return float(cpu_share)
+    raise ValueError(
+        f'cpu_share is a share of the images, 0.0 to 1.0, or "auto", got {cpu_share!r}.'
+    )
+
+
+def _is_encoded_folder(dataset: Any) -> bool:
+    """Whether a dataset surely hands out encoded images, through Subset and ConcatDataset."""
+    if dataset is None or isinstance(dataset, EncodedImageFolder):
+        return dataset is not None
+    inner = getattr(dataset, "datasets", None) or [getattr(dataset, "dataset", None)]
+    return isinstance(inner, Sequence) and all(_is_encoded_folder(d) for d in inner)

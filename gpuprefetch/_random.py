@@ -1,0 +1,111 @@
+"""Counter-based random numbers: each a function of its key alone, whoever draws it and when.
+
+The generator is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
+OOPSLA 2014), used as a hash of (seed, epoch, sample, ...) followed by a counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.overrides import TorchFunctionMode
+
+Keys = npt.NDArray[np.uint64]
+Uniforms = npt.NDArray[np.float64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: Keys) -> Keys:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def fold(keys: Keys | int, data: npt.ArrayLike) -> Keys:
+    """Derive one key per element of ``data`` from ``keys``. Negative integers are allowed."""
+    base = np.asarray(keys & 0xFFFFFFFFFFFFFFFF if isinstance(keys, int) else keys, dtype=np.uint64)
+    values = np.asarray(data).astype(np.int64).view(np.uint64)
+    with np.errstate(over="ignore"):
+        return _mix(_mix(base + _GOLDEN) + (values + np.uint64(1)) * _GOLDEN)
+
+
+def uniform(keys: Keys, count: int) -> Uniforms:
+    """``(N, count)`` float64 in [0, 1): independent numbers for each of the ``(N,)`` keys."""
+    counter = np.arange(1, count + 1, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        bits = _mix(keys[:, None] + counter * _GOLDEN)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+_DRAWS: Iterable[Any] = (
+    torch.rand,
+    torch.randn,
+    torch.randint,
+    torch.randperm,
+    torch.normal,
+    torch.bernoulli,
+    torch.multinomial,
+    torch.poisson,
+    torch._sample_dirichlet,
+    torch._standard_gamma,
+    torch.Tensor.bernoulli,
+    torch.Tensor.multinomial,
+    torch.Tensor.bernoulli_,
+    torch.Tensor.uniform_,
+    torch.Tensor.normal_,
+    torch.Tensor.random_,
+    torch.Tensor.exponential_,
+    torch.Tensor.log_normal_,
+    torch.Tensor.geometric_,
+    torch.Tensor.cauchy_,
+)
+
+
+class SeededDraws(TorchFunctionMode):
+    """Draw torch's random numbers from generators of our own instead of the process-wide ones.
+
+    The default generators are shared by all threads: transforms that run ahead on a prefetch thread
+    would take numbers from the training thread at random moments, and neither could be repeated. A
+    function mode is local to its thread, so nobody else notices.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        """Add ``generator=`` to the calls that draw random numbers."""
+        kwargs = dict(kwargs or {})
+        if func in _RANDOM and kwargs.get("generator") is None:
+            given = next((a for a in args if isinstance(a, torch.Tensor)), None)
+            device = given.device if given is not None else kwargs.get("device")
+            kwargs["generator"] = self._generator(
+                torch.device(device or torch.get_default_device())
+            )
+        elif func in _LIKE:
+            like = args[0]
+            options = {"device": like.device, "dtype": like.dtype} | kwargs
+            options.pop("memory_format", None)
+            return self.__torch_function__(
+                _LIKE[func], types, (*args[1:], tuple(like.shape)), options
+            )
+        return func(*args, **kwargs)
+
+
+_RANDOM = frozenset(_DRAWS)
+_LIKE: dict[Any, Any] = {
+    torch.rand_like: torch.rand,
+    torch.randn_like: torch.randn,
+    torch.randint_like: torch.randint,
+}

@@ -1,0 +1,61 @@
+"""Hand batches from a side stream to the caller's stream without copying or synchronizing."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from gpuprefetch._batch import tensors
+
+# Note [Stream handoff]
+# A batch is produced on a side stream and read on whatever stream is current when it is handed
+# over.
+#   1. The current stream waits for the event recorded behind the batch's last kernel or copy. The
+#      host does not wait.
+#   2. Every tensor is record_stream()-ed on the current stream: the caching allocator knows only
+# the
+#      stream a block was allocated on. Without the mark it gives the block to the next copy as soon
+#      as the caller drops the batch, while the queued training step still reads it.
+#   3. A batch that is dropped before it was handed over has no such mark, so the side streams are
+#      synchronized before its memory goes back (Epoch.close).
+# tests/test_stream.py::test_handoff fails when 1 or 2 is left out.
+
+
+def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
+    """Make ``batch`` safe to use on the current stream of ``device``. See Note [Stream handoff].
+
+    Args:
+        batch: nested batch whose tensors were produced on a side stream.
+        ready: recorded on that side stream behind the last work of the batch.
+        device: the CUDA device of the batch.
+    """
+    stream = torch.cuda.current_stream(device)
+    stream.wait_event(ready)
+    for tensor in tensors(batch):
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+
+
+_idle: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+_lock = threading.Lock()
+
+
+def lease_stream(device: torch.device) -> torch.cuda.Stream:
+    """Take a side stream of ``device`` that nobody else uses, a new one only where none is idle.
+
+    The allocator keeps a pool of blocks per stream for the life of the process, so a new stream per
+    epoch would strand the memory of the last one.
+    """
+    with _lock:
+        if _idle[device]:
+            return _idle[device].pop()
+    return torch.cuda.Stream(device)
+
+
+def return_stream(stream: torch.cuda.Stream) -> None:
+    """Give a leased stream back. Its work must have completed."""
+    with _lock:
+        _idle[torch.device(stream.device)].append(stream)

@@ -1,0 +1,530 @@
+"""Read a list of transforms: which become one launch on ragged images, and what runs after it.
+
+Every op of the head moves a sampling map: output index -> source coordinate, per image and axis. A
+list of them composes into one map, and one resampling launch carries it out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpuprefetch._random import Keys, fold, uniform
+from gpuprefetch._resample import resample
+
+Size = tuple[int, int]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Sampling:
+    """Where each output pixel of N images comes from; every array is ``(N, 2)``, y then x.
+
+    Output index ``j`` has its center at source coordinate ``origin + step * j`` (pixel ``k`` has
+    its center at ``k``). Source pixels outside ``[low, high)`` do not exist for it; output pixels
+    outside ``[first, last)`` are padding. ``length`` is the current size.
+    """
+
+    origin: Floats
+    step: Floats
+    low: Floats
+    high: Floats
+    first: Floats
+    last: Floats
+    length: Floats
+
+    @staticmethod
+    def identity(sizes: npt.ArrayLike) -> Sampling:
+        """The map that leaves images of ``sizes`` ``(N, 2)`` as they are."""
+        length = np.asarray(sizes, dtype=np.float64).reshape(-1, 2)
+        zero = np.zeros_like(length)
+        return Sampling(zero, zero + 1, zero, length, zero, length, length)
+
+    def crop(self, start: Floats, size: Floats) -> Sampling:
+        """Keep ``size`` pixels from ``start``; what lies outside of the image is padding."""
+        return replace(
+            self,
+            origin=self.origin + self.step * start,
+            first=np.clip(self.first - start, 0, size),
+            last=np.clip(self.last - start, 0, size),
+            length=size,
+        )
+
+    def clip(self) -> Sampling:
+        """Forget what a crop left out: as in PIL, a later resize does not blend it in."""
+        a = self.origin + self.step * self.first
+        b = self.origin + self.step * (self.last - 1)
+        low = np.maximum(self.low, np.minimum(a, b))
+        return replace(self, low=low, high=np.minimum(self.high, np.maximum(a, b) + 1))
+
+    def resize(self, size: Floats, *, align_corners: bool = False) -> Sampling:
+        """Stretch the image to ``size``, on the half-pixel grid or from corner to corner."""
+        if align_corners:
+            scale = (self.length - 1) / np.maximum(size - 1, 1)
+            shift = np.zeros_like(scale)
+        else:
+            scale = self.length / size
+            shift = 0.5 * scale - 0.5
+        return replace(
+            self,
+            origin=self.origin + self.step * shift,
+            step=self.step * scale,
+            first=np.zeros_like(size),
+            last=size,
+            length=size,
+        )
+
+    def flip(self, where: npt.NDArray[np.bool_]) -> Sampling:
+        """Mirror the axes that ``where`` ``(N, 2)`` selects."""
+        return replace(
+            self,
+            origin=np.where(where, self.origin + self.step * (self.length - 1), self.origin),
+            step=np.where(where, -self.step, self.step),
+            first=np.where(where, self.length - self.last, self.first),
+            last=np.where(where, self.length - self.first, self.last),
+        )
+
+    def rows(self) -> Floats:
+        """``(N, 2, 6)`` float64, what :func:`gpuprefetch._resample.resample` reads."""
+        columns = (self.origin, self.step, self.low, self.high, self.first, self.last)
+        return np.stack(columns, axis=-1)
+
+
+class HeadOp(Protocol):
+    """One op that the fused launch can carry out. Picklable: the workers draw the parameters."""
+
+    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
+        """Compose the op, with parameters drawn from the ``(N,)`` keys, onto ``sampling``."""
+
+
+def _pair(size: int | Sequence[int], name: str) -> Size:
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2 or not all(isinstance(s, int) and s > 0 for s in pair):
+        raise ValueError(f"{name}(size=...) takes a positive int or (height, width), got {size!r}.")
+    return pair
+
+
+def _filled(sampling: Sampling, size: Size) -> Floats:
+    return np.broadcast_to(np.asarray(size, np.float64), sampling.length.shape).copy()
+
+
+@dataclass(frozen=True, slots=True)
+class _ResizedCrop:
+    size: Size
+    scale: tuple[float, float]
+    ratio: tuple[float, float]
+    align_corners: bool = False
+    centered_fallback: bool = True
+    same_on_batch: bool = False
+
+    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
+        """Inception-style crop (Szegedy et al., 2015): ten tries, then the largest that fits."""
+        draws = uniform(_shared(keys) if self.same_on_batch else keys, 22)
+        height, width = sampling.length[:, :1], sampling.length[:, 1:]
+        area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * draws[:, :10])
+        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        aspect = np.exp(low + (high - low) * draws[:, 10:20])
+        w, h = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
+        fits = np.asarray((w > 0) & (w <= width) & (h > 0) & (h <= height))
+        row, choice, found = np.arange(len(w)), fits.argmax(axis=1), fits.any(axis=1)
+        box = np.stack([h[row, choice], w[row, choice]], axis=1)
+        box = np.where(found[:, None], box, self._fallback(height[:, 0], width[:, 0]))
+        start = np.floor(draws[:, 20:] * (sampling.length - box + 1))
+        if self.centered_fallback:
+            start = np.where(found[:, None], start, np.floor((sampling.length - box) / 2))
+        cropped = sampling.crop(start, box).clip()
+        return cropped.resize(_filled(sampling, self.size), align_corners=self.align_corners)
+
+    def _fallback(self, height: Floats, width: Floats) -> Floats:
+        aspect = width / height
+        w = np.where(aspect > max(self.ratio), np.rint(height * max(self.ratio)), width)
+        h = np.where(aspect < min(self.ratio), np.rint(width / min(self.ratio)), height)
+        return np.stack([np.clip(h, 1, height), np.clip(w, 1, width)], axis=1)
+
+
+def _shared(keys: Keys) -> Keys:
+    return np.broadcast_to(keys[:1], keys.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Resize:
+    size: int | Size  # an int is the shorter side
+    align_corners: bool = False
+
+    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
+        if isinstance(self.size, tuple):
+            size = _filled(sampling, self.size)
+        else:
+            short = sampling.length.min(axis=1, keepdims=True)
+            # Truncated, not rounded, as torchvision and kornia do.
+            size = np.floor(self.size * sampling.length / short)
+            size = np.where(sampling.length == short, float(self.size), size)
+        return sampling.clip().resize(size, align_corners=self.align_corners)
+
+
+@dataclass(frozen=True, slots=True)
+class _CenterCrop:
+    size: Size
+    pad: bool  # torchvision pads a smaller image, kornia refuses it
+
+    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
+        size = _filled(sampling, self.size)
+        room = sampling.length - size
+        if not self.pad:
+            _refuse_small(sampling, size, "CenterCrop")
+            return sampling.crop(np.floor(room / 2), size)
+        # torchvision rounds the offset half to even, and puts the odd pixel of padding behind.
+        return sampling.crop(np.where(room >= 0, np.rint(room / 2), -np.floor(-room / 2)), size)
+
+
+@dataclass(frozen=True, slots=True)
+class _RandomCrop:
+    size: Size
+    same_on_batch: bool
+
+    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
+        size = _filled(sampling, self.size)
+        _refuse_small(sampling, size, "RandomCrop")
+        draws = uniform(_shared(keys) if self.same_on_batch else keys, 2)
+        return sampling.crop(np.floor(draws * (sampling.length - size + 1)), size)
+
+
+def _refuse_small(sampling: Sampling, size: Floats, name: str) -> None:
+    small = (sampling.length < size).any(axis=1)
+    if small.any():
+        h, w = sampling.length[small][0].astype(int)
+        raise ValueError(
+            f"kornia's {name} takes no image smaller than its size "
+            f"{tuple(size[0].astype(int).tolist())}, got {h} x {w}. Put gpuprefetch.Resize(...) "
+            "before it, or use gpuprefetch.CenterCrop, which pads."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Flip:
+    axis: int  # 0: vertical, 1: horizontal
+    p: float
+    p_batch: float
+    same_on_batch: bool
+
+    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
+        each = uniform(_shared(keys) if self.same_on_batch else keys, 1)[:, 0] < self.p
+        whole = uniform(fold(_shared(keys), 1), 1)[:, 0] < self.p_batch
+        where = np.zeros(sampling.length.shape, dtype=bool)
+        where[:, self.axis] = each & whole
+        return sampling.flip(where)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The fused part of a transform list; picklable, so that the workers can draw its parameters.
+
+    Attributes:
+        ops: what moves the sampling map, in the list's order.
+        size: ``(height, width)`` of the result, None where the list does not fix it.
+        interpolation: ``"bilinear"`` or ``"bicubic"``.
+        antialias: whether shrinking widens the filter, as PIL does.
+        mean: per channel, in [0, 1] units; None without a Normalize.
+        std: likewise.
+        names: of the ops, for messages.
+    """
+
+    ops: tuple[HeadOp, ...] = ()
+    size: Size | None = None
+    interpolation: str = "bilinear"
+    antialias: bool = True
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    names: tuple[str, ...] = ()
+
+    def draw(self, sizes: npt.ArrayLike, keys: Keys) -> Floats:
+        """Sampling rows ``(N, 2, 6)`` for images of ``sizes`` ``(N, 2)`` and ``(N,)`` keys."""
+        sampling = Sampling.identity(sizes)
+        for position, op in enumerate(self.ops):
+            sampling = op(sampling, fold(keys, position))
+        return sampling.rows()
+
+
+class _FusedTransform(torch.nn.Module):
+    """A transform of this library: part of the fused head in a list, a module elsewhere."""
+
+    op: HeadOp
+    size: int | Size
+    interpolation: str
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Transform a batch of equal-size images.
+
+        Args:
+            images: ``(N, C, H, W)`` or ``(C, H, W)``, uint8 or floating point; left untouched.
+
+        Returns:
+            ``(N, C, h, w)``: floating point as it came, uint8 as float32 in [0, 1].
+        """
+        head, _ = read_transforms([self])
+        seed = int(torch.randint(2**62, ()))
+        keys = fold(seed, np.arange(len(images) if images.dim() == 4 else 1))
+        return apply_head(head, images if images.dim() == 4 else images[None], keys)
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}, interpolation={self.interpolation!r}"
+
+
+def _interpolation(value: str) -> str:
+    if value not in ("bilinear", "bicubic"):
+        raise ValueError(f'interpolation must be "bilinear" or "bicubic", got {value!r}.')
+    return value
+
+
+class RandomResizedCrop(_FusedTransform):
+    """Crop a random part of each image and resize it, antialiased as PIL does.
+
+    The distribution is torchvision's (and kornia's): area uniform in ``scale``, aspect ratio
+    log-uniform in ``ratio``, ten tries, then the largest centered crop (Szegedy et al., "Going
+    Deeper with Convolutions", CVPR 2015).
+
+    Args:
+        size: result, an int for a square or ``(height, width)``, in pixels.
+        scale: range of the crop's share of the area, in (0, 1].
+        ratio: range of width / height.
+        interpolation: ``"bilinear"`` or ``"bicubic"``.
+
+    Raises:
+        ValueError: for a size, range or interpolation that is not one of these.
+    """
+
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        scale: tuple[float, float] = (0.08, 1.0),
+        ratio: tuple[float, float] = (3 / 4, 4 / 3),
+        interpolation: str = "bilinear",
+    ) -> None:
+        super().__init__()
+        self.size = _pair(size, "RandomResizedCrop")
+        self.interpolation = _interpolation(interpolation)
+        for name, value in (("scale", scale), ("ratio", ratio)):
+            if len(value) != 2 or not 0 < value[0] <= value[1]:
+                raise ValueError(f"{name} must be (low, high) with 0 < low <= high, got {value!r}.")
+        self.op = _ResizedCrop(self.size, (scale[0], scale[1]), (ratio[0], ratio[1]))
+
+
+class Resize(_FusedTransform):
+    """Resize each image, antialiased as PIL does.
+
+    Args:
+        size: an int is the shorter side, the longer one follows (truncated, as in torchvision);
+            ``(height, width)`` is the exact result. In pixels.
+        interpolation: ``"bilinear"`` or ``"bicubic"``.
+
+    Raises:
+        ValueError: for a size or interpolation that is not one of these.
+    """
+
+    def __init__(self, size: int | Sequence[int], interpolation: str = "bilinear") -> None:
+        super().__init__()
+        pair = _pair(size, "Resize")
+        self.size = size if isinstance(size, int) else pair
+        self.interpolation = _interpolation(interpolation)
+        self.op = _Resize(self.size)
+
+
+class CenterCrop(_FusedTransform):
+    """Cut the middle out of each image; a smaller image is padded with zeros, as in torchvision.
+
+    Args:
+        size: result, an int for a square or ``(height, width)``, in pixels.
+
+    Raises:
+        ValueError: for a size that is not one of these.
+    """
+
+    interpolation = "bilinear"  # nothing is interpolated: output pixels lie on source pixels
+
+    def __init__(self, size: int | Sequence[int]) -> None:
+        super().__init__()
+        self.size = _pair(size, "CenterCrop")
+        self.op = _CenterCrop(self.size, pad=True)
+
+
+def _kornia_op(transform: Any) -> tuple[HeadOp, str, bool] | None:
+    """The fused form of a kornia module: op, interpolation, antialias; None where it has none."""
+    import kornia.augmentation as K
+
+    flags = getattr(transform, "flags", {})
+    linear = getattr(flags.get("resample"), "name", "") == "BILINEAR"
+    align = bool(flags.get("align_corners"))
+    if type(transform) in (K.RandomHorizontalFlip, K.RandomVerticalFlip):
+        axis = int(type(transform) is K.RandomHorizontalFlip)
+        flip = _Flip(axis, float(transform.p), float(transform.p_batch), transform.same_on_batch)
+        return flip, "", False
+    if getattr(transform, "p_batch", 1.0) != 1.0:
+        return None  # a crop that is sometimes skipped has no fixed size
+    if type(transform) is K.CenterCrop:
+        return _CenterCrop(_pair(flags["size"], "CenterCrop"), pad=False), "", False
+    if type(transform) is K.RandomCrop and flags["padding"] is None and not flags["pad_if_needed"]:
+        return _RandomCrop(_pair(flags["size"], "RandomCrop"), transform.same_on_batch), "", False
+    if (
+        type(transform) is K.RandomResizedCrop
+        and linear
+        and (align or flags["cropping_mode"] == "slice")
+    ):
+        generator = transform._param_generator
+        scale, ratio = (tuple(map(float, r)) for r in (generator.scale, generator.ratio))
+        size = _pair(flags["size"], "RandomResizedCrop")
+        crop = _ResizedCrop(size, scale, ratio, align, False, transform.same_on_batch)  # type: ignore[arg-type]
+        return crop, "bilinear", False
+    if type(transform) is K.Resize and linear and not flags["antialias"]:
+        size = flags["size"]
+        if isinstance(size, int) and flags["side"] != "short":
+            return None
+        return (
+            _Resize(size if isinstance(size, int) else _pair(size, "Resize"), align),
+            "bilinear",
+            False,
+        )
+    return None
+
+
+def _is_kornia(transform: Any) -> bool:
+    return type(transform).__module__.startswith("kornia.")
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Takes transforms into the head as long as they compose into one resampling."""
+
+    head: Head = field(default_factory=Head)
+    resized: bool = False
+    padded: bool = False
+
+    def take(self, transform: Any) -> bool:
+        if isinstance(transform, _FusedTransform):
+            antialias = not isinstance(transform, CenterCrop)
+            return self._take_op(
+                transform, transform.op, transform.interpolation if antialias else "", antialias
+            )
+        if not _is_kornia(transform):
+            return False
+        if type(transform).__name__ == "Normalize":
+            return self._take_normalize(transform)
+        found = _kornia_op(transform)
+        return found is not None and self._take_op(transform, *found)
+
+    def _take_op(self, transform: Any, op: HeadOp, interpolation: str, antialias: bool) -> bool:
+        if self.head.mean is not None and not isinstance(op, _Flip):
+            return False  # padding and blending come before the normalization they would change
+        resizes = bool(interpolation)
+        if resizes and (self.resized or self.padded):
+            return False  # two resamplings in a row are not one
+        self.resized |= resizes
+        self.padded |= isinstance(op, _CenterCrop) and op.pad
+        size = getattr(op, "size", None)
+        self.head = replace(
+            self.head,
+            ops=(*self.head.ops, op),
+            size=size if isinstance(size, tuple) else None if resizes else self.head.size,
+            interpolation=interpolation or self.head.interpolation,
+            antialias=antialias if resizes else self.head.antialias,
+            names=(*self.head.names, type(transform).__name__),
+        )
+        return True
+
+    def _take_normalize(self, transform: Any) -> bool:
+        if self.head.mean is not None or float(transform.p) != 1.0:
+            return False
+        mean, std = (
+            tuple(torch.as_tensor(transform.flags[name]).double().flatten().tolist())
+            for name in ("mean", "std")
+        )
+        self.head = replace(self.head, mean=mean, std=std, names=(*self.head.names, "Normalize"))
+        return True
+
+
+Transform = Callable[..., Any]
+
+
+def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[Transform]]:
+    """Split a list into the head that one launch carries out and the transforms that run after it.
+
+    Raises:
+        TypeError: if ``transforms`` is not a list of callables.
+    """
+    if transforms is None:
+        return Head(), []
+    if callable(transforms) and not isinstance(transforms, (list, tuple)):
+        transforms = [transforms]
+    for transform in transforms:
+        if not callable(transform) or isinstance(transform, type):
+            raise TypeError(
+                f"transforms takes a list of modules and callables, got {transform!r} in it. "
+                "Pass an instance, as in K.RandomHorizontalFlip()."
+            )
+    reader = _Reader()
+    for position, transform in enumerate(transforms):
+        if not reader.take(transform):
+            return reader.head, list(transforms[position:])
+    return reader.head, []
+
+
+def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
+    """Refuse a list that cannot batch photos of different sizes.
+
+    Raises:
+        ValueError: naming what stands in the way and what to add.
+    """
+    if head.size is not None:
+        return
+    stop = f"{type(tail[0]).__name__} comes first and" if tail else "nothing in the list"
+    fused = f" after {', '.join(head.names)}" if head.names else ""
+    raise ValueError(
+        f"Decoded photos have different sizes, and {stop}{fused} does not give them one. Start the "
+        "list with gpuprefetch.RandomResizedCrop(224) for training, or gpuprefetch.Resize(256) and "
+        "gpuprefetch.CenterCrop(224) for validation; kornia's RandomResizedCrop, Resize, CenterCrop"
+        " and RandomCrop (bilinear, p=1, no padding) work as well."
+    )
+
+
+def apply_head(
+    head: Head,
+    images: torch.Tensor,
+    keys: Keys,
+    dtype: torch.dtype | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    """Run the head on a batch of equal-size images.
+
+    Args:
+        head: from :func:`read_transforms`; without a size of its own it keeps that of ``images``.
+        images: ``(N, C, H, W)``, uint8 or floating point.
+        keys: ``(N,)``, from which the random parameters are drawn.
+        dtype: of the result; by default float32 for uint8, else that of ``images``.
+        memory_format: of the result, contiguous by default.
+    """
+    rows = head.draw([images.shape[-2:]] * len(images), keys)
+    size = head.size or _only_size(head, images)
+    return resample(
+        list(images.unbind()),
+        rows,
+        size,
+        interpolation=head.interpolation,
+        antialias=head.antialias,
+        mean=head.mean,
+        std=head.std,
+        dtype=dtype or (images.dtype if images.is_floating_point() else torch.float32),
+        memory_format=memory_format or torch.contiguous_format,
+    )
+
+
+def _only_size(head: Head, images: torch.Tensor) -> Size:
+    sampling = Sampling.identity([images.shape[-2:]])
+    for op in head.ops:
+        sampling = op(sampling, fold(0, np.zeros(1)))
+    h, w = sampling.length[0].astype(int)
+    return int(h), int(w)

@@ -1,0 +1,110 @@
+"""Every structure a collate function may return is walked, rebuilt and left as it was."""
+
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from gpuprefetch._batch import leaves, map_leaves, tensors, to_device
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Sample:
+    image: torch.Tensor
+    name: str = "a"
+    derived: int = dataclasses.field(init=False, default=3)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenSample:
+    image: torch.Tensor
+    parts: tuple
+
+
+class Movable:
+    def __init__(self, tensor):
+        self.tensor, self.moved = tensor, False
+
+    def to(self, device):  # knows no non_blocking
+        moved = Movable(self.tensor.to(device))
+        moved.moved = True
+        return moved
+
+
+class TaggedList(list):
+    tag = None
+
+
+def nested_batches():
+    t = torch.arange(6.0)
+    tagged = TaggedList([t, 1])
+    tagged.tag = "kept"
+    counts = defaultdict(list, {"a": t})
+    return {
+        "tensor": t,
+        "tuple": (t, 1, "name", None),
+        "list": [t, [t, (t,)]],
+        "dict": {"a": t, "b": {"c": t}},
+        "ordered": OrderedDict(a=t, b=2),
+        "defaultdict": counts,
+        "userdict": UserDict(a=t),
+        "proxy": MappingProxyType({"a": t}),
+        "namedtuple": Point(t, [t]),
+        "dataclass": Sample(t),
+        "frozen": FrozenSample(t, (t, "x")),
+        "tagged": tagged,
+        "bytes": (b"raw", t, np.arange(3), 1.5),
+        "empty": ([], {}, ()),
+    }
+
+
+@pytest.mark.parametrize("name", list(nested_batches()))
+def test_rebuilds_every_structure(name):
+    batch = nested_batches()[name]
+    doubled = map_leaves(lambda x: x * 2 if isinstance(x, torch.Tensor) else x, batch)
+    assert type(doubled) is type(batch) or name == "proxy"
+    before, after = list(leaves(batch)), list(leaves(doubled))
+    assert len(before) == len(after)
+    for old, new in zip(before, after, strict=True):
+        if isinstance(old, torch.Tensor):
+            assert torch.equal(new, old * 2)
+            assert torch.equal(old, torch.arange(6.0))  # the input is left untouched
+        else:
+            assert new is old
+
+
+def test_keeps_what_a_constructor_does_not_take():
+    batches = nested_batches()
+    assert map_leaves(lambda x: x, batches["defaultdict"]).default_factory is list
+    assert map_leaves(lambda x: x, batches["tagged"]).tag == "kept"
+    assert map_leaves(lambda x: x, batches["dataclass"]).derived == 3
+
+
+def test_objects_with_to_move_themselves():
+    moved = to_device((Movable(torch.ones(2)), "x"), torch.device("cpu"))
+    assert moved[0].moved
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    assert isinstance(to_device(packed, torch.device("cpu")), type(packed))
+
+
+def test_a_class_with_to_is_a_leaf_that_stays():
+    assert to_device([Movable], torch.device("cpu")) == [Movable]
+
+
+def test_tensors_reaches_into_objects_and_sparse_tensors():
+    inside = torch.ones(2)
+    sparse = torch.eye(3).to_sparse()
+    found = list(tensors([Movable(inside), sparse, 1]))
+    assert any(t is inside for t in found)
+    assert len(found) == 3
+    assert all(t.layout is torch.strided for t in found)
+
+
+def test_is_leaf_stops_the_walk():
+    assert list(leaves([[1, 2], 3], lambda b: b == [1, 2])) == [[1, 2], 3]

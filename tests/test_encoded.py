@@ -1,0 +1,386 @@
+"""Encoded images travel from the dataset to the batch unchanged, and come out as PIL's pixels."""
+
+import io
+from pathlib import Path
+
+import kornia.augmentation as K
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+from torchvision.datasets import ImageFolder
+from torchvision.transforms.v2 import functional as F
+
+from gpuprefetch import (
+    BadImageError,
+    CenterCrop,
+    DataPrefetcher,
+    EncodedImage,
+    EncodedImageFolder,
+    EncodedImages,
+    RandomResizedCrop,
+    Resize,
+)
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# Share of values that may differ from the CPU decoder's by more than 3 levels: the IDCT and the
+# chroma
+# upsampling of the GPU's decoder differ (torchcodec's own test allows the same).
+GPU_SHARE, GPU_LEVELS = 0.01, 3
+
+
+def loader_of(dataset, device, **options):
+    pin = torch.device(device).type == "cuda"
+    return DataLoader(dataset, **({"batch_size": 8, "pin_memory": pin, "num_workers": 2} | options))
+
+
+def assert_pixels(got, want, device):
+    """Equal to the CPU decoder's pixels, or within what the GPU's decoder may differ."""
+    got, want = got.cpu().float(), torch.from_numpy(np.array(want)).float()
+    assert got.shape == want.shape
+    off = (got - want).abs()
+    if device.type == "cpu":
+        assert off.max() == 0
+    else:
+        assert (off > GPU_LEVELS).float().mean() <= GPU_SHARE
+
+
+def test_folder_has_torchvisions_rules(photo_folder):
+    ours, theirs = EncodedImageFolder(photo_folder), ImageFolder(photo_folder)
+    for name in ("classes", "class_to_idx", "samples", "targets", "extensions"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    image, target = ours[5]
+    assert (image.index, image.path, target) == (5, *theirs.samples[5])
+    assert Image.open(io.BytesIO(image.data)).size == theirs[5][0].size
+    assert ours[-1][0].index == len(ours) - 1
+    assert EncodedImageFolder(photo_folder, target_transform=str)[0][1] == "0"
+    with pytest.raises(FileNotFoundError):
+        EncodedImageFolder(photo_folder / "class0")
+
+
+@pytest.mark.parametrize(
+    "data", [b"abc", bytearray(b"abc"), memoryview(b"abc"), torch.tensor([97, 98, 99]).byte()]
+)
+def test_default_collate_packs_bytes(data):
+    batch, target = default_collate(
+        [(EncodedImage(data, 4, "a.jpg"), 1), (EncodedImage(b"defgh", 7), 2)]
+    )
+    assert isinstance(batch, EncodedImages)
+    assert target.tolist() == [1, 2]
+    assert [bytes(batch[i].data) for i in range(2)] == [b"abc", b"defgh"]
+    assert [(batch[i].index, batch[i].path) for i in range(2)] == [(4, "a.jpg"), (7, "")]
+
+
+@pytest.mark.parametrize("data", ["text", 3, torch.zeros(2, 2, dtype=torch.uint8), np.zeros(3)])
+def test_encoded_image_takes_bytes_only(data):
+    with pytest.raises(TypeError, match="file's bytes"):
+        EncodedImage(data)
+
+
+@pytest.mark.parametrize("exif", [False, True])
+def test_decoded_pixels_are_pils(photo_folder, device, exif):
+    dataset = EncodedImageFolder(photo_folder)
+    prefetcher = DataPrefetcher(
+        loader_of(dataset, device), device=device, apply_exif=exif, cpu_share=0.0
+    )
+    index = 0
+    for images, target in prefetcher:
+        for image, label in zip(images, target.tolist(), strict=True):
+            path, expected = dataset.samples[index]
+            picture = Image.open(path)
+            picture = ImageOps.exif_transpose(picture) if exif else picture
+            want = np.asarray(picture.convert("RGB")).transpose(2, 0, 1)
+            assert label == expected
+            assert_pixels(image, want, device)
+            index += 1
+    assert index == len(dataset)
+
+
+@pytest.mark.parametrize("exif", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_validation_pixels_are_torchvisions(photo_folder, device, exif, share, layout):
+    dataset = EncodedImageFolder(photo_folder)
+    prefetcher = DataPrefetcher(
+        loader_of(dataset, device),
+        device=device,
+        transforms=[Resize(56), CenterCrop((48, 52)), K.Normalize(MEAN, STD)],
+        memory_format=layout,
+        apply_exif=exif,
+        cpu_share=share,
+    )
+    mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+    results = []
+    for images, _ in prefetcher:
+        assert images.is_contiguous(memory_format=layout)
+        results += images.cpu().unbind()
+    assert len(results) == len(dataset)
+    for got, (path, _) in zip(results, dataset.samples, strict=True):
+        picture = Image.open(path)
+        picture = (ImageOps.exif_transpose(picture) if exif else picture).convert("RGB")
+        want = F.pil_to_tensor(F.center_crop(F.resize(picture, [56]), [48, 52])).float()
+        off = ((got * std + mean) * 255 - want).abs()
+        # PIL rounds to whole levels after each of its two passes, and we once or never: 1.5 levels
+        # at most;
+        # the GPU's decoder adds its own 3.
+        assert off.mean() <= (0.5 if device.type == "cpu" else 1.0)
+        assert off.max() <= 1.5 or device.type == "cuda"
+
+
+def test_same_results_whatever_the_batch_size_and_the_workers(photo_folder, device):
+    def epoch(**options):
+        loader = loader_of(EncodedImageFolder(photo_folder), device, **options)
+        transforms = [RandomResizedCrop(32), K.RandomHorizontalFlip()]
+        prefetcher = DataPrefetcher(
+            loader, device=device, transforms=transforms, seed=5, cpu_share=0.0
+        )
+        prefetcher.set_epoch(3)
+        return torch.cat([images for images, _ in prefetcher])
+
+    reference = epoch()
+    assert torch.equal(epoch(batch_size=5), reference)
+    assert torch.equal(epoch(num_workers=0), reference)
+    assert torch.equal(epoch(batch_size=24, num_workers=1), reference)
+
+
+def test_epochs_and_seeds_differ(photo_folder, device):
+    loader = loader_of(
+        EncodedImageFolder(photo_folder), device, batch_size=24, persistent_workers=True
+    )
+    transforms = [RandomResizedCrop(32)]
+    first, second = (
+        next(iter(p))
+        for p in [DataPrefetcher(loader, device=device, transforms=transforms, seed=1)] * 2
+    )
+    other = next(iter(DataPrefetcher(loader, device=device, transforms=transforms, seed=2)))
+    again = next(iter(DataPrefetcher(loader, device=device, transforms=transforms, seed=1)))
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], other[0])
+    assert torch.equal(first[0], again[0])
+
+
+def test_tail_draws_repeat_and_leave_the_users_generator_alone(photo_folder, device):
+    loader = loader_of(EncodedImageFolder(photo_folder), device)
+    transforms = [RandomResizedCrop(16), K.ColorJitter(0.4, 0.4, 0.4, 0.1), K.Normalize(MEAN, STD)]
+    runs = []
+    for disturb in (False, True):
+        torch.manual_seed(0)
+        batches = []
+        for images, _ in DataPrefetcher(loader, device=device, transforms=transforms, seed=9):
+            batches.append(images)
+            if disturb:
+                torch.rand(7)
+        runs.append(torch.cat(batches))
+    assert torch.equal(*runs)
+
+
+class Pairs(Dataset):
+    """Two views and a mapping around them, as a user's own dataset would have."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __len__(self):
+        return len(self.folder)
+
+    def __getitem__(self, index):
+        image, target = self.folder[index]
+        return {"views": (image, image), "meta": {"target": target, "name": image.path}}
+
+
+def test_encoded_images_anywhere_in_a_sample(photo_folder, device):
+    loader = loader_of(Pairs(EncodedImageFolder(photo_folder)), device)
+    prefetcher = DataPrefetcher(loader, device=device, transforms=[RandomResizedCrop(16)])
+    for batch in prefetcher:
+        one, two = batch["views"]
+        assert one.shape == two.shape == (8, 3, 16, 16)
+        assert not torch.equal(one, two)  # two views are augmented apart
+        assert len(batch["meta"]["name"]) == 8
+        assert batch["meta"]["target"].device.type == device.type
+
+
+class Shards(IterableDataset):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __iter__(self):
+        for path, target in self.folder.samples:
+            yield EncodedImage(Path(path).read_bytes()), target
+
+
+def lists(samples):
+    return [image for image, _ in samples], torch.tensor([target for _, target in samples])
+
+
+def test_iterable_datasets_and_custom_collates(photo_folder, device):
+    folder = EncodedImageFolder(photo_folder)
+    for dataset, options in [
+        (Shards(folder), {"num_workers": 1}),
+        (folder, {"collate_fn": lists}),
+        (Subset(folder, range(8)), {}),
+    ]:
+        prefetcher = DataPrefetcher(
+            loader_of(dataset, device, **options),
+            device=device,
+            transforms=[Resize(20), CenterCrop(16)],
+        )
+        images, target = next(iter(prefetcher))
+        assert images.shape == (8, 3, 16, 16)
+        assert target.tolist() == folder.targets[:8]
+
+
+def test_a_loader_that_is_no_dataloader(photo_folder):
+    folder = EncodedImageFolder(photo_folder)
+    batches = [default_collate([folder[i] for i in range(4)])]
+    images, _ = next(iter(DataPrefetcher(batches, device="cpu", transforms=[Resize((8, 9))])))
+    assert images.shape == (4, 3, 8, 9)
+
+
+def test_several_outputs(photo_folder, device):
+    def grid(images):
+        top, bottom = images.chunk(2, dim=2)
+        return (*top.chunk(2, dim=3), *bottom.chunk(2, dim=3))
+
+    loader = loader_of(EncodedImageFolder(photo_folder), device)
+    (parts, target), *_ = DataPrefetcher(loader, device=device, transforms=[Resize((16, 16)), grid])
+    assert [p.shape for p in parts] == [(8, 3, 8, 8)] * 4
+    assert len(target) == 8
+
+
+def test_the_same_list_on_tensors(photo_folder, device):
+    pictures = torch.stack(
+        [torch.from_numpy(np.arange(48 * 3 * 40, dtype=np.uint8).reshape(3, 48, 40))] * 6
+    )
+    dataset = torch.utils.data.TensorDataset(pictures, torch.arange(6))
+    transforms = [
+        RandomResizedCrop(16),
+        K.RandomHorizontalFlip(),
+        K.Normalize(MEAN, STD),
+        K.RandomErasing(p=1.0),
+    ]
+    loader = loader_of(dataset, device, num_workers=0)
+    for images, _ in DataPrefetcher(
+        loader, device=device, transforms=transforms, dtype=torch.float16
+    ):
+        assert images.shape == (6, 3, 16, 16)
+        assert images.dtype == torch.float16
+        assert not torch.equal(images[0], images[1])  # one draw per image
+
+
+def test_only_a_cast_on_tensors(device):
+    dataset = torch.utils.data.TensorDataset(
+        torch.full((4, 3, 8, 8), 255, dtype=torch.uint8), torch.arange(4)
+    )
+    loader = loader_of(dataset, device, num_workers=0)
+    options = {"dtype": torch.float16, "memory_format": torch.channels_last}
+    images, target = next(iter(DataPrefetcher(loader, device=device, **options)))
+    assert images.dtype == torch.float16
+    assert bool((images == 1).all())
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert target.dtype == torch.int64
+
+
+def test_lists_that_cannot_work_are_refused_when_built(photo_folder):
+    loader = loader_of(Subset(EncodedImageFolder(photo_folder), range(4)), "cpu")
+    with pytest.raises(ValueError, match=r"different sizes.*RandomResizedCrop\(224\)"):
+        DataPrefetcher(loader, device="cpu", transforms=[K.ColorJitter(0.1)])
+    prefetcher = DataPrefetcher(
+        loader_of(Shards(loader.dataset.dataset), "cpu"),
+        device="cpu",
+        transforms=[K.ColorJitter(0.1)],
+    )
+    with pytest.raises(ValueError, match=r"different sizes"):  # not known before the first batch
+        next(iter(prefetcher))
+
+
+def test_transforms_without_images_are_refused():
+    loader = loader_of(torch.utils.data.TensorDataset(torch.ones(4, 5)), "cpu", num_workers=0)
+    with pytest.raises(ValueError, match="neither an EncodedImage nor"):
+        next(iter(DataPrefetcher(loader, device="cpu", transforms=[torch.nn.Identity()])))
+
+
+class Damaged(Dataset):
+    """A folder of which some files are broken."""
+
+    def __init__(self, folder, broken):
+        self.folder, self.broken = folder, broken
+
+    def __len__(self):
+        return len(self.folder)
+
+    def __getitem__(self, index):
+        image, _ = self.folder[index]
+        return EncodedImage(self.broken.get(index, image.data), index, image.path), index
+
+
+def damaged(folder):
+    files = EncodedImageFolder(folder)
+    return Damaged(files, {2: b"", 6: files[6][0].data[:600], 13: b"not a picture at all" * 9})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_file_raises_an_error_that_names_it(photo_folder, device, workers):
+    dataset = damaged(photo_folder)
+    prefetcher = DataPrefetcher(
+        loader_of(dataset, device, num_workers=workers),
+        device=device,
+        transforms=[Resize((16, 16))],
+    )
+    for _ in range(2):  # the loader can be iterated again
+        with pytest.raises(BadImageError, match=r"JPEG' \(sample 2 of the dataset\): .*empty"):
+            list(prefetcher)
+    dataset.broken.clear()
+    assert len(list(prefetcher)) == 3
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_bad_files_are_skipped_or_replaced(photo_folder, device, on_error, share):
+    options = {"device": device, "transforms": [Resize((16, 16))], "cpu_share": share}
+    whole = Damaged(EncodedImageFolder(photo_folder), {})
+    good = torch.cat([images for images, _ in DataPrefetcher(loader_of(whole, device), **options)])
+    prefetcher = DataPrefetcher(
+        loader_of(damaged(photo_folder), device), on_error=on_error, **options
+    )
+    batches = list(prefetcher)
+    targets = torch.cat([target for _, target in batches]).tolist()
+    bad = {2, 6, 13}
+    if on_error == "skip":
+        assert targets == [i for i in range(24) if i not in bad]
+    else:
+        assert targets == [{2: 3, 6: 7, 13: 14}.get(i, i) for i in range(24)]
+    for image, target in zip(torch.cat([images for images, _ in batches]), targets, strict=True):
+        assert torch.equal(image, good[target])  # every target has its own picture, no neighbour's
+    assert [b.index for b in prefetcher.bad_images] == [2, 6, 13]
+    assert all(b.reason and b.path for b in prefetcher.bad_images)
+
+
+def test_a_rotten_dataset_is_an_error(photo_folder):
+    seen = []
+    prefetcher = DataPrefetcher(
+        loader_of(damaged(photo_folder), "cpu"),
+        device="cpu",
+        transforms=[Resize((16, 16))],
+        on_error=seen.append,
+        max_bad=2,
+    )
+    with pytest.raises(BadImageError, match="more than max_bad=2"):
+        list(prefetcher)
+    assert [bad.index for bad in seen] == [2, 6, 13]
+    hopeless = Damaged(EncodedImageFolder(photo_folder), dict.fromkeys(range(24), b"x"))
+    prefetcher = DataPrefetcher(
+        loader_of(hopeless, "cpu"), device="cpu", transforms=[Resize((16, 16))], on_error="skip"
+    )
+    with pytest.raises(BadImageError, match="all 8 images"):
+        list(prefetcher)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decoder", ["torchcodec", "torchvision", "cpu"])
+def test_backends_agree(photo_folder, decoder):
+    options = {"transforms": [Resize((64, 64))], "dtype": torch.float32, "cpu_share": 0.0}
+    loader = loader_of(EncodedImageFolder(photo_folder), "cuda")
+    got = torch.cat([i for i, _ in DataPrefetcher(loader, decoder=decoder, **options)])
+    want = torch.cat([i for i, _ in DataPrefetcher(loader, device="cpu", **options)])
+    assert ((got.cpu() - want).abs() * 255 > GPU_LEVELS).float().mean() <= GPU_SHARE

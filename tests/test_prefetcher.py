@@ -1,0 +1,324 @@
+"""DataPrefetcher gives the wrapped loader's batches, in order, and leaves nothing behind."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections import namedtuple
+from itertools import islice
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from gpuprefetch import DataPrefetcher
+from gpuprefetch._batch import leaves
+
+Pair = namedtuple("Pair", "image target")
+
+
+class Numbers(Dataset):
+    """Sample i in a nested structure."""
+
+    def __init__(self, length=10, kind="tuple", fail_at=None):
+        self.length, self.kind, self.fail_at = length, kind, fail_at
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if index == self.fail_at:
+            raise LookupError(f"sample {index} is broken")
+        image, target = torch.full((3, 4, 4), float(index)), index
+        return {
+            "tensor": image,
+            "tuple": (image, target),
+            "list": [image, [target, image]],
+            "dict": {"image": image, "name": str(index), "nested": {"target": target}},
+            "namedtuple": Pair(image, target),
+        }[self.kind]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        start, step = (info.id, info.num_workers) if info else (0, 1)
+        yield from (torch.tensor([i]) for i in range(start, 9, step))
+
+
+def loader_of(dataset, device, **options):
+    options = {"batch_size": 4, "pin_memory": torch.device(device).type == "cuda"} | options
+    return DataLoader(dataset, **options)
+
+
+def assert_same(batch, expected):
+    assert type(batch) is type(expected)
+    for got, want in zip(leaves(batch), leaves(expected), strict=True):
+        if isinstance(want, torch.Tensor):
+            assert torch.equal(got.cpu(), want)
+        else:
+            assert got == want
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "list", "dict", "namedtuple"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_the_loaders(device, kind, workers):
+    loader = loader_of(Numbers(kind=kind), device, num_workers=workers)
+    expected = list(loader)
+    prefetcher = DataPrefetcher(loader, device=device)
+    for _ in range(2):  # every iter() is a new epoch
+        batches = list(prefetcher)
+        assert len(batches) == len(expected) == len(prefetcher)
+        for batch, want in zip(batches, expected, strict=True):
+            assert_same(batch, want)
+            found = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+            assert all(t.device.type == device.type for t in found)
+
+
+def test_shuffled_batches_are_those_of_the_same_seed(device):
+    loader = loader_of(Numbers(32), device, shuffle=True, num_workers=2)
+    torch.manual_seed(3)
+    expected = [list(loader), list(loader)]
+    torch.manual_seed(3)
+    prefetcher = DataPrefetcher(loader, device=device)
+    for epoch in expected:
+        for batch, want in zip(prefetcher, epoch, strict=True):
+            assert_same(tuple(batch), tuple(want))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iterable_datasets(device, workers):
+    loader = loader_of(Stream(), device, num_workers=workers)
+    expected = list(loader)
+    for batch, want in zip(DataPrefetcher(loader, device=device), expected, strict=True):
+        assert torch.equal(batch.cpu(), want)
+
+
+@pytest.mark.parametrize(
+    "options", [{"persistent_workers": True}, {"multiprocessing_context": "spawn"}]
+)
+def test_kinds_of_workers(device, options):
+    loader = loader_of(Numbers(8), device, num_workers=1, **options)
+    prefetcher = DataPrefetcher(loader, device=device)
+    for _ in range(2):
+        assert [t.tolist() for _, t in prefetcher] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_any_iterable_can_be_wrapped(device):
+    batches = [torch.ones(2), {"a": torch.zeros(1)}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a list is not pinned
+        assert len(list(DataPrefetcher(batches, device=device))) == 2
+        assert list(DataPrefetcher([], device=device)) == []
+
+
+def test_looks_like_the_loader():
+    loader = DataLoader(Numbers(10), batch_size=4, drop_last=True)
+    prefetcher = DataPrefetcher(loader)
+    assert len(prefetcher) == 2
+    assert prefetcher.dataset is loader.dataset
+    assert prefetcher.batch_size == 4
+    assert prefetcher.sampler is loader.sampler
+    with pytest.raises(AttributeError):
+        _ = prefetcher.nothing
+
+
+def test_the_users_loader_stays_as_it_was():
+    loader = DataLoader(Numbers(4), batch_size=2)
+    collate = loader.collate_fn
+    list(DataPrefetcher(loader))
+    assert loader.collate_fn is collate
+
+
+def test_set_epoch_reaches_the_sampler():
+    dataset = Numbers(16, "tensor")
+    sampler = DistributedSampler(dataset, num_replicas=2, rank=0, shuffle=True)
+    prefetcher = DataPrefetcher(DataLoader(dataset, batch_size=8, sampler=sampler), device="cpu")
+    orders = []
+    for epoch in (0, 1, 0):
+        prefetcher.set_epoch(epoch)
+        orders.append(torch.cat(list(prefetcher))[:, 0, 0, 0].tolist())
+    assert orders[0] == orders[2] != orders[1]
+
+
+def test_manual_form(device):
+    prefetcher = DataPrefetcher(loader_of(Numbers(6), device), device=device)
+    for _ in range(2):
+        seen = []
+        images, target = prefetcher.next()
+        while images is not None:
+            seen += target.tolist()
+            images, target = prefetcher.next()
+        assert target is None
+        assert seen == list(range(6))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_the_dataset_reaches_the_loop(device, workers):
+    prefetcher = DataPrefetcher(
+        loader_of(Numbers(12, fail_at=9), device, num_workers=workers), device=device
+    )
+    seen = []
+    with pytest.raises(LookupError, match="sample 9 is broken") as caught:
+        for _, target in prefetcher:
+            seen += target.tolist()
+    assert seen == list(range(8))  # what came before it is not lost
+    assert any("batch 2" in note for note in caught.value.__notes__)
+    text = "".join(str(entry) for entry in caught.traceback) + str(caught.value)
+    assert "__getitem__" in text  # the original traceback
+    assert gpuprefetch_threads() == []
+    prefetcher.dataset.fail_at = None
+    assert len(list(prefetcher)) == 3
+
+
+def test_a_source_that_raises_at_start(device):
+    class Broken(IterableDataset):
+        def __iter__(self):
+            raise OSError("no disk")
+
+    with pytest.raises(OSError, match="no disk"):
+        next(iter(DataPrefetcher(loader_of(Broken(), device), device=device)))
+
+
+def test_an_error_in_a_transform_reaches_the_loop(device):
+    def broken(images):
+        raise ArithmeticError("bad transform")
+
+    prefetcher = DataPrefetcher(loader_of(Numbers(), device), device=device, transforms=[broken])
+    with pytest.raises(ArithmeticError, match="bad transform"):
+        list(prefetcher)
+    assert gpuprefetch_threads() == []
+
+
+def gpuprefetch_threads():
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        found = [t.name for t in threading.enumerate() if t.name.startswith("gpuprefetch")]
+        if not found:
+            break
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_break_leaves_nothing_behind(device, workers):
+    prefetcher = DataPrefetcher(loader_of(Numbers(64), device, num_workers=workers), device=device)
+    for _ in range(3):
+        for _batch in prefetcher:
+            break
+        del _batch
+        assert [t.tolist() for _, t in islice(prefetcher, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    gc.collect()
+    assert gpuprefetch_threads() == []
+    assert torch.multiprocessing.active_children() == []
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        del prefetcher
+        gc.collect()
+        assert torch.cuda.memory_allocated() == 0
+
+
+def test_nested_and_simultaneous_iteration(device):
+    prefetcher = DataPrefetcher(loader_of(Numbers(8), device, num_workers=1), device=device)
+    pairs = [(int(a[0]), int(b[0])) for _, a in prefetcher for _, b in prefetcher]
+    assert pairs == [(0, 0), (0, 4), (4, 0), (4, 4)]
+    assert [int(a[1][0]) - int(b[1][0]) for a, b in zip(prefetcher, prefetcher, strict=True)] == [
+        0,
+        0,
+    ]
+
+
+def test_iteration_from_another_thread(device):
+    prefetcher = DataPrefetcher(loader_of(Numbers(8), device, num_workers=1), device=device)
+    seen = []
+    thread = threading.Thread(target=lambda: seen.extend(int(t[0]) for _, t in prefetcher))
+    thread.start()
+    thread.join(60)
+    assert seen == [0, 4]
+
+
+def test_a_spent_iterator_stays_spent(device):
+    iterator = iter(DataPrefetcher(loader_of(Numbers(4), device), device=device))
+    assert len(list(iterator)) == 1
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+EXIT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from gpuprefetch import DataPrefetcher
+loader = DataLoader(TensorDataset(torch.arange(64)), batch_size=4, num_workers=2)
+import warnings; warnings.simplefilter("ignore")
+iterator = iter(DataPrefetcher(loader))
+next(iterator)
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "del iterator"])
+def test_the_interpreter_exits_with_an_epoch_under_way(ending):
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT + ending], capture_output=True, timeout=60, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"loader": Numbers()}, TypeError, "wraps a DataLoader"),
+        ({"loader": 3}, TypeError, "wraps a DataLoader"),
+        ({"device_prefetch_size": 0}, ValueError, "at least 1"),
+        ({"device": "cuda:99"}, ValueError, "not there"),
+        ({"device": "meta"}, ValueError, "CUDA or CPU"),
+        ({"decoder": "pil"}, ValueError, "decoder must be one of"),
+        ({"decoder": "torchcodec", "device": "cpu"}, ValueError, "needs a CUDA device"),
+        ({"cpu_share": 1.5}, ValueError, "cpu_share"),
+        ({"on_error": "ignore"}, ValueError, "on_error"),
+        ({"transforms": [3]}, TypeError, "callables"),
+        ({"transforms": [torch.nn.Identity]}, TypeError, "Pass an instance"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, error, text):
+    loader = DataLoader(Numbers())
+    with pytest.raises(error, match=text):
+        DataPrefetcher(**({"loader": loader} | arguments))
+
+
+@pytest.mark.gpu
+def test_an_unpinned_loader_works_and_is_told_about_once():
+    prefetcher = DataPrefetcher(DataLoader(Numbers(8), batch_size=4))
+    with pytest.warns(UserWarning, match="pin_memory=True") as told:
+        assert len(list(prefetcher)) == 2
+        assert len(list(prefetcher)) == 2
+    assert len(told) == 1
+
+
+@pytest.mark.gpu
+def test_the_callers_stream_and_device_are_never_changed():
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for images, _ in DataPrefetcher(loader_of(Numbers(8), "cuda")):
+            assert torch.cuda.current_stream() == stream
+            assert images.device == torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.mark.gpu
+def test_integer_devices():
+    last = torch.cuda.device_count() - 1
+    for images, _ in DataPrefetcher(loader_of(Numbers(4), "cuda"), device=last):
+        assert images.device == torch.device("cuda", last)
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
+def test_batches_kept_by_the_caller_stay_intact():
+    # 200 batches held at once while the pipeline goes on: none may be overwritten.
+    loader = loader_of(Numbers(800), "cuda", num_workers=2)
+    batches = list(DataPrefetcher(loader))
+    for number, (images, target) in enumerate(batches):
+        assert target.tolist() == list(range(4 * number, 4 * number + 4))
+        assert torch.equal(images[:, 0, 0, 0].long(), target)

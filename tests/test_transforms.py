@@ -1,0 +1,287 @@
+"""A transform list means the same fused or not: held to torchvision, PIL and kornia."""
+
+import kornia.augmentation as K
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
+
+from gpuprefetch import CenterCrop, RandomResizedCrop, Resize
+from gpuprefetch._random import fold
+from gpuprefetch._resample import resample
+from gpuprefetch._transforms import (
+    Sampling,
+    apply_head,
+    read_transforms,
+    require_fixed_size,
+)
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+PHOTOS = [(97, 130), (64, 64), (41, 17), (200, 33)]  # the last two divide nothing
+
+
+def photos(sizes=PHOTOS, seed=0):
+    """Smooth pictures with texture: what a photo is to a resampling filter."""
+    generator = torch.Generator().manual_seed(seed)
+    images = []
+    for h, w in sizes:
+        coarse = torch.rand(1, 3, h // 8 + 2, w // 8 + 2, generator=generator)
+        image = torch.nn.functional.interpolate(coarse, (h, w), mode="bicubic")[0]
+        image = image + 0.05 * torch.randn(3, h, w, generator=generator)
+        images.append((image.clamp(0, 1) * 255).to(torch.uint8))
+    return images
+
+
+def run(transforms, images, keys=None):
+    head, tail = read_transforms(transforms)
+    assert not tail
+    keys = fold(0, np.arange(len(images))) if keys is None else keys
+    rows = head.draw([image.shape[-2:] for image in images], keys)
+    options = {"interpolation": head.interpolation, "antialias": head.antialias}
+    result = resample(images, rows, head.size, mean=head.mean, std=head.std, **options)
+    return result, rows
+
+
+def box_and_flip(row):
+    """The crop box (top, left, height, width) and the flips that a sampling row stands for."""
+    (y_step, x_step), low, high = row[:, 1], row[:, 2].astype(int), row[:, 3].astype(int)
+    return (low[0], low[1], high[0] - low[0], high[1] - low[1]), (y_step < 0, x_step < 0)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_random_resized_crop_and_flips_against_torchvision(interpolation):
+    images = photos() * 4
+    result, rows = run(
+        [
+            RandomResizedCrop((24, 31), interpolation=interpolation),
+            K.RandomHorizontalFlip(0.5),
+            K.RandomVerticalFlip(0.5),
+        ],
+        images,
+    )
+    flips = set()
+    for image, row, got in zip(images, rows, result, strict=True):
+        box, (vertical, horizontal) = box_and_flip(row)
+        mode = v2.InterpolationMode(interpolation)
+        want = F.resized_crop(image.float(), *map(int, box), (24, 31), mode, antialias=True) / 255
+        want = want.clamp(0, 1)
+        want = want.flip(-1) if horizontal else want
+        want = want.flip(-2) if vertical else want
+        flips.add((bool(vertical), bool(horizontal)))
+        # torch normalizes its float weights in another order; 1e-5 is 1/400 of a level.
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert len(flips) == 4
+
+
+def test_a_wrong_flip_is_seen():
+    # Negative control of the comparison above.
+    images = photos([(64, 64)])
+    result, _ = run([Resize((32, 32)), K.RandomHorizontalFlip(1.0)], images)
+    unflipped, _ = run([Resize((32, 32))], images)
+    assert (result - unflipped).abs().max() > 0.05
+    torch.testing.assert_close(result, unflipped.flip(-1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [(224, 300), (300, 224), (97, 41)])
+def test_validation_is_one_launch_and_equals_torchvision(size):
+    images = photos([size])
+    transforms = [Resize(48), CenterCrop(40), K.Normalize(MEAN, STD)]
+    result, rows = run(transforms, images)
+    assert rows.shape == (1, 2, 6)
+    resized = F.resize(images[0].float(), [48], antialias=True)
+    want = F.normalize(F.center_crop(resized, [40]) / 255, MEAN, STD)
+    torch.testing.assert_close(result[0], want, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [(30, 90), (91, 30), (31, 31), (50, 50)])
+def test_center_crop_pads_as_torchvision(size):
+    images = photos([size])
+    result, _ = run([CenterCrop((44, 45))], images)
+    torch.testing.assert_close(
+        result[0], F.center_crop(images[0], [44, 45]) / 255, atol=1e-6, rtol=0
+    )
+
+
+def test_resize_shorter_side_truncates_as_torchvision():
+    for size in [(101, 203), (203, 101), (77, 77)]:
+        head, _ = read_transforms([Resize(37)])
+        sampling = head.ops[0](Sampling.identity([size]), fold(0, [0]))
+        want = F.resize(torch.zeros(3, *size), [37]).shape[-2:]
+        assert tuple(sampling.length[0].astype(int)) == tuple(want)
+
+
+def test_crop_then_resize_does_not_blend_what_was_cut():
+    image = torch.zeros(3, 40, 40, dtype=torch.uint8)
+    image[:, 10:30, 10:30] = 255
+    result, _ = run([K.CenterCrop((20, 20)), Resize((7, 7))], [image])
+    torch.testing.assert_close(result, torch.ones_like(result), atol=1e-6, rtol=0)
+
+
+KORNIA = {
+    "align_corners": K.RandomResizedCrop((24, 31)),
+    "half_pixel": K.RandomResizedCrop((24, 31), align_corners=False),
+    "warp": K.RandomResizedCrop((24, 31), cropping_mode="resample"),
+}
+
+
+@pytest.mark.parametrize("name", list(KORNIA))
+def test_kornia_random_resized_crop_with_its_own_parameters(name):
+    op = KORNIA[name]
+    image = photos([(97, 130)])[0]
+    result, rows = run([op], [image] * 6)
+    for row, got in zip(rows, result, strict=True):
+        (top, left, h, w), _ = box_and_flip(row)
+        corners = [
+            [left, top],
+            [left + w - 1, top],
+            [left + w - 1, top + h - 1],
+            [left, top + h - 1],
+        ]
+        params = op.forward_parameters(torch.Size([1, 3, 97, 130]))
+        params["src"] = torch.tensor([corners], dtype=params["src"].dtype)
+        want = op(image[None].float() / 255, params=params)[0]
+        # The warp goes through a float32 homography and grid_sample: 1e-3 is a quarter of a level.
+        torch.testing.assert_close(got, want, atol=1e-3 if name == "warp" else 1e-5, rtol=0)
+
+
+def test_kornia_resize_crop_and_normalize():
+    image = photos([(97, 130)])[0]
+    transforms = [
+        K.Resize((50, 60)),
+        K.CenterCrop((33, 41)),
+        K.Normalize(torch.tensor(MEAN), torch.tensor(STD)),
+    ]
+    result, _ = run(transforms, [image])
+    want = image[None].float() / 255
+    for transform in transforms:
+        want = transform(want)
+    torch.testing.assert_close(result, want, atol=1e-4, rtol=0)
+
+
+def test_kornia_random_crop_is_a_slice():
+    image = photos([(97, 130)])[0]
+    result, rows = run([K.RandomCrop((40, 30))], [image] * 5)
+    for row, got in zip(rows, result, strict=True):
+        top, left = row[:, 0].astype(int)
+        want = image[:, top : top + 40, left : left + 30].float() / 255
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+    assert len({tuple(row[:, 0]) for row in rows}) > 1
+
+
+def test_same_on_batch_shares_the_draw():
+    _, rows = run([K.RandomResizedCrop((8, 8), same_on_batch=True)], photos([(64, 64)]) * 4)
+    assert (rows == rows[:1]).all()
+
+
+def test_small_images_are_refused_where_kornia_refuses_them():
+    with pytest.raises(ValueError, match=r"CenterCrop takes no image smaller .* got 20 x 30"):
+        run([K.CenterCrop((24, 24))], [torch.zeros(3, 20, 30, dtype=torch.uint8)])
+
+
+@pytest.mark.parametrize(
+    ("transforms", "fused", "tail"),
+    [
+        ([RandomResizedCrop(8), K.RandomHorizontalFlip(), K.Normalize(MEAN, STD)], 3, 0),
+        ([Resize(9), CenterCrop(8), K.Normalize(MEAN, STD), K.RandomErasing()], 3, 1),
+        ([RandomResizedCrop(8), K.ColorJitter(0.1), K.Normalize(MEAN, STD)], 1, 2),
+        ([RandomResizedCrop(8), Resize(4)], 1, 1),  # two resamplings are not one
+        ([CenterCrop(8), Resize(4)], 1, 1),  # padding must not be blended
+        ([RandomResizedCrop(8), K.Normalize(MEAN, STD), CenterCrop(4)], 2, 1),
+        ([RandomResizedCrop(8), K.Normalize(MEAN, STD), K.RandomVerticalFlip()], 3, 0),
+        ([K.RandomResizedCrop((8, 8), resample="nearest")], 0, 1),
+        ([K.RandomResizedCrop((8, 8), p=0.5)], 0, 1),
+        ([K.RandomCrop((8, 8), padding=2)], 0, 1),
+        ([K.Normalize(MEAN, STD, p=0.5)], 0, 1),
+        ([torch.nn.Identity()], 0, 1),
+        ([], 0, 0),
+    ],
+)
+def test_how_far_the_head_goes(transforms, fused, tail):
+    head, rest = read_transforms(transforms)
+    assert (len(head.names), len(rest)) == (fused, tail)
+
+
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        [K.Normalize(MEAN, STD)],
+        [K.ColorJitter(0.1), RandomResizedCrop(8)],
+        [Resize(8)],
+        [torch.nn.Identity()],
+        [],
+    ],
+)
+def test_lists_that_cannot_batch_photos_are_refused(transforms):
+    with pytest.raises(ValueError, match=r"RandomResizedCrop\(224\)"):
+        require_fixed_size(*read_transforms(transforms))
+
+
+def test_own_modules_work_alone_and_on_any_layout():
+    torch.manual_seed(0)
+    images = torch.stack(photos([(40, 50)] * 3))
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        cropped = RandomResizedCrop(16)(images.contiguous(memory_format=memory_format))
+        assert cropped.shape == (3, 3, 16, 16)
+        assert cropped.dtype == torch.float32
+    single = CenterCrop(16)(images[0])
+    torch.testing.assert_close(single[0], images[0, :, 12:28, 17:33] / 255, atol=1e-6, rtol=0)
+    kept = Resize(40)(images.double() / 255)
+    assert kept.dtype == torch.float64
+    torch.testing.assert_close(kept, images.double() / 255, atol=1e-6, rtol=0)
+
+
+def test_head_without_a_size_keeps_that_of_the_batch():
+    head, _ = read_transforms([K.RandomHorizontalFlip(1.0), K.Normalize(MEAN, STD)])
+    images = torch.stack(photos([(12, 10)] * 2))
+    want = F.normalize(images.float().flip(-1) / 255, MEAN, STD)
+    torch.testing.assert_close(apply_head(head, images, fold(0, [0, 1])), want, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RandomResizedCrop(0),
+        lambda: RandomResizedCrop((1, 2, 3)),
+        lambda: RandomResizedCrop(8, scale=(0.5, 0.1)),
+        lambda: RandomResizedCrop(8, ratio=(0.0, 1.0)),
+        lambda: Resize(2.5),
+        lambda: Resize(8, interpolation="nearest"),
+        lambda: CenterCrop("8"),
+    ],
+)
+def test_wrong_arguments_are_refused(make):
+    with pytest.raises((ValueError, TypeError), match=r"size|scale|ratio|interpolation|iterable"):
+        make()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", [RandomResizedCrop(8), K.RandomResizedCrop((8, 8))])
+def test_crop_distribution_is_torchvisions(op):
+    size, n = (90, 120), 20_000
+    head, _ = read_transforms([op])
+    rows = head.draw([size] * n, fold(5, np.arange(n)))
+    ours = np.array([box_and_flip(row)[0] for row in rows], dtype=float)
+    generator = v2.RandomResizedCrop(8)
+    torch.manual_seed(0)
+    theirs = [generator.make_params([torch.zeros(3, *size)]) for _ in range(n)]
+    theirs = np.array([[p["top"], p["left"], p["height"], p["width"]] for p in theirs], dtype=float)
+    for column in range(4):
+        a, b = np.sort(ours[:, column]), np.sort(theirs[:, column])
+        grid = np.arange(121)
+        gap = (
+            np.abs(np.searchsorted(a, grid, "right") - np.searchsorted(b, grid, "right")).max() / n
+        )
+        # Kolmogorov-Smirnov, two samples of n: 1.95 * sqrt(2 / n) is passed by chance once in
+        # 1,000.
+        assert gap < 1.95 * np.sqrt(2 / n)
+    area_ours, area_theirs = (x[:, 2] * x[:, 3] for x in (ours, theirs))
+    assert abs(area_ours.mean() / area_theirs.mean() - 1) < 0.02
+
+
+@pytest.mark.slow
+def test_crop_fallback_is_torchvisions_on_a_strip():
+    head, _ = read_transforms([RandomResizedCrop(8)])
+    rows = head.draw([(20, 400)] * 50, fold(1, np.arange(50)))
+    boxes = {box_and_flip(row)[0] for row in rows if box_and_flip(row)[0][2] == 20}
+    assert (0, 186, 20, 27) in boxes  # centered, full height, ratio 4/3
