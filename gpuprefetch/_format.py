@@ -1,0 +1,425 @@
+"""Know an encoded image without decoding it, and decode it on the CPU to the pixels PIL gives."""
+
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+# PIL's threshold for DecompressionBombError, twice Image.MAX_IMAGE_PIXELS.
+MAX_PIXELS = 178_956_970
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """What the bytes of an encoded image say about it.
+
+    Attributes:
+        format: ``"jpeg"``, ``"png"``, ``"webp"`` or ``"gif"``, by content and not by file name.
+        height: Of the picture as it is stored, before its orientation is applied.
+        width: As ``height``.
+        orientation: EXIF orientation, 1 to 8; 1 where it is absent or broken.
+        gpu: Whether the file is one whose nvJPEG hardware decode gives libjpeg's picture. See
+            Note [Files for the GPU].
+        exif: Byte spans ``[start, stop)`` in a JPEG. With zeros written over them no decoder finds
+            an orientation, and the pixels stay the same. Empty for the other formats: only
+            :func:`decode_cpu` decodes those, and it leaves their metadata out.
+    """
+
+    format: str
+    height: int
+    width: int
+    orientation: int = 1
+    gpu: bool = False
+    exif: tuple[tuple[int, int], ...] = ()
+
+
+def read_header(data: bytes | memoryview) -> ImageHeader:
+    """Read format, size and orientation of an encoded image, without touching its pixels.
+
+    Args:
+        data: A whole encoded file. A ``memoryview`` is copied once.
+
+    Raises:
+        ValueError: if the bytes are no JPEG, PNG, WebP or GIF, if their header is broken or cut
+            off, or if the picture has no pixels or more than ``MAX_PIXELS``.
+    """
+    data = bytes(data)
+    try:
+        header = _READERS[_detect_format(data)](data)
+    except (IndexError, struct.error) as error:
+        raise ValueError(f"broken or truncated header, in a file of {len(data)} bytes") from error
+    pixels = header.height * header.width
+    if not 0 < pixels <= MAX_PIXELS:
+        raise ValueError(
+            f"an image of {header.width} x {header.height} = {pixels} pixels is outside the limits "
+            f"of 1 to {MAX_PIXELS}: its header is broken or it is a decompression bomb"
+        )
+    return header
+
+
+def decode_cpu(
+    data: bytes | memoryview | torch.Tensor, *, apply_exif: bool = False
+) -> torch.Tensor:
+    """Decode one image on the CPU, as ``PIL.Image.open(file).convert("RGB")`` does.
+
+    The pixels are PIL's, bit for bit: transparency is dropped, not blended; of an animation the
+    first frame is decoded; 16-bit colors keep their high byte and 16-bit gray is clipped to 255.
+    PIL raises on some damage that is not noticed here: to what is left out of a WebP (metadata,
+    later frames), and to the pixels of a GIF (one in six files with one to three bytes changed).
+
+    Args:
+        data: A whole encoded file; a tensor is ``(n_bytes,)`` uint8 on the CPU. It is only read.
+        apply_exif: Turn the picture upright, as ``PIL.ImageOps.exif_transpose`` does with an EXIF
+            orientation. One that is written in XMP only is not looked for.
+
+    Returns:
+        ``(3, H, W)`` uint8, of any strides.
+
+    Raises:
+        ValueError: if :func:`read_header` refuses the file or its decoder does, as a truncated one.
+    """
+    data = data.numpy().tobytes() if isinstance(data, torch.Tensor) else bytes(data)
+    header = read_header(data)
+    try:
+        encoded = _BARE[header.format](data)
+        for start, stop in header.exif:
+            encoded[start:stop] = bytes(stop - start)
+        image = _decode(header.format, encoded)
+    except (IndexError, RuntimeError) as error:
+        # TorchCodec's messages begin with the C++ function, file and line.
+        reason = re.sub(r"^.*\.cpp:\d+, ", "", str(error).partition("\n")[0])
+        raise ValueError(f"broken or truncated {header.format} image: {reason}") from error
+    if image.shape != (3, header.height, header.width):
+        raise ValueError(
+            f"broken {header.format} image: it was decoded to {tuple(image.shape)}, "
+            f"but its header says {header.width} x {header.height} pixels"
+        )
+    return upright(image, header.orientation) if apply_exif else image
+
+
+def upright(image: torch.Tensor, orientation: int) -> torch.Tensor:
+    """Turn and mirror a stored picture as its EXIF orientation asks for.
+
+    Args:
+        image: ``(..., H, W)``, any dtype and device; left untouched.
+        orientation: 1 to 8.
+
+    Returns:
+        ``(..., H, W)``, or ``(..., W, H)`` for orientations 5 to 8; ``image`` itself for 1.
+    """
+    if orientation not in range(1, 9):
+        raise ValueError(f"orientation must be EXIF's, from 1 to 8, got {orientation}")
+    if orientation >= 5:
+        image = image.mT
+    dims = ((), (-1,), (-2, -1), (-2,))[(orientation - 1) % 4]
+    return image.flip(dims) if dims else image
+
+
+def _detect_format(data: bytes) -> str:
+    if data.startswith(b"\xff\xd8\xff"):
+        return "jpeg"
+    if data.startswith(_PNG_SIGNATURE):
+        return "png"
+    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        return "webp"
+    if data.startswith((b"GIF87a", b"GIF89a")):
+        return "gif"
+    begins = f"it begins with {data[:12]!r}" if data else "it is empty"
+    raise ValueError(f"not a JPEG, PNG, WebP or GIF file: {begins}")
+
+
+def _decode(image_format: str, encoded: bytearray) -> torch.Tensor:
+    """Return the first frame, ``(3, H, W)`` uint8, of a file without metadata."""
+    from torchcodec import decoders
+
+    decode = getattr(decoders, f"decode_{image_format}")
+    image: torch.Tensor = decode(torch.frombuffer(encoded, dtype=torch.uint8), output_dtype="auto")
+    if image.dtype == torch.uint16:
+        # A PNG. TorchCodec's own conversion would round; PIL clips gray (color type 0) and takes
+        # the high byte of colors.
+        deep = image.numpy()
+        deep = np.minimum(deep, 255) if encoded[25] == 0 else deep >> 8
+        image = torch.from_numpy(deep.astype(np.uint8))
+    return image[0] if image.ndim == 4 else image
+
+
+def _read_orientation(exif: bytes) -> int:
+    """Return the orientation in EXIF data, with or without the "Exif" identifier before them."""
+    exif = exif.removeprefix(b"Exif\0\0")
+    order = {b"II": "<", b"MM": ">"}.get(exif[:2])
+    if order is None or exif[2:4] not in (b"*\0", b"\0*"):
+        return 1
+    try:
+        (directory,) = struct.unpack_from(order + "I", exif, 4)
+        (n_entries,) = struct.unpack_from(order + "H", exif, directory)
+        for entry in range(directory + 2, directory + 2 + 12 * n_entries, 12):
+            tag, kind, count = struct.unpack_from(order + "HHI", exif, entry)
+            if tag == 0x0112 and count == 1 and kind in (3, 4):  # a SHORT, or a LONG as some write
+                (value,) = struct.unpack_from(order + "HI"[kind - 3], exif, entry + 8)
+                return value if 1 <= value <= 8 else 1
+    except struct.error:  # it ends too early
+        pass
+    return 1
+
+
+# JPEG
+
+_SOF0, _DHT, _EOI, _SOS, _DQT = 0xC0, 0xC4, 0xD9, 0xDA, 0xDB
+_APP0, _APP1, _APP2, _APP14 = 0xE0, 0xE1, 0xE2, 0xEE
+_FRAME_HEADERS = {*range(0xC0, 0xD0)} - {_DHT, 0xC8, 0xCC}
+_NO_SEGMENT = {0x00, 0x01, *range(0xD0, 0xD9), 0xFF}  # no length follows these
+_IRREGULAR = 0
+
+_Segments = dict[int, list[tuple[int, int]]]
+
+
+def _jpeg_segments(data: bytes) -> _Segments:
+    """Map each marker to the spans of its segments' payloads, up to the first start of scan."""
+    found: _Segments = {}
+    pos = 2
+    while _SOS not in found:
+        marker = data[pos + 1]
+        if data[pos] != 0xFF or marker in _NO_SEGMENT:
+            # Fill bytes, junk, a marker out of place: libjpeg and PIL look for the next marker.
+            found[_IRREGULAR] = []
+            pos = data.find(b"\xff", pos + 1)
+            if pos < 0:
+                raise ValueError("broken JPEG: no start of scan")
+            continue
+        length = data[pos + 2] << 8 | data[pos + 3]
+        if marker < 0xC0 or marker == _EOI or length < 2:
+            raise ValueError(f"broken JPEG header: marker {marker:#x} at byte {pos}")
+        found.setdefault(marker, []).append((pos + 4, pos + 2 + length))
+        pos += 2 + length
+    if pos >= len(data):
+        raise ValueError(f"truncated JPEG: its header ends at byte {pos}, the file at {len(data)}")
+    return found
+
+
+def _read_jpeg(data: bytes) -> ImageHeader:
+    found = _jpeg_segments(data)
+    frames = [span for marker in found.keys() & _FRAME_HEADERS for span in found[marker]]
+    if len(frames) != 1:
+        raise ValueError(f"broken JPEG: {len(frames)} frame headers instead of one")
+    height, width = struct.unpack_from(">HH", data, frames[0][0] + 1)
+    orientation, exif = _read_app1(data, found[_APP1]) if _APP1 in found else (1, ())
+    gpu = height in _GPU_SIDES and width in _GPU_SIDES and _decodes_on_gpu(data, found)
+    return ImageHeader("jpeg", height, width, orientation, gpu, exif)
+
+
+def _read_app1(
+    data: bytes, segments: list[tuple[int, int]]
+) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Return the orientation, and the spans of all that a decoder could take for one.
+
+    PIL and TorchCodec's CUDA decoder look for the "Exif" identifier, TorchCodec's CPU decoder takes
+    the first APP1 segment whatever its identifier; all of them need the 42 of the TIFF header.
+    """
+    tiffs = [start for start, _ in segments if data[start + 8 : start + 10] in (b"*\0", b"\0*")]
+    exifs = (data[start:stop] for start, stop in segments if data.startswith(b"Exif\0\0", start))
+    orientation = _read_orientation(next(exifs, b""))
+    return orientation, tuple((start, start + 10) for start in tiffs)
+
+
+# Note [Files for the GPU]
+# nvJPEG says nothing about a file that was cut off or a color space it has guessed. So the GPU gets
+# only files that leave nothing to guess, and libjpeg on the CPU judges the others:
+#   1. Baseline with 8 bits, one scan of all components, and the tables that baseline may have, all
+#      of them in the file.
+#   2. Gray, or YCbCr by libjpeg's rules (JFIF, Adobe's transform, the component ids), none of which
+#      says RGB.
+#   3. The four common chroma samplings. Even gray has a sampling, and others than 1 x 1 exist.
+#   4. Nothing between the segments, no second picture behind the first (an index of those, "MPF",
+#      would tell), and the end-of-image marker at the end.
+# test_format.py::test_gpu and test_not_gpu hold each of them.
+_GPU_SIDES = range(16, 16384 + 1)
+_GPU_SAMPLINGS = {b"\x11", b"\x11\x11\x11", b"\x21\x11\x11", b"\x22\x11\x11", b"\x12\x11\x11"}
+_GPU_HUFFMAN_TABLES = {0x00, 0x01, 0x10, 0x11}
+
+
+def _decodes_on_gpu(data: bytes, found: _Segments) -> bool:
+    """See Note [Files for the GPU]."""
+    if _SOF0 not in found:
+        return False
+    frame, scan = (data[slice(*found[marker][0])] for marker in (_SOF0, _SOS))
+    ids, samplings = frame[6::3], frame[7::3]
+    return (
+        frame[0] == 8
+        and frame[5] == scan[0] == len(ids)
+        and samplings in _GPU_SAMPLINGS
+        and scan[1:-3:2] == ids
+        and _GPU_HUFFMAN_TABLES.issuperset(scan[2:-3:2])
+        and scan[-3:] == b"\x00\x3f\x00"
+        and (len(ids) == 1 or _is_ycbcr(data, found, ids))
+        and _DHT in found
+        and _DQT in found
+        and all((stop - start) % 65 == 0 for start, stop in found[_DQT])  # 8-bit: 1 + 64 bytes each
+        and _IRREGULAR not in found
+        and not any(data.startswith(b"MPF\0", start) for start, _ in found.get(_APP2, ()))
+        and data[-64:].rstrip(b"\0").endswith(b"\xff\xd9")
+    )
+
+
+def _is_ycbcr(data: bytes, found: _Segments, ids: bytes) -> bool:
+    jfif = any(data.startswith(b"JFIF\0", start) for start, _ in found.get(_APP0, ()))
+    adobe = {data[s + 11] for s, _ in found.get(_APP14, ()) if data.startswith(b"Adobe", s)}
+    return adobe <= {1} and ids != b"RGB" and (jfif or adobe == {1} or ids == b"\1\2\3")
+
+
+# PNG
+
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_PNG_END = b"\0\0\0\0IEND\xae\x42\x60\x82"
+
+
+def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Yield type and payload's span of each chunk that begins in the file."""
+    pos = len(_PNG_SIGNATURE)
+    while pos + 8 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, pos)
+        yield kind, pos + 8, pos + 8 + length
+        pos += length + 12
+
+
+def _read_png(data: bytes) -> ImageHeader:
+    chunks = _png_chunks(data)
+    kind, start, _ = next(chunks, (b"nothing", 0, 0))
+    if kind != b"IHDR":
+        raise ValueError(f"broken PNG: {kind!r} instead of its header chunk")
+    width, height = struct.unpack_from(">II", data, start)
+    exif = b"".join(data[start:stop] for kind, start, stop in chunks if kind == b"eXIf")
+    return ImageHeader("png", height, width, _read_orientation(exif))
+
+
+def _bare_png(data: bytes) -> bytearray:
+    """Return the file without metadata and transparency: header, palette and image data."""
+    kept, first, last = [_PNG_SIGNATURE], 0, 0
+    for kind, start, stop in _png_chunks(data):
+        if kind == b"IDAT":
+            first, last = first or start - 8, stop + 4
+        elif first:
+            break
+        elif zlib.crc32(data[start - 4 : stop]).to_bytes(4) != data[stop : stop + 4]:
+            raise ValueError(f"broken or truncated PNG: wrong checksum of its {kind!r} chunk")
+        elif kind in (b"IHDR", b"PLTE"):
+            kept.append(data[start - 8 : stop + 4])
+    return bytearray().join([*kept, data[first:last], _PNG_END])
+
+
+# WebP
+
+
+def _webp_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Yield type and payload's span of each chunk."""
+    size = 8 + int.from_bytes(data[4:8], "little")
+    if size > len(data):
+        raise ValueError(f"truncated WebP: {len(data)} of {size} bytes")
+    pos = 12
+    while pos + 8 <= size:
+        kind, length = struct.unpack_from("<4sI", data, pos)
+        yield kind, pos + 8, pos + 8 + length
+        pos += 8 + length + length % 2
+        if pos > size:
+            raise ValueError(f"broken WebP: its {kind!r} chunk ends beyond the file")
+
+
+def _read_webp(data: bytes) -> ImageHeader:
+    chunks = _webp_chunks(data)
+    kind, start, _ = next(chunks, (b"nothing", 0, 0))
+    if kind == b"VP8X":
+        width = 1 + int.from_bytes(data[start + 4 : start + 7], "little")
+        height = 1 + int.from_bytes(data[start + 7 : start + 10], "little")
+    elif kind == b"VP8L":
+        (bits,) = struct.unpack_from("<I", data, start + 1)
+        width, height = 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    elif kind == b"VP8 ":
+        width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, start + 6))
+    else:
+        raise ValueError(f"broken WebP: {kind!r} instead of its first chunk")
+    exif = (data[start:stop] for kind, start, stop in chunks if kind == b"EXIF")
+    return ImageHeader("webp", height, width, _read_orientation(next(exif, b"")))
+
+
+def _bare_webp(data: bytes) -> bytearray:
+    """Return the file without metadata and, of an animation, without all frames but the first."""
+    kept = []
+    for kind, start, stop in _webp_chunks(data):
+        if kind in (b"VP8X", b"ALPH", b"VP8 ", b"VP8L", b"ANIM", b"ANMF"):
+            kept.append(data[start - 8 : stop + (stop - start) % 2])
+        if kind == b"ANMF":
+            break
+    body = b"WEBP" + b"".join(kept)
+    return bytearray(b"RIFF" + struct.pack("<I", len(body)) + body)
+
+
+# GIF
+
+_GRAYS = bytes(level for level in range(256) for _ in range(3))
+
+
+def _gif_palette(data: bytes, pos: int, flags: int) -> bytes:
+    return data[pos : pos + (6 << (flags & 7))] if flags & 0x80 else b""
+
+
+def _skip_gif_blocks(data: bytes, pos: int) -> int:
+    while length := data[pos]:
+        pos += length + 1
+    return pos + 1
+
+
+def _gif_first_frame(data: bytes) -> tuple[int, int, bytes, int]:
+    """Return height, width, a GIF of the first frame up to its pixels, and where those begin.
+
+    PIL drops the transparency, and fills what the frame leaves uncovered with its transparent color
+    or else color 0: that one becomes the background color, and the frame's palette the only one,
+    filled up to 256 colors because giflib reads beyond a smaller one.
+    """
+    width, height, flags = struct.unpack_from("<HHB", data, 6)
+    palette = _gif_palette(data, 13, flags)
+    pos, background = 13 + len(palette), 0
+    while (introducer := data[pos]) != ord(","):
+        if introducer == ord(";"):
+            raise ValueError("broken GIF: it holds no image")
+        if introducer == ord("!"):
+            if data[pos + 1] == 0xF9 and data[pos + 3] & 1:  # graphic control with transparency
+                background = data[pos + 6]
+            pos = _skip_gif_blocks(data, pos + 2)
+        else:
+            pos += 1
+    left, top, frame_width, frame_height, flags = struct.unpack_from("<HHHHB", data, pos + 1)
+    height, width = max(height, top + frame_height), max(width, left + frame_width)
+    local_palette = _gif_palette(data, pos + 10, flags)
+    colors = local_palette or palette or _GRAYS
+    screen = struct.pack("<HHBBB", width, height, 0xF7, background, 0)
+    head = b"GIF89a" + screen + colors.ljust(768, b"\0") + data[pos : pos + 9]
+    return height, width, head + bytes([flags & 0x40]), pos + 10 + len(local_palette)
+
+
+def _read_gif(data: bytes) -> ImageHeader:
+    height, width, _, _ = _gif_first_frame(data)
+    return ImageHeader("gif", height, width)
+
+
+def _bare_gif(data: bytes) -> bytearray:
+    """Return a GIF of the first frame alone."""
+    _, _, head, pixels = _gif_first_frame(data)
+    return bytearray(head + data[pixels : _skip_gif_blocks(data, pixels + 1)] + b";")
+
+
+_READERS: dict[str, Callable[[bytes], ImageHeader]] = {
+    "jpeg": _read_jpeg,
+    "png": _read_png,
+    "webp": _read_webp,
+    "gif": _read_gif,
+}
+# A file that holds the picture (the first, of an animation) and nothing that would change it.
+_BARE: dict[str, Callable[[bytes], bytearray]] = {
+    "jpeg": bytearray,
+    "png": _bare_png,
+    "webp": _bare_webp,
+    "gif": _bare_gif,
+}
