@@ -1,0 +1,68 @@
+"""The public names, what importing costs, and what the repository may hold."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpuprefetch
+
+ROOT = Path(__file__).parents[1]
+
+# Where somebody's own machine keeps things; the lookbehind lets relative paths and URLs pass.
+MACHINE_PATH = re.compile(r"(?<![\w.}])/(?:home|Users|root|work|mnt|tmp)/\w+")
+
+
+def tracked_files():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "ls-files", "-z"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / name for name in listing.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+def test_public_names_are_one_sorted_list():
+    public = {name for name in vars(gpuprefetch) if not name.startswith("_")}
+    assert public == set(gpuprefetch.__all__)
+    assert gpuprefetch.__all__ == sorted(gpuprefetch.__all__)
+
+
+def test_importing_is_free():
+    # Forked and spawned DataLoader workers import it too.
+    code = """
+import sys, torch, gpuprefetch
+loaded = {"kornia", "torchvision", "torchcodec"} & set(sys.modules)
+print(sorted(loaded), torch.cuda.is_initialized())
+"""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[] False"
+
+
+def test_changelog_describes_this_version():
+    versions = re.findall(
+        r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE
+    )
+    assert versions[0] == gpuprefetch.__version__
+
+
+def test_no_path_of_a_machine_is_tracked():
+    found = {}
+    for path in tracked_files():
+        matches = MACHINE_PATH.findall(path.read_text(errors="ignore"))
+        if matches:
+            found[str(path.relative_to(ROOT))] = matches
+    assert not found
+
+
+def test_machine_paths_are_found():
+    # Guards the test above: put together here so that this file holds none.
+    assert MACHINE_PATH.search("open('/" + "home/me/data')")
+    assert not MACHINE_PATH.search("#!/usr/bin/env bash, ../work/x, https://example.org/home/x")
+
+
+def test_no_photo_is_tracked():
+    photos = {".jpg", ".jpeg", ".webp", ".heic", ".tif", ".tiff"}
+    assert not [path for path in tracked_files() if path.suffix.lower() in photos]
