@@ -219,15 +219,19 @@ def _read_app1(
     PIL and TorchCodec's CUDA decoder look for the "Exif" identifier, TorchCodec's CPU decoder takes
     the first APP1 segment whatever its identifier; all of them need the 42 of the TIFF header.
     """
-    tiffs = [start for start, _ in segments if data[start + 8 : start + 10] in (b"*\0", b"\0*")]
-    exifs = (data[start:stop] for start, stop in segments if data.startswith(b"Exif\0\0", start))
-    orientation = _read_orientation(next(exifs, b""))
-    return orientation, tuple((start, start + 10) for start in tiffs)
+    payloads = [data[start:stop] for start, stop in segments]
+    exif = next((payload for payload in payloads if payload.startswith(b"Exif\0\0")), b"")
+    spans = (
+        (start, start + 10)
+        for (start, _), payload in zip(segments, payloads, strict=True)
+        if payload[8:10] in (b"*\0", b"\0*")
+    )
+    return _read_orientation(exif), tuple(spans)
 
 
 # Note [Files for the GPU]
-# nvJPEG says nothing about a file that was cut off or a color space it has guessed. So the GPU gets
-# only files that leave nothing to guess, and libjpeg on the CPU judges the others:
+# What nvJPEG makes of a file that was cut off, or whose color space must be guessed, is documented
+# nowhere. So the GPU gets only files that leave nothing open; libjpeg on the CPU judges the others:
 #   1. Baseline with 8 bits, one scan of all components, and the tables that baseline may have, all
 #      of them in the file.
 #   2. Gray, or YCbCr by libjpeg's rules (JFIF, Adobe's transform, the component ids), none of which
@@ -321,10 +325,10 @@ def _webp_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
     pos = 12
     while pos + 8 <= size:
         kind, length = struct.unpack_from("<4sI", data, pos)
+        if pos + 8 + length > size:
+            raise ValueError(f"broken WebP: its {kind!r} chunk ends beyond the file")
         yield kind, pos + 8, pos + 8 + length
         pos += 8 + length + length % 2
-        if pos > size:
-            raise ValueError(f"broken WebP: its {kind!r} chunk ends beyond the file")
 
 
 def _read_webp(data: bytes) -> ImageHeader:

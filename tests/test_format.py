@@ -8,10 +8,10 @@ import pictures
 import pytest
 import torch
 from PIL import Image, ImageOps
-from torchcodec.decoders import decode_jpeg
+from torchcodec import decoders
 
 from gpuprefetch import _format
-from gpuprefetch._format import decode_cpu, read_header, upright
+from gpuprefetch._format import ImageHeader, decode_cpu, read_header, upright
 
 RGB = pictures.draw(61, 83)
 GRAY = pictures.draw(61, 83, 1)
@@ -21,6 +21,13 @@ INDEXES = np.random.default_rng(1).integers(0, 16, (19, 23))
 PALETTE = np.random.default_rng(2).integers(0, 256, (16, 3), np.uint8)
 FRAMES = [Image.fromarray(pictures.draw(61, 83, seed=seed)) for seed in range(3)]
 BLENDED = [Image.fromarray(pictures.draw(61, 83, 4, seed)) for seed in range(3)]
+
+
+def patch(data, find, offset, value):
+    """Overwrite bytes at an offset behind the first occurrence of ``find``."""
+    data, pos = bytearray(data), data.index(find) + offset
+    data[pos : pos + len(value)] = value
+    return bytes(data)
 
 
 def palette_image(colors):
@@ -34,6 +41,15 @@ def gif_on_larger_screen(**options):
     descriptor = data.index(b",", 13 + 3 * 64)
     data[descriptor + 1 : descriptor + 5] = struct.pack("<HH", 7, 5)
     return bytes(data)
+
+
+def gif_with_local_palette():
+    data = pictures.encode(palette_image(64), "GIF")
+    colors, rest = data[13 : 13 + 3 * 64], bytearray(data[13 + 3 * 64 :])
+    descriptor = rest.index(b",")
+    rest[descriptor + 9] |= 0x80 | 5
+    reversed_colors = bytes(255 - color for color in colors)
+    return data[:13] + reversed_colors + rest[: descriptor + 10] + colors + rest[descriptor + 10 :]
 
 
 def gif_without_palette():
@@ -110,6 +126,11 @@ GIFS = {
     "animated alpha": pictures.encode(BLENDED[0], "GIF", save_all=True, append_images=BLENDED[1:]),
     "larger screen": gif_on_larger_screen(),
     "larger screen transparent": gif_on_larger_screen(transparency=5),
+    "smaller screen": patch(pictures.encode(GRAY, "GIF"), b"GIF", 6, struct.pack("<HH", 20, 30)),
+    "control without transparency": gif_on_larger_screen(comment=b"", duration=100).replace(
+        b"!\xf9\x04\0\x0a\0\0", b"!\xf9\x04\0\x0a\0\5"
+    ),
+    "local palette": gif_with_local_palette(),
     "no palette": gif_without_palette(),
 }
 FILES = {
@@ -269,10 +290,10 @@ def test_exif_spans_hide_the_orientation(kind):
     stored = pictures.read_with_pil(bytes(data))
     if kind != "behind xmp":  # TorchCodec looks at the first APP1 segment only
         # guards the test itself: untouched, this file is turned by TorchCodec, against PIL
-        assert not np.array_equal(to_array(decode_jpeg(bytes(data))), stored)
+        assert not np.array_equal(to_array(decoders.decode_jpeg(bytes(data))), stored)
     for start, stop in read_header(bytes(data)).exif:
         data[start:stop] = bytes(stop - start)
-    np.testing.assert_array_equal(to_array(decode_jpeg(bytes(data))), stored)
+    np.testing.assert_array_equal(to_array(decoders.decode_jpeg(bytes(data))), stored)
     assert read_header(bytes(data)).orientation == 1
     assert read_header(bytes(data)).exif == ()
 
@@ -289,17 +310,22 @@ def test_orientation_is_that_of_the_exif_segment():
     assert read_header(pictures.insert_segment(JPEGS["4:2:0"], 0xE1, XMP)).exif == ()
 
 
+def test_no_span_reaches_beyond_its_segment():
+    comment = pictures.insert_segment(PLAIN, 0xFE, b"*\0")
+    assert read_header(pictures.insert_segment(comment, 0xE1, b"Exif")).exif == ()
+
+
+def test_orientation_that_is_no_number():
+    for broken in ((0x0112, 2, 1), (0x0112, 3, 3), (0x0112, 12, 1)):
+        good, bad = struct.pack(">HHI", 0x0112, 3, 1), struct.pack(">HHI", *broken)
+        exif = pictures.exif(6).replace(good, bad)
+        assert read_header(pictures.encode(RGB, "JPEG", exif=exif)).orientation == 1
+
+
 def test_png_orientation_behind_the_pixels():
     data = PNGS["rgb"]
     chunk = pictures.png_chunk(b"eXIf", pictures.exif(6)[6:])
     assert read_header(data[:-12] + chunk + data[-12:]).orientation == 6
-
-
-def patch(data, find, offset, value):
-    """Overwrite bytes at an offset behind the first occurrence of ``find``."""
-    data, pos = bytearray(data), data.index(find) + offset
-    data[pos : pos + len(value)] = value
-    return bytes(data)
 
 
 def with_component_ids(data, ids):
@@ -426,6 +452,67 @@ def test_decompression_bomb(kind):
 def test_no_pixels(size):
     with pytest.raises(ValueError, match="= 0 pixels"):
         read_header(patch(PLAIN, SOF0, 5, struct.pack(">HH", *size)))
+
+
+BROKEN = {
+    "no scan": (PLAIN[:2] + b"\xff\xd9" + PLAIN[2:], "marker 0xd9 at byte 2"),
+    "unknown marker": (PLAIN[:2] + b"\xff\x77\0\x09" + PLAIN[2:], "marker 0x77 at byte 2"),
+    "segment too short": (PLAIN[:2] + b"\xff\xe0\0\1" + PLAIN[2:], "marker 0xe0 at byte 2"),
+    "two frames": (pictures.insert_segment(PLAIN, 0xC1, bytes(15)), "2 frame headers"),
+    "no frame": (PLAIN.replace(SOF0, b"\xff\xfe"), "0 frame headers"),
+    "ends in the scan header": (PLAIN[: PLAIN.index(SOS) + 14], "truncated JPEG: its header ends"),
+    "no PNG header": (PNGS["rgb"].replace(b"IHDR", b"IHDX"), "b'IHDX' instead of its header"),
+    "first WebP chunk": (WEBPS["lossy"].replace(b"VP8 ", b"VP9 "), "b'VP9 ' instead of its first"),
+    "WebP chunk too long": (patch(WEBPS["turned"], b"EXIF", 5, b"\1"), "b'EXIF' chunk ends beyond"),
+    "WebP cut off": (WEBPS["lossy"][:-1], "truncated WebP"),
+    "no GIF frame": (GIFS["no palette"][:13] + b";", "it holds no image"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_header(kind):
+    data, reason = BROKEN[kind]
+    assert pil_or_none(data) is None or kind == "segment too short"  # that one PIL forgives
+    with pytest.raises(ValueError, match=reason):
+        read_header(data)
+
+
+def test_png_checksum():
+    data = PNGS["turned"]
+    with pytest.raises(ValueError, match="checksum of its b'eXIf' chunk"):
+        decode_cpu(patch(data, b"eXIf", 8, b"x"))
+    # PIL does not look at the checksums behind the pixels.
+    data = PNGS["rgb"][:-12] + pictures.png_chunk(b"tEXt", b"a\0b")[:-1] + b"?" + PNGS["rgb"][-12:]
+    np.testing.assert_array_equal(to_array(decode_cpu(data)), pictures.read_with_pil(data))
+
+
+def test_png_data_end_at_another_chunk():
+    data = PNGS["rgb"]
+    start = data.index(b"IDAT") + 4
+    first, second = data[start : start + 1000], data[start + 1000 : -16]
+    for between, whole in ((b"", True), (pictures.png_chunk(b"tEXt", b"a\0b"), False)):
+        parts = (pictures.png_chunk(b"IDAT", first), between, pictures.png_chunk(b"IDAT", second))
+        cut = data[: start - 8] + b"".join(parts) + data[-12:]
+        assert (pil_or_none(cut) is not None) == whole
+        assert (ours_or_none(cut) is not None) == whole
+
+
+def test_header_and_pixels_disagree(monkeypatch):
+    header = ImageHeader("png", height=100, width=99)
+    monkeypatch.setitem(_format._READERS, "png", lambda data: header)
+    with pytest.raises(ValueError, match=r"decoded to \(3, 61, 83\), .* 99 x 100 pixels"):
+        decode_cpu(PNGS["rgb"])
+
+
+@pytest.mark.parametrize(("image_format", "files"), [("webp", WEBPS), ("gif", GIFS)])
+def test_only_the_first_frame_is_decoded(image_format, files):
+    data = files["animated"]
+    last = data.rindex(b"VP8 ") if image_format == "webp" else len(data) - 100
+    damaged = data[:last] + bytes(50) + data[last + 50 :]
+    np.testing.assert_array_equal(to_array(decode_cpu(damaged)), pictures.read_with_pil(data))
+    # guards the test itself: who decodes all frames trips over the damage
+    with pytest.raises(RuntimeError, match="failed"):
+        decoders.decode_image(damaged)
 
 
 @pytest.mark.parametrize(("image_format", "kind"), DAMAGED)
