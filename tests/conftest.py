@@ -42,7 +42,7 @@ def draw_photo(height, width, seed):
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(1, 3, height // 16 + 2, width // 16 + 2, generator=generator)
     image = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic")[0]
-    image = image + 0.03 * torch.randn(3, height, width, generator=generator)
+    image = image + 0.03 * torch.randn(1, height, width, generator=generator)  # gray: as cameras do
     return (image.clamp(0, 1) * 255).to(torch.uint8).permute(1, 2, 0).numpy()
 
 

@@ -128,7 +128,7 @@ def test_looks_like_the_loader():
 def test_the_users_loader_stays_as_it_was():
     loader = DataLoader(Numbers(4), batch_size=2)
     collate = loader.collate_fn
-    list(DataPrefetcher(loader))
+    list(DataPrefetcher(loader, device="cpu"))
     assert loader.collate_fn is collate
 
 
