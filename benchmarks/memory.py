@@ -1,0 +1,234 @@
+"""GPU memory: the largest batch that trains under a cap, and what an idle validation loader holds.
+
+    python benchmarks/memory.py --data PHOTOS --output benchmarks/results/memory.json
+    python benchmarks/memory.py --data PHOTOS --models resnet50 --cap-gib 24 --resolution 0.02
+    python benchmarks/memory.py --data PHOTOS --what idle
+
+The cap holds for the whole device, context, decoders and pools outside torch's allocator included:
+a ballast tensor leaves what a GPU with ``--cap-gib`` of memory has. Every probe of the search is a
+process of its own, which trains a few steps.
+"""
+
+import gc
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import harness
+import loaders
+import torch
+import train
+
+DEFAULT_LOADERS = ["torchvision", "gpuprefetch", "dali-tuned"]
+DEFAULT_MODELS = ["resnet18", "resnet50", "shufflenet_v2_x0_5"]
+ESTIMATE_BATCHES = (32, 64)
+OUT_OF_MEMORY = ("out of memory", "outofmemory", "memoryallocation", "alloc_failed", "bad_alloc")
+
+
+def is_out_of_memory(error: str) -> bool:
+    """Whether it is about memory, in the words of torch, cuDNN, nvJPEG or DALI."""
+    return any(words in error.lower() for words in OUT_OF_MEMORY)
+
+
+def used_gib() -> float:
+    """Memory in use on the whole device, by all processes."""
+    if not torch.cuda.is_available():
+        return 0.0
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / harness.GIB
+
+
+def take_all_but(cap_gib: float) -> torch.Tensor:
+    """A ballast that leaves as much of the device as if it had ``cap_gib`` in all."""
+    free, total = torch.cuda.mem_get_info()
+    ballast = total - int(cap_gib * harness.GIB)
+    if not 0 <= ballast <= free:
+        raise ValueError(
+            f"cap_gib is {cap_gib}, but {free / harness.GIB:.1f} of {total / harness.GIB:.1f} GiB "
+            "are free. Choose a cap below the first number, on a GPU that nobody else uses."
+        )
+    return torch.empty(ballast, dtype=torch.uint8, device="cuda")
+
+
+def probe(
+    model: str,
+    loader: str,
+    options: dict[str, Any],
+    settings: dict[str, Any],
+    cap_gib: float,
+    steps: int,
+) -> dict[str, Any]:
+    """Train a few steps under the cap: ``{"fits": True}``, or False where the memory ran out."""
+    shared = loaders.Settings(**settings)
+    ballast = None
+    try:
+        if "gpuprefetch" in loader:
+            import gpuprefetch  # noqa: F401  # before the context: it prepares the environment
+        if shared.device == "cuda":
+            ballast = take_all_but(cap_gib)
+        batches = loaders.build(loader, shared, options)
+        step = train.make_step(model, "eager", shared.device)
+        # Trying algorithms takes workspace, more or less of it near the cap.
+        torch.backends.cudnn.benchmark = False
+        for images, target in islice(batches, steps):
+            step(images, target)
+        harness.synchronize(shared.device)
+    except Exception as error:
+        if not is_out_of_memory(f"{type(error).__name__}: {error}"):
+            raise
+        return {"fits": False}
+    del ballast
+    return {"fits": True}
+
+
+def estimate(model: str, settings: dict[str, Any], cap_gib: float) -> dict[str, Any]:
+    """Where to start the search: from torch's own peak at two small batches."""
+    peaks = []
+    for batch_size in ESTIMATE_BATCHES:
+        shared = loaders.Settings(**{**settings, "batch_size": batch_size})
+        step = train.make_step(model, "eager", shared.device)
+        torch.backends.cudnn.benchmark = False
+        for images, target in islice(loaders.synthetic(shared), 3):
+            step(images, target)
+        peaks.append(torch.cuda.max_memory_allocated())
+        del step, images, target
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    small, large = ESTIMATE_BATCHES
+    per_image = (peaks[1] - peaks[0]) / (large - small)
+    fixed = peaks[0] - small * per_image
+    return {"batch_size": int((cap_gib * harness.GIB - fixed) / per_image)}
+
+
+def largest(fits: Callable[[int], bool], guess: int, resolution: float) -> int:
+    """The largest number that fits, to within ``resolution`` of it, found around a guess.
+
+    Args:
+        fits: monotone: True up to some number, False beyond it.
+        guess: where to start.
+        resolution: relative, such as 0.01.
+    """
+    low, high, stride = 0, 0, 0.04
+    at = max(1, guess)
+    while not (low and high):
+        if fits(at):
+            low, at = at, at + max(1, int(stride * at))
+        else:
+            high, at = at, at - max(1, int(stride * at))
+        if at < 1:
+            return 0
+        if low and high:
+            break
+        stride = min(0.5, 2 * stride)
+    while high - low > max(1, int(resolution * low)):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def idle(loader: str, options: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Device memory beyond the context around two epochs of a validation loader.
+
+    ``held_gib`` is what the finished loader still holds: it is referenced before, and gone after.
+    """
+    shared = loaders.Settings(**settings)
+    if "gpuprefetch" in loader:
+        import gpuprefetch  # noqa: F401  # before the context: it prepares the environment
+    torch.ones(1, device=shared.device)
+    before, used = used_gib(), {}
+    batches = loaders.build(loader, shared, options)
+    for epoch in ("first", "second"):
+        for _images, _target in batches:
+            pass
+        del _images, _target
+        gc.collect()
+        used[f"after_{epoch}_epoch_gib"] = used_gib() - before
+        if shared.device == "cuda":
+            torch.cuda.empty_cache()
+        used[f"after_{epoch}_empty_cache_gib"] = used_gib() - before
+    del batches
+    gc.collect()
+    if shared.device == "cuda":
+        torch.cuda.empty_cache()
+    used["without_loader_gib"] = used_gib() - before
+    held = used["after_second_empty_cache_gib"] - used["without_loader_gib"]
+    return {"held_gib": held, **used}
+
+
+def measure(what: str, **task: Any) -> dict[str, Any]:
+    return {"probe": probe, "estimate": estimate, "idle": idle}[what](**task)
+
+
+def main() -> None:
+    parser = harness.argument_parser(__doc__)
+    parser.add_argument("--models", nargs="+", default=DEFAULT_MODELS)
+    parser.add_argument("--loaders", nargs="+", default=DEFAULT_LOADERS)
+    parser.add_argument("--what", nargs="+", default=["largest", "idle"], help="largest, idle")
+    parser.add_argument("--cap-gib", type=float, default=16.0)
+    parser.add_argument("--resolution", type=float, default=0.01, help="of the largest batch")
+    parser.add_argument("--steps", type=int, default=6, help="that each probe trains")
+    parser.set_defaults(dali_threads=[8])
+    args = harness.parse_arguments(parser)
+    device = harness.Device()
+    document = harness.Document("memory", args, device)
+    settings = harness.settings(args)
+
+    def child(loader: str, task: dict[str, Any]) -> dict[str, Any]:
+        environment = loaders.ENVIRONMENT.get(loaders.parse(loader)[0])
+        return harness.run_child(
+            __file__, task, device=device, environment=environment, timeout=args.timeout
+        )
+
+    if "idle" in args.what:
+        for loader in args.loaders:
+            options = loaders.variants(loader, args.dali_threads)[0]
+            finite = {**settings, "train": False, "images": 4 * args.batch_size}
+            result = child(
+                loader, {"what": "idle", "loader": loader, "options": options, "settings": finite}
+            )
+            document.add({"what": "idle", "loader": loader, "options": options, **result})
+    for model in args.models if "largest" in args.what else []:
+        task = {"model": model, "settings": settings, "cap_gib": args.cap_gib}
+        guess = child("synthetic", {"what": "estimate", **task})["batch_size"]
+        for loader in args.loaders:
+            options = loaders.variants(loader, args.dali_threads)[0]
+            probed: dict[int, bool] = {}
+            fits = partial(
+                _fits,
+                child,
+                {
+                    **task,
+                    "what": "probe",
+                    "loader": loader,
+                    "options": options,
+                    "steps": args.steps,
+                },
+                probed,
+            )
+            guess = largest(fits, guess, args.resolution)  # the next loader's is not far
+            what = {"what": "largest", "model": model, "loader": loader, "options": options}
+            document.add({**what, "batch_size": guess, "cap_gib": args.cap_gib, "probed": probed})
+
+
+def _fits(
+    child: Callable[..., dict[str, Any]],
+    task: dict[str, Any],
+    probed: dict[int, bool],
+    batch_size: int,
+) -> bool:
+    settings = {**task["settings"], "batch_size": batch_size}
+    result = child(task["loader"], {**task, "settings": settings})
+    if "error" in result and not is_out_of_memory(result["error"]):
+        raise RuntimeError(f"the probe of {task['loader']} failed:\n{result['error']}")
+    probed[batch_size] = result.get("fits", False)
+    return probed[batch_size]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        harness.child_main(measure)
+    main()
