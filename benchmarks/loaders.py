@@ -29,6 +29,7 @@ class Settings:
 
     ``images`` is the number of images in an epoch. An epoch of a benchmark is far longer than its
     photos, as it is in training on ImageNet, so that no epoch's start is part of the measurement.
+    DALI takes a finite epoch to be the files.
     """
 
     data: str
@@ -212,7 +213,7 @@ def dali(settings: Settings, *, threads: int = 8, fused: bool = True, **decoder:
         decoder: further options of the decoder, such as ``hw_decoder_load``.
     """
     from nvidia.dali import fn, pipeline_def, types
-    from nvidia.dali.plugin.pytorch import DALIGenericIterator
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
 
     cuda = settings.device == "cuda"
     decoder.update(device="mixed" if cuda else "cpu", output_type=types.RGB)
@@ -246,9 +247,15 @@ def dali(settings: Settings, *, threads: int = 8, fused: bool = True, **decoder:
         )
         return images, target.gpu() if cuda else target
 
-    # Without a size it goes on for ever, around the files: no reset is part of the measurement.
-    epoch = -1 if settings.images == ENDLESS else settings.images
-    iterator = DALIGenericIterator(pipeline(), ["images", "target"], size=epoch, auto_reset=True)
+    # Without a reader's name it goes on for ever, around the files: no epoch ends while measured.
+    epoch = None if settings.images == ENDLESS else "reader"
+    iterator = DALIGenericIterator(
+        pipeline(),
+        ["images", "target"],
+        reader_name=epoch,
+        auto_reset=True,
+        last_batch_policy=LastBatchPolicy.FILL if settings.train else LastBatchPolicy.PARTIAL,
+    )
     return _Converted(iterator, _from_dali)
 
 

@@ -186,7 +186,7 @@ def main() -> None:
     if "idle" in args.what:
         for loader in args.loaders:
             options = loaders.variants(loader, args.dali_threads)[0]
-            finite = {**settings, "train": False, "images": 4 * args.batch_size}
+            finite = {**settings, "train": False, "images": args.files}
             result = child(
                 loader, {"what": "idle", "loader": loader, "options": options, "settings": finite}
             )
