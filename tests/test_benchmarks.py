@@ -47,23 +47,18 @@ def settings(photos, tmp_path, monkeypatch):
     return loaders.Settings(str(folder), batch_size=4, workers=0, size=32, device="cpu")
 
 
-def run(script, *args):
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(BENCHMARKS / script), *map(str, args)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def test_train(photos, tmp_path, monkeypatch, capsys):
+    import train
 
-
-def test_train(photos, tmp_path):
     output = tmp_path / "train.json"
     timing = "--warmup 0 --seconds 0.2 --repeats 2 --models squeezenet1_1 --modes eager --quick"
     loaders = "--loaders gpuprefetch torchvision:no=1"
-    stdout = run(
-        "train.py", "--data", photos, "--output", output, *TINY, *timing.split(), *loaders.split()
-    )
-    assert "of the ceiling" in stdout
+    args = ["--data", str(photos), "--output", str(output), *TINY, *timing.split()]
+    monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "train.py"), *args, *loaders.split()])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)  # for the children
+    train.main()
+    assert "of the ceiling" in capsys.readouterr().out
     document = json.loads(output.read_text())
     assert document["metadata"]["versions"]["torch"]
     assert str(photos) not in output.read_text()
@@ -241,7 +236,8 @@ def test_plot(documents, tmp_path):
     assert "gpuprefetch" in (tmp_path / "docs" / "results.svg").read_text()
 
 
-def test_committed_tables_are_fresh():
-    if not (ROOT / "README.md").exists():
-        pytest.skip("no README here")
-    run("table.py", "--check")
+def test_committed_tables_are_fresh(monkeypatch):
+    import table
+
+    monkeypatch.setattr(sys, "argv", ["table.py", "--check"])
+    table.main()
