@@ -188,7 +188,7 @@ def timm(settings: Settings) -> Batches:
         is_training=settings.train,
         scale=SCALE,
         ratio=RATIO,
-        color_jitter=0.0,
+        color_jitter=None,
         interpolation="bilinear",
         crop_pct=settings.size / settings.resize,
         use_prefetcher=True,

@@ -10,9 +10,9 @@ process of its own, which trains a few steps.
 """
 
 import gc
+import re
 import sys
 from collections.abc import Callable
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -23,13 +23,15 @@ import train
 
 DEFAULT_LOADERS = ["torchvision", "gpuprefetch", "dali-tuned"]
 DEFAULT_MODELS = ["resnet18", "resnet50", "shufflenet_v2_x0_5"]
+WHAT = ["largest", "idle"]
 ESTIMATE_BATCHES = (32, 64)
-OUT_OF_MEMORY = ("out of memory", "outofmemory", "memoryallocation", "alloc_failed", "bad_alloc")
-
-
-def is_out_of_memory(error: str) -> bool:
-    """Whether it is about memory, in the words of torch, cuDNN, nvJPEG or DALI."""
-    return any(words in error.lower() for words in OUT_OF_MEMORY)
+# In the words of torch, cuDNN and cuBLAS, C++, nvJPEG and DALI.
+OUT_OF_MEMORY = re.compile(
+    "out of ?memory|alloc_failed|bad_?alloc|memory ?allocation|allocator (error|fail)"
+    "|cuda allocation failed|can't allocate|could not allocate",
+    re.IGNORECASE,
+)
+PROBE_SECONDS = 120.0
 
 
 def used_gib() -> float:
@@ -77,7 +79,7 @@ def probe(
             step(images, target)
         harness.synchronize(shared.device)
     except Exception as error:
-        if not is_out_of_memory(f"{type(error).__name__}: {error}"):
+        if not OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}"):
             raise
         return {"fits": False}
     del ballast
@@ -163,69 +165,66 @@ def measure(what: str, **task: Any) -> dict[str, Any]:
     return {"probe": probe, "estimate": estimate, "idle": idle}[what](**task)
 
 
+Child = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def search(child: Child, task: dict[str, Any], guess: int, resolution: float) -> dict[str, Any]:
+    """The largest batch of one loader with one model, and every probe on the way there."""
+    probed: dict[int, bool] = {}
+
+    def fits(batch_size: int) -> bool:
+        settings = {**task["settings"], "batch_size": batch_size}
+        result = child({**task, "what": "probe", "settings": settings})
+        if "error" in result and not OUT_OF_MEMORY.search(result["error"]):
+            raise RuntimeError(result["error"])
+        probed[batch_size] = result.get("fits", False)
+        print(f"  {task['loader']} at batch {batch_size}: {probed[batch_size]}", flush=True)
+        return probed[batch_size]
+
+    try:
+        return {"batch_size": largest(fits, guess, resolution), "probed": probed}
+    except RuntimeError as error:  # of one probe; the other loaders are still measured
+        return {"error": str(error), "probed": probed}
+
+
 def main() -> None:
     parser = harness.argument_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=DEFAULT_MODELS)
     parser.add_argument("--loaders", nargs="+", default=DEFAULT_LOADERS)
-    parser.add_argument("--what", nargs="+", default=["largest", "idle"], help="largest, idle")
+    parser.add_argument("--what", nargs="+", default=WHAT, choices=WHAT)
     parser.add_argument("--cap-gib", type=float, default=16.0)
     parser.add_argument("--resolution", type=float, default=0.01, help="of the largest batch")
     parser.add_argument("--steps", type=int, default=6, help="that each probe trains")
-    parser.set_defaults(dali_threads=[8])
+    parser.set_defaults(dali_threads=[8], timeout=PROBE_SECONDS)
     args = harness.parse_arguments(parser)
     device = harness.Device()
     document = harness.Document("memory", args, device)
     settings = harness.settings(args)
 
-    def child(loader: str, task: dict[str, Any]) -> dict[str, Any]:
-        environment = loaders.ENVIRONMENT.get(loaders.parse(loader)[0])
+    def child(task: dict[str, Any]) -> dict[str, Any]:
+        name, _ = loaders.parse(task.get("loader", "synthetic"))
         return harness.run_child(
-            __file__, task, device=device, environment=environment, timeout=args.timeout
+            __file__,
+            task,
+            device=device,
+            environment=loaders.ENVIRONMENT.get(name),
+            timeout=args.timeout,
         )
 
-    if "idle" in args.what:
-        for loader in args.loaders:
-            options = loaders.variants(loader, args.dali_threads)[0]
-            finite = {**settings, "train": False, "images": args.files}
-            result = child(
-                loader, {"what": "idle", "loader": loader, "options": options, "settings": finite}
-            )
-            document.add({"what": "idle", "loader": loader, "options": options, **result})
-    for model in args.models if "largest" in args.what else []:
+    compared = {loader: loaders.variants(loader, args.dali_threads)[0] for loader in args.loaders}
+    for loader, options in compared.items() if "idle" in args.what else ():
+        what = {"what": "idle", "loader": loader, "options": options}
+        finite = {**settings, "train": False, "images": args.files}
+        document.add({**what, **child({**what, "settings": finite})})
+    for model in args.models if "largest" in args.what else ():
         task = {"model": model, "settings": settings, "cap_gib": args.cap_gib}
-        guess = child("synthetic", {"what": "estimate", **task})["batch_size"]
-        for loader in args.loaders:
-            options = loaders.variants(loader, args.dali_threads)[0]
-            probed: dict[int, bool] = {}
-            fits = partial(
-                _fits,
-                child,
-                {
-                    **task,
-                    "what": "probe",
-                    "loader": loader,
-                    "options": options,
-                    "steps": args.steps,
-                },
-                probed,
-            )
-            guess = largest(fits, guess, args.resolution)  # the next loader's is not far
+        guess = child({**task, "what": "estimate"}).get("batch_size", args.batch_size)
+        for loader, options in compared.items():
+            probe_task = {**task, "loader": loader, "options": options, "steps": args.steps}
+            found = search(child, probe_task, guess, args.resolution)
+            guess = found.get("batch_size", guess)  # the next loader's is not far
             what = {"what": "largest", "model": model, "loader": loader, "options": options}
-            document.add({**what, "batch_size": guess, "cap_gib": args.cap_gib, "probed": probed})
-
-
-def _fits(
-    child: Callable[..., dict[str, Any]],
-    task: dict[str, Any],
-    probed: dict[int, bool],
-    batch_size: int,
-) -> bool:
-    settings = {**task["settings"], "batch_size": batch_size}
-    result = child(task["loader"], {**task, "settings": settings})
-    if "error" in result and not is_out_of_memory(result["error"]):
-        raise RuntimeError(f"the probe of {task['loader']} failed:\n{result['error']}")
-    probed[batch_size] = result.get("fits", False)
-    return probed[batch_size]
+            document.add({**what, "cap_gib": args.cap_gib, **found})
 
 
 if __name__ == "__main__":

@@ -77,13 +77,13 @@ def caption(documents: list[Document], links: str) -> str:
     packages = {"torch": "torch", "nvidia-dali-cuda130": "DALI", "timm": "timm"}
     named = [f"{label} {versions[key]}" for key, label in packages.items() if versions.get(key)]
     files = ", ".join(f"[{d['file']}]({links}{d['file']})" for d in documents)
-    commands = "\n".join(dict.fromkeys(d["metadata"]["command"] for d in documents))
+    commands = ", ".join(dict.fromkeys(f"`{d['metadata']['command']}`" for d in documents))
     return (
         f"{metadata['gpu'] or metadata['cpu']}, {metadata['affinity']} CPU cores, batch "
         f"{parameters['batch_size']}, bf16, channels_last, {photos['files']:,} files "
         f"({photos['distinct']} photos of {photos['mean_width']} x {photos['mean_height']} and "
         f"{photos['mean_bytes'] / 1000:.0f} KB on average, repeated), {', '.join(named)}; "
-        f"from {files}, measured with\n\n```bash\n{commands}\n```"
+        f"from {files}, measured with {commands}."
     )
 
 
@@ -185,16 +185,6 @@ def memory_tables(documents: list[Document]) -> list[str]:
     return tables
 
 
-def kernel_table(documents: list[Document]) -> str | None:
-    """The fused launch and what it is held against, where its results name a median in ms."""
-    rows = [
-        [str(result.get("name", "")), f"{result['ms']['median']:.3f}"]
-        for result in documents[-1]["results"]
-        if isinstance(result.get("ms"), dict)
-    ]
-    return markdown(["crop, resize, flip, normalize", "ms per batch"], rows) if rows else None
-
-
 def front_page(documents: list[Document]) -> str:
     """The block of README.md: the training table of the machine with the most cores."""
     found = groups(documents, "train")
@@ -209,7 +199,8 @@ def all_results(documents: list[Document]) -> str:
     """The block of benchmarks/README.md."""
     parts = []
     for group in groups(documents, "train"):
-        parts += ["### Training", train_table(group), details_table(group)]
+        heading = f"### Training, {group[0]['metadata']['affinity']} CPU cores"
+        parts += [heading, train_table(group), details_table(group)]
         parts.append(caption(group, "results/"))
     for group in groups(documents, "loader"):
         parts += ["### Loaders alone", loader_table(group), caption(group, "results/")]
@@ -246,7 +237,7 @@ def draw(documents: list[Document], path: Path) -> None:
         colors = [COLORS.get(loader, "#d5d5d5") for loader in bars]
         drawn = axis.barh([name(loader).replace("*", "") for loader in bars], ratios, color=colors)
         axis.bar_label(drawn, [f"{ratio:.2f}" if ratio else "" for ratio in ratios], padding=2)
-        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.axvline(1.0, color="0.7", linewidth=0.8, zorder=0)
         axis.set(title=f"{model}, {mode}", xlim=(0, 1.15), xlabel="of the ceiling")
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

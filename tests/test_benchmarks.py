@@ -149,12 +149,24 @@ def test_largest_batch(limit, guess):
     assert limit - max(1, 0.01 * limit) <= found <= limit
 
 
-def test_out_of_memory_is_told_from_other_errors():
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate", True),
+        ("RuntimeError: CUDA runtime API error cudaErrorMemoryAllocation (2)", True),
+        ("RuntimeError: Can't allocate 4096 bytes on device 0.", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+    ],
+)
+def test_search_tells_memory_from_other_errors(error, expected):
     import memory
 
-    assert memory.is_out_of_memory("OutOfMemoryError: CUDA out of memory. Tried to allocate")
-    assert memory.is_out_of_memory("CUDA runtime API error cudaErrorMemoryAllocation (2)")
-    assert not memory.is_out_of_memory("CUDA error: an illegal memory access was encountered")
+    def child(task):
+        return {"fits": True} if task["settings"]["batch_size"] <= 100 else {"error": error}
+
+    found = memory.search(child, {"loader": "dali", "settings": {}}, 110, 0.01)
+    assert found.get("batch_size") == (100 if expected else None)
+    assert ("error" in found) is not expected
 
 
 def test_idle_loader(settings):
