@@ -508,10 +508,12 @@ def _line(result: dict[str, Any]) -> str:
     """One result on one line of the terminal."""
     words = []
     for key, value in result.items():
-        if isinstance(value, dict) and "median" in value:
-            value = f"{value['median']:,.0f} ({value['q1']:,.0f} to {value['q3']:,.0f})"
-        if isinstance(value, float):
-            value = f"{value:,.3f}"
-        if isinstance(value, str | int):
-            words.append(f"{key} {value}" if not isinstance(value, str) else value)
+        if isinstance(value, str):
+            words.append(value)
+        elif isinstance(value, dict) and "median" in value:
+            words.append(f"{value['median']:,.0f} ({value['q1']:,.0f} to {value['q3']:,.0f})")
+        elif isinstance(value, float):
+            words.append(f"{key} {value:,.3f}")
+        elif value and key == "options":
+            words.append(", ".join(f"{option}={setting}" for option, setting in value.items()))
     return "  ".join(words)

@@ -221,7 +221,10 @@ def dali(settings: Settings, *, threads: int = 8, fused: bool = True, **decoder:
     size = [settings.size] * 2
 
     @pipeline_def(
-        batch_size=settings.batch_size, num_threads=threads, device_id=0 if cuda else None
+        batch_size=settings.batch_size,
+        num_threads=threads,
+        device_id=0 if cuda else None,
+        seed=0,
     )
     def pipeline() -> Any:
         files, target = fn.readers.file(
@@ -302,4 +305,5 @@ def variants(spec: str, dali_threads: list[int]) -> list[dict[str, Any]]:
 
 
 def build(spec: str, settings: Settings, options: dict[str, Any]) -> Batches:
+    torch.manual_seed(0)
     return LOADERS[parse(spec)[0]](settings, **options)

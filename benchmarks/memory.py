@@ -64,7 +64,8 @@ def probe(
     steps: int,
 ) -> dict[str, Any]:
     """Train a few steps under the cap: ``{"fits": True}``, or False where the memory ran out."""
-    shared = loaders.Settings(**settings)
+    # No more batches than steps: a full queue of large ones would fill the host's shared memory.
+    shared = loaders.Settings(**settings, images=steps * settings["batch_size"])
     ballast = None
     try:
         if "gpuprefetch" in loader:
@@ -197,6 +198,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="that each probe trains")
     parser.set_defaults(dali_threads=[8], timeout=PROBE_SECONDS)
     args = harness.parse_arguments(parser)
+    if args.cpu and "largest" in args.what:
+        parser.error("there is no memory to cap on the CPU; with --cpu take --what idle")
     device = harness.Device()
     document = harness.Document("memory", args, device)
     settings = harness.settings(args)

@@ -169,6 +169,13 @@ def test_search_tells_memory_from_other_errors(error, expected):
     assert ("error" in found) is not expected
 
 
+def test_probe_trains(settings):
+    import memory
+
+    shared = {key: value for key, value in vars(settings).items() if key != "images"}
+    assert memory.probe("squeezenet1_1", "gpuprefetch", {}, shared, 16.0, 2) == {"fits": True}
+
+
 def test_idle_loader(settings):
     import memory
 
