@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import clock
 import harness
 import loaders
 import torch
@@ -137,7 +138,7 @@ def measure(
         batches = loaders.build(loader, shared, options)
     else:
         batches = STAGE_FACTORIES[loader](shared, **options)
-    result = harness.measure(batches, lambda *batch: None, device=shared.device, **timing)
+    result = clock.measure(batches, lambda *batch: None, device=shared.device, **timing)
     if hasattr(batches, "stats"):
         result["stats"] = batches.stats.as_dict()
     return result

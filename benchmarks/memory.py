@@ -16,6 +16,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
+import clock
 import harness
 import loaders
 import torch
@@ -78,7 +79,7 @@ def probe(
         torch.backends.cudnn.benchmark = False
         for images, target in islice(batches, steps):
             step(images, target)
-        harness.synchronize(shared.device)
+        clock.synchronize(shared.device)
     except Exception as error:
         if not OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}"):
             raise

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import clock
 import harness
 import loaders
 
@@ -56,9 +57,7 @@ def measure(
     step = make_step(model, mode, shared.device)
     # The DataLoader filled its queue during the compilation: do not measure that.
     warmup_steps = 3 * shared.workers if timing["warmup"] >= 1 else 1
-    result = harness.measure(
-        batches, step, device=shared.device, warmup_steps=warmup_steps, **timing
-    )
+    result = clock.measure(batches, step, device=shared.device, warmup_steps=warmup_steps, **timing)
     import torch
 
     if hasattr(batches, "stats"):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-MODULES = ("harness", "loaders", "train", "loader", "memory", "table")
+MODULES = tuple(path.stem for path in BENCHMARKS.glob("*.py"))
 TINY = "--cpu --files 24 --batch-size 4 --size 32 --workers 1".split()
 TIMING = {"warmup": 0.0, "seconds": 0.02, "repeats": 2}
 
@@ -39,14 +40,15 @@ def photos(tmp_path_factory):
 
 @pytest.fixture
 def settings(photos, tmp_path, monkeypatch):
-    import harness
     import loaders
+    from photos import photo_folder
 
-    monkeypatch.setattr(harness.tempfile, "tempdir", str(tmp_path))
-    folder = harness.photo_folder(photos, 24)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = photo_folder(photos, 24)
     return loaders.Settings(str(folder), batch_size=4, workers=0, size=32, device="cpu")
 
 
+@pytest.mark.slow
 def test_train(photos, tmp_path, monkeypatch, capsys):
     import train
 
@@ -72,17 +74,17 @@ def test_train(photos, tmp_path, monkeypatch, capsys):
 
 
 def test_photo_folder_is_reused(photos, tmp_path, monkeypatch):
-    import harness
+    from photos import photo_folder
 
-    monkeypatch.setattr(harness.tempfile, "tempdir", str(tmp_path))
-    folder = harness.photo_folder(photos, 250)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = photo_folder(photos, 250)
     files = sorted(folder.glob("*/*"))
     assert len(files) == 250
     assert len(list(folder.iterdir())) == 84  # 3 files in each class
     assert files[0].stat().st_ino == files[6].stat().st_ino
-    assert harness.photo_folder(photos, 250) == folder
+    assert photo_folder(photos, 250) == folder
     with pytest.raises(ValueError, match="no JPEGs"):
-        harness.photo_folder(tmp_path / "nothing", 1)
+        photo_folder(tmp_path / "nothing", 1)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torchvision's own decoder
@@ -102,13 +104,13 @@ def test_photo_folder_is_reused(photos, tmp_path, monkeypatch):
 def test_loaders_agree_on_the_batch(settings, loader, train):
     from dataclasses import replace
 
-    import harness
+    import clock
     import loaders
 
     pytest.importorskip({"timm": "timm", "dali": "nvidia.dali"}.get(loader, "torch"))
     name, options = loaders.parse(loader)
     batches = loaders.LOADERS[name](replace(settings, train=train, images=8), **options)
-    facts = harness._batch_facts(next(iter(batches)))
+    facts = clock._batch_facts(next(iter(batches)))
     del batches
     assert facts["shape"] == [4, 3, 32, 32]
     assert facts["dtype"] == "torch.bfloat16"
@@ -184,16 +186,16 @@ def test_idle_loader(settings):
 
 
 def test_cpu_seconds_count_children():
-    import harness
+    import clock
 
-    before = harness.cpu_seconds()
+    before = clock.cpu_seconds()
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", burn], stdin=pipe, stdout=pipe) as child:
         child.stdout.readline()
-        assert harness.cpu_seconds() - before >= 0.28  # while it is alive
+        assert clock.cpu_seconds() - before >= 0.28  # while it is alive
         child.communicate(b"\n")
-    assert harness.cpu_seconds() - before >= 0.28  # and afterwards
+    assert clock.cpu_seconds() - before >= 0.28  # and afterwards
 
 
 def fake_result(loader, rate, **more):
