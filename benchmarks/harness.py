@@ -1,0 +1,270 @@
+"""What every benchmark shares: arguments, child processes, device memory and the JSON document.
+
+Each measurement runs in a child process of its own, so that no loader inherits another one's CUDA
+context, allocator, threads or environment. The parent never touches CUDA: while a child runs it
+samples the memory in use on the whole device, and it writes the JSON after every child, so that an
+interrupted run keeps what it measured.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import photos
+
+RESULT = "RESULT "
+GIB = 1024**3
+PACKAGES = "torch torchvision torchcodec kornia triton nvidia-dali-cuda130 timm pillow".split()
+
+
+def cores() -> int:
+    """CPUs this process may run on: follows ``taskset``, unlike ``os.cpu_count``."""
+    return len(os.sched_getaffinity(0))
+
+
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """Arguments that mean the same in every benchmark."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder of JPEGs, searched deeply")
+    parser.add_argument("--files", type=int, default=13_200, help="repeat the photos to this many")
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--workers", type=int, default=cores(), help="of each DataLoader")
+    parser.add_argument("--dali-threads", type=int, nargs="+", default=[8, 16], help="dali-tuned")
+    parser.add_argument("--size", type=int, default=224, help="of the training images, in pixels")
+    parser.add_argument("--warmup", type=float, default=3.0, help="seconds, after the first step")
+    parser.add_argument("--seconds", type=float, default=6.0, help="measured, over all repeats")
+    parser.add_argument("--repeats", type=int, default=5, help="windows in the measured seconds")
+    parser.add_argument("--quick", action="store_true", help="a third of the time, one ceiling")
+    parser.add_argument("--cpu", action="store_true", help="run on the CPU")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one child")
+    parser.add_argument("--commit", help="of this repository, where git cannot tell")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    return parser
+
+
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    args = parser.parse_args()
+    if args.quick:
+        args.warmup, args.seconds, args.repeats = args.warmup / 3, args.seconds / 3, 3
+    args.device = "cpu" if args.cpu else "cuda"
+    return args
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What every loader is given: the fields of ``loaders.Settings``."""
+    return {
+        "data": str(photos.photo_folder(args.data, args.files)),
+        "batch_size": args.batch_size,
+        "workers": args.workers,
+        "size": args.size,
+        "device": args.device,
+    }
+
+
+class Device:
+    """The first visible GPU through NVML, which needs no CUDA context in this process."""
+
+    def __init__(self) -> None:
+        self._nvml = self._handle = None
+        with contextlib.suppress(OSError):
+            nvml = ctypes.CDLL("libnvidia-ml.so.1")
+            handle = ctypes.c_void_p()
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+            if nvml.nvmlInit_v2() != 0:
+                return
+            if visible.isdigit():
+                status = nvml.nvmlDeviceGetHandleByIndex_v2(int(visible), ctypes.byref(handle))
+            else:
+                status = nvml.nvmlDeviceGetHandleByUUID(visible.encode(), ctypes.byref(handle))
+            if status == 0:
+                self._nvml, self._handle = nvml, handle
+
+    def used_bytes(self) -> int | None:
+        """Memory in use on the device, of all processes; None where NVML cannot tell."""
+        memory = (ctypes.c_ulonglong * 3)()  # nvmlMemory_t: total, free, used
+        if self._nvml is None:
+            return None
+        if self._nvml.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(memory)) != 0:
+            return None
+        return memory[2]
+
+    def settled_bytes(self) -> int | None:
+        """Memory in use once it stands still: the last child's context goes after its exit."""
+        used = self.used_bytes()
+        for _ in range(20):
+            time.sleep(0.1)
+            before, used = used, self.used_bytes()
+            if used == before:
+                break
+        return used
+
+    def facts(self) -> dict[str, str | None]:
+        name, driver = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96)
+        if self._nvml is not None:
+            self._nvml.nvmlDeviceGetName(self._handle, name, 96)
+            self._nvml.nvmlSystemGetDriverVersion(driver, 96)
+        return {"gpu": name.value.decode() or None, "driver": driver.value.decode() or None}
+
+
+def run_child(
+    script: str,
+    task: dict[str, Any],
+    *,
+    device: Device,
+    environment: dict[str, str] | None = None,
+    timeout: float = 240.0,
+) -> dict[str, Any]:
+    """Run ``script --child TASK`` and return what its measurement returned.
+
+    ``gpu_peak_gib`` is the most memory in use on the whole device while the child lived, beyond
+    what was in use before it started; ``gpu_steady_gib`` the same within the measured seconds. A
+    child that fails gives ``{"error": the end of its stderr}``.
+    """
+    variables = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    # One cache for all children: only the first one of a model compiles.
+    cache = Path(tempfile.gettempdir()) / "gpuprefetch-inductor"
+    variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    variables.update(environment or {})
+    before, samples, start = device.settled_bytes(), [], time.monotonic()
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = subprocess.Popen(
+            [sys.executable, script, "--child", json.dumps(task)],
+            stdout=out,
+            stderr=err,
+            env=variables,
+            start_new_session=True,
+        )
+        try:
+            while child.poll() is None and time.monotonic() - start < timeout:
+                samples.append((time.monotonic(), device.used_bytes()))
+                time.sleep(0.05)
+            timed_out = child.poll() is None
+        finally:  # its DataLoader workers, too, are in its session
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        out.seek(0), err.seek(0)
+        results = [line for line in out.read().splitlines() if line.startswith(RESULT)]
+        errors = err.read()[-2000:]
+    if not results:
+        return {"error": f"no result after {timeout} s\n{errors}" if timed_out else errors}
+    result = json.loads(results[-1].removeprefix(RESULT))
+    if before is not None:
+        result.update(_memory(samples, before, result.get("measured")))
+    result.pop("measured", None)
+    return result
+
+
+def _memory(
+    samples: list[tuple[float, int]], before: int, measured: list[float] | None
+) -> dict[str, float]:
+    memory = {"gpu_peak_gib": (max(used for _, used in samples) - before) / GIB}
+    if measured:
+        steady = [used for at, used in samples if measured[0] <= at <= measured[1]]
+        memory["gpu_steady_gib"] = (max(steady, default=before) - before) / GIB
+    return memory
+
+
+def child_main(measurement: Callable[..., dict[str, Any]]) -> None:
+    """Run a measurement in the child, on the task that the parent gave."""
+    result = measurement(**json.loads(sys.argv[2]))
+    print(RESULT + json.dumps(result), flush=True)
+    sys.stderr.flush()
+    # Nothing is left to measure, and tearing down a pipeline may take seconds of GPU time.
+    os._exit(0)
+
+
+def metadata(args: argparse.Namespace, device: Device) -> dict[str, Any]:
+    script, *words = sys.argv
+    if args.output:
+        at = words.index("--output")
+        del words[at : at + 2]
+    words = ["PHOTOS" if word == str(args.data) else word for word in words]
+    return {
+        "utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": args.commit or _commit(),
+        "command": shlex.join(["python", f"benchmarks/{Path(script).name}", *words]),
+        **device.facts(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "affinity": cores(),
+        "python": platform.python_version(),
+        "versions": {package: _version(package) for package in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    with contextlib.suppress(FileNotFoundError):  # no git here
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        return found.stdout.strip() or None
+    return None
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+class Document:
+    """Results as they come, written to ``--output`` after each of them."""
+
+    def __init__(self, benchmark: str, args: argparse.Namespace, device: Device) -> None:
+        hidden = {"data", "output", "commit", "cpu"}
+        self._path = args.output
+        self.content: dict[str, Any] = {
+            "benchmark": benchmark,
+            "metadata": metadata(args, device),
+            "photos": photos.photo_facts(args.data, args.files),
+            "parameters": {k: v for k, v in vars(args).items() if k not in hidden},
+            "results": [],
+        }
+
+    def add(self, result: dict[str, Any]) -> None:
+        if "error" in result:  # the whole of it is for the terminal
+            print(result["error"], file=sys.stderr)
+            result["error"] = (result["error"].strip().splitlines() or ["no output"])[-1]
+        self.content["results"].append(result)
+        print(_line(result), flush=True)
+        if self._path:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(self.content, indent=1) + "\n")
+
+
+def _line(result: dict[str, Any]) -> str:
+    """One result on one line of the terminal."""
+    words = []
+    for key, value in result.items():
+        if isinstance(value, str):
+            words.append(value)
+        elif isinstance(value, dict) and "median" in value:
+            words.append(f"{value['median']:,.0f} ({value['q1']:,.0f} to {value['q3']:,.0f})")
+        elif isinstance(value, float):
+            words.append(f"{key} {value:,.3f}")
+        elif value and key == "options":
+            words.append(", ".join(f"{option}={setting}" for option, setting in value.items()))
+    return "  ".join(words)

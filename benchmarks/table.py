@@ -1,0 +1,274 @@
+"""Write the result tables and the plot from the JSON under benchmarks/results/.
+
+python benchmarks/table.py           # README.md, benchmarks/README.md and docs/results.svg
+python benchmarks/table.py --check   # fail where a README does not say what the JSON says
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import train
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PLOT = ROOT / "docs" / "results.svg"
+START, END = "<!-- results:start -->", "<!-- results:end -->"
+NAMES = {
+    "synthetic": "resident batch: the ceiling",
+    "ready": "gpuprefetch around ready tensors",
+    "gpuprefetch": "**gpuprefetch**",
+    "dali": "DALI, as shipped",
+    "dali-tuned": "DALI, tuned",
+    "torchvision": "DataLoader, torchvision v2",
+    "torchvision:backend=tensor": "DataLoader, torchvision v2, `decode_image`",
+    "timm": "timm PrefetchLoader",
+}
+COLORS = {"gpuprefetch": "#2a6f4e", "dali-tuned": "#8aa39b", "dali": "#b9c8c2"}
+
+Document = dict[str, Any]
+Row = dict[str, Any]
+
+
+def name(loader: str) -> str:
+    base, _, options = loader.partition(":")
+    return NAMES.get(loader) or f"{NAMES.get(base, base)}, `{options}`".replace("**", "")
+
+
+def order(loader: str) -> tuple[int, str]:
+    names = list(NAMES)
+    base = loader.partition(":")[0]
+    return (names.index(base) if base in names else len(names), loader)
+
+
+def read(folder: Path) -> list[Document]:
+    """Documents by time; where two measured the same, the later one counts."""
+    documents = []
+    for path in sorted(folder.glob("*.json")):
+        document = json.loads(path.read_text())
+        if "benchmark" in document and "metadata" in document:
+            documents.append({**document, "file": path.name})
+    return sorted(documents, key=lambda document: document["metadata"]["utc"])
+
+
+def groups(documents: list[Document], benchmark: str) -> list[list[Document]]:
+    """Documents of a benchmark that belong into one table: same GPU, cores and batch size."""
+    found: dict[tuple[Any, ...], list[Document]] = {}
+    for document in documents:
+        if document["benchmark"] == benchmark:
+            metadata, parameters = document["metadata"], document["parameters"]
+            key = (metadata["gpu"] or "", metadata["affinity"], parameters["batch_size"])
+            found.setdefault(key, []).append(document)
+    return [found[key] for key in sorted(found, reverse=True)]
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def caption(documents: list[Document], links: str) -> str:
+    """Where and how a table was measured."""
+    newest = documents[-1]
+    metadata, photos, parameters = newest["metadata"], newest["photos"], newest["parameters"]
+    versions = metadata["versions"]
+    packages = {"torch": "torch", "nvidia-dali-cuda130": "DALI", "timm": "timm"}
+    named = [f"{label} {versions[key]}" for key, label in packages.items() if versions.get(key)]
+    files = ", ".join(f"[{d['file']}]({links}{d['file']})" for d in documents)
+    commands = ", ".join(dict.fromkeys(f"`{d['metadata']['command']}`" for d in documents))
+    return (
+        f"{metadata['gpu'] or metadata['cpu']}, {metadata['affinity']} CPU cores, batch "
+        f"{parameters['batch_size']}, bf16, channels_last, {photos['files']:,} files "
+        f"({photos['distinct']} photos of {photos['mean_width']} x {photos['mean_height']} and "
+        f"{photos['mean_bytes'] / 1000:.0f} KB on average, repeated), {', '.join(named)}; "
+        f"from {files}, measured with {commands}."
+    )
+
+
+def train_rows(documents: list[Document]) -> dict[tuple[str, str], dict[str, Row]]:
+    """(model, mode) to loader to its row; a later document replaces an earlier one's loader."""
+    table: dict[tuple[str, str], dict[str, Row]] = {}
+    for document in documents:
+        for row in train.summary(document["results"]):
+            table.setdefault((row["model"], row["mode"]), {})[row["loader"]] = row
+    return table
+
+
+def rate(row: Row | None) -> str:
+    if row is None:
+        return ""
+    ratio = f" ({row['ratio']:.3f})" if "ratio" in row and row["loader"] != "synthetic" else ""
+    return f"{row['rate']:,.0f}{ratio}"
+
+
+def train_table(documents: list[Document]) -> str:
+    """Images per second and, in brackets, the ratio to the ceiling of the same run."""
+    table = train_rows(documents)
+    columns = list(table)
+    present = sorted({loader for rows in table.values() for loader in rows}, key=order)
+    rows = [[name(loader), *(rate(table[c].get(loader)) for c in columns)] for loader in present]
+    return markdown(["images/s (of the ceiling)", *(" ".join(c) for c in columns)], rows)
+
+
+def details_table(documents: list[Document]) -> str:
+    """What else a step costs: waiting, spread, memory, CPU."""
+    lines = []
+    for (model, mode), rows in train_rows(documents).items():
+        for loader in sorted(rows, key=order):
+            best = rows[loader]["best"]
+            ceiling = rows.get("synthetic", rows[loader])["best"]
+            beyond = best.get("gpu_peak_gib", 0.0) - ceiling.get("gpu_peak_gib", 0.0)
+            speed = best["images_per_second"]
+            options = ", ".join(f"{key}={value}" for key, value in best["options"].items())
+            lines.append(
+                [
+                    f"{model} {mode}: {name(loader)}" + (f" ({options})" if options else ""),
+                    f"{speed['median']:,.0f}",
+                    f"{speed['q1']:,.0f} to {speed['q3']:,.0f}",
+                    f"{best['wait_ms_per_step']:.2f}",
+                    f"{best['gpu_peak_gib']:.2f}" if "gpu_peak_gib" in best else "",
+                    f"{beyond:+.2f}" if "gpu_peak_gib" in best else "",
+                    f"{best['cpu_seconds_per_1000_images']:.2f}",
+                ]
+            )
+    header = ["", "images/s", "quartiles", "wait, ms per step", "peak GPU memory, GiB"]
+    header += ["beyond the ceiling's, GiB", "CPU seconds per 1,000 images"]
+    return markdown(header, lines)
+
+
+def loader_table(documents: list[Document]) -> str:
+    best: dict[tuple[str, str], Row] = {}
+    for document in documents:
+        for result in document["results"]:
+            if "error" in result:
+                continue
+            label = result["loader"]
+            if result["stage"] != "all" and result["options"]:
+                label += ", " + ", ".join(f"{k} {v}" for k, v in result["options"].items())
+            key, speed = (result["stage"], label), result["images_per_second"]["median"]
+            same = best.get(key)
+            tuned = same is not None and same["document"] is document
+            if not tuned or speed > same["images_per_second"]["median"]:
+                best[key] = {**result, "document": document}
+    rows = [
+        [
+            name(label) if stage == "all" else f"stage: {label}",
+            f"{best[stage, label]['images_per_second']['median']:,.0f}",
+            f"{best[stage, label]['cpu_seconds_per_1000_images']:.2f}",
+        ]
+        for stage, label in sorted(best, key=lambda key: (key[0] != "all", order(key[1])))
+    ]
+    return markdown(["no model", "images/s", "CPU seconds per 1,000 images"], rows)
+
+
+def memory_tables(documents: list[Document]) -> list[str]:
+    results = [result for document in documents for result in document["results"]]
+    largest = {(r["model"], r["loader"]): r for r in results if r["what"] == "largest"}
+    idle = {r["loader"]: r for r in results if r["what"] == "idle" and "error" not in r}
+    tables = []
+    if largest:
+        models = list(dict.fromkeys(model for model, _ in largest))
+        present = sorted({loader for _, loader in largest}, key=order)
+        cap = next(iter(largest.values()))["cap_gib"]
+        rows = []
+        for loader in present:
+            found = [largest.get((model, loader)) for model in models]
+            rows.append([name(loader), *(f"{r['batch_size']:,}" if r else "" for r in found)])
+        tables.append(markdown([f"largest batch in {cap:g} GiB", *models], rows))
+    if idle:
+        rows = [
+            [name(loader), f"{idle[loader]['held_gib']:.3f}"] for loader in sorted(idle, key=order)
+        ]
+        tables.append(markdown(["a finished validation loader holds", "GiB"], rows))
+    return tables
+
+
+def front_page(documents: list[Document]) -> str:
+    """The block of README.md: the training table of the machine with the most cores."""
+    found = groups(documents, "train")
+    if not found:
+        return ""
+    first = found[0]
+    plot = "![Share of the ceiling that each loader reaches](docs/results.svg)"
+    return "\n\n".join([train_table(first), plot, caption(first, "benchmarks/results/")])
+
+
+def all_results(documents: list[Document]) -> str:
+    """The block of benchmarks/README.md."""
+    parts = []
+    for group in groups(documents, "train"):
+        heading = f"### Training, {group[0]['metadata']['affinity']} CPU cores"
+        parts += [heading, train_table(group), details_table(group)]
+        parts.append(caption(group, "results/"))
+    for group in groups(documents, "loader"):
+        parts += ["### Loaders alone", loader_table(group), caption(group, "results/")]
+    for group in groups(documents, "memory"):
+        parts += ["### GPU memory", *memory_tables(group), caption(group, "results/")]
+    return "\n\n".join(parts)
+
+
+def replace_block(text: str, block: str, path: Path) -> str:
+    """``text`` with ``block`` between the two markers."""
+    if text.count(START) != 1 or text.count(END) != 1:
+        raise ValueError(f"{path.name} must contain {START} and {END}, once each")
+    head, _, rest = text.partition(START)
+    tail = rest.partition(END)[2]
+    return f"{head}{START}\n{block}\n{END}{tail}" if block else f"{head}{START}\n{END}{tail}"
+
+
+def draw(documents: list[Document], path: Path) -> None:
+    """Bars of the ratio to the ceiling, one panel for each model and mode."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams.update({"svg.hashsalt": "gpuprefetch", "svg.fonttype": "none"})
+    from matplotlib import pyplot as plt
+
+    table = train_rows(groups(documents, "train")[0])
+    figure, axes = plt.subplots(
+        1, len(table), figsize=(3.2 * len(table) + 1.5, 2.8), sharey=True, squeeze=False
+    )
+    present = {loader for rows in table.values() for loader in rows} - {"synthetic"}
+    bars = sorted(present, key=order, reverse=True)
+    for axis, ((model, mode), rows) in zip(axes[0], table.items(), strict=True):
+        ratios = [rows[loader].get("ratio", 0.0) if loader in rows else 0.0 for loader in bars]
+        colors = [COLORS.get(loader, "#d5d5d5") for loader in bars]
+        drawn = axis.barh([name(loader).replace("*", "") for loader in bars], ratios, color=colors)
+        axis.bar_label(drawn, [f"{ratio:.2f}" if ratio else "" for ratio in ratios], padding=2)
+        axis.axvline(1.0, color="0.7", linewidth=0.8, zorder=0)
+        axis.set(title=f"{model}, {mode}", xlim=(0, 1.15), xlabel="of the ceiling")
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    documents = read(RESULTS)
+    blocks = {
+        ROOT / "README.md": front_page(documents),
+        ROOT / "benchmarks" / "README.md": all_results(documents),
+    }
+    stale = []
+    for path, block in blocks.items():
+        text = path.read_text()
+        written = replace_block(text, block, path)
+        if written != text:
+            stale.append(path.name)
+            if not args.check:
+                path.write_text(written)
+    if args.check and stale:
+        sys.exit(f"stale: {', '.join(stale)}; run python benchmarks/table.py")
+    if not args.check and groups(documents, "train"):
+        draw(documents, PLOT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""The benchmark scripts run, at tiny size and on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+MODULES = tuple(path.stem for path in BENCHMARKS.glob("*.py"))
+TINY = "--cpu --files 24 --batch-size 4 --size 32 --workers 1".split()
+TIMING = {"warmup": 0.0, "seconds": 0.02, "repeats": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts():
+    """Make the scripts importable by name, for this file only: the examples have a train.py too."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("photos")
+    rng = np.random.default_rng(0)
+    for number in range(6):
+        pixels = rng.integers(0, 256, (40 + number, 60, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.JPEG")
+    return folder
+
+
+@pytest.fixture
+def settings(photos, tmp_path, monkeypatch):
+    import loaders
+    from photos import photo_folder
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = photo_folder(photos, 24)
+    return loaders.Settings(str(folder), batch_size=4, workers=0, size=32, device="cpu")
+
+
+@pytest.mark.slow
+def test_train(photos, tmp_path, monkeypatch, capsys):
+    import train
+
+    output = tmp_path / "train.json"
+    timing = "--warmup 0 --seconds 0.2 --repeats 2 --models squeezenet1_1 --modes eager --quick"
+    loaders = "--loaders gpuprefetch torchvision:no=1"
+    args = ["--data", str(photos), "--output", str(output), *TINY, *timing.split()]
+    monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "train.py"), *args, *loaders.split()])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)  # for the children
+    train.main()
+    assert "of the ceiling" in capsys.readouterr().out
+    document = json.loads(output.read_text())
+    assert document["metadata"]["versions"]["torch"]
+    assert str(photos) not in output.read_text()
+    *results, failed = document["results"]
+    assert "unexpected keyword argument" in failed["error"]
+    assert [r["loader"] for r in results] == ["synthetic", "gpuprefetch"]
+    for result in results:
+        assert result["images_per_second"]["median"] > 0
+        assert result["first_batch"]["shape"] == [4, 3, 32, 32]
+        assert result["first_batch"]["dtype"] == "torch.bfloat16"
+
+
+def test_photo_folder_is_reused(photos, tmp_path, monkeypatch):
+    from photos import photo_folder
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = photo_folder(photos, 250)
+    files = sorted(folder.glob("*/*"))
+    assert len(files) == 250
+    assert len(list(folder.iterdir())) == 84  # 3 files in each class
+    assert files[0].stat().st_ino == files[6].stat().st_ino
+    assert photo_folder(photos, 250) == folder
+    with pytest.raises(ValueError, match="no JPEGs"):
+        photo_folder(tmp_path / "nothing", 1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torchvision's own decoder
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(
+    "loader",
+    [
+        "synthetic",
+        "ready",
+        "gpuprefetch",
+        "torchvision",
+        "torchvision:backend=tensor",
+        "timm",
+        "dali",
+    ],
+)
+def test_loaders_agree_on_the_batch(settings, loader, train):
+    from dataclasses import replace
+
+    import clock
+    import loaders
+
+    pytest.importorskip({"timm": "timm", "dali": "nvidia.dali"}.get(loader, "torch"))
+    name, options = loaders.parse(loader)
+    batches = loaders.LOADERS[name](replace(settings, train=train, images=8), **options)
+    facts = clock._batch_facts(next(iter(batches)))
+    del batches
+    assert facts["shape"] == [4, 3, 32, 32]
+    assert facts["dtype"] == "torch.bfloat16"
+    assert facts["target"] == "[4] torch.int64 cpu"
+    assert abs(facts["mean"]) < 0.5
+    assert 0.3 < facts["std"] < 1.5
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"), [("fetch", {}), ("decode on CPU", {"workers": 0}), ("resample", {})]
+)
+def test_stages(settings, stage, options):
+    import loader
+
+    result = loader.measure(stage.split()[0], stage, options, vars(settings), TIMING)
+    assert result["images"] > 0
+
+
+def test_loader_options():
+    import loaders
+
+    assert loaders.parse("gpuprefetch:cpu_share=0.5,decoder=cpu") == (
+        "gpuprefetch",
+        {"cpu_share": 0.5, "decoder": "cpu"},
+    )
+    assert loaders.variants("dali-tuned", [8, 16]) == [{"threads": 8}, {"threads": 16}]
+    assert loaders.variants("dali-tuned:threads=4", [8, 16]) == [{"threads": 4}]
+    with pytest.raises(ValueError, match="unknown loader"):
+        loaders.parse("dolly")
+
+
+@pytest.mark.parametrize("limit", [1, 7, 777])
+@pytest.mark.parametrize("guess", [1, 790])
+def test_largest_batch(limit, guess):
+    import memory
+
+    found = memory.largest(lambda batch_size: batch_size <= limit, guess, 0.01)
+    assert limit - max(1, 0.01 * limit) <= found <= limit
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate", True),
+        ("RuntimeError: CUDA runtime API error cudaErrorMemoryAllocation (2)", True),
+        ("RuntimeError: Can't allocate 4096 bytes on device 0.", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+    ],
+)
+def test_search_tells_memory_from_other_errors(error, expected):
+    import memory
+
+    def child(task):
+        return {"fits": True} if task["settings"]["batch_size"] <= 100 else {"error": error}
+
+    found = memory.search(child, {"loader": "dali", "settings": {}}, 110, 0.01)
+    assert found.get("batch_size") == (100 if expected else None)
+    assert ("error" in found) is not expected
+
+
+def test_probe_trains(settings):
+    import memory
+
+    shared = {key: value for key, value in vars(settings).items() if key != "images"}
+    assert memory.probe("squeezenet1_1", "gpuprefetch", {}, shared, 16.0, 2) == {"fits": True}
+
+
+def test_idle_loader(settings):
+    import memory
+
+    result = memory.idle("torchvision", {}, vars(settings) | {"train": False, "images": 8})
+    assert result["held_gib"] == 0.0  # no device
+
+
+def test_cpu_seconds_count_children():
+    import clock
+
+    before = clock.cpu_seconds()
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", burn], stdin=pipe, stdout=pipe) as child:
+        child.stdout.readline()
+        assert clock.cpu_seconds() - before >= 0.28  # while it is alive
+        child.communicate(b"\n")
+    assert clock.cpu_seconds() - before >= 0.28  # and afterwards
+
+
+def fake_result(loader, rate, **more):
+    return {
+        "model": "resnet18",
+        "mode": "eager",
+        "loader": loader,
+        "options": {},
+        "images_per_second": {"median": rate, "q1": rate, "q3": rate, "values": [rate]},
+        "wait_ms_per_step": 0.1,
+        "gpu_peak_gib": 5.0,
+        "cpu_seconds_per_1000_images": 1.0,
+    } | more
+
+
+@pytest.fixture
+def documents(tmp_path):
+    import table
+
+    metadata = {"utc": "2026-01-01T00:00:00+00:00", "gpu": "GPU", "affinity": 16, "cpu": "CPU"}
+    metadata |= {"command": "python benchmarks/train.py", "versions": {"torch": "2.11.0"}}
+    photos = {"files": 10, "distinct": 5, "mean_width": 4, "mean_height": 3, "mean_bytes": 1000}
+    results = [
+        fake_result("synthetic", 990.0),
+        fake_result("gpuprefetch", 970.0),
+        fake_result("dali-tuned", 900.0, options={"threads": 8}),
+        fake_result("dali-tuned", 950.0, options={"threads": 16}),
+        {"model": "resnet18", "mode": "eager", "loader": "timm", "error": "no timm"},
+        fake_result("synthetic", 1010.0),
+    ]
+    document = {"benchmark": "train", "metadata": metadata, "photos": photos, "results": results}
+    document["parameters"] = {"batch_size": 256}
+    (tmp_path / "train.json").write_text(json.dumps(document))
+    return table.read(tmp_path)
+
+
+def test_tables(documents):
+    import table
+
+    block = table.front_page(documents)
+    assert "| **gpuprefetch** | 970 (0.970) |" in block
+    assert "| DALI, tuned | 950 (0.950) |" in block  # the better of its variants
+    assert "| resident batch: the ceiling | 1,000 |" in block
+    assert "threads=16" in table.all_results(documents)
+    text = f"before\n{table.START}\nold\n{table.END}\nafter\n"
+    written = table.replace_block(text, block, Path("README.md"))
+    assert "old" not in written
+    assert written.startswith("before\n") and written.endswith("\nafter\n")
+    assert table.replace_block(written, block, Path("README.md")) == written
+    with pytest.raises(ValueError, match="must contain"):
+        table.replace_block("no markers", block, Path("README.md"))
+
+
+def test_plot(documents, tmp_path):
+    pytest.importorskip("matplotlib")
+    import table
+
+    table.draw(documents, tmp_path / "docs" / "results.svg")
+    assert "gpuprefetch" in (tmp_path / "docs" / "results.svg").read_text()
+
+
+def test_committed_tables_are_fresh(monkeypatch):
+    import table
+
+    monkeypatch.setattr(sys, "argv", ["table.py", "--check"])
+    table.main()
