@@ -31,9 +31,9 @@ _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # along x, into all of its output rows: taller strips filter fewer rows twice but weigh more of them
 # in vain; more strips amortize the set-up but leave longer programs to wait for at the end.
 # Chosen by counting instructions; `benchmarks/kernel.py --sweep` measures them.
-ROWS = 4
+ROWS = 2
 COLS = 32
-STRIPS = 4
+STRIPS = 8
 NUM_WARPS = 1
 
 # Words that the kernel reads for each image: see _pack.
