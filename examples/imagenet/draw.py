@@ -38,20 +38,16 @@ FILE_KINDS = [
 ]
 
 
-def drawn_folder(parent=None):
-    """Draw the folder once and return its path; a later call finds it complete.
-
-    Args:
-        parent: folder to draw it in, by default the system's folder for temporary files.
-    """
-    folder = Path(parent or tempfile.gettempdir()) / f"gpuprefetch-drawn-{VERSION}"
+def drawn_folder():
+    """Return the folder that stands in for a real one, drawn at the first call on this machine."""
+    folder = Path(tempfile.gettempdir()) / f"gpuprefetch-drawn-{VERSION}"
     if not folder.exists():
         print(f"drawing {len(CLASSES) * (TRAIN_PER_CLASS + VAL_PER_CLASS)} pictures in {folder}")
-        write_folder(folder)
+        write_folder(folder, TRAIN_PER_CLASS, VAL_PER_CLASS)
     return folder
 
 
-def write_folder(folder, train_per_class=TRAIN_PER_CLASS, val_per_class=VAL_PER_CLASS):
+def write_folder(folder, train_per_class, val_per_class):
     """Write ``folder/{train,val}/CLASS/*.JPEG``; the same numbers always give the same pictures."""
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +110,7 @@ def inside(shape, u, v):
 
 
 def colors(rng):
-    """Choose background, front and stripe colors that differ in brightness too: some files are gray."""
+    """Choose a background, front and stripe color; their brightness differs, for the gray files."""
     hues = rng.uniform(-0.15, 0.15, size=(3, 3))
     levels = np.array([[0.2], [0.8], [0.45]])
     if rng.random() < 0.5:
