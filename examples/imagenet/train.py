@@ -98,7 +98,11 @@ def parse_args(argv):
 
 
 def default_workers():
-    return max(1, min(16, os.cpu_count() // LOCAL_WORLD_SIZE))
+    return max(1, min(16, usable_cores() // LOCAL_WORLD_SIZE))
+
+
+def usable_cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def local_device():
@@ -434,7 +438,7 @@ def describe(args):
         "command": shlex.join(["train.py", *map(without_folder, sys.argv[1:])]),
         "versions": versions | {package: version(package) for package in packages},
         "device": torch.cuda.get_device_name(args.device) if on_gpu else "cpu",
-        "cpu_count": os.cpu_count(),
+        "cpu_cores": usable_cores(),
         "world_size": WORLD_SIZE,
     } | {name: getattr(args, name) for name in REPORTED_ARGUMENTS}
 
