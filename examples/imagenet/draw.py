@@ -1,7 +1,7 @@
 """Write a small image folder in ImageNet's layout: ten classes of drawn pictures.
 
-    python draw.py FOLDER           # 400 training and 150 validation pictures, about three seconds
-    python draw.py FOLDER 4 1       # 4 and 1 pictures of each class
+    python draw.py FOLDER         # 400 training and 150 validation pictures, in three seconds
+    python draw.py FOLDER 4 1     # 4 and 1 pictures of each class
 
 A class is a shape and how it is filled. Place, size, turn and colors are left to chance, and so are
 the picture's width and height and the kind of its file, to resemble a folder from the wild.

@@ -43,7 +43,7 @@ from gpuprefetch import CenterCrop, DataPrefetcher, EncodedImageFolder, RandomRe
 # What stands in for an argument that is left out. The drawn folder holds few and simple pictures:
 # many small steps on most of each picture learn them in a minute on two CPU cores.
 PHOTO_DEFAULTS = {"epochs": 90, "batch_size": 256, "image_size": 224, "min_area": 0.08}
-DRAWN_DEFAULTS = {"epochs": 10, "batch_size": 16, "image_size": 48, "min_area": 0.5}
+DRAWN_DEFAULTS = {"epochs": 8, "batch_size": 16, "image_size": 48, "min_area": 0.5}
 LEARNING_RATE = 0.1 / 256  # for each image of a step
 WARMUP_SHARE = 0.05  # of all steps
 MOMENTUM = 0.9
@@ -66,12 +66,10 @@ def main(argv=None):
     args = parse_args(argv)
     args.device = local_device()
     join_processes(args.device)
-    try:
-        args.data = args.data or shared_drawn_folder()
-        result = train(args)
-    finally:
-        if WORLD_SIZE > 1:
-            dist.destroy_process_group()
+    args.data = args.data or shared_drawn_folder()
+    result = train(args)
+    if WORLD_SIZE > 1:
+        dist.destroy_process_group()
     if RANK == 0:
         seconds = round(time.perf_counter() - start, 1)
         report(args, describe(args) | result | {"seconds": seconds})
