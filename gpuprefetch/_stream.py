@@ -39,6 +39,8 @@ def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
             tensor.record_stream(stream)
 
 
+PRIORITY = 0
+
 _idle: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 _lock = threading.Lock()
 
@@ -52,7 +54,7 @@ def lease_stream(device: torch.device) -> torch.cuda.Stream:
     with _lock:
         if _idle[device]:
             return _idle[device].pop()
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=PRIORITY)
 
 
 def return_stream(stream: torch.cuda.Stream) -> None:
