@@ -1,0 +1,684 @@
+"""Crop, resize, flip, normalize, cast and lay out images of different sizes, in one pass over them.
+
+The eager twin in this file defines the result. The Triton kernel is held to it by the tests, and
+where there is no GPU or no Triton the twin is what runs.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional as F
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+_Doubles = npt.NDArray[np.float64]
+_Ints = npt.NDArray[np.int64]
+_ChannelValues = Sequence[float] | torch.Tensor | None
+
+# Radius of each filter in source pixels, before antialiasing widens it.
+_SUPPORT = {"bilinear": 1.0, "bicubic": 2.0}
+_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# A program makes STRIPS strips of ROWS x COLS output pixels. A strip sums its source rows, filtered
+# along x, into all of its output rows: taller strips filter fewer rows twice but weigh more of them
+# in vain; more strips amortize the set-up but leave longer programs to wait for at the end.
+# Chosen by counting instructions; `benchmarks/kernel.py --sweep` measures them.
+ROWS = 4
+COLS = 32
+STRIPS = 4
+NUM_WARPS = 1
+MAX_REGISTERS: int | None = None
+
+# Words that the kernel reads for each image: see _pack.
+_FIELDS = 22
+
+
+def resample(
+    images: Sequence[torch.Tensor],
+    sampling: torch.Tensor | _Doubles,
+    size: tuple[int, int],
+    *,
+    interpolation: str = "bilinear",
+    antialias: bool = True,
+    mean: _ChannelValues = None,
+    std: _ChannelValues = None,
+    dtype: torch.dtype = torch.float32,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Resample images of different sizes into one batch.
+
+    Output pixel ``j`` of an axis is centered on the source coordinate ``origin + step * j``, where
+    source pixel ``k`` has its center at ``k``; a negative ``step`` flips. It is a weighted mean of
+    the source pixels in the box ``lo <= k < hi``, and 0 unless ``first <= j < last``. Cropping
+    ``y0 <= y < y0 + h`` and resizing to H rows, for instance, is ``step = h / H``,
+    ``origin = y0 + step / 2 - 0.5``, ``lo = y0``, ``hi = y0 + h``, ``first = 0``, ``last = H``.
+
+    On a CUDA device this is one kernel launch on the current stream, and the caller keeps `images`
+    alive until it has run.
+
+    Args:
+        images: N tensors ``(C, H_i, W_i)`` of one dtype on one device, with any strides. ``uint8``
+            is scaled to [0, 1], floating point is taken as it is.
+        sampling: ``(N, 2, 6)`` float64 on the CPU: ``(origin, step, lo, hi, first, last)`` for the
+            y and the x axis of every image.
+        size: ``(H, W)`` of the result.
+        interpolation: ``"bilinear"``, or ``"bicubic"`` as in PIL: a = -0.5, and ``uint8`` sources
+            are clamped to their range along x and then along y.
+        antialias: Whether to widen the filter to ``|step|`` where an image shrinks, as PIL does.
+        mean: ``C`` values in [0, 1] units, best on the CPU. Padding is 0 before the subtraction.
+        std: ``C`` values in [0, 1] units.
+        dtype: Of the result; ``torch.uint8`` means 0 to 255, rounded, and takes no mean or std.
+        memory_format: Of the result.
+        out: Written to and returned if given, for instance a slice of a larger batch; it must have
+            the result's shape, dtype and device, and its own strides count, not `memory_format`.
+
+    Returns:
+        ``(N, C, H, W)`` in `dtype` and `memory_format`, on the device of `images`.
+
+    Raises:
+        ValueError: if shapes, dtypes, devices or sampling rows do not fit together.
+    """
+    # The kernel computes in float32.
+    fused = triton is not None and len(images) > 0 and images[0].is_cuda and dtype != torch.float64
+    return (_launch if fused else resample_reference)(
+        images,
+        sampling,
+        size,
+        interpolation=interpolation,
+        antialias=antialias,
+        mean=mean,
+        std=std,
+        dtype=dtype,
+        memory_format=memory_format,
+        out=out,
+    )
+
+
+def resample_uint8(
+    image: torch.Tensor,
+    rows: torch.Tensor | _Doubles,
+    size: tuple[int, int],
+    *,
+    interpolation: str = "bilinear",
+    antialias: bool = True,
+) -> torch.Tensor:
+    """Resample one image on the CPU to its finished picture, for a worker process.
+
+    A resize that `torch.nn.functional.interpolate` knows goes through its integer kernels: several
+    times faster than the eager twin, within a level of PIL. Anything else is the twin, rounded.
+
+    Args:
+        image: ``(C, H, W)`` uint8 on the CPU, with any strides; fastest where the channels of a
+            pixel lie next to each other.
+        rows: ``(2, 6)`` float64, one row of :func:`resample`'s ``sampling``.
+        size: ``(H, W)`` of the result.
+        interpolation: ``"bilinear"`` or ``"bicubic"``.
+        antialias: Whether to widen the filter where the image shrinks.
+
+    Returns:
+        ``(C, H, W)`` uint8, contiguous, sharing no memory with `image`.
+
+    Raises:
+        ValueError: if the image or its rows are not as described.
+    """
+    if image.dtype != torch.uint8 or image.device.type != "cpu":
+        raise ValueError(f"image must be uint8 on the CPU, got {image.dtype} on {image.device}")
+    _, sampling = _check([image], np.asarray(rows)[None], size, interpolation)
+    windows = [_window(row, antialias) for row in sampling[0].tolist()]
+    # Without antialias torch's bicubic is not PIL's (a = -0.75).
+    if None in windows or (interpolation == "bicubic" and not antialias):
+        return resample_reference(
+            [image],
+            sampling,
+            size,
+            interpolation=interpolation,
+            antialias=antialias,
+            dtype=torch.uint8,
+        )[0]
+    (height, y, y_flip), (width, x, x_flip) = windows  # type: ignore[misc]
+    (top, bottom, y0, y1), (left, right, x0, x1) = sampling[0, :, 2:].astype(int).tolist()
+    box = image[:, top:bottom, left:right]
+    if box.shape[1:] == (height, width):
+        box = box.clone()
+    else:
+        box = F.interpolate(
+            box[None],
+            (height, width),
+            mode=interpolation,
+            align_corners=not antialias,
+            antialias=antialias,
+        )[0]
+    picture = box[:, y : y + y1 - y0, x : x + x1 - x0]
+    if y_flip or x_flip:
+        picture = picture.flip([dim for dim, flip in ((1, y_flip), (2, x_flip)) if flip])
+    if picture.shape[1:] != size:
+        picture = F.pad(picture, (x0, size[1] - x1, y0, size[0] - y1))
+    return picture.contiguous()
+
+
+def _window(row: list[float], antialias: bool) -> tuple[int, int, bool] | None:
+    """Read a row as part of a resize of its box: (size of the whole, start, flipped), or None.
+
+    Antialiased resizes align the borders of the outermost pixels, others (kornia's) their centers.
+    """
+    origin, step, lo, hi, first, last = row
+    if step == 0:
+        return None
+    border, pitch = (0.5 if antialias else 0.0), abs(step)
+    length = (hi - lo - 1 + 2 * border) / pitch + 1 - 2 * border
+    start = min((origin + step * j + border - lo) / pitch - border for j in (first, last - 1))
+    if max(abs(length - round(length)), abs(start - round(start))) > 1e-6 * length:
+        return None
+    return round(length), round(start), step < 0
+
+
+# --- The eager twin ---
+
+
+def resample_reference(
+    images: Sequence[torch.Tensor],
+    sampling: torch.Tensor | _Doubles,
+    size: tuple[int, int],
+    *,
+    interpolation: str = "bilinear",
+    antialias: bool = True,
+    mean: _ChannelValues = None,
+    std: _ChannelValues = None,
+    dtype: torch.dtype = torch.float32,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Eager twin of :func:`resample`; computes in float64 where `dtype` is, else in float32."""
+    _, rows = _check(images, sampling, size, interpolation)
+    out = _output(images, size, dtype, memory_format, out)
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    colors = [
+        None if values is None else torch.tensor(values, dtype=compute, device=out.device)
+        for values in (_colors("mean", mean, out), _colors("std", std, out))
+    ]
+    levels = 255 if images[0].dtype == torch.uint8 else 1
+    clamp = interpolation == "bicubic" and levels == 255
+
+    finished = (rows == [(0, 1, 0, length, 0, length) for length in size]).all((1, 2))
+    for i, (image, picture) in enumerate(zip(images, out, strict=True)):
+        if finished[i]:
+            values = image[:, : size[0], : size[1]].to(compute, copy=True)
+            _finish(values, picture, levels, clamp, *colors)
+            continue
+        y_row, x_row = rows[i].tolist()
+        y_taps, y_weights, y_inside = _taps(y_row, size[0], interpolation, antialias)
+        x_taps, x_weights, x_inside = _taps(x_row, size[1], interpolation, antialias)
+        top, left = y_taps.min(), x_taps.min()
+        box = image[:, top : y_taps.max() + 1, left : x_taps.max() + 1].to(compute)
+        values = _filter_rows(box.transpose(1, 2), x_taps - left, x_weights)
+        if clamp:
+            values.clamp_(0, 255)
+        values = _filter_rows(values.transpose(1, 2), y_taps - top, y_weights)
+        if not (y_inside.all() and x_inside.all()):
+            padding = torch.from_numpy(~(y_inside[:, None] & x_inside))
+            values.masked_fill_(padding.to(out.device), 0)
+        _finish(values, picture, levels, clamp, *colors)
+    return out
+
+
+def _taps(
+    row: list[float], size: int, interpolation: str, antialias: bool
+) -> tuple[_Ints, _Doubles, npt.NDArray[np.bool_]]:
+    """One axis: the source pixels (size, K), their weights (size, K), and what is not padding."""
+    origin, step, lo, hi, first, last = row
+    scale = max(abs(step), 1.0) if antialias else 1.0
+    radius = _SUPPORT[interpolation] * scale
+    index = np.arange(size)
+    center = origin + step * index.clip(first, last - 1)[:, None]
+    taps = np.floor(center - radius) + 1 + np.arange(math.ceil(2 * radius))
+    distance = np.abs(taps - center) / scale
+    if interpolation == "bicubic":
+        near, far = (1 - 1.5 * distance) * distance + 1, 0.5 * np.maximum(2 - distance, 0) ** 2
+        weights = np.where(distance < 1, near, far) * (1 - distance)
+    else:
+        weights = np.maximum(1 - distance, 0)
+    weights *= (taps >= lo) & (taps < hi)
+    weights /= weights.sum(1, keepdims=True)
+    used = weights.any(0)
+    taps = taps[:, used].clip(lo, hi - 1).astype(np.int64)
+    return taps, weights[:, used], (index >= first) & (index < last)
+
+
+def _filter_rows(values: torch.Tensor, taps: _Ints, weights: _Doubles) -> torch.Tensor:
+    """Filter (C, H, W) along H, one tap of every output row at a time."""
+    values = values.contiguous()  # whole rows are picked
+    columns = torch.tensor(taps.T, device=values.device)
+    factors = torch.tensor(weights.T, dtype=values.dtype, device=values.device)[:, :, None]
+    result = values.index_select(1, columns[0]).mul_(factors[0])
+    for column, factor in zip(columns[1:], factors[1:], strict=True):
+        result.addcmul_(values.index_select(1, column), factor)
+    return result
+
+
+def _finish(
+    values: torch.Tensor,
+    out: torch.Tensor,
+    levels: int,
+    clamp: bool,
+    mean: torch.Tensor | None,
+    std: torch.Tensor | None,
+) -> None:
+    """Bring (..., C, H, W) values of 0 to `levels` into the form of `out`; overwrites them."""
+    if clamp:
+        values.clamp_(0, 255)
+    if out.dtype == torch.uint8:
+        values.mul_(255 // levels).add_(0.5).floor_().clamp_(0, 255)
+    elif levels == 255:
+        values.div_(255)
+    if mean is not None:
+        values.sub_(mean[:, None, None])
+    if std is not None:
+        values.div_(std[:, None, None])
+    out.copy_(values)
+
+
+# --- Checks, for every path ---
+
+
+def _check(
+    images: Sequence[torch.Tensor],
+    sampling: torch.Tensor | _Doubles,
+    size: tuple[int, int],
+    interpolation: str,
+) -> tuple[_Ints, _Doubles]:
+    """Check what is read; return (address, strides, shape) of the images, (N, 7), and the rows."""
+    if interpolation not in _SUPPORT:
+        raise ValueError(f"interpolation must be one of {list(_SUPPORT)}, got {interpolation!r}")
+    kinds = {(image.dim(), image.dtype, image.device) for image in images}
+    if len(kinds) != 1:
+        raise ValueError(
+            "images must be at least one tensor, and agree in dtype and device, "
+            f"got {len(images)} with (ndim, dtype, device) in {sorted(map(str, kinds))}"
+        )
+    ((ndim, dtype, _),) = kinds
+    if ndim != 3 or (dtype != torch.uint8 and dtype not in _FLOAT_DTYPES):
+        raise ValueError(
+            f"images must be (C, H, W) tensors of uint8 or floating point, got {ndim}-D {dtype}"
+        )
+    geometry = np.array([(t.data_ptr(), *t.stride(), *t.shape) for t in images], np.int64)
+    channels = np.unique(geometry[:, 4]).tolist()
+    if len(channels) != 1:
+        raise ValueError(f"images must agree in channels, got {channels}")
+    if isinstance(sampling, torch.Tensor) and sampling.is_cuda:
+        raise ValueError("sampling must be on the CPU: it is checked and packed there")
+    rows = np.asarray(sampling, np.float64)
+    if rows.shape != (len(images), 2, 6):
+        raise ValueError(f"sampling must be ({len(images)}, 2, 6), got {rows.shape}")
+    origin, step, lo, hi, first, last = np.moveaxis(rows, 2, 0)
+    low, high = np.sort([origin + step * first, origin + step * (last - 1)], axis=0)
+    # A resize has its outermost centers up to half a pixel outside of the box; further out there
+    # may be no pixel to weigh.
+    fits = (low >= lo - 0.501) & (high <= hi - 0.499)
+    fits &= (0 <= lo) & (lo < hi) & (hi <= geometry[:, 5:])
+    fits &= (0 <= first) & (first < last) & (last <= size)
+    fits &= (rows[..., 2:] == np.floor(rows[..., 2:])).all(-1)
+    if not fits.all():
+        i, axis = np.argwhere(~fits)[0]
+        raise ValueError(
+            f"sampling[{i}, {axis}] = {rows[i, axis].tolist()} does not fit a source of "
+            f"{geometry[i, 5 + axis]} and a result of {size[axis]} pixels: of (origin, step, lo, "
+            "hi, first, last) lo and what follows must be whole numbers, and origin + step * j "
+            "within half a pixel of the box lo <= k < hi for first <= j < last"
+        )
+    return geometry, rows
+
+
+def _output(
+    images: Sequence[torch.Tensor],
+    size: tuple[int, int],
+    dtype: torch.dtype,
+    memory_format: torch.memory_format,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Make the output, or check the one that was given."""
+    shape, device = (len(images), len(images[0]), *size), images[0].device
+    if dtype != torch.uint8 and dtype not in _FLOAT_DTYPES:
+        raise ValueError(f"dtype must be uint8 or floating point, got {dtype}")
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
+    if (out.shape, out.dtype, out.device) != (shape, dtype, device):
+        raise ValueError(
+            f"out must be {shape} {dtype} on {device}, "
+            f"got {tuple(out.shape)} {out.dtype} on {out.device}"
+        )
+    return out
+
+
+def _colors(name: str, values: _ChannelValues, out: torch.Tensor) -> list[float] | None:
+    """The mean or std of every channel, as numbers."""
+    if values is None:
+        return None
+    if out.dtype == torch.uint8:
+        raise ValueError(f"{name} needs a floating-point dtype, got {out.dtype}: leave one out")
+    numbers: list[float] = torch.as_tensor(values, dtype=torch.float64).flatten().tolist()
+    if len(numbers) != out.shape[1]:
+        raise ValueError(f"{name} must have {out.shape[1]} values, one a channel, got {numbers}")
+    return numbers
+
+
+# --- The launcher ---
+
+
+def _launch(
+    images: Sequence[torch.Tensor],
+    sampling: torch.Tensor | _Doubles,
+    size: tuple[int, int],
+    *,
+    interpolation: str = "bilinear",
+    antialias: bool = True,
+    mean: _ChannelValues = None,
+    std: _ChannelValues = None,
+    dtype: torch.dtype = torch.float32,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run the kernel, on CUDA tensors or, in Triton's interpreter, on CPU tensors."""
+    geometry, rows = _check(images, sampling, size, interpolation)
+    out = _output(images, size, dtype, memory_format, out)
+    channels, levels = out.shape[1], 255 if images[0].dtype == torch.uint8 else 1
+    scale = 1 / np.array(_colors("std", std, out) or [1.0] * channels)
+    shift = -scale * (_colors("mean", mean, out) or [0.0] * channels)
+    scale *= (255 if dtype == torch.uint8 else 1) / levels
+    table = _pack(geometry, rows, scale, shift, _SUPPORT[interpolation], antialias, out.is_cuda)
+    table = table.to(out.device, non_blocking=True)
+    strides_x = np.unique(geometry[:, 3]).tolist()
+    height, width = size
+    grid = (
+        triton.cdiv(width, COLS),
+        triton.cdiv(height, ROWS * STRIPS),
+        len(images) * triton.cdiv(channels, 3),
+    )
+    # Triton launches on the current device.
+    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
+        _resample_kernel[grid](
+            table,
+            table.view(torch.float64),
+            table[len(images) * _FIELDS :].view(torch.float64),
+            out,
+            *out.stride(),
+            height,
+            width,
+            CHANNELS=channels,
+            FIELDS=_FIELDS,
+            SOURCE=getattr(tl, str(images[0].dtype).removeprefix("torch.")),
+            # Known strides, of planes and of RGB pixels, save address arithmetic.
+            STRIDE_X=strides_x[0] if strides_x in ([1], [3]) else 0,
+            BICUBIC=interpolation == "bicubic",
+            CLAMP=interpolation == "bicubic" and levels == 255,
+            PADDED=bool((rows[..., 4] > 0).any() or (rows[..., 5] < size).any()),
+            ROUND=dtype == torch.uint8,
+            ROWS=ROWS,
+            COLS=COLS,
+            STRIPS=STRIPS,
+            num_warps=NUM_WARPS,
+            maxnreg=MAX_REGISTERS,
+            enable_fp_fusion=True,
+        )
+    return out
+
+
+def _pack(
+    geometry: _Ints,
+    rows: _Doubles,
+    scale: _Doubles,
+    shift: _Doubles,
+    support: float,
+    antialias: bool,
+    pin_memory: bool,
+) -> torch.Tensor:
+    """One int64 table of all that the kernel reads: _FIELDS words an image, then the colors."""
+    count, channels = len(rows), len(scale)
+    table = torch.empty(count * _FIELDS + 2 * channels, dtype=torch.int64, pin_memory=pin_memory)
+    words = table.numpy()
+    words[count * _FIELDS :] = np.concatenate([scale, shift]).view(np.int64)
+    images = words[: count * _FIELDS].reshape(count, _FIELDS)
+
+    origin, step, box = rows[..., 0], rows[..., 1], rows[..., 2:4]
+    stretch = np.maximum(np.abs(step), 1) if antialias else np.ones_like(step)
+    # Pixels that are only moved take part alone, so a finished picture costs one read each.
+    moved = (np.abs(step) == 1) & (origin == np.floor(origin))
+    radius = np.where(moved, 0.5, support * stretch)
+    # An open interval of this length; taps beyond it, by rounding, have next to no weight.
+    taps = np.minimum(np.ceil(2 * radius - 1e-6), box[..., 1] - box[..., 0])
+    order = np.argsort(-taps.prod(1), kind="stable")  # the longest programs start first
+    images[:, :4] = geometry[:, :4]
+    images[:, 4] = np.arange(count)
+    images[:, 5] = taps[:, 1]
+    filters = np.stack([origin, step, radius, 1 / stretch], axis=2)
+    images[:, 6:14] = filters.reshape(count, 8).view(np.int64)
+    images[:, 14:22] = rows[..., 2:].reshape(count, 8)
+    images[:] = images[order]
+    return table
+
+
+# --- The kernel ---
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _resample_kernel(  # type: ignore[no-untyped-def]
+        ints_ptr,
+        floats_ptr,  # the same table, read as float64
+        colors_ptr,
+        out_ptr,
+        stride_n,
+        stride_c,
+        stride_y,
+        stride_x,
+        height,
+        width,
+        CHANNELS: tl.constexpr,
+        SOURCE: tl.constexpr,
+        STRIDE_X: tl.constexpr,
+        BICUBIC: tl.constexpr,
+        CLAMP: tl.constexpr,
+        PADDED: tl.constexpr,
+        ROUND: tl.constexpr,
+        FIELDS: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLS: tl.constexpr,
+        STRIPS: tl.constexpr,
+    ):
+        # Three channels share their weights. Where the channels do not divide by three, the last
+        # group repeats one, and writes the same values twice.
+        GROUPS: tl.constexpr = (CHANNELS + 2) // 3
+        c0 = tl.program_id(2) % GROUPS * 3
+        c1 = tl.minimum(c0 + 1, CHANNELS - 1)
+        c2 = tl.minimum(c0 + 2, CHANNELS - 1)
+        scale0 = tl.load(colors_ptr + c0).to(tl.float32)
+        scale1 = tl.load(colors_ptr + c1).to(tl.float32)
+        scale2 = tl.load(colors_ptr + c2).to(tl.float32)
+        shift0 = tl.load(colors_ptr + CHANNELS + c0).to(tl.float32)
+        shift1 = tl.load(colors_ptr + CHANNELS + c1).to(tl.float32)
+        shift2 = tl.load(colors_ptr + CHANNELS + c2).to(tl.float32)
+
+        ints_ptr += tl.program_id(2) // GROUPS * FIELDS
+        floats_ptr += tl.program_id(2) // GROUPS * FIELDS
+        source_ptr = tl.load(ints_ptr).to(tl.pointer_type(SOURCE))
+        source_stride_c = tl.load(ints_ptr + 1)
+        source_stride_y = tl.load(ints_ptr + 2)
+        source_stride_x = tl.load(ints_ptr + 3)
+        if STRIDE_X > 0:
+            source_stride_x = STRIDE_X
+        out_ptr += tl.load(ints_ptr + 4) * stride_n
+        taps_x = tl.load(ints_ptr + 5).to(tl.int32)
+
+        # Coordinates stay float64 until they are relative to a tap: float32 alone would be off by
+        # 5e-4 pixels in a photo of 8192. The taps of a column are moved as one window into the box,
+        # where all that have weight are: no load needs a mask, and no tap a check.
+        origin, step, radius, squeeze = _load4(floats_ptr + 10, tl.float64)
+        lo, hi, first, last = _load4(ints_ptr + 18, tl.int32)
+        cols = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
+        center = origin + step * _clamp(cols, first, last - 1)
+        tap = _clamp(tl.floor(center - radius).to(tl.int32) + 1, lo, hi - taps_x)
+        tap_x = ((tap - center) * squeeze).to(tl.float32)
+        squeeze_x = squeeze.to(tl.float32)
+        weight_x = tl.zeros_like(tap_x)
+        for t in range(taps_x):
+            weight_x += _weight(tap_x + t * squeeze_x, BICUBIC)
+        inside_x = (cols >= first) & (cols < last)
+        # 64-bit, once a column: an image may be of any size.
+        source_ptr += tap.to(tl.int64) * source_stride_x
+
+        origin, step, radius, squeeze = _load4(floats_ptr + 6, tl.float64)
+        lo, hi, first, last = _load4(ints_ptr + 14, tl.int32)
+        top = tl.program_id(1) * ROWS * STRIPS
+        for strip in range(top, tl.minimum(top + ROWS * STRIPS, height), ROWS):
+            rows = strip + tl.arange(0, ROWS)[:, None]
+            # The source rows under the strip, from its ends.
+            near = _clamp(strip, first, last - 1)
+            far = _clamp(strip + ROWS - 1, first, last - 1)
+            low = origin + step * tl.where(step > 0, near, far) - radius
+            high = origin + step * tl.where(step > 0, far, near) + radius
+            begin = tl.maximum(tl.floor(low).to(tl.int32) + 1, lo)
+            end = tl.minimum(tl.ceil(high).to(tl.int32), hi)
+            tap_y = ((begin - (origin + step * near)) * squeeze).to(tl.float32)
+            tap_y -= (_clamp(rows, first, last - 1) - near) * (step * squeeze).to(tl.float32)
+
+            red = tl.zeros([ROWS, COLS], tl.float32)
+            green = tl.zeros([ROWS, COLS], tl.float32)
+            blue = tl.zeros([ROWS, COLS], tl.float32)
+            weight_y = tl.zeros([ROWS, COLS], tl.float32)
+            row_ptr = source_ptr + begin.to(tl.int64) * source_stride_y
+            # With the number of taps known, their weights along x stay in registers.
+            for TAPS in tl.static_range(5):
+                if taps_x == TAPS or (TAPS == 0 and taps_x > 4):
+                    red, green, blue, weight_y = _sum_rows(
+                        row_ptr + c0 * source_stride_c,
+                        row_ptr + c1 * source_stride_c,
+                        row_ptr + c2 * source_stride_c,
+                        source_stride_y,
+                        source_stride_x,
+                        end - begin,
+                        tap_y,
+                        squeeze.to(tl.float32),
+                        taps_x,
+                        tap_x,
+                        squeeze_x,
+                        red,
+                        green,
+                        blue,
+                        weight_y,
+                        255.0 * weight_x,
+                        BICUBIC,
+                        CLAMP,
+                        TAPS,
+                    )
+
+            norm = 1.0 / (weight_y * weight_x)
+            inside = (rows >= first) & (rows < last) & inside_x
+            pixel_ptr = out_ptr + (rows * stride_y + cols * stride_x)
+            mask = (rows < height) & (cols < width)
+            red = _finish_color(red * norm, inside, scale0, shift0, CLAMP, PADDED, ROUND)
+            tl.store(pixel_ptr + c0 * stride_c, red.to(out_ptr.dtype.element_ty), mask)
+            green = _finish_color(green * norm, inside, scale1, shift1, CLAMP, PADDED, ROUND)
+            tl.store(pixel_ptr + c1 * stride_c, green.to(out_ptr.dtype.element_ty), mask)
+            blue = _finish_color(blue * norm, inside, scale2, shift2, CLAMP, PADDED, ROUND)
+            tl.store(pixel_ptr + c2 * stride_c, blue.to(out_ptr.dtype.element_ty), mask)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _sum_rows(  # type: ignore[no-untyped-def]
+        red_ptr,
+        green_ptr,
+        blue_ptr,
+        stride_y,
+        stride_x,
+        n_rows,
+        tap_y,
+        squeeze_y,
+        taps_x,
+        tap_x,
+        squeeze_x,
+        red,
+        green,
+        blue,
+        weight_y,
+        limit_x,
+        BICUBIC: tl.constexpr,
+        CLAMP: tl.constexpr,
+        TAPS: tl.constexpr,  # 0: taps_x of them
+    ):
+        for row in range(n_rows):
+            weight = _weight(tap_y + row * squeeze_y, BICUBIC)
+            weight_y += weight
+            r = tl.zeros_like(tap_x)
+            g = tl.zeros_like(tap_x)
+            b = tl.zeros_like(tap_x)
+            if TAPS > 0:
+                for t in tl.static_range(TAPS):
+                    w = _weight(tap_x + t * squeeze_x, BICUBIC)
+                    r += w * tl.load(red_ptr + t * stride_x).to(tl.float32)
+                    g += w * tl.load(green_ptr + t * stride_x).to(tl.float32)
+                    b += w * tl.load(blue_ptr + t * stride_x).to(tl.float32)
+            else:
+                for t in tl.range(0, taps_x, loop_unroll_factor=4):
+                    w = _weight(tap_x + t * squeeze_x, BICUBIC)
+                    r += w * tl.load(red_ptr + t * stride_x).to(tl.float32)
+                    g += w * tl.load(green_ptr + t * stride_x).to(tl.float32)
+                    b += w * tl.load(blue_ptr + t * stride_x).to(tl.float32)
+            if CLAMP:
+                r = _clamp(r, 0.0, limit_x)
+                g = _clamp(g, 0.0, limit_x)
+                b = _clamp(b, 0.0, limit_x)
+            red += weight * r
+            green += weight * g
+            blue += weight * b
+            red_ptr += stride_y
+            green_ptr += stride_y
+            blue_ptr += stride_y
+        return red, green, blue, weight_y
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _finish_color(  # type: ignore[no-untyped-def]
+        value,
+        inside,
+        scale,
+        shift,
+        CLAMP: tl.constexpr,
+        PADDED: tl.constexpr,
+        ROUND: tl.constexpr,
+    ):
+        if CLAMP:
+            value = _clamp(value, 0.0, 255.0)
+        if PADDED:
+            value = tl.where(inside, value, 0.0)
+        value = value * scale + shift
+        if ROUND:
+            value = tl.floor(_clamp(value, 0.0, 255.0) + 0.5)
+        return value
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _weight(distance, BICUBIC: tl.constexpr):  # type: ignore[no-untyped-def]
+        distance = tl.abs(distance)
+        if BICUBIC:
+            # Factored, so that float32 loses nothing near the zeros.
+            near = (1.0 - 1.5 * distance) * distance + 1.0
+            far = tl.maximum(2.0 - distance, 0.0)
+            return tl.where(distance < 1.0, near, 0.5 * far * far) * (1.0 - distance)
+        return tl.maximum(1.0 - distance, 0.0)
+
+    @triton.jit
+    def _clamp(value, low, high):  # type: ignore[no-untyped-def]
+        return tl.minimum(tl.maximum(value, low), high)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _load4(ptr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+        return (
+            tl.load(ptr).to(DTYPE),
+            tl.load(ptr + 1).to(DTYPE),
+            tl.load(ptr + 2).to(DTYPE),
+            tl.load(ptr + 3).to(DTYPE),
+        )
