@@ -80,7 +80,7 @@ class _Engine:
         self._threads: list[threading.Thread] = []
         self._lanes: list[Lane] = []
         self._on_cuda = pipeline.device.type == "cuda"
-        self._stream = lease_stream(pipeline.device) if self._on_cuda else None
+        self._stream = lease_stream(pipeline.device, "batch") if self._on_cuda else None
         if fetch_ahead:
             self._spawn("fetch", self._fetch_loop)
 
@@ -138,7 +138,7 @@ class _Engine:
             self._finish(slot)
         elif self._on_cuda:
             while len(self._lanes) < LANES:
-                self._lanes.append(Lane(lease_stream(self._pipeline.device)))
+                self._lanes.append(Lane(lease_stream(self._pipeline.device, "lane")))
                 self._spawn("decode", self._lane_loop, self._lanes[-1])
         else:
             self._run_inline()
@@ -219,11 +219,12 @@ class _Engine:
             if thread is not threading.current_thread():
                 thread.join(JOIN_SECONDS)
         alive = any(thread.is_alive() for thread in self._threads)
-        streams = [lane.stream for lane in self._lanes if lane.stream]
-        for stream in [*streams, self._stream] if self._stream else []:
-            stream.synchronize()  # see Note [Stream handoff], 3
-            if not alive:
-                return_stream(stream)
+        streams = [(self._stream, "batch"), *((lane.stream, "lane") for lane in self._lanes)]
+        for stream, role in streams:
+            if stream is not None:
+                stream.synchronize()  # see Note [Stream handoff], 3
+                if not alive:
+                    return_stream(stream, role)
         self._slots.clear()
         self._source = iter(())
 

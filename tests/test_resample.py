@@ -406,3 +406,23 @@ def test_benchmark_runs(tmp_path):
     report = main([*arguments, "--fused-only", f"--output={tmp_path / 'kernel.json'}"])
     assert report["results"]["fused"]["median_ms"] > 0
     assert (tmp_path / "kernel.json").read_text().startswith("{")
+
+
+@pytest.mark.parametrize("run", ["twin", "kernel"])
+def test_positions_scatter_into_a_larger_batch(run, kernel_device):
+    images = [
+        torch.full((3, 5, 4), value, dtype=torch.uint8, device=kernel_device) for value in (51, 102)
+    ]
+    rows = np.array([[(0.5, 2, 0, 5, 0, 2), (0.5, 2, 0, 4, 0, 2)]] * 2)
+    out = torch.full((4, 3, 2, 2), -1.0, device=kernel_device)
+    resampled = (_resample._launch if run == "kernel" else resample_reference)(
+        images, rows, (2, 2), out=out, positions=[3, 0]
+    )
+    assert resampled is out
+    want = (
+        torch.tensor([0.4, -1.0, -1.0, 0.2], device=kernel_device).view(4, 1, 1, 1).expand_as(out)
+    )
+    torch.testing.assert_close(out, want)
+    for wrong in ([0], [0, 4], [-1, 0]):
+        with pytest.raises(ValueError, match="positions must be 2 rows of the 4 of out"):
+            resample_reference(images, rows, (2, 2), out=out, positions=wrong)
