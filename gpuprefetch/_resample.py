@@ -538,26 +538,31 @@ if triton is not None:
         # where all that have weight are: no load needs a mask, and no tap a check.
         origin, step, radius, squeeze = _load4(floats_ptr + 10, tl.float64)
         lo, hi, first, last = _load4(ints_ptr + 18, tl.int32)
-        cols = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
+        left = tl.program_id(0) * COLS
+        cols = left + tl.arange(0, COLS)[None, :]
         center = origin + step * _clamp(cols, first, last - 1)
         tap = _clamp(tl.floor(center - radius).to(tl.int32) + 1, lo, hi - taps_x)
         tap_x = ((tap - center) * squeeze).to(tl.float32)
         squeeze_x = squeeze.to(tl.float32)
         weight_x = tl.zeros_like(tap_x)
-        for t in range(taps_x):
+        t = 0
+        while t < taps_x:  # the interpreter of Triton 3.6 knows no range() over a tensor
             weight_x += _weight(tap_x + t * squeeze_x, BICUBIC)
+            t += 1
         inside_x = (cols >= first) & (cols < last)
         # 64-bit, once a column: an image may be of any size.
         source_ptr += tap.to(tl.int64) * source_stride_x
 
         origin, step, radius, squeeze = _load4(floats_ptr + 6, tl.float64)
         lo, hi, first, last = _load4(ints_ptr + 14, tl.int32)
-        top = tl.program_id(1) * ROWS * STRIPS
-        for strip in range(top, tl.minimum(top + ROWS * STRIPS, height), ROWS):
-            rows = strip + tl.arange(0, ROWS)[:, None]
+        flat = tl.arange(0, ROWS * COLS)
+        start = tl.program_id(1) * ROWS * STRIPS
+        bottom = tl.minimum(start + ROWS * STRIPS, height)
+        while start < bottom:
+            rows = start + tl.arange(0, ROWS)[:, None]
             # The source rows under the strip, from its ends.
-            near = _clamp(strip, first, last - 1)
-            far = _clamp(strip + ROWS - 1, first, last - 1)
+            near = _clamp(start, first, last - 1)
+            far = _clamp(start + ROWS - 1, first, last - 1)
             low = origin + step * tl.where(step > 0, near, far) - radius
             high = origin + step * tl.where(step > 0, far, near) + radius
             begin = tl.maximum(tl.floor(low).to(tl.int32) + 1, lo)
@@ -597,14 +602,18 @@ if triton is not None:
 
             norm = 1.0 / (weight_y * weight_x)
             inside = (rows >= first) & (rows < last) & inside_x
-            pixel_ptr = out_ptr + (rows * stride_y + cols * stride_x)
-            mask = (rows < height) & (cols < width)
             red = _finish_color(red * norm, inside, scale0, shift0, CLAMP, PADDED, ROUND)
-            tl.store(pixel_ptr + c0 * stride_c, red.to(out_ptr.dtype.element_ty), mask)
             green = _finish_color(green * norm, inside, scale1, shift1, CLAMP, PADDED, ROUND)
-            tl.store(pixel_ptr + c1 * stride_c, green.to(out_ptr.dtype.element_ty), mask)
             blue = _finish_color(blue * norm, inside, scale2, shift2, CLAMP, PADDED, ROUND)
-            tl.store(pixel_ptr + c2 * stride_c, blue.to(out_ptr.dtype.element_ty), mask)
+            # Stored as a vector: of a tile Triton 3.6 would give the lanes of a warp to rows.
+            y, x = start + flat // COLS, left + flat % COLS
+            pixel_ptr = out_ptr + (y * stride_y + x * stride_x)
+            mask = (y < height) & (x < width)
+            dtype = out_ptr.dtype.element_ty
+            tl.store(pixel_ptr + c0 * stride_c, tl.reshape(red, [ROWS * COLS]).to(dtype), mask)
+            tl.store(pixel_ptr + c1 * stride_c, tl.reshape(green, [ROWS * COLS]).to(dtype), mask)
+            tl.store(pixel_ptr + c2 * stride_c, tl.reshape(blue, [ROWS * COLS]).to(dtype), mask)
+            start += ROWS
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _sum_rows(  # type: ignore[no-untyped-def]
@@ -628,20 +637,23 @@ if triton is not None:
         CLAMP: tl.constexpr,
         TAPS: tl.constexpr,  # 0: taps_x of them
     ):
-        for row in range(n_rows):
+        row = 0
+        while row < n_rows:
             weight = _weight(tap_y + row * squeeze_y, BICUBIC)
             weight_y += weight
             r = tl.zeros_like(tap_x)
             g = tl.zeros_like(tap_x)
             b = tl.zeros_like(tap_x)
-            if TAPS > 0:
-                for t in tl.static_range(TAPS):
+            if TAPS == 0:
+                t = 0
+                while t < taps_x:
                     w = _weight(tap_x + t * squeeze_x, BICUBIC)
                     r += w * tl.load(red_ptr + t * stride_x).to(tl.float32)
                     g += w * tl.load(green_ptr + t * stride_x).to(tl.float32)
                     b += w * tl.load(blue_ptr + t * stride_x).to(tl.float32)
+                    t += 1
             else:
-                for t in tl.range(0, taps_x, loop_unroll_factor=4):
+                for t in tl.static_range(TAPS):
                     w = _weight(tap_x + t * squeeze_x, BICUBIC)
                     r += w * tl.load(red_ptr + t * stride_x).to(tl.float32)
                     g += w * tl.load(green_ptr + t * stride_x).to(tl.float32)
@@ -656,6 +668,7 @@ if triton is not None:
             red_ptr += stride_y
             green_ptr += stride_y
             blue_ptr += stride_y
+            row += 1
         return red, green, blue, weight_y
 
     @triton.jit  # type: ignore[untyped-decorator]
