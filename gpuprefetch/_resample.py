@@ -18,6 +18,8 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
+HAS_TRITON = triton is not None
+
 _Doubles = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
 _ChannelValues = Sequence[float] | torch.Tensor | None
@@ -323,23 +325,28 @@ def _check(
     rows = np.asarray(sampling, np.float64)
     if rows.shape != (len(images), 2, 6):
         raise ValueError(f"sampling must be ({len(images)}, 2, 6), got {rows.shape}")
+    _check_rows(rows, geometry[:, 5:], size)
+    return geometry, rows
+
+
+def _check_rows(rows: _Doubles, sizes: _Ints, size: tuple[int, int]) -> None:
+    """Refuse sampling that would read outside of images of `sizes`."""
     origin, step, lo, hi, first, last = np.moveaxis(rows, 2, 0)
     low, high = np.sort([origin + step * first, origin + step * (last - 1)], axis=0)
     # A resize has its outermost centers up to half a pixel outside of the box; further out there
     # may be no pixel to weigh.
     fits = (low >= lo - 0.501) & (high <= hi - 0.499)
-    fits &= (0 <= lo) & (lo < hi) & (hi <= geometry[:, 5:])
+    fits &= (0 <= lo) & (lo < hi) & (hi <= sizes)
     fits &= (0 <= first) & (first < last) & (last <= size)
     fits &= (rows[..., 2:] == np.floor(rows[..., 2:])).all(-1)
     if not fits.all():
         i, axis = np.argwhere(~fits)[0]
         raise ValueError(
             f"sampling[{i}, {axis}] = {rows[i, axis].tolist()} does not fit a source of "
-            f"{geometry[i, 5 + axis]} and a result of {size[axis]} pixels: of (origin, step, lo, "
+            f"{sizes[i, axis]} and a result of {size[axis]} pixels: of (origin, step, lo, "
             "hi, first, last) lo and what follows must be whole numbers, and origin + step * j "
             "within half a pixel of the box lo <= k < hi for first <= j < last"
         )
-    return geometry, rows
 
 
 def _output(
@@ -378,9 +385,9 @@ def _colors(name: str, values: _ChannelValues, out: torch.Tensor) -> list[float]
     if out.dtype == torch.uint8:
         raise ValueError(f"{name} needs a floating-point dtype, got {out.dtype}: leave one out")
     numbers: list[float] = torch.as_tensor(values, dtype=torch.float64).flatten().tolist()
-    if len(numbers) != out.shape[1]:
+    if len(numbers) not in (1, out.shape[1]):
         raise ValueError(f"{name} must have {out.shape[1]} values, one a channel, got {numbers}")
-    return numbers
+    return numbers if len(numbers) > 1 else numbers * out.shape[1]
 
 
 # --- The launcher ---
@@ -403,39 +410,112 @@ def _launch(
     """Run the kernel, on CUDA tensors or, in Triton's interpreter, on CPU tensors."""
     geometry, rows = _check(images, sampling, size, interpolation)
     out, places = _output(images, size, dtype, memory_format, out, positions)
-    channels, levels = out.shape[1], 255 if images[0].dtype == torch.uint8 else 1
-    scale = 1 / np.array(_colors("std", std, out) or [1.0] * channels)
-    shift = -scale * (_colors("mean", mean, out) or [0.0] * channels)
-    scale *= (255 if dtype == torch.uint8 else 1) / levels
-    support = _SUPPORT[interpolation]
-    table = _pack(geometry, places, rows, scale, shift, support, antialias, out.is_cuda)
+    mean, std = _colors("mean", mean, out), _colors("std", std, out)
+    words = _plan(geometry[:, 1:4], rows, interpolation, antialias)
+    words[:, 0], words[:, 4] = geometry[:, 0], places
+    return _run(words, images[0].dtype, out, interpolation, mean, std)
+
+
+def plan_rows(
+    sampling: _Doubles,
+    sizes: _Ints,
+    transposed: npt.NDArray[np.bool_],
+    size: tuple[int, int],
+    interpolation: str,
+    antialias: bool,
+) -> _Ints:
+    """Lay out ahead of time, in a worker, what the kernel reads of images that come as planes.
+
+    Args:
+        sampling: ``(N, 2, 6)`` float64, as for :func:`resample`.
+        sizes: ``(N, 2)`` int64, height and width of the images to be.
+        transposed: ``(N,)`` bool, whether an image will lie in memory with its axes changed.
+        size: ``(H, W)`` of the result.
+        interpolation: ``"bilinear"`` or ``"bicubic"``.
+        antialias: Whether to widen the filter where the image shrinks.
+
+    Returns:
+        ``(N, words)`` int64 for :func:`resample_planned`.
+    """
+    _check_rows(sampling, sizes, size)
+    area, (height, width) = sizes.prod(1), sizes.T
+    down, right = np.where(transposed, 1, width), np.where(transposed, height, 1)
+    return _plan(np.stack([area, down, right], axis=1), sampling, interpolation, antialias)
+
+
+def resample_planned(
+    words: _Ints,
+    addresses: _Ints | list[int],
+    positions: Sequence[int],
+    out: torch.Tensor,
+    *,
+    interpolation: str,
+    mean: tuple[float, ...] | None,
+    std: tuple[float, ...] | None,
+) -> None:
+    """Resample uint8 images on the GPU whose sampling was laid out by :func:`plan_rows`.
+
+    It does what :func:`resample` does, with next to no work on the host.
+
+    Args:
+        words: N rows of a plan.
+        addresses: Of the N images, which the caller keeps alive.
+        positions: The rows of `out` that they go to.
+        out: ``(M, 3, H, W)`` on the GPU, floating point.
+        interpolation: As in the plan.
+        mean: A value per channel, in [0, 1] units.
+        std: Likewise.
+    """
+    words = words.copy()
+    words[:, 0], words[:, 4] = addresses, positions
+    _run(words, torch.uint8, out, interpolation, mean, std)
+
+
+def _run(
+    words: _Ints,
+    source: torch.dtype,
+    out: torch.Tensor,
+    interpolation: str,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+) -> torch.Tensor:
+    """Send the table to the device and launch the kernel on it."""
+    (count, _), channels, (height, width) = words.shape, out.shape[1], out.shape[2:]
+    levels = 255 if source == torch.uint8 else 1
+    scale = np.broadcast_to(1 / np.array(std or 1.0), channels).copy()
+    shift = -scale * np.array(mean or 0.0)
+    scale *= (255 if out.dtype == torch.uint8 else 1) / levels
+    words = words[np.argsort(-words[:, 5], kind="stable")]  # the longest programs start first
+    colors = np.concatenate([scale, shift]).view(np.int64)
+    table = torch.empty(words.size + colors.size, dtype=torch.int64, pin_memory=out.is_cuda)
+    np.concatenate([words.reshape(-1), colors], out=table.numpy())
     table = table.to(out.device, non_blocking=True)
-    strides_x = np.unique(geometry[:, 3]).tolist()
-    height, width = size
+    right = words[:, 3]
+    stride_x = int(right[0]) if right[0] in (1, 3) and (right == right[0]).all() else 0
     grid = (
         triton.cdiv(width, COLS),
         triton.cdiv(height, ROWS * STRIPS),
-        len(images) * triton.cdiv(channels, 3),
+        count * triton.cdiv(channels, 3),
     )
     # Triton launches on the current device.
-    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
+    with torch.cuda.device_of(out):
         _resample_kernel[grid](
             table,
             table.view(torch.float64),
-            table[len(images) * _FIELDS :].view(torch.float64),
+            table[words.size :].view(torch.float64),
             out,
             *out.stride(),
             height,
             width,
             CHANNELS=channels,
             FIELDS=_FIELDS,
-            SOURCE=getattr(tl, str(images[0].dtype).removeprefix("torch.")),
+            SOURCE=getattr(tl, str(source).removeprefix("torch.")),
             # Known strides, of planes and of RGB pixels, save address arithmetic.
-            STRIDE_X=strides_x[0] if strides_x in ([1], [3]) else 0,
+            STRIDE_X=stride_x,
             BICUBIC=interpolation == "bicubic",
             CLAMP=interpolation == "bicubic" and levels == 255,
-            PADDED=bool((rows[..., 4] > 0).any() or (rows[..., 5] < size).any()),
-            ROUND=dtype == torch.uint8,
+            PADDED=_padded(words, (height, width)),
+            ROUND=out.dtype == torch.uint8,
             ROWS=ROWS,
             COLS=COLS,
             STRIPS=STRIPS,
@@ -446,39 +526,28 @@ def _launch(
     return out
 
 
-def _pack(
-    geometry: _Ints,
-    places: _Ints,
-    rows: _Doubles,
-    scale: _Doubles,
-    shift: _Doubles,
-    support: float,
-    antialias: bool,
-    pin_memory: bool,
-) -> torch.Tensor:
-    """One int64 table of all that the kernel reads: _FIELDS words an image, then the colors."""
-    count, channels = len(rows), len(scale)
-    table = torch.empty(count * _FIELDS + 2 * channels, dtype=torch.int64, pin_memory=pin_memory)
-    words = table.numpy()
-    words[count * _FIELDS :] = np.concatenate([scale, shift]).view(np.int64)
-    images = words[: count * _FIELDS].reshape(count, _FIELDS)
+def _padded(words: _Ints, size: tuple[int, int]) -> bool:
+    """Whether any image leaves a part of the output to padding: the (first, last) of its axes."""
+    ends = words[:, 14:22].reshape(-1, 2, 4)[..., 2:]
+    return bool((ends[..., 0] > 0).any() or (ends[..., 1] < size).any())
 
+
+def _plan(strides: _Ints, rows: _Doubles, interpolation: str, antialias: bool) -> _Ints:
+    """All that the kernel reads of each image, (N, _FIELDS), but its address and its place."""
+    words = np.zeros((len(rows), _FIELDS), np.int64)
     origin, step, box = rows[..., 0], rows[..., 1], rows[..., 2:4]
     stretch = np.maximum(np.abs(step), 1) if antialias else np.ones_like(step)
     # Pixels that are only moved take part alone, so a finished picture costs one read each.
     moved = (np.abs(step) == 1) & (origin == np.floor(origin))
-    radius = np.where(moved, 0.5, support * stretch)
+    radius = np.where(moved, 0.5, _SUPPORT[interpolation] * stretch)
     # An open interval of this length; taps beyond it, by rounding, have next to no weight.
     taps = np.minimum(np.ceil(2 * radius - 1e-6), box[..., 1] - box[..., 0])
-    order = np.argsort(-taps.prod(1), kind="stable")  # the longest programs start first
-    images[:, :4] = geometry[:, :4]
-    images[:, 4] = places
-    images[:, 5] = taps[:, 1]
+    words[:, 1:4] = strides
+    words[:, 5] = taps[:, 1]
     filters = np.stack([origin, step, radius, 1 / stretch], axis=2)
-    images[:, 6:14] = filters.reshape(count, 8).view(np.int64)
-    images[:, 14:22] = rows[..., 2:].reshape(count, 8)
-    images[:] = images[order]
-    return table
+    words[:, 6:14] = filters.reshape(-1, 8).view(np.int64)
+    words[:, 14:22] = rows[..., 2:].reshape(-1, 8)
+    return words
 
 
 # --- The kernel ---
