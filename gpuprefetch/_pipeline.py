@@ -310,7 +310,9 @@ class _ImageJob:
         lane.release()
         images = self.images
         positions = np.flatnonzero(images.decoded).tolist()
-        pixels = images.pixels.to(self._pipeline.device, non_blocking=True)
+        # Without a head the pixels themselves are the result, and the buffer is the worker's.
+        keep = self._pipeline.head.size is None
+        pixels = images.pixels.to(self._pipeline.device, non_blocking=True, copy=keep)
         starts = images.spans[positions, 0]
         self._write(
             positions, pixels.data_ptr() + starts, lambda: self._views(pixels, positions), lane

@@ -23,6 +23,7 @@ from gpuprefetch._decode import BACKENDS
 from gpuprefetch._encoded import EncodedImageFolder
 from gpuprefetch._host import HostStage, Packer
 from gpuprefetch._pipeline import BadImage, Lane, Part, Pipeline, Work, encoded_leaves
+from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stats
 from gpuprefetch._stream import handoff, lease_stream, return_stream
 from gpuprefetch._transforms import Transform, read_transforms, require_fixed_size
@@ -150,7 +151,7 @@ class _Engine:
             self._balancer.observe(len(images), decoded, images.decode_seconds, waited)
             self._stats.cpu_images += decoded
             self._stats.gpu_images += len(images) - decoded
-            self._stats.encoded_bytes += images.data.numel() + images.pixels.numel()
+            self._stats.encoded_bytes += images.buffer.tensor.numel()
             self._stats.worker_decode_seconds += images.decode_seconds
             self._stats.share = float(self._balancer.share)
 
@@ -227,6 +228,7 @@ class _Engine:
                     return_stream(stream, role)
         self._slots.clear()
         self._source = iter(())
+        unmap_dead()
 
 
 class _Epoch:
