@@ -1,8 +1,8 @@
 """Shared buffers that workers fill again and again, mapped by the parent once.
 
-A DataLoader worker sends each batch in new shared memory: pages to clear for the worker, to map for the
-parent, and to unmap under its interpreter lock, 4 ms for the 25 MB of a batch of photos, taken from the
-training thread. A slab stays mapped on both sides and travels by its name.
+A DataLoader worker sends each batch in new shared memory: pages to clear for the worker, to map for
+the parent, and to unmap under its interpreter lock, 4 ms for the 25 MB of a batch of photos, taken
+from the training thread. A slab stays mapped on both sides and travels by its name.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Buffer:
     """A flat uint8 buffer that a worker hands to its parent without a copy.
 
     Attributes:
-        tensor: ``(size,)`` uint8 on the CPU. Once the parent drops the buffer, the worker may fill its
-            memory again: whoever reads the tensor holds the buffer.
+        tensor: ``(size,)`` uint8 on the CPU. Once the parent drops the buffer, the worker may fill
+            its memory again: whoever reads the tensor holds the buffer.
     """
 
     __slots__ = ("_reader", "_slab", "_state", "tensor")
