@@ -325,12 +325,12 @@ class _Converter:
         flips["RandomVerticalFlip"] = K.RandomVerticalFlip
         if name in flips:
             module = flips[name](p=op.p)
-            self.holds_float = True  # whatever it was given
         else:
             self._check_delayed(op)
             module = self._crop_or_resize(op)
             self.sized |= fixes_size(op)
         self._add(op, module, "on the batch", _DIFFERS.get(name, ""))
+        self.holds_float = True  # the launch gives that, whatever it is given
 
     def _crop_or_resize(self, op: Any) -> Transform:
         name, size = type(op).__name__, _as_list(op.size)

@@ -175,7 +175,8 @@ class _State:
         slope = self.slope
         if slope is None:
             slope = 255.0 if values.is_floating_point() else 1.0
-        return values.float() * slope + self.shift
+        levels: torch.Tensor = values.float() * slope + self.shift
+        return levels
 
     def normalized(self, op: Any, image: Any) -> _State:
         mean, std = (torch.tensor(list(v)).view(-1, 1, 1) for v in (op.mean, op.std))
