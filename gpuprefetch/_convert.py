@@ -58,7 +58,9 @@ _DIFFERS = {
     "RandomPerspective": "0.3 levels: rounding of coordinates",
     "RandAugment": "0.1 levels: rounding of coordinates",
     "TrivialAugmentWide": "0.1 levels: rounding of coordinates",
-    "RandomAutocontrast": "0.7 levels: rounding",
+    "RandomAutocontrast": "0.7 levels: truncated, PIL rounds",
+    "Grayscale": "0.5 levels: truncated, PIL rounds",
+    "RandomGrayscale": "0.5 levels: truncated, PIL rounds",
 }
 
 
@@ -160,7 +162,10 @@ def twin(op: Any) -> Any:
     if type(op).__module__ not in _V1:
         return op
     form = getattr(v2, type(op).__name__)
-    return form(**{name: getattr(op, name) for name in inspect.signature(form).parameters})
+    names = inspect.signature(form).parameters
+    if not all(hasattr(op, name) for name in names):
+        return op  # a Lambda: nothing that could move
+    return form(**{name: getattr(op, name) for name in names})
 
 
 def fixes_size(op: Any) -> bool:
