@@ -416,7 +416,13 @@ class _Converter:
         known = _per_image.SWITCHES | _per_image.POLICIES | _per_image.FIXED | _per_image.LOOPED
         if name is None or (name in CONVERSIONS and name not in ("ToDtype", "ConvertImageDtype")):
             self._refuse(op, "it cannot stand here")
-        if name not in known | {"ColorJitter", "RandomApply", "RandomChoice", "ToDtype"}:
+        if name not in known | {
+            "ColorJitter",
+            "GaussianBlur",
+            "RandomApply",
+            "RandomChoice",
+            "ToDtype",
+        }:
             self._refuse(op, "it is not among the ops that can run on a batch")
         if getattr(op, "expand", False):
             self._refuse(op, "expand=True gives images of different sizes")

@@ -1,7 +1,8 @@
 """torchvision's random transforms on a batch, each image with a draw of its own.
 
-torchvision v2 draws once per call, so a batch would share one draw. Here every image draws as it
-would alone, in the batch's order, and images that drew the same share one call.
+torchvision v2 draws once per call, so a batch would share one draw. Here every image has its own,
+and images that drew the same share one call. A batch of one image draws what torchvision would from
+the same seed: that is how parity() compares the two.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ POLICIES = frozenset(("AutoAugment", "RandAugment", "TrivialAugmentWide"))
 FIXED = frozenset("CenterCrop ConvertImageDtype Grayscale Identity Normalize Pad Resize".split())
 # One call per image.
 LOOPED = frozenset(
-    "AugMix ElasticTransform GaussianBlur GaussianNoise RandomAffine RandomChannelPermutation"
+    "AugMix ElasticTransform GaussianNoise RandomAffine RandomChannelPermutation"
     " RandomCrop RandomErasing RandomPerspective RandomPhotometricDistort RandomResizedCrop"
     " RandomRotation".split()
 )
@@ -44,6 +45,8 @@ def per_image(op: Any) -> Transform:
         return op  # type: ignore[no-any-return]
     if name == "ColorJitter":
         return ColorJitter(op)
+    if name == "GaussianBlur":
+        return GaussianBlur(op)
     if name in SWITCHES:
         return Switch(op)
     if name in POLICIES:
@@ -83,8 +86,7 @@ class Switch(_PerImage):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """``(N, C, H, W)`` of the same shape and dtype; ``images`` is left untouched."""
-        rows = [i for i in range(len(images)) if torch.rand(1) < self.op.p]
-        return _on_rows(images, rows, self._do)
+        return _on_rows(images, _drawn(len(images), self.op.p), self._do)
 
     def _do(self, images: torch.Tensor) -> torch.Tensor:
         return self.op.transform(images, self.op.make_params([images]))  # type: ignore[no-any-return]
@@ -132,7 +134,7 @@ class Apply(torch.nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """``(N, C, H, W)`` of the same shape and dtype; ``images`` is left untouched."""
-        rows = [i for i in range(len(images)) if torch.rand(1) < self.p]
+        rows = _drawn(len(images), self.p)
         return _on_rows(images, rows, partial(_chain, self.transforms))
 
 
@@ -145,9 +147,8 @@ class Choice(torch.nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """``(N, C, H, W)`` of the same shape and dtype; ``images`` is left untouched."""
-        weights = torch.tensor(self.p)
-        drawn = [int(torch.multinomial(weights, 1)) for _ in range(len(images))]
-        for choice, rows in _groups(drawn):
+        drawn = torch.multinomial(torch.tensor(self.p), len(images), replacement=True)
+        for choice, rows in _groups(drawn.tolist()):
             images = _on_rows(images, rows, partial(_chain, self.choices[choice]))
         return images
 
@@ -157,17 +158,20 @@ class ColorJitter(_PerImage):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """``(N, 3, H, W)``, uint8 or [0, 1]; the same shape and dtype, ``images`` untouched."""
-        drawn = [self.op.make_params([image]) for image in images.unbind()]
-        orders = [params["fn_idx"].tolist() for params in drawn]
+        orders, factors = self.draw(len(images))
         for step in range(4):
             for kind, rows in _groups([order[step] for order in orders]):
-                name, adjust = _ADJUSTMENTS[kind]
-                factors = [drawn[i][name] for i in rows]
-                if factors[0] is not None:
-                    factor = torch.tensor(factors).view(-1, 1, 1, 1)
-                    factor = factor.to(images.device, non_blocking=True)
-                    images = _on_rows(images, rows, partial(adjust, factor))
+                factor = factors[kind]
+                if factor is not None:
+                    some = factor[rows].view(-1, 1, 1, 1).to(images.device, non_blocking=True)
+                    images = _on_rows(images, rows, partial(_ADJUSTMENTS[kind], some))
         return images
+
+    def draw(self, count: int) -> tuple[list[list[int]], list[torch.Tensor | None]]:
+        """For ``count`` images the order of the four adjustments, and ``(count,)`` factors each."""
+        orders = [torch.randperm(4).tolist() for _ in range(count)]
+        ranges = (self.op.brightness, self.op.contrast, self.op.saturation, self.op.hue)
+        return orders, [None if r is None else torch.empty(count).uniform_(*r) for r in ranges]
 
 
 def _gray(images: torch.Tensor) -> torch.Tensor:
@@ -206,13 +210,33 @@ def _hue(factor: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
     return result
 
 
-# In the order of ColorJitter's fn_idx.
-_ADJUSTMENTS = (
-    ("brightness_factor", _brightness),
-    ("contrast_factor", _contrast),
-    ("saturation_factor", _saturation),
-    ("hue_factor", _hue),
-)
+# In the order in which ColorJitter numbers them.
+_ADJUSTMENTS = (_brightness, _contrast, _saturation, _hue)
+
+
+class GaussianBlur(_PerImage):
+    """GaussianBlur in two convolutions a batch: every image has its own kernel."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """``(N, C, H, W)`` of the same shape and dtype; ``images`` is left untouched."""
+        sigma = torch.empty(len(images), 1).uniform_(*self.op.sigma)
+        width, height = self.op.kernel_size
+        sides = (width // 2, width // 2, height // 2, height // 2)
+        padded = torch.nn.functional.pad(images.float(), sides, mode="reflect")
+        channels = images.shape[0] * images.shape[1]
+        blurred = padded.reshape(1, channels, *padded.shape[2:])
+        for size, shape in ((width, (1, width)), (height, (height, 1))):
+            kernel = _gaussian(size, sigma).repeat_interleave(images.shape[1], 0)
+            kernel = kernel.view(channels, 1, *shape).to(images.device, non_blocking=True)
+            blurred = torch.nn.functional.conv2d(blurred, kernel, groups=channels)
+        blurred = blurred.view(images.shape)
+        return (blurred if images.is_floating_point() else blurred.round_()).to(images.dtype)
+
+
+def _gaussian(size: int, sigma: torch.Tensor) -> torch.Tensor:
+    """``(N, size)`` weights that add up to 1, for ``sigma`` ``(N, 1)``."""
+    distance = torch.arange(size) - (size - 1) / 2
+    return torch.softmax(-0.5 * (distance / sigma) ** 2, dim=1)
 
 
 class ToUint8(torch.nn.Module):
@@ -254,6 +278,11 @@ def _chain(transforms: Iterable[Transform], images: torch.Tensor) -> torch.Tenso
     for transform in transforms:
         images = transform(images)
     return images
+
+
+def _drawn(count: int, p: float) -> list[int]:
+    """The rows that a chance of ``p`` selects."""
+    return (torch.rand(count) < p).nonzero()[:, 0].tolist()
 
 
 def _groups(keys: Sequence[Any]) -> Iterable[tuple[Any, list[int]]]:
