@@ -81,9 +81,10 @@ def accelerate(
         loader, view_of(loader.dataset, _WorkerPart(pipeline[:keep]) if keep else None)
     )
     _probe(moved.dataset, encoded=not keep)
+    prefetcher = _Accelerated(moved, plan, prefetcher_options)
     if print_plan:
-        print(_describe(plan, moved, prefetcher_options))
-    return _Accelerated(moved, plan, prefetcher_options)
+        print(prefetcher.describe(decodes_on_workers=keep > 0))
+    return prefetcher
 
 
 class _Accelerated(DataPrefetcher):
@@ -101,6 +102,16 @@ class _Accelerated(DataPrefetcher):
             cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
             transforms += [cast] if cast.dtype or cast.memory_format else []
         super().__init__(loader, transforms=transforms, **options)
+
+    def describe(self, *, decodes_on_workers: bool) -> str:
+        """Where everything runs now, a line per op."""
+        on_gpu = self._pipeline.decoder is not None and not decodes_on_workers
+        decode = "GPU, a share of it worker CPU (cpu_share)" if on_gpu else "worker CPU"
+        collate = "worker CPU"
+        if self._collate is not None:
+            name = getattr(self._collate, "__name__", type(self._collate).__name__)
+            collate = f"{name}, on the transformed images on {self.device}"
+        return f"accelerate: decode: {decode}\n{self.plan}\n  collate: {collate}"
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self._epoch
@@ -125,6 +136,13 @@ def is_image(leaf: Any) -> bool:
     return isinstance(leaf, EncodedImage) or (isinstance(leaf, torch.Tensor) and leaf.dim() == 3)
 
 
+def image_of(sample: Any) -> Any:
+    """The image of a sample: the encoded one, else the first 3-D tensor; None without any."""
+    images = [leaf for leaf in leaves(sample, is_image) if is_image(leaf)]
+    encoded = (image for image in images if isinstance(image, EncodedImage))
+    return next(encoded, images[0] if images else None)
+
+
 def _set_apart(samples: list[Any]) -> tuple[Any, Any]:
     """Collate the images, and keep the rest of the samples for the user's own collate function.
 
@@ -132,7 +150,7 @@ def _set_apart(samples: list[Any]) -> tuple[Any, Any]:
         The images, and an array ``(N,)`` of samples with a hole in each: an array has one row per
         image, so a bad image takes its sample along.
     """
-    images = [next(leaf for leaf in leaves(s, is_image) if is_image(leaf)) for s in samples]
+    images = [image_of(sample) for sample in samples]
     rest = np.empty(len(samples), dtype=object)
     for i, (sample, image) in enumerate(zip(samples, images, strict=True)):
         rest[i] = map_leaves(partial(_cut_out, image), sample, is_image)
@@ -248,7 +266,8 @@ def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
     sample = folder.loader(folder.samples[0][0])
     first = next((i + 1 for i, op in enumerate(pipeline) if fixes_size(op)), len(pipeline))
     for keep in range(first, len(pipeline) + 1):
-        made = _WorkerPart(pipeline[:keep])(sample)
+        with SeededDraws(0):  # a try must not take from the user's own random numbers
+            made = _WorkerPart(pipeline[:keep])(sample)
         try:
             plan = convert(pipeline[keep:], batched=made.dtype)
         except UnsupportedTransformError as refused:
@@ -268,19 +287,10 @@ def _probe(dataset: Any, *, encoded: bool) -> None:
         "DataPrefetcher(loader, transforms=convert_transforms(pipeline))."
     )
     try:
-        sample = dataset[0]
+        with SeededDraws(0):
+            sample = dataset[0]
     except (AttributeError, TypeError) as error:
         raise TypeError(f"{type(dataset).__name__}.__getitem__ failed on a file: {hint}") from error
-    images = [leaf for leaf in leaves(sample, is_image) if is_image(leaf)]
-    if not images or (encoded and not isinstance(images[0], EncodedImage)):
+    image = image_of(sample)
+    if image is None or (encoded and not isinstance(image, EncodedImage)):
         raise TypeError(f"{type(dataset).__name__}.__getitem__ gave no encoded file: {hint}")
-
-
-def _describe(plan: Plan, loader: DataLoader[Any], options: dict[str, Any]) -> str:
-    kept = any(step.where == "worker CPU" for step in plan.steps)
-    decode = "worker CPU" if kept else "GPU, a share on the worker CPU (cpu_share)"
-    collate = "worker CPU"
-    if loader.collate_fn is not default_collate:
-        name = getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__)
-        collate = f"{name}() on the transformed images, on the device"
-    return f"accelerate: decode: {decode}\n{plan}\n  collate: {collate}"

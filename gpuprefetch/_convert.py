@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,8 +169,28 @@ def twin(op: Any) -> Any:
     return form(**{name: getattr(op, name) for name in names})
 
 
+def _from_timm(op: Any) -> Any:
+    """The torchvision op that one of timm's stands for, where there is one."""
+    from torchvision import transforms as v1
+    from torchvision.transforms import v2
+
+    name, module = type(op).__name__, type(op).__module__
+    if not module.startswith("timm.data."):
+        return op
+    if name in ("MaybeToTensor", "MaybePILToTensor"):
+        return v1.ToTensor() if name == "MaybeToTensor" else v2.PILToTensor()
+    if name == "RandomResizedCropAndInterpolation" and not isinstance(op.interpolation, tuple):
+        return v2.RandomResizedCrop(op.size, op.scale, op.ratio, op.interpolation)
+    if name == "RandomErasing" and op.max_count == 1 and not op.rand_color:
+        low, high = (math.exp(value) for value in op.log_aspect_ratio)
+        value = "random" if op.per_pixel else 0.0
+        return v2.RandomErasing(op.probability, (op.min_area, op.max_area), (low, high), value)
+    return op
+
+
 def fixes_size(op: Any) -> bool:
     """Whether images have one size behind this op, whatever they had before."""
+    op = _from_timm(op)
     sized = name_of(op) in ("RandomResizedCrop", "CenterCrop", "RandomCrop")
     return sized or (name_of(op) == "Resize" and len(_as_list(op.size)) == 2)
 
@@ -237,7 +258,10 @@ class _Converter:
     delayed: list[Any] = field(default_factory=list)
 
     def take(self, op: Any) -> None:
+        op = _from_timm(op)
         name = name_of(op)
+        if name is None and isinstance(getattr(op, "interpolation", None), tuple):
+            self._refuse(op, 'one launch has one filter, interpolation="random" needs two')
         if name is None:
             self._refuse(op, "it is not one of torchvision's own")
         if name in CONVERSIONS:

@@ -16,11 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 from gpuprefetch._accelerate import (
     check_loaders,
     folders_of,
-    is_image,
+    image_of,
     pipeline_of,
     view_of,
 )
-from gpuprefetch._batch import leaves
 from gpuprefetch._convert import CONVERSIONS, Plan, Step, convert
 from gpuprefetch._encoded import EncodedImage
 from gpuprefetch._per_image import Transform
@@ -151,7 +150,8 @@ class _Files(Dataset[EncodedImage]):
 
     def __getitem__(self, position: int) -> EncodedImage:
         sample = self._view[int(self._indices[position])]
-        return next(leaf for leaf in leaves(sample, is_image) if isinstance(leaf, EncodedImage))
+        image: EncodedImage = image_of(sample)
+        return image
 
 
 def _decode(images: list[EncodedImage], device: Any) -> Iterator[torch.Tensor]:

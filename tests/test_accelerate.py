@@ -153,6 +153,18 @@ def test_a_wrong_op_is_seen(folder, monkeypatch):
     assert parity(loader_of(folder, ops), 6, device="cpu").rows[2].mean > 5
 
 
+@pytest.mark.parametrize("options", [{"is_training": True, "re_prob": 0.4, "re_mode": "pixel"}, {}])
+def test_timm_pipelines_as_timm_builds_them(folder, options):
+    data = pytest.importorskip("timm.data")
+    transform = data.create_transform(64, interpolation="bicubic", **options)
+    loader = DataLoader(ImageFolder(folder, transform), batch_size=9)
+    assert parity(loader, 8, device="cpu").mean < 1
+    for (want, _), (got, _) in zip(loader, accelerate(loader, **CPU), strict=True):
+        assert want.dtype == got.dtype and want.shape == got.shape
+    with pytest.raises(UnsupportedTransformError, match="one launch has one filter"):
+        convert(data.create_transform(64, is_training=True, interpolation="random"))
+
+
 # --- each op ------------------------------------------------------------------------------------
 
 # Op and its bound on the mean difference from PIL, in levels of 255. Where it is 0 the pixels are
@@ -389,7 +401,9 @@ def test_refused_ops_stay_in_the_workers(folder):
     loader = loader_of(folder, ops)
     with pytest.raises(UnsupportedTransformError, match="Lambda"):
         accelerate(loader, **CPU)
+    state = torch.get_rng_state()
     moved = accelerate(loader, keep_unknown=True, **CPU)
+    assert torch.equal(torch.get_rng_state(), state)
     where = {step.name: step.where for step in moved.plan.steps}
     assert where["Lambda"] == where["CenterCrop"] == "worker CPU"
     assert where["RandomHorizontalFlip"] == "fused launch"
