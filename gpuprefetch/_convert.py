@@ -39,6 +39,7 @@ _NESTED = frozenset("Compose Sequential ModuleList".split())
 _FUSED = frozenset(
     "RandomResizedCrop Resize CenterCrop RandomCrop RandomHorizontalFlip RandomVerticalFlip".split()
 )
+_SIZES = frozenset("RandomResizedCrop Resize CenterCrop RandomCrop Pad".split())
 # Linear in each pixel: before a bilinear resize or behind it is the same up to rounding.
 _LINEAR = frozenset("Normalize Grayscale RandomGrayscale RandomInvert".split())
 # Where tensors know fewer filters than PIL: what torchvision takes for a tensor.
@@ -266,6 +267,8 @@ class _Converter:
             self._refuse(op, "it is not one of torchvision's own")
         if name in CONVERSIONS:
             return self._take_conversion(op)
+        if name in ("RGB", "Identity"):  # files are decoded to RGB
+            return self.steps.append(Step(op, None, "nothing to do"))
         op = twin(op)
         if name in _FUSED and self.open and self._fuses(op):
             return self._fuse(op)
@@ -433,20 +436,15 @@ class _Converter:
         ops = [twin(op) for op in flatten(transforms)]
         for op in ops:
             self._check_on_batch(op)
+            if type(op).__name__ in _SIZES or getattr(op, "num_output_channels", 3) != 3:
+                self._refuse(op, "by chance it would give images of different shapes")
         return [self._on_batch(op) for op in ops]
 
     def _check_on_batch(self, op: Any) -> None:
         name = name_of(op)
-        known = _per_image.SWITCHES | _per_image.POLICIES | _per_image.FIXED | _per_image.LOOPED
         if name is None or (name in CONVERSIONS and name not in ("ToDtype", "ConvertImageDtype")):
             self._refuse(op, "it cannot stand here")
-        if name not in known | {
-            "ColorJitter",
-            "GaussianBlur",
-            "RandomApply",
-            "RandomChoice",
-            "ToDtype",
-        }:
+        if name not in _per_image.KNOWN | {"RandomApply", "RandomChoice", "ToDtype"}:
             self._refuse(op, "it is not among the ops that can run on a batch")
         if getattr(op, "expand", False):
             self._refuse(op, "expand=True gives images of different sizes")

@@ -32,6 +32,7 @@ LOOPED = frozenset(
     " RandomCrop RandomErasing RandomPerspective RandomPhotometricDistort RandomResizedCrop"
     " RandomRotation".split()
 )
+KNOWN = SWITCHES | POLICIES | FIXED | LOOPED | {"ColorJitter", "GaussianBlur"}
 
 
 def per_image(op: Any) -> Transform:

@@ -260,7 +260,7 @@ def test_normalize_before_a_bilinear_resize_is_the_same_behind_it(folder):
 
 
 def test_integers_stay_integers(folder):
-    loader = loader_of(folder, [v2.CenterCrop(40), v2.ToImage()])
+    loader = loader_of(folder, [v2.RGB(), v2.CenterCrop(40), v2.ToImage()])
     for (want, _), (got, _) in zip(loader, accelerate(loader, **CPU), strict=True):
         assert torch.equal(got, want.as_subclass(torch.Tensor))
 
@@ -379,6 +379,7 @@ REFUSED = {
     "Normalize .* before CenterCrop": [
         v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD), v2.CenterCrop(9)
     ],
+    "RandomCrop .* by chance": [v2.CenterCrop(9), v2.RandomApply([v2.RandomCrop(5)]), v2.ToImage()],
     "FiveCrop": [v2.CenterCrop(20), v2.FiveCrop(9)],
     "ends in PIL": [v2.RandomResizedCrop(9)],
     "different sizes": [v2.Resize(9), v2.ToImage()],
