@@ -13,17 +13,15 @@ from gpuprefetch._format import decode_cpu
 
 # Note [Decoded memory]
 # A decoded image lives in a block of the caching allocator's pool of the stream it was decoded on.
-# The
-# allocator gives a freed block to the next decode on that stream at once, in stream order. A
-# decoder that
-# writes from a stream of its own breaks that order: it overwrites memory a queued kernel still
-# reads.
+# The allocator gives a freed block to the next decode on that stream at once, in stream order. A
+# decoder that writes from a stream of its own breaks that order: it overwrites memory that a queued
+# kernel still reads.
 #   - torchvision's CUDA decoder does so (pytorch/vision#9606): its stream is drained before each
-# decode.
-#   - TorchCodec >= 0.17 decodes in the order of the current stream (0.16 did not, meta-
-# pytorch/torchcodec#1634).
+#     decode.
+#   - TorchCodec >= 0.17 decodes in the order of the current stream (0.16 did not,
+#     meta-pytorch/torchcodec#1634).
 # Whatever the backend promises, decoded images are dropped only after the event behind their last
-# reader has completed (_Engine._drop_read).
+# reader has completed (_Engine._drop_read). `python -m gpuprefetch selfcheck` shows both orders.
 
 
 class ImageDecoder(Protocol):
