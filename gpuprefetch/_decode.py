@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -12,19 +12,16 @@ from gpuprefetch._format import decode_cpu
 
 # Note [Decoded memory]
 # A decoded image lives in a block of the caching allocator's pool of the stream it was decoded on.
-# The
-# allocator gives a freed block to the next decode on that stream at once, in stream order. A
-# decoder that
-# writes from a stream of its own breaks that order: it overwrites memory a queued kernel still
-# reads.
+# The allocator gives a freed block to the next decode on that stream at once, in stream order. A
+# decoder that writes from a stream of its own breaks that order: it overwrites memory that a queued
+# kernel still reads.
 #   - torchvision's CUDA decoder does so (pytorch/vision#9606): its stream is drained before each
-# decode.
-#   - TorchCodec >= 0.17 decodes in the order of the current stream (0.16 did not, meta-
-# pytorch/torchcodec#1634).
+#     decode.
+#   - TorchCodec >= 0.17 decodes in the order of the current stream (0.16 did not,
+#     meta-pytorch/torchcodec#1634).
 # Whatever the backend promises, a lane drops its decoded images only after the event behind their
-# last
-# reader has completed (Lane.keep). tests/test_decode.py::test_reuse fails when torchvision's order
-# is unsafe.
+# last reader has completed (Lane.keep). gpuprefetch.selfcheck() tries it on the machine at hand;
+# tests/test_selfcheck.py fails when drain and keep are left out.
 
 
 class ImageDecoder(Protocol):
@@ -60,18 +57,24 @@ class TorchvisionDecoder:
     """torchvision's batched nvJPEG decode on a drained stream. See Note [Decoded memory]."""
 
     def __init__(self, device: torch.device) -> None:
-        # One spelling of the device for ever: torchvision rebuilds, and leaks, its decoder on a
-        # change.
+        # One spelling of the device for ever: torchvision leaks its decoder when it changes.
         self._device = device
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
+        torch.cuda.current_stream(self._device).synchronize()
+        return self.decode_undrained(data)
+
+    def decode_undrained(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Decode in the unsafe order; the negative control of ``gpuprefetch.selfcheck``."""
         from torchvision.io import ImageReadMode, decode_jpeg
 
-        torch.cuda.current_stream(self._device).synchronize()
         return list(decode_jpeg(data, mode=ImageReadMode.RGB, device=self._device))
 
 
-BACKENDS = {"torchcodec": TorchCodecDecoder, "torchvision": TorchvisionDecoder}
+BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
+    "torchcodec": TorchCodecDecoder,
+    "torchvision": TorchvisionDecoder,
+}
 
 
 def decode_part(
