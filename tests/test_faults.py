@@ -264,6 +264,35 @@ def test_ways_to_stop(device):
     assert out == "end\n"
 
 
+COLLECTED = """
+gc.disable()
+iterator = iter(prefetcher_of(Files()))
+next(iterator)
+held = threading.Event()
+
+def hold(engine):  # as a thread of the epoch may do in the moment of a fork
+    with engine._changed:
+        held.set()
+        time.sleep(2)
+
+threading.Thread(target=hold, args=(iterator._engine,)).start()
+held.wait()
+cycle = [iterator]
+cycle.append(cycle)
+del iterator, cycle
+files = Files(fault=lambda index: gc.collect())
+print([int(target[0]) for _, target in prefetcher_of(files)])
+"""
+
+
+def test_a_worker_collects_the_garbage_of_its_parent(device):
+    # A forked worker must leave the parent's threads, locks and streams alone.
+    child = child_of(COLLECTED, device)
+    out, err = ended(child)
+    assert child.returncode == 0, err
+    assert out == "[0, 4, 8, 12]\n"
+
+
 KILLED = """
 def kill(index):
     if index == 9:
