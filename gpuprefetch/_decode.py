@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from gpuprefetch._encoded import EncodedImages
@@ -91,9 +92,10 @@ def decode_part(
     Returns:
         The positions that were decoded, and their ``(3, H, W)`` uint8 images on ``device``.
     """
-    data = [images.span(i) for i in positions]
+    spans = images.spans[positions].tolist()
     try:
-        decoded: list[torch.Tensor | None] = list(_checked(decoder(data), images, positions))
+        whole = decoder([images.data[start:stop] for start, stop in spans])
+        decoded: list[torch.Tensor | None] = list(_checked(whole, images, positions))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
@@ -106,11 +108,13 @@ def _checked(
     decoded: list[torch.Tensor], images: EncodedImages, positions: Sequence[int]
 ) -> list[torch.Tensor]:
     # The sampling was drawn for the header's size: another one would be read out of bounds.
-    for i, image in zip(positions, decoded, strict=True):
-        height, width = image.shape[1:]
-        size = (width, height) if images.transposed[i] else (height, width)
-        if size != tuple(images.sizes[i]):
-            raise RuntimeError(f"decoded to {size}, the header says {tuple(images.sizes[i])}")
+    transposed = images.transposed[positions, None]
+    sizes = np.where(transposed, images.sizes[positions, ::-1], images.sizes[positions])
+    for image, (height, width) in zip(decoded, sizes.tolist(), strict=True):
+        if image.shape != (3, height, width):
+            raise RuntimeError(
+                f"decoded to {tuple(image.shape)}, not the header's {height} x {width}"
+            )
     return decoded
 
 

@@ -91,40 +91,39 @@ class Packer:
         sizes = np.where(transposed[:, None], sizes[:, ::-1], sizes)
         rows = None if self.head.size is None else self.head.draw(sizes, fold(keys, _CROP))
 
-        parts: list[Any] = []
-        pixels: list[torch.Tensor | None] = [None] * len(images)
+        files: list[Any] = [b""] * len(images)
+        pixels: list[Any] = [b""] * len(images)
+        decoded = np.zeros(len(images), dtype=bool)
         started = time.perf_counter()
         for i, (image, header) in enumerate(zip(images, headers, strict=True)):
-            parts.append(image.data)
             if i in errors:
                 continue
             if not on_cpu[i]:
-                parts[i] = _without(image.data, header.exif)
+                files[i] = _without(image.data, header.exif)
                 continue
             try:
-                decoded = self._decode(image, rows, i)
+                picture = self._decode(image, rows, i)
             except (ValueError, RuntimeError) as error:
                 errors[i] = str(error)
-            else:
-                pixels[i], sizes[i], transposed[i] = decoded, decoded.shape[-2:], False
-                if rows is not None:
-                    rows[i] = Sampling.identity([sizes[i]]).rows()[0]
+                continue
+            # A picture that is ready has been cropped, resized and turned already.
+            decoded[i], transposed[i], orientation[i] = True, False, 1
+            pixels[i], sizes[i] = picture.contiguous().numpy().reshape(-1), picture.shape[-2:]
+            if rows is not None:
+                rows[i] = Sampling.identity([sizes[i]]).rows()[0]
         seconds = time.perf_counter() - started
         if rows is not None:
-            mirrored = [
-                _MIRRORED[o] if p is None else (False, False)
-                for o, p in zip(orientation, pixels, strict=True)
-            ]
-            rows = _mirror(rows, sizes, np.array(mirrored))
+            rows = _mirror(rows, sizes, np.array([_MIRRORED[o] for o in orientation]))
 
-        data, spans, boundary = join(parts, pixels)
+        data, spans = join(files)
+        flat, pixel_spans = join(pixels)
         return EncodedImages(
             data,
-            spans,
-            boundary,
+            flat,
+            np.where(decoded[:, None], pixel_spans, spans),
             indices=np.array([image.index for image in images], dtype=np.int64),
             paths=[image.path for image in images],
-            decoded=np.array([p is not None for p in pixels], dtype=bool),
+            decoded=decoded,
             sizes=sizes,
             transposed=transposed,
             rows=rows,

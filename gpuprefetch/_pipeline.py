@@ -63,8 +63,8 @@ class Lane:
         """Hold ``images`` until the work queued so far has read them. See Note [Decoded memory]."""
         if self.stream is None:
             return None
-        event = self.stream.record_event()
-        self.release()
+        event = torch.cuda.Event(blocking=True)
+        event.record(self.stream)
         self._kept = (event, images)
         return event
 
@@ -295,15 +295,16 @@ class _ImageJob:
     def _decode(self, positions: list[int], lane: Lane) -> None:
         decoder, device = self._pipeline.decoder, self._pipeline.device
         assert decoder is not None, "the packer leaves nothing to decode where there is no decoder"
+        lane.release()
         positions, decoded = decode_part(decoder, self.images, positions, device)
         self._write(positions, decoded, lane)
 
     def _copy_decoded(self, lane: Lane) -> None:
+        lane.release()
         images = self.images
         positions = np.flatnonzero(images.decoded).tolist()
-        pixels = images.data[images.pixels :].to(self._pipeline.device, non_blocking=True)
-        spans = (images.spans[positions] - images.pixels).tolist()
-        sizes = images.sizes[positions].tolist()
+        pixels = images.pixels.to(self._pipeline.device, non_blocking=True)
+        spans, sizes = images.spans[positions].tolist(), images.sizes[positions].tolist()
         views = [
             pixels[start:stop].view(3, height, width)
             for (start, stop), (height, width) in zip(spans, sizes, strict=True)
@@ -312,10 +313,9 @@ class _ImageJob:
 
     def _write(self, positions: list[int], decoded: list[torch.Tensor], lane: Lane) -> None:
         head = self._pipeline.head
-        decoded = [
-            d.mT if self.images.transposed[i] else d
-            for i, d in zip(positions, decoded, strict=True)
-        ]
+        if self.images.transposed.any():
+            turn = self.images.transposed[positions].tolist()
+            decoded = [d.mT if t else d for t, d in zip(turn, decoded, strict=True)]
         if head.size is None or self.images.rows is None:
             for i, image in zip(positions, decoded, strict=True):
                 self.out[i] = image

@@ -28,7 +28,7 @@ from gpuprefetch._stream import handoff, lease_stream, return_stream
 from gpuprefetch._transforms import Transform, read_transforms, require_fixed_size
 
 # Decode threads, each with a stream and an nvJPEG decoder of its own (14 streams and < 30 MB each).
-LANES = 2
+LANES = 3
 # Steps that the loop may be ahead of the GPU. Without a bound the host queues many, and each of
 # them
 # keeps its batch in memory; two are enough to keep the GPU busy.
@@ -80,7 +80,7 @@ class _Engine:
         self._threads: list[threading.Thread] = []
         self._lanes: list[Lane] = []
         self._on_cuda = pipeline.device.type == "cuda"
-        self._stream = lease_stream(pipeline.device) if self._on_cuda else None
+        self._stream = lease_stream(pipeline.device, "batch") if self._on_cuda else None
         if fetch_ahead:
             self._spawn("fetch", self._fetch_loop)
 
@@ -93,26 +93,36 @@ class _Engine:
         return torch.cuda.stream(self._stream) if self._on_cuda else contextlib.nullcontext()
 
     def _fetch_loop(self) -> None:
-        while True:
+        while not self._exhausted:
+            slot = self._fetch()
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping or len(self._slots) < self._depth)
                 if self._stopping:
                     self._source = iter(())  # shuts the loader's workers down
                     return
-            self._fetch()
-            if self._exhausted:
-                return
+            self._start(slot)
+            del slot
 
-    def _fetch(self) -> None:
-        """Take a batch from the loader and get its work under way."""
+    def _fetch(self) -> _Slot:
+        """Take a batch from the loader."""
         slot = _Slot(self._fetched)
         self._fetched += 1
-        parts: list[Part] = []
         try:
             started = time.perf_counter()
             slot.source = next(self._source)
             self._learn(slot.source, time.perf_counter() - started)
             self._check(slot.source)
+        except BaseException as error:
+            self._exhausted = True
+            slot.error = error
+        return slot
+
+    def _start(self, slot: _Slot) -> None:
+        """Get the work of a batch under way."""
+        parts: list[Part] = []
+        try:
+            if slot.error is not None:
+                raise slot.error
             with torch.no_grad(), self._batch_stream():
                 slot.work = self._pipeline.start(slot.source, slot.number, self._epoch)
             parts = slot.work.parts
@@ -128,7 +138,7 @@ class _Engine:
             self._finish(slot)
         elif self._on_cuda:
             while len(self._lanes) < LANES:
-                self._lanes.append(Lane(lease_stream(self._pipeline.device)))
+                self._lanes.append(Lane(lease_stream(self._pipeline.device, "lane")))
                 self._spawn("decode", self._lane_loop, self._lanes[-1])
         else:
             self._run_inline()
@@ -140,7 +150,7 @@ class _Engine:
             self._balancer.observe(len(images), decoded, images.decode_seconds, waited)
             self._stats.cpu_images += decoded
             self._stats.gpu_images += len(images) - decoded
-            self._stats.encoded_bytes += images.data.numel()
+            self._stats.encoded_bytes += images.data.numel() + images.pixels.numel()
             self._stats.worker_decode_seconds += images.decode_seconds
             self._stats.share = float(self._balancer.share)
 
@@ -187,7 +197,7 @@ class _Engine:
     def take(self) -> _Slot:
         """The next batch in order, as soon as its work has been queued."""
         while not self._fetch_ahead and not self._exhausted and len(self._slots) < self._depth:
-            self._fetch()
+            self._start(self._fetch())
         with self._changed:
             self._changed.wait_for(lambda: self._slots)
             slot = self._slots[0]
@@ -209,11 +219,12 @@ class _Engine:
             if thread is not threading.current_thread():
                 thread.join(JOIN_SECONDS)
         alive = any(thread.is_alive() for thread in self._threads)
-        streams = [lane.stream for lane in self._lanes if lane.stream]
-        for stream in [*streams, self._stream] if self._stream else []:
-            stream.synchronize()  # see Note [Stream handoff], 3
-            if not alive:
-                return_stream(stream)
+        streams = [(self._stream, "batch"), *((lane.stream, "lane") for lane in self._lanes)]
+        for stream, role in streams:
+            if stream is not None:
+                stream.synchronize()  # see Note [Stream handoff], 3
+                if not alive:
+                    return_stream(stream, role)
         self._slots.clear()
         self._source = iter(())
 
@@ -456,7 +467,7 @@ class DataPrefetcher:
         if self._checked or self.device.type != "cuda":
             return
         self._checked = True
-        parts = [images.data for images in encoded_leaves(batch)]
+        parts = [images.pixels for images in encoded_leaves(batch)]
         if parts:
             tell()
         parts = parts or list(tensors(batch))

@@ -6,7 +6,6 @@ where there is no GPU or no Triton the twin is what runs.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,11 +29,13 @@ _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # A program makes STRIPS strips of ROWS x COLS output pixels. A strip sums its source rows, filtered
 # along x, into all of its output rows: taller strips filter fewer rows twice but weigh more of them
 # in vain; more strips amortize the set-up but leave longer programs to wait for at the end.
-# Chosen by counting instructions; `benchmarks/kernel.py --sweep` measures them.
-ROWS = 4
+# `benchmarks/kernel.py --sweep` on an H200, 256 photos: 0.14 ms with these, 0.18 with 4 x 32 x 4,
+# 0.21 with 8 x 32 x 2, 0.16 with 2 x 128 x 8 in 4 warps.
+ROWS = 2
 COLS = 32
-STRIPS = 4
+STRIPS = 8
 NUM_WARPS = 1
+MAX_REGISTERS: int | None = None
 
 # Words that the kernel reads for each image: see _pack.
 _FIELDS = 22
@@ -57,10 +58,13 @@ def resample(
     """Resample images of different sizes into one batch.
 
     Output pixel ``j`` of an axis is centered on the source coordinate ``origin + step * j``, where
-    source pixel ``k`` has its center at ``k``; a negative ``step`` flips. It is the weighted mean of
-    the source pixels in the box ``lo <= k < hi``, and 0 unless ``first <= j < last``. With
-    ``antialias`` the filter is as wide as in PIL when the image shrinks. On a CUDA device this is
-    one kernel launch on the current stream, and the images must stay alive until it has run.
+    source pixel ``k`` has its center at ``k``; a negative ``step`` flips. It is a weighted mean of
+    the source pixels in the box ``lo <= k < hi``, and 0 unless ``first <= j < last``. Cropping
+    ``y0 <= y < y0 + h`` and resizing to H rows, for instance, is ``step = h / H``,
+    ``origin = y0 + step / 2 - 0.5``, ``lo = y0``, ``hi = y0 + h``, ``first = 0``, ``last = H``.
+
+    On a CUDA device this is one kernel launch on the current stream, and the caller keeps `images`
+    alive until it has run.
 
     Args:
         images: N tensors ``(C, H_i, W_i)`` of one dtype on one device, with any strides. ``uint8``
@@ -68,16 +72,16 @@ def resample(
         sampling: ``(N, 2, 6)`` float64 on the CPU: ``(origin, step, lo, hi, first, last)`` for the
             y and the x axis of every image.
         size: ``(H, W)`` of the result.
-        interpolation: ``"bilinear"``, or ``"bicubic"`` as in PIL (a = -0.5; results from ``uint8``
-            are clamped to [0, 1]).
-        antialias: Whether to widen the filter where ``|step| > 1``.
-        mean: ``C`` values in [0, 1] units, best on the CPU; padding is 0 before they are subtracted.
+        interpolation: ``"bilinear"``, or ``"bicubic"`` as in PIL: a = -0.5, and ``uint8`` sources
+            are clamped to their range along x and then along y.
+        antialias: Whether to widen the filter to ``|step|`` where an image shrinks, as PIL does.
+        mean: ``C`` values in [0, 1] units, best on the CPU. Padding is 0 before the subtraction.
         std: ``C`` values in [0, 1] units.
         dtype: Of the result; ``torch.uint8`` means 0 to 255, rounded, and takes no mean or std.
         memory_format: Of the result.
         out: Written to and returned if given; it must have the result's shape, dtype and device,
             and its own strides count, not `memory_format`.
-        positions: N rows of a larger `out` that the images go to; the others are left as they are.
+        positions: The rows of a larger `out` that the N images go to; the others stay as they are.
 
     Returns:
         ``(N, C, H, W)`` in `dtype` and `memory_format`, on the device of `images`.
@@ -112,8 +116,8 @@ def resample_uint8(
 ) -> torch.Tensor:
     """Resample one image on the CPU to its finished picture, for a worker process.
 
-    An antialiased resize goes through torch's own integer kernels, which agree with PIL within one
-    level and are several times faster than the eager twin; anything else is the twin, rounded.
+    A resize that `torch.nn.functional.interpolate` knows goes through its integer kernels: several
+    times faster than the eager twin, within a level of PIL. Anything else is the twin, rounded.
 
     Args:
         image: ``(C, H, W)`` uint8 on the CPU, with any strides; fastest where the channels of a
@@ -124,13 +128,17 @@ def resample_uint8(
         antialias: Whether to widen the filter where the image shrinks.
 
     Returns:
-        ``(C, H, W)`` uint8, contiguous, never sharing memory with `image`.
+        ``(C, H, W)`` uint8, contiguous, sharing no memory with `image`.
+
+    Raises:
+        ValueError: if the image or its rows are not as described.
     """
-    geometry, sampling = _check([image], np.asarray(rows)[None], size, interpolation)
-    windows = [_window(row) for row in sampling[0].tolist()]
-    if image.dtype != torch.uint8 or image.is_cuda:
+    if image.dtype != torch.uint8 or image.device.type != "cpu":
         raise ValueError(f"image must be uint8 on the CPU, got {image.dtype} on {image.device}")
-    if not antialias or None in windows:
+    _, sampling = _check([image], np.asarray(rows)[None], size, interpolation)
+    windows = [_window(row, antialias) for row in sampling[0].tolist()]
+    # Without antialias torch's bicubic is not PIL's (a = -0.75).
+    if None in windows or (interpolation == "bicubic" and not antialias):
         return resample_reference(
             [image],
             sampling,
@@ -141,25 +149,36 @@ def resample_uint8(
         )[0]
     (height, y, y_flip), (width, x, x_flip) = windows  # type: ignore[misc]
     (top, bottom, y0, y1), (left, right, x0, x1) = sampling[0, :, 2:].astype(int).tolist()
-    picture = image[:, top:bottom, left:right]
-    if picture.shape[1:] != (height, width):
-        picture = F.interpolate(picture[None], (height, width), mode=interpolation, antialias=True)[
-            0
-        ]
-    picture = picture[:, y : y + y1 - y0, x : x + x1 - x0]
+    box = image[:, top:bottom, left:right]
+    if box.shape[1:] == (height, width):
+        box = box.clone()
+    else:
+        box = F.interpolate(
+            box[None],
+            (height, width),
+            mode=interpolation,
+            align_corners=not antialias,
+            antialias=antialias,
+        )[0]
+    picture = box[:, y : y + y1 - y0, x : x + x1 - x0]
     if y_flip or x_flip:
         picture = picture.flip([dim for dim, flip in ((1, y_flip), (2, x_flip)) if flip])
-    result = image.new_zeros((len(image), *size))
-    result[:, y0:y1, x0:x1] = picture
-    return result
+    if picture.shape[1:] != size:
+        picture = F.pad(picture, (x0, size[1] - x1, y0, size[0] - y1))
+    return picture.contiguous()
 
 
-def _window(row: list[float]) -> tuple[int, int, bool] | None:
-    """Read a row as part of a resize of its whole box: its full length, the start, flipped."""
+def _window(row: list[float], antialias: bool) -> tuple[int, int, bool] | None:
+    """Read a row as part of a resize of its box: (size of the whole, start, flipped), or None.
+
+    Antialiased resizes align the borders of the outermost pixels, others (kornia's) their centers.
+    """
     origin, step, lo, hi, first, last = row
-    length = (hi - lo) / abs(step)
-    ends = [(origin + step * j + 0.5 - lo) / abs(step) - 0.5 for j in (first, last - 1)]
-    start = min(ends)
+    if step == 0:
+        return None
+    border, pitch = (0.5 if antialias else 0.0), abs(step)
+    length = (hi - lo - 1 + 2 * border) / pitch + 1 - 2 * border
+    start = min((origin + step * j + border - lo) / pitch - border for j in (first, last - 1))
     if max(abs(length - round(length)), abs(start - round(start))) > 1e-6 * length:
         return None
     return round(length), round(start), step < 0
@@ -183,36 +202,35 @@ def resample_reference(
     positions: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Eager twin of :func:`resample`; computes in float64 where `dtype` is, else in float32."""
-    geometry, rows = _check(images, sampling, size, interpolation)
+    _, rows = _check(images, sampling, size, interpolation)
     out, places = _output(images, size, dtype, memory_format, out, positions)
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     colors = [
         None if values is None else torch.tensor(values, dtype=compute, device=out.device)
-        for values in _colors(mean, std, out)
+        for values in (_colors("mean", mean, out), _colors("std", std, out))
     ]
-    clamp = interpolation == "bicubic" and images[0].dtype == torch.uint8
     levels = 255 if images[0].dtype == torch.uint8 else 1
+    clamp = interpolation == "bicubic" and levels == 255
 
-    identity = [(0, 1, 0, length, 0, length) for length in size]
-    if (rows == identity).all() and (geometry[:, -2:] == size).all():  # finished pictures
-        values = torch.stack(list(images)).to(compute)
-        if len(places) == len(out) and (places == np.arange(len(out))).all():
-            _finish(values, out, levels, clamp, *colors)
-        else:
-            finished = torch.empty_like(out[: len(places)])
-            _finish(values, finished, levels, clamp, *colors)
-            out[torch.from_numpy(places).to(out.device)] = finished
-        return out
-    pictures = [out[i] for i in places.tolist()]
-    for image, (y_row, x_row), picture in zip(images, rows.tolist(), pictures, strict=True):
+    finished = (rows == [(0, 1, 0, length, 0, length) for length in size]).all((1, 2))
+    for i, (image, place) in enumerate(zip(images, places, strict=True)):
+        picture = out[int(place)]
+        if finished[i]:
+            values = image[:, : size[0], : size[1]].to(compute, copy=True)
+            _finish(values, picture, levels, clamp, *colors)
+            continue
+        y_row, x_row = rows[i].tolist()
         y_taps, y_weights, y_inside = _taps(y_row, size[0], interpolation, antialias)
         x_taps, x_weights, x_inside = _taps(x_row, size[1], interpolation, antialias)
         top, left = y_taps.min(), x_taps.min()
         box = image[:, top : y_taps.max() + 1, left : x_taps.max() + 1].to(compute)
-        values = _filter_rows(box, y_taps - top, y_weights)
-        values = _filter_rows(values.transpose(1, 2), x_taps - left, x_weights).transpose(1, 2)
+        values = _filter_rows(box.transpose(1, 2), x_taps - left, x_weights)
+        if clamp:
+            values.clamp_(0, 255)
+        values = _filter_rows(values.transpose(1, 2), y_taps - top, y_weights)
         if not (y_inside.all() and x_inside.all()):
-            values *= torch.from_numpy(y_inside[:, None] & x_inside).to(out.device)
+            padding = torch.from_numpy(~(y_inside[:, None] & x_inside))
+            values.masked_fill_(padding.to(out.device), 0)
         _finish(values, picture, levels, clamp, *colors)
     return out
 
@@ -229,9 +247,8 @@ def _taps(
     taps = np.floor(center - radius) + 1 + np.arange(math.ceil(2 * radius))
     distance = np.abs(taps - center) / scale
     if interpolation == "bicubic":
-        near = (1.5 * distance - 2.5) * distance**2 + 1
-        far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
-        weights = np.where(distance < 1, near, np.where(distance < 2, far, 0))
+        near, far = (1 - 1.5 * distance) * distance + 1, 0.5 * np.maximum(2 - distance, 0) ** 2
+        weights = np.where(distance < 1, near, far) * (1 - distance)
     else:
         weights = np.maximum(1 - distance, 0)
     weights *= (taps >= lo) & (taps < hi)
@@ -260,13 +277,13 @@ def _finish(
     mean: torch.Tensor | None,
     std: torch.Tensor | None,
 ) -> None:
-    """Bring (..., C, H, W) values of 0 to `levels`, which are overwritten, into the form of `out`."""
+    """Bring (..., C, H, W) values of 0 to `levels` into the form of `out`; overwrites them."""
     if clamp:
-        values.clamp_(0, levels)
+        values.clamp_(0, 255)
     if out.dtype == torch.uint8:
         values.mul_(255 // levels).add_(0.5).floor_().clamp_(0, 255)
-    elif levels != 1:
-        values.div_(levels)
+    elif levels == 255:
+        values.div_(255)
     if mean is not None:
         values.sub_(mean[:, None, None])
     if std is not None:
@@ -298,8 +315,9 @@ def _check(
             f"images must be (C, H, W) tensors of uint8 or floating point, got {ndim}-D {dtype}"
         )
     geometry = np.array([(t.data_ptr(), *t.stride(), *t.shape) for t in images], np.int64)
-    if (geometry[:, 4] != geometry[0, 4]).any():
-        raise ValueError(f"images must agree in channels, got {sorted(set(geometry[:, 4]))}")
+    channels = np.unique(geometry[:, 4]).tolist()
+    if len(channels) != 1:
+        raise ValueError(f"images must agree in channels, got {channels}")
     if isinstance(sampling, torch.Tensor) and sampling.is_cuda:
         raise ValueError("sampling must be on the CPU: it is checked and packed there")
     rows = np.asarray(sampling, np.float64)
@@ -307,9 +325,9 @@ def _check(
         raise ValueError(f"sampling must be ({len(images)}, 2, 6), got {rows.shape}")
     origin, step, lo, hi, first, last = np.moveaxis(rows, 2, 0)
     low, high = np.sort([origin + step * first, origin + step * (last - 1)], axis=0)
-    # Outside of the box by half a pixel, where a resize has its outermost centers, the nearest pixel
-    # still has weight; further out there may be none, and the kernel would read foreign memory.
-    fits = (low >= lo - 0.501) & (high <= hi - 0.499) & (step != 0)
+    # A resize has its outermost centers up to half a pixel outside of the box; further out there
+    # may be no pixel to weigh.
+    fits = (low >= lo - 0.501) & (high <= hi - 0.499)
     fits &= (0 <= lo) & (lo < hi) & (hi <= geometry[:, 5:])
     fits &= (0 <= first) & (first < last) & (last <= size)
     fits &= (rows[..., 2:] == np.floor(rows[..., 2:])).all(-1)
@@ -317,8 +335,9 @@ def _check(
         i, axis = np.argwhere(~fits)[0]
         raise ValueError(
             f"sampling[{i}, {axis}] = {rows[i, axis].tolist()} does not fit a source of "
-            f"{geometry[i, 5 + axis]} and a result of {size[axis]} pixels: (origin, step, lo, hi, first, last) "
-            "must keep origin + step * j within half a pixel of the box [lo, hi) for first <= j < last"
+            f"{geometry[i, 5 + axis]} and a result of {size[axis]} pixels: of (origin, step, lo, "
+            "hi, first, last) lo and what follows must be whole numbers, and origin + step * j "
+            "within half a pixel of the box lo <= k < hi for first <= j < last"
         )
     return geometry, rows
 
@@ -331,45 +350,37 @@ def _output(
     out: torch.Tensor | None,
     positions: Sequence[int] | None,
 ) -> tuple[torch.Tensor, _Ints]:
-    """Make the output, or check the one that was given, and the rows that the images go to."""
+    """Make the output, or check the one that was given; return the rows the images go to, too."""
     places = np.arange(len(images)) if positions is None else np.asarray(positions, np.int64)
-    if positions is not None and out is not None:
-        if places.shape != (len(images),) or not ((places >= 0) & (places < len(out))).all():
-            raise ValueError(
-                f"positions must be {len(images)} rows of an out of {len(out)}, got {places.tolist()}"
-            )
-        _output(images[:1], size, dtype, memory_format, out[:1], None)
-        return out, places
     shape, device = (len(images), len(images[0]), *size), images[0].device
     if dtype != torch.uint8 and dtype not in _FLOAT_DTYPES:
         raise ValueError(f"dtype must be uint8 or floating point, got {dtype}")
     if out is None:
-        empty = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
-        return empty, places
+        out = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
+    elif positions is not None:
+        shape = (len(out), *shape[1:])
     if (out.shape, out.dtype, out.device) != (shape, dtype, device):
         raise ValueError(
             f"out must be {shape} {dtype} on {device}, "
             f"got {tuple(out.shape)} {out.dtype} on {out.device}"
         )
+    if places.shape != (len(images),) or not ((places >= 0) & (places < len(out))).all():
+        raise ValueError(
+            f"positions must be {len(images)} rows of the {len(out)} of out, got {places.tolist()}"
+        )
     return out, places
 
 
-def _colors(
-    mean: _ChannelValues, std: _ChannelValues, out: torch.Tensor
-) -> tuple[list[float] | None, list[float] | None]:
-    """The normalization of each channel as numbers."""
-    for name, values in (("mean", mean), ("std", std)):
-        if values is not None and len(values) != out.shape[1]:
-            raise ValueError(f"{name} must have {out.shape[1]} values, one a channel, got {values}")
-        if values is not None and out.dtype == torch.uint8:
-            raise ValueError(
-                f"{name} needs a floating-point dtype, got uint8: drop it or the dtype"
-            )
-    mean, std = (
-        None if values is None else torch.as_tensor(values, dtype=torch.float64).tolist()
-        for values in (mean, std)
-    )
-    return mean, std
+def _colors(name: str, values: _ChannelValues, out: torch.Tensor) -> list[float] | None:
+    """The mean or std of every channel, as numbers."""
+    if values is None:
+        return None
+    if out.dtype == torch.uint8:
+        raise ValueError(f"{name} needs a floating-point dtype, got {out.dtype}: leave one out")
+    numbers: list[float] = torch.as_tensor(values, dtype=torch.float64).flatten().tolist()
+    if len(numbers) != out.shape[1]:
+        raise ValueError(f"{name} must have {out.shape[1]} values, one a channel, got {numbers}")
+    return numbers
 
 
 # --- The launcher ---
@@ -393,23 +404,21 @@ def _launch(
     geometry, rows = _check(images, sampling, size, interpolation)
     out, places = _output(images, size, dtype, memory_format, out, positions)
     channels, levels = out.shape[1], 255 if images[0].dtype == torch.uint8 else 1
-    mean, std = _colors(mean, std, out)
-    scale = np.ones(channels) if std is None else 1 / np.array(std)
-    shift = np.zeros(channels) if mean is None else -scale * mean
+    scale = 1 / np.array(_colors("std", std, out) or [1.0] * channels)
+    shift = -scale * (_colors("mean", mean, out) or [0.0] * channels)
     scale *= (255 if dtype == torch.uint8 else 1) / levels
-    table = _pack(
-        geometry, places, rows, scale, shift, _SUPPORT[interpolation], antialias, out.is_cuda
-    )
+    support = _SUPPORT[interpolation]
+    table = _pack(geometry, places, rows, scale, shift, support, antialias, out.is_cuda)
     table = table.to(out.device, non_blocking=True)
-    # The distance to the next pixel is compiled in where it is the usual one, of planes or of pixels.
-    (*stride_x,) = set(geometry[:, 3].tolist())
+    strides_x = np.unique(geometry[:, 3]).tolist()
     height, width = size
     grid = (
         triton.cdiv(width, COLS),
         triton.cdiv(height, ROWS * STRIPS),
         len(images) * triton.cdiv(channels, 3),
     )
-    with torch.cuda.device_of(out):  # Triton launches on the current device
+    # Triton launches on the current device.
+    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
         _resample_kernel[grid](
             table,
             table.view(torch.float64),
@@ -421,7 +430,8 @@ def _launch(
             CHANNELS=channels,
             FIELDS=_FIELDS,
             SOURCE=getattr(tl, str(images[0].dtype).removeprefix("torch.")),
-            STRIDE_X=stride_x[0] if stride_x in ([1], [3]) else 0,
+            # Known strides, of planes and of RGB pixels, save address arithmetic.
+            STRIDE_X=strides_x[0] if strides_x in ([1], [3]) else 0,
             BICUBIC=interpolation == "bicubic",
             CLAMP=interpolation == "bicubic" and levels == 255,
             PADDED=bool((rows[..., 4] > 0).any() or (rows[..., 5] < size).any()),
@@ -430,6 +440,7 @@ def _launch(
             COLS=COLS,
             STRIPS=STRIPS,
             num_warps=NUM_WARPS,
+            maxnreg=MAX_REGISTERS,
             enable_fp_fusion=True,
         )
     return out
@@ -463,9 +474,8 @@ def _pack(
     images[:, :4] = geometry[:, :4]
     images[:, 4] = places
     images[:, 5] = taps[:, 1]
-    images[:, 6:14] = (
-        np.stack([origin, step, radius, 1 / stretch], 2).reshape(count, 8).view(np.int64)
-    )
+    filters = np.stack([origin, step, radius, 1 / stretch], axis=2)
+    images[:, 6:14] = filters.reshape(count, 8).view(np.int64)
     images[:, 14:22] = rows[..., 2:].reshape(count, 8)
     images[:] = images[order]
     return table
@@ -524,8 +534,8 @@ if triton is not None:
         taps_x = tl.load(ints_ptr + 5).to(tl.int32)
 
         # Coordinates stay float64 until they are relative to a tap: float32 alone would be off by
-        # 5e-4 pixels in a photo of 8192. A column's taps are moved as one window into the box, which
-        # holds all of its taps that have weight: no load needs a mask, and no tap a check.
+        # 5e-4 pixels in a photo of 8192. The taps of a column are moved as one window into the box,
+        # where all that have weight are: no load needs a mask, and no tap a check.
         origin, step, radius, squeeze = _load4(floats_ptr + 10, tl.float64)
         lo, hi, first, last = _load4(ints_ptr + 18, tl.int32)
         cols = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
@@ -579,7 +589,9 @@ if triton is not None:
                         green,
                         blue,
                         weight_y,
+                        255.0 * weight_x,
                         BICUBIC,
+                        CLAMP,
                         TAPS,
                     )
 
@@ -587,39 +599,12 @@ if triton is not None:
             inside = (rows >= first) & (rows < last) & inside_x
             pixel_ptr = out_ptr + (rows * stride_y + cols * stride_x)
             mask = (rows < height) & (cols < width)
-            _store(
-                pixel_ptr + c0 * stride_c,
-                mask,
-                red * norm,
-                inside,
-                scale0,
-                shift0,
-                CLAMP,
-                PADDED,
-                ROUND,
-            )
-            _store(
-                pixel_ptr + c1 * stride_c,
-                mask,
-                green * norm,
-                inside,
-                scale1,
-                shift1,
-                CLAMP,
-                PADDED,
-                ROUND,
-            )
-            _store(
-                pixel_ptr + c2 * stride_c,
-                mask,
-                blue * norm,
-                inside,
-                scale2,
-                shift2,
-                CLAMP,
-                PADDED,
-                ROUND,
-            )
+            red = _finish_color(red * norm, inside, scale0, shift0, CLAMP, PADDED, ROUND)
+            tl.store(pixel_ptr + c0 * stride_c, red.to(out_ptr.dtype.element_ty), mask)
+            green = _finish_color(green * norm, inside, scale1, shift1, CLAMP, PADDED, ROUND)
+            tl.store(pixel_ptr + c1 * stride_c, green.to(out_ptr.dtype.element_ty), mask)
+            blue = _finish_color(blue * norm, inside, scale2, shift2, CLAMP, PADDED, ROUND)
+            tl.store(pixel_ptr + c2 * stride_c, blue.to(out_ptr.dtype.element_ty), mask)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _sum_rows(  # type: ignore[no-untyped-def]
@@ -638,7 +623,9 @@ if triton is not None:
         green,
         blue,
         weight_y,
+        limit_x,
         BICUBIC: tl.constexpr,
+        CLAMP: tl.constexpr,
         TAPS: tl.constexpr,  # 0: taps_x of them
     ):
         for row in range(n_rows):
@@ -659,6 +646,10 @@ if triton is not None:
                     r += w * tl.load(red_ptr + t * stride_x).to(tl.float32)
                     g += w * tl.load(green_ptr + t * stride_x).to(tl.float32)
                     b += w * tl.load(blue_ptr + t * stride_x).to(tl.float32)
+            if CLAMP:
+                r = _clamp(r, 0.0, limit_x)
+                g = _clamp(g, 0.0, limit_x)
+                b = _clamp(b, 0.0, limit_x)
             red += weight * r
             green += weight * g
             blue += weight * b
@@ -668,9 +659,7 @@ if triton is not None:
         return red, green, blue, weight_y
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _store(  # type: ignore[no-untyped-def]
-        out_ptr,
-        mask,
+    def _finish_color(  # type: ignore[no-untyped-def]
         value,
         inside,
         scale,
@@ -686,18 +675,19 @@ if triton is not None:
         value = value * scale + shift
         if ROUND:
             value = tl.floor(_clamp(value, 0.0, 255.0) + 0.5)
-        tl.store(out_ptr, value.to(out_ptr.dtype.element_ty), mask)
+        return value
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _weight(distance, BICUBIC: tl.constexpr):  # type: ignore[no-untyped-def]
         distance = tl.abs(distance)
         if BICUBIC:
-            near = (1.5 * distance - 2.5) * distance * distance + 1.0
-            far = ((2.5 - 0.5 * distance) * distance - 4.0) * distance + 2.0
-            return tl.where(distance < 1.0, near, tl.where(distance < 2.0, far, 0.0))
+            # Factored, so that float32 loses nothing near the zeros.
+            near = (1.0 - 1.5 * distance) * distance + 1.0
+            far = tl.maximum(2.0 - distance, 0.0)
+            return tl.where(distance < 1.0, near, 0.5 * far * far) * (1.0 - distance)
         return tl.maximum(1.0 - distance, 0.0)
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit
     def _clamp(value, low, high):  # type: ignore[no-untyped-def]
         return tl.minimum(tl.maximum(value, low), high)
 

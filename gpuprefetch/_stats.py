@@ -16,7 +16,7 @@ class Stats:
         fetch_seconds: the prefetcher waited for the wrapped loader.
         gpu_images: decoded on the GPU.
         cpu_images: decoded by the workers.
-        encoded_bytes: host bytes of the encoded batches, files and decoded pixels together.
+        encoded_bytes: of the files left to the GPU and the pixels decoded by the workers.
         worker_decode_seconds: spent decoding in the workers, all of them together.
         share: of the baseline JPEGs that the workers decode, at present.
     """

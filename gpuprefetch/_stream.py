@@ -39,23 +39,23 @@ def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
             tensor.record_stream(stream)
 
 
-_idle: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+_idle: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = defaultdict(list)
 _lock = threading.Lock()
 
 
-def lease_stream(device: torch.device) -> torch.cuda.Stream:
+def lease_stream(device: torch.device, role: str) -> torch.cuda.Stream:
     """Take a side stream of ``device`` that nobody else uses, a new one only where none is idle.
 
     The allocator keeps a pool of blocks per stream for the life of the process, so a new stream per
-    epoch would strand the memory of the last one.
+    epoch would strand the memory of the last one, and one with another ``role`` would grow it.
     """
     with _lock:
-        if _idle[device]:
-            return _idle[device].pop()
+        if _idle[device, role]:
+            return _idle[device, role].pop()
     return torch.cuda.Stream(device)
 
 
-def return_stream(stream: torch.cuda.Stream) -> None:
+def return_stream(stream: torch.cuda.Stream, role: str) -> None:
     """Give a leased stream back. Its work must have completed."""
     with _lock:
-        _idle[torch.device(stream.device)].append(stream)
+        _idle[torch.device(stream.device), role].append(stream)

@@ -40,9 +40,15 @@ def kernel_device():
 def draw_photo(height, width, seed):
     """A smooth picture with some texture, (H, W, 3) uint8: what a photo is to a codec."""
     generator = torch.Generator().manual_seed(seed)
-    coarse = torch.rand(1, 3, height // 16 + 2, width // 16 + 2, generator=generator)
-    image = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic")[0]
-    image = image + 0.03 * torch.randn(1, height, width, generator=generator)  # gray: as cameras do
+    light = torch.rand(1, 1, height // 16 + 2, width // 16 + 2, generator=generator)
+    color = 0.3 * torch.rand(1, 3, height // 64 + 2, width // 64 + 2, generator=generator)
+    light, color = (
+        torch.nn.functional.interpolate(x, (height, width), mode="bicubic")[0]
+        for x in (light, color)
+    )
+    image = (
+        0.7 * light + color + 0.03 * torch.randn(1, height, width, generator=generator)
+    )  # gray: as cameras do
     return (image.clamp(0, 1) * 255).to(torch.uint8).permute(1, 2, 0).numpy()
 
 

@@ -58,12 +58,13 @@ def test_handoff_negative_control(wait, record):
 @pytest.mark.gpu
 def test_streams_are_reused_and_never_shared():
     device = torch.device("cuda", torch.cuda.current_device())
-    first, second = lease_stream(device), lease_stream(device)
+    first, second = lease_stream(device, "a"), lease_stream(device, "a")
     assert first != second
-    return_stream(first)
-    assert lease_stream(device) == first
-    return_stream(first)
-    return_stream(second)
+    return_stream(first, "a")
+    assert lease_stream(device, "b") != first
+    assert lease_stream(device, "a") == first
+    return_stream(first, "a")
+    return_stream(second, "a")
 
 
 @pytest.mark.gpu

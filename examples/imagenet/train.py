@@ -1,0 +1,455 @@
+"""Train a torchvision classifier on a folder in ImageNet's layout, its pictures decoded on the GPU.
+
+    python train.py                                  # on a small folder, which it draws first
+    python train.py DATA --model resnet50 --compile  # DATA/{train,val}/CLASS/*.JPEG
+    python train.py DATA --loader torchvision        # the same, with PIL decoding in the workers
+    python train.py DATA --resume                    # go on after the last complete epoch
+    torchrun --nproc-per-node=8 train.py DATA        # every GPU of a machine; --nnodes for several
+
+The last line it prints is a summary of the run in JSON.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import sys
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import islice, pairwise
+from pathlib import Path
+from statistics import median
+
+import kornia.augmentation as K
+import torch
+import torch.distributed as dist
+import torchvision
+from draw import drawn_folder
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+from tqdm import tqdm
+
+import gpuprefetch
+from gpuprefetch import CenterCrop, DataPrefetcher, EncodedImageFolder, RandomResizedCrop, Resize
+
+# What stands in for an argument that is left out. The drawn folder holds few and simple pictures:
+# many small steps on most of each picture learn them in a minute on two CPU cores.
+PHOTO_DEFAULTS = {"epochs": 90, "batch_size": 256, "image_size": 224, "min_area": 0.08}
+DRAWN_DEFAULTS = {"epochs": 8, "batch_size": 16, "image_size": 48, "min_area": 0.5}
+LEARNING_RATE = 0.1 / 256  # for each image of a step
+WARMUP_SHARE = 0.05  # of all steps
+MOMENTUM = 0.9
+WEIGHT_DECAY = 1e-4
+LABEL_SMOOTHING = 0.1
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SEED = 0
+BAR_STEPS = 20  # from one update of the bar to the next: reading the loss waits for the device
+REPORTED_ARGUMENTS = ["model", "loader", "compile", "epochs", "batch_size", "image_size", "workers"]
+
+# Set by torchrun.
+RANK = int(os.environ.get("RANK", 0))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
+
+def main(argv=None):
+    start = time.perf_counter()
+    args = parse_args(argv)
+    args.device = local_device()
+    join_processes(args.device)
+    args.data = args.data or shared_drawn_folder()
+    result = train(args)
+    if WORLD_SIZE > 1:
+        dist.destroy_process_group()
+    if RANK == 0:
+        seconds = round(time.perf_counter() - start, 1)
+        report(args, describe(args) | result | {"seconds": seconds})
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("data", nargs="?", type=Path, metavar="DATA", help="folder with train/ and val/")
+    add("--model", default="resnet18", help="any classification model of torchvision")
+    add("--loader", choices=["gpuprefetch", "torchvision"], default="gpuprefetch")
+    add("--epochs", type=int)
+    add("--batch-size", type=int, help="of each process")
+    add("--image-size", type=int, help="height and width in pixels")
+    add("--workers", type=int, default=default_workers(), help="of each DataLoader")
+    add("--compile", action="store_true")
+    add("--checkpoint", type=Path, default="checkpoint.pt", help="written after each epoch")
+    add("--resume", action="store_true", help="go on from the checkpoint")
+    add("--limit-batches", type=int, help="end each epoch after this many")
+    add("--summary", type=Path, help="file to write the JSON summary to as well")
+    args = parser.parse_args(argv)
+    parser.set_defaults(**(PHOTO_DEFAULTS if args.data else DRAWN_DEFAULTS))
+    return parser.parse_args(argv)
+
+
+def default_workers():
+    return max(1, min(16, usable_cores() // LOCAL_WORLD_SIZE))
+
+
+def usable_cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def local_device():
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", LOCAL_RANK)
+    # Before anything else touches CUDA and opens a context on the first GPU.
+    torch.cuda.set_device(device)
+    torch.backends.cudnn.benchmark = True
+    return device
+
+
+def join_processes(device):
+    if WORLD_SIZE == 1:
+        return
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+
+
+def shared_drawn_folder():
+    """Draw the small folder, once on each machine."""
+    if LOCAL_RANK == 0:
+        drawn_folder()
+    if WORLD_SIZE > 1:
+        dist.barrier()
+    return drawn_folder()
+
+
+# ---- data
+
+
+def build_loader(args, split):
+    """Return a loader of batches of images, ``(N, 3, H, W)``, and targets, ``(N,)`` int64.
+
+    gpuprefetch's are on ``args.device``; torchvision's are on the CPU, pinned where there is a GPU.
+    """
+    folder = args.data / split
+    if args.loader == "torchvision":
+        return build_dataloader(ImageFolder(folder, pil_transforms(args, split)), args, split)
+    return DataPrefetcher(
+        build_dataloader(EncodedImageFolder(folder), args, split),
+        device=args.device,
+        transforms=device_transforms(args, split),
+        # What autocast makes of them in the first layer.
+        dtype=torch.bfloat16 if args.device.type == "cuda" else torch.float32,
+        memory_format=torch.channels_last,
+        seed=SEED,
+    )
+
+
+def device_transforms(args, split):
+    size = (args.image_size, args.image_size)
+    if split == "train":
+        crop = RandomResizedCrop(size, scale=(args.min_area, 1.0))
+        return [crop, K.RandomHorizontalFlip(p=0.5), K.Normalize(MEAN, STD)]
+    return [Resize(shorter_side(args)), CenterCrop(size), K.Normalize(MEAN, STD)]
+
+
+def pil_transforms(args, split):
+    """Say :func:`device_transforms` as torchvision's training recipe does, for one PIL image."""
+    if split == "train":
+        crop = v2.RandomResizedCrop(args.image_size, scale=(args.min_area, 1.0))
+        ops = [crop, v2.RandomHorizontalFlip(p=0.5)]
+    else:
+        ops = [v2.Resize(shorter_side(args)), v2.CenterCrop(args.image_size)]
+    to_float = v2.ToDtype(torch.float32, scale=True)
+    return v2.Compose([*ops, v2.PILToTensor(), to_float, v2.Normalize(MEAN, STD)])
+
+
+def shorter_side(args):
+    return round(args.image_size * 256 / 224)
+
+
+def build_dataloader(dataset, args, split):
+    if split == "train":
+        sampler = DistributedSampler(dataset, WORLD_SIZE, RANK, seed=SEED, drop_last=True)
+    else:
+        # Shards may differ in length: a DistributedSampler would repeat images, counted twice then.
+        sampler = range(RANK, len(dataset), WORLD_SIZE)
+    return DataLoader(
+        dataset,
+        batch_size=args.batch_size,
+        sampler=sampler,
+        drop_last=split == "train",
+        num_workers=args.workers,
+        persistent_workers=args.workers > 0,
+        pin_memory=args.device.type == "cuda",
+    )
+
+
+def move(batch, device):
+    """Copy a batch to the device; one of gpuprefetch's is there already and comes back as it is."""
+    images, target = batch
+    images = images.to(device, memory_format=torch.channels_last, non_blocking=True)
+    return images, target.to(device, non_blocking=True)
+
+
+# ---- training
+
+
+def train(args):
+    """Train and validate for the epochs that are left; returns their figures for the summary."""
+    train_loader, val_loader = build_loader(args, "train"), build_loader(args, "val")
+    steps = min(len(train_loader), args.limit_batches or len(train_loader))
+    if steps == 0:
+        raise ValueError(
+            f"{len(train_loader.dataset)} training images do not fill a batch of {args.batch_size} "
+            f"in each of {WORLD_SIZE} processes. Lower --batch-size."
+        )
+    learner = Learner(args, len(train_loader.dataset.classes), args.epochs * steps)
+    if args.resume:
+        learner.load(args.checkpoint)
+    if learner.epoch >= args.epochs:
+        raise ValueError(f"{args.checkpoint} has {learner.epoch} epochs already. Raise --epochs.")
+    clock = StepClock(args)
+    while learner.epoch < args.epochs:
+        # No random number drawn from here on depends on the epochs before, so a resumed run
+        # draws the same ones without having saved any generator.
+        torch.manual_seed(SEED + WORLD_SIZE * (learner.epoch + 1) + RANK)
+        sampled = train_loader if args.loader == "gpuprefetch" else train_loader.sampler
+        sampled.set_epoch(learner.epoch)
+        loss = train_epoch(learner, train_loader, steps, clock)
+        top1, top5 = validate(learner, islice(val_loader, args.limit_batches))
+        learner.epoch += 1
+        learner.best_top1 = max(learner.best_top1, top1)
+        if RANK == 0:
+            learner.save(args.checkpoint)
+            print(f"epoch {learner.epoch}: loss {loss:.3f}, top-1 {top1:.1%}, top-5 {top5:.1%}")
+    return clock.summary() | {"top1": top1, "top5": top5, "best_top1": learner.best_top1}
+
+
+class Learner:
+    """The model, what trains it and how far it is: all that a checkpoint holds."""
+
+    STATEFUL = ("model", "optimizer", "scheduler")
+
+    def __init__(self, args, classes, steps):
+        torch.manual_seed(SEED)
+        self.device = args.device
+        model = torchvision.models.get_model(args.model, num_classes=classes)
+        self.model = model.to(args.device, memory_format=torch.channels_last)
+        self.step_model = wrap(self.model, args)
+        self.criterion = nn.CrossEntropyLoss(label_smoothing=LABEL_SMOOTHING)
+        self.optimizer = build_optimizer(self.model, args)
+        self.scheduler = LambdaLR(self.optimizer, lambda step: lr_factor(step, steps))
+        self.epoch = 0
+        self.best_top1 = 0.0
+
+    def step(self, images, target):
+        """Train on one batch; returns its loss, on the device."""
+        with self.autocast():
+            loss = self.criterion(logits_of(self.step_model(images)), target)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        return loss.detach()
+
+    def autocast(self):
+        """Compute in bfloat16 on a GPU, and as written on a CPU."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def save(self, path):
+        """Write the checkpoint, from rank 0 only."""
+        # Under another name first: a run that is killed here leaves the checkpoint before intact.
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        parts = {name: getattr(self, name).state_dict() for name in self.STATEFUL}
+        torch.save(parts | {"epoch": self.epoch, "best_top1": self.best_top1}, unfinished)
+        unfinished.replace(path)
+
+    def load(self, path):
+        """Read the checkpoint, on every rank."""
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        for name in self.STATEFUL:
+            getattr(self, name).load_state_dict(state[name])
+        self.epoch, self.best_top1 = state["epoch"], state["best_top1"]
+
+
+def wrap(model, args):
+    """Return the model as the training step calls it; its weights are the ones of ``model``."""
+    if WORLD_SIZE > 1:
+        on_gpu = args.device.type == "cuda"
+        model = DistributedDataParallel(model, device_ids=[LOCAL_RANK] if on_gpu else None)
+    return torch.compile(model) if args.compile else model
+
+
+def build_optimizer(model, args):
+    """Build SGD without weight decay on biases and norms, which only shift and scale."""
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    lr = LEARNING_RATE * args.batch_size * WORLD_SIZE
+    fused = args.device.type == "cuda"
+    return torch.optim.SGD(groups, lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, fused=fused)
+
+
+def lr_factor(step, steps):
+    """Rise linearly to 1 over the warm-up, then fall to 0 along a cosine."""
+    warmup = math.ceil(WARMUP_SHARE * steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
+
+
+def logits_of(output):
+    """Leave out the auxiliary heads that Inception and GoogLeNet add in training."""
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
+def train_epoch(learner, loader, steps, clock):
+    """Train for an epoch, shown on rank 0's bar; returns the loss of its last step."""
+    learner.model.train()
+    clock.start_epoch()
+    bar = tqdm(total=steps, desc=f"epoch {learner.epoch + 1}", unit="batch", disable=RANK > 0)
+    with bar:
+        for step, batch in enumerate(islice(loader, steps), start=1):
+            images, target = move(batch, learner.device)
+            clock.mark()
+            loss = learner.step(images, target)
+            clock.mark()
+            if step % BAR_STEPS == 0 or step == steps:
+                # Reading the loss waits for the device, so the clock's marks are behind it.
+                bar.set_postfix_str(f"loss {loss.item():.3f}, {clock.read()}", refresh=False)
+                bar.update(step - bar.n)
+    return loss.item()
+
+
+@torch.no_grad()
+def validate(learner, batches):
+    """Return top-1 and top-5 accuracy over the images of all ranks, each counted once."""
+    learner.model.eval()
+    share_buffers(learner.model)
+    correct = torch.zeros(2, dtype=torch.int64, device=learner.device)  # top-1, top-5
+    images_seen = 0
+    for batch in batches:
+        images, target = move(batch, learner.device)
+        # Not the compiled model, which would be compiled again for the short last batch, and not
+        # DDP's, which would wait for ranks that have one batch less.
+        with learner.autocast():
+            logits = learner.model(images)
+        hits = logits.topk(min(5, logits.shape[1])).indices == target[:, None]
+        correct += torch.stack([hits[:, 0].sum(), hits.sum()])
+        images_seen += len(target)
+    counts = torch.cat([correct, correct.new_tensor([images_seen])])
+    if WORLD_SIZE > 1:
+        dist.all_reduce(counts)
+    top1, top5, total = counts.tolist()
+    return top1 / total, top5 / total
+
+
+def share_buffers(model):
+    """Give every rank the batch statistics of rank 0, which are the ones a checkpoint holds."""
+    if WORLD_SIZE > 1:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+
+# ---- figures
+
+
+class StepClock:
+    """Times steps, and the waits for their batches, on the device's timeline, without stalling it.
+
+    On the host a wait says little: the host runs ahead of the GPU, which may still have work while
+    the host waits. Time between the end of one step and the start of the next is lost for certain.
+    """
+
+    def __init__(self, args):
+        self.device = args.device
+        self.images_per_step = args.batch_size * WORLD_SIZE
+        # While the first steps compile, workers fill their queues: batches that cost nothing later.
+        self.warmup_steps = 10 + 2 * args.workers
+        self.waits, self.steps = [], []  # seconds
+
+    def start_epoch(self):
+        """Begin to wait for the first batch."""
+        self.marks = [self.now()]
+
+    def mark(self):
+        """Note the time: once when a step's batch is there, once at the step's end."""
+        self.marks.append(self.now())
+
+    def now(self):
+        """Note the time: on the host, or when the GPU comes to it."""
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self):
+        """Take in the steps since the last call, which the device must be through with.
+
+        Returns:
+            What the bar says about them.
+        """
+        ends, starts = self.marks[0::2], self.marks[1::2]
+        waits = [seconds_between(*pair) for pair in zip(ends, starts, strict=False)]
+        steps = [seconds_between(*pair) for pair in pairwise(ends)]
+        self.marks = self.marks[-1:]
+        self.waits += waits
+        self.steps += steps
+        speed = self.images_per_step * len(steps) / sum(steps)
+        return f"{speed:,.0f} images/s, {sum(waits) / sum(steps):.0%} waiting for data"
+
+    def summary(self):
+        """Give the speed of all ranks, and rank 0's waits, over the steps after the warm-up."""
+        warmup = min(self.warmup_steps, len(self.steps) // 2)
+        waits, steps = self.waits[warmup:], self.steps[warmup:]
+        return {
+            "measured_steps": len(steps),
+            # Over the sum, because batches may come in bursts, one from each worker: the median
+            # step is then one of those that did not wait.
+            "images_per_second": round(self.images_per_step * len(steps) / sum(steps), 1),
+            "images_per_second_median_step": round(self.images_per_step / median(steps), 1),
+            "data_wait_share": round(sum(waits) / sum(steps), 4),
+        }
+
+
+def seconds_between(start, end):
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+
+
+def describe(args):
+    """Say what was run, on what, without the paths of this machine."""
+    packages = ["torch", "torchvision", "torchcodec", "kornia"]
+    versions = {"python": platform.python_version(), "gpuprefetch": gpuprefetch.__version__}
+    on_gpu = args.device.type == "cuda"
+    return {
+        "utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["train.py", *map(without_folder, sys.argv[1:])]),
+        "versions": versions | {package: version(package) for package in packages},
+        "device": torch.cuda.get_device_name(args.device) if on_gpu else "cpu",
+        "cpu_cores": usable_cores(),
+        "world_size": WORLD_SIZE,
+    } | {name: getattr(args, name) for name in REPORTED_ARGUMENTS}
+
+
+def without_folder(argument):
+    return re.sub(r"(^|=)/.*/", r"\1", argument)
+
+
+def report(args, summary):
+    print(json.dumps(summary))
+    if args.summary:
+        args.summary.write_text(json.dumps(summary, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""The training example: it trains, resumes, counts right, runs in several processes, and draws."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+from torchvision.datasets import ImageFolder
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "imagenet"
+TINY = ["--image-size", "32", "--batch-size", "4", "--workers", "0", "--limit-batches", "3"]
+
+
+@pytest.fixture(scope="module")
+def train():
+    """The script as a module, for this file only: the benchmarks have a train.py too."""
+    sys.path.insert(0, str(EXAMPLE))
+    yield importlib.import_module("train")
+    sys.path.remove(str(EXAMPLE))
+    for name in ("train", "draw"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def draw(train):
+    return importlib.import_module("draw")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, draw):
+    """20 training pictures, and 19 for validation, which no batch size or world size divides."""
+    folder = tmp_path_factory.mktemp("example") / "pictures"
+    draw.write_folder(folder, train_per_class=2, val_per_class=2)
+    next(folder.rglob("val/*/*.JPEG")).unlink()
+    return folder
+
+
+@pytest.fixture
+def run(train, folder, tmp_path, monkeypatch, capfd):
+    """Run the script in this process; returns its summary and the checkpoint it left."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments, data=folder):
+        train.main([*map(str, [data] if data else []), *TINY, *arguments])
+        summary = json.loads(capfd.readouterr().out.splitlines()[-1])
+        return summary, torch.load("checkpoint.pt", weights_only=True)
+
+    return run
+
+
+@pytest.mark.parametrize("loader", ["gpuprefetch", "torchvision"])
+def test_resumed_run_ends_with_the_same_weights(train, run, loader, monkeypatch):
+    arguments = ["--loader", loader, "--epochs", "2"]
+    summary, checkpoint = run(*arguments)
+    assert checkpoint["epoch"] == 2
+    assert summary["loader"] == loader
+    assert summary["images_per_second"] > 0
+    assert 0 <= summary["data_wait_share"] <= 1
+
+    save = train.Learner.save
+
+    def save_and_fail(learner, path):
+        save(learner, path)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Learner, "save", save_and_fail)
+        with pytest.raises(KeyboardInterrupt):
+            run(*arguments)
+    assert torch.load("checkpoint.pt", weights_only=True)["epoch"] == 1
+    _, resumed = run(*arguments, "--resume")
+    assert resumed["epoch"] == 2
+    for name, weight in checkpoint["model"].items():
+        assert torch.equal(resumed["model"][name], weight), name
+    with pytest.raises(ValueError, match="Raise --epochs"):
+        run(*arguments, "--resume")
+
+
+def test_without_data_it_trains_on_a_drawn_folder(draw, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(draw.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(draw, "TRAIN_PER_CLASS", 1)
+    monkeypatch.setattr(draw, "VAL_PER_CLASS", 1)
+    summary, _ = run("--epochs", "1", "--summary", "summary.json", data=None)
+    assert json.loads(Path("summary.json").read_text()) == summary
+    assert len(list(tmp_path.rglob("*.JPEG"))) == 20
+
+
+def test_two_processes_count_every_validation_image_once(train, folder, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    # No --limit-batches: one rank has 10 validation images, the other 9.
+    command += [EXAMPLE / "train.py", folder, *TINY[:-2], "--epochs", "1"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("epoch 1:") == 1  # rank 0 alone writes
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["world_size"] == 2
+    assert str(folder.parent) not in summary["command"]
+    expected = accuracy(train, folder, tmp_path / "checkpoint.pt")
+    assert (summary["top1"], summary["top5"]) == expected
+
+
+def accuracy(train, folder, checkpoint):
+    """Top-1 and top-5, one image at a time."""
+    args = train.parse_args([str(folder), *TINY])
+    images = ImageFolder(folder / "val", train.pil_transforms(args, "val"))
+    model = torchvision.models.resnet18(num_classes=10)
+    model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
+    with torch.no_grad():
+        ranked = [model.eval()(image[None])[0].argsort(descending=True) for image, _ in images]
+    places = [r.tolist().index(target) for r, target in zip(ranked, images.targets, strict=True)]
+    return sum(p < 1 for p in places) / len(places), sum(p < 5 for p in places) / len(places)
+
+
+def test_too_few_pictures_for_a_batch(run):
+    with pytest.raises(ValueError, match="Lower --batch-size"):
+        run("--epochs", "1", "--batch-size", "32")
+
+
+def test_learning_rate_rises_and_falls(train):
+    factors = [train.lr_factor(step, 200) for step in range(200)]
+    top = factors.index(max(factors))
+    assert factors[top] == 1
+    assert 0 < factors[0] < 0.2
+    assert 0 < factors[-1] < 1e-3
+    assert factors == sorted(factors[:top]) + sorted(factors[top:], reverse=True)
+
+
+def test_clock_tells_waits_from_work(train):
+    args = train.parse_args(["--batch-size", "8", "--workers", "0"])
+    args.device = torch.device("cpu")
+    clock = train.StepClock(args)
+    clock.marks = [0.0, 0.5, 1.0, 1.1, 2.0]  # end, batch there, end, batch there, end
+    assert clock.read() == "8 images/s, 30% waiting for data"
+    clock.marks += [2.4, 3.0]
+    assert clock.read() == "8 images/s, 40% waiting for data"
+    assert clock.summary()["data_wait_share"] == pytest.approx(0.25)  # without the first of three
+
+
+def test_command_is_reported_without_folders(train):
+    assert train.without_folder("/data/imagenet") == "imagenet"
+    assert train.without_folder("--summary=/data/run.json") == "--summary=run.json"
+    assert train.without_folder("--epochs") == "--epochs"
+
+
+def test_drawn_layout_and_kinds_of_files(draw, tmp_path):
+    draw.write_folder(tmp_path / "drawn", train_per_class=14, val_per_class=3)
+    for split, count in [("train", 14), ("val", 3)]:
+        folders = sorted((tmp_path / "drawn" / split).iterdir())
+        assert [folder.name for folder in folders] == draw.CLASSES
+        assert all(len(list(folder.glob("*.JPEG"))) == count for folder in folders)
+    kinds, sizes = Counter(), set()
+    for path in (tmp_path / "drawn").rglob("*.JPEG"):
+        with Image.open(path) as image:
+            progressive = " progressive" * bool(image.info.get("progressive"))
+            kinds[f"{image.format} {image.mode}{progressive}"] += 1
+            sizes.add(image.size)
+    assert set(kinds) == {"JPEG RGB", "JPEG RGB progressive", "JPEG L", "JPEG CMYK", "PNG RGB"}
+    assert len(sizes) > 150
+    assert min(map(min, sizes)) >= 60
+    assert max(map(max, sizes)) <= 320
+
+
+def test_every_picture_is_its_own_and_always_the_same(draw):
+    first, again, other = (draw.draw("plain", "ring", np.random.default_rng(s)) for s in (1, 1, 2))
+    assert np.array_equal(first, again)
+    assert first.shape != other.shape
+    assert first.dtype == np.uint8
+
+
+def test_drawn_once(draw, tmp_path, monkeypatch):
+    monkeypatch.setattr(draw.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(draw, "TRAIN_PER_CLASS", 1)
+    monkeypatch.setattr(draw, "VAL_PER_CLASS", 1)
+    folder = draw.drawn_folder()
+    times = {path: path.stat().st_mtime_ns for path in folder.rglob("*.JPEG")}
+    assert len(times) == 20
+    assert draw.drawn_folder() == folder
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.JPEG")} == times
+
+
+def test_interrupted_drawing_leaves_no_folder(draw, tmp_path, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(draw, "save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        draw.write_folder(tmp_path / "drawn", 1, 1)
+    assert not (tmp_path / "drawn").exists()
+
+
+def test_second_of_two_processes_keeps_the_first_ones_folder(draw, tmp_path):
+    draw.write_folder(tmp_path / "drawn", 1, 1)
+    draw.write_folder(tmp_path / "drawn", 2, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["drawn"]
+    assert len(list(tmp_path.rglob("*.JPEG"))) == 20

@@ -1,0 +1,428 @@
+"""The kernel against its twin, the twin against PIL and torch, and the path of a worker."""
+
+import re
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as TF
+
+from gpuprefetch import _resample
+from gpuprefetch._resample import resample, resample_reference, resample_uint8
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SIZES = [(4, 16), (5, 19)]  # the second divides nothing
+
+
+def picture(height, width, channels=3, seed=0):
+    """Noise on slopes, with a black and a white block: values of all kinds, and hard edges."""
+    generator = torch.Generator().manual_seed(seed)
+    image = torch.randint(0, 60, (channels, height, width), generator=generator)
+    image += torch.arange(width) * 150 // width + torch.arange(height)[:, None] * 45 // height
+    image[:, height // 4 : height // 2, width // 4 : width // 2] = 0
+    image[:, height // 2 : height * 3 // 4, width // 2 : width * 3 // 4] = 255
+    return image.to(torch.uint8)
+
+
+def axis(lo, length, size, flip=False, whole=None, start=0):
+    """Resize ``length`` pixels from ``lo`` on to ``whole``, and take ``size`` from ``start`` on."""
+    step = length / (whole or size)
+    origin = lo + (start + 0.5) * step - 0.5
+    if flip:
+        origin, step = origin + step * (size - 1), -step
+    return origin, step, lo, lo + length, 0, size
+
+
+def aligned(lo, length, size):
+    return lo, (length - 1) / (size - 1), lo, lo + length, 0, size
+
+
+def padded(length, size):
+    """All of a too short axis as it is, in the middle."""
+    first = (size - length) // 2
+    return -first, 1, 0, length, first, first + length
+
+
+def everything(size):
+    """One image and its two rows for every kind of row."""
+    height, width = size
+    return [
+        (picture(13, 37), axis(2, 9, height), axis(7, 27, width)),
+        (picture(13, 37), axis(2, 9, height, flip=True), axis(7, 27, width, flip=True)),
+        (picture(9, 14), axis(3, 3, height), axis(2, 8, width, flip=True)),  # enlarged
+        (picture(22, 60), axis(0, 22, height), axis(0, 60, width)),  # more than 4 taps
+        (picture(3, 11), padded(3, height), padded(11, width)),
+        (picture(30, 50), axis(0, 30, height, False, 12, 3), axis(0, 50, width, False, 25, 3)),
+        (picture(12, 25), aligned(1, 10, height), aligned(2, 21, width)),
+        (picture(*size), axis(0, height, height), axis(0, width, width)),  # a finished picture
+        (picture(*size), axis(0, height, height), axis(0, width, width, flip=True)),
+        (picture(1, 1), axis(0, 1, height), axis(0, 1, width)),
+        (picture(1, 9), aligned(0, 1, height), axis(4, 5, width)),
+        (picture(20, 1), axis(0, 20, height), axis(0, 1, width)),
+    ]
+
+
+def batch(cases, device="cpu"):
+    images, *rows = zip(*cases, strict=True)
+    return [image.to(device) for image in images], np.array(rows, dtype=np.float64).swapaxes(0, 1)
+
+
+def launch(images, sampling, size, **options):
+    """The kernel, compiled for images on CUDA and interpreted for others."""
+    return _resample._launch(images, sampling, size, **options).cpu()
+
+
+def assert_as_good_as_eager(result, images, sampling, size, **options):
+    """Within 2 x the twin's own error against float64, + 1e-6; and within 1e-4 of the twin."""
+    images = [image.cpu() for image in images]
+    eager = resample_reference(images, sampling, size, **options).double()
+    exact = resample_reference(images, sampling, size, **options | {"dtype": torch.float64})
+    assert not result.isnan().any()
+    assert (result - exact).abs().max() <= 2 * (eager - exact).abs().max() + 1e-6
+    if options.get("dtype", torch.float32) == torch.float32:
+        assert (result - eager).abs().max() <= 1e-4
+
+
+# --- The kernel ---
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("antialias", [True, False])
+def test_kernel_matches_twin(kernel_device, size, interpolation, antialias):
+    images, sampling = batch(everything(size), kernel_device)
+    options = {"interpolation": interpolation, "antialias": antialias, "mean": MEAN, "std": STD}
+    result = launch(images, sampling, size, **options)
+    assert_as_good_as_eager(result, images, sampling, size, **options)
+
+
+def test_kernel_comparison_can_fail(kernel_device):
+    images, sampling = batch(everything((4, 16))[:1], kernel_device)
+    result = launch(images, sampling, (4, 16))
+    assert_as_good_as_eager(result, images, sampling, (4, 16))
+    for wrong in (axis(7, 27, 16, flip=True), axis(8, 27, 16)):
+        sampling[0, 1] = wrong
+        with pytest.raises(AssertionError):
+            assert_as_good_as_eager(result, images, sampling, (4, 16))
+
+
+def test_kernel_tiles(kernel_device, monkeypatch):
+    """Several programs and strips an image, the last ones only partly filled."""
+    for name, value in {"ROWS": 2, "COLS": 8, "STRIPS": 2}.items():
+        monkeypatch.setattr(_resample, name, value)
+    images, sampling = batch(everything((7, 19))[:2], kernel_device)
+    result = launch(images, sampling, (7, 19))
+    assert_as_good_as_eager(result, images, sampling, (7, 19))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float16,
+        # The interpreter truncates float32 to bfloat16, so only a GPU run says anything here.
+        pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_kernel_output_forms(kernel_device, dtype, memory_format):
+    images, sampling = batch(everything((5, 19))[:3], kernel_device)
+    options = {"dtype": dtype, "memory_format": memory_format, "mean": MEAN, "std": STD}
+    result = _resample._launch(images, sampling, (5, 19), **options)
+    assert result.dtype == dtype and result.is_contiguous(memory_format=memory_format)
+    assert_as_good_as_eager(result.cpu(), images, sampling, (5, 19), **options)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_kernel_rounds_to_uint8(kernel_device, interpolation):
+    images, sampling = batch(everything((5, 19))[:6], kernel_device)
+    options = {"interpolation": interpolation, "dtype": torch.uint8}
+    result = launch(images, sampling, (5, 19), **options)
+    difference = result.int() - resample_reference(
+        [image.cpu() for image in images], sampling, (5, 19), **options
+    )
+    # A level apart where float32 rounds to the other side of one half.
+    assert difference.abs().max() <= 1
+    assert (difference != 0).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_kernel_channels(kernel_device, channels):
+    cases = [(picture(9, 20, channels), axis(1, 8, 4), axis(3, 17, 9))]
+    images, sampling = batch(cases, kernel_device)
+    options = {"mean": [0.1 * c for c in range(channels)], "std": [0.5] * channels}
+    result = launch(images, sampling, (4, 9), **options)
+    assert_as_good_as_eager(result, images, sampling, (4, 9), **options)
+
+
+def strided(image, layout):
+    if layout == "planar":
+        return image.contiguous()
+    if layout == "pixels":
+        return image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    if layout == "slice of a flat buffer":
+        flat = torch.zeros(image.numel() + 7, dtype=image.dtype, device=image.device)
+        flat[7:] = image.flatten()
+        return flat[7:].view(image.shape)
+    every_other = image.new_zeros(*image.shape, 2)
+    every_other[..., 1] = image
+    return every_other[..., 1]
+
+
+LAYOUTS = ["planar", "pixels", "slice of a flat buffer", "every other element"]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "all of them"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_kernel_source_strides(kernel_device, layout, dtype):
+    images, sampling = batch(everything((5, 19))[:4], kernel_device)
+    images = [image if dtype == torch.uint8 else image.to(dtype) / 255 for image in images]
+    layouts = LAYOUTS if layout == "all of them" else [layout] * 4
+    changed = [strided(image, layout) for image, layout in zip(images, layouts, strict=True)]
+    result = launch(changed, sampling, (5, 19))
+    assert_as_good_as_eager(result, images, sampling, (5, 19))
+
+
+@pytest.mark.parametrize("path", [_resample._launch, resample_reference])
+def test_out_is_a_slice(kernel_device, path):
+    images, sampling = batch(everything((5, 19))[:2], kernel_device)
+    whole = torch.full((4, 3, 5, 19), -9.0, device=kernel_device)
+    whole = whole.to(memory_format=torch.channels_last)
+    result = path(images, sampling, (5, 19), out=whole[1:3])
+    assert result.data_ptr() == whole[1:3].data_ptr()
+    assert torch.equal(whole[1:3], path(images, sampling, (5, 19)))
+    assert (whole[0] == -9).all() and (whole[3] == -9).all()
+
+
+@pytest.mark.parametrize("path", [_resample._launch, resample_reference])
+@pytest.mark.parametrize("antialias", [True, False])
+def test_nothing_outside_of_the_box_is_read(kernel_device, path, antialias):
+    image = torch.full((3, 20, 30), torch.nan, device=kernel_device)
+    image[:, 4:13, 6:25] = 0.5
+    rows = np.array([[axis(4, 9, 4), axis(6, 19, 7, flip=True)]])
+    result = path([image], rows, (4, 7), antialias=antialias)
+    assert (result - 0.5).abs().max() < 1e-6
+
+
+def test_large_coordinates(kernel_device):
+    """A checkerboard punishes every error of the coordinate with 255 levels per pixel."""
+    image = (torch.arange(8192) % 2 * 255).to(torch.uint8).expand(1, 2, 8192)
+    cases = [
+        (image, axis(0, 2, 2), axis(8150, 41, 37)),
+        (image, axis(0, 2, 2), axis(0, 8192, 37, False, 8001, 7950)),
+        (image, axis(0, 2, 2), axis(0, 8192, 37, True, 8001, 7950)),
+    ]
+    images, sampling = batch(cases, kernel_device)
+    for interpolation in ("bilinear", "bicubic"):
+        result = launch(images, sampling, (2, 37), interpolation=interpolation)
+        assert_as_good_as_eager(result, images, sampling, (2, 37), interpolation=interpolation)
+    sampling[:, 1, 0] = sampling[:, 1, 0].astype(np.float32)  # what float32 would have done
+    with pytest.raises(AssertionError):
+        assert_as_good_as_eager(result, images, sampling, (2, 37), interpolation="bicubic")
+
+
+@pytest.mark.gpu
+def test_resample_launches_on_the_current_stream():
+    images, sampling = batch(everything((224, 224))[:9], "cuda")
+    expected = resample_reference(images, sampling, (224, 224), mean=MEAN, std=STD)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        late = [torch.zeros_like(image).copy_(image) for image in images]
+        result = resample(late, torch.from_numpy(sampling), (224, 224), mean=MEAN, std=STD)
+    stream.synchronize()
+    assert (result - expected).abs().max() <= 1e-4
+
+
+# --- The twin ---
+
+
+def assert_as_on_pil(expected, image, rows, interpolation):
+    """Both CPU paths against the picture that torchvision v2 makes of a PIL image."""
+    expected = torch.from_numpy(np.array(expected)).permute(2, 0, 1)
+    options = {"size": expected.shape[1:], "interpolation": interpolation}
+    twin = resample_reference([image], rows[None], **options)[0] * 255 - expected
+    worker = resample_uint8(image, rows, **options).float() - expected
+    # PIL rounds after each axis, hence a quarter of a level on average.
+    assert twin.abs().mean() <= 0.5
+    assert worker.abs().mean() <= 0.5
+    # Pillow 13 filters along y first where that is less work, as in a tall image. What bicubic
+    # overshoots at edges is cut off after the first axis, so there the order shows.
+    swapped = interpolation == "bicubic" and rows[0, 3] - rows[0, 2] > rows[1, 3] - rows[1, 2]
+    assert twin.abs().max() <= (20 if swapped else 3)
+    assert worker.abs().max() <= (20 if swapped else 1)
+
+
+BOXES = [(10, 20, 300, 310, False), (3, 41, 181, 333, True), (60, 90, 120, 97, False)]
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(("top", "left", "height", "width", "flip"), BOXES)
+def test_random_resized_crop_as_on_pil(interpolation, top, left, height, width, flip):
+    image = picture(375, 500)
+    pil = Image.fromarray(image.permute(1, 2, 0).numpy())
+    mode = InterpolationMode(interpolation)
+    expected = TF.resized_crop(pil, top, left, height, width, [224, 224], mode, antialias=True)
+    expected = TF.horizontal_flip(expected) if flip else expected
+    rows = np.array([axis(top, height, 224), axis(left, width, 224, flip)])
+    assert_as_on_pil(expected, image, rows, interpolation)
+    rows[1] = axis(left, width, 224, not flip)
+    with pytest.raises(AssertionError):
+        assert_as_on_pil(expected, image, rows, interpolation)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 333), (151, 260)])
+def test_resize_and_center_crop_as_on_pil(interpolation, height, width):
+    image = picture(height, width)
+    pil = Image.fromarray(image.permute(1, 2, 0).numpy())
+    resized = TF.resize(pil, 256, InterpolationMode(interpolation), antialias=True)
+    rows = [
+        axis(0, length, 224, whole=whole, start=round((whole - 224) / 2))
+        for length, whole in ((height, resized.height), (width, resized.width))
+    ]
+    assert_as_on_pil(TF.center_crop(resized, [224, 224]), image, np.array(rows), interpolation)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [(16, 16), (7, 45)])
+def test_twin_is_interpolate(interpolation, size):
+    image = picture(37, 30).double() / 255
+    rows = np.array([[axis(3, 31, size[0]), axis(5, 25, size[1])]])
+    expected = F.interpolate(image[None, :, 3:34, 5:30], size, mode=interpolation, antialias=True)
+    options = {"interpolation": interpolation, "dtype": torch.float64}
+    result = resample_reference([image], rows, size, **options)
+    torch.testing.assert_close(result, expected)
+
+
+def test_twin_is_interpolate_with_aligned_corners():
+    image = picture(37, 30).double() / 255
+    rows = np.array([[aligned(3, 31, 16), aligned(5, 25, 45)]])
+    box = image[None, :, 3:34, 5:30]
+    expected = F.interpolate(box, (16, 45), mode="bilinear", align_corners=True)
+    result = resample_reference([image], rows, (16, 45), antialias=False, dtype=torch.float64)
+    torch.testing.assert_close(result, expected)
+
+
+def test_finished_pictures_are_only_normalized():
+    images = [picture(12, 17, seed=seed) for seed in range(3)]
+    rows = np.array([[axis(0, 12, 12), axis(0, 17, 17)]] * 3)
+    assert torch.equal(resample(images, rows, (12, 17)), torch.stack(images) / 255)
+    assert torch.equal(resample(images, rows, (12, 17), dtype=torch.uint8), torch.stack(images))
+    expected = TF.normalize(torch.stack(images) / 255, MEAN, STD)
+    result = resample(images, rows, (12, 17), mean=MEAN, std=torch.tensor(STD))
+    torch.testing.assert_close(result, expected)
+    floats = [image / 255 for image in images]
+    resample(floats, rows, (12, 17), mean=MEAN, std=STD)
+    assert torch.equal(floats[0], images[0] / 255)  # the caller's images are left alone
+
+
+def test_padding_is_zero_before_normalization():
+    image = torch.full((3, 4, 6), 255, dtype=torch.uint8)
+    rows = np.array([[padded(4, 8), padded(6, 8)]])
+    result = resample([image], rows, (8, 8), mean=MEAN, std=STD)[0]
+    expected = F.pad(torch.ones(3, 4, 6), (1, 1, 2, 2))
+    torch.testing.assert_close(result, TF.normalize(expected, MEAN, STD))
+
+
+# --- One image in a worker ---
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("antialias", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+def test_resample_uint8_matches_twin(interpolation, antialias, size):
+    for image, *rows in everything(size):
+        options = {"interpolation": interpolation, "antialias": antialias}
+        exact = resample_reference([image], [rows], size, **options, dtype=torch.float64)[0]
+        for layout in ("planar", "pixels"):
+            result = resample_uint8(strided(image, layout), np.array(rows), size, **options)
+            assert result.dtype == torch.uint8 and result.is_contiguous()
+            assert (result - exact * 255).abs().max() <= 1.2  # two roundings
+
+
+def test_resample_uint8_owns_its_memory():
+    image = picture(8, 8)
+    result = resample_uint8(image, np.array([axis(0, 8, 8), axis(0, 8, 8)]), (8, 8))
+    assert torch.equal(result, image)
+    image.zero_()
+    assert result.any()
+
+
+# --- What is refused ---
+
+
+def rows_with(**changes):
+    names = ["origin", "step", "lo", "hi", "first", "last"]
+    row = dict(zip(names, axis(0, 8, 8), strict=True)) | changes
+    return np.array([[axis(0, 8, 8), tuple(row.values())]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"images": []}, "images must be at least one tensor"),
+        ({"images": [picture(8, 8), picture(8, 8).float()]}, "agree in dtype and device"),
+        ({"images": [picture(8, 8)[0]]}, "images must be (C, H, W)"),
+        ({"images": [picture(8, 8).int()]}, "uint8 or floating point, got 3-D torch.int32"),
+        ({"images": [picture(8, 8), picture(8, 8, 1)]}, "agree in channels, got [1, 3]"),
+        ({"sampling": rows_with()[0]}, "sampling must be (1, 2, 6), got (2, 6)"),
+        ({"sampling": rows_with(hi=9)}, "sampling[0, 1]"),
+        ({"sampling": rows_with(lo=-1)}, "a source of 8 and a result of 8 pixels"),
+        ({"sampling": rows_with(lo=8)}, "sampling[0, 1]"),
+        ({"sampling": rows_with(lo=0.5)}, "must be whole numbers"),
+        ({"sampling": rows_with(last=9)}, "sampling[0, 1]"),
+        ({"sampling": rows_with(first=8)}, "sampling[0, 1]"),
+        ({"sampling": rows_with(origin=2.0)}, "within half a pixel of the box"),
+        ({"sampling": rows_with(step=np.nan)}, "sampling[0, 1]"),
+        ({"interpolation": "nearest"}, "one of ['bilinear', 'bicubic'], got 'nearest'"),
+        ({"dtype": torch.int64}, "dtype must be uint8 or floating point"),
+        ({"mean": [0.5]}, "mean must have 3 values"),
+        ({"std": MEAN, "dtype": torch.uint8}, "std needs a floating-point dtype"),
+        ({"out": torch.empty(1, 3, 8, 9)}, "out must be (1, 3, 8, 8) torch.float32 on cpu"),
+    ],
+)
+@pytest.mark.parametrize("path", [_resample._launch, resample])
+def test_errors(path, changes, message):
+    arguments = {"images": [picture(8, 8)], "sampling": rows_with(), "size": (8, 8)} | changes
+    with pytest.raises(ValueError, match=re.escape(message)):
+        path(**arguments)
+
+
+def test_resample_uint8_takes_uint8():
+    with pytest.raises(ValueError, match="image must be uint8 on the CPU"):
+        resample_uint8(picture(8, 8).float(), rows_with()[0], (8, 8))
+
+
+def test_benchmark_runs(tmp_path):
+    script = Path(__file__).parents[1] / "benchmarks" / "kernel.py"
+    main = runpy.run_path(str(script))["main"]
+    arguments = ["--images=2", "--size=16", "--repeats=1", "--warmup=0", "--device=cpu"]
+    report = main([*arguments, "--fused-only", f"--output={tmp_path / 'kernel.json'}"])
+    assert report["results"]["fused"]["median_ms"] > 0
+    assert (tmp_path / "kernel.json").read_text().startswith("{")
+
+
+@pytest.mark.parametrize("run", ["twin", "kernel"])
+def test_positions_scatter_into_a_larger_batch(run, kernel_device):
+    images = [
+        torch.full((3, 5, 4), value, dtype=torch.uint8, device=kernel_device) for value in (51, 102)
+    ]
+    rows = np.array([[(0.5, 2, 0, 5, 0, 2), (0.5, 2, 0, 4, 0, 2)]] * 2)
+    out = torch.full((4, 3, 2, 2), -1.0, device=kernel_device)
+    resampled = (_resample._launch if run == "kernel" else resample_reference)(
+        images, rows, (2, 2), out=out, positions=[3, 0]
+    )
+    assert resampled is out
+    want = (
+        torch.tensor([0.4, -1.0, -1.0, 0.2], device=kernel_device).view(4, 1, 1, 1).expand_as(out)
+    )
+    torch.testing.assert_close(out, want)
+    for wrong in ([0], [0, 4], [-1, 0]):
+        with pytest.raises(ValueError, match="positions must be 2 rows of the 4 of out"):
+            resample_reference(images, rows, (2, 2), out=out, positions=wrong)
