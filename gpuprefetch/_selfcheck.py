@@ -11,14 +11,18 @@ import contextlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from gpuprefetch._decode import BACKENDS, ImageDecoder
-from gpuprefetch._pipeline import Lane
+from gpuprefetch._decode import BACKENDS
+from gpuprefetch._encoded import EncodedImage, EncodedImages
+from gpuprefetch._pipeline import Lane, Pipeline
+from gpuprefetch._prefetcher import DataPrefetcher
 from gpuprefetch._stream import handoff, lease_stream, return_stream
+from gpuprefetch._transforms import Resize
 
 SLEEP_CYCLES = 8_000_000  # 4 to 6 ms: the next decode of IMAGES images is through well within them
 IMAGES = 8
@@ -125,17 +129,15 @@ def selfcheck(
     few = max(rounds // 10, 20)
     checks = []
     with torch.cuda.device(chosen), torch.no_grad(), _quiet():
-        jpegs = _draw_jpegs()
+        files = _draw_jpegs()
         for name in BACKENDS:
             try:
-                decoder = BACKENDS[name](chosen)
-                expected = _decode_undisturbed(decoder, jpegs)
+                course = _Course(name, chosen, files)
             except Exception as error:  # of an optional package: the other backend is checked
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                 checks.append(Check(name, "library", error=reason))
                 continue
-            checks.append(_check_decoder(name, decoder, jpegs, expected, rounds))
-            checks.append(_check_decoder_unsafe(name, decoder, jpegs, expected, few))
+            checks += [course.check("library", rounds), course.check("unsafe", few)]
         pictures = [torch.rand(IMAGES, 3, *SIZE, device=chosen) for _ in range(SETS)]
         checks.append(_check_handoff("library", pictures, rounds))
         checks.append(_check_handoff("unsafe", pictures, few))
@@ -179,136 +181,139 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _draw_jpegs() -> list[list[torch.Tensor]]:
-    """SETS sets of IMAGES files that nowhere show the same, ``(bytes,)`` uint8 on the CPU."""
+def _draw_jpegs() -> list[list[EncodedImage]]:
+    """SETS sets of IMAGES files that nowhere show the same."""
     from torchcodec.encoders import JpegEncoder
 
     generator = torch.Generator().manual_seed(0)
     coarse = torch.rand(SETS * IMAGES, 3, SIZE[0] // 32, SIZE[1] // 32, generator=generator)
     pictures = (F.interpolate(coarse, SIZE, mode="bilinear") * 255).to(torch.uint8)
-    files = [JpegEncoder(picture).to_tensor(quality=90) for picture in pictures]
+    files = [EncodedImage(JpegEncoder(picture).to_tensor(quality=90)) for picture in pictures]
     return [files[i : i + IMAGES] for i in range(0, len(files), IMAGES)]
 
 
-def _decode_undisturbed(
-    decoder: ImageDecoder, jpegs: Sequence[list[torch.Tensor]]
-) -> list[torch.Tensor]:
-    """What each set decodes to while nothing else runs, ``(IMAGES, 3, H, W)`` each."""
-    expected = []
-    for files in jpegs:
-        torch.cuda.synchronize()
-        images = decoder(files)
-        torch.cuda.synchronize()
-        expected.append(torch.stack(images))
-        torch.cuda.synchronize()
-    return expected
-
-
 class _Witness:
-    """Reads the images of each round late, and remembers where they lay and what was wrong.
+    """Where the images of each round lay, and in which rounds a reader saw wrong ones."""
 
-    It allocates nothing of an image's size: their blocks are left to the next round's images.
-    """
-
-    def __init__(self, expected: Sequence[torch.Tensor], rounds: int) -> None:
-        self._expected = expected
-        self._seen = torch.empty_like(expected[0])
-        self._differs = torch.empty(self._seen.shape, dtype=torch.bool, device=self._seen.device)
-        self._wrong = torch.zeros(rounds, dtype=torch.bool, device=self._seen.device)
+    def __init__(self, rounds: int) -> None:
+        self.wrong = torch.zeros(rounds, dtype=torch.bool, device="cuda")
+        self.rounds = self.reused = 0
         self._addresses: set[int] = set()
         self._pending: deque[torch.cuda.Event] = deque()
-        self._reused = self._rounds = 0
         torch.cuda.synchronize()  # it was made on another stream than it is used on
 
-    def read(self, images: Sequence[torch.Tensor]) -> None:
-        """Queue a sleep and behind it the comparison, on the current stream."""
-        torch.cuda._sleep(SLEEP_CYCLES)
-        torch.stack(list(images), out=self._seen)
-        torch.ne(self._seen, self._expected[self._rounds % SETS], out=self._differs)
-        self._wrong[self._rounds] = self._differs.any()
+    def note_addresses(self, images: Sequence[torch.Tensor]) -> None:
+        """Remember where the images of this round lie."""
         addresses = {image.data_ptr() for image in images}
-        self._reused += not addresses.isdisjoint(self._addresses)
+        self.reused += not addresses.isdisjoint(self._addresses)
         self._addresses |= addresses
-        self._rounds += 1
 
-    def throttle(self) -> None:
-        """Wait until the host is at most AHEAD rounds ahead of the current stream."""
+    def judge(self, seen: torch.Tensor, expected: torch.Tensor) -> None:
+        """Queue the comparison on the current stream; at most AHEAD rounds are then under way."""
+        self.wrong[self.rounds] = (seen != expected).any()
+        self.rounds += 1
         self._pending.append(torch.cuda.current_stream().record_event())
         if len(self._pending) > AHEAD:
             self._pending.popleft().synchronize()
 
     def check(self, backend: str, order: str) -> Check:
-        """What it saw."""
+        """What came of it."""
         torch.cuda.synchronize()
-        corrupted = int(self._wrong.sum())
-        return Check(backend, order, self._rounds, self._reused, corrupted)
+        return Check(backend, order, self.rounds, self.reused, int(self.wrong.sum()))
 
 
 @contextlib.contextmanager
-def _side_stream() -> Iterator[torch.cuda.Stream]:
-    stream = lease_stream(torch.device("cuda", torch.cuda.current_device()))
+def _side_stream(role: str) -> Iterator[torch.cuda.Stream]:
+    stream = lease_stream(torch.device("cuda", torch.cuda.current_device()), role)
     try:
         yield stream
     finally:
         stream.synchronize()
-        return_stream(stream)
+        return_stream(stream, role)
 
 
-def _check_decoder(
-    name: str,
-    decoder: ImageDecoder,
-    jpegs: Sequence[list[torch.Tensor]],
-    expected: Sequence[torch.Tensor],
-    rounds: int,
-) -> Check:
-    """As a decode thread does it: see ``_ImageJob._write``."""
-    witness = _Witness(expected, rounds)
-    with _side_stream() as stream, torch.cuda.stream(stream):
-        lane = Lane(stream)
-        for number in range(rounds):
-            images = decoder(jpegs[number % SETS])
-            witness.read(images)
-            lane.keep(images)
-            del images
-        lane.release()
-    return witness.check(name, "library")
+class _CarelessLane(Lane):
+    """Drops the decoded images while their reader is still queued."""
+
+    def keep(self, images: Any) -> torch.cuda.Event | None:
+        event = super().keep(())
+        self._kept = None
+        return event
 
 
-def _check_decoder_unsafe(
-    name: str,
-    decoder: ImageDecoder,
-    jpegs: Sequence[list[torch.Tensor]],
-    expected: Sequence[torch.Tensor],
-    rounds: int,
-) -> Check:
-    """Images are dropped while their reader is still queued, and no stream is drained."""
-    decode: Callable[[list[torch.Tensor]], list[torch.Tensor]]
-    decode = getattr(decoder, "decode_undrained", decoder)
-    witness = _Witness(expected, rounds)
-    with _side_stream() as stream, torch.cuda.stream(stream):
-        for number in range(rounds):
-            images = decode(jpegs[number % SETS])
-            witness.read(images)
-            del images
-            witness.throttle()
-    return witness.check(name, "unsafe")
+class _Course:
+    """Batches of JPEGs through a prefetcher's own pipeline, which resamples them late.
+
+    The sleep comes between decode and resampling: these read the decoded images behind it.
+    """
+
+    def __init__(self, backend: str, device: torch.device, files: list[list[EncodedImage]]) -> None:
+        small = [SIZE[0] // 2, SIZE[1] // 2]
+        prefetcher = DataPrefetcher(
+            [], device=device, decoder=backend, transforms=[Resize(small)], cpu_share=0.0
+        )
+        self._backend = backend
+        self._pipeline = prefetcher._pipeline
+        self._batches = [self._pipeline.packer(images) for images in files]
+        self._expected = []
+        with _side_stream("lane") as stream:
+            for batch in self._batches:
+                torch.cuda.synchronize()
+                self._expected.append(self._run(self._pipeline, batch, Lane(stream)))
+                torch.cuda.synchronize()
+
+    def _run(self, pipeline: Pipeline, batch: EncodedImages, lane: Lane) -> torch.Tensor:
+        """As the threads of an epoch do it: the batch's stream is the current one."""
+        work = pipeline.start(batch, number=0, epoch=0)
+        with torch.cuda.stream(lane.stream):
+            for part in work.parts:
+                part(lane)
+        result: torch.Tensor = work.finish()
+        return result
+
+    def check(self, order: str, rounds: int) -> Check:
+        """Run ``rounds`` batches in the library's order, or without its protection."""
+        witness = _Witness(rounds)
+        decode: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = self._pipeline.decoder
+        assert decode is not None
+        if order == "unsafe":
+            decode = getattr(decode, "decode_undrained", decode)
+
+        def decode_and_sleep(data: list[torch.Tensor]) -> list[torch.Tensor]:
+            images = decode(data)
+            witness.note_addresses(images)
+            torch.cuda._sleep(SLEEP_CYCLES)
+            return images
+
+        pipeline = replace(self._pipeline, decoder=decode_and_sleep)
+        with _side_stream("batch") as stream, _side_stream("lane") as lane_stream:
+            lane = (Lane if order == "library" else _CarelessLane)(lane_stream)
+            with torch.cuda.stream(stream):
+                for number in range(rounds):
+                    seen = self._run(pipeline, self._batches[number % SETS], lane)
+                    witness.judge(seen, self._expected[number % SETS])
+                    del seen
+            lane.release()
+        return witness.check(self._backend, order)
 
 
 def _check_handoff(order: str, pictures: Sequence[torch.Tensor], rounds: int) -> Check:
     """Made on a side stream, read on the current one; unsafe is without ``record_stream``."""
-    device, current = pictures[0].device, torch.cuda.current_stream()
-    witness = _Witness(pictures, rounds)
-    with _side_stream() as side:
+    witness = _Witness(rounds)
+    seen = torch.empty_like(pictures[0])
+    with _side_stream("batch") as side:
         for number in range(rounds):
             with torch.cuda.stream(side):
                 batch = [picture.clone() for picture in pictures[number % SETS]]
                 ready = side.record_event()
             if order == "library":
-                handoff(batch, ready, device)
+                handoff(batch, ready, seen.device)
             else:
-                current.wait_event(ready)
-            witness.read(batch)
+                torch.cuda.current_stream().wait_event(ready)
+            witness.note_addresses(batch)
+            torch.cuda._sleep(SLEEP_CYCLES)
+            torch.stack(batch, out=seen)
             del batch
-            witness.throttle()
+            witness.judge(seen, pictures[number % SETS])
         torch.cuda.synchronize()
     return witness.check("handoff", order)
