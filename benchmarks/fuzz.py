@@ -36,6 +36,7 @@ HUGE = 4_000_000  # pixels
 SIZE = 64  # of the resized pictures
 LEVELS, SHARE = 3, 0.01  # GPU against CPU: at most SHARE of the values off by more than LEVELS
 HANGS_SECONDS = 120.0  # without a finished group
+START_SECONDS = 60.0  # more of them before the first one
 MAX_CRASHES = 8  # of one job, which then ends
 MAX_DIFFERING = 20  # cases that are named
 
@@ -248,6 +249,7 @@ def attack(**task: Any) -> dict[str, Any]:
     files, seed = runs[0].files, task["seed"]
     planned = batches(task["first"], task["last"])
     reference: dict[int, Any] = {}
+    print("AT", task["first"], flush=True)
     for cases, found, *others in zip(planned, *runs, strict=True):
         reference = reference or found
         good = [case for case in cases if case < 0]
@@ -332,7 +334,7 @@ def _run_child(task: dict[str, Any]) -> tuple[list[str], str, str]:
             time.sleep(0.05)
             if (now := Path(f"/proc/self/fd/{out.fileno()}").stat().st_size) != size:
                 size, moved = now, time.monotonic()
-            elif time.monotonic() - moved > task["patience"]:
+            elif time.monotonic() - moved > task["patience"] + (0 if size else START_SECONDS):
                 child.kill()
                 child.wait()
                 return _lines(out), "hangs", ""
