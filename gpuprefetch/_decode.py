@@ -80,57 +80,67 @@ BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
 
 def decode_part(
     decoder: ImageDecoder, images: EncodedImages, positions: Sequence[int], device: torch.device
-) -> tuple[list[int], list[torch.Tensor]]:
+) -> list[torch.Tensor | None]:
     """Decode some images of a batch; what one bad file would fail is decoded one by one.
 
     Args:
         decoder: the backend.
         images: the batch; a file that cannot be decoded gets an entry in its ``errors``.
-        positions: of the images in the batch that are to be decoded.
+        positions: ascending, of all images between the first and the last of them that no worker
+            has decoded.
         device: of the decoder.
 
     Returns:
-        The positions that were decoded, and their ``(3, H, W)`` uint8 images on ``device``.
+        ``(3, H, W)`` uint8 images on ``device``, None for those that cannot be decoded.
     """
-    spans = images.spans[positions].tolist()
+    spans = images.spans[positions]
+    # One call cuts the buffer up: what is left out between two positions takes no bytes in it.
+    files = images.data[spans[0, 0] : spans[-1, 1]].split((spans[:, 1] - spans[:, 0]).tolist())
+    shapes = _shapes(images, positions)
     try:
-        whole = decoder([images.data[start:stop] for start, stop in spans])
-        decoded: list[torch.Tensor | None] = list(_checked(whole, images, positions))
+        decoded = decoder(list(files))
+        if [image.shape for image in decoded] == shapes:
+            return decoded  # type: ignore[return-value]
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
-        decoded = [_decode_one(decoder, images, i, device) for i in positions]
-    good = [(i, image) for i, image in zip(positions, decoded, strict=True) if image is not None]
-    return [i for i, _ in good], [image for _, image in good]
+        pass
+    return [
+        _decode_one(decoder, images, i, shape, device)
+        for i, shape in zip(positions, shapes, strict=True)
+    ]
 
 
-def _checked(
-    decoded: list[torch.Tensor], images: EncodedImages, positions: Sequence[int]
-) -> list[torch.Tensor]:
-    # The sampling was drawn for the header's size: another one would be read out of bounds.
-    transposed = images.transposed[positions, None]
-    sizes = np.where(transposed, images.sizes[positions, ::-1], images.sizes[positions])
-    for image, (height, width) in zip(decoded, sizes.tolist(), strict=True):
-        if image.shape != (3, height, width):
-            raise RuntimeError(
-                f"decoded to {tuple(image.shape)}, not the header's {height} x {width}"
-            )
-    return decoded
+def _shapes(images: EncodedImages, positions: Sequence[int]) -> list[tuple[int, int, int]]:
+    """What the headers say. The sampling was drawn for it: another size would be read wrongly."""
+    sizes = images.sizes[positions]
+    stored = np.where(images.transposed[positions, None], sizes[:, ::-1], sizes)
+    return [(3, height, width) for height, width in stored.tolist()]
 
 
 def _decode_one(
-    decoder: ImageDecoder, images: EncodedImages, position: int, device: torch.device
+    decoder: ImageDecoder,
+    images: EncodedImages,
+    position: int,
+    shape: tuple[int, int, int],
+    device: torch.device,
 ) -> torch.Tensor | None:
+    file = images.span(position)
     try:
-        return _checked(decoder([images.span(position)]), images, [position])[0]
+        (image,) = decoder([file])
+        if image.shape == shape:
+            return image
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
         pass
     try:
         # The second opinion: a file that only the GPU's decoder dislikes is not a bad file.
-        image = decode_cpu(images.span(position)).contiguous().to(device)
-        return _checked([image], images, [position])[0]
+        image = decode_cpu(file).contiguous().to(device)
     except (ValueError, RuntimeError) as error:
         images.errors[position] = str(error)
         return None
+    if image.shape != shape:
+        images.errors[position] = f"decoded to {tuple(image.shape)}, its header says {shape}"
+        return None
+    return image

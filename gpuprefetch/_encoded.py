@@ -68,6 +68,7 @@ class EncodedImages:
         sizes: ``(N, 2)`` int64, height and width of the image, decoded or not yet.
         transposed: ``(N,)`` bool, whether rows and columns of the decoded image change places.
         rows: ``(N, 2, 6)`` float64, the sampling of the fused head; None where it was not drawn.
+        plan: the same, laid out for the GPU (:func:`gpuprefetch._resample.plan_rows`), or None.
         errors: position in the batch -> why the image cannot be decoded.
         prepared: whether headers were read, see :class:`gpuprefetch._host.Packer`.
         epoch: whose random parameters ``rows`` holds.
@@ -83,6 +84,7 @@ class EncodedImages:
     sizes: npt.NDArray[np.int64]
     transposed: npt.NDArray[np.bool_]
     rows: npt.NDArray[np.float64] | None = None
+    plan: npt.NDArray[np.int64] | None = None
     errors: dict[int, str] = field(default_factory=dict)
     prepared: bool = False
     epoch: int = 0

@@ -5,6 +5,7 @@ It runs inside the DataLoader's own collate, in worker processes, and never touc
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -13,14 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from gpuprefetch._batch import map_leaves
 from gpuprefetch._encoded import EncodedImage, EncodedImages, join, packing
 from gpuprefetch._format import ImageHeader, decode_cpu, read_header
 from gpuprefetch._random import Keys, fold, uniform
-from gpuprefetch._resample import resample_uint8
+from gpuprefetch._resample import plan_rows, resample_uint8
 from gpuprefetch._transforms import Head, Sampling
 
+# Added to the workers' priority number: the training thread launches kernels, they only decode.
+NICENESS = 5
 # Streams of random numbers that one sample needs, apart from each other.
 _CROP, _SHARE = 0, 1
 
@@ -112,8 +116,12 @@ class Packer:
             if rows is not None:
                 rows[i] = Sampling.identity([sizes[i]]).rows()[0]
         seconds = time.perf_counter() - started
+        plan = None
         if rows is not None:
             rows = _mirror(rows, sizes, np.array([_MIRRORED[o] for o in orientation]))
+            if self.on_gpu:
+                way = (self.head.size, self.head.interpolation, self.head.antialias)
+                plan = plan_rows(rows, sizes, transposed, *way)
 
         data, spans = join(files)
         flat, pixel_spans = join(pixels)
@@ -127,6 +135,7 @@ class Packer:
             sizes=sizes,
             transposed=transposed,
             rows=rows,
+            plan=plan,
             errors=errors,
             prepared=True,
             epoch=epoch,
@@ -183,6 +192,17 @@ def _mirror(rows: Any, sizes: Any, where: Any) -> Any:
     )
 
 
+_yielded = False
+
+
+def _yield_to_training() -> None:
+    """Once in a worker: let the training thread go first where cores are short."""
+    global _yielded
+    if not _yielded and get_worker_info() is not None:
+        os.nice(NICENESS)
+    _yielded = True
+
+
 @dataclass(slots=True)
 class HostStage:
     """The collate function a prefetcher gives its loader: the user's, with our packing inside."""
@@ -192,6 +212,8 @@ class HostStage:
 
     def __call__(self, samples: Any) -> Any:
         self.packer._views = 0
+        if self.packer.on_gpu:
+            _yield_to_training()
         with packing(self.packer):
             return pack_lists(self.collate_fn(samples), self.packer)
 

@@ -19,14 +19,14 @@ from gpuprefetch._decode import ImageDecoder, decode_part
 from gpuprefetch._encoded import EncodedImages
 from gpuprefetch._host import Packer, is_encoded, pack_lists
 from gpuprefetch._random import SeededDraws, fold
-from gpuprefetch._resample import resample
+from gpuprefetch._resample import HAS_TRITON, resample, resample_planned
 from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_size
 
 # Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
 # bound
 # the memory: a decoded photo takes 3 bytes a pixel until it is resampled.
-SUB_BATCH = 64
-SUB_BATCH_BYTES = 64 << 20
+SUB_BATCH = 128
+SUB_BATCH_BYTES = 96 << 20
 
 
 class BadImageError(ValueError):
@@ -262,6 +262,7 @@ class _ImageJob:
                 device=pipeline.device,
                 memory_format=pipeline.memory_format or torch.contiguous_format,
             )
+        self._planned = HAS_TRITON and head.size is not None and self.out.dtype != torch.float64
         # The block may have served earlier work of the stream it was allocated on: lanes wait for
         # that.
         on_gpu = pipeline.device.type == "cuda"
@@ -296,45 +297,68 @@ class _ImageJob:
         decoder, device = self._pipeline.decoder, self._pipeline.device
         assert decoder is not None, "the packer leaves nothing to decode where there is no decoder"
         lane.release()
-        positions, decoded = decode_part(decoder, self.images, positions, device)
-        self._write(positions, decoded, lane)
+        decoded = decode_part(decoder, self.images, positions, device)
+        if None in decoded:
+            pairs = [(i, d) for i, d in zip(positions, decoded, strict=True) if d is not None]
+            positions, decoded = [i for i, _ in pairs], [d for _, d in pairs]
+        if decoded:
+            addresses = [image.data_ptr() for image in decoded]  # type: ignore[union-attr]
+            self._write(positions, addresses, lambda: decoded, lane)
+        self._written(lane, decoded)
 
     def _copy_decoded(self, lane: Lane) -> None:
         lane.release()
         images = self.images
         positions = np.flatnonzero(images.decoded).tolist()
         pixels = images.pixels.to(self._pipeline.device, non_blocking=True)
-        spans, sizes = images.spans[positions].tolist(), images.sizes[positions].tolist()
-        views = [
+        starts = images.spans[positions, 0]
+        self._write(
+            positions, pixels.data_ptr() + starts, lambda: self._views(pixels, positions), lane
+        )
+        self._written(lane, pixels)
+
+    def _views(self, pixels: torch.Tensor, positions: list[int]) -> list[torch.Tensor]:
+        spans, sizes = self.images.spans[positions].tolist(), self.images.sizes[positions].tolist()
+        return [
             pixels[start:stop].view(3, height, width)
             for (start, stop), (height, width) in zip(spans, sizes, strict=True)
         ]
-        self._write(positions, views, lane)
 
-    def _write(self, positions: list[int], decoded: list[torch.Tensor], lane: Lane) -> None:
-        head = self._pipeline.head
-        if self.images.transposed.any():
-            turn = self.images.transposed[positions].tolist()
-            decoded = [d.mT if t else d for t, d in zip(turn, decoded, strict=True)]
-        if head.size is None or self.images.rows is None:
-            for i, image in zip(positions, decoded, strict=True):
+    def _write(
+        self,
+        positions: list[int],
+        addresses: Any,
+        images: Callable[[], list[Any]],
+        lane: Lane,
+    ) -> None:
+        """Bring decoded images into the result; ``images`` makes tensors of them where needed."""
+        head, rows = self._pipeline.head, self.images.rows
+        if head.size is None or rows is None:
+            for i, image in zip(positions, images(), strict=True):
                 self.out[i] = image
-        elif decoded:
-            if lane.stream is not None:
-                lane.stream.wait_event(self._allocated)  # type: ignore[arg-type]
-            resample(
-                decoded,
-                self.images.rows[positions],
-                head.size,
-                interpolation=head.interpolation,
-                antialias=head.antialias,
-                mean=head.mean,
-                std=head.std,
-                dtype=self.out.dtype,
-                out=self.out,
-                positions=positions,
-            )
-        event = lane.keep(decoded)
+            return
+        if lane.stream is not None:
+            lane.stream.wait_event(self._allocated)  # type: ignore[arg-type]
+        way = {"interpolation": head.interpolation, "mean": head.mean, "std": head.std}
+        if self.images.plan is not None and self._planned:
+            plan = self.images.plan[positions]
+            resample_planned(plan, addresses, positions, self.out, **way)  # type: ignore[arg-type]
+            return
+        turn = self.images.transposed[positions].tolist()
+        tensors = [image.mT if t else image for t, image in zip(turn, images(), strict=True)]
+        resample(
+            tensors,
+            rows[positions],
+            head.size,
+            antialias=head.antialias,
+            dtype=self.out.dtype,
+            out=self.out,
+            positions=positions,
+            **way,  # type: ignore[arg-type]
+        )
+
+    def _written(self, lane: Lane, kept: Any) -> None:
+        event = lane.keep(kept)
         if event is not None:
             self.written.append(event)
 

@@ -18,6 +18,8 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
+HAS_TRITON = triton is not None
+
 _Doubles = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
 _ChannelValues = Sequence[float] | torch.Tensor | None
@@ -323,23 +325,28 @@ def _check(
     rows = np.asarray(sampling, np.float64)
     if rows.shape != (len(images), 2, 6):
         raise ValueError(f"sampling must be ({len(images)}, 2, 6), got {rows.shape}")
+    _check_rows(rows, geometry[:, 5:], size)
+    return geometry, rows
+
+
+def _check_rows(rows: _Doubles, sizes: _Ints, size: tuple[int, int]) -> None:
+    """Refuse sampling that would read outside of images of `sizes`."""
     origin, step, lo, hi, first, last = np.moveaxis(rows, 2, 0)
     low, high = np.sort([origin + step * first, origin + step * (last - 1)], axis=0)
     # A resize has its outermost centers up to half a pixel outside of the box; further out there
     # may be no pixel to weigh.
     fits = (low >= lo - 0.501) & (high <= hi - 0.499)
-    fits &= (0 <= lo) & (lo < hi) & (hi <= geometry[:, 5:])
+    fits &= (0 <= lo) & (lo < hi) & (hi <= sizes)
     fits &= (0 <= first) & (first < last) & (last <= size)
     fits &= (rows[..., 2:] == np.floor(rows[..., 2:])).all(-1)
     if not fits.all():
         i, axis = np.argwhere(~fits)[0]
         raise ValueError(
             f"sampling[{i}, {axis}] = {rows[i, axis].tolist()} does not fit a source of "
-            f"{geometry[i, 5 + axis]} and a result of {size[axis]} pixels: of (origin, step, lo, "
+            f"{sizes[i, axis]} and a result of {size[axis]} pixels: of (origin, step, lo, "
             "hi, first, last) lo and what follows must be whole numbers, and origin + step * j "
             "within half a pixel of the box lo <= k < hi for first <= j < last"
         )
-    return geometry, rows
 
 
 def _output(
@@ -378,9 +385,9 @@ def _colors(name: str, values: _ChannelValues, out: torch.Tensor) -> list[float]
     if out.dtype == torch.uint8:
         raise ValueError(f"{name} needs a floating-point dtype, got {out.dtype}: leave one out")
     numbers: list[float] = torch.as_tensor(values, dtype=torch.float64).flatten().tolist()
-    if len(numbers) != out.shape[1]:
+    if len(numbers) not in (1, out.shape[1]):
         raise ValueError(f"{name} must have {out.shape[1]} values, one a channel, got {numbers}")
-    return numbers
+    return numbers if len(numbers) > 1 else numbers * out.shape[1]
 
 
 # --- The launcher ---
@@ -403,39 +410,112 @@ def _launch(
     """Run the kernel, on CUDA tensors or, in Triton's interpreter, on CPU tensors."""
     geometry, rows = _check(images, sampling, size, interpolation)
     out, places = _output(images, size, dtype, memory_format, out, positions)
-    channels, levels = out.shape[1], 255 if images[0].dtype == torch.uint8 else 1
-    scale = 1 / np.array(_colors("std", std, out) or [1.0] * channels)
-    shift = -scale * (_colors("mean", mean, out) or [0.0] * channels)
-    scale *= (255 if dtype == torch.uint8 else 1) / levels
-    support = _SUPPORT[interpolation]
-    table = _pack(geometry, places, rows, scale, shift, support, antialias, out.is_cuda)
+    mean, std = _colors("mean", mean, out), _colors("std", std, out)
+    words = _plan(geometry[:, 1:4], rows, interpolation, antialias)
+    words[:, 0], words[:, 4] = geometry[:, 0], places
+    return _run(words, images[0].dtype, out, interpolation, mean, std)
+
+
+def plan_rows(
+    sampling: _Doubles,
+    sizes: _Ints,
+    transposed: npt.NDArray[np.bool_],
+    size: tuple[int, int],
+    interpolation: str,
+    antialias: bool,
+) -> _Ints:
+    """Lay out ahead of time, in a worker, what the kernel reads of images that come as planes.
+
+    Args:
+        sampling: ``(N, 2, 6)`` float64, as for :func:`resample`.
+        sizes: ``(N, 2)`` int64, height and width of the images to be.
+        transposed: ``(N,)`` bool, whether an image will lie in memory with its axes changed.
+        size: ``(H, W)`` of the result.
+        interpolation: ``"bilinear"`` or ``"bicubic"``.
+        antialias: Whether to widen the filter where the image shrinks.
+
+    Returns:
+        ``(N, words)`` int64 for :func:`resample_planned`.
+    """
+    _check_rows(sampling, sizes, size)
+    area, (height, width) = sizes.prod(1), sizes.T
+    down, right = np.where(transposed, 1, width), np.where(transposed, height, 1)
+    return _plan(np.stack([area, down, right], axis=1), sampling, interpolation, antialias)
+
+
+def resample_planned(
+    words: _Ints,
+    addresses: _Ints | list[int],
+    positions: Sequence[int],
+    out: torch.Tensor,
+    *,
+    interpolation: str,
+    mean: tuple[float, ...] | None,
+    std: tuple[float, ...] | None,
+) -> None:
+    """Resample uint8 images on the GPU whose sampling was laid out by :func:`plan_rows`.
+
+    It does what :func:`resample` does, with next to no work on the host.
+
+    Args:
+        words: N rows of a plan.
+        addresses: Of the N images, which the caller keeps alive.
+        positions: The rows of `out` that they go to.
+        out: ``(M, 3, H, W)`` on the GPU, floating point.
+        interpolation: As in the plan.
+        mean: A value per channel, in [0, 1] units.
+        std: Likewise.
+    """
+    words = words.copy()
+    words[:, 0], words[:, 4] = addresses, positions
+    _run(words, torch.uint8, out, interpolation, mean, std)
+
+
+def _run(
+    words: _Ints,
+    source: torch.dtype,
+    out: torch.Tensor,
+    interpolation: str,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+) -> torch.Tensor:
+    """Send the table to the device and launch the kernel on it."""
+    (count, _), channels, (height, width) = words.shape, out.shape[1], out.shape[2:]
+    levels = 255 if source == torch.uint8 else 1
+    scale = np.broadcast_to(1 / np.array(std or 1.0), channels).copy()
+    shift = -scale * np.array(mean or 0.0)
+    scale *= (255 if out.dtype == torch.uint8 else 1) / levels
+    words = words[np.argsort(-words[:, 5], kind="stable")]  # the longest programs start first
+    colors = np.concatenate([scale, shift]).view(np.int64)
+    table = torch.empty(words.size + colors.size, dtype=torch.int64, pin_memory=out.is_cuda)
+    np.concatenate([words.reshape(-1), colors], out=table.numpy())
     table = table.to(out.device, non_blocking=True)
-    strides_x = np.unique(geometry[:, 3]).tolist()
-    height, width = size
+    right = words[:, 3]
+    stride_x = int(right[0]) if right[0] in (1, 3) and (right == right[0]).all() else 0
     grid = (
         triton.cdiv(width, COLS),
         triton.cdiv(height, ROWS * STRIPS),
-        len(images) * triton.cdiv(channels, 3),
+        count * triton.cdiv(channels, 3),
     )
     # Triton launches on the current device.
-    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
+    with torch.cuda.device_of(out):
         _resample_kernel[grid](
             table,
             table.view(torch.float64),
-            table[len(images) * _FIELDS :].view(torch.float64),
+            table[words.size :].view(torch.float64),
             out,
             *out.stride(),
             height,
             width,
             CHANNELS=channels,
             FIELDS=_FIELDS,
-            SOURCE=getattr(tl, str(images[0].dtype).removeprefix("torch.")),
+            SOURCE=getattr(tl, str(source).removeprefix("torch.")),
             # Known strides, of planes and of RGB pixels, save address arithmetic.
-            STRIDE_X=strides_x[0] if strides_x in ([1], [3]) else 0,
+            STRIDE_X=stride_x,
             BICUBIC=interpolation == "bicubic",
             CLAMP=interpolation == "bicubic" and levels == 255,
-            PADDED=bool((rows[..., 4] > 0).any() or (rows[..., 5] < size).any()),
-            ROUND=dtype == torch.uint8,
+            PADDED=_padded(words, (height, width)),
+            ROUND=out.dtype == torch.uint8,
             ROWS=ROWS,
             COLS=COLS,
             STRIPS=STRIPS,
@@ -446,39 +526,28 @@ def _launch(
     return out
 
 
-def _pack(
-    geometry: _Ints,
-    places: _Ints,
-    rows: _Doubles,
-    scale: _Doubles,
-    shift: _Doubles,
-    support: float,
-    antialias: bool,
-    pin_memory: bool,
-) -> torch.Tensor:
-    """One int64 table of all that the kernel reads: _FIELDS words an image, then the colors."""
-    count, channels = len(rows), len(scale)
-    table = torch.empty(count * _FIELDS + 2 * channels, dtype=torch.int64, pin_memory=pin_memory)
-    words = table.numpy()
-    words[count * _FIELDS :] = np.concatenate([scale, shift]).view(np.int64)
-    images = words[: count * _FIELDS].reshape(count, _FIELDS)
+def _padded(words: _Ints, size: tuple[int, int]) -> bool:
+    """Whether any image leaves a part of the output to padding: the (first, last) of its axes."""
+    ends = words[:, 14:22].reshape(-1, 2, 4)[..., 2:]
+    return bool((ends[..., 0] > 0).any() or (ends[..., 1] < size).any())
 
+
+def _plan(strides: _Ints, rows: _Doubles, interpolation: str, antialias: bool) -> _Ints:
+    """All that the kernel reads of each image, (N, _FIELDS), but its address and its place."""
+    words = np.zeros((len(rows), _FIELDS), np.int64)
     origin, step, box = rows[..., 0], rows[..., 1], rows[..., 2:4]
     stretch = np.maximum(np.abs(step), 1) if antialias else np.ones_like(step)
     # Pixels that are only moved take part alone, so a finished picture costs one read each.
     moved = (np.abs(step) == 1) & (origin == np.floor(origin))
-    radius = np.where(moved, 0.5, support * stretch)
+    radius = np.where(moved, 0.5, _SUPPORT[interpolation] * stretch)
     # An open interval of this length; taps beyond it, by rounding, have next to no weight.
     taps = np.minimum(np.ceil(2 * radius - 1e-6), box[..., 1] - box[..., 0])
-    order = np.argsort(-taps.prod(1), kind="stable")  # the longest programs start first
-    images[:, :4] = geometry[:, :4]
-    images[:, 4] = places
-    images[:, 5] = taps[:, 1]
+    words[:, 1:4] = strides
+    words[:, 5] = taps[:, 1]
     filters = np.stack([origin, step, radius, 1 / stretch], axis=2)
-    images[:, 6:14] = filters.reshape(count, 8).view(np.int64)
-    images[:, 14:22] = rows[..., 2:].reshape(count, 8)
-    images[:] = images[order]
-    return table
+    words[:, 6:14] = filters.reshape(-1, 8).view(np.int64)
+    words[:, 14:22] = rows[..., 2:].reshape(-1, 8)
+    return words
 
 
 # --- The kernel ---
@@ -538,26 +607,31 @@ if triton is not None:
         # where all that have weight are: no load needs a mask, and no tap a check.
         origin, step, radius, squeeze = _load4(floats_ptr + 10, tl.float64)
         lo, hi, first, last = _load4(ints_ptr + 18, tl.int32)
-        cols = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
+        left = tl.program_id(0) * COLS
+        cols = left + tl.arange(0, COLS)[None, :]
         center = origin + step * _clamp(cols, first, last - 1)
         tap = _clamp(tl.floor(center - radius).to(tl.int32) + 1, lo, hi - taps_x)
         tap_x = ((tap - center) * squeeze).to(tl.float32)
         squeeze_x = squeeze.to(tl.float32)
         weight_x = tl.zeros_like(tap_x)
-        for t in range(taps_x):
+        t = 0
+        while t < taps_x:  # the interpreter of Triton 3.6 knows no range() over a tensor
             weight_x += _weight(tap_x + t * squeeze_x, BICUBIC)
+            t += 1
         inside_x = (cols >= first) & (cols < last)
         # 64-bit, once a column: an image may be of any size.
         source_ptr += tap.to(tl.int64) * source_stride_x
 
         origin, step, radius, squeeze = _load4(floats_ptr + 6, tl.float64)
         lo, hi, first, last = _load4(ints_ptr + 14, tl.int32)
-        top = tl.program_id(1) * ROWS * STRIPS
-        for strip in range(top, tl.minimum(top + ROWS * STRIPS, height), ROWS):
-            rows = strip + tl.arange(0, ROWS)[:, None]
+        flat = tl.arange(0, ROWS * COLS)
+        start = tl.program_id(1) * ROWS * STRIPS
+        bottom = tl.minimum(start + ROWS * STRIPS, height)
+        while start < bottom:
+            rows = start + tl.arange(0, ROWS)[:, None]
             # The source rows under the strip, from its ends.
-            near = _clamp(strip, first, last - 1)
-            far = _clamp(strip + ROWS - 1, first, last - 1)
+            near = _clamp(start, first, last - 1)
+            far = _clamp(start + ROWS - 1, first, last - 1)
             low = origin + step * tl.where(step > 0, near, far) - radius
             high = origin + step * tl.where(step > 0, far, near) + radius
             begin = tl.maximum(tl.floor(low).to(tl.int32) + 1, lo)
@@ -597,14 +671,18 @@ if triton is not None:
 
             norm = 1.0 / (weight_y * weight_x)
             inside = (rows >= first) & (rows < last) & inside_x
-            pixel_ptr = out_ptr + (rows * stride_y + cols * stride_x)
-            mask = (rows < height) & (cols < width)
             red = _finish_color(red * norm, inside, scale0, shift0, CLAMP, PADDED, ROUND)
-            tl.store(pixel_ptr + c0 * stride_c, red.to(out_ptr.dtype.element_ty), mask)
             green = _finish_color(green * norm, inside, scale1, shift1, CLAMP, PADDED, ROUND)
-            tl.store(pixel_ptr + c1 * stride_c, green.to(out_ptr.dtype.element_ty), mask)
             blue = _finish_color(blue * norm, inside, scale2, shift2, CLAMP, PADDED, ROUND)
-            tl.store(pixel_ptr + c2 * stride_c, blue.to(out_ptr.dtype.element_ty), mask)
+            # Stored as a vector: of a tile Triton 3.6 would give the lanes of a warp to rows.
+            y, x = start + flat // COLS, left + flat % COLS
+            pixel_ptr = out_ptr + (y * stride_y + x * stride_x)
+            mask = (y < height) & (x < width)
+            dtype = out_ptr.dtype.element_ty
+            tl.store(pixel_ptr + c0 * stride_c, tl.reshape(red, [ROWS * COLS]).to(dtype), mask)
+            tl.store(pixel_ptr + c1 * stride_c, tl.reshape(green, [ROWS * COLS]).to(dtype), mask)
+            tl.store(pixel_ptr + c2 * stride_c, tl.reshape(blue, [ROWS * COLS]).to(dtype), mask)
+            start += ROWS
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _sum_rows(  # type: ignore[no-untyped-def]
@@ -628,20 +706,23 @@ if triton is not None:
         CLAMP: tl.constexpr,
         TAPS: tl.constexpr,  # 0: taps_x of them
     ):
-        for row in range(n_rows):
+        row = 0
+        while row < n_rows:
             weight = _weight(tap_y + row * squeeze_y, BICUBIC)
             weight_y += weight
             r = tl.zeros_like(tap_x)
             g = tl.zeros_like(tap_x)
             b = tl.zeros_like(tap_x)
-            if TAPS > 0:
-                for t in tl.static_range(TAPS):
+            if TAPS == 0:
+                t = 0
+                while t < taps_x:
                     w = _weight(tap_x + t * squeeze_x, BICUBIC)
                     r += w * tl.load(red_ptr + t * stride_x).to(tl.float32)
                     g += w * tl.load(green_ptr + t * stride_x).to(tl.float32)
                     b += w * tl.load(blue_ptr + t * stride_x).to(tl.float32)
+                    t += 1
             else:
-                for t in tl.range(0, taps_x, loop_unroll_factor=4):
+                for t in tl.static_range(TAPS):
                     w = _weight(tap_x + t * squeeze_x, BICUBIC)
                     r += w * tl.load(red_ptr + t * stride_x).to(tl.float32)
                     g += w * tl.load(green_ptr + t * stride_x).to(tl.float32)
@@ -656,6 +737,7 @@ if triton is not None:
             red_ptr += stride_y
             green_ptr += stride_y
             blue_ptr += stride_y
+            row += 1
         return red, green, blue, weight_y
 
     @triton.jit  # type: ignore[untyped-decorator]

@@ -382,7 +382,7 @@ def rows_with(**changes):
         ({"sampling": rows_with(step=np.nan)}, "sampling[0, 1]"),
         ({"interpolation": "nearest"}, "one of ['bilinear', 'bicubic'], got 'nearest'"),
         ({"dtype": torch.int64}, "dtype must be uint8 or floating point"),
-        ({"mean": [0.5]}, "mean must have 3 values"),
+        ({"mean": [0.5, 0.5]}, "mean must have 3 values"),
         ({"std": MEAN, "dtype": torch.uint8}, "std needs a floating-point dtype"),
         ({"out": torch.empty(1, 3, 8, 9)}, "out must be (1, 3, 8, 8) torch.float32 on cpu"),
     ],
@@ -426,3 +426,30 @@ def test_positions_scatter_into_a_larger_batch(run, kernel_device):
     for wrong in ([0], [0, 4], [-1, 0]):
         with pytest.raises(ValueError, match="positions must be 2 rows of the 4 of out"):
             resample_reference(images, rows, (2, 2), out=out, positions=wrong)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_a_plan_gives_what_the_images_give(interpolation, kernel_device):
+    images = [picture(h, w, seed=h).to(kernel_device) for h, w in [(9, 14), (17, 5)]]
+    transposed = np.array([False, True])
+    views = [images[0], images[1].mT]
+    sizes = np.array([view.shape[1:] for view in views])
+    rows = np.stack([_half_pixel_rows(size, (6, 7)) for size in sizes])
+    options = {"interpolation": interpolation, "mean": MEAN, "std": STD}
+    out = torch.full((3, 3, 6, 7), -9.0, device=kernel_device)
+    plan = _resample.plan_rows(rows, sizes, transposed, (6, 7), interpolation, True)
+    addresses = [image.data_ptr() for image in images]
+    _resample.resample_planned(plan, addresses, [2, 0], out, **options)
+    want = _resample._launch(views, rows, (6, 7), **options)
+    assert torch.equal(out[[2, 0]], want)
+    assert bool((out[1] == -9).all())
+
+
+def _half_pixel_rows(size, result):
+    scale = np.array(size) / result
+    return np.array(
+        [
+            (0.5 * s - 0.5, s, 0, length, 0, n)
+            for s, length, n in zip(scale, size, result, strict=True)
+        ]
+    )
