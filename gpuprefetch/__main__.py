@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def _selfcheck(args: argparse.Namespace) -> int:
@@ -12,6 +14,8 @@ def _selfcheck(args: argparse.Namespace) -> int:
 
     report = selfcheck(args.device, args.rounds)
     print(report)
+    if args.output:
+        args.output.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
     return 0 if report.ok else 1
 
 
@@ -24,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     check.add_argument("--device", help="such as cuda:1; the current one by default")
     check.add_argument("--rounds", type=int, default=1000, help="default: %(default)s")
+    check.add_argument("--output", type=Path, help="JSON file to write the report to")
     check.set_defaults(run=_selfcheck)
     args = parser.parse_args(arguments)
     try:

@@ -11,7 +11,8 @@ import contextlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -87,6 +88,18 @@ class SelfcheckReport:
             and all(check.reused and not check.corrupted for check in ours)
             and any(check.corrupted for check in ran if check.order == "unsafe")
         )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fields of ``metadata`` and ``results`` as the benchmarks have them."""
+        return {
+            "benchmark": "selfcheck",
+            "metadata": {
+                "utc": datetime.now(UTC).isoformat(timespec="seconds"),
+                "gpu": self.device,
+                "versions": self.versions,
+            },
+            "results": [asdict(check) | {"verdict": check.verdict} for check in self.checks],
+        }
 
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())

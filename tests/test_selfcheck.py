@@ -1,5 +1,7 @@
 """The self-check gives each order its verdict, and is itself caught when nothing protects."""
 
+import json
+
 import pytest
 import torch
 
@@ -28,6 +30,15 @@ def test_report(checks, ok, verdict):
     assert report.ok is ok
     assert verdict in str(report)
     assert ("FAILED" in str(report)) is not ok
+
+
+def test_report_as_json(tmp_path, monkeypatch):
+    report = SelfcheckReport("a GPU", {"torch": "2"}, [OURS, CAUGHT])
+    monkeypatch.setattr(_selfcheck, "selfcheck", lambda device, rounds: report)
+    assert main(["selfcheck", "--output", str(tmp_path / "report.json")]) == 0
+    document = json.loads((tmp_path / "report.json").read_text())
+    assert document["metadata"]["gpu"] == "a GPU"
+    assert [result["verdict"] for result in document["results"]] == ["safe", "caught"]
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
