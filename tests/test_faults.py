@@ -330,9 +330,9 @@ for images, target in prefetcher_of(Files(10_000, slow), {workers}):
 
 
 @pytest.mark.parametrize(
-    ("sample", "step", "workers"), [(0, 30, 2), (0.5, 0, 2), (0.3, 0, 0)], ids=str
+    ("sample", "step", "workers", "group"),
+    [(0, 30, 2, True), (0, 30, 2, False), (0.5, 0, 2, True), (0.3, 0, 0, False)],
 )
-@pytest.mark.parametrize("group", [True, False])
 def test_ctrl_c(device, sample, step, workers, group):
     child = child_of(INTERRUPTED.format(sample=sample, step=step, workers=workers), device)
     assert child.stdout.readline() == "batch\n"
