@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpuprefetch._encoded import EncodedImages
@@ -20,9 +21,9 @@ from gpuprefetch._format import decode_cpu
 #     decode.
 #   - TorchCodec >= 0.17 decodes in the order of the current stream (0.16 did not,
 #     meta-pytorch/torchcodec#1634).
-# Whatever the backend promises, a lane drops its decoded images only after the event behind their
-# last reader has completed (Lane.keep). gpuprefetch.selfcheck() tries it on the machine at hand;
-# tests/test_selfcheck.py fails when drain and keep are left out.
+# The readers run on another stream, so that decoded images are dropped only after the event behind
+# the last of them has completed (_Engine._drop_read). gpuprefetch.selfcheck() tries it on the
+# machine at hand; tests/test_selfcheck.py fails without it.
 
 
 class ImageDecoder(Protocol):
@@ -79,7 +80,10 @@ BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
 
 
 def decode_part(
-    decoder: ImageDecoder, images: EncodedImages, positions: Sequence[int], device: torch.device
+    decoder: ImageDecoder,
+    images: EncodedImages,
+    positions: npt.NDArray[np.int64],
+    device: torch.device,
 ) -> list[torch.Tensor | None]:
     """Decode some images of a batch; what one bad file would fail is decoded one by one.
 
@@ -107,11 +111,11 @@ def decode_part(
         pass
     return [
         _decode_one(decoder, images, i, shape, device)
-        for i, shape in zip(positions, shapes, strict=True)
+        for i, shape in zip(positions.tolist(), shapes, strict=True)
     ]
 
 
-def _shapes(images: EncodedImages, positions: Sequence[int]) -> list[tuple[int, int, int]]:
+def _shapes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
     """What the headers say. The sampling was drawn for it: another size would be read wrongly."""
     sizes = images.sizes[positions]
     stored = np.where(images.transposed[positions, None], sizes[:, ::-1], sizes)

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
+
+from gpuprefetch._slab import Buffer
 
 
 @dataclass(slots=True)
@@ -57,9 +59,9 @@ class EncodedImages:
     """A batch of N encoded images in one flat buffer.
 
     Attributes:
-        data: ``(bytes,)`` uint8 on the CPU, the files' bytes.
-        pixels: ``(bytes,)`` uint8 on the CPU, ``(3, H, W)`` for every image that a worker has
-            decoded already.
+        buffer: the files' bytes and, behind them, ``(3, H, W)`` uint8 pixels of every image that a
+            worker has decoded already.
+        boundary: where the pixels start in the buffer.
         spans: ``(N, 2)`` int64, where each image starts and stops in ``pixels`` if it was decoded,
             in ``data`` otherwise.
         indices: ``(N,)`` int64, of the samples in their dataset.
@@ -73,10 +75,11 @@ class EncodedImages:
         prepared: whether headers were read, see :class:`gpuprefetch._host.Packer`.
         epoch: whose random parameters ``rows`` holds.
         decode_seconds: spent decoding in the worker.
+        pinned: a copy of the pixels in pinned memory, where the loader pins.
     """
 
-    data: torch.Tensor
-    pixels: torch.Tensor
+    buffer: Buffer
+    boundary: int
     spans: npt.NDArray[np.int64]
     indices: npt.NDArray[np.int64]
     paths: list[str]
@@ -89,6 +92,17 @@ class EncodedImages:
     prepared: bool = False
     epoch: int = 0
     decode_seconds: float = 0.0
+    pinned: torch.Tensor | None = None
+
+    @property
+    def data(self) -> torch.Tensor:
+        """``(bytes,)`` uint8 on the CPU, the files' bytes."""
+        return self.buffer.tensor[: self.boundary]
+
+    @property
+    def pixels(self) -> torch.Tensor:
+        """``(bytes,)`` uint8 on the CPU, the decoded pixels; pinned where the loader pins."""
+        return self.buffer.tensor[self.boundary :] if self.pinned is None else self.pinned
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -108,35 +122,36 @@ class EncodedImages:
         The encoded bytes stay where they are: nvJPEG reads them on the host and stages them itself,
         at the same speed from pinned memory (25,100 images/s) and from pageable (24,400).
         """
-        return replace(self, pixels=self.pixels.pin_memory())
+        return replace(self, pinned=self.pixels.pin_memory())
 
 
-def flat_buffer(size: int) -> torch.Tensor:
-    """``(size,)`` uint8, not initialized; in a worker shared memory, which is sent as it is."""
-    if get_worker_info() is None:
-        return torch.empty(size, dtype=torch.uint8)
-    storage = torch.UntypedStorage._new_shared(size, device="cpu")
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))
+def join(*groups: Sequence[Any]) -> tuple[Buffer, list[npt.NDArray[np.int64]], int]:
+    """Lay out groups of N byte strings one behind another in one buffer.
 
-
-def join(parts: Sequence[Any]) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
-    """Lay out buffers of bytes one behind another; returns the buffer and the spans ``(N, 2)``."""
-    sizes = np.array([len(part) for part in parts], dtype=np.int64)
-    stops = np.cumsum(sizes)
-    data = flat_buffer(int(sizes.sum()))
-    view = data.numpy()
-    for part, start, stop in zip(parts, (stops - sizes).tolist(), stops.tolist(), strict=True):
-        view[start:stop] = np.frombuffer(part, dtype=np.uint8) if stop > start else 0
-    return data, np.stack([stops - sizes, stops], axis=1)
+    Returns:
+        The buffer, each group's spans ``(N, 2)`` counted from where the group starts, and where the
+        last group starts.
+    """
+    sizes = [np.array([len(part) for part in parts], dtype=np.int64) for parts in groups]
+    stops = [np.cumsum(size) for size in sizes]
+    buffer = Buffer.empty(int(sum(size.sum() for size in sizes)))
+    view, base = buffer.tensor.numpy(), 0
+    for parts, size, stop in zip(groups, sizes, stops, strict=True):
+        for part, start, end in zip(parts, (stop - size).tolist(), stop.tolist(), strict=True):
+            if end > start:
+                view[base + start : base + end] = np.frombuffer(part, dtype=np.uint8)
+        base += int(size.sum())
+    spans = [np.stack([stop - size, stop], axis=1) for size, stop in zip(sizes, stops, strict=True)]
+    return buffer, spans, base - int(sizes[-1].sum())
 
 
 def pack(images: Sequence[EncodedImage]) -> EncodedImages:
     """Pack images as they are: what the default collate does where no prefetcher has its say."""
-    data, spans = join([image.data for image in images])
     none = np.zeros(len(images), dtype=bool)
+    buffer, (spans, _), boundary = join([image.data for image in images], [])
     return EncodedImages(
-        data,
-        torch.empty(0, dtype=torch.uint8),
+        buffer,
+        boundary,
         spans,
         indices=np.array([image.index for image in images], dtype=np.int64),
         paths=[image.path for image in images],

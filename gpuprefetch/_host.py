@@ -123,11 +123,10 @@ class Packer:
                 way = (self.head.size, self.head.interpolation, self.head.antialias)
                 plan = plan_rows(rows, sizes, transposed, *way)
 
-        data, spans = join(files)
-        flat, pixel_spans = join(pixels)
+        buffer, (spans, pixel_spans), boundary = join(files, pixels)
         return EncodedImages(
-            data,
-            flat,
+            buffer,
+            boundary,
             np.where(decoded[:, None], pixel_spans, spans),
             indices=np.array([image.index for image in images], dtype=np.int64),
             paths=[image.path for image in images],

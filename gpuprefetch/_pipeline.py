@@ -6,12 +6,13 @@ threads or order; those are the prefetcher's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpuprefetch._batch import leaves, map_leaves, to_device
@@ -52,42 +53,16 @@ class BadImage:
         return f"cannot decode {path}(sample {self.index} of the dataset): {self.reason}"
 
 
-class Lane:
-    """One thread's place to work: its side stream, and the decoded images its last launch reads."""
-
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self.stream = stream
-        self._kept: tuple[torch.cuda.Event, Any] | None = None
-
-    def keep(self, images: Any) -> torch.cuda.Event | None:
-        """Hold ``images`` until the work queued so far has read them. See Note [Decoded memory]."""
-        if self.stream is None:
-            return None
-        event = torch.cuda.Event(blocking=True)
-        event.record(self.stream)
-        self._kept = (event, images)
-        return event
-
-    def release(self) -> None:
-        """Let go of what is held, once its last reader is through."""
-        if self._kept is not None:
-            self._kept[0].synchronize()
-            self._kept = None
-
-
-Part = Callable[[Lane], None]
-
-
 @dataclass(slots=True)
 class Work:
     """One batch on its way.
 
     Attributes:
-        parts: what any lane may run, in any order.
-        finish: runs behind all parts and gives the batch.
+        parts: what any thread may run, each with a stream of its own current.
+        finish: runs behind all parts, with the stream of the batch current, and gives the batch.
     """
 
-    parts: list[Part]
+    parts: list[Callable[[], None]]
     finish: Callable[[], Any]
 
 
@@ -146,8 +121,8 @@ class Pipeline:
         return Work([], lambda: moved)
 
     def _finish(self, batch: Any, jobs: list[_ImageJob], seed: int) -> Any:
-        for event in (event for job in jobs for event in job.written):
-            torch.cuda.current_stream(self.device).wait_event(event)
+        for job in jobs:
+            job.resample()
         rows = self._rows_to_keep(jobs)
 
         def leaf_result(leaf: Any) -> Any:
@@ -245,13 +220,18 @@ def _take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
 
 
 class _ImageJob:
-    """The encoded images of one batch, on their way into one tensor."""
+    """The encoded images of one batch, on their way into one tensor.
+
+    The decoded images live as long as the job, and that is held until the event behind the launch
+    that reads them has completed. See Note [Decoded memory].
+    """
 
     def __init__(self, pipeline: Pipeline, images: EncodedImages) -> None:
         self.images = images
         self.out: Any = [None] * len(images)
-        self.written: list[torch.cuda.Event] = []
         self._pipeline = pipeline
+        self._decoded: dict[int, torch.Tensor] = {}
+        self._written: list[torch.cuda.Event] = []
         head = pipeline.head
         if head.names or pipeline.tail:
             require_fixed_size(head, pipeline.tail)
@@ -262,93 +242,65 @@ class _ImageJob:
                 device=pipeline.device,
                 memory_format=pipeline.memory_format or torch.contiguous_format,
             )
-        self._planned = HAS_TRITON and head.size is not None and self.out.dtype != torch.float64
-        # The block may have served earlier work of the stream it was allocated on: lanes wait for
-        # that.
-        on_gpu = pipeline.device.type == "cuda"
-        self._allocated = (
-            torch.cuda.current_stream(pipeline.device).record_event() if on_gpu else None
-        )
+        # Without a head the pixels themselves are the result, and the buffer is the worker's.
+        self._pixels = images.pixels.to(pipeline.device, non_blocking=True, copy=head.size is None)
 
-    def parts(self) -> Iterator[Part]:
-        """The decode of each sub-batch, and the images that a worker has decoded."""
-        todo = [
-            i for i in np.flatnonzero(~self.images.decoded).tolist() if i not in self.images.errors
-        ]
-        for chunk in self._chunks(todo):
-            yield partial(self._decode, chunk)
-        if self.images.decoded.any():
-            yield self._copy_decoded
+    def parts(self) -> list[Callable[[], None]]:
+        """The decode of each sub-batch."""
+        todo = ~self.images.decoded
+        todo[list(self.images.errors)] = False
+        return [partial(self._decode, chunk) for chunk in self._chunks(np.flatnonzero(todo))]
 
-    def _chunks(self, positions: list[int]) -> Iterator[list[int]]:
-        sizes = 3 * self.images.sizes.prod(axis=1)
-        chunk: list[int] = []
-        total = 0
-        for i in positions:
-            if chunk and (len(chunk) == SUB_BATCH or total + sizes[i] > SUB_BATCH_BYTES):
-                yield chunk
-                chunk, total = [], 0
-            chunk.append(i)
-            total += int(sizes[i])
-        if chunk:
-            yield chunk
+    def _chunks(self, positions: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+        """Cut at SUB_BATCH images, or where one more would pass SUB_BATCH_BYTES."""
+        if not len(positions):
+            return []
+        filled = np.cumsum(3 * self.images.sizes[positions].prod(axis=1))
+        chunks, start = [], 0
+        while start < len(positions):
+            limit = SUB_BATCH_BYTES + (filled[start - 1] if start else 0)
+            stop = int(np.searchsorted(filled, limit, side="right"))
+            stop = max(min(stop, start + SUB_BATCH), start + 1)
+            chunks.append(positions[start:stop])
+            start = stop
+        return chunks
 
-    def _decode(self, positions: list[int], lane: Lane) -> None:
-        decoder, device = self._pipeline.decoder, self._pipeline.device
+    def _decode(self, positions: npt.NDArray[np.int64]) -> None:
+        decoder = self._pipeline.decoder
         assert decoder is not None, "the packer leaves nothing to decode where there is no decoder"
-        lane.release()
-        decoded = decode_part(decoder, self.images, positions, device)
-        if None in decoded:
-            pairs = [(i, d) for i, d in zip(positions, decoded, strict=True) if d is not None]
-            positions, decoded = [i for i, _ in pairs], [d for _, d in pairs]
-        if decoded:
-            addresses = [image.data_ptr() for image in decoded]  # type: ignore[union-attr]
-            self._write(positions, addresses, lambda: decoded, lane)
-        self._written(lane, decoded)
-
-    def _copy_decoded(self, lane: Lane) -> None:
-        lane.release()
-        images = self.images
-        positions = np.flatnonzero(images.decoded).tolist()
-        pixels = images.pixels.to(self._pipeline.device, non_blocking=True)
-        starts = images.spans[positions, 0]
-        self._write(
-            positions, pixels.data_ptr() + starts, lambda: self._views(pixels, positions), lane
+        decoded = decode_part(decoder, self.images, positions, self._pipeline.device)
+        self._decoded.update(
+            (i, image)
+            for i, image in zip(positions.tolist(), decoded, strict=True)
+            if image is not None
         )
-        self._written(lane, pixels)
+        self._written.append(torch.cuda.current_stream(self._pipeline.device).record_event())
 
-    def _views(self, pixels: torch.Tensor, positions: list[int]) -> list[torch.Tensor]:
-        spans, sizes = self.images.spans[positions].tolist(), self.images.sizes[positions].tolist()
-        return [
-            pixels[start:stop].view(3, height, width)
-            for (start, stop), (height, width) in zip(spans, sizes, strict=True)
-        ]
-
-    def _write(
-        self,
-        positions: list[int],
-        addresses: Any,
-        images: Callable[[], list[Any]],
-        lane: Lane,
-    ) -> None:
-        """Bring decoded images into the result; ``images`` makes tensors of them where needed."""
-        head, rows = self._pipeline.head, self.images.rows
-        if head.size is None or rows is None:
-            for i, image in zip(positions, images(), strict=True):
+    def resample(self) -> None:
+        """Bring all decoded images into the result, in one launch on the current stream."""
+        images, head = self.images, self._pipeline.head
+        for event in self._written:
+            torch.cuda.current_stream(self._pipeline.device).wait_event(event)
+        if head.size is None:
+            for i, image in self._tensors().items():
                 self.out[i] = image
             return
-        if lane.stream is not None:
-            lane.stream.wait_event(self._allocated)  # type: ignore[arg-type]
+        ready = np.flatnonzero(images.decoded)
+        positions = [*self._decoded, *ready.tolist()]
+        if not positions:
+            return
         way = {"interpolation": head.interpolation, "mean": head.mean, "std": head.std}
-        if self.images.plan is not None and self._planned:
-            plan = self.images.plan[positions]
+        if images.plan is not None and HAS_TRITON and self.out.dtype != torch.float64:
+            addresses = [image.data_ptr() for image in self._decoded.values()]
+            addresses += (self._pixels.data_ptr() + images.spans[ready, 0]).tolist()
+            plan = images.plan[positions]
             resample_planned(plan, addresses, positions, self.out, **way)  # type: ignore[arg-type]
             return
-        turn = self.images.transposed[positions].tolist()
-        tensors = [image.mT if t else image for t, image in zip(turn, images(), strict=True)]
+        tensors, turned = self._tensors(), images.transposed
+        assert images.rows is not None
         resample(
-            tensors,
-            rows[positions],
+            [tensors[i].mT if turned[i] else tensors[i] for i in positions],
+            images.rows[positions],
             head.size,
             antialias=head.antialias,
             dtype=self.out.dtype,
@@ -357,10 +309,13 @@ class _ImageJob:
             **way,  # type: ignore[arg-type]
         )
 
-    def _written(self, lane: Lane, kept: Any) -> None:
-        event = lane.keep(kept)
-        if event is not None:
-            self.written.append(event)
+    def _tensors(self) -> dict[int, torch.Tensor]:
+        """Every image that could be decoded, ``(3, H, W)`` uint8, by its position."""
+        tensors = dict(self._decoded)
+        for i in np.flatnonzero(self.images.decoded).tolist():
+            (start, stop), (height, width) = self.images.spans[i], self.images.sizes[i]
+            tensors[i] = self._pixels[start:stop].view(3, height, width)
+        return tensors
 
 
 def encoded_leaves(batch: Any) -> list[EncodedImages]:

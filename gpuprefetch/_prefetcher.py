@@ -22,13 +22,14 @@ from gpuprefetch._connections import tell
 from gpuprefetch._decode import BACKENDS
 from gpuprefetch._encoded import EncodedImageFolder
 from gpuprefetch._host import HostStage, Packer
-from gpuprefetch._pipeline import BadImage, Lane, Part, Pipeline, Work, encoded_leaves
+from gpuprefetch._pipeline import BadImage, Pipeline, Work, encoded_leaves
+from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stats
 from gpuprefetch._stream import handoff, lease_stream, return_stream
 from gpuprefetch._transforms import Transform, read_transforms, require_fixed_size
 
 # Decode threads, each with a stream and an nvJPEG decoder of its own (14 streams and < 30 MB each).
-LANES = 3
+LANES = 2
 # Steps that the loop may be ahead of the GPU. Without a bound the host queues many, and each of
 # them
 # keeps its batch in memory; two are enough to keep the GPU busy.
@@ -72,13 +73,15 @@ class _Engine:
         self._depth, self._epoch = depth, epoch
         self._stats, self._balancer = stats, balancer
         self._changed = threading.Condition()
+        self._dropping = threading.Lock()
         self._slots: deque[_Slot] = deque()
-        self._parts: deque[tuple[_Slot, Part]] = deque()
+        self._parts: deque[tuple[_Slot, Callable[[], None]]] = deque()
+        self._read: deque[tuple[torch.cuda.Event, Work]] = deque()
         self._exhausted = self._stopping = False
         self._fetched = 0
         self._fetch_ahead = fetch_ahead
         self._threads: list[threading.Thread] = []
-        self._lanes: list[Lane] = []
+        self._lanes: list[torch.cuda.Stream] = []
         self._on_cuda = pipeline.device.type == "cuda"
         self._stream = lease_stream(pipeline.device, "batch") if self._on_cuda else None
         if fetch_ahead:
@@ -119,7 +122,7 @@ class _Engine:
 
     def _start(self, slot: _Slot) -> None:
         """Get the work of a batch under way."""
-        parts: list[Part] = []
+        parts: list[Callable[[], None]] = []
         try:
             if slot.error is not None:
                 raise slot.error
@@ -138,7 +141,7 @@ class _Engine:
             self._finish(slot)
         elif self._on_cuda:
             while len(self._lanes) < LANES:
-                self._lanes.append(Lane(lease_stream(self._pipeline.device, "lane")))
+                self._lanes.append(lease_stream(self._pipeline.device, "lane"))
                 self._spawn("decode", self._lane_loop, self._lanes[-1])
         else:
             self._run_inline()
@@ -150,31 +153,31 @@ class _Engine:
             self._balancer.observe(len(images), decoded, images.decode_seconds, waited)
             self._stats.cpu_images += decoded
             self._stats.gpu_images += len(images) - decoded
-            self._stats.encoded_bytes += images.data.numel() + images.pixels.numel()
+            self._stats.encoded_bytes += images.buffer.tensor.numel()
             self._stats.worker_decode_seconds += images.decode_seconds
             self._stats.share = float(self._balancer.share)
 
     def _run_inline(self) -> None:
         while self._parts:
-            self._run_part(*self._parts.popleft(), Lane(None))
+            self._run_part(*self._parts.popleft())
 
-    def _lane_loop(self, lane: Lane) -> None:
-        with torch.cuda.stream(lane.stream):
+    def _lane_loop(self, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopping or self._parts)
                     if self._stopping:
-                        break
+                        return
                     slot, part = self._parts.popleft()
-                self._run_part(slot, part, lane)
+                self._drop_read(1)
+                self._run_part(slot, part)
                 del slot, part
-            lane.release()
 
-    def _run_part(self, slot: _Slot, part: Part, lane: Lane) -> None:
+    def _run_part(self, slot: _Slot, part: Callable[[], None]) -> None:
         try:
             if slot.error is None:
                 with torch.no_grad():
-                    part(lane)
+                    part()
         except BaseException as error:
             slot.error = error
         with self._changed:
@@ -188,11 +191,21 @@ class _Engine:
             if slot.error is None and slot.work is not None:
                 with torch.no_grad(), self._batch_stream():
                     slot.result = slot.work.finish()
-                    slot.event = self._stream.record_event() if self._stream else None
+                    if self._stream is not None:
+                        slot.event = torch.cuda.Event(blocking=True)
+                        slot.event.record(self._stream)
+                        self._read.append((slot.event, slot.work))
         except BaseException as error:
             slot.error = error
         slot.work = None
         slot.done.set()
+
+    def _drop_read(self, keep: int) -> None:
+        """Drop decoded images whose readers are through, and wait for all but ``keep`` batches."""
+        with self._dropping:
+            while self._read and (len(self._read) > keep or self._read[0][0].query()):
+                self._read[0][0].synchronize()
+                self._read.popleft()
 
     def take(self) -> _Slot:
         """The next batch in order, as soon as its work has been queued."""
@@ -219,14 +232,16 @@ class _Engine:
             if thread is not threading.current_thread():
                 thread.join(JOIN_SECONDS)
         alive = any(thread.is_alive() for thread in self._threads)
-        streams = [(self._stream, "batch"), *((lane.stream, "lane") for lane in self._lanes)]
+        streams = [(self._stream, "batch"), *((stream, "lane") for stream in self._lanes)]
         for stream, role in streams:
             if stream is not None:
                 stream.synchronize()  # see Note [Stream handoff], 3
                 if not alive:
                     return_stream(stream, role)
         self._slots.clear()
+        self._read.clear()
         self._source = iter(())
+        unmap_dead()
 
 
 class _Epoch:
