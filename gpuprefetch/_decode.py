@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -20,8 +21,9 @@ from gpuprefetch._format import decode_cpu
 #     decode.
 #   - TorchCodec >= 0.17 decodes in the order of the current stream (0.16 did not,
 #     meta-pytorch/torchcodec#1634).
-# Whatever the backend promises, decoded images are dropped only after the event behind their last
-# reader has completed (_Engine._drop_read). `python -m gpuprefetch selfcheck` shows both orders.
+# The launch that reads the images runs on another stream, so they are dropped only after the event
+# behind it has completed (gpuprefetch._pipeline.Readers). gpuprefetch.selfcheck() tries it on the
+# machine at hand; tests/test_selfcheck.py fails without it.
 
 
 class ImageDecoder(Protocol):
@@ -57,18 +59,24 @@ class TorchvisionDecoder:
     """torchvision's batched nvJPEG decode on a drained stream. See Note [Decoded memory]."""
 
     def __init__(self, device: torch.device) -> None:
-        # One spelling of the device for ever: torchvision rebuilds, and leaks, its decoder on a
-        # change.
+        # One spelling of the device for ever: torchvision leaks its decoder when it changes.
         self._device = device
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
+        torch.cuda.current_stream(self._device).synchronize()
+        return self.decode_undrained(data)
+
+    def decode_undrained(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Decode in the unsafe order; the negative control of ``gpuprefetch.selfcheck``."""
         from torchvision.io import ImageReadMode, decode_jpeg
 
-        torch.cuda.current_stream(self._device).synchronize()
         return list(decode_jpeg(data, mode=ImageReadMode.RGB, device=self._device))
 
 
-BACKENDS = {"torchcodec": TorchCodecDecoder, "torchvision": TorchvisionDecoder}
+BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
+    "torchcodec": TorchCodecDecoder,
+    "torchvision": TorchvisionDecoder,
+}
 
 
 def decode_part(

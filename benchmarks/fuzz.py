@@ -1,0 +1,419 @@
+"""Damaged pictures: none may crash or hang the process, and none may touch its neighbors.
+
+    python benchmarks/fuzz.py --cases 100000 --output benchmarks/results/fuzz-cpu.json
+    python benchmarks/fuzz.py --cases 20000 --device cuda --jobs 6 \\
+        --output benchmarks/results/fuzz-gpu.json
+
+Every batch holds damaged files and a good one, and a batch of good ones follows it. The files are
+drawn, or mutated photos with ``--data PHOTOS``. What survives the damage is compared: on the CPU
+with PIL's pixels, on the GPU with the CPU path's. All of it runs in child processes, so that a
+crash is seen.
+"""
+
+import argparse
+import io
+import json
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+from PIL import Image
+
+GROUP = 31  # damaged files in a batch, beside a good one
+GOOD = 8  # files in the batch behind it
+HUGE = 4_000_000  # pixels
+SIZE = 64  # of the resized pictures
+LEVELS, SHARE = 3, 0.01  # GPU against CPU: at most SHARE of the values off by more than LEVELS
+HANGS_SECONDS = 120.0  # without a finished group
+START_SECONDS = 60.0  # more of them before the first one
+MAX_CRASHES = 8  # of one job, which then ends
+MAX_DIFFERING = 20  # cases that are named
+
+Rng = np.random.Generator
+
+
+def draw_files(count: int = 48, seed: int = 0) -> list[bytes]:
+    """Encoded pictures of all formats and kinds of JPEG; the first GOOD are plain JPEGs."""
+    rng = np.random.default_rng(seed)
+    files = []
+    for number in range(count):
+        height, width = rng.integers(24, 160, 2)
+        coarse = rng.integers(0, 256, (height // 12 + 2, width // 12 + 2, 3), dtype=np.uint8)
+        picture = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+        kind = number % 12 if number >= GOOD else 0
+        options: dict[str, Any] = {"quality": int(rng.integers(60, 96)), "subsampling": number % 3}
+        if kind == 7:
+            picture = picture.convert("L")
+        elif kind == 8:
+            picture = picture.convert("CMYK")
+        elif kind == 9:
+            options["progressive"] = True
+        elif kind == 10:
+            options["restart_marker_blocks"] = 3
+        image_format = ("PNG", "WEBP", "GIF")[number // 12 % 3] if kind == 11 else "JPEG"
+        file = io.BytesIO()
+        picture.save(file, image_format, **(options if image_format == "JPEG" else {}))
+        files.append(file.getvalue())
+    return files
+
+
+def read_files(folder: Path, count: int = 200) -> list[bytes]:
+    """The first baseline JPEGs of a folder."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() in (".jpg", ".jpeg") and len(found) < count:
+            found.append(path.read_bytes())
+    if len(found) < GOOD:
+        raise ValueError(f"{folder} holds {len(found)} JPEGs, at least {GOOD} are needed")
+    return found
+
+
+def _flip_bits(data: bytearray, rng: Rng, first: int, last: int) -> None:
+    for at in rng.integers(first, max(last, first + 1), rng.integers(1, 9)):
+        data[min(at, len(data) - 1)] ^= 1 << rng.integers(8)
+
+
+def _scan(data: bytes) -> int:
+    return max(data.find(b"\xff\xda"), 0) or min(len(data), 64)
+
+
+def flip(data: bytearray, rng: Rng, _other: bytes) -> None:
+    _flip_bits(data, rng, 0, len(data))
+
+
+def flip_header(data: bytearray, rng: Rng, _other: bytes) -> None:
+    _flip_bits(data, rng, 2, _scan(data))
+
+
+def flip_scan(data: bytearray, rng: Rng, _other: bytes) -> None:
+    _flip_bits(data, rng, _scan(data), len(data))
+
+
+def truncate(data: bytearray, rng: Rng, _other: bytes) -> None:
+    del data[rng.integers(len(data)) :]
+
+
+def cut(data: bytearray, rng: Rng, _other: bytes) -> None:
+    at = rng.integers(len(data))
+    del data[at : at + rng.integers(1, 200)]
+
+
+def insert(data: bytearray, rng: Rng, other: bytes) -> None:
+    at, start = rng.integers(len(data)), rng.integers(len(other))
+    data[at:at] = other[start : start + rng.integers(1, 400)]
+
+
+def splice(data: bytearray, rng: Rng, other: bytes) -> None:
+    data[rng.integers(len(data)) :] = other[rng.integers(len(other)) :]
+
+
+def zero(data: bytearray, rng: Rng, _other: bytes) -> None:
+    at, length = rng.integers(len(data)), rng.integers(1, 100)
+    data[at : at + length] = bytes(len(data[at : at + length]))
+
+
+def marker(data: bytearray, rng: Rng, _other: bytes) -> None:
+    """Another code, or another length, for a marker."""
+    places = [i for i in range(len(data) - 3) if data[i] == 0xFF and data[i + 1] >= 0xC0]
+    if places:
+        at = rng.choice(places)
+        if rng.random() < 0.5:
+            data[at + 1] = rng.integers(0xC0, 0x100)
+        else:
+            data[at + 2 : at + 4] = struct.pack(">H", rng.integers(0, 1 << rng.integers(1, 17)))
+
+
+def resize(data: bytearray, rng: Rng, _other: bytes) -> None:
+    """Another height or width in the frame header, rarely a huge one."""
+    at = max(data.find(b"\xff\xc0"), data.find(b"\xff\xc2"), 0) + 5
+    if at + 4 > len(data):
+        return
+    sides = list(struct.unpack_from(">HH", data, at))
+    limit = 1 << 16 if rng.random() < 0.01 else 2 * max(sides) + 2
+    sides[rng.integers(2)] = int(rng.integers(min(limit, 1 << 16)))
+    struct.pack_into(">HH", data, at, *sides)
+
+
+def _tame(data: bytearray, rng: Rng) -> None:
+    """Make most pictures small that a mutation made huge: each takes seconds to decode."""
+    for at in (data.find(b"\xff\xc0") + 5, data.find(b"\xff\xc2") + 5):
+        if 5 <= at <= len(data) - 4:
+            height, width = struct.unpack_from(">HH", data, at)
+            if height * width > HUGE and rng.random() < 0.95:
+                struct.pack_into(">HH", data, at, height % 512, width % 512)
+
+
+MUTATIONS = (
+    flip, flip_header, flip_scan, truncate, cut, insert, splice, zero, marker, resize,
+)  # fmt: skip
+
+
+def damaged(files: list[bytes], seed: int, case: int) -> bytes:
+    """The file of a case: a function of its arguments alone."""
+    rng = np.random.default_rng([seed, case])
+    data, other = (bytearray(files[i]) for i in rng.integers(len(files), size=2))
+    for mutate in rng.choice(len(MUTATIONS), rng.integers(1, 3)):
+        MUTATIONS[mutate](data, rng, bytes(other))
+        data = data or bytearray(1)
+    _tame(data, rng)
+    if rng.random() < 0.5 and data[:2] == b"\xff\xd8":
+        data += (
+            b"\xff\xd9"  # whole to its end, as far as a header tells: such a file goes to the GPU
+        )
+    return bytes(data)
+
+
+class Cases:
+    """A dataset: sample ``case`` is damaged, ``-1 - i`` is the good file ``i``."""
+
+    def __init__(self, files: list[bytes], seed: int, trap: dict[str, str]) -> None:
+        self.files, self.seed, self.trap = files, seed, trap
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, case: int) -> Any:
+        from gpuprefetch import EncodedImage
+
+        if case < 0:
+            return EncodedImage(self.files[-1 - case], 1 << 40, f"good {-1 - case}"), case
+        if trap := self.trap.get(str(case)):  # the tests' own crash or hang
+            signal.raise_signal(signal.SIGSEGV) if trap == "crash" else time.sleep(1000)
+        return EncodedImage(damaged(self.files, self.seed, case), case, f"case {case}"), case
+
+
+def batches(first: int, last: int) -> Iterator[list[int]]:
+    """Batches of cases with a good file among them, each followed by one of good files."""
+    good = [-1 - i for i in range(GOOD)]
+    yield good  # the reference
+    for start in range(first, last, GROUP):
+        cases = list(range(start, min(start + GROUP, last)))
+        place = start % (len(cases) + 1)
+        yield [*cases[:place], good[start % GOOD], *cases[place:]]
+        yield good
+
+
+class Attack:
+    """The batches of some cases on one device, and what came of them."""
+
+    def __init__(self, task: dict[str, Any], device: str) -> None:
+        from torch.utils.data import DataLoader
+
+        from gpuprefetch import DataPrefetcher, Resize
+
+        folder = task["data"]
+        self.files = read_files(Path(folder)) if folder else draw_files()
+        dataset = Cases(self.files, task["seed"], task["trap"])
+        loader = DataLoader(
+            dataset,  # type: ignore[arg-type]
+            batch_sampler=list(batches(task["first"], task["last"])),
+            pin_memory=device == "cuda",
+        )
+        self.prefetcher = DataPrefetcher(
+            loader,
+            device=device,
+            decoder=task["decoder"] if device == "cuda" else "cpu",
+            transforms=[Resize((SIZE, SIZE))],
+            cpu_share=0.0,
+            on_error="skip",
+        )
+
+    def __iter__(self) -> Iterator[dict[int, Any]]:
+        """For each batch: case -> picture."""
+        for images, cases in self.prefetcher:
+            yield dict(zip(cases.tolist(), images, strict=True))
+
+
+def attack(**task: Any) -> dict[str, Any]:
+    """Run the cases of a task in this process; a line of progress for each group."""
+    import torch
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    counts: Counter[str] = Counter(good_batches=0, good_wrong=0)
+    differing: list[int] = []
+    runs = [Attack(task, task["device"])]
+    if task["device"] == "cuda":
+        runs.append(Attack(task, "cpu"))
+    files, seed = runs[0].files, task["seed"]
+    planned = batches(task["first"], task["last"])
+    reference: dict[int, Any] = {}
+    print("AT", task["first"], flush=True)
+    for cases, found, *others in zip(planned, *runs, strict=True):
+        reference = reference or found
+        good = [case for case in cases if case < 0]
+        right = all(case in found and torch.equal(found[case], reference[case]) for case in good)
+        right = right and list(found) == [case for case in cases if case in found]  # in order
+        counts["good_batches"] += 1
+        counts["good_wrong"] += not right
+        for case in (case for case in cases if case >= 0):
+            if task["device"] == "cuda":
+                outcome = _compare(found.get(case), others[0].get(case), LEVELS, SHARE)
+            else:
+                ours = None if case not in found else _decode_cpu(damaged(files, seed, case))
+                outcome = _compare(ours, _decode_pil(damaged(files, seed, case)), 0, 0.0)
+            counts[outcome] += 1
+            if outcome == "differs":
+                differing.append(case)
+        if len(cases) != GOOD or good != cases:
+            print("AT", max(cases) + 1, flush=True)
+    return {"counts": counts, "differing": differing[:MAX_DIFFERING]}
+
+
+def _compare(ours: Any, theirs: Any, levels: int, share: float) -> str:
+    import torch
+
+    if ours is None or theirs is None:
+        both = ours is theirs
+        return "both_refuse" if both else "only_ours_refuses" if ours is None else "only_ours_reads"
+    if ours.shape != theirs.shape:
+        return "differs"
+    ours, theirs = ours.cpu(), theirs.cpu()
+    if levels == 0 or torch.equal(ours, theirs):
+        return "same" if torch.equal(ours, theirs) else "differs"
+    scale = 255 if ours.is_floating_point() else 1
+    off = (ours.float() - theirs.float()).abs() * scale > levels
+    return "differs" if off.float().mean() > share else "same"
+
+
+def _decode_cpu(data: bytes) -> Any:
+    from gpuprefetch._format import decode_cpu
+
+    return decode_cpu(data)
+
+
+def _decode_pil(data: bytes) -> Any:
+    import torch
+
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    except Exception:  # PIL raises nearly everything
+        return None
+
+
+def run_range(task: dict[str, Any]) -> dict[str, Any]:
+    """Run the cases in children; behind a crash or a hang the next child goes on."""
+    counts: Counter[str] = Counter()
+    differing: list[int] = []
+    crashes: list[dict[str, Any]] = []
+    first, last = task["first"], task["last"]
+    while first < last and len(crashes) < MAX_CRASHES:
+        lines, ending, errors = _run_child({**task, "first": first})
+        if ending == "0":
+            result = json.loads(lines[-1].removeprefix(harness.RESULT))
+            counts.update(result["counts"])
+            differing += result["differing"]
+            break
+        reached = [int(line.split()[1]) for line in lines if line.startswith("AT ")]
+        start = max(reached, default=first)
+        crashes.append({"cases": [start, min(start + GROUP, last)], "ending": ending})
+        print(f"cases {start} to {start + GROUP}: {ending}\n{errors}", file=sys.stderr)
+        first = start + GROUP
+    return {"counts": counts, "differing": differing, "crashes": crashes}
+
+
+def _run_child(task: dict[str, Any]) -> tuple[list[str], str, str]:
+    """A child's lines, how it ended ("0", "signal 11", "exit 1", "hangs"), its last errors."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        command = [sys.executable, __file__, "--child", json.dumps(task)]
+        child = subprocess.Popen(command, stdout=out, stderr=err)
+        size, moved = 0, time.monotonic()
+        while child.poll() is None:
+            time.sleep(0.05)
+            if (now := Path(f"/proc/self/fd/{out.fileno()}").stat().st_size) != size:
+                size, moved = now, time.monotonic()
+            elif time.monotonic() - moved > task["patience"] + (0 if size else START_SECONDS):
+                child.kill()
+                child.wait()
+                return _lines(out), "hangs", ""
+        code = child.returncode
+        ending = f"signal {-code}" if code < 0 else f"exit {code}" if code else "0"
+        return _lines(out), ending, "\n".join(_lines(err)[-12:])
+
+
+def _lines(file: Any) -> list[str]:
+    file.seek(0)
+    return file.read().splitlines()
+
+
+def fuzz(args: argparse.Namespace) -> dict[str, Any]:
+    """All cases, ``jobs`` children at a time: what came of them."""
+    per_job = -(-args.cases // args.jobs)
+    tasks = [
+        {
+            "first": first,
+            "last": min(first + per_job, args.cases),
+            "seed": args.seed,
+            "device": args.device,
+            "decoder": args.decoder,
+            "data": str(args.data) if args.data else "",
+            "patience": args.patience,
+            "trap": args.trap,
+        }
+        for first in range(0, args.cases, per_job)
+    ]
+    started = time.monotonic()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        results = list(pool.map(run_range, tasks))
+    counts: Counter[str] = sum((result["counts"] for result in results), Counter())
+    return {
+        "device": args.device,
+        "cases": args.cases,
+        "counts": {"good_wrong": 0, **counts},
+        "crashes": [crash for result in results for crash in result["crashes"]],
+        "differing": [case for result in results for case in result["differing"]][:MAX_DIFFERING],
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--decoder", default="auto", help="on the GPU")
+    parser.add_argument("--jobs", type=int, default=1, help="children at a time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", type=Path, help="folder of JPEGs; drawn pictures without")
+    parser.add_argument("--patience", type=float, default=HANGS_SECONDS, help="for a group")
+    parser.add_argument("--trap", type=json.loads, default={}, help=argparse.SUPPRESS)
+    parser.add_argument("--commit", help="of this repository, where git cannot tell")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    args = parse()
+    result = fuzz(args)
+    hidden = {"data", "output", "commit", "trap"}
+    document = {
+        "benchmark": "fuzz",
+        "metadata": harness.metadata(args, harness.Device()),
+        "parameters": {k: v for k, v in vars(args).items() if k not in hidden},
+        "results": [result],
+    }
+    print(json.dumps(result, indent=1))
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(document, indent=1) + "\n")
+    if result["crashes"] or result["counts"]["good_wrong"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        harness.child_main(attack)
+    main()

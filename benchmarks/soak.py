@@ -1,0 +1,316 @@
+"""Soak: many batches of random structure at random times, and memory that stays as it is.
+
+    python benchmarks/soak.py --output benchmarks/results/soak.json
+    python benchmarks/soak.py --cpu --batches 200 --epochs 12
+
+Two measurements, each in a process of its own. ``integrity``: every batch is checksummed on the
+device, by kernels queued behind random sleeps, and compared with the worker's checksum of the same
+tensors; encoded images are compared with an undisturbed decode. ``memory``: epochs of a loader of
+encoded images, and after each the GPU memory reserved, the process's resident memory, its file
+descriptors and its threads.
+"""
+
+import argparse
+import gc
+import io
+import json
+import os
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+PICTURES = 64
+SIZE = 64
+MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float16)
+# Share of batches for which producer, consumer and GPU take their time.
+SLOW, SLOW_SECONDS, SLOW_CYCLES = 0.03, 0.008, 4_000_000
+WARM_EPOCHS = 0.2  # share of the epochs behind which memory must be flat
+FLAT = 0.01
+
+Pair = namedtuple("Pair", "first second")
+
+
+def draw_pictures() -> list[bytes]:
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    files = []
+    for _ in range(PICTURES):
+        coarse = Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8))
+        picture = coarse.resize(tuple(rng.integers(120, 400, 2)), Image.Resampling.BICUBIC)
+        file = io.BytesIO()
+        picture.save(file, "JPEG", quality=90)
+        files.append(file.getvalue())
+    return files
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """A weighted sum of the bytes, on the tensor's device: () int64."""
+    data = tensor.contiguous().flatten().view(torch.uint8).to(torch.int64)
+    return (data * (torch.arange(len(data), device=data.device) % 8191 + 1)).sum()
+
+
+class Batches(Dataset):
+    """Whole batches of random nested structure, a function of their number.
+
+    ``sums`` are the checksums of the structure's tensors, in order; ``pictures`` number the encoded
+    images.
+    """
+
+    def __init__(self, count: int, files: list[bytes]) -> None:
+        self.count, self.files = count, files
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> Any:
+        from gpuprefetch import EncodedImage
+
+        rng = random.Random(number)
+        sums: list[int] = []
+        structure = self._structure(rng, sums, depth=0)
+        pictures = [rng.randrange(PICTURES) for _ in range(rng.randrange(1, 5))]
+        if rng.random() < SLOW:
+            time.sleep(rng.random() * SLOW_SECONDS)
+        images = [EncodedImage(self.files[picture], picture) for picture in pictures]
+        return {
+            "number": number,
+            "structure": structure,
+            "sums": sums,
+            "pictures": pictures,
+            "images": images,
+        }
+
+    def _structure(self, rng: random.Random, sums: list[int], depth: int) -> Any:
+        kind = rng.choice("ttttldps") if depth < 3 else "t"
+        if kind == "t":
+            shape = [rng.randrange(1, 40) for _ in range(rng.randrange(1, 4))]
+            dtype = rng.choice(DTYPES)
+            generator = torch.Generator().manual_seed(rng.randrange(1 << 40))
+            tensor = torch.randint(0, 200, shape, generator=generator).to(dtype)
+            sums.append(int(checksum(tensor)))
+            return tensor
+        if kind == "s":
+            return rng.choice(["text", 7, None])
+        children = [self._structure(rng, sums, depth + 1) for _ in range(rng.randrange(1, 4))]
+        if kind == "d":
+            return {str(key): child for key, child in enumerate(children)}
+        return Pair(children[0], children[-1]) if kind == "p" and len(children) == 2 else children
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def skeleton(structure: Any) -> Any:
+    """The structure with a (dtype, shape) in place of each tensor."""
+    from gpuprefetch._batch import map_leaves
+
+    return map_leaves(
+        lambda leaf: (leaf.dtype, leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, structure
+    )
+
+
+def prefetcher_of(dataset: Any, device: str, workers: int, **options: Any) -> Any:
+    import kornia.augmentation as K
+
+    from gpuprefetch import DataPrefetcher, Resize
+
+    loading = {"batch_size": None, "pin_memory": device == "cuda", "num_workers": workers}
+    transforms = options.pop("transforms", [Resize((SIZE, SIZE)), K.Normalize(MEAN, STD)])
+    loader = DataLoader(dataset, **(loading | options.pop("loading", {})))
+    return DataPrefetcher(loader, device=device, transforms=transforms, cpu_share=0.0, **options)
+
+
+def integrity(device: str, workers: int, batches: int, seconds: float) -> dict[str, Any]:
+    """Batches until ``batches`` or ``seconds`` are reached, and how many came out wrong."""
+    from gpuprefetch import EncodedImage
+    from gpuprefetch._batch import tensors
+
+    prepare()
+    files = draw_pictures()
+    every_picture = [EncodedImage(file, number) for number, file in enumerate(files)]
+    (undisturbed,) = prefetcher_of([{"images": every_picture}], device, 0)
+    reference = undisturbed["images"].clone()
+    synchronize(device)
+    dataset, rng = Batches(batches, files), random.Random(0)
+    wrong = torch.zeros(3, dtype=torch.int64, device=device)  # sums, images, anything else
+    tensors_seen = done = 0
+    started = time.monotonic()
+    for batch in prefetcher_of(dataset, device, workers, loading={"collate_fn": as_it_is}):
+        if rng.random() < SLOW:
+            time.sleep(rng.random() * SLOW_SECONDS)
+        if device == "cuda" and rng.random() < 3 * SLOW:
+            torch.cuda._sleep(SLOW_CYCLES)  # what follows reads the batch late
+        found = list(tensors(batch["structure"]))
+        for tensor, expected in zip(found, batch["sums"], strict=True):
+            wrong[0] += checksum(tensor) != expected
+        # Nothing here waits for the GPU: the batch is dropped while it is still to be read.
+        expected_images = torch.stack([reference[number] for number in batch["pictures"]])
+        wrong[1] += (batch["images"] != expected_images).any()
+        other = batch["number"] != done
+        if done % 50 == 0:  # making a batch again is slow
+            other |= skeleton(batch["structure"]) != skeleton(dataset[done]["structure"])
+        wrong[2] += other
+        tensors_seen, done = tensors_seen + len(found), done + 1
+        del batch, found
+        if time.monotonic() - started > seconds:
+            break
+    sums, images, others = wrong.tolist()
+    return {
+        "batches": done,
+        "tensors": tensors_seen,
+        "wrong_tensors": sums,
+        "wrong_image_batches": images,
+        "wrong_structures": others,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+class Samples(Dataset):
+    """Encoded images with a target."""
+
+    def __init__(self, count: int, files: list[bytes]) -> None:
+        self.count, self.files = count, files
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        from gpuprefetch import EncodedImage
+
+        return EncodedImage(self.files[index % PICTURES], index), index
+
+
+def memory(device: str, workers: int, epochs: int, epoch_batches: int) -> dict[str, Any]:
+    """What the process holds after each epoch, and how much it varies once it is warm."""
+    import kornia.augmentation as K
+
+    from gpuprefetch import RandomResizedCrop
+
+    prepare()
+    transforms = [RandomResizedCrop(SIZE), K.RandomHorizontalFlip(), K.Normalize(MEAN, STD)]
+    loading = {"batch_size": 32, "shuffle": True}
+    dataset = Samples(32 * epoch_batches, draw_pictures())
+    prefetcher = prefetcher_of(dataset, device, workers, loading=loading, transforms=transforms)
+    held: dict[str, list[int]] = {}
+    for _ in range(epochs):
+        for images, _target in prefetcher:
+            images.mean()
+        del images, _target
+        gc.collect()
+        synchronize(device)
+        for name, value in holdings(device).items():
+            held.setdefault(name, []).append(value)
+    warm = int(WARM_EPOCHS * epochs)
+    spread = {
+        name: (max(values[warm:]) - min(values[warm:])) / max(statistics.median(values[warm:]), 1)
+        for name, values in held.items()
+    }
+    flat = all(value <= FLAT for value in spread.values())
+    return {"epochs": epochs, "warm_epochs": warm, "flat": flat, "spread": spread, "held": held}
+
+
+def holdings(device: str) -> dict[str, int]:
+    """GPU bytes reserved, resident bytes, open files and threads of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    reserved = torch.cuda.memory_reserved() if device == "cuda" else 0
+    return {
+        "gpu_reserved_bytes": reserved,
+        "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "file_descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+    }
+
+
+def prepare() -> None:
+    import gpuprefetch  # noqa: F401  # before the context: it prepares the environment
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(what: str, **task: Any) -> dict[str, Any]:
+    return {"integrity": integrity, "memory": memory}[what](**task)
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batches", type=int, default=20_000, help="checksummed")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for them, at most")
+    parser.add_argument("--epochs", type=int, default=50, help="of the memory measurement")
+    parser.add_argument("--epoch-batches", type=int, default=40)
+    parser.add_argument("--workers", type=int, default=max(harness.cores() - 2, 1))
+    parser.add_argument("--cpu", action="store_true", help="run on the CPU")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one child")
+    parser.add_argument("--commit", help="of this repository, where git cannot tell")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    args = parser.parse_args(words)
+    args.data = None
+    return args
+
+
+def soak(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Both measurements, a child each."""
+    shared = {"device": "cpu" if args.cpu else "cuda", "workers": args.workers}
+    tasks = [
+        {"what": "integrity", "batches": args.batches, "seconds": args.seconds},
+        {"what": "memory", "epochs": args.epochs, "epoch_batches": args.epoch_batches},
+    ]
+    results = []
+    for task in tasks:
+        found = harness.run_child(
+            __file__, shared | task, device=harness.Device(), timeout=args.timeout
+        )
+        results.append({"what": task["what"], **found})
+    return results
+
+
+def failed(result: dict[str, Any]) -> bool:
+    return (
+        "error" in result
+        or not result.get("flat", True)
+        or any(value for name, value in result.items() if name.startswith("wrong"))
+    )
+
+
+def main() -> None:
+    args = parse()
+    results = soak(args)
+    hidden = {"data", "output", "commit", "cpu"}
+    document = {
+        "benchmark": "soak",
+        "metadata": harness.metadata(args, harness.Device()),
+        "parameters": {k: v for k, v in vars(args).items() if k not in hidden},
+        "results": results,
+    }
+    print(json.dumps(results))
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(document, indent=1) + "\n")
+    if any(failed(result) for result in results):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        harness.child_main(measure)
+    main()

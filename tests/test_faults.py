@@ -1,0 +1,396 @@
+"""Whatever fails, the loop gets the right exception within seconds and the process ends by itself.
+
+Every fault runs in a child process, in a session of its own: what the child leaves behind is seen.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 60  # for a child, most of it the import of torch on a busy machine
+PRELUDE = '''
+import gc, io, itertools, os, signal, sys, threading, time, warnings
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, Resize
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+DEVICE = sys.argv[1]
+picture = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
+file = io.BytesIO()
+Image.fromarray(picture).save(file, "JPEG")
+JPEG = file.getvalue()
+
+
+class Files(Dataset):
+    """Sample i is a JPEG and i; ``fault(i)`` runs first."""
+
+    def __init__(self, length=16, fault=lambda index: None):
+        self.length, self.fault = length, fault
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.fault(index)
+        return EncodedImage(JPEG, index, f"{index}.jpg"), index
+
+
+def fail_at(number, error):
+    def fault(index):
+        if index == number:
+            raise error
+    return fault
+
+
+def prefetcher_of(dataset, workers=2, transforms=(), **options):
+    loader = DataLoader(
+        dataset, batch_size=4, num_workers=workers, pin_memory=DEVICE != "cpu", **options
+    )
+    return DataPrefetcher(loader, device=DEVICE, transforms=[Resize((16, 16)), *transforms])
+
+
+def nothing_left():
+    """No thread of ours, no worker, no child that was not waited for."""
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        threads = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+        children = torch.multiprocessing.active_children()
+        if not threads and not children:
+            break
+        time.sleep(0.02)
+    assert not threads, threads
+    assert not children, children
+    try:
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return
+    raise AssertionError(f"child process {pid} was left")
+
+
+def expect(name, error, text, seen, iterate, seconds=8):
+    """``iterate(seen)`` ends in ``error`` after the batches ``seen``, and leaves nothing.
+
+    Left to the garbage collector, two workers alone would take 10 seconds.
+    """
+    got, started = [], time.monotonic()
+    try:
+        iterate(got)
+    except error as caught:
+        assert text in str(caught), caught
+    else:
+        raise AssertionError(f"{name}: no {error}")
+    assert got == seen, got
+    nothing_left()
+    assert time.monotonic() - started < seconds, time.monotonic() - started
+    print("ok", name, flush=True)
+
+
+def loop(prefetcher):
+    def iterate(got):
+        for images, target in prefetcher:
+            assert images.device.type == torch.device(DEVICE).type
+            got.append(int(target[0]))
+    return iterate
+'''
+
+
+def left_behind(session):
+    """Processes that are still in the session of a child that has exited."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":  # whose parent died, init reaps
+            found.append(int(stat.parent.name))
+    return found
+
+
+def child_of(code, device):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + code, device.type],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def ended(child, seconds=SECONDS):
+    """What the child wrote; it must end by itself and take its workers along."""
+    try:
+        out, err = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGABRT)
+        out, err = child.communicate()
+        raise AssertionError(f"it hangs after {out!r}\n{err}") from None
+    deadline = time.monotonic() + 10  # workers notice that their parent is gone
+    while left_behind(child.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    remaining = left_behind(child.pid)
+    for pid in remaining:
+        os.kill(pid, signal.SIGKILL)
+    assert not remaining, f"processes {remaining} outlived it\n{err}"
+    return out, err
+
+
+EXCEPTIONS = """
+for workers in (0, 2):
+    files = Files(fault=fail_at(9, LookupError("no sample 9")))
+    expect("dataset", LookupError, "no sample 9", [0, 4], loop(prefetcher_of(files, workers)))
+
+    def collate(samples):
+        if samples[0][1] == 8:
+            raise TypeError("no batch 2")
+        return default_collate(samples)
+
+    prefetcher = prefetcher_of(Files(), workers, collate_fn=collate)
+    expect("collate", TypeError, "no batch 2", [0, 4], loop(prefetcher))
+
+    class Broken(IterableDataset):
+        def __iter__(self):
+            raise OSError("no disk")
+
+    expect("start", OSError, "no disk", [], loop(prefetcher_of(Broken(), workers)))
+
+    files = Files(fault=fail_at(1, SystemExit("enough")))
+    error = SystemExit if workers == 0 else RuntimeError
+    text = "enough" if workers == 0 else "exited unexpectedly"
+    expect("exit in a dataset", error, text, [], loop(prefetcher_of(files, workers)))
+
+calls = itertools.count()
+
+def broken(images):
+    if next(calls) == 2:
+        raise ArithmeticError("no transform 2")
+    return images
+
+expect("transform", ArithmeticError, "no transform 2", [0, 4],
+       loop(prefetcher_of(Files(), transforms=[broken])))
+
+def in_the_loop(got):
+    for _, target in prefetcher_of(Files()):
+        got.append(int(target[0]))
+        raise KeyError("the loop's own")
+
+expect("loop", KeyError, "the loop's own", [0], in_the_loop)
+
+# The decoder itself: ours is a bug or a broken installation, and no bad image.
+from gpuprefetch import _decode, _host
+
+def no_decoder(*args, **options):
+    raise ImportError("no decoder")
+
+_host.decode_cpu = no_decoder
+for backend in (_decode.TorchCodecDecoder, _decode.TorchvisionDecoder):
+    backend.__call__ = no_decoder
+expect("decode", ImportError, "no decoder", [], loop(prefetcher_of(Files())))
+print("end")
+"""
+
+
+def test_exceptions(device):
+    child = child_of(EXCEPTIONS, device)
+    out, err = ended(child)
+    assert child.returncode == 0, err
+    assert out.splitlines()[-1] == "end"
+    assert len(out.splitlines()) == 12
+
+
+ENDINGS = """
+def first(prefetcher):
+    for _, target in prefetcher:
+        return int(target[0])
+
+slow = Files(fault=lambda index: time.sleep(0.02))
+for workers in (0, 2):
+    prefetcher = prefetcher_of(slow, workers)
+    assert first(prefetcher) == 0
+    nothing_left()
+    assert [int(t[0]) for _, t in itertools.islice(prefetcher, 2)] == [0, 4]
+    nothing_left()
+    other = prefetcher_of(Files(8), workers)
+    pairs = [(int(a[0]), int(b[0])) for (_, a), (_, b) in zip(prefetcher, other)]
+    assert pairs == [(0, 0), (4, 4)]
+    nothing_left()
+    assert [int(t[0]) for _, t in prefetcher] == [0, 4, 8, 12]
+    nothing_left()
+    iterator = iter(prefetcher)
+    next(iterator)
+    del iterator
+    nothing_left()
+
+# Two at once, in threads.
+seen = {}
+def consume(name, prefetcher):
+    seen[name] = [int(t[0]) for _ in range(3) for _, t in prefetcher]
+threads = [threading.Thread(target=consume, args=(n, prefetcher_of(Files()))) for n in "ab"]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert seen["a"] == seen["b"] == [0, 4, 8, 12] * 3, seen
+nothing_left()
+
+# An iterator in a reference cycle, as an exception's traceback makes them.
+iterator = iter(prefetcher_of(Files()))
+next(iterator)
+cycle = [iterator]
+cycle.append(cycle)
+del iterator, cycle
+nothing_left()
+print("end")
+"""
+
+
+def test_ways_to_stop(device):
+    child = child_of(ENDINGS, device)
+    out, err = ended(child)
+    assert child.returncode == 0, err
+    assert out == "end\n"
+
+
+COLLECTED = """
+gc.disable()
+iterator = iter(prefetcher_of(Files()))
+next(iterator)
+held = threading.Event()
+
+def hold(engine):  # as a thread of the epoch may do in the moment of a fork
+    with engine._changed:
+        held.set()
+        time.sleep(2)
+
+threading.Thread(target=hold, args=(iterator._engine,)).start()
+held.wait()
+cycle = [iterator]
+cycle.append(cycle)
+del iterator, cycle
+files = Files(fault=lambda index: gc.collect())
+print([int(target[0]) for _, target in prefetcher_of(files)])
+"""
+
+
+def test_a_worker_collects_the_garbage_of_its_parent(device):
+    # A forked worker must leave the parent's threads, locks and streams alone.
+    child = child_of(COLLECTED, device)
+    out, err = ended(child)
+    assert child.returncode == 0, err
+    assert out == "[0, 4, 8, 12]\n"
+
+
+KILLED = """
+def kill(index):
+    if index == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def iterate(got):
+    for images, target in prefetcher_of(Files(fault=kill)):
+        got.append(int(target[0]))
+        time.sleep(0.5)  # the news arrives while the loop is busy
+
+try:
+    iterate(got := [])
+except RuntimeError as error:
+    assert "DataLoader worker" in str(error), error
+    print("ok", len(got))
+nothing_left()
+"""
+
+
+def test_a_killed_worker(device):
+    child = child_of(KILLED, device)
+    out, err = ended(child)
+    assert child.returncode == 0, err
+    assert out.startswith("ok"), out + err
+
+
+INTERRUPTED = """
+def slow(index):
+    time.sleep({sample})
+
+for images, target in prefetcher_of(Files(10_000, slow), {workers}):
+    print("batch", flush=True)
+    time.sleep({step})
+"""
+
+
+@pytest.mark.parametrize(
+    ("sample", "step", "workers", "group"),
+    [(0, 30, 2, True), (0, 30, 2, False), (0.5, 0, 2, True), (0.3, 0, 0, False)],
+)
+def test_ctrl_c(device, sample, step, workers, group):
+    child = child_of(INTERRUPTED.format(sample=sample, step=step, workers=workers), device)
+    assert child.stdout.readline() == "batch\n"
+    time.sleep(0.2)
+    started = time.monotonic()
+    # A terminal sends it to the workers as well, a supervisor to the process alone.
+    (os.killpg if group else os.kill)(child.pid, signal.SIGINT)
+    _, err = ended(child)
+    assert time.monotonic() - started < 15
+    assert child.returncode in (-signal.SIGINT, 128 + signal.SIGINT), err
+    assert "KeyboardInterrupt" in err, err
+
+
+STUCK = """
+def stuck(index):
+    if index == 9:
+        time.sleep(1000)
+
+started = time.monotonic()
+for _, target in prefetcher_of(Files(fault=stuck)):
+    break
+print("left", round(time.monotonic() - started), flush=True)
+"""
+
+
+def test_leaving_a_loader_that_hangs(device):
+    # The worker will not come back: it is given up and killed, as the DataLoader does.
+    child = child_of(STUCK, device)
+    out, err = ended(child)
+    assert child.returncode == 0, err
+    assert out.startswith("left"), out
+
+
+OUT_OF_MEMORY = """
+buffer = io.BytesIO()
+Image.fromarray(np.zeros((6000, 8000, 3), dtype=np.uint8)).save(buffer, "JPEG")
+SMALL, JPEG = JPEG, buffer.getvalue()
+prefetcher = DataPrefetcher(
+    DataLoader(Files(64), batch_size=64, num_workers=1, pin_memory=True), cpu_share=0.0
+)
+next(iter(prefetcher_of(Files(), transforms=[])))  # the decoder's own memory
+gc.collect()
+torch.cuda.empty_cache()
+free, total = torch.cuda.mem_get_info()
+torch.cuda.set_per_process_memory_fraction((total - free + (1 << 30)) / total)
+expect("out of memory", torch.OutOfMemoryError, "out of memory", [], loop(prefetcher), seconds=30)
+torch.cuda.empty_cache()
+JPEG = SMALL
+assert len(list(prefetcher_of(Files()))) == 4  # and it goes on
+nothing_left()
+"""
+
+
+@pytest.mark.gpu
+def test_out_of_gpu_memory():
+    import torch
+
+    child = child_of(OUT_OF_MEMORY, torch.device("cuda"))
+    out, err = ended(child)
+    assert child.returncode == 0, err
+    assert out == "ok out of memory\n"

@@ -1,0 +1,76 @@
+"""A slice of the fuzz test, and that it would notice a crash, a hang and a wrong neighbor."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+NEIGHBORS = {"harness", "photos", "fuzz"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts():
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+    for name in NEIGHBORS:
+        sys.modules.pop(name, None)
+
+
+def run(*words):
+    import fuzz
+
+    return fuzz.fuzz(fuzz.parse([str(word) for word in words]))
+
+
+def test_a_slice(device):
+    cases = 500 if device.type == "cpu" else 4000
+    result = run("--cases", cases, "--device", device.type, "--patience", 60)
+    counts = result["counts"]
+    assert result["crashes"] == []
+    assert counts["good_wrong"] == 0
+    assert counts["good_batches"] == 1 + 2 * -(-cases // 31)
+    refused, read = counts["both_refuse"], counts["same"]
+    assert min(refused, read) > cases / 4  # damaged, but not beyond recognition
+    if device.type == "cpu":
+        assert counts.get("differs", 0) == 0
+
+
+def test_crashes_and_hangs_are_noticed():
+    # Guards the test above.
+    trap = json.dumps({"40": "crash", "70": "hang"})
+    result = run("--cases", 100, "--seed", 3, "--trap", trap, "--patience", 3)
+    assert result["crashes"] == [
+        {"cases": [31, 62], "ending": "signal 11"},
+        {"cases": [62, 93], "ending": "hangs"},
+    ]
+
+
+def test_wrong_neighbors_are_noticed(monkeypatch):
+    # Guards the test above.
+    import fuzz
+
+    task = {"first": 40, "last": 100, "seed": 0, "device": "cpu", "decoder": "auto", "data": ""}
+    whole = fuzz.Attack.__iter__
+
+    def spoiled(self):
+        for number, found in enumerate(whole(self)):
+            good = max(found, key=lambda case: -case)
+            yield found if number != 3 else found | {good: found[good] + torch.tensor(1 / 255)}
+
+    monkeypatch.setattr(fuzz.Attack, "__iter__", spoiled)
+    assert fuzz.attack(**task, trap={})["counts"]["good_wrong"] == 1
+
+
+def test_cases_are_a_function_of_their_number():
+    import fuzz
+
+    files = fuzz.draw_files()
+    assert files == fuzz.draw_files()
+    damaged = [fuzz.damaged(files, 0, case) for case in range(200)]
+    assert damaged == [fuzz.damaged(files, 0, case) for case in range(200)]
+    assert len(set(damaged)) > 195
+    assert len(set(damaged) & set(files)) < 5

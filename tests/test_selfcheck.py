@@ -1,0 +1,91 @@
+"""The self-check gives each order its verdict, and is itself caught when nothing protects."""
+
+import json
+
+import pytest
+import torch
+
+from gpuprefetch import _decode, _selfcheck
+from gpuprefetch.__main__ import main
+from gpuprefetch._selfcheck import Check, SelfcheckReport, selfcheck
+
+OURS = Check("torchcodec", "library", rounds=100, reused=99)
+CAUGHT = Check("torchvision", "unsafe", rounds=20, reused=19, corrupted=18)
+
+
+@pytest.mark.parametrize(
+    ("checks", "ok", "verdict"),
+    [
+        ([OURS, CAUGHT], True, "safe"),
+        ([Check("torchcodec", "library", 100, 99, 1), CAUGHT], False, "CORRUPTED"),
+        ([Check("torchcodec", "library", 100, 0, 0), CAUGHT], False, "no memory was reused"),
+        ([Check("torchcodec", "library", error="no CUDA build"), CAUGHT], False, "no CUDA build"),
+        ([OURS, Check("torchcodec", "unsafe", 20, 19, 0)], False, "keeps the stream's order"),
+        ([OURS], False, "safe"),
+        ([Check("handoff", "library", 100, 99), CAUGHT], False, "safe"),
+    ],
+)
+def test_report(checks, ok, verdict):
+    report = SelfcheckReport("a GPU", {"torch": "2"}, checks)
+    assert report.ok is ok
+    assert verdict in str(report)
+    assert ("FAILED" in str(report)) is not ok
+
+
+def test_report_as_json(tmp_path, monkeypatch):
+    report = SelfcheckReport("a GPU", {"torch": "2"}, [OURS, CAUGHT])
+    monkeypatch.setattr(_selfcheck, "selfcheck", lambda device, rounds: report)
+    assert main(["selfcheck", "--output", str(tmp_path / "report.json")]) == 0
+    document = json.loads((tmp_path / "report.json").read_text())
+    assert document["metadata"]["gpu"] == "a GPU"
+    assert [result["verdict"] for result in document["results"]] == ["safe", "caught"]
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["selfcheck"]) == 2
+    assert "needs a CUDA device, and torch sees none" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        selfcheck()
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["selfcheck", "--rounds", "many"]])
+def test_wrong_commands(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: python -m gpuprefetch" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="rounds must be at least 20"):
+        selfcheck(rounds=3)
+    for device in ("cpu", "cuda:99"):
+        with pytest.raises(ValueError, match="must be one of torch's"):
+            selfcheck(device)
+
+
+@pytest.mark.gpu
+def test_the_librarys_order_is_safe(capsys):
+    assert main(["selfcheck", "--rounds", "200"]) == 0
+    printed = capsys.readouterr().out
+    for line in printed.splitlines():
+        if " library " in line:
+            assert line.endswith("safe"), printed
+        if line.startswith(("torchvision  unsafe", "handoff      unsafe")):
+            assert line.endswith("caught"), printed
+    assert "torchcodec   library" in printed
+    assert "torchvision  library" in printed
+
+
+@pytest.mark.gpu
+def test_unprotected_decoding_is_noticed(monkeypatch):
+    # Guards the test above: without the drained stream and with a lane that keeps nothing it fails.
+    decoder = _decode.TorchvisionDecoder
+    monkeypatch.setattr(decoder, "__call__", decoder.decode_undrained)
+    monkeypatch.setattr(_selfcheck, "Lane", _selfcheck._CarelessLane)
+    report = selfcheck(rounds=40)
+    (ours,) = (c for c in report.checks if (c.backend, c.order) == ("torchvision", "library"))
+    assert ours.verdict == "CORRUPTED", report
+    assert not report.ok

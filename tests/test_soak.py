@@ -1,0 +1,90 @@
+"""A slice of the soak test, and that it would notice wrong batches and growing memory."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+NEIGHBORS = {"harness", "photos", "soak"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts():
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+    for name in NEIGHBORS:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def one_thread(monkeypatch):
+    """The measurements set the number of threads; in this process it is to stay."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+
+
+def test_a_slice(device):
+    import soak
+
+    size = "--batches 300 --epochs 10 --epoch-batches 4 --workers 1"
+    if device.type == "cuda":
+        size = "--batches 2000 --epochs 20 --epoch-batches 20 --workers 4"
+    words = [*size.split(), *(["--cpu"] if device.type == "cpu" else [])]
+    integrity, memory = soak.soak(soak.parse(words))
+    assert not soak.failed(integrity), integrity
+    assert integrity["batches"] == int(words[1])
+    assert integrity["tensors"] > integrity["batches"]
+    assert not soak.failed(memory), memory
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fault", ["tensor", "image", "structure"])
+def test_wrong_batches_are_noticed(device, monkeypatch, one_thread, fault):
+    # Guards the test above.
+    import soak
+
+    whole = soak.prefetcher_of
+
+    def spoiled(dataset, *args, **options):
+        for number, batch in enumerate(whole(dataset, *args, **options)):
+            if number == 5 and fault == "tensor":
+                batch["structure"] = [torch.zeros_like(t) for t in soak_tensors(batch)]
+            elif number == 5 and fault == "image":
+                batch["images"][0, 0, 0, 0] += 1
+            elif number == 5:
+                batch["number"] = 6
+            yield batch
+
+    def soak_tensors(batch):
+        from gpuprefetch._batch import tensors
+
+        return list(tensors(batch["structure"]))
+
+    monkeypatch.setattr(soak, "prefetcher_of", spoiled)
+    result = soak.integrity(device.type, 0, 12, 60.0)
+    wrong = {name: value for name, value in result.items() if name.startswith("wrong") and value}
+    assert len(wrong) == 1
+    assert soak.failed(result)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_growth_is_noticed(device, monkeypatch, one_thread):
+    # Guards the test above.
+    import soak
+
+    files = []
+    whole = soak.holdings
+
+    def leaking(device):
+        files.append(Path(__file__).open())
+        return whole(device)
+
+    monkeypatch.setattr(soak, "holdings", leaking)
+    result = soak.memory(device.type, 0, 10, 1)
+    for file in files:
+        file.close()
+    assert result["spread"]["file_descriptors"] > soak.FLAT
+    assert not result["flat"]
+    assert soak.failed(result)
