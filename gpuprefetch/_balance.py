@@ -1,4 +1,4 @@
-"""How many of the JPEGs the workers decode: as many as their cores carry beside the training."""
+"""How many of the JPEGs the workers decode: what the loop waits for, and idle cores can carry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 RESERVED_CORES = 3
 # Of the workers' time that decoding may fill; reading and packing take the rest.
 UTILIZATION = 0.8
-FIRST_SHARE = 0.1
+# How fast the share follows: up where the loop waits for the GPU's decoder, down where it does not,
+# and down faster where the workers are late themselves.
+RISE, FALL, LATE = 0.05, 0.01, 0.1
 
 
 def usable_cores() -> int:
@@ -27,9 +29,10 @@ def usable_cores() -> int:
 class Balancer:
     """Steers the share of baseline JPEGs that is decoded in the workers.
 
-    The workers can decode ``cores * period / seconds_per_image`` images per batch without anybody
-    waiting, ``period`` being the time the loop takes for a batch. That is the target; when the
-    loader falls behind all the same (slow disk, busy cores), it shrinks until the loader keeps up.
+    The workers can decode ``cores * period / seconds_per_image`` images of a batch without anybody
+    waiting, ``period`` being the time the loop takes for a batch. That is the most they get, and
+    they get it only as far as the loop waits for its batches: cores that decode slow down the
+    thread that launches the training step where they share a processor with it.
 
     Args:
         share: ``(1,)`` float64 in shared memory, read by the workers.
@@ -42,10 +45,8 @@ class Balancer:
         self._cores = max(min(workers, usable_cores() - RESERVED_CORES), 0)
         self._fixed = fixed or self._cores == 0
         self._periods: deque[float] = deque(maxlen=16)
-        self._costs: deque[float] = deque(maxlen=16)
-        self._ease = 1.0
-        if not self._fixed:
-            share.fill_(FIRST_SHARE)
+        self._costs: deque[float] = deque([0.003], maxlen=16)
+        self._pressure = 0.0
 
     def observe(self, images: int, decoded: int, decode_seconds: float, waited: float) -> None:
         """Learn from one batch as it comes from the loader.
@@ -56,18 +57,25 @@ class Balancer:
             decode_seconds: it took the worker.
             waited: seconds for which the loader let us wait for the batch.
         """
-        if self._fixed:
-            return
         if decoded:
             self._costs.append(decode_seconds / decoded)
-        if not (self._costs and len(self._periods) >= 4):
+        if self._fixed or len(self._periods) < 4:
             return
         period = median(self._periods)
-        late = waited > 0.1 * period
-        self._ease = max(self._ease * 0.97, 0.02) if late else min(self._ease * 1.01, 1.0)
-        target = UTILIZATION * self._cores * period / (median(self._costs) * images)
-        self.share.fill_(min(target * self._ease, 1.0))
+        if waited > 0.2 * period:
+            self._press(-LATE)
+        room = UTILIZATION * self._cores * period / (median(self._costs) * images)
+        self.share.fill_(min(self._pressure * room, 1.0))
 
-    def period(self, seconds: float) -> None:
-        """Learn how long the loop took for a batch."""
-        self._periods.append(seconds)
+    def handed_over(self, period: float, waited: float) -> None:
+        """Learn from one batch as it goes to the loop.
+
+        Args:
+            period: seconds since the batch before.
+            waited: of them, for which the loop had to wait for the batch.
+        """
+        self._periods.append(period)
+        self._press(RISE if waited > 0.02 * period else -FALL)
+
+    def _press(self, change: float) -> None:
+        self._pressure = min(max(self._pressure + change, 0.0), 1.0)

@@ -46,7 +46,7 @@ class EncodedImage:
                     f"EncodedImage takes a file's bytes as 1-D uint8, got {array.dtype} of shape "
                     f"{array.shape}. Decoded pixels do not belong in it: return them as a tensor."
                 )
-            self.data = memoryview(np.ascontiguousarray(array))
+            self.data = np.ascontiguousarray(array).data
         elif not isinstance(self.data, (bytes, bytearray, memoryview)):
             raise TypeError(
                 f"EncodedImage takes a file's bytes, got {type(self.data).__name__}. "

@@ -119,7 +119,7 @@ class Packer:
         plan = None
         if rows is not None:
             rows = _mirror(rows, sizes, np.array([_MIRRORED[o] for o in orientation]))
-            if self.on_gpu:
+            if self.on_gpu and self.head.size is not None:
                 way = (self.head.size, self.head.interpolation, self.head.antialias)
                 plan = plan_rows(rows, sizes, transposed, *way)
 
@@ -154,7 +154,7 @@ class Packer:
 
     def _decode(self, image: EncodedImage, rows: Any, i: int) -> torch.Tensor:
         decoded = decode_cpu(image.data, apply_exif=self.apply_exif)
-        if rows is None:
+        if rows is None or self.head.size is None:
             return decoded
         return resample_uint8(
             decoded,

@@ -284,7 +284,7 @@ class _Epoch:
         self._stats.batches += 1
         self._stats.wait_seconds += now - started
         if self._last is not None:
-            self._balancer.period(now - self._last)
+            self._balancer.handed_over(now - self._last, now - started)
         self._last = now
         if slot.event is not None:
             handoff(slot.result, slot.event, self._device)
@@ -347,7 +347,7 @@ class DataPrefetcher:
             workers), or "auto": torchcodec on CUDA, else cpu.
         apply_exif: whether pictures are turned upright; False agrees with PIL and ``ImageFolder``.
         cpu_share: share of the JPEGs that the workers decode, 0.0 to 1.0, or "auto" to balance it
-            while running: as many as the idle cores can carry.
+            while running: more while the loop waits for its batches and the cores can carry it.
         seed: of the random parameters of the transforms; None takes ``torch.initial_seed()``. They
             are a function of (seed, epoch, sample), whatever the batch size and number of workers.
         on_error: for a file that cannot be decoded: "raise" :class:`BadImageError`, "skip" the

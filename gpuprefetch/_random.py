@@ -87,18 +87,16 @@ class SeededDraws(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         """Add ``generator=`` to the calls that draw random numbers."""
         kwargs = dict(kwargs or {})
+        if func in _LIKE:
+            like = args[0]
+            kwargs = {"device": like.device, "dtype": like.dtype} | kwargs
+            kwargs.pop("memory_format", None)
+            func, args = _LIKE[func], (*args[1:], tuple(like.shape))
         if func in _RANDOM and kwargs.get("generator") is None:
             given = next((a for a in args if isinstance(a, torch.Tensor)), None)
             device = given.device if given is not None else kwargs.get("device")
             kwargs["generator"] = self._generator(
                 torch.device(device or torch.get_default_device())
-            )
-        elif func in _LIKE:
-            like = args[0]
-            options = {"device": like.device, "dtype": like.dtype} | kwargs
-            options.pop("memory_format", None)
-            return self.__torch_function__(
-                _LIKE[func], types, (*args[1:], tuple(like.shape)), options
             )
         return func(*args, **kwargs)
 

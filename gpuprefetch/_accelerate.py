@@ -1,0 +1,296 @@
+"""accelerate: a built DataLoader over image files, moved to the device in one call.
+
+The loader stays as it was built: sampler, workers, generator and all. Its dataset is copied with
+another ``loader`` function, one that reads a file's bytes and leaves them encoded, and its
+transforms go to the prefetcher.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from gpuprefetch._batch import leaves, map_leaves, to_device
+from gpuprefetch._convert import (
+    Plan,
+    Step,
+    UnsupportedTransformError,
+    convert,
+    fixes_size,
+    flatten,
+)
+from gpuprefetch._encoded import EncodedImage
+from gpuprefetch._per_image import Cast
+from gpuprefetch._prefetcher import DataPrefetcher
+from gpuprefetch._random import SeededDraws, fold
+from gpuprefetch._transforms import read_transforms
+
+# torchvision's own loaders: RGB, as PIL decodes it, EXIF orientation left alone.
+_PIL_LOADERS = frozenset(("default_loader", "pil_loader", "accimage_loader"))
+
+
+def accelerate(
+    loader: DataLoader[Any],
+    *,
+    keep_unknown: bool = False,
+    print_plan: bool = True,
+    **prefetcher_options: Any,
+) -> DataPrefetcher:
+    """Move a loader over torchvision's image folders to the device: decode, augmentation and all.
+
+    Args:
+        loader: over an ``ImageFolder``, ``DatasetFolder`` or ``ImageNet``, a subclass that reads
+            through its ``loader`` and ``transform``, or a ``Subset`` or ``ConcatDataset`` of them,
+            with a v1 or v2 transform pipeline. It is left as it is.
+        keep_unknown: whether ops that cannot move, and all ops before them, stay in the workers.
+            The workers then decode every file themselves.
+        print_plan: whether to print where each op runs now, and what differs.
+        prefetcher_options: of :class:`DataPrefetcher`; its ``transforms`` run behind the converted
+            ones.
+
+    Returns:
+        A prefetcher that gives the loader's batches: same samples, targets, order and batch sizes,
+        the images transformed on the device with draws of their own. A ``collate_fn`` of the
+        user's (MixUp, CutMix) runs on the device, on the transformed images.
+
+    Raises:
+        TypeError: for a loader or dataset that is none of these.
+        UnsupportedTransformError: for an op that cannot move, with what to do.
+
+    Example:
+        >>> loader = gpuprefetch.accelerate(loader)
+        >>> for images, target in loader: ...  # the loop is unchanged
+    """
+    folders = folders_of(loader)
+    pipeline = pipeline_of(folders)
+    try:
+        plan, keep = convert(pipeline), 0
+        check_loaders(folders)
+    except UnsupportedTransformError:
+        if not keep_unknown:
+            raise
+        plan, keep = _split(pipeline, folders[0])
+    moved = _with_dataset(
+        loader, view_of(loader.dataset, _WorkerPart(pipeline[:keep]) if keep else None)
+    )
+    _probe(moved.dataset, encoded=not keep)
+    prefetcher = _Accelerated(moved, plan, prefetcher_options)
+    if print_plan:
+        print(prefetcher.describe(decodes_on_workers=keep > 0))
+    return prefetcher
+
+
+class _Accelerated(DataPrefetcher):
+    """A prefetcher that knows its plan, and runs a collate function of the user's at the end."""
+
+    def __init__(self, loader: DataLoader[Any], plan: Plan, options: dict[str, Any]) -> None:
+        self.plan = plan
+        self._collate = None if loader.collate_fn is default_collate else loader.collate_fn
+        if self._collate is not None:
+            loader.collate_fn = _set_apart
+        options = dict(options)
+        transforms = [*plan.transforms, *(options.pop("transforms", None) or ())]
+        if read_transforms(transforms)[1]:
+            # Between the launch and the ops behind it values must not be rounded to bfloat16.
+            cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
+            transforms += [cast] if cast.dtype or cast.memory_format else []
+        super().__init__(loader, transforms=transforms, **options)
+
+    def describe(self, *, decodes_on_workers: bool) -> str:
+        """Where everything runs now, a line per op."""
+        on_gpu = self._pipeline.decoder is not None and not decodes_on_workers
+        decode = "GPU, a share of it worker CPU (cpu_share)" if on_gpu else "worker CPU"
+        collate = "worker CPU"
+        if self._collate is not None:
+            name = getattr(self._collate, "__name__", type(self._collate).__name__)
+            collate = f"{name}, on the transformed images on {self.device}"
+        return f"accelerate: decode: {decode}\n{self.plan}\n  collate: {collate}"
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self._epoch
+        batches = super().__iter__()
+        return batches if self._collate is None else self._collated(batches, epoch)
+
+    def _collated(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
+        key = fold(fold(self._pipeline.packer.seed, epoch), -2)
+        for number, (images, samples) in enumerate(batches):
+            seed = int(fold(key, number)[()] >> np.uint64(1))
+            put_back = zip(images.unbind(), samples.tolist(), strict=True)
+            with SeededDraws(seed):
+                batch = self._collate([_with_image(s, i) for i, s in put_back])  # type: ignore[misc]
+            yield to_device(batch, self.device)
+
+
+class _Hole:
+    """Where a sample's image was."""
+
+
+def is_image(leaf: Any) -> bool:
+    return isinstance(leaf, EncodedImage) or (isinstance(leaf, torch.Tensor) and leaf.dim() == 3)
+
+
+def image_of(sample: Any) -> Any:
+    """The image of a sample: the encoded one, else the first 3-D tensor; None without any."""
+    images = [leaf for leaf in leaves(sample, is_image) if is_image(leaf)]
+    encoded = (image for image in images if isinstance(image, EncodedImage))
+    return next(encoded, images[0] if images else None)
+
+
+def _set_apart(samples: list[Any]) -> tuple[Any, Any]:
+    """Collate the images, and keep the rest of the samples for the user's own collate function.
+
+    Returns:
+        The images, and an array ``(N,)`` of samples with a hole in each: an array has one row per
+        image, so a bad image takes its sample along.
+    """
+    images = [image_of(sample) for sample in samples]
+    rest = np.empty(len(samples), dtype=object)
+    for i, (sample, image) in enumerate(zip(samples, images, strict=True)):
+        rest[i] = map_leaves(partial(_cut_out, image), sample, is_image)
+    return default_collate(images), rest
+
+
+def _cut_out(image: Any, leaf: Any) -> Any:
+    return _Hole() if leaf is image else leaf
+
+
+def _with_image(sample: Any, image: torch.Tensor) -> Any:
+    return map_leaves(lambda leaf: image if isinstance(leaf, _Hole) else leaf, sample)
+
+
+def read_encoded(path: Any) -> EncodedImage:
+    """A ``loader`` for torchvision's folders that leaves a file as it is."""
+    return EncodedImage(Path(path).read_bytes(), path=str(path))
+
+
+class _WorkerPart:
+    """The ops that stay in the workers, behind a decode; gives uint8 or float tensors."""
+
+    def __init__(self, ops: list[Any]) -> None:
+        self.ops = ops
+
+    def __call__(self, image: Any) -> Any:
+        for op in self.ops:
+            image = op(image)
+        if isinstance(image, torch.Tensor):
+            return image
+        from torchvision.transforms.v2 import functional as F
+
+        return F.pil_to_tensor(image)
+
+
+def folders_of(loader: Any) -> list[Any]:
+    """The folder datasets at the bottom of a loader."""
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"accelerate takes a DataLoader, got {type(loader).__name__}.")
+    if loader.batch_sampler is None:
+        raise TypeError("accelerate takes a DataLoader that makes batches, this one has none.")
+    return list(_bottom(loader.dataset))
+
+
+def _bottom(dataset: Any) -> Iterator[Any]:
+    from torch.utils.data import ConcatDataset, Subset
+    from torchvision.datasets import DatasetFolder
+
+    if isinstance(dataset, DatasetFolder):
+        yield dataset
+    elif isinstance(dataset, Subset):
+        yield from _bottom(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from _bottom(part)
+    else:
+        raise TypeError(
+            f"accelerate knows torchvision's ImageFolder, DatasetFolder and ImageNet, and Subset "
+            f"and ConcatDataset of them, got {type(dataset).__name__}. For another dataset return "
+            "EncodedImage(data, index, path) from it and pass "
+            "DataPrefetcher(loader, transforms=convert_transforms(pipeline))."
+        )
+
+
+def view_of(dataset: Any, transform: Any) -> Any:
+    """A copy of ``dataset`` with another transform; None leaves its files encoded."""
+    dataset = copy.copy(dataset)
+    if hasattr(dataset, "datasets"):
+        dataset.datasets = [view_of(part, transform) for part in dataset.datasets]
+    elif hasattr(dataset, "dataset"):
+        dataset.dataset = view_of(dataset.dataset, transform)
+    else:
+        dataset.loader = dataset.loader if transform else read_encoded
+        dataset.transform = transform
+    return dataset
+
+
+def _with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
+    clone = copy.copy(loader)
+    # DataLoader refuses to be given another dataset, for its sampler's sake: ours is as long.
+    clone.__dict__["dataset"] = dataset
+    clone._iterator = None
+    return clone
+
+
+def pipeline_of(folders: list[Any]) -> list[Any]:
+    pipelines = [[*flatten(folder.transform)] for folder in folders]
+    if len({repr(pipeline) for pipeline in pipelines}) != 1:
+        raise TypeError(
+            "The datasets of the loader have different transforms, and a batch on the device is "
+            "transformed as one. Build one loader for each of them."
+        )
+    if pipelines[0] == [None]:
+        raise TypeError("The loader's dataset has no transform: there is nothing to move.")
+    return pipelines[0]
+
+
+def check_loaders(folders: list[Any]) -> None:
+    for folder in folders:
+        name = getattr(folder.loader, "__name__", repr(folder.loader))
+        module = getattr(folder.loader, "__module__", "")
+        if name not in _PIL_LOADERS or module != "torchvision.datasets.folder":
+            raise UnsupportedTransformError(
+                f"{type(folder).__name__}(loader={name}) decodes in a way of its own. Leave loader "
+                "out to decode as PIL does, on the device, or pass keep_unknown=True to keep "
+                "it, and the transforms up to the crop, in the workers."
+            )
+
+
+def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
+    """The shortest start of a pipeline that must stay in the workers, and the plan of the rest."""
+    error: Exception | None = None
+    sample = folder.loader(folder.samples[0][0])
+    first = next((i + 1 for i, op in enumerate(pipeline) if fixes_size(op)), len(pipeline))
+    for keep in range(first, len(pipeline) + 1):
+        with SeededDraws(0):  # a try must not take from the user's own random numbers
+            made = _WorkerPart(pipeline[:keep])(sample)
+        try:
+            plan = convert(pipeline[keep:], batched=made.dtype)
+        except UnsupportedTransformError as refused:
+            error = refused
+            continue
+        kept = [Step(op, None, "worker CPU", "unchanged") for op in pipeline[:keep]]
+        return Plan([*kept, *plan.steps], plan.transforms), keep
+    raise TypeError("The pipeline gives no tensors.") from error
+
+
+def _probe(dataset: Any, *, encoded: bool) -> None:
+    if not len(dataset):
+        return
+    hint = (
+        "it must read through self.loader(path) and self.transform(sample), as ImageFolder does. "
+        "Return EncodedImage(data, index, path) from it instead, and wrap its loader in "
+        "DataPrefetcher(loader, transforms=convert_transforms(pipeline))."
+    )
+    try:
+        with SeededDraws(0):
+            sample = dataset[0]
+    except (AttributeError, TypeError) as error:
+        raise TypeError(f"{type(dataset).__name__}.__getitem__ failed on a file: {hint}") from error
+    image = image_of(sample)
+    if image is None or (encoded and not isinstance(image, EncodedImage)):
+        raise TypeError(f"{type(dataset).__name__}.__getitem__ gave no encoded file: {hint}")

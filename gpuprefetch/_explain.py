@@ -1,0 +1,99 @@
+"""explain: what becomes of a transform list, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gpuprefetch._convert import convert_transforms, flatten, name_of
+from gpuprefetch._prefetcher import DataPrefetcher
+from gpuprefetch._random import SeededDraws
+from gpuprefetch._transforms import Head, Transform, _FusedTransform, read_transforms
+
+
+def explain(transforms_or_prefetcher: Any) -> str:
+    """Say what of a transform list is fused, what is not and why, and what each step gives.
+
+    Args:
+        transforms_or_prefetcher: a list as for ``DataPrefetcher(transforms=...)``, a prefetcher, or
+            a torchvision pipeline, which is converted first. What is not fused is tried on a batch
+            of two black images on the CPU, to see what it gives.
+
+    Returns:
+        A line per step: where it runs, what it gives, and why it is not fused.
+
+    Example:
+        >>> print(explain([gpuprefetch.RandomResizedCrop(224), K.RandomHorizontalFlip(), blur]))
+    """
+    given = transforms_or_prefetcher
+    if isinstance(given, DataPrefetcher):
+        pipeline = given._pipeline
+        return _explain(pipeline.head, pipeline.tail, pipeline.dtype, pipeline.memory_format)
+    if any(name_of(op) is not None for op in flatten(given)):
+        given = convert_transforms(given)
+    return _explain(*read_transforms(given))
+
+
+def _explain(
+    head: Head,
+    tail: Sequence[Transform],
+    dtype: torch.dtype | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> str:
+    rows = [("decode", "uint8 (3, H, W), each image its own size", "")]
+    images = None
+    if head.size is not None:
+        images = torch.zeros((2, 3, *head.size), dtype=dtype or torch.float32)
+        images = images.contiguous(memory_format=memory_format or torch.contiguous_format)
+    if head.names:
+        what = "normalized" if head.mean else "in [0, 1]"
+        rows.append((", ".join(head.names), _form(images), f"one fused launch, {what}"))
+    for position, transform in enumerate(tail):
+        reason = f"not fused: behind {_name(tail[0])}"
+        if not position:
+            reason = f"not fused: {_why(transform, head)}"
+        images, form = _try(transform, images)
+        rows.append((_name(transform), form, reason))
+    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows)
+
+
+def _name(transform: Any) -> str:
+    inner = getattr(transform, "op", None)  # a torchvision op, run for each image
+    named = transform if inner is None or isinstance(transform, _FusedTransform) else inner
+    return getattr(named, "__name__", type(named).__name__)
+
+
+def _form(images: Any) -> str:
+    if not isinstance(images, torch.Tensor):
+        return "images of different sizes" if images is None else type(images).__name__
+    last = images.is_contiguous(memory_format=torch.channels_last) if images.dim() == 4 else False
+    layout = "contiguous" if images.is_contiguous() else "channels_last" if last else "strided"
+    shape = ", ".join(("N", *map(str, images.shape[1:])))
+    return f"{str(images.dtype).removeprefix('torch.')} ({shape}) {layout}"
+
+
+def _try(transform: Transform, images: Any) -> tuple[Any, str]:
+    if images is None:
+        return None, _form(None)
+    try:
+        with torch.no_grad(), SeededDraws(0):
+            result = transform(images)
+    except Exception as error:  # the user's code: whatever it raises is the answer
+        return None, f"fails: {type(error).__name__}: {error}"
+    return result, _form(result)
+
+
+def _why(transform: Any, head: Head) -> str:
+    module, name = type(transform).__module__, _name(transform)
+    if read_transforms([transform])[0].names:
+        if head.mean is not None:
+            return "it comes behind Normalize, where the launch takes flips only"
+        return "the images are resized or padded already, and two resamplings are not one"
+    if not module.startswith("kornia."):
+        return "the launch takes kornia's and gpuprefetch's crops, resizes, flips and Normalize"
+    if name in ("RandomCrop", "CenterCrop", "RandomResizedCrop", "Resize", "Normalize"):
+        return "the launch takes it with p=1, bilinear, and without padding"
+    return "it is no crop, resize, flip or Normalize"

@@ -1,0 +1,593 @@
+"""A torchvision loader moved in one call gives what it gave: held to torchvision on PIL images."""
+
+import pickle
+import shutil
+import warnings
+from pathlib import Path
+
+import kornia.augmentation as K
+import numpy as np
+import pytest
+import torch
+from pictures import draw
+from PIL import Image
+from torch.utils.data import ConcatDataset, DataLoader, Subset, default_collate
+from torchvision import transforms as v1
+from torchvision.datasets import DatasetFolder, ImageFolder
+from torchvision.datasets.folder import default_loader
+from torchvision.transforms import InterpolationMode, v2
+
+import gpuprefetch
+from gpuprefetch import DataPrefetcher, _per_image
+from gpuprefetch._accelerate import accelerate
+from gpuprefetch._convert import UnsupportedTransformError, convert, convert_transforms
+from gpuprefetch._explain import explain
+from gpuprefetch._parity import parity
+from gpuprefetch._random import SeededDraws, fold
+from gpuprefetch._transforms import Sampling, read_transforms
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+BILINEAR, BICUBIC = InterpolationMode.BILINEAR, InterpolationMode.BICUBIC
+CPU = {"device": "cpu", "print_plan": False}
+
+# The training and validation pipelines of the three projects, as their code builds them by default.
+PIPELINES = {
+    "examples/imagenet train": lambda: v1.Compose(
+        [
+            v1.RandomResizedCrop(64),
+            v1.RandomHorizontalFlip(),
+            v1.ToTensor(),
+            v1.Normalize(MEAN, STD),
+        ]
+    ),
+    "examples/imagenet val": lambda: v1.Compose(
+        [v1.Resize(72), v1.CenterCrop(64), v1.ToTensor(), v1.Normalize(MEAN, STD)]
+    ),
+    "torchvision reference, v1": lambda: v1.Compose(
+        [
+            v1.RandomResizedCrop(64, interpolation=BILINEAR, antialias=True),
+            v1.RandomHorizontalFlip(0.5),
+            v1.TrivialAugmentWide(interpolation=BILINEAR),
+            v1.PILToTensor(),
+            v1.ConvertImageDtype(torch.float),
+            v1.Normalize(mean=MEAN, std=STD),
+            v1.RandomErasing(p=0.1),
+        ]
+    ),
+    "torchvision reference, v2": lambda: v2.Compose(
+        [
+            v2.PILToTensor(),
+            v2.RandomResizedCrop(64, interpolation=BILINEAR, antialias=True),
+            v2.RandomHorizontalFlip(0.5),
+            v2.AutoAugment(interpolation=BILINEAR),
+            v2.ToDtype(torch.float, scale=True),
+            v2.Normalize(mean=MEAN, std=STD),
+            v2.RandomErasing(p=0.1),
+            v2.ToPureTensor(),
+        ]
+    ),
+    "timm train": lambda: v1.Compose(
+        [
+            v1.RandomResizedCrop(64, (0.08, 1.0), (3 / 4, 4 / 3), interpolation=BICUBIC),
+            v1.RandomHorizontalFlip(p=0.5),
+            v1.ColorJitter(0.4, 0.4, 0.4),
+            v1.ToTensor(),
+            v1.Normalize(mean=torch.tensor(MEAN), std=torch.tensor(STD)),
+        ]
+    ),
+    "timm val": lambda: v1.Compose(
+        [
+            v1.Resize(73, interpolation=BICUBIC),
+            v1.CenterCrop((64, 64)),
+            v1.ToTensor(),
+            v1.Normalize(mean=torch.tensor(MEAN), std=torch.tensor(STD)),
+        ]
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folder")
+    for i in range(18):
+        path = root / f"class{i % 3}" / f"{i:02d}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        picture = draw(190 + 14 * (i % 8), 262 - 18 * (i % 5), seed=i)
+        Image.fromarray(picture).save(path, quality=92)
+    return root
+
+
+def loader_of(root, ops, **options):
+    return DataLoader(ImageFolder(root, v1.Compose(ops)), **{"batch_size": 5} | options)
+
+
+def batch(count=12, size=32, seed=0):
+    return torch.from_numpy(
+        np.stack([draw(size, size, seed=seed + i) for i in range(count)])
+    ).permute(0, 3, 1, 2)
+
+
+# --- the three projects -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_published_pipelines_move_with_no_other_change(folder, name):
+    def epoch(loader):  # the user's loop
+        return [(images, target) for images, target in loader]
+
+    loader = DataLoader(
+        ImageFolder(folder, PIPELINES[name]()),
+        batch_size=5,
+        shuffle=True,
+        drop_last=True,
+        generator=torch.Generator().manual_seed(3),
+    )
+    moved = accelerate(loader, **CPU)
+    assert len(moved) == len(loader) == 3
+    loader.generator.manual_seed(5)
+    old = epoch(loader)
+    loader.generator.manual_seed(5)
+    new = epoch(moved)
+    for (want, want_target), (got, target) in zip(old, new, strict=True):
+        assert torch.equal(target, want_target)
+        assert got.dtype == want.dtype and got.shape == want.shape
+        assert got.is_contiguous()
+    if name.endswith("val"):
+        levels = [
+            (a - b).abs().mean() * 255 * 0.226 for (a, _), (b, _) in zip(old, new, strict=True)
+        ]
+        assert max(levels) < 1
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_published_pipelines_agree_with_the_same_parameters(folder, name):
+    report = parity(DataLoader(ImageFolder(folder, PIPELINES[name]())), 12, device="cpu")
+    assert report.count == 12
+    # Equalize and posterize make several levels of one that the launch did not round.
+    assert report.mean <= (1.5 if "reference" in name else 1)
+
+
+def test_a_wrong_op_is_seen(folder, monkeypatch):
+    # Negative control of the comparisons by parity().
+    ops = [v1.RandomResizedCrop(48), v1.ColorJitter(0.4, 0.4, 0.4, 0.4), v1.ToTensor()]
+    monkeypatch.setattr(_per_image, "_ADJUSTMENTS", _per_image._ADJUSTMENTS[::-1])
+    assert parity(loader_of(folder, ops), 6, device="cpu").rows[2].mean > 5
+
+
+@pytest.mark.parametrize("options", [{"is_training": True, "re_prob": 0.4, "re_mode": "pixel"}, {}])
+def test_timm_pipelines_as_timm_builds_them(folder, options):
+    data = pytest.importorskip("timm.data")
+    transform = data.create_transform(64, interpolation="bicubic", **options)
+    loader = DataLoader(ImageFolder(folder, transform), batch_size=9)
+    assert parity(loader, 8, device="cpu").mean < 1
+    for (want, _), (got, _) in zip(loader, accelerate(loader, **CPU), strict=True):
+        assert want.dtype == got.dtype and want.shape == got.shape
+    with pytest.raises(UnsupportedTransformError, match="one launch has one filter"):
+        convert(data.create_transform(64, is_training=True, interpolation="random"))
+
+
+# --- each op ------------------------------------------------------------------------------------
+
+# Op and its bound on the mean difference from PIL, in levels of 255. Where it is 0 the pixels are
+# the same; rounding to a level is at most 1, and what interpolates at borders less than that.
+HEAD = {
+    "RandomResizedCrop": (lambda T: T.RandomResizedCrop(48), 0.5),
+    "RandomResizedCrop bicubic": (
+        lambda T: T.RandomResizedCrop((48, 40), interpolation=BICUBIC),
+        0.5,
+    ),
+    "Resize": (lambda T: T.Resize((48, 61)), 0.5),
+    "CenterCrop": (lambda T: T.CenterCrop(48), 1e-5),
+    "CenterCrop pads": (lambda T: T.CenterCrop((300, 210)), 1e-5),
+    "RandomCrop": (lambda T: T.RandomCrop(48), 1e-5),
+    "RandomCrop pads": (lambda T: T.RandomCrop((215, 190), padding=(3, 20, 7, 11)), 1e-5),
+    "RandomCrop pads if needed": (lambda T: T.RandomCrop((280, 210), pad_if_needed=True), 1e-5),
+}
+TAIL = {
+    "RandomHorizontalFlip": (lambda T: T.RandomHorizontalFlip(), 1e-5),
+    "RandomVerticalFlip": (lambda T: T.RandomVerticalFlip(), 1e-5),
+    "ColorJitter": (lambda T: T.ColorJitter(0.4, 0.4, 0.4), 0.5),
+    "ColorJitter hue": (lambda T: T.ColorJitter(hue=0.3), 1.0),
+    "RandomGrayscale": (lambda T: T.RandomGrayscale(0.5), 0.6),
+    "Grayscale": (lambda T: T.Grayscale(3), 0.6),
+    "GaussianBlur": (lambda T: T.GaussianBlur((5, 9), (0.3, 3.0)), 0.1),
+    "RandomRotation": (lambda T: T.RandomRotation(30), 1.0),
+    "RandomRotation bilinear": (lambda T: T.RandomRotation(30, BILINEAR, fill=9), 1.0),
+    "RandomAffine": (lambda T: T.RandomAffine(10, (0.1, 0.1), (0.8, 1.2), 5), 1.0),
+    "RandomPerspective": (lambda T: T.RandomPerspective(p=1.0), 1.0),
+    "RandomInvert": (lambda T: T.RandomInvert(0.5), 0),
+    "RandomPosterize": (lambda T: T.RandomPosterize(4, 0.5), 0),
+    "RandomSolarize": (lambda T: T.RandomSolarize(128, 0.5), 0),
+    "RandomAutocontrast": (lambda T: T.RandomAutocontrast(1.0), 1.0),
+    "RandomEqualize": (lambda T: T.RandomEqualize(1.0), 0),
+    "RandomAdjustSharpness": (lambda T: T.RandomAdjustSharpness(2, 0.5), 1.0),
+    "RandAugment": (lambda T: T.RandAugment(), 1.0),
+    "RandAugment bilinear": (lambda T: T.RandAugment(3, 12, interpolation=BILINEAR), 1.0),
+    "TrivialAugmentWide": (lambda T: T.TrivialAugmentWide(), 1.0),
+    "AutoAugment": (lambda T: T.AutoAugment(), 1.0),
+    "AugMix": (lambda T: T.AugMix(), 0.1),
+    "RandomApply": (lambda T: T.RandomApply([T.ColorJitter(0.4), T.GaussianBlur(3)], 0.5), 0.5),
+    "RandomChoice": (lambda T: T.RandomChoice([T.RandomInvert(1), T.Grayscale(3)]), 0.6),
+    "Compose": (lambda T: T.Compose([T.Compose([T.RandomInvert(0.5)])]), 0),
+    "Pad": (lambda T: T.Pad(3), 0),
+    "Resize again": (lambda T: T.Resize(40), 1.0),
+}
+
+
+def alone(folder, ops):
+    report = parity(loader_of(folder, ops), 8, device="cpu")
+    return {row.name: row for row in report.rows}
+
+
+@pytest.mark.parametrize("version", [v1, v2], ids=["v1", "v2"])
+@pytest.mark.parametrize("name", HEAD)
+def test_head_op_against_torchvision(folder, name, version):
+    make, bound = HEAD[name]
+    row = alone(folder, [make(version), version.RandomHorizontalFlip(), version.PILToTensor()])
+    assert row[name.split()[0]].where == "fused launch"
+    assert row[name.split()[0]].mean <= bound
+    assert row["RandomHorizontalFlip"].mean <= 1e-5
+
+
+@pytest.mark.parametrize("version", [v1, v2], ids=["v1", "v2"])
+@pytest.mark.parametrize("name", TAIL)
+def test_tail_op_against_torchvision(folder, name, version):
+    make, bound = TAIL[name]
+    ops = [version.CenterCrop(160), version.RandomInvert(0.0), make(version), version.PILToTensor()]
+    plan = convert(ops)
+    report = parity(loader_of(folder, ops), 8, device="cpu")
+    assert plan.transforms[-1] is plan.steps[-2].module  # uint8 to the end, as the pipeline
+    assert report.rows[3].mean <= bound
+
+
+@pytest.mark.parametrize(
+    "op",
+    [v1.RandomErasing(1.0), v1.RandomErasing(1.0, value="random"), v2.RandomErasing(1.0, value=7)],
+)
+def test_random_erasing_behind_normalize(folder, op):
+    ops = [v1.RandomResizedCrop(48), v1.ToTensor(), v1.Normalize(MEAN, STD), op]
+    rows = alone(folder, ops)
+    assert rows["RandomErasing"].mean <= 1e-5
+    assert rows["Normalize"].where == "fused launch"
+    assert rows["RandomErasing"].mean_so_far <= 0.5
+
+
+def test_normalize_before_a_bilinear_resize_is_the_same_behind_it(folder):
+    ops = [v1.ToTensor(), v1.Normalize(MEAN, STD), v1.Resize((40, 50), antialias=True)]
+    loader = loader_of(folder, ops)
+    for (want, _), (got, _) in zip(loader, accelerate(loader, **CPU), strict=True):
+        # The worker's resize rounds to uint8 after each axis, as PIL's: a level, over std.
+        torch.testing.assert_close(got, want, atol=1.01 / 255 / 0.224, rtol=0)
+
+
+def test_integers_stay_integers(folder):
+    loader = loader_of(folder, [v2.RGB(), v2.CenterCrop(40), v2.ToImage()])
+    for (want, _), (got, _) in zip(loader, accelerate(loader, **CPU), strict=True):
+        assert torch.equal(got, want.as_subclass(torch.Tensor))
+
+
+def test_to_dtype_without_scale(folder):
+    ops = [v2.CenterCrop(40), v2.ToImage(), v2.ToDtype(torch.float32, scale=False)]
+    ops += [v2.Normalize([10.0] * 3, [255.0] * 3)]
+    loader = loader_of(folder, ops)
+    for (want, _), (got, _) in zip(loader, accelerate(loader, **CPU), strict=True):
+        torch.testing.assert_close(got, want.as_subclass(torch.Tensor))
+
+
+# --- one draw per image -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ColorJitter", "GaussianBlur", "RandomRotation", "RandAugment"])
+def test_every_image_draws_for_itself(name):
+    op = {
+        "ColorJitter": v2.ColorJitter(0.4, 0.4, 0.4, 0.1),
+        "GaussianBlur": v2.GaussianBlur(5),
+        "RandomRotation": v2.RandomRotation(45),
+        "RandAugment": v2.RandAugment(),
+    }[name]
+    images = batch(1).expand(8, -1, -1, -1).contiguous()
+    with SeededDraws(0):
+        results = _per_image.per_image(op)(images)
+    assert len({result.numpy().tobytes() for result in results}) > 3
+    with SeededDraws(0):  # guards the test itself: torchvision draws once for a batch
+        assert len({result.numpy().tobytes() for result in op(images)}) == 1
+
+
+@pytest.mark.parametrize(
+    "op",
+    [v2.RandAugment(3), v2.TrivialAugmentWide(), v2.AutoAugment(), v2.AutoAugment(fill=[1, 2, 3])],
+    ids=lambda op: type(op).__name__,
+)
+def test_a_policy_in_groups_equals_image_by_image(op):
+    images = batch(24)
+    before = images.clone()
+    with SeededDraws(1):
+        got = _per_image.Policy(op)(images)
+    with SeededDraws(1):
+        want = _per_image.Loop(op)(images)
+    assert torch.equal(images, before)
+    # torchvision's kernels sum in another order for a batch.
+    assert (got.int() - want.int()).abs().max() <= 1
+    assert (got != want).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("floating", [False, True])
+def test_color_jitter_in_groups_equals_image_by_image(floating):
+    op = v2.ColorJitter(0.4, 0.4, 0.4, 0.2)
+    images = batch(24) / 255 if floating else batch(24)
+    with SeededDraws(1):
+        got = _per_image.ColorJitter(op)(images)
+    with SeededDraws(1):
+        orders, factors = _per_image.ColorJitter(op).draw(24)
+    names = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
+    params = [
+        dict(zip(names, (float(f[i]) for f in factors), strict=True), fn_idx=order)
+        for i, order in enumerate(orders)
+    ]
+    want = torch.stack([op.transform(*pair) for pair in zip(images, params, strict=True)])
+    # Truncation to uint8 turns a difference of float32 rounding into a level.
+    torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=1e-4 if floating else 2)
+    assert ((got.float() - want.float()).abs() > 1e-4).float().mean() < 0.02
+
+
+@pytest.mark.slow
+def test_switches_and_choices_have_their_probability():
+    count = 4000
+    images = torch.zeros(count, 3, 1, 1, dtype=torch.uint8)
+    for p in (0.1, 0.5):
+        inverted = _per_image.Switch(v2.RandomInvert(p))(images)[:, 0, 0, 0] == 255
+        assert abs(inverted.float().mean() - p) < 4 * (p * (1 - p) / count) ** 0.5
+    plan = convert(
+        [
+            v2.CenterCrop(1),
+            v2.RandomChoice([v2.RandomInvert(1.0), v2.Identity()], p=[0.3, 0.7]),
+            v2.ToImage(),
+        ]
+    )
+    inverted = plan.transforms[-1](images)[:, 0, 0, 0] == 255
+    assert abs(inverted.float().mean() - 0.3) < 4 * (0.3 * 0.7 / count) ** 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", [0, 4])
+def test_random_crop_is_uniform_over_its_places(padding):
+    head, _ = read_transforms(
+        convert_transforms([v2.RandomCrop(28, padding=padding), v2.ToImage()])
+    )
+    count = 9000
+    origin = head.ops[0](Sampling.identity([(32, 32)] * count), fold(0, np.arange(count))).origin
+    places = 5 + 2 * padding
+    for axis in range(2):
+        histogram = np.bincount((origin[:, axis] + padding).astype(int), minlength=places)
+        assert len(histogram) == places
+        assert np.abs(histogram - count / places).max() < 5 * (count / places) ** 0.5
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+REFUSED = {
+    "ColorJitter .* before the crop": [v2.ColorJitter(0.4), v2.RandomResizedCrop(9), v2.ToImage()],
+    "Lambda .* not among the ops": [v2.CenterCrop(9), v2.Lambda(abs), v2.ToImage()],
+    "function .* not one of torchvision": [v2.CenterCrop(9), batch, v2.ToImage()],
+    "Resize .*'lanczos'": [v2.Resize((9, 9), InterpolationMode.LANCZOS), v2.ToImage()],
+    "Resize .* max_size": [v2.Resize(9, max_size=12), v2.CenterCrop(9), v2.ToImage()],
+    "RandomResizedCrop .* antialias": [v2.ToImage(), v2.RandomResizedCrop(9, antialias=False)],
+    "RandomCrop .* black": [v2.RandomCrop(9, padding=2, fill=3), v2.ToImage()],
+    "RandomCrop .* padding that is": [v2.RandomCrop(9, 2, padding_mode="reflect"), v2.ToImage()],
+    "RandomResizedCrop .* resized": [v2.Resize(20), v2.RandomResizedCrop(9), v2.ToImage()],
+    "RandomRotation .* expand": [v2.CenterCrop(9), v2.RandomRotation(9, expand=True), v2.ToImage()],
+    "RandomAffine .*'bicubic'": [v2.CenterCrop(9), v2.RandomAffine(9, interpolation=BICUBIC)],
+    "Normalize .* before CenterCrop": [
+        v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD), v2.CenterCrop(9)
+    ],
+    "RandomCrop .* by chance": [v2.CenterCrop(9), v2.RandomApply([v2.RandomCrop(5)]), v2.ToImage()],
+    "FiveCrop": [v2.CenterCrop(20), v2.FiveCrop(9)],
+    "ends in PIL": [v2.RandomResizedCrop(9)],
+    "different sizes": [v2.Resize(9), v2.ToImage()],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("match", REFUSED)
+def test_what_cannot_move_is_named(match):
+    with pytest.raises(UnsupportedTransformError, match=match):
+        convert_transforms(REFUSED[match])
+
+
+def test_refused_ops_stay_in_the_workers(folder):
+    ops = [
+        v1.Lambda(lambda image: image.rotate(90)),
+        v1.CenterCrop(48),
+        v1.RandomHorizontalFlip(1.0),
+    ]
+    ops += [v1.RandomInvert(1.0), v1.ToTensor(), v1.Normalize(MEAN, STD)]
+    loader = loader_of(folder, ops)
+    with pytest.raises(UnsupportedTransformError, match="Lambda"):
+        accelerate(loader, **CPU)
+    state = torch.get_rng_state()
+    moved = accelerate(loader, keep_unknown=True, **CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    where = {step.name: step.where for step in moved.plan.steps}
+    assert where["Lambda"] == where["CenterCrop"] == "worker CPU"
+    assert where["RandomHorizontalFlip"] == "fused launch"
+    for (want, target), (got, got_target) in zip(loader, moved, strict=True):
+        assert torch.equal(target, got_target)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+# --- datasets, loaders, collate functions -------------------------------------------------------
+
+
+class WithIndex(ImageFolder):
+    def __getitem__(self, index):
+        sample, target = super().__getitem__(index)
+        return {"image": sample, "target": target, "index": index}
+
+
+class Opener(ImageFolder):
+    def __getitem__(self, index):
+        with Image.open(self.samples[index][0]) as image:
+            return self.transform(image.convert("RGB")), 0
+
+
+VAL = [v1.Resize(48), v1.CenterCrop(40), v1.ToTensor(), v1.Normalize(MEAN, STD)]
+
+
+def same_batches(old, new):
+    for want, got in zip(old, new, strict=True):
+        assert type(want) is type(got)
+        wants, gots = (list(b.values()) if isinstance(b, dict) else b for b in (want, got))
+        assert (wants[0] - gots[0]).abs().mean() * 255 * 0.226 < 1
+        assert all(torch.equal(a, b) for a, b in zip(wants[1:], gots[1:], strict=True))
+
+
+def test_subclasses_subsets_and_concatenations(folder):
+    transform = v1.Compose(VAL)
+    datasets = [
+        WithIndex(folder, transform),
+        Subset(ImageFolder(folder, transform, target_transform=lambda t: t + 7), [4, 2, 17, 3]),
+        ConcatDataset(
+            [ImageFolder(folder, transform), Subset(ImageFolder(folder, transform), [1])]
+        ),
+        DatasetFolder(str(folder), default_loader, ("jpg",), transform),
+    ]
+    for dataset in datasets:
+        loader = DataLoader(dataset, batch_size=4)
+        moved = accelerate(loader, **CPU)
+        assert type(moved.dataset) is type(dataset)
+        same_batches(loader, moved)
+
+
+def test_the_loader_keeps_its_options_and_is_left_alone(folder):
+    dataset = ImageFolder(folder, v1.Compose(VAL))
+    options = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}
+    loader = DataLoader(dataset, batch_size=5, sampler=[3, 1, 2, 8, 0, 17], **options)
+    moved = accelerate(loader, **CPU)
+    for name in ("sampler", "batch_sampler", "generator", "drop_last", "timeout", *options):
+        assert getattr(moved, name) is getattr(loader, name)
+    assert loader.dataset is dataset and len(dataset.transform.transforms) == 4
+    for _ in range(2):
+        same_batches(loader, moved)
+
+
+def test_what_crosses_to_a_spawned_worker_can_be_pickled(folder):
+    loader = loader_of(folder, VAL, collate_fn=list)
+    moved = accelerate(loader, **CPU)
+    pickle.loads(pickle.dumps((moved.dataset, moved.collate_fn)))
+
+
+def test_datasets_that_do_not_read_through_their_loader_are_refused(folder):
+    with pytest.raises(TypeError, match=r"Opener.*must read through self\.loader"):
+        accelerate(DataLoader(Opener(folder, v1.Compose(VAL))), **CPU)
+    with pytest.raises(UnsupportedTransformError, match="of its own"):
+        accelerate(DataLoader(ImageFolder(folder, v1.Compose(VAL), loader=Image.open)), **CPU)
+    with pytest.raises(TypeError, match="knows torchvision's ImageFolder"):
+        accelerate(DataLoader([1, 2]), **CPU)
+    with pytest.raises(TypeError, match="different transforms"):
+        parts = [ImageFolder(folder, v1.Compose(VAL)), ImageFolder(folder, v1.Compose(VAL[:3]))]
+        accelerate(DataLoader(ConcatDataset(parts)), **CPU)
+
+
+def test_mixup_in_the_collate_mixes_the_transformed_images(tmp_path):
+    for target in range(3):  # the brightness tells the class
+        (tmp_path / f"{target}").mkdir()
+        for i in range(6):
+            picture = Image.new("RGB", (50, 40), (100 * target,) * 3)
+            picture.save(tmp_path / f"{target}" / f"{i}.png")
+    mix = v2.RandomChoice([v2.MixUp(num_classes=3), v2.CutMix(num_classes=3)])
+    loader = loader_of(
+        tmp_path,
+        [v1.RandomResizedCrop(32), v1.ToTensor()],
+        shuffle=True,
+        collate_fn=lambda samples: mix(*default_collate(samples)),
+    )
+    moved = accelerate(loader, seed=1, **CPU)
+    mixed = 0
+    for images, target in moved:
+        assert target.shape == (len(images), 3)
+        expected = (target * torch.tensor([0, 100, 200])).sum(1) / 255
+        torch.testing.assert_close(images.mean((1, 2, 3)), expected, atol=1e-2, rtol=0)
+        mixed += int((target.max(1).values < 0.99).sum())
+    assert mixed > 0
+
+
+def test_a_bad_image_takes_its_sample_out_of_the_collate(folder, tmp_path):
+    root = tmp_path / "copy"
+    shutil.copytree(folder, root)
+    dataset = ImageFolder(root, v1.Compose(VAL))
+    bad = dataset.samples[1][0]
+    Path(bad).write_bytes(b"no picture")
+    loader = DataLoader(dataset, batch_size=4, collate_fn=lambda samples: default_collate(samples))
+    moved = accelerate(loader, on_error="skip", **CPU)
+    sizes = [(len(images), len(target)) for images, target in moved]
+    assert sizes[0] == (3, 3) and sizes[1] == (4, 4)
+    assert moved.bad_images[0].path == bad
+
+
+def test_dtype_waits_for_the_ops_behind_the_launch(folder):
+    ops = [v1.CenterCrop(40), v1.RandomInvert(1.0), v1.ToTensor()]
+    loader = loader_of(folder, ops)
+    layout = {"dtype": torch.bfloat16, "memory_format": torch.channels_last}
+    for (want, _), (got, _) in zip(loader, accelerate(loader, **layout, **CPU), strict=True):
+        assert got.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(got, want.bfloat16())
+
+
+def test_own_transforms_run_behind_the_converted_ones(folder):
+    loader = loader_of(folder, VAL[:3])
+    moved = accelerate(loader, transforms=[lambda images: images * 0 + 3], **CPU)
+    assert all((images == 3).all() for images, _ in moved)
+
+
+def test_the_plan_is_printed(folder, capsys):
+    loader = loader_of(folder, [*VAL, v1.RandomErasing()], collate_fn=default_collate)
+    accelerate(loader, device="cpu")
+    text = capsys.readouterr().out
+    for line in (
+        r"Resize         fused launch",
+        r"RandomErasing  torchvision v2 on the batch, image by image",
+        r"collate: worker CPU",
+    ):
+        assert line in text
+
+
+# --- parity and explain -------------------------------------------------------------------------
+
+
+def test_the_report_is_a_table_and_a_picture(folder, tmp_path):
+    report = parity(loader_of(folder, [v1.RandomResizedCrop(48), v1.ToTensor()]), 7, device="cpu")
+    text = str(report)
+    assert text.startswith("7 images") and "RandomResizedCrop" in text
+    assert len(report.worst) == 4
+    assert report.worst[0][1] == max(mean for _, mean, _ in report.worst)
+    report.picture(tmp_path / "worst.png")
+    with Image.open(tmp_path / "worst.png") as picture:
+        assert picture.size == (3 * 50 + 2, 4 * 50 + 2)
+
+
+def test_explain_says_what_is_fused_and_why_the_rest_is_not():
+    normalize = K.Normalize(torch.tensor(MEAN), torch.tensor(STD))
+    text = explain(
+        [gpuprefetch.Resize(40), gpuprefetch.CenterCrop(32), normalize, K.RandomErasing()]
+    )
+    decode, fused, erasing = text.splitlines()
+    assert "own size" in decode
+    assert fused.startswith("Resize, CenterCrop, Normalize  float32 (N, 3, 32, 32) contiguous")
+    assert "no crop, resize, flip or Normalize" in erasing
+    assert "two resamplings are not one" in explain(
+        [gpuprefetch.Resize((9, 9)), gpuprefetch.Resize(5)]
+    )
+    assert "fails: ZeroDivisionError" in explain([gpuprefetch.Resize((9, 9)), lambda x: 1 // 0])
+    prefetcher = DataPrefetcher(
+        [1], transforms=[gpuprefetch.Resize((9, 8))], dtype=torch.float16, device="cpu"
+    )
+    assert "float16 (N, 3, 9, 8)" in explain(prefetcher)
+    assert "uint8 (N, 3, 9, 9)" in explain(
+        v1.Compose([v1.CenterCrop(9), v1.RandAugment(), v1.ToTensor()])
+    )
+
+
+def test_no_warnings_from_a_v1_pipeline():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for make in PIPELINES.values():
+            convert(make())
