@@ -1,9 +1,14 @@
 """Wrap a PyTorch DataLoader in one line: prefetch to the GPU, decode and augment there."""
 
 from gpuprefetch import _connections as _connections  # first: it must precede any CUDA context
+from gpuprefetch._accelerate import accelerate
+from gpuprefetch._convert import UnsupportedTransformError, convert_transforms
 from gpuprefetch._encoded import EncodedImage, EncodedImageFolder, EncodedImages
+from gpuprefetch._explain import explain
+from gpuprefetch._parity import ParityReport, parity
 from gpuprefetch._pipeline import BadImage, BadImageError
 from gpuprefetch._prefetcher import DataPrefetcher
+from gpuprefetch._selfcheck import SelfcheckReport, selfcheck
 from gpuprefetch._stats import Stats
 from gpuprefetch._transforms import CenterCrop, RandomResizedCrop, Resize
 
@@ -16,7 +21,15 @@ __all__ = [
     "EncodedImage",
     "EncodedImageFolder",
     "EncodedImages",
+    "ParityReport",
     "RandomResizedCrop",
     "Resize",
+    "SelfcheckReport",
     "Stats",
+    "UnsupportedTransformError",
+    "accelerate",
+    "convert_transforms",
+    "explain",
+    "parity",
+    "selfcheck",
 ]

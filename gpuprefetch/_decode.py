@@ -21,8 +21,8 @@ from gpuprefetch._format import decode_cpu
 #     decode.
 #   - TorchCodec >= 0.17 decodes in the order of the current stream (0.16 did not,
 #     meta-pytorch/torchcodec#1634).
-# The readers run on another stream, so that decoded images are dropped only after the event behind
-# the last of them has completed (_Engine._drop_read). gpuprefetch.selfcheck() tries it on the
+# The launch that reads the images runs on another stream, so they are dropped only after the event
+# behind it has completed (gpuprefetch._pipeline.Readers). gpuprefetch.selfcheck() tries it on the
 # machine at hand; tests/test_selfcheck.py fails without it.
 
 

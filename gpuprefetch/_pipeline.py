@@ -6,6 +6,8 @@ threads or order; those are the prefetcher's.
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,6 +66,25 @@ class Work:
 
     parts: list[Callable[[], None]]
     finish: Callable[[], Any]
+
+
+class Readers:
+    """Finished batches whose launch may still read decoded images. See Note [Decoded memory]."""
+
+    def __init__(self) -> None:
+        self._queued: deque[tuple[torch.cuda.Event, Work]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, event: torch.cuda.Event, work: Work) -> None:
+        """Hold the decoded images of ``work`` until ``event``, recorded behind their reader."""
+        self._queued.append((event, work))
+
+    def drop(self, keep: int) -> None:
+        """Drop what is through; wait until no more than ``keep`` batches are held."""
+        with self._lock:
+            while self._queued and (len(self._queued) > keep or self._queued[0][0].query()):
+                self._queued[0][0].synchronize()
+                self._queued.popleft()
 
 
 @dataclass

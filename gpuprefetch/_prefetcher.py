@@ -22,7 +22,7 @@ from gpuprefetch._connections import tell
 from gpuprefetch._decode import BACKENDS
 from gpuprefetch._encoded import EncodedImageFolder
 from gpuprefetch._host import HostStage, Packer
-from gpuprefetch._pipeline import BadImage, Pipeline, Work, encoded_leaves
+from gpuprefetch._pipeline import BadImage, Pipeline, Readers, Work, encoded_leaves
 from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stats
 from gpuprefetch._stream import handoff, lease_stream, return_stream
@@ -73,10 +73,9 @@ class _Engine:
         self._depth, self._epoch = depth, epoch
         self._stats, self._balancer = stats, balancer
         self._changed = threading.Condition()
-        self._dropping = threading.Lock()
         self._slots: deque[_Slot] = deque()
         self._parts: deque[tuple[_Slot, Callable[[], None]]] = deque()
-        self._read: deque[tuple[torch.cuda.Event, Work]] = deque()
+        self._readers = Readers()
         self._exhausted = self._stopping = False
         self._fetched = 0
         self._fetch_ahead = fetch_ahead
@@ -169,7 +168,7 @@ class _Engine:
                     if self._stopping:
                         return
                     slot, part = self._parts.popleft()
-                self._drop_read(1)
+                self._readers.drop(1)
                 self._run_part(slot, part)
                 del slot, part
 
@@ -194,18 +193,11 @@ class _Engine:
                     if self._stream is not None:
                         slot.event = torch.cuda.Event(blocking=True)
                         slot.event.record(self._stream)
-                        self._read.append((slot.event, slot.work))
+                        self._readers.add(slot.event, slot.work)
         except BaseException as error:
             slot.error = error
         slot.work = None
         slot.done.set()
-
-    def _drop_read(self, keep: int) -> None:
-        """Drop decoded images whose readers are through, and wait for all but ``keep`` batches."""
-        with self._dropping:
-            while self._read and (len(self._read) > keep or self._read[0][0].query()):
-                self._read[0][0].synchronize()
-                self._read.popleft()
 
     def take(self) -> _Slot:
         """The next batch in order, as soon as its work has been queued."""
@@ -239,7 +231,7 @@ class _Engine:
                 if not alive:
                     return_stream(stream, role)
         self._slots.clear()
-        self._read.clear()
+        self._readers.drop(0)
         self._source = iter(())
         unmap_dead()
 

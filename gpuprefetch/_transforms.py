@@ -131,10 +131,9 @@ class _ResizedCrop:
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         aspect = np.exp(low + (high - low) * draws[:, 10:20])
         w, h = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
-        fits: npt.NDArray[np.bool_] = np.logical_and.reduce(
-            [w > 0, w <= width, h > 0, h <= height]
-        )
-        row, choice, found = np.arange(len(w)), fits.argmax(axis=1), fits.any(axis=1)
+        fits = np.asarray((w > 0) & (w <= width) & (h > 0) & (h <= height))
+        row, choice = np.arange(len(w)), fits.argmax(axis=1)
+        found = np.asarray(fits.any(axis=1))
         box = np.stack([h[row, choice], w[row, choice]], axis=1)
         box = np.where(found[:, None], box, self._fallback(height[:, 0], width[:, 0]))
         start = np.floor(draws[:, 20:] * (sampling.length - box + 1))

@@ -7,7 +7,6 @@ import torch
 
 from gpuprefetch import _decode, _selfcheck
 from gpuprefetch.__main__ import main
-from gpuprefetch._prefetcher import _Engine
 from gpuprefetch._selfcheck import Check, SelfcheckReport, selfcheck
 
 OURS = Check("torchcodec", "library", rounds=100, reused=99)
@@ -82,11 +81,10 @@ def test_the_librarys_order_is_safe(capsys):
 
 @pytest.mark.gpu
 def test_unprotected_decoding_is_noticed(monkeypatch):
-    # Guards the test above: without what protects the decoded images it fails.
+    # Guards the test above: without the drained stream and with a lane that keeps nothing it fails.
     decoder = _decode.TorchvisionDecoder
     monkeypatch.setattr(decoder, "__call__", decoder.decode_undrained)
-    monkeypatch.setattr(_selfcheck, "_LatePipeline", _selfcheck._CarelessPipeline)
-    monkeypatch.setattr(_Engine, "_drop_read", lambda engine, keep: None)
+    monkeypatch.setattr(_selfcheck, "Lane", _selfcheck._CarelessLane)
     report = selfcheck(rounds=40)
     (ours,) = (c for c in report.checks if (c.backend, c.order) == ("torchvision", "library"))
     assert ours.verdict == "CORRUPTED", report
