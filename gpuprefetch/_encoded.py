@@ -108,8 +108,11 @@ class EncodedImages:
         return len(self.spans)
 
     def __getitem__(self, position: int) -> EncodedImage:
-        """The encoded image at ``position``, one no worker has decoded; its data is a view."""
-        return EncodedImage(self.span(position), int(self.indices[position]), self.paths[position])
+        """A copy of the encoded image at ``position``, one that no worker has decoded."""
+        # A view would change once the batch is dropped: see Buffer.
+        return EncodedImage(
+            self.span(position).clone(), int(self.indices[position]), self.paths[position]
+        )
 
     def span(self, position: int) -> torch.Tensor:
         """``(bytes,)`` uint8, a view of the image's part of the buffer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import threading
 import time
 import warnings
@@ -77,6 +78,7 @@ class _Engine:
         self._parts: deque[tuple[_Slot, Callable[[], None]]] = deque()
         self._readers = Readers()
         self._exhausted = self._stopping = False
+        self._pid = os.getpid()
         self._fetched = 0
         self._fetch_ahead = fetch_ahead
         self._threads: list[threading.Thread] = []
@@ -100,7 +102,7 @@ class _Engine:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping or len(self._slots) < self._depth)
                 if self._stopping:
-                    self._source = iter(())  # shuts the loader's workers down
+                    self._end_source()
                     return
             self._start(slot)
             del slot
@@ -129,21 +131,25 @@ class _Engine:
                 slot.work = self._pipeline.start(slot.source, slot.number, self._epoch)
             parts = slot.work.parts
             slot.remaining = len(parts)
+            if parts and self._on_cuda:
+                self._start_lanes()
         except BaseException as error:
             self._exhausted = True
             slot.error = error
+            parts = []
         with self._changed:
             self._slots.append(slot)
             self._parts.extend((slot, part) for part in parts)
             self._changed.notify_all()
         if not parts:
             self._finish(slot)
-        elif self._on_cuda:
-            while len(self._lanes) < LANES:
-                self._lanes.append(lease_stream(self._pipeline.device, "lane"))
-                self._spawn("decode", self._lane_loop, self._lanes[-1])
-        else:
+        elif not self._on_cuda:
             self._run_inline()
+
+    def _start_lanes(self) -> None:
+        while len(self._lanes) < LANES:
+            self._lanes.append(lease_stream(self._pipeline.device, "lane"))
+            self._spawn("decode", self._lane_loop, self._lanes[-1])
 
     def _learn(self, batch: Any, waited: float) -> None:
         self._stats.fetch_seconds += waited
@@ -214,6 +220,8 @@ class _Engine:
 
     def close(self) -> None:
         """End the threads, give the streams back and drop every batch that was not handed over."""
+        if os.getpid() != self._pid:
+            return  # a forked worker collects garbage of ours: threads and streams are not its own
         with self._changed:
             if self._stopping:
                 return
@@ -232,8 +240,15 @@ class _Engine:
                     return_stream(stream, role)
         self._slots.clear()
         self._readers.drop(0)
-        self._source = iter(())
+        self._end_source()
         unmap_dead()
+
+    def _end_source(self) -> None:
+        source, self._source = self._source, iter(())
+        # Not left to the garbage collector: an exception from a worker is in a cycle with the
+        # loader's iterator. Collected with its queues, that waits 5 s for each worker in vain.
+        if not getattr(source, "_persistent_workers", True):
+            getattr(source, "_shutdown_workers", lambda: None)()
 
 
 class _Epoch:

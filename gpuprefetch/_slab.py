@@ -100,6 +100,7 @@ class Buffer:
 
 def _receive(key: tuple[int, int], memory: torch.Tensor | None, size: int) -> Buffer:
     if memory is not None:
+        unmap_dead()  # here too: a loader without a prefetcher has nobody else to do it
         _mapped[key] = memory
     memory = _mapped[key]
     return Buffer(memory[HEADER : HEADER + size], state=memory[:1].numpy())
@@ -107,11 +108,11 @@ def _receive(key: tuple[int, int], memory: torch.Tensor | None, size: int) -> Bu
 
 def unmap_dead() -> None:
     """Drop the slabs of workers that are gone."""
-    for pid in {pid for pid, _ in _mapped}:
+    for pid in {pid for pid, _ in list(_mapped)}:  # a copy: other threads receive slabs meanwhile
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
-            for key in [key for key in _mapped if key[0] == pid]:
+            for key in [key for key in list(_mapped) if key[0] == pid]:
                 _mapped.pop(key, None)
         except PermissionError:  # not ours any more, but somebody's
             continue
