@@ -8,19 +8,20 @@ order, which shows whether a wrong image would have been noticed.
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from gpuprefetch._decode import BACKENDS
-from gpuprefetch._encoded import EncodedImage, EncodedImages
-from gpuprefetch._pipeline import Pipeline, Readers
+from gpuprefetch._decode import BACKENDS, ImageDecoder
+from gpuprefetch._encoded import EncodedImage
+from gpuprefetch._pipeline import Pipeline, Work
 from gpuprefetch._prefetcher import DataPrefetcher
 from gpuprefetch._stream import handoff, lease_stream, return_stream
 from gpuprefetch._transforms import Resize
@@ -179,8 +180,8 @@ def _cuda_device(device: torch.device | str | int | None) -> torch.device:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        # torchvision's decoder is deprecated; that it is checked here is no reason to tell.
-        warnings.simplefilter("ignore", DeprecationWarning)
+        # That torchvision's decoder is deprecated, or memory not pinned, is no news here.
+        warnings.simplefilter("ignore")
         yield
 
 
@@ -209,22 +210,24 @@ class _Witness:
     """Where the images of each round lay, and in which rounds a reader saw wrong ones."""
 
     def __init__(self, rounds: int) -> None:
-        self.wrong = torch.zeros(rounds, dtype=torch.bool, device="cuda")
-        self.rounds = self.reused = 0
+        self._wrong = torch.zeros(rounds, dtype=torch.bool, device="cuda")
+        self._rounds = self._reused = 0
         self._addresses: set[int] = set()
+        self._lock = threading.Lock()
         self._pending: deque[torch.cuda.Event] = deque()
-        torch.cuda.synchronize()  # it was made on another stream than it is used on
+        torch.cuda.synchronize()
 
     def note_addresses(self, images: Sequence[torch.Tensor]) -> None:
-        """Remember where the images of this round lie."""
+        """Remember where the images of a round lie; decode threads call it."""
         addresses = {image.data_ptr() for image in images}
-        self.reused += not addresses.isdisjoint(self._addresses)
-        self._addresses |= addresses
+        with self._lock:
+            self._reused += not addresses.isdisjoint(self._addresses)
+            self._addresses |= addresses
 
     def judge(self, seen: torch.Tensor, expected: torch.Tensor) -> None:
         """Queue the comparison on the current stream; at most AHEAD rounds are then under way."""
-        self.wrong[self.rounds] = (seen != expected).any()
-        self.rounds += 1
+        self._wrong[self._rounds] = (seen != expected).any()
+        self._rounds += 1
         self._pending.append(torch.cuda.current_stream().record_event())
         if len(self._pending) > AHEAD:
             self._pending.popleft().synchronize()
@@ -232,104 +235,99 @@ class _Witness:
     def check(self, backend: str, order: str) -> Check:
         """What came of it."""
         torch.cuda.synchronize()
-        return Check(backend, order, self.rounds, self.reused, int(self.wrong.sum()))
+        return Check(backend, order, self._rounds, self._reused, int(self._wrong.sum()))
 
 
-@contextlib.contextmanager
-def _side_stream(role: str) -> Iterator[torch.cuda.Stream]:
-    stream = lease_stream(torch.device("cuda", torch.cuda.current_device()), role)
-    try:
-        yield stream
-    finally:
-        stream.synchronize()
-        return_stream(stream, role)
+class _LatePipeline(Pipeline):
+    """The prefetcher's own, but for a sleep before the launch that reads the decoded images."""
+
+    def start(self, batch: Any, number: int, epoch: int) -> Work:
+        torch.cuda._sleep(SLEEP_CYCLES)  # on the batches' stream
+        return super().start(batch, number, epoch)
+
+
+class _CarelessPipeline(_LatePipeline):
+    """Drops the decoded images while the launch that reads them is still queued."""
+
+    def _finish(self, batch: Any, jobs: list[Any], seed: int) -> Any:
+        result = super()._finish(batch, jobs, seed)
+        for job in jobs:
+            job._decoded.clear()
+        return result
 
 
 class _Course:
-    """Batches of JPEGs through a prefetcher's own pipeline, which resamples them late.
-
-    The sleep comes between decode and resampling: these read the decoded images behind it.
-    """
+    """Batches of JPEGs through a prefetcher that reads them late."""
 
     def __init__(self, backend: str, device: torch.device, files: list[list[EncodedImage]]) -> None:
-        small = [SIZE[0] // 2, SIZE[1] // 2]
-        prefetcher = DataPrefetcher(
-            [], device=device, decoder=backend, transforms=[Resize(small)], cpu_share=0.0
-        )
-        self._backend = backend
-        self._pipeline = prefetcher._pipeline
-        self._batches = [self._pipeline.packer(images) for images in files]
+        self._backend, self._device, self._files = backend, device, files
         self._expected = []
-        with _side_stream("lane") as stream:
-            for batch in self._batches:
-                torch.cuda.synchronize()
-                self._expected.append(self._run(self._pipeline, batch, stream, Readers()))
-                torch.cuda.synchronize()
+        for batch in files:
+            torch.cuda.synchronize()
+            (undisturbed,) = self._prefetcher([batch])
+            torch.cuda.synchronize()
+            self._expected.append(undisturbed)
 
-    def _run(
-        self,
-        pipeline: Pipeline,
-        batch: EncodedImages,
-        lane: torch.cuda.Stream,
-        readers: Readers | None,
-    ) -> torch.Tensor:
-        """As the threads of an epoch do it: the batch's stream is the current one."""
-        if readers is not None:
-            readers.drop(1)
-        work = pipeline.start(batch, number=0, epoch=0)
-        with torch.cuda.stream(lane):
-            for part in work.parts:
-                part()
-        torch.cuda._sleep(SLEEP_CYCLES)
-        result: torch.Tensor = work.finish()
-        if readers is not None:
-            readers.add(torch.cuda.current_stream().record_event(), work)
-        return result
+    def _prefetcher(self, batches: Sequence[list[EncodedImage]]) -> DataPrefetcher:
+        small = [SIZE[0] // 2, SIZE[1] // 2]
+        return DataPrefetcher(
+            batches,
+            device=self._device,
+            decoder=self._backend,
+            transforms=[Resize(small)],
+            cpu_share=0.0,
+        )
 
     def check(self, order: str, rounds: int) -> Check:
         """Run ``rounds`` batches in the library's order, or without its protection."""
         witness = _Witness(rounds)
-        decode: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = self._pipeline.decoder
-        assert decode is not None
+        prefetcher = self._prefetcher([self._files[number % SETS] for number in range(rounds)])
+        parts = {f.name: getattr(prefetcher._pipeline, f.name) for f in fields(Pipeline)}
+        pipeline = _LatePipeline if order == "library" else _CarelessPipeline
+        decoder = _Noted(parts.pop("decoder"), witness, drained=order == "library")
+        prefetcher._pipeline = pipeline(decoder=decoder, **parts)
+        epoch: Any = iter(prefetcher)
         if order == "unsafe":
-            decode = getattr(decode, "decode_undrained", decode)
-
-        def decode_and_note(data: list[torch.Tensor]) -> list[torch.Tensor]:
-            images = decode(data)
-            witness.note_addresses(images)
-            return images
-
-        pipeline = replace(self._pipeline, decoder=decode_and_note)
-        readers = Readers() if order == "library" else None
-        with _side_stream("batch") as stream, _side_stream("lane") as lane_stream:
-            with torch.cuda.stream(stream):
-                for number in range(rounds):
-                    batch = self._batches[number % SETS]
-                    seen = self._run(pipeline, batch, lane_stream, readers)
-                    witness.judge(seen, self._expected[number % SETS])
-                    del seen
-            if readers is not None:
-                readers.drop(0)
+            epoch._engine._readers.drop = lambda keep: None  # waits for nothing
+        for number, seen in enumerate(epoch):
+            witness.judge(seen, self._expected[number % SETS])
+            del seen
         return witness.check(self._backend, order)
+
+
+class _Noted:
+    """A decoder that notes where its images lie."""
+
+    def __init__(self, decoder: ImageDecoder, witness: _Witness, *, drained: bool) -> None:
+        self._decode: Callable[[list[torch.Tensor]], list[torch.Tensor]] = decoder
+        if not drained:
+            self._decode = getattr(decoder, "decode_undrained", decoder)
+        self._witness = witness
+
+    def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
+        images = self._decode(data)
+        self._witness.note_addresses(images)
+        return images
 
 
 def _check_handoff(order: str, pictures: Sequence[torch.Tensor], rounds: int) -> Check:
     """Made on a side stream, read on the current one; unsafe is without ``record_stream``."""
     witness = _Witness(rounds)
     seen = torch.empty_like(pictures[0])
-    with _side_stream("batch") as side:
-        for number in range(rounds):
-            with torch.cuda.stream(side):
-                batch = [picture.clone() for picture in pictures[number % SETS]]
-                ready = side.record_event()
-            if order == "library":
-                handoff(batch, ready, seen.device)
-            else:
-                torch.cuda.current_stream().wait_event(ready)
-            witness.note_addresses(batch)
-            torch.cuda._sleep(SLEEP_CYCLES)
-            torch.stack(batch, out=seen)
-            del batch
-            witness.judge(seen, pictures[number % SETS])
-        torch.cuda.synchronize()
+    side = lease_stream(seen.device, "batch")
+    for number in range(rounds):
+        with torch.cuda.stream(side):
+            batch = [picture.clone() for picture in pictures[number % SETS]]
+            ready = side.record_event()
+        if order == "library":
+            handoff(batch, ready, seen.device)
+        else:
+            torch.cuda.current_stream().wait_event(ready)
+        witness.note_addresses(batch)
+        torch.cuda._sleep(SLEEP_CYCLES)
+        torch.stack(batch, out=seen)
+        del batch
+        witness.judge(seen, pictures[number % SETS])
+    torch.cuda.synchronize()
+    return_stream(side, "batch")
     return witness.check("handoff", order)

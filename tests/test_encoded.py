@@ -377,6 +377,7 @@ def test_a_rotten_dataset_is_an_error(photo_folder):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*deprecated")  # torchvision's decoder, from 0.29 on
 @pytest.mark.parametrize("decoder", ["torchcodec", "torchvision", "cpu"])
 def test_backends_agree(photo_folder, decoder):
     options = {"transforms": [Resize((64, 64))], "dtype": torch.float32, "cpu_share": 0.0}

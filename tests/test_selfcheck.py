@@ -7,6 +7,7 @@ import torch
 
 from gpuprefetch import _decode, _selfcheck
 from gpuprefetch.__main__ import main
+from gpuprefetch._pipeline import Readers
 from gpuprefetch._selfcheck import Check, SelfcheckReport, selfcheck
 
 OURS = Check("torchcodec", "library", rounds=100, reused=99)
@@ -67,6 +68,7 @@ def test_wrong_arguments():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*deprecated")  # torchvision's decoder, from 0.29 on
 def test_the_librarys_order_is_safe(capsys):
     assert main(["selfcheck", "--rounds", "200"]) == 0
     printed = capsys.readouterr().out
@@ -80,11 +82,13 @@ def test_the_librarys_order_is_safe(capsys):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*deprecated")
 def test_unprotected_decoding_is_noticed(monkeypatch):
-    # Guards the test above: without the drained stream and with a lane that keeps nothing it fails.
+    # Guards the test above: without what protects the decoded images it fails.
     decoder = _decode.TorchvisionDecoder
     monkeypatch.setattr(decoder, "__call__", decoder.decode_undrained)
-    monkeypatch.setattr(_selfcheck, "Lane", _selfcheck._CarelessLane)
+    monkeypatch.setattr(_selfcheck, "_LatePipeline", _selfcheck._CarelessPipeline)
+    monkeypatch.setattr(Readers, "drop", lambda readers, keep: None)
     report = selfcheck(rounds=40)
     (ours,) = (c for c in report.checks if (c.backend, c.order) == ("torchvision", "library"))
     assert ours.verdict == "CORRUPTED", report
