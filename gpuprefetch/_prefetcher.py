@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import threading
 import time
@@ -281,7 +282,7 @@ class _Epoch:
             raise
         if slot.error is not None:
             self.close()
-            error, slot.error = slot.error, None
+            error, slot.error, slot.source = slot.error, None, None
             if not isinstance(error, StopIteration):
                 error.add_note(f"raised by the prefetcher while it prepared batch {slot.number}")
             try:
@@ -452,9 +453,11 @@ class DataPrefetcher:
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
         loader, pipeline = self._prepared_loader(epoch)
+        with _garbage_kept_from_forks():
+            source = iter(loader)
         engine = _Engine(
             pipeline,
-            iter(loader),
+            source,
             depth=self._depth if self.device.type == "cuda" else 1,
             epoch=epoch,
             # Without workers the dataset runs in this process: on the caller's thread it keeps the
@@ -547,6 +550,23 @@ class DataPrefetcher:
 
     def __repr__(self) -> str:
         return f"DataPrefetcher({self._loader!r}, device={str(self.device)!r})"
+
+
+@contextlib.contextmanager
+def _garbage_kept_from_forks() -> Iterator[None]:
+    """Fork workers in it: they will not collect what this process left to its garbage collector.
+
+    An exception that left an epoch is in a cycle with frames that hold pinned memory and CUDA
+    events. A forked worker that collects them calls CUDA, which a fork must not, and aborts.
+    """
+    if gc.get_freeze_count():  # the user's own: it cannot be told apart from ours afterwards
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _with_collate(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:

@@ -1,6 +1,8 @@
 """DataPrefetcher gives the wrapped loader's batches, in order, and leaves nothing behind."""
 
+import contextlib
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from gpuprefetch import DataPrefetcher
+from gpuprefetch import DataPrefetcher, _prefetcher
 from gpuprefetch._batch import leaves
 
 Pair = namedtuple("Pair", "image target")
@@ -240,6 +242,47 @@ def test_iteration_from_another_thread(device):
     assert seen == [0, 4]
 
 
+class Garbage:
+    """In a cycle, and says which process collected it; a CUDA event would abort in a fork."""
+
+    def __init__(self, log):
+        self.log, self.cycle = log, self
+
+    def __del__(self):
+        with self.log.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class Collecting(Numbers):
+    def __getitem__(self, index):
+        gc.collect()
+        return super().__getitem__(index)
+
+
+def collectors(tmp_path, device):
+    log = tmp_path / "log"
+    log.touch()
+    gc.disable()
+    try:
+        Garbage(log)
+        list(DataPrefetcher(loader_of(Collecting(4), device, num_workers=1), device=device))
+    finally:
+        gc.enable()
+    gc.collect()
+    return {int(pid) for pid in log.read_text().split()}
+
+
+def test_workers_do_not_collect_the_garbage_of_their_parent(device, tmp_path):
+    assert collectors(tmp_path, device) == {os.getpid()}
+    assert gc.get_freeze_count() == 0
+
+
+def test_workers_would_collect_the_garbage_of_their_parent(tmp_path, monkeypatch):
+    # Guards the test above: without the guard a forked worker does collect it.
+    monkeypatch.setattr(_prefetcher, "_garbage_kept_from_forks", contextlib.nullcontext)
+    assert len(collectors(tmp_path, torch.device("cpu"))) == 2
+
+
 def test_a_spent_iterator_stays_spent(device):
     iterator = iter(DataPrefetcher(loader_of(Numbers(4), device), device=device))
     assert len(list(iterator)) == 1
@@ -250,7 +293,7 @@ def test_a_spent_iterator_stays_spent(device):
 EXIT = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from gpuprefetch import DataPrefetcher
+from gpuprefetch import DataPrefetcher, _prefetcher
 loader = DataLoader(TensorDataset(torch.arange(64)), batch_size=4, num_workers=2)
 import warnings; warnings.simplefilter("ignore")
 iterator = iter(DataPrefetcher(loader))
