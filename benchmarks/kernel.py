@@ -235,7 +235,7 @@ def main(arguments=None):
 
     report = {
         **metadata(),
-        "arguments": {name: str(value) for name, value in vars(args).items()},
+        "arguments": {n: str(v) for n, v in vars(args).items() if n not in ("photos", "output")},
         "mean_photo": np.mean([image.shape[1:] for image in images], axis=0).round().tolist(),
         "megabytes": round((bytes_read + bytes_written) / 1e6, 1),
         "max_error_float32": check(images, rows, args),

@@ -32,6 +32,9 @@ SUB_BATCH = 128
 SUB_BATCH_BYTES = 96 << 20
 
 
+EMPTY = object()  # stands for a batch of which no image is left
+
+
 class BadImageError(ValueError):
     """A file that cannot be decoded; the message names its path, its index and the reason."""
 
@@ -145,6 +148,8 @@ class Pipeline:
         for job in jobs:
             job.resample()
         rows = self._rows_to_keep(jobs)
+        if rows is not None and not len(rows):
+            return EMPTY
 
         def leaf_result(leaf: Any) -> Any:
             result = leaf.out if isinstance(leaf, _ImageJob) else leaf
@@ -207,11 +212,11 @@ class Pipeline:
                 "a bad image in a batch with differing numbers of images cannot be skipped"
             )
         good = np.setdiff1d(np.arange(count), bad)
-        if not len(good):
-            raise BadImageError(
-                f"all {count} images of a batch are bad, the last: {self.bad_images[-1]}"
-            )
         if self.on_error == "replace":
+            if not len(good):
+                raise BadImageError(
+                    f"all {count} images of a batch are bad, the last: {self.bad_images[-1]}"
+                )
             rows = np.arange(count)
             rows[bad] = good[
                 np.searchsorted(good, bad) % len(good)

@@ -24,7 +24,7 @@ from gpuprefetch._connections import tell
 from gpuprefetch._decode import BACKENDS
 from gpuprefetch._encoded import EncodedImageFolder
 from gpuprefetch._host import HostStage, Packer
-from gpuprefetch._pipeline import BadImage, Pipeline, Readers, Work, encoded_leaves
+from gpuprefetch._pipeline import EMPTY, BadImage, Pipeline, Readers, Work, encoded_leaves
 from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stats
 from gpuprefetch._stream import handoff, lease_stream, return_stream
@@ -270,6 +270,11 @@ class _Epoch:
         return self
 
     def __next__(self) -> Any:
+        while (batch := self._next()) is EMPTY:
+            pass
+        return batch
+
+    def _next(self) -> Any:
         if not self.close.alive:
             raise StopIteration
         try:
@@ -289,7 +294,7 @@ class _Epoch:
                 raise error
             finally:
                 del error  # breaks the cycle between the exception and this frame
-        self._stats.batches += 1
+        self._stats.batches += slot.result is not EMPTY
         self._stats.wait_seconds += now - started
         if self._last is not None:
             self._balancer.handed_over(now - self._last, now - started)

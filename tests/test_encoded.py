@@ -369,11 +369,12 @@ def test_a_rotten_dataset_is_an_error(photo_folder):
         list(prefetcher)
     assert [bad.index for bad in seen] == [2, 6, 13]
     hopeless = Damaged(EncodedImageFolder(photo_folder), dict.fromkeys(range(24), b"x"))
-    prefetcher = DataPrefetcher(
-        loader_of(hopeless, "cpu"), device="cpu", transforms=[Resize((16, 16))], on_error="skip"
-    )
+    options = {"device": "cpu", "transforms": [Resize((16, 16))]}
     with pytest.raises(BadImageError, match="all 8 images"):
-        list(prefetcher)
+        list(DataPrefetcher(loader_of(hopeless, "cpu"), on_error="replace", **options))
+    prefetcher = DataPrefetcher(loader_of(hopeless, "cpu"), on_error="skip", **options)
+    assert list(prefetcher) == []  # a batch of which nothing is left is skipped as a whole
+    assert len(prefetcher.bad_images) == 24
 
 
 @pytest.mark.gpu
