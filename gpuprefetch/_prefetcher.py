@@ -25,6 +25,7 @@ from gpuprefetch._decode import BACKENDS
 from gpuprefetch._encoded import EncodedImageFolder
 from gpuprefetch._host import HostStage, Packer
 from gpuprefetch._pipeline import EMPTY, BadImage, Pipeline, Readers, Work, encoded_leaves
+from gpuprefetch._resume import random_states, rest_of_epoch
 from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stats
 from gpuprefetch._stream import handoff, lease_stream, return_stream
@@ -70,6 +71,7 @@ class _Engine:
         stats: Stats,
         balancer: Balancer,
         check: Callable[[Any], None],
+        first: int = 0,
     ) -> None:
         self._pipeline, self._source, self._check = pipeline, source, check
         self._depth, self._epoch = depth, epoch
@@ -80,7 +82,7 @@ class _Engine:
         self._readers = Readers()
         self._exhausted = self._stopping = False
         self._pid = os.getpid()
-        self._fetched = 0
+        self._fetched = first
         self._fetch_ahead = fetch_ahead
         self._threads: list[threading.Thread] = []
         self._lanes: list[torch.cuda.Stream] = []
@@ -256,8 +258,15 @@ class _Epoch:
     """Iterator over one epoch."""
 
     def __init__(
-        self, engine: _Engine, device: torch.device, stats: Stats, balancer: Balancer
+        self,
+        engine: _Engine,
+        device: torch.device,
+        stats: Stats,
+        balancer: Balancer,
+        done: int,
     ) -> None:
+        # Shared with the prefetcher's state_dict, which must not keep the iterator alive.
+        self.handed_over = [done]
         self._engine, self._device = engine, device
         self._stats, self._balancer = stats, balancer
         self._steps: deque[torch.cuda.Event] = deque()
@@ -295,6 +304,7 @@ class _Epoch:
             finally:
                 del error  # breaks the cycle between the exception and this frame
         self._stats.batches += slot.result is not EMPTY
+        self.handed_over[0] += 1
         self._stats.wait_seconds += now - started
         if self._last is not None:
             self._balancer.handed_over(now - self._last, now - started)
@@ -437,6 +447,8 @@ class DataPrefetcher:
         self._checked = False
         self._manual: _Epoch | None = None
         self._manual_length = 2
+        self._position: dict[str, Any] | None = None
+        self._resumed: tuple[list[torch.Tensor], int, bool] | None = None
 
     def _backend(self, decoder: str) -> Any:
         if decoder == "auto":
@@ -457,9 +469,15 @@ class DataPrefetcher:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
+        resumed, self._resumed = self._resumed, None
+        continued = self._persistent is not None and self._persistent._iterator is not None
+        states, done, continued = resumed or (random_states(self._loader), 0, continued)
         loader, pipeline = self._prepared_loader(epoch)
         with _garbage_kept_from_forks():
-            source = iter(loader)
+            if resumed:
+                source = rest_of_epoch(loader, states, done, continued)
+            else:
+                source = iter(loader)
         engine = _Engine(
             pipeline,
             source,
@@ -472,8 +490,16 @@ class DataPrefetcher:
             stats=self.stats,
             balancer=self._balancer,
             check=self._check_first,
+            first=done,
         )
-        return _Epoch(engine, self.device, self.stats, self._balancer)
+        iterator = _Epoch(engine, self.device, self.stats, self._balancer, done)
+        self._position = {
+            "epoch": epoch,
+            "random_states": states,
+            "continued": continued,
+            "handed_over": iterator.handed_over,
+        }
+        return iterator
 
     def _prepared_loader(self, epoch: int) -> tuple[Iterable[Any], Pipeline]:
         """The loader with our packing in its collate; the user's own object is left as it is."""
@@ -529,6 +555,35 @@ class DataPrefetcher:
             raise
         self._manual_length = len(batch) if isinstance(batch, (tuple, list)) else 0
         return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the latest epoch stands: what the loop has had, not what is under way to it.
+
+        A state taken behind the last batch of an epoch resumes with nothing left of it. Nothing is
+        saved of the dataset: its own random numbers, drawn in the workers or in an iterable
+        dataset, are not repeated.
+        """
+        if self._position is None:
+            return {"epoch": self._epoch, "batches": 0, "seed": self._pipeline.packer.seed}
+        position = dict(self._position)
+        batches = position.pop("handed_over")[0]
+        return position | {"batches": batches, "seed": self._pipeline.packer.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next ``iter()`` go on where :meth:`state_dict` was taken.
+
+        The batches are those of the uninterrupted epoch, also with other workers or another
+        ``device_prefetch_size``, but not with another batch size.
+
+        Raises:
+            ValueError: if ``state`` does not come from :meth:`state_dict`.
+        """
+        if not isinstance(state, dict) or not {"epoch", "batches", "seed"} <= state.keys():
+            raise ValueError(f"state must come from DataPrefetcher.state_dict(), got {state!r}.")
+        self.set_epoch(state["epoch"])
+        self._pipeline.packer.seed = state["seed"]
+        if state.get("random_states"):
+            self._resumed = state["random_states"], state["batches"], state["continued"]
 
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch: for the samplers of the loader, and for the random parameters."""
