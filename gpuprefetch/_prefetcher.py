@@ -617,11 +617,9 @@ def _garbage_kept_from_forks() -> Iterator[None]:
     """Fork workers in it: they will not collect what this process left to its garbage collector.
 
     An exception that left an epoch is in a cycle with frames that hold pinned memory and CUDA
-    events. A forked worker that collects them calls CUDA, which a fork must not, and aborts.
+    events. A forked worker that collects them calls CUDA, which a fork must not, and aborts. What
+    the user has frozen is collected again behind this: the two cannot be told apart.
     """
-    if gc.get_freeze_count():  # the user's own: it cannot be told apart from ours afterwards
-        yield
-        return
     gc.freeze()
     try:
         yield
