@@ -183,8 +183,7 @@ def collate_encoded(images: Sequence[EncodedImage], *, collate_fn_map: Any = Non
     return _pack.get()(images)
 
 
-# torch's own extension point: the default collate then knows the type in every worker that imports
-# us.
+# torch's own extension point: the default collate knows the type wherever this is imported.
 default_collate_fn_map[EncodedImage] = collate_encoded
 
 

@@ -1,7 +1,7 @@
 """From a host batch to a device batch: move tensors, decode, resample, transform.
 
-A batch becomes a few parts that any lane may run, and a finish behind them. Nothing here knows of
-threads or order; those are the prefetcher's.
+A batch becomes a few parts that any thread may run, and a finish behind them. Which threads do,
+and in which order batches are handed over, is the prefetcher's.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from gpuprefetch._resample import HAS_TRITON, resample, resample_planned
 from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_size
 
 # Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
-# bound
-# the memory: a decoded photo takes 3 bytes a pixel until it is resampled.
+# bound the memory: a decoded photo takes 3 bytes a pixel until it is resampled.
 SUB_BATCH = 128
 SUB_BATCH_BYTES = 96 << 20
-
 
 EMPTY = object()  # stands for a batch of which no image is left
 

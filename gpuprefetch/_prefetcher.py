@@ -34,8 +34,7 @@ from gpuprefetch._transforms import Transform, read_transforms, require_fixed_si
 # Decode threads, each with a stream and an nvJPEG decoder of its own (14 streams and < 30 MB each).
 LANES = 2
 # Steps that the loop may be ahead of the GPU. Without a bound the host queues many, and each of
-# them
-# keeps its batch in memory; two are enough to keep the GPU busy.
+# them keeps its batch in memory; two are enough to keep the GPU busy.
 RUN_AHEAD = 2
 # For a loader that hangs, when the loop is left: its thread is then abandoned, not waited for.
 JOIN_SECONDS = 10.0
@@ -484,8 +483,8 @@ class DataPrefetcher:
             depth=self._depth if self.device.type == "cuda" else 1,
             epoch=epoch,
             # Without workers the dataset runs in this process: on the caller's thread it keeps the
-            # order of
-            # random numbers it would have without us. On the CPU there is nothing to run ahead of.
+            # order of random numbers it would have without us. On the CPU there is nothing to run
+            # ahead of.
             fetch_ahead=self.device.type == "cuda" and getattr(loader, "num_workers", 0) > 0,
             stats=self.stats,
             balancer=self._balancer,

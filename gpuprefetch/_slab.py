@@ -15,11 +15,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import get_worker_info
 
-# The first bytes of a slab: one says whether the parent still reads it; the rest keeps the data
-# aligned.
+# First bytes of a slab: one says whether the parent still reads it, the rest aligns the data.
 HEADER = 64
-# Slabs of one worker. Only as many are made as are in flight; beyond it a batch gets memory of its
-# own.
+# Slabs of one worker. Only as many are made as are in flight; a batch beyond has its own memory.
 LIMIT = 8
 # Room for a larger batch, so that slabs are not replaced all the time.
 SLACK = 1.25
@@ -49,9 +47,8 @@ def _take(size: int) -> _Slab | None:
     free = [slab for slab in _ring if not slab.state[0]]
     slab = next((slab for slab in free if slab.memory.numel() >= HEADER + size), None)
     if slab is None and free:
-        slab = _ring[_ring.index(free[0])] = _Slab(
-            free[0].key[1], size
-        )  # takes the name of a small one
+        slab = _Slab(free[0].key[1], size)  # takes the name and the place of a small one
+        _ring[_ring.index(free[0])] = slab
     elif slab is None and len(_ring) < LIMIT:
         slab = _Slab(len(_ring), size)
         _ring.append(slab)
@@ -92,8 +89,7 @@ class Buffer:
         return _receive, (self._slab.key, memory, self.tensor.numel())
 
     def __del__(self) -> None:
-        # A worker forked later holds a copy of this object, and must not free what the parent
-        # reads.
+        # A worker forked later has a copy of this object: not to free what the parent reads.
         if self._state is not None and self._reader == os.getpid():
             self._state[0] = 0
 

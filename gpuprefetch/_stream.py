@@ -11,17 +11,15 @@ import torch
 from gpuprefetch._batch import tensors
 
 # Note [Stream handoff]
-# A batch is produced on a side stream and read on whatever stream is current when it is handed
-# over.
+# A batch is produced on a side stream and read on whatever stream is current at its hand-over.
 #   1. The current stream waits for the event recorded behind the batch's last kernel or copy. The
 #      host does not wait.
-#   2. Every tensor is record_stream()-ed on the current stream: the caching allocator knows only
-# the
-#      stream a block was allocated on. Without the mark it gives the block to the next copy as soon
-#      as the caller drops the batch, while the queued training step still reads it.
+#   2. Every tensor is record_stream()-ed on the current stream: the caching allocator knows just
+#      the stream a block was allocated on. Without the mark it gives the block to the next copy as
+#      soon as the caller drops the batch, while the queued training step still reads it.
 #   3. A batch that is dropped before it was handed over has no such mark, so the side streams are
-#      synchronized before its memory goes back (Epoch.close).
-# tests/test_stream.py::test_handoff fails when 1 or 2 is left out.
+#      synchronized before its memory goes back (_Engine.close).
+# tests/test_stream.py fails when 1 or 2 is left out.
 
 
 def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:

@@ -25,8 +25,7 @@ from gpuprefetch import (
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Share of values that may differ from the CPU decoder's by more than 3 levels: the IDCT and the
-# chroma
-# upsampling of the GPU's decoder differ (torchcodec's own test allows the same).
+# chroma upsampling of the GPU's decoder differ (torchcodec's own test allows the same).
 GPU_SHARE, GPU_LEVELS = 0.01, 3
 
 
@@ -122,8 +121,7 @@ def test_validation_pixels_are_torchvisions(photo_folder, device, exif, share, l
         want = F.pil_to_tensor(F.center_crop(F.resize(picture, [56]), [48, 52])).float()
         off = ((got * std + mean) * 255 - want).abs()
         # PIL rounds to whole levels after each of its two passes, and we once or never: 1.5 levels
-        # at most;
-        # the GPU's decoder adds its own 3.
+        # at most; the GPU's decoder adds its own 3.
         assert off.mean() <= (0.5 if device.type == "cpu" else 1.0)
         assert off.max() <= 1.5 or device.type == "cuda"
 
