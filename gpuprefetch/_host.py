@@ -19,15 +19,12 @@ from torch.utils.data import get_worker_info
 from gpuprefetch._batch import map_leaves
 from gpuprefetch._encoded import EncodedImage, EncodedImages, join, packing
 from gpuprefetch._format import ImageHeader, decode_cpu, read_header
-from gpuprefetch._random import Keys, fold, uniform
+from gpuprefetch._random import Keys, fold
 from gpuprefetch._resample import plan_rows, resample_uint8
 from gpuprefetch._transforms import Head, Sampling
 
 # Added to the workers' priority number: the training thread launches kernels, they only decode.
 NICENESS = 5
-# Streams of random numbers that one sample needs, apart from each other.
-_CROP, _SHARE = 0, 1
-
 _TRANSPOSED = frozenset((5, 6, 7, 8))
 # EXIF orientation -> which axes (y, x) of the (transposed, for 5 to 8) stored image are mirrored.
 _MIRRORED = {
@@ -86,14 +83,14 @@ class Packer:
         keys = sample_keys(self.seed, epoch, images, batch_view)
         headers, errors = self._read_headers(images)
         on_cpu = ~np.array([header.gpu and self.on_gpu for header in headers])
-        on_cpu |= uniform(fold(keys, _SHARE), 1)[:, 0] < float(self.share)
+        on_cpu |= self._cheapest(images, ~on_cpu)
         if self.head.size is None and self.apply_exif:  # no sampling that could turn the picture
             on_cpu |= np.array([header.orientation != 1 for header in headers])
         orientation = [header.orientation if self.apply_exif else 1 for header in headers]
         transposed = np.array([o in _TRANSPOSED for o in orientation], dtype=bool)
         sizes = np.array([(header.height, header.width) for header in headers], dtype=np.int64)
         sizes = np.where(transposed[:, None], sizes[:, ::-1], sizes)
-        rows = None if self.head.size is None else self.head.draw(sizes, fold(keys, _CROP))
+        rows = None if self.head.size is None else self.head.draw(sizes, fold(keys, 0))
 
         files: list[Any] = [b""] * len(images)
         pixels: list[Any] = [b""] * len(images)
@@ -140,6 +137,19 @@ class Packer:
             epoch=epoch,
             decode_seconds=seconds,
         )
+
+    def _cheapest(self, images: Sequence[EncodedImage], where: Any) -> Any:
+        """Our share of the images ``where`` the GPU could decode them: the smallest files.
+
+        To decode one costs the GPU about the same whatever its size (small launches and copies) and
+        a core in proportion to its bytes: 30 % of ImageNet's files make 12 % of the cores' work.
+        """
+        positions = np.flatnonzero(where)
+        weights = [len(images[i].data) for i in positions.tolist()]
+        count = int(float(self.share) * len(positions) + 0.5)
+        chosen = np.zeros(len(images), dtype=bool)
+        chosen[positions[np.argsort(weights, kind="stable")[:count]]] = True
+        return chosen
 
     @staticmethod
     def _read_headers(images: Sequence[EncodedImage]) -> tuple[list[ImageHeader], dict[int, str]]:

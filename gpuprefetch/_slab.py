@@ -8,6 +8,7 @@ from the training thread. A slab stays mapped on both sides and travels by its n
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,32 @@ class _Slab:
         self.sent = False
 
 
+class _Mapping:
+    """A slab as the parent sees it."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.state: npt.NDArray[np.uint8] = memory[:1].numpy()
+        self._pinned: bool | None = None
+
+    def pin(self) -> bool:
+        """Page-lock the slab, once; whether it is."""
+        if self._pinned is None:
+            start, size = self.memory.data_ptr(), self.memory.numel()
+            self._pinned = not int(torch.cuda.cudart().cudaHostRegister(start, size, 0))
+            if self._pinned:
+                # The memory lives as long as the function that unlocks it.
+                weakref.finalize(self, _unpin, self.memory, os.getpid()).atexit = False
+        return self._pinned
+
+
+def _unpin(memory: torch.Tensor, owner: int) -> None:
+    if os.getpid() == owner:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
 _ring: list[_Slab] = []  # this worker's
-_mapped: dict[tuple[int, int], torch.Tensor] = {}  # the parent's
+_mapped: dict[tuple[int, int], _Mapping] = {}  # the parent's
 
 
 def _take(size: int) -> _Slab | None:
@@ -65,10 +90,12 @@ class Buffer:
             its memory again: whoever reads the tensor holds the buffer.
     """
 
-    __slots__ = ("_reader", "_slab", "_state", "tensor")
+    __slots__ = ("_mapping", "_reader", "_slab", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, slab: _Slab | None = None, state: Any = None) -> None:
-        self.tensor, self._slab, self._state = tensor, slab, state
+    def __init__(
+        self, tensor: torch.Tensor, slab: _Slab | None = None, mapping: _Mapping | None = None
+    ) -> None:
+        self.tensor, self._slab, self._mapping = tensor, slab, mapping
         self._reader = os.getpid()
 
     @staticmethod
@@ -88,18 +115,22 @@ class Buffer:
         self._slab.sent = True
         return _receive, (self._slab.key, memory, self.tensor.numel())
 
+    def pin(self) -> bool:
+        """Page-lock the buffer where it lies; False where that cannot be done."""
+        return self._mapping is not None and self._mapping.pin()
+
     def __del__(self) -> None:
         # A worker forked later has a copy of this object: not to free what the parent reads.
-        if self._state is not None and self._reader == os.getpid():
-            self._state[0] = 0
+        if self._mapping is not None and self._reader == os.getpid():
+            self._mapping.state[0] = 0
 
 
 def _receive(key: tuple[int, int], memory: torch.Tensor | None, size: int) -> Buffer:
     if memory is not None:
         unmap_dead()  # here too: a loader without a prefetcher has nobody else to do it
-        _mapped[key] = memory
-    memory = _mapped[key]
-    return Buffer(memory[HEADER : HEADER + size], state=memory[:1].numpy())
+        _mapped[key] = _Mapping(memory)
+    mapping = _mapped[key]
+    return Buffer(mapping.memory[HEADER : HEADER + size], mapping=mapping)
 
 
 def unmap_dead() -> None:

@@ -99,7 +99,8 @@ def test_two_processes_count_every_validation_image_once(train, folder, tmp_path
     # No --limit-batches: one rank has 10 validation images, the other 9.
     command += [EXAMPLE / "train.py", folder, *TINY[:-2], "--epochs", "1"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    # On the CPU everywhere: a machine need not have a GPU for each of the two.
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("epoch 1:") == 1  # rank 0 alone writes

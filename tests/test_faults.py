@@ -119,7 +119,8 @@ def left_behind(session):
 
 
 def child_of(code, device):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-c", PRELUDE + code, device.type],
         stdout=subprocess.PIPE,

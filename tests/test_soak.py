@@ -1,5 +1,6 @@
 """A slice of the soak test, and that it would notice wrong batches and growing memory."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def test_a_slice(device):
     assert not soak.failed(integrity), integrity
     assert integrity["batches"] == int(words[1])
     assert integrity["tensors"] > integrity["batches"]
-    assert not soak.failed(memory), memory
+    assert not soak.failed(memory), json.dumps(memory)
 
 
 @pytest.mark.filterwarnings("ignore")
