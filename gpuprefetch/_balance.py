@@ -1,4 +1,4 @@
-"""How many of the JPEGs the workers decode: what the loop waits for, and idle cores can carry."""
+"""How many of the JPEGs the workers decode: what idle cores can carry."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 # Cores left to the training thread, the prefetch threads and the DataLoader's pin thread.
 RESERVED_CORES = 3
 # Of the workers' time that decoding may fill; reading and packing take the rest.
-UTILIZATION = 0.8
-# How fast the share follows: up where the loop waits for the GPU's decoder, down where it does not,
-# and down faster where the workers are late themselves.
-RISE, FALL, LATE = 0.05, 0.01, 0.1
+UTILIZATION = 0.7
+# How fast the share comes back, and goes where the workers are late.
+RISE, LATE = 0.05, 0.1
 
 
 def usable_cores() -> int:
@@ -29,10 +28,9 @@ def usable_cores() -> int:
 class Balancer:
     """Steers the share of baseline JPEGs that is decoded in the workers.
 
-    The workers can decode ``cores * period / seconds_per_image`` images of a batch without anybody
-    waiting, ``period`` being the time the loop takes for a batch. That is the most they get, and
-    they get it only as far as the loop waits for its batches: cores that decode slow down the
-    thread that launches the training step where they share a processor with it.
+    What the GPU decodes takes time from the model, so the workers get all they can decode without
+    anybody waiting: ``cores * period / seconds_per_image`` of a batch, ``period`` being the time
+    the loop takes for a batch.
 
     Args:
         share: ``(1,)`` float64 in shared memory, read by the workers.
@@ -46,7 +44,7 @@ class Balancer:
         self._fixed = fixed or self._cores == 0
         self._periods: deque[float] = deque(maxlen=16)
         self._costs: deque[float] = deque([0.003], maxlen=16)
-        self._pressure = 0.0
+        self._trust = 0.0
 
     def observe(self, images: int, decoded: int, decode_seconds: float, waited: float) -> None:
         """Learn from one batch as it comes from the loader.
@@ -62,20 +60,15 @@ class Balancer:
         if self._fixed or len(self._periods) < 4:
             return
         period = median(self._periods)
-        if waited > 0.2 * period:
-            self._press(-LATE)
+        change = -LATE if waited > 0.2 * period else RISE
+        self._trust = min(max(self._trust + change, 0.0), 1.0)
         room = UTILIZATION * self._cores * period / (median(self._costs) * images)
-        self.share.fill_(min(self._pressure * room, 1.0))
+        self.share.fill_(min(self._trust * room, 1.0))
 
-    def handed_over(self, period: float, waited: float) -> None:
+    def handed_over(self, period: float) -> None:
         """Learn from one batch as it goes to the loop.
 
         Args:
             period: seconds since the batch before.
-            waited: of them, for which the loop had to wait for the batch.
         """
         self._periods.append(period)
-        self._press(RISE if waited > 0.02 * period else -FALL)
-
-    def _press(self, change: float) -> None:
-        self._pressure = min(max(self._pressure + change, 0.0), 1.0)

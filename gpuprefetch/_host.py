@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,10 @@ from gpuprefetch._resample import plan_rows, resample_uint8
 from gpuprefetch._transforms import Head, Sampling
 
 # Added to the workers' priority number: the training thread launches kernels, they only decode.
-NICENESS = 5
+NICENESS = 10
+# Up to this many pixels for each of the result, a decoded image is left to the GPU to resample: to
+# copy them takes less of a core than to resample them there.
+SHIPPED = 4
 _TRANSPOSED = frozenset((5, 6, 7, 8))
 # EXIF orientation -> which axes (y, x) of the (transposed, for 5 to 8) stored image are mirrored.
 _MIRRORED = {
@@ -103,15 +107,15 @@ class Packer:
                 files[i] = _without(image.data, header.exif)
                 continue
             try:
-                picture = self._decode(image, rows, i)
+                picture, row = self._decode(image, None if rows is None else rows[i])
             except (ValueError, RuntimeError) as error:
                 errors[i] = str(error)
                 continue
-            # A picture that is ready has been cropped, resized and turned already.
+            # It has been turned upright already.
             decoded[i], transposed[i], orientation[i] = True, False, 1
             pixels[i], sizes[i] = picture.contiguous().numpy().reshape(-1), picture.shape[-2:]
             if rows is not None:
-                rows[i] = Sampling.identity([sizes[i]]).rows()[0]
+                rows[i] = row
         seconds = time.perf_counter() - started
         plan = None
         if rows is not None:
@@ -162,17 +166,24 @@ class Packer:
                 headers.append(_UNREADABLE)
         return headers, errors
 
-    def _decode(self, image: EncodedImage, rows: Any, i: int) -> torch.Tensor:
-        decoded = decode_cpu(image.data, apply_exif=self.apply_exif)
-        if rows is None or self.head.size is None:
-            return decoded
-        return resample_uint8(
-            decoded,
-            rows[i],
+    def _decode(self, image: EncodedImage, row: Any) -> tuple[torch.Tensor, Any]:
+        """Decode an image to the part of it that its sampling reads, and the sampling of that."""
+        picture = decode_cpu(image.data, apply_exif=self.apply_exif)
+        if row is None or self.head.size is None:
+            return picture, row
+        (top, left), (bottom, right) = row[:, 2:4].T.astype(int)
+        if self.on_gpu and 0 < (bottom - top) * (right - left) <= SHIPPED * prod(self.head.size):
+            origin, step, low, high, first, last = row.T
+            row = np.stack([origin - low, step, low - low, high - low, first, last], axis=1)
+            return picture[:, top:bottom, left:right], row
+        picture = resample_uint8(
+            picture,
+            row,
             self.head.size,
             interpolation=self.head.interpolation,
             antialias=self.head.antialias,
         )
+        return picture, Sampling.identity([self.head.size]).rows()[0]
 
 
 def _without(data: Any, spans: Sequence[tuple[int, int]]) -> Any:

@@ -306,7 +306,7 @@ class _Epoch:
         self.handed_over[0] += 1
         self._stats.wait_seconds += now - started
         if self._last is not None:
-            self._balancer.handed_over(now - self._last, now - started)
+            self._balancer.handed_over(now - self._last)
         self._last = now
         if slot.event is not None:
             handoff(slot.result, slot.event, self._device)

@@ -1,4 +1,4 @@
-"""The workers' share of the decoding follows what the loop waits for, and what the cores carry."""
+"""The workers' share of the decoding follows what the cores carry."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from gpuprefetch import _balance
 from gpuprefetch._balance import Balancer
 
 
-def run(balancer, batches, *, period, wait, cost=0.002, late=0.0):
+def run(balancer, batches, *, period, cost=0.002, late=0.0):
     for _ in range(batches):
-        balancer.handed_over(period, wait)
+        balancer.handed_over(period)
         decoded = int(256 * float(balancer.share))
         balancer.observe(256, decoded, decoded * cost, late)
     return float(balancer.share)
@@ -21,32 +21,29 @@ def balancer(monkeypatch):
     return Balancer(torch.zeros(1, dtype=torch.float64), 16, fixed=False)
 
 
-def test_a_loop_that_waits_gets_what_the_cores_can_carry(balancer):
-    # 13 cores for 14 ms at 2 ms an image and 80 %: 72.8 images of 256.
-    assert run(balancer, 200, period=0.014, wait=0.005) == pytest.approx(72.8 / 256, rel=0.02)
-
-
-def test_a_loop_that_does_not_wait_gets_nothing(balancer):
-    assert run(balancer, 200, period=0.014, wait=0.0) == 0
-    run(balancer, 200, period=0.014, wait=0.005)
-    assert run(balancer, 200, period=0.014, wait=0.0) == 0
+def test_the_workers_get_what_the_cores_can_carry(balancer):
+    # 13 cores for 14 ms at 2 ms an image and 70 %: 63.7 images of 256.
+    assert run(balancer, 200, period=0.014) == pytest.approx(63.7 / 256, rel=0.02)
+    # Smaller files come first, so the cost rises with the share.
+    assert run(balancer, 200, period=0.014, cost=0.004) == pytest.approx(31.9 / 256, rel=0.02)
 
 
 def test_late_workers_decode_less(balancer):
-    relaxed = run(balancer, 200, period=0.014, wait=0.005)
-    assert run(balancer, 50, period=0.014, wait=0.005, late=0.01) < 0.2 * relaxed
+    relaxed = run(balancer, 200, period=0.014)
+    assert run(balancer, 50, period=0.014, late=0.01) < 0.2 * relaxed
+    assert run(balancer, 50, period=0.014) == pytest.approx(relaxed)
 
 
 def test_long_steps_leave_time_for_all(balancer):
-    assert run(balancer, 200, period=0.2, wait=0.01) == 1
+    assert run(balancer, 200, period=0.2) == 1
 
 
 def test_a_fixed_share_and_a_small_machine_stay_as_they_are(monkeypatch):
     fixed = Balancer(torch.full((1,), 0.3, dtype=torch.float64), 16, fixed=True)
-    assert run(fixed, 50, period=0.014, wait=0.01) == pytest.approx(0.3)
+    assert run(fixed, 50, period=0.014) == pytest.approx(0.3)
     monkeypatch.setattr(_balance, "usable_cores", lambda: 3)
     small = Balancer(torch.zeros(1, dtype=torch.float64), 16, fixed=False)
-    assert run(small, 50, period=0.014, wait=0.01) == 0
+    assert run(small, 50, period=0.014) == 0
 
 
 def test_cores_are_shared_between_ranks(monkeypatch):

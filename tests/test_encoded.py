@@ -21,7 +21,11 @@ from gpuprefetch import (
     EncodedImages,
     RandomResizedCrop,
     Resize,
+    _host,
 )
+from gpuprefetch._format import decode_cpu
+from gpuprefetch._resample import resample
+from gpuprefetch._transforms import read_transforms
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Share of values that may differ from the CPU decoder's by more than 3 levels: the IDCT and the
@@ -124,6 +128,55 @@ def test_validation_pixels_are_torchvisions(photo_folder, device, exif, share, l
         # at most; the GPU's decoder adds its own 3.
         assert off.mean() <= (0.5 if device.type == "cpu" else 1.0)
         assert off.max() <= 1.5 or device.type == "cuda"
+
+
+@pytest.mark.parametrize("exif", [False, True])
+@pytest.mark.parametrize("limit", [0, 4, 10**9])
+def test_what_workers_ship_for_the_gpu_reads_the_same(photo_folder, monkeypatch, exif, limit):
+    monkeypatch.setattr(_host, "SHIPPED", limit)
+    dataset = EncodedImageFolder(photo_folder)
+    files = [dataset[i][0] for i in range(len(dataset))]
+    head, _ = read_transforms([RandomResizedCrop((40, 48)), K.RandomHorizontalFlip()])
+
+    def pictures(share, on_gpu):
+        epoch, shared = torch.zeros(1, dtype=torch.int64), torch.tensor([share])
+        return _host.Packer(head, on_gpu, exif, 7, epoch, shared)(files)
+
+    whole, shipped = pictures(0.0, True), pictures(1.0, True)
+    assert shipped.decoded.all()
+    assert not whole.decoded.all()
+    areas = shipped.sizes.prod(axis=1)
+    if limit == 0:
+        assert (shipped.sizes == (40, 48)).all()
+    else:
+        assert (areas <= np.maximum(limit * 40 * 48, 40 * 48)).all()
+        assert (shipped.sizes != (40, 48)).any()
+    for i, file in enumerate(files):
+        stored = decode_cpu(file.data, apply_exif=False)
+        stored = stored.mT if whole.transposed[i] else stored
+        if whole.decoded[i]:  # not for the GPU: shipped both times
+            stored = whole.span(i).view(3, *whole.sizes[i])
+        ready = shipped.span(i).view(3, *shipped.sizes[i])
+        want, got = (
+            resample([picture], rows[i : i + 1], (40, 48), dtype=torch.float64)[0] * 255
+            for picture, rows in ((stored, whole.rows), (ready, shipped.rows))
+        )
+        # A crop that is shipped is resampled once, in floating point; one that the worker resamples
+        # is rounded to whole levels after each of two passes.
+        resampled = ready.shape[1:] == (40, 48)
+        assert (want - got).abs().max() <= (1.5 if resampled else 1e-6)
+
+
+def test_workers_take_the_smallest_files(photo_folder):
+    dataset = EncodedImageFolder(photo_folder)
+    files = [dataset[i][0] for i in range(len(dataset))]
+    head, _ = read_transforms([Resize((16, 16))])
+    epoch, nothing = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
+    left = ~_host.Packer(head, True, False, 7, epoch, nothing)(files).decoded
+    taken = _host.Packer(head, True, False, 7, epoch, nothing + 0.25)(files).decoded & left
+    weights = np.array([len(file.data) for file in files])
+    assert taken.sum() == round(0.25 * left.sum())
+    assert weights[taken].max() <= weights[left & ~taken].min()
 
 
 def test_same_results_whatever_the_batch_size_and_the_workers(photo_folder, device):
