@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_s
 
 # Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
 # bound the memory: a decoded photo takes 3 bytes a pixel until it is resampled.
-SUB_BATCH = 128
+SUB_BATCH = 64
 SUB_BATCH_BYTES = 96 << 20
 
 EMPTY = object()  # stands for a batch of which no image is left
@@ -259,13 +260,6 @@ class _ImageJob:
         head = pipeline.head
         if head.names or pipeline.tail:
             require_fixed_size(head, pipeline.tail)
-        if head.size is not None:
-            self.out = torch.empty(
-                (len(images), 3, *head.size),
-                dtype=pipeline.dtype or torch.float32,
-                device=pipeline.device,
-                memory_format=pipeline.memory_format or torch.contiguous_format,
-            )
         # Without a head the pixels themselves are the result, and the buffer is the worker's.
         self._pixels = images.pixels.to(pipeline.device, non_blocking=True, copy=head.size is None)
 
@@ -276,18 +270,13 @@ class _ImageJob:
         return [partial(self._decode, chunk) for chunk in self._chunks(np.flatnonzero(todo))]
 
     def _chunks(self, positions: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-        """Cut at SUB_BATCH images, or where one more would pass SUB_BATCH_BYTES."""
+        """Cut into equal sub-batches of about SUB_BATCH images or SUB_BATCH_BYTES at most."""
         if not len(positions):
             return []
-        filled = np.cumsum(3 * self.images.sizes[positions].prod(axis=1))
-        chunks, start = [], 0
-        while start < len(positions):
-            limit = SUB_BATCH_BYTES + (filled[start - 1] if start else 0)
-            stop = int(np.searchsorted(filled, limit, side="right"))
-            stop = max(min(stop, start + SUB_BATCH), start + 1)
-            chunks.append(positions[start:stop])
-            start = stop
-        return chunks
+        areas = self.images.sizes[positions].prod(axis=1)
+        filled = np.cumsum(np.maximum(1 / SUB_BATCH, 3 * areas / SUB_BATCH_BYTES))
+        numbers = np.ceil(filled * (ceil(filled[-1] - 1e-9) / filled[-1]) - 1e-9)
+        return np.split(positions, np.flatnonzero(np.diff(numbers)) + 1)
 
     def _decode(self, positions: npt.NDArray[np.int64]) -> None:
         decoder = self._pipeline.decoder
@@ -309,6 +298,12 @@ class _ImageJob:
             for i, image in self._tensors().items():
                 self.out[i] = image
             return
+        self.out = torch.empty(  # not before: a batch that is still decoded needs no room for it
+            (len(images), 3, *head.size),
+            dtype=self._pipeline.dtype or torch.float32,
+            device=self._pipeline.device,
+            memory_format=self._pipeline.memory_format or torch.contiguous_format,
+        )
         ready = np.flatnonzero(images.decoded)
         positions = [*self._decoded, *ready.tolist()]
         if not positions:

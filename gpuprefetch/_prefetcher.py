@@ -34,8 +34,8 @@ from gpuprefetch._transforms import Transform, read_transforms, require_fixed_si
 # Decode threads, each with a stream and an nvJPEG decoder of its own (14 streams and < 30 MB each).
 LANES = 2
 # Steps that the loop may be ahead of the GPU. Without a bound the host queues many, and each of
-# them keeps its batch in memory; two are enough to keep the GPU busy.
-RUN_AHEAD = 2
+# them keeps its batch in memory; one is enough to keep the GPU busy.
+RUN_AHEAD = 1
 # For a loader that hangs, when the loop is left: its thread is then abandoned, not waited for.
 JOIN_SECONDS = 10.0
 
