@@ -283,8 +283,8 @@ class Learner:
         self.midway = state["midway"]
         if self.midway and (len(self.midway), self.args.loader) != (WORLD_SIZE, "gpuprefetch"):
             raise ValueError(
-                f"{path} was written in the middle of an epoch by {len(self.midway)} processes with "
-                f"--loader gpuprefetch. Resume it with the same number and loader."
+                f"{path} was written in the middle of an epoch by {len(self.midway)} processes "
+                "with --loader gpuprefetch. Resume it with the same number and loader."
             )
 
     def start_epoch(self, loader):
