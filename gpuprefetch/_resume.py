@@ -87,8 +87,12 @@ class Source:
             self.place = dict(resumed)
             with _drawn_from(loader, resumed["random_states"]):
                 self._resume()
-                # A loader without workers draws its order with the first batch: here.
-                self._ahead = list(islice(self, 1))
+                try:
+                    # A loader without workers draws its order with the first batch: here.
+                    self._ahead = list(islice(self, 1))
+                except BaseException:
+                    self.close()
+                    raise
             return
         states = [torch.get_rng_state(), *(g.get_state() for g in _generators(loader))]
         continued = isinstance(loader, DataLoader) and (

@@ -1,5 +1,6 @@
 """A resumed epoch gives the batches that the uninterrupted one would have given, each once."""
 
+import gc
 import time
 from itertools import chain, islice
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -151,6 +153,35 @@ def test_a_resumed_epoch_is_resumed_again_and_the_next_ones_are_the_same():
         assert interrupted.state_dict() == state
     assert seen == list(chain.from_iterable(whole))
     assert list(interrupted) == []
+
+
+class Failing(Dataset):
+    def __init__(self, good):
+        self.good = good
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index >= self.good:
+            raise OSError(f"sample {index}")
+        return index
+
+
+def test_a_resumed_epoch_that_fails_shuts_its_workers_down():
+    def prefetcher(good):
+        return DataPrefetcher(DataLoader(Failing(good), batch_size=4, num_workers=1), device="cpu")
+
+    first = prefetcher(40)
+    next(iter(first))
+    for good in (0, 8):  # at once, and in the loop
+        resumed = prefetcher(good)
+        resumed.load_state_dict(first.state_dict())
+        with pytest.raises(OSError, match="sample"):
+            list(resumed)
+        started = time.perf_counter()
+        gc.collect()
+        assert time.perf_counter() - started < 4  # it takes 5 s for a worker that nobody told
 
 
 def test_set_epoch_leaves_what_was_to_be_resumed():
