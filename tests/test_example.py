@@ -85,10 +85,16 @@ def test_resumed_run_ends_with_the_same_weights(train, run, loader, monkeypatch)
         run(*arguments, "--resume")
 
 
-def test_resumed_in_the_middle_of_an_epoch(train, run, monkeypatch):
-    # A model that draws random numbers itself, in its dropout.
-    arguments = ["--model", "squeezenet1_1", "--workers", "1", "--epochs", "2"]
-    arguments += ["--checkpoint-steps", "1"]
+def test_resumed_in_the_middle_of_an_epoch(train, run, device, monkeypatch):
+    monkeypatch.setattr(train, "local_device", lambda: device)
+    if device.type == "cuda":
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+        monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    # A model that draws random numbers itself, in its dropout, and is deterministic on a GPU.
+    model = ["--model", "mobilenet_v3_small", "--epochs", "2"]
+    # Without workers all pictures are the GPU's, which the CPU's decoder would not equal.
+    workers = "1" if device.type == "cpu" else "0"
+    arguments = [*model, "--workers", workers, "--checkpoint-steps", "1"]
     _, whole = run(*arguments)
     save, saved = train.Learner.save, []
 
@@ -120,7 +126,7 @@ def test_resumed_in_the_middle_of_an_epoch(train, run, monkeypatch):
 
     Path("checkpoint.pt").write_bytes(interrupted)
     with pytest.raises(ValueError, match="by 1 processes with --loader gpuprefetch"):
-        run("--model", "squeezenet1_1", "--epochs", "2", "--loader", "torchvision", "--resume")
+        run(*model, "--loader", "torchvision", "--resume")
 
 
 def test_without_data_it_trains_on_a_drawn_folder(draw, run, tmp_path, monkeypatch):

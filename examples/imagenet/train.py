@@ -280,7 +280,7 @@ class Learner:
         for name in self.STATEFUL:
             getattr(self, name).load_state_dict(state[name])
         self.epoch, self.best_top1 = state["epoch"], state["best_top1"]
-        self.midway = state["midway"]
+        self.midway = state.get("midway")
         if self.midway and (len(self.midway), self.args.loader) != (WORLD_SIZE, "gpuprefetch"):
             raise ValueError(
                 f"{path} was written in the middle of an epoch by {len(self.midway)} processes "
