@@ -109,7 +109,8 @@ class Source:
             rest = copy.copy(loader)  # with workers of its own
             rest._iterator = None
             if loader.persistent_workers:
-                loader.generator = _SeedApart().manual_seed(torch.initial_seed())
+                seed = hash((torch.initial_seed(), self.place["epoch"], done))
+                loader.generator = _SeedApart().manual_seed(seed)
             if self.place["continued"]:
                 rest.generator = loader.generator
             self._loader = rest
