@@ -57,7 +57,7 @@ def numbers(kind=DataLoader, **options):
 
 def stateful(dataset=None, **options):
     kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    return kind(dataset, batch_size=4, **options) if dataset else numbers(kind, **options)
+    return kind(dataset, **{"batch_size": 4} | options) if dataset else numbers(kind, **options)
 
 
 LOADERS = {
@@ -253,9 +253,10 @@ def test_a_distributed_sampler_gets_its_epoch_back():
     assert [values(batch) for batch in resumed] == rest
 
 
-def test_augmented_pictures_are_the_same(photo_folder, device):
+@pytest.mark.parametrize("kind", ["plain", "stateful"])
+def test_augmented_pictures_are_the_same(kind, photo_folder, device):
     def prefetcher(**options):
-        loader = DataLoader(
+        loader = (stateful if kind == "stateful" else DataLoader)(
             EncodedImageFolder(photo_folder),
             batch_size=6,
             shuffle=True,
