@@ -67,7 +67,30 @@ def fuzz_rows(document: table.Document) -> list[Row]:
     ]
 
 
-ROWS = {"selfcheck": selfcheck_rows, "soak": soak_rows, "fuzz": fuzz_rows}
+def distributed_rows(document: table.Document) -> list[Row]:
+    rows = []
+    for result in document["results"]:
+        figures = {
+            "missing": "{missing} samples missing in two epochs",
+            "repeated": "{repeated} repeated",
+            "samples": "{samples} samples of the ranks",
+            "different": "{different} of {compared} pictures different",
+            "largest_error": "largest error {largest_error:.1e} of up to {largest:.2f}",
+            "of_ranks": "devices of the ranks: {of_ranks}",
+        }
+        found = [text.format(**result) for key, text in figures.items() if key in result]
+        found += [f"{mistake}: {end}" for mistake, end in result["mistakes"].items()]
+        name = f"{result['processes']} processes, {result['check']}"
+        rows.append((name, "; ".join(["exact" if result["ok"] else "WRONG", *found])))
+    return rows
+
+
+ROWS = {
+    "selfcheck": selfcheck_rows,
+    "soak": soak_rows,
+    "fuzz": fuzz_rows,
+    "distributed": distributed_rows,
+}
 
 
 def block(documents: list[table.Document]) -> str:

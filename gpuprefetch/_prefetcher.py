@@ -25,10 +25,10 @@ from gpuprefetch._decode import BACKENDS
 from gpuprefetch._encoded import EncodedImageFolder
 from gpuprefetch._host import HostStage, Packer
 from gpuprefetch._pipeline import EMPTY, BadImage, Pipeline, Readers, Work, encoded_leaves
-from gpuprefetch._resume import random_states, rest_of_epoch
+from gpuprefetch._resume import Source, kind
 from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stats
-from gpuprefetch._stream import handoff, lease_stream, return_stream
+from gpuprefetch._stream import handoff, lease_stream, return_stream, using
 from gpuprefetch._transforms import Transform, read_transforms, require_fixed_size
 
 # Decode threads, each with a stream and an nvJPEG decoder of its own (14 streams and < 30 MB each).
@@ -43,11 +43,14 @@ JOIN_SECONDS = 10.0
 class _Slot:
     """A batch between the loader and the loop."""
 
-    __slots__ = ("done", "error", "event", "number", "remaining", "result", "source", "work")
+    __slots__ = (
+        "done", "error", "event", "number", "remaining", "result", "source", "state", "work"
+    )  # fmt: skip
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.source: Any = None
+        self.state: Any = None
         self.work: Work | None = None
         self.remaining = 0
         self.result: Any = None
@@ -62,7 +65,7 @@ class _Engine:
     def __init__(
         self,
         pipeline: Pipeline,
-        source: Iterator[Any],
+        source: Source,
         *,
         depth: int,
         epoch: int,
@@ -70,7 +73,6 @@ class _Engine:
         stats: Stats,
         balancer: Balancer,
         check: Callable[[Any], None],
-        first: int = 0,
     ) -> None:
         self._pipeline, self._source, self._check = pipeline, source, check
         self._depth, self._epoch = depth, epoch
@@ -81,7 +83,7 @@ class _Engine:
         self._readers = Readers()
         self._exhausted = self._stopping = False
         self._pid = os.getpid()
-        self._fetched = first
+        self._fetched: int = source.place["batches"]
         self._fetch_ahead = fetch_ahead
         self._threads: list[threading.Thread] = []
         self._lanes: list[torch.cuda.Stream] = []
@@ -91,12 +93,18 @@ class _Engine:
             self._spawn("fetch", self._fetch_loop)
 
     def _spawn(self, name: str, target: Callable[..., None], *args: Any) -> None:
-        thread = threading.Thread(target=target, args=args, name=f"gpuprefetch-{name}", daemon=True)
+        def run() -> None:
+            if self._on_cuda:
+                # A new thread is on the first GPU, and might make a context there.
+                torch.cuda.set_device(self._pipeline.device)
+            target(*args)
+
+        thread = threading.Thread(target=run, name=f"gpuprefetch-{name}", daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def _batch_stream(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream) if self._on_cuda else contextlib.nullcontext()
+        return contextlib.nullcontext() if self._stream is None else using(self._stream)
 
     def _fetch_loop(self) -> None:
         while not self._exhausted:
@@ -104,7 +112,7 @@ class _Engine:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping or len(self._slots) < self._depth)
                 if self._stopping:
-                    self._end_source()
+                    self._source.close()
                     return
             self._start(slot)
             del slot
@@ -115,7 +123,7 @@ class _Engine:
         self._fetched += 1
         try:
             started = time.perf_counter()
-            slot.source = next(self._source)
+            slot.source, slot.state = next(self._source)
             self._learn(slot.source, time.perf_counter() - started)
             self._check(slot.source)
         except BaseException as error:
@@ -169,7 +177,7 @@ class _Engine:
             self._run_part(*self._parts.popleft())
 
     def _lane_loop(self, stream: torch.cuda.Stream) -> None:
-        with torch.cuda.stream(stream):
+        with using(stream):
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopping or self._parts)
@@ -242,15 +250,8 @@ class _Engine:
                     return_stream(stream, role)
         self._slots.clear()
         self._readers.drop(0)
-        self._end_source()
+        self._source.close()
         unmap_dead()
-
-    def _end_source(self) -> None:
-        source, self._source = self._source, iter(())
-        # Not left to the garbage collector: an exception from a worker is in a cycle with the
-        # loader's iterator. Collected with its queues, that waits 5 s for each worker in vain.
-        if not getattr(source, "_persistent_workers", True):
-            getattr(source, "_shutdown_workers", lambda: None)()
 
 
 class _Epoch:
@@ -262,10 +263,10 @@ class _Epoch:
         device: torch.device,
         stats: Stats,
         balancer: Balancer,
-        done: int,
+        place: dict[str, Any],
     ) -> None:
         # Shared with the prefetcher's state_dict, which must not keep the iterator alive.
-        self.handed_over = [done]
+        self._place = place
         self._engine, self._device = engine, device
         self._stats, self._balancer = stats, balancer
         self._steps: deque[torch.cuda.Event] = deque()
@@ -303,7 +304,7 @@ class _Epoch:
             finally:
                 del error  # breaks the cycle between the exception and this frame
         self._stats.batches += slot.result is not EMPTY
-        self.handed_over[0] += 1
+        self._place.update(batches=slot.number + 1, loader=slot.state)
         self._stats.wait_seconds += now - started
         if self._last is not None:
             self._balancer.handed_over(now - self._last)
@@ -446,8 +447,8 @@ class DataPrefetcher:
         self._checked = False
         self._manual: _Epoch | None = None
         self._manual_length = 2
-        self._position: dict[str, Any] | None = None
-        self._resumed: tuple[list[torch.Tensor], int, bool] | None = None
+        self._place: dict[str, Any] = {"epoch": 0, "batches": 0}
+        self._resume = False
 
     def _backend(self, decoder: str) -> Any:
         if decoder == "auto":
@@ -468,15 +469,12 @@ class DataPrefetcher:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
-        resumed, self._resumed = self._resumed, None
-        continued = self._persistent is not None and self._persistent._iterator is not None
-        states, done, continued = resumed or (random_states(self._loader), 0, continued)
+        resumed, self._resume = self._place if self._resume else None, False
         loader, pipeline = self._prepared_loader(epoch)
         with _garbage_kept_from_forks():
-            if resumed:
-                source = rest_of_epoch(loader, states, done, continued)
-            else:
-                source = iter(loader)
+            source = Source(loader, resumed)
+        self._place = source.place
+        self._place["epoch"] = epoch
         engine = _Engine(
             pipeline,
             source,
@@ -489,16 +487,8 @@ class DataPrefetcher:
             stats=self.stats,
             balancer=self._balancer,
             check=self._check_first,
-            first=done,
         )
-        iterator = _Epoch(engine, self.device, self.stats, self._balancer, done)
-        self._position = {
-            "epoch": epoch,
-            "random_states": states,
-            "continued": continued,
-            "handed_over": iterator.handed_over,
-        }
-        return iterator
+        return _Epoch(engine, self.device, self.stats, self._balancer, source.place)
 
     def _prepared_loader(self, epoch: int) -> tuple[Iterable[Any], Pipeline]:
         """The loader with our packing in its collate; the user's own object is left as it is."""
@@ -558,15 +548,11 @@ class DataPrefetcher:
     def state_dict(self) -> dict[str, Any]:
         """Where the latest epoch stands: what the loop has had, not what is under way to it.
 
-        A state taken behind the last batch of an epoch resumes with nothing left of it. Nothing is
-        saved of the dataset: its own random numbers, drawn in the workers or in an iterable
-        dataset, are not repeated.
+        A state taken behind the last batch of an epoch resumes with nothing left of it. Of the
+        dataset only torchdata's ``StatefulDataLoader`` saves anything: random numbers that another
+        one draws in its workers are not repeated.
         """
-        if self._position is None:
-            return {"epoch": self._epoch, "batches": 0, "seed": self._pipeline.packer.seed}
-        position = dict(self._position)
-        batches = position.pop("handed_over")[0]
-        return position | {"batches": batches, "seed": self._pipeline.packer.seed}
+        return self._place | {"seed": self._pipeline.packer.seed, "kind": kind(self._loader)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter()`` go on where :meth:`state_dict` was taken.
@@ -575,18 +561,26 @@ class DataPrefetcher:
         ``device_prefetch_size``, but not with another batch size.
 
         Raises:
-            ValueError: if ``state`` does not come from :meth:`state_dict`.
+            ValueError: if ``state`` does not come from :meth:`state_dict`, or from that of another
+                kind of loader.
         """
         if not isinstance(state, dict) or not {"epoch", "batches", "seed"} <= state.keys():
             raise ValueError(f"state must come from DataPrefetcher.state_dict(), got {state!r}.")
-        self.set_epoch(state["epoch"])
+        if state.get("kind", kind(self._loader)) != kind(self._loader):
+            raise ValueError(
+                f"state is of a loader with {state['kind']}; this one has {kind(self._loader)}. "
+                "Build it as it was."
+            )
         self._pipeline.packer.seed = state["seed"]
-        if state.get("random_states"):
-            self._resumed = state["random_states"], state["batches"], state["continued"]
+        self._persistent = None  # its workers may have another seed
+        self.set_epoch(state["epoch"])
+        self._place, self._resume = dict(state), "random_states" in state
 
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch: for the samplers of the loader, and for the random parameters."""
         self._epoch = epoch
+        if epoch != self._place["epoch"]:
+            self._place, self._resume = {"epoch": epoch, "batches": 0}, False
         batch_sampler = getattr(self._loader, "batch_sampler", None)
         owners = [
             self._loader,
@@ -629,6 +623,8 @@ def _garbage_kept_from_forks() -> Iterator[None]:
 def _with_collate(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
     clone = copy.copy(loader)
     clone._iterator = None
+    if hasattr(loader, "next_iter_state"):
+        loader.next_iter_state = None  # a StatefulDataLoader's: good for one epoch, the clone's
     clone.collate_fn = HostStage(loader.collate_fn, packer)
     return clone
 

@@ -4,85 +4,149 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import chain, islice
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 
-def random_states(loader: Any) -> list[torch.Tensor]:
-    """The states of the generators that an epoch's order is drawn from, torch's own first."""
-    return [torch.get_rng_state(), *(g.get_state() for g in _generators(loader))]
+def kind(loader: Any) -> str:
+    """What of a loader must be the same for one's state to mean something to another."""
+    batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    own = "a" if _is_stateful(loader) else "no"
+    return f"{batch_size=}, {len(_generators(loader))} generators and {own} state of its own"
+
+
+def _is_stateful(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
     batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
+    inner = getattr(batch_sampler, "sampler", None)
+    samplers = (getattr(loader, "sampler", None), batch_sampler, inner)
+    found = [getattr(sampler, "generator", None) for sampler in samplers]
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
-
-
-def _restore(loader: Any, states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for generator, state in zip(_generators(loader), states[1:], strict=True):
-        generator.set_state(state)
 
 
 @contextlib.contextmanager
 def _drawn_from(loader: Any, states: list[torch.Tensor]) -> Iterator[None]:
     """Draw from the saved states; torch's own goes on behind as if nothing had been drawn."""
     before = torch.get_rng_state()
-    _restore(loader, states)
+    torch.set_rng_state(states[0])
+    for generator, state in zip(_generators(loader), states[1:], strict=True):
+        generator.set_state(state)
     try:
         yield
     finally:
         torch.set_rng_state(before)
 
 
+class _SeedApart(torch.Generator):
+    """For workers that start once more, where those of the uninterrupted run live on.
+
+    Workers draw a seed when they start, before the sampler draws, from the same generator.
+    """
+
+
 class _Rest:
     """A sampler without what it gave before the interruption."""
 
-    def __init__(self, sampler: Any, done: int, prepare: Callable[[], None]) -> None:
-        self._sampler, self._done, self._prepare = sampler, done, prepare
+    def __init__(self, sampler: Any, done: int) -> None:
+        self._sampler, self._done = sampler, done
 
     def __iter__(self) -> Iterator[Any]:
-        # Lazily, as samplers draw their order when the first index is asked for.
-        self._prepare()
-        yield from islice(iter(self._sampler), self._done, None)
+        return islice(iter(self._sampler), self._done, None)
 
     def __len__(self) -> int:
         return max(len(self._sampler) - self._done, 0)
 
 
-def rest_of_epoch(
-    loader: Any, states: list[torch.Tensor], done: int, continued: bool
-) -> Iterator[Any]:
-    """Iterate a loader from its batch ``done`` on, in the order that ``states`` give.
+class Source:
+    """The batches of an epoch, each with the state that the loader itself has behind it, or None.
 
-    ``continued`` says that the epoch was not the first one of persistent workers: a DataLoader
-    draws a seed for its workers when it starts them, before the sampler draws, and not again.
+    Args:
+        loader: any iterable; a stateful one has ``state_dict`` and ``load_state_dict``, as
+            torchdata's ``StatefulDataLoader`` has.
+        resumed: the ``place`` of an earlier epoch, to go on there, in the order it had. A
+            stateful loader does so by itself. Of a map-style dataset nothing is read that was left
+            out; of an iterable one the batches are read and dropped.
 
-    A map-style dataset reads nothing of what is left out; of an iterable one the batches are read
-    and dropped.
+    Attributes:
+        place: where the epoch begins: ``batches`` that the loop has had, the loader's own state
+            behind them as ``loader``, the generators' ``random_states`` that the order is drawn
+            from, torch's own first, and whether it is ``continued`` by workers of an epoch before.
     """
-    with _drawn_from(loader, states):
-        name = "batch_sampler" if getattr(loader, "batch_sampler", None) is not None else "sampler"
-        if isinstance(loader, DataLoader) and not _is_iterable(loader):
-            # In a copy, with workers of its own. DataLoader forbids the change, not the value.
-            loader = copy.copy(loader)
-            loader._iterator = None
-            prepare = partial(_restore, loader, states) if continued else lambda: None
-            vars(loader)[name] = _Rest(getattr(loader, name), done, prepare)
-            source: Iterator[Any] = iter(loader)
+
+    def __init__(self, loader: Any, resumed: dict[str, Any] | None = None) -> None:
+        self._loader, self._ahead = loader, list[tuple[Any, Any]]()
+        self._iterator: Iterator[Any]
+        if resumed:
+            self.place = dict(resumed)
+            with _drawn_from(loader, resumed["random_states"]):
+                self._resume()
+                try:
+                    # A loader without workers draws its order with the first batch: here.
+                    self._ahead = list(islice(self, 1))
+                except BaseException:
+                    self.close()
+                    raise
+            return
+        states = [torch.get_rng_state(), *(g.get_state() for g in _generators(loader))]
+        continued = isinstance(loader, DataLoader) and (
+            loader._iterator is not None or isinstance(loader.generator, _SeedApart)
+        )
+        self.place = {"batches": 0, "random_states": states, "continued": continued}
+        self._iterator = iter(loader)
+        self.place["loader"] = self._state()
+
+    def _resume(self) -> None:
+        loader, done = self._loader, self.place["batches"]
+        stateful, skipped = _is_stateful(loader), 0
+        if isinstance(loader, DataLoader):
+            rest = copy.copy(loader)  # with workers of its own
+            rest._iterator = None
+            if loader.persistent_workers:
+                seed = hash((torch.initial_seed(), self.place["epoch"], done))
+                loader.generator = _SeedApart().manual_seed(seed)
+            if self.place["continued"]:
+                rest.generator = loader.generator
+            self._loader = rest
+        if stateful:
+            self._loader.load_state_dict(copy.deepcopy(self.place["loader"]))
+        elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+            # DataLoader forbids the change, not the value.
+            vars(rest)[name] = _Rest(getattr(loader, name), done)
         else:
-            source = islice(iter(loader), done, None)
-        # A loader without workers draws its order with the first batch: inside.
-        first = list(islice(source, 1))
-    return chain(first, source)
+            skipped = done
+        self._iterator = iter(self._loader)
+        next(islice(self._iterator, skipped, skipped), None)
 
+    def _state(self) -> Any:
+        if not _is_stateful(self._loader):
+            return None
+        state = self._loader.state_dict()
+        # What workers send is a copy already. In this process a dataset may hand out live objects.
+        return state if getattr(self._loader, "num_workers", 0) else copy.deepcopy(state)
 
-def _is_iterable(loader: DataLoader[Any]) -> bool:
-    return isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> tuple[Any, Any]:
+        """The next batch and the loader's state behind it."""
+        if self._ahead:
+            return self._ahead.pop()
+        batch = next(self._iterator)
+        return batch, self._state()
+
+    def close(self) -> None:
+        """Shut down the workers, unless they are persistent."""
+        iterator, self._iterator = self._iterator, iter(())
+        self._loader, self._ahead = None, []
+        # Not left to the garbage collector: an exception from a worker is in a cycle with the
+        # loader's iterator. Collected with its queues, that waits 5 s for each worker in vain.
+        if not getattr(iterator, "_persistent_workers", True):
+            getattr(iterator, "_shutdown_workers", lambda: None)()

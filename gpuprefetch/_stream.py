@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,6 +37,17 @@ def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
     for tensor in tensors(batch):
         if tensor.is_cuda:
             tensor.record_stream(stream)
+
+
+@contextlib.contextmanager
+def using(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Make ``stream`` and its device current, and leave no context on the device that was.
+
+    On its way out ``torch.cuda.stream`` sets the device before, and CUDA then makes a context there
+    if there is none: on the first GPU, from a thread of a process that works on another one.
+    """
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 _idle: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = defaultdict(list)

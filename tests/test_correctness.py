@@ -39,6 +39,7 @@ def test_rows():
     broken = {"backend": "torchcodec", "order": "library", "verdict": "not checked: no CUDA"}
     integrity = {"what": "integrity", "batches": 20000, "tensors": 30000, "wrong_tensors": 1}
     memory = {"what": "memory", "epochs": 50, "warm_epochs": 10, "spread": {"threads": 0.0}}
+    ranks = {"check": "images", "processes": 2, "ok": True, "different": 0, "compared": 76}
     counts = {"good_wrong": 0, "good_batches": 60, "same": 7, "differs": 2}
     fuzz = {"device": "cuda", "cases": 900, "crashes": [1], "counts": counts}
     block = correctness.block(
@@ -46,6 +47,7 @@ def test_rows():
             document("train"),
             document("soak", integrity, memory),
             document("fuzz", fuzz),
+            document("distributed", ranks | {"mistakes": {"another epoch": "noticed"}}),
             document(
                 "selfcheck", check | {"error": "", "verdict": "caught"}, broken | {"error": "x"}
             ),
@@ -57,6 +59,7 @@ def test_rows():
     assert "| not checked: no CUDA |" in block
     assert "| 1 mismatches | GPU; torch 2.11.0, TorchCodec 0.17.0 |" in block
     assert "spread over 40 epochs behind 10 | threads 0.00% |" in block
+    assert "| exact; 0 of 76 pictures different; another epoch: noticed |" in block
     assert "1 crashes or hangs; 0 of 60 good batches wrong" in block
     assert "read by both 9, of them with other pixels 2" in block
     assert correctness.block([document("train")]) == ""

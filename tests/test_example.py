@@ -85,6 +85,50 @@ def test_resumed_run_ends_with_the_same_weights(train, run, loader, monkeypatch)
         run(*arguments, "--resume")
 
 
+def test_resumed_in_the_middle_of_an_epoch(train, run, device, monkeypatch):
+    monkeypatch.setattr(train, "local_device", lambda: device)
+    if device.type == "cuda":
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+        monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    # A model that draws random numbers itself, in its dropout, and is deterministic on a GPU.
+    model = ["--model", "mobilenet_v3_small", "--epochs", "2"]
+    # Without workers all pictures are the GPU's, which the CPU's decoder would not equal.
+    workers = "1" if device.type == "cpu" else "0"
+    arguments = [*model, "--workers", workers, "--checkpoint-steps", "1"]
+    _, whole = run(*arguments)
+    save, saved = train.Learner.save, []
+
+    def save_and_fail(learner, path, midway=None):
+        save(learner, path, midway)
+        saved.append(midway)
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Learner, "save", save_and_fail)
+        with pytest.raises(KeyboardInterrupt):
+            run(*arguments)
+    assert saved[1][0]["loader"]["batches"] == 2
+    interrupted = Path("checkpoint.pt").read_bytes()
+    _, resumed = run(*arguments, "--resume")
+    for part in ("model", "optimizer", "scheduler"):
+        torch.testing.assert_close(resumed[part], whole[part], rtol=0, atol=0)
+
+    # Guards the test: what the checkpoint says of random numbers and batches does matter.
+    forgotten = [(train.DataPrefetcher, "load_state_dict"), (train, "set_random_states")]
+    for owner, name in forgotten:
+        Path("checkpoint.pt").write_bytes(interrupted)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, lambda *_: None)
+            _, other = run(*arguments, "--resume")
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(other["model"], whole["model"], rtol=0, atol=0)
+
+    Path("checkpoint.pt").write_bytes(interrupted)
+    with pytest.raises(ValueError, match="by 1 processes with --loader gpuprefetch"):
+        run(*model, "--loader", "torchvision", "--resume")
+
+
 def test_without_data_it_trains_on_a_drawn_folder(draw, run, tmp_path, monkeypatch):
     monkeypatch.setattr(draw.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(draw, "TRAIN_PER_CLASS", 1)
@@ -97,7 +141,7 @@ def test_without_data_it_trains_on_a_drawn_folder(draw, run, tmp_path, monkeypat
 def test_two_processes_count_every_validation_image_once(train, folder, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     # No --limit-batches: one rank has 10 validation images, the other 9.
-    command += [EXAMPLE / "train.py", folder, *TINY[:-2], "--epochs", "1"]
+    command += [EXAMPLE / "train.py", folder, *TINY[:-2], "--epochs", "1", "--checkpoint-steps=1"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     # On the CPU everywhere: a machine need not have a GPU for each of the two.
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

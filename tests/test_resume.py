@@ -1,11 +1,26 @@
 """A resumed epoch gives the batches that the uninterrupted one would have given, each once."""
 
+import gc
+import time
+from itertools import chain, islice
+
 import kornia.augmentation as K
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
-from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop
+from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, _prefetcher
+
+# torchdata 0.11 calls a function that torch 2.15 warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 
 class Counting(IterableDataset):
@@ -13,8 +28,36 @@ class Counting(IterableDataset):
         yield from range(20)
 
 
-def numbers(**options):
-    return DataLoader(TensorDataset(torch.arange(40)), batch_size=4, **options)
+class Resumable(IterableDataset):
+    """Hands its state out live, and takes one as its own."""
+
+    def __init__(self):
+        self.state = {"next": 0}
+
+    def __iter__(self):
+        first = 100 * get_worker_info().id if get_worker_info() else 0
+        while self.state["next"] < 22:
+            self.state["next"] += 1
+            yield first + self.state["next"]
+        self.state["next"] = 0
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def numbers(kind=DataLoader, **options):
+    data = TensorDataset(torch.arange(40))
+    if "sampler" in options:
+        options["sampler"] = options["sampler"](data)
+    return kind(data, batch_size=4, **options)
+
+
+def stateful(dataset=None, **options):
+    kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    return kind(dataset, **{"batch_size": 4} | options) if dataset else numbers(kind, **options)
 
 
 LOADERS = {
@@ -23,6 +66,15 @@ LOADERS = {
     "generator": lambda: numbers(shuffle=True, generator=torch.Generator().manual_seed(3)),
     "iterable": lambda: DataLoader(Counting(), batch_size=4),
     "persistent": lambda: numbers(shuffle=True, num_workers=1, persistent_workers=True),
+    "stateful": lambda: stateful(shuffle=True),
+    "stateful workers": lambda: stateful(shuffle=True, num_workers=2),
+    "stateful persistent": lambda: stateful(
+        sampler=RandomSampler, num_workers=1, persistent_workers=True
+    ),
+    "stateful seldom": lambda: stateful(shuffle=True, num_workers=1, snapshot_every_n_steps=5),
+    "stateful sampler": lambda: stateful(sampler=RandomSampler),
+    "stateful dataset": lambda: stateful(Resumable()),
+    "stateful dataset in workers": lambda: stateful(Resumable(), num_workers=2),
 }
 
 
@@ -30,8 +82,23 @@ def values(batch):
     return (batch[0] if isinstance(batch, list) else batch).tolist()
 
 
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def ahead(request, device, monkeypatch):
+    """Fetch ahead of the loop, as on a GPU."""
+    if request.param and device.type == "cuda":
+        pytest.skip("a GPU does so anyway")
+
+    class Ahead(_prefetcher._Engine):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options | {"depth": 3, "fetch_ahead": True})
+
+    if request.param:
+        monkeypatch.setattr(_prefetcher, "_Engine", Ahead)
+    return request.param
+
+
 @pytest.mark.parametrize("name", list(LOADERS))
-def test_the_rest_of_the_epoch_is_the_same(name, device):
+def test_the_rest_of_the_epoch_is_the_same(name, device, ahead):
     torch.manual_seed(5)
     options = {"device": device}
     prefetcher = DataPrefetcher(LOADERS[name](), **options)
@@ -44,13 +111,109 @@ def test_the_rest_of_the_epoch_is_the_same(name, device):
         if number == 2:
             state = prefetcher.state_dict()
     torch.manual_seed(99)
-    before = torch.get_rng_state()
     resumed = DataPrefetcher(LOADERS[name](), device_prefetch_size=3, **options)
     resumed._checked = True
+    before = torch.get_rng_state()
     resumed.load_state_dict(state)
     rest = [values(batch) for batch in resumed]
     assert rest == whole[3:]
     assert torch.equal(torch.get_rng_state(), before)  # the caller's generator is left alone
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu")])
+@pytest.mark.parametrize("ahead", [True], indirect=True)
+def test_the_loaders_own_state_would_lose_batches(device, ahead):
+    # Guards the test above: batches are in flight when the state is taken.
+    prefetcher = DataPrefetcher(stateful(shuffle=True), device="cpu")
+    iterator = iter(prefetcher)
+    next(iterator)
+    while len(iterator._engine._slots) < 3:
+        time.sleep(0.01)
+    state = prefetcher.state_dict() | {"loader": iterator._engine._source._state()}
+    rest = [values(batch) for batch in iterator]
+    prefetcher.load_state_dict(state)
+    assert [values(batch) for batch in prefetcher] in (rest[3:], rest[4:])
+
+
+def test_a_resumed_epoch_is_resumed_again_and_the_next_ones_are_the_same():
+    def prefetcher():
+        generator = torch.Generator().manual_seed(3)
+        options = {"num_workers": 1, "persistent_workers": True}
+        return DataPrefetcher(numbers(shuffle=True, generator=generator, **options), device="cpu")
+
+    whole = prefetcher()
+    whole = [[values(batch) for batch in whole] for _ in range(4)]
+    interrupted, seen = prefetcher(), []
+    for stop in (3, 5, 18, 21, 40):  # in epochs 0, 0, 1, 2 and at the end
+        while len(seen) < stop:
+            seen += map(values, islice(interrupted, stop - len(seen)))
+        state = interrupted.state_dict()
+        interrupted = prefetcher()
+        interrupted.load_state_dict(state)
+        assert interrupted.state_dict() == state
+    assert seen == list(chain.from_iterable(whole))
+    assert list(interrupted) == []
+
+
+class Failing(Dataset):
+    def __init__(self, good):
+        self.good = good
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index >= self.good:
+            raise OSError(f"sample {index}")
+        return index
+
+
+def test_a_resumed_epoch_that_fails_shuts_its_workers_down():
+    def prefetcher(good):
+        return DataPrefetcher(DataLoader(Failing(good), batch_size=4, num_workers=1), device="cpu")
+
+    first = prefetcher(40)
+    next(iter(first))
+    for good in (0, 8):  # at once, and in the loop
+        resumed = prefetcher(good)
+        resumed.load_state_dict(first.state_dict())
+        with pytest.raises(OSError, match="sample"):
+            list(resumed)
+        started = time.perf_counter()
+        gc.collect()
+        assert time.perf_counter() - started < 4  # it takes 5 s for a worker that nobody told
+
+
+def test_set_epoch_leaves_what_was_to_be_resumed():
+    prefetcher = DataPrefetcher(numbers(), device="cpu")
+    list(prefetcher)
+    state = prefetcher.state_dict()
+    for epoch, batches in [(0, 0), (1, 10)]:
+        prefetcher.load_state_dict(state)
+        prefetcher.set_epoch(epoch)
+        assert len(list(prefetcher)) == batches
+
+
+def test_a_stateful_loader_that_was_given_its_state_itself():
+    loader = stateful()
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    prefetcher = DataPrefetcher(loader, device="cpu")
+    assert [len(list(prefetcher)) for _ in range(2)] == [9, 10]
+
+
+def test_a_state_of_another_kind_of_loader_is_refused():
+    prefetcher = DataPrefetcher(numbers(), device="cpu")
+    list(prefetcher)
+    state = prefetcher.state_dict()
+    for other in (
+        DataLoader(prefetcher.dataset, batch_size=5),
+        numbers(shuffle=True, generator=torch.Generator()),
+    ):
+        with pytest.raises(ValueError, match="state is of a loader with batch_size=4, 0 gen"):
+            DataPrefetcher(other, device="cpu").load_state_dict(state)
 
 
 def test_the_next_epoch_is_a_whole_one():
@@ -90,9 +253,10 @@ def test_a_distributed_sampler_gets_its_epoch_back():
     assert [values(batch) for batch in resumed] == rest
 
 
-def test_augmented_pictures_are_the_same(photo_folder, device):
+@pytest.mark.parametrize("kind", ["plain", "stateful"])
+def test_augmented_pictures_are_the_same(kind, photo_folder, device):
     def prefetcher(**options):
-        loader = DataLoader(
+        loader = (stateful if kind == "stateful" else DataLoader)(
             EncodedImageFolder(photo_folder),
             batch_size=6,
             shuffle=True,

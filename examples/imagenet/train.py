@@ -3,7 +3,8 @@
     python train.py                                  # on a small folder, which it draws first
     python train.py DATA --model resnet50 --compile  # DATA/{train,val}/CLASS/*.JPEG
     python train.py DATA --loader torchvision        # the same, with PIL decoding in the workers
-    python train.py DATA --resume                    # go on after the last complete epoch
+    python train.py DATA --checkpoint-steps 500      # not only after each epoch
+    python train.py DATA --resume                    # go on from the checkpoint
     torchrun --nproc-per-node=8 train.py DATA        # every GPU of a machine; --nnodes for several
 
 The last line it prints is a summary of the run in JSON.
@@ -87,10 +88,13 @@ def parse_args(argv):
     add("--workers", type=int, default=default_workers(), help="of each DataLoader")
     add("--compile", action="store_true")
     add("--checkpoint", type=Path, default="checkpoint.pt", help="written after each epoch")
+    add("--checkpoint-steps", type=int, metavar="N", help="write it every N steps too")
     add("--resume", action="store_true", help="go on from the checkpoint")
     add("--limit-batches", type=int, help="end each epoch after this many")
     add("--summary", type=Path, help="file to write the JSON summary to as well")
     args = parser.parse_args(argv)
+    if args.checkpoint_steps and args.loader == "torchvision":
+        parser.error("--checkpoint-steps needs --loader gpuprefetch, which knows where it stands")
     parser.set_defaults(**(PHOTO_DEFAULTS if args.data else DRAWN_DEFAULTS))
     return parser.parse_args(argv)
 
@@ -219,11 +223,6 @@ def train(args):
         raise ValueError(f"{args.checkpoint} has {learner.epoch} epochs already. Raise --epochs.")
     clock = StepClock(args)
     while learner.epoch < args.epochs:
-        # No random number drawn from here on depends on the epochs before, so a resumed run
-        # draws the same ones without having saved any generator.
-        torch.manual_seed(SEED + WORLD_SIZE * (learner.epoch + 1) + RANK)
-        sampled = train_loader if args.loader == "gpuprefetch" else train_loader.sampler
-        sampled.set_epoch(learner.epoch)
         loss = train_epoch(learner, train_loader, steps, clock)
         top1, top5 = validate(learner, islice(val_loader, args.limit_batches))
         learner.epoch += 1
@@ -241,7 +240,7 @@ class Learner:
 
     def __init__(self, args, classes, steps):
         torch.manual_seed(SEED)
-        self.device = args.device
+        self.device, self.args = args.device, args
         model = torchvision.models.get_model(args.model, num_classes=classes)
         self.model = model.to(args.device, memory_format=torch.channels_last)
         self.step_model = wrap(self.model, args)
@@ -250,6 +249,7 @@ class Learner:
         self.scheduler = LambdaLR(self.optimizer, lambda step: lr_factor(step, steps))
         self.epoch = 0
         self.best_top1 = 0.0
+        self.midway = None  # where each rank stands in the epoch that was interrupted
 
     def step(self, images, target):
         """Train on one batch; returns its loss, on the device."""
@@ -265,20 +265,68 @@ class Learner:
         """Compute in bfloat16 on a GPU, and as written on a CPU."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
-    def save(self, path):
+    def save(self, path, midway=None):
         """Write the checkpoint, from rank 0 only."""
         # Under another name first: a run that is killed here leaves the checkpoint before intact.
         unfinished = path.with_name(f"{path.name}.unfinished")
         parts = {name: getattr(self, name).state_dict() for name in self.STATEFUL}
-        torch.save(parts | {"epoch": self.epoch, "best_top1": self.best_top1}, unfinished)
+        progress = {"epoch": self.epoch, "best_top1": self.best_top1, "midway": midway}
+        torch.save(parts | progress, unfinished)
         unfinished.replace(path)
 
     def load(self, path):
         """Read the checkpoint, on every rank."""
-        state = torch.load(path, map_location=self.device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         for name in self.STATEFUL:
             getattr(self, name).load_state_dict(state[name])
         self.epoch, self.best_top1 = state["epoch"], state["best_top1"]
+        self.midway = state.get("midway")
+        if self.midway and (len(self.midway), self.args.loader) != (WORLD_SIZE, "gpuprefetch"):
+            raise ValueError(
+                f"{path} was written in the middle of an epoch by {len(self.midway)} processes "
+                "with --loader gpuprefetch. Resume it with the same number and loader."
+            )
+
+    def start_epoch(self, loader):
+        """Return the batches that are left of the epoch, and the number of steps behind them."""
+        if self.args.loader == "torchvision":
+            loader.sampler.set_epoch(self.epoch)
+        else:
+            loader.set_epoch(self.epoch)
+        mine, self.midway = self.midway and self.midway[RANK], None
+        if mine:
+            loader.load_state_dict(mine["loader"])
+        # No random number drawn from here on depends on the epochs before, so a run that is resumed
+        # after one draws the same ones without having saved any generator. Twice, because workers
+        # draw their seed when they start, in whichever epoch that is.
+        seed = SEED + WORLD_SIZE * (self.epoch + 1) + RANK
+        torch.manual_seed(seed)
+        batches = iter(loader)
+        torch.manual_seed(seed)
+        if mine:
+            set_random_states(mine["random"], self.device)
+        return batches, mine["loader"]["batches"] if mine else 0
+
+    def save_midway(self, loader):
+        """Write a checkpoint that goes on behind the last step, together with all ranks."""
+        states = [{"loader": loader.state_dict(), "random": random_states(self.device)}]
+        if WORLD_SIZE > 1:
+            states *= WORLD_SIZE
+            dist.all_gather_object(states, states[RANK])
+        if RANK == 0:
+            self.save(self.args.checkpoint, states)
+
+
+def random_states(device):
+    """Return the states of the generators that the model draws from, in dropout for example."""
+    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_gpu]
+
+
+def set_random_states(states, device):
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, device)
 
 
 def wrap(model, args):
@@ -315,18 +363,23 @@ def logits_of(output):
 def train_epoch(learner, loader, steps, clock):
     """Train for an epoch, shown on rank 0's bar; returns the loss of its last step."""
     learner.model.train()
-    clock.start_epoch()
-    bar = tqdm(total=steps, desc=f"epoch {learner.epoch + 1}", unit="batch", disable=RANK > 0)
-    with bar:
-        for step, batch in enumerate(islice(loader, steps), start=1):
+    clock.begin()
+    batches, done = learner.start_epoch(loader)
+    title, every = f"epoch {learner.epoch + 1}", learner.args.checkpoint_steps
+    with tqdm(total=steps, initial=done, desc=title, unit="batch", disable=RANK > 0) as bar:
+        for step, batch in enumerate(islice(batches, steps - done), start=done + 1):
             images, target = move(batch, learner.device)
             clock.mark()
             loss = learner.step(images, target)
             clock.mark()
-            if step % BAR_STEPS == 0 or step == steps:
+            midway = every and step % every == 0 and step < steps
+            if step % BAR_STEPS == 0 or step == steps or midway:
                 # Reading the loss waits for the device, so the clock's marks are behind it.
                 bar.set_postfix_str(f"loss {loss.item():.3f}, {clock.read()}", refresh=False)
                 bar.update(step - bar.n)
+            if midway:
+                learner.save_midway(loader)
+                clock.begin()  # the time it took is no wait for data
     return loss.item()
 
 
@@ -377,8 +430,8 @@ class StepClock:
         self.warmup_steps = 10 + 2 * args.workers
         self.waits, self.steps = [], []  # seconds
 
-    def start_epoch(self):
-        """Begin to wait for the first batch."""
+    def begin(self):
+        """Begin to wait for the next batch."""
         self.marks = [self.now()]
 
     def mark(self):

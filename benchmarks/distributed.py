@@ -1,0 +1,311 @@
+"""Does each of several processes get its own samples, on its own GPU, and train as one would?
+
+torchrun --standalone --nproc-per-node=2 benchmarks/distributed.py         # NCCL, a GPU each
+torchrun --standalone --nproc-per-node=2 benchmarks/distributed.py --cpu   # gloo
+
+The number of pictures is a multiple neither of the batch size nor of the processes. Without
+``drop_last`` a ``DistributedSampler`` repeats samples up to a multiple of the processes: the union
+of all ranks is exact if each rank gets what its sampler says, nothing is left out and nothing else
+is repeated. With ``drop_last`` nothing is repeated, and left out is what fills no batch on every
+rank. Shards without padding, as in validation, give each sample once.
+
+Every check is made once more with a mistake in it, which has to be noticed.
+"""
+
+import argparse
+import ctypes
+import hashlib
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import fuzz
+import harness
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from gpuprefetch import DataPrefetcher, EncodedImage, RandomResizedCrop
+
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+SEED = 5
+CLASSES = 10
+
+Result = dict[str, Any]
+
+
+class Pictures(Dataset):
+    """Encoded pictures of all kinds, and their numbers."""
+
+    def __init__(self, count: int) -> None:
+        self.files = fuzz.draw_files(count)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[EncodedImage, int]:
+        return EncodedImage(self.files[index], index), index
+
+
+def gather(value: Any) -> list[Any]:
+    """The value of every rank."""
+    values = [value] * WORLD
+    if WORLD > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def joined(parts: Iterable[Iterable[int]]) -> list[int]:
+    return list(chain.from_iterable(parts))
+
+
+class Checks:
+    """Each returns ``ok`` and figures, the same on every rank; ``mistake`` asks for the control."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args, self.device = args, device
+        self.data = Pictures(args.pictures)
+
+    def loader(self, **how: Any) -> DataPrefetcher:
+        pinned = self.device.type == "cuda"
+        loader = DataLoader(self.data, num_workers=self.args.workers, pin_memory=pinned, **how)
+        crop = RandomResizedCrop(self.args.size)
+        # One decoder for all that it can decode: another one's pictures differ by rounding.
+        return DataPrefetcher(
+            loader, device=self.device, transforms=[crop], seed=SEED, cpu_share=0.0
+        )
+
+    def sampler(self, rank: int, drop_last: bool = False) -> DistributedSampler:
+        return DistributedSampler(self.data, WORLD, rank, seed=SEED, drop_last=drop_last)
+
+    def orders(self, epoch: int, drop_last: bool = False) -> list[list[int]]:
+        """What each rank has to get, said by samplers that no loader has seen."""
+        samplers = [self.sampler(rank, drop_last) for rank in range(WORLD)]
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        return [list(sampler) for sampler in samplers]
+
+    def union(self, mistake: str, *, drop_last: bool) -> Result:
+        """Whether all ranks together get what there is, in two epochs."""
+        count, size = len(self.data), self.args.batch_size
+        sampler = range(count) if mistake == "no sampler" else self.sampler(RANK, drop_last)
+        loader = self.loader(sampler=sampler, batch_size=size, drop_last=drop_last)
+        exact, missing, repeated = True, [], []
+        for epoch in range(2):
+            if mistake != "no set_epoch":
+                loader.set_epoch(epoch)
+            found = gather(joined(numbers.tolist() for _, numbers in loader))
+            orders = self.orders(epoch, drop_last)
+            kept = len(orders[0]) // size * size if drop_last else len(orders[0])
+            exact &= found == [order[:kept] for order in orders]
+            times = Counter(joined(found))
+            missing.append(count - len(times))
+            repeated.append(times.total() - len(times))
+            exact &= missing[-1] == max(count - kept * WORLD, 0)
+            exact &= repeated[-1] == max(kept * WORLD - count, 0)
+        return {"ok": exact, "missing": missing, "repeated": repeated}
+
+    def shards(self, mistake: str) -> Result:
+        """Whether shards of different lengths, without padding, give each sample once."""
+        first = 0 if mistake else RANK
+        mine = range(first, len(self.data), WORLD)
+        loader = self.loader(sampler=mine, batch_size=self.args.batch_size)
+        found = gather(joined(numbers.tolist() for _, numbers in loader))
+        exact = sorted(joined(found)) == list(range(len(self.data)))
+        return {"ok": exact, "samples": [len(part) for part in found]}
+
+    def pictures(self, epoch: int, sampler: Iterable[int], batch_size: int) -> dict[int, str]:
+        """A digest of every picture that the loop gets, by its number."""
+        loader = self.loader(sampler=sampler, batch_size=batch_size)
+        loader.set_epoch(epoch)
+        return {
+            number: hashlib.sha256(image.tobytes()).hexdigest()
+            for images, numbers in loader
+            for image, number in zip(images.cpu().numpy(), numbers.tolist(), strict=True)
+        }
+
+    def images(self, mistake: str) -> Result:
+        """Whether a picture is the same on each rank, and alone in batches of another size."""
+        size = self.args.batch_size
+        found = gather(self.pictures(1, self.sampler(RANK), size))
+        alone = self.pictures(0 if mistake else 1, range(len(self.data)), size + 3)
+        compared = list(chain.from_iterable(part.items() for part in found))
+        different = sum(gather(sum(alone[number] != picture for number, picture in compared)))
+        summary = hashlib.sha256("".join(alone[number] for number in sorted(alone)).encode())
+        return {
+            "ok": different == 0,
+            "compared": len(compared) * WORLD,
+            "different": different,
+            "sha256": summary.hexdigest(),  # the same for any number of processes
+        }
+
+    def gradients(self, mistake: str, *, dtype: torch.dtype) -> Result:
+        """Whether each step's gradients are those of one process with the samples of all ranks."""
+        size, orders = self.args.batch_size, self.orders(0)
+        steps = range(0, len(orders[0]), size)
+        together = [joined(order[at : at + size] for order in orders) for at in steps]
+        if mistake and RANK == WORLD - 1:
+            orders[RANK] = [(number + 1) % len(self.data) for number in orders[RANK]]
+        torch.manual_seed(SEED)
+        model = network().to(self.device, dtype)
+        expected = gradients(model, self.loader(batch_sampler=together), dtype)
+        if WORLD > 1:
+            ids = [self.device] if self.device.type == "cuda" else None
+            model = DistributedDataParallel(model, device_ids=ids)
+        found = gradients(model, self.loader(sampler=orders[RANK], batch_size=size), dtype)
+        pairs = list(zip(found, expected, strict=True))
+        return {
+            "ok": all(gather(all(close(a, b) for a, b in pairs))),
+            "steps": len(steps),
+            "largest": max(b.abs().max().item() for _, b in pairs),
+            "largest_error": max(gather(max((a - b).abs().max().item() for a, b in pairs))),
+        }
+
+    def contexts(self, mistake: str) -> Result:
+        """Whether this process has a CUDA context on its own GPU only."""
+        if mistake:
+            torch.zeros(1, device=f"cuda:{(self.device.index + 1) % torch.cuda.device_count()}")
+        driver, flags, active = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint(), ctypes.c_int()
+        mine = []
+        for index in range(torch.cuda.device_count()):
+            driver.cuDevicePrimaryCtxGetState(index, ctypes.byref(flags), ctypes.byref(active))
+            mine += [index] * active.value
+        free, total = torch.cuda.mem_get_info(self.device)
+        return {
+            "ok": all(gather(mine == [self.device.index])),
+            "of_ranks": gather(mine),
+            # Of all processes: another one's context would be seen here, too.
+            "used_beyond_own_bytes": gather(total - free - torch.cuda.memory_reserved()),
+        }
+
+
+def network() -> nn.Module:
+    """Without BatchNorm, whose statistics are each rank's own."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, stride=2),
+        nn.GroupNorm(4, 16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, CLASSES),
+    )
+
+
+def gradients(model: nn.Module, loader: DataPrefetcher, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of every step and parameter, with the weights as they are."""
+    found = []
+    loader.set_epoch(0)
+    for images, numbers in loader:
+        model.zero_grad()
+        nn.functional.cross_entropy(model(images.to(dtype)), numbers % CLASSES).backward()
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+    return found
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Within the tolerance of the dtype that ``torch.testing`` has."""
+    try:
+        torch.testing.assert_close(found, expected)
+    except AssertionError:
+        return False
+    return True
+
+
+def plan(checks: Checks) -> dict[str, tuple[Callable[..., Result], Result, list[str]]]:
+    """Each check with its options and the mistakes it has to notice."""
+    several = WORLD > 1
+    no_sampler = ["no sampler"] * several
+    found: dict[str, tuple[Callable[..., Result], Result, list[str]]] = {
+        "union": (checks.union, {"drop_last": False}, ["no set_epoch", *no_sampler]),
+        "union, drop_last": (checks.union, {"drop_last": True}, no_sampler),
+        "shards": (checks.shards, {}, ["one shard for all"] * several),
+        "images": (checks.images, {}, ["another epoch"]),
+    }
+    for dtype in (torch.float32, torch.float64):
+        name = str(dtype).replace("torch.", "gradients, ")
+        found[name] = (checks.gradients, {"dtype": dtype}, ["other samples"])
+    if checks.device.type == "cuda":  # last: the control leaves a context behind
+        others = torch.cuda.device_count() > 1
+        found["contexts"] = (checks.contexts, {}, ["another GPU"] * others)
+    return found
+
+
+def run(args: argparse.Namespace, device: torch.device) -> list[Result]:
+    checks, results = Checks(args, device), []
+    for name, (check, options, mistakes) in plan(checks).items():
+        result = {"check": name, "processes": WORLD, **check("", **options)}
+        result["mistakes"] = {
+            mistake: "missed" if check(mistake, **options)["ok"] else "noticed"
+            for mistake in mistakes
+        }
+        results.append(result)
+        if RANK == 0:
+            print(json.dumps(result), flush=True)
+    return results
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pictures", type=int, default=211)
+    parser.add_argument("--batch-size", type=int, default=8, help="of each process")
+    parser.add_argument("--size", type=int, default=32, help="of the crops, in pixels")
+    parser.add_argument("--workers", type=int, default=2, help="of each DataLoader")
+    parser.add_argument("--cpu", action="store_true", help="run on the CPU")
+    parser.add_argument("--commit", help="of this repository, where git cannot tell")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    args = parser.parse_args(words)
+    if args.pictures <= args.batch_size * WORLD:
+        # In one batch a repeated sample gets other random numbers than the first time.
+        parser.error("--pictures must be more than one step of all processes takes")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    device = torch.device("cpu" if args.cpu else f"cuda:{LOCAL_RANK}")
+    if args.cpu:
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.allow_tf32 = False
+    if WORLD > 1:
+        options = {} if args.cpu else {"device_id": device}
+        dist.init_process_group("gloo" if args.cpu else "nccl", **options)
+    results = run(args, device)
+    if WORLD > 1:
+        dist.destroy_process_group()
+    if RANK == 0:
+        write(args, results)
+    bad = [r["check"] for r in results if not r["ok"] or "missed" in r["mistakes"].values()]
+    sys.exit(f"failed: {', '.join(bad)}" if bad else 0)
+
+
+def write(args: argparse.Namespace, results: list[Result]) -> None:
+    if not args.output:
+        return
+    args.data = None
+    metadata = harness.metadata(args, harness.Device())
+    launcher = f"torchrun --standalone --nproc-per-node={WORLD}"
+    metadata["command"] = metadata["command"].replace("python", launcher, 1)
+    document = {
+        "benchmark": "distributed",
+        "metadata": metadata,
+        "parameters": {k: getattr(args, k) for k in ("pictures", "batch_size", "size", "workers")},
+        "results": results,
+    }
+    args.output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
