@@ -260,8 +260,6 @@ class _ImageJob:
         head = pipeline.head
         if head.names or pipeline.tail:
             require_fixed_size(head, pipeline.tail)
-        # Without a head the pixels themselves are the result, and the buffer is the worker's.
-        self._pixels = images.pixels.to(pipeline.device, non_blocking=True, copy=head.size is None)
 
     def parts(self) -> list[Callable[[], None]]:
         """The decode of each sub-batch."""
@@ -291,19 +289,23 @@ class _ImageJob:
 
     def resample(self) -> None:
         """Bring all decoded images into the result, in one launch on the current stream."""
-        images, head = self.images, self._pipeline.head
+        images, head, device = self.images, self._pipeline.head, self._pipeline.device
         for event in self._written:
-            torch.cuda.current_stream(self._pipeline.device).wait_event(event)
+            torch.cuda.current_stream(device).wait_event(event)
         if head.size is None:
-            for i, image in self._tensors().items():
+            # The pixels themselves are the result, and the buffer is the worker's.
+            pixels = images.pixels.to(device, non_blocking=True, copy=True)
+            for i, image in self._tensors(pixels).items():
                 self.out[i] = image
             return
-        self.out = torch.empty(  # not before: a batch that is still decoded needs no room for it
+        # Nothing of this before: a batch that is still decoded needs no room for it.
+        self.out = torch.empty(
             (len(images), 3, *head.size),
             dtype=self._pipeline.dtype or torch.float32,
-            device=self._pipeline.device,
+            device=device,
             memory_format=self._pipeline.memory_format or torch.contiguous_format,
         )
+        pixels = _upload(images.pixels, device)
         ready = np.flatnonzero(images.decoded)
         positions = [*self._decoded, *ready.tolist()]
         if not positions:
@@ -311,11 +313,11 @@ class _ImageJob:
         way = {"interpolation": head.interpolation, "mean": head.mean, "std": head.std}
         if images.plan is not None and HAS_TRITON and self.out.dtype != torch.float64:
             addresses = [image.data_ptr() for image in self._decoded.values()]
-            addresses += (self._pixels.data_ptr() + images.spans[ready, 0]).tolist()
+            addresses += (pixels.data_ptr() + images.spans[ready, 0]).tolist()
             plan = images.plan[positions]
             resample_planned(plan, addresses, positions, self.out, **way)  # type: ignore[arg-type]
             return
-        tensors, turned = self._tensors(), images.transposed
+        tensors, turned = self._tensors(pixels), images.transposed
         assert images.rows is not None
         resample(
             [tensors[i].mT if turned[i] else tensors[i] for i in positions],
@@ -328,13 +330,22 @@ class _ImageJob:
             **way,  # type: ignore[arg-type]
         )
 
-    def _tensors(self) -> dict[int, torch.Tensor]:
+    def _tensors(self, pixels: torch.Tensor) -> dict[int, torch.Tensor]:
         """Every image that could be decoded, ``(3, H, W)`` uint8, by its position."""
         tensors = dict(self._decoded)
         for i in np.flatnonzero(self.images.decoded).tolist():
             (start, stop), (height, width) = self.images.spans[i], self.images.sizes[i]
-            tensors[i] = self._pixels[start:stop].view(3, height, width)
+            tensors[i] = pixels[start:stop].view(3, height, width)
         return tensors
+
+
+def _upload(pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy flat uint8 pixels to the device, into memory that serves the next batch as well."""
+    if device.type == "cpu":
+        return pixels
+    # In powers of two: sizes that differ each time would leave the allocator a block for each.
+    room = torch.empty(1 << pixels.numel().bit_length(), dtype=torch.uint8, device=device)
+    return room[: pixels.numel()].copy_(pixels, non_blocking=True)
 
 
 def encoded_leaves(batch: Any) -> list[EncodedImages]:
