@@ -24,6 +24,7 @@ from gpuprefetch._encoded import EncodedImages
 from gpuprefetch._host import Packer, is_encoded, pack_lists
 from gpuprefetch._random import SeededDraws, fold
 from gpuprefetch._resample import HAS_TRITON, resample, resample_planned
+from gpuprefetch._stats import Stage, Stats
 from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_size
 
 # Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
@@ -104,6 +105,7 @@ class Pipeline:
         on_error: "raise", "skip", "replace", or a callable that gets each :class:`BadImage`.
         max_bad: how many bad images are tolerated; None for any number.
         bad_images: those that were tolerated.
+        stats: counts the time of each step.
     """
 
     device: torch.device
@@ -116,6 +118,7 @@ class Pipeline:
     on_error: str | Callable[[BadImage], Any] = "raise"
     max_bad: int | None = None
     bad_images: list[BadImage] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
 
     def start(self, batch: Any, number: int, epoch: int) -> Work:
         """Queue the copies of a batch on the current stream and lay out the rest of its work.
@@ -144,8 +147,9 @@ class Pipeline:
         return Work([], lambda: moved)
 
     def _finish(self, batch: Any, jobs: list[_ImageJob], seed: int) -> Any:
-        for job in jobs:
-            job.resample()
+        with Stage(self.stats, "resample"):
+            for job in jobs:
+                job.resample()
         rows = self._rows_to_keep(jobs)
         if rows is not None and not len(rows):
             return EMPTY
@@ -166,7 +170,9 @@ class Pipeline:
             if done or not isinstance(leaf, torch.Tensor) or leaf.dim() != 4:
                 return leaf
             done = True
-            return self._run_tail(self._run_head(leaf, seed), seed)
+            with Stage(self.stats, "resample"):
+                leaf = self._run_head(leaf, seed)
+            return self._run_tail(leaf, seed)
 
         result = map_leaves(transform, batch)
         if not done:
@@ -192,7 +198,7 @@ class Pipeline:
     def _run_tail(self, images: Any, seed: int) -> Any:
         if not self.tail:
             return images
-        with SeededDraws(seed):
+        with Stage(self.stats, "tail"), SeededDraws(seed):
             for transform in self.tail:
                 images = transform(images)
         return images
@@ -229,6 +235,7 @@ class Pipeline:
         if callable(self.on_error):
             self.on_error(bad)
         self.bad_images.append(bad)
+        self.stats.bad_images += 1
         if self.max_bad is not None and len(self.bad_images) > self.max_bad:
             raise BadImageError(f"more than max_bad={self.max_bad} bad images, the last: {bad}")
 
@@ -279,7 +286,8 @@ class _ImageJob:
     def _decode(self, positions: npt.NDArray[np.int64]) -> None:
         decoder = self._pipeline.decoder
         assert decoder is not None, "the packer leaves nothing to decode where there is no decoder"
-        decoded = decode_part(decoder, self.images, positions, self._pipeline.device)
+        with Stage(self._pipeline.stats, "decode"):
+            decoded = decode_part(decoder, self.images, positions, self._pipeline.device)
         self._decoded.update(
             (i, image)
             for i, image in zip(positions.tolist(), decoded, strict=True)
@@ -346,6 +354,14 @@ def _upload(pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
     # In powers of two: sizes that differ each time would leave the allocator a block for each.
     room = torch.empty(1 << pixels.numel().bit_length(), dtype=torch.uint8, device=device)
     return room[: pixels.numel()].copy_(pixels, non_blocking=True)
+
+
+def count_images(batch: Any) -> int:
+    """The samples of a batch: the length of its first tensor or packed images; 0 without any."""
+    for leaf in leaves(batch, is_encoded):
+        if isinstance(leaf, EncodedImages) or (isinstance(leaf, torch.Tensor) and leaf.dim()):
+            return len(leaf)
+    return 0
 
 
 def encoded_leaves(batch: Any) -> list[EncodedImages]:

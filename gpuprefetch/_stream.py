@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from gpuprefetch._batch import tensors
+
+# Steps that the loop may be ahead of the GPU. Without a bound the host queues many, and each of
+# them keeps its batch in memory; one is enough to keep the GPU busy.
+RUN_AHEAD = 1
 
 # Note [Stream handoff]
 # A batch is produced on a side stream and read on whatever stream is current at its hand-over.
@@ -49,6 +53,22 @@ def using(stream: torch.cuda.Stream) -> Iterator[None]:
     """
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
+
+
+def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> None:
+    """Wait until the current stream of ``device`` is at most RUN_AHEAD steps behind the host.
+
+    Args:
+        steps: kept by the caller from one step to the next.
+        device: on a CPU there is nothing to wait for.
+    """
+    if device.type != "cuda":
+        return
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    steps.append(event)
+    if len(steps) > RUN_AHEAD:
+        steps.popleft().synchronize()
 
 
 _idle: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = defaultdict(list)
