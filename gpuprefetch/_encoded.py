@@ -74,6 +74,7 @@ class EncodedImages:
         errors: position in the batch -> why the image cannot be decoded.
         prepared: whether headers were read, see :class:`gpuprefetch._host.Packer`.
         epoch: whose random parameters ``rows`` holds.
+        share: of the baseline JPEGs that the worker was to decode.
         decode_seconds: spent decoding in the worker.
         pinned: a copy of the pixels in pinned memory, where the buffer itself cannot be pinned.
     """
@@ -91,6 +92,7 @@ class EncodedImages:
     errors: dict[int, str] = field(default_factory=dict)
     prepared: bool = False
     epoch: int = 0
+    share: float = 0.0
     decode_seconds: float = 0.0
     pinned: torch.Tensor | None = None
 

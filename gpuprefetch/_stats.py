@@ -19,6 +19,7 @@ class Stats:
         encoded_bytes: of the files left to the GPU and the pixels decoded by the workers.
         worker_decode_seconds: spent decoding in the workers, all of them together.
         share: of the baseline JPEGs that the workers decode, at present.
+        out_of_memory: times that a decode ran out of GPU memory and was repeated in smaller parts.
     """
 
     batches: int = 0
@@ -29,6 +30,7 @@ class Stats:
     encoded_bytes: int = 0
     worker_decode_seconds: float = 0.0
     share: float = 0.0
+    out_of_memory: int = 0
     started: float = field(default_factory=time.perf_counter)
 
     def reset(self) -> None:
