@@ -113,6 +113,12 @@ class _Accelerated(DataPrefetcher):
             collate = f"{name}, on the transformed images on {self.device}"
         return f"accelerate: decode: {decode}\n{self.plan}\n  collate: {collate}"
 
+    def replay(self, index: int, epoch: int | None = None) -> Any:
+        """As of any prefetcher, without a collate function of the user's."""
+        if self._collate is not None:
+            raise ValueError("a sample cannot be told apart behind a collate_fn that mixes them.")
+        return super().replay(index, epoch)
+
     def __iter__(self) -> Iterator[Any]:
         epoch = self._epoch
         batches = super().__iter__()

@@ -42,7 +42,7 @@ class Balancer:
     def __init__(self, share: torch.Tensor, workers: int, *, fixed: bool) -> None:
         self.share = share
         self._cores = max(min(workers, usable_cores() - RESERVED_CORES), 0)
-        self._fixed = fixed or self._cores == 0
+        self.fixed = fixed or self._cores == 0
         self._periods: deque[float] = deque(maxlen=16)
         self._costs: deque[float] = deque([0.003], maxlen=16)
         self._trust = 0.0
@@ -58,7 +58,7 @@ class Balancer:
         """
         if decoded:
             self._costs.append(decode_seconds / decoded)
-        if self._fixed or len(self._periods) < 4:
+        if self.fixed or len(self._periods) < 4:
             return
         period = median(self._periods)
         change = -LATE if waited > 0.2 * period else RISE

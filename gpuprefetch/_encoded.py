@@ -77,6 +77,7 @@ class EncodedImages:
         errors: position in the batch -> why the image cannot be decoded.
         prepared: whether headers were read, see :class:`gpuprefetch._host.Packer`.
         epoch: whose random parameters ``rows`` holds.
+        share: of the baseline JPEGs that the worker was to decode.
         read_seconds: the worker spent in the dataset.
         decode_seconds: it spent decoding.
         collate_seconds: it spent on the rest of the batch.
@@ -97,6 +98,7 @@ class EncodedImages:
     errors: dict[int, str] = field(default_factory=dict)
     prepared: bool = False
     epoch: int = 0
+    share: float = 0.0
     read_seconds: float = 0.0
     decode_seconds: float = 0.0
     collate_seconds: float = 0.0

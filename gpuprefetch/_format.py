@@ -11,6 +11,9 @@ import torch
 
 # PIL's threshold for DecompressionBombError, twice Image.MAX_IMAGE_PIXELS.
 MAX_PIXELS = 178_956_970
+# Of all scans of a JPEG: each, if only of 12 bytes, takes a decoder over the whole picture, 35 ns a
+# block of 64 pixels. These take 2 seconds; 16 scans of the most pixels pass.
+MAX_SCANNED_PIXELS = 16 * MAX_PIXELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,8 @@ def read_header(data: bytes | memoryview) -> ImageHeader:
 
     Raises:
         ValueError: if the bytes are no JPEG, PNG, WebP or GIF, if their header is broken or cut
-            off, or if the picture has no pixels or more than ``MAX_PIXELS``.
+            off, or if the picture has no pixels or more than ``MAX_PIXELS``, or, as a JPEG of many
+            scans, more than ``MAX_SCANNED_PIXELS``.
     """
     data = bytes(data)
     try:
@@ -57,6 +61,13 @@ def read_header(data: bytes | memoryview) -> ImageHeader:
         raise ValueError(
             f"an image of {header.width} x {header.height} = {pixels} pixels is outside the limits "
             f"of 1 to {MAX_PIXELS}: its header is broken or it is a decompression bomb"
+        )
+    # A file for the GPU has one scan. In the data of a scan 0xff is never followed by 0xda.
+    scans = 1 if header.gpu or header.format != "jpeg" else data.count(b"\xff\xda")
+    if scans * pixels > MAX_SCANNED_PIXELS:
+        raise ValueError(
+            f"a JPEG with {scans} scans of {pixels} pixels is outside the limit of "
+            f"{MAX_SCANNED_PIXELS} for all of them: it is a decompression bomb"
         )
     return header
 

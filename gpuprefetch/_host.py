@@ -89,7 +89,8 @@ class Packer:
         keys = sample_keys(self.seed, epoch, images, batch_view)
         headers, errors = self._read_headers(images)
         on_cpu = ~np.array([header.gpu and self.on_gpu for header in headers])
-        on_cpu |= self._cheapest(images, ~on_cpu)
+        share = float(self.share)
+        on_cpu |= self._cheapest(images, ~on_cpu, share)
         if self.head.size is None and self.apply_exif:  # no sampling that could turn the picture
             on_cpu |= np.array([header.orientation != 1 for header in headers])
         orientation = [header.orientation if self.apply_exif else 1 for header in headers]
@@ -142,12 +143,14 @@ class Packer:
             errors=errors,
             prepared=True,
             epoch=epoch,
+            share=share,
             read_seconds=read_seconds,
             decode_seconds=seconds,
             collate_seconds=self._last - begin - seconds,
         )
 
-    def _cheapest(self, images: Sequence[EncodedImage], where: Any) -> Any:
+    @staticmethod
+    def _cheapest(images: Sequence[EncodedImage], where: Any, share: float) -> Any:
         """Our share of the images ``where`` the GPU could decode them: the smallest files.
 
         To decode one costs the GPU about the same whatever its size (small launches and copies) and
@@ -155,7 +158,7 @@ class Packer:
         """
         positions = np.flatnonzero(where)
         weights = [len(images[i].data) for i in positions.tolist()]
-        count = int(float(self.share) * len(positions) + 0.5)
+        count = int(share * len(positions) + 0.5)
         chosen = np.zeros(len(images), dtype=bool)
         chosen[positions[np.argsort(weights, kind="stable")[:count]]] = True
         return chosen
@@ -232,7 +235,7 @@ def _yield_to_training() -> None:
     global _yielded
     if not _yielded and get_worker_info() is not None:
         os.nice(NICENESS)
-    _yielded = True
+        _yielded = True
 
 
 @dataclass(slots=True)

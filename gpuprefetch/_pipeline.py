@@ -6,6 +6,7 @@ and in which order batches are handed over, is the prefetcher's.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,12 +20,21 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch._batch import leaves, map_leaves, to_device
+from gpuprefetch._budget import (
+    Cost,
+    cost_of,
+    decoded_bytes,
+    positions_to_decode,
+    readable,
+    upload_bytes,
+)
 from gpuprefetch._decode import ImageDecoder, decode_part
 from gpuprefetch._encoded import EncodedImages
-from gpuprefetch._host import Packer, is_encoded, pack_lists
+from gpuprefetch._host import Packer, is_encoded
 from gpuprefetch._random import SeededDraws, fold
 from gpuprefetch._resample import HAS_TRITON, resample, resample_planned
 from gpuprefetch._stats import Stage, Stats
+from gpuprefetch._stream import using
 from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_size
 
 # Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
@@ -44,7 +54,7 @@ class BadImage:
     """A file that could not be decoded.
 
     Attributes:
-        index: of the sample in its dataset.
+        index: of the sample in its dataset; negative where it is not known.
         path: of the file.
         reason: the decoder's.
     """
@@ -54,8 +64,12 @@ class BadImage:
     reason: str
 
     def __str__(self) -> str:
-        path = f"{self.path!r} " if self.path else ""
-        return f"cannot decode {path}(sample {self.index} of the dataset): {self.reason}"
+        named = f"(sample {self.index} of the dataset)" if self.index >= 0 else ""
+        words = ("cannot decode", repr(self.path) if self.path else "", named)
+        return f"{' '.join(filter(None, words))}: {self.reason}"
+
+
+Part = Callable[[Callable[[], None]], None]
 
 
 @dataclass(slots=True)
@@ -63,12 +77,17 @@ class Work:
     """One batch on its way.
 
     Attributes:
-        parts: what any thread may run, each with a stream of its own current.
+        parts: what any thread may run, each with a stream of its own current. They take a function
+            that frees device memory, for a decode that runs out of it.
         finish: runs behind all parts, with the stream of the batch current, and gives the batch.
+        free: frees the images that are decoded so far, once they are resampled.
+        decoded_bytes: the most that decoded images of the batch take at a time.
     """
 
-    parts: list[Callable[[], None]]
+    parts: list[Part]
     finish: Callable[[], Any]
+    free: Callable[[], None] = lambda: None
+    decoded_bytes: int = 0
 
 
 class Readers:
@@ -81,6 +100,11 @@ class Readers:
     def add(self, event: torch.cuda.Event, work: Work) -> None:
         """Hold the decoded images of ``work`` until ``event``, recorded behind their reader."""
         self._queued.append((event, work))
+
+    @property
+    def held_bytes(self) -> int:
+        """Of decoded images."""
+        return sum(work.decoded_bytes for _, work in tuple(self._queued))
 
     def drop(self, keep: int) -> None:
         """Drop what is through; wait until no more than ``keep`` batches are held."""
@@ -106,6 +130,8 @@ class Pipeline:
         max_bad: how many bad images are tolerated; None for any number.
         bad_images: those that were tolerated.
         stats: counts the time of each step.
+        memory_budget: bytes for batches on their way, see :func:`gpuprefetch._budget.cost_of`.
+        only: the one row of a batch that is handed over, behind all transforms; None for all.
     """
 
     device: torch.device
@@ -119,18 +145,30 @@ class Pipeline:
     max_bad: int | None = None
     bad_images: list[BadImage] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
+    memory_budget: int | None = None
+    only: int | None = None
+
+    def cost(self, batch: Any) -> Cost:
+        """What the budget has to know of a batch."""
+        if self.memory_budget is None:
+            return Cost()
+        return cost_of(batch, self.head.size, self.dtype)
 
     def start(self, batch: Any, number: int, epoch: int) -> Work:
         """Queue the copies of a batch on the current stream and lay out the rest of its work.
 
         Args:
-            batch: as the loader gives it.
+            batch: as the loader gives it, its encoded images packed.
             number: of the batch in its epoch; keys the tail's random numbers.
             epoch: likewise.
+
+        Raises:
+            ValueError: if the batch, or one image of it, does not fit into ``memory_budget``.
         """
         seed = int(fold(fold(fold(self.packer.seed, epoch), -1), number)[()] >> np.uint64(1))
-        batch = pack_lists(batch, self.packer)
         jobs: list[_ImageJob] = []
+        cost = self.cost(batch)
+        limit = cost.limit(self.memory_budget)
 
         def move(leaf: Any) -> Any:
             if not isinstance(leaf, EncodedImages):
@@ -140,8 +178,11 @@ class Pipeline:
 
         moved = map_leaves(move, batch, is_encoded)
         if jobs:
-            parts = [part for job in jobs for part in job.parts()]
-            return Work(parts, partial(self._finish, moved, jobs, seed))
+            parts = [part for job in jobs for part in job.parts(limit)]
+            if limit is not None:
+                parts = [partial(_one_by_one, parts, jobs)]
+            finish, free = partial(self._finish, moved, jobs, seed), partial(_free, jobs)
+            return Work(parts, finish, free, cost.decoded if limit is None else limit)
         if self.head.names or self.tail or self.dtype or self.memory_format:
             return Work([], partial(self._transform_tensors, moved, seed))
         return Work([], lambda: moved)
@@ -149,18 +190,29 @@ class Pipeline:
     def _finish(self, batch: Any, jobs: list[_ImageJob], seed: int) -> Any:
         with Stage(self.stats, "resample"):
             for job in jobs:
-                job.resample()
+                job.finish()
         rows = self._rows_to_keep(jobs)
         if rows is not None and not len(rows):
             return EMPTY
 
-        def leaf_result(leaf: Any) -> Any:
-            result = leaf.out if isinstance(leaf, _ImageJob) else leaf
-            if rows is not None:
-                result = _take_rows(result, rows, len(jobs[0].images))
-            return self._run_tail(result, seed) if isinstance(leaf, _ImageJob) else result
+        count = len(jobs[0].images)
+        kept = torch.arange(count) if rows is None else rows
+        only = kept.eq(-1 if self.only is None else self.only).nonzero()[:1, 0]
 
-        return map_leaves(leaf_result, batch)
+        def leaf_result(leaf: Any) -> Any:
+            is_image = isinstance(leaf, _ImageJob)
+            result = leaf.out if is_image else leaf
+            if rows is not None:
+                result = _take_rows(result, rows, count)
+            if is_image:
+                result = self._run_tail(result, seed)
+            if self.only is None:
+                return result
+            take = partial(_take_rows, rows=only, count=len(kept))
+            # A list of images of their own sizes has an entry per sample, several outputs have not.
+            return map_leaves(take, result) if is_image and self.tail else take(result)
+
+        return map_leaves(leaf_result, batch, partial(_is_column, count=count))
 
     def _transform_tensors(self, batch: Any, seed: int) -> Any:
         done = False
@@ -240,84 +292,196 @@ class Pipeline:
             raise BadImageError(f"more than max_bad={self.max_bad} bad images, the last: {bad}")
 
 
+def _free(jobs: Sequence[_ImageJob]) -> None:
+    for job in jobs:
+        job.free()
+
+
+def _one_by_one(
+    parts: Sequence[Part], jobs: Sequence[_ImageJob], make_room: Callable[[], None]
+) -> None:
+    """Decode a batch whose decoded images do not fit into memory together."""
+    for part in parts:
+        part(make_room)
+        _free(jobs)
+
+
 def _take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
     """Select rows of whatever has one entry per sample."""
     if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count:
         return leaf[rows.to(leaf.device)]
     if isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == count:
         return leaf[rows.numpy()]
-    if isinstance(leaf, list) and len(leaf) == count:
-        return [leaf[i] for i in rows.tolist()]
+    if isinstance(leaf, (list, tuple)) and len(leaf) == count:
+        return type(leaf)(leaf[i] for i in rows.tolist())
     return leaf
+
+
+def _is_column(batch: Any, *, count: int) -> bool:
+    """Whether a list has an entry per sample, as the names that the default collate leaves."""
+    return (
+        type(batch) in (list, tuple)
+        and len(batch) == count
+        and not any(isinstance(leaf, (torch.Tensor, np.ndarray, _ImageJob)) for leaf in batch)
+        and all(next(leaves(leaf)) is leaf for leaf in batch)
+    )
 
 
 class _ImageJob:
     """The encoded images of one batch, on their way into one tensor.
 
-    The decoded images live as long as the job, and that is held until the event behind the launch
-    that reads them has completed. See Note [Decoded memory].
+    The decoded images live until the event behind the launch that reads them has completed: as long
+    as the job, or until ``free``. See Note [Decoded memory].
     """
 
     def __init__(self, pipeline: Pipeline, images: EncodedImages) -> None:
         self.images = images
         self.out: Any = [None] * len(images)
         self._pipeline = pipeline
+        self._lock = threading.Lock()  # of what is decoded and not resampled:
         self._decoded: dict[int, torch.Tensor] = {}
+        self._ready = np.flatnonzero(images.decoded)  # by a worker
         self._written: list[torch.cuda.Event] = []
+        self._read: dict[int, torch.Tensor] = {}
+        self._pieces: list[npt.NDArray[np.int64]] = []  # as they were decoded
+        cuda = pipeline.device.type == "cuda"
+        self._stream = torch.cuda.current_stream(pipeline.device) if cuda else None
         head = pipeline.head
         if head.names or pipeline.tail:
             require_fixed_size(head, pipeline.tail)
 
-    def parts(self) -> list[Callable[[], None]]:
-        """The decode of each sub-batch."""
-        todo = ~self.images.decoded
-        todo[list(self.images.errors)] = False
-        return [partial(self._decode, chunk) for chunk in self._chunks(np.flatnonzero(todo))]
+    def parts(self, limit: int | None = None) -> list[Part]:
+        """The decode of each sub-batch; none takes more than ``limit`` bytes decoded."""
+        todo = positions_to_decode(self.images)
+        return [partial(self._decode, chunk) for chunk in self._chunks(todo, limit)]
 
-    def _chunks(self, positions: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-        """Cut into equal sub-batches of about SUB_BATCH images or SUB_BATCH_BYTES at most."""
+    def _chunks(
+        self, positions: npt.NDArray[np.int64], limit: int | None
+    ) -> list[npt.NDArray[np.int64]]:
+        """Cut into equal sub-batches of about SUB_BATCH images or SUB_BATCH_BYTES at most.
+
+        Where ``limit`` is given, the decoded images of each take no more.
+        """
         if not len(positions):
             return []
-        areas = self.images.sizes[positions].prod(axis=1)
-        filled = np.cumsum(np.maximum(1 / SUB_BATCH, 3 * areas / SUB_BATCH_BYTES))
-        numbers = np.ceil(filled * (ceil(filled[-1] - 1e-9) / filled[-1]) - 1e-9)
-        return np.split(positions, np.flatnonzero(np.diff(numbers)) + 1)
+        sizes = decoded_bytes(self.images, positions)
+        if limit is None:
+            filled = np.cumsum(np.maximum(1 / SUB_BATCH, sizes / SUB_BATCH_BYTES))
+            numbers = np.ceil(filled * (ceil(filled[-1] - 1e-9) / filled[-1]) - 1e-9)
+            return np.split(positions, np.flatnonzero(np.diff(numbers)) + 1)
+        used, cuts = 0, []
+        for i, size in enumerate(sizes.tolist()):
+            used += size
+            if used > limit:
+                used = size
+                cuts.append(i)
+        return np.split(positions, cuts)
 
-    def _decode(self, positions: npt.NDArray[np.int64]) -> None:
-        decoder = self._pipeline.decoder
-        assert decoder is not None, "the packer leaves nothing to decode where there is no decoder"
-        with Stage(self._pipeline.stats, "decode"):
-            decoded = decode_part(decoder, self.images, positions, self._pipeline.device)
-        self._decoded.update(
-            (i, image)
-            for i, image in zip(positions.tolist(), decoded, strict=True)
-            if image is not None
-        )
-        self._written.append(torch.cuda.current_stream(self._pipeline.device).record_event())
+    def _decode(
+        self,
+        positions: npt.NDArray[np.int64],
+        make_room: Callable[[], None],
+        *,
+        again: bool = False,
+    ) -> None:
+        """Decode a sub-batch; out of memory, make room and decode smaller ones."""
+        pipeline = self._pipeline
+        assert pipeline.decoder is not None, "without one, the packer leaves nothing to decode"
+        try:
+            with Stage(pipeline.stats, "decode"):
+                decoded = decode_part(pipeline.decoder, self.images, positions, pipeline.device)
+        except torch.OutOfMemoryError as error:
+            if again:
+                raise self._too_large(int(positions[0])) from error
+        else:
+            with self._lock:
+                pairs = zip(positions.tolist(), decoded, strict=True)
+                self._decoded.update((i, image) for i, image in pairs if image is not None)
+                self._pieces.append(positions)
+                if self._stream is not None:
+                    stream = torch.cuda.current_stream(pipeline.device)
+                    self._written.append(stream.record_event())
+            return
+        make_room()
+        forgotten = self._forget()
+        for piece in (*forgotten, *np.array_split(positions, min(2, len(positions)))):
+            self._decode(piece, make_room, again=len(positions) == 1 and not forgotten)
 
-    def resample(self) -> None:
-        """Bring all decoded images into the result, in one launch on the current stream."""
-        images, head, device = self.images, self._pipeline.head, self._pipeline.device
-        for event in self._written:
-            torch.cuda.current_stream(device).wait_event(event)
+    def _forget(self) -> list[npt.NDArray[np.int64]]:
+        """Drop decoded images for which not even the result has found room, and make it now."""
+        with self._lock:
+            if self._pipeline.head.size is None or isinstance(self.out, torch.Tensor):
+                return []
+            pieces, self._pieces, self._decoded = self._pieces, [], {}
+            with self._on_stream():
+                self._reserve()
+        return pieces
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """The batch's stream; the parts run on others."""
+        return contextlib.nullcontext() if self._stream is None else using(self._stream)
+
+    def _reserve(self) -> None:
+        if isinstance(self.out, list):
+            # Nothing of it before: a batch that is still decoded needs no room for it.
+            self.out = torch.empty(
+                (len(self.images), 3, *self._pipeline.head.size),  # type: ignore[misc]
+                dtype=self._pipeline.dtype or torch.float32,
+                device=self._pipeline.device,
+                memory_format=self._pipeline.memory_format or torch.contiguous_format,
+            )
+
+    def _too_large(self, position: int) -> torch.OutOfMemoryError:
+        device, (height, width) = self._pipeline.device, self.images.sizes[position].tolist()
+        size = readable(int(decoded_bytes(self.images, np.array([position]))[0]))
+        reason = f"out of memory on {device}, also alone; its {width} x {height} pixels take {size}"
+        if self._stream is not None:
+            free, total = map(readable, torch.cuda.mem_get_info(device))
+            used = readable(torch.cuda.memory_allocated(device))
+            reason += f", {free} of {total} are free, and torch has {used} in use"
+        bad = BadImage(int(self.images.indices[position]), self.images.paths[position], reason)
+        return torch.OutOfMemoryError(f"{bad}. Take smaller batches, or leave it to the workers.")
+
+    def finish(self) -> None:
+        """Bring what is decoded into the result; the current stream is that of the batch."""
+        self._read = self._resample()
+
+    def free(self) -> None:
+        """Do so from any stream, wait for it, and let go of the decoded images."""
+        if self._pipeline.head.size is None:
+            return  # they are the result
+        with contextlib.suppress(torch.OutOfMemoryError), self._on_stream():
+            read = self._resample()
+            if self._stream is not None:
+                self._stream.synchronize()
+            del read
+
+    def _resample(self) -> dict[int, torch.Tensor]:
+        """Queue one launch for what is decoded; returns the images that it reads."""
+        # Locked to its end: another thread's finish must not go on before the launch is queued.
+        # One that fails leaves everything as it is, for the batch's own finish to fail as well.
+        with self._lock:
+            for event in self._written:
+                torch.cuda.current_stream(self._pipeline.device).wait_event(event)
+            self._launch()
+            read, self._decoded = self._decoded, {}
+            self._ready, self._written, self._pieces = self._ready[:0], [], []
+        return read
+
+    def _launch(self) -> None:
+        images, head, ready = self.images, self._pipeline.head, self._ready
+        device = self._pipeline.device
         if head.size is None:
             # The pixels themselves are the result, and the buffer is the worker's.
             pixels = images.pixels.to(device, non_blocking=True, copy=True)
             for i, image in self._tensors(pixels).items():
                 self.out[i] = image
             return
-        # Nothing of this before: a batch that is still decoded needs no room for it.
-        self.out = torch.empty(
-            (len(images), 3, *head.size),
-            dtype=self._pipeline.dtype or torch.float32,
-            device=device,
-            memory_format=self._pipeline.memory_format or torch.contiguous_format,
-        )
-        pixels = _upload(images.pixels, device)
-        ready = np.flatnonzero(images.decoded)
+        self._reserve()
         positions = [*self._decoded, *ready.tolist()]
         if not positions:
             return
+        pixels = _upload(images.pixels if len(ready) else images.pixels[:0], device)
         way = {"interpolation": head.interpolation, "mean": head.mean, "std": head.std}
         if images.plan is not None and HAS_TRITON and self.out.dtype != torch.float64:
             addresses = [image.data_ptr() for image in self._decoded.values()]
@@ -339,9 +503,9 @@ class _ImageJob:
         )
 
     def _tensors(self, pixels: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Every image that could be decoded, ``(3, H, W)`` uint8, by its position."""
+        """What is decoded and not yet resampled, ``(3, H, W)`` uint8, by its position."""
         tensors = dict(self._decoded)
-        for i in np.flatnonzero(self.images.decoded).tolist():
+        for i in self._ready.tolist():
             (start, stop), (height, width) = self.images.spans[i], self.images.sizes[i]
             tensors[i] = pixels[start:stop].view(3, height, width)
         return tensors
@@ -351,8 +515,7 @@ def _upload(pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy flat uint8 pixels to the device, into memory that serves the next batch as well."""
     if device.type == "cpu":
         return pixels
-    # In powers of two: sizes that differ each time would leave the allocator a block for each.
-    room = torch.empty(1 << pixels.numel().bit_length(), dtype=torch.uint8, device=device)
+    room = torch.empty(upload_bytes(pixels), dtype=torch.uint8, device=device)
     return room[: pixels.numel()].copy_(pixels, non_blocking=True)
 
 

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,19 +21,22 @@ from torch.utils.data import DataLoader, Dataset
 
 from gpuprefetch._balance import Balancer
 from gpuprefetch._batch import tensors
+from gpuprefetch._budget import Cost, parse_bytes
 from gpuprefetch._connections import tell
 from gpuprefetch._decode import BACKENDS
 from gpuprefetch._encoded import EncodedImageFolder
-from gpuprefetch._host import HostStage, Packer
+from gpuprefetch._host import HostStage, Packer, pack_lists
 from gpuprefetch._pipeline import (
     EMPTY,
     BadImage,
+    Part,
     Pipeline,
     Readers,
     Work,
     count_images,
     encoded_leaves,
 )
+from gpuprefetch._replay import KEPT, NotedSampler, Notes, has_indices, note, replay, stands_alone
 from gpuprefetch._resume import Source, kind
 from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stage, Stats
@@ -48,13 +52,14 @@ JOIN_SECONDS = 10.0
 class _Slot:
     """A batch between the loader and the loop."""
 
-    __slots__ = "done error event images number remaining result source state work".split()
+    __slots__ = "cost done error event images number remaining result source state work".split()
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.images = 0
         self.source: Any = None
         self.state: Any = None
+        self.cost = Cost()
         self.work: Work | None = None
         self.remaining = 0
         self.result: Any = None
@@ -77,14 +82,18 @@ class _Engine:
         stats: Stats,
         balancer: Balancer,
         check: Callable[[Any], None],
+        shares: dict[int, float],
     ) -> None:
         self._pipeline, self._source, self._check = pipeline, source, check
         self._depth, self._epoch = depth, epoch
-        self._stats, self._balancer = stats, balancer
+        self._stats, self._balancer, self._shares = stats, balancer, shares
         self._changed = threading.Condition()
         self._slots: deque[_Slot] = deque()
-        self._parts: deque[tuple[_Slot, Callable[[], None]]] = deque()
+        self._held: _Slot | None = None  # fetched; it does not fit beside what is under way
+        self._parts: deque[tuple[_Slot, Part]] = deque()
         self._readers = Readers()
+        # To decode takes one of the permits; where memory is short, one lane takes all of them.
+        self._permits, self._alone = threading.Semaphore(LANES), threading.Lock()
         self._exhausted = self._stopping = False
         self._pid = os.getpid()
         self._fetched: int = source.place["batches"]
@@ -114,7 +123,7 @@ class _Engine:
         while not self._exhausted:
             slot = self._fetch()
             with self._changed:
-                self._changed.wait_for(lambda: self._stopping or len(self._slots) < self._depth)
+                self._changed.wait_for(partial(self._has_room, slot))
                 if self._stopping:
                     self._source.close()
                     return
@@ -127,7 +136,9 @@ class _Engine:
         self._fetched += 1
         try:
             with Stage(self._stats, "fetch") as fetch:
-                slot.source, slot.state = next(self._source)
+                batch, slot.state = next(self._source)
+            slot.source = pack_lists(batch, self._pipeline.packer)
+            slot.cost = self._pipeline.cost(slot.source)
             self._learn(slot, fetch.seconds)
             self._check(slot.source)
         except BaseException as error:
@@ -135,14 +146,51 @@ class _Engine:
             slot.error = error
         return slot
 
+    def _has_room(self, slot: _Slot) -> bool:
+        """Whether a batch need not wait: a single one may take the whole memory budget."""
+        budget = self._pipeline.memory_budget
+        if self._stopping or budget is None or len(self._slots) >= self._depth:
+            return self._stopping or len(self._slots) < self._depth
+        works = [other.work for other in self._slots]
+        used = sum(other.cost.fixed for other in self._slots) + self._readers.held_bytes
+        used += sum(work.decoded_bytes for work in works if work is not None)
+        if used + slot.cost.fixed + slot.cost.decoded <= budget:
+            return True
+        if not self._slots:
+            self._readers.drop(0)
+        return not self._slots
+
+    def _make_room(self, held: contextlib.ExitStack) -> None:
+        """Free decoded images, and keep the other lanes from decoding as long as ``held`` is."""
+        self._stats.out_of_memory += 1
+        held.close()  # a permit, or all of them: nobody waits for permits while he holds one
+        held.enter_context(self._alone)
+        for _ in range(LANES):
+            held.enter_context(self._permits)
+        with self._changed:
+            works = [slot.work for slot in self._slots]
+        for work in works:
+            if work is not None:
+                work.free()
+        self._readers.drop(0)
+        if self._on_cuda:
+            torch.cuda.empty_cache()
+
     def _start(self, slot: _Slot) -> None:
         """Get the work of a batch under way."""
-        parts: list[Callable[[], None]] = []
+        parts: list[Part] = []
         try:
             if slot.error is not None:
                 raise slot.error
             with torch.no_grad(), self._batch_stream(), Stage(self._stats, "copy"):
-                slot.work = self._pipeline.start(slot.source, slot.number, self._epoch)
+                try:
+                    slot.work = self._begin(slot)
+                except torch.OutOfMemoryError:
+                    pass  # and not again in here, where the exception holds what was allocated
+                if slot.work is None:
+                    with contextlib.ExitStack() as held:
+                        self._make_room(held)
+                        slot.work = self._begin(slot)
             parts = slot.work.parts
             slot.remaining = len(parts)
             if parts and self._on_cuda:
@@ -160,6 +208,9 @@ class _Engine:
         elif not self._on_cuda:
             self._run_inline()
 
+    def _begin(self, slot: _Slot) -> Work:
+        return self._pipeline.start(slot.source, slot.number, self._epoch)
+
     def _start_lanes(self) -> None:
         while len(self._lanes) < LANES:
             self._lanes.append(lease_stream(self._pipeline.device, "lane"))
@@ -168,6 +219,7 @@ class _Engine:
     def _learn(self, slot: _Slot, waited: float) -> None:
         slot.images = count_images(slot.source)
         for images in encoded_leaves(slot.source):
+            self._shares[slot.number] = images.share
             decoded = int(images.decoded.sum())
             self._balancer.observe(len(images), decoded, images.decode_seconds, waited)
             self._stats.cpu_images += decoded
@@ -195,11 +247,12 @@ class _Engine:
                 self._run_part(slot, part)
                 del slot, part
 
-    def _run_part(self, slot: _Slot, part: Callable[[], None]) -> None:
+    def _run_part(self, slot: _Slot, part: Part) -> None:
         try:
             if slot.error is None:
-                with torch.no_grad():
-                    part()
+                with torch.no_grad(), contextlib.ExitStack() as held:
+                    held.enter_context(self._permits)
+                    part(partial(self._make_room, held))
         except BaseException as error:
             slot.error = error
         with self._changed:
@@ -224,8 +277,14 @@ class _Engine:
 
     def take(self) -> _Slot:
         """The next batch in order, as soon as its work has been queued."""
-        while not self._fetch_ahead and not self._exhausted and len(self._slots) < self._depth:
-            self._start(self._fetch())
+        while not self._fetch_ahead and len(self._slots) < self._depth:
+            if self._held is None and self._exhausted:
+                break
+            slot, self._held = self._held or self._fetch(), None
+            if not self._has_room(slot):
+                self._held = slot
+                break
+            self._start(slot)
         with self._changed:
             self._changed.wait_for(lambda: self._slots)
             slot = self._slots[0]
@@ -256,6 +315,7 @@ class _Engine:
                 if not alive:
                     return_stream(stream, role)
         self._slots.clear()
+        self._held = None
         self._readers.drop(0)
         self._source.close()
         unmap_dead()
@@ -377,6 +437,12 @@ class DataPrefetcher:
             sample, "replace" it by another one of the batch, target included, or a callable that
             gets the :class:`BadImage`, after which it is skipped.
         max_bad: how many bad images are tolerated before :class:`BadImageError` is raised anyway.
+        memory_budget: of the device, for batches that are on their way to the loop: "2GiB",
+            "512MiB", or bytes; None for no limit. It counts decoded images, and the tensors of a
+            batch (with the images behind the fused head) until the batch is handed over; fewer
+            batches are kept ready, and decoded in smaller parts, where they would pass it. It does
+            not count the decoder's own memory, what the transforms behind the head allocate, nor
+            what torch's allocator keeps for later.
 
     Attributes:
         stats: counters, see :class:`Stats`.
@@ -405,6 +471,7 @@ class DataPrefetcher:
         seed: int | None = None,
         on_error: str | Callable[[BadImage], Any] = "raise",
         max_bad: int | None = None,
+        memory_budget: str | int | None = None,
     ) -> None:
         if isinstance(loader, Dataset) or not hasattr(loader, "__iter__"):
             raise TypeError(
@@ -436,7 +503,16 @@ class DataPrefetcher:
             share=share,
         )
         self._pipeline = Pipeline(
-            self.device, head, tail, packer, backend, dtype, memory_format, on_error, max_bad
+            self.device,
+            head,
+            tail,
+            packer,
+            backend,
+            dtype,
+            memory_format,
+            on_error,
+            max_bad,
+            memory_budget=parse_bytes(memory_budget),
         )
         self.stats = self._pipeline.stats
         workers = getattr(loader, "num_workers", 0)
@@ -449,6 +525,7 @@ class DataPrefetcher:
         self._manual_length = 2
         self._place: dict[str, Any] = {"epoch": 0, "batches": 0}
         self._resume = False
+        self._notes: dict[int, Notes] = {}
 
     def _backend(self, decoder: str) -> Any:
         if decoder == "auto":
@@ -471,6 +548,7 @@ class DataPrefetcher:
         epoch, self._epoch = self._epoch, self._epoch + 1
         resumed, self._resume = self._place if self._resume else None, False
         loader, pipeline = self._prepared_loader(epoch)
+        notes = self._noted(loader, epoch)
         with _garbage_kept_from_forks():
             source = Source(loader, resumed)
         self._place = source.place
@@ -487,6 +565,7 @@ class DataPrefetcher:
             stats=self.stats,
             balancer=self._balancer,
             check=self._check_first,
+            shares=notes.shares,
         )
         return _Epoch(engine, self.device, self.stats, self._balancer, source.place)
 
@@ -502,6 +581,17 @@ class DataPrefetcher:
             return self._persistent, self._pipeline
         pipeline = self._with_epoch(epoch)
         return _with_collate(self._loader, pipeline.packer), pipeline
+
+    def _noted(self, loader: Any, epoch: int) -> Notes:
+        """Notes of a new epoch, which its sampler will write; those of an older one are dropped."""
+        self._notes.pop(epoch, None)
+        notes = self._notes[epoch] = Notes(self._pipeline.packer.seed)
+        sampler = getattr(loader, "batch_sampler", None)
+        if isinstance(sampler, NotedSampler):
+            sampler.batches = notes.batches
+        if len(self._notes) > KEPT:
+            del self._notes[next(iter(self._notes))]
+        return notes
 
     def _with_epoch(self, epoch: int) -> Pipeline:
         packer = replace(self._pipeline.packer, epoch=torch.tensor([epoch]))
@@ -576,6 +666,47 @@ class DataPrefetcher:
         self.set_epoch(state["epoch"])
         self._place, self._resume = dict(state), "random_states" in state
 
+    def replay(self, index: int, epoch: int | None = None) -> Any:
+        """What the model saw of a sample, bit for bit: its batch is prepared once more.
+
+        The head's parameters are a function of (seed, epoch, sample), those of the transforms
+        behind it of (seed, epoch, number of the batch), so the whole batch is read, decoded by the
+        same decoders and transformed. Its samples are known for the two latest epochs of this
+        prefetcher, one that :meth:`load_state_dict` went on with included. Of any other epoch a
+        sample is replayed alone, where no transform depends on the rest of the batch and
+        ``cpu_share`` is 0 or 1. Not repeated is what dataset and collate function draw themselves,
+        and what a transform draws from elsewhere than torch.
+
+        Args:
+            index: of the sample in ``dataset``, as the sampler gives it. If the epoch drew it
+                several times, the first of them is meant.
+            epoch: as for :meth:`set_epoch`; None is the latest.
+
+        Returns:
+            A batch of one, in the form of the loader's batches and on the device.
+
+        Raises:
+            BadImageError: if the file cannot be decoded.
+            LookupError: if no batch of the epoch has held the sample so far.
+            ValueError: if it cannot be known what the model saw.
+        """
+        epoch = self._epoch - 1 if epoch is None else epoch
+        if not has_indices(self._loader):
+            raise ValueError(
+                "replay needs torch's DataLoader, making batches of a map-style dataset: of others "
+                "it is not known how to read a sample again."
+            )
+        notes = self._notes.get(epoch)
+        if notes is None:
+            if not stands_alone(self._pipeline, fixed=self._balancer.fixed):
+                raise ValueError(
+                    f"what the model saw in epoch {epoch} depends on the rest of the batch, and "
+                    f"only the batches of epochs {list(self._notes)} are known. Load a "
+                    "state_dict() of that epoch and take a batch, or keep what you need."
+                )
+            notes = Notes(self._pipeline.packer.seed, [[index]])
+        return replay(self._loader, self._pipeline, notes, index, epoch)
+
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch: for the samplers of the loader, and for the random parameters."""
         self._epoch = epoch
@@ -626,6 +757,8 @@ def _with_collate(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
     if hasattr(loader, "next_iter_state"):
         loader.next_iter_state = None  # a StatefulDataLoader's: good for one epoch, the clone's
     clone.collate_fn = HostStage(loader.collate_fn, packer)
+    if has_indices(clone):
+        note(clone)
     return clone
 
 

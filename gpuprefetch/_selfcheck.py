@@ -252,7 +252,7 @@ class _CarelessPipeline(_LatePipeline):
     def _finish(self, batch: Any, jobs: list[Any], seed: int) -> Any:
         result = super()._finish(batch, jobs, seed)
         for job in jobs:
-            job._decoded.clear()
+            job._read.clear()
         return result
 
 

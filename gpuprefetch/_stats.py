@@ -87,6 +87,7 @@ class Stats:
         wait_seconds: the loop waited for a batch that was not ready.
         seconds: of the loop, from asking for an epoch's first batch to the latest or the end.
         share: of the baseline JPEGs that the workers decode, at present.
+        out_of_memory: times that a decode ran out of GPU memory and was repeated in smaller parts.
 
     Example:
         >>> for images, target in (bar := tqdm(prefetcher)):
@@ -113,6 +114,7 @@ class Stats:
     wait_seconds: float = 0.0
     seconds: float = 0.0
     share: float = 0.0
+    out_of_memory: int = 0
 
     def reset(self) -> None:
         """Start counting again."""

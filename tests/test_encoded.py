@@ -5,8 +5,10 @@ from pathlib import Path
 
 import kornia.augmentation as K
 import numpy as np
+import pictures
 import pytest
 import torch
+from conftest import draw_photo
 from PIL import Image, ImageOps
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 from torchvision.datasets import ImageFolder
@@ -179,22 +181,6 @@ def test_workers_take_the_smallest_files(photo_folder):
     assert weights[taken].max() <= weights[left & ~taken].min()
 
 
-def test_same_results_whatever_the_batch_size_and_the_workers(photo_folder, device):
-    def epoch(**options):
-        loader = loader_of(EncodedImageFolder(photo_folder), device, **options)
-        transforms = [RandomResizedCrop(32), K.RandomHorizontalFlip()]
-        prefetcher = DataPrefetcher(
-            loader, device=device, transforms=transforms, seed=5, cpu_share=0.0
-        )
-        prefetcher.set_epoch(3)
-        return torch.cat([images for images, _ in prefetcher])
-
-    reference = epoch()
-    assert torch.equal(epoch(batch_size=5), reference)
-    assert torch.equal(epoch(num_workers=0), reference)
-    assert torch.equal(epoch(batch_size=24, num_workers=1), reference)
-
-
 def test_epochs_and_seeds_differ(photo_folder, device):
     loader = loader_of(
         EncodedImageFolder(photo_folder), device, batch_size=24, persistent_workers=True
@@ -349,6 +335,43 @@ def test_transforms_without_images_are_refused():
     loader = loader_of(torch.utils.data.TensorDataset(torch.ones(4, 5)), "cpu", num_workers=0)
     with pytest.raises(ValueError, match="neither an EncodedImage nor"):
         next(iter(DataPrefetcher(loader, device="cpu", transforms=[torch.nn.Identity()])))
+
+
+SIZES = [(1, 1), (1, 10_000), (10_000, 1), (8, 65_500), (65_500, 8), (17, 3), (61, 83)]
+KINDS = ["4:4:4", "4:2:2", "4:2:0", "4:4:0", "4:1:1"]
+
+
+class Extremes(Dataset):
+    """Pictures of all sizes and samplings, each behind a plain one."""
+
+    def __init__(self):
+        plain, drawn = draw_photo(61, 83, 0), [draw_photo(*size, 1) for size in SIZES]
+        self.files = [pictures.encode_jpeg(picture) for picture in drawn]
+        self.files += [pictures.encode_jpeg(plain, subsampling=kind) for kind in KINDS]
+        self.files += [pictures.encode_jpeg(plain, restart_marker_blocks=2)]
+        self.files += [pictures.encode_jpeg(plain, icc_profile=bytes(999), progressive=True)]
+        self.plain = pictures.encode_jpeg(draw_photo(60, 90, 9))
+
+    def __len__(self):
+        return 2 * len(self.files)
+
+    def __getitem__(self, index):
+        return EncodedImage(self.files[index // 2] if index % 2 else self.plain, index)
+
+
+def test_every_size_and_sampling_and_its_neighbor(device):
+    dataset = Extremes()
+    loader = loader_of(dataset, device, num_workers=0)
+    options = {"device": device, "cpu_share": 0.0}
+    images = torch.cat(list(DataPrefetcher(loader, transforms=[Resize((20, 24))], **options)))
+    wholes = [image for batch in DataPrefetcher(loader, **options) for image in batch]
+    for i, (image, whole) in enumerate(zip(images.cpu(), wholes, strict=True)):
+        picture = Image.open(io.BytesIO(dataset[i].data)).convert("RGB")
+        assert_pixels(whole, np.asarray(picture).transpose(2, 0, 1), device)
+        want = F.pil_to_tensor(F.resize(picture, [20, 24])).float()
+        # As in test_validation_pixels_are_torchvisions: rounding, and the GPU decoder's levels.
+        assert (image * 255 - want).abs().mean() <= (0.5 if device.type == "cpu" else 1.5), i
+    assert all(torch.equal(images[0], image) for image in images[::2])
 
 
 class Damaged(Dataset):

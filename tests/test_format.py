@@ -448,6 +448,34 @@ def test_decompression_bomb(kind):
     assert _format.MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
 
 
+def test_bomb_of_many_scans():
+    # 12 bytes a scan, of which each would go over 16 million pixels.
+    data = pictures.encode(np.zeros((4000, 4000), np.uint8), "JPEG", progressive=True)
+    last = data[data.rindex(SOS) : -2]
+    assert len(last) < 2500
+    for scans, refused in ((10, False), (200, True)):
+        bomb = data[:-2] + last * scans + data[-2:]
+        if refused:
+            with pytest.raises(ValueError, match=r"JPEG with 2\d\d scans of 16000000 pixels"):
+                decode_cpu(bomb)
+        else:
+            assert read_header(bomb).width == 4000
+
+
+EXTREME = [(1, 1), (1, 10_000), (10_000, 1), (8, 65_500), (65_500, 8), (17, 3), (33, 47)]
+
+
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
+@pytest.mark.parametrize("size", EXTREME, ids=str)
+def test_extreme_sizes(size, subsampling):
+    height, width = size
+    picture = pictures.draw(max(height, 16), max(width, 16))[:height, :width]
+    data = pictures.encode_jpeg(picture, subsampling=subsampling)
+    image = decode_cpu(data)
+    assert image.shape == (3, *size)
+    np.testing.assert_array_equal(to_array(image), pictures.read_with_pil(data))
+
+
 @pytest.mark.parametrize("size", [(0, 83), (61, 0)])
 def test_no_pixels(size):
     with pytest.raises(ValueError, match="= 0 pixels"):

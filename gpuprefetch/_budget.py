@@ -1,0 +1,139 @@
+"""A memory budget: what a batch takes on the device, and how much of it at a time."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpuprefetch._batch import leaves, tensors
+from gpuprefetch._encoded import EncodedImages
+from gpuprefetch._host import is_encoded
+
+_UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
+BLOCK = 512  # torch's caching allocator rounds up to it
+
+
+def parse_bytes(budget: str | int | None) -> int | None:
+    """Bytes of "2GiB", "512 MiB" or an int.
+
+    Raises:
+        ValueError: if it is no such size, or not positive.
+    """
+    if budget is None:
+        return None
+    if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
+        return budget
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", str(budget))
+    if found and (size := int(float(found[1]) * 2 ** _UNITS[found[2]])):
+        return size
+    raise ValueError(
+        'memory_budget is a size such as "2GiB" or "512MiB", a positive number of bytes, or None '
+        f"for no limit, got {budget!r}."
+    )
+
+
+def readable(size: int) -> str:
+    """A size in words, as in "1.5 GiB"."""
+    unit = next((unit for unit in ("GiB", "MiB", "KiB") if size >= 2 ** _UNITS[unit]), "B")
+    return f"{size / 2 ** _UNITS[unit]:.4g} {unit}"
+
+
+def positions_to_decode(images: EncodedImages) -> npt.NDArray[np.int64]:
+    """The images of a batch that are left to the device."""
+    todo = ~images.decoded
+    todo[list(images.errors)] = False
+    return np.flatnonzero(todo)
+
+
+def decoded_bytes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """What each of some images takes, decoded."""
+    size: npt.NDArray[np.int64] = 3 * images.sizes[positions].prod(axis=1)
+    return -(-size // BLOCK) * BLOCK
+
+
+def upload_bytes(pixels: torch.Tensor) -> int:
+    """The block for the pixels that workers decoded.
+
+    In powers of two: sizes that differ each time would leave the allocator a block for each.
+    """
+    return 1 << pixels.numel().bit_length() if len(pixels) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Bytes on the device of one batch.
+
+    Attributes:
+        fixed: until it is handed over.
+        decoded: of all its decoded images, until they are resampled.
+        largest: of the largest one of them.
+        name: of the file of that.
+        divisible: whether sub-batches can be resampled one after another.
+    """
+
+    fixed: int = 0
+    decoded: int = 0
+    largest: int = 0
+    name: str = ""
+    divisible: bool = True
+
+    def limit(self, budget: int | None) -> int | None:
+        """Bytes that decoded images may take at a time; None where all of them fit together.
+
+        Raises:
+            ValueError: if not even one fits.
+        """
+        if budget is None or self.fixed + self.decoded <= budget:
+            return None
+        if not self.divisible:
+            raise ValueError(
+                f"a batch takes {readable(self.fixed + self.decoded)} on the device, more than "
+                f"memory_budget={readable(budget)}. Its images are handed over in the size of "
+                "their files: give transforms a crop or a resize, or take smaller batches."
+            )
+        if self.fixed > budget:
+            raise ValueError(
+                f"a batch takes {readable(self.fixed)} on the device when it is finished, more "
+                f"than memory_budget={readable(budget)}. Take smaller batches, or a larger budget."
+            )
+        if self.fixed + self.largest > budget:
+            raise ValueError(
+                f"{self.name} takes {readable(self.largest)} decoded, and with the "
+                f"{readable(self.fixed)} of its batch more than memory_budget={readable(budget)}. "
+                "Take a larger budget, or smaller batches."
+            )
+        return budget - self.fixed
+
+
+def cost_of(batch: Any, size: tuple[int, int] | None, dtype: torch.dtype | None) -> Cost:
+    """What a batch takes: its tensors, the pixels its workers decoded, and its images.
+
+    Args:
+        batch: as the loader gives it, its encoded images packed.
+        size: of the images behind the fused head; None where it does not fix one.
+        dtype: likewise; None for float32.
+    """
+    fixed, decoded, largest, name = 0, 0, 0, ""
+    for leaf in leaves(batch, is_encoded):
+        if not isinstance(leaf, EncodedImages):
+            fixed += sum(tensor.nbytes for tensor in tensors(leaf))
+            continue
+        if size is None:
+            fixed += leaf.pixels.nbytes
+        else:
+            fixed += upload_bytes(leaf.pixels)
+            fixed += len(leaf) * 3 * size[0] * size[1] * (dtype or torch.float32).itemsize
+        todo = positions_to_decode(leaf)
+        sizes = decoded_bytes(leaf, todo)
+        decoded += int(sizes.sum())
+        if len(sizes) and sizes.max() > largest:
+            i = int(todo[sizes.argmax()])
+            height, width = leaf.sizes[i].tolist()
+            largest, name = int(sizes.max()), leaf.paths[i] or f"sample {leaf.indices[i]}"
+            name = f"{name!r} of {width} x {height} pixels"
+    return Cost(fixed, decoded, largest, name, size is not None or not decoded)

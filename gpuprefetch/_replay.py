@@ -1,0 +1,134 @@
+"""What the model saw of a sample: its batch, prepared once more."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from gpuprefetch._host import HostStage
+from gpuprefetch._pipeline import BadImage, BadImageError, Pipeline, encoded_leaves
+
+# Epochs whose batches are noted: 8 bytes a sample, 10 MB of an epoch of ImageNet.
+KEPT = 2
+
+
+@dataclass(slots=True)
+class Notes:
+    """Of one epoch.
+
+    Attributes:
+        seed: of its random parameters.
+        batches: the sampler's, by their number.
+        shares: of the JPEGs that the workers decoded, by the number of the batch.
+    """
+
+    seed: int
+    batches: list[Sequence[Any]] = field(default_factory=list)
+    shares: dict[int, float] = field(default_factory=dict)
+
+
+class NotedSampler:
+    """A loader's batch sampler; notes the batches that it gives."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.batches: list[Sequence[Any]] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._noted(self.batches)
+
+    def _noted(self, batches: list[Sequence[Any]]) -> Iterator[Any]:
+        for batch in self._sampler:
+            try:
+                batches.append(array("q", batch))
+            except TypeError:  # not numbers: whatever the dataset takes
+                batches.append(list(batch))
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+
+def has_indices(loader: Any) -> bool:
+    """Whether a loader makes its batches of samples that can be read again.
+
+    One with a state of its own (torchdata's) counts what its sampler gives: that one is let alone.
+    """
+    return (
+        isinstance(loader, DataLoader)
+        and not hasattr(loader, "state_dict")
+        and loader.batch_sampler is not None
+        and not isinstance(loader.dataset, IterableDataset)
+    )
+
+
+def note(loader: DataLoader[Any]) -> None:
+    """Let a loader of ours note its batches."""
+    # DataLoader forbids the change after its construction, not the value.
+    vars(loader)["batch_sampler"] = NotedSampler(loader.batch_sampler)
+
+
+def replay(loader: Any, pipeline: Pipeline, notes: Notes, index: Any, epoch: int) -> Any:
+    """Prepare the batch that held a sample once more, and take the sample out of it."""
+    found = (number for number, batch in enumerate(notes.batches) if index in batch)
+    number = next(found, None)
+    if number is None:
+        raise LookupError(f"no batch of epoch {epoch} has held sample {index!r} so far.")
+    indices = notes.batches[number]
+    position = list(indices).index(index)
+    share = notes.shares.get(number, float(pipeline.packer.share))
+    packer = replace(
+        pipeline.packer,
+        seed=notes.seed,
+        epoch=torch.tensor([epoch]),
+        share=torch.tensor([share], dtype=torch.float64),
+    )
+    on_error = pipeline.on_error if isinstance(pipeline.on_error, str) else "skip"
+    pipeline = replace(pipeline, packer=packer, only=position, on_error=on_error, bad_images=[])
+    pipeline.max_bad = None
+    batch = HostStage(loader.collate_fn, packer)([loader.dataset[i] for i in indices])
+    images = encoded_leaves(batch)
+    if not images:
+        raise ValueError("replay is for encoded images, and the dataset gave none.")
+    cuda = pipeline.device.type == "cuda"
+    with torch.no_grad(), torch.cuda.device(pipeline.device) if cuda else nullcontext():
+        work = pipeline.start(batch, number, epoch)
+
+        def make_room() -> None:
+            work.free()
+            torch.cuda.empty_cache()
+
+        for part in work.parts:
+            part(make_room)
+        for leaf in images:
+            if position in leaf.errors:
+                bad = BadImage(index, leaf.paths[position], leaf.errors[position])
+                raise BadImageError(f"no model has seen it: {bad}")
+        result = work.finish()
+        if cuda:
+            torch.cuda.current_stream().synchronize()  # the decoder has read the batch's bytes
+    return result
+
+
+def stands_alone(pipeline: Pipeline, *, fixed: bool) -> bool:
+    """Whether an image does not depend on its batch; ``fixed`` says that the share stays."""
+    one_decoder = pipeline.decoder is None or (fixed and float(pipeline.packer.share) in (0, 1))
+    return (
+        one_decoder
+        and not pipeline.tail
+        and not any(
+            getattr(op, "same_on_batch", False) or getattr(op, "p_batch", 1.0) < 1.0
+            for op in pipeline.head.ops
+        )
+    )

@@ -1,0 +1,163 @@
+"""A picture is a function of seed, epoch and sample: bit for bit, however it gets here."""
+
+from itertools import islice
+
+import kornia.augmentation as K
+import pytest
+import torch
+from test_encoded import GPU_LEVELS, GPU_SHARE
+from test_replay import Numbered
+from torch.utils.data import DataLoader, DistributedSampler
+
+from gpuprefetch import DataPrefetcher, RandomResizedCrop
+
+EPOCH = 3
+
+
+def pictures_of(folder, device, *, shuffle=True, sampler=None, **options):
+    """Of an epoch, by sample, and how often it drew each of them."""
+    ours = {"cpu_share", "device_prefetch_size", "memory_budget", "decoder"}
+    loader = {"batch_size": 8, "num_workers": 1} | {
+        name: value for name, value in options.items() if name not in ours
+    }
+    prefetcher = DataPrefetcher(
+        DataLoader(
+            Numbered(folder),
+            shuffle=shuffle and sampler is None,
+            sampler=sampler,
+            pin_memory=device.type == "cuda",
+            **loader,
+        ),
+        device=device,
+        seed=11,
+        transforms=[RandomResizedCrop(24), K.RandomHorizontalFlip(), K.Normalize(0.4, 0.2)],
+        **{"cpu_share": 0.0} | {name: options[name] for name in ours & set(options)},
+    )
+    prefetcher.set_epoch(EPOCH)
+    found, count = {}, 0
+    for batch in prefetcher:
+        count += len(batch["target"])
+        found |= dict(zip(batch["target"].tolist(), batch["image"].cpu(), strict=True))
+    return found, count
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {}
+
+
+def reference(references, folder, device):
+    if device not in references:
+        references[device], _ = pictures_of(folder, device, shuffle=False)
+        assert len(references[device]) == 24
+    return references[device]
+
+
+def assert_equal(found, expected):
+    for number, picture in found.items():
+        assert torch.equal(picture, expected[number]), number
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 1, "num_workers": 0},
+        {"batch_size": 24},
+        {"batch_size": 5, "drop_last": True},
+        {"num_workers": 2, "prefetch_factor": 4},
+        {"device_prefetch_size": 1},
+        {"device_prefetch_size": 5},
+        {"memory_budget": "192KiB"},  # one batch at a time, on a GPU in parts
+    ],
+    ids=str,
+)
+def test_however_it_is_loaded(photo_folder, device, references, options):
+    expected = reference(references, photo_folder, device)
+    found, count = pictures_of(photo_folder, device, **options)
+    assert len(found) == count == (20 if "drop_last" in options else 24)
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_with_any_number_of_threads(photo_folder, device, references, threads):
+    expected = reference(references, photo_folder, device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found, _ = pictures_of(photo_folder, device, num_workers=0)
+    finally:
+        torch.set_num_threads(before)
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_on_any_rank(photo_folder, device, references, world_size):
+    expected, union, drawn = reference(references, photo_folder, device), {}, 0
+    for rank in range(world_size):
+        sampler = DistributedSampler(range(24), world_size, rank)
+        found, count = pictures_of(photo_folder, device, sampler=sampler, num_workers=0)
+        assert_equal(found, expected)
+        union |= found
+        drawn += count
+    assert len(union) == 24
+    assert drawn == -(-24 // world_size) * world_size  # the sampler pads to equal lengths
+
+
+@pytest.mark.parametrize("options", [{"cpu_share": 0.5}, {"cpu_share": 1.0}, {"decoder": "cpu"}])
+def test_whatever_the_workers_decode(photo_folder, device, references, options):
+    expected = reference(references, photo_folder, device)
+    found, _ = pictures_of(photo_folder, device, **options)
+    if device.type == "cpu":
+        assert_equal(found, expected)
+        return
+    # The decoders' rounding, and that of a worker's picture to whole levels, over std = 0.2.
+    off = torch.stack([(found[i] - expected[i]).abs() for i in expected]) * 255 * 0.2
+    assert (off > GPU_LEVELS + 0.5).float().mean() <= GPU_SHARE
+
+
+def test_another_epoch_is_another_picture(photo_folder, references, monkeypatch):
+    # Guards the tests above.
+    cpu = torch.device("cpu")
+    expected = reference(references, photo_folder, cpu)
+    monkeypatch.setitem(globals(), "EPOCH", 4)
+    found, _ = pictures_of(photo_folder, cpu)
+    assert not any(torch.equal(found[number], expected[number]) for number in expected)
+
+
+def one_ahead(loader):
+    """Accelerate's way: the next batch is taken before one is given, so the last is known."""
+    iterator = iter(loader)
+    batch = next(iterator)
+    for following in iterator:
+        yield batch, False
+        batch = following
+    yield batch, True
+
+
+def test_loops_of_training_frameworks(photo_folder, device):
+    def prefetcher():
+        loader = DataLoader(
+            Numbered(photo_folder), 8, num_workers=1, pin_memory=device.type == "cuda"
+        )
+        return DataPrefetcher(loader, device=device, transforms=[RandomResizedCrop(8)])
+
+    train, val, order = prefetcher(), prefetcher(), []
+    # Lightning's way: a few validation batches first, whose iterator is left; validation within
+    # the training epoch; and a shorter loader that is started again beside a longer one.
+    assert len(list(islice(val, 2))) == 2
+    for epoch in range(2):
+        for batch, last in one_ahead(train):
+            order.append((epoch, int(batch["target"][0]), last))
+            if not last and epoch:
+                assert [int(b["target"][0]) for b in val] == [0, 8, 16]
+    assert order == [(e, n, n == 16) for e in range(2) for n in (0, 8, 16)]
+    short, cycles = iter(val), 0
+    for _ in range(2):
+        for batch in train:
+            try:
+                other = next(short)
+            except StopIteration:
+                short, cycles = iter(val), cycles + 1
+                other = next(short)
+            assert torch.equal(batch["target"], other["target"])
+    assert cycles == 1

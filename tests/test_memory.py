@@ -1,0 +1,425 @@
+"""Large photos go through little memory, and what cannot go through says so with its sizes."""
+
+import threading
+import time
+import weakref
+
+import pictures
+import pytest
+import test_faults
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, Resize, _pipeline, _prefetcher
+from gpuprefetch._budget import Cost, parse_bytes, readable
+from gpuprefetch._format import decode_cpu
+from gpuprefetch._resume import Source
+
+KIB = 1024
+SIZE = (4, 5)
+SMALL = [Resize(SIZE)]
+# Of pictures.draw(64, 128), and of a batch of 8 when it is finished: images and targets.
+DECODED, FINISHED = 64 * 128 * 3, 8 * (3 * 4 * 5 * 4 + 8)
+
+
+class Photos(Dataset):
+    """Sample i is a JPEG; the targets are their numbers."""
+
+    def __init__(self, files):
+        self.files = files
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, index):
+        return EncodedImage(self.files[index], index, f"{index}.jpg"), index
+
+
+@pytest.fixture(scope="module")
+def files():
+    return [pictures.encode_jpeg(pictures.draw(64, 128, seed=i)) for i in range(24)]
+
+
+class FakeDecoder:
+    """Decodes on the CPU as the GPU's decoder would: into memory that has an end."""
+
+    def __init__(self, capacity=10**9, largest_call=10**9, seconds=0):
+        self.capacity, self.largest_call, self.seconds = capacity, largest_call, seconds
+        self.live = self.peak = self.refused = 0
+        self.calls = []
+        self._lock = threading.RLock()  # a finalizer may run within
+
+    def _free(self, size):
+        with self._lock:
+            self.live -= size
+
+    def __call__(self, data):
+        self.calls.append(len(data))
+        images = [decode_cpu(file).contiguous() for file in data]
+        for image in images:
+            with self._lock:
+                if self.live + image.nbytes > self.capacity or len(data) > self.largest_call:
+                    self.refused += 1
+                    raise torch.OutOfMemoryError("no memory left in the fake")
+                self.live += image.nbytes
+                self.peak = max(self.peak, self.live)
+            weakref.finalize(image, self._free, image.nbytes)
+        time.sleep(self.seconds)
+        return images
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Sizes of the launches; by the eager twin, which the interpreter need not slow down."""
+    sizes, resample = [], _pipeline.resample
+
+    def counted(images, *args, **options):
+        sizes.append(len(images))
+        return resample(images, *args, **options)
+
+    monkeypatch.setattr(_pipeline, "HAS_TRITON", False)
+    monkeypatch.setattr(_pipeline, "resample", counted)
+    return sizes
+
+
+def prefetcher_of(files, decoder, transforms=SMALL, batch_size=8, **options):
+    """On the CPU with a decoder of its own, as on a GPU."""
+    loader = DataLoader(Photos(files), batch_size=batch_size)
+    prefetcher = DataPrefetcher(
+        loader, device="cpu", transforms=transforms, cpu_share=0.0, **options
+    )
+    prefetcher._pipeline.decoder = decoder
+    prefetcher._pipeline.packer.on_gpu = True
+    return prefetcher
+
+
+def images_of(prefetcher):
+    return torch.cat([images for images, _ in prefetcher])
+
+
+def test_a_batch_that_fits_is_one_launch(files, launches):
+    decoder = FakeDecoder()
+    budget = FINISHED + 8 * DECODED
+    images_of(prefetcher_of(files, decoder, memory_budget=budget))
+    assert launches == [8, 8, 8]
+    assert decoder.peak == 8 * DECODED
+
+
+@pytest.mark.parametrize("room", [1, 3, 7])
+def test_a_batch_that_does_not_fit_is_decoded_in_parts(files, launches, room):
+    expected = images_of(prefetcher_of(files, FakeDecoder()))
+    launches.clear()
+    decoder = FakeDecoder()
+    budget = FINISHED + room * DECODED + 511  # which the allocator's rounding may take
+    got = images_of(prefetcher_of(files, decoder, memory_budget=budget))
+    assert torch.equal(got, expected)
+    assert decoder.peak == room * DECODED
+    assert max(launches) == room
+    assert sum(launches) == 24
+
+
+def test_a_photo_that_does_not_fit_is_named_with_both_sizes(files, launches):
+    large = pictures.encode_jpeg(pictures.draw(640, 480))
+    prefetcher = prefetcher_of([*files[:9], large], FakeDecoder(), memory_budget="512KiB")
+    text = r"'9.jpg' of 480 x 640 pixels takes 900 KiB decoded.* memory_budget=512 KiB"
+    with pytest.raises(ValueError, match=text):
+        list(prefetcher)
+
+
+def test_a_batch_that_does_not_fit_when_it_is_finished(files):
+    prefetcher = prefetcher_of(files, FakeDecoder(), [Resize((64, 64))], memory_budget="100 KiB")
+    with pytest.raises(ValueError, match=r"a batch takes 384.1 KiB .* memory_budget=100 KiB"):
+        list(prefetcher)
+    prefetcher = prefetcher_of(files, FakeDecoder(), None, memory_budget="100 KiB")
+    with pytest.raises(ValueError, match=r"a batch takes 192.1 KiB .* a crop or a resize"):
+        list(prefetcher)
+    tensors = [torch.zeros(1000, 1000)]
+    with pytest.raises(ValueError, match=r"a batch takes 3.815 MiB"):
+        list(DataPrefetcher(tensors, device="cpu", memory_budget="1MiB"))
+
+
+@pytest.mark.parametrize(
+    ("budget", "size"),
+    [("2GiB", 2 << 30), ("512 MiB", 512 << 20), ("1.5KiB", 1536), (7, 7), ("7B", 7), (None, None)],
+)
+def test_sizes(budget, size):
+    assert parse_bytes(budget) == size
+    assert size is None or parse_bytes(readable(size)) == size
+
+
+@pytest.mark.parametrize("budget", [0, -1, True, 1.5, "2", "2GB", "GiB", "0MiB", "-1MiB"])
+def test_wrong_sizes(budget):
+    with pytest.raises(ValueError, match=r'such as "2GiB" .* got'):
+        DataPrefetcher([], device="cpu", memory_budget=budget)
+
+
+def engine_of(prefetcher, source=(), depth=1):
+    """What runs an epoch, without its threads."""
+    return _prefetcher._Engine(
+        prefetcher._pipeline,
+        Source(source),
+        depth=depth,
+        epoch=0,
+        fetch_ahead=False,
+        stats=prefetcher.stats,
+        balancer=prefetcher._balancer,
+        check=lambda batch: None,
+        shares={},
+    )
+
+
+def started(budget, depth, costs):
+    """The engine, after as many batches as it starts before one has been handed over."""
+    prefetcher = DataPrefetcher([], device="cpu", memory_budget=budget)
+    engine = engine_of(prefetcher, depth=depth)
+    for number, cost in enumerate(costs):
+        slot = _prefetcher._Slot(number)
+        slot.cost = cost
+        if not engine._has_room(slot):
+            break
+        slot.work = _pipeline.Work([], lambda: None, decoded_bytes=cost.decoded)
+        engine._slots.append(slot)
+    return engine
+
+
+@pytest.mark.parametrize(("budget", "batches"), [(None, 3), (120, 3), (119, 2), (79, 1), (39, 1)])
+def test_batches_in_flight_adapt(budget, batches):
+    cost = Cost(fixed=10, decoded=30)
+    engine = started(budget, 3, [cost] * 4)
+    assert len(engine._slots) == batches
+    if budget == 79:
+        waiting = _prefetcher._Slot(1)
+        waiting.cost = Cost(fixed=10, decoded=59)
+        assert not engine._has_room(waiting)
+        engine._slots[0].work = None  # it is finished, and its images are resampled
+        assert engine._has_room(waiting)
+
+
+def test_out_of_memory_in_a_large_call_makes_it_smaller(files, launches):
+    expected = images_of(prefetcher_of(files, FakeDecoder()))
+    launches.clear()
+    decoder = FakeDecoder(largest_call=3)
+    prefetcher = prefetcher_of(files[:8], decoder)
+    assert torch.equal(images_of(prefetcher), expected[:8])
+    assert decoder.calls == [8, 4, 2, 2, 4, 2, 2]
+    assert prefetcher.stats.out_of_memory == 3
+
+
+def test_out_of_memory_frees_what_is_decoded(files, launches):
+    # Halves alone would not do: each would be decoded beside the one before.
+    expected = images_of(prefetcher_of(files, FakeDecoder()))
+    decoder = FakeDecoder(capacity=2 * DECODED)
+    prefetcher = prefetcher_of(files, decoder, batch_size=24)
+    assert torch.equal(images_of(prefetcher), expected)
+    assert decoder.peak == 2 * DECODED
+    assert prefetcher.stats.out_of_memory == decoder.refused > 0
+
+
+def test_no_room_for_the_result_either(files, launches, monkeypatch):
+    expected = images_of(prefetcher_of(files, FakeDecoder()))
+    decoder, reserve = FakeDecoder(capacity=2 * DECODED), _pipeline._ImageJob._reserve
+    monkeypatch.setattr(_pipeline, "SUB_BATCH", 1)
+
+    def full(job):
+        if decoder.live and isinstance(job.out, list):
+            raise torch.OutOfMemoryError("no memory left for the result")
+        reserve(job)
+
+    monkeypatch.setattr(_pipeline._ImageJob, "_reserve", full)
+    assert torch.equal(images_of(prefetcher_of(files, decoder, batch_size=24)), expected)
+    assert sum(decoder.calls) == 24 + decoder.refused + 2  # two were decoded again
+
+
+def test_out_of_memory_for_good_is_an_error_with_its_sizes(files, launches):
+    decoder = FakeDecoder(capacity=DECODED - 1)
+    prefetcher = prefetcher_of(files, decoder)
+    text = r"'0.jpg' \(sample 0 of the dataset\): out of memory .* 128 x 64 pixels take 24 KiB"
+    with pytest.raises(torch.OutOfMemoryError, match=text):
+        list(prefetcher)
+    assert decoder.calls == [8, 4, 2, 1, 1]
+    decoder.capacity = 8 * DECODED
+    assert decoder.live == 0
+    assert len(images_of(prefetcher)) == 24  # it goes on
+
+
+class Refusing(FakeDecoder):
+    """Does not take what is marked, or gives another picture for it."""
+
+    def __init__(self, mark, error=None):
+        super().__init__()
+        self.mark, self.error = mark, error
+
+    def __call__(self, data):
+        marked = [self.mark in bytes(file.numpy()) for file in data]
+        if any(marked) and self.error is not None:
+            raise self.error
+        images = super().__call__(data)
+        return [image[:, 1:] if bad else image for image, bad in zip(images, marked, strict=True)]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("unsupported"), None])
+def test_what_the_decoder_does_not_take_gets_a_second_opinion(files, launches, error):
+    marked = [*files[:3], pictures.insert_segment(files[3], 0xFE, b"a mark"), *files[4:8]]
+    expected = images_of(prefetcher_of(files[:8], FakeDecoder()))
+    got = images_of(prefetcher_of(marked, Refusing(b"a mark", error)))
+    assert torch.equal(got, expected)
+
+
+def test_a_bad_file_is_found_in_parts_too(files, launches):
+    damaged = files[1][:400] + b"\xff\xd8" * 20 + files[1][440:]
+    decoder = Refusing(b"\xff\xd8" * 20, RuntimeError("damaged"))
+    budget = FINISHED + 2 * DECODED
+    prefetcher = prefetcher_of([files[0], damaged, *files[2:8]], decoder, memory_budget=budget)
+    with pytest.raises(BadImageError, match=r"'1\.jpg'"):
+        list(prefetcher)
+    prefetcher._pipeline.on_error = "skip"
+    good = images_of(prefetcher_of(files[:8], FakeDecoder()))
+    assert torch.equal(images_of(prefetcher), torch.cat([good[:1], good[2:]]))
+
+
+def run_with_two_lanes(files, decoder, permits):
+    prefetcher = prefetcher_of(files, decoder, batch_size=24)
+    engine = engine_of(prefetcher, prefetcher._loader)
+    engine._permits = threading.Semaphore(permits)
+    slot = engine._fetch()
+    slot.work = engine._begin(slot)
+    engine._slots.append(slot)
+    parts, slot.remaining = list(slot.work.parts), len(slot.work.parts)
+    assert len(parts) == 24
+
+    def lane():
+        while parts:
+            engine._run_part(slot, parts.pop())
+
+    lanes = [threading.Thread(target=lane) for _ in range(_prefetcher.LANES)]
+    for thread in lanes:
+        thread.start()
+    for thread in lanes:
+        thread.join()
+    return slot
+
+
+@pytest.mark.parametrize("capacity", [1, 3])
+def test_two_lanes_that_are_short_of_memory_take_turns(files, launches, monkeypatch, capacity):
+    expected = images_of(prefetcher_of(files, FakeDecoder()))
+    monkeypatch.setattr(_pipeline, "SUB_BATCH", 1)
+    for _ in range(10):
+        decoder = FakeDecoder(capacity * DECODED, seconds=0.002)
+        slot = run_with_two_lanes(files, decoder, _prefetcher.LANES)
+        assert slot.error is None
+        assert torch.equal(slot.result[0], expected)
+        assert decoder.peak <= capacity * DECODED
+        assert decoder.refused
+
+
+def test_two_lanes_would_take_each_others_memory(files, launches, monkeypatch):
+    # Guards the test above: with permits for everybody at any time nobody is alone.
+    monkeypatch.setattr(_pipeline, "SUB_BATCH", 1)
+    decoders = (FakeDecoder(DECODED, seconds=0.002) for _ in range(10))
+    errors = [run_with_two_lanes(files, decoder, 10**6).error for decoder in decoders]
+    assert any(isinstance(error, torch.OutOfMemoryError) for error in errors)
+
+
+def late_epoch(files, **options):
+    loader = DataLoader(Photos(files), batch_size=8, pin_memory=True)
+    transforms = [Resize((256, 384))]
+    return images_of(DataPrefetcher(loader, transforms=transforms, cpu_share=0.0, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_part_waits_for_the_reader_of_the_one_before(monkeypatch, wait):
+    files = [pictures.encode_jpeg(pictures.draw(512, 768, seed=seed)) for seed in range(8)]
+    expected = late_epoch(files)
+    launch, job = _pipeline._ImageJob._launch, _pipeline._ImageJob
+
+    def late(self):
+        torch.cuda._sleep(8_000_000)  # 4 to 6 ms: the next part is decoded well within them
+        launch(self)
+
+    def careless(self):
+        with torch.cuda.stream(self._stream):
+            self._resample()
+
+    monkeypatch.setattr(job, "_launch", late)
+    if not wait:
+        monkeypatch.setattr(job, "free", careless)
+    got = late_epoch(files, memory_budget="14MiB")  # the result takes 9, a photo 1.1
+    assert torch.equal(got, expected) == wait  # without waiting, parts really are overwritten
+
+
+BIG = """
+from gpuprefetch import Resize
+rng = np.random.default_rng(0)
+buffer = io.BytesIO()
+small = Image.fromarray(rng.integers(0, 256, (40, 60, 3), dtype=np.uint8))
+small.resize((6000, 4000)).save(buffer, "JPEG")
+JPEG = buffer.getvalue()  # 24 megapixels, 68.7 MiB decoded
+
+def epoch(count, **options):
+    loader = DataLoader(Files(count), batch_size=256, num_workers=2, pin_memory=True)
+    prefetcher = DataPrefetcher(loader, transforms=[Resize((64, 64))], cpu_share=0.0, **options)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    images = torch.cat([images for images, _ in prefetcher])
+    peak = torch.cuda.max_memory_allocated() - before
+    assert prefetcher.stats.gpu_images == count
+    return images, peak, prefetcher.stats.out_of_memory
+"""
+
+BUDGETED = (
+    BIG
+    + """
+whole, most, _ = epoch(256)
+assert most > 256 * 72_000_000, most
+for budget in (2 << 30, 256 << 20):
+    parts, peak, _ = epoch(256, memory_budget=budget)
+    assert torch.equal(parts, whole)
+    # Not counted is what the loop has had: the batch, and all of them put together. A launch's
+    # tables are 200 bytes an image.
+    assert budget // 2 < peak < budget + 2 * whole.nbytes + (1 << 20), peak
+    print(budget >> 20, peak >> 20, most >> 20)
+try:
+    epoch(256, memory_budget="64MiB")
+except ValueError as error:
+    assert "0.jpg" in str(error) and "68.66 MiB" in str(error) and "64 MiB" in str(error), error
+    print("named")
+nothing_left()
+"""
+)
+
+SHORT = (
+    BIG
+    + """
+whole, most, repeated = epoch(48)
+assert repeated == 0
+gc.collect()
+torch.cuda.empty_cache()
+free, total = torch.cuda.mem_get_info()
+reserved = torch.cuda.memory_reserved()
+torch.cuda.set_per_process_memory_fraction((reserved + (600 << 20)) / total)
+parts, peak, repeated = epoch(48)
+assert torch.equal(parts, whole)
+assert peak < 620 << 20 < most, (peak, most)
+assert repeated > 0
+print("repeated", repeated)
+torch.cuda.empty_cache()
+torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (40 << 20)) / total)
+try:
+    epoch(48)
+except torch.OutOfMemoryError as error:
+    assert ".jpg" in str(error) and "68.66 MiB" in str(error), error
+    print("named")
+nothing_left()
+"""
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("code", "lines"), [(BUDGETED, 3), (SHORT, 2)])
+def test_photos_of_24_megapixels_on_a_gpu(code, lines):
+    child = test_faults.child_of(code, torch.device("cuda"))
+    out, err = test_faults.ended(child, seconds=180)
+    assert child.returncode == 0, err
+    assert out.splitlines()[-1] == "named"
+    assert len(out.splitlines()) == lines

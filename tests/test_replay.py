@@ -1,0 +1,219 @@
+"""A sample that is replayed is, bit for bit, what the model saw."""
+
+import kornia.augmentation as K
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, EncodedImageFolder, Resize
+from gpuprefetch import RandomResizedCrop as Crop
+
+CROP = [Crop(16)]
+JITTER = K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.7)
+
+
+class Numbered(Dataset):
+    """A folder whose targets are the samples' numbers; ``broken`` ones are no pictures."""
+
+    def __init__(self, folder, broken=()):
+        self.folder, self.broken = EncodedImageFolder(folder), broken
+
+    def __len__(self):
+        return len(self.folder)
+
+    def __getitem__(self, index):
+        image, _ = self.folder[index]
+        data = b"no picture" if index in self.broken else image.data
+        return {"image": EncodedImage(data, index, image.path), "target": index, "name": str(index)}
+
+
+def prefetcher_of(dataset, device="cpu", transforms=CROP, **options):
+    ours = {"seed", "on_error", "cpu_share", "memory_budget"}
+    pinned = torch.device(device).type == "cuda"
+    loader = {"batch_size": 5, "num_workers": 1, "shuffle": True, "pin_memory": pinned} | {
+        name: value for name, value in options.items() if name not in ours
+    }
+    return DataPrefetcher(
+        DataLoader(dataset, **loader),
+        device=device,
+        transforms=transforms,
+        **{name: value for name, value in options.items() if name in ours},
+    )
+
+
+def epoch_of(prefetcher):
+    """What an epoch hands over, by sample."""
+    seen = {}
+    for batch in prefetcher:
+        assert batch["name"] == [str(number) for number in batch["target"].tolist()]
+        for image, number in zip(batch["image"], batch["target"].tolist(), strict=True):
+            seen.setdefault(number, image.clone())
+    return seen
+
+
+def assert_replayed(prefetcher, seen, epoch=None, samples=None):
+    for number in seen if samples is None else samples:
+        batch = prefetcher.replay(number, epoch=epoch)
+        assert batch["target"].tolist() == [number]
+        assert batch["name"] == [str(number)]
+        assert len(batch["image"]) == 1
+        assert torch.equal(batch["image"][0], seen[number]), number
+
+
+@pytest.mark.parametrize(
+    ("transforms", "options"),
+    [
+        ([Crop(16), K.RandomHorizontalFlip()], {}),
+        ([Crop(16), JITTER], {"num_workers": 2}),
+        ([Crop(16), JITTER], {"persistent_workers": True}),
+        ([K.RandomResizedCrop((16, 16), same_on_batch=True)], {"num_workers": 0}),
+    ],
+)
+def test_every_sample_of_two_epochs(photo_folder, device, transforms, options):
+    dataset = Numbered(photo_folder)
+    prefetcher = prefetcher_of(dataset, device, transforms, cpu_share=0.0, **options)
+    epochs = [epoch_of(prefetcher), epoch_of(prefetcher)]
+    state = torch.get_rng_state()
+    for epoch, seen in enumerate(epochs):
+        assert len(seen) == 24
+        assert_replayed(prefetcher, seen, epoch)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(epochs[0][3], epochs[1][3])  # guards the test: the epochs differ
+    assert torch.equal(prefetcher.replay(3)["image"][0], epochs[1][3])  # the latest is the default
+
+
+def test_the_share_of_the_workers_is_that_of_the_batch(photo_folder, device):
+    prefetcher = prefetcher_of(Numbered(photo_folder), device, seed=4)
+    share = prefetcher._pipeline.packer.share
+    share.fill_(0.6)  # as the balancer had it then
+    seen = epoch_of(prefetcher)
+    share.fill_(0.0)
+    assert_replayed(prefetcher, seen)
+
+
+def test_while_the_epoch_is_under_way(photo_folder):
+    prefetcher = prefetcher_of(Numbered(photo_folder), transforms=[Crop(16), JITTER])
+    for batch in prefetcher:
+        seen = dict(zip(batch["target"].tolist(), batch["image"], strict=True))
+        assert_replayed(prefetcher, seen, samples=list(seen)[:1])
+
+
+@pytest.mark.parametrize("kind", ["replacement", "generator", "batches of several sizes"])
+def test_samplers(photo_folder, kind):
+    dataset, generator = Numbered(photo_folder), torch.Generator().manual_seed(1)
+    options = {
+        "replacement": {"shuffle": False, "sampler": WeightedRandomSampler(torch.ones(24), 30)},
+        "generator": {"generator": generator},
+        "batches of several sizes": {
+            "batch_size": 1,
+            "shuffle": False,
+            "batch_sampler": [tuple(b) for b in BatchSampler(RandomSampler(dataset), 7, False)],
+        },
+    }[kind]
+    prefetcher = prefetcher_of(dataset, transforms=[Crop(16), JITTER], **options)
+    seen = epoch_of(prefetcher)
+    before = generator.get_state()
+    assert_replayed(prefetcher, seen, samples=list(seen)[::4])
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_a_resumed_epoch_can_be_replayed_from_its_start(photo_folder):
+    torch.manual_seed(3)
+    dataset, transforms = Numbered(photo_folder), [Crop(16), JITTER]
+    prefetcher = prefetcher_of(dataset, transforms=transforms, seed=8)
+    iterator = iter(prefetcher)
+    seen = next(iterator)
+    state = prefetcher.state_dict()
+    iterator.close()
+    torch.manual_seed(99)
+    resumed = prefetcher_of(dataset, transforms=transforms)
+    resumed.load_state_dict(state)
+    next(iter(resumed))
+    number = int(seen["target"][2])
+    assert torch.equal(resumed.replay(number)["image"][0], seen["image"][2])
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_beside_a_bad_image(photo_folder, on_error):
+    dataset = Numbered(photo_folder, broken=(4, 9, 10))
+    prefetcher = prefetcher_of(dataset, transforms=[Crop(16), JITTER], on_error=on_error)
+    seen = epoch_of(prefetcher)
+    bad = list(prefetcher.bad_images)
+    assert set(seen) == set(range(24)) - {4, 9, 10}
+    assert_replayed(prefetcher, seen, samples=range(11, 24))
+    with pytest.raises(BadImageError, match=r"no model has seen it: .* \(sample 9 of the dataset"):
+        prefetcher.replay(9)
+    assert prefetcher.bad_images == bad  # they are not counted again
+
+
+def test_several_outputs_and_pictures_of_their_own_size(photo_folder):
+    views = prefetcher_of(
+        Numbered(photo_folder), transforms=[Crop(16), JITTER, lambda x: (x, [x.flip(-1), 3])]
+    )
+    batch = next(iter(views))
+    image, (flipped, three) = views.replay(int(batch["target"][1]))["image"]
+    assert torch.equal(image, batch["image"][0][1:2])
+    assert torch.equal(flipped, batch["image"][1][0][1:2])
+    assert three == 3
+    plain = prefetcher_of(Numbered(photo_folder), transforms=None, batch_size=3)  # of 3 channels
+    assert_replayed(plain, epoch_of(plain), samples=range(5))
+
+
+def test_an_epoch_that_was_not_run(photo_folder):
+    options = {"transforms": [Crop(16), K.RandomVerticalFlip()], "seed": 5, "cpu_share": 0.0}
+    first = prefetcher_of(Numbered(photo_folder), **options)
+    first.set_epoch(17)
+    seen = epoch_of(first)
+    other = prefetcher_of(Numbered(photo_folder), shuffle=False, **options)
+    assert_replayed(other, seen, 17, range(3))
+    options["transforms"] = [Crop(16), JITTER]
+    other = prefetcher_of(Numbered(photo_folder), **options)
+    with pytest.raises(ValueError, match="depends on the rest of the batch"):
+        other.replay(3, epoch=17)
+
+
+def test_old_epochs_are_forgotten(photo_folder):
+    dataset = Subset(Numbered(photo_folder), range(5))
+    prefetcher = prefetcher_of(dataset, transforms=[Crop(16), JITTER], num_workers=0)
+    for _ in range(4):
+        seen = epoch_of(prefetcher)
+    assert_replayed(prefetcher, seen, 3, [1])
+    with pytest.raises(ValueError, match=r"epochs \[2, 3\] are known"):
+        prefetcher.replay(1, epoch=1)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield torch.ones(3, 4, 4)
+
+
+def test_what_cannot_be_known_is_refused(photo_folder):
+    prefetcher = prefetcher_of(Numbered(photo_folder))
+    next(iter(prefetcher))
+    with pytest.raises(LookupError, match="no batch of epoch 0 has held sample 24"):
+        prefetcher.replay(24)
+    for source in (DataLoader(Endless()), [torch.ones(2)]):
+        with pytest.raises(ValueError, match="a map-style dataset"):
+            DataPrefetcher(source, device="cpu").replay(0)
+    tensors = DataPrefetcher(DataLoader(TensorDataset(torch.ones(4, 3, 8, 8))), device="cpu")
+    list(tensors)
+    with pytest.raises(ValueError, match="for encoded images"):
+        tensors.replay(0)
+
+
+def test_a_dataset_that_draws_for_itself_is_not_replayed(photo_folder):
+    # Guards the tests above: they would see another picture.
+    dataset = Numbered(photo_folder)
+    prefetcher = prefetcher_of(dataset, transforms=[Resize((8, 8))], shuffle=False)
+    seen = epoch_of(prefetcher)
+    dataset.folder.samples.reverse()
+    assert not torch.equal(prefetcher.replay(0)["image"][0], seen[0])
