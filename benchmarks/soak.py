@@ -20,6 +20,7 @@ import os
 import random
 import statistics
 import sys
+import threading
 import time
 import warnings
 from collections import namedtuple
@@ -213,6 +214,7 @@ def memory(device: str, workers: int, epochs: int, epoch_batches: int) -> dict[s
         del images, _target
         gc.collect()
         synchronize(device)
+        end_of_feeders()
         for name, value in holdings(device).items():
             held.setdefault(name, []).append(value)
     warm = int(WARM_EPOCHS * epochs)
@@ -222,6 +224,15 @@ def memory(device: str, workers: int, epochs: int, epoch_batches: int) -> dict[s
     }
     flat = all(value <= FLAT for value in spread.values())
     return {"epochs": epochs, "warm_epochs": warm, "flat": flat, "spread": spread, "held": held}
+
+
+def end_of_feeders(seconds: float = 10.0) -> None:
+    """Wait for the threads of the DataLoader's queues, which it tells to end but does not join."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(thread.name.startswith("QueueFeeder") for thread in threading.enumerate()):
+            return
+        time.sleep(0.01)
 
 
 def holdings(device: str) -> dict[str, int]:
