@@ -104,6 +104,7 @@ class Pipeline:
         on_error: "raise", "skip", "replace", or a callable that gets each :class:`BadImage`.
         max_bad: how many bad images are tolerated; None for any number.
         bad_images: those that were tolerated.
+        after: gets each finished batch and a seed, and gives what the loop sees.
     """
 
     device: torch.device
@@ -116,6 +117,7 @@ class Pipeline:
     on_error: str | Callable[[BadImage], Any] = "raise"
     max_bad: int | None = None
     bad_images: list[BadImage] = field(default_factory=list)
+    after: Callable[[Any, int], Any] | None = None
 
     def start(self, batch: Any, number: int, epoch: int) -> Work:
         """Queue the copies of a batch on the current stream and lay out the rest of its work.
@@ -136,12 +138,20 @@ class Pipeline:
             return jobs[-1]
 
         moved = map_leaves(move, batch, is_encoded)
+        finish: Callable[[], Any] = lambda: moved  # noqa: E731
         if jobs:
-            parts = [part for job in jobs for part in job.parts()]
-            return Work(parts, partial(self._finish, moved, jobs, seed))
-        if self.head.names or self.tail or self.dtype or self.memory_format:
-            return Work([], partial(self._transform_tensors, moved, seed))
-        return Work([], lambda: moved)
+            finish = partial(self._finish, moved, jobs, seed)
+        elif self.head.names or self.tail or self.dtype or self.memory_format:
+            finish = partial(self._transform_tensors, moved, seed)
+        parts = [part for job in jobs for part in job.parts()]
+        return Work(parts, partial(self._run_after, finish, seed) if self.after else finish)
+
+    def _run_after(self, finish: Callable[[], Any], seed: int) -> Any:
+        batch = finish()
+        assert self.after is not None
+        return (
+            EMPTY if batch is EMPTY else self.after(batch, int(fold(seed, -2)[()] >> np.uint64(1)))
+        )
 
     def _finish(self, batch: Any, jobs: list[_ImageJob], seed: int) -> Any:
         for job in jobs:
