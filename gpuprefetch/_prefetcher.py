@@ -265,8 +265,8 @@ class _Epoch:
         balancer: Balancer,
         place: dict[str, Any],
     ) -> None:
-        # Shared with the prefetcher's state_dict, which must not keep the iterator alive.
-        self._place = place
+        # Shared with the prefetcher, which must not keep the iterator alive.
+        self._place, self.used = place, [False]
         self._engine, self._device = engine, device
         self._stats, self._balancer = stats, balancer
         self._steps: deque[torch.cuda.Event] = deque()
@@ -286,6 +286,7 @@ class _Epoch:
     def _next(self) -> Any:
         if not self.close.alive:
             raise StopIteration
+        self.used[0] = True
         try:
             self._throttle()
             started = time.perf_counter()
@@ -449,6 +450,7 @@ class DataPrefetcher:
         self._manual_length = 2
         self._place: dict[str, Any] = {"epoch": 0, "batches": 0}
         self._resume = False
+        self._latest: tuple[weakref.ref[_Epoch], list[bool]] | None = None
 
     def _backend(self, decoder: str) -> Any:
         if decoder == "auto":
@@ -468,6 +470,9 @@ class DataPrefetcher:
         return self._pipeline.bad_images
 
     def __iter__(self) -> Iterator[Any]:
+        if self._latest is not None and not self._latest[1][0] and self._latest[0]() is None:
+            # Dropped unused, as by Lightning, which makes one to see whether it can: no epoch.
+            self._epoch, self._resume = self._place["epoch"], self._place["batches"] > 0
         epoch, self._epoch = self._epoch, self._epoch + 1
         resumed, self._resume = self._place if self._resume else None, False
         loader, pipeline = self._prepared_loader(epoch)
@@ -488,7 +493,9 @@ class DataPrefetcher:
             balancer=self._balancer,
             check=self._check_first,
         )
-        return _Epoch(engine, self.device, self.stats, self._balancer, source.place)
+        iterator = _Epoch(engine, self.device, self.stats, self._balancer, source.place)
+        self._latest = weakref.ref(iterator), iterator.used
+        return iterator
 
     def _prepared_loader(self, epoch: int) -> tuple[Iterable[Any], Pipeline]:
         """The loader with our packing in its collate; the user's own object is left as it is."""
@@ -578,7 +585,7 @@ class DataPrefetcher:
 
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch: for the samplers of the loader, and for the random parameters."""
-        self._epoch = epoch
+        self._epoch, self._latest = epoch, None
         if epoch != self._place["epoch"]:
             self._place, self._resume = {"epoch": epoch, "batches": 0}, False
         batch_sampler = getattr(self._loader, "batch_sampler", None)
