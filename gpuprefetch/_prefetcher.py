@@ -266,14 +266,14 @@ class _Epoch:
         place: dict[str, Any],
     ) -> None:
         # Shared with the prefetcher, which must not keep the iterator alive.
-        self._place, self.used = place, [False]
+        self._place, self.use = place, ["unused"]
         self._engine, self._device = engine, device
         self._stats, self._balancer = stats, balancer
         self._steps: deque[torch.cuda.Event] = deque()
         self._sources: deque[tuple[torch.cuda.Event, Any]] = deque()
         self._last: float | None = None
         # Runs also at garbage collection and at interpreter exit.
-        self.close = weakref.finalize(self, engine.close)
+        self.close = weakref.finalize(self, _end, engine, self.use)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -286,7 +286,7 @@ class _Epoch:
     def _next(self) -> Any:
         if not self.close.alive:
             raise StopIteration
-        self.used[0] = True
+        self.use[0] = "used"
         try:
             self._throttle()
             started = time.perf_counter()
@@ -326,6 +326,11 @@ class _Epoch:
         self._steps.append(event)
         if len(self._steps) > RUN_AHEAD:
             self._steps.popleft().synchronize()
+
+
+def _end(engine: _Engine, use: list[str]) -> None:
+    use[0] = "dropped" if use[0] == "unused" else use[0]
+    engine.close()
 
 
 def _resolve_device(device: torch.device | str | int | None) -> torch.device:
@@ -450,7 +455,7 @@ class DataPrefetcher:
         self._manual_length = 2
         self._place: dict[str, Any] = {"epoch": 0, "batches": 0}
         self._resume = False
-        self._latest: tuple[weakref.ref[_Epoch], list[bool]] | None = None
+        self._use = ["used"]
 
     def _backend(self, decoder: str) -> Any:
         if decoder == "auto":
@@ -470,8 +475,8 @@ class DataPrefetcher:
         return self._pipeline.bad_images
 
     def __iter__(self) -> Iterator[Any]:
-        if self._latest is not None and not self._latest[1][0] and self._latest[0]() is None:
-            # Dropped unused, as by Lightning, which makes one to see whether it can: no epoch.
+        if self._use[0] == "dropped":
+            # Unused, as by Lightning, which makes one iterator to see whether it can: no epoch.
             self._epoch, self._resume = self._place["epoch"], self._place["batches"] > 0
         epoch, self._epoch = self._epoch, self._epoch + 1
         resumed, self._resume = self._place if self._resume else None, False
@@ -494,7 +499,7 @@ class DataPrefetcher:
             check=self._check_first,
         )
         iterator = _Epoch(engine, self.device, self.stats, self._balancer, source.place)
-        self._latest = weakref.ref(iterator), iterator.used
+        self._use = iterator.use
         return iterator
 
     def _prepared_loader(self, epoch: int) -> tuple[Iterable[Any], Pipeline]:
@@ -585,7 +590,7 @@ class DataPrefetcher:
 
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch: for the samplers of the loader, and for the random parameters."""
-        self._epoch, self._latest = epoch, None
+        self._epoch, self._use = epoch, ["used"]
         if epoch != self._place["epoch"]:
             self._place, self._resume = {"epoch": epoch, "batches": 0}, False
         batch_sampler = getattr(self._loader, "batch_sampler", None)
