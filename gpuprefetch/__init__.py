@@ -3,6 +3,7 @@
 from gpuprefetch import _connections as _connections  # first: it must precede any CUDA context
 from gpuprefetch._accelerate import accelerate
 from gpuprefetch._convert import UnsupportedTransformError, convert_transforms
+from gpuprefetch._doctor import DoctorReport, doctor
 from gpuprefetch._encoded import EncodedImage, EncodedImageFolder, EncodedImages
 from gpuprefetch._explain import explain
 from gpuprefetch._parity import ParityReport, parity
@@ -18,6 +19,7 @@ __all__ = [
     "BadImageError",
     "CenterCrop",
     "DataPrefetcher",
+    "DoctorReport",
     "EncodedImage",
     "EncodedImageFolder",
     "EncodedImages",
@@ -29,6 +31,7 @@ __all__ = [
     "UnsupportedTransformError",
     "accelerate",
     "convert_transforms",
+    "doctor",
     "explain",
     "parity",
     "selfcheck",

@@ -1,4 +1,4 @@
-"""``python -m gpuprefetch selfcheck``: is this machine's decoding safe?"""
+"""``selfcheck``: is this machine's decoding safe? ``doctor``: what is training bound by?"""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def _selfcheck(args: argparse.Namespace) -> int:
@@ -14,9 +15,61 @@ def _selfcheck(args: argparse.Namespace) -> int:
 
     report = selfcheck(args.device, args.rounds)
     print(report)
-    if args.output:
-        args.output.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    _write(report, args.output)
     return 0 if report.ok else 1
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+    from torchvision.datasets import ImageFolder
+    from torchvision.models import get_model
+    from torchvision.transforms import v2
+
+    import gpuprefetch
+    from gpuprefetch._prefetcher import _resolve_device
+
+    device = _resolve_device(args.device)
+    root = args.data / "train" if (args.data / "train").is_dir() else args.data
+    ops = [v2.RandomResizedCrop(args.size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    ops += [v2.ToDtype(torch.float32, scale=True)]
+    ops += [v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+    dataset: Dataset[Any] = ImageFolder(root, v2.Compose(ops))
+    loader: Any = DataLoader(
+        dataset,
+        args.batch_size,
+        shuffle=True,
+        num_workers=args.workers,
+        pin_memory=device.type == "cuda",
+    )
+    if args.loader == "gpuprefetch":
+        loader = gpuprefetch.accelerate(loader, print_plan=False, device=device)
+    channels_last = torch.channels_last
+    torch.backends.cudnn.benchmark = True  # the shapes never change
+    model = get_model(args.model).to(device, memory_format=channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step(batch: Any) -> None:
+        images, target = batch
+        images = images.to(memory_format=channels_last)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            output = model(images)
+            logits = getattr(output, "logits", output)
+            loss = torch.nn.functional.cross_entropy(logits, target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    options = {"device": device, "seconds": args.seconds, "tune": not args.no_tune}
+    report = gpuprefetch.doctor(loader, step, **options)
+    print(report)
+    _write(report, args.output)
+    return 0
+
+
+def _write(report: Any, output: Path | None) -> None:
+    if output:
+        output.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,14 +79,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check = commands.add_parser(
         "selfcheck", help="try whether any image is overwritten while a kernel still reads it"
     )
-    check.add_argument("--device", help="such as cuda:1; the current one by default")
     check.add_argument("--rounds", type=int, default=1000, help="default: %(default)s")
-    check.add_argument("--output", type=Path, help="JSON file to write the report to")
     check.set_defaults(run=_selfcheck)
+    visit = commands.add_parser(
+        "doctor", help="say what training on a folder is bound by, and which settings to change"
+    )
+    visit.add_argument("data", type=Path, metavar="DATA", help="class folders, or train/ with them")
+    visit.add_argument("--model", default="resnet50", help="of torchvision; default: %(default)s")
+    visit.add_argument("--loader", choices=["torchvision", "gpuprefetch"], default="torchvision")
+    visit.add_argument("--batch-size", type=int, default=256, help="default: %(default)s")
+    visit.add_argument("--size", type=int, default=224, help="of the images; default: %(default)s")
+    visit.add_argument("--workers", type=int, default=8, help="default: %(default)s")
+    visit.add_argument("--seconds", type=float, default=3.0, help="of a run; default: %(default)s")
+    visit.add_argument("--no-tune", action="store_true", help="try no other settings")
+    visit.set_defaults(run=_doctor)
+    for command in (check, visit):
+        command.add_argument("--device", help="such as cuda:1; the current one by default")
+        command.add_argument("--output", type=Path, help="JSON file to write the report to")
     args = parser.parse_args(arguments)
     try:
         return int(args.run(args))
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
 

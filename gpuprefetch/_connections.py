@@ -21,21 +21,26 @@ if VARIABLE not in os.environ and not _too_late:
 _told = False
 
 
-def tell() -> None:
-    """Warn once where the GPU's queues are too few for decoding beside training."""
-    global _told
+def shortage() -> str:
+    """Why the GPU's queues are too few for decoding beside training; empty where they are not."""
     value = os.environ.get(VARIABLE, "")
-    if _told or not (_too_late or (value.isdigit() and int(value) < WANTED)):
-        return
-    _told = True
+    if not (_too_late or (value.isdigit() and int(value) < WANTED)):
+        return ""
     reason = (
         "CUDA was in use before gpuprefetch was imported"
         if _too_late
         else f"{VARIABLE}={value} is set in the environment"
     )
-    warnings.warn(
+    return (
         f"{reason}, so GPU decoding and training share hardware queues and wait for each other: up "
         "to a third of the images/s of a fast model was lost to it. Import gpuprefetch before the "
-        f"first CUDA call, or set {VARIABLE}={WANTED} before the program starts.",
-        stacklevel=4,
+        f"first CUDA call, or set {VARIABLE}={WANTED} before the program starts."
     )
+
+
+def tell() -> None:
+    """Warn once where the GPU's queues are too few for decoding beside training."""
+    global _told
+    if not _told and (text := shortage()):
+        _told = True
+        warnings.warn(text, stacklevel=4)

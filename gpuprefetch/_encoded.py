@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,8 +38,10 @@ class EncodedImage:
     data: Any
     index: int = -1
     path: str = ""
+    _made: float = field(init=False, repr=False, compare=False)  # when: tells how long reading took
 
     def __post_init__(self) -> None:
+        self._made = time.perf_counter()
         if isinstance(self.data, (torch.Tensor, np.ndarray)):
             array = np.asarray(self.data)
             if array.dtype != np.uint8 or array.ndim != 1:
@@ -74,7 +77,10 @@ class EncodedImages:
         errors: position in the batch -> why the image cannot be decoded.
         prepared: whether headers were read, see :class:`gpuprefetch._host.Packer`.
         epoch: whose random parameters ``rows`` holds.
-        decode_seconds: spent decoding in the worker.
+        read_seconds: the worker spent in the dataset.
+        decode_seconds: it spent decoding.
+        collate_seconds: it spent on the rest of the batch.
+        pin_seconds: the DataLoader's pin thread took.
         pinned: a copy of the pixels in pinned memory, where the buffer itself cannot be pinned.
     """
 
@@ -91,7 +97,10 @@ class EncodedImages:
     errors: dict[int, str] = field(default_factory=dict)
     prepared: bool = False
     epoch: int = 0
+    read_seconds: float = 0.0
     decode_seconds: float = 0.0
+    collate_seconds: float = 0.0
+    pin_seconds: float = 0.0
     pinned: torch.Tensor | None = None
 
     @property
@@ -126,7 +135,10 @@ class EncodedImages:
         from pageable memory that takes a call of 13 us rather than 3, in which the training thread
         cannot launch. Elsewhere the pixels alone are worth a pinned copy.
         """
-        return self if self.buffer.pin() else replace(self, pinned=self.pixels.pin_memory())
+        started = time.perf_counter()
+        batch = self if self.buffer.pin() else replace(self, pinned=self.pixels.pin_memory())
+        batch.pin_seconds = time.perf_counter() - started
+        return batch
 
 
 def join(*groups: Sequence[Any]) -> tuple[Buffer, list[npt.NDArray[np.int64]], int]:

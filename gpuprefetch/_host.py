@@ -9,7 +9,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -80,8 +80,10 @@ class Packer:
     epoch: torch.Tensor
     share: torch.Tensor
     _views: int = 0
+    _last: float = field(init=False, default_factory=time.perf_counter)
 
     def __call__(self, images: Sequence[EncodedImage]) -> EncodedImages:
+        begin = time.perf_counter()
         batch_view, self._views = self._views, self._views + 1
         epoch = int(self.epoch)
         keys = sample_keys(self.seed, epoch, images, batch_view)
@@ -125,6 +127,7 @@ class Packer:
                 plan = plan_rows(rows, sizes, transposed, *way)
 
         buffer, (spans, pixel_spans), boundary = join(files, pixels)
+        read_seconds, self._last = self._read_seconds(images), time.perf_counter()
         return EncodedImages(
             buffer,
             boundary,
@@ -139,7 +142,9 @@ class Packer:
             errors=errors,
             prepared=True,
             epoch=epoch,
+            read_seconds=read_seconds,
             decode_seconds=seconds,
+            collate_seconds=self._last - begin - seconds,
         )
 
     def _cheapest(self, images: Sequence[EncodedImage], where: Any) -> Any:
@@ -154,6 +159,13 @@ class Packer:
         chosen = np.zeros(len(images), dtype=bool)
         chosen[positions[np.argsort(weights, kind="stable")[:count]]] = True
         return chosen
+
+    def _read_seconds(self, images: Sequence[EncodedImage]) -> float:
+        """What the dataset took; 0 for images that it has kept from before the last batch."""
+        made = [image._made for image in images]
+        if len(made) < 2 or min(made) < self._last:
+            return 0.0
+        return (max(made) - min(made)) * len(made) / (len(made) - 1)
 
     @staticmethod
     def _read_headers(images: Sequence[EncodedImage]) -> tuple[list[ImageHeader], dict[int, str]]:

@@ -24,6 +24,7 @@ from gpuprefetch._encoded import EncodedImages
 from gpuprefetch._host import Packer, is_encoded, pack_lists
 from gpuprefetch._random import SeededDraws, fold
 from gpuprefetch._resample import HAS_TRITON, resample, resample_planned
+from gpuprefetch._stats import Stage, Stats
 from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_size
 
 # Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
@@ -105,6 +106,7 @@ class Pipeline:
         max_bad: how many bad images are tolerated; None for any number.
         bad_images: those that were tolerated.
         after: gets each finished batch and a seed, and gives what the loop sees.
+        stats: counts the time of each step.
     """
 
     device: torch.device
@@ -118,6 +120,7 @@ class Pipeline:
     max_bad: int | None = None
     bad_images: list[BadImage] = field(default_factory=list)
     after: Callable[[Any, int], Any] | None = None
+    stats: Stats = field(default_factory=Stats)
 
     def start(self, batch: Any, number: int, epoch: int) -> Work:
         """Queue the copies of a batch on the current stream and lay out the rest of its work.
@@ -147,15 +150,16 @@ class Pipeline:
         return Work(parts, partial(self._run_after, finish, seed) if self.after else finish)
 
     def _run_after(self, finish: Callable[[], Any], seed: int) -> Any:
-        batch = finish()
         assert self.after is not None
-        return (
-            EMPTY if batch is EMPTY else self.after(batch, int(fold(seed, -2)[()] >> np.uint64(1)))
-        )
+        if (batch := finish()) is EMPTY:
+            return batch
+        with Stage(self.stats, "tail"):
+            return self.after(batch, int(fold(seed, -2)[()] >> np.uint64(1)))
 
     def _finish(self, batch: Any, jobs: list[_ImageJob], seed: int) -> Any:
-        for job in jobs:
-            job.resample()
+        with Stage(self.stats, "resample"):
+            for job in jobs:
+                job.resample()
         rows = self._rows_to_keep(jobs)
         if rows is not None and not len(rows):
             return EMPTY
@@ -176,7 +180,9 @@ class Pipeline:
             if done or not isinstance(leaf, torch.Tensor) or leaf.dim() != 4:
                 return leaf
             done = True
-            return self._run_tail(self._run_head(leaf, seed), seed)
+            with Stage(self.stats, "resample"):
+                leaf = self._run_head(leaf, seed)
+            return self._run_tail(leaf, seed)
 
         result = map_leaves(transform, batch)
         if not done:
@@ -202,7 +208,7 @@ class Pipeline:
     def _run_tail(self, images: Any, seed: int) -> Any:
         if not self.tail:
             return images
-        with SeededDraws(seed):
+        with Stage(self.stats, "tail"), SeededDraws(seed):
             for transform in self.tail:
                 images = transform(images)
         return images
@@ -239,6 +245,7 @@ class Pipeline:
         if callable(self.on_error):
             self.on_error(bad)
         self.bad_images.append(bad)
+        self.stats.bad_images += 1
         if self.max_bad is not None and len(self.bad_images) > self.max_bad:
             raise BadImageError(f"more than max_bad={self.max_bad} bad images, the last: {bad}")
 
@@ -289,7 +296,8 @@ class _ImageJob:
     def _decode(self, positions: npt.NDArray[np.int64]) -> None:
         decoder = self._pipeline.decoder
         assert decoder is not None, "the packer leaves nothing to decode where there is no decoder"
-        decoded = decode_part(decoder, self.images, positions, self._pipeline.device)
+        with Stage(self._pipeline.stats, "decode"):
+            decoded = decode_part(decoder, self.images, positions, self._pipeline.device)
         self._decoded.update(
             (i, image)
             for i, image in zip(positions.tolist(), decoded, strict=True)
@@ -356,6 +364,14 @@ def _upload(pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
     # In powers of two: sizes that differ each time would leave the allocator a block for each.
     room = torch.empty(1 << pixels.numel().bit_length(), dtype=torch.uint8, device=device)
     return room[: pixels.numel()].copy_(pixels, non_blocking=True)
+
+
+def count_images(batch: Any) -> int:
+    """The samples of a batch: the length of its first tensor or packed images; 0 without any."""
+    for leaf in leaves(batch, is_encoded):
+        if isinstance(leaf, EncodedImages) or (isinstance(leaf, torch.Tensor) and leaf.dim()):
+            return len(leaf)
+    return 0
 
 
 def encoded_leaves(batch: Any) -> list[EncodedImages]:

@@ -24,18 +24,23 @@ from gpuprefetch._connections import tell
 from gpuprefetch._decode import BACKENDS
 from gpuprefetch._encoded import EncodedImageFolder
 from gpuprefetch._host import HostStage, Packer
-from gpuprefetch._pipeline import EMPTY, BadImage, Pipeline, Readers, Work, encoded_leaves
+from gpuprefetch._pipeline import (
+    EMPTY,
+    BadImage,
+    Pipeline,
+    Readers,
+    Work,
+    count_images,
+    encoded_leaves,
+)
 from gpuprefetch._resume import Source, kind
 from gpuprefetch._slab import unmap_dead
-from gpuprefetch._stats import Stats
-from gpuprefetch._stream import handoff, lease_stream, return_stream, using
+from gpuprefetch._stats import Stage, Stats
+from gpuprefetch._stream import handoff, lease_stream, return_stream, throttle, using
 from gpuprefetch._transforms import Transform, read_transforms, require_fixed_size
 
 # Decode threads, each with a stream and an nvJPEG decoder of its own (14 streams and < 30 MB each).
 LANES = 2
-# Steps that the loop may be ahead of the GPU. Without a bound the host queues many, and each of
-# them keeps its batch in memory; one is enough to keep the GPU busy.
-RUN_AHEAD = 1
 # For a loader that hangs, when the loop is left: its thread is then abandoned, not waited for.
 JOIN_SECONDS = 10.0
 
@@ -43,12 +48,11 @@ JOIN_SECONDS = 10.0
 class _Slot:
     """A batch between the loader and the loop."""
 
-    __slots__ = (
-        "done", "error", "event", "number", "remaining", "result", "source", "state", "work"
-    )  # fmt: skip
+    __slots__ = "done error event images number remaining result source state work".split()
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.images = 0
         self.source: Any = None
         self.state: Any = None
         self.work: Work | None = None
@@ -122,9 +126,9 @@ class _Engine:
         slot = _Slot(self._fetched)
         self._fetched += 1
         try:
-            started = time.perf_counter()
-            slot.source, slot.state = next(self._source)
-            self._learn(slot.source, time.perf_counter() - started)
+            with Stage(self._stats, "fetch") as fetch:
+                slot.source, slot.state = next(self._source)
+            self._learn(slot, fetch.seconds)
             self._check(slot.source)
         except BaseException as error:
             self._exhausted = True
@@ -137,7 +141,7 @@ class _Engine:
         try:
             if slot.error is not None:
                 raise slot.error
-            with torch.no_grad(), self._batch_stream():
+            with torch.no_grad(), self._batch_stream(), Stage(self._stats, "copy"):
                 slot.work = self._pipeline.start(slot.source, slot.number, self._epoch)
             parts = slot.work.parts
             slot.remaining = len(parts)
@@ -161,15 +165,18 @@ class _Engine:
             self._lanes.append(lease_stream(self._pipeline.device, "lane"))
             self._spawn("decode", self._lane_loop, self._lanes[-1])
 
-    def _learn(self, batch: Any, waited: float) -> None:
-        self._stats.fetch_seconds += waited
-        for images in encoded_leaves(batch):
+    def _learn(self, slot: _Slot, waited: float) -> None:
+        slot.images = count_images(slot.source)
+        for images in encoded_leaves(slot.source):
             decoded = int(images.decoded.sum())
             self._balancer.observe(len(images), decoded, images.decode_seconds, waited)
             self._stats.cpu_images += decoded
             self._stats.gpu_images += len(images) - decoded
             self._stats.encoded_bytes += images.buffer.tensor.numel()
+            self._stats.read_seconds += images.read_seconds
             self._stats.worker_decode_seconds += images.decode_seconds
+            self._stats.collate_seconds += images.collate_seconds
+            self._stats.pin_seconds += images.pin_seconds
             self._stats.share = float(self._balancer.share)
 
     def _run_inline(self) -> None:
@@ -288,10 +295,12 @@ class _Epoch:
             raise StopIteration
         self.use[0] = "used"
         try:
-            self._throttle()
             started = time.perf_counter()
-            slot = self._engine.take()
+            throttle(self._steps, self._device)
+            with Stage(self._stats, "wait"):
+                slot = self._engine.take()
             now = time.perf_counter()
+            self._stats.seconds += now - (started if self._last is None else self._last)
         except BaseException:
             self.close()
             raise
@@ -305,27 +314,18 @@ class _Epoch:
             finally:
                 del error  # breaks the cycle between the exception and this frame
         self._stats.batches += slot.result is not EMPTY
+        self._stats.images += slot.images
         self._place.update(batches=slot.number + 1, loader=slot.state)
-        self._stats.wait_seconds += now - started
         if self._last is not None:
             self._balancer.handed_over(now - self._last)
         self._last = now
         if slot.event is not None:
-            handoff(slot.result, slot.event, self._device)
+            with Stage(self._stats, "handoff"):
+                handoff(slot.result, slot.event, self._device)
             self._sources.append((slot.event, slot.source))
             while self._sources[0][0].query() and len(self._sources) > 1:
                 self._sources.popleft()
         return slot.result
-
-    def _throttle(self) -> None:
-        """Wait until the loop is at most RUN_AHEAD steps ahead of the GPU."""
-        if self._device.type != "cuda":
-            return
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._steps.append(event)
-        if len(self._steps) > RUN_AHEAD:
-            self._steps.popleft().synchronize()
 
 
 def _end(engine: _Engine, use: list[str]) -> None:
@@ -375,8 +375,8 @@ class DataPrefetcher:
         decoder: "torchcodec" or "torchvision" (both nvJPEG on the GPU), "cpu" (TorchCodec in the
             workers), or "auto": torchcodec on CUDA, else cpu.
         apply_exif: whether pictures are turned upright; False agrees with PIL and ``ImageFolder``.
-        cpu_share: share of the JPEGs that the workers decode, 0.0 to 1.0, or "auto" to balance it
-            while running: more while the loop waits for its batches and the cores can carry it.
+        cpu_share: share of the JPEGs, the smallest files first, that the workers decode, 0.0 to
+            1.0, or "auto" for what idle cores can carry, balanced while running.
         seed: of the random parameters of the transforms; None takes ``torch.initial_seed()``. They
             are a function of (seed, epoch, sample), whatever the batch size and number of workers.
         on_error: for a file that cannot be decoded: "raise" :class:`BadImageError`, "skip" the
@@ -444,7 +444,7 @@ class DataPrefetcher:
         self._pipeline = Pipeline(
             self.device, head, tail, packer, backend, dtype, memory_format, on_error, max_bad
         )
-        self.stats = Stats()
+        self.stats = self._pipeline.stats
         workers = getattr(loader, "num_workers", 0)
         self._balancer = Balancer(share, workers, fixed=cpu_share != "auto" or backend is None)
         self._depth = device_prefetch_size

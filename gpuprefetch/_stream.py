@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from gpuprefetch._batch import tensors
+
+# Steps that the loop may be ahead of the GPU. Without a bound the host queues many, and each of
+# them keeps its batch in memory; one is enough to keep the GPU busy.
+RUN_AHEAD = 1
 
 # Note [Stream handoff]
 # A batch is produced on a side stream and read on whatever stream is current at its hand-over.
@@ -50,6 +55,22 @@ def using(stream: torch.cuda.Stream) -> Iterator[None]:
         yield
 
 
+def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> None:
+    """Wait until the current stream of ``device`` is at most RUN_AHEAD steps behind the host.
+
+    Args:
+        steps: kept by the caller from one step to the next.
+        device: on a CPU there is nothing to wait for.
+    """
+    if device.type != "cuda":
+        return
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    steps.append(event)
+    if len(steps) > RUN_AHEAD:
+        steps.popleft().synchronize()
+
+
 _idle: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = defaultdict(list)
 _lock = threading.Lock()
 
@@ -63,7 +84,18 @@ def lease_stream(device: torch.device, role: str) -> torch.cuda.Stream:
     with _lock:
         if _idle[device, role]:
             return _idle[device, role].pop()
-    return torch.cuda.Stream(device)
+    return _new_stream(device)
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream from the driver: the first of torch's brings 127 others and takes 70 MiB."""
+    handle, non_blocking = ctypes.c_void_p(), 1
+    try:
+        with torch.cuda.device(device):
+            failed = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), non_blocking)
+    except OSError:  # not on every platform
+        failed = 1
+    return torch.cuda.Stream(device) if failed else torch.cuda.ExternalStream(handle.value, device)
 
 
 def return_stream(stream: torch.cuda.Stream, role: str) -> None:

@@ -286,3 +286,75 @@ def test_committed_tables_are_fresh(monkeypatch):
 
     monkeypatch.setattr(sys, "argv", ["table.py", "--check"])
     table.main()
+
+
+def test_doctor_of_the_benchmarks(settings):
+    import doctor
+
+    result = doctor.measure("model-bound", "squeezenet1_1", vars(settings), 0.1)
+    assert result["expected"] == "model"
+    found, changes = result["report"]["found"], result["report"]["changes"]
+    assert found["images_per_second"] > 0
+    # Steps of this size are too short to be sure of the verdict.
+    assert result["right"] == (found["bound"] == "model" and not changes)
+
+
+def test_timeline(photos, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    import timeline
+
+    output, figure = tmp_path / "timeline.json", tmp_path / "timeline.svg"
+    options = f"--model squeezenet1_1 --steps 8 --output {output} --figure {figure}"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    arguments = ["timeline.py", "--data", str(photos), *TINY, *options.split()]
+    monkeypatch.setattr(sys, "argv", arguments)
+    timeline.main()
+    result = json.loads(output.read_text())["result"]
+    assert result["batch"] == 4
+    assert set(result["lanes"]) == {"worker 1", "training loop"}
+    assert {bar[3] for bar in result["lanes"]["training loop"]} >= {"wait", "fetch", "train step"}
+    assert 0 < result["wait_ms"] < result["step_ms"]
+    figure.unlink()
+    monkeypatch.setattr(sys, "argv", ["", "--draw", str(output), "--figure", str(figure)])
+    timeline.main()
+    assert "worker 1" in figure.read_text()
+
+
+def test_timeline_of_a_gpu():
+    import timeline
+
+    def event(cat, name, ts, dur, tid, correlation=None):
+        args = {} if correlation is None else {"correlation": correlation}
+        return {"cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+    events = []
+    for batch in range(3):
+        at = 1000 * batch
+        events += [
+            event("cpu_op", "gpuprefetch.fetch", at - 90, 80, 2),
+            event("cpu_op", "gpuprefetch.copy", at, 50, 2),
+            event("cuda_runtime", "cudaMemcpyAsync", at + 10, 5, 2, at + 1),
+            event("gpu_memcpy", "Memcpy HtoD", at + 20, 20, 7, at + 1),
+            # Two decode calls for each batch, on two threads.
+            event("cpu_op", "gpuprefetch.decode", at + 100, 200, 3),
+            event("cpu_op", "gpuprefetch.decode", at + 110, 200, 4),
+            event("cuda_runtime", "cudaLaunchKernel", at + 150, 5, 4, at + 2),
+            event("kernel", "color", at + 200, 30, 9, at + 2),
+            event("cpu_op", "gpuprefetch.wait", at + 300, 100, 1),
+            event("user_annotation", "train step", at + 400, 400, 1),
+            event("cuda_runtime", "cudaLaunchKernel", at + 410, 5, 1, at + 3),
+            event("kernel", "forward", at + 500, 100, 5, at + 3),
+            event("cuda_driver", "cuLaunchKernel", at + 600, 5, 6, at + 4),  # backward's thread
+            event("kernel", "backward", at + 620, 300, 5, at + 4),
+            event("gpu_user_annotation", "train step", at + 500, 400, 5),
+        ]
+    lanes = timeline.trace_lanes(events, [2, 2, 2])
+    assert [bar[2] for bar in lanes["decode thread 2"]] == [0, 1, 2]
+    assert lanes["GPU: decode thread 2"][1] == pytest.approx((1.2, 0.03, 1, "decode"))
+    assert lanes["GPU: batch stream"][2] == pytest.approx((2.02, 0.02, 2, "copy"))
+    assert [bar[2] for bar in lanes["GPU: training"]] == [0, 0, 1, 1, 2, 2]
+    result = timeline.one_step(lanes, 1)
+    assert (result["step_ms"], result["wait_ms"]) == (1.0, 0.1)
+    # 0.5 to 0.6 and 0.62 to 0.92: a gap below what can be drawn is closed.
+    assert result["busy_share"]["GPU: training"] == pytest.approx(0.42)
+    assert result["lanes"]["GPU: training"][1] == [0.0, 0.42, 1, "train step"]

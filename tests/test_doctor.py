@@ -1,0 +1,172 @@
+"""doctor is right where the cause is known, because the test has made it."""
+
+import json
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, _doctor, doctor
+from gpuprefetch.__main__ import main
+
+# Sleeps stand for disks and models: they take the same time on a busy machine.
+pytestmark = pytest.mark.filterwarnings("ignore:.*worker processes:UserWarning")
+
+
+class Slow(Dataset):
+    """Samples that take their time, to compute or to wait for."""
+
+    def __init__(self, seconds, compute=False):
+        self.seconds, self.compute = seconds, compute
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if self.compute:
+            end = time.thread_time() + self.seconds
+            while time.thread_time() < end:
+                pass
+        else:
+            time.sleep(self.seconds)
+        return torch.zeros(3, 4, 4), index
+
+
+class Disk(Slow):
+    """One that serves a single reader at a time."""
+
+    def __init__(self, seconds, context):
+        super().__init__(seconds)
+        self.lock = context.Lock()
+
+    def __getitems__(self, indices):
+        with self.lock:
+            return [self[index] for index in indices]
+
+
+def sleep(seconds):
+    def step(batch):
+        assert batch[0].shape == (4, 3, 4, 4)
+        time.sleep(seconds)
+
+    return step
+
+
+def loader_of(dataset, workers=1, **options):
+    return DataLoader(dataset, batch_size=4, num_workers=workers, **options)
+
+
+def on_cpu(loader):
+    return DataPrefetcher(loader, device="cpu")
+
+
+@pytest.fixture
+def busy_machine(monkeypatch):
+    """Tell runs apart only where the causes made here do: other processes make 10 % any time."""
+    monkeypatch.setattr(_doctor, "SMALL", 1.5)
+
+
+@pytest.mark.usefixtures("busy_machine")
+def test_slow_disk():
+    context = torch.multiprocessing.get_context("fork")
+    loader = loader_of(Disk(0.02, context), multiprocessing_context=context)
+    report = doctor(loader, sleep(0.001), device="cpu", seconds=0.2)
+    assert report.bound == "reading"
+    assert report.found.reading_share > 0.8
+    assert report.changes == []
+    assert [change.setting for change in report.tried] == ["num_workers=4"]
+    assert "faster" in str(report)
+    assert report.found.images_per_second < 0.2 * report.ceiling
+
+
+@pytest.mark.usefixtures("busy_machine")
+def test_too_few_workers():
+    report = doctor(loader_of(Slow(0.02)), sleep(0.02), device="cpu", seconds=0.2)
+    assert report.bound == "reading"
+    assert report.changes[0].setting == "num_workers=4"
+    assert report.changes[0].gain > 1.8  # 4 times the workers
+    assert "num_workers=4" in str(report)
+    assert report.after.images_per_second > 1.5 * report.found.images_per_second
+
+
+@pytest.mark.usefixtures("busy_machine")
+def test_model_bound():
+    # Not pinned: without a GPU there is nothing to pin for, and doctor does not ask for it.
+    report = doctor(loader_of(Slow(0.0)), sleep(0.2), device="cpu", seconds=0.2)
+    assert report.bound == "model"
+    assert (report.changes, report.tried, report.after) == ([], [], None)
+    assert report.found.images_per_second == pytest.approx(report.ceiling, rel=0.3)
+    assert report.found.wait_ms < 60  # of 200
+    assert "bound by the model" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "workers"), [(lambda loader: loader, 0), (lambda loader: loader, 1), (on_cpu, 1)]
+)
+def test_computing_is_not_reading(wrap, workers):
+    loader = wrap(loader_of(Slow(0.01, compute=True), workers))
+    report = doctor(loader, sleep(0.001), device="cpu", seconds=0.1, tune=False)
+    assert report.bound == "CPU decode"
+    assert report.found.reading_share < 0.5
+    assert json.loads(json.dumps(report.as_dict()))["found"]["bound"] == "CPU decode"
+
+
+@pytest.mark.parametrize(
+    ("loader", "step", "options", "error"),
+    [
+        (Slow(0.0), print, {}, "takes a DataLoader"),
+        (loader_of(Slow(0.0)), None, {}, "must be callable"),
+        (loader_of(Slow(0.0)), print, {"seconds": 0}, "must be positive"),
+        (loader_of([], 0), print, {"seconds": 0.1}, "no batch"),
+    ],
+)
+def test_bad_arguments(loader, step, options, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        doctor(loader, step, device="cpu", **options)
+
+
+def test_command_line(photo_folder, tmp_path, capsys):
+    output = tmp_path / "report.json"
+    options = "--model squeezenet1_1 --batch-size 4 --workers 1 --size 64 --seconds 0.05 --no-tune"
+    options += " --device cpu"
+    for loader in ("torchvision", "gpuprefetch"):
+        arguments = [str(photo_folder), *options.split(), "--loader", loader]
+        assert main(["doctor", *arguments, "--output", str(output)]) == 0
+        assert "verdict: bound by" in capsys.readouterr().out
+        assert json.loads(output.read_text())["ceiling"] > 0
+    assert main(["doctor", str(photo_folder), "--model", "resnet1"]) == 2
+    assert "resnet1" in capsys.readouterr().err
+    assert main(["doctor", str(tmp_path)]) == 2
+
+
+class Batches(Dataset):
+    """Whole batches of float32 images, 77 MB each."""
+
+    images = torch.zeros(128, 3, 224, 224)
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        return self.images
+
+
+@pytest.mark.gpu
+def test_unpinned():
+    # A copy takes 2 ms from pinned memory and 10 or more from pageable, next to a step of 20 ms.
+    loader = DataLoader(Batches(), batch_size=None, num_workers=6)
+    report = doctor(loader, lambda images: torch.cuda._sleep(36_000_000), seconds=1.0)
+    assert report.bound == "transfer"
+    assert report.changes[0].setting == "pin_memory=True"
+    assert report.changes[0].gain > 1.1
+
+
+@pytest.mark.gpu
+def test_model_bound_on_the_gpu(photo_folder):
+    dataset = EncodedImageFolder(photo_folder)
+    loader = DataLoader(dataset, batch_size=8, num_workers=2, pin_memory=True)
+    prefetcher = DataPrefetcher(loader, transforms=[RandomResizedCrop(64)])
+    report = doctor(prefetcher, lambda batch: torch.cuda._sleep(180_000_000), seconds=1.0)
+    assert report.bound == "model"
+    assert report.found.wait_ms < 50  # of 100

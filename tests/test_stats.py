@@ -1,0 +1,112 @@
+"""Stats: what is counted, what it costs, and what profilers show."""
+
+import json
+import time
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, TensorDataset
+
+from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, Stats
+from gpuprefetch._stats import Stage
+
+WORKER_STAGES = ("read", "worker_decode", "collate")
+STAGES = ("fetch", "copy", "resample", "tail", "wait")
+
+
+class SlowFolder(EncodedImageFolder):
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+def prefetcher_of(folder, dataset=SlowFolder, workers=1, device="cpu", **options):
+    pin = device == "cuda"
+    loader = DataLoader(dataset(folder), batch_size=8, num_workers=workers, pin_memory=pin)
+    transforms = [RandomResizedCrop(16), torch.neg]
+    return DataPrefetcher(loader, transforms=transforms, device=device, **options)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_stage_is_counted(photo_folder, workers):
+    prefetcher = prefetcher_of(photo_folder, workers=workers)
+    for _ in prefetcher:
+        time.sleep(0.02)
+    stats = prefetcher.stats
+    assert (stats.batches, stats.images, stats.bad_images) == (3, 24, 0)
+    assert (stats.cpu_images, stats.gpu_images) == (24, 0)
+    assert stats.encoded_bytes == 24 * 3 * 16 * 16
+    assert all(getattr(stats, f"{stage}_seconds") > 0 for stage in (*WORKER_STAGES, *STAGES))
+    assert stats.read_seconds > 24 * 0.01
+    assert stats.wait_seconds >= stats.fetch_seconds
+    assert stats.seconds > stats.wait_seconds + 3 * 0.02  # the loop's own sleeps
+    stats.reset()
+    assert stats == Stats()
+
+
+def test_images_that_the_dataset_keeps_are_not_read(photo_folder):
+    images = list(EncodedImageFolder(photo_folder))
+    prefetcher = DataPrefetcher(DataLoader(images, batch_size=8), device="cpu")
+    images.sort(key=lambda sample: -sample[0].index)
+    list(islice(prefetcher, 2))
+    assert prefetcher.stats.read_seconds == 0
+
+
+def test_bad_images_are_counted(photo_folder, tmp_path):
+    (tmp_path / "class").mkdir()
+    for i, path in enumerate(sorted(photo_folder.glob("*/*"))[:4]):
+        data = path.read_bytes()
+        (tmp_path / "class" / path.name).write_bytes(data[:40] if i == 1 else data)
+    prefetcher = prefetcher_of(tmp_path, EncodedImageFolder, on_error="skip")
+    assert [len(images) for images, _ in prefetcher] == [3]
+    assert prefetcher.stats.bad_images == len(prefetcher.bad_images) == 1
+
+
+def test_tensors_are_counted(device):
+    loader = DataLoader(TensorDataset(torch.zeros(10, 3)), 4, pin_memory=device.type == "cuda")
+    prefetcher = DataPrefetcher(loader, device=device)
+    assert len(list(prefetcher)) == 3
+    assert (prefetcher.stats.batches, prefetcher.stats.images) == (3, 10)
+
+
+def test_json_and_postfix():
+    stats = Stats(images=300, batches=3, gpu_images=75, cpu_images=225, seconds=2, wait_seconds=0.5)
+    values = json.loads(json.dumps(stats.as_dict()))
+    assert values["images_per_second"] == 150
+    assert (values["wait_share"], values["busy_share"], values["gpu_share"]) == (0.25, 0.75, 0.25)
+    assert stats.postfix() == {"images/s": "150", "wait": "25.0%", "cpu": "75%"}
+    assert Stats().as_dict()["images_per_second"] == 0
+
+
+def test_accounting_is_nearly_free():
+    stats, batches = Stats(), 200
+
+    def account():
+        started = time.perf_counter()
+        for _ in range(10 * batches):  # a batch has about ten stages
+            with Stage(stats, "decode"):
+                pass
+        return (time.perf_counter() - started) / batches
+
+    # 0.5 % of ResNet-18's step of 256 images on an H200, 18 ms; measured 0.013 ms.
+    assert min(account() for _ in range(5)) < 0.005 * 0.018
+
+
+@pytest.mark.parametrize(
+    "device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=["cpu", "cuda"]
+)
+def test_profiler_names_the_stages(photo_folder, tmp_path, device_type):
+    config = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    prefetcher = prefetcher_of(photo_folder, device=device_type)
+    with profile(
+        activities=[ProfilerActivity.CPU], experimental_config=config, acc_events=True
+    ) as profiler:
+        list(prefetcher)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    trace = json.loads(Path(tmp_path / "trace.json").read_text())
+    names = {event.get("name") for event in trace["traceEvents"]}
+    on_gpu = ("decode", "handoff") if device_type == "cuda" else ()
+    assert {f"gpuprefetch.{stage}" for stage in (*STAGES, *on_gpu)} <= names
