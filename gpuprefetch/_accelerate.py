@@ -8,7 +8,7 @@ transforms go to the prefetcher.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from gpuprefetch._convert import (
 from gpuprefetch._encoded import EncodedImage
 from gpuprefetch._per_image import Cast
 from gpuprefetch._prefetcher import DataPrefetcher
-from gpuprefetch._random import SeededDraws, fold
+from gpuprefetch._random import SeededDraws
+from gpuprefetch._timm import EncodedReader, is_timm
 from gpuprefetch._transforms import read_transforms
 
 # torchvision's own loaders: RGB, as PIL decodes it, EXIF orientation left alone.
@@ -47,8 +48,8 @@ def accelerate(
 
     Args:
         loader: over an ``ImageFolder``, ``DatasetFolder`` or ``ImageNet``, a subclass that reads
-            through its ``loader`` and ``transform``, or a ``Subset`` or ``ConcatDataset`` of them,
-            with a v1 or v2 transform pipeline. It is left as it is.
+            through its ``loader`` and ``transform``, timm's ``ImageDataset``, or a ``Subset`` or
+            ``ConcatDataset`` of them, with a v1, v2 or timm transform pipeline. It is left alone.
         keep_unknown: whether ops that cannot move, and all ops before them, stay in the workers.
             The workers then decode every file themselves.
         print_plan: whether to print where each op runs now, and what differs.
@@ -102,6 +103,8 @@ class _Accelerated(DataPrefetcher):
             cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
             transforms += [cast] if cast.dtype or cast.memory_format else []
         super().__init__(loader, transforms=transforms, **options)
+        if self._collate is not None:
+            self._pipeline.after = partial(_collated, self._collate, self.device)
 
     def describe(self, *, decodes_on_workers: bool) -> str:
         """Where everything runs now, a line per op."""
@@ -115,23 +118,9 @@ class _Accelerated(DataPrefetcher):
 
     def replay(self, index: int, epoch: int | None = None) -> Any:
         """As of any prefetcher, without a collate function of the user's."""
-        if self._collate is not None:
+        if self._pipeline.after is not None:
             raise ValueError("a sample cannot be told apart behind a collate_fn that mixes them.")
         return super().replay(index, epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        epoch = self._epoch
-        batches = super().__iter__()
-        return batches if self._collate is None else self._collated(batches, epoch)
-
-    def _collated(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
-        key = fold(fold(self._pipeline.packer.seed, epoch), -2)
-        for number, (images, samples) in enumerate(batches):
-            seed = int(fold(key, number)[()] >> np.uint64(1))
-            put_back = zip(images.unbind(), samples.tolist(), strict=True)
-            with SeededDraws(seed):
-                batch = self._collate([_with_image(s, i) for i, s in put_back])  # type: ignore[misc]
-            yield to_device(batch, self.device)
 
 
 class _Hole:
@@ -161,6 +150,15 @@ def _set_apart(samples: list[Any]) -> tuple[Any, Any]:
     for i, (sample, image) in enumerate(zip(samples, images, strict=True)):
         rest[i] = map_leaves(partial(_cut_out, image), sample, is_image)
     return default_collate(images), rest
+
+
+def _collated(collate: Callable[[Any], Any], device: torch.device, batch: Any, seed: int) -> Any:
+    """What the user's collate function makes of the transformed images."""
+    images, samples = batch
+    put_back = zip(images.unbind(), samples.tolist(), strict=True)
+    with SeededDraws(seed):
+        batch = collate([_with_image(sample, image) for image, sample in put_back])
+    return to_device(batch, device)
 
 
 def _cut_out(image: Any, leaf: Any) -> Any:
@@ -195,7 +193,8 @@ class _WorkerPart:
 def folders_of(loader: Any) -> list[Any]:
     """The folder datasets at the bottom of a loader."""
     if not isinstance(loader, DataLoader):
-        raise TypeError(f"accelerate takes a DataLoader, got {type(loader).__name__}.")
+        hint = " Build it with use_prefetcher=False." if is_timm(loader, "PrefetchLoader") else ""
+        raise TypeError(f"accelerate takes a DataLoader, got {type(loader).__name__}.{hint}")
     if loader.batch_sampler is None:
         raise TypeError("accelerate takes a DataLoader that makes batches, this one has none.")
     return list(_bottom(loader.dataset))
@@ -205,7 +204,7 @@ def _bottom(dataset: Any) -> Iterator[Any]:
     from torch.utils.data import ConcatDataset, Subset
     from torchvision.datasets import DatasetFolder
 
-    if isinstance(dataset, DatasetFolder):
+    if isinstance(dataset, DatasetFolder) or is_timm(dataset, "ImageDataset"):
         yield dataset
     elif isinstance(dataset, Subset):
         yield from _bottom(dataset.dataset)
@@ -214,8 +213,9 @@ def _bottom(dataset: Any) -> Iterator[Any]:
             yield from _bottom(part)
     else:
         raise TypeError(
-            f"accelerate knows torchvision's ImageFolder, DatasetFolder and ImageNet, and Subset "
-            f"and ConcatDataset of them, got {type(dataset).__name__}. For another dataset return "
+            "accelerate knows torchvision's ImageFolder, DatasetFolder and ImageNet, timm's "
+            "ImageDataset, and Subset and ConcatDataset of them, got "
+            f"{type(dataset).__name__}. For another dataset return "
             "EncodedImage(data, index, path) from it and pass "
             "DataPrefetcher(loader, transforms=convert_transforms(pipeline))."
         )
@@ -229,8 +229,11 @@ def view_of(dataset: Any, transform: Any) -> Any:
     elif hasattr(dataset, "dataset"):
         dataset.dataset = view_of(dataset.dataset, transform)
     else:
-        dataset.loader = dataset.loader if transform else read_encoded
         dataset.transform = transform
+        if transform is None and is_timm(dataset, "ImageDataset"):
+            dataset.reader, dataset.load_bytes = EncodedReader(dataset.reader), True
+        elif transform is None:
+            dataset.loader = read_encoded
     return dataset
 
 
@@ -256,20 +259,33 @@ def pipeline_of(folders: list[Any]) -> list[Any]:
 
 def check_loaders(folders: list[Any]) -> None:
     for folder in folders:
-        name = getattr(folder.loader, "__name__", repr(folder.loader))
-        module = getattr(folder.loader, "__module__", "")
-        if name not in _PIL_LOADERS or module != "torchvision.datasets.folder":
+        if is_timm(folder, "ImageDataset"):
+            own = folder.load_bytes or folder.input_img_mode != "RGB"
+            name, arguments = repr(folder.input_img_mode), "load_bytes and input_img_mode"
+        else:
+            name, arguments = getattr(folder.loader, "__name__", repr(folder.loader)), "loader"
+            module = getattr(folder.loader, "__module__", "")
+            own = name not in _PIL_LOADERS or module != "torchvision.datasets.folder"
+        if own:
             raise UnsupportedTransformError(
-                f"{type(folder).__name__}(loader={name}) decodes in a way of its own. Leave loader "
-                "out to decode as PIL does, on the device, or pass keep_unknown=True to keep "
-                "it, and the transforms up to the crop, in the workers."
+                f"{type(folder).__name__}(loader={name}) decodes in a way of its own. Leave "
+                f"{arguments} out to decode as PIL does, on the device, or pass keep_unknown=True "
+                "to keep it, and the transforms up to the crop, in the workers."
             )
+
+
+def open_picture(folder: Any, path: str) -> Any:
+    """What the folder's transform gets of a file."""
+    from torchvision.datasets.folder import default_loader
+
+    return getattr(folder, "loader", default_loader)(path)
 
 
 def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
     """The shortest start of a pipeline that must stay in the workers, and the plan of the rest."""
     error: Exception | None = None
-    sample = folder.loader(folder.samples[0][0])
+    path = folder.samples[0][0] if hasattr(folder, "samples") else folder.filename(0, absolute=True)
+    sample = open_picture(folder, path)
     first = next((i + 1 for i, op in enumerate(pipeline) if fixes_size(op)), len(pipeline))
     for keep in range(first, len(pipeline) + 1):
         with SeededDraws(0):  # a try must not take from the user's own random numbers

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from gpuprefetch import _per_image
 from gpuprefetch._per_image import Apply, Choice, ToFloat, ToUint8, Transform, per_image
 from gpuprefetch._random import Keys, uniform
+from gpuprefetch._timm import TimmAugment, from_timm
 from gpuprefetch._transforms import (
     CenterCrop,
     RandomResizedCrop,
@@ -36,6 +36,8 @@ CONVERSIONS = frozenset(
     "ToTensor PILToTensor ToImage ToPureTensor ToDtype ConvertImageDtype".split()
 )
 _NESTED = frozenset("Compose Sequential ModuleList".split())
+# Of torchvision's references/classification: they hold a Compose.
+_PRESETS = frozenset(("ClassificationPresetTrain", "ClassificationPresetEval"))
 _FUSED = frozenset(
     "RandomResizedCrop Resize CenterCrop RandomCrop RandomHorizontalFlip RandomVerticalFlip".split()
 )
@@ -60,6 +62,7 @@ _DIFFERS = {
     "RandomPerspective": "0.3 levels: rounding of coordinates",
     "RandAugment": "0.1 levels: rounding of coordinates",
     "TrivialAugmentWide": "0.1 levels: rounding of coordinates",
+    "TimmAugment": "0.2 levels: bicubic filter, rounding of coordinates",
     "RandomAutocontrast": "0.7 levels: truncated, PIL rounds",
     "Grayscale": "0.5 levels: truncated, PIL rounds",
     "RandomGrayscale": "0.5 levels: truncated, PIL rounds",
@@ -139,19 +142,37 @@ def convert(pipeline: Any, *, batched: torch.dtype | None = None) -> Plan:
 
 
 def flatten(pipeline: Any) -> Iterator[Any]:
-    """The ops of nested ``Compose``, ``Sequential`` and lists, in order."""
-    nested = type(pipeline).__name__ in _NESTED
-    if nested or isinstance(pipeline, (list, tuple)):
+    """The ops of nested ``Compose``, ``Sequential``, lists and torchvision's presets, in order."""
+    name = type(pipeline).__name__
+    if name in _PRESETS:
+        yield from flatten(pipeline.transforms)
+    elif name == "ImageClassification" and type(pipeline).__module__.startswith("torchvision."):
+        yield from _preprocessing(pipeline)
+    elif name in _NESTED or isinstance(pipeline, (list, tuple)):
         for op in getattr(pipeline, "transforms", pipeline):
             yield from flatten(op)
     else:
         yield pipeline
 
 
+def _preprocessing(preset: Any) -> list[Any]:
+    """What ``weights.transforms()`` does, op by op."""
+    from torchvision.transforms import v2
+
+    return [
+        v2.Resize(preset.resize_size, preset.interpolation),
+        v2.CenterCrop(preset.crop_size),
+        v2.PILToTensor(),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(preset.mean, preset.std),
+    ]
+
+
 def name_of(op: Any) -> str | None:
-    """Name of an op of torchvision's own; None for a subclass and whatever else there is."""
+    """Name of an op that we know; None for a subclass and whatever else there is."""
     module = type(op).__module__
-    return type(op).__name__ if module in _V1 or module.startswith(f"{_V2}.") else None
+    known = module in _V1 or module.startswith(f"{_V2}.") or type(op) is TimmAugment
+    return type(op).__name__ if known else None
 
 
 _V2 = "torchvision.transforms.v2"
@@ -170,28 +191,9 @@ def twin(op: Any) -> Any:
     return form(**{name: getattr(op, name) for name in names})
 
 
-def _from_timm(op: Any) -> Any:
-    """The torchvision op that one of timm's stands for, where there is one."""
-    from torchvision import transforms as v1
-    from torchvision.transforms import v2
-
-    name, module = type(op).__name__, type(op).__module__
-    if not module.startswith("timm.data."):
-        return op
-    if name in ("MaybeToTensor", "MaybePILToTensor"):
-        return v1.ToTensor() if name == "MaybeToTensor" else v2.PILToTensor()
-    if name == "RandomResizedCropAndInterpolation" and not isinstance(op.interpolation, tuple):
-        return v2.RandomResizedCrop(op.size, op.scale, op.ratio, op.interpolation)
-    if name == "RandomErasing" and op.max_count == 1 and not op.rand_color:
-        low, high = (math.exp(value) for value in op.log_aspect_ratio)
-        value = "random" if op.per_pixel else 0.0
-        return v2.RandomErasing(op.probability, (op.min_area, op.max_area), (low, high), value)
-    return op
-
-
 def fixes_size(op: Any) -> bool:
     """Whether images have one size behind this op, whatever they had before."""
-    op = _from_timm(op)
+    op = from_timm(op)
     sized = name_of(op) in ("RandomResizedCrop", "CenterCrop", "RandomCrop")
     return sized or (name_of(op) == "Resize" and len(_as_list(op.size)) == 2)
 
@@ -259,12 +261,14 @@ class _Converter:
     delayed: list[Any] = field(default_factory=list)
 
     def take(self, op: Any) -> None:
-        op = _from_timm(op)
+        op = from_timm(op)
         name = name_of(op)
         if name is None and isinstance(getattr(op, "interpolation", None), tuple):
             self._refuse(op, 'one launch has one filter, interpolation="random" needs two')
         if name is None:
-            self._refuse(op, "it is not one of torchvision's own")
+            self._refuse(
+                op, "it is not one of torchvision's own, nor among those of timm's that are known"
+            )
         if name in CONVERSIONS:
             return self._take_conversion(op)
         if name in ("RGB", "Identity"):  # files are decoded to RGB
@@ -409,7 +413,7 @@ class _Converter:
             op = copy.copy(op)
             op.antialias = True  # PIL always does
         module = self._on_batch(op)
-        where = "torchvision v2 on the batch"
+        where = "on the batch" if name in _per_image.OWN else "torchvision v2 on the batch"
         if name in _per_image.LOOPED:
             where += ", image by image"
         return self._add(source or op, module, where, note or _DIFFERS.get(name, ""))

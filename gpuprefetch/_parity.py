@@ -16,6 +16,7 @@ from gpuprefetch._accelerate import (
     check_loaders,
     folders_of,
     image_of,
+    open_picture,
     pipeline_of,
     view_of,
 )
@@ -136,7 +137,7 @@ def parity(
     for start in range(0, len(files), 16):
         part = [files[i] for i in range(start, min(start + 16, len(files)))]
         for image, decoded in zip(part, _decode(part, device), strict=True):
-            comparison.add(image.path, folders[0].loader(image.path), decoded)
+            comparison.add(image.path, open_picture(folders[0], image.path), decoded)
     return comparison.report()
 
 

@@ -26,13 +26,15 @@ SWITCHES = frozenset(
 POLICIES = frozenset(("AutoAugment", "RandAugment", "TrivialAugmentWide"))
 # Nothing is drawn: one call for the batch.
 FIXED = frozenset("CenterCrop ConvertImageDtype Grayscale Identity Normalize Pad Resize".split())
+# Made for batches, and each image draws for itself.
+OWN = frozenset(("TimmAugment",))
 # One call per image.
 LOOPED = frozenset(
     "AugMix ElasticTransform GaussianNoise RandomAffine RandomChannelPermutation"
     " RandomCrop RandomErasing RandomPerspective RandomPhotometricDistort RandomResizedCrop"
     " RandomRotation".split()
 )
-KNOWN = SWITCHES | POLICIES | FIXED | LOOPED | {"ColorJitter", "GaussianBlur"}
+KNOWN = SWITCHES | POLICIES | FIXED | LOOPED | OWN | {"ColorJitter", "GaussianBlur"}
 
 
 def per_image(op: Any) -> Transform:
@@ -42,7 +44,7 @@ def per_image(op: Any) -> Transform:
         op: of the exact types named in this file; its containers hold converted transforms.
     """
     name = type(op).__name__
-    if name in FIXED:
+    if name in FIXED | OWN:
         return op  # type: ignore[no-any-return]
     if name == "ColorJitter":
         return ColorJitter(op)

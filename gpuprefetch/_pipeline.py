@@ -129,6 +129,7 @@ class Pipeline:
         on_error: "raise", "skip", "replace", or a callable that gets each :class:`BadImage`.
         max_bad: how many bad images are tolerated; None for any number.
         bad_images: those that were tolerated.
+        after: gets each finished batch and a seed, and gives what the loop sees.
         stats: counts the time of each step.
         memory_budget: bytes for batches on their way, see :func:`gpuprefetch._budget.cost_of`.
         only: the one row of a batch that is handed over, behind all transforms; None for all.
@@ -144,6 +145,7 @@ class Pipeline:
     on_error: str | Callable[[BadImage], Any] = "raise"
     max_bad: int | None = None
     bad_images: list[BadImage] = field(default_factory=list)
+    after: Callable[[Any, int], Any] | None = None
     stats: Stats = field(default_factory=Stats)
     memory_budget: int | None = None
     only: int | None = None
@@ -177,15 +179,27 @@ class Pipeline:
             return jobs[-1]
 
         moved = map_leaves(move, batch, is_encoded)
+        finish: Callable[[], Any] = lambda: moved  # noqa: E731
         if jobs:
             parts = [part for job in jobs for part in job.parts(limit)]
             if limit is not None:
                 parts = [partial(_one_by_one, parts, jobs)]
             finish, free = partial(self._finish, moved, jobs, seed), partial(_free, jobs)
-            return Work(parts, finish, free, cost.decoded if limit is None else limit)
+            size = cost.decoded if limit is None else limit
+            return Work(parts, self._with_after(finish, seed), free, size)
         if self.head.names or self.tail or self.dtype or self.memory_format:
-            return Work([], partial(self._transform_tensors, moved, seed))
-        return Work([], lambda: moved)
+            finish = partial(self._transform_tensors, moved, seed)
+        return Work([], self._with_after(finish, seed))
+
+    def _with_after(self, finish: Callable[[], Any], seed: int) -> Callable[[], Any]:
+        return finish if self.after is None else partial(self._run_after, finish, seed)
+
+    def _run_after(self, finish: Callable[[], Any], seed: int) -> Any:
+        assert self.after is not None
+        if (batch := finish()) is EMPTY:
+            return batch
+        with Stage(self.stats, "tail"):
+            return self.after(batch, int(fold(seed, -2)[()] >> np.uint64(1)))
 
     def _finish(self, batch: Any, jobs: list[_ImageJob], seed: int) -> Any:
         with Stage(self.stats, "resample"):

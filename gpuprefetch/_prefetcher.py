@@ -332,15 +332,15 @@ class _Epoch:
         balancer: Balancer,
         place: dict[str, Any],
     ) -> None:
-        # Shared with the prefetcher's state_dict, which must not keep the iterator alive.
-        self._place = place
+        # Shared with the prefetcher, which must not keep the iterator alive.
+        self._place, self.use = place, ["unused"]
         self._engine, self._device = engine, device
         self._stats, self._balancer = stats, balancer
         self._steps: deque[torch.cuda.Event] = deque()
         self._sources: deque[tuple[torch.cuda.Event, Any]] = deque()
         self._last: float | None = None
         # Runs also at garbage collection and at interpreter exit.
-        self.close = weakref.finalize(self, engine.close)
+        self.close = weakref.finalize(self, _end, engine, self.use)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -353,6 +353,7 @@ class _Epoch:
     def _next(self) -> Any:
         if not self.close.alive:
             raise StopIteration
+        self.use[0] = "used"
         try:
             started = time.perf_counter()
             throttle(self._steps, self._device)
@@ -385,6 +386,11 @@ class _Epoch:
             while self._sources[0][0].query() and len(self._sources) > 1:
                 self._sources.popleft()
         return slot.result
+
+
+def _end(engine: _Engine, use: list[str]) -> None:
+    use[0] = "dropped" if use[0] == "unused" else use[0]
+    engine.close()
 
 
 def _resolve_device(device: torch.device | str | int | None) -> torch.device:
@@ -526,6 +532,7 @@ class DataPrefetcher:
         self._place: dict[str, Any] = {"epoch": 0, "batches": 0}
         self._resume = False
         self._notes: dict[int, Notes] = {}
+        self._use = ["used"]
 
     def _backend(self, decoder: str) -> Any:
         if decoder == "auto":
@@ -545,6 +552,9 @@ class DataPrefetcher:
         return self._pipeline.bad_images
 
     def __iter__(self) -> Iterator[Any]:
+        if self._use[0] == "dropped":
+            # Unused, as by Lightning, which makes one iterator to see whether it can: no epoch.
+            self._epoch, self._resume = self._place["epoch"], self._place["batches"] > 0
         epoch, self._epoch = self._epoch, self._epoch + 1
         resumed, self._resume = self._place if self._resume else None, False
         loader, pipeline = self._prepared_loader(epoch)
@@ -567,7 +577,9 @@ class DataPrefetcher:
             check=self._check_first,
             shares=notes.shares,
         )
-        return _Epoch(engine, self.device, self.stats, self._balancer, source.place)
+        iterator = _Epoch(engine, self.device, self.stats, self._balancer, source.place)
+        self._use = iterator.use
+        return iterator
 
     def _prepared_loader(self, epoch: int) -> tuple[Iterable[Any], Pipeline]:
         """The loader with our packing in its collate; the user's own object is left as it is."""
@@ -709,7 +721,7 @@ class DataPrefetcher:
 
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch: for the samplers of the loader, and for the random parameters."""
-        self._epoch = epoch
+        self._epoch, self._use = epoch, ["used"]
         if epoch != self._place["epoch"]:
             self._place, self._resume = {"epoch": epoch, "batches": 0}, False
         batch_sampler = getattr(self._loader, "batch_sampler", None)

@@ -73,6 +73,30 @@ def test_train(photos, tmp_path, monkeypatch, capsys):
         assert result["first_batch"]["dtype"] == "torch.bfloat16"
 
 
+@pytest.mark.slow
+def test_parity(photos, tmp_path, monkeypatch, capsys):
+    import parity
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    some = dict(list(parity.pipelines(32).items())[:3])
+    monkeypatch.setattr(parity, "pipelines", lambda size: some)
+    output = tmp_path / "parity.json"
+    args = f"parity.py --photos {photos} --count 6 --size 32 --output {output}".split()
+    monkeypatch.setattr(sys, "argv", args)
+    parity.main()
+    document = json.loads(output.read_text())
+    assert str(photos) not in output.read_text()
+    assert all(r["images"] == 6 and 0 < r["mean_levels"] < 1 for r in document["results"].values())
+    assert "| examples/imagenet train |" in capsys.readouterr().out
+
+
+def test_the_parity_table_is_fresh():
+    import parity
+
+    document = json.loads((BENCHMARKS / "results" / "parity-cpu.json").read_text())
+    assert parity.markdown(document["results"]) in (ROOT / "docs" / "migrate.md").read_text()
+
+
 def test_photo_folder_is_reused(photos, tmp_path, monkeypatch):
     from photos import photo_folder
 

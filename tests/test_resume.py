@@ -228,6 +228,20 @@ def test_the_next_epoch_is_a_whole_one():
     assert resumed.state_dict()["epoch"] == 1
 
 
+def test_an_iterator_that_is_dropped_unused_is_no_epoch():
+    prefetcher = DataPrefetcher(numbers(), device="cpu")
+    next(iterator := iter(prefetcher))
+    iter(prefetcher)  # dropped at once
+    assert len(list(prefetcher)) == 10
+    assert prefetcher.state_dict()["epoch"] == 1
+    first, second = iter(prefetcher), iter(prefetcher)
+    assert prefetcher.state_dict()["epoch"] == 3
+    next(second), next(first), next(iterator)
+    prefetcher.load_state_dict(prefetcher.state_dict())
+    iter(prefetcher)
+    assert [len(list(prefetcher)) for _ in range(2)] == [9, 10]  # the saved place is still there
+
+
 def test_a_state_before_the_first_epoch_and_a_wrong_one():
     prefetcher = DataPrefetcher(numbers(), device="cpu")
     state = prefetcher.state_dict()

@@ -1,0 +1,171 @@
+"""How near accelerate comes to torchvision's, timm's and PyTorch's own pipelines, on photos.
+
+python benchmarks/parity.py --photos FOLDER --output benchmarks/results/parity.json
+
+Every pipeline is run as it is, on PIL images, and as ``accelerate`` moves it, with the same random
+parameters. timm's are left out where it is not installed.
+"""
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import table
+import torch
+from harness import Device, metadata
+from photos import photo_folder
+from torch.utils.data import DataLoader
+from torchvision import transforms as v1
+from torchvision.datasets import ImageFolder
+from torchvision.models import ResNet50_Weights
+from torchvision.transforms import InterpolationMode, v2
+
+from gpuprefetch import parity
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+BILINEAR = InterpolationMode.BILINEAR
+
+
+class ClassificationPresetTrain:
+    """The training pipeline of torchvision's references/classification, by its options."""
+
+    def __init__(
+        self, T: Any, policy: str | None = None, *, backend: str = "pil", size: int = 224
+    ) -> None:
+        policies: dict[str, Callable[[], Any]] = {
+            "ra": lambda: T.RandAugment(magnitude=9, interpolation=BILINEAR),
+            "ta_wide": lambda: T.TrivialAugmentWide(interpolation=BILINEAR),
+            "augmix": lambda: T.AugMix(severity=3, interpolation=BILINEAR),
+            "imagenet": lambda: T.AutoAugment(T.AutoAugmentPolicy.IMAGENET, BILINEAR),
+        }
+        ops = [T.RandomResizedCrop(size, interpolation=BILINEAR, antialias=True)]
+        ops += [T.RandomHorizontalFlip(0.5)]
+        ops += [policies[policy]()] if policy else []
+        self.transforms = _ending(T, ops, backend, [T.RandomErasing(p=0.1)])
+
+    def __call__(self, image: Any) -> Any:
+        return self.transforms(image)
+
+
+class ClassificationPresetEval:
+    """Likewise, for validation."""
+
+    def __init__(self, T: Any, *, backend: str = "pil", size: int = 224) -> None:
+        ops = [T.Resize(size * 8 // 7, interpolation=BILINEAR, antialias=True), T.CenterCrop(size)]
+        self.transforms = _ending(T, ops, backend, [])
+
+    def __call__(self, image: Any) -> Any:
+        return self.transforms(image)
+
+
+def _ending(T: Any, ops: list[Any], backend: str, last: list[Any]) -> Any:
+    ops.insert(0 if backend == "tensor" else len(ops), T.PILToTensor())
+    new = T is v2
+    ops += [T.ToDtype(torch.float, scale=True) if new else T.ConvertImageDtype(torch.float)]
+    return T.Compose([*ops, T.Normalize(MEAN, STD), *last, *([T.ToPureTensor()] if new else [])])
+
+
+def pipelines(size: int = 224) -> dict[str, Any]:
+    """Name -> transform, as the three projects' own code builds them."""
+    ending = [v1.ToTensor(), v1.Normalize(MEAN, STD)]
+    found = {
+        "examples/imagenet train": v1.Compose(
+            [v1.RandomResizedCrop(size), v1.RandomHorizontalFlip(), *ending]
+        ),
+        "examples/imagenet val": v1.Compose(
+            [v1.Resize(size * 8 // 7), v1.CenterCrop(size), *ending]
+        ),
+        "torchvision val, v1": ClassificationPresetEval(v1, size=size),
+        "torchvision val, v2, tensor": ClassificationPresetEval(v2, backend="tensor", size=size),
+        "torchvision weights": ResNet50_Weights.IMAGENET1K_V2.transforms(
+            crop_size=size, resize_size=size * 8 // 7
+        ),
+    }
+    for policy in (None, "ra", "ta_wide", "augmix", "imagenet"):
+        for T, backend in ((v1, "pil"), (v2, "pil"), (v1, "tensor"), (v2, "tensor")):
+            version = "v1" if T is v1 else "v2"
+            name = f"torchvision train{', ' * bool(policy)}{policy or ''}, {version}, {backend}"
+            found[name] = ClassificationPresetTrain(T, policy, backend=backend, size=size)
+    if importlib.util.find_spec("timm"):
+        found |= _timm(size)
+    return found
+
+
+def _timm(size: int) -> dict[str, Any]:
+    from timm.data import create_transform
+
+    options: dict[str, dict[str, Any]] = {
+        "train": {},
+        "train, bicubic": {"interpolation": "bicubic", "hflip": 0.5, "vflip": 0.2},
+        "train, simclr": {
+            "color_jitter_prob": 0.8,
+            "grayscale_prob": 0.2,
+            "gaussian_blur_prob": 0.5,
+        },
+        "train, rand-m9-mstd0.5-inc1": {
+            "auto_augment": "rand-m9-mstd0.5-inc1",
+            "interpolation": "bicubic",
+            "re_prob": 0.25,
+            "re_mode": "pixel",
+        },
+        "train, original": {"auto_augment": "original-mstd0.5", "re_prob": 0.25},
+    }
+    made = {
+        f"timm {name}": create_transform(size, is_training=True, **given)
+        for name, given in options.items()
+    }
+    for interpolation in ("bilinear", "bicubic"):
+        name = f"timm val, {interpolation}"
+        made[name] = create_transform(size, interpolation=interpolation)
+    return made
+
+
+def measure(folder: Path, count: int, transform: Any) -> dict[str, Any]:
+    """Mean differences in levels of 255."""
+    report = parity(DataLoader(ImageFolder(str(folder), transform)), count)
+    head = [row for row in report.rows if row.where == "fused launch" and row.name != "Normalize"]
+    return {
+        "images": report.count,
+        "mean_levels": report.mean,
+        "geometric_mean_levels": head[-1].mean_so_far,
+        "worst_image_mean_levels": report.worst[0][1],
+        "ops": {row.name: row.mean for row in report.rows[1:]},
+    }
+
+
+def markdown(results: dict[str, dict[str, Any]]) -> str:
+    """The table of docs/migrate.md. "v2, pil" gives what "v1, pil" gives, and so on."""
+    columns = ("geometric_mean_levels", "mean_levels", "worst_image_mean_levels")
+    rows = [
+        [name, *(f"{result[column]:.2f}" for column in columns)]
+        for name, result in results.items()
+        if not name.endswith(("v2, pil", "v1, tensor"))
+    ]
+    return table.markdown(["pipeline", "crop, resize, flip", "all ops", "worst image"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--photos", dest="data", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=128, help="photos compared")
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--commit", help="where there is no git")
+    args = parser.parse_args()
+    folder = photo_folder(args.data, args.count)
+    results = {}
+    for name, transform in pipelines(args.size).items():
+        results[name] = measure(folder, args.count, transform)
+        print(f"{name:45} {results[name]['mean_levels']:.3f}", flush=True)
+    print(markdown(results))
+    text = json.dumps({"metadata": metadata(args, Device()), "results": results}, indent=2)
+    if args.output:
+        args.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""PyTorch Lightning: a data module whose loaders are prefetchers.
+
+    python with_lightning.py            # on pictures that it draws itself
+    python with_lightning.py FOLDER     # train/CLASS/*.jpg and val/CLASS/*.jpg
+
+The module, the trainer and its callbacks stay as they are. Lightning finds batches on the device
+already, numbers the sampler's epochs, and saves where an epoch stands in its checkpoints.
+"""
+
+import sys
+from pathlib import Path
+
+import kornia.augmentation as K
+import lightning as L
+import torch
+import torchvision
+from torch.utils.data import DataLoader, DistributedSampler
+
+from gpuprefetch import CenterCrop, DataPrefetcher, EncodedImageFolder, RandomResizedCrop, Resize
+
+MEAN, STD = torch.tensor((0.485, 0.456, 0.406)), torch.tensor((0.229, 0.224, 0.225))
+
+
+class Prefetcher(DataPrefetcher):
+    def state_dict(self):
+        # Lightning counts the batches: behind the last one, the epoch is over and the next one due.
+        state = super().state_dict()
+        if state["batches"] < len(self):
+            return state
+        return {"epoch": state["epoch"] + 1, "batches": 0, "seed": state["seed"]}
+
+
+class Images(L.LightningDataModule):
+    def __init__(self, root, batch_size=64, num_workers=2, size=64):
+        super().__init__()
+        self.root, self.batch_size, self.num_workers = root, batch_size, num_workers
+        self.train = [RandomResizedCrop(size), K.RandomHorizontalFlip(), K.Normalize(MEAN, STD)]
+        self.val = [Resize(size * 8 // 7), CenterCrop(size), K.Normalize(MEAN, STD)]
+
+    def train_dataloader(self):
+        return self.prefetcher("train", self.train, shuffle=True)
+
+    def val_dataloader(self):
+        return self.prefetcher("val", self.val, shuffle=False)
+
+    def prefetcher(self, split, transforms, *, shuffle):
+        dataset, sampler = EncodedImageFolder(f"{self.root}/{split}"), None
+        trainer = self.trainer
+        if trainer.world_size > 1:  # Lightning adds it to what is a DataLoader, and this is none
+            rank, ranks = trainer.global_rank, trainer.world_size
+            sampler = DistributedSampler(dataset, ranks, rank, shuffle=shuffle, drop_last=shuffle)
+        loader = DataLoader(
+            dataset,
+            self.batch_size,
+            shuffle=shuffle and sampler is None,
+            sampler=sampler,
+            num_workers=self.num_workers,
+            pin_memory=True,
+        )
+        return Prefetcher(loader, transforms=transforms, device=trainer.strategy.root_device)
+
+
+class Classifier(L.LightningModule):
+    def __init__(self, classes=10):
+        super().__init__()
+        self.model = torchvision.models.resnet18(num_classes=classes)
+
+    def training_step(self, batch, _):
+        images, target = batch
+        return torch.nn.functional.cross_entropy(self.model(images), target)
+
+    def validation_step(self, batch, _):
+        images, target = batch
+        correct = (self.model(images).argmax(1) == target).float().mean()
+        self.log("top1", correct, batch_size=len(target), sync_dist=True, prog_bar=True)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1] / "imagenet"))
+    from draw import drawn_folder
+
+    root = sys.argv[1] if len(sys.argv) > 1 else drawn_folder()
+    classes = len(list(Path(root, "train").iterdir()))
+    trainer = L.Trainer(max_epochs=2, logger=False, enable_checkpointing=False)
+    trainer.fit(Classifier(classes), datamodule=Images(root))

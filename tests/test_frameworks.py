@@ -1,0 +1,169 @@
+"""The recipes of examples/frameworks, with the real libraries, and with two processes."""
+
+import importlib
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples" / "frameworks"
+RANKS = 2
+COUNT = 18  # pictures of each split: not a multiple of what the ranks take at once
+
+LIGHTNING = """
+import lightning as L, torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from with_lightning import Images
+
+class Counting(L.LightningModule):  # the target is the picture's number
+    def __init__(self):
+        super().__init__()
+        self.layer, self.train_seen, self.val_seen = torch.nn.Linear(3, 1), [], []
+    def training_step(self, batch, _):
+        images, target = batch
+        assert images.device == self.device
+        self.train_seen.append([self.current_epoch, target.tolist()])
+        return self.layer(images.mean((2, 3))).mean()
+    def validation_step(self, batch, _):
+        self.val_seen.extend(batch[1].tolist())
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+def fit(path=None):
+    model = Counting()
+    save = ModelCheckpoint(root + "/saved", "{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = L.Trainer(
+        max_epochs=2, accelerator="cpu", devices=ranks, strategy="ddp", logger=False,
+        enable_progress_bar=False, num_sanity_val_steps=0, callbacks=[] if path else [save],
+        enable_checkpointing=not path,
+    )
+    trainer.fit(model, datamodule=Images(root, batch_size=2, num_workers=0, size=8), ckpt_path=path)
+    return model.train_seen, model.val_seen
+
+train, val = fit()
+steps = len(train)
+resumed = {n: fit(f"{root}/saved/step={n}.ckpt")[0] for n in (2, steps // 2)}
+result["lightning"] = {"train": train, "val": val, "resumed": resumed}
+"""
+
+ACCELERATE = """
+import torch, with_accelerate
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from gpuprefetch import EncodedImageFolder, Resize
+accelerator = Accelerator(gradient_accumulation_steps=2)
+dataset, epochs = EncodedImageFolder(root + "/train"), []
+model = accelerator.prepare(torch.nn.Linear(3, 1))
+for shuffle in (False, True):
+    loader = DataLoader(dataset, 4, shuffle=shuffle, num_workers=1)
+    loader = with_accelerate.prepare(accelerator, loader, [Resize((8, 8))])
+    for epoch in range(2):
+        mine, gathered, synced = [], [], []
+        for images, target in loader:
+            assert images.device.type == "cpu" and images.shape[1:] == (3, 8, 8)
+            with accelerator.accumulate(model):
+                synced.append(accelerator.sync_gradients)
+            mine += target.tolist()
+            gathered += accelerator.gather_for_metrics(target).tolist()
+        epochs.append({"mine": mine, "gathered": gathered, "synced": synced})
+result["accelerate"] = epochs
+with_accelerate.main(root, epochs=1, batch_size=8, num_workers=1, size=32)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("frameworks")
+    for split in ("train", "val"):
+        for i in range(COUNT):
+            path = root / split / f"{i:02d}" / "picture.jpg"
+            path.parent.mkdir(parents=True)
+            Image.new("RGB", (40 + i, 50), (9 * i, 90, 200)).save(path)
+    return root
+
+
+@pytest.fixture(scope="module")
+def ranks(folder, tmp_path_factory):
+    """What each of two processes found; they find each other as torchrun's do."""
+    parts = {"lightning": LIGHTNING, "accelerate": ACCELERATE}
+    code = "".join(parts[name] for name in parts if importlib.util.find_spec(name))
+    folder_out = tmp_path_factory.mktemp("ranks")
+    start = f"import json, pathlib, sys\nroot, ranks, result = {str(folder)!r}, {RANKS}, {{}}\n"
+    ending = "\npathlib.Path(sys.argv[1]).write_text(json.dumps(result))\n"
+    ending += "torch.distributed.destroy_process_group()\n"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = []
+    for rank in range(RANKS):
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(FOLDER)]),
+            "CUDA_VISIBLE_DEVICES": "",  # gloo, also where there are GPUs
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(RANKS),
+            "ACCELERATE_USE_CPU": "true",
+        }
+        command = [sys.executable, "-W", "ignore", "-c", start + code + ending]
+        command.append(str(folder_out / f"{rank}.json"))
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes.append(subprocess.Popen(command, env=environment, cwd=folder_out, **streams))
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert not any(process.returncode for process in processes), "\n".join(outputs)
+    return [json.loads((folder_out / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.slow
+def test_lightning_with_two_processes(request):
+    pytest.importorskip("lightning", exc_type=ImportError)
+    results = [result["lightning"] for result in request.getfixturevalue("ranks")]
+    orders = []
+    for epoch in range(2):
+        seen = [n for r in results for e, batch in r["train"] if e == epoch for n in batch]
+        assert sorted(seen) == list(range(COUNT))  # each sample once, in one of the processes
+        orders.append(seen)
+    assert orders[0] != orders[1]  # Lightning numbered the sampler's epochs
+    val = sorted(n for r in results for n in r["val"])
+    assert val == sorted([*range(COUNT)] * 2)
+    for result in results:
+        for done, rest in result["resumed"].items():
+            assert rest == result["train"][int(done) :]
+
+
+@pytest.mark.slow
+def test_accelerate_with_two_processes(request):
+    pytest.importorskip("accelerate")
+    results = [result["accelerate"] for result in request.getfixturevalue("ranks")]
+    for epochs in zip(*results, strict=True):
+        for epoch in epochs:
+            assert sorted(epoch["gathered"]) == list(range(COUNT))
+            assert epoch["synced"] == [False, True, True]  # the last batch always does
+        assert set(epochs[0]["mine"]) | set(epochs[1]["mine"]) == set(range(COUNT))
+    mine = [result[2]["mine"] for result in results]
+    assert mine[0] != results[0][3]["mine"]  # another order in the second epoch
+    assert not set(mine[0][:8]) & set(mine[1][:8])
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*unclosed file")  # timm leaves that to PIL
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_timm(folder, monkeypatch, capsys):
+    pytest.importorskip("timm")
+    monkeypatch.syspath_prepend(FOLDER)
+    importlib.import_module("with_timm").main(str(folder), epochs=1, batch_size=6, size=32)
+    assert "TimmAugment" in (text := capsys.readouterr().out)
+    assert "epoch 0: top-1" in text

@@ -1,0 +1,122 @@
+"""Every recipe of examples/sources runs, and hands out each sample once."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from gpuprefetch import DataPrefetcher, EncodedImageFolder
+from gpuprefetch._format import decode_cpu
+
+FOLDER = Path(__file__).parents[1] / "examples" / "sources"
+# Recipe -> the library it needs, and the dataset that it makes of what write() returned.
+RECIPES = {
+    "from_webdataset": ("webdataset", lambda recipe, data: recipe.read(data)),
+    "from_lmdb": ("lmdb", lambda recipe, data: recipe.LMDBImages(data)),
+    "from_tfrecord": ("tfrecord", lambda recipe, data: recipe.TFRecordImages(data, shuffle=4)),
+    "from_huggingface": ("datasets", lambda recipe, data: recipe.HuggingFaceImages(_table(data))),
+    "from_parquet": ("pyarrow", lambda recipe, data: recipe.ParquetImages(data)),
+    "from_torchdata": ("torchdata.nodes", lambda recipe, data: EncodedImageFolder(data)),
+}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # the libraries' own
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+def _table(folder):
+    import datasets
+
+    return datasets.Dataset.from_parquet(
+        f"{folder}/train.parquet", cache_dir=f"{folder}/cache", keep_in_memory=True
+    )
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request, monkeypatch, tmp_path):
+    pytest.importorskip(RECIPES[request.param][0], exc_type=ImportError)
+    monkeypatch.syspath_prepend(FOLDER)
+    if request.param == "from_huggingface":
+        config = importlib.import_module("datasets.config")
+        monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    yield importlib.import_module(request.param)
+    for name in ("drawn", request.param):
+        sys.modules.pop(name, None)
+
+
+def loader_of(recipe, data, *, rank=0, ranks=1):
+    name = recipe.__name__
+    dataset = RECIPES[name][1](recipe, data)
+    if name == "from_torchdata":
+        return recipe.build(dataset, 5, threads=2)
+    sampler = None
+    if not isinstance(dataset, IterableDataset):
+        sampler = DistributedSampler(dataset, ranks, rank)
+    return DataLoader(dataset, 5, sampler=sampler, num_workers=2, pin_memory=True)
+
+
+def read(loader):
+    """Label -> decoded picture; a list of pairs, so that duplicates are seen."""
+    return [
+        (int(label), image.cpu())
+        for images, labels in DataPrefetcher(loader)
+        for image, label in zip(images, labels, strict=True)
+    ]
+
+
+def test_it_runs_as_it_is(recipe, tmp_path, capsys):
+    data = recipe.write(str(tmp_path))
+    shuffle = {"shuffle": 4} if recipe.__name__ == "from_tfrecord" else {}
+    recipe.main(data, **shuffle)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(int(line[1:].partition(",")[0]) for line in lines if line.startswith("(")) == 24
+
+
+def test_every_sample_comes_once_whoever_reads_it(recipe, tmp_path, monkeypatch):
+    from drawn import pictures
+
+    files = dict(enumerate(data for data, _ in pictures()))
+    data = recipe.write(str(tmp_path))
+    loader = loader_of(recipe, data)
+    orders = []
+    for epoch in range(2):
+        samples = read(loader) if not epoch else read(_numbered(loader, epoch))
+        orders.append([label for label, _ in samples])
+        assert sorted(orders[-1]) == list(range(24))
+    assert orders[0] != orders[1]
+    for label, picture in samples:
+        want = decode_cpu(torch.frombuffer(bytearray(files[label]), dtype=torch.uint8))
+        # A GPU's decoder rounds in another way; on the CPU it is the same one.
+        assert (picture.int() - want.int()).abs().float().mean() < 1
+
+    # Workers and nodes ask torch.distributed who they are; forked workers inherit the answer.
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    shares = []
+    for rank in range(2):
+        monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
+        shares.append([label for label, _ in read(loader_of(recipe, data, rank=rank, ranks=2))])
+    assert len(shares[0]) == len(shares[1]) == 12
+    assert sorted(shares[0] + shares[1]) == list(range(24))
+
+
+def test_a_custom_op_cuts_each_image_into_four(photo_folder, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(FOLDER.parent)
+    recipe = importlib.import_module("custom_op")
+    whole = torch.arange(2 * 3 * 4 * 6).view(2, 3, 4, 6)
+    a, b, c, d = recipe.quarters(whole)
+    assert torch.equal(torch.cat([torch.cat([a, b], -1), torch.cat([c, d], -1)], -2), whole)
+    recipe.main(photo_folder, batch_size=12, size=16)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("4 x (12, 3, 8, 8) of (12, 3, 16, 16), 12") for line in lines)
+
+
+def _numbered(loader, epoch):
+    DataPrefetcher(loader).set_epoch(epoch)
+    return loader
