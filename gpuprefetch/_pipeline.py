@@ -25,6 +25,14 @@ from gpuprefetch._host import Packer, is_encoded, pack_lists
 from gpuprefetch._random import SeededDraws, fold
 from gpuprefetch._resample import HAS_TRITON, resample, resample_planned
 from gpuprefetch._stats import Stage, Stats
+from gpuprefetch._targets import (
+    PerSample,
+    is_per_sample,
+    refuse_unfollowed,
+    run_tail,
+    unmark,
+    unstack,
+)
 from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_size
 
 # Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
@@ -139,6 +147,8 @@ class Pipeline:
             return jobs[-1]
 
         moved = map_leaves(move, batch, is_encoded)
+        if not any(job.images.targets for job in jobs):
+            refuse_unfollowed(moved, [*self.head.ops, *self.tail])
         if jobs:
             parts = [part for job in jobs for part in job.parts()]
             return Work(parts, partial(self._finish, moved, jobs, seed))
@@ -153,14 +163,32 @@ class Pipeline:
         rows = self._rows_to_keep(jobs)
         if rows is not None and not len(rows):
             return EMPTY
+        count, targets = len(jobs[0].images), jobs[0].images.targets
 
-        def leaf_result(leaf: Any) -> Any:
-            result = leaf.out if isinstance(leaf, _ImageJob) else leaf
-            if rows is not None:
-                result = _take_rows(result, rows, len(jobs[0].images))
-            return self._run_tail(result, seed) if isinstance(leaf, _ImageJob) else result
+        def kept(leaf: Any) -> Any:
+            if rows is None or isinstance(leaf, _ImageJob):
+                return leaf
+            return _take_rows(leaf, rows, count)
 
-        return map_leaves(leaf_result, batch)
+        batch = unstack(batch, count) if targets and self.tail else batch
+        batch = map_leaves(kept, batch, is_per_sample)
+        for job in jobs:
+            job.out = kept(job.out)
+            if not targets:
+                job.out = self._run_tail(job.out, seed)
+        if targets and self.tail:
+            if len(jobs) > 1:
+                raise ValueError(
+                    "The collate function leaves samples apart, and the transforms behind the head "
+                    "need one batch. Use collate_fn=lambda samples: tuple(zip(*samples))."
+                )
+            with Stage(self.stats, "tail"), SeededDraws(seed):
+                job.out, batch = run_tail(self.tail, job.out, batch, targets)
+        return map_leaves(
+            lambda leaf: leaf.out if isinstance(leaf, _ImageJob) else unmark(leaf),
+            batch,
+            is_per_sample,
+        )
 
     def _transform_tensors(self, batch: Any, seed: int) -> Any:
         done = False
@@ -247,7 +275,8 @@ def _take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
     if isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == count:
         return leaf[rows.numpy()]
     if isinstance(leaf, list) and len(leaf) == count:
-        return [leaf[i] for i in rows.tolist()]
+        taken = [leaf[i] for i in rows.tolist()]
+        return leaf.of(taken) if isinstance(leaf, PerSample) else taken
     return leaf
 
 
