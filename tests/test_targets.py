@@ -330,31 +330,35 @@ def test_workers_agree_with_the_main_process():
         assert all(torch.equal(target[key], other[key]) for key in target)
 
 
-@pytest.mark.parametrize("tail", [[], [K.RandomHorizontalFlip(p=1.0)]])
+class Objects(Squares):
+    """Without points: v2.SanitizeBoundingBoxes would leave them, and their number, as they are."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        del target["points"]
+        return image, target
+
+
+@pytest.mark.parametrize("tail", [[], [v2.Identity(), K.RandomHorizontalFlip(p=1.0)]])
 def test_boxes_cut_away_are_removed_with_their_labels(tail):
-    crop = [RandomResizedCrop(40, scale=(0.02, 0.05)), v2.Identity(), *tail]
-    all_boxes = samples_of(Squares(12, empty=False), crop)
-    kept = samples_of(Squares(12, empty=False), crop, collate_fn=sanitized)
+    dataset, crop = Objects(12, empty=False), [RandomResizedCrop(40, scale=(0.02, 0.05)), *tail]
     gone = 0
-    for (_, whole), (_, clean) in zip(all_boxes, kept, strict=True):
+    for (_, whole), (_, clean) in zip(
+        samples_of(dataset, crop), samples_of(dataset, crop, collate_fn=sanitized), strict=True
+    ):
         x1, y1, x2, y2 = torch.Tensor(whole["boxes"])[0].tolist()
         visible = min(x2 - x1, y2 - y1) >= 1
         gone += not visible
         assert [len(clean[key]) for key in ("boxes", "masks", "labels")] == [visible] * 3
+        assert torch.equal(clean["masks"], whole["masks"][: int(visible)])
     assert 0 < gone < 12
 
 
 def test_sanitizing_in_the_list():
     tail = [K.RandomAffine(0, translate=(0.9, 0.9), p=1.0), v2.SanitizeBoundingBoxes()]
-    counts = [
-        len(t["boxes"])
-        for _, t in samples_of(Squares(12, empty=False), [Resize(64), CenterCrop(64), *tail])
-    ]
-    labels = [
-        len(t["labels"])
-        for _, t in samples_of(Squares(12, empty=False), [Resize(64), CenterCrop(64), *tail])
-    ]
-    assert counts == labels
+    samples = samples_of(Squares(12, empty=False), [Resize(64), CenterCrop(64), *tail])
+    counts = [len(target["boxes"]) for _, target in samples]
+    assert counts == [len(target["labels"]) for _, target in samples]
     assert 0 < sum(counts) < 12
 
 
