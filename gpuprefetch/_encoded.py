@@ -82,6 +82,7 @@ class EncodedImages:
         decode_seconds: it spent decoding.
         collate_seconds: it spent on the rest of the batch.
         pin_seconds: the DataLoader's pin thread took.
+        targets: what became of boxes, masks and points, see :func:`gpuprefetch._targets.fate`.
         pinned: a copy of the pixels in pinned memory, where the buffer itself cannot be pinned.
     """
 
@@ -103,6 +104,7 @@ class EncodedImages:
     decode_seconds: float = 0.0
     collate_seconds: float = 0.0
     pin_seconds: float = 0.0
+    targets: str = ""
     pinned: torch.Tensor | None = None
 
     @property

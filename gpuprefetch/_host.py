@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from gpuprefetch._batch import map_leaves
+from gpuprefetch._batch import leaves, map_leaves
 from gpuprefetch._encoded import EncodedImage, EncodedImages, join, packing
 from gpuprefetch._format import ImageHeader, decode_cpu, read_header
 from gpuprefetch._random import Keys, fold
 from gpuprefetch._resample import plan_rows, resample_uint8
+from gpuprefetch._targets import FollowedImage, fate, follow, mark
 from gpuprefetch._transforms import Head, Sampling
 
 # Added to the workers' priority number: the training thread launches kernels, they only decode.
@@ -81,6 +82,7 @@ class Packer:
     share: torch.Tensor
     _views: int = 0
     _last: float = field(init=False, default_factory=time.perf_counter)
+    _following: bool = False
 
     def __call__(self, images: Sequence[EncodedImage]) -> EncodedImages:
         begin = time.perf_counter()
@@ -88,16 +90,13 @@ class Packer:
         epoch = int(self.epoch)
         keys = sample_keys(self.seed, epoch, images, batch_view)
         headers, errors = self._read_headers(images)
+        orientation, transposed, sizes = self._upright(headers)
+        rows = self._draw(images, sizes, keys)
         on_cpu = ~np.array([header.gpu and self.on_gpu for header in headers])
         share = float(self.share)
         on_cpu |= self._cheapest(images, ~on_cpu, share)
         if self.head.size is None and self.apply_exif:  # no sampling that could turn the picture
             on_cpu |= np.array([header.orientation != 1 for header in headers])
-        orientation = [header.orientation if self.apply_exif else 1 for header in headers]
-        transposed = np.array([o in _TRANSPOSED for o in orientation], dtype=bool)
-        sizes = np.array([(header.height, header.width) for header in headers], dtype=np.int64)
-        sizes = np.where(transposed[:, None], sizes[:, ::-1], sizes)
-        rows = None if self.head.size is None else self.head.draw(sizes, fold(keys, 0))
 
         files: list[Any] = [b""] * len(images)
         pixels: list[Any] = [b""] * len(images)
@@ -169,6 +168,39 @@ class Packer:
         if len(made) < 2 or min(made) < self._last:
             return 0.0
         return (max(made) - min(made)) * len(made) / (len(made) - 1)
+
+    def follow(self, samples: Any) -> Any:
+        """Samples with boxes, masks and points moved as the head is going to move their image."""
+
+        def draw(images: Sequence[EncodedImage]) -> tuple[Any, Any, dict[int, str]]:
+            headers, errors = self._read_headers(images)
+            sizes = self._upright(headers)[2]
+            keys = sample_keys(self.seed, int(self.epoch), images, 0)
+            return self.head.draw(sizes, fold(keys, 0)), sizes, errors
+
+        followed = follow(samples, self.head.size, draw)
+        self._following = followed is not samples
+        return followed
+
+    def _upright(self, headers: Sequence[ImageHeader]) -> tuple[list[int], Any, Any]:
+        """Orientation, whether it swaps rows and columns, and the size ``(N, 2)`` behind that."""
+        orientation = [header.orientation if self.apply_exif else 1 for header in headers]
+        transposed = np.array([o in _TRANSPOSED for o in orientation], dtype=bool)
+        sizes = np.array([(header.height, header.width) for header in headers], dtype=np.int64)
+        return orientation, transposed, np.where(transposed[:, None], sizes[:, ::-1], sizes)
+
+    def _draw(self, images: Sequence[EncodedImage], sizes: Any, keys: Keys) -> Any:
+        if self.head.size is None:
+            return None
+        if not self._following:
+            return self.head.draw(sizes, fold(keys, 0))
+        followed: list[Any] = [i.row for i in images if isinstance(i, FollowedImage)]
+        if len(followed) < len(images):
+            raise ValueError(
+                "The collate function made new EncodedImages, but boxes, masks or points have been "
+                "moved with those of the samples. Let it pass these on."
+            )
+        return np.stack(followed)
 
     @staticmethod
     def _read_headers(images: Sequence[EncodedImage]) -> tuple[list[ImageHeader], dict[int, str]]:
@@ -249,8 +281,13 @@ class HostStage:
         self.packer._views = 0
         if self.packer.on_gpu:
             _yield_to_training()
+        samples = self.packer.follow(samples)
         with packing(self.packer):
-            return pack_lists(self.collate_fn(samples), self.packer)
+            batch = pack_lists(mark(self.collate_fn(samples), samples), self.packer)
+        for images in leaves(batch, is_encoded):
+            if isinstance(images, EncodedImages):
+                images.targets = fate(batch, samples)
+        return batch
 
 
 def is_encoded(batch: Any) -> bool:

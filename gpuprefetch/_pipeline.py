@@ -35,6 +35,14 @@ from gpuprefetch._random import SeededDraws, fold
 from gpuprefetch._resample import HAS_TRITON, resample, resample_planned
 from gpuprefetch._stats import Stage, Stats
 from gpuprefetch._stream import using
+from gpuprefetch._targets import (
+    PerSample,
+    is_per_sample,
+    refuse_unfollowed,
+    run_tail,
+    unmark,
+    unstack,
+)
 from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_size
 
 # Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
@@ -180,6 +188,8 @@ class Pipeline:
 
         moved = map_leaves(move, batch, is_encoded)
         finish: Callable[[], Any] = lambda: moved  # noqa: E731
+        if not any(job.images.targets for job in jobs):
+            refuse_unfollowed(moved, [*self.head.ops, *self.tail])
         if jobs:
             parts = [part for job in jobs for part in job.parts(limit)]
             if limit is not None:
@@ -208,25 +218,41 @@ class Pipeline:
         rows = self._rows_to_keep(jobs)
         if rows is not None and not len(rows):
             return EMPTY
+        count, targets = len(jobs[0].images), jobs[0].images.targets
 
-        count = len(jobs[0].images)
+        def keep(leaf: Any) -> Any:
+            if rows is None or isinstance(leaf, _ImageJob):
+                return leaf
+            return _take_rows(leaf, rows, count)
+
+        batch = unstack(batch, count) if targets and self.tail else batch
+        batch = map_leaves(keep, batch, partial(_is_column, count=count))
+        for job in jobs:
+            job.out = keep(job.out)
+            if not targets:
+                job.out = self._run_tail(job.out, seed)
+        if targets and self.tail:
+            if len(jobs) > 1:
+                raise ValueError(
+                    "The collate function leaves samples apart, and the transforms behind the head "
+                    "need one batch. Use collate_fn=lambda samples: tuple(zip(*samples))."
+                )
+            with Stage(self.stats, "tail"), SeededDraws(seed):
+                job.out, batch = run_tail(self.tail, job.out, batch, targets)
         kept = torch.arange(count) if rows is None else rows
-        only = kept.eq(-1 if self.only is None else self.only).nonzero()[:1, 0]
+        only = None if self.only is None else kept.eq(self.only).nonzero()[:1, 0]
+        column = partial(_is_column, count=len(kept))
+        return map_leaves(partial(self._result, only=only, count=len(kept)), batch, column)
 
-        def leaf_result(leaf: Any) -> Any:
-            is_image = isinstance(leaf, _ImageJob)
-            result = leaf.out if is_image else leaf
-            if rows is not None:
-                result = _take_rows(result, rows, count)
-            if is_image:
-                result = self._run_tail(result, seed)
-            if self.only is None:
-                return result
-            take = partial(_take_rows, rows=only, count=len(kept))
+    def _result(self, leaf: Any, *, only: torch.Tensor | None, count: int) -> Any:
+        """What is handed over of a leaf; of one row alone where ``only`` says which."""
+        result = leaf.out if isinstance(leaf, _ImageJob) else leaf
+        if only is not None:
+            take = partial(_take_rows, rows=only, count=count)
             # A list of images of their own sizes has an entry per sample, several outputs have not.
-            return map_leaves(take, result) if is_image and self.tail else take(result)
-
-        return map_leaves(leaf_result, batch, partial(_is_column, count=count))
+            several = isinstance(leaf, _ImageJob) and self.tail
+            result = map_leaves(take, result) if several else take(result)
+        return unmark(result)
 
     def _transform_tensors(self, batch: Any, seed: int) -> Any:
         done = False
@@ -327,13 +353,14 @@ def _take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
     if isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == count:
         return leaf[rows.numpy()]
     if isinstance(leaf, (list, tuple)) and len(leaf) == count:
-        return type(leaf)(leaf[i] for i in rows.tolist())
+        taken = [leaf[i] for i in rows.tolist()]
+        return leaf.of(taken) if isinstance(leaf, PerSample) else type(leaf)(taken)
     return leaf
 
 
 def _is_column(batch: Any, *, count: int) -> bool:
     """Whether a list has an entry per sample, as the names that the default collate leaves."""
-    return (
+    return is_per_sample(batch) or (
         type(batch) in (list, tuple)
         and len(batch) == count
         and not any(isinstance(leaf, (torch.Tensor, np.ndarray, _ImageJob)) for leaf in batch)

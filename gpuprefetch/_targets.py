@@ -1,0 +1,392 @@
+"""Boxes, masks and points follow their image: through the head's sampling, and through the tail.
+
+torchvision's tv_tensors say of a target what it is. Workers move them before the loader's own
+collate function sees the samples, so that it may do with the result what it likes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+
+from gpuprefetch._batch import leaves, map_leaves
+from gpuprefetch._encoded import EncodedImage, EncodedImages
+
+# Note [Coordinates]
+# Pixel k reaches from k to k + 1, for boxes and points alike, as in COCO and torchvision's models.
+# Its center is at k + 0.5 then, but at k in sampling rows and in kornia. torchvision's transforms
+# agree, but mirror points to W - 1 - x: a pixel off what they do with boxes, and with the image.
+
+Size = tuple[int, int]
+
+
+@dataclass(slots=True)
+class FollowedImage(EncodedImage):
+    """An image whose sampling row ``(2, 6)`` is settled: the targets beside it have followed it."""
+
+    row: Any = None
+
+
+class PerSample(list[Any]):
+    """A list within a batch that has one entry per sample; ``kind`` makes of it what it was."""
+
+    kind: Callable[[Any], Any] = list
+
+    def of(self, entries: Iterable[Any]) -> PerSample:
+        """The same with the entries of other samples."""
+        other = PerSample(entries)
+        other.kind = self.kind
+        return other
+
+
+def is_per_sample(node: Any) -> bool:
+    """For ``map_leaves``."""
+    return isinstance(node, PerSample)
+
+
+def unmark(leaf: Any) -> Any:
+    """What a :class:`PerSample` was; anything else as it is."""
+    return leaf.kind(leaf) if isinstance(leaf, PerSample) else leaf
+
+
+def _is_image(leaf: Any) -> bool:
+    return isinstance(leaf, (EncodedImage, EncodedImages))
+
+
+def followers(batch: Any) -> list[Any]:
+    """The boxes, masks and points in a batch or a part of it."""
+    tv = sys.modules.get("torchvision.tv_tensors")  # nobody has any before it is imported
+    kinds = (tv.BoundingBoxes, tv.KeyPoints, tv.Mask) if tv else ()
+    return [leaf for leaf in leaves(batch, _is_image) if isinstance(leaf, kinds)] if kinds else []
+
+
+# --- In the workers ---
+
+
+def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]], Any]) -> Any:
+    """Move boxes, masks and points as the head is going to sample their image.
+
+    Args:
+        samples: what the dataset gave: a list of samples, or one sample.
+        size: ``(height, width)`` of the head's result, None where it samples nothing.
+        draw: gives sampling rows ``(N, 2, 6)``, sizes ``(N, 2)`` and errors of N images.
+
+    Returns:
+        New samples with a :class:`FollowedImage` each; the same object where nothing has to move.
+
+    Raises:
+        ValueError: if a sample has not exactly one image, or a target is not for its size.
+    """
+    if size is None or not followers(samples):
+        return samples
+    each = samples if isinstance(samples, list) else [samples]
+    images = [[leaf for leaf in leaves(sample, _is_image) if _is_image(leaf)] for sample in each]
+    if not any(images):
+        return samples
+    if odd := {len(found) for found in images} - {1}:
+        raise ValueError(
+            "Boxes, masks and points follow the one EncodedImage of their sample, but a sample has "
+            f"{odd.pop()}. Return one image a sample, or plain tensors instead of tv_tensors."
+        )
+    rows, sizes, errors = draw([image for (image,) in images])
+    tv = sys.modules["torchvision.tv_tensors"]
+    for kind in (tv.Mask, tv.KeyPoints):
+        default_collate_fn_map.setdefault(kind, _stack)
+
+    def move(i: int, leaf: Any) -> Any:
+        if _is_image(leaf):
+            image = FollowedImage(leaf.data, leaf.index, leaf.path, rows[i])
+            image._made = leaf._made
+            return image
+        if not followers(leaf):
+            return leaf
+        (height, width), canvas = sizes[i], tuple(getattr(leaf, "canvas_size", leaf.shape[-2:]))
+        if canvas != (height, width) and i not in errors:
+            image = images[i][0]
+            raise ValueError(
+                f"{type(leaf).__name__} is for a picture of {canvas[0]} x {canvas[1]} (height x "
+                f"width), but {image.path or image.index!r} has {height} x {width}. Pictures are "
+                "turned by their EXIF orientation where apply_exif says so, and else are not."
+            )
+        return _sampled(leaf, rows[i], size)
+
+    moved = [map_leaves(partial(move, i), sample, _is_image) for i, sample in enumerate(each)]
+    return moved if each is samples else moved[0]
+
+
+def _sampled(leaf: Any, row: Any, size: Size) -> Any:
+    from torchvision import tv_tensors
+
+    if not isinstance(leaf, tv_tensors.Mask):
+        origin, step = torch.from_numpy(row[::-1, :2].copy()).unbind(1)
+        return _at(leaf, (_points(leaf) - 0.5 - origin) / step + 0.5, size)  # Note [Coordinates]
+    mask = leaf.as_subclass(torch.Tensor)
+    for dim, (origin, step, low, high, first, last) in zip((-2, -1), row, strict=True):
+        index = np.arange(size[dim])
+        pixel = np.floor(origin + step * index + 0.5).clip(low, high - 1)  # the nearest one
+        # The second bound is for a file that could not be read, whose size is made up.
+        pixel = pixel.clip(0, mask.shape[dim] - 1).astype(np.int64)
+        mask = mask.index_select(dim, torch.from_numpy(pixel))
+        padding = torch.from_numpy((index < first) | (index >= last))
+        mask.masked_fill_(padding[:, None] if dim == -2 else padding, 0)
+    return tv_tensors.Mask(mask)
+
+
+def _points(leaf: Any) -> torch.Tensor:
+    """``(P, 2)`` float64, x and y of all points, or of the four corners of all boxes."""
+    from torchvision.transforms.v2 import functional as F
+
+    values = leaf.as_subclass(torch.Tensor).double()
+    if hasattr(leaf, "format"):
+        if values.shape[-1] != 4:
+            raise ValueError(
+                f"Boxes of format {leaf.format.value} do not follow their image: a crop that is "
+                "stretched leaves no rectangles of them. Give corners, as KeyPoints (N, 4, 2)."
+            )
+        values = F.convert_bounding_box_format(values, leaf.format, type(leaf.format).XYXY)
+        values = values[:, [0, 1, 2, 1, 2, 3, 0, 3]]
+    return torch.Tensor(values.reshape(-1, 2))
+
+
+def _at(leaf: Any, points: torch.Tensor, canvas: Size) -> Any:
+    """``leaf`` with its points elsewhere; a box becomes the upright one around its corners."""
+    from torchvision import tv_tensors
+    from torchvision.transforms.v2 import functional as F
+
+    if hasattr(leaf, "format"):
+        corners, xyxy = points.reshape(-1, 4, 2), type(leaf.format).XYXY
+        points = torch.cat([corners.amin(1), corners.amax(1)], dim=1)
+        points = F.clamp_bounding_boxes(points, xyxy, canvas, leaf.clamping_mode)
+        points = F.convert_bounding_box_format(points, xyxy, leaf.format)
+    points = points if leaf.is_floating_point() else points.round()
+    moved = points.reshape(leaf.shape).to(leaf.dtype)
+    return tv_tensors.wrap(moved, like=leaf, canvas_size=canvas)
+
+
+def _stack(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    """Entry of the default collate: masks and points of equal shapes stay what they are."""
+    from torchvision import tv_tensors
+
+    return tv_tensors.wrap(collate_tensor_fn(batch), like=batch[0])
+
+
+def mark(batch: Any, samples: Any) -> Any:
+    """Make a :class:`PerSample` of every list of a collated batch that has an entry per sample.
+
+    Those are the lists of what the samples held, and the lists beside a list of their images.
+    """
+    if not isinstance(samples, list) or not any(map(_is_image, leaves(batch, _is_image))):
+        return batch
+    count = len(samples)
+    beside_images, held = set[int](), list[set[int]]()
+
+    def is_list(node: Any) -> bool:
+        plain = isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
+        return plain and len(node) == count > 0
+
+    def is_entries(node: Any) -> bool:
+        children = list(node.values()) if isinstance(node, Mapping) else node
+        if isinstance(children, (list, tuple)):
+            for child in children:
+                if is_list(child) and all(map(_is_image, child)):
+                    beside_images.update(map(id, children))
+        if not is_list(node) or any(map(_is_image, leaves(node, _is_image))):
+            return False
+        return id(node) in beside_images or is_held(node)
+
+    def is_held(node: Any) -> bool:
+        if not held:
+            held.extend(set(map(id, leaves(sample, _is_image))) for sample in samples)
+        found = [set(map(id, leaves(entry))) for entry in node]
+        return any(found) and all(
+            not mine or mine & of_sample for mine, of_sample in zip(found, held, strict=True)
+        )
+
+    def per_sample(leaf: Any) -> Any:
+        if not isinstance(leaf, (list, tuple)):
+            return leaf
+        entries = PerSample(leaf)
+        entries.kind = list if isinstance(leaf, list) else tuple
+        return entries
+
+    return map_leaves(per_sample, batch, is_entries)
+
+
+def fate(batch: Any, samples: Any) -> str:
+    """What the collate function made of the tv_tensors: "kept", "lost", or "" without any."""
+    before, count = len(followers(samples)), len(samples) if isinstance(samples, list) else 0
+    columns = [leaf for leaf in leaves(unstack(batch, count), is_per_sample) if before]
+    after = sum(len(followers(column)) for column in columns if is_per_sample(column))
+    return ("kept" if after == before else "lost") if before else ""
+
+
+# --- Behind the head ---
+
+
+def unstack(batch: Any, count: int) -> Any:
+    """Make a :class:`PerSample` of every stack of ``count`` masks or points."""
+
+    def split(leaf: Any) -> Any:
+        boxes = hasattr(leaf, "format")
+        if is_per_sample(leaf) or boxes or not followers(leaf) or len(leaf) != count:
+            return leaf
+        from torchvision import tv_tensors
+
+        entries = PerSample(tv_tensors.wrap(entry, like=leaf) for entry in torch.unbind(leaf))
+        entries.kind = _stack
+        return entries
+
+    return map_leaves(split, batch, is_per_sample)
+
+
+def refuse_unfollowed(batch: Any, transforms: Sequence[Any]) -> None:
+    """Refuse what would move images away from boxes, masks or points that came without samples.
+
+    Raises:
+        ValueError: for a batch that holds some.
+    """
+    movers = ("gpuprefetch._transforms", "kornia.augmentation._2d.geometric")
+    modules = tuple(type(transform).__module__ for transform in transforms)
+    moved = any(m.startswith((*movers, "torchvision.transforms.v2._geometry")) for m in modules)
+    if moved and followers(batch):
+        raise ValueError(
+            "Boxes, masks and points follow the EncodedImage of their sample, where a DataLoader's "
+            "dataset returns both; this batch came otherwise. Return them so, or transform there."
+        )
+
+
+Samples = list[list[Any]]  # of each sample the parts of its target
+
+
+def run_tail(tail: Sequence[Any], images: Any, batch: Any, fate: str) -> tuple[Any, Any]:
+    """Run transforms on a batch with boxes, masks or points.
+
+    kornia's augmentations run on the whole of it, torchvision's v2 transforms sample by sample, and
+    move the targets too. Any other callable gets the images alone.
+
+    Args:
+        tail: the transforms.
+        images: ``(N, C, H, W)``.
+        batch: the rest, in which everything with an entry per sample is a :class:`PerSample`.
+        fate: what :func:`fate` said of it.
+
+    Returns:
+        The images and the batch.
+
+    Raises:
+        ValueError: for a transform that would move the images alone.
+    """
+    columns: list[Any] = [leaf for leaf in leaves(batch, is_per_sample) if is_per_sample(leaf)]
+    samples: Samples = [list(parts) for parts in zip(*columns, strict=True)]
+    for transform in tail:
+        run = _runner(transform)
+        if run is None:
+            images = transform(images)
+        elif fate == "kept":
+            images, samples = run(images, samples)
+        else:
+            raise ValueError(
+                f"{type(transform).__name__} moves boxes, masks and points, but the collate_fn has "
+                "made plain tensors of some, or dropped them. Use one that keeps them, such as "
+                "collate_fn=lambda samples: tuple(zip(*samples)), or leave it to the dataset."
+            )
+    moved = {
+        id(old): old.of(new) for old, new in zip(columns, zip(*samples, strict=True), strict=True)
+    }
+    return images, map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch, is_per_sample)
+
+
+def _runner(transform: Any) -> Callable[[Any, Samples], Any] | None:
+    """How a transform takes images and targets; None where it gets the images alone."""
+    from gpuprefetch._per_image import Apply, Choice, Loop, Policy, Switch
+
+    transform = transform.op if isinstance(transform, (Loop, Policy, Switch)) else transform
+    v2 = sys.modules.get("torchvision.transforms.v2")
+    if v2 is not None and isinstance(transform, v2.Transform):
+        return partial(_run_each, transform)
+    module, name = type(transform).__module__, type(transform).__name__
+    if module.startswith("kornia.augmentation."):
+        colors = ".intensity." in module and name != "RandomErasing"  # which erases masks as well
+        return None if colors else partial(_run_by_data_keys, transform)
+    foreign = module.startswith(("kornia.geometry.", "torchvision.transforms."))
+    if foreign or isinstance(transform, (Apply, Choice)):
+        raise ValueError(
+            f"{module}.{name} takes images alone, but the targets hold boxes, masks or points. Use "
+            "a module of kornia.augmentation or torchvision.transforms.v2."
+        )
+    return None
+
+
+def _run_each(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
+    from torchvision.tv_tensors import Image
+
+    done = [transform(Image(image), *parts) for image, parts in zip(images, samples, strict=True)]
+    shapes = {tuple(image.shape) for image, *_ in done}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"{type(transform).__name__} gave images of {len(shapes)} shapes, as {shapes.pop()}. "
+            "Put it into a v2.Compose with a v2.Resize((height, width)) behind it."
+        )
+    together = torch.stack([image.as_subclass(torch.Tensor) for image, *_ in done])
+    return together, [parts for _, *parts in done]
+
+
+def _run_by_data_keys(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
+    import kornia.augmentation as K
+    from torchvision.tv_tensors import Mask
+
+    targets = [followers(parts) for parts in samples]
+    points = [[_points(leaf) for leaf in some if not isinstance(leaf, Mask)] for some in targets]
+    masks = [[_flat(leaf) for leaf in some if isinstance(leaf, Mask)] for some in targets]
+    for op in transform.modules() if any(points) else ():
+        rigid = isinstance(op, K.RigidAffineAugmentationBase2D)
+        if isinstance(op, K.AugmentationBase2D) and not rigid:
+            raise ValueError(
+                f"kornia's {type(op).__name__} leaves boxes and points where they were."
+            )
+    if any(points) and images.dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"kornia moves boxes and points in the dtype of the images, and {images.dtype} is too "
+            "coarse for that. Leave dtype out of DataPrefetcher and cast behind it."
+        )
+    # kornia takes no empty masks, so a blank one ends each list, and a point that nobody reads.
+    blank = images.new_zeros(1, *images.shape[-2:], dtype=torch.uint8)
+    origin = images.new_zeros(1, 2, dtype=torch.float64)
+    padded = pad_sequence([torch.cat([*some, origin]) for some in points], batch_first=True)
+    if not isinstance(transform, K.AugmentationSequential):
+        transform = K.AugmentationSequential(transform)
+    images, padded, layers = transform(
+        images,
+        padded - 0.5,  # see Note [Coordinates]
+        [torch.cat([*some, blank]) for some in masks],
+        data_keys=["input", "keypoints", "mask"],
+    )
+    canvas = (images.shape[-2], images.shape[-1])
+
+    def put_back(i: int, parts: list[Any]) -> Any:
+        lengths = [*map(len, points[i])]
+        some_points = iter(padded[i].split([*lengths, padded.shape[1] - sum(lengths)]))
+        some_masks = iter(layers[i].reshape(-1, *canvas).split([*map(len, masks[i]), 1]))
+
+        def moved(leaf: Any) -> Any:
+            if not followers(leaf):
+                return leaf
+            if not isinstance(leaf, Mask):
+                return _at(leaf, next(some_points) + 0.5, canvas)
+            return Mask(next(some_masks).reshape(*leaf.shape[:-2], *canvas).to(leaf.dtype))
+
+        return map_leaves(moved, parts)
+
+    return images, [put_back(i, parts) for i, parts in enumerate(samples)]
+
+
+def _flat(mask: torch.Tensor) -> torch.Tensor:
+    return mask.reshape(mask.shape[:-2].numel(), *mask.shape[-2:])

@@ -1,0 +1,532 @@
+"""Boxes, masks and points follow their image, whatever moves it and whoever decodes it."""
+
+import io
+
+import kornia.augmentation as K
+import numpy as np
+import pictures
+import pytest
+import torch
+from kornia.geometry import Hflip
+from PIL import Image
+from torch.nn.functional import max_pool2d
+from torch.utils.data import DataLoader, Dataset
+from torchvision import tv_tensors
+from torchvision.transforms import InterpolationMode, v2
+from torchvision.transforms.v2 import functional as F
+
+from gpuprefetch import (
+    CenterCrop,
+    DataPrefetcher,
+    EncodedImage,
+    RandomResizedCrop,
+    Resize,
+)
+from gpuprefetch._host import HostStage, Packer, sample_keys
+from gpuprefetch._per_image import Apply, per_image
+from gpuprefetch._random import fold
+from gpuprefetch._transforms import read_transforms
+
+SEED = 3
+# torchvision computes in float32, at coordinates below 200, through up to four ops.
+POINT_TOLERANCE = 1e-3
+# The picture's square after JPEG, antialiasing and warps, measured at half of its brightness: pixel
+# centers lie half a pixel off its edge at most, and interpolation blurs the corners.
+SQUARE_TOLERANCE = 1.0
+
+
+def zipped(samples):
+    return tuple(zip(*samples, strict=True))
+
+
+def sanitized(samples):
+    return zipped(map(v2.SanitizeBoundingBoxes(), samples))
+
+
+class Squares(Dataset):
+    """A white square on black, and a target that says where; every third has no object at all.
+
+    The square of a picture turned by EXIF is where a viewer sees it if ``upright``.
+    """
+
+    def __init__(self, count=6, upright=False, empty=True):
+        self.count, self.upright, self.empty = count, upright, empty
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        height, width = 96 + 5 * (index % 7), 130 - 7 * (index % 5)
+        x, y = 20 + 4 * (index % 6), 24 + 2 * (index % 9)
+        box = [x, y, x + 40, y + 30]
+        picture = np.zeros((height, width, 3), np.uint8)
+        picture[box[1] : box[3], box[0] : box[2]] = 255
+        mask = torch.from_numpy(picture[None, ..., 0] > 0)
+        orientation = index % 8 + 1 if self.upright else None
+        if self.upright:
+            picture = stored(picture, orientation)
+        objects = slice(0, 0 if self.empty and index % 3 == 2 else 1)
+        size = {"canvas_size": (height, width)}
+        corners = [[x, y], [x + 40, y + 30]]
+        target = {
+            "boxes": tv_tensors.BoundingBoxes(
+                torch.tensor([box]).float()[objects], format="XYXY", **size
+            ),
+            "masks": tv_tensors.Mask(mask[objects]),
+            "points": tv_tensors.KeyPoints(torch.tensor([corners]).float()[objects], **size),
+            "labels": torch.tensor([index])[objects],
+        }
+        data = pictures.encode_jpeg(picture, quality=95, orientation=orientation)
+        return EncodedImage(data, index, f"{index}.jpg"), target
+
+
+def stored(picture, orientation):
+    """What a camera stores for a viewer to see ``picture`` at this EXIF orientation."""
+    rows = slice(None, None, -1 if orientation in (3, 4, 7, 8) else 1)
+    columns = slice(None, None, -1 if orientation in (2, 3, 6, 7) else 1)
+    mirrored = picture[rows, columns]
+    return np.ascontiguousarray(mirrored.swapaxes(0, 1) if orientation > 4 else mirrored)
+
+
+def prefetcher(dataset, transforms, device="cpu", collate_fn=zipped, **options):
+    loader = DataLoader(
+        dataset,
+        batch_size=options.pop("batch_size", 4),
+        collate_fn=collate_fn,
+        num_workers=options.pop("workers", 0),
+        pin_memory=torch.device(device).type == "cuda",
+    )
+    return DataPrefetcher(loader, device=device, transforms=transforms, seed=SEED, **options)
+
+
+def samples_of(*arguments, **options):
+    """Image and target of every sample, on the CPU."""
+    pairs = []
+    for images, targets in prefetcher(*arguments, **options):
+        assert len(images) == len(targets)
+        pairs += zip(images.cpu(), targets, strict=True)
+    return [
+        (image, {key: value.to("cpu") for key, value in target.items()}) for image, target in pairs
+    ]
+
+
+# ---- the head, against torchvision
+
+
+def crop_of(row):
+    """``(top, left, height, width, flipped)`` of a crop that a sampling row resizes and mirrors."""
+    (top, bottom), (left, right) = row[:, 2:4].astype(int)
+    return top, left, bottom - top, right - left, row[1, 1] < 0
+
+
+HEADS = {
+    "resize": ([Resize((48, 70))], v2.Resize((48, 70))),
+    "resize and crop": (
+        [Resize(64), CenterCrop(56)],
+        v2.Compose([v2.Resize(64), v2.CenterCrop(56)]),
+    ),
+    "crop": ([CenterCrop((60, 50))], v2.CenterCrop((60, 50))),
+    "padding": ([CenterCrop(140)], v2.CenterCrop(140)),
+    "random": ([RandomResizedCrop((50, 60), scale=(0.3, 1.0))], None),
+    "flipped": (
+        [RandomResizedCrop((50, 60), scale=(0.3, 1.0)), K.RandomHorizontalFlip(p=0.5)],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_head_agrees_with_torchvision(name):
+    transforms, reference = HEADS[name]
+    head, _ = read_transforms(transforms)
+    dataset, flips = Squares(8, empty=False), 0
+    for index, (image, target) in enumerate(samples_of(dataset, transforms)):
+        encoded, expected = dataset[index]
+        picture = Image.open(io.BytesIO(encoded.data)).convert("RGB")
+        flipped, apply = False, reference
+        if reference is None:
+            keys = sample_keys(SEED, 0, [encoded], 0)
+            (row,) = head.draw([picture.size[::-1]], fold(keys, 0))
+            *box, flipped = crop_of(row)
+            flips += flipped
+
+            def apply(value, box=box, flipped=flipped):
+                value = F.resized_crop(value, *map(int, box), head.size, antialias=True)
+                return F.horizontal_flip(value) if flipped else value
+
+        # Within a level of PIL, and another for the rounding between resize and crop.
+        assert (image * 255 - F.pil_to_tensor(apply(picture))).abs().max() <= 2
+        # torchvision pads pictures behind by the odd pixel, and boxes in front.
+        tolerance = 1 if name == "padding" else POINT_TOLERANCE
+        for key in ("boxes", "points"):
+            want = apply(expected[key])
+            if key == "points" and flipped:
+                want[..., 0] += 1  # torchvision mirrors points to W - 1 - x, boxes to W - x
+            assert target[key].canvas_size == want.canvas_size == head.size
+            torch.testing.assert_close(
+                torch.Tensor(target[key]), torch.Tensor(want), atol=tolerance, rtol=0
+            )
+        assert torch.equal(target["labels"], expected["labels"])
+        check_mask(target["masks"], expected["masks"], apply)
+    assert name != "flipped" or 0 < flips < len(dataset)
+
+
+def check_mask(mask, source, apply):
+    """torchvision's masks take the pixel at the top left of an output pixel, ours at its center."""
+    assert mask.dtype == torch.bool
+    want = apply(source)
+    assert mask.shape == want.shape
+    edges = max_pool2d(want.float(), 3, 1, 1) != -max_pool2d(-want.float(), 3, 1, 1)
+    assert (torch.Tensor(mask) == torch.Tensor(want))[~edges].all()
+
+
+# Sizes at which no output pixel is centered between two pixels of the mask.
+@pytest.mark.parametrize("size", [(64, 48), (96, 130), (128, 150)])
+def test_masks_are_nearest(size):
+    mask = torch.randint(0, 9, (96, 130), generator=torch.Generator().manual_seed(0))
+
+    class One(Squares):
+        def __getitem__(self, index):
+            return super().__getitem__(0)[0], {"masks": tv_tensors.Mask(mask)}
+
+    ((_, target),) = samples_of(One(1), [Resize(size)])
+    exact = F.resize(mask[None], size, InterpolationMode.NEAREST_EXACT)[0]
+    assert target["masks"].dtype == torch.int64
+    assert torch.equal(torch.Tensor(target["masks"]).long(), exact)
+
+
+@pytest.mark.parametrize("box_format", ["XYWH", "CXCYWH"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_boxes_keep_their_format(box_format, dtype):
+    class Formatted(Squares):
+        def __getitem__(self, index):
+            image, target = super().__getitem__(index)
+            boxes = v2.ConvertBoundingBoxFormat(box_format)(target["boxes"])
+            boxes = tv_tensors.wrap(boxes.to(dtype), like=boxes)
+            return image, {"boxes": boxes}
+
+    transforms = [Resize((37, 61))]
+    for (_, got), (_, want) in zip(
+        samples_of(Formatted(), transforms), samples_of(Squares(), transforms), strict=True
+    ):
+        assert got["boxes"].format.name == box_format
+        assert got["boxes"].dtype == dtype
+        xyxy = v2.ConvertBoundingBoxFormat("XYXY")(
+            tv_tensors.wrap(got["boxes"].double(), like=got["boxes"])
+        )
+        # Whole numbers are rounded, and a corner is the sum of two of them.
+        tolerance = POINT_TOLERANCE if dtype.is_floating_point else 1
+        assert ((torch.Tensor(xyxy) - torch.Tensor(want["boxes"])).abs() <= tolerance).all()
+
+
+# ---- everything together, against the picture itself
+
+
+def check_square(image, target, tolerance=SQUARE_TOLERANCE):
+    """The square is in the picture where the target says; returns whether there is one."""
+    white = image.float().mean(0) > 0.5
+    for value in (target["boxes"], target["points"]):
+        assert value.canvas_size == tuple(white.shape)
+    assert target["masks"].shape[1:] == white.shape
+    if not len(target["boxes"]):
+        return False
+    ys, xs = white.nonzero().unbind(1)
+    seen = torch.stack([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1])
+    assert (target["boxes"][0] - seen).abs().max() <= tolerance
+    mask = torch.Tensor(target["masks"][0]).bool()
+    edge = 2 * (seen[2] - seen[0] + seen[3] - seen[1])
+    assert (mask ^ white).sum() <= tolerance * edge
+    return True
+
+
+TAILS = {
+    "head alone": [],
+    "kornia affine": [K.RandomAffine(0, translate=(0.1, 0.1), scale=(0.7, 1.0), p=0.7)],
+    "kornia crop": [K.CenterCrop((84, 90)), K.RandomVerticalFlip(p=0.5)],
+    "kornia resize": [K.Resize((60, 80), align_corners=True)],
+    "kornia sequence": [
+        K.AugmentationSequential(K.ColorJitter(0.1, 0.1, 0.1, 0.1), K.RandomHorizontalFlip(p=0.5)),
+        K.RandomVerticalFlip(p=0.5),
+    ],
+    "torchvision": [
+        v2.RandomAffine(0, translate=(0.1, 0.1), scale=(0.7, 1.0)),
+        v2.Resize((80, 60)),
+    ],
+    "torchvision flips": [v2.Compose([v2.RandomVerticalFlip(), v2.RandomHorizontalFlip()])],
+    "converted": [per_image(v2.RandomAffine(0, translate=(0.1, 0.1)))],
+    "callable": [lambda images: images / 2 + 0.3],
+}
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        [CenterCrop(140)],
+        [K.CenterCrop((84, 90)), K.RandomVerticalFlip()],
+        [K.RandomResizedCrop((90, 100), scale=(0.9, 1.0))],
+        [K.RandomCrop((84, 90)), K.RandomHorizontalFlip(), K.Resize((60, 80), align_corners=False)],
+    ],
+)
+def test_targets_lie_on_the_picture_behind_any_head(head):
+    assert sum(check_square(*sample) for sample in samples_of(Squares(9), head)) == 6
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_targets_lie_on_the_picture(name):
+    head = [RandomResizedCrop((96, 100), scale=(0.9, 1.0)), K.RandomHorizontalFlip()]
+    found = [check_square(*sample) for sample in samples_of(Squares(12), head + TAILS[name])]
+    assert found == [index % 3 != 2 for index in range(12)]
+
+
+@pytest.mark.parametrize("angle", [90.0, -90.0, 180.0])
+def test_points_turn_with_the_picture(angle):
+    """A quarter turn moves corners to corners, so that the point itself can be checked."""
+    plain = samples_of(Squares(4, empty=False), [Resize((96, 96))])
+    turned = samples_of(
+        Squares(4, empty=False), [Resize((96, 96)), K.RandomRotation((angle, angle), p=1.0)]
+    )
+    for (_, before), (image, after) in zip(plain, turned, strict=True):
+        check_square(image, after)
+        x, y = (torch.Tensor(before["points"])[0] - 48).unbind(1)
+        want = {90.0: (y, -x), -90.0: (-y, x), 180.0: (-x, -y)}[angle]
+        want = torch.stack(want, 1) + 48
+        # kornia computes its matrix in float32.
+        torch.testing.assert_close(torch.Tensor(after["points"])[0], want, atol=1e-2, rtol=0)
+
+
+def test_pictures_turned_by_exif():
+    transforms = [RandomResizedCrop((90, 90), scale=(0.9, 1.0)), K.RandomHorizontalFlip()]
+    options = {"apply_exif": True, "workers": 2}
+    found = [check_square(*s) for s in samples_of(Squares(8, upright=True), transforms, **options)]
+    assert sum(found) == 6
+    with pytest.raises(ValueError, match=r"'4.jpg' has 102 x 116.*EXIF"):
+        samples_of(Squares(8, upright=True), transforms)
+
+
+@pytest.mark.parametrize("exif", [False, True])
+def test_targets_are_the_same_whoever_decodes(exif):
+    """A worker that decodes an image crops it too; its targets must not know."""
+    head, _ = read_transforms([RandomResizedCrop(40), K.RandomHorizontalFlip()])
+    dataset = Squares(8, upright=exif)
+    results = []
+    for on_gpu, share in [(True, 0.0), (True, 0.5), (True, 1.0), (False, 0.0)]:
+        packer = Packer(head, on_gpu, exif, SEED, torch.tensor([0]), torch.tensor([share]))
+        images, targets = HostStage(zipped, packer)([dataset[i] for i in range(8)])
+        assert images.decoded.sum() == 8 if share == 1 or not on_gpu else images.decoded.sum() < 8
+        results.append(targets)
+    for targets in results[1:]:
+        for got, want in zip(targets, results[0], strict=True):
+            assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+# ---- collate functions
+
+
+def test_workers_agree_with_the_main_process():
+    transforms = [RandomResizedCrop(40), K.RandomHorizontalFlip(), K.RandomAffine(20, p=0.5)]
+    here, there = (samples_of(Squares(), transforms, workers=workers) for workers in (0, 2))
+    for (image, target), (same, other) in zip(here, there, strict=True):
+        assert torch.equal(image, same)
+        assert all(torch.equal(target[key], other[key]) for key in target)
+
+
+class Objects(Squares):
+    """Without points: v2.SanitizeBoundingBoxes would leave them, and their number, as they are."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        del target["points"]
+        return image, target
+
+
+@pytest.mark.parametrize("tail", [[], [v2.Identity(), K.RandomHorizontalFlip(p=1.0)]])
+def test_boxes_cut_away_are_removed_with_their_labels(tail):
+    dataset, crop = Objects(12, empty=False), [RandomResizedCrop(40, scale=(0.02, 0.05)), *tail]
+    gone = 0
+    for (_, whole), (_, clean) in zip(
+        samples_of(dataset, crop), samples_of(dataset, crop, collate_fn=sanitized), strict=True
+    ):
+        x1, y1, x2, y2 = torch.Tensor(whole["boxes"])[0].tolist()
+        visible = min(x2 - x1, y2 - y1) >= 1
+        gone += not visible
+        assert [len(clean[key]) for key in ("boxes", "masks", "labels")] == [visible] * 3
+        assert torch.equal(clean["masks"], whole["masks"][: int(visible)])
+    assert 0 < gone < 12
+
+
+def test_sanitizing_in_the_list():
+    tail = [K.RandomAffine(0, translate=(0.9, 0.9), p=1.0), v2.SanitizeBoundingBoxes()]
+    samples = samples_of(Squares(12, empty=False), [Resize(64), CenterCrop(64), *tail])
+    counts = [len(target["boxes"]) for _, target in samples]
+    assert counts == [len(target["labels"]) for _, target in samples]
+    assert 0 < sum(counts) < 12
+
+
+class Segmentation(Squares):
+    """(image, mask) alone: torch's default collate stacks what the head has made one size."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return image, tv_tensors.Mask(target["masks"][0].long()), str(index)
+
+
+@pytest.mark.parametrize("tail", [[], [K.RandomAffine(20, p=1.0)], [v2.RandomRotation(20)]])
+def test_default_collate_stacks_masks(tail):
+    dataset = Segmentation(4, empty=False)
+    loader = prefetcher(dataset, [Resize((40, 60)), *tail], collate_fn=None)
+    ((images, masks, names),) = loader
+    assert isinstance(masks, tv_tensors.Mask)
+    assert masks.shape == (4, 40, 60)
+    assert masks.dtype == torch.int64
+    assert names == ("0", "1", "2", "3")
+    assert ((images.mean(1) > 0.5) ^ masks.bool()).float().mean() < 0.02
+
+
+def test_default_collate_loses_boxes():
+    dataset = Squares(4, empty=False)
+    ((_, target),) = prefetcher(dataset, [Resize((40, 60))], collate_fn=None)
+    assert target["boxes"].shape == (4, 1, 4)  # moved, and stacked to a plain tensor
+    for i, (_, want) in enumerate(samples_of(dataset, [Resize((40, 60))])):
+        assert torch.equal(target["boxes"][i], torch.Tensor(want["boxes"]))
+    with pytest.raises(ValueError, match=r"RandomAffine moves boxes.*tuple.zip"):
+        list(prefetcher(dataset, [Resize((40, 60)), K.RandomAffine(9)], collate_fn=None))
+
+
+def as_dict(samples):
+    images, targets = zipped(samples)
+    return {"image": images} | {key: [t[key] for t in targets] for key in targets[0]}
+
+
+def test_lists_of_fields():
+    transforms = [Resize((40, 60)), K.RandomHorizontalFlip(), K.RandomAffine(20, p=1.0)]
+    (batch,) = prefetcher(Squares(2, empty=False), transforms, collate_fn=as_dict)
+    for i, (image, target) in enumerate(samples_of(Squares(2, empty=False), transforms)):
+        assert torch.equal(batch["image"][i], image)
+        assert all(torch.equal(batch[key][i], target[key]) for key in target)
+
+
+class Damaged(Squares):
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        data = image.data[:100] if index in (1, 2) else image.data
+        return EncodedImage(data, index, image.path), target | {"name": str(index)}
+
+
+@pytest.mark.parametrize("tail", [[], [K.RandomHorizontalFlip(p=1.0)]])
+@pytest.mark.parametrize(
+    ("on_error", "names"), [("skip", ["0", "3"]), ("replace", ["0", "3", "3", "3"])]
+)
+def test_bad_images_take_their_targets_along(tail, on_error, names):
+    loader = prefetcher(Damaged(4, empty=False), [Resize((96, 96)), *tail], on_error=on_error)
+    ((images, targets),) = loader
+    assert [target["name"] for target in targets] == names
+    assert all(check_square(*sample) for sample in zip(images, targets, strict=True))
+
+
+def test_lists_of_a_bad_image_without_boxes():
+    class Captions(Damaged):
+        def __getitem__(self, index):
+            image, target = super().__getitem__(index)
+            return {"image": image, "caption": target["name"], "meta": (index, [target["name"]])}
+
+    (batch,) = prefetcher(Captions(4), [Resize(9), CenterCrop(9)], collate_fn=None, on_error="skip")
+    assert batch["caption"] == ["0", "3"]
+    assert batch["meta"][0].tolist() == [0, 3]
+    assert batch["meta"][1] == [("0", "3")]
+
+
+# ---- what cannot work
+
+
+class With(Squares):
+    """Squares whose samples ``change`` gets."""
+
+    def __init__(self, change):
+        super().__init__(2, empty=False)
+        self.change = change
+
+    def __getitem__(self, index):
+        return self.change(*super().__getitem__(index))
+
+
+def rotated(image, target):
+    boxes = tv_tensors.BoundingBoxes(
+        [[50.0, 50, 20, 10, 30]], format="CXCYWHR", canvas_size=(96, 130)
+    )
+    boxes.canvas_size = target["boxes"].canvas_size
+    return image, {"boxes": boxes}
+
+
+def renewed(samples):
+    return zipped([(EncodedImage(image.data, image.index), target) for image, target in samples])
+
+
+REFUSED = {
+    "two images": (
+        With(lambda i, t: (i, i, t)),
+        [],
+        {},
+        "a sample has 2",
+    ),
+    "rotated": (With(rotated), [], {}, "CXCYWHR do not follow"),
+    "other canvas": (
+        With(lambda i, t: (i, {"masks": tv_tensors.Mask(t["masks"][:, 1:])})),
+        [],
+        {},
+        "Mask is for",
+    ),
+    "new images": (Squares(2), [], {"collate_fn": renewed}, "made new EncodedImages"),
+    "elastic": (Squares(2), [K.RandomElasticTransform()], {}, "leaves boxes and points where"),
+    "half": (Squares(2), [K.RandomAffine(9)], {"dtype": torch.bfloat16}, "too coarse"),
+    "kornia.geometry": (Squares(2), [Hflip()], {}, "images alone"),
+    "choice": (
+        Squares(2),
+        [Apply([per_image(v2.RandomRotation(9))], p=0.5)],
+        {},
+        "images alone",
+    ),
+    "apart": (Squares(2), [K.RandomAffine(9)], {"collate_fn": list}, "leaves samples apart"),
+    "sizes": (Squares(2), [v2.RandomIoUCrop()], {}, "images of 2 shapes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name):
+    dataset, tail, options, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        list(prefetcher(dataset, [Resize((40, 40)), *tail], **options))
+
+
+@pytest.mark.parametrize("transforms", [[Resize(9)], [K.RandomAffine(9)], [v2.RandomRotation(9)]])
+def test_targets_of_images_that_came_as_tensors(transforms):
+    boxes = tv_tensors.BoundingBoxes([[1, 2, 3, 4]], format="XYXY", canvas_size=(8, 8))
+    loader = DataPrefetcher(
+        [(torch.rand(1, 3, 8, 8), [boxes])], device="cpu", transforms=transforms
+    )
+    with pytest.raises(ValueError, match="this batch came otherwise"):
+        list(loader)
+
+
+# ---- on the GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "tail", [[], [K.RandomAffine(0, scale=(0.7, 1.0), p=1.0)], [v2.RandomHorizontalFlip()]]
+)
+def test_targets_on_the_gpu(tail):
+    transforms = [RandomResizedCrop((96, 100), scale=(0.9, 1.0)), K.RandomHorizontalFlip(), *tail]
+    for share in (0.0, 1.0):
+        options = {"workers": 2, "cpu_share": share}
+        loader = prefetcher(Squares(24), transforms, "cuda", **options)
+        for images, targets in loader:
+            assert images.is_cuda
+            assert all(value.is_cuda for target in targets for value in target.values())
+        results = samples_of(Squares(24), transforms, "cuda", **options)
+        found = [check_square(*sample) for sample in results]
+        assert found == [index % 3 != 2 for index in range(24)]
+        if not tail:  # moved in the workers, by the same numbers
+            for (_, target), (_, want) in zip(
+                results, samples_of(Squares(24), transforms), strict=True
+            ):
+                assert all(torch.equal(target[key], want[key]) for key in want)
