@@ -126,6 +126,7 @@ def test_every_page_of_use_is_run():
     run_here = {"index.md", "loop.md", "transforms.md", "migrate.md", "memory.md", "distributed.md"}
     shown_only = {"correctness.md"}  # the race, in code that nobody should run
     assert {name for name, text in DOCS.items() if BLOCK.search(text)} == run_here | shown_only
+    assert not blocks("python")  # the README has its diff
 
 
 def test_index_runs(namespace, capsys):
