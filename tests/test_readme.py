@@ -47,6 +47,7 @@ def run(source, namespace):
 SMALL = {
     "num_workers=8": "num_workers=0",
     "batch_size=256": "batch_size=3",
+    "batch_size=64": "batch_size=3",
     "doctor(loader, step)": "doctor(loader, step, seconds=0.01, tune=False)",
 }
 BLOCK = re.compile(
@@ -123,7 +124,8 @@ def test_both_sides_of_the_diff_train(namespace, sign):
 
 
 def test_every_page_of_use_is_run():
-    run_here = {"index.md", "loop.md", "transforms.md", "migrate.md", "memory.md", "distributed.md"}
+    run_here = {"index.md", "loop.md", "transforms.md", "detection.md", "sources.md", "migrate.md"}
+    run_here |= {"memory.md", "distributed.md"}
     shown_only = {"correctness.md"}  # the race, in code that nobody should run
     assert {name for name, text in DOCS.items() if BLOCK.search(text)} == run_here | shown_only
     assert not blocks("python")  # the README has its diff
@@ -167,10 +169,36 @@ def test_transforms_run(wrapped, capsys):
 
 
 def test_migration_runs(wrapped, capsys):
-    wrapped["create_transform"] = pytest.importorskip("timm.data").create_transform
+    data = pytest.importorskip("timm.data")
+    wrapped |= {"create_dataset": data.create_dataset, "create_loader": data.create_loader}
     run_page("migrate.md", wrapped, capsys)
     assert wrapped["images"] is None  # Apex's loop has come to its end
     assert wrapped["loss"].isfinite()
+
+
+def test_sources_run(wrapped, capsys):
+    files = sorted(Path("train").rglob("*.jpg"))
+    wrapped["rows"] = [(path.read_bytes(), label) for label, path in enumerate(files)]
+    run_page("sources.md", wrapped, capsys)
+    images, target = next(iter(wrapped["table_loader"]))
+    assert images.shape == (3, 3, 224, 224)
+    assert target.tolist() == [0, 1, 2]
+
+
+def test_detection_runs(wrapped, capsys):
+    seen = []
+    wrapped["detector"] = lambda images, targets: seen.extend(zip(images, targets, strict=True))
+    wrapped["items"] = []
+    for path in sorted(Path("train").rglob("*.jpg")):
+        with Image.open(path) as image:
+            width, height = image.size
+        boxes = torch.tensor([[0.0, 0.0, width, height]])
+        wrapped["items"].append((path, height, width, boxes, torch.tensor([7])))
+    run_page("detection.md", wrapped, capsys)
+    assert [image.shape for image, _ in seen] == [(3, 512, 512)] * 3
+    for _, target in seen:  # a box around the whole picture is one around any crop of it
+        assert target["labels"].tolist() == [7]
+        assert target["boxes"].tolist() == [[0, 0, 512, 512]]
 
 
 @pytest.mark.parametrize("name", ["memory.md", "distributed.md"])
