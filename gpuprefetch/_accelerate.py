@@ -57,9 +57,9 @@ def accelerate(
             ones.
 
     Returns:
-        A prefetcher that gives the loader's batches: same samples, targets, order and batch sizes,
-        the images transformed on the device with draws of their own. A ``collate_fn`` of the
-        user's (MixUp, CutMix) runs on the device, on the transformed images.
+        A prefetcher that gives the loader's batches, in its order and with its samples and
+        targets, the images transformed on the device with draws of their own. A ``collate_fn`` of
+        the user's (MixUp, CutMix) runs on the device, on the transformed images.
 
     Raises:
         TypeError: for a loader or dataset that is none of these.

@@ -116,8 +116,8 @@ def convert_transforms(pipeline: Any) -> list[Transform]:
             tensors.
 
     Returns:
-        A list that gives what the pipeline gives, for decoded images of different sizes: floating
-        point where it ends in that, else uint8. Random ops draw once per image.
+        A list that gives what the pipeline gives, for decoded images of different sizes. They are
+        floating point where it ends in that, else uint8. Random ops draw once per image.
 
     Raises:
         UnsupportedTransformError: for an op that cannot move; the message names it.

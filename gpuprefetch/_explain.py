@@ -22,7 +22,7 @@ def explain(transforms_or_prefetcher: Any) -> str:
             of two black images on the CPU, to see what it gives.
 
     Returns:
-        A line per step: where it runs, what it gives, and why it is not fused.
+        A line per step, with where it runs, what it gives, and why it is not fused.
 
     Example:
         >>> print(explain([gpuprefetch.RandomResizedCrop(224), K.RandomHorizontalFlip(), blur]))

@@ -1,7 +1,8 @@
-"""What README and CONTRIBUTING print is what runs, here and in CI."""
+"""What README, the pages under docs/ and CONTRIBUTING print is what runs, here and in CI."""
 
 import inspect
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,15 @@ import pytest
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+from tqdm import tqdm
 
 import gpuprefetch
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 CI_RUN = (ROOT / ".ci" / "run").read_text().replace('"$venv"', ".venv")
 CI_STEPS = re.sub(r'"\$venv(/.*?)"', r".venv\1", CI_RUN).splitlines()
 WORKFLOW_STEPS = re.findall(r"- run: (.*)", (ROOT / ".github/workflows/ci.yml").read_text())
@@ -32,13 +37,42 @@ def side_of_diff(diff, sign):
 
 
 def run(source, namespace):
-    # A test machine may have fewer cores than workers; DataLoader would warn.
-    exec(source.replace("num_workers=8", "num_workers=0"), namespace)
+    for shown, small in SMALL.items():
+        source = source.replace(shown, small)
+    exec(source, namespace)
+
+
+# A test machine may have fewer cores than workers, of which DataLoader would warn. A full batch
+# takes all photos of a folder, and the doctor is to look only.
+SMALL = {
+    "num_workers=8": "num_workers=0",
+    "batch_size=256": "batch_size=3",
+    "batch_size=64": "batch_size=3",
+    "doctor(loader, step)": "doctor(loader, step, seconds=0.01, tune=False)",
+}
+BLOCK = re.compile(
+    r"(?P<mark><!-- not run: .+ -->\n)?```(?P<language>python|diff)\n(?P<source>.*?)```"
+    r"(?:\n\n```text\n(?P<output>.*?)```)?",
+    flags=re.DOTALL,
+)
+
+
+def run_page(name, namespace, capsys):
+    """Run the blocks of a page in order: of a diff what is new, with what it is to print."""
+    for block in BLOCK.finditer(DOCS[name]):
+        if block["mark"]:
+            compile(block["source"], name, "exec")
+            continue
+        diff = block["language"] == "diff"
+        capsys.readouterr()
+        run(side_of_diff(block["source"], "+") if diff else block["source"], namespace)
+        if block["output"]:
+            assert capsys.readouterr().out == block["output"]
 
 
 @pytest.fixture
 def namespace(tmp_path, monkeypatch):
-    """What the README takes as given; the folders "train" and "val" hold 3 photos each."""
+    """What the pages take as given; the folders "train" and "val" hold 3 photos each."""
     for split in ("train", "val"):
         for index in range(3):
             folder = tmp_path / split / "abc"[index]
@@ -49,16 +83,34 @@ def namespace(tmp_path, monkeypatch):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pool, linear = torch.nn.AdaptiveAvgPool2d(1), torch.nn.Linear(3, 3)
     tensors = TensorDataset(torch.rand(5, 3, 8, 8), torch.arange(5) % 3)
+    model = torch.nn.Sequential(pool, torch.nn.Flatten(), linear).to(device)
+    ops = [v2.RandomResizedCrop(224), v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
     return {
         "torch": torch,
+        "tqdm": partial(tqdm, disable=True),
         "Dataset": Dataset,
+        "DataLoader": DataLoader,
+        "ImageFolder": ImageFolder,
         "device": device,
         "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),
-        "model": torch.nn.Sequential(pool, torch.nn.Flatten(), linear).to(device),
+        "transform": v2.Compose(ops),
+        "sampler": range(3),
+        "rank": 0,
+        "world_size": 1,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "loss_fn": torch.nn.functional.cross_entropy,
         "tensor_loader": DataLoader(tensors, batch_size=2, pin_memory=True),
     }
+
+
+@pytest.fixture
+def wrapped(namespace):
+    """What the pages behind the first take as given as well."""
+    exec("import gpuprefetch, kornia.augmentation as K\nfrom gpuprefetch import *", namespace)
+    namespace["train_loader"] = namespace["DataPrefetcher"](namespace["tensor_loader"])
+    return namespace
 
 
 @pytest.mark.parametrize("sign", ["-", "+"])
@@ -71,25 +123,36 @@ def test_both_sides_of_the_diff_train(namespace, sign):
     assert namespace["loss"].isfinite()
 
 
-def test_python_blocks_run(namespace):
-    (diff,) = blocks("diff")
-    run(side_of_diff(diff, "+"), namespace)
-    for block in blocks("python"):
-        run(block, namespace)
+def test_every_page_of_use_is_run():
+    run_here = {"index.md", "loop.md", "transforms.md", "detection.md", "sources.md", "migrate.md"}
+    run_here |= {"memory.md", "distributed.md"}
+    shown_only = {"correctness.md"}  # the race, in code that nobody should run
+    assert {name for name, text in DOCS.items() if BLOCK.search(text)} == run_here | shown_only
+    assert not blocks("python")  # the README has its diff
 
-    assert namespace["images"] is namespace["target"] is None  # the manual form has come to its end
 
-    images, _ = next(iter(namespace["val_loader"]))
+def test_index_runs(namespace, capsys):
+    run_page("index.md", namespace, capsys)
+    assert namespace["images"].shape == (3, 3, 224, 224)  # of the loader that accelerate gave
+    assert "gpuprefetch doctor" in capsys.readouterr().out
+    images, target = next(iter(namespace["loader"]))
+    assert images.shape == (3, 3, 224, 224)
+    assert images.device == target.device and images.device.type == namespace["device"].type
+
+
+def test_loop_runs(wrapped, capsys):
+    run_page("loop.md", wrapped, capsys)
+    assert (
+        wrapped["prefetcher"].next()[0] is not None
+    )  # an epoch of the manual form had come to its end
+    images, _ = next(iter(wrapped["val_loader"]))
     assert images.shape == (3, 3, 224, 224)
     assert images.dtype == torch.bfloat16
     assert images.is_contiguous(memory_format=torch.channels_last)
-
-    views, _ = next(iter(namespace["loader"]))
-    assert [view.shape for view in views] == [(3, 3, 224, 224)] * 2
-    assert torch.equal(views[0], views[1].flip(-1))
+    assert [len(target) for _, target in wrapped["rest"]] == [2, 1]
 
     files = [(path, path.stem) for path in sorted(Path("val").rglob("*.jpg"))]
-    captions = DataLoader(namespace["Captions"](files), batch_size=3, pin_memory=True)
+    captions = DataLoader(wrapped["Captions"](files), batch_size=3, pin_memory=True)
     batch = next(
         iter(gpuprefetch.DataPrefetcher(captions, transforms=[gpuprefetch.Resize((8, 9))]))
     )
@@ -97,13 +160,66 @@ def test_python_blocks_run(namespace):
     assert batch["caption"] == ["0", "1", "2"]
 
 
+def test_transforms_run(wrapped, capsys):
+    run_page("transforms.md", wrapped, capsys)
+    views, _ = next(iter(wrapped["loader"]))
+    assert [view.shape for view in views] == [(3, 3, 224, 224)] * 2
+    assert torch.equal(views[0], views[1].flip(-1))
+    assert len(wrapped["transforms"]) > 1
+
+
+def test_migration_runs(wrapped, capsys):
+    data = pytest.importorskip("timm.data")
+    wrapped |= {"create_dataset": data.create_dataset, "create_loader": data.create_loader}
+    run_page("migrate.md", wrapped, capsys)
+    assert wrapped["images"] is None  # Apex's loop has come to its end
+    assert wrapped["loss"].isfinite()
+
+
+def test_sources_run(wrapped, capsys):
+    files = sorted(Path("train").rglob("*.jpg"))
+    wrapped["rows"] = [(path.read_bytes(), label) for label, path in enumerate(files)]
+    run_page("sources.md", wrapped, capsys)
+    images, target = next(iter(wrapped["table_loader"]))
+    assert images.shape == (3, 3, 224, 224)
+    assert target.tolist() == [0, 1, 2]
+
+
+def test_detection_runs(wrapped, capsys):
+    seen = []
+    wrapped["detector"] = lambda images, targets: seen.extend(zip(images, targets, strict=True))
+    wrapped["items"] = []
+    for path in sorted(Path("train").rglob("*.jpg")):
+        with Image.open(path) as image:
+            width, height = image.size
+        boxes = torch.tensor([[0.0, 0.0, width, height]])
+        wrapped["items"].append((path, height, width, boxes, torch.tensor([7])))
+    run_page("detection.md", wrapped, capsys)
+    assert [image.shape for image, _ in seen] == [(3, 512, 512)] * 3
+    for _, target in seen:  # a box around the whole picture is one around any crop of it
+        assert target["labels"].tolist() == [7]
+        assert target["boxes"].tolist() == [[0, 0, 512, 512]]
+
+
+@pytest.mark.parametrize("name", ["memory.md", "distributed.md"])
+def test_other_pages_run(name, wrapped, capsys):
+    run_page(name, wrapped, capsys)
+    images, _ = next(iter(wrapped["loader"]))
+    assert images.shape == (3, 3, 224, 224)
+
+
 def test_settings_table_is_the_signature():
-    (table,) = re.findall(r"\| `DataPrefetcher\(.*?\n\n", README, flags=re.DOTALL)
+    (table,) = re.findall(r"\| `DataPrefetcher\(.*?\n\n", DOCS["tuning.md"], flags=re.DOTALL)
     names = re.findall(
         r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?`) \|", table, flags=re.MULTILINE))
     )
     parameters = inspect.signature(gpuprefetch.DataPrefetcher).parameters
     assert sorted(names) == sorted(set(parameters) - {"loader"})
+
+
+def test_api_page_has_every_name():
+    names = re.findall(r"auto(?:class|function|exception):: (\w+)", DOCS["api.md"])
+    assert sorted(names) == gpuprefetch.__all__
 
 
 def test_shell_commands_are_what_ci_runs():
@@ -118,6 +234,22 @@ def test_contributing_commands_are_the_workflows():
     assert commands <= set(WORKFLOW_STEPS)
 
 
+COMMANDS = [
+    line for text in DOCS.values() for block in blocks("bash", text) for line in block.splitlines()
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_pages_exist(command):
+    """The script, or our command line, and each of its options."""
+    _, program, arguments = re.split(r"(\S+\.py|-m gpuprefetch)", command)
+    ours = program == "-m gpuprefetch"
+    source = (ROOT / ("gpuprefetch/__main__.py" if ours else program)).read_text()
+    words = re.findall(r"--[\w-]+", arguments) + arguments.split()[:ours]
+    assert all(f'"{word}"' in source for word in words)
+
+
+# The links of the pages under docs/ are Sphinx's to check.
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^):]+)\)", README))
 def test_links_lead_somewhere(link):
     assert (ROOT / link).exists()
