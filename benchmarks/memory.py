@@ -35,9 +35,9 @@ OUT_OF_MEMORY = re.compile(
 PROBE_SECONDS = 120.0
 
 
-def used_gib() -> float:
-    """Memory in use on the whole device, by all processes."""
-    if not torch.cuda.is_available():
+def used_gib(device: str = "cuda") -> float:
+    """Memory in use on the whole device, by all processes; 0 for the CPU."""
+    if device == "cpu":
         return 0.0
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
@@ -143,22 +143,22 @@ def idle(loader: str, options: dict[str, Any], settings: dict[str, Any]) -> dict
     if "gpuprefetch" in loader:
         import gpuprefetch  # noqa: F401  # before the context: it prepares the environment
     torch.ones(1, device=shared.device)
-    before, used = used_gib(), {}
+    before, used = used_gib(shared.device), {}
     batches = loaders.build(loader, shared, options)
     for epoch in ("first", "second"):
         for _images, _target in batches:
             pass
         del _images, _target
         gc.collect()
-        used[f"after_{epoch}_epoch_gib"] = used_gib() - before
+        used[f"after_{epoch}_epoch_gib"] = used_gib(shared.device) - before
         if shared.device == "cuda":
             torch.cuda.empty_cache()
-        used[f"after_{epoch}_empty_cache_gib"] = used_gib() - before
+        used[f"after_{epoch}_empty_cache_gib"] = used_gib(shared.device) - before
     del batches
     gc.collect()
     if shared.device == "cuda":
         torch.cuda.empty_cache()
-    used["without_loader_gib"] = used_gib() - before
+    used["without_loader_gib"] = used_gib(shared.device) - before
     held = used["after_second_empty_cache_gib"] - used["without_loader_gib"]
     return {"held_gib": held, **used}
 

@@ -52,7 +52,13 @@ class TorchCodecDecoder:
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         from torchcodec.decoders import decode_jpeg
 
-        return list(decode_jpeg(data, mode="RGB", device=self._device))
+        try:
+            return list(decode_jpeg(data, mode="RGB", device=self._device))
+        except RuntimeError as error:
+            # Its library passes on the allocator's error without its type.
+            if "out of memory" in str(error):
+                raise torch.OutOfMemoryError(str(error)) from None
+            raise
 
 
 class TorchvisionDecoder:

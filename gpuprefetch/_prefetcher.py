@@ -94,6 +94,7 @@ class _Engine:
         self._readers = Readers()
         # To decode takes one of the permits; where memory is short, one lane takes all of them.
         self._permits, self._alone = threading.Semaphore(LANES), threading.Lock()
+        self._finishing = threading.Lock()
         self._exhausted = self._stopping = False
         self._pid = os.getpid()
         self._fetched: int = source.place["batches"]
@@ -204,7 +205,7 @@ class _Engine:
             self._parts.extend((slot, part) for part in parts)
             self._changed.notify_all()
         if not parts:
-            self._finish(slot)
+            self._finish_ready()
         elif not self._on_cuda:
             self._run_inline()
 
@@ -259,7 +260,17 @@ class _Engine:
             slot.remaining -= 1
             last = slot.remaining == 0
         if last:
-            self._finish(slot)
+            self._finish_ready()
+
+    def _finish_ready(self) -> None:
+        """Finish what is decoded, one batch after the other: transforms may keep a state."""
+        with self._finishing:
+            while True:
+                with self._changed:
+                    slot = next((slot for slot in self._slots if not slot.done.is_set()), None)
+                if slot is None or slot.remaining:
+                    return
+                self._finish(slot)
 
     def _finish(self, slot: _Slot) -> None:
         try:

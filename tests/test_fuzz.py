@@ -27,7 +27,7 @@ def run(*words):
 
 
 def test_a_slice(device):
-    cases = 500 if device.type == "cpu" else 4000
+    cases = 500 if device.type == "cpu" else 1500
     result = run("--cases", cases, "--device", device.type, "--patience", 60)
     counts = result["counts"]
     assert result["crashes"] == []

@@ -228,13 +228,13 @@ def test_large_coordinates(kernel_device):
 
 @pytest.mark.gpu
 def test_resample_launches_on_the_current_stream():
-    images, sampling = batch(everything((224, 224))[:9], "cuda")
-    expected = resample_reference(images, sampling, (224, 224), mean=MEAN, std=STD)
+    images, sampling = batch(everything(SIZES[1]), "cuda")
+    expected = resample_reference(images, sampling, SIZES[1], mean=MEAN, std=STD)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)
         late = [torch.zeros_like(image).copy_(image) for image in images]
-        result = resample(late, torch.from_numpy(sampling), (224, 224), mean=MEAN, std=STD)
+        result = resample(late, torch.from_numpy(sampling), SIZES[1], mean=MEAN, std=STD)
     stream.synchronize()
     assert (result - expected).abs().max() <= 1e-4
 
