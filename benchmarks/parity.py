@@ -124,9 +124,10 @@ def _timm(size: int) -> dict[str, Any]:
     return made
 
 
-def measure(folder: Path, count: int, transform: Any) -> dict[str, Any]:
+def measure(folder: Path, count: int, transform: Any, device: str | None) -> dict[str, Any]:
     """Mean differences in levels of 255."""
-    report = parity(DataLoader(ImageFolder(str(folder), transform)), count)
+    loader = DataLoader(ImageFolder(str(folder), transform))
+    report = parity(loader, count, device=device)
     head = [row for row in report.rows if row.where == "fused launch" and row.name != "Normalize"]
     return {
         "images": report.count,
@@ -153,13 +154,14 @@ def main() -> None:
     parser.add_argument("--photos", dest="data", type=Path, required=True)
     parser.add_argument("--count", type=int, default=128, help="photos compared")
     parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--cpu", action="store_true", help="the new pipeline on the CPU too")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--commit", help="where there is no git")
     args = parser.parse_args()
     folder = photo_folder(args.data, args.count)
     results = {}
     for name, transform in pipelines(args.size).items():
-        results[name] = measure(folder, args.count, transform)
+        results[name] = measure(folder, args.count, transform, "cpu" if args.cpu else None)
         print(f"{name:45} {results[name]['mean_levels']:.3f}", flush=True)
     print(markdown(results))
     text = json.dumps({"metadata": metadata(args, Device()), "results": results}, indent=2)

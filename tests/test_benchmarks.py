@@ -81,7 +81,7 @@ def test_parity(photos, tmp_path, monkeypatch, capsys):
     some = dict(list(parity.pipelines(32).items())[:3])
     monkeypatch.setattr(parity, "pipelines", lambda size: some)
     output = tmp_path / "parity.json"
-    args = f"parity.py --photos {photos} --count 6 --size 32 --output {output}".split()
+    args = f"parity.py --photos {photos} --count 6 --size 32 --cpu --output {output}".split()
     monkeypatch.setattr(sys, "argv", args)
     parity.main()
     document = json.loads(output.read_text())

@@ -372,7 +372,7 @@ buffer = io.BytesIO()
 Image.fromarray(np.zeros((6000, 8000, 3), dtype=np.uint8)).save(buffer, "JPEG")
 SMALL, JPEG = JPEG, buffer.getvalue()
 prefetcher = DataPrefetcher(
-    DataLoader(Files(64), batch_size=64, num_workers=1, pin_memory=True), cpu_share=0.0
+    DataLoader(Files(16), batch_size=16, num_workers=1, pin_memory=True), cpu_share=0.0
 )
 next(iter(prefetcher_of(Files(), transforms=[])))  # the decoder's own memory
 gc.collect()

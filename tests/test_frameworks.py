@@ -101,10 +101,10 @@ def ranks(folder, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    processes = []
+    processes, inherited = [], os.environ.get("PYTHONPATH", "")
     for rank in range(RANKS):
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(FOLDER)]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(FOLDER), inherited]),
             "CUDA_VISIBLE_DEVICES": "",  # gloo, also where there are GPUs
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1",
