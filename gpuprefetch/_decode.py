@@ -147,6 +147,8 @@ def _decode_one(
     try:
         # The second opinion: a file that only the GPU's decoder dislikes is not a bad file.
         image = decode_cpu(file).contiguous().to(device)
+    except torch.OutOfMemoryError:
+        raise
     except (ValueError, RuntimeError) as error:
         images.errors[position] = str(error)
         return None

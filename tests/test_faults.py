@@ -377,8 +377,8 @@ prefetcher = DataPrefetcher(
 next(iter(prefetcher_of(Files(), transforms=[])))  # the decoder's own memory
 gc.collect()
 torch.cuda.empty_cache()
-free, total = torch.cuda.mem_get_info()
-torch.cuda.set_per_process_memory_fraction((total - free + (1 << 30)) / total)
+room = torch.cuda.memory_reserved() + (1 << 30)  # of this process: others may be on the GPU
+torch.cuda.set_per_process_memory_fraction(room / torch.cuda.mem_get_info()[1])
 expect("out of memory", torch.OutOfMemoryError, "out of memory", [], loop(prefetcher), seconds=30)
 torch.cuda.empty_cache()
 JPEG = SMALL

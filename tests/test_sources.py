@@ -91,8 +91,10 @@ def test_every_sample_comes_once_whoever_reads_it(recipe, tmp_path, monkeypatch)
     assert orders[0] != orders[1]
     for label, picture in samples:
         want = decode_cpu(torch.frombuffer(bytearray(files[label]), dtype=torch.uint8))
-        # A GPU's decoder rounds in another way; on the CPU it is the same one.
-        assert (picture.int() - want.int()).abs().float().mean() < 1
+        # A GPU's decoder rounds in another way, by up to 3 levels; on the CPU it is the same one.
+        assert (picture.int() - want.int()).abs().float().mean() < (
+            3 if torch.cuda.is_available() else 1
+        )
 
     # Workers and nodes ask torch.distributed who they are; forked workers inherit the answer.
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
