@@ -14,6 +14,7 @@ Every check is made once more with a mistake in it, which has to be noticed.
 
 import argparse
 import ctypes
+import gc
 import hashlib
 import json
 import os
@@ -284,6 +285,9 @@ def main() -> None:
         dist.init_process_group("gloo" if args.cpu else "nccl", **options)
     results = run(args, device)
     if WORLD > 1:
+        # A DDP model is in a cycle and holds the group, whose threads must have ended at exit.
+        gc.collect()
+        dist.barrier()
         dist.destroy_process_group()
     if RANK == 0:
         write(args, results)
