@@ -1,6 +1,8 @@
 """Devices the tests run on, and JPEG files drawn for them."""
 
 import os
+import sys
+from pathlib import Path
 
 import torch
 
@@ -29,6 +31,17 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     return torch.device(request.param)
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    """The benchmarks, importable by name for one file: the examples have a train.py too."""
+    folder = Path(__file__).parents[1] / "benchmarks"
+    sys.path.insert(0, str(folder))
+    yield
+    sys.path.remove(str(folder))
+    for path in folder.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 @pytest.fixture

@@ -13,19 +13,11 @@ from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-MODULES = tuple(path.stem for path in BENCHMARKS.glob("*.py"))
 TINY = "--cpu --files 24 --batch-size 4 --size 32 --workers 1".split()
 TIMING = {"warmup": 0.0, "seconds": 0.02, "repeats": 2}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def scripts():
-    """Make the scripts importable by name, for this file only: the examples have a train.py too."""
-    sys.path.insert(0, str(BENCHMARKS))
-    yield
-    sys.path.remove(str(BENCHMARKS))
-    for name in MODULES:
-        sys.modules.pop(name, None)
+pytestmark = pytest.mark.usefixtures("scripts")
 
 
 @pytest.fixture(scope="module")

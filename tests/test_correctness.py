@@ -1,21 +1,13 @@
 """The table of docs/correctness.md says what the committed JSON says."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 VERSIONS = {"torch": "2.11.0", "torchcodec": "0.17.0"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def scripts():
-    sys.path.insert(0, str(BENCHMARKS))
-    yield
-    sys.path.remove(str(BENCHMARKS))
-    for path in BENCHMARKS.glob("*.py"):
-        sys.modules.pop(path.stem, None)
+pytestmark = pytest.mark.usefixtures("scripts")
 
 
 def document(benchmark, *results):

@@ -1,23 +1,11 @@
 """A slice of the fuzz test, and that it would notice a crash, a hang and a wrong neighbor."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-NEIGHBORS = {"harness", "photos", "fuzz"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def scripts():
-    sys.path.insert(0, str(BENCHMARKS))
-    yield
-    sys.path.remove(str(BENCHMARKS))
-    for name in NEIGHBORS:
-        sys.modules.pop(name, None)
+pytestmark = pytest.mark.usefixtures("scripts")
 
 
 def run(*words):

@@ -1,7 +1,6 @@
 """A slice of the soak test, and that it would notice wrong batches and growing memory."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gpuprefetch import EncodedImage, _slab
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-NEIGHBORS = {"harness", "photos", "soak"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def scripts():
-    sys.path.insert(0, str(BENCHMARKS))
-    yield
-    sys.path.remove(str(BENCHMARKS))
-    for name in NEIGHBORS:
-        sys.modules.pop(name, None)
+pytestmark = pytest.mark.usefixtures("scripts")
 
 
 @pytest.fixture
