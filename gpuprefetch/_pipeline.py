@@ -242,7 +242,10 @@ class Pipeline:
         kept = torch.arange(count) if rows is None else rows
         only = None if self.only is None else kept.eq(self.only).nonzero()[:1, 0]
         column = partial(_is_column, count=len(kept))
-        return map_leaves(partial(self._result, only=only, count=len(kept)), batch, column)
+        result = map_leaves(partial(self._result, only=only, count=len(kept)), batch, column)
+        for job in jobs:
+            job.out = None  # the loop's alone: the job lives on until its decoded images are read
+        return result
 
     def _result(self, leaf: Any, *, only: torch.Tensor | None, count: int) -> Any:
         """What is handed over of a leaf; of one row alone where ``only`` says which."""
