@@ -15,16 +15,17 @@ def run(*words):
 
 
 def test_a_slice(device):
-    cases = 500 if device.type == "cpu" else 1500
+    cases = 500
     result = run("--cases", cases, "--device", device.type, "--patience", 60)
     counts = result["counts"]
     assert result["crashes"] == []
     assert counts["good_wrong"] == 0
     assert counts["good_batches"] == 1 + 2 * -(-cases // 31)
-    refused, read = counts["both_refuse"], counts["same"]
-    assert min(refused, read) > cases / 4  # damaged, but not beyond recognition
+    differing = counts.get("differs", 0)
+    # Damaged, but not beyond recognition.
+    assert min(counts["both_refuse"], counts["same"] + differing) > cases / 4
     if device.type == "cpu":
-        assert counts.get("differs", 0) == 0
+        assert differing == 0
 
 
 def test_crashes_and_hangs_are_noticed():
