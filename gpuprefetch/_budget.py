@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,15 @@ from gpuprefetch._host import is_encoded
 
 _UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 BLOCK = 512  # torch's caching allocator rounds up to it
+
+# Decode threads, each with a stream and an nvJPEG decoder of its own (14 streams and < 30 MB each).
+LANES = 2
+# Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
+# bound the memory: a decoded photo takes 3 bytes a pixel until it is resampled.
+SUB_BATCH = 64
+SUB_BATCH_BYTES = 96 << 20
+# Of what the workers decoded, on its way to the device.
+UPLOAD_BYTES = 16 << 20
 
 
 def parse_bytes(budget: str | int | None) -> int | None:
@@ -56,12 +66,44 @@ def decoded_bytes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> np
     return -(-size // BLOCK) * BLOCK
 
 
-def upload_bytes(pixels: torch.Tensor) -> int:
-    """The block for the pixels that workers decoded.
+def sub_batches(images: EncodedImages, limit: int | None = None) -> list[npt.NDArray[np.int64]]:
+    """Cut what is left to the device into decode calls, SUB_BATCH images or SUB_BATCH_BYTES each.
+
+    They are about equal. Where ``limit`` is given, the decoded images of each take no more.
+    """
+    positions = positions_to_decode(images)
+    if not len(positions):
+        return []
+    sizes = decoded_bytes(images, positions)
+    if limit is None:
+        filled = np.cumsum(np.maximum(1 / SUB_BATCH, sizes / SUB_BATCH_BYTES))
+        numbers = np.ceil(filled * (ceil(filled[-1] - 1e-9) / filled[-1]) - 1e-9)
+        return np.split(positions, np.flatnonzero(np.diff(numbers)) + 1)
+    used, cuts = 0, []
+    for i, size in enumerate(sizes.tolist()):
+        used += size
+        if used > limit:
+            used = size
+            cuts.append(i)
+    return np.split(positions, cuts)
+
+
+def uploads(images: EncodedImages, positions: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """Cut what the workers decoded into copies of UPLOAD_BYTES, or of one larger image."""
+    begin, cuts = 0, []
+    for i, (first, last) in enumerate(images.spans[positions].tolist()):
+        if not i or last - begin > UPLOAD_BYTES:
+            begin = first
+            cuts.append(i)
+    return np.split(positions, cuts[1:]) if cuts else []
+
+
+def upload_bytes(size: int) -> int:
+    """The block for a copy of ``size`` bytes.
 
     In powers of two: sizes that differ each time would leave the allocator a block for each.
     """
-    return 1 << pixels.numel().bit_length() if len(pixels) else 0
+    return 1 << (size - 1).bit_length() if 0 < size < UPLOAD_BYTES else size
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +112,10 @@ class Cost:
 
     Attributes:
         fixed: until it is handed over.
-        decoded: of all its decoded images, until they are resampled.
+        decoded: of its decoded images, as many as there are at a time.
         largest: of the largest one of them.
         name: of the file of that.
-        divisible: whether sub-batches can be resampled one after another.
+        divisible: whether its images are made small one sub-batch after another.
     """
 
     fixed: int = 0
@@ -118,22 +160,25 @@ def cost_of(batch: Any, size: tuple[int, int] | None, dtype: torch.dtype | None)
         size: of the images behind the fused head; None where it does not fix one.
         dtype: likewise; None for float32.
     """
-    fixed, decoded, largest, name = 0, 0, 0, ""
+    fixed, calls, largest, name, divisible = 0, [0], 0, "", True
     for leaf in leaves(batch, is_encoded):
         if not isinstance(leaf, EncodedImages):
             fixed += sum(tensor.nbytes for tensor in tensors(leaf))
             continue
-        if size is None:
-            fixed += leaf.pixels.nbytes
-        else:
-            fixed += upload_bytes(leaf.pixels)
-            fixed += len(leaf) * 3 * size[0] * size[1] * (dtype or torch.float32).itemsize
         todo = positions_to_decode(leaf)
         sizes = decoded_bytes(leaf, todo)
-        decoded += int(sizes.sum())
+        if size is None:
+            fixed += leaf.pixels.nbytes + int(sizes.sum())
+            divisible &= not len(todo)
+        else:
+            ready = np.diff(leaf.spans[leaf.decoded])
+            copied = min(int(ready.sum()), max(UPLOAD_BYTES, int(ready.max(initial=0))))
+            fixed += upload_bytes(copied)
+            fixed += len(leaf) * 3 * size[0] * size[1] * (dtype or torch.float32).itemsize
+            calls += [int(decoded_bytes(leaf, call).sum()) for call in sub_batches(leaf)]
         if len(sizes) and sizes.max() > largest:
             i = int(todo[sizes.argmax()])
             height, width = leaf.sizes[i].tolist()
             largest, name = int(sizes.max()), leaf.paths[i] or f"sample {leaf.indices[i]}"
             name = f"{name!r} of {width} x {height} pixels"
-    return Cost(fixed, decoded, largest, name, size is not None or not decoded)
+    return Cost(fixed, sum(sorted(calls)[-LANES:]), largest, name, divisible)

@@ -21,9 +21,9 @@ from gpuprefetch._format import decode_cpu
 #     decode.
 #   - TorchCodec >= 0.17 decodes in the order of the current stream (0.16 did not,
 #     meta-pytorch/torchcodec#1634).
-# The launch that reads the images runs on another stream, so they are dropped only after the event
-# behind it has completed (gpuprefetch._pipeline.Readers). gpuprefetch.selfcheck() tries it on the
-# machine at hand; tests/test_selfcheck.py fails without it.
+# Whatever they promise, a decode thread keeps decoded images until the launch that reads them has
+# completed, and decodes nothing meanwhile (ImageJob._place); the other thread does.
+# gpuprefetch.selfcheck() tries it on the machine at hand; tests/test_selfcheck.py fails without it.
 
 
 class ImageDecoder(Protocol):

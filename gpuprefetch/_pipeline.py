@@ -6,13 +6,9 @@ and in which order batches are handed over, is the prefetcher's.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -24,9 +20,10 @@ from gpuprefetch._budget import (
     Cost,
     cost_of,
     decoded_bytes,
-    positions_to_decode,
     readable,
+    sub_batches,
     upload_bytes,
+    uploads,
 )
 from gpuprefetch._decode import ImageDecoder, decode_part
 from gpuprefetch._encoded import EncodedImages
@@ -34,7 +31,6 @@ from gpuprefetch._host import Packer, is_encoded
 from gpuprefetch._random import SeededDraws, fold
 from gpuprefetch._resample import HAS_TRITON, resample, resample_planned
 from gpuprefetch._stats import Stage, Stats
-from gpuprefetch._stream import using
 from gpuprefetch._targets import (
     PerSample,
     is_per_sample,
@@ -44,11 +40,6 @@ from gpuprefetch._targets import (
     unstack,
 )
 from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_size
-
-# Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
-# bound the memory: a decoded photo takes 3 bytes a pixel until it is resampled.
-SUB_BATCH = 64
-SUB_BATCH_BYTES = 96 << 20
 
 EMPTY = object()  # stands for a batch of which no image is left
 
@@ -88,38 +79,12 @@ class Work:
         parts: what any thread may run, each with a stream of its own current. They take a function
             that frees device memory, for a decode that runs out of it.
         finish: runs behind all parts, with the stream of the batch current, and gives the batch.
-        free: frees the images that are decoded so far, once they are resampled.
         decoded_bytes: the most that decoded images of the batch take at a time.
     """
 
     parts: list[Part]
     finish: Callable[[], Any]
-    free: Callable[[], None] = lambda: None
     decoded_bytes: int = 0
-
-
-class Readers:
-    """Finished batches whose launch may still read decoded images. See Note [Decoded memory]."""
-
-    def __init__(self) -> None:
-        self._queued: deque[tuple[torch.cuda.Event, Work]] = deque()
-        self._lock = threading.Lock()
-
-    def add(self, event: torch.cuda.Event, work: Work) -> None:
-        """Hold the decoded images of ``work`` until ``event``, recorded behind their reader."""
-        self._queued.append((event, work))
-
-    @property
-    def held_bytes(self) -> int:
-        """Of decoded images."""
-        return sum(work.decoded_bytes for _, work in tuple(self._queued))
-
-    def drop(self, keep: int) -> None:
-        """Drop what is through; wait until no more than ``keep`` batches are held."""
-        with self._lock:
-            while self._queued and (len(self._queued) > keep or self._queued[0][0].query()):
-                self._queued[0][0].synchronize()
-                self._queued.popleft()
 
 
 @dataclass
@@ -141,6 +106,7 @@ class Pipeline:
         stats: counts the time of each step.
         memory_budget: bytes for batches on their way, see :func:`gpuprefetch._budget.cost_of`.
         only: the one row of a batch that is handed over, behind all transforms; None for all.
+        job: makes the work of each leaf of encoded images.
     """
 
     device: torch.device
@@ -157,6 +123,9 @@ class Pipeline:
     stats: Stats = field(default_factory=Stats)
     memory_budget: int | None = None
     only: int | None = None
+    job: Callable[[Pipeline, EncodedImages], ImageJob] = field(
+        default_factory=lambda: ImageJob, repr=False
+    )
 
     def cost(self, batch: Any) -> Cost:
         """What the budget has to know of a batch."""
@@ -176,27 +145,31 @@ class Pipeline:
             ValueError: if the batch, or one image of it, does not fit into ``memory_budget``.
         """
         seed = int(fold(fold(fold(self.packer.seed, epoch), -1), number)[()] >> np.uint64(1))
-        jobs: list[_ImageJob] = []
+        jobs: list[ImageJob] = []
         cost = self.cost(batch)
         limit = cost.limit(self.memory_budget)
 
         def move(leaf: Any) -> Any:
             if not isinstance(leaf, EncodedImages):
                 return to_device(leaf, self.device)
-            jobs.append(_ImageJob(self, leaf))
+            jobs.append(self.job(self, leaf))
             return jobs[-1]
 
-        moved = map_leaves(move, batch, is_encoded)
+        with Stage(self.stats, "copy"):
+            moved = map_leaves(move, batch, is_encoded)
         finish: Callable[[], Any] = lambda: moved  # noqa: E731
         if not any(job.images.targets for job in jobs):
             refuse_unfollowed(moved, [*self.head.ops, *self.tail])
         if jobs:
+            with Stage(self.stats, "resample"):
+                for job in jobs:
+                    job.begin()
             parts = [part for job in jobs for part in job.parts(limit)]
             if limit is not None:
-                parts = [partial(_one_by_one, parts, jobs)]
-            finish, free = partial(self._finish, moved, jobs, seed), partial(_free, jobs)
+                parts = [partial(_one_by_one, parts)]
+            finish = partial(self._finish, moved, jobs, seed)
             size = cost.decoded if limit is None else limit
-            return Work(parts, self._with_after(finish, seed), free, size)
+            return Work(parts, self._with_after(finish, seed), size)
         if self.head.names or self.tail or self.dtype or self.memory_format:
             finish = partial(self._transform_tensors, moved, seed)
         return Work([], self._with_after(finish, seed))
@@ -211,17 +184,14 @@ class Pipeline:
         with Stage(self.stats, "tail"):
             return self.after(batch, int(fold(seed, -2)[()] >> np.uint64(1)))
 
-    def _finish(self, batch: Any, jobs: list[_ImageJob], seed: int) -> Any:
-        with Stage(self.stats, "resample"):
-            for job in jobs:
-                job.finish()
+    def _finish(self, batch: Any, jobs: list[ImageJob], seed: int) -> Any:
         rows = self._rows_to_keep(jobs)
         if rows is not None and not len(rows):
             return EMPTY
         count, targets = len(jobs[0].images), jobs[0].images.targets
 
         def keep(leaf: Any) -> Any:
-            if rows is None or isinstance(leaf, _ImageJob):
+            if rows is None or isinstance(leaf, ImageJob):
                 return leaf
             return _take_rows(leaf, rows, count)
 
@@ -242,18 +212,15 @@ class Pipeline:
         kept = torch.arange(count) if rows is None else rows
         only = None if self.only is None else kept.eq(self.only).nonzero()[:1, 0]
         column = partial(_is_column, count=len(kept))
-        result = map_leaves(partial(self._result, only=only, count=len(kept)), batch, column)
-        for job in jobs:
-            job.out = None  # the loop's alone: the job lives on until its decoded images are read
-        return result
+        return map_leaves(partial(self._result, only=only, count=len(kept)), batch, column)
 
     def _result(self, leaf: Any, *, only: torch.Tensor | None, count: int) -> Any:
         """What is handed over of a leaf; of one row alone where ``only`` says which."""
-        result = leaf.out if isinstance(leaf, _ImageJob) else leaf
+        result = leaf.out if isinstance(leaf, ImageJob) else leaf
         if only is not None:
             take = partial(_take_rows, rows=only, count=count)
             # A list of images of their own sizes has an entry per sample, several outputs have not.
-            several = isinstance(leaf, _ImageJob) and self.tail
+            several = isinstance(leaf, ImageJob) and self.tail
             result = map_leaves(take, result) if several else take(result)
         return unmark(result)
 
@@ -298,7 +265,7 @@ class Pipeline:
                 images = transform(images)
         return images
 
-    def _rows_to_keep(self, jobs: list[_ImageJob]) -> torch.Tensor | None:
+    def _rows_to_keep(self, jobs: list[ImageJob]) -> torch.Tensor | None:
         """Apply ``on_error``: the rows of the batch that become its result, None for all."""
         bad = sorted({i for job in jobs for i in job.images.errors})
         if not bad:
@@ -335,18 +302,10 @@ class Pipeline:
             raise BadImageError(f"more than max_bad={self.max_bad} bad images, the last: {bad}")
 
 
-def _free(jobs: Sequence[_ImageJob]) -> None:
-    for job in jobs:
-        job.free()
-
-
-def _one_by_one(
-    parts: Sequence[Part], jobs: Sequence[_ImageJob], make_room: Callable[[], None]
-) -> None:
+def _one_by_one(parts: Sequence[Part], make_room: Callable[[], None]) -> None:
     """Decode a batch whose decoded images do not fit into memory together."""
     for part in parts:
         part(make_room)
-        _free(jobs)
 
 
 def _take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
@@ -366,60 +325,64 @@ def _is_column(batch: Any, *, count: int) -> bool:
     return is_per_sample(batch) or (
         type(batch) in (list, tuple)
         and len(batch) == count
-        and not any(isinstance(leaf, (torch.Tensor, np.ndarray, _ImageJob)) for leaf in batch)
+        and not any(isinstance(leaf, (torch.Tensor, np.ndarray, ImageJob)) for leaf in batch)
         and all(next(leaves(leaf)) is leaf for leaf in batch)
     )
 
 
-class _ImageJob:
+class ImageJob:
     """The encoded images of one batch, on their way into one tensor.
 
-    The decoded images live until the event behind the launch that reads them has completed: as long
-    as the job, or until ``free``. See Note [Decoded memory].
+    Decoded images live until the launch that reads them has completed: no longer than their part.
+    See Note [Decoded memory].
     """
 
     def __init__(self, pipeline: Pipeline, images: EncodedImages) -> None:
         self.images = images
         self.out: Any = [None] * len(images)
         self._pipeline = pipeline
-        self._lock = threading.Lock()  # of what is decoded and not resampled:
-        self._decoded: dict[int, torch.Tensor] = {}
-        self._ready = np.flatnonzero(images.decoded)  # by a worker
-        self._written: list[torch.cuda.Event] = []
-        self._read: dict[int, torch.Tensor] = {}
-        self._pieces: list[npt.NDArray[np.int64]] = []  # as they were decoded
-        cuda = pipeline.device.type == "cuda"
-        self._stream = torch.cuda.current_stream(pipeline.device) if cuda else None
-        head = pipeline.head
-        if head.names or pipeline.tail:
-            require_fixed_size(head, pipeline.tail)
+        self._reserved: torch.cuda.Event | None = None
+        if pipeline.head.names or pipeline.tail:
+            require_fixed_size(pipeline.head, pipeline.tail)
+
+    def begin(self) -> None:
+        """On the stream of the batch: reserve the result, and fill in what the workers decoded."""
+        pipeline, images = self._pipeline, self.images
+        device, head = pipeline.device, pipeline.head
+        ready = np.flatnonzero(images.decoded)
+        if head.size is None:
+            # The pixels themselves are the result, and the buffer is the worker's.
+            pixels = images.pixels.to(device, non_blocking=True, copy=True)
+            for i, image in self._views(ready, pixels).items():
+                self.out[i] = image
+            return
+        self.out = torch.empty(
+            (len(images), 3, *head.size),
+            dtype=pipeline.dtype or torch.float32,
+            device=device,
+            memory_format=pipeline.memory_format or torch.contiguous_format,
+        )
+        if device.type == "cuda":
+            self._reserved = torch.cuda.current_stream(device).record_event()
+        for positions in uploads(images, ready):
+            first, last = images.spans[positions[0], 0], images.spans[positions[-1], 1]
+            pixels = _upload(images.pixels[first:last], device)
+            self._launch(self._views(positions, pixels, first))
+
+    def _views(
+        self, positions: npt.NDArray[np.int64], pixels: torch.Tensor, start: int = 0
+    ) -> dict[int, torch.Tensor]:
+        """``(3, H, W)`` images that workers decoded, in ``pixels`` from their byte ``start`` on."""
+        return {
+            i: pixels[first - start : last - start].view(3, *self.images.sizes[i].tolist())
+            for i, (first, last) in zip(
+                positions.tolist(), self.images.spans[positions].tolist(), strict=True
+            )
+        }
 
     def parts(self, limit: int | None = None) -> list[Part]:
         """The decode of each sub-batch; none takes more than ``limit`` bytes decoded."""
-        todo = positions_to_decode(self.images)
-        return [partial(self._decode, chunk) for chunk in self._chunks(todo, limit)]
-
-    def _chunks(
-        self, positions: npt.NDArray[np.int64], limit: int | None
-    ) -> list[npt.NDArray[np.int64]]:
-        """Cut into equal sub-batches of about SUB_BATCH images or SUB_BATCH_BYTES at most.
-
-        Where ``limit`` is given, the decoded images of each take no more.
-        """
-        if not len(positions):
-            return []
-        sizes = decoded_bytes(self.images, positions)
-        if limit is None:
-            filled = np.cumsum(np.maximum(1 / SUB_BATCH, sizes / SUB_BATCH_BYTES))
-            numbers = np.ceil(filled * (ceil(filled[-1] - 1e-9) / filled[-1]) - 1e-9)
-            return np.split(positions, np.flatnonzero(np.diff(numbers)) + 1)
-        used, cuts = 0, []
-        for i, size in enumerate(sizes.tolist()):
-            used += size
-            if used > limit:
-                used = size
-                cuts.append(i)
-        return np.split(positions, cuts)
+        return [partial(self._decode, chunk) for chunk in sub_batches(self.images, limit)]
 
     def _decode(
         self,
@@ -428,117 +391,68 @@ class _ImageJob:
         *,
         again: bool = False,
     ) -> None:
-        """Decode a sub-batch; out of memory, make room and decode smaller ones."""
-        pipeline = self._pipeline
-        assert pipeline.decoder is not None, "without one, the packer leaves nothing to decode"
+        """Decode and resample a sub-batch; out of memory, make room and take smaller ones."""
         try:
-            with Stage(pipeline.stats, "decode"):
-                decoded = decode_part(pipeline.decoder, self.images, positions, pipeline.device)
+            self._decode_once(positions)
         except torch.OutOfMemoryError as error:
             if again:
                 raise self._too_large(int(positions[0])) from error
         else:
-            with self._lock:
-                pairs = zip(positions.tolist(), decoded, strict=True)
-                self._decoded.update((i, image) for i, image in pairs if image is not None)
-                self._pieces.append(positions)
-                if self._stream is not None:
-                    stream = torch.cuda.current_stream(pipeline.device)
-                    self._written.append(stream.record_event())
             return
         make_room()
-        forgotten = self._forget()
-        for piece in (*forgotten, *np.array_split(positions, min(2, len(positions)))):
-            self._decode(piece, make_room, again=len(positions) == 1 and not forgotten)
+        for piece in np.array_split(positions, min(2, len(positions))):
+            self._decode(piece, make_room, again=len(positions) == 1)
 
-    def _forget(self) -> list[npt.NDArray[np.int64]]:
-        """Drop decoded images for which not even the result has found room, and make it now."""
-        with self._lock:
-            if self._pipeline.head.size is None or isinstance(self.out, torch.Tensor):
-                return []
-            pieces, self._pieces, self._decoded = self._pieces, [], {}
-            with self._on_stream():
-                self._reserve()
-        return pieces
+    def _decode_once(self, positions: npt.NDArray[np.int64]) -> None:
+        pipeline = self._pipeline
+        assert pipeline.decoder is not None, "without one, the packer leaves nothing to decode"
+        with Stage(pipeline.stats, "decode"):
+            images = decode_part(pipeline.decoder, self.images, positions, pipeline.device)
+            pairs = zip(positions.tolist(), images, strict=True)
+            decoded = {i: image for i, image in pairs if image is not None}
+        with Stage(pipeline.stats, "resample"):
+            self._place(decoded)
 
-    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """The batch's stream; the parts run on others."""
-        return contextlib.nullcontext() if self._stream is None else using(self._stream)
-
-    def _reserve(self) -> None:
-        if isinstance(self.out, list):
-            # Nothing of it before: a batch that is still decoded needs no room for it.
-            self.out = torch.empty(
-                (len(self.images), 3, *self._pipeline.head.size),  # type: ignore[misc]
-                dtype=self._pipeline.dtype or torch.float32,
-                device=self._pipeline.device,
-                memory_format=self._pipeline.memory_format or torch.contiguous_format,
-            )
+    def _place(self, decoded: dict[int, torch.Tensor]) -> None:
+        """Bring decoded images into the result, and wait until no kernel reads them any more."""
+        if self._pipeline.head.size is None:
+            for i, image in decoded.items():
+                self.out[i] = image
+        elif decoded:
+            if self._reserved is not None:
+                torch.cuda.current_stream(self.out.device).wait_event(self._reserved)
+            self._launch(decoded)
+        if self._pipeline.device.type == "cuda":
+            done = torch.cuda.Event(blocking=True)
+            done.record(torch.cuda.current_stream(self._pipeline.device))
+            done.synchronize()
 
     def _too_large(self, position: int) -> torch.OutOfMemoryError:
         device, (height, width) = self._pipeline.device, self.images.sizes[position].tolist()
         size = readable(int(decoded_bytes(self.images, np.array([position]))[0]))
         reason = f"out of memory on {device}, also alone; its {width} x {height} pixels take {size}"
-        if self._stream is not None:
+        if device.type == "cuda":
             free, total = map(readable, torch.cuda.mem_get_info(device))
             used = readable(torch.cuda.memory_allocated(device))
             reason += f", {free} of {total} are free, and torch has {used} in use"
         bad = BadImage(int(self.images.indices[position]), self.images.paths[position], reason)
         return torch.OutOfMemoryError(f"{bad}. Take smaller batches, or leave it to the workers.")
 
-    def finish(self) -> None:
-        """Bring what is decoded into the result; the current stream is that of the batch."""
-        self._read = self._resample()
-
-    def free(self) -> None:
-        """Do so from any stream, wait for it, and let go of the decoded images."""
-        if self._pipeline.head.size is None:
-            return  # they are the result
-        with contextlib.suppress(torch.OutOfMemoryError), self._on_stream():
-            read = self._resample()
-            if self._stream is not None:
-                self._stream.synchronize()
-            del read
-
-    def _resample(self) -> dict[int, torch.Tensor]:
-        """Queue one launch for what is decoded; returns the images that it reads."""
-        # Locked to its end: another thread's finish must not go on before the launch is queued.
-        # One that fails leaves everything as it is, for the batch's own finish to fail as well.
-        with self._lock:
-            for event in self._written:
-                torch.cuda.current_stream(self._pipeline.device).wait_event(event)
-            self._launch()
-            read, self._decoded = self._decoded, {}
-            self._ready, self._written, self._pieces = self._ready[:0], [], []
-        return read
-
-    def _launch(self) -> None:
-        images, head, ready = self.images, self._pipeline.head, self._ready
-        device = self._pipeline.device
-        if head.size is None:
-            # The pixels themselves are the result, and the buffer is the worker's.
-            pixels = images.pixels.to(device, non_blocking=True, copy=True)
-            for i, image in self._tensors(pixels).items():
-                self.out[i] = image
-            return
-        self._reserve()
-        positions = [*self._decoded, *ready.tolist()]
-        if not positions:
-            return
-        pixels = _upload(images.pixels if len(ready) else images.pixels[:0], device)
+    def _launch(self, decoded: dict[int, torch.Tensor]) -> None:
+        """Queue the fused head of some images, by position, on the current stream."""
+        images, head, positions = self.images, self._pipeline.head, list(decoded)
         way = {"interpolation": head.interpolation, "mean": head.mean, "std": head.std}
         if images.plan is not None and HAS_TRITON and self.out.dtype != torch.float64:
-            addresses = [image.data_ptr() for image in self._decoded.values()]
-            addresses += (pixels.data_ptr() + images.spans[ready, 0]).tolist()
+            addresses = [image.data_ptr() for image in decoded.values()]
             plan = images.plan[positions]
             resample_planned(plan, addresses, positions, self.out, **way)  # type: ignore[arg-type]
             return
-        tensors, turned = self._tensors(pixels), images.transposed
+        turned = images.transposed
         assert images.rows is not None
         resample(
-            [tensors[i].mT if turned[i] else tensors[i] for i in positions],
+            [image.mT if turned[i] else image for i, image in decoded.items()],
             images.rows[positions],
-            head.size,
+            head.size,  # type: ignore[arg-type]
             antialias=head.antialias,
             dtype=self.out.dtype,
             out=self.out,
@@ -546,20 +460,12 @@ class _ImageJob:
             **way,  # type: ignore[arg-type]
         )
 
-    def _tensors(self, pixels: torch.Tensor) -> dict[int, torch.Tensor]:
-        """What is decoded and not yet resampled, ``(3, H, W)`` uint8, by its position."""
-        tensors = dict(self._decoded)
-        for i in self._ready.tolist():
-            (start, stop), (height, width) = self.images.spans[i], self.images.sizes[i]
-            tensors[i] = pixels[start:stop].view(3, height, width)
-        return tensors
-
 
 def _upload(pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy flat uint8 pixels to the device, into memory that serves the next batch as well."""
+    """Copy flat uint8 pixels to the device, into memory that serves the next ones as well."""
     if device.type == "cpu":
         return pixels
-    room = torch.empty(upload_bytes(pixels), dtype=torch.uint8, device=device)
+    room = torch.empty(upload_bytes(pixels.numel()), dtype=torch.uint8, device=device)
     return room[: pixels.numel()].copy_(pixels, non_blocking=True)
 
 

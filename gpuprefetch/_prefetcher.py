@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gpuprefetch._balance import Balancer
 from gpuprefetch._batch import tensors
-from gpuprefetch._budget import Cost, parse_bytes
+from gpuprefetch._budget import LANES, Cost, parse_bytes
 from gpuprefetch._connections import tell
 from gpuprefetch._decode import BACKENDS
 from gpuprefetch._encoded import EncodedImageFolder
@@ -31,7 +31,6 @@ from gpuprefetch._pipeline import (
     BadImage,
     Part,
     Pipeline,
-    Readers,
     Work,
     count_images,
     encoded_leaves,
@@ -43,8 +42,6 @@ from gpuprefetch._stats import Stage, Stats
 from gpuprefetch._stream import handoff, lease_stream, return_stream, throttle, using
 from gpuprefetch._transforms import Transform, read_transforms, require_fixed_size
 
-# Decode threads, each with a stream and an nvJPEG decoder of its own (14 streams and < 30 MB each).
-LANES = 2
 # For a loader that hangs, when the loop is left: its thread is then abandoned, not waited for.
 JOIN_SECONDS = 10.0
 
@@ -91,7 +88,6 @@ class _Engine:
         self._slots: deque[_Slot] = deque()
         self._held: _Slot | None = None  # fetched; it does not fit beside what is under way
         self._parts: deque[tuple[_Slot, Part]] = deque()
-        self._readers = Readers()
         # To decode takes one of the permits; where memory is short, one lane takes all of them.
         self._permits, self._alone = threading.Semaphore(LANES), threading.Lock()
         self._finishing = threading.Lock()
@@ -153,27 +149,17 @@ class _Engine:
         if self._stopping or budget is None or len(self._slots) >= self._depth:
             return self._stopping or len(self._slots) < self._depth
         works = [other.work for other in self._slots]
-        used = sum(other.cost.fixed for other in self._slots) + self._readers.held_bytes
+        used = sum(other.cost.fixed for other in self._slots)
         used += sum(work.decoded_bytes for work in works if work is not None)
-        if used + slot.cost.fixed + slot.cost.decoded <= budget:
-            return True
-        if not self._slots:
-            self._readers.drop(0)
-        return not self._slots
+        return not self._slots or used + slot.cost.fixed + slot.cost.decoded <= budget
 
     def _make_room(self, held: contextlib.ExitStack) -> None:
-        """Free decoded images, and keep the other lanes from decoding as long as ``held`` is."""
+        """Wait for the other lanes, and keep them from decoding as long as ``held`` is."""
         self._stats.out_of_memory += 1
         held.close()  # a permit, or all of them: nobody waits for permits while he holds one
         held.enter_context(self._alone)
         for _ in range(LANES):
             held.enter_context(self._permits)
-        with self._changed:
-            works = [slot.work for slot in self._slots]
-        for work in works:
-            if work is not None:
-                work.free()
-        self._readers.drop(0)
         if self._on_cuda:
             torch.cuda.empty_cache()
 
@@ -183,7 +169,7 @@ class _Engine:
         try:
             if slot.error is not None:
                 raise slot.error
-            with torch.no_grad(), self._batch_stream(), Stage(self._stats, "copy"):
+            with torch.no_grad(), self._batch_stream():
                 try:
                     slot.work = self._begin(slot)
                 except torch.OutOfMemoryError:
@@ -244,7 +230,6 @@ class _Engine:
                     if self._stopping:
                         return
                     slot, part = self._parts.popleft()
-                self._readers.drop(1)
                 self._run_part(slot, part)
                 del slot, part
 
@@ -280,7 +265,6 @@ class _Engine:
                     if self._stream is not None:
                         slot.event = torch.cuda.Event(blocking=True)
                         slot.event.record(self._stream)
-                        self._readers.add(slot.event, slot.work)
         except BaseException as error:
             slot.error = error
         slot.work = None
@@ -327,7 +311,6 @@ class _Engine:
                     return_stream(stream, role)
         self._slots.clear()
         self._held = None
-        self._readers.drop(0)
         self._source.close()
         unmap_dead()
 

@@ -104,13 +104,8 @@ def replay(loader: Any, pipeline: Pipeline, notes: Notes, index: Any, epoch: int
     cuda = pipeline.device.type == "cuda"
     with torch.no_grad(), torch.cuda.device(pipeline.device) if cuda else nullcontext():
         work = pipeline.start(batch, number, epoch)
-
-        def make_room() -> None:
-            work.free()
-            torch.cuda.empty_cache()
-
         for part in work.parts:
-            part(make_room)
+            part(torch.cuda.empty_cache)
         for leaf in images:
             if position in leaf.errors:
                 bad = BadImage(index, leaf.paths[position], leaf.errors[position])

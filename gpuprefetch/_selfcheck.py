@@ -21,9 +21,9 @@ from torch.nn import functional as F
 
 from gpuprefetch._decode import BACKENDS, ImageDecoder
 from gpuprefetch._encoded import EncodedImage
-from gpuprefetch._pipeline import Pipeline, Work
+from gpuprefetch._pipeline import ImageJob, Pipeline, Work
 from gpuprefetch._prefetcher import DataPrefetcher
-from gpuprefetch._stream import handoff, lease_stream, return_stream
+from gpuprefetch._stream import handoff, lease_stream, return_stream, using
 from gpuprefetch._transforms import Resize
 
 SLEEP_CYCLES = 8_000_000  # 4 to 6 ms: the next decode of IMAGES images is through well within them
@@ -246,14 +246,17 @@ class _LatePipeline(Pipeline):
         return super().start(batch, number, epoch)
 
 
-class _CarelessPipeline(_LatePipeline):
-    """Drops the decoded images while the launch that reads them is still queued."""
+class _CarelessJob(ImageJob):
+    """Lets the decoded images go while the launch that reads them is still queued."""
 
-    def _finish(self, batch: Any, jobs: list[Any], seed: int) -> Any:
-        result = super()._finish(batch, jobs, seed)
-        for job in jobs:
-            job._read.clear()
-        return result
+    def begin(self) -> None:
+        self._stream = torch.cuda.current_stream()
+        super().begin()
+
+    def _place(self, decoded: dict[int, torch.Tensor]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with using(self._stream):
+            self._launch(decoded)
 
 
 class _Course:
@@ -283,13 +286,10 @@ class _Course:
         witness = _Witness(rounds)
         prefetcher = self._prefetcher([self._files[number % SETS] for number in range(rounds)])
         parts = {f.name: getattr(prefetcher._pipeline, f.name) for f in fields(Pipeline)}
-        pipeline = _LatePipeline if order == "library" else _CarelessPipeline
-        decoder = _Noted(parts.pop("decoder"), witness, drained=order == "library")
-        prefetcher._pipeline = pipeline(decoder=decoder, **parts)
-        epoch: Any = iter(prefetcher)
-        if order == "unsafe":
-            epoch._engine._readers.drop = lambda keep: None  # waits for nothing
-        for number, seen in enumerate(epoch):
+        parts["decoder"] = _Noted(parts["decoder"], witness, drained=order == "library")
+        parts["job"] = ImageJob if order == "library" else _CarelessJob
+        prefetcher._pipeline = _LatePipeline(**parts)
+        for number, seen in enumerate(prefetcher):
             witness.judge(seen, self._expected[number % SETS])
             del seen
         return witness.check(self._backend, order)

@@ -7,7 +7,6 @@ import torch
 
 from gpuprefetch import _decode, _selfcheck
 from gpuprefetch.__main__ import main
-from gpuprefetch._pipeline import Readers
 from gpuprefetch._selfcheck import Check, SelfcheckReport, selfcheck
 
 OURS = Check("torchcodec", "library", rounds=100, reused=99)
@@ -87,8 +86,7 @@ def test_unprotected_decoding_is_noticed(monkeypatch):
     # Guards the test above: without what protects the decoded images it fails.
     decoder = _decode.TorchvisionDecoder
     monkeypatch.setattr(decoder, "__call__", decoder.decode_undrained)
-    monkeypatch.setattr(_selfcheck, "_LatePipeline", _selfcheck._CarelessPipeline)
-    monkeypatch.setattr(Readers, "drop", lambda readers, keep: None)
+    monkeypatch.setattr(_selfcheck, "ImageJob", _selfcheck._CarelessJob)
     report = selfcheck(rounds=40)
     (ours,) = (c for c in report.checks if (c.backend, c.order) == ("torchvision", "library"))
     assert ours.verdict == "CORRUPTED", report
