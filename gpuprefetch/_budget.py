@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -67,25 +66,21 @@ def decoded_bytes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> np
 
 
 def sub_batches(images: EncodedImages, limit: int | None = None) -> list[npt.NDArray[np.int64]]:
-    """Cut what is left to the device into decode calls, SUB_BATCH images or SUB_BATCH_BYTES each.
+    """Cut what is left to the device into decode calls of about equal size.
 
-    They are about equal. Where ``limit`` is given, the decoded images of each take no more.
+    Each is SUB_BATCH images at most, and SUB_BATCH_BYTES or ``limit`` decoded, or one image.
     """
-    positions = positions_to_decode(images)
-    if not len(positions):
-        return []
+    positions, most = positions_to_decode(images), min(limit or SUB_BATCH_BYTES, SUB_BATCH_BYTES)
     sizes = decoded_bytes(images, positions)
-    if limit is None:
-        filled = np.cumsum(np.maximum(1 / SUB_BATCH, sizes / SUB_BATCH_BYTES))
-        numbers = np.ceil(filled * (ceil(filled[-1] - 1e-9) / filled[-1]) - 1e-9)
-        return np.split(positions, np.flatnonzero(np.diff(numbers)) + 1)
-    used, cuts = 0, []
-    for i, size in enumerate(sizes.tolist()):
-        used += size
-        if used > limit:
-            used = size
+    loads = np.maximum(1 / SUB_BATCH, sizes / most)
+    target = loads.sum() / max(np.ceil(loads.sum() - 1e-9), 1) - 1e-9
+    used, load, cuts = 0, 0.0, []
+    for i, (size, more) in enumerate(zip(sizes.tolist(), loads.tolist(), strict=True)):
+        if not i or used + size > most or load >= target:
+            used, load = 0, 0.0
             cuts.append(i)
-    return np.split(positions, cuts)
+        used, load = used + size, load + more
+    return np.split(positions, cuts[1:]) if cuts else []
 
 
 def uploads(images: EncodedImages, positions: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:

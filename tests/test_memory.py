@@ -3,7 +3,9 @@
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
+import numpy as np
 import pictures
 import pytest
 import test_faults
@@ -122,9 +124,23 @@ def test_a_batch_that_does_not_fit_is_decoded_in_parts(files, launches, room):
     budget = FINISHED + room * DECODED + 511  # which the allocator's rounding may take
     got = images_of(prefetcher_of(files, decoder, memory_budget=budget))
     assert torch.equal(got, expected)
-    assert decoder.peak == room * DECODED
-    assert max(launches) == room
+    assert DECODED <= decoder.peak == max(launches) * DECODED <= room * DECODED
+    assert len(launches) == 3 * -(-8 // room)
     assert sum(launches) == 24
+
+
+@pytest.mark.parametrize(
+    ("images", "most", "calls"),
+    [(2, 1000, [2]), (64, 1000, [64]), (65, 1000, [33, 32]), (140, 1000, [47, 47, 46]),
+     (5, 1.4, [1] * 5), (7, 3, [3, 3, 1]), (8, 7, [4, 4]), (3, 0.5, [1] * 3), (0, 1, [])],
+)  # fmt: skip
+def test_decode_calls_are_about_equal_and_bounded(monkeypatch, images, most, calls):
+    monkeypatch.setattr(_budget, "SUB_BATCH_BYTES", int(most * 512))
+    sizes = np.full((images, 2), (8, 16))  # 384 bytes decoded, in a block of 512
+    batch = SimpleNamespace(decoded=np.zeros(images, bool), errors={}, sizes=sizes)
+    cut = _budget.sub_batches(batch)
+    assert [len(call) for call in cut] == calls
+    assert [i for call in cut for i in call] == list(range(images))
 
 
 def test_a_photo_that_does_not_fit_is_named_with_both_sizes(files, launches):

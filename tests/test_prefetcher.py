@@ -194,6 +194,12 @@ def test_an_error_in_a_transform_reaches_the_loop(device):
     assert gpuprefetch_threads() == []
 
 
+@pytest.fixture(autouse=True)
+def _no_threads_of_others():
+    """What an exception of another test keeps alive is gone: its frames are garbage."""
+    gc.collect()
+
+
 def gpuprefetch_threads():
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
@@ -207,6 +213,9 @@ def gpuprefetch_threads():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_break_leaves_nothing_behind(device, workers):
     before = {child.pid for child in torch.multiprocessing.active_children()}
+    gc.collect()
+    # Other tests leave workspaces of cuBLAS, for one.
+    allocated = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     prefetcher = DataPrefetcher(loader_of(Numbers(64), device, num_workers=workers), device=device)
     for _ in range(3):
         for _batch in prefetcher:
@@ -220,7 +229,7 @@ def test_break_leaves_nothing_behind(device, workers):
         torch.cuda.synchronize()
         del prefetcher
         gc.collect()
-        assert torch.cuda.memory_allocated() == 0
+        assert torch.cuda.memory_allocated() == allocated
 
 
 def test_nested_and_simultaneous_iteration(device):
