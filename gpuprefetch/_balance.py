@@ -1,20 +1,25 @@
-"""How many of the JPEGs the workers decode: what idle cores can carry."""
+"""How many of the JPEGs the workers decode: what idle cores carry without slowing the training."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from statistics import median
+from statistics import fmean, median
+from typing import Any
 
 import torch
 
 # Cores left to the training thread, the prefetch threads and the DataLoader's pin thread.
 RESERVED_CORES = 3
-# Of the cores' time that decoding may fill: reading and packing take a part of the rest, and cores
-# that are all busy slow down the training thread. On 16 cores 0.5 to 0.6 was best.
-UTILIZATION = 0.55
+# Of the other cores' time that decoding may fill at the highest level: reading and packing take a
+# part of the rest.
+UTILIZATION = 0.75
 # How fast the share comes back, and goes where the workers are late.
 RISE, LATE = 0.05, 0.1
+# The share is tried at 0 to LEVELS parts of that, for WINDOW batches each, and changes for a GAIN.
+LEVELS, WINDOW, GAIN = 3, 48, 0.005
+# Windows between two tries at most: they are doubled as long as nothing is found.
+LONGEST = 64
 
 
 def usable_cores() -> int:
@@ -29,23 +34,34 @@ def usable_cores() -> int:
 class Balancer:
     """Steers the share of baseline JPEGs that is decoded in the workers.
 
-    What the GPU decodes takes time from the model, so the workers get all they can decode without
-    anybody waiting: ``cores * period / seconds_per_image`` of a batch, ``period`` being the time
-    the loop takes for a batch.
+    What the GPU decodes takes time from the model, so workers with nothing else to do had better
+    decode: up to ``cores * period / seconds_per_image`` of a batch, ``period`` being the time the
+    loop takes for a batch. But busy cores can slow the training thread down, by more than the GPU
+    gains where they share their clock, their caches or their physical cores with it. So the loop's
+    own speed decides: a little more or less is tried from time to time, and kept where batches
+    come faster (hill climbing, as in tf.data's autotuning).
 
     Args:
         share: ``(1,)`` float64 in shared memory, read by the workers.
-        workers: of the wrapped loader.
+        loader: the wrapped loader.
         fixed: whether the share stays as it is.
     """
 
-    def __init__(self, share: torch.Tensor, workers: int, *, fixed: bool) -> None:
+    def __init__(self, share: torch.Tensor, loader: Any, *, fixed: bool) -> None:
+        workers = getattr(loader, "num_workers", 0)
         self.share = share
         self._cores = max(min(workers, usable_cores() - RESERVED_CORES), 0)
         self.fixed = fixed or self._cores == 0
         self._periods: deque[float] = deque(maxlen=16)
         self._costs: deque[float] = deque([0.003], maxlen=16)
         self._trust = 0.0
+        # A new share shows when the batches that were under way are through.
+        self._under_way = workers * (getattr(loader, "prefetch_factor", None) or 2) + 4
+        self._settling = 2 * self._under_way
+        self._window: list[float] = []
+        self._level = self._best = LEVELS - 1
+        self._best_period = 0.0
+        self._direction, self._patience, self._waited = 1, 1, 0
 
     def observe(self, images: int, decoded: int, decode_seconds: float, waited: float) -> None:
         """Learn from one batch as it comes from the loader.
@@ -64,7 +80,7 @@ class Balancer:
         change = -LATE if waited > 0.2 * period else RISE
         self._trust = min(max(self._trust + change, 0.0), 1.0)
         room = UTILIZATION * self._cores * period / (median(self._costs) * images)
-        self.share.fill_(min(self._trust * room, 1.0))
+        self.share.fill_(min(self._trust * room * self._level / LEVELS, 1.0))
 
     def handed_over(self, period: float) -> None:
         """Learn from one batch as it goes to the loop.
@@ -73,3 +89,32 @@ class Balancer:
             period: seconds since the batch before.
         """
         self._periods.append(period)
+        if self._settling:
+            self._settling -= 1
+            return
+        self._window.append(period)
+        if len(self._window) == WINDOW:
+            tenth = WINDOW // 10  # a pause, as for a validation, is no slower loader
+            self._judge(fmean(sorted(self._window)[tenth : WINDOW - tenth]))
+            self._window.clear()
+
+    def _judge(self, period: float) -> None:
+        """Choose the next level, at the end of a window with this ``period``."""
+        if self._level == self._best:
+            self._best_period = (self._best_period + period) / 2 if self._best_period else period
+            self._waited += 1
+            if self._waited >= self._patience:
+                if not 0 <= self._best + self._direction <= LEVELS:
+                    self._direction = -self._direction
+                self._go_to(self._best + self._direction)
+            return
+        if period < (1 - GAIN) * self._best_period:
+            self._best, self._best_period, self._patience = self._level, period, 1
+        else:
+            self._direction = -self._direction
+            self._patience = min(2 * self._patience, LONGEST)
+            self._go_to(self._best)
+        self._waited = 0
+
+    def _go_to(self, level: int) -> None:
+        self._level, self._settling = level, self._under_way

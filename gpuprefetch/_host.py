@@ -6,6 +6,7 @@ It runs inside the DataLoader's own collate, in worker processes, and never touc
 from __future__ import annotations
 
 import os
+import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -259,15 +260,29 @@ def _mirror(rows: Any, sizes: Any, where: Any) -> Any:
     )
 
 
-_yielded = False
+_settled = False
 
 
-def _yield_to_training() -> None:
-    """Once in a worker: let the training thread go first where cores are short."""
-    global _yielded
-    if not _yielded and get_worker_info() is not None:
+def _settle(nice: bool) -> None:
+    """Once in a worker: end with the parent, and let the training thread go first."""
+    global _settled
+    if _settled or get_worker_info() is None:
+        return
+    _settled = True
+    if nice:
         os.nice(NICENESS)
-        _yielded = True
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process after its parent: torch's worker does not look while it writes to a pipe.
+
+    A batch's message may be larger than a pipe holds, and a worker whose parent was killed would
+    wait for a reader for ever.
+    """
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 @dataclass(slots=True)
@@ -279,8 +294,7 @@ class HostStage:
 
     def __call__(self, samples: Any) -> Any:
         self.packer._views = 0
-        if self.packer.on_gpu:
-            _yield_to_training()
+        _settle(nice=self.packer.on_gpu)
         samples = self.packer.follow(samples)
         with packing(self.packer):
             batch = pack_lists(mark(self.collate_fn(samples), samples), self.packer)

@@ -515,8 +515,7 @@ class DataPrefetcher:
             memory_budget=parse_bytes(memory_budget),
         )
         self.stats = self._pipeline.stats
-        workers = getattr(loader, "num_workers", 0)
-        self._balancer = Balancer(share, workers, fixed=cpu_share != "auto" or backend is None)
+        self._balancer = Balancer(share, loader, fixed=cpu_share != "auto" or backend is None)
         self._depth = device_prefetch_size
         self._epoch = 0
         self._persistent: DataLoader[Any] | None = None

@@ -1,49 +1,132 @@
-"""The workers' share of the decoding follows what the cores carry."""
+"""The workers' share of the decoding follows what the cores carry and what the loop gains by it."""
+
+import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpuprefetch import _balance
-from gpuprefetch._balance import Balancer
+from gpuprefetch._balance import LEVELS, UTILIZATION, Balancer
+
+LOADER = SimpleNamespace(num_workers=16, prefetch_factor=2)
+CORES = 16 - _balance.RESERVED_CORES
 
 
-def run(balancer, batches, *, period, cost=0.002, late=0.0):
-    for _ in range(batches):
-        balancer.handed_over(period)
-        decoded = int(256 * float(balancer.share))
-        balancer.observe(256, decoded, decoded * cost, late)
-    return float(balancer.share)
+class Loop:
+    """A training loop whose step takes ``period(share)`` seconds, under a balancer.
+
+    What the workers decode of a batch was decided when they began it, QUEUED batches before.
+    """
+
+    QUEUED = 32
+
+    def __init__(self, monkeypatch, period, *, cost=0.0014, noise=0.0, seed=0):
+        monkeypatch.setattr(_balance, "usable_cores", lambda: 16)
+        self.balancer = Balancer(torch.zeros(1, dtype=torch.float64), LOADER, fixed=False)
+        self.period, self.cost, self.noise = period, cost, noise
+        self.rng, self.queue, self.shares, self.seconds = random.Random(seed), [], [], []
+
+    def run(self, batches, late=0.0):
+        """Mean share and mean period of the second half."""
+        self.shares, self.seconds = [], []
+        for _ in range(batches):
+            share = float(self.balancer.share)
+            self.queue = [*self.queue, share][-self.QUEUED :]
+            self.shares.append(share)
+            seconds = self.period(self.queue[0]) * self.rng.uniform(1, 1 + 2 * self.noise)
+            self.seconds.append(seconds)
+            self.balancer.handed_over(seconds)
+            decoded = int(256 * self.queue[0])
+            self.balancer.observe(256, decoded, decoded * self.cost, late)
+        half = batches // 2
+        return sum(self.shares[half:]) / (batches - half), sum(self.seconds[half:]) / half
 
 
-@pytest.fixture
-def balancer(monkeypatch):
-    monkeypatch.setattr(_balance, "usable_cores", lambda: 16)
-    return Balancer(torch.zeros(1, dtype=torch.float64), 16, fixed=False)
+def most(period, cost):
+    return UTILIZATION * CORES * period / (cost * 256)
 
 
-def test_the_workers_get_what_the_cores_can_carry(balancer):
-    # 13 cores for 14 ms at 2 ms an image and 55 %: 50 images of 256.
-    assert run(balancer, 200, period=0.014) == pytest.approx(50 / 256, rel=0.02)
-    # Smaller files come first, so the cost rises with the share.
-    assert run(balancer, 200, period=0.014, cost=0.004) == pytest.approx(25 / 256, rel=0.02)
+def test_workers_that_slow_nobody_down_get_what_the_cores_can_carry(monkeypatch):
+    # What the GPU decodes takes 1.2 ms of a step of 14.
+    loop = Loop(monkeypatch, lambda share: 0.0152 - 0.0012 * share)
+    share, _ = loop.run(3000)
+    assert share == pytest.approx(most(0.0148, 0.0014), rel=0.05)
+    assert loop.run(1000)[1] < 0.0149
 
 
-def test_late_workers_decode_less(balancer):
-    relaxed = run(balancer, 200, period=0.014)
-    assert run(balancer, 50, period=0.014, late=0.01) < 0.2 * relaxed
-    assert run(balancer, 50, period=0.014) == pytest.approx(relaxed)
+def test_busy_cores_that_slow_the_training_down_are_given_back(monkeypatch):
+    loop = Loop(monkeypatch, lambda share: 0.0152 + 0.008 * share)
+    start, _ = loop.run(120)
+    assert start > 0.1
+    share, seconds = loop.run(4000)
+    assert share < 0.02
+    assert seconds < 0.0154
 
 
-def test_long_steps_leave_time_for_all(balancer):
-    assert run(balancer, 200, period=0.2) == 1
+def test_the_best_share_may_lie_between(monkeypatch):
+    # More and more of the cores' work is paid by the training thread.
+    def period(share):
+        return 0.0152 - 0.0030 * share + 0.0060 * share**2
+
+    best = min(period(level / LEVELS * most(0.015, 0.0014)) for level in range(LEVELS + 1))
+    loop = Loop(monkeypatch, period)
+    assert loop.run(4000)[1] < 1.003 * best
+
+
+@pytest.mark.parametrize("slope", [-0.0030, 0.0030])
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_hides_it_for_some_time_only(monkeypatch, slope, seed):
+    # Each step takes up to 20 % longer, at random: of windows, 1 % remains.
+    loop = Loop(monkeypatch, lambda share: 0.0160 + slope * share, noise=0.1, seed=seed)
+    share, _ = loop.run(12000)
+    highest = most(0.0165, 0.0014)
+    assert share > 0.75 * highest if slope < 0 else share < 0.25 * highest
+
+
+def test_it_notices_that_the_machine_has_changed(monkeypatch):
+    loop = Loop(monkeypatch, lambda share: 0.0160 - 0.0030 * share)
+    assert loop.run(3000)[0] > 0.35
+    loop.period = lambda share: 0.0160 + 0.0030 * share
+    assert loop.run(12000)[0] < 0.1
+
+
+def test_a_pause_changes_nothing(monkeypatch):
+    loop = Loop(monkeypatch, lambda share: 0.0152 - 0.0012 * share)
+    before, _ = loop.run(3000)
+    pauses = iter(range(10**6))
+    steady = loop.period
+    loop.period = lambda share: 5.0 if next(pauses) % 300 == 0 else steady(share)
+    assert loop.run(3000)[0] == pytest.approx(before, rel=0.1)
+
+
+def test_trying_costs_little(monkeypatch):
+    # Where nothing is gained, tries become rare.
+    loop = Loop(monkeypatch, lambda share: 0.0152)
+    loop.run(20000)
+    steps = [b != a for a, b in zip(loop.shares[10000:], loop.shares[10001:], strict=False)]
+    assert sum(steps) < 30
+
+
+def test_late_workers_decode_less(monkeypatch):
+    loop = Loop(monkeypatch, lambda share: 0.0152)
+    relaxed, _ = loop.run(200)
+    loop.run(50, late=0.01)
+    assert loop.shares[-1] < 0.2 * relaxed
+    assert loop.run(100)[0] > 0.4 * relaxed
+
+
+def test_long_steps_leave_time_for_all(monkeypatch):
+    assert Loop(monkeypatch, lambda share: 0.2 - 0.01 * share).run(2000)[0] == 1
 
 
 def test_a_fixed_share_and_a_small_machine_stay_as_they_are(monkeypatch):
-    fixed = Balancer(torch.full((1,), 0.3, dtype=torch.float64), 16, fixed=True)
-    assert run(fixed, 50, period=0.014) == pytest.approx(0.3)
+    loop = Loop(monkeypatch, lambda share: 0.014)
+    loop.balancer = Balancer(torch.full((1,), 0.3, dtype=torch.float64), LOADER, fixed=True)
+    assert loop.run(500)[0] == pytest.approx(0.3)
     monkeypatch.setattr(_balance, "usable_cores", lambda: 3)
-    small = Balancer(torch.zeros(1, dtype=torch.float64), 16, fixed=False)
-    assert run(small, 50, period=0.014) == 0
+    loop.balancer = Balancer(torch.zeros(1, dtype=torch.float64), LOADER, fixed=False)
+    assert loop.run(500)[0] == 0
 
 
 def test_cores_are_shared_between_ranks(monkeypatch):

@@ -295,6 +295,22 @@ def test_a_worker_collects_the_garbage_of_its_parent(device):
     assert out == "[0, 4, 8, 12]\n"
 
 
+ORPHANS = """
+loader = DataLoader(Files(1 << 16), batch_size=2048, num_workers=2, pin_memory=DEVICE != "cpu")
+for images, target in DataPrefetcher(loader, device=DEVICE, transforms=[Resize((4, 4))]):
+    print(len(target), flush=True)
+    time.sleep(3)  # the workers have filled their queues, each message larger than a pipe
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_workers_end_when_their_parent_is_killed(device):
+    child = child_of(ORPHANS, device)
+    out, err = ended(child)
+    assert child.returncode == -signal.SIGKILL, err
+    assert out == "2048\n"
+
+
 KILLED = """
 def kill(index):
     if index == 9:
