@@ -108,11 +108,11 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def _attributes(leaf: Any) -> list[Any]:
-    slots = [getattr(cls, "__slots__", ()) for cls in type(leaf).__mro__]
-    names = [name for s in slots for name in ((s,) if isinstance(s, str) else s)]
-    values = [getattr(leaf, name) for name in names if hasattr(leaf, name)]
-    values += list(vars(leaf).values()) if hasattr(leaf, "__dict__") else []
-    values += list(leaf) if isinstance(leaf, tuple) else []
+    state: Any = object.__getstate__(leaf)
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    values = [*(attributes or {}).values(), *(slots or {}).values()]
+    if isinstance(leaf, (dict, list, tuple)):
+        values += leaf.values() if isinstance(leaf, dict) else leaf
     return [value for value in values if value is not leaf]
 
 
