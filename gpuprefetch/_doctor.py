@@ -233,11 +233,11 @@ class _Clinic:
 
     def _diagnose(self, loader: Any) -> Diagnosis:
         workers = max(loader.num_workers, 1)
-        times = torch.zeros((workers, 3), dtype=torch.float64).share_memory_()
+        times = torch.zeros((workers, 2), dtype=torch.float64).share_memory_()
         probed = _with(loader, times)
         alone = self._run(probed, None, times)
-        in_dataset, computing, queued = times.sum(0).tolist()
-        reading = max(in_dataset - computing - queued, 0.0) / (in_dataset or 1.0)
+        in_dataset, not_waiting = times.sum(0).tolist()
+        reading = max(in_dataset - not_waiting, 0.0) / (in_dataset or 1.0)
         if self.ceiling is None:
             self.ceiling = self._run([to_device(alone.batch, self.device)], self.step)
         loop = self._run(_with(loader), self.step)
@@ -367,8 +367,8 @@ def _with(
 ) -> Any:
     """A copy of a loader whose epochs do not end, with other settings.
 
-    ``times`` is ``(workers, 3)`` float64 in shared memory; it gets the seconds that each worker was
-    in the dataset and in collate, and of them those it computed and those it waited for a core.
+    ``times`` is ``(workers, 2)`` float64 in shared memory; it gets the seconds that each worker was
+    in the dataset and in collate, and of them those it computed or waited for a core.
     """
     clone = copy.copy(loader)
     if isinstance(loader, DataPrefetcher):
@@ -436,13 +436,13 @@ class _Timed:
         try:
             return fn(*args)
         finally:
-            spent = (time.perf_counter() - started, clock() - computed, 0.0)
+            spent = (time.perf_counter() - started, clock() - computed)
             self._times[0 if worker is None else worker.id] += torch.tensor(spent)
 
     def __call__(self, samples: Any) -> Any:
         batch, worker = self._call(self._inner, samples), get_worker_info()
         before, self._queued = self._queued, _queued_seconds()
-        self._times[0 if worker is None else worker.id, 2] += max(self._queued - before, 0.0)
+        self._times[0 if worker is None else worker.id, 1] += max(self._queued - before, 0.0)
         return batch
 
     def __getitem__(self, index: Any) -> Any:
