@@ -260,8 +260,6 @@ def pack_lists(batch: Any, packer: Packer) -> Any:
     def pack_leaf(leaf: Any) -> Any:
         if not is_encoded(leaf) or (isinstance(leaf, EncodedImages) and leaf.prepared):
             return leaf
-        return packer(
-            [leaf] if isinstance(leaf, EncodedImage) else [leaf[i] for i in range(len(leaf))]
-        )
+        return packer([leaf] if isinstance(leaf, EncodedImage) else list(leaf))
 
     return map_leaves(pack_leaf, batch, is_encoded)
