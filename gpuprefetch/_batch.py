@@ -57,6 +57,8 @@ def map_leaves(fn: Callable[[Any], Any], batch: Any, is_leaf: IsLeaf = None) -> 
 
 
 def _rebuild_mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(batch) is dict:
+        return items
     try:
         if not isinstance(batch, MutableMapping):
             return type(batch)(items)  # type: ignore[call-arg]
