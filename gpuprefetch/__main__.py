@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 
-def _selfcheck(args: argparse.Namespace) -> int:
+def _selfcheck(args: argparse.Namespace) -> Any:
     from gpuprefetch._selfcheck import selfcheck
 
-    report = selfcheck(args.device, args.rounds)
-    print(report)
-    _write(report, args.output)
-    return 0 if report.ok else 1
+    return selfcheck(args.device, args.rounds)
 
 
-def _doctor(args: argparse.Namespace) -> int:
+def _doctor(args: argparse.Namespace) -> Any:
     import torch
     from torch.utils.data import DataLoader, Dataset
     from torchvision.datasets import ImageFolder
@@ -35,23 +32,17 @@ def _doctor(args: argparse.Namespace) -> int:
     ops += [v2.ToDtype(torch.float32, scale=True)]
     ops += [v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
     dataset: Dataset[Any] = ImageFolder(root, v2.Compose(ops))
-    loader: Any = DataLoader(
-        dataset,
-        args.batch_size,
-        shuffle=True,
-        num_workers=args.workers,
-        pin_memory=device.type == "cuda",
-    )
+    options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
+    loader: Any = DataLoader(dataset, args.batch_size, shuffle=True, **options)
     if args.loader == "gpuprefetch":
         loader = gpuprefetch.accelerate(loader, print_plan=False, device=device)
-    channels_last = torch.channels_last
     torch.backends.cudnn.benchmark = True  # the shapes never change
-    model = get_model(args.model).to(device, memory_format=channels_last)
+    model = get_model(args.model).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def step(batch: Any) -> None:
         images, target = batch
-        images = images.to(memory_format=channels_last)
+        images = images.to(memory_format=torch.channels_last)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             output = model(images)
             logits = getattr(output, "logits", output)
@@ -60,16 +51,8 @@ def _doctor(args: argparse.Namespace) -> int:
         loss.backward()
         optimizer.step()
 
-    options = {"device": device, "seconds": args.seconds, "tune": not args.no_tune}
-    report = gpuprefetch.doctor(loader, step, **options)
-    print(report)
-    _write(report, args.output)
-    return 0
-
-
-def _write(report: Any, output: Path | None) -> None:
-    if output:
-        output.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    seconds, tune = args.seconds, not args.no_tune
+    return gpuprefetch.doctor(loader, step, device=device, seconds=seconds, tune=tune)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,10 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--output", type=Path, help="JSON file to write the report to")
     args = parser.parse_args(arguments)
     try:
-        return int(args.run(args))
+        report = args.run(args)
+        print(report)
+        if args.output:
+            args.output.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
     except (ValueError, FileNotFoundError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
+    return 0 if getattr(report, "ok", True) else 1
 
 
 if __name__ == "__main__":

@@ -9,20 +9,25 @@ from typing import Any
 
 import torch
 
-
-def _is_structure(batch: Any) -> bool:
-    if isinstance(batch, (str, bytes)) or hasattr(batch, "to"):
-        return (
-            False  # an object with .to moves itself, also when it is a namedtuple (PackedSequence)
-        )
-    return isinstance(batch, (Mapping, list, tuple)) or (
-        dataclasses.is_dataclass(batch) and not isinstance(batch, type)
-    )
+IsLeaf = Callable[[Any], bool] | None
 
 
-def map_leaves(
-    fn: Callable[[Any], Any], batch: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> Any:
+def _children(batch: Any, is_leaf: IsLeaf) -> Sequence[Any] | None:
+    """The parts of a structure; None for a leaf."""
+    if hasattr(batch, "to"):
+        return None  # it moves itself, also when it is a namedtuple (PackedSequence)
+    if isinstance(batch, Mapping):
+        children: Sequence[Any] = list(batch.values())
+    elif isinstance(batch, (list, tuple)):
+        children = batch
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        children = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    else:
+        return None
+    return None if is_leaf is not None and is_leaf(batch) else children
+
+
+def map_leaves(fn: Callable[[Any], Any], batch: Any, is_leaf: IsLeaf = None) -> Any:
     """Rebuild ``batch`` with ``fn`` applied to every leaf.
 
     Args:
@@ -33,22 +38,20 @@ def map_leaves(
     Returns:
         A new structure of the same types; ``batch`` and its containers are left untouched.
     """
-    if not _is_structure(batch) or (is_leaf is not None and is_leaf(batch)):
+    children = _children(batch, is_leaf)
+    if children is None:
         return fn(batch)
+    values = [map_leaves(fn, child, is_leaf) for child in children]
     if isinstance(batch, Mapping):
-        items = {key: map_leaves(fn, value, is_leaf) for key, value in batch.items()}
-        return _rebuild_mapping(batch, items)
+        return _rebuild_mapping(batch, dict(zip(batch, values, strict=True)))
     if isinstance(batch, tuple):
-        values = [map_leaves(fn, value, is_leaf) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    clone = copy.copy(batch)  # keeps a subclass and its attributes
     if isinstance(batch, list):
-        clone = copy.copy(batch)  # keeps a subclass and its attributes
-        clone[:] = [map_leaves(fn, value, is_leaf) for value in batch]
+        clone[:] = values
         return clone
-    clone = copy.copy(batch)
-    for field in dataclasses.fields(batch):
+    for field, value in zip(dataclasses.fields(batch), values, strict=True):
         # object.__setattr__ also reaches frozen and slotted dataclasses.
-        value = map_leaves(fn, getattr(batch, field.name), is_leaf)
         object.__setattr__(clone, field.name, value)
     return clone
 
@@ -57,28 +60,21 @@ def _rebuild_mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(batch) is dict:
         return items
     try:
-        if isinstance(
-            batch, MutableMapping
-        ):  # keeps what the constructor does not take, as defaultdict's factory
-            clone = copy.copy(batch)
-            clone.update(items)
-            return clone
-        return type(batch)(items)  # type: ignore[call-arg]
+        if not isinstance(batch, MutableMapping):
+            return type(batch)(items)  # type: ignore[call-arg]
+        clone = copy.copy(batch)  # keeps what the constructor does not take: defaultdict's factory
+        clone.update(items)
+        return clone
     except TypeError:
         return items
 
 
-def leaves(batch: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+def leaves(batch: Any, is_leaf: IsLeaf = None) -> Iterator[Any]:
     """Yield the leaves of ``batch`` in the order in which :func:`map_leaves` visits them."""
-    if not _is_structure(batch) or (is_leaf is not None and is_leaf(batch)):
+    children = _children(batch, is_leaf)
+    if children is None:
         yield batch
         return
-    if isinstance(batch, Mapping):
-        children: Sequence[Any] = list(batch.values())
-    elif isinstance(batch, (list, tuple)):
-        children = batch
-    else:
-        children = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
     for child in children:
         yield from leaves(child, is_leaf)
 
@@ -91,10 +87,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return map_leaves(lambda leaf: _leaf_to(leaf, device), batch)
 
 
+def _moves_itself(leaf: Any) -> bool:
+    return callable(getattr(leaf, "to", None)) and not isinstance(leaf, type)
+
+
 def _leaf_to(leaf: Any, device: torch.device) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.to(device, non_blocking=True)
-    if isinstance(leaf, type) or not callable(getattr(leaf, "to", None)):
+    if not _moves_itself(leaf):
         return leaf
     try:
         return leaf.to(device, non_blocking=True)
@@ -107,16 +105,16 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
     for leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor):
             yield from _components(leaf)
-        elif callable(getattr(leaf, "to", None)) and not isinstance(leaf, type):
+        elif _moves_itself(leaf):
             yield from tensors(_attributes(leaf))
 
 
 def _attributes(leaf: Any) -> list[Any]:
-    slots = [getattr(cls, "__slots__", ()) for cls in type(leaf).__mro__]
-    names = [name for s in slots for name in ((s,) if isinstance(s, str) else s)]
-    values = [getattr(leaf, name) for name in names if hasattr(leaf, name)]
-    values += list(vars(leaf).values()) if hasattr(leaf, "__dict__") else []
-    values += list(leaf) if isinstance(leaf, tuple) else []
+    state: Any = object.__getstate__(leaf)
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    values = [*(attributes or {}).values(), *(slots or {}).values()]
+    if isinstance(leaf, (dict, list, tuple)):
+        values += leaf.values() if isinstance(leaf, dict) else leaf
     return [value for value in values if value is not leaf]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
+import timeit
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -232,11 +233,11 @@ class _Clinic:
 
     def _diagnose(self, loader: Any) -> Diagnosis:
         workers = max(loader.num_workers, 1)
-        times = torch.zeros((workers, 3), dtype=torch.float64).share_memory_()
+        times = torch.zeros((workers, 2), dtype=torch.float64).share_memory_()
         probed = _with(loader, times)
         alone = self._run(probed, None, times)
-        in_dataset, computing, queued = times.sum(0).tolist()
-        reading = max(in_dataset - computing - queued, 0.0) / (in_dataset or 1.0)
+        in_dataset, not_waiting = times.sum(0).tolist()
+        reading = max(in_dataset - not_waiting, 0.0) / (in_dataset or 1.0)
         if self.ceiling is None:
             self.ceiling = self._run([to_device(alone.batch, self.device)], self.step)
         loop = self._run(_with(loader), self.step)
@@ -310,16 +311,15 @@ class _Clinic:
         """The quickest of three copies; 0 where the batch is on the device already."""
         if all(tensor.device == self.device for tensor in tensors(batch)):
             return 0.0
-        tries = []
-        for _ in range(3):
-            started = time.perf_counter()
+
+        def copy_once() -> None:
             to_device(batch, self.device)
             self._synchronize()
-            tries.append(time.perf_counter() - started)
-        return min(tries)
+
+        return min(timeit.repeat(copy_once, number=1, repeat=3))
 
     def _best_change(self, loader: Any, now: Diagnosis) -> tuple[Change, Any] | None:
-        best: tuple[Change, Any] | None = None
+        made: list[tuple[Change, Any]] = []
         for setting, make in self._candidates(loader, now):
             try:
                 changed = make()
@@ -327,13 +327,10 @@ class _Clinic:
             except (TypeError, UnsupportedTransformError, torch.OutOfMemoryError) as error:
                 self.notes.append(f"{setting} could not be tried: {error}")
                 continue
-            change = Change(setting, rate, rate / now.images_per_second)
-            if change.gain < SMALL or (best and best[0].gain > change.gain):
-                self.tried.append(change)
-                continue
-            if best:
-                self.tried.append(best[0])
-            best = change, changed
+            made.append((Change(setting, rate, rate / now.images_per_second), changed))
+        made.sort(key=lambda one: one[0].gain)
+        best = made.pop() if made and made[-1][0].gain >= SMALL else None
+        self.tried += [change for change, _ in made]
         return best
 
     def _candidates(self, loader: Any, now: Diagnosis) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -342,28 +339,27 @@ class _Clinic:
         plain = not isinstance(loader, DataPrefetcher)
         gpu_decodes = not plain and loader._pipeline.decoder is not None
 
-        def settings(**values: Any) -> tuple[str, Callable[[], Any]]:
-            names = ", ".join(f"{name}={value}" for name, value in values.items())
-            return names, partial(_with, loader, **values)
+        def setting(name: str, value: Any) -> tuple[str, Callable[[], Any]]:
+            return f"{name}={value}", partial(_with, loader, **{name: value})
 
         if now.bound in ("reading", "CPU decode"):
             more = 4 * max(workers, 1) if now.bound == "reading" else cores
             if more > workers:
-                yield settings(num_workers=more)
+                yield setting("num_workers", more)
             if workers and now.loader_images_per_second > SMALL * now.images_per_second:
-                yield settings(prefetch_factor=2 * (loader.prefetch_factor or 2))
+                yield setting("prefetch_factor", 2 * (loader.prefetch_factor or 2))
         if now.bound == "CPU decode" and plain and device.type == "cuda":
             pinned = _with(loader, pin_memory=True)
             yield "accelerate(loader)", partial(accelerate, pinned, print_plan=False, device=device)
         if now.bound in ("transfer", "GPU decode") and not loader.pin_memory:
-            yield settings(pin_memory=True)
+            yield setting("pin_memory", True)
         elif now.bound == "transfer" and plain:
             yield "DataPrefetcher(loader)", partial(DataPrefetcher, loader, device=device)
         if now.bound == "GPU decode" and workers < cores:
-            yield settings(num_workers=cores)
+            yield setting("num_workers", cores)
         if gpu_decodes and now.bound in ("CPU decode", "GPU decode"):
             for share in (0.0,) if now.bound == "CPU decode" else (0.0, 0.25, 0.5):
-                yield settings(cpu_share=share)
+                yield setting("cpu_share", share)
 
 
 def _with(
@@ -371,8 +367,8 @@ def _with(
 ) -> Any:
     """A copy of a loader whose epochs do not end, with other settings.
 
-    ``times`` is ``(workers, 3)`` float64 in shared memory; it gets the seconds that each worker was
-    in the dataset and in collate, and of them those it computed and those it waited for a core.
+    ``times`` is ``(workers, 2)`` float64 in shared memory; it gets the seconds that each worker was
+    in the dataset and in collate, and of them those it computed or waited for a core.
     """
     clone = copy.copy(loader)
     if isinstance(loader, DataPrefetcher):
@@ -440,13 +436,13 @@ class _Timed:
         try:
             return fn(*args)
         finally:
-            spent = (time.perf_counter() - started, clock() - computed, 0.0)
+            spent = (time.perf_counter() - started, clock() - computed)
             self._times[0 if worker is None else worker.id] += torch.tensor(spent)
 
     def __call__(self, samples: Any) -> Any:
         batch, worker = self._call(self._inner, samples), get_worker_info()
         before, self._queued = self._queued, _queued_seconds()
-        self._times[0 if worker is None else worker.id, 2] += max(self._queued - before, 0.0)
+        self._times[0 if worker is None else worker.id, 1] += max(self._queued - before, 0.0)
         return batch
 
     def __getitem__(self, index: Any) -> Any:

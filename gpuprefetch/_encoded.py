@@ -145,40 +145,36 @@ class EncodedImages:
         return batch
 
 
-def join(*groups: Sequence[Any]) -> tuple[Buffer, list[npt.NDArray[np.int64]], int]:
-    """Lay out groups of N byte strings one behind another in one buffer.
+def pack(
+    images: Sequence[EncodedImage],
+    parts: Sequence[Any] | None = None,
+    decoded: npt.NDArray[np.bool_] | None = None,
+    **known: Any,
+) -> EncodedImages:
+    """Lay out a batch in one buffer: encoded ``parts``, and behind them those ``decoded``.
 
-    Returns:
-        The buffer, each group's spans ``(N, 2)`` counted from where the group starts, and where the
-        last group starts.
+    Without parts it packs the images as they are: what the default collate does where no prefetcher
+    has its say. ``known`` are more attributes of the batch.
     """
-    sizes = [np.array([len(part) for part in parts], dtype=np.int64) for parts in groups]
-    stops = [np.cumsum(size) for size in sizes]
-    buffer = Buffer.empty(int(sum(size.sum() for size in sizes)))
-    view, base = buffer.tensor.numpy(), 0
-    for parts, size, stop in zip(groups, sizes, stops, strict=True):
-        for part, start, end in zip(parts, (stop - size).tolist(), stop.tolist(), strict=True):
-            if end > start:
-                view[base + start : base + end] = np.frombuffer(part, dtype=np.uint8)
-        base += int(size.sum())
-    spans = [np.stack([stop - size, stop], axis=1) for size, stop in zip(sizes, stops, strict=True)]
-    return buffer, spans, base - int(sizes[-1].sum())
-
-
-def pack(images: Sequence[EncodedImage]) -> EncodedImages:
-    """Pack images as they are: what the default collate does where no prefetcher has its say."""
-    none = np.zeros(len(images), dtype=bool)
-    buffer, (spans, _), boundary = join([image.data for image in images], [])
-    return EncodedImages(
-        buffer,
-        boundary,
-        spans,
-        indices=np.array([image.index for image in images], dtype=np.int64),
-        paths=[image.path for image in images],
-        decoded=none,
-        sizes=np.zeros((len(images), 2), dtype=np.int64),
-        transposed=none.copy(),
-    )
+    if parts is None or decoded is None:
+        parts, decoded = [image.data for image in images], np.zeros(len(images), dtype=bool)
+    lengths = np.array([len(part) for part in parts], dtype=np.int64)
+    order = np.argsort(decoded, kind="stable")
+    stops = np.empty_like(lengths)
+    stops[order] = np.cumsum(lengths[order])
+    spans = np.stack([stops - lengths, stops], axis=1)
+    buffer = Buffer.empty(int(lengths.sum()))
+    view = buffer.tensor.numpy()
+    for part, (start, stop) in zip(parts, spans.tolist(), strict=True):
+        if stop > start:
+            view[start:stop] = np.frombuffer(part, dtype=np.uint8)
+    boundary = int(lengths[~decoded].sum())
+    spans[decoded] -= boundary
+    unread = np.zeros((len(images), 2), dtype=np.int64)
+    known = {"sizes": unread, "transposed": unread[:, 0] > 0} | known
+    indices = np.array([image.index for image in images], dtype=np.int64)
+    paths = [image.path for image in images]
+    return EncodedImages(buffer, boundary, spans, indices, paths, decoded, **known)
 
 
 Pack = Callable[[Sequence[EncodedImage]], EncodedImages]

@@ -3,7 +3,7 @@
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,9 +96,7 @@ def decode_cpu(
     data = data.numpy().tobytes() if isinstance(data, torch.Tensor) else bytes(data)
     header = read_header(data)
     try:
-        encoded = _BARE[header.format](data)
-        for start, stop in header.exif:
-            encoded[start:stop] = bytes(stop - start)
+        encoded = blank(_BARE[header.format](data), header.exif)
         image = _decode(header.format, encoded)
     except (IndexError, RuntimeError) as error:
         # TorchCodec's messages begin with the C++ function, file and line.
@@ -110,6 +108,14 @@ def decode_cpu(
             f"but its header says {header.width} x {header.height} pixels"
         )
     return upright(image, header.orientation) if apply_exif else image
+
+
+def blank(data: bytes | memoryview, spans: Sequence[tuple[int, int]]) -> bytearray:
+    """Return a copy of ``data`` with zeros in ``spans``."""
+    copied = bytearray(data)
+    for start, stop in spans:
+        copied[start:stop] = bytes(stop - start)
+    return copied
 
 
 def upright(image: torch.Tensor, orientation: int) -> torch.Tensor:
@@ -158,11 +164,14 @@ def _decode(image_format: str, encoded: bytearray) -> torch.Tensor:
     return image[0] if image.ndim == 4 else image
 
 
+_FORTY_TWO = (b"*\0", b"\0*")
+
+
 def _read_orientation(exif: bytes) -> int:
     """Return the orientation in EXIF data, with or without the "Exif" identifier before them."""
     exif = exif.removeprefix(b"Exif\0\0")
     order = {b"II": "<", b"MM": ">"}.get(exif[:2])
-    if order is None or exif[2:4] not in (b"*\0", b"\0*"):
+    if order is None or exif[2:4] not in _FORTY_TWO:
         return 1
     try:
         (directory,) = struct.unpack_from(order + "I", exif, 4)
@@ -185,7 +194,8 @@ _FRAME_HEADERS = {*range(0xC0, 0xD0)} - {_DHT, 0xC8, 0xCC}
 _NO_SEGMENT = {0x00, 0x01, *range(0xD0, 0xD9), 0xFF}  # no length follows these
 _IRREGULAR = 0
 
-_Segments = dict[int, list[tuple[int, int]]]
+_Spans = list[tuple[int, int]]
+_Segments = dict[int, _Spans]
 
 
 def _jpeg_segments(data: bytes) -> _Segments:
@@ -222,22 +232,15 @@ def _read_jpeg(data: bytes) -> ImageHeader:
     return ImageHeader("jpeg", height, width, orientation, gpu, exif)
 
 
-def _read_app1(
-    data: bytes, segments: list[tuple[int, int]]
-) -> tuple[int, tuple[tuple[int, int], ...]]:
+def _read_app1(data: bytes, segments: _Spans) -> tuple[int, tuple[tuple[int, int], ...]]:
     """Return the orientation, and the spans of all that a decoder could take for one.
 
     PIL and TorchCodec's CUDA decoder look for the "Exif" identifier, TorchCodec's CPU decoder takes
     the first APP1 segment whatever its identifier; all of them need the 42 of the TIFF header.
     """
-    payloads = [data[start:stop] for start, stop in segments]
-    exif = next((payload for payload in payloads if payload.startswith(b"Exif\0\0")), b"")
-    spans = (
-        (start, start + 10)
-        for (start, _), payload in zip(segments, payloads, strict=True)
-        if payload[8:10] in (b"*\0", b"\0*")
-    )
-    return _read_orientation(exif), tuple(spans)
+    exif = next((data[a:b] for a, b in segments if data.startswith(b"Exif\0\0", a, b)), b"")
+    forty_twos = [a for a, b in segments if data[a + 8 : min(a + 10, b)] in _FORTY_TWO]
+    return _read_orientation(exif), tuple((start, start + 10) for start in forty_twos)
 
 
 # Note [Files for the GPU]
@@ -310,7 +313,7 @@ def _read_png(data: bytes) -> ImageHeader:
     return ImageHeader("png", height, width, _read_orientation(exif))
 
 
-def _bare_png(data: bytes) -> bytearray:
+def _bare_png(data: bytes) -> bytes:
     """Return the file without metadata and transparency: header, palette and image data."""
     kept, first, last = [_PNG_SIGNATURE], 0, 0
     for kind, start, stop in _png_chunks(data):
@@ -322,7 +325,7 @@ def _bare_png(data: bytes) -> bytearray:
             raise ValueError(f"broken or truncated PNG: wrong checksum of its {kind!r} chunk")
         elif kind in (b"IHDR", b"PLTE"):
             kept.append(data[start - 8 : stop + 4])
-    return bytearray().join([*kept, data[first:last], _PNG_END])
+    return b"".join([*kept, data[first:last], _PNG_END])
 
 
 # WebP
@@ -359,7 +362,7 @@ def _read_webp(data: bytes) -> ImageHeader:
     return ImageHeader("webp", height, width, _read_orientation(next(exif, b"")))
 
 
-def _bare_webp(data: bytes) -> bytearray:
+def _bare_webp(data: bytes) -> bytes:
     """Return the file without metadata and, of an animation, without all frames but the first."""
     kept = []
     for kind, start, stop in _webp_chunks(data):
@@ -368,7 +371,7 @@ def _bare_webp(data: bytes) -> bytearray:
         if kind == b"ANMF":
             break
     body = b"WEBP" + b"".join(kept)
-    return bytearray(b"RIFF" + struct.pack("<I", len(body)) + body)
+    return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
 # GIF
@@ -419,10 +422,10 @@ def _read_gif(data: bytes) -> ImageHeader:
     return ImageHeader("gif", height, width)
 
 
-def _bare_gif(data: bytes) -> bytearray:
+def _bare_gif(data: bytes) -> bytes:
     """Return a GIF of the first frame alone."""
     _, _, head, pixels = _gif_first_frame(data)
-    return bytearray(head + data[pixels : _skip_gif_blocks(data, pixels + 1)] + b";")
+    return head + data[pixels : _skip_gif_blocks(data, pixels + 1)] + b";"
 
 
 _READERS: dict[str, Callable[[bytes], ImageHeader]] = {
@@ -432,8 +435,8 @@ _READERS: dict[str, Callable[[bytes], ImageHeader]] = {
     "gif": _read_gif,
 }
 # A file that holds the picture (the first, of an animation) and nothing that would change it.
-_BARE: dict[str, Callable[[bytes], bytearray]] = {
-    "jpeg": bytearray,
+_BARE: dict[str, Callable[[bytes], bytes]] = {
+    "jpeg": bytes,
     "png": _bare_png,
     "webp": _bare_webp,
     "gif": _bare_gif,

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import get_worker_info
 
 from gpuprefetch._batch import leaves, map_leaves
-from gpuprefetch._encoded import EncodedImage, EncodedImages, join, packing
-from gpuprefetch._format import ImageHeader, decode_cpu, read_header
+from gpuprefetch._encoded import EncodedImage, EncodedImages, pack, packing
+from gpuprefetch._format import ImageHeader, blank, decode_cpu, read_header
 from gpuprefetch._random import Keys, fold
 from gpuprefetch._resample import plan_rows, resample_uint8
 from gpuprefetch._targets import FollowedImage, fate, follow, mark
@@ -31,13 +31,9 @@ NICENESS = 10
 # Up to this many pixels for each of the result, a decoded image is left to the GPU to resample: to
 # copy them takes less of a core than to resample them there.
 SHIPPED = 4
-_TRANSPOSED = frozenset((5, 6, 7, 8))
-# EXIF orientation -> which axes (y, x) of the (transposed, for 5 to 8) stored image are mirrored.
-_MIRRORED = {
-    1: (False, False), 2: (False, True), 3: (True, True), 4: (True, False),
-    5: (False, False), 6: (False, True), 7: (True, True), 8: (True, False),
-}  # fmt: skip
-
+# Which axes (y, x) of the stored image are mirrored, for EXIF orientations 1 to 4 and 5 to 8; the
+# latter change rows and columns before that.
+_MIRRORED = np.array([(False, False), (False, True), (True, True), (True, False)] * 2)
 
 # Stands in for a header that could not be read; large, so that no crop refuses it.
 _UNREADABLE = ImageHeader("unknown", 2**15, 2**15, 1, False, ())
@@ -58,8 +54,7 @@ def sample_keys(seed: int, epoch: int, images: Sequence[EncodedImage], view: int
         repeats.append(seen.get(name, 0))
         seen[name] = repeats[-1] + 1
         names.append(name)
-    keys = fold(fold(fold(seed, epoch), names), view)
-    return fold(keys, repeats) if any(repeats) else fold(keys, 0)
+    return fold(fold(fold(fold(seed, epoch), names), view), repeats)
 
 
 @dataclass(slots=True)
@@ -87,55 +82,46 @@ class Packer:
 
     def __call__(self, images: Sequence[EncodedImage]) -> EncodedImages:
         begin = time.perf_counter()
-        batch_view, self._views = self._views, self._views + 1
-        epoch = int(self.epoch)
-        keys = sample_keys(self.seed, epoch, images, batch_view)
-        headers, errors = self._read_headers(images)
-        orientation, transposed, sizes = self._upright(headers)
+        epoch, share = int(self.epoch), float(self.share)
+        keys = sample_keys(self.seed, epoch, images, self._views)
+        self._views += 1
+        headers, orientation, sizes, errors = self._read(images)
         rows = self._draw(images, sizes, keys)
-        on_cpu = ~np.array([header.gpu and self.on_gpu for header in headers])
-        share = float(self.share)
-        on_cpu |= self._cheapest(images, ~on_cpu, share)
-        if self.head.size is None and self.apply_exif:  # no sampling that could turn the picture
-            on_cpu |= np.array([header.orientation != 1 for header in headers])
+        for_gpu = np.array([header.gpu and self.on_gpu for header in headers])
+        on_cpu = ~for_gpu | self._cheapest(images, for_gpu, share)
+        if self.head.size is None:  # no sampling that could turn the picture
+            on_cpu |= orientation != 1
 
-        files: list[Any] = [b""] * len(images)
-        pixels: list[Any] = [b""] * len(images)
+        parts: list[Any] = [b""] * len(images)
         decoded = np.zeros(len(images), dtype=bool)
         started = time.perf_counter()
         for i, (image, header) in enumerate(zip(images, headers, strict=True)):
             if i in errors:
                 continue
             if not on_cpu[i]:
-                files[i] = _without(image.data, header.exif)
+                parts[i] = blank(image.data, header.exif) if header.exif else image.data
                 continue
             try:
-                picture, row = self._decode(image, None if rows is None else rows[i])
+                picture = self._decode(image, None if rows is None else rows[i])
             except (ValueError, RuntimeError) as error:
                 errors[i] = str(error)
                 continue
-            # It has been turned upright already.
-            decoded[i], transposed[i], orientation[i] = True, False, 1
-            pixels[i], sizes[i] = picture.contiguous().numpy().reshape(-1), picture.shape[-2:]
-            if rows is not None:
-                rows[i] = row
+            parts[i] = picture.contiguous().numpy().reshape(-1)
+            sizes[i], decoded[i] = picture.shape[-2:], True
         seconds = time.perf_counter() - started
+        orientation[decoded] = 1  # they have been turned upright
+        transposed = orientation >= 5
         plan = None
-        if rows is not None:
-            rows = _mirror(rows, sizes, np.array([_MIRRORED[o] for o in orientation]))
-            if self.on_gpu and self.head.size is not None:
+        if rows is not None and self.head.size is not None:
+            _mirror(rows, sizes, _MIRRORED[orientation - 1])
+            if self.on_gpu:
                 way = (self.head.size, self.head.interpolation, self.head.antialias)
                 plan = plan_rows(rows, sizes, transposed, *way)
 
-        buffer, (spans, pixel_spans), boundary = join(files, pixels)
-        read_seconds, self._last = self._read_seconds(images), time.perf_counter()
-        return EncodedImages(
-            buffer,
-            boundary,
-            np.where(decoded[:, None], pixel_spans, spans),
-            indices=np.array([image.index for image in images], dtype=np.int64),
-            paths=[image.path for image in images],
-            decoded=decoded,
+        batch = pack(
+            images,
+            parts,
+            decoded,
             sizes=sizes,
             transposed=transposed,
             rows=rows,
@@ -144,10 +130,12 @@ class Packer:
             prepared=True,
             epoch=epoch,
             share=share,
-            read_seconds=read_seconds,
+            read_seconds=self._read_seconds(images),
             decode_seconds=seconds,
-            collate_seconds=self._last - begin - seconds,
         )
+        self._last = time.perf_counter()
+        batch.collate_seconds = self._last - begin - seconds
+        return batch
 
     @staticmethod
     def _cheapest(images: Sequence[EncodedImage], where: Any, share: float) -> Any:
@@ -174,8 +162,7 @@ class Packer:
         """Samples with boxes, masks and points moved as the head is going to move their image."""
 
         def draw(images: Sequence[EncodedImage]) -> tuple[Any, Any, dict[int, str]]:
-            headers, errors = self._read_headers(images)
-            sizes = self._upright(headers)[2]
+            _, _, sizes, errors = self._read(images)
             keys = sample_keys(self.seed, int(self.epoch), images, 0)
             return self.head.draw(sizes, fold(keys, 0)), sizes, errors
 
@@ -183,12 +170,19 @@ class Packer:
         self._following = followed is not samples
         return followed
 
-    def _upright(self, headers: Sequence[ImageHeader]) -> tuple[list[int], Any, Any]:
-        """Orientation, whether it swaps rows and columns, and the size ``(N, 2)`` behind that."""
-        orientation = [header.orientation if self.apply_exif else 1 for header in headers]
-        transposed = np.array([o in _TRANSPOSED for o in orientation], dtype=bool)
-        sizes = np.array([(header.height, header.width) for header in headers], dtype=np.int64)
-        return orientation, transposed, np.where(transposed[:, None], sizes[:, ::-1], sizes)
+    def _read(self, images: Sequence[EncodedImage]) -> tuple[Any, Any, Any, dict[int, str]]:
+        """Headers, orientations ``(N,)``, sizes ``(N, 2)`` behind these, and errors."""
+        headers, errors = [], {}
+        for i, image in enumerate(images):
+            try:
+                headers.append(read_header(image.data))
+            except ValueError as error:
+                errors[i] = str(error)
+                headers.append(_UNREADABLE)
+        orientation = np.array([h.orientation if self.apply_exif else 1 for h in headers])
+        sizes = np.array([(h.height, h.width) for h in headers], dtype=np.int64)
+        upright = np.where(orientation[:, None] >= 5, sizes[:, ::-1], sizes)
+        return headers, orientation, upright, errors
 
     def _draw(self, images: Sequence[EncodedImage], sizes: Any, keys: Keys) -> Any:
         if self.head.size is None:
@@ -203,27 +197,15 @@ class Packer:
             )
         return np.stack(followed)
 
-    @staticmethod
-    def _read_headers(images: Sequence[EncodedImage]) -> tuple[list[ImageHeader], dict[int, str]]:
-        headers, errors = [], {}
-        for i, image in enumerate(images):
-            try:
-                headers.append(read_header(image.data))
-            except ValueError as error:
-                errors[i] = str(error)
-                headers.append(_UNREADABLE)
-        return headers, errors
-
-    def _decode(self, image: EncodedImage, row: Any) -> tuple[torch.Tensor, Any]:
-        """Decode an image to the part of it that its sampling reads, and the sampling of that."""
+    def _decode(self, image: EncodedImage, row: Any) -> torch.Tensor:
+        """Decode an image to the part that its sampling ``row`` reads, and fit the row to that."""
         picture = decode_cpu(image.data, apply_exif=self.apply_exif)
         if row is None or self.head.size is None:
-            return picture, row
+            return picture
         (top, left), (bottom, right) = row[:, 2:4].T.astype(int)
         if self.on_gpu and 0 < (bottom - top) * (right - left) <= SHIPPED * prod(self.head.size):
-            origin, step, low, high, first, last = row.T
-            row = np.stack([origin - low, step, low - low, high - low, first, last], axis=1)
-            return picture[:, top:bottom, left:right], row
+            row[:, [0, 2, 3]] -= row[:, 2:3]  # origin, low and high
+            return picture[:, top:bottom, left:right]
         picture = resample_uint8(
             picture,
             row,
@@ -231,47 +213,8 @@ class Packer:
             interpolation=self.head.interpolation,
             antialias=self.head.antialias,
         )
-        return picture, Sampling.identity([self.head.size]).rows()[0]
-
-
-def _without(data: Any, spans: Sequence[tuple[int, int]]) -> Any:
-    """Overwrite ``spans`` of a file with zeros, in a copy."""
-    if not spans:
-        return data
-    changed = bytearray(data)
-    for start, stop in spans:
-        changed[start:stop] = bytes(stop - start)
-    return changed
-
-
-def _mirror(rows: Any, sizes: Any, where: Any) -> Any:
-    """Sampling of an upright picture, rewritten for the stored one, mirrored ``where`` it says."""
-    origin, step, low, high, first, last = np.moveaxis(rows, -1, 0)
-    return np.stack(
-        [
-            np.where(where, sizes - 1 - origin, origin),
-            np.where(where, -step, step),
-            np.where(where, sizes - high, low),
-            np.where(where, sizes - low, high),
-            first,
-            last,
-        ],
-        axis=-1,
-    )
-
-
-_settled = False
-
-
-def _settle(nice: bool) -> None:
-    """Once in a worker: end with the parent, and let the training thread go first."""
-    global _settled
-    if _settled or get_worker_info() is None:
-        return
-    _settled = True
-    if nice:
-        os.nice(NICENESS)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        row[:] = Sampling.identity([self.head.size]).rows()[0]
+        return picture
 
 
 def _end_with(parent: int) -> None:
@@ -285,16 +228,25 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
+def _mirror(rows: Any, sizes: Any, where: Any) -> None:
+    """Rewrite the sampling of upright pictures for the stored ones, mirrored ``where`` it says."""
+    length, (origin, step, low, high, first, last) = sizes[where], rows[where].T
+    mirrored = [length - 1 - origin, -step, length - high, length - low, first, last]
+    rows[where] = np.stack(mirrored, axis=1)
+
+
 @dataclass(slots=True)
 class HostStage:
     """The collate function a prefetcher gives its loader: the user's, with our packing inside."""
 
     collate_fn: Callable[[Any], Any]
     packer: Packer
+    _settled: bool = False
 
     def __call__(self, samples: Any) -> Any:
         self.packer._views = 0
-        _settle(nice=self.packer.on_gpu)
+        if not self._settled and get_worker_info() is not None:
+            self._settle()
         samples = self.packer.follow(samples)
         with packing(self.packer):
             batch = pack_lists(mark(self.collate_fn(samples), samples), self.packer)
@@ -302,6 +254,13 @@ class HostStage:
             if isinstance(images, EncodedImages):
                 images.targets = fate(batch, samples)
         return batch
+
+    def _settle(self) -> None:
+        """Once in a worker: end with the parent, and let the training thread go first."""
+        self._settled = True
+        if self.packer.on_gpu:
+            os.nice(NICENESS)
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 
 def is_encoded(batch: Any) -> bool:
@@ -319,8 +278,6 @@ def pack_lists(batch: Any, packer: Packer) -> Any:
     def pack_leaf(leaf: Any) -> Any:
         if not is_encoded(leaf) or (isinstance(leaf, EncodedImages) and leaf.prepared):
             return leaf
-        return packer(
-            [leaf] if isinstance(leaf, EncodedImage) else [leaf[i] for i in range(len(leaf))]
-        )
+        return packer([leaf] if isinstance(leaf, EncodedImage) else list(leaf))
 
     return map_leaves(pack_leaf, batch, is_encoded)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from gpuprefetch._accelerate import (
     check_loaders,
@@ -20,13 +19,11 @@ from gpuprefetch._accelerate import (
     pipeline_of,
     view_of,
 )
-from gpuprefetch._convert import CONVERSIONS, Plan, Step, convert
-from gpuprefetch._encoded import EncodedImage
-from gpuprefetch._per_image import Transform
+from gpuprefetch._convert import CONVERSIONS, Plan, convert
 from gpuprefetch._prefetcher import DataPrefetcher
-from gpuprefetch._random import Keys, SeededDraws, fold
+from gpuprefetch._random import SeededDraws, fold
 from gpuprefetch._resample import resample
-from gpuprefetch._transforms import Head, Sampling, read_transforms
+from gpuprefetch._transforms import Sampling, read_transforms
 
 # Images that a report keeps for its picture.
 KEPT = 4
@@ -51,6 +48,14 @@ class ParityRow:
     max: float = 0.0
     mean_so_far: float = 0.0
     max_so_far: float = 0.0
+
+    def _note(self, count: int, old: _State, alone: _State, new: _State) -> None:
+        mean, most = _difference(old, alone)
+        self.mean += (mean - self.mean) / count
+        self.max = max(self.max, most)
+        mean, most = _difference(old, new)
+        self.mean_so_far += (mean - self.mean_so_far) / count
+        self.max_so_far = max(self.max_so_far, most)
 
 
 @dataclass(order=True, slots=True)
@@ -83,7 +88,7 @@ class ParityReport:
     @property
     def worst(self) -> list[tuple[str, float, float]]:
         """(path, mean, max) of the images that differ most, in levels of 255."""
-        return [(pair.path, pair.mean, pair.max) for pair in sorted(self._worst, reverse=True)]
+        return [(pair.path, pair.mean, pair.max) for pair in self._worst]
 
     def __str__(self) -> str:
         width = max(len(row.name) for row in self.rows)
@@ -105,8 +110,7 @@ class ParityReport:
         """Save the worst images: torchvision's, ours, and eight times the difference on gray."""
         from torchvision.utils import save_image
 
-        pairs = sorted(self._worst, reverse=True)
-        tiles = [t for p in pairs for t in (p.old, p.new, 127.5 + 8 * (p.new - p.old))]
+        tiles = [t for p in self._worst for t in (p.old, p.new, 127.5 + 8 * (p.new - p.old))]
         save_image([tile.clamp(0, 255) / 255 for tile in tiles], path, nrow=3)
 
 
@@ -132,33 +136,23 @@ def parity(
     plan = convert(pipeline_of(folders))
     check_loaders(folders)
     view = view_of(loader.dataset, None)
-    files = _Files(view, np.linspace(0, len(view) - 1, min(n, len(view))).round().astype(int))
-    comparison = _Comparison(plan)
-    for start in range(0, len(files), 16):
-        part = [files[i] for i in range(start, min(start + 16, len(files)))]
-        for image, decoded in zip(part, _decode(part, device), strict=True):
-            comparison.add(image.path, open_picture(folders[0], image.path), decoded)
-    return comparison.report()
-
-
-class _Files(Dataset[EncodedImage]):
-    def __init__(self, view: Any, indices: Any) -> None:
-        self._view, self._indices = view, indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, position: int) -> EncodedImage:
-        sample = self._view[int(self._indices[position])]
-        image: EncodedImage = image_of(sample)
-        return image
-
-
-def _decode(images: list[EncodedImage], device: Any) -> Iterator[torch.Tensor]:
-    # On the device by the prefetcher's own way, so that its decoder is compared as well.
-    prefetcher = DataPrefetcher([images], device=device, cpu_share=0.0)
-    for decoded in prefetcher:
-        yield from decoded
+    indices = np.linspace(0, len(view) - 1, min(n, len(view))).round().astype(int)
+    rows = [ParityRow("decode", ""), *(ParityRow(step.name, step.where) for step in plan.steps)]
+    count, worst = 0, list[_Pair]()
+    for start in range(0, len(indices), 16):
+        images = [image_of(view[int(index)]) for index in indices[start : start + 16]]
+        # On the device by the prefetcher's own way, so that its decoder is compared as well.
+        (batch,) = DataPrefetcher([images], device=device, cpu_share=0.0)
+        for image, decoded in zip(images, batch, strict=True):
+            count += 1
+            # The seed is not of the path: the same draws wherever the files are.
+            sides = _walk(plan, open_picture(folders[0], image.path), decoded, 1000 * count)
+            for row, (old, alone, new) in zip(rows, sides, strict=True):
+                row._note(count, old, alone, new)
+            mean, most = _difference(old, new)
+            worst.append(_Pair(mean, image.path, most, old.levels(), new.levels()))
+            worst = sorted(worst, reverse=True)[:KEPT]
+    return ParityReport(count, rows, worst)
 
 
 @dataclass(slots=True)
@@ -178,10 +172,17 @@ class _State:
         levels: torch.Tensor = values.float() * slope + self.shift
         return levels
 
-    def normalized(self, op: Any, image: Any) -> _State:
-        mean, std = (torch.tensor(list(v)).view(-1, 1, 1) for v in (op.mean, op.std))
-        slope = 255.0 if self.slope is None else self.slope
-        return _State(image, slope * std, slope * mean + self.shift)
+    def then(self, op: Any, image: Any) -> _State:
+        """This side behind torchvision's ``op``, or ours in its place, which made ``image``."""
+        name = type(op).__name__
+        if name == "Normalize":
+            mean, std = (torch.tensor(list(v)).view(-1, 1, 1) for v in (op.mean, op.std))
+            slope = 255.0 if self.slope is None else self.slope
+            return _State(image, slope * std, slope * mean + self.shift)
+        dtypes = {getattr(each, "dtype", None) for each in (self.image, image)}
+        if name in CONVERSIONS and len(dtypes) > 1:
+            return _State(image, 1.0 if getattr(op, "scale", True) is False else None)
+        return _State(image, self.slope, self.shift)
 
 
 def _tensor(image: Any) -> torch.Tensor:
@@ -191,151 +192,75 @@ def _tensor(image: Any) -> torch.Tensor:
     return tensor
 
 
-class _Comparison:
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._head, _ = read_transforms(plan.transforms)
-        self._rows = [ParityRow("decode", "")]
-        self._rows += [ParityRow(step.name, step.where) for step in plan.steps]
-        self._count = 0
-        self._worst: list[_Pair] = []
-
-    def report(self) -> ParityReport:
-        return ParityReport(self._count, self._rows, self._worst)
-
-    def add(self, path: str, picture: Any, decoded: torch.Tensor) -> None:
-        """Take one file: as the dataset's loader reads it, and as the prefetcher decoded it."""
-        self._count += 1
-        old, new = _State(picture), _State(decoded)
-        self._note(self._rows[0], old, new, new)
-        seed = 1000 * self._count  # not of the path: the same draws wherever the files are
-        walk = _Walk(self._head, self._plan.transforms, decoded, fold(seed, [0]))
-        for number, (step, row) in enumerate(zip(self._plan.steps, self._rows[1:], strict=True)):
-            old, alone, new = walk.step(step, seed + number, old, new)
-            self._note(row, old, alone, new)
-        mean, top = _difference(old, new)
-        pair = _Pair(mean, path, top, old.levels(), new.levels())
-        heapq.heappush(self._worst, pair)
-        if len(self._worst) > KEPT:
-            heapq.heappop(self._worst)
-
-    def _note(self, row: ParityRow, old: _State, alone: _State, new: _State) -> None:
-        share = 1 / self._count
-        mean, top = _difference(old, alone)
-        row.mean += (mean - row.mean) * share
-        row.max = max(row.max, top)
-        mean, top = _difference(old, new)
-        row.mean_so_far += (mean - row.mean_so_far) * share
-        row.max_so_far = max(row.max_so_far, top)
-
-
 def _difference(old: _State, new: _State) -> tuple[float, float]:
     distance = (old.levels() - new.levels()).abs()
     return float(distance.mean()), float(distance.max())
 
 
-class _Walk:
-    """Takes one image through a plan, op by op, on both sides."""
+def _walk(
+    plan: Plan, picture: Any, decoded: torch.Tensor, seed: int
+) -> Iterator[tuple[_State, _State, _State]]:
+    """Take one file through a plan.
 
-    def __init__(
-        self, head: Head, transforms: list[Transform], decoded: torch.Tensor, keys: Keys
-    ) -> None:
-        self._head, self._decoded, self._keys = head, decoded, keys
-        self._position = 0
-        self._sampling = Sampling.identity([decoded.shape[-2:]])
-        self._tail = list(transforms[len(head.names) :])
+    Yields:
+        Of the decoders and then of each op: torchvision's side, our op on the image that
+        torchvision's op was given, and our side.
+    """
+    head, tail = read_transforms(plan.transforms)
+    draws = ((op, fold(fold(seed, [0]), position)) for position, op in enumerate(head.ops))
+    sampling = Sampling.identity([decoded.shape[-2:]])
+    colors: dict[str, Any] = {}
 
-    def step(
-        self, step: Step, seed: int, old: _State, new: _State
-    ) -> tuple[_State, _State, _State]:
-        """The old side behind an op, our op on the old side's image, and our side."""
-        if step.module is None:
-            return _converted(step.source, old, step.source(old.image)), old, new
-        if step.where == "fused launch" and step.name != "Normalize":
-            return self._fused(step, old)
-        if step.where != "fused launch":
-            new = self._catch_up(step, new)
-        return self._on_batch(step, seed, old, new)
-
-    def _catch_up(self, step: Step, new: _State) -> _State:
-        """Run what our list has before this op and the pipeline has not: a change of dtype."""
-        while self._tail[0] is not step.module:
-            new = _State(self._tail.pop(0)(new.image[None])[0])
-        del self._tail[0]
-        return new
-
-    def _fused(self, step: Step, old: _State) -> tuple[_State, _State, _State]:
-        op, keys = self._head.ops[self._position], fold(self._keys, self._position)
-        self._position += 1
-        self._sampling = op(self._sampling, keys)
-        before = _tensor(old.image).to(self._decoded.device)
-        alone = op(Sampling.identity([before.shape[-2:]]), keys)
-        image = old.image
-        if "Flip" not in step.name or (alone.step < 0).any():
-            image = step.source.transform(image, _parameters(step.name, alone, before.shape[-2:]))
-        return (
-            _State(image),
-            _State(self._resample(before, alone)),
-            _State(self._resample(self._decoded, self._sampling)),
-        )
-
-    def _resample(self, image: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-        height, width = sampling.length[0].astype(int).tolist()
+    def resampled(image: torch.Tensor, sampling: Sampling, **colors: Any) -> torch.Tensor:
         return resample(
             [image],
             sampling.rows(),
-            (height, width),
-            interpolation=self._head.interpolation,
-            antialias=self._head.antialias,
+            tuple(sampling.length[0].astype(int).tolist()),
+            interpolation=head.interpolation,
+            antialias=head.antialias,
+            **colors,
         )[0]
 
-    def _on_batch(
-        self, step: Step, seed: int, old: _State, new: _State
-    ) -> tuple[_State, _State, _State]:
-        before = _tensor(old.image).to(self._decoded.device)
+    def drawn(fn: Any, image: Any, seed: int) -> Any:
         with SeededDraws(seed):
-            image = step.source(old.image)
-        results = [image]
-        for given in (before, new.image):
-            with SeededDraws(seed):
-                results.append(step.module(given[None])[0])  # type: ignore[misc]
-        if step.name == "Normalize":
-            first, second, third = (old.normalized(step.source, result) for result in results)
-            return first, second, third
-        if step.name in CONVERSIONS:
-            states = zip((old, old, new), results, strict=True)
-            first, second, third = (_converted(step.source, *pair) for pair in states)
-            return first, second, third
-        return (
-            _State(results[0], old.slope, old.shift),
-            _State(results[1], old.slope, old.shift),
-            _State(results[2], new.slope, new.shift),
-        )
+            return fn(image)
+
+    old, new = _State(picture), _State(decoded)
+    yield old, new, new
+    for number, step in enumerate(plan.steps, seed):
+        op, module, before = step.source, step.module, _tensor(old.image).to(decoded.device)
+        if module is None:
+            old, alone = old.then(op, op(old.image)), old
+        elif step.where == "fused launch" and step.name != "Normalize":
+            ours, keys = next(draws)
+            own, sampling = ours(Sampling.identity([before.shape[-2:]]), keys), ours(sampling, keys)
+            alone = old.then(op, resampled(before, own))
+            new = new.then(op, resampled(decoded, sampling, **colors))
+            old = old.then(op, _with_parameters(op, old.image, own))
+        else:
+            if step.where == "fused launch":
+                colors = {"mean": head.mean, "std": head.std}
+            else:
+                # Our list may have a change of dtype before it that the pipeline has not.
+                while (first := tail.pop(0)) is not module:
+                    new = _State(first(new.image[None])[0])
+            alone = old.then(op, drawn(module, before[None], number)[0])
+            new = new.then(op, drawn(module, new.image[None], number)[0])
+            old = old.then(op, drawn(op, old.image, number))
+        yield old, alone, new
 
 
-def _converted(op: Any, before: _State, image: Any) -> _State:
-    if isinstance(before.image, torch.Tensor) and before.image.dtype == image.dtype:
-        return _State(image, before.slope, before.shift)
-    return _State(image, 1.0 if getattr(op, "scale", True) is False else None)
+def _with_parameters(op: Any, image: Any, own: Sampling) -> Any:
+    """What a torchvision v2 op of the head makes of an image with the parameters we drew."""
+    from torchvision.transforms.v2 import functional as F
 
-
-def _parameters(name: str, sampling: Sampling, size: Any) -> dict[str, Any]:
-    """What a torchvision v2 crop takes, read from where our sampling of a whole image begins."""
+    name = type(op).__name__
+    parameters: dict[str, int] = {}
+    if name == "RandomCrop":
+        return F.crop(image, *own.origin[0].astype(int), *own.length[0].astype(int))
+    if "Flip" in name and not (own.step < 0).any():
+        return image
     if name == "RandomResizedCrop":
-        (top, left), (bottom, right) = sampling.low[0].astype(int), sampling.high[0].astype(int)
-        return {"top": top, "left": left, "height": bottom - top, "width": right - left}
-    if name != "RandomCrop":
-        return {}
-    start, length = sampling.origin[0].astype(int), sampling.length[0].astype(int)
-    before = np.maximum(-start, 0)
-    behind = np.maximum(start + length - np.asarray(size), 0)
-    top, left = (start + before).tolist()
-    return {
-        "needs_crop": True,
-        "top": top,
-        "left": left,
-        "height": int(length[0]),
-        "width": int(length[1]),
-        "needs_pad": bool(before.any() or behind.any()),
-        "padding": [int(before[1]), int(before[0]), int(behind[1]), int(behind[0])],
-    }
+        (top, left), (bottom, right) = own.low[0].astype(int), own.high[0].astype(int)
+        parameters = {"top": top, "left": left, "height": bottom - top, "width": right - left}
+    return op.transform(image, parameters)

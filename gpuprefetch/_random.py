@@ -6,7 +6,6 @@ OOPSLA 2014), used as a hash of (seed, epoch, sample, ...) followed by a counter
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ def uniform(keys: Keys, count: int) -> Uniforms:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-_DRAWS: Iterable[Any] = (
+_RANDOM: set[Any] = {
     torch.rand,
     torch.randn,
     torch.randint,
@@ -63,7 +62,12 @@ _DRAWS: Iterable[Any] = (
     torch.Tensor.log_normal_,
     torch.Tensor.geometric_,
     torch.Tensor.cauchy_,
-)
+}
+_LIKE: dict[Any, Any] = {
+    torch.rand_like: torch.rand,
+    torch.randn_like: torch.randn,
+    torch.randint_like: torch.randint,
+}
 
 
 class SeededDraws(TorchFunctionMode):
@@ -95,15 +99,6 @@ class SeededDraws(TorchFunctionMode):
         if func in _RANDOM and kwargs.get("generator") is None:
             given = next((a for a in args if isinstance(a, torch.Tensor)), None)
             device = given.device if given is not None else kwargs.get("device")
-            kwargs["generator"] = self._generator(
-                torch.device(device or torch.get_default_device())
-            )
+            device = torch.device(device or torch.get_default_device())
+            kwargs["generator"] = self._generator(device)
         return func(*args, **kwargs)
-
-
-_RANDOM = frozenset(_DRAWS)
-_LIKE: dict[Any, Any] = {
-    torch.rand_like: torch.rand,
-    torch.randn_like: torch.randn,
-    torch.randint_like: torch.randint,
-}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import asdict, dataclass
-from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -43,16 +43,11 @@ class Stage:
         self._started = time.perf_counter()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.seconds = time.perf_counter() - self._started
         with _lock:
             setattr(self._stats, self._counter, getattr(self._stats, self._counter) + self.seconds)
-        self._range[1].__exit__(kind, error, trace)
+        self._range[1].__exit__(*error)
         if _NVTX:
             torch.cuda.nvtx.range_pop()
 
@@ -127,14 +122,14 @@ class Stats:
         images, and ``bytes_per_second`` of ``encoded_bytes``.
         """
         values: dict[str, float] = asdict(self)
-        seconds, images = self.seconds or 1.0, self.gpu_images + self.cpu_images or 1
+        seconds, decoded = self.seconds or 1.0, self.gpu_images + self.cpu_images or 1
         wait_share = self.wait_seconds / seconds
         return values | {
             "images_per_second": self.images / seconds,
             "bytes_per_second": self.encoded_bytes / seconds,
             "wait_share": wait_share,
             "busy_share": 1 - wait_share,
-            "gpu_share": self.gpu_images / images,
+            "gpu_share": self.gpu_images / decoded,
         }
 
     def postfix(self) -> dict[str, str]:

@@ -269,6 +269,15 @@ def test_head_op_against_torchvision(folder, name, version):
     assert row["RandomHorizontalFlip"].mean <= 1e-5
 
 
+def test_parity_of_a_flip_behind_normalize(folder):
+    flip, erasing = v1.RandomHorizontalFlip(), v1.RandomErasing(1.0)
+    ops = [v1.RandomResizedCrop(48), v1.ToTensor(), v1.Normalize(MEAN, STD), flip, erasing]
+    rows = alone(folder, ops)
+    assert rows["RandomHorizontalFlip"].where == "fused launch"
+    assert rows["RandomHorizontalFlip"].mean <= 1e-5
+    assert rows["RandomErasing"].mean_so_far < 1
+
+
 @pytest.mark.parametrize("version", [v1, v2], ids=["v1", "v2"])
 @pytest.mark.parametrize("name", TAIL)
 def test_tail_op_against_torchvision(folder, name, version):

@@ -106,5 +106,34 @@ def test_tensors_reaches_into_objects_and_sparse_tensors():
     assert all(t.layout is torch.strided for t in found)
 
 
+class Slotted(Movable):
+    __slots__ = ("__hidden", "again")
+
+    def __init__(self, tensor):
+        super().__init__(tensor)
+        self.__hidden, self.again = tensor, self
+
+
+class MovableDict(dict, Movable):
+    __init__ = dict.__init__
+
+
+class MovableList(list, Movable):
+    __init__ = list.__init__
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (Slotted, 2),
+        (lambda tensor: MovableDict(a=[tensor]), 1),
+        (lambda tensor: MovableList([tensor]), 1),
+        (lambda tensor: pack_sequence([tensor, tensor]), 2),
+    ],
+)
+def test_tensors_reaches_into_every_kind_of_object(make, count):
+    assert len(list(tensors(make(torch.ones(2))))) == count
+
+
 def test_is_leaf_stops_the_walk():
     assert list(leaves([[1, 2], 3], lambda b: b == [1, 2])) == [[1, 2], 3]
