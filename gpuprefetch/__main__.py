@@ -1,4 +1,4 @@
-"""``selfcheck``: is this machine's decoding safe? ``doctor``: what is training bound by?"""
+"""selfcheck: is this machine's decoding safe? doctor: what is training bound by?"""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class DoctorReport:
             share = self.after.images_per_second / self.ceiling
             lines.append(f"then {share:.0%} of the ceiling: {_VERDICTS[self.after.bound]}")
         elif found.bound != "model":
-            lines.append("no setting that was tried helps; " + _ADVICE[found.bound])
+            lines.append("nothing was tried that helps; " + _ADVICE[found.bound])
         lines += [f"tried {change}" for change in self.tried]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 

@@ -167,6 +167,12 @@ def accuracy(train, folder, checkpoint):
     return sum(p < 1 for p in places) / len(places), sum(p < 5 for p in places) / len(places)
 
 
+def test_a_folder_that_is_none_of_imagenets(train, folder, capsys):
+    with pytest.raises(SystemExit):
+        train.parse_args([str(folder / "train")])
+    assert "no folder with train/CLASS/* and val/CLASS/*" in capsys.readouterr().err
+
+
 def test_too_few_pictures_for_a_batch(run):
     with pytest.raises(ValueError, match="Lower --batch-size"):
         run("--epochs", "1", "--batch-size", "32")

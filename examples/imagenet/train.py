@@ -95,6 +95,8 @@ def parse_args(argv):
     args = parser.parse_args(argv)
     if args.checkpoint_steps and args.loader == "torchvision":
         parser.error("--checkpoint-steps needs --loader gpuprefetch, which knows where it stands")
+    if args.data and not ((args.data / "train").is_dir() and (args.data / "val").is_dir()):
+        parser.error(f"{args.data} is no folder with train/CLASS/* and val/CLASS/*")
     parser.set_defaults(**(PHOTO_DEFAULTS if args.data else DRAWN_DEFAULTS))
     return parser.parse_args(argv)
 
