@@ -97,7 +97,8 @@ class _Accelerated(DataPrefetcher):
         if self._collate is not None:
             loader.collate_fn = _set_apart
         options = dict(options)
-        transforms = [*plan.transforms, *(options.pop("transforms", None) or ())]
+        own = options.pop("transforms", None) or ()
+        transforms = [*plan.transforms, *([own] if callable(own) else own)]
         if read_transforms(transforms)[1]:
             # Between the launch and the ops behind it values must not be rounded to bfloat16.
             cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
@@ -146,6 +147,12 @@ def _set_apart(samples: list[Any]) -> tuple[Any, Any]:
         image, so a bad image takes its sample along.
     """
     images = [image_of(sample) for sample in samples]
+    count = sum(isinstance(leaf, EncodedImage) for leaf in leaves(samples[0], is_image))
+    if count > 1:
+        raise TypeError(
+            f"accelerate takes one image a sample where the loader has a collate_fn, got {count}. "
+            "Leave collate_fn out: the default one takes any number."
+        )
     rest = np.empty(len(samples), dtype=object)
     for i, (sample, image) in enumerate(zip(samples, images, strict=True)):
         rest[i] = map_leaves(partial(_cut_out, image), sample, is_image)
@@ -174,6 +181,11 @@ def read_encoded(path: Any) -> EncodedImage:
     return EncodedImage(Path(path).read_bytes(), path=str(path))
 
 
+def _unchanged(image: Any) -> Any:
+    """A ``transform`` that leaves a file encoded."""
+    return image
+
+
 class _WorkerPart:
     """The ops that stay in the workers, behind a decode; gives uint8 or float tensors."""
 
@@ -194,9 +206,11 @@ def folders_of(loader: Any) -> list[Any]:
     """The folder datasets at the bottom of a loader."""
     if not isinstance(loader, DataLoader):
         hint = " Build it with use_prefetcher=False." if is_timm(loader, "PrefetchLoader") else ""
+        if isinstance(loader, DataPrefetcher):
+            hint = " Pass the DataLoader that it was made from."
         raise TypeError(f"accelerate takes a DataLoader, got {type(loader).__name__}.{hint}")
     if loader.batch_sampler is None:
-        raise TypeError("accelerate takes a DataLoader that makes batches, this one has none.")
+        raise TypeError("accelerate takes a DataLoader that makes batches. Give it a batch_size.")
     return list(_bottom(loader.dataset))
 
 
@@ -229,7 +243,8 @@ def view_of(dataset: Any, transform: Any) -> Any:
     elif hasattr(dataset, "dataset"):
         dataset.dataset = view_of(dataset.dataset, transform)
     else:
-        dataset.transform = transform
+        # A dataset may call it without asking whether it is there.
+        dataset.transform = transform or _unchanged
         if transform is None and is_timm(dataset, "ImageDataset"):
             dataset.reader, dataset.load_bytes = EncodedReader(dataset.reader), True
         elif transform is None:

@@ -19,7 +19,7 @@ import torch
 from gpuprefetch import _per_image
 from gpuprefetch._per_image import Apply, Choice, ToFloat, ToUint8, Transform, per_image
 from gpuprefetch._random import Keys, uniform
-from gpuprefetch._timm import TimmAugment, from_timm
+from gpuprefetch._timm import TimmAugment, from_timm, why_not
 from gpuprefetch._transforms import (
     CenterCrop,
     RandomResizedCrop,
@@ -266,9 +266,7 @@ class _Converter:
         if name is None and isinstance(getattr(op, "interpolation", None), tuple):
             self._refuse(op, 'one launch has one filter, interpolation="random" needs two')
         if name is None:
-            self._refuse(
-                op, "it is not one of torchvision's own, nor among those of timm's that are known"
-            )
+            self._refuse(op, why_not(op))
         if name in CONVERSIONS:
             return self._take_conversion(op)
         if name in ("RGB", "Identity"):  # files are decoded to RGB
@@ -283,7 +281,6 @@ class _Converter:
         return self._take_on_batch(op)
 
     def finish(self) -> Plan:
-        self._flush(last=True)
         if not self.is_tensor:
             raise UnsupportedTransformError(
                 "The pipeline ends in PIL images, which no batch can hold. Add v2.ToImage() and "
@@ -294,6 +291,7 @@ class _Converter:
                 "The pipeline gives images of different sizes, which no batch can hold. Add a "
                 "RandomResizedCrop, or a Resize and a CenterCrop, to it."
             )
+        self._flush()
         self._hold(self.is_float)
         head, _ = read_transforms(self.transforms)
         fused = {id(module) for module in self.transforms[: len(head.names)]}
@@ -388,10 +386,10 @@ class _Converter:
         for delayed in self.delayed:
             # Black stays black in gray only; bicubic results are clipped.
             if (pads and "Grayscale" not in type(delayed).__name__) or _filter_of(op) == "bicubic":
-                self._refuse(delayed, f"it comes before {type(op).__name__}")
+                self._refuse(delayed, f"it comes before {type(op).__name__}", early=True)
 
-    def _flush(self, *, last: bool = False) -> None:
-        if not (self.sized or last):
+    def _flush(self) -> None:
+        if not self.sized:
             return
         delayed, self.delayed = self.delayed, []
         for op in delayed:
@@ -401,7 +399,7 @@ class _Converter:
         name = type(op).__name__
         self._check_on_batch(op)
         if not self.sized:
-            self._refuse(op, self._why_not_fused(op))
+            self._refuse(op, self._why_not_fused(op), early=name not in _FUSED)
         if name == "Normalize" and self.open and self.is_float:
             import kornia.augmentation as K
 
@@ -458,11 +456,11 @@ class _Converter:
             if _filter_of(op) not in accepted:
                 self._refuse(op, f"interpolation={_filter_of(op)!r} is for PIL images only")
 
-    def _refuse(self, op: Any, reason: str) -> None:
+    def _refuse(self, op: Any, reason: str, *, early: bool = False) -> None:
         raise UnsupportedTransformError(
-            f"{type(op).__name__} cannot move to the device: {reason}. Put it behind the crop, "
-            "replace it, or keep it and all before it in the workers, after a decode on the CPU, "
-            "with accelerate(loader, keep_unknown=True)."
+            f"{type(op).__name__} cannot move to the device: {reason}. "
+            f"{'Put it behind the crop' if early else 'Replace it'}, or keep it and all before it "
+            "in the workers, after a decode on the CPU, with accelerate(loader, keep_unknown=True)."
         )
 
 

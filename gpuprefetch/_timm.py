@@ -44,6 +44,16 @@ def from_timm(op: Any) -> Any:
     return op
 
 
+def why_not(op: Any) -> str:
+    """Why a transform is neither torchvision's nor stands for one of torchvision's."""
+    if is_timm(op, "RandomErasing"):
+        return "of timm's only one box can, in black or noise (re_count=1, re_mode const or pixel)"
+    if is_timm(op, "RandAugment") or is_timm(op, "AutoAugment"):
+        unknown = TimmAugment(op).names - OPS.keys() - GEOMETRIC
+        return f"it draws {', '.join(sorted(unknown))}, of which there is no form for a batch"
+    return "it is not one of torchvision's own, nor among those of timm's that are known"
+
+
 class TimmAugment(torch.nn.Module):
     """timm's RandAugment or AutoAugment with torch's random numbers, drawn for each image.
 

@@ -461,6 +461,10 @@ def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[
         return Head(), []
     if callable(transforms) and not isinstance(transforms, (list, tuple)):
         transforms = [transforms]
+    if not isinstance(transforms, Sequence):
+        raise TypeError(
+            f"transforms takes a list of modules and callables, got {type(transforms).__name__}."
+        )
     for transform in transforms:
         if not callable(transform) or isinstance(transform, type):
             raise TypeError(
@@ -484,11 +488,14 @@ def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
         return
     stop = f"{type(tail[0]).__name__} comes first and" if tail else "nothing in the list"
     fused = f" after {', '.join(head.names)}" if head.names else ""
+    hint = ""
+    if tail and type(tail[0]).__module__.startswith("torchvision."):
+        hint = " gpuprefetch.convert_transforms() makes such a list of torchvision's pipelines."
     raise ValueError(
         f"Decoded photos have different sizes, and {stop}{fused} does not give them one. Start the "
         "list with gpuprefetch.RandomResizedCrop(224) for training, or gpuprefetch.Resize(256) and "
         "gpuprefetch.CenterCrop(224) for validation; kornia's RandomResizedCrop, Resize, CenterCrop"
-        " and RandomCrop (bilinear, p=1, no padding) work as well."
+        " and RandomCrop (bilinear, p=1, no padding) work as well." + hint
     )
 
 

@@ -154,6 +154,19 @@ def test_timm_datasets_and_loaders(folder):
         accelerate(data.loader.PrefetchLoader(mixed, device=torch.device("cpu")), **CPU)
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"re_prob": 1.0, "re_mode": "rand"}, "RandomErasing .* one box"),
+        ({"auto_augment": "3a"}, "AutoAugment .* draws GaussianBlurRand"),
+    ],
+)
+def test_what_of_timm_cannot_move_says_why(options, match):
+    data = pytest.importorskip("timm.data")
+    with pytest.raises(UnsupportedTransformError, match=match):
+        convert(data.create_transform(64, is_training=True, interpolation="bicubic", **options))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["rand-m9-mstd0.5-inc1", "rand-m7-n3-mstd101", "rand-tweights"])
 def test_timm_ops_are_drawn_as_timm_draws_them(config):
@@ -436,6 +449,17 @@ REFUSED = {
 }  # fmt: skip
 
 
+REFUSED |= {
+    "Normalize .* Put it behind the crop": REFUSED["Normalize .* before CenterCrop"],
+    "Lambda .* Replace it": REFUSED["Lambda .* not among the ops"],  # it is behind the crop
+    "sizes, .* Add a RandomResizedCrop": [
+        v2.ToImage(),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.RandomGrayscale(),
+    ],
+}
+
+
 @pytest.mark.parametrize("match", REFUSED)
 def test_what_cannot_move_is_named(match):
     with pytest.raises(UnsupportedTransformError, match=match):
@@ -470,6 +494,15 @@ class WithIndex(ImageFolder):
     def __getitem__(self, index):
         sample, target = super().__getitem__(index)
         return {"image": sample, "target": target, "index": index}
+
+
+class Pair(ImageFolder):
+    """Two views of a picture, by a transform that is called without a look whether it is there."""
+
+    def __getitem__(self, index):
+        path, target = self.samples[index]
+        views = [self.transform(self.loader(path)) for _ in range(2)]
+        return *views, target
 
 
 class Opener(ImageFolder):
@@ -536,6 +569,24 @@ def test_datasets_that_do_not_read_through_their_loader_are_refused(folder):
         accelerate(DataLoader(ConcatDataset(parts)), **CPU)
 
 
+def test_what_is_no_loader_of_batches_is_refused(folder):
+    loader = loader_of(folder, VAL)
+    with pytest.raises(TypeError, match="Pass the DataLoader that it was made from"):
+        accelerate(accelerate(loader, **CPU), **CPU)
+    with pytest.raises(TypeError, match="Give it a batch_size"):
+        accelerate(DataLoader(loader.dataset, batch_size=None), **CPU)
+
+
+def test_two_images_of_a_sample(folder):
+    transform = v1.Compose([v1.RandomResizedCrop(40), *VAL[2:]])
+    one, two, _ = next(iter(accelerate(DataLoader(Pair(folder, transform), 4), **CPU)))
+    assert one.shape == two.shape == (4, 3, 40, 40)
+    assert not any(map(torch.equal, one, two))  # drawn apart
+    loader = DataLoader(Pair(folder, transform), 4, collate_fn=list)
+    with pytest.raises(TypeError, match="one image a sample where the loader has a collate_fn"):
+        next(iter(accelerate(loader, **CPU)))
+
+
 def test_mixup_in_the_collate_mixes_the_transformed_images(tmp_path):
     for target in range(3):  # the brightness tells the class
         (tmp_path / f"{target}").mkdir()
@@ -600,8 +651,9 @@ def test_dtype_waits_for_the_ops_behind_the_launch(folder):
 
 def test_own_transforms_run_behind_the_converted_ones(folder):
     loader = loader_of(folder, VAL[:3])
-    moved = accelerate(loader, transforms=[lambda images: images * 0 + 3], **CPU)
-    assert all((images == 3).all() for images, _ in moved)
+    for own in ([lambda images: images * 0 + 3], lambda images: images * 0 + 3):
+        moved = accelerate(loader, transforms=own, **CPU)
+        assert all((images == 3).all() for images, _ in moved)
 
 
 def test_the_plan_is_printed(folder, capsys):
@@ -647,6 +699,8 @@ def test_explain_says_what_is_fused_and_why_the_rest_is_not():
         [1], transforms=[gpuprefetch.Resize((9, 8))], dtype=torch.float16, device="cpu"
     )
     assert "float16 (N, 3, 9, 8)" in explain(prefetcher)
+    with pytest.raises(TypeError, match="takes a list of modules and callables, got DataLoader"):
+        explain(DataLoader([1]))
     assert "uint8 (N, 3, 9, 9)" in explain(
         v1.Compose([v1.CenterCrop(9), v1.RandAugment(), v1.ToTensor()])
     )

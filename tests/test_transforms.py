@@ -219,6 +219,11 @@ def test_lists_that_cannot_batch_photos_are_refused(transforms):
         require_fixed_size(*read_transforms(transforms))
 
 
+def test_a_torchvision_pipeline_is_sent_to_its_converter():
+    with pytest.raises(ValueError, match=r"Compose comes first.*convert_transforms\(\)"):
+        require_fixed_size(*read_transforms(v2.Compose([v2.RandomResizedCrop(8)])))
+
+
 def test_own_modules_work_alone_and_on_any_layout():
     torch.manual_seed(0)
     images = torch.stack(photos([(40, 50)] * 3))
