@@ -51,19 +51,21 @@ _GRID_OPS = frozenset(
     "RandomRotation RandomAffine RandomPerspective ElasticTransform AugMix".split()
 )
 
-# What differs from PIL with the same parameters, measured by parity() on photos of ImageNet at 224:
-# mean over all pixels, in levels of 255. Ops that are not here gave the same pixels.
+# What differs with the same parameters, measured by parity() on photos of ImageNet at 224: mean
+# over all pixels, in levels of 255. First of the launch, on uint8; then of torchvision's ops on
+# tensors, next to themselves on PIL images. Ops that are not here gave the same pixels.
+_UNROUNDED = "0.3 levels: not rounded to uint8 on the way"
 _DIFFERS = {
-    "RandomResizedCrop": "0.3 levels: not rounded to uint8 on the way",
-    "Resize": "0.3 levels: not rounded to uint8 on the way",
     "ColorJitter": "0.3 levels, 0.4 with hue: PIL's hue has 8 bits",
     "RandomRotation": "0.01 levels, bilinear 0.5: rounding of coordinates",
     "RandomAffine": "0.01 levels, bilinear 0.5: rounding of coordinates",
     "RandomPerspective": "0.3 levels: rounding of coordinates",
-    "RandAugment": "0.1 levels: rounding of coordinates",
+    "AutoAugment": "0.1 levels, bilinear 0.2: rounding of coordinates",
+    "RandAugment": "0.1 levels, bilinear 0.3: rounding of coordinates",
     "TrivialAugmentWide": "0.1 levels: rounding of coordinates",
     "TimmAugment": "0.2 levels: bicubic filter, rounding of coordinates",
-    "RandomAutocontrast": "0.7 levels: truncated, PIL rounds",
+    "RandomPhotometricDistort": "0.2 levels: PIL's hue has 8 bits",
+    "RandomAutocontrast": "0.01 levels: truncated, PIL rounds",
     "Grayscale": "0.5 levels: truncated, PIL rounds",
     "RandomGrayscale": "0.5 levels: truncated, PIL rounds",
 }
@@ -363,7 +365,8 @@ class _Converter:
             self._check_delayed(op)
             module = self._crop_or_resize(op)
             self.sized |= fixes_size(op)
-        self._add(op, module, "on the batch", _DIFFERS.get(name, ""))
+        resizes = name in ("RandomResizedCrop", "Resize")
+        self._add(op, module, "on the batch", _UNROUNDED if resizes and not self.is_float else "")
         self.holds_float = True  # the launch gives that, whatever it is given
 
     def _crop_or_resize(self, op: Any) -> Transform:
@@ -414,7 +417,9 @@ class _Converter:
         where = "on the batch" if name in _per_image.OWN else "torchvision v2 on the batch"
         if name in _per_image.LOOPED:
             where += ", image by image"
-        return self._add(source or op, module, where, note or _DIFFERS.get(name, ""))
+        if not (note or self.is_tensor):
+            note = _DIFFERS.get(name, "")
+        return self._add(source or op, module, where, note)
 
     def _on_batch(self, op: Any) -> Transform:
         name = type(op).__name__

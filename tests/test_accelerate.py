@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import json
 import pickle
 import random
 import shutil
@@ -123,6 +124,21 @@ def test_a_wrong_op_is_seen(folder, monkeypatch):
     ops = [v1.RandomResizedCrop(48), v1.ColorJitter(0.4, 0.4, 0.4, 0.4), v1.ToTensor()]
     monkeypatch.setattr(_per_image, "_ADJUSTMENTS", _per_image._ADJUSTMENTS[::-1])
     assert parity(loader_of(folder, ops), 6, device="cpu").rows[2].mean > 5
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_plan_names_the_differences_that_were_measured(name):
+    results = Path(__file__).parents[1] / "benchmarks" / "results" / "parity-cpu.json"
+    ops = json.loads(results.read_text())["results"][name]["ops"]
+    for step in convert(PUBLISHED[name]).steps:
+        if step.name != "RandomApply":  # it stands for what is in it
+            assert ("levels" in step.note) == (ops[step.name] > 0.005), step
+
+
+def test_the_plan_names_no_difference_of_floats_or_of_what_torchvision_resizes():
+    cropped = convert([v1.ToTensor(), v1.RandomResizedCrop(9), v1.ColorJitter(0.4)])
+    resized = convert([v1.CenterCrop(40), v1.Resize((9, 9)), v1.ToTensor()])
+    assert not any("levels" in step.note for step in cropped.steps + resized.steps)
 
 
 @pytest.mark.filterwarnings("ignore:.*unclosed file")  # timm leaves that to PIL
