@@ -268,7 +268,10 @@ def pipeline_of(folders: list[Any]) -> list[Any]:
             "transformed as one. Build one loader for each of them."
         )
     if pipelines[0] == [None]:
-        raise TypeError("The loader's dataset has no transform: there is nothing to move.")
+        raise TypeError(
+            f"The loader's {type(folders[0]).__name__} has no transform: there is nothing to move. "
+            "What a dataset around it applies is not seen: give it to the folder."
+        )
     return pipelines[0]
 
 
@@ -289,18 +292,19 @@ def check_loaders(folders: list[Any]) -> None:
             )
 
 
-def open_picture(folder: Any, path: str) -> Any:
-    """What the folder's transform gets of a file."""
-    from torchvision.datasets.folder import default_loader
-
-    return getattr(folder, "loader", default_loader)(path)
+def _picture_of(folder: Any) -> Any:
+    """What the folder's transform gets of its first file."""
+    if hasattr(folder, "samples"):
+        return folder.loader(folder.samples[0][0])
+    folder = copy.copy(folder)  # timm's, whose files may be in an archive
+    folder.transform = None
+    return folder[0][0]
 
 
 def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
     """The shortest start of a pipeline that must stay in the workers, and the plan of the rest."""
     error: Exception | None = None
-    path = folder.samples[0][0] if hasattr(folder, "samples") else folder.filename(0, absolute=True)
-    sample = open_picture(folder, path)
+    sample = _picture_of(folder)
     first = next((i + 1 for i, op in enumerate(pipeline) if fixes_size(op)), len(pipeline))
     for keep in range(first, len(pipeline) + 1):
         with SeededDraws(0):  # a try must not take from the user's own random numbers

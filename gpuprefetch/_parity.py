@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,6 @@ from gpuprefetch._accelerate import (
     check_loaders,
     folders_of,
     image_of,
-    open_picture,
     pipeline_of,
     view_of,
 )
@@ -146,13 +146,21 @@ def parity(
         for image, decoded in zip(images, batch, strict=True):
             count += 1
             # The seed is not of the path: the same draws wherever the files are.
-            sides = _walk(plan, open_picture(folders[0], image.path), decoded, 1000 * count)
+            sides = _walk(plan, _open(image.data), decoded, 1000 * count)
             for row, (old, alone, new) in zip(rows, sides, strict=True):
                 row._note(count, old, alone, new)
             mean, most = _difference(old, new)
             worst.append(_Pair(mean, image.path, most, old.levels(), new.levels()))
             worst = sorted(worst, reverse=True)[:KEPT]
     return ParityReport(count, rows, worst)
+
+
+def _open(data: Any) -> Any:
+    """A file's bytes as torchvision's loader and timm's dataset open them."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as picture:
+        return picture.convert("RGB")
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 import sys
+import tarfile
 import threading
 import warnings
 from functools import partial
@@ -168,6 +169,20 @@ def test_timm_datasets_and_loaders(folder):
         accelerate(DataLoader(dataset), **CPU)
     with pytest.raises(TypeError, match="use_prefetcher=False"):
         accelerate(data.loader.PrefetchLoader(mixed, device=torch.device("cpu")), **CPU)
+
+
+def test_timm_datasets_in_an_archive(folder, tmp_path):
+    data = pytest.importorskip("timm.data")
+    with tarfile.open(tmp_path / "photos.tar", "w") as archive:
+        archive.add(folder, ".")
+    dataset = data.create_dataset("", root=str(tmp_path / "photos.tar"))
+    dataset.transform = v1.Compose(VAL)
+    loader = DataLoader(dataset, 4)
+    same_batches(loader, accelerate(loader, **CPU))
+    assert parity(loader, 4, device="cpu").mean < 1
+    dataset.transform = v1.Compose([*VAL[:2], v1.Lambda(lambda image: image), *VAL[2:]])
+    same_batches(loader, accelerate(loader, keep_unknown=True, **CPU))
+    dataset.reader.tar_state.tf.close()  # timm leaves that to the end of the process
 
 
 @pytest.mark.parametrize(
@@ -580,6 +595,8 @@ def test_datasets_that_do_not_read_through_their_loader_are_refused(folder):
         accelerate(DataLoader(ImageFolder(folder, v1.Compose(VAL), loader=Image.open)), **CPU)
     with pytest.raises(TypeError, match="knows torchvision's ImageFolder"):
         accelerate(DataLoader([1, 2]), **CPU)
+    with pytest.raises(TypeError, match=r"ImageFolder has no transform.* a dataset around it"):
+        accelerate(DataLoader(Subset(ImageFolder(folder), [1])), **CPU)
     with pytest.raises(TypeError, match="different transforms"):
         parts = [ImageFolder(folder, v1.Compose(VAL)), ImageFolder(folder, v1.Compose(VAL[:3]))]
         accelerate(DataLoader(ConcatDataset(parts)), **CPU)
