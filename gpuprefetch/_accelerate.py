@@ -81,7 +81,12 @@ def accelerate(
     moved = _with_dataset(
         loader, view_of(loader.dataset, _WorkerPart(pipeline[:keep]) if keep else None)
     )
-    _probe(moved.dataset, encoded=not keep)
+    sample = _probe(moved.dataset, encoded=not keep)
+    if keep and plan.transforms and (count := len(_images_of(sample))) > 1:
+        raise TypeError(
+            f"A sample holds {count} tensors of three dimensions, and behind keep_unknown=True the "
+            "device can tell the image of one only. Replace what cannot move, or return one."
+        )
     prefetcher = _Accelerated(moved, plan, prefetcher_options)
     if print_plan:
         print(prefetcher.describe(decodes_on_workers=keep > 0))
@@ -132,9 +137,13 @@ def is_image(leaf: Any) -> bool:
     return isinstance(leaf, EncodedImage) or (isinstance(leaf, torch.Tensor) and leaf.dim() == 3)
 
 
+def _images_of(sample: Any) -> list[Any]:
+    return [leaf for leaf in leaves(sample, is_image) if is_image(leaf)]
+
+
 def image_of(sample: Any) -> Any:
     """The image of a sample: the encoded one, else the first 3-D tensor; None without any."""
-    images = [leaf for leaf in leaves(sample, is_image) if is_image(leaf)]
+    images = _images_of(sample)
     encoded = (image for image in images if isinstance(image, EncodedImage))
     return next(encoded, images[0] if images else None)
 
@@ -147,7 +156,7 @@ def _set_apart(samples: list[Any]) -> tuple[Any, Any]:
         image, so a bad image takes its sample along.
     """
     images = [image_of(sample) for sample in samples]
-    count = sum(isinstance(leaf, EncodedImage) for leaf in leaves(samples[0], is_image))
+    count = sum(isinstance(image, EncodedImage) for image in _images_of(samples[0]))
     if count > 1:
         raise TypeError(
             f"accelerate takes one image a sample where the loader has a collate_fn, got {count}. "
@@ -319,9 +328,10 @@ def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
     raise TypeError("The pipeline gives no tensors.") from error
 
 
-def _probe(dataset: Any, *, encoded: bool) -> None:
+def _probe(dataset: Any, *, encoded: bool) -> Any:
+    """The first sample, if it is what it has to be; None of an empty dataset."""
     if not len(dataset):
-        return
+        return None
     hint = (
         "it must read through self.loader(path) and self.transform(sample), as ImageFolder does. "
         "Return EncodedImage(data, index, path) from it instead, and wrap its loader in "
@@ -335,3 +345,4 @@ def _probe(dataset: Any, *, encoded: bool) -> None:
     image = image_of(sample)
     if image is None or (encoded and not isinstance(image, EncodedImage)):
         raise TypeError(f"{type(dataset).__name__}.__getitem__ gave no encoded file: {hint}")
+    return sample

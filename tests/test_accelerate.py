@@ -618,6 +618,10 @@ def test_two_images_of_a_sample(folder):
     loader = DataLoader(Pair(folder, transform), 4, collate_fn=list)
     with pytest.raises(TypeError, match="one image a sample where the loader has a collate_fn"):
         next(iter(accelerate(loader, **CPU)))
+    # Of two tensors from the workers only the first one would be transformed on the device.
+    transform = v1.Compose([*VAL[:2], v1.Lambda(lambda image: image), *VAL[2:]])
+    with pytest.raises(TypeError, match="2 tensors of three dimensions"):
+        accelerate(DataLoader(Pair(folder, transform), 4), keep_unknown=True, **CPU)
 
 
 def test_mixup_in_the_collate_mixes_the_transformed_images(tmp_path):
