@@ -71,6 +71,13 @@ _DIFFERS = {
 }
 
 
+def _differs(op: Any) -> str:
+    """The difference of an op on a batch; of a RandomApply or RandomChoice those of its ops."""
+    if (inner := getattr(op, "transforms", None)) is None:
+        return _DIFFERS.get(type(op).__name__, "")
+    return "; ".join(f"{type(o).__name__} {note}" for o in flatten(inner) if (note := _differs(o)))
+
+
 class UnsupportedTransformError(ValueError):
     """An op of a pipeline that cannot move to the device; the message says what to do."""
 
@@ -418,7 +425,7 @@ class _Converter:
         if name in _per_image.LOOPED:
             where += ", image by image"
         if not (note or self.is_tensor):
-            note = _DIFFERS.get(name, "")
+            note = _differs(op)
         return self._add(source or op, module, where, note)
 
     def _on_batch(self, op: Any) -> Transform:

@@ -132,8 +132,16 @@ def test_the_plan_names_the_differences_that_were_measured(name):
     results = Path(__file__).parents[1] / "benchmarks" / "results" / "parity-cpu.json"
     ops = json.loads(results.read_text())["results"][name]["ops"]
     for step in convert(PUBLISHED[name]).steps:
-        if step.name != "RandomApply":  # it stands for what is in it
+        if step.name != "RandomApply":  # a pipeline with two of them has one result
             assert ("levels" in step.note) == (ops[step.name] > 0.005), step
+
+
+def test_the_plan_names_the_differences_of_ops_in_a_random_apply():
+    jitter = v1.RandomApply([v1.ColorJitter(0.4), v1.RandomInvert()])
+    blur = v1.RandomApply([v1.GaussianBlur(3)])
+    steps = convert([v1.CenterCrop(40), jitter, blur, v1.ToTensor()]).steps
+    assert steps[1].note.startswith("ColorJitter 0.3 levels") and ";" not in steps[1].note
+    assert not steps[2].note
 
 
 def test_the_plan_names_no_difference_of_floats_or_of_what_torchvision_resizes():
