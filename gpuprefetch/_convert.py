@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuprefetch import _per_image
-from gpuprefetch._per_image import Apply, Choice, ToFloat, ToUint8, Transform, per_image
+from gpuprefetch._per_image import KNOWN, Apply, Choice, Loop, ToFloat, ToUint8, per_image
 from gpuprefetch._random import Keys, uniform
 from gpuprefetch._timm import TimmAugment, from_timm
 from gpuprefetch._transforms import (
@@ -26,6 +25,7 @@ from gpuprefetch._transforms import (
     Resize,
     Sampling,
     Size,
+    Transform,
     _filled,
     _FusedTransform,
     read_transforms,
@@ -47,9 +47,6 @@ _LINEAR = frozenset("Normalize Grayscale RandomGrayscale RandomInvert".split())
 # Where tensors know fewer filters than PIL: what torchvision takes for a tensor.
 _GRID_FILTERS = ("nearest", "bilinear")
 _RESIZE_FILTERS = ("nearest", "nearest-exact", "bilinear", "bicubic")
-_GRID_OPS = frozenset(
-    "RandomRotation RandomAffine RandomPerspective ElasticTransform AugMix".split()
-)
 
 # What differs from PIL with the same parameters, measured by parity() on photos of ImageNet at 224:
 # mean over all pixels, in levels of 255. Ops that are not here gave the same pixels.
@@ -413,12 +410,12 @@ class _Converter:
             op = copy.copy(op)
             op.antialias = True  # PIL always does
         module = self._on_batch(op)
-        where = "on the batch" if name in _per_image.OWN else "torchvision v2 on the batch"
-        if name in _per_image.LOOPED:
+        where = "on the batch" if name in ("TimmAugment",) else "torchvision v2 on the batch"
+        if isinstance(module, Loop):
             where += ", image by image"
         return self._add(source or op, module, where, note or _DIFFERS.get(name, ""))
 
-    def _on_batch(self, op: Any) -> Transform:
+    def _on_batch(self, op: Any) -> torch.nn.Module:
         name = type(op).__name__
         if name == "RandomApply":
             return Apply(self._inner(op.transforms), op.p)
@@ -436,7 +433,7 @@ class _Converter:
             "padding that is black"
         )
 
-    def _inner(self, transforms: Any) -> list[Transform]:
+    def _inner(self, transforms: Any) -> list[Any]:
         ops = [twin(op) for op in flatten(transforms)]
         for op in ops:
             self._check_on_batch(op)
@@ -448,13 +445,13 @@ class _Converter:
         name = name_of(op)
         if name is None or (name in CONVERSIONS and name not in ("ToDtype", "ConvertImageDtype")):
             self._refuse(op, "it cannot stand here")
-        if name not in _per_image.KNOWN | {"RandomApply", "RandomChoice", "ToDtype"}:
+        if name not in KNOWN | {"RandomApply", "RandomChoice"}:
             self._refuse(op, "it is not among the ops that can run on a batch")
         if getattr(op, "expand", False):
             self._refuse(op, "expand=True gives images of different sizes")
         if hasattr(op, "interpolation"):
-            grid = name in _GRID_OPS | _per_image.POLICIES
-            accepted = _GRID_FILTERS if grid else _RESIZE_FILTERS
+            resizes = name in ("Resize", "RandomResizedCrop")
+            accepted = _RESIZE_FILTERS if resizes else _GRID_FILTERS
             if _filter_of(op) not in accepted:
                 self._refuse(op, f"interpolation={_filter_of(op)!r} is for PIL images only")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from gpuprefetch import _per_image
 from gpuprefetch._encoded import EncodedImage
-from gpuprefetch._per_image import _groups, _on_rows
+from gpuprefetch._per_image import _column, run_chains
 
 
 def is_timm(thing: Any, name: str) -> bool:
@@ -91,16 +90,11 @@ class TimmAugment(torch.nn.Module):
                 resample = {"bilinear": 2, "bicubic": 3}[mode]
                 images = op.aug_fn(images, *arguments, **op.kwargs | {"resample": resample})
             return images
-        chains = self.draw(len(images))
-        for depth in range(max(map(len, chains))):
-            steps = [chain[depth] if depth < len(chain) else None for chain in chains]
-            keys = [step and (_kind(step[0]), step[2]) for step in steps]
-            for key, rows in _groups(keys):
-                if key is not None:
-                    kind, mode = key
-                    ops = [step for i in rows if (step := steps[i]) is not None]
-                    images = _on_rows(images, rows, partial(_do, kind, mode, ops))
-        return images
+        chains = [
+            [((_kind(op), mode), (op, argument)) for op, argument, mode in chain]
+            for chain in self.draw(len(images))
+        ]
+        return run_chains(images, chains, _do)
 
 
 def _kind(op: Any) -> str:
@@ -137,14 +131,14 @@ Arguments = torch.Tensor  # (N, 1, 1, 1)
 
 
 def _do(
-    kind: str, mode: str, ops: list[tuple[Any, float, str]], images: torch.Tensor
+    kind: tuple[str, str], steps: list[tuple[Any, float]], images: torch.Tensor
 ) -> torch.Tensor:
-    arguments = torch.tensor([argument for _, argument, _ in ops])
-    if kind == "affine":
-        fill = torch.tensor([op.kwargs["fillcolor"] for op, _, _ in ops])
-        matrices = [_matrix(op.name, value, images.shape[-2:]) for op, value, _ in ops]
+    name, mode = kind
+    if name == "affine":
+        fill = torch.tensor([op.kwargs["fillcolor"] for op, _ in steps])
+        matrices = [_matrix(op.name, argument, images.shape[-2:]) for op, argument in steps]
         return _affine(images, torch.tensor(matrices), mode, fill)
-    return OPS[kind](images, arguments.view(-1, 1, 1, 1).to(images.device, non_blocking=True))
+    return OPS[name](images, _column([argument for _, argument in steps], images))
 
 
 def _functional(name: str) -> Callable[[torch.Tensor, Arguments], torch.Tensor]:
@@ -176,13 +170,13 @@ def _solarize_add(images: torch.Tensor, add: Arguments) -> torch.Tensor:
 
 
 def _desaturate(images: torch.Tensor, factor: Arguments) -> torch.Tensor:
-    return _per_image._saturation((1 - factor).clamp(0, 1), images)
+    return _per_image._saturation(images, (1 - factor).clamp(0, 1))
 
 
 _FACTORS: dict[str, Callable[[torch.Tensor, Arguments], torch.Tensor]] = {
-    "Brightness": lambda images, factor: _per_image._brightness(factor, images),
-    "Color": lambda images, factor: _per_image._saturation(factor, images),
-    "Contrast": lambda images, factor: _per_image._contrast(factor, images),
+    "Brightness": _per_image._brightness,
+    "Color": _per_image._saturation,
+    "Contrast": _per_image._contrast,
     "Sharpness": _sharpness,
 }
 OPS = {
