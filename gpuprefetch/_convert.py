@@ -13,21 +13,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from gpuprefetch._per_image import KNOWN, Apply, Choice, Loop, ToFloat, ToUint8, per_image
-from gpuprefetch._random import Keys, uniform
 from gpuprefetch._timm import TimmAugment, from_timm
 from gpuprefetch._transforms import (
     CenterCrop,
     RandomResizedCrop,
     Resize,
-    Sampling,
-    Size,
     Transform,
-    _filled,
     _FusedTransform,
+    _RandomCrop,
     read_transforms,
 )
 
@@ -209,29 +205,7 @@ def _filter_of(op: Any) -> str:
     return str(InterpolationMode(mode).value)
 
 
-@dataclass(frozen=True, slots=True)
-class _PaddedCrop:
-    size: Size
-    before: Size  # padding above, left
-    after: Size
-    pad_if_needed: bool
-
-    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        size, before = _filled(sampling, self.size), np.asarray(self.before, np.float64)
-        room = sampling.length + before + np.asarray(self.after, np.float64) - size
-        if self.pad_if_needed:
-            before = before + np.maximum(-room, 0)  # on both sides, as torchvision does
-            room = np.abs(room)
-        elif (room < 0).any():
-            h, w = sampling.length[(room < 0).any(axis=1)][0].astype(int)
-            raise ValueError(
-                f"RandomCrop takes no image smaller than its size {self.size}, got {h} x {w}. "
-                "Pass pad_if_needed=True, or put a Resize before it."
-            )
-        return sampling.crop(np.floor(uniform(keys, 2) * (room + 1)) - before, size)
-
-
-class _RandomCrop(_FusedTransform):
+class RandomCrop(_FusedTransform):
     """torchvision's RandomCrop with black padding."""
 
     interpolation = ""  # nothing is interpolated
@@ -240,7 +214,8 @@ class _RandomCrop(_FusedTransform):
         super().__init__()
         left, right, top, bottom = op.padding or (0, 0, 0, 0)
         self.size = (int(op.size[0]), int(op.size[1]))
-        self.op = _PaddedCrop(self.size, (top, left), (bottom, right), bool(op.pad_if_needed))
+        before, after = (top, left), (bottom, right)
+        self.op = _RandomCrop(self.size, False, before, after, bool(op.pad_if_needed))
 
 
 @dataclass
@@ -371,7 +346,7 @@ class _Converter:
         if name == "CenterCrop":
             return CenterCrop(size)
         if name == "RandomCrop":
-            return _RandomCrop(op)
+            return RandomCrop(op)
         if name == "Resize":
             return Resize(size[0] if len(size) == 1 else size, interpolation=_filter_of(op))
         scale, ratio = tuple(op.scale), tuple(op.ratio)
