@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpuprefetch._convert import convert_transforms, flatten, name_of
+from gpuprefetch._convert import convert_transforms, flatten, in_columns, name_of
 from gpuprefetch._prefetcher import DataPrefetcher
 from gpuprefetch._random import SeededDraws
 from gpuprefetch._transforms import Head, Transform, _FusedTransform, read_transforms
@@ -56,8 +56,7 @@ def _explain(
             reason = f"not fused: {_why(transform, head)}"
         images, form = _try(transform, images)
         rows.append((_name(transform), form, reason))
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows)
+    return in_columns(rows)
 
 
 def _name(transform: Any) -> str:
