@@ -23,6 +23,7 @@ from gpuprefetch._transforms import (
     Resize,
     Transform,
     _FusedTransform,
+    _pair,
     _RandomCrop,
     read_transforms,
 )
@@ -123,9 +124,7 @@ def convert_transforms(pipeline: Any) -> list[Transform]:
 def convert(pipeline: Any, *, batched: torch.dtype | None = None) -> Plan:
     """As :func:`convert_transforms`, with what became of each op.
 
-    Args:
-        pipeline: likewise.
-        batched: dtype of images that come as ``(N, C, H, W)`` tensors instead of encoded files.
+    ``batched`` is the dtype of images that come as ``(N, C, H, W)``, not as encoded files.
     """
     converter = _Converter()
     if batched is not None:
@@ -142,25 +141,18 @@ def flatten(pipeline: Any) -> Iterator[Any]:
     if name in _PRESETS:
         yield from flatten(pipeline.transforms)
     elif name == "ImageClassification" and type(pipeline).__module__.startswith("torchvision."):
-        yield from _preprocessing(pipeline)
+        from torchvision.transforms import v2
+
+        yield v2.Resize(pipeline.resize_size, pipeline.interpolation)
+        yield v2.CenterCrop(pipeline.crop_size)
+        yield v2.PILToTensor()
+        yield v2.ToDtype(torch.float32, scale=True)
+        yield v2.Normalize(pipeline.mean, pipeline.std)
     elif name in _NESTED or isinstance(pipeline, (list, tuple)):
         for op in getattr(pipeline, "transforms", pipeline):
             yield from flatten(op)
     else:
         yield pipeline
-
-
-def _preprocessing(preset: Any) -> list[Any]:
-    """What ``weights.transforms()`` does, op by op."""
-    from torchvision.transforms import v2
-
-    return [
-        v2.Resize(preset.resize_size, preset.interpolation),
-        v2.CenterCrop(preset.crop_size),
-        v2.PILToTensor(),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize(preset.mean, preset.std),
-    ]
 
 
 def name_of(op: Any) -> str | None:
@@ -204,14 +196,10 @@ def _filter_of(op: Any) -> str:
 class RandomCrop(_FusedTransform):
     """torchvision's RandomCrop with black padding."""
 
-    interpolation = ""  # nothing is interpolated
-
     def __init__(self, op: Any) -> None:
-        super().__init__()
         left, right, top, bottom = op.padding or (0, 0, 0, 0)
-        self.size = (int(op.size[0]), int(op.size[1]))
-        before, after = (top, left), (bottom, right)
-        self.op = _RandomCrop(self.size, False, before, after, bool(op.pad_if_needed))
+        size, before, after = _pair(op.size, "RandomCrop"), (top, left), (bottom, right)
+        super().__init__(_RandomCrop(size, False, before, after, bool(op.pad_if_needed)))
 
 
 @dataclass

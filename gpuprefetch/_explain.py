@@ -51,17 +51,17 @@ def _explain(
         what = "normalized" if head.mean else "in [0, 1]"
         rows.append((", ".join(head.names), _form(images), f"one fused launch, {what}"))
     for position, transform in enumerate(tail):
-        reason = f"not fused: behind {_name(tail[0])}"
-        if not position:
-            reason = f"not fused: {_why(transform, head)}"
+        reason = _why(transform, head) if not position else f"behind {_name(tail[0])}"
         images, form = _try(transform, images)
-        rows.append((_name(transform), form, reason))
+        rows.append((_name(transform), form, f"not fused: {reason}"))
     return in_columns(rows)
 
 
 def _name(transform: Any) -> str:
-    inner = getattr(transform, "op", None)  # a torchvision op, run for each image
-    named = transform if inner is None or isinstance(transform, _FusedTransform) else inner
+    fused = isinstance(transform, _FusedTransform)
+    named = (
+        transform if fused else getattr(transform, "op", transform)
+    )  # a torchvision op's wrapper
     return getattr(named, "__name__", type(named).__name__)
 
 

@@ -248,9 +248,12 @@ def refuse_unfollowed(batch: Any, transforms: Sequence[Any]) -> None:
     Raises:
         ValueError: for a batch that holds some.
     """
-    movers = ("gpuprefetch._transforms", "kornia.augmentation._2d.geometric")
-    modules = tuple(type(transform).__module__ for transform in transforms)
-    moved = any(m.startswith((*movers, "torchvision.transforms.v2._geometry")) for m in modules)
+    movers = (
+        "gpuprefetch._transforms",
+        "kornia.augmentation._2d.geometric",
+        "torchvision.transforms.v2._geometry",
+    )
+    moved = any(type(transform).__module__.startswith(movers) for transform in transforms)
     if moved and followers(batch):
         raise ValueError(
             "Boxes, masks and points follow the EncodedImage of their sample, where a DataLoader's "

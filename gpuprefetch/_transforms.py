@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,12 +65,9 @@ class Sampling:
 
     def resize(self, size: Floats, *, align_corners: bool = False) -> Sampling:
         """Stretch the image to ``size``, on the half-pixel grid or from corner to corner."""
-        if align_corners:
-            scale = (self.length - 1) / np.maximum(size - 1, 1)
-            shift = np.zeros_like(scale)
-        else:
-            scale = self.length / size
-            shift = 0.5 * scale - 0.5
+        corners = (self.length - 1) / np.maximum(size - 1, 1)
+        scale = corners if align_corners else self.length / size
+        shift = 0.0 if align_corners else 0.5 * scale - 0.5
         return replace(
             self,
             origin=self.origin + self.step * shift,
@@ -96,11 +93,9 @@ class Sampling:
         return np.stack(columns, axis=-1)
 
 
-class HeadOp(Protocol):
-    """One op that the fused launch can carry out. Picklable: the workers draw the parameters."""
-
-    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        """Compose the op, with parameters drawn from the ``(N,)`` keys, onto ``sampling``."""
+# Composes an op, with parameters drawn from the (N,) keys, onto a sampling. Picklable: the workers
+# draw the parameters.
+HeadOp = Callable[[Sampling, Keys], Sampling]
 
 
 def _pair(size: int | Sequence[int], name: str) -> Size:
@@ -268,9 +263,14 @@ class Head:
 class _FusedTransform(torch.nn.Module):
     """A transform of this library: part of the fused head in a list, a module elsewhere."""
 
-    op: HeadOp
-    size: int | Size
-    interpolation: str
+    def __init__(self, op: Any) -> None:
+        super().__init__()
+        self.op = op
+        interpolation = getattr(op, "interpolation", "bilinear")
+        if interpolation not in ("bilinear", "bicubic"):
+            raise ValueError(
+                f'interpolation must be "bilinear" or "bicubic", got {interpolation!r}.'
+            )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Transform a batch of equal-size images.
@@ -287,13 +287,8 @@ class _FusedTransform(torch.nn.Module):
         return apply_head(head, images, fold(seed, np.arange(len(images))))
 
     def extra_repr(self) -> str:
-        return f"size={self.size}, interpolation={self.interpolation!r}"
-
-
-def _interpolation(value: str) -> str:
-    if value not in ("bilinear", "bicubic"):
-        raise ValueError(f'interpolation must be "bilinear" or "bicubic", got {value!r}.')
-    return value
+        names = (name for name in ("size", "interpolation") if hasattr(self.op, name))
+        return ", ".join(f"{name}={getattr(self.op, name)!r}" for name in names)
 
 
 class RandomResizedCrop(_FusedTransform):
@@ -320,13 +315,11 @@ class RandomResizedCrop(_FusedTransform):
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
         interpolation: str = "bilinear",
     ) -> None:
-        super().__init__()
-        self.size = _pair(size, "RandomResizedCrop")
-        self.interpolation = _interpolation(interpolation)
         for name, value in (("scale", scale), ("ratio", ratio)):
             if len(value) != 2 or not 0 < value[0] <= value[1]:
                 raise ValueError(f"{name} must be (low, high) with 0 < low <= high, got {value!r}.")
-        self.op = _ResizedCrop(self.size, tuple(scale), tuple(ratio), self.interpolation)
+        pair = _pair(size, "RandomResizedCrop")
+        super().__init__(_ResizedCrop(pair, tuple(scale), tuple(ratio), interpolation))
 
 
 class Resize(_FusedTransform):
@@ -342,11 +335,8 @@ class Resize(_FusedTransform):
     """
 
     def __init__(self, size: int | Sequence[int], interpolation: str = "bilinear") -> None:
-        super().__init__()
         pair = _pair(size, "Resize")
-        self.size = size if isinstance(size, int) else pair
-        self.interpolation = _interpolation(interpolation)
-        self.op = _Resize(self.size, self.interpolation)
+        super().__init__(_Resize(size if isinstance(size, int) else pair, interpolation))
 
 
 class CenterCrop(_FusedTransform):
@@ -359,12 +349,8 @@ class CenterCrop(_FusedTransform):
         ValueError: for a size that is not one of these.
     """
 
-    interpolation = "bilinear"  # nothing is interpolated: output pixels lie on source pixels
-
     def __init__(self, size: int | Sequence[int]) -> None:
-        super().__init__()
-        self.size = _pair(size, "CenterCrop")
-        self.op = _CenterCrop(self.size, pad=True)
+        super().__init__(_CenterCrop(_pair(size, "CenterCrop"), pad=True))
 
 
 def _kornia_op(transform: Any) -> HeadOp | None:
