@@ -334,7 +334,10 @@ def _run_by_data_keys(transform: Any, images: torch.Tensor, samples: Samples) ->
 
     targets = [followers(parts) for parts in samples]
     points = [[_points(leaf) for leaf in some if not isinstance(leaf, Mask)] for some in targets]
-    masks = [[_flat(leaf) for leaf in some if isinstance(leaf, Mask)] for some in targets]
+    masks = [
+        [leaf.reshape(-1, *leaf.shape[-2:]) for leaf in some if isinstance(leaf, Mask)]
+        for some in targets
+    ]
     rigid = K.RigidAffineAugmentationBase2D
     for op in transform.modules() if any(points) else ():
         if isinstance(op, K.AugmentationBase2D) and not isinstance(op, rigid):
@@ -374,7 +377,3 @@ def _run_by_data_keys(transform: Any, images: torch.Tensor, samples: Samples) ->
         return map_leaves(moved, parts)
 
     return images, [put_back(i, parts) for i, parts in enumerate(samples)]
-
-
-def _flat(mask: torch.Tensor) -> torch.Tensor:
-    return mask.reshape(mask.shape[:-2].numel(), *mask.shape[-2:])
