@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -114,12 +115,24 @@ def ranks(folder, tmp_path_factory):
             "WORLD_SIZE": str(RANKS),
             "ACCELERATE_USE_CPU": "true",
         }
-        command = [sys.executable, "-W", "ignore", "-c", start + code + ending]
+        command = [
+            sys.executable,
+            "-X",
+            "faulthandler",
+            "-W",
+            "ignore",
+            "-c",
+            start + code + ending,
+        ]
         command.append(str(folder_out / f"{rank}.json"))
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         processes.append(subprocess.Popen(command, env=environment, cwd=folder_out, **streams))
     try:
         outputs = [process.communicate(timeout=240)[0] for process in processes]
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.send_signal(signal.SIGABRT)  # prints each thread's stack
+        outputs = [process.communicate()[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
