@@ -59,7 +59,9 @@ def from_timm(op: Any) -> Any:
 def why_not(op: Any) -> str:
     """Why a transform is neither torchvision's nor stands for one of torchvision's."""
     if is_timm(op, "RandomErasing"):
-        return "of timm's only one box can, in black or noise (re_count=1, re_mode const or pixel)"
+        return (
+            "timm's moves with one box alone, black or noise (re_count=1, re_mode const or pixel)"
+        )
     if is_timm(op, "RandAugment") or is_timm(op, "AutoAugment"):
         unknown = TimmAugment(op).kinds - _ops().keys() - {"affine"}
         return f"it draws {', '.join(sorted(unknown))}, of which there is no form for a batch"
