@@ -50,7 +50,11 @@ class EncodedImage:
                     f"{array.shape}. Decoded pixels do not belong in it: return them as a tensor."
                 )
             self.data = np.ascontiguousarray(array).data
-        elif not isinstance(self.data, (bytes, bytearray, memoryview)):
+        elif isinstance(self.data, memoryview):
+            view = self.data
+            if not (view.c_contiguous and view.ndim == view.itemsize == 1):
+                self.data = view.tobytes()
+        elif not isinstance(self.data, (bytes, bytearray)):
             raise TypeError(
                 f"EncodedImage takes a file's bytes, got {type(self.data).__name__}. "
                 "Read the file first, as in EncodedImage(Path(path).read_bytes(), index, path)."

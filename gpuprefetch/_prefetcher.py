@@ -134,6 +134,7 @@ class _Engine:
         try:
             with Stage(self._stats, "fetch") as fetch:
                 batch, slot.state = next(self._source)
+            self._pipeline.packer.begin()
             slot.source = pack_lists(batch, self._pipeline.packer)
             slot.cost = self._pipeline.cost(slot.source)
             self._learn(slot, fetch.seconds)

@@ -10,7 +10,14 @@ import pytest
 import torch
 from conftest import draw_photo
 from PIL import Image, ImageOps
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    default_collate,
+)
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.v2 import functional as F
 
@@ -65,7 +72,15 @@ def test_folder_has_torchvisions_rules(photo_folder):
 
 
 @pytest.mark.parametrize(
-    "data", [b"abc", bytearray(b"abc"), memoryview(b"abc"), torch.tensor([97, 98, 99]).byte()]
+    "data",
+    [
+        b"abc",
+        bytearray(b"abc"),
+        memoryview(b"abc"),
+        memoryview(b"a-b-c-")[::2],
+        memoryview(b"abc").cast("B", (3, 1)),
+        torch.tensor([97, 98, 99]).byte(),
+    ],
 )
 def test_default_collate_packs_bytes(data):
     batch, target = default_collate(
@@ -195,6 +210,64 @@ def test_epochs_and_seeds_differ(photo_folder, device):
     assert not torch.equal(first[0], second[0])
     assert not torch.equal(first[0], other[0])
     assert torch.equal(first[0], again[0])
+
+
+class Half(Dataset):
+    """Of a folder, numbered from 0 as a folder of its own would be."""
+
+    def __init__(self, folder, start):
+        self.folder, self.start = folder, start
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        image, target = self.folder[self.start + index]
+        return EncodedImage(image.data, index, image.path), target
+
+
+class Batches:
+    """A loader that is not torch's."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+def test_a_sample_has_the_same_parameters_in_any_batch(photo_folder):
+    folder = EncodedImageFolder(photo_folder)
+    dataset = ConcatDataset([Half(folder, 0), Half(folder, 12)])
+
+    def crops(**options):
+        loader = loader_of(dataset, "cpu", **{"num_workers": 0} | options)
+        return DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(16)], seed=1)
+
+    want = torch.cat([images for images, _ in crops(batch_size=1)])
+    together = torch.cat([images for images, _ in crops(batch_size=24)])
+    apart = [image for batch in crops(collate_fn=list) for image, _ in batch]
+    foreign = DataPrefetcher(
+        Batches(crops()._loader), device="cpu", transforms=[RandomResizedCrop(16)], seed=1
+    )
+    iterator = iter(foreign)
+    whole = [next(iterator)[0]]
+    state = foreign.state_dict()
+    whole += [images for images, _ in iterator]
+    assert torch.equal(together, want)
+    assert torch.equal(torch.cat(apart), want)
+    assert torch.equal(torch.cat(whole), want)
+    foreign.load_state_dict(state)
+    for (images, _), expected in zip(foreign, whole[1:], strict=True):
+        assert torch.equal(images, expected)
+
+
+@pytest.mark.parametrize("path", [Path("a.jpg"), "caf\udce9.jpg", "", None])
+def test_a_sample_without_a_number_is_known_by_its_path(photo_folder, path):
+    data = EncodedImageFolder(photo_folder)[0][0].data
+    loader = loader_of([EncodedImage(data, path=path)] * 2, "cpu", num_workers=0)
+    (images,) = DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(8)])
+    assert not torch.equal(images[0], images[1])
 
 
 def test_tail_draws_repeat_and_leave_the_users_generator_alone(photo_folder, device):

@@ -1,6 +1,7 @@
 """Boxes, masks and points follow their image, whatever moves it and whoever decodes it."""
 
 import io
+from collections import Counter
 
 import kornia.augmentation as K
 import numpy as np
@@ -145,7 +146,7 @@ def test_head_agrees_with_torchvision(name):
         picture = Image.open(io.BytesIO(encoded.data)).convert("RGB")
         flipped, apply = False, reference
         if reference is None:
-            keys = sample_keys(SEED, 0, [encoded], 0)
+            keys = sample_keys(SEED, 0, [encoded], Counter())
             (row,) = head.draw([picture.size[::-1]], fold(keys, 0))
             *box, flipped = crop_of(row)
             flips += flipped
