@@ -361,7 +361,12 @@ class _Epoch:
             raise
         if slot.error is not None:
             self.close()
-            error, slot.error, slot.source = slot.error, None, None
+            error = slot.error
+            if isinstance(error, StopIteration) and slot.source is not None:
+                # Not the loader's: a transform's, and no end of the epoch.
+                error = RuntimeError("a transform raised StopIteration")
+                error.__cause__ = slot.error
+            slot.error = slot.source = None
             if not isinstance(error, StopIteration):
                 error.add_note(f"raised by the prefetcher while it prepared batch {slot.number}")
             try:

@@ -210,6 +210,19 @@ def gpuprefetch_threads():
     return found
 
 
+def test_a_transform_that_raises_stop_iteration_does_not_end_the_epoch(device):
+    noise = iter(range(1))
+
+    def add_noise(images):
+        return images + next(noise)
+
+    loader = loader_of(Numbers(8), device)
+    iterator = iter(DataPrefetcher(loader, device=device, transforms=[add_noise]))
+    next(iterator)
+    with pytest.raises(RuntimeError, match="a transform raised StopIteration"):
+        next(iterator)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_break_leaves_nothing_behind(device, workers):
     before = {child.pid for child in torch.multiprocessing.active_children()}
