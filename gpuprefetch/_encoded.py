@@ -86,6 +86,7 @@ class EncodedImages:
         decode_seconds: it spent decoding.
         collate_seconds: it spent on the rest of the batch.
         pin_seconds: the DataLoader's pin thread took.
+        apart: whether the batch has the images of its samples in several places.
         targets: what became of boxes, masks and points, see :func:`gpuprefetch._targets.fate`.
         pinned: a copy of the pixels in pinned memory, where the buffer itself cannot be pinned.
     """
@@ -108,6 +109,7 @@ class EncodedImages:
     decode_seconds: float = 0.0
     collate_seconds: float = 0.0
     pin_seconds: float = 0.0
+    apart: bool = False
     targets: str = ""
     pinned: torch.Tensor | None = None
 

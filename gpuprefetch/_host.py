@@ -24,7 +24,7 @@ from gpuprefetch._encoded import EncodedImage, EncodedImages, pack, packing
 from gpuprefetch._format import ImageHeader, blank, decode_cpu, read_header
 from gpuprefetch._random import Keys, fold
 from gpuprefetch._resample import plan_rows, resample_uint8
-from gpuprefetch._targets import FollowedImage, fate, follow, mark
+from gpuprefetch._targets import FollowedImage, fate, follow, images_of, mark
 from gpuprefetch._transforms import Head, Sampling
 
 # Added to the workers' priority number: the training thread launches kernels, they only decode.
@@ -89,6 +89,7 @@ class Packer:
     epoch: torch.Tensor
     share: torch.Tensor
     _packed: Counter[Any] = field(init=False, default_factory=Counter)
+    _calls: list[list[int]] = field(init=False, default_factory=list)
     _last: float = field(init=False, default_factory=time.perf_counter)
     _following: bool = False
 
@@ -96,6 +97,7 @@ class Packer:
         begin = time.perf_counter()
         epoch, share = int(self.epoch), float(self.share)
         keys = sample_keys(self.seed, epoch, images, self._packed)
+        self._calls.append([id(image) for image in images])
         headers, orientation, sizes, errors = self._read(images)
         rows = self._draw(images, sizes, keys)
         for_gpu = np.array([header.gpu and self.on_gpu for header in headers])
@@ -172,6 +174,13 @@ class Packer:
     def begin(self) -> None:
         """Begin a new batch: the images of one may be packed in several calls."""
         self._packed.clear()
+        self._calls.clear()
+
+    def apart(self, samples: Sequence[Any]) -> bool:
+        """Whether the images that were packed in one call are of other samples than in another."""
+        owners = {id(image): i for i, sample in enumerate(samples) for image in images_of(sample)}
+        rows = [[owners.get(image) for image in call] for call in self._calls]
+        return any(row != rows[0] for row in rows)
 
     def follow(self, samples: Any) -> Any:
         """Samples with boxes, masks and points moved as the head is going to move their image."""
@@ -265,9 +274,11 @@ class HostStage:
         samples = self.packer.follow(samples)
         with packing(self.packer):
             batch = pack_lists(mark(self.collate_fn(samples), samples), self.packer)
-        for images in leaves(batch, is_encoded):
-            if isinstance(images, EncodedImages):
-                images.targets = fate(batch, samples)
+        packed = [leaf for leaf in leaves(batch, is_encoded) if isinstance(leaf, EncodedImages)]
+        apart = len(packed) > 1 and isinstance(samples, list) and self.packer.apart(samples)
+        targets = fate(batch, samples) if packed else ""
+        for images in packed:
+            images.targets, images.apart = targets, apart
         return batch
 
     def _settle(self) -> None:

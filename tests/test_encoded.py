@@ -1,6 +1,7 @@
 """Encoded images travel from the dataset to the batch unchanged, and come out as PIL's pixels."""
 
 import io
+from itertools import combinations
 from pathlib import Path
 
 import kornia.augmentation as K
@@ -310,6 +311,17 @@ def test_encoded_images_anywhere_in_a_sample(photo_folder, device):
         assert batch["meta"]["target"].device.type == device.type
 
 
+@pytest.mark.parametrize("collate", [None, list])
+def test_each_view_has_its_own_draws_behind_the_head(photo_folder, device, collate):
+    folder = EncodedImageFolder(photo_folder)
+    loader = loader_of([(folder[0][0], folder[0][0])] * 2, device, collate_fn=collate)
+    jitter = [Resize((16, 16)), K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=1.0)]
+    (batch,) = DataPrefetcher(loader, device=device, transforms=jitter)
+    views = torch.cat([images for pair in batch for images in pair]).reshape(4, 3, 16, 16)
+    for one, other in combinations(views, 2):
+        assert not torch.equal(one, other)
+
+
 class Shards(IterableDataset):
     def __init__(self, folder):
         self.folder = folder
@@ -522,6 +534,35 @@ def test_a_rotten_dataset_is_an_error(photo_folder):
     prefetcher = DataPrefetcher(loader_of(hopeless, "cpu"), on_error="skip", **options)
     assert list(prefetcher) == []  # a batch of which nothing is left is skipped as a whole
     assert len(prefetcher.bad_images) == 24
+
+
+def tagged(samples):
+    images, targets = zip(*samples, strict=True)
+    return {"image": default_collate(images), "target": targets, "tags": [[] for _ in targets]}
+
+
+def test_lists_without_an_entry_follow_a_bad_image(photo_folder):
+    loader = loader_of(damaged(photo_folder), "cpu", collate_fn=tagged)
+    prefetcher = DataPrefetcher(
+        loader, device="cpu", transforms=[Resize((16, 16))], on_error="skip"
+    )
+    assert [len(batch["tags"]) for batch in prefetcher] == [6, 7, 8]
+
+
+@pytest.mark.parametrize("views", [1, 2, 4])
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_a_bad_image_among_samples_apart_is_an_error(photo_folder, views, on_error):
+    files = damaged(photo_folder)
+    pairs = [([files[i][0]] * views, i) for i in range(8)]
+    prefetcher = DataPrefetcher(
+        loader_of(pairs, "cpu", batch_size=4, collate_fn=list),
+        device="cpu",
+        transforms=[Resize((16, 16))],
+        on_error=on_error,
+    )
+    # What belongs to the bad image is not known, and good ones would go with it.
+    with pytest.raises(BadImageError, match=r"sample 2 of .*the collate function leaves samples"):
+        list(prefetcher)
 
 
 @pytest.mark.gpu
