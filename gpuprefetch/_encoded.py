@@ -79,6 +79,7 @@ class EncodedImages:
         rows: ``(N, 2, 6)`` float64, the sampling of the fused head; None where it was not drawn.
         plan: the same, laid out for the GPU (:func:`gpuprefetch._resample.plan_rows`), or None.
         errors: position in the batch -> why the image cannot be decoded.
+        samples: of the batch, each image's; -1 where the collate function made a new image.
         prepared: whether headers were read, see :class:`gpuprefetch._host.Packer`.
         epoch: whose random parameters ``rows`` holds.
         share: of the baseline JPEGs that the worker was to decode.
@@ -86,7 +87,6 @@ class EncodedImages:
         decode_seconds: it spent decoding.
         collate_seconds: it spent on the rest of the batch.
         pin_seconds: the DataLoader's pin thread took.
-        apart: whether the batch has the images of its samples in several places.
         targets: what became of boxes, masks and points, see :func:`gpuprefetch._targets.fate`.
         pinned: a copy of the pixels in pinned memory, where the buffer itself cannot be pinned.
     """
@@ -102,6 +102,7 @@ class EncodedImages:
     rows: npt.NDArray[np.float64] | None = None
     plan: npt.NDArray[np.int64] | None = None
     errors: dict[int, str] = field(default_factory=dict)
+    samples: list[int] = field(default_factory=list)
     prepared: bool = False
     epoch: int = 0
     share: float = 0.0
@@ -109,7 +110,6 @@ class EncodedImages:
     decode_seconds: float = 0.0
     collate_seconds: float = 0.0
     pin_seconds: float = 0.0
-    apart: bool = False
     targets: str = ""
     pinned: torch.Tensor | None = None
 

@@ -89,7 +89,7 @@ class Packer:
     epoch: torch.Tensor
     share: torch.Tensor
     _packed: Counter[Any] = field(init=False, default_factory=Counter)
-    _calls: list[list[int]] = field(init=False, default_factory=list)
+    _owners: dict[int, int] = field(init=False, default_factory=dict)
     _last: float = field(init=False, default_factory=time.perf_counter)
     _following: bool = False
 
@@ -97,7 +97,6 @@ class Packer:
         begin = time.perf_counter()
         epoch, share = int(self.epoch), float(self.share)
         keys = sample_keys(self.seed, epoch, images, self._packed)
-        self._calls.append([id(image) for image in images])
         headers, orientation, sizes, errors = self._read(images)
         rows = self._draw(images, sizes, keys)
         for_gpu = np.array([header.gpu and self.on_gpu for header in headers])
@@ -140,6 +139,7 @@ class Packer:
             rows=rows,
             plan=plan,
             errors=errors,
+            samples=[self._owners.get(id(image), -1) for image in images],
             prepared=True,
             epoch=epoch,
             share=share,
@@ -171,16 +171,13 @@ class Packer:
             return 0.0
         return (max(made) - min(made)) * len(made) / (len(made) - 1)
 
-    def begin(self) -> None:
-        """Begin a new batch: the images of one may be packed in several calls."""
+    def begin(self, samples: Sequence[Any] = ()) -> None:
+        """Begin a batch of these samples, whose images may be packed in several calls."""
         self._packed.clear()
-        self._calls.clear()
-
-    def apart(self, samples: Sequence[Any]) -> bool:
-        """Whether the images that were packed in one call are of other samples than in another."""
-        owners = {id(image): i for i, sample in enumerate(samples) for image in images_of(sample)}
-        rows = [[owners.get(image) for image in call] for call in self._calls]
-        return any(row != rows[0] for row in rows)
+        self._owners.clear()
+        for i, sample in enumerate(samples):
+            for image in map(id, images_of(sample)):
+                self._owners[image] = i if self._owners.get(image, i) == i else -1
 
     def follow(self, samples: Any) -> Any:
         """Samples with boxes, masks and points moved as the head is going to move their image."""
@@ -268,17 +265,16 @@ class HostStage:
     _settled: bool = False
 
     def __call__(self, samples: Any) -> Any:
-        self.packer.begin()
         if not self._settled and get_worker_info() is not None:
             self._settle()
         samples = self.packer.follow(samples)
+        self.packer.begin(samples if isinstance(samples, list) else [samples])
         with packing(self.packer):
             batch = pack_lists(mark(self.collate_fn(samples), samples), self.packer)
         packed = [leaf for leaf in leaves(batch, is_encoded) if isinstance(leaf, EncodedImages)]
-        apart = len(packed) > 1 and isinstance(samples, list) and self.packer.apart(samples)
         targets = fate(batch, samples) if packed else ""
         for images in packed:
-            images.targets, images.apart = targets, apart
+            images.targets = targets
         return batch
 
     def _settle(self) -> None:

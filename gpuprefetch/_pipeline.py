@@ -274,8 +274,11 @@ class Pipeline:
         for job in jobs:
             for i, reason in sorted(job.images.errors.items()):
                 self._tolerate(BadImage(int(job.images.indices[i]), job.images.paths[i], reason))
-        count = len(jobs[0].images)
-        if any(len(job.images) != count or job.images.apart for job in jobs):
+        first = jobs[0].images
+        count = len(first)
+        if any(
+            len(job.images) != len(first) or job.images.samples != first.samples for job in jobs
+        ):
             raise BadImageError(
                 f"{self.bad_images[-1]}. on_error cannot leave it out: the collate function "
                 "leaves samples apart, or has another number of images for each: let it keep the "

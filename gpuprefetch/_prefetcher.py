@@ -36,7 +36,7 @@ from gpuprefetch._pipeline import (
     encoded_leaves,
 )
 from gpuprefetch._replay import KEPT, NotedSampler, Notes, has_indices, note, replay, stands_alone
-from gpuprefetch._resume import Source, kind
+from gpuprefetch._resume import Source, in_order, kind
 from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stage, Stats
 from gpuprefetch._stream import handoff, lease_stream, return_stream, throttle, using
@@ -498,14 +498,14 @@ class DataPrefetcher:
         if (head.names or tail) and _is_encoded_folder(getattr(loader, "dataset", None)):
             require_fixed_size(head, tail)
         backend = self._backend(decoder)
-        share = torch.zeros(1, dtype=torch.float64).share_memory_()
+        share = torch.zeros(1, dtype=torch.float64)
         share.fill_(_fixed_share(cpu_share))
         packer = Packer(
             head,
             on_gpu=backend is not None,
             apply_exif=apply_exif,
             seed=torch.initial_seed() if seed is None else seed,
-            epoch=torch.zeros(1, dtype=torch.int64).share_memory_(),
+            epoch=torch.zeros(1, dtype=torch.int64),
             share=share,
         )
         self._pipeline = Pipeline(
@@ -586,7 +586,7 @@ class DataPrefetcher:
             return self._loader, self._with_epoch(epoch)
         if self._loader.persistent_workers:
             # These workers live on: the epoch reaches them through shared memory.
-            self._pipeline.packer.epoch.fill_(epoch)
+            self._pipeline.packer.epoch.share_memory_().fill_(epoch)  # not in a deep copy of us
             if self._persistent is None:
                 self._persistent = _with_collate(self._loader, self._pipeline.packer)
             return self._persistent, self._pipeline
@@ -652,7 +652,16 @@ class DataPrefetcher:
         A state taken behind the last batch of an epoch resumes with nothing left of it. Of the
         dataset only torchdata's ``StatefulDataLoader`` saves anything: random numbers that another
         one draws in its workers are not repeated.
+
+        Raises:
+            ValueError: behind a batch of a loader with ``in_order=False``.
         """
+        if self._place["batches"] and not in_order(self._loader):
+            raise ValueError(
+                f"the loop has had {self._place['batches']} batches, but with in_order=False it is "
+                "not known which: to resume would leave some out and repeat others. Give the "
+                "DataLoader in_order=True, or save no state of it."
+            )
         return self._place | {"seed": self._pipeline.packer.seed, "kind": kind(self._loader)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -672,6 +681,7 @@ class DataPrefetcher:
                 f"state is of a loader with {state['kind']}; this one has {kind(self._loader)}. "
                 "Build it as it was."
             )
+        self._manual = None
         self._pipeline.packer.seed = state["seed"]
         self._persistent = None  # its workers may have another seed
         self.set_epoch(state["epoch"])
@@ -683,10 +693,11 @@ class DataPrefetcher:
         The head's parameters are a function of (seed, epoch, sample), those of the transforms
         behind it of (seed, epoch, number of the batch), so the whole batch is read, decoded by the
         same decoders and transformed. Its samples are known for the two latest epochs of this
-        prefetcher, one that :meth:`load_state_dict` went on with included. Of any other epoch a
-        sample is replayed alone, where no transform depends on the rest of the batch and
-        ``cpu_share`` is 0 or 1. Not repeated is what dataset and collate function draw themselves,
-        and what a transform draws from elsewhere than torch.
+        prefetcher, one that :meth:`load_state_dict` went on with included (its batches before that
+        only if ``cpu_share`` is fixed). Of any other epoch a sample is replayed alone, where no
+        transform depends on the rest of the batch and ``cpu_share`` is 0 or 1. Not repeated is what
+        dataset and collate function draw themselves, and what a transform draws from elsewhere than
+        torch.
 
         Args:
             index: of the sample in ``dataset``, as the sampler gives it. If the epoch drew it
@@ -704,19 +715,19 @@ class DataPrefetcher:
         epoch = self._epoch - 1 if epoch is None else epoch
         if not has_indices(self._loader):
             raise ValueError(
-                "replay needs torch's DataLoader, making batches of a map-style dataset: of others "
-                "it is not known how to read a sample again."
+                "replay needs torch's DataLoader, making batches of a map-style dataset in order: "
+                "of others it is not known how to read a sample's batch again."
             )
-        notes = self._notes.get(epoch)
+        notes, fixed = self._notes.get(epoch), self._balancer.fixed
         if notes is None:
-            if not stands_alone(self._pipeline, fixed=self._balancer.fixed):
+            if not stands_alone(self._pipeline, fixed=fixed):
                 raise ValueError(
                     f"what the model saw in epoch {epoch} depends on the rest of the batch, and "
                     f"only the batches of epochs {list(self._notes)} are known. Load a "
                     "state_dict() of that epoch and take a batch, or keep what you need."
                 )
             notes = Notes(self._pipeline.packer.seed, [[index]])
-        return replay(self._loader, self._pipeline, notes, index, epoch)
+        return replay(self._loader, self._pipeline, notes, index, epoch, fixed=fixed)
 
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch: for the samplers of the loader, and for the random parameters."""
@@ -767,6 +778,7 @@ def _with_collate(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
     clone._iterator = None
     if hasattr(loader, "next_iter_state"):
         loader.next_iter_state = None  # a StatefulDataLoader's: good for one epoch, the clone's
+    packer.share.share_memory_()  # not in a deep copy of the prefetcher
     clone.collate_fn = HostStage(loader.collate_fn, packer)
     if has_indices(clone):
         note(clone)

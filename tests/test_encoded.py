@@ -1,5 +1,6 @@
 """Encoded images travel from the dataset to the batch unchanged, and come out as PIL's pixels."""
 
+import copy
 import io
 from itertools import combinations
 from pathlib import Path
@@ -211,6 +212,17 @@ def test_epochs_and_seeds_differ(photo_folder, device):
     assert not torch.equal(first[0], second[0])
     assert not torch.equal(first[0], other[0])
     assert torch.equal(first[0], again[0])
+
+
+def test_a_deep_copy_reaches_its_persistent_workers(photo_folder):
+    loader = loader_of(EncodedImageFolder(photo_folder), "cpu", persistent_workers=True)
+    prefetcher = DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(16)], seed=3)
+    copied = copy.deepcopy(prefetcher)
+    for _ in range(2):
+        images, same = (torch.cat([i for i, _ in p]) for p in (prefetcher, copied))
+        assert torch.equal(images, same)
+    copied.set_epoch(0)
+    assert not torch.equal(torch.cat([i for i, _ in copied]), same)  # guards the test
 
 
 class Half(Dataset):

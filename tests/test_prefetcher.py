@@ -134,6 +134,28 @@ def test_the_users_loader_stays_as_it_was():
     assert loader.collate_fn is collate
 
 
+class OnceReadable:
+    """A batch sampler of iterators, with numbers that no 64 bits hold."""
+
+    def __iter__(self):
+        yield map(int, range(4))
+        yield [2**64, 2**65]
+
+    def __len__(self):
+        return 2
+
+
+class Any64(Numbers):
+    def __getitem__(self, index):
+        return index % 7
+
+
+def test_any_batch_sampler(device):
+    loader = DataLoader(Any64(), batch_sampler=OnceReadable())
+    prefetcher = DataPrefetcher(loader, device=device)
+    assert [batch.tolist() for batch in prefetcher] == [b.tolist() for b in loader]
+
+
 def test_set_epoch_reaches_the_sampler():
     dataset = Numbers(16, "tensor")
     sampler = DistributedSampler(dataset, num_replicas=2, rank=0, shuffle=True)
