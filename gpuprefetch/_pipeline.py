@@ -322,12 +322,17 @@ def _one_by_one(parts: Sequence[Part], make_room: Callable[[], None]) -> None:
 def _take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
     """Select rows of whatever has one entry per sample."""
     if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count:
-        return wrap_like(leaf[rows.to(leaf.device)], leaf)
+        return wrap_like(leaf.index_select(0, rows.to(leaf.device)), leaf)
     if isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == count:
         return leaf[rows.numpy()]
     if isinstance(leaf, (list, tuple)) and len(leaf) == count:
         taken = [leaf[i] for i in rows.tolist()]
         return leaf.of(taken) if isinstance(leaf, PerSample) else type(leaf)(taken)
+    if hasattr(leaf, "to") and not isinstance(leaf, torch.Tensor):
+        raise ValueError(
+            f"on_error and replay take rows out of tensors, arrays and lists, and {type(leaf)} is "
+            "none. Let the collate function give what it holds, in a dict."
+        )
     return leaf
 
 

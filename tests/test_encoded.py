@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 from itertools import combinations
 from pathlib import Path
 
@@ -362,6 +363,48 @@ def test_iterable_datasets_and_custom_collates(photo_folder, device):
         images, target = next(iter(prefetcher))
         assert images.shape == (8, 3, 16, 16)
         assert target.tolist() == folder.targets[:8]
+
+
+def discarding(samples):
+    default_collate(samples)
+    return default_collate(samples)
+
+
+def copying(samples):
+    batch = default_collate(samples)
+    assert len(copy.deepcopy(batch)) == len(pickle.loads(pickle.dumps(batch))) == 2
+    return batch
+
+
+@pytest.mark.parametrize("collate", [discarding, copying])
+def test_a_collate_function_may_discard_and_copy_a_batch(photo_folder, collate):
+    folder = EncodedImageFolder(photo_folder)
+    loader = loader_of(folder, "cpu", batch_size=2, num_workers=1, collate_fn=collate)
+    for number, (images, _) in enumerate(loader):
+        assert images.buffer._mapping is not None  # a slab, of which there are but a few
+        for i in range(2):
+            assert bytes(images[i].data) == folder[2 * number + i][0].data
+    assert number == 11
+
+
+class Moving(dict):
+    """As the batches of Hugging Face's tokenizers."""
+
+    def to(self, *_, **__):
+        return self
+
+
+def test_a_bad_image_beside_what_has_no_rows_is_an_error(photo_folder):
+    def moving(samples):
+        images, targets = default_collate(samples)
+        return images, Moving(target=targets)
+
+    loader = loader_of(damaged(photo_folder), "cpu", collate_fn=moving)
+    prefetcher = DataPrefetcher(
+        loader, device="cpu", transforms=[Resize((16, 16))], on_error="replace"
+    )
+    with pytest.raises(ValueError, match=r"Moving'> is none\. Let the collate function"):
+        list(prefetcher)
 
 
 def test_a_loader_that_is_no_dataloader(photo_folder):
