@@ -248,7 +248,8 @@ class Pipeline:
 
     def _run_head(self, images: torch.Tensor, seed: int) -> torch.Tensor:
         kornia_next = bool(self.tail) and type(self.tail[0]).__module__.startswith("kornia.")
-        if self.head.names or (kornia_next and not images.is_floating_point()):
+        to_floats = kornia_next and not images.is_floating_point()
+        if self.head.names or to_floats or self.dtype == torch.uint8:
             keys = fold(seed, np.arange(len(images)))
             return apply_head(self.head, images, keys, self.dtype, self.memory_format)
         if self.dtype and not images.is_floating_point():

@@ -492,6 +492,14 @@ class DataPrefetcher:
             raise ValueError(
                 f'on_error must be "raise", "skip", "replace" or a callable, got {on_error!r}.'
             )
+        if max_bad is not None and (not isinstance(max_bad, int) or max_bad < 0):
+            raise ValueError(f"max_bad is a number of images, or None, got {max_bad!r}.")
+        floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if dtype not in (None, torch.uint8) and not floats:
+            raise ValueError(
+                "dtype must be torch.uint8 or a floating-point one, as torch.bfloat16, got "
+                f"{dtype!r}."
+            )
         self._loader = loader
         self.device = _resolve_device(device)
         head, tail = read_transforms(transforms)
@@ -529,7 +537,7 @@ class DataPrefetcher:
         self._manual: _Epoch | None = None
         self._manual_length = 2
         self._place: dict[str, Any] = {"epoch": 0, "batches": 0}
-        self._resume = False
+        self._resume = self._resumed = False
         self._notes: dict[int, Notes] = {}
         self._use = ["used"]
 
@@ -553,9 +561,10 @@ class DataPrefetcher:
     def __iter__(self) -> Iterator[Any]:
         if self._use[0] == "dropped":
             # Unused, as by Lightning, which makes one iterator to see whether it can: no epoch.
-            self._epoch, self._resume = self._place["epoch"], self._place["batches"] > 0
+            self._epoch, self._resume = self._place["epoch"], self._resumed
         epoch, self._epoch = self._epoch, self._epoch + 1
-        resumed, self._resume = self._place if self._resume else None, False
+        resumed = self._place if self._resume else None
+        self._resumed, self._resume = self._resume, False
         loader, pipeline = self._prepared_loader(epoch)
         notes = self._noted(loader, epoch)
         with _garbage_kept_from_forks():
@@ -697,7 +706,7 @@ class DataPrefetcher:
         only if ``cpu_share`` is fixed). Of any other epoch a sample is replayed alone, where no
         transform depends on the rest of the batch and ``cpu_share`` is 0 or 1. Not repeated is what
         dataset and collate function draw themselves, and what a transform draws from elsewhere than
-        torch.
+        torch, or in a dropout.
 
         Args:
             index: of the sample in ``dataset``, as the sampler gives it. If the epoch drew it

@@ -510,6 +510,9 @@ def apply_head(
     """
     rows = head.draw([images.shape[-2:]] * len(images), keys)
     size = head.size or _only_size(head, images)
+    dtype = dtype or (images.dtype if images.is_floating_point() else torch.float32)
+    if not len(images):
+        return images.new_empty((0, images.shape[1], *size), dtype=dtype)
     return resample(
         list(images.unbind()),
         rows,
@@ -518,7 +521,7 @@ def apply_head(
         antialias=head.antialias,
         mean=head.mean,
         std=head.std,
-        dtype=dtype or (images.dtype if images.is_floating_point() else torch.float32),
+        dtype=dtype,
         memory_format=memory_format or torch.contiguous_format,
     )
 

@@ -458,6 +458,25 @@ def test_only_a_cast_on_tensors(device):
     assert target.dtype == torch.int64
 
 
+@pytest.mark.parametrize("transforms", [None, [torch.nn.Identity()]])
+def test_uint8_tensors_stay_what_they_are(device, transforms):
+    photos = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
+    options = {"device": device, "transforms": transforms, "dtype": torch.uint8}
+    for batch in (photos, photos / 255):
+        (images,) = DataPrefetcher([batch], **options)
+        assert torch.equal(images.cpu(), photos)
+
+
+def test_an_empty_batch_of_tensors(device):
+    (images,) = DataPrefetcher(
+        [torch.zeros(0, 3, 9, 9, dtype=torch.uint8)],
+        device=device,
+        transforms=[RandomResizedCrop((4, 5)), K.RandomHorizontalFlip()],
+    )
+    assert images.shape == (0, 3, 4, 5)
+    assert images.dtype == torch.float32
+
+
 def test_lists_that_cannot_work_are_refused_when_built(photo_folder):
     loader = loader_of(Subset(EncodedImageFolder(photo_folder), range(4)), "cpu")
     with pytest.raises(ValueError, match=r"different sizes.*RandomResizedCrop\(224\)"):

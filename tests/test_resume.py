@@ -264,6 +264,14 @@ def test_an_iterator_that_is_dropped_unused_is_no_epoch():
     assert [len(list(prefetcher)) for _ in range(2)] == [9, 10]  # the saved place is still there
 
 
+def test_a_state_before_the_first_batch_is_not_lost_with_an_unused_iterator():
+    first, second = (DataPrefetcher(numbers(shuffle=True), device="cpu") for _ in range(2))
+    iterator = iter(first)
+    second.load_state_dict(first.state_dict())
+    iter(second)  # dropped at once
+    assert [values(batch) for batch in second] == [values(batch) for batch in iterator]
+
+
 def test_a_state_before_the_first_epoch_and_a_wrong_one():
     prefetcher = DataPrefetcher(numbers(), device="cpu")
     state = prefetcher.state_dict()
