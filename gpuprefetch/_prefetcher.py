@@ -206,12 +206,16 @@ class _Engine:
 
     def _learn(self, slot: _Slot, waited: float) -> None:
         slot.images = count_images(slot.source)
-        for images in encoded_leaves(slot.source):
+        packed = encoded_leaves(slot.source)
+        counts = [(len(images), int(images.decoded.sum())) for images in packed]
+        if packed:
+            everything, on_cpu = map(sum, zip(*counts, strict=True))
+            seconds = sum(images.decode_seconds for images in packed)
+            self._balancer.observe(everything, on_cpu, seconds, waited)
+        for images, (count, decoded) in zip(packed, counts, strict=True):
             self._shares[slot.number] = images.share
-            decoded = int(images.decoded.sum())
-            self._balancer.observe(len(images), decoded, images.decode_seconds, waited)
             self._stats.cpu_images += decoded
-            self._stats.gpu_images += len(images) - decoded
+            self._stats.gpu_images += count - decoded
             self._stats.encoded_bytes += images.buffer.tensor.numel()
             self._stats.read_seconds += images.read_seconds
             self._stats.worker_decode_seconds += images.decode_seconds
@@ -482,7 +486,8 @@ class DataPrefetcher:
         if isinstance(loader, Dataset) or not hasattr(loader, "__iter__"):
             raise TypeError(
                 f"DataPrefetcher wraps a DataLoader, got {type(loader).__name__}. "
-                "Build one first: DataPrefetcher(DataLoader(dataset, batch_size=...))."
+                "Build one first: DataPrefetcher(DataLoader(dataset, batch_size=...)), with "
+                "batch_size=None for what gives batches already, as WebDataset's WebLoader."
             )
         if not isinstance(device_prefetch_size, int) or device_prefetch_size < 1:
             raise ValueError(

@@ -118,10 +118,9 @@ class Buffer:
 
     def __del__(self) -> None:
         # A worker forked later has a copy of this object: not to free what the parent reads.
-        if self._reader == os.getpid():
-            owned = self._mapping or self._slab  # a slab that was not sent
-            if owned is not None:
-                owned.state[0] = 0
+        owned = self._mapping or self._slab  # a slab that was not sent
+        if owned is not None and self._reader == os.getpid():
+            owned.state[0] = 0
 
 
 def _send(buffer: Buffer) -> tuple[Any, ...]:

@@ -325,6 +325,16 @@ def test_encoded_images_anywhere_in_a_sample(photo_folder, device):
 
 
 @pytest.mark.parametrize("collate", [None, list])
+def test_the_balancer_learns_of_whole_batches(photo_folder, monkeypatch, collate):
+    loader = loader_of(Pairs(EncodedImageFolder(photo_folder)), "cpu", collate_fn=collate)
+    prefetcher = DataPrefetcher(loader, device="cpu", transforms=[Resize((16, 16))])
+    learned = []
+    monkeypatch.setattr(prefetcher._balancer, "observe", lambda *batch: learned.append(batch[:2]))
+    list(prefetcher)
+    assert learned == [(16, 16)] * 3  # two views of eight, and all of them decoded in the workers
+
+
+@pytest.mark.parametrize("collate", [None, list])
 def test_each_view_has_its_own_draws_behind_the_head(photo_folder, device, collate):
     folder = EncodedImageFolder(photo_folder)
     loader = loader_of([(folder[0][0], folder[0][0])] * 2, device, collate_fn=collate)

@@ -358,6 +358,7 @@ def test_the_interpreter_exits_with_an_epoch_under_way(ending):
     [
         ({"loader": Numbers()}, TypeError, "wraps a DataLoader"),
         ({"loader": 3}, TypeError, "wraps a DataLoader"),
+        ({"loader": Stream()}, TypeError, "batch_size=None for what gives batches"),
         ({"device_prefetch_size": 0}, ValueError, "at least 1"),
         ({"device": "cuda:99"}, ValueError, "not there"),
         ({"device": "meta"}, ValueError, "CUDA or CPU"),
