@@ -6,7 +6,7 @@ and in which order batches are handed over, is the prefetcher's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -338,13 +338,32 @@ def _take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
 
 
 def _is_column(batch: Any, *, count: int) -> bool:
-    """Whether a list has an entry per sample, as the names that the default collate leaves."""
-    return is_per_sample(batch) or (
-        type(batch) in (list, tuple)
-        and len(batch) == count
-        and not any(isinstance(leaf, (torch.Tensor, np.ndarray, ImageJob)) for leaf in batch)
-        and all(next(leaves(leaf), leaf) is leaf for leaf in batch)
-    )
+    """Whether a list has an entry per sample, and is no list of columns that have.
+
+    Such are the names that the default collate leaves, and captions, boxes or dicts that differ in
+    number from sample to sample.
+    """
+    if is_per_sample(batch):
+        return True
+    if type(batch) not in (list, tuple) or len(batch) != count:
+        return False
+    if any(isinstance(leaf, ImageJob) for leaf in leaves(batch)):
+        return False
+    tensors = [isinstance(entry, (torch.Tensor, np.ndarray)) for entry in batch]
+    return any(tensors) == all(tensors) and not all(_has_rows(entry, count) for entry in batch)
+
+
+def _has_rows(entry: Any, count: int) -> bool:
+    """Whether whatever is in ``entry`` has ``count`` rows, as after the default collate."""
+    if isinstance(entry, (torch.Tensor, np.ndarray)):
+        return entry.ndim > 0 and len(entry) == count
+    if isinstance(entry, Mapping):
+        entry = list(entry.values())
+    elif not isinstance(entry, (list, tuple)):
+        return False
+    elif len(entry) == count:
+        return True
+    return len(entry) > 0 and all(_has_rows(part, count) for part in entry)
 
 
 class ImageJob:

@@ -397,6 +397,41 @@ def test_a_collate_function_may_discard_and_copy_a_batch(photo_folder, collate):
     assert number == 11
 
 
+def columns(samples):
+    """Lists with an entry per sample, as collate functions make them, in an order of their own."""
+    images, targets = zip(*reversed(samples), strict=True)
+    return {
+        "image": default_collate(images),
+        "target": torch.tensor(targets),
+        "words": [[str(target)] * (target % 4) for target in targets],
+        "boxes": [torch.full((target, 4), target) for target in targets],
+        "dicts": [{"n": target, "t": torch.tensor([target])} for target in targets],
+        "pairs": [torch.tensor(targets), [str(target) for target in targets]],
+    }
+
+
+@pytest.mark.parametrize("batch_size", [2, 8])
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_lists_that_the_collate_function_makes_follow_a_bad_image(
+    photo_folder, batch_size, on_error
+):
+    prefetcher = DataPrefetcher(
+        loader_of(damaged(photo_folder), "cpu", batch_size=batch_size, collate_fn=columns),
+        device="cpu",
+        transforms=[Resize((16, 16))],
+        on_error=on_error,
+    )
+    for batch in prefetcher:
+        targets = batch["target"].tolist()
+        assert len(batch["image"]) == len(targets)
+        assert batch["words"] == [[str(target)] * (target % 4) for target in targets]
+        assert [box.shape for box in batch["boxes"]] == [(target, 4) for target in targets]
+        assert [entry["n"] for entry in batch["dicts"]] == targets
+        assert batch["pairs"][0].tolist() == targets
+        assert batch["pairs"][1] == [str(target) for target in targets]
+    assert {bad.index for bad in prefetcher.bad_images} == {2, 6, 13}
+
+
 class Moving(dict):
     """As the batches of Hugging Face's tokenizers."""
 
