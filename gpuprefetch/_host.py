@@ -88,6 +88,7 @@ class Packer:
     seed: int
     epoch: torch.Tensor
     share: torch.Tensor
+    _share: float | None = field(init=False, default=None)
     _packed: Counter[Any] = field(init=False, default_factory=Counter)
     _owners: dict[int, int] = field(init=False, default_factory=dict)
     _last: float = field(init=False, default_factory=time.perf_counter)
@@ -95,7 +96,9 @@ class Packer:
 
     def __call__(self, images: Sequence[EncodedImage]) -> EncodedImages:
         begin = time.perf_counter()
-        epoch, share = int(self.epoch), float(self.share)
+        epoch, share = int(self.epoch), self._share
+        if share is None:
+            self._share = share = float(self.share)
         keys = sample_keys(self.seed, epoch, images, self._packed)
         headers, orientation, sizes, errors = self._read(images)
         rows = self._draw(images, sizes, keys)
@@ -173,6 +176,7 @@ class Packer:
 
     def begin(self, samples: Sequence[Any] = ()) -> None:
         """Begin a batch of these samples, whose images may be packed in several calls."""
+        self._share = None  # one for all of them, as the balancer may change it meanwhile
         self._packed.clear()
         self._owners.clear()
         for i, sample in enumerate(samples):

@@ -17,6 +17,7 @@ from torch.utils.data import (
 
 from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, EncodedImageFolder, Resize
 from gpuprefetch import RandomResizedCrop as Crop
+from gpuprefetch._host import HostStage
 
 CROP = [Crop(16)]
 JITTER = K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.7)
@@ -99,6 +100,23 @@ def test_the_share_of_the_workers_is_that_of_the_batch(photo_folder, device):
     seen = epoch_of(prefetcher)
     share.fill_(0.0)
     assert_replayed(prefetcher, seen)
+
+
+def test_all_views_of_a_batch_have_one_share(photo_folder):
+    def views(samples):
+        images = [sample["image"] for sample in samples]
+        first = default_collate(images)
+        packer.share.zero_()  # as the balancer may at any moment
+        return {"image": first, "view": default_collate(images)}
+
+    packer = prefetcher_of(Numbered(photo_folder))._pipeline.packer
+    packer.on_gpu = True
+    packer.share.fill_(1.0)
+    dataset = Numbered(photo_folder)
+    for share in (1.0, 0.0):
+        batch = HostStage(views, packer)([dataset[i] for i in range(4)])
+        assert batch["image"].share == batch["view"].share == share
+        assert batch["view"].decoded.all() == batch["image"].decoded.all() == bool(share)
 
 
 def test_while_the_epoch_is_under_way(photo_folder):
