@@ -323,7 +323,7 @@ def _one_by_one(parts: Sequence[Part], make_room: Callable[[], None]) -> None:
 def _take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
     """Select rows of whatever has one entry per sample."""
     if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count:
-        return wrap_like(leaf.index_select(0, rows.to(leaf.device)), leaf)
+        return wrap_like(leaf[rows.to(leaf.device)], leaf)  # indexing keeps the memory format
     if isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == count:
         return leaf[rows.numpy()]
     if isinstance(leaf, (list, tuple)) and len(leaf) == count:

@@ -432,6 +432,19 @@ def test_lists_that_the_collate_function_makes_follow_a_bad_image(
     assert {bad.index for bad in prefetcher.bad_images} == {2, 6, 13}
 
 
+def test_a_batch_with_a_bad_image_keeps_its_memory_format(photo_folder, device):
+    prefetcher = DataPrefetcher(
+        loader_of(damaged(photo_folder), device),
+        device=device,
+        transforms=[Resize((16, 16))],
+        memory_format=torch.channels_last,
+        on_error="skip",
+    )
+    images, _ = next(iter(prefetcher))
+    assert len(images) == 6
+    assert images.is_contiguous(memory_format=torch.channels_last)
+
+
 class Moving(dict):
     """As the batches of Hugging Face's tokenizers."""
 
