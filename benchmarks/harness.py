@@ -47,7 +47,7 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=cores(), help="of each DataLoader")
     parser.add_argument("--dali-threads", type=int, nargs="+", default=[8, 16], help="dali-tuned")
     parser.add_argument("--size", type=int, default=224, help="of the training images, in pixels")
-    parser.add_argument("--warmup", type=float, default=3.0, help="seconds, after the first step")
+    parser.add_argument("--warmup", type=float, default=8.0, help="seconds, after the first step")
     parser.add_argument("--seconds", type=float, default=6.0, help="measured, over all repeats")
     parser.add_argument("--repeats", type=int, default=5, help="windows in the measured seconds")
     parser.add_argument("--quick", action="store_true", help="a third of the time, one ceiling")

@@ -1,8 +1,8 @@
-"""GPU memory: the largest batch that trains under a cap, and what an idle validation loader holds.
+"""GPU memory: the largest batch that trains under a cap, and what a loader adds, or holds idle.
 
     python benchmarks/memory.py --data PHOTOS --output benchmarks/results/memory.json
     python benchmarks/memory.py --data PHOTOS --models resnet50 --cap-gib 24 --resolution 0.02
-    python benchmarks/memory.py --data PHOTOS --what idle
+    python benchmarks/memory.py --data PHOTOS --what idle stages
 
 The cap holds for the whole device, context, decoders and pools outside torch's allocator included:
 a ballast tensor leaves what a GPU with ``--cap-gib`` of memory has. Every probe of the search is a
@@ -24,7 +24,7 @@ import train
 
 DEFAULT_LOADERS = ["torchvision", "gpuprefetch", "dali-tuned"]
 DEFAULT_MODELS = ["resnet18", "resnet50", "shufflenet_v2_x0_5"]
-WHAT = ["largest", "idle"]
+WHAT = ["largest", "idle", "stages"]
 ESTIMATE_BATCHES = (32, 64)
 # In the words of torch, cuDNN and cuBLAS, C++, nvJPEG and DALI.
 OUT_OF_MEMORY = re.compile(
@@ -163,8 +163,41 @@ def idle(loader: str, options: dict[str, Any], settings: dict[str, Any]) -> dict
     return {"held_gib": held, **used}
 
 
+def stages(
+    model: str, loader: str, options: dict[str, Any], settings: dict[str, Any], steps: int
+) -> dict[str, Any]:
+    """Device memory, stage by stage, and how much of it torch's allocator has."""
+    shared = loaders.Settings(**settings)
+    used: dict[str, dict[str, float]] = {}
+
+    def note(stage: str) -> None:
+        device = used_gib(shared.device)
+        torchs = torch.cuda.memory_reserved() / harness.GIB if shared.device == "cuda" else 0.0
+        used[stage] = {"device_gib": device, "torch_gib": torchs, "other_gib": device - torchs}
+
+    if "gpuprefetch" in loader:
+        import gpuprefetch  # noqa: F401  # before the context: it prepares the environment
+    torch.ones(1, device=shared.device)
+    note("context")
+    step = train.make_step(model, "eager", shared.device)
+    for images, target in islice(loaders.synthetic(shared), steps):
+        step(images, target)
+    note("training on a resident batch")
+    del images, target
+    batches = iter(loaders.build(loader, shared, options))
+    for stage, count in (("first batch", 1), ("batches, no model", steps)):
+        for _ in islice(batches, count):
+            pass
+        note(stage)
+    for images, target in islice(batches, steps):
+        step(images, target)
+    note("training")
+    return {"stages": used}
+
+
 def measure(what: str, **task: Any) -> dict[str, Any]:
-    return {"probe": probe, "estimate": estimate, "idle": idle}[what](**task)
+    kinds = {"probe": probe, "estimate": estimate, "idle": idle, "stages": stages}
+    return kinds[what](**task)
 
 
 Child = Callable[[dict[str, Any]], dict[str, Any]]
@@ -220,6 +253,11 @@ def main() -> None:
         what = {"what": "idle", "loader": loader, "options": options}
         finite = {**settings, "train": False, "images": args.files}
         document.add({**what, **child({**what, "settings": finite})})
+    for model in args.models if "stages" in args.what else ():
+        for loader, options in compared.items():
+            what = {"what": "stages", "model": model, "loader": loader, "options": options}
+            task = {**what, "settings": settings, "steps": 8 * args.steps}
+            document.add({**what, **child(task)})
     for model in args.models if "largest" in args.what else ():
         task = {"model": model, "settings": settings, "cap_gib": args.cap_gib}
         guess = child({**task, "what": "estimate"}).get("batch_size", args.batch_size)

@@ -182,6 +182,15 @@ def memory_tables(documents: list[Document]) -> list[str]:
             [name(loader), f"{idle[loader]['held_gib']:.3f}"] for loader in sorted(idle, key=order)
         ]
         tables.append(markdown(["a finished validation loader holds", "GiB"], rows))
+    stages = [r for r in results if r["what"] == "stages" and "error" not in r]
+    if stages:
+        header = ["device memory, GiB (of it torch's)", *stages[0]["stages"]]
+        rows = [
+            [f"{r['model']}: {name(r['loader'])}"]
+            + [f"{s['device_gib']:.2f} ({s['torch_gib']:.2f})" for s in r["stages"].values()]
+            for r in stages
+        ]
+        tables.append(markdown(header, rows))
     return tables
 
 

@@ -8,7 +8,7 @@ transforms go to the prefetcher.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,6 @@ from gpuprefetch._prefetcher import DataPrefetcher
 from gpuprefetch._random import SeededDraws
 from gpuprefetch._timm import EncodedReader, is_timm
 from gpuprefetch._transforms import read_transforms
-
-# torchvision's own loaders: RGB, as PIL decodes it, EXIF orientation left alone.
-_PIL_LOADERS = frozenset(("default_loader", "pil_loader", "accimage_loader"))
 
 
 def accelerate(
@@ -79,7 +76,7 @@ def accelerate(
             raise
         plan, keep = _split(pipeline, folders[0])
     moved = _with_dataset(
-        loader, view_of(loader.dataset, _WorkerPart(pipeline[:keep]) if keep else None)
+        loader, view_of(loader.dataset, _worker_part(pipeline[:keep]) if keep else None)
     )
     _probe(moved.dataset, encoded=not keep)
     prefetcher = _Accelerated(moved, plan, prefetcher_options)
@@ -96,7 +93,6 @@ class _Accelerated(DataPrefetcher):
         self._collate = None if loader.collate_fn is default_collate else loader.collate_fn
         if self._collate is not None:
             loader.collate_fn = _set_apart
-        options = dict(options)
         transforms = [*plan.transforms, *(options.pop("transforms", None) or ())]
         if read_transforms(transforms)[1]:
             # Between the launch and the ops behind it values must not be rounded to bfloat16.
@@ -124,7 +120,7 @@ class _Accelerated(DataPrefetcher):
 
 
 class _Hole:
-    """Where a sample's image was."""
+    """Where a sample's image was; the class itself, which pickles to itself."""
 
 
 def is_image(leaf: Any) -> bool:
@@ -148,7 +144,7 @@ def _set_apart(samples: list[Any]) -> tuple[Any, Any]:
     images = [image_of(sample) for sample in samples]
     rest = np.empty(len(samples), dtype=object)
     for i, (sample, image) in enumerate(zip(samples, images, strict=True)):
-        rest[i] = map_leaves(partial(_cut_out, image), sample, is_image)
+        rest[i] = _exchanged(sample, image, _Hole)
     return default_collate(images), rest
 
 
@@ -157,16 +153,12 @@ def _collated(collate: Callable[[Any], Any], device: torch.device, batch: Any, s
     images, samples = batch
     put_back = zip(images.unbind(), samples.tolist(), strict=True)
     with SeededDraws(seed):
-        batch = collate([_with_image(sample, image) for image, sample in put_back])
+        batch = collate([_exchanged(sample, _Hole, image) for image, sample in put_back])
     return to_device(batch, device)
 
 
-def _cut_out(image: Any, leaf: Any) -> Any:
-    return _Hole() if leaf is image else leaf
-
-
-def _with_image(sample: Any, image: torch.Tensor) -> Any:
-    return map_leaves(lambda leaf: image if isinstance(leaf, _Hole) else leaf, sample)
+def _exchanged(sample: Any, old: Any, new: Any) -> Any:
+    return map_leaves(lambda leaf: new if leaf is old else leaf, sample, is_image)
 
 
 def read_encoded(path: Any) -> EncodedImage:
@@ -174,20 +166,11 @@ def read_encoded(path: Any) -> EncodedImage:
     return EncodedImage(Path(path).read_bytes(), path=str(path))
 
 
-class _WorkerPart:
+def _worker_part(ops: list[Any]) -> Any:
     """The ops that stay in the workers, behind a decode; gives uint8 or float tensors."""
+    from torchvision.transforms import v2
 
-    def __init__(self, ops: list[Any]) -> None:
-        self.ops = ops
-
-    def __call__(self, image: Any) -> Any:
-        for op in self.ops:
-            image = op(image)
-        if isinstance(image, torch.Tensor):
-            return image
-        from torchvision.transforms.v2 import functional as F
-
-        return F.pil_to_tensor(image)
+    return v2.Compose([*ops, v2.PILToTensor()])  # which lets tensors pass
 
 
 def folders_of(loader: Any) -> list[Any]:
@@ -197,28 +180,25 @@ def folders_of(loader: Any) -> list[Any]:
         raise TypeError(f"accelerate takes a DataLoader, got {type(loader).__name__}.{hint}")
     if loader.batch_sampler is None:
         raise TypeError("accelerate takes a DataLoader that makes batches, this one has none.")
-    return list(_bottom(loader.dataset))
+    return _bottom(loader.dataset)
 
 
-def _bottom(dataset: Any) -> Iterator[Any]:
+def _bottom(dataset: Any) -> list[Any]:
     from torch.utils.data import ConcatDataset, Subset
     from torchvision.datasets import DatasetFolder
 
+    if isinstance(dataset, Subset):
+        return _bottom(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return [folder for part in dataset.datasets for folder in _bottom(part)]
     if isinstance(dataset, DatasetFolder) or is_timm(dataset, "ImageDataset"):
-        yield dataset
-    elif isinstance(dataset, Subset):
-        yield from _bottom(dataset.dataset)
-    elif isinstance(dataset, ConcatDataset):
-        for part in dataset.datasets:
-            yield from _bottom(part)
-    else:
-        raise TypeError(
-            "accelerate knows torchvision's ImageFolder, DatasetFolder and ImageNet, timm's "
-            "ImageDataset, and Subset and ConcatDataset of them, got "
-            f"{type(dataset).__name__}. For another dataset return "
-            "EncodedImage(data, index, path) from it and pass "
-            "DataPrefetcher(loader, transforms=convert_transforms(pipeline))."
-        )
+        return [dataset]
+    raise TypeError(
+        "accelerate knows torchvision's ImageFolder, DatasetFolder and ImageNet, timm's "
+        "ImageDataset, and Subset and ConcatDataset of them, got "
+        f"{type(dataset).__name__}. For another dataset return EncodedImage(data, index, path) "
+        "from it and pass DataPrefetcher(loader, transforms=convert_transforms(pipeline))."
+    )
 
 
 def view_of(dataset: Any, transform: Any) -> Any:
@@ -258,14 +238,16 @@ def pipeline_of(folders: list[Any]) -> list[Any]:
 
 
 def check_loaders(folders: list[Any]) -> None:
+    from torchvision.datasets.folder import accimage_loader, default_loader, pil_loader
+
     for folder in folders:
         if is_timm(folder, "ImageDataset"):
             own = folder.load_bytes or folder.input_img_mode != "RGB"
             name, arguments = repr(folder.input_img_mode), "load_bytes and input_img_mode"
         else:
             name, arguments = getattr(folder.loader, "__name__", repr(folder.loader)), "loader"
-            module = getattr(folder.loader, "__module__", "")
-            own = name not in _PIL_LOADERS or module != "torchvision.datasets.folder"
+            # torchvision's: RGB, as PIL decodes it, EXIF orientation left alone.
+            own = folder.loader not in (default_loader, pil_loader, accimage_loader)
         if own:
             raise UnsupportedTransformError(
                 f"{type(folder).__name__}(loader={name}) decodes in a way of its own. Leave "
@@ -283,21 +265,21 @@ def open_picture(folder: Any, path: str) -> Any:
 
 def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
     """The shortest start of a pipeline that must stay in the workers, and the plan of the rest."""
-    error: Exception | None = None
     path = folder.samples[0][0] if hasattr(folder, "samples") else folder.filename(0, absolute=True)
     sample = open_picture(folder, path)
-    first = next((i + 1 for i, op in enumerate(pipeline) if fixes_size(op)), len(pipeline))
-    for keep in range(first, len(pipeline) + 1):
+    keep = next((i + 1 for i, op in enumerate(pipeline) if fixes_size(op)), len(pipeline))
+    while True:
         with SeededDraws(0):  # a try must not take from the user's own random numbers
-            made = _WorkerPart(pipeline[:keep])(sample)
+            made = _worker_part(pipeline[:keep])(sample)
+        if not isinstance(made, torch.Tensor):
+            raise TypeError(f"The pipeline gives no tensors, but {type(made).__name__}.")
         try:
             plan = convert(pipeline[keep:], batched=made.dtype)
-        except UnsupportedTransformError as refused:
-            error = refused
+        except UnsupportedTransformError:
+            keep += 1  # at its end, where nothing is left, nothing is refused
             continue
         kept = [Step(op, None, "worker CPU", "unchanged") for op in pipeline[:keep]]
         return Plan([*kept, *plan.steps], plan.transforms), keep
-    raise TypeError("The pipeline gives no tensors.") from error
 
 
 def _probe(dataset: Any, *, encoded: bool) -> None:

@@ -17,8 +17,8 @@ UTILIZATION = 0.75
 # How fast the share comes back, and goes where the workers are late.
 RISE, LATE = 0.05, 0.1
 # The share is tried at 0 to LEVELS parts of that, for WINDOW batches each, and changes for a GAIN.
-LEVELS, WINDOW, GAIN = 3, 48, 0.005
-# Windows between two tries at most: they are doubled as long as nothing is found.
+LEVELS, WINDOW, GAIN = 3, 32, 0.005
+# Windows between two tries at most: they are doubled where neither more nor less was better.
 LONGEST = 64
 
 
@@ -57,11 +57,11 @@ class Balancer:
         self._trust = 0.0
         # A new share shows when the batches that were under way are through.
         self._under_way = workers * (getattr(loader, "prefetch_factor", None) or 2) + 4
-        self._settling = 2 * self._under_way
+        self._settling = self._under_way
         self._window: list[float] = []
         self._level = self._best = LEVELS - 1
         self._best_period = 0.0
-        self._direction, self._patience, self._waited = 1, 1, 0
+        self._direction, self._patience, self._waited, self._failed = 1, 1, 0, 0
 
     def observe(self, images: int, decoded: int, decode_seconds: float, waited: float) -> None:
         """Learn from one batch as it comes from the loader.
@@ -109,10 +109,12 @@ class Balancer:
                 self._go_to(self._best + self._direction)
             return
         if period < (1 - GAIN) * self._best_period:
-            self._best, self._best_period, self._patience = self._level, period, 1
+            self._best, self._best_period = self._level, period
+            self._patience, self._failed = 1, 0
         else:
-            self._direction = -self._direction
-            self._patience = min(2 * self._patience, LONGEST)
+            self._direction, self._failed = -self._direction, self._failed + 1
+            if self._failed % 2 == 0:
+                self._patience = min(2 * self._patience, LONGEST)
             self._go_to(self._best)
         self._waited = 0
 

@@ -11,45 +11,37 @@ import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
-from gpuprefetch import _per_image
-from gpuprefetch._per_image import Apply, Choice, ToFloat, ToUint8, Transform, per_image
-from gpuprefetch._random import Keys, uniform
+from gpuprefetch._per_image import KNOWN, Apply, Choice, Loop, ToFloat, ToUint8, per_image
 from gpuprefetch._timm import TimmAugment, from_timm
 from gpuprefetch._transforms import (
     CenterCrop,
     RandomResizedCrop,
     Resize,
-    Sampling,
-    Size,
-    _filled,
+    Transform,
     _FusedTransform,
+    _pair,
+    _RandomCrop,
     read_transforms,
 )
 
 _V1 = ("torchvision.transforms.transforms", "torchvision.transforms.autoaugment")
+_V2 = "torchvision.transforms.v2"
 CONVERSIONS = frozenset(
     "ToTensor PILToTensor ToImage ToPureTensor ToDtype ConvertImageDtype".split()
 )
 _NESTED = frozenset("Compose Sequential ModuleList".split())
 # Of torchvision's references/classification: they hold a Compose.
 _PRESETS = frozenset(("ClassificationPresetTrain", "ClassificationPresetEval"))
-_FUSED = frozenset(
-    "RandomResizedCrop Resize CenterCrop RandomCrop RandomHorizontalFlip RandomVerticalFlip".split()
-)
-_SIZES = frozenset("RandomResizedCrop Resize CenterCrop RandomCrop Pad".split())
+_CROPS = frozenset("RandomResizedCrop Resize CenterCrop RandomCrop".split())
 # Linear in each pixel: before a bilinear resize or behind it is the same up to rounding.
 _LINEAR = frozenset("Normalize Grayscale RandomGrayscale RandomInvert".split())
 # Where tensors know fewer filters than PIL: what torchvision takes for a tensor.
 _GRID_FILTERS = ("nearest", "bilinear")
 _RESIZE_FILTERS = ("nearest", "nearest-exact", "bilinear", "bicubic")
-_GRID_OPS = frozenset(
-    "RandomRotation RandomAffine RandomPerspective ElasticTransform AugMix".split()
-)
 
 # What differs from PIL with the same parameters, measured by parity() on photos of ImageNet at 224:
 # mean over all pixels, in levels of 255. Ops that are not here gave the same pixels.
@@ -102,10 +94,14 @@ class Plan:
     transforms: list[Transform]
 
     def __str__(self) -> str:
-        rows = [(step.name, step.where, step.note) for step in self.steps]
-        widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
-        lines = (f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows)
-        return "\n".join(lines)
+        rows = [(f"  {step.name}", step.where, step.note) for step in self.steps]
+        return in_columns(rows)
+
+
+def in_columns(rows: Sequence[tuple[str, str, str]]) -> str:
+    """A line per row, columns aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def convert_transforms(pipeline: Any) -> list[Transform]:
@@ -128,9 +124,7 @@ def convert_transforms(pipeline: Any) -> list[Transform]:
 def convert(pipeline: Any, *, batched: torch.dtype | None = None) -> Plan:
     """As :func:`convert_transforms`, with what became of each op.
 
-    Args:
-        pipeline: likewise.
-        batched: dtype of images that come as ``(N, C, H, W)`` tensors instead of encoded files.
+    ``batched`` is the dtype of images that come as ``(N, C, H, W)``, not as encoded files.
     """
     converter = _Converter()
     if batched is not None:
@@ -147,7 +141,13 @@ def flatten(pipeline: Any) -> Iterator[Any]:
     if name in _PRESETS:
         yield from flatten(pipeline.transforms)
     elif name == "ImageClassification" and type(pipeline).__module__.startswith("torchvision."):
-        yield from _preprocessing(pipeline)
+        from torchvision.transforms import v2
+
+        yield v2.Resize(pipeline.resize_size, pipeline.interpolation)
+        yield v2.CenterCrop(pipeline.crop_size)
+        yield v2.PILToTensor()
+        yield v2.ToDtype(torch.float32, scale=True)
+        yield v2.Normalize(pipeline.mean, pipeline.std)
     elif name in _NESTED or isinstance(pipeline, (list, tuple)):
         for op in getattr(pipeline, "transforms", pipeline):
             yield from flatten(op)
@@ -155,27 +155,11 @@ def flatten(pipeline: Any) -> Iterator[Any]:
         yield pipeline
 
 
-def _preprocessing(preset: Any) -> list[Any]:
-    """What ``weights.transforms()`` does, op by op."""
-    from torchvision.transforms import v2
-
-    return [
-        v2.Resize(preset.resize_size, preset.interpolation),
-        v2.CenterCrop(preset.crop_size),
-        v2.PILToTensor(),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize(preset.mean, preset.std),
-    ]
-
-
 def name_of(op: Any) -> str | None:
     """Name of an op that we know; None for a subclass and whatever else there is."""
     module = type(op).__module__
     known = module in _V1 or module.startswith(f"{_V2}.") or type(op) is TimmAugment
     return type(op).__name__ if known else None
-
-
-_V2 = "torchvision.transforms.v2"
 
 
 def twin(op: Any) -> Any:
@@ -194,12 +178,9 @@ def twin(op: Any) -> Any:
 def fixes_size(op: Any) -> bool:
     """Whether images have one size behind this op, whatever they had before."""
     op = from_timm(op)
-    sized = name_of(op) in ("RandomResizedCrop", "CenterCrop", "RandomCrop")
-    return sized or (name_of(op) == "Resize" and len(_as_list(op.size)) == 2)
-
-
-def _as_list(size: Any) -> list[int]:
-    return [size] if isinstance(size, int) else list(size or [])
+    name, size = name_of(op), getattr(op, "size", None)
+    exact = name != "Resize" or (isinstance(size, Sequence) and len(size) == 2)
+    return name in _CROPS and exact
 
 
 def _filter_of(op: Any) -> str:
@@ -212,38 +193,13 @@ def _filter_of(op: Any) -> str:
     return str(InterpolationMode(mode).value)
 
 
-@dataclass(frozen=True, slots=True)
-class _PaddedCrop:
-    size: Size
-    before: Size  # padding above, left
-    after: Size
-    pad_if_needed: bool
-
-    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        size, before = _filled(sampling, self.size), np.asarray(self.before, np.float64)
-        room = sampling.length + before + np.asarray(self.after, np.float64) - size
-        if self.pad_if_needed:
-            before = before + np.maximum(-room, 0)  # on both sides, as torchvision does
-            room = np.abs(room)
-        elif (room < 0).any():
-            h, w = sampling.length[(room < 0).any(axis=1)][0].astype(int)
-            raise ValueError(
-                f"RandomCrop takes no image smaller than its size {self.size}, got {h} x {w}. "
-                "Pass pad_if_needed=True, or put a Resize before it."
-            )
-        return sampling.crop(np.floor(uniform(keys, 2) * (room + 1)) - before, size)
-
-
-class _RandomCrop(_FusedTransform):
+class RandomCrop(_FusedTransform):
     """torchvision's RandomCrop with black padding."""
 
-    interpolation = ""  # nothing is interpolated
-
     def __init__(self, op: Any) -> None:
-        super().__init__()
         left, right, top, bottom = op.padding or (0, 0, 0, 0)
-        self.size = (int(op.size[0]), int(op.size[1]))
-        self.op = _PaddedCrop(self.size, (top, left), (bottom, right), bool(op.pad_if_needed))
+        size, before, after = _pair(op.size, "RandomCrop"), (top, left), (bottom, right)
+        super().__init__(_RandomCrop(size, False, before, after, bool(op.pad_if_needed)))
 
 
 @dataclass
@@ -254,8 +210,6 @@ class _Converter:
     is_float: bool = False  # ... and from uint8 to floating point
     holds_float: bool = True  # in our list: the launch gives [0, 1], later ops may want uint8
     sized: bool = False
-    open: bool = True  # whether the launch can take more
-    resized: bool = False  # by the launch, or padded
     steps: list[Step] = field(default_factory=list)
     transforms: list[Transform] = field(default_factory=list)
     delayed: list[Any] = field(default_factory=list)
@@ -264,26 +218,26 @@ class _Converter:
         op = from_timm(op)
         name = name_of(op)
         if name is None and isinstance(getattr(op, "interpolation", None), tuple):
-            self._refuse(op, 'one launch has one filter, interpolation="random" needs two')
+            _refuse(op, 'one launch has one filter, interpolation="random" needs two')
         if name is None:
-            self._refuse(
+            _refuse(
                 op, "it is not one of torchvision's own, nor among those of timm's that are known"
             )
         if name in CONVERSIONS:
             return self._take_conversion(op)
         if name in ("RGB", "Identity"):  # files are decoded to RGB
-            return self.steps.append(Step(op, None, "nothing to do"))
+            return self._add(op, None, "nothing to do")
         op = twin(op)
-        if name in _FUSED and self.open and self._fuses(op):
-            return self._fuse(op)
-        self._flush()
-        if not self.sized and name in _LINEAR and self._delays(op):
-            self.delayed.append(op)
-            return None
+        module = self._for_launch(op)
+        if module is not None and self._fuses(module):
+            return self._fuse(op, module)
+        if name in _LINEAR and not self.sized and getattr(op, "num_output_channels", 3) == 3:
+            return self.delayed.append(op)
+        self._take_delayed()
         return self._take_on_batch(op)
 
     def finish(self) -> Plan:
-        self._flush(last=True)
+        self._take_delayed()
         if not self.is_tensor:
             raise UnsupportedTransformError(
                 "The pipeline ends in PIL images, which no batch can hold. Add v2.ToImage() and "
@@ -295,188 +249,152 @@ class _Converter:
                 "RandomResizedCrop, or a Resize and a CenterCrop, to it."
             )
         self._hold(self.is_float)
-        head, _ = read_transforms(self.transforms)
-        fused = {id(module) for module in self.transforms[: len(head.names)]}
-        steps = [
-            Step(s.source, s.module, "fused launch", s.note) if id(s.module) in fused else s
-            for s in self.steps
-        ]
-        return Plan(steps, self.transforms)
+        return Plan(self.steps, self.transforms)
 
-    def _add(self, source: Any, module: Transform, where: str, note: str = "") -> None:
-        self.transforms.append(module)
+    def _add(self, source: Any, module: Transform | None, where: str, note: str = "") -> None:
+        self.transforms += [] if module is None else [module]
         self.steps.append(Step(source, module, where, note))
 
     def _hold(self, floating: bool) -> None:
         """Bring the images of our list to the kind that the pipeline has at this point."""
         if self.holds_float != floating:
             self.transforms.append(ToFloat() if floating else ToUint8())
-            self.holds_float, self.open = floating, False
+            self.holds_float = floating
 
     def _take_conversion(self, op: Any) -> None:
-        if self.sized:
-            self._flush()
-        name = name_of(op)
+        self._take_delayed()
         self.is_tensor = True
-        dtype: torch.dtype | None = torch.float32
-        scale = True
-        if name in ("ToDtype", "ConvertImageDtype"):
-            dtype, scale = _image_dtype(op), getattr(op, "scale", True)
-        elif name != "ToTensor":
-            dtype = None
+        dtype = torch.float32 if name_of(op) == "ToTensor" else _image_dtype(op)
+        scale = getattr(op, "scale", True)
         if dtype is None or dtype == (torch.float32 if self.is_float else torch.uint8):
-            self.steps.append(Step(op, None, "nothing to do"))
-        elif dtype == torch.float32 and scale:
-            self.is_float = True
-            if self.holds_float:
-                self.steps.append(Step(op, None, "fused launch", "its result is in [0, 1]"))
-            else:
-                self._hold(True)
-                self.steps.append(Step(op, self.transforms[-1], "on the batch"))
-        else:
-            self._take_on_batch(_batch_dtype(dtype, scale), source=op)
+            self._add(op, None, "nothing to do")
+        elif dtype != torch.float32 or not scale:
+            from torchvision.transforms import v2
+
+            self._take_on_batch(v2.ToDtype(dtype, scale=scale), source=op)
             self.is_float = self.holds_float = dtype.is_floating_point
+        elif self.holds_float:
+            self._add(op, None, "fused launch", "its result is in [0, 1]")
+            self.is_float = True
+        else:
+            self._add(op, ToFloat(), "on the batch")
+            self.is_float = self.holds_float = True
 
-    def _fuses(self, op: Any) -> bool:
-        name = type(op).__name__
-        if name in ("RandomHorizontalFlip", "RandomVerticalFlip"):
-            return True
-        # A crop behind Normalize would pad with other values, two resamplings are not one.
-        if any(s.name == "Normalize" and s.module is not None for s in self.steps):
-            return False
-        if name in ("RandomResizedCrop", "Resize"):
-            return not self.resized and self._resizes_alike(op)
-        return name == "CenterCrop" or (op.padding_mode == "constant" and op.fill in (0, None))
-
-    def _resizes_alike(self, op: Any) -> bool:
-        if _filter_of(op) not in ("bilinear", "bicubic") or getattr(op, "max_size", None):
-            return False
-        return bool(op.size) and (not self.is_tensor or op.antialias is not False)
-
-    def _fuse(self, op: Any) -> None:
+    def _for_launch(self, op: Any) -> Transform | None:
+        """What may stand for an op in the launch, None where nothing can."""
         import kornia.augmentation as K
 
         name = type(op).__name__
-        flips = {"RandomHorizontalFlip": K.RandomHorizontalFlip}
-        flips["RandomVerticalFlip"] = K.RandomVerticalFlip
-        if name in flips:
-            module = flips[name](p=op.p)
-        else:
-            self._check_delayed(op)
-            module = self._crop_or_resize(op)
-            self.sized |= fixes_size(op)
-        self._add(op, module, "on the batch", _DIFFERS.get(name, ""))
-        self.holds_float = True  # the launch gives that, whatever it is given
-
-    def _crop_or_resize(self, op: Any) -> Transform:
-        name, size = type(op).__name__, _as_list(op.size)
-        self.resized |= name != "RandomCrop" or bool(op.padding or op.pad_if_needed)
+        if name in ("RandomHorizontalFlip", "RandomVerticalFlip"):
+            return getattr(K, name)(p=op.p)  # type: ignore[no-any-return]
         if name == "CenterCrop":
-            return CenterCrop(size)
+            return CenterCrop(op.size)
         if name == "RandomCrop":
-            return _RandomCrop(op)
+            black = op.padding_mode == "constant" and op.fill in (0, None)
+            return RandomCrop(op) if black else None
+        if name not in _CROPS or _filter_of(op) not in ("bilinear", "bicubic") or not op.size:
+            return None
+        if getattr(op, "max_size", None) or (self.is_tensor and op.antialias is False):
+            return None
         if name == "Resize":
-            return Resize(size[0] if len(size) == 1 else size, interpolation=_filter_of(op))
-        scale, ratio = tuple(op.scale), tuple(op.ratio)
-        return RandomResizedCrop(size, scale, ratio, interpolation=_filter_of(op))
+            return Resize(op.size[0] if len(op.size) == 1 else op.size, _filter_of(op))
+        return RandomResizedCrop(op.size, op.scale, op.ratio, _filter_of(op))
 
-    def _delays(self, op: Any) -> bool:
-        return getattr(op, "num_output_channels", 3) == 3
+    def _fuses(self, module: Transform) -> bool:
+        return not read_transforms([*self.transforms, module])[1]
 
-    def _check_delayed(self, op: Any) -> None:
-        pads = type(op).__name__ in ("CenterCrop", "RandomCrop")
+    def _fuse(self, op: Any, module: Transform) -> None:
+        name = type(op).__name__
+        pads = name in ("CenterCrop", "RandomCrop")
         for delayed in self.delayed:
             # Black stays black in gray only; bicubic results are clipped.
             if (pads and "Grayscale" not in type(delayed).__name__) or _filter_of(op) == "bicubic":
-                self._refuse(delayed, f"it comes before {type(op).__name__}")
+                _refuse(delayed, f"it comes before {name}")
+        self.sized |= fixes_size(op)
+        self.holds_float = True  # the launch gives that, whatever it is given
+        self._add(op, module, "fused launch", _DIFFERS.get(name, ""))
 
-    def _flush(self, *, last: bool = False) -> None:
-        if not (self.sized or last):
-            return
-        delayed, self.delayed = self.delayed, []
-        for op in delayed:
-            self._take_on_batch(op, note="moved behind the crop: the same up to rounding")
+    def _take_delayed(self) -> None:
+        while self.sized and self.delayed:
+            note = "moved behind the crop: the same up to rounding"
+            self._take_on_batch(self.delayed.pop(0), note=note)
 
     def _take_on_batch(self, op: Any, source: Any = None, note: str = "") -> None:
         name = type(op).__name__
-        self._check_on_batch(op)
+        _check_on_batch(op)
         if not self.sized:
-            self._refuse(op, self._why_not_fused(op))
-        if name == "Normalize" and self.open and self.is_float:
+            _refuse(op, self._why_not_fused(op))
+        if name == "Normalize" and self.is_float:
             import kornia.augmentation as K
 
-            mean, std = torch.tensor(op.mean), torch.tensor(op.std)
-            return self._add(op, K.Normalize(mean=mean, std=std), "on the batch", note)
+            normalize = K.Normalize(mean=torch.tensor(op.mean), std=torch.tensor(op.std))
+            if self._fuses(normalize):
+                return self._add(op, normalize, "fused launch", note)
         self._hold(self.is_float)
-        self.open = False
         if not self.is_tensor and hasattr(op, "antialias"):
             op = copy.copy(op)
             op.antialias = True  # PIL always does
-        module = self._on_batch(op)
-        where = "on the batch" if name in _per_image.OWN else "torchvision v2 on the batch"
-        if name in _per_image.LOOPED:
+        module = _on_batch(op)
+        where = "on the batch" if name == "TimmAugment" else "torchvision v2 on the batch"
+        if isinstance(module, Loop):
             where += ", image by image"
         return self._add(source or op, module, where, note or _DIFFERS.get(name, ""))
 
-    def _on_batch(self, op: Any) -> Transform:
-        name = type(op).__name__
-        if name == "RandomApply":
-            return Apply(self._inner(op.transforms), op.p)
-        if name == "RandomChoice":
-            return Choice([self._inner(choice) for choice in op.transforms], op.p)
-        return per_image(op)
-
     def _why_not_fused(self, op: Any) -> str:
-        if type(op).__name__ not in _FUSED:
+        if type(op).__name__ not in _CROPS:
             return "it comes before the crop or resize that gives images one size"
-        if self.resized or not self.open:
+        if self._for_launch(op) is not None:
             return "it resizes, or crops, images that are resized, padded or normalized already"
         return (
             "the fused launch takes bilinear or bicubic filters with antialias, no max_size, and "
             "padding that is black"
         )
 
-    def _inner(self, transforms: Any) -> list[Transform]:
-        ops = [twin(op) for op in flatten(transforms)]
-        for op in ops:
-            self._check_on_batch(op)
-            if type(op).__name__ in _SIZES or getattr(op, "num_output_channels", 3) != 3:
-                self._refuse(op, "by chance it would give images of different shapes")
-        return [self._on_batch(op) for op in ops]
 
-    def _check_on_batch(self, op: Any) -> None:
-        name = name_of(op)
-        if name is None or (name in CONVERSIONS and name not in ("ToDtype", "ConvertImageDtype")):
-            self._refuse(op, "it cannot stand here")
-        if name not in _per_image.KNOWN | {"RandomApply", "RandomChoice", "ToDtype"}:
-            self._refuse(op, "it is not among the ops that can run on a batch")
-        if getattr(op, "expand", False):
-            self._refuse(op, "expand=True gives images of different sizes")
-        if hasattr(op, "interpolation"):
-            grid = name in _GRID_OPS | _per_image.POLICIES
-            accepted = _GRID_FILTERS if grid else _RESIZE_FILTERS
-            if _filter_of(op) not in accepted:
-                self._refuse(op, f"interpolation={_filter_of(op)!r} is for PIL images only")
+def _on_batch(op: Any) -> torch.nn.Module:
+    name = type(op).__name__
+    if name == "RandomApply":
+        return Apply(_inner(op.transforms), op.p)
+    if name == "RandomChoice":
+        return Choice([_inner(choice) for choice in op.transforms], op.p)
+    return per_image(op)
 
-    def _refuse(self, op: Any, reason: str) -> None:
-        raise UnsupportedTransformError(
-            f"{type(op).__name__} cannot move to the device: {reason}. Put it behind the crop, "
-            "replace it, or keep it and all before it in the workers, after a decode on the CPU, "
-            "with accelerate(loader, keep_unknown=True)."
-        )
+
+def _inner(transforms: Any) -> list[torch.nn.Module]:
+    ops = [twin(op) for op in flatten(transforms)]
+    for op in ops:
+        _check_on_batch(op)
+        sizes = type(op).__name__ in _CROPS | {"Pad"}
+        if sizes or getattr(op, "num_output_channels", 3) != 3:
+            _refuse(op, "by chance it would give images of different shapes")
+    return [_on_batch(op) for op in ops]
+
+
+def _check_on_batch(op: Any) -> None:
+    name = name_of(op)
+    if name is None or name not in KNOWN | {"RandomApply", "RandomChoice"}:
+        _refuse(op, "it is not among the ops that can run on a batch")
+    if getattr(op, "expand", False):
+        _refuse(op, "expand=True gives images of different sizes")
+    accepted = _RESIZE_FILTERS if name in _CROPS else _GRID_FILTERS
+    if hasattr(op, "interpolation") and _filter_of(op) not in accepted:
+        _refuse(op, f"interpolation={_filter_of(op)!r} is for PIL images only")
+
+
+def _refuse(op: Any, reason: str) -> NoReturn:
+    raise UnsupportedTransformError(
+        f"{type(op).__name__} cannot move to the device: {reason}. Put it behind the crop, "
+        "replace it, or keep it and all before it in the workers, after a decode on the CPU, "
+        "with accelerate(loader, keep_unknown=True)."
+    )
 
 
 def _image_dtype(op: Any) -> torch.dtype | None:
+    """What a conversion makes of images, None where it leaves their dtype."""
     from torchvision import tv_tensors
 
-    dtype = op.dtype
+    dtype = getattr(op, "dtype", None)
     if isinstance(dtype, dict):
         keys: Sequence[Any] = (tv_tensors.Image, torch.Tensor, "others")
         dtype = next((dtype[key] for key in keys if key in dtype), None)
-    return dtype  # type: ignore[no-any-return]
-
-
-def _batch_dtype(dtype: torch.dtype, scale: bool) -> Any:
-    from torchvision.transforms import v2
-
-    return v2.ToDtype(dtype, scale=scale)
+    return dtype

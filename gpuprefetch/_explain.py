@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpuprefetch._convert import convert_transforms, flatten, name_of
+from gpuprefetch._convert import convert_transforms, flatten, in_columns, name_of
 from gpuprefetch._prefetcher import DataPrefetcher
 from gpuprefetch._random import SeededDraws
 from gpuprefetch._transforms import Head, Transform, _FusedTransform, read_transforms
@@ -51,18 +51,17 @@ def _explain(
         what = "normalized" if head.mean else "in [0, 1]"
         rows.append((", ".join(head.names), _form(images), f"one fused launch, {what}"))
     for position, transform in enumerate(tail):
-        reason = f"not fused: behind {_name(tail[0])}"
-        if not position:
-            reason = f"not fused: {_why(transform, head)}"
+        reason = _why(transform, head) if not position else f"behind {_name(tail[0])}"
         images, form = _try(transform, images)
-        rows.append((_name(transform), form, reason))
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows)
+        rows.append((_name(transform), form, f"not fused: {reason}"))
+    return in_columns(rows)
 
 
 def _name(transform: Any) -> str:
-    inner = getattr(transform, "op", None)  # a torchvision op, run for each image
-    named = transform if inner is None or isinstance(transform, _FusedTransform) else inner
+    fused = isinstance(transform, _FusedTransform)
+    named = (
+        transform if fused else getattr(transform, "op", transform)
+    )  # a torchvision op's wrapper
     return getattr(named, "__name__", type(named).__name__)
 
 

@@ -9,62 +9,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
-# Drawn: whether, and nothing else.
-SWITCHES = frozenset(
-    "RandomHorizontalFlip RandomVerticalFlip RandomGrayscale RandomInvert RandomPosterize"
-    " RandomSolarize RandomAutocontrast RandomEqualize RandomAdjustSharpness".split()
-)
-# A sequence of named operations with a magnitude each.
-POLICIES = frozenset(("AutoAugment", "RandAugment", "TrivialAugmentWide"))
-# Nothing is drawn: one call for the batch.
-FIXED = frozenset("CenterCrop ConvertImageDtype Grayscale Identity Normalize Pad Resize".split())
-# Made for batches, and each image draws for itself.
-OWN = frozenset(("TimmAugment",))
-# One call per image.
-LOOPED = frozenset(
-    "AugMix ElasticTransform GaussianNoise RandomAffine RandomChannelPermutation"
-    " RandomCrop RandomErasing RandomPerspective RandomPhotometricDistort RandomResizedCrop"
-    " RandomRotation".split()
-)
-KNOWN = SWITCHES | POLICIES | FIXED | LOOPED | OWN | {"ColorJitter", "GaussianBlur"}
-
-
-def per_image(op: Any) -> Transform:
-    """A torchvision v2 transform as a callable on ``(N, C, H, W)`` that draws for each image.
-
-    Args:
-        op: of the exact types named in this file; its containers hold converted transforms.
-    """
-    name = type(op).__name__
-    if name in FIXED | OWN:
-        return op  # type: ignore[no-any-return]
-    if name == "ColorJitter":
-        return ColorJitter(op)
-    if name == "GaussianBlur":
-        return GaussianBlur(op)
-    if name in SWITCHES:
-        return Switch(op)
-    if name in POLICIES:
-        return Policy(op)
-    return Loop(op)
-
 
 class _PerImage(torch.nn.Module):
     def __init__(self, op: Any) -> None:
         super().__init__()
         self.op = op
-
-    @property
-    def name(self) -> str:
-        return type(self.op).__name__
 
 
 class Loop(_PerImage):
@@ -100,20 +59,15 @@ class Policy(_PerImage):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """``(N, C, H, W)`` of the same shape and dtype; ``images`` is left untouched."""
-        chains = [self._draw(image) for image in images.unbind()]
-        for depth in range(max(map(len, chains))):
-            step = [chain[depth] if depth < len(chain) else None for chain in chains]
-            for key, rows in _groups(step):
-                if key is not None and key[0] != "Identity":
-                    images = _on_rows(images, rows, partial(self._do, key))
-        return images
+        return run_chains(images, [self._draw(image) for image in images.unbind()], self._do)
 
-    def _draw(self, image: torch.Tensor) -> list[tuple[str, float]]:
+    def _draw(self, image: torch.Tensor) -> Chain:
         """Let torchvision draw its operations, and write them down instead of doing them."""
-        chain: list[tuple[str, float]] = []
+        chain: list[tuple[Hashable, None]] = []
 
         def note(image: Any, name: str, magnitude: float, **_: Any) -> Any:
-            chain.append((name, magnitude))
+            if name != "Identity":
+                chain.append(((name, magnitude), None))
             return image
 
         recorder = copy.copy(self.op)
@@ -121,8 +75,8 @@ class Policy(_PerImage):
         recorder(image)
         return chain
 
-    def _do(self, key: tuple[str, float], images: torch.Tensor) -> torch.Tensor:
-        op, (name, magnitude) = self.op, key
+    def _do(self, kind: tuple[str, float], _: Any, images: torch.Tensor) -> torch.Tensor:
+        op, (name, magnitude) = self.op, kind
         return op._apply_image_or_video_transform(  # type: ignore[no-any-return]
             images, name, magnitude, interpolation=op.interpolation, fill=op._fill
         )
@@ -131,29 +85,28 @@ class Policy(_PerImage):
 class Apply(torch.nn.Module):
     """RandomApply: a list of transforms on the images whose draw says so."""
 
-    def __init__(self, transforms: Sequence[Transform], p: float) -> None:
+    def __init__(self, transforms: Sequence[torch.nn.Module], p: float) -> None:
         super().__init__()
-        self.transforms, self.p = list(transforms), p
+        self.transforms, self.p = torch.nn.Sequential(*transforms), p
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """``(N, C, H, W)`` of the same shape and dtype; ``images`` is left untouched."""
-        rows = _drawn(len(images), self.p)
-        return _on_rows(images, rows, partial(_chain, self.transforms))
+        return _on_rows(images, _drawn(len(images), self.p), self.transforms)
 
 
 class Choice(torch.nn.Module):
     """RandomChoice: each image goes through one of several lists."""
 
-    def __init__(self, choices: Sequence[Sequence[Transform]], p: Sequence[float]) -> None:
+    def __init__(self, choices: Sequence[Sequence[torch.nn.Module]], p: Sequence[float]) -> None:
         super().__init__()
-        self.choices, self.p = list(choices), list(p)
+        self.choices = torch.nn.ModuleList(torch.nn.Sequential(*choice) for choice in choices)
+        self.p = list(p)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """``(N, C, H, W)`` of the same shape and dtype; ``images`` is left untouched."""
         drawn = torch.multinomial(torch.tensor(self.p), len(images), replacement=True)
-        for choice, rows in _groups(drawn.tolist()):
-            images = _on_rows(images, rows, partial(_chain, self.choices[choice]))
-        return images
+        chains = [[(choice, None)] for choice in drawn.tolist()]
+        return run_chains(images, chains, lambda choice, _, some: self.choices[choice](some))
 
 
 class ColorJitter(_PerImage):
@@ -162,19 +115,27 @@ class ColorJitter(_PerImage):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """``(N, 3, H, W)``, uint8 or [0, 1]; the same shape and dtype, ``images`` untouched."""
         orders, factors = self.draw(len(images))
-        for step in range(4):
-            for kind, rows in _groups([order[step] for order in orders]):
-                factor = factors[kind]
-                if factor is not None:
-                    some = factor[rows].view(-1, 1, 1, 1).to(images.device, non_blocking=True)
-                    images = _on_rows(images, rows, partial(_ADJUSTMENTS[kind], some))
-        return images
+        chains = [
+            [(kind, some[i]) for kind in order if (some := factors[kind]) is not None]
+            for i, order in enumerate(orders)
+        ]
+        return run_chains(images, chains, _adjust)
 
-    def draw(self, count: int) -> tuple[list[list[int]], list[torch.Tensor | None]]:
-        """For ``count`` images the order of the four adjustments, and ``(count,)`` factors each."""
+    def draw(self, count: int) -> tuple[list[list[int]], list[list[float] | None]]:
+        """For ``count`` images the order of the four adjustments, and ``count`` factors of each."""
         orders = [torch.randperm(4).tolist() for _ in range(count)]
         ranges = (self.op.brightness, self.op.contrast, self.op.saturation, self.op.hue)
-        return orders, [None if r is None else torch.empty(count).uniform_(*r) for r in ranges]
+        factors = [r and torch.empty(count).uniform_(*r).tolist() for r in ranges]
+        return orders, factors
+
+
+def _adjust(kind: int, factors: list[float], images: torch.Tensor) -> torch.Tensor:
+    return _ADJUSTMENTS[kind](images, _column(factors, images))
+
+
+def _column(values: list[float], images: torch.Tensor) -> torch.Tensor:
+    """``(N, 1, 1, 1)``, a value for each image."""
+    return torch.tensor(values).view(-1, 1, 1, 1).to(images.device, non_blocking=True)
 
 
 def _gray(images: torch.Tensor) -> torch.Tensor:
@@ -189,28 +150,25 @@ def _blend(images: torch.Tensor, other: torch.Tensor | float, factor: torch.Tens
     return (images * factor + other * (1 - factor)).clamp(0, white).to(images.dtype)
 
 
-def _brightness(factor: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+def _brightness(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return _blend(images, 0.0, factor)
 
 
-def _contrast(factor: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+def _contrast(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return _blend(images, _gray(images).mean((1, 2, 3), keepdim=True), factor)
 
 
-def _saturation(factor: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+def _saturation(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return _blend(images, _gray(images), factor)
 
 
-def _hue(factor: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
-    from kornia.color import hsv_to_rgb, rgb_to_hsv
+def _hue(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    from kornia.enhance import adjust_hue
 
     integer = not images.is_floating_point()
-    hsv = rgb_to_hsv(images / 255 if integer else images)
-    hsv[:, :1] = (hsv[:, :1] + 2 * math.pi * factor) % (2 * math.pi)
-    rgb = hsv_to_rgb(hsv)
+    rgb: torch.Tensor = adjust_hue(images / 255 if integer else images, 2 * math.pi * factor)
     # As torchvision converts back: 256 bins of equal width.
-    result: torch.Tensor = (rgb * (256 - 1e-3)).to(images.dtype) if integer else rgb
-    return result
+    return (rgb * (256 - 1e-3)).to(images.dtype) if integer else rgb
 
 
 # In the order in which ColorJitter numbers them.
@@ -222,24 +180,11 @@ class GaussianBlur(_PerImage):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """``(N, C, H, W)`` of the same shape and dtype; ``images`` is left untouched."""
-        sigma = torch.empty(len(images), 1).uniform_(*self.op.sigma)
-        width, height = self.op.kernel_size
-        sides = (width // 2, width // 2, height // 2, height // 2)
-        padded = torch.nn.functional.pad(images.float(), sides, mode="reflect")
-        channels = images.shape[0] * images.shape[1]
-        blurred = padded.reshape(1, channels, *padded.shape[2:])
-        for size, shape in ((width, (1, width)), (height, (height, 1))):
-            kernel = _gaussian(size, sigma).repeat_interleave(images.shape[1], 0)
-            kernel = kernel.view(channels, 1, *shape).to(images.device, non_blocking=True)
-            blurred = torch.nn.functional.conv2d(blurred, kernel, groups=channels)
-        blurred = blurred.view(images.shape)
+        from kornia.filters import gaussian_blur2d
+
+        sigma = torch.empty(len(images), 1).uniform_(*self.op.sigma).expand(-1, 2)
+        blurred: torch.Tensor = gaussian_blur2d(images, tuple(self.op.kernel_size[::-1]), sigma)
         return (blurred if images.is_floating_point() else blurred.round_()).to(images.dtype)
-
-
-def _gaussian(size: int, sigma: torch.Tensor) -> torch.Tensor:
-    """``(N, size)`` weights that add up to 1, for ``sigma`` ``(N, 1)``."""
-    distance = torch.arange(size) - (size - 1) / 2
-    return torch.softmax(-0.5 * (distance / sigma) ** 2, dim=1)
 
 
 class ToUint8(torch.nn.Module):
@@ -260,27 +205,50 @@ class ToFloat(torch.nn.Module):
         return images if images.is_floating_point() else images.float() / 255
 
 
-class Cast(torch.nn.Module):
+@dataclass(frozen=True, slots=True)
+class Cast:
     """The dtype and memory format that the loop asked for, at the end of the list."""
 
-    def __init__(
-        self, dtype: torch.dtype | None, memory_format: torch.memory_format | None
-    ) -> None:
-        super().__init__()
-        self.dtype, self.memory_format = dtype, memory_format
+    dtype: torch.dtype | None
+    memory_format: torch.memory_format | None
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """``(N, C, H, W)``, values as they are."""
-        return images.to(
-            dtype=self.dtype or images.dtype,
-            memory_format=self.memory_format or torch.preserve_format,
-        )
+        return images.to(dtype=self.dtype, memory_format=self.memory_format)
 
 
-def _chain(transforms: Iterable[Transform], images: torch.Tensor) -> torch.Tensor:
-    for transform in transforms:
-        images = transform(images)
-    return images
+_WRAPPERS: dict[str, type[_PerImage]] = {
+    "ColorJitter": ColorJitter,
+    "GaussianBlur": GaussianBlur,
+    **dict.fromkeys(("AutoAugment", "RandAugment", "TrivialAugmentWide"), Policy),
+    # Drawn: whether, and nothing else.
+    **dict.fromkeys(
+        "RandomHorizontalFlip RandomVerticalFlip RandomGrayscale RandomInvert RandomPosterize"
+        " RandomSolarize RandomAutocontrast RandomEqualize RandomAdjustSharpness".split(),
+        Switch,
+    ),
+    **dict.fromkeys(
+        "AugMix ElasticTransform GaussianNoise RandomAffine RandomChannelPermutation RandomCrop"
+        " RandomErasing RandomPerspective RandomPhotometricDistort RandomResizedCrop"
+        " RandomRotation".split(),
+        Loop,
+    ),
+}
+# They take a batch as they are: nothing is drawn, or for each image.
+_AS_THEY_ARE = (
+    "CenterCrop ConvertImageDtype Grayscale Identity Normalize Pad Resize TimmAugment ToDtype"
+)
+KNOWN = _WRAPPERS.keys() | _AS_THEY_ARE.split()
+
+
+def per_image(op: Any) -> torch.nn.Module:
+    """A torchvision v2 transform as a callable on ``(N, C, H, W)`` that draws for each image.
+
+    Args:
+        op: of the exact types named above.
+    """
+    wrapper = _WRAPPERS.get(type(op).__name__)
+    return op if wrapper is None else wrapper(op)
 
 
 def _drawn(count: int, p: float) -> list[int]:
@@ -288,11 +256,27 @@ def _drawn(count: int, p: float) -> list[int]:
     return (torch.rand(count) < p).nonzero()[:, 0].tolist()
 
 
-def _groups(keys: Sequence[Any]) -> Iterable[tuple[Any, list[int]]]:
-    rows: dict[Hashable, list[int]] = {}
-    for i, key in enumerate(keys):
-        rows.setdefault(key, []).append(i)
-    return rows.items()
+Chain = Sequence[tuple[Hashable, Any]]  # what is done to one image: kinds and their arguments
+
+
+def run_chains(
+    images: torch.Tensor, chains: Sequence[Chain], run: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """Do to each image what its chain says, with a call for all that have the same kind at a step.
+
+    Args:
+        images: ``(N, C, H, W)``, left untouched.
+        chains: N of them.
+        run: gets a kind, the arguments of the M images of that kind, and them.
+    """
+    for steps in zip_longest(*chains):
+        groups: dict[Hashable, dict[int, Any]] = {}
+        for row, step in enumerate(steps):
+            if step is not None:
+                groups.setdefault(step[0], {})[row] = step[1]
+        for kind, some in groups.items():
+            images = _on_rows(images, list(some), partial(run, kind, list(some.values())))
+    return images
 
 
 def _on_rows(images: torch.Tensor, rows: Sequence[int], fn: Transform) -> torch.Tensor:

@@ -6,7 +6,7 @@ and in which order batches are handed over, is the prefetcher's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -389,7 +389,7 @@ class ImageJob:
         if head.size is None:
             # The pixels themselves are the result, and the buffer is the worker's.
             pixels = images.pixels.to(device, non_blocking=True, copy=True)
-            for i, image in self._views(ready, pixels).items():
+            for i, image in zip(ready.tolist(), self._views(ready, pixels, 0), strict=True):
                 self.out[i] = image
             return
         self.out = torch.empty(
@@ -403,18 +403,19 @@ class ImageJob:
         for positions in uploads(images, ready):
             first, last = images.spans[positions[0], 0], images.spans[positions[-1], 1]
             pixels = _upload(images.pixels[first:last], device)
-            self._launch(self._views(positions, pixels, first))
+            addresses = pixels.data_ptr() - first + images.spans[positions, 0]
+            self._launch(positions, addresses, partial(self._views, positions, pixels, first))
 
     def _views(
-        self, positions: npt.NDArray[np.int64], pixels: torch.Tensor, start: int = 0
-    ) -> dict[int, torch.Tensor]:
+        self, positions: npt.NDArray[np.int64], pixels: torch.Tensor, start: int
+    ) -> list[torch.Tensor]:
         """``(3, H, W)`` images that workers decoded, in ``pixels`` from their byte ``start`` on."""
-        return {
-            i: pixels[first - start : last - start].view(3, *self.images.sizes[i].tolist())
-            for i, (first, last) in zip(
-                positions.tolist(), self.images.spans[positions].tolist(), strict=True
-            )
-        }
+        spans = (self.images.spans[positions] - start).tolist()
+        sizes = self.images.sizes[positions].tolist()
+        return [
+            pixels[first:last].view(3, *size)
+            for (first, last), size in zip(spans, sizes, strict=True)
+        ]
 
     def parts(self, limit: int | None = None) -> list[Part]:
         """The decode of each sub-batch; none takes more than ``limit`` bytes decoded."""
@@ -448,16 +449,21 @@ class ImageJob:
             decoded = {i: image for i, image in pairs if image is not None}
         with Stage(pipeline.stats, "resample"):
             self._place(decoded)
+            self._wait_for_reader()
 
     def _place(self, decoded: dict[int, torch.Tensor]) -> None:
-        """Bring decoded images into the result, and wait until no kernel reads them any more."""
+        """Bring decoded images into the result."""
         if self._pipeline.head.size is None:
             for i, image in decoded.items():
                 self.out[i] = image
         elif decoded:
             if self._reserved is not None:
                 torch.cuda.current_stream(self.out.device).wait_event(self._reserved)
-            self._launch(decoded)
+            addresses = np.array([image.data_ptr() for image in decoded.values()])
+            self._launch(np.array([*decoded]), addresses, decoded.values)
+
+    def _wait_for_reader(self) -> None:
+        """Until no kernel on this thread's stream reads decoded images any more."""
         if self._pipeline.device.type == "cuda":
             done = torch.cuda.Event(blocking=True)
             done.record(torch.cuda.current_stream(self._pipeline.device))
@@ -474,25 +480,28 @@ class ImageJob:
         bad = BadImage(int(self.images.indices[position]), self.images.paths[position], reason)
         return torch.OutOfMemoryError(f"{bad}. Take smaller batches, or leave it to the workers.")
 
-    def _launch(self, decoded: dict[int, torch.Tensor]) -> None:
-        """Queue the fused head of some images, by position, on the current stream."""
-        images, head, positions = self.images, self._pipeline.head, list(decoded)
+    def _launch(
+        self,
+        positions: npt.NDArray[np.int64],
+        addresses: npt.NDArray[np.int64],
+        images: Callable[[], Iterable[torch.Tensor]],
+    ) -> None:
+        """Queue the fused head of some decoded images on the current stream."""
+        batch, head = self.images, self._pipeline.head
         way = {"interpolation": head.interpolation, "mean": head.mean, "std": head.std}
-        if images.plan is not None and HAS_TRITON and self.out.dtype != torch.float64:
-            addresses = [image.data_ptr() for image in decoded.values()]
-            plan = images.plan[positions]
-            resample_planned(plan, addresses, positions, self.out, **way)  # type: ignore[arg-type]
+        if batch.plan is not None and HAS_TRITON and self.out.dtype != torch.float64:
+            resample_planned(batch.plan[positions], addresses, positions, self.out, **way)  # type: ignore[arg-type]
             return
-        turned = images.transposed
-        assert images.rows is not None
+        assert batch.rows is not None
+        turned = batch.transposed[positions].tolist()
         resample(
-            [image.mT if turned[i] else image for i, image in decoded.items()],
-            images.rows[positions],
+            [image.mT if turn else image for image, turn in zip(images(), turned, strict=True)],
+            batch.rows[positions],
             head.size,  # type: ignore[arg-type]
             antialias=head.antialias,
             dtype=self.out.dtype,
             out=self.out,
-            positions=positions,
+            positions=positions.tolist(),
             **way,  # type: ignore[arg-type]
         )
 

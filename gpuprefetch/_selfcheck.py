@@ -252,11 +252,15 @@ class _CarelessJob(ImageJob):
     def begin(self) -> None:
         self._stream = torch.cuda.current_stream()
         super().begin()
+        self._reserved = None  # nor does the decode thread wait for room on another stream
 
-    def _place(self, decoded: dict[int, torch.Tensor]) -> None:
+    def _launch(self, *what: Any) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
         with using(self._stream):
-            self._launch(decoded)
+            super()._launch(*what)
+
+    def _wait_for_reader(self) -> None:
+        pass
 
 
 class _Course:

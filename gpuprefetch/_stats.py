@@ -76,7 +76,8 @@ class Stats:
         fetch_seconds: the prefetcher waited for the wrapped loader.
         copy_seconds: queueing the copies of tensors to the device; long where they are not pinned.
         decode_seconds: of the decode threads, both together.
-        resample_seconds: queueing the copy of what the workers decoded, and the fused head.
+        resample_seconds: queueing the fused head for what the workers decoded; and of the decode
+            threads, both together, until the GPU has run it for what they did.
         tail_seconds: queueing the transforms behind it.
         handoff_seconds: of the loop's thread, making a finished batch safe to use.
         wait_seconds: the loop waited for a batch that was not ready.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -38,13 +38,13 @@ class FollowedImage(EncodedImage):
 class PerSample(list[Any]):
     """A list within a batch that has one entry per sample; ``kind`` makes of it what it was."""
 
-    kind: Callable[[Any], Any] = list
+    def __init__(self, entries: Iterable[Any], kind: Callable[[Any], Any] = list) -> None:
+        super().__init__(entries)
+        self.kind = kind
 
     def of(self, entries: Iterable[Any]) -> PerSample:
         """The same with the entries of other samples."""
-        other = PerSample(entries)
-        other.kind = self.kind
-        return other
+        return PerSample(entries, self.kind)
 
 
 def is_per_sample(node: Any) -> bool:
@@ -203,50 +203,47 @@ def mark(batch: Any, samples: Any) -> Any:
     if not isinstance(samples, list) or not images_of(batch):
         return batch
     samples = [sample for sample in samples if images_of(sample)]
-    count = len(samples)
-    beside_images, held = set[int](), list[set[int]]()
+    beside_images = set[int]()
 
     def is_list(node: Any) -> bool:
         plain = isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
-        return plain and len(node) == count > 0
+        return plain and len(node) == len(samples) > 0
+
+    @cache
+    def held() -> list[set[int]]:
+        return [set(map(id, leaves(sample, _is_image))) for sample in samples]
 
     def is_entries(node: Any) -> bool:
         if _is_image(node):
             return True
         children = list(node.values()) if isinstance(node, Mapping) else node
-        if isinstance(children, (list, tuple)):
-            for child in children:
-                if is_list(child) and all(map(_is_image, child)):
-                    beside_images.update(map(id, children))
+        if isinstance(children, (list, tuple)) and any(
+            is_list(child) and all(map(_is_image, child)) for child in children
+        ):
+            beside_images.update(map(id, children))
         if not is_list(node) or images_of(node):
             return False
-        return id(node) in beside_images or is_held(node)
-
-    def is_held(node: Any) -> bool:
-        if not held:
-            held.extend(set(map(id, leaves(sample, _is_image))) for sample in samples)
+        if id(node) in beside_images:
+            return True
         found = [set(map(id, leaves(entry))) for entry in node]
-        return any(found) and all(
-            not mine or mine & of_sample for mine, of_sample in zip(found, held, strict=True)
-        )
+        return any(found) and all(not f or f & h for f, h in zip(found, held(), strict=True))
 
     def per_sample(leaf: Any) -> Any:
         if not isinstance(leaf, (list, tuple)):
             return leaf
-        entries = PerSample(leaf)
-        entries.kind = list if isinstance(leaf, list) else tuple
-        return entries
+        return PerSample(leaf, list if isinstance(leaf, list) else tuple)
 
     return map_leaves(per_sample, batch, is_entries)
 
 
 def fate(batch: Any, samples: Any) -> str:
     """What the collate function made of the tv_tensors: "kept", "lost", or "" without any."""
-    before = len(followers(samples))
-    count = sum(bool(images_of(s)) for s in samples) if isinstance(samples, list) and before else 0
-    columns = [leaf for leaf in leaves(unstack(batch, count), is_per_sample) if before]
-    after = sum(len(followers(column)) for column in columns if is_per_sample(column))
-    return ("kept" if after == before else "lost") if before else ""
+    if not (before := followers(samples)):
+        return ""
+    count = sum(bool(images_of(s)) for s in samples) if isinstance(samples, list) else 0
+    batch = unstack(batch, count)
+    after = followers([leaf for leaf in leaves(batch, is_per_sample) if is_per_sample(leaf)])
+    return "kept" if len(after) == len(before) else "lost"
 
 
 # --- Behind the head ---
@@ -261,9 +258,7 @@ def unstack(batch: Any, count: int) -> Any:
             return leaf
         from torchvision import tv_tensors
 
-        entries = PerSample(tv_tensors.wrap(entry, like=leaf) for entry in torch.unbind(leaf))
-        entries.kind = _stack
-        return entries
+        return PerSample((tv_tensors.wrap(e, like=leaf) for e in torch.unbind(leaf)), _stack)
 
     return map_leaves(split, batch, is_per_sample)
 
@@ -274,9 +269,12 @@ def refuse_unfollowed(batch: Any, transforms: Sequence[Any]) -> None:
     Raises:
         ValueError: for a batch that holds some.
     """
-    movers = ("gpuprefetch._transforms", "kornia.augmentation._2d.geometric")
-    modules = tuple(type(transform).__module__ for transform in transforms)
-    moved = any(m.startswith((*movers, "torchvision.transforms.v2._geometry")) for m in modules)
+    movers = (
+        "gpuprefetch._transforms",
+        "kornia.augmentation._2d.geometric",
+        "torchvision.transforms.v2._geometry",
+    )
+    moved = any(type(transform).__module__.startswith(movers) for transform in transforms)
     if moved and followers(batch):
         raise ValueError(
             "Boxes, masks and points follow the EncodedImage of their sample, where a DataLoader's "
@@ -288,19 +286,11 @@ Samples = list[list[Any]]  # of each sample the parts of its target
 
 
 def run_tail(tail: Sequence[Any], images: Any, batch: Any, fate: str) -> tuple[Any, Any]:
-    """Run transforms on a batch with boxes, masks or points.
+    """Run transforms on ``(N, C, H, W)`` images and their batch with boxes, masks or points.
 
     kornia's augmentations run on the whole of it, torchvision's v2 transforms sample by sample, and
-    move the targets too. Any other callable gets the images alone.
-
-    Args:
-        tail: the transforms.
-        images: ``(N, C, H, W)``.
-        batch: the rest, in which everything with an entry per sample is a :class:`PerSample`.
-        fate: what :func:`fate` said of it.
-
-    Returns:
-        The images and the batch.
+    move the targets too. Any other callable gets the images alone. ``fate`` is what :func:`fate`
+    said of the batch, in which everything with an entry per sample is a :class:`PerSample`.
 
     Raises:
         ValueError: for a transform that would move the images alone.
@@ -319,9 +309,8 @@ def run_tail(tail: Sequence[Any], images: Any, batch: Any, fate: str) -> tuple[A
                 "made plain tensors of some, or dropped them. Use one that keeps them, such as "
                 "collate_fn=lambda samples: tuple(zip(*samples)), or leave it to the dataset."
             )
-    moved = {
-        id(old): old.of(new) for old, new in zip(columns, zip(*samples, strict=True), strict=True)
-    }
+    renewed = zip(columns, zip(*samples, strict=True), strict=True)
+    moved = {id(old): old.of(new) for old, new in renewed}
     return images, map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch, is_per_sample)
 
 
@@ -366,13 +355,15 @@ def _run_by_data_keys(transform: Any, images: torch.Tensor, samples: Samples) ->
 
     targets = [followers(parts) for parts in samples]
     points = [[_points(leaf) for leaf in some if not isinstance(leaf, Mask)] for some in targets]
-    masks = [[_flat(leaf) for leaf in some if isinstance(leaf, Mask)] for some in targets]
+    masks = [
+        [leaf.reshape(-1, *leaf.shape[-2:]) for leaf in some if isinstance(leaf, Mask)]
+        for some in targets
+    ]
+    rigid = K.RigidAffineAugmentationBase2D
     for op in transform.modules() if any(points) else ():
-        rigid = isinstance(op, K.RigidAffineAugmentationBase2D)
-        if isinstance(op, K.AugmentationBase2D) and not rigid:
-            raise ValueError(
-                f"kornia's {type(op).__name__} leaves boxes and points where they were."
-            )
+        if isinstance(op, K.AugmentationBase2D) and not isinstance(op, rigid):
+            name = type(op).__name__
+            raise ValueError(f"kornia's {name} leaves boxes and points where they were.")
     if any(points) and images.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
             f"kornia moves boxes and points in the dtype of the images, and {images.dtype} is too "
@@ -407,7 +398,3 @@ def _run_by_data_keys(transform: Any, images: torch.Tensor, samples: Samples) ->
         return map_leaves(moved, parts)
 
     return images, [put_back(i, parts) for i, parts in enumerate(samples)]
-
-
-def _flat(mask: torch.Tensor) -> torch.Tensor:
-    return mask.reshape(mask.shape[:-2].numel(), *mask.shape[-2:])

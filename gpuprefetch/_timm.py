@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from gpuprefetch import _per_image
 from gpuprefetch._encoded import EncodedImage
-from gpuprefetch._per_image import _groups, _on_rows
+from gpuprefetch._per_image import (
+    _blend,
+    _brightness,
+    _column,
+    _contrast,
+    _saturation,
+    run_chains,
+)
+
+_GEOMETRIC = frozenset(
+    "Rotate ShearX ShearY TranslateX TranslateY TranslateXRel TranslateYRel".split()
+)
+_REACH = {"Rotate": 30.0, "ShearX": 0.3, "ShearY": 0.3}
+_FACTORS = frozenset(("Brightness", "Color", "Contrast", "Sharpness"))
 
 
 def is_timm(thing: Any, name: str) -> bool:
@@ -40,7 +52,7 @@ def from_timm(op: Any) -> Any:
         return v2.RandomErasing(op.probability, (op.min_area, op.max_area), (low, high), value)
     if name in ("RandAugment", "AutoAugment"):
         augment = TimmAugment(op)
-        return augment if augment.names <= OPS.keys() | GEOMETRIC else op
+        return augment if augment.kinds <= _ops().keys() | {"affine"} else op
     return op
 
 
@@ -56,9 +68,9 @@ class TimmAugment(torch.nn.Module):
         random = hasattr(op, "ops")
         self.policies = [[each] for each in op.ops] if random else op.policy
         self.layers = op.num_layers if random else 1
-        weights = op.choice_weights if random else None
+        weights = getattr(op, "choice_weights", None)
         self.weights = None if weights is None else torch.as_tensor(weights)
-        self.names = {each.name for policy in self.policies for each in policy}
+        self.kinds = {_kind(each) for policy in self.policies for each in policy}
 
     def extra_repr(self) -> str:
         return f"{self.policies}, layers={self.layers}"
@@ -91,27 +103,24 @@ class TimmAugment(torch.nn.Module):
                 resample = {"bilinear": 2, "bicubic": 3}[mode]
                 images = op.aug_fn(images, *arguments, **op.kwargs | {"resample": resample})
             return images
-        chains = self.draw(len(images))
-        for depth in range(max(map(len, chains))):
-            steps = [chain[depth] if depth < len(chain) else None for chain in chains]
-            keys = [step and (_kind(step[0]), step[2]) for step in steps]
-            for key, rows in _groups(keys):
-                if key is not None:
-                    kind, mode = key
-                    ops = [step for i in rows if (step := steps[i]) is not None]
-                    images = _on_rows(images, rows, partial(_do, kind, mode, ops))
-        return images
+        chains = [
+            [((_kind(op), mode), (op, argument)) for op, argument, mode in chain]
+            for chain in self.draw(len(images))
+        ]
+        return run_chains(images, chains, _do)
 
 
 def _kind(op: Any) -> str:
-    return "affine" if op.name in GEOMETRIC else str(op.name)
+    if op.name in _GEOMETRIC:
+        return "affine"
+    return str(op.name).removesuffix("Increasing").removesuffix("Original")
 
 
 def _filter(op: Any, chance: float) -> str:
     modes = op.kwargs["resample"]
     mode = modes[int(chance * len(modes))] if isinstance(modes, (tuple, list)) else modes
     # The op's own functions take PIL's numbers; only two filters are offered.
-    return "bicubic" if op.name in GEOMETRIC and int(mode) == 3 else "bilinear"
+    return "bicubic" if op.name in _GEOMETRIC and int(mode) == 3 else "bilinear"
 
 
 def _argument(op: Any, spread: float, sign: float, noise: float) -> Any:
@@ -125,83 +134,47 @@ def _argument(op: Any, spread: float, sign: float, noise: float) -> Any:
     signed = math.copysign(magnitude / 10, sign - 0.5)
     if op.name in _REACH:
         return signed * _REACH[op.name]
-    if op.name in GEOMETRIC:
+    if op.name in _GEOMETRIC:
         share = op.hparams.get("translate_pct", 0.45)
         return signed * (share if op.name.endswith("Rel") else op.hparams["translate_const"])
-    if op.name.endswith("Increasing") and op.name[:-10] in _FACTORS:
+    if op.name.endswith("Increasing") and _kind(op) in _FACTORS:
         return max(0.1, 1 + 0.9 * signed)
     return op.level_fn(magnitude, op.hparams)[0] if op.level_fn else 0.0
 
 
-Arguments = torch.Tensor  # (N, 1, 1, 1)
-
-
 def _do(
-    kind: str, mode: str, ops: list[tuple[Any, float, str]], images: torch.Tensor
+    kind: tuple[str, str], steps: list[tuple[Any, float]], images: torch.Tensor
 ) -> torch.Tensor:
-    arguments = torch.tensor([argument for _, argument, _ in ops])
-    if kind == "affine":
-        fill = torch.tensor([op.kwargs["fillcolor"] for op, _, _ in ops])
-        matrices = [_matrix(op.name, value, images.shape[-2:]) for op, value, _ in ops]
+    name, mode = kind
+    if name == "affine":
+        fill = torch.tensor([op.kwargs["fillcolor"] for op, _ in steps])
+        matrices = [_matrix(op.name, argument, images.shape[-2:]) for op, argument in steps]
         return _affine(images, torch.tensor(matrices), mode, fill)
-    return OPS[kind](images, arguments.view(-1, 1, 1, 1).to(images.device, non_blocking=True))
+    return _ops()[name](images, _column([argument for _, argument in steps], images))
 
 
-def _functional(name: str) -> Callable[[torch.Tensor, Arguments], torch.Tensor]:
-    def run(images: torch.Tensor, _: Arguments) -> torch.Tensor:
-        from torchvision.transforms.v2 import functional as F
-
-        return getattr(F, name)(images)  # type: ignore[no-any-return]
-
-    return run
-
-
-def _sharpness(images: torch.Tensor, factor: Arguments) -> torch.Tensor:
+@cache
+def _ops() -> dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    """What each kind of op does to ``(N, 3, H, W)`` images with ``(N, 1, 1, 1)`` arguments."""
     from torchvision.transforms.v2 import functional as F
 
-    return _per_image._blend(images, F.adjust_sharpness(images, 0.0), factor)
+    def solarize_add(images: torch.Tensor, add: torch.Tensor) -> torch.Tensor:
+        brighter = (images + add).clamp_(max=255).to(images.dtype)
+        return torch.where(images < 128, brighter, images)
 
-
-def _posterize(images: torch.Tensor, bits: Arguments) -> torch.Tensor:
-    return images & (256 - 2 ** (8 - bits)).to(torch.uint8)
-
-
-def _solarize(images: torch.Tensor, threshold: Arguments) -> torch.Tensor:
-    return torch.where(images >= threshold, 255 - images, images)
-
-
-def _solarize_add(images: torch.Tensor, add: Arguments) -> torch.Tensor:
-    brighter = (images + add).clamp_(max=255).to(images.dtype)
-    return torch.where(images < 128, brighter, images)
-
-
-def _desaturate(images: torch.Tensor, factor: Arguments) -> torch.Tensor:
-    return _per_image._saturation((1 - factor).clamp(0, 1), images)
-
-
-_FACTORS: dict[str, Callable[[torch.Tensor, Arguments], torch.Tensor]] = {
-    "Brightness": lambda images, factor: _per_image._brightness(factor, images),
-    "Color": lambda images, factor: _per_image._saturation(factor, images),
-    "Contrast": lambda images, factor: _per_image._contrast(factor, images),
-    "Sharpness": _sharpness,
-}
-OPS = {
-    "AutoContrast": _functional("autocontrast"),
-    "Desaturate": _desaturate,
-    "Equalize": _functional("equalize"),
-    "Invert": _functional("invert"),
-    **dict.fromkeys(("Posterize", "PosterizeIncreasing", "PosterizeOriginal"), _posterize),
-    **dict.fromkeys(("Solarize", "SolarizeIncreasing"), _solarize),
-    "SolarizeAdd": _solarize_add,
-    **_FACTORS,
-    **{f"{name}Increasing": function for name, function in _FACTORS.items()},
-}
-GEOMETRIC = frozenset(
-    "Rotate ShearX ShearY TranslateX TranslateY TranslateXRel TranslateYRel".split()
-)
-
-
-_REACH = {"Rotate": 30.0, "ShearX": 0.3, "ShearY": 0.3}
+    return {
+        "AutoContrast": lambda images, _: F.autocontrast(images),
+        "Brightness": _brightness,
+        "Color": _saturation,
+        "Contrast": _contrast,
+        "Desaturate": lambda images, factor: _saturation(images, (1 - factor).clamp(0, 1)),
+        "Equalize": lambda images, _: F.equalize(images),
+        "Invert": lambda images, _: F.invert(images),
+        "Posterize": lambda images, bits: images & (256 - 2 ** (8 - bits)).to(torch.uint8),
+        "Sharpness": lambda images, factor: _blend(images, F.adjust_sharpness(images, 0), factor),
+        "Solarize": lambda images, level: torch.where(images >= level, 255 - images, images),
+        "SolarizeAdd": solarize_add,
+    }
 
 
 def _matrix(name: str, value: float, size: Any) -> list[list[float]]:

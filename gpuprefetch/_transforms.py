@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,12 +65,9 @@ class Sampling:
 
     def resize(self, size: Floats, *, align_corners: bool = False) -> Sampling:
         """Stretch the image to ``size``, on the half-pixel grid or from corner to corner."""
-        if align_corners:
-            scale = (self.length - 1) / np.maximum(size - 1, 1)
-            shift = np.zeros_like(scale)
-        else:
-            scale = self.length / size
-            shift = 0.5 * scale - 0.5
+        corners = (self.length - 1) / np.maximum(size - 1, 1)
+        scale = corners if align_corners else self.length / size
+        shift = 0.0 if align_corners else 0.5 * scale - 0.5
         return replace(
             self,
             origin=self.origin + self.step * shift,
@@ -96,11 +93,9 @@ class Sampling:
         return np.stack(columns, axis=-1)
 
 
-class HeadOp(Protocol):
-    """One op that the fused launch can carry out. Picklable: the workers draw the parameters."""
-
-    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        """Compose the op, with parameters drawn from the ``(N,)`` keys, onto ``sampling``."""
+# Composes an op, with parameters drawn from the (N,) keys, onto a sampling. Picklable: the workers
+# draw the parameters.
+HeadOp = Callable[[Sampling, Keys], Sampling]
 
 
 def _pair(size: int | Sequence[int], name: str) -> Size:
@@ -117,8 +112,10 @@ def _filled(sampling: Sampling, size: Size) -> Floats:
 @dataclass(frozen=True, slots=True)
 class _ResizedCrop:
     size: Size
-    scale: tuple[float, float]
-    ratio: tuple[float, float]
+    scale: tuple[float, ...]  # low, high
+    ratio: tuple[float, ...]
+    interpolation: str = "bilinear"
+    antialias: bool = True
     align_corners: bool = False
     centered_fallback: bool = True
     same_on_batch: bool = False
@@ -135,18 +132,14 @@ class _ResizedCrop:
         row, choice = np.arange(len(w)), fits.argmax(axis=1)
         found = np.asarray(fits.any(axis=1))
         box = np.stack([h[row, choice], w[row, choice]], axis=1)
-        box = np.where(found[:, None], box, self._fallback(height[:, 0], width[:, 0]))
+        largest_h = np.clip(np.rint(width / min(self.ratio)), 1, height)
+        largest_w = np.clip(np.rint(height * max(self.ratio)), 1, width)
+        box = np.where(found[:, None], box, np.concatenate([largest_h, largest_w], axis=1))
         start = np.floor(draws[:, 20:] * (sampling.length - box + 1))
         if self.centered_fallback:
             start = np.where(found[:, None], start, np.floor((sampling.length - box) / 2))
         cropped = sampling.crop(start, box).clip()
         return cropped.resize(_filled(sampling, self.size), align_corners=self.align_corners)
-
-    def _fallback(self, height: Floats, width: Floats) -> Floats:
-        aspect = width / height
-        w = np.where(aspect > max(self.ratio), np.rint(height * max(self.ratio)), width)
-        h = np.where(aspect < min(self.ratio), np.rint(width / min(self.ratio)), height)
-        return np.stack([np.clip(h, 1, height), np.clip(w, 1, width)], axis=1)
 
 
 def _shared(keys: Keys) -> Keys:
@@ -156,6 +149,8 @@ def _shared(keys: Keys) -> Keys:
 @dataclass(frozen=True, slots=True)
 class _Resize:
     size: int | Size  # an int is the shorter side
+    interpolation: str = "bilinear"
+    antialias: bool = True
     align_corners: bool = False
 
     def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
@@ -178,7 +173,7 @@ class _CenterCrop:
         size = _filled(sampling, self.size)
         room = sampling.length - size
         if not self.pad:
-            _refuse_small(sampling, size, "CenterCrop")
+            _refuse_small(sampling, room, self.size, "CenterCrop")
             return sampling.crop(np.floor(room / 2), size)
         # torchvision rounds the offset half to even, and puts the odd pixel of padding behind.
         return sampling.crop(np.where(room >= 0, np.rint(room / 2), -np.floor(-room / 2)), size)
@@ -187,23 +182,34 @@ class _CenterCrop:
 @dataclass(frozen=True, slots=True)
 class _RandomCrop:
     size: Size
-    same_on_batch: bool
+    same_on_batch: bool = False
+    before: Size = (0, 0)  # padding above, left
+    after: Size = (0, 0)
+    pad_if_needed: bool = False
 
     def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        size = _filled(sampling, self.size)
-        _refuse_small(sampling, size, "RandomCrop")
+        size, before = _filled(sampling, self.size), _filled(sampling, self.before)
+        room = sampling.length + before + _filled(sampling, self.after) - size
+        if self.pad_if_needed:
+            before += np.maximum(-room, 0)  # on both sides, as torchvision does
+            room = np.abs(room)
+        _refuse_small(sampling, room, self.size, "RandomCrop")
         draws = uniform(_shared(keys) if self.same_on_batch else keys, 2)
-        return sampling.crop(np.floor(draws * (sampling.length - size + 1)), size)
+        return sampling.crop(np.floor(draws * (room + 1)) - before, size)
+
+    @property
+    def pad(self) -> bool:
+        return self.pad_if_needed or any(self.before + self.after)
 
 
-def _refuse_small(sampling: Sampling, size: Floats, name: str) -> None:
-    small = (sampling.length < size).any(axis=1)
+def _refuse_small(sampling: Sampling, room: Floats, size: Size, name: str) -> None:
+    small = (room < 0).any(axis=1)
     if small.any():
         h, w = sampling.length[small][0].astype(int)
         raise ValueError(
-            f"kornia's {name} takes no image smaller than its size "
-            f"{tuple(size[0].astype(int).tolist())}, got {h} x {w}. Put gpuprefetch.Resize(...) "
-            "before it, or use gpuprefetch.CenterCrop, which pads."
+            f"{name} takes no image smaller than its size {size}, got {h} x {w}. Put a Resize "
+            "before it, or use gpuprefetch.CenterCrop or torchvision's "
+            "RandomCrop(pad_if_needed=True), which pad."
         )
 
 
@@ -217,9 +223,7 @@ class _Flip:
     def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
         each = uniform(_shared(keys) if self.same_on_batch else keys, 1)[:, 0] < self.p
         whole = uniform(fold(_shared(keys), 1), 1)[:, 0] < self.p_batch
-        where = np.zeros(sampling.length.shape, dtype=bool)
-        where[:, self.axis] = each & whole
-        return sampling.flip(where)
+        return sampling.flip((each & whole)[:, None] & (np.arange(2) == self.axis))
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,20 +248,29 @@ class Head:
     std: tuple[float, ...] | None = None
     names: tuple[str, ...] = ()
 
-    def draw(self, sizes: npt.ArrayLike, keys: Keys) -> Floats:
-        """Sampling rows ``(N, 2, 6)`` for images of ``sizes`` ``(N, 2)`` and ``(N,)`` keys."""
+    def sample(self, sizes: npt.ArrayLike, keys: Keys) -> Sampling:
+        """The sampling of images of ``sizes`` ``(N, 2)`` with ``(N,)`` keys."""
         sampling = Sampling.identity(sizes)
         for position, op in enumerate(self.ops):
             sampling = op(sampling, fold(keys, position))
-        return sampling.rows()
+        return sampling
+
+    def draw(self, sizes: npt.ArrayLike, keys: Keys) -> Floats:
+        """Its rows ``(N, 2, 6)``."""
+        return self.sample(sizes, keys).rows()
 
 
 class _FusedTransform(torch.nn.Module):
     """A transform of this library: part of the fused head in a list, a module elsewhere."""
 
-    op: HeadOp
-    size: int | Size
-    interpolation: str
+    def __init__(self, op: Any) -> None:
+        super().__init__()
+        self.op = op
+        interpolation = getattr(op, "interpolation", "bilinear")
+        if interpolation not in ("bilinear", "bicubic"):
+            raise ValueError(
+                f'interpolation must be "bilinear" or "bicubic", got {interpolation!r}.'
+            )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Transform a batch of equal-size images.
@@ -270,17 +283,12 @@ class _FusedTransform(torch.nn.Module):
         """
         head, _ = read_transforms([self])
         seed = int(torch.randint(2**62, ()))
-        keys = fold(seed, np.arange(len(images) if images.dim() == 4 else 1))
-        return apply_head(head, images if images.dim() == 4 else images[None], keys)
+        images = images if images.dim() == 4 else images[None]
+        return apply_head(head, images, fold(seed, np.arange(len(images))))
 
     def extra_repr(self) -> str:
-        return f"size={self.size}, interpolation={self.interpolation!r}"
-
-
-def _interpolation(value: str) -> str:
-    if value not in ("bilinear", "bicubic"):
-        raise ValueError(f'interpolation must be "bilinear" or "bicubic", got {value!r}.')
-    return value
+        names = (name for name in ("size", "interpolation") if hasattr(self.op, name))
+        return ", ".join(f"{name}={getattr(self.op, name)!r}" for name in names)
 
 
 class RandomResizedCrop(_FusedTransform):
@@ -307,13 +315,11 @@ class RandomResizedCrop(_FusedTransform):
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
         interpolation: str = "bilinear",
     ) -> None:
-        super().__init__()
-        self.size = _pair(size, "RandomResizedCrop")
-        self.interpolation = _interpolation(interpolation)
         for name, value in (("scale", scale), ("ratio", ratio)):
             if len(value) != 2 or not 0 < value[0] <= value[1]:
                 raise ValueError(f"{name} must be (low, high) with 0 < low <= high, got {value!r}.")
-        self.op = _ResizedCrop(self.size, (scale[0], scale[1]), (ratio[0], ratio[1]))
+        pair = _pair(size, "RandomResizedCrop")
+        super().__init__(_ResizedCrop(pair, tuple(scale), tuple(ratio), interpolation))
 
 
 class Resize(_FusedTransform):
@@ -329,11 +335,8 @@ class Resize(_FusedTransform):
     """
 
     def __init__(self, size: int | Sequence[int], interpolation: str = "bilinear") -> None:
-        super().__init__()
         pair = _pair(size, "Resize")
-        self.size = size if isinstance(size, int) else pair
-        self.interpolation = _interpolation(interpolation)
-        self.op = _Resize(self.size)
+        super().__init__(_Resize(size if isinstance(size, int) else pair, interpolation))
 
 
 class CenterCrop(_FusedTransform):
@@ -346,106 +349,73 @@ class CenterCrop(_FusedTransform):
         ValueError: for a size that is not one of these.
     """
 
-    interpolation = "bilinear"  # nothing is interpolated: output pixels lie on source pixels
-
     def __init__(self, size: int | Sequence[int]) -> None:
-        super().__init__()
-        self.size = _pair(size, "CenterCrop")
-        self.op = _CenterCrop(self.size, pad=True)
+        super().__init__(_CenterCrop(_pair(size, "CenterCrop"), pad=True))
 
 
-def _kornia_op(transform: Any) -> tuple[HeadOp, str, bool] | None:
-    """The fused form of a kornia module: op, interpolation, antialias; None where it has none."""
+def _kornia_op(transform: Any) -> HeadOp | None:
+    """The fused form of a kornia module; None where it has none."""
     import kornia.augmentation as K
 
-    flags = getattr(transform, "flags", {})
-    linear = getattr(flags.get("resample"), "name", "") == "BILINEAR"
-    align = bool(flags.get("align_corners"))
-    if type(transform) in (K.RandomHorizontalFlip, K.RandomVerticalFlip):
-        axis = int(type(transform) is K.RandomHorizontalFlip)
-        flip = _Flip(axis, float(transform.p), float(transform.p_batch), transform.same_on_batch)
-        return flip, "", False
+    kind, flags = type(transform), getattr(transform, "flags", {})
+    size: Any = flags.get("size")
+    if kind in (K.RandomHorizontalFlip, K.RandomVerticalFlip):
+        axis = int(kind is K.RandomHorizontalFlip)
+        return _Flip(axis, float(transform.p), float(transform.p_batch), transform.same_on_batch)
     if getattr(transform, "p_batch", 1.0) != 1.0:
         return None  # a crop that is sometimes skipped has no fixed size
-    if type(transform) is K.CenterCrop:
-        return _CenterCrop(_pair(flags["size"], "CenterCrop"), pad=False), "", False
-    if type(transform) is K.RandomCrop and flags["padding"] is None and not flags["pad_if_needed"]:
-        return _RandomCrop(_pair(flags["size"], "RandomCrop"), transform.same_on_batch), "", False
-    if (
-        type(transform) is K.RandomResizedCrop
-        and linear
-        and (align or flags["cropping_mode"] == "slice")
-    ):
-        generator = transform._param_generator
-        scale, ratio = (tuple(map(float, r)) for r in (generator.scale, generator.ratio))
-        size = _pair(flags["size"], "RandomResizedCrop")
-        crop = _ResizedCrop(size, scale, ratio, align, False, transform.same_on_batch)  # type: ignore[arg-type]
-        return crop, "bilinear", False
-    if type(transform) is K.Resize and linear and not flags["antialias"]:
-        size = flags["size"]
-        if isinstance(size, int) and flags["side"] != "short":
-            return None
-        return (
-            _Resize(size if isinstance(size, int) else _pair(size, "Resize"), align),
-            "bilinear",
-            False,
+    if kind is K.CenterCrop:
+        return _CenterCrop(_pair(size, "CenterCrop"), pad=False)
+    if kind is K.RandomCrop and flags["padding"] is None and not flags["pad_if_needed"]:
+        return _RandomCrop(_pair(size, "RandomCrop"), transform.same_on_batch)
+    if getattr(flags.get("resample"), "name", "") != "BILINEAR":
+        return None
+    align = bool(flags.get("align_corners"))
+    if kind is K.RandomResizedCrop and (align or flags["cropping_mode"] == "slice"):
+        drawn = transform._param_generator
+        return _ResizedCrop(
+            _pair(size, "RandomResizedCrop"),
+            tuple(map(float, drawn.scale)),
+            tuple(map(float, drawn.ratio)),
+            antialias=False,
+            align_corners=align,
+            centered_fallback=False,
+            same_on_batch=transform.same_on_batch,
+        )
+    short = isinstance(size, int)
+    if kind is K.Resize and not flags["antialias"] and (not short or flags["side"] == "short"):
+        return _Resize(
+            size if short else _pair(size, "Resize"), antialias=False, align_corners=align
         )
     return None
 
 
-def _is_kornia(transform: Any) -> bool:
-    return type(transform).__module__.startswith("kornia.")
+_RESIZES = (_ResizedCrop, _Resize)
 
 
-@dataclass(slots=True)
-class _Reader:
-    """Takes transforms into the head as long as they compose into one resampling."""
-
-    head: Head = field(default_factory=Head)
-    resized: bool = False
-    padded: bool = False
-
-    def take(self, transform: Any) -> bool:
-        if isinstance(transform, _FusedTransform):
-            antialias = not isinstance(transform, CenterCrop)
-            return self._take_op(
-                transform, transform.op, transform.interpolation if antialias else "", antialias
-            )
-        if not _is_kornia(transform):
-            return False
-        if type(transform).__name__ == "Normalize":
-            return self._take_normalize(transform)
-        found = _kornia_op(transform)
-        return found is not None and self._take_op(transform, *found)
-
-    def _take_op(self, transform: Any, op: HeadOp, interpolation: str, antialias: bool) -> bool:
-        if self.head.mean is not None and not isinstance(op, _Flip):
-            return False  # padding and blending come before the normalization they would change
-        resizes = bool(interpolation)
-        if resizes and (self.resized or self.padded):
-            return False  # two resamplings in a row are not one
-        self.resized |= resizes
-        self.padded |= isinstance(op, _CenterCrop) and op.pad
-        size = getattr(op, "size", None)
-        self.head = replace(
-            self.head,
-            ops=(*self.head.ops, op),
-            size=size if isinstance(size, tuple) else None if resizes else self.head.size,
-            interpolation=interpolation or self.head.interpolation,
-            antialias=antialias if resizes else self.head.antialias,
-            names=(*self.head.names, type(transform).__name__),
-        )
-        return True
-
-    def _take_normalize(self, transform: Any) -> bool:
-        if self.head.mean is not None or float(transform.p) != 1.0:
-            return False
+def _extended(head: Head, transform: Any) -> Head | None:
+    """The head with one more transform; None where they do not compose into one resampling."""
+    kornia = type(transform).__module__.startswith("kornia.")
+    names = (*head.names, type(transform).__name__)
+    if kornia and names[-1] == "Normalize":
+        if head.mean is not None or float(transform.p) != 1.0:
+            return None
         mean, std = (
             tuple(torch.as_tensor(transform.flags[name]).double().flatten().tolist())
             for name in ("mean", "std")
         )
-        self.head = replace(self.head, mean=mean, std=std, names=(*self.head.names, "Normalize"))
-        return True
+        return replace(head, mean=mean, std=std, names=names)
+    op: Any = transform.op if isinstance(transform, _FusedTransform) else None
+    op = _kornia_op(transform) if kornia else op
+    if op is None or (head.mean is not None and not isinstance(op, _Flip)):
+        return None  # padding and blending come before the normalization they would change
+    longer = replace(head, ops=(*head.ops, op), names=names)
+    if not isinstance(op, _RESIZES):
+        return replace(longer, size=getattr(op, "size", head.size))
+    if any(isinstance(done, _RESIZES) or getattr(done, "pad", False) for done in head.ops):
+        return None  # two resamplings in a row are not one
+    size = op.size if isinstance(op.size, tuple) else None
+    return replace(longer, size=size, interpolation=op.interpolation, antialias=op.antialias)
 
 
 Transform = Callable[..., Any]
@@ -467,11 +437,13 @@ def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[
                 f"transforms takes a list of modules and callables, got {transform!r} in it. "
                 "Pass an instance, as in K.RandomHorizontalFlip()."
             )
-    reader = _Reader()
+    head = Head()
     for position, transform in enumerate(transforms):
-        if not reader.take(transform):
-            return reader.head, list(transforms[position:])
-    return reader.head, []
+        extended = _extended(head, transform)
+        if extended is None:
+            return head, list(transforms[position:])
+        head = extended
+    return head, []
 
 
 def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
@@ -509,7 +481,10 @@ def apply_head(
         memory_format: of the result, contiguous by default.
     """
     rows = head.draw([images.shape[-2:]] * len(images), keys)
-    size = head.size or _only_size(head, images)
+    size = head.size
+    if size is None:
+        one = head.sample([images.shape[-2:]], fold(0, [0]))
+        size = tuple(one.length[0].astype(int).tolist())
     dtype = dtype or (images.dtype if images.is_floating_point() else torch.float32)
     if not len(images):
         return images.new_empty((0, images.shape[1], *size), dtype=dtype)
@@ -524,11 +499,3 @@ def apply_head(
         dtype=dtype,
         memory_format=memory_format or torch.contiguous_format,
     )
-
-
-def _only_size(head: Head, images: torch.Tensor) -> Size:
-    sampling = Sampling.identity([images.shape[-2:]])
-    for op in head.ops:
-        sampling = op(sampling, fold(0, np.zeros(1)))
-    h, w = sampling.length[0].astype(int)
-    return int(h), int(w)

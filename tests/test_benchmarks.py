@@ -201,6 +201,18 @@ def test_idle_loader(settings):
     assert result["held_gib"] == 0.0  # no device
 
 
+def test_memory_stage_by_stage(settings):
+    import memory
+    import table
+
+    shared = {key: value for key, value in vars(settings).items() if key != "images"}
+    found = memory.stages("squeezenet1_1", "gpuprefetch", {}, shared, 2)
+    assert list(found["stages"])[-1] == "training"
+    assert all(used["device_gib"] == 0.0 for used in found["stages"].values())  # no device
+    result = {"what": "stages", "model": "a", "loader": "gpuprefetch", **found}
+    assert "| a: **gpuprefetch** | 0.00 (0.00) |" in table.memory_tables([{"results": [result]}])[0]
+
+
 def test_cpu_seconds_count_children():
     import clock
 

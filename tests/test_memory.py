@@ -361,9 +361,9 @@ def test_a_part_waits_for_the_reader_of_the_one_before(monkeypatch, job):
     expected = late_epoch(files)
     launch = _pipeline.ImageJob._launch
 
-    def late(self, decoded):
+    def late(self, *what):
         torch.cuda._sleep(8_000_000)  # 4 to 6 ms: the next part is decoded well within them
-        launch(self, decoded)
+        launch(self, *what)
 
     monkeypatch.setattr(_pipeline.ImageJob, "_launch", late)
     got = late_epoch(files, job, memory_budget="14MiB")  # the result takes 9, a photo 1.1
