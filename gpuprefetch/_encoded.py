@@ -50,7 +50,11 @@ class EncodedImage:
                     f"{array.shape}. Decoded pixels do not belong in it: return them as a tensor."
                 )
             self.data = np.ascontiguousarray(array).data
-        elif not isinstance(self.data, (bytes, bytearray, memoryview)):
+        elif isinstance(self.data, memoryview):
+            view = self.data
+            if not (view.c_contiguous and view.ndim == view.itemsize == 1):
+                self.data = view.tobytes()
+        elif not isinstance(self.data, (bytes, bytearray)):
             raise TypeError(
                 f"EncodedImage takes a file's bytes, got {type(self.data).__name__}. "
                 "Read the file first, as in EncodedImage(Path(path).read_bytes(), index, path)."
@@ -75,6 +79,7 @@ class EncodedImages:
         rows: ``(N, 2, 6)`` float64, the sampling of the fused head; None where it was not drawn.
         plan: the same, laid out for the GPU (:func:`gpuprefetch._resample.plan_rows`), or None.
         errors: position in the batch -> why the image cannot be decoded.
+        samples: of the batch, each image's; -1 where the collate function made a new image.
         prepared: whether headers were read, see :class:`gpuprefetch._host.Packer`.
         epoch: whose random parameters ``rows`` holds.
         share: of the baseline JPEGs that the worker was to decode.
@@ -97,6 +102,7 @@ class EncodedImages:
     rows: npt.NDArray[np.float64] | None = None
     plan: npt.NDArray[np.int64] | None = None
     errors: dict[int, str] = field(default_factory=dict)
+    samples: list[int] = field(default_factory=list)
     prepared: bool = False
     epoch: int = 0
     share: float = 0.0

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -23,7 +24,7 @@ from gpuprefetch._encoded import EncodedImage, EncodedImages, pack, packing
 from gpuprefetch._format import ImageHeader, blank, decode_cpu, read_header
 from gpuprefetch._random import Keys, fold
 from gpuprefetch._resample import plan_rows, resample_uint8
-from gpuprefetch._targets import FollowedImage, fate, follow, mark
+from gpuprefetch._targets import FollowedImage, fate, follow, images_of, mark
 from gpuprefetch._transforms import Head, Sampling
 
 # Added to the workers' priority number: the training thread launches kernels, they only decode.
@@ -39,22 +40,33 @@ _MIRRORED = np.array([(False, False), (False, True), (True, True), (True, False)
 _UNREADABLE = ImageHeader("unknown", 2**15, 2**15, 1, False, ())
 
 
-def sample_keys(seed: int, epoch: int, images: Sequence[EncodedImage], view: int) -> Keys:
+def sample_keys(
+    seed: int, epoch: int, images: Sequence[EncodedImage], packed: Counter[Any]
+) -> Keys:
     """One key per image, a function of (seed, epoch, sample) wherever and in whichever batch it is.
 
-    ``view`` tells several images of one sample apart; a sample that a batch holds twice, as
-    samplers with replacement or repeated augmentation draw it, gets different parameters each time.
+    Several images of one sample get different parameters, and so does a sample that a batch holds
+    twice, as samplers with replacement or repeated augmentation draw it.
+
+    Args:
+        seed: of all random parameters.
+        epoch: likewise.
+        images: that are packed together.
+        packed: how often each sample was in what has been packed of the batch so far; counts on.
     """
-    seen: dict[int, int] = {}
-    names, repeats = [], []
+    here: Counter[Any] = Counter()
+    names, views, repeats = [], [], []
     for image in images:
         name = image.index
         if name < 0:
-            name = zlib.crc32(image.path.encode() if image.path else image.data) - 2**33
-        repeats.append(seen.get(name, 0))
-        seen[name] = repeats[-1] + 1
+            name = zlib.crc32(os.fsencode(image.path) if image.path else image.data) - 2**33
+        sample = name, image.path  # datasets that were concatenated may number alike
         names.append(name)
-    return fold(fold(fold(fold(seed, epoch), names), view), repeats)
+        views.append(packed[sample])
+        repeats.append(here[sample])
+        here[sample] += 1
+    packed.update(here.keys())
+    return fold(fold(fold(fold(seed, epoch), names), views), repeats)
 
 
 @dataclass(slots=True)
@@ -76,15 +88,18 @@ class Packer:
     seed: int
     epoch: torch.Tensor
     share: torch.Tensor
-    _views: int = 0
+    _share: float | None = field(init=False, default=None)
+    _packed: Counter[Any] = field(init=False, default_factory=Counter)
+    _owners: dict[int, int] = field(init=False, default_factory=dict)
     _last: float = field(init=False, default_factory=time.perf_counter)
     _following: bool = False
 
     def __call__(self, images: Sequence[EncodedImage]) -> EncodedImages:
         begin = time.perf_counter()
-        epoch, share = int(self.epoch), float(self.share)
-        keys = sample_keys(self.seed, epoch, images, self._views)
-        self._views += 1
+        epoch, share = int(self.epoch), self._share
+        if share is None:
+            self._share = share = float(self.share)
+        keys = sample_keys(self.seed, epoch, images, self._packed)
         headers, orientation, sizes, errors = self._read(images)
         rows = self._draw(images, sizes, keys)
         for_gpu = np.array([header.gpu and self.on_gpu for header in headers])
@@ -127,6 +142,7 @@ class Packer:
             rows=rows,
             plan=plan,
             errors=errors,
+            samples=[self._owners.get(id(image), -1) for image in images],
             prepared=True,
             epoch=epoch,
             share=share,
@@ -158,12 +174,21 @@ class Packer:
             return 0.0
         return (max(made) - min(made)) * len(made) / (len(made) - 1)
 
+    def begin(self, samples: Sequence[Any] = ()) -> None:
+        """Begin a batch of these samples, whose images may be packed in several calls."""
+        self._share = None  # one for all of them, as the balancer may change it meanwhile
+        self._packed.clear()
+        self._owners.clear()
+        for i, sample in enumerate(samples):
+            for image in map(id, images_of(sample)):
+                self._owners[image] = i if self._owners.get(image, i) == i else -1
+
     def follow(self, samples: Any) -> Any:
         """Samples with boxes, masks and points moved as the head is going to move their image."""
 
         def draw(images: Sequence[EncodedImage]) -> tuple[Any, Any, dict[int, str]]:
             _, _, sizes, errors = self._read(images)
-            keys = sample_keys(self.seed, int(self.epoch), images, 0)
+            keys = sample_keys(self.seed, int(self.epoch), images, Counter())
             return self.head.draw(sizes, fold(keys, 0)), sizes, errors
 
         followed = follow(samples, self.head.size, draw)
@@ -244,15 +269,16 @@ class HostStage:
     _settled: bool = False
 
     def __call__(self, samples: Any) -> Any:
-        self.packer._views = 0
         if not self._settled and get_worker_info() is not None:
             self._settle()
         samples = self.packer.follow(samples)
+        self.packer.begin(samples if isinstance(samples, list) else [samples])
         with packing(self.packer):
             batch = pack_lists(mark(self.collate_fn(samples), samples), self.packer)
-        for images in leaves(batch, is_encoded):
-            if isinstance(images, EncodedImages):
-                images.targets = fate(batch, samples)
+        packed = [leaf for leaf in leaves(batch, is_encoded) if isinstance(leaf, EncodedImages)]
+        targets = fate(batch, samples) if packed else ""
+        for images in packed:
+            images.targets = targets
         return batch
 
     def _settle(self) -> None:

@@ -6,7 +6,7 @@ and in which order batches are handed over, is the prefetcher's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from gpuprefetch._budget import (
 from gpuprefetch._decode import ImageDecoder, decode_part
 from gpuprefetch._encoded import EncodedImages
 from gpuprefetch._host import Packer, is_encoded
-from gpuprefetch._random import SeededDraws, fold
+from gpuprefetch._random import Keys, SeededDraws, fold
 from gpuprefetch._resample import HAS_TRITON, resample, resample_planned
 from gpuprefetch._stats import Stage, Stats
 from gpuprefetch._targets import (
@@ -38,6 +38,7 @@ from gpuprefetch._targets import (
     run_tail,
     unmark,
     unstack,
+    wrap_like,
 )
 from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_size
 
@@ -144,7 +145,7 @@ class Pipeline:
         Raises:
             ValueError: if the batch, or one image of it, does not fit into ``memory_budget``.
         """
-        seed = int(fold(fold(fold(self.packer.seed, epoch), -1), number)[()] >> np.uint64(1))
+        seed = _derive(fold(fold(self.packer.seed, epoch), -1), number)
         jobs: list[ImageJob] = []
         cost = self.cost(batch)
         limit = cost.limit(self.memory_budget)
@@ -182,7 +183,7 @@ class Pipeline:
         if (batch := finish()) is EMPTY:
             return batch
         with Stage(self.stats, "tail"):
-            return self.after(batch, int(fold(seed, -2)[()] >> np.uint64(1)))
+            return self.after(batch, _derive(seed, -2))
 
     def _finish(self, batch: Any, jobs: list[ImageJob], seed: int) -> Any:
         rows = self._rows_to_keep(jobs)
@@ -197,10 +198,10 @@ class Pipeline:
 
         batch = unstack(batch, count) if targets and self.tail else batch
         batch = map_leaves(keep, batch, partial(_is_column, count=count))
-        for job in jobs:
+        for number, job in enumerate(jobs):
             job.out = keep(job.out)
-            if not targets:
-                job.out = self._run_tail(job.out, seed)
+            if not targets:  # each view of a sample gets draws of its own
+                job.out = self._run_tail(job.out, _derive(seed, number) if number else seed)
         if targets and self.tail:
             if len(jobs) > 1:
                 raise ValueError(
@@ -247,7 +248,8 @@ class Pipeline:
 
     def _run_head(self, images: torch.Tensor, seed: int) -> torch.Tensor:
         kornia_next = bool(self.tail) and type(self.tail[0]).__module__.startswith("kornia.")
-        if self.head.names or (kornia_next and not images.is_floating_point()):
+        to_floats = kornia_next and not images.is_floating_point()
+        if self.head.names or to_floats or self.dtype == torch.uint8:
             keys = fold(seed, np.arange(len(images)))
             return apply_head(self.head, images, keys, self.dtype, self.memory_format)
         if self.dtype and not images.is_floating_point():
@@ -273,10 +275,15 @@ class Pipeline:
         for job in jobs:
             for i, reason in sorted(job.images.errors.items()):
                 self._tolerate(BadImage(int(job.images.indices[i]), job.images.paths[i], reason))
-        count = len(jobs[0].images)
-        if any(len(job.images) != count for job in jobs):
+        first = jobs[0].images
+        count = len(first)
+        if any(
+            len(job.images) != len(first) or job.images.samples != first.samples for job in jobs
+        ):
             raise BadImageError(
-                "a bad image in a batch with differing numbers of images cannot be skipped"
+                f"{self.bad_images[-1]}. on_error cannot leave it out: the collate function "
+                "leaves samples apart, or has another number of images for each: let it keep the "
+                "images together, one of each sample, as torch's default one does."
             )
         good = np.setdiff1d(np.arange(count), bad)
         if self.on_error == "replace":
@@ -302,6 +309,11 @@ class Pipeline:
             raise BadImageError(f"more than max_bad={self.max_bad} bad images, the last: {bad}")
 
 
+def _derive(keys: Keys | int, data: int) -> int:
+    """A seed for torch's generators."""
+    return int(fold(keys, data)[()] >> np.uint64(1))
+
+
 def _one_by_one(parts: Sequence[Part], make_room: Callable[[], None]) -> None:
     """Decode a batch whose decoded images do not fit into memory together."""
     for part in parts:
@@ -311,23 +323,47 @@ def _one_by_one(parts: Sequence[Part], make_room: Callable[[], None]) -> None:
 def _take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
     """Select rows of whatever has one entry per sample."""
     if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count:
-        return leaf[rows.to(leaf.device)]
+        return wrap_like(leaf[rows.to(leaf.device)], leaf)  # indexing keeps the memory format
     if isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == count:
         return leaf[rows.numpy()]
     if isinstance(leaf, (list, tuple)) and len(leaf) == count:
         taken = [leaf[i] for i in rows.tolist()]
         return leaf.of(taken) if isinstance(leaf, PerSample) else type(leaf)(taken)
+    if hasattr(leaf, "to") and not isinstance(leaf, torch.Tensor):
+        raise ValueError(
+            f"on_error and replay take rows out of tensors, arrays and lists, and {type(leaf)} is "
+            "none. Let the collate function give what it holds, in a dict."
+        )
     return leaf
 
 
 def _is_column(batch: Any, *, count: int) -> bool:
-    """Whether a list has an entry per sample, as the names that the default collate leaves."""
-    return is_per_sample(batch) or (
-        type(batch) in (list, tuple)
-        and len(batch) == count
-        and not any(isinstance(leaf, (torch.Tensor, np.ndarray, ImageJob)) for leaf in batch)
-        and all(next(leaves(leaf)) is leaf for leaf in batch)
-    )
+    """Whether a list has an entry per sample, and is no list of columns that have.
+
+    Such are the names that the default collate leaves, and captions, boxes or dicts that differ in
+    number from sample to sample.
+    """
+    if is_per_sample(batch):
+        return True
+    if type(batch) not in (list, tuple) or len(batch) != count:
+        return False
+    if any(isinstance(leaf, ImageJob) for leaf in leaves(batch)):
+        return False
+    tensors = [isinstance(entry, (torch.Tensor, np.ndarray)) for entry in batch]
+    return any(tensors) == all(tensors) and not all(_has_rows(entry, count) for entry in batch)
+
+
+def _has_rows(entry: Any, count: int) -> bool:
+    """Whether whatever is in ``entry`` has ``count`` rows, as after the default collate."""
+    if isinstance(entry, (torch.Tensor, np.ndarray)):
+        return entry.ndim > 0 and len(entry) == count
+    if isinstance(entry, Mapping):
+        entry = list(entry.values())
+    elif not isinstance(entry, (list, tuple)):
+        return False
+    elif len(entry) == count:
+        return True
+    return len(entry) > 0 and all(_has_rows(part, count) for part in entry)
 
 
 class ImageJob:

@@ -36,7 +36,7 @@ from gpuprefetch._pipeline import (
     encoded_leaves,
 )
 from gpuprefetch._replay import KEPT, NotedSampler, Notes, has_indices, note, replay, stands_alone
-from gpuprefetch._resume import Source, kind
+from gpuprefetch._resume import Source, in_order, kind
 from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stage, Stats
 from gpuprefetch._stream import handoff, lease_stream, return_stream, throttle, using
@@ -134,6 +134,7 @@ class _Engine:
         try:
             with Stage(self._stats, "fetch") as fetch:
                 batch, slot.state = next(self._source)
+            self._pipeline.packer.begin()
             slot.source = pack_lists(batch, self._pipeline.packer)
             slot.cost = self._pipeline.cost(slot.source)
             self._learn(slot, fetch.seconds)
@@ -205,12 +206,16 @@ class _Engine:
 
     def _learn(self, slot: _Slot, waited: float) -> None:
         slot.images = count_images(slot.source)
-        for images in encoded_leaves(slot.source):
+        packed = encoded_leaves(slot.source)
+        counts = [(len(images), int(images.decoded.sum())) for images in packed]
+        if packed:
+            everything, on_cpu = map(sum, zip(*counts, strict=True))
+            seconds = sum(images.decode_seconds for images in packed)
+            self._balancer.observe(everything, on_cpu, seconds, waited)
+        for images, (count, decoded) in zip(packed, counts, strict=True):
             self._shares[slot.number] = images.share
-            decoded = int(images.decoded.sum())
-            self._balancer.observe(len(images), decoded, images.decode_seconds, waited)
             self._stats.cpu_images += decoded
-            self._stats.gpu_images += len(images) - decoded
+            self._stats.gpu_images += count - decoded
             self._stats.encoded_bytes += images.buffer.tensor.numel()
             self._stats.read_seconds += images.read_seconds
             self._stats.worker_decode_seconds += images.decode_seconds
@@ -360,7 +365,12 @@ class _Epoch:
             raise
         if slot.error is not None:
             self.close()
-            error, slot.error, slot.source = slot.error, None, None
+            error = slot.error
+            if isinstance(error, StopIteration) and slot.source is not None:
+                # Not the loader's: a transform's, and no end of the epoch.
+                error = RuntimeError("a transform raised StopIteration")
+                error.__cause__ = slot.error
+            slot.error = slot.source = None
             if not isinstance(error, StopIteration):
                 error.add_note(f"raised by the prefetcher while it prepared batch {slot.number}")
             try:
@@ -476,7 +486,8 @@ class DataPrefetcher:
         if isinstance(loader, Dataset) or not hasattr(loader, "__iter__"):
             raise TypeError(
                 f"DataPrefetcher wraps a DataLoader, got {type(loader).__name__}. "
-                "Build one first: DataPrefetcher(DataLoader(dataset, batch_size=...))."
+                "Build one first: DataPrefetcher(DataLoader(dataset, batch_size=...)), with "
+                "batch_size=None for what gives batches already, as WebDataset's WebLoader."
             )
         if not isinstance(device_prefetch_size, int) or device_prefetch_size < 1:
             raise ValueError(
@@ -486,20 +497,28 @@ class DataPrefetcher:
             raise ValueError(
                 f'on_error must be "raise", "skip", "replace" or a callable, got {on_error!r}.'
             )
+        if max_bad is not None and (not isinstance(max_bad, int) or max_bad < 0):
+            raise ValueError(f"max_bad is a number of images, or None, got {max_bad!r}.")
+        floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if dtype not in (None, torch.uint8) and not floats:
+            raise ValueError(
+                "dtype must be torch.uint8 or a floating-point one, as torch.bfloat16, got "
+                f"{dtype!r}."
+            )
         self._loader = loader
         self.device = _resolve_device(device)
         head, tail = read_transforms(transforms)
         if (head.names or tail) and _is_encoded_folder(getattr(loader, "dataset", None)):
             require_fixed_size(head, tail)
         backend = self._backend(decoder)
-        share = torch.zeros(1, dtype=torch.float64).share_memory_()
+        share = torch.zeros(1, dtype=torch.float64)
         share.fill_(_fixed_share(cpu_share))
         packer = Packer(
             head,
             on_gpu=backend is not None,
             apply_exif=apply_exif,
             seed=torch.initial_seed() if seed is None else seed,
-            epoch=torch.zeros(1, dtype=torch.int64).share_memory_(),
+            epoch=torch.zeros(1, dtype=torch.int64),
             share=share,
         )
         self._pipeline = Pipeline(
@@ -523,7 +542,7 @@ class DataPrefetcher:
         self._manual: _Epoch | None = None
         self._manual_length = 2
         self._place: dict[str, Any] = {"epoch": 0, "batches": 0}
-        self._resume = False
+        self._resume = self._resumed = False
         self._notes: dict[int, Notes] = {}
         self._use = ["used"]
 
@@ -547,9 +566,10 @@ class DataPrefetcher:
     def __iter__(self) -> Iterator[Any]:
         if self._use[0] == "dropped":
             # Unused, as by Lightning, which makes one iterator to see whether it can: no epoch.
-            self._epoch, self._resume = self._place["epoch"], self._place["batches"] > 0
+            self._epoch, self._resume = self._place["epoch"], self._resumed
         epoch, self._epoch = self._epoch, self._epoch + 1
-        resumed, self._resume = self._place if self._resume else None, False
+        resumed = self._place if self._resume else None
+        self._resumed, self._resume = self._resume, False
         loader, pipeline = self._prepared_loader(epoch)
         notes = self._noted(loader, epoch)
         with _garbage_kept_from_forks():
@@ -580,7 +600,7 @@ class DataPrefetcher:
             return self._loader, self._with_epoch(epoch)
         if self._loader.persistent_workers:
             # These workers live on: the epoch reaches them through shared memory.
-            self._pipeline.packer.epoch.fill_(epoch)
+            self._pipeline.packer.epoch.share_memory_().fill_(epoch)  # not in a deep copy of us
             if self._persistent is None:
                 self._persistent = _with_collate(self._loader, self._pipeline.packer)
             return self._persistent, self._pipeline
@@ -646,7 +666,16 @@ class DataPrefetcher:
         A state taken behind the last batch of an epoch resumes with nothing left of it. Of the
         dataset only torchdata's ``StatefulDataLoader`` saves anything: random numbers that another
         one draws in its workers are not repeated.
+
+        Raises:
+            ValueError: behind a batch of a loader with ``in_order=False``.
         """
+        if self._place["batches"] and not in_order(self._loader):
+            raise ValueError(
+                f"the loop has had {self._place['batches']} batches, but with in_order=False it is "
+                "not known which: to resume would leave some out and repeat others. Give the "
+                "DataLoader in_order=True, or save no state of it."
+            )
         return self._place | {"seed": self._pipeline.packer.seed, "kind": kind(self._loader)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -666,6 +695,7 @@ class DataPrefetcher:
                 f"state is of a loader with {state['kind']}; this one has {kind(self._loader)}. "
                 "Build it as it was."
             )
+        self._manual = None
         self._pipeline.packer.seed = state["seed"]
         self._persistent = None  # its workers may have another seed
         self.set_epoch(state["epoch"])
@@ -677,10 +707,11 @@ class DataPrefetcher:
         The head's parameters are a function of (seed, epoch, sample), those of the transforms
         behind it of (seed, epoch, number of the batch), so the whole batch is read, decoded by the
         same decoders and transformed. Its samples are known for the two latest epochs of this
-        prefetcher, one that :meth:`load_state_dict` went on with included. Of any other epoch a
-        sample is replayed alone, where no transform depends on the rest of the batch and
-        ``cpu_share`` is 0 or 1. Not repeated is what dataset and collate function draw themselves,
-        and what a transform draws from elsewhere than torch.
+        prefetcher, one that :meth:`load_state_dict` went on with included (its batches before that
+        only if ``cpu_share`` is fixed). Of any other epoch a sample is replayed alone, where no
+        transform depends on the rest of the batch and ``cpu_share`` is 0 or 1. Not repeated is what
+        dataset and collate function draw themselves, and what a transform draws from elsewhere than
+        torch, or in a dropout.
 
         Args:
             index: of the sample in ``dataset``, as the sampler gives it. If the epoch drew it
@@ -698,19 +729,19 @@ class DataPrefetcher:
         epoch = self._epoch - 1 if epoch is None else epoch
         if not has_indices(self._loader):
             raise ValueError(
-                "replay needs torch's DataLoader, making batches of a map-style dataset: of others "
-                "it is not known how to read a sample again."
+                "replay needs torch's DataLoader, making batches of a map-style dataset in order: "
+                "of others it is not known how to read a sample's batch again."
             )
-        notes = self._notes.get(epoch)
+        notes, fixed = self._notes.get(epoch), self._balancer.fixed
         if notes is None:
-            if not stands_alone(self._pipeline, fixed=self._balancer.fixed):
+            if not stands_alone(self._pipeline, fixed=fixed):
                 raise ValueError(
                     f"what the model saw in epoch {epoch} depends on the rest of the batch, and "
                     f"only the batches of epochs {list(self._notes)} are known. Load a "
                     "state_dict() of that epoch and take a batch, or keep what you need."
                 )
             notes = Notes(self._pipeline.packer.seed, [[index]])
-        return replay(self._loader, self._pipeline, notes, index, epoch)
+        return replay(self._loader, self._pipeline, notes, index, epoch, fixed=fixed)
 
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch: for the samplers of the loader, and for the random parameters."""
@@ -761,6 +792,7 @@ def _with_collate(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
     clone._iterator = None
     if hasattr(loader, "next_iter_state"):
         loader.next_iter_state = None  # a StatefulDataLoader's: good for one epoch, the clone's
+    packer.share.share_memory_()  # not in a deep copy of the prefetcher
     clone.collate_fn = HostStage(loader.collate_fn, packer)
     if has_indices(clone):
         note(clone)

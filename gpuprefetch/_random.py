@@ -92,12 +92,13 @@ class SeededDraws(TorchFunctionMode):
         """Add ``generator=`` to the calls that draw random numbers."""
         kwargs = dict(kwargs or {})
         if func in _LIKE:
-            like = args[0]
-            kwargs = {"device": like.device, "dtype": like.dtype} | kwargs
+            like, *args = args or (kwargs.pop("input"),)
+            kwargs = {"device": like.device, "dtype": like.dtype, "size": like.shape} | kwargs
             kwargs.pop("memory_format", None)
-            func, args = _LIKE[func], (*args[1:], tuple(like.shape))
+            func = _LIKE[func]
         if func in _RANDOM and kwargs.get("generator") is None:
-            given = next((a for a in args if isinstance(a, torch.Tensor)), None)
+            values = (*args, *kwargs.values())
+            given = next((value for value in values if isinstance(value, torch.Tensor)), None)
             device = given.device if given is not None else kwargs.get("device")
             device = torch.device(device or torch.get_default_device())
             kwargs["generator"] = self._generator(device)

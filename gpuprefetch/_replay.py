@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from gpuprefetch._encoded import EncodedImages
 from gpuprefetch._host import HostStage
 from gpuprefetch._pipeline import BadImage, BadImageError, Pipeline, encoded_leaves
+from gpuprefetch._resume import in_order
 
 # Epochs whose batches are noted: 8 bytes a sample, 10 MB of an epoch of ImageNet.
 KEPT = 2
@@ -45,9 +47,10 @@ class NotedSampler:
 
     def _noted(self, batches: list[Sequence[Any]]) -> Iterator[Any]:
         for batch in self._sampler:
+            batch = list(batch) if isinstance(batch, Iterator) else batch  # read once, here
             try:
                 batches.append(array("q", batch))
-            except TypeError:  # not numbers: whatever the dataset takes
+            except (TypeError, OverflowError):  # whatever the dataset takes
                 batches.append(list(batch))
             yield batch
 
@@ -64,12 +67,14 @@ def has_indices(loader: Any) -> bool:
     """Whether a loader makes its batches of samples that can be read again.
 
     One with a state of its own (torchdata's) counts what its sampler gives: that one is let alone.
+    Without an order it is not known which batch has come as which.
     """
     return (
         isinstance(loader, DataLoader)
         and not hasattr(loader, "state_dict")
         and loader.batch_sampler is not None
         and not isinstance(loader.dataset, IterableDataset)
+        and in_order(loader)
     )
 
 
@@ -79,14 +84,24 @@ def note(loader: DataLoader[Any]) -> None:
     vars(loader)["batch_sampler"] = NotedSampler(loader.batch_sampler)
 
 
-def replay(loader: Any, pipeline: Pipeline, notes: Notes, index: Any, epoch: int) -> Any:
-    """Prepare the batch that held a sample once more, and take the sample out of it."""
+def replay(
+    loader: Any, pipeline: Pipeline, notes: Notes, index: Any, epoch: int, *, fixed: bool
+) -> Any:
+    """Prepare the batch that held a sample once more, and take the sample out of it.
+
+    ``fixed`` says that the workers' share of the decoding stays as it is.
+    """
     found = (number for number, batch in enumerate(notes.batches) if index in batch)
     number = next(found, None)
     if number is None:
         raise LookupError(f"no batch of epoch {epoch} has held sample {index!r} so far.")
     indices = notes.batches[number]
     position = list(indices).index(index)
+    if number not in notes.shares and not fixed:
+        raise ValueError(
+            f"which images of batch {number} the workers decoded is not known: it came before "
+            'load_state_dict(), or has not come yet. cpu_share="auto" varies; give it a number.'
+        )
     share = notes.shares.get(number, float(pipeline.packer.share))
     packer = replace(
         pipeline.packer,
@@ -95,25 +110,41 @@ def replay(loader: Any, pipeline: Pipeline, notes: Notes, index: Any, epoch: int
         share=torch.tensor([share], dtype=torch.float64),
     )
     on_error = pipeline.on_error if isinstance(pipeline.on_error, str) else "skip"
-    pipeline = replace(pipeline, packer=packer, only=position, on_error=on_error, bad_images=[])
+    pipeline = replace(pipeline, packer=packer, on_error=on_error, bad_images=[])
     pipeline.max_bad = None
     batch = HostStage(loader.collate_fn, packer)([loader.dataset[i] for i in indices])
     images = encoded_leaves(batch)
-    if not images:
-        raise ValueError("replay is for encoded images, and the dataset gave none.")
+    pipeline.only = row = _row_of(position, len(indices), images)
     cuda = pipeline.device.type == "cuda"
     with torch.no_grad(), torch.cuda.device(pipeline.device) if cuda else nullcontext():
         work = pipeline.start(batch, number, epoch)
         for part in work.parts:
             part(torch.cuda.empty_cache)
         for leaf in images:
-            if position in leaf.errors:
-                bad = BadImage(index, leaf.paths[position], leaf.errors[position])
+            if row in leaf.errors:
+                bad = BadImage(index, leaf.paths[row], leaf.errors[row])
                 raise BadImageError(f"no model has seen it: {bad}")
         result = work.finish()
         if cuda:
             torch.cuda.current_stream().synchronize()  # the decoder has read the batch's bytes
     return result
+
+
+def _row_of(position: int, count: int, images: Sequence[EncodedImages]) -> int:
+    """Where the collate function has put a sample, given its place among ``count``."""
+    if not images:
+        raise ValueError("replay is for encoded images, and the dataset gave none.")
+    samples = images[0].samples
+    if any(leaf.samples != samples for leaf in images):
+        raise ValueError(
+            "replay takes a row out of the batch, and the collate function leaves samples apart, "
+            "or has another number of images for each. Use one that keeps the images together."
+        )
+    if position in samples:
+        return samples.index(position)
+    if len(samples) == count and samples[position] < 0:
+        return position
+    raise ValueError("the collate function has left the sample out of its batch.")
 
 
 def stands_alone(pipeline: Pipeline, *, fixed: bool) -> bool:

@@ -19,6 +19,12 @@ def kind(loader: Any) -> str:
     return f"{batch_size=}, {len(_generators(loader))} generators and {own} state of its own"
 
 
+def in_order(loader: Any) -> bool:
+    """Whether the number of a batch says which of the sampler's it is, or the loader knows."""
+    workers = getattr(loader, "num_workers", 0)
+    return workers < 2 or getattr(loader, "in_order", True) or _is_stateful(loader)
+
+
 def _is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -109,11 +110,7 @@ class Buffer:
         return Buffer(slab.memory[HEADER : HEADER + size], slab)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._slab is None:
-            return Buffer, (self.tensor,)
-        memory = None if self._slab.sent else self._slab.memory
-        self._slab.sent = True
-        return _receive, (self._slab.key, memory, self.tensor.numel())
+        return Buffer, (self.tensor.clone(),)
 
     def pin(self) -> bool:
         """Page-lock the buffer where it lies; False where that cannot be done."""
@@ -121,8 +118,22 @@ class Buffer:
 
     def __del__(self) -> None:
         # A worker forked later has a copy of this object: not to free what the parent reads.
-        if self._mapping is not None and self._reader == os.getpid():
-            self._mapping.state[0] = 0
+        owned = self._mapping or self._slab  # a slab that was not sent
+        if owned is not None and self._reader == os.getpid():
+            owned.state[0] = 0
+
+
+def _send(buffer: Buffer) -> tuple[Any, ...]:
+    """How a buffer is pickled for another process; copies and files take ``__reduce__``."""
+    slab, buffer._slab = buffer._slab, None
+    if slab is None:
+        return Buffer, (buffer.tensor,)
+    memory = None if slab.sent else slab.memory
+    slab.sent = True
+    return _receive, (slab.key, memory, buffer.tensor.numel())
+
+
+ForkingPickler.register(Buffer, _send)
 
 
 def _receive(key: tuple[int, int], memory: torch.Tensor | None, size: int) -> Buffer:

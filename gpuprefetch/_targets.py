@@ -68,6 +68,19 @@ def followers(batch: Any) -> list[Any]:
     return [leaf for leaf in leaves(batch, _is_image) if isinstance(leaf, kinds)] if kinds else []
 
 
+def wrap_like(values: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """Some rows of ``leaf``, a tv_tensor again if that is one."""
+    tv = sys.modules.get("torchvision.tv_tensors")
+    if tv is None or not isinstance(leaf, tv.TVTensor):
+        return values
+    return tv.wrap(values, like=leaf)  # type: ignore[no-any-return]
+
+
+def images_of(sample: Any) -> list[Any]:
+    """The encoded images in a sample."""
+    return [leaf for leaf in leaves(sample, _is_image) if _is_image(leaf)]
+
+
 # --- In the workers ---
 
 
@@ -88,7 +101,9 @@ def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]],
     if size is None or not followers(samples):
         return samples
     each = samples if isinstance(samples, list) else [samples]
-    images = [[leaf for leaf in leaves(sample, _is_image) if _is_image(leaf)] for sample in each]
+    # Others, as the None of a sample that its dataset could not read, are the collate function's.
+    numbers = [i for i, sample in enumerate(each) if images_of(sample) or followers(sample)]
+    images = [images_of(each[i]) for i in numbers]
     if not any(images):
         return samples
     if odd := {len(found) for found in images} - {1}:
@@ -118,7 +133,9 @@ def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]],
             )
         return _sampled(leaf, rows[i], size)
 
-    moved = [map_leaves(partial(move, i), sample, _is_image) for i, sample in enumerate(each)]
+    moved = list(each)
+    for i, number in enumerate(numbers):
+        moved[number] = map_leaves(partial(move, i), each[number], _is_image)
     return moved if each is samples else moved[0]
 
 
@@ -183,8 +200,9 @@ def mark(batch: Any, samples: Any) -> Any:
 
     Those are the lists of what the samples held, and the lists beside a list of their images.
     """
-    if not isinstance(samples, list) or not any(map(_is_image, leaves(batch, _is_image))):
+    if not isinstance(samples, list) or not images_of(batch):
         return batch
+    samples = [sample for sample in samples if images_of(sample)]
     beside_images = set[int]()
 
     def is_list(node: Any) -> bool:
@@ -196,12 +214,14 @@ def mark(batch: Any, samples: Any) -> Any:
         return [set(map(id, leaves(sample, _is_image))) for sample in samples]
 
     def is_entries(node: Any) -> bool:
+        if _is_image(node):
+            return True
         children = list(node.values()) if isinstance(node, Mapping) else node
         if isinstance(children, (list, tuple)) and any(
             is_list(child) and all(map(_is_image, child)) for child in children
         ):
             beside_images.update(map(id, children))
-        if not is_list(node) or any(map(_is_image, leaves(node, _is_image))):
+        if not is_list(node) or images_of(node):
             return False
         if id(node) in beside_images:
             return True
@@ -220,7 +240,8 @@ def fate(batch: Any, samples: Any) -> str:
     """What the collate function made of the tv_tensors: "kept", "lost", or "" without any."""
     if not (before := followers(samples)):
         return ""
-    batch = unstack(batch, len(samples) if isinstance(samples, list) else 0)
+    count = sum(bool(images_of(s)) for s in samples) if isinstance(samples, list) else 0
+    batch = unstack(batch, count)
     after = followers([leaf for leaf in leaves(batch, is_per_sample) if is_per_sample(leaf)])
     return "kept" if len(after) == len(before) else "lost"
 

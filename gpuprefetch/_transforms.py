@@ -492,6 +492,9 @@ def apply_head(
     if size is None:
         one = head.sample([images.shape[-2:]], fold(0, [0]))
         size = tuple(one.length[0].astype(int).tolist())
+    dtype = dtype or (images.dtype if images.is_floating_point() else torch.float32)
+    if not len(images):
+        return images.new_empty((0, images.shape[1], *size), dtype=dtype)
     return resample(
         list(images.unbind()),
         rows,
@@ -500,6 +503,6 @@ def apply_head(
         antialias=head.antialias,
         mean=head.mean,
         std=head.std,
-        dtype=dtype or (images.dtype if images.is_floating_point() else torch.float32),
+        dtype=dtype,
         memory_format=memory_format or torch.contiguous_format,
     )

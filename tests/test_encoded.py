@@ -1,6 +1,9 @@
 """Encoded images travel from the dataset to the batch unchanged, and come out as PIL's pixels."""
 
+import copy
 import io
+import pickle
+from itertools import combinations
 from pathlib import Path
 
 import kornia.augmentation as K
@@ -10,7 +13,14 @@ import pytest
 import torch
 from conftest import draw_photo
 from PIL import Image, ImageOps
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    default_collate,
+)
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.v2 import functional as F
 
@@ -65,7 +75,15 @@ def test_folder_has_torchvisions_rules(photo_folder):
 
 
 @pytest.mark.parametrize(
-    "data", [b"abc", bytearray(b"abc"), memoryview(b"abc"), torch.tensor([97, 98, 99]).byte()]
+    "data",
+    [
+        b"abc",
+        bytearray(b"abc"),
+        memoryview(b"abc"),
+        memoryview(b"a-b-c-")[::2],
+        memoryview(b"abc").cast("B", (3, 1)),
+        torch.tensor([97, 98, 99]).byte(),
+    ],
 )
 def test_default_collate_packs_bytes(data):
     batch, target = default_collate(
@@ -197,6 +215,75 @@ def test_epochs_and_seeds_differ(photo_folder, device):
     assert torch.equal(first[0], again[0])
 
 
+def test_a_deep_copy_reaches_its_persistent_workers(photo_folder):
+    loader = loader_of(EncodedImageFolder(photo_folder), "cpu", persistent_workers=True)
+    prefetcher = DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(16)], seed=3)
+    copied = copy.deepcopy(prefetcher)
+    for _ in range(2):
+        images, same = (torch.cat([i for i, _ in p]) for p in (prefetcher, copied))
+        assert torch.equal(images, same)
+    copied.set_epoch(0)
+    assert not torch.equal(torch.cat([i for i, _ in copied]), same)  # guards the test
+
+
+class Half(Dataset):
+    """Of a folder, numbered from 0 as a folder of its own would be."""
+
+    def __init__(self, folder, start):
+        self.folder, self.start = folder, start
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        image, target = self.folder[self.start + index]
+        return EncodedImage(image.data, index, image.path), target
+
+
+class Batches:
+    """A loader that is not torch's."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+def test_a_sample_has_the_same_parameters_in_any_batch(photo_folder):
+    folder = EncodedImageFolder(photo_folder)
+    dataset = ConcatDataset([Half(folder, 0), Half(folder, 12)])
+
+    def crops(**options):
+        loader = loader_of(dataset, "cpu", **{"num_workers": 0} | options)
+        return DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(16)], seed=1)
+
+    want = torch.cat([images for images, _ in crops(batch_size=1)])
+    together = torch.cat([images for images, _ in crops(batch_size=24)])
+    apart = [image for batch in crops(collate_fn=list) for image, _ in batch]
+    foreign = DataPrefetcher(
+        Batches(crops()._loader), device="cpu", transforms=[RandomResizedCrop(16)], seed=1
+    )
+    iterator = iter(foreign)
+    whole = [next(iterator)[0]]
+    state = foreign.state_dict()
+    whole += [images for images, _ in iterator]
+    assert torch.equal(together, want)
+    assert torch.equal(torch.cat(apart), want)
+    assert torch.equal(torch.cat(whole), want)
+    foreign.load_state_dict(state)
+    for (images, _), expected in zip(foreign, whole[1:], strict=True):
+        assert torch.equal(images, expected)
+
+
+@pytest.mark.parametrize("path", [Path("a.jpg"), "caf\udce9.jpg", "", None])
+def test_a_sample_without_a_number_is_known_by_its_path(photo_folder, path):
+    data = EncodedImageFolder(photo_folder)[0][0].data
+    loader = loader_of([EncodedImage(data, path=path)] * 2, "cpu", num_workers=0)
+    (images,) = DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(8)])
+    assert not torch.equal(images[0], images[1])
+
+
 def test_tail_draws_repeat_and_leave_the_users_generator_alone(photo_folder, device):
     loader = loader_of(EncodedImageFolder(photo_folder), device)
     transforms = [RandomResizedCrop(16), K.ColorJitter(0.4, 0.4, 0.4, 0.1), K.Normalize(MEAN, STD)]
@@ -237,6 +324,27 @@ def test_encoded_images_anywhere_in_a_sample(photo_folder, device):
         assert batch["meta"]["target"].device.type == device.type
 
 
+@pytest.mark.parametrize("collate", [None, list])
+def test_the_balancer_learns_of_whole_batches(photo_folder, monkeypatch, collate):
+    loader = loader_of(Pairs(EncodedImageFolder(photo_folder)), "cpu", collate_fn=collate)
+    prefetcher = DataPrefetcher(loader, device="cpu", transforms=[Resize((16, 16))])
+    learned = []
+    monkeypatch.setattr(prefetcher._balancer, "observe", lambda *batch: learned.append(batch[:2]))
+    list(prefetcher)
+    assert learned == [(16, 16)] * 3  # two views of eight, and all of them decoded in the workers
+
+
+@pytest.mark.parametrize("collate", [None, list])
+def test_each_view_has_its_own_draws_behind_the_head(photo_folder, device, collate):
+    folder = EncodedImageFolder(photo_folder)
+    loader = loader_of([(folder[0][0], folder[0][0])] * 2, device, collate_fn=collate)
+    jitter = [Resize((16, 16)), K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=1.0)]
+    (batch,) = DataPrefetcher(loader, device=device, transforms=jitter)
+    views = torch.cat([images for pair in batch for images in pair]).reshape(4, 3, 16, 16)
+    for one, other in combinations(views, 2):
+        assert not torch.equal(one, other)
+
+
 class Shards(IterableDataset):
     def __init__(self, folder):
         self.folder = folder
@@ -265,6 +373,96 @@ def test_iterable_datasets_and_custom_collates(photo_folder, device):
         images, target = next(iter(prefetcher))
         assert images.shape == (8, 3, 16, 16)
         assert target.tolist() == folder.targets[:8]
+
+
+def discarding(samples):
+    default_collate(samples)
+    return default_collate(samples)
+
+
+def copying(samples):
+    batch = default_collate(samples)
+    assert len(copy.deepcopy(batch)) == len(pickle.loads(pickle.dumps(batch))) == 2
+    return batch
+
+
+@pytest.mark.parametrize("collate", [discarding, copying])
+def test_a_collate_function_may_discard_and_copy_a_batch(photo_folder, collate):
+    folder = EncodedImageFolder(photo_folder)
+    loader = loader_of(folder, "cpu", batch_size=2, num_workers=1, collate_fn=collate)
+    for number, (images, _) in enumerate(loader):
+        assert images.buffer._mapping is not None  # a slab, of which there are but a few
+        for i in range(2):
+            assert bytes(images[i].data) == folder[2 * number + i][0].data
+    assert number == 11
+
+
+def columns(samples):
+    """Lists with an entry per sample, as collate functions make them, in an order of their own."""
+    images, targets = zip(*reversed(samples), strict=True)
+    return {
+        "image": default_collate(images),
+        "target": torch.tensor(targets),
+        "words": [[str(target)] * (target % 4) for target in targets],
+        "boxes": [torch.full((target, 4), target) for target in targets],
+        "dicts": [{"n": target, "t": torch.tensor([target])} for target in targets],
+        "pairs": [torch.tensor(targets), [str(target) for target in targets]],
+    }
+
+
+@pytest.mark.parametrize("batch_size", [2, 8])
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_lists_that_the_collate_function_makes_follow_a_bad_image(
+    photo_folder, batch_size, on_error
+):
+    prefetcher = DataPrefetcher(
+        loader_of(damaged(photo_folder), "cpu", batch_size=batch_size, collate_fn=columns),
+        device="cpu",
+        transforms=[Resize((16, 16))],
+        on_error=on_error,
+    )
+    for batch in prefetcher:
+        targets = batch["target"].tolist()
+        assert len(batch["image"]) == len(targets)
+        assert batch["words"] == [[str(target)] * (target % 4) for target in targets]
+        assert [box.shape for box in batch["boxes"]] == [(target, 4) for target in targets]
+        assert [entry["n"] for entry in batch["dicts"]] == targets
+        assert batch["pairs"][0].tolist() == targets
+        assert batch["pairs"][1] == [str(target) for target in targets]
+    assert {bad.index for bad in prefetcher.bad_images} == {2, 6, 13}
+
+
+def test_a_batch_with_a_bad_image_keeps_its_memory_format(photo_folder, device):
+    prefetcher = DataPrefetcher(
+        loader_of(damaged(photo_folder), device),
+        device=device,
+        transforms=[Resize((16, 16))],
+        memory_format=torch.channels_last,
+        on_error="skip",
+    )
+    images, _ = next(iter(prefetcher))
+    assert len(images) == 6
+    assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+class Moving(dict):
+    """As the batches of Hugging Face's tokenizers."""
+
+    def to(self, *_, **__):
+        return self
+
+
+def test_a_bad_image_beside_what_has_no_rows_is_an_error(photo_folder):
+    def moving(samples):
+        images, targets = default_collate(samples)
+        return images, Moving(target=targets)
+
+    loader = loader_of(damaged(photo_folder), "cpu", collate_fn=moving)
+    prefetcher = DataPrefetcher(
+        loader, device="cpu", transforms=[Resize((16, 16))], on_error="replace"
+    )
+    with pytest.raises(ValueError, match=r"Moving'> is none\. Let the collate function"):
+        list(prefetcher)
 
 
 def test_a_loader_that_is_no_dataloader(photo_folder):
@@ -316,6 +514,25 @@ def test_only_a_cast_on_tensors(device):
     assert bool((images == 1).all())
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert target.dtype == torch.int64
+
+
+@pytest.mark.parametrize("transforms", [None, [torch.nn.Identity()]])
+def test_uint8_tensors_stay_what_they_are(device, transforms):
+    photos = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
+    options = {"device": device, "transforms": transforms, "dtype": torch.uint8}
+    for batch in (photos, photos / 255):
+        (images,) = DataPrefetcher([batch], **options)
+        assert torch.equal(images.cpu(), photos)
+
+
+def test_an_empty_batch_of_tensors(device):
+    (images,) = DataPrefetcher(
+        [torch.zeros(0, 3, 9, 9, dtype=torch.uint8)],
+        device=device,
+        transforms=[RandomResizedCrop((4, 5)), K.RandomHorizontalFlip()],
+    )
+    assert images.shape == (0, 3, 4, 5)
+    assert images.dtype == torch.float32
 
 
 def test_lists_that_cannot_work_are_refused_when_built(photo_folder):
@@ -449,6 +666,35 @@ def test_a_rotten_dataset_is_an_error(photo_folder):
     prefetcher = DataPrefetcher(loader_of(hopeless, "cpu"), on_error="skip", **options)
     assert list(prefetcher) == []  # a batch of which nothing is left is skipped as a whole
     assert len(prefetcher.bad_images) == 24
+
+
+def tagged(samples):
+    images, targets = zip(*samples, strict=True)
+    return {"image": default_collate(images), "target": targets, "tags": [[] for _ in targets]}
+
+
+def test_lists_without_an_entry_follow_a_bad_image(photo_folder):
+    loader = loader_of(damaged(photo_folder), "cpu", collate_fn=tagged)
+    prefetcher = DataPrefetcher(
+        loader, device="cpu", transforms=[Resize((16, 16))], on_error="skip"
+    )
+    assert [len(batch["tags"]) for batch in prefetcher] == [6, 7, 8]
+
+
+@pytest.mark.parametrize("views", [1, 2, 4])
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_a_bad_image_among_samples_apart_is_an_error(photo_folder, views, on_error):
+    files = damaged(photo_folder)
+    pairs = [([files[i][0]] * views, i) for i in range(8)]
+    prefetcher = DataPrefetcher(
+        loader_of(pairs, "cpu", batch_size=4, collate_fn=list),
+        device="cpu",
+        transforms=[Resize((16, 16))],
+        on_error=on_error,
+    )
+    # What belongs to the bad image is not known, and good ones would go with it.
+    with pytest.raises(BadImageError, match=r"sample 2 of .*the collate function leaves samples"):
+        list(prefetcher)
 
 
 @pytest.mark.gpu

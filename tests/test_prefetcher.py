@@ -134,6 +134,28 @@ def test_the_users_loader_stays_as_it_was():
     assert loader.collate_fn is collate
 
 
+class OnceReadable:
+    """A batch sampler of iterators, with numbers that no 64 bits hold."""
+
+    def __iter__(self):
+        yield map(int, range(4))
+        yield [2**64, 2**65]
+
+    def __len__(self):
+        return 2
+
+
+class Any64(Numbers):
+    def __getitem__(self, index):
+        return index % 7
+
+
+def test_any_batch_sampler(device):
+    loader = DataLoader(Any64(), batch_sampler=OnceReadable())
+    prefetcher = DataPrefetcher(loader, device=device)
+    assert [batch.tolist() for batch in prefetcher] == [b.tolist() for b in loader]
+
+
 def test_set_epoch_reaches_the_sampler():
     dataset = Numbers(16, "tensor")
     sampler = DistributedSampler(dataset, num_replicas=2, rank=0, shuffle=True)
@@ -208,6 +230,19 @@ def gpuprefetch_threads():
             break
         time.sleep(0.01)
     return found
+
+
+def test_a_transform_that_raises_stop_iteration_does_not_end_the_epoch(device):
+    noise = iter(range(1))
+
+    def add_noise(images):
+        return images + next(noise)
+
+    loader = loader_of(Numbers(8), device)
+    iterator = iter(DataPrefetcher(loader, device=device, transforms=[add_noise]))
+    next(iterator)
+    with pytest.raises(RuntimeError, match="a transform raised StopIteration"):
+        next(iterator)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -323,6 +358,7 @@ def test_the_interpreter_exits_with_an_epoch_under_way(ending):
     [
         ({"loader": Numbers()}, TypeError, "wraps a DataLoader"),
         ({"loader": 3}, TypeError, "wraps a DataLoader"),
+        ({"loader": Stream()}, TypeError, "batch_size=None for what gives batches"),
         ({"device_prefetch_size": 0}, ValueError, "at least 1"),
         ({"device": "cuda:99"}, ValueError, "not there"),
         ({"device": "meta"}, ValueError, "CUDA or CPU"),
@@ -330,6 +366,10 @@ def test_the_interpreter_exits_with_an_epoch_under_way(ending):
         ({"decoder": "torchcodec", "device": "cpu"}, ValueError, "needs a CUDA device"),
         ({"cpu_share": 1.5}, ValueError, "cpu_share"),
         ({"on_error": "ignore"}, ValueError, "on_error"),
+        ({"max_bad": "3"}, ValueError, "max_bad is a number"),
+        ({"max_bad": -1}, ValueError, "max_bad is a number"),
+        ({"dtype": "float16"}, ValueError, "dtype must be torch.uint8 or a floating-point one"),
+        ({"dtype": torch.int32}, ValueError, "dtype must be torch.uint8 or a floating-point one"),
         ({"transforms": [3]}, TypeError, "callables"),
         ({"transforms": [torch.nn.Identity]}, TypeError, "Pass an instance"),
     ],

@@ -49,7 +49,10 @@ DRAWS = {
     "multinomial": lambda: torch.multinomial(torch.ones(100), 3),
     "uniform_": lambda: torch.empty(3).uniform_(),
     "rand_like": lambda: torch.rand_like(torch.ones(3)),
-    "randn_like": lambda: torch.randn_like(torch.ones(3)),
+    "randn_like": lambda: torch.randn_like(input=torch.ones(3)),
+    "randint_like": lambda: torch.randint_like(torch.ones(3), 1000),
+    "randint_like, from": lambda: torch.randint_like(torch.ones(3), 5, 1000),
+    "randint_like, by name": lambda: torch.randint_like(torch.ones(3), low=5, high=1000),
     "beta": lambda: torch.distributions.Beta(1.0, 1.0).sample((3,)),
     "uniform": lambda: torch.distributions.Uniform(0.0, 1.0).rsample((3,)),
 }

@@ -12,10 +12,12 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, EncodedImageFolder, Resize
 from gpuprefetch import RandomResizedCrop as Crop
+from gpuprefetch._host import HostStage
 
 CROP = [Crop(16)]
 JITTER = K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.7)
@@ -98,6 +100,23 @@ def test_the_share_of_the_workers_is_that_of_the_batch(photo_folder, device):
     seen = epoch_of(prefetcher)
     share.fill_(0.0)
     assert_replayed(prefetcher, seen)
+
+
+def test_all_views_of_a_batch_have_one_share(photo_folder):
+    def views(samples):
+        images = [sample["image"] for sample in samples]
+        first = default_collate(images)
+        packer.share.zero_()  # as the balancer may at any moment
+        return {"image": first, "view": default_collate(images)}
+
+    packer = prefetcher_of(Numbered(photo_folder))._pipeline.packer
+    packer.on_gpu = True
+    packer.share.fill_(1.0)
+    dataset = Numbered(photo_folder)
+    for share in (1.0, 0.0):
+        batch = HostStage(views, packer)([dataset[i] for i in range(4)])
+        assert batch["image"].share == batch["view"].share == share
+        assert batch["view"].decoded.all() == batch["image"].decoded.all() == bool(share)
 
 
 def test_while_the_epoch_is_under_way(photo_folder):
@@ -194,6 +213,49 @@ def test_old_epochs_are_forgotten(photo_folder):
 class Endless(IterableDataset):
     def __iter__(self):
         yield torch.ones(3, 4, 4)
+
+
+def test_a_collate_function_that_leaves_out_and_sorts(photo_folder):
+    def chosen(samples):
+        return default_collate([sample for sample in reversed(samples) if sample["target"] % 5])
+
+    prefetcher = prefetcher_of(Numbered(photo_folder), collate_fn=chosen, num_workers=0)
+    seen = epoch_of(prefetcher)
+    assert len(seen) == 19
+    assert_replayed(prefetcher, seen)
+    with pytest.raises(ValueError, match="left the sample out"):
+        prefetcher.replay(10)
+
+
+def test_a_collate_function_that_makes_new_images(photo_folder):
+    def renewed(samples):
+        images = [EncodedImage(s["image"].data, s["target"]) for s in samples]
+        return default_collate([s | {"image": i} for s, i in zip(samples, images, strict=True)])
+
+    prefetcher = prefetcher_of(Numbered(photo_folder), collate_fn=renewed, num_workers=0)
+    assert_replayed(prefetcher, epoch_of(prefetcher))
+
+
+def test_samples_apart_are_refused(photo_folder):
+    prefetcher = prefetcher_of(Numbered(photo_folder), collate_fn=list)
+    list(prefetcher)
+    with pytest.raises(ValueError, match="the collate function leaves samples apart"):
+        prefetcher.replay(3)
+
+
+def test_a_share_that_is_not_known_is_refused(photo_folder):
+    options = {"transforms": [Crop(16), JITTER], "num_workers": 0}
+    prefetcher = prefetcher_of(Numbered(photo_folder), **options)
+    iterator = iter(prefetcher)
+    seen = next(iterator)["target"].tolist()
+    state = prefetcher.state_dict()
+    resumed = prefetcher_of(Numbered(photo_folder), **options)
+    resumed._balancer.fixed = False  # as on a GPU, where the balancer changes the share
+    resumed.load_state_dict(state)
+    later = next(iter(resumed))["target"].tolist()
+    assert resumed.replay(later[0])["target"].tolist() == later[:1]
+    with pytest.raises(ValueError, match=r"batch 0 the workers decoded.*give it a number"):
+        resumed.replay(seen[0])
 
 
 def test_what_cannot_be_known_is_refused(photo_folder):

@@ -216,6 +216,28 @@ def test_a_state_of_another_kind_of_loader_is_refused():
             DataPrefetcher(other, device="cpu").load_state_dict(state)
 
 
+def test_without_an_order_there_is_no_state():
+    prefetcher = DataPrefetcher(numbers(num_workers=2, in_order=False), device="cpu")
+    prefetcher.load_state_dict(prefetcher.state_dict())  # nothing is lost yet
+    next(iterator := iter(prefetcher))
+    with pytest.raises(ValueError, match="had 1 batches, but with in_order=False"):
+        prefetcher.state_dict()
+    iterator.close()
+    alone = DataPrefetcher(numbers(num_workers=1, in_order=False), device="cpu")
+    next(iter(alone))
+    assert alone.state_dict()["batches"] == 1  # one worker keeps the order
+
+
+def test_the_manual_form_goes_back_too():
+    prefetcher = DataPrefetcher(numbers(), device="cpu")
+    prefetcher.next()
+    state = prefetcher.state_dict()
+    second = values(prefetcher.next())
+    prefetcher.next()
+    prefetcher.load_state_dict(state)
+    assert values(prefetcher.next()) == second
+
+
 def test_the_next_epoch_is_a_whole_one():
     prefetcher = DataPrefetcher(numbers(), device="cpu")
     iterator = iter(prefetcher)
@@ -240,6 +262,14 @@ def test_an_iterator_that_is_dropped_unused_is_no_epoch():
     prefetcher.load_state_dict(prefetcher.state_dict())
     iter(prefetcher)
     assert [len(list(prefetcher)) for _ in range(2)] == [9, 10]  # the saved place is still there
+
+
+def test_a_state_before_the_first_batch_is_not_lost_with_an_unused_iterator():
+    first, second = (DataPrefetcher(numbers(shuffle=True), device="cpu") for _ in range(2))
+    iterator = iter(first)
+    second.load_state_dict(first.state_dict())
+    iter(second)  # dropped at once
+    assert [values(batch) for batch in second] == [values(batch) for batch in iterator]
 
 
 def test_a_state_before_the_first_epoch_and_a_wrong_one():

@@ -1,6 +1,7 @@
 """Boxes, masks and points follow their image, whatever moves it and whoever decodes it."""
 
 import io
+from collections import Counter
 
 import kornia.augmentation as K
 import numpy as np
@@ -145,7 +146,7 @@ def test_head_agrees_with_torchvision(name):
         picture = Image.open(io.BytesIO(encoded.data)).convert("RGB")
         flipped, apply = False, reference
         if reference is None:
-            keys = sample_keys(SEED, 0, [encoded], 0)
+            keys = sample_keys(SEED, 0, [encoded], Counter())
             (row,) = head.draw([picture.size[::-1]], fold(keys, 0))
             *box, flipped = crop_of(row)
             flips += flipped
@@ -420,6 +421,38 @@ def test_bad_images_take_their_targets_along(tail, on_error, names):
     loader = prefetcher(Damaged(4, empty=False), [Resize((96, 96)), *tail], on_error=on_error)
     ((images, targets),) = loader
     assert [target["name"] for target in targets] == names
+    assert all(check_square(*sample) for sample in zip(images, targets, strict=True))
+
+
+def test_stacked_masks_of_a_batch_with_a_bad_image_are_masks():
+    class Masks(Damaged):
+        def __getitem__(self, index):
+            image, target = super().__getitem__(index)
+            return image, tv_tensors.Mask(target["masks"][0])
+
+    ((images, masks),) = prefetcher(
+        Masks(4, empty=False), [Resize((40, 60))], collate_fn=None, on_error="skip"
+    )
+    assert isinstance(masks, tv_tensors.Mask)
+    assert len(images) == len(masks) == 2
+
+
+class Unread(Damaged):
+    """Gives None for a file that it cannot open, as many datasets do."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) if index else None
+
+
+def test_samples_that_the_collate_function_leaves_out():
+    ((images, targets),) = prefetcher(
+        Unread(5, empty=False),
+        [Resize((96, 96)), K.RandomHorizontalFlip(p=1.0)],
+        collate_fn=lambda samples: zipped([sample for sample in samples if sample]),
+        batch_size=5,
+        on_error="skip",
+    )
+    assert [target["name"] for target in targets] == ["3", "4"]
     assert all(check_square(*sample) for sample in zip(images, targets, strict=True))
 
 
