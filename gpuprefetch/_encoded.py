@@ -88,6 +88,7 @@ class EncodedImages:
         collate_seconds: it spent on the rest of the batch.
         pin_seconds: the DataLoader's pin thread took.
         targets: what became of boxes, masks and points, see :func:`gpuprefetch._targets.fate`.
+        out: the finished batch, where no device is to make it.
         pinned: a copy of the pixels in pinned memory, where the buffer itself cannot be pinned.
     """
 
@@ -111,6 +112,7 @@ class EncodedImages:
     collate_seconds: float = 0.0
     pin_seconds: float = 0.0
     targets: str = ""
+    out: torch.Tensor | None = None
     pinned: torch.Tensor | None = None
 
     @property
@@ -137,6 +139,16 @@ class EncodedImages:
         """``(bytes,)`` uint8, a view of the image's part of the buffer."""
         start, stop = self.spans[position]
         return (self.pixels if self.decoded[position] else self.data)[start:stop]
+
+    def views(
+        self, positions: npt.NDArray[np.int64], pixels: torch.Tensor, start: int = 0
+    ) -> list[torch.Tensor]:
+        """``(3, H, W)`` images that workers decoded, in ``pixels`` from their byte ``start`` on."""
+        spans, sizes = (self.spans[positions] - start).tolist(), self.sizes[positions].tolist()
+        return [
+            pixels[first:last].view(3, *size)
+            for (first, last), size in zip(spans, sizes, strict=True)
+        ]
 
     def pin_memory(self, device: Any = None) -> EncodedImages:
         """The batch in pinned memory; the DataLoader's pin thread calls it.

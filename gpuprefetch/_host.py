@@ -23,7 +23,7 @@ from gpuprefetch._batch import leaves, map_leaves
 from gpuprefetch._encoded import EncodedImage, EncodedImages, pack, packing
 from gpuprefetch._format import ImageHeader, blank, decode_cpu, read_header
 from gpuprefetch._random import Keys, fold
-from gpuprefetch._resample import plan_rows, resample_uint8
+from gpuprefetch._resample import check_rows, plan_rows, resample, resample_uint8
 from gpuprefetch._targets import FollowedImage, fate, follow, images_of, mark
 from gpuprefetch._transforms import Head, Sampling
 
@@ -80,6 +80,9 @@ class Packer:
         seed: of all random parameters.
         epoch: likewise.
         share: ``(1,)`` float64 in shared memory, of the baseline JPEGs that are decoded here.
+        output: dtype and memory format of the result, where it is made here; None leaves that to
+            the device. Without one it is made here: a worker runs its share of it in one thread,
+            and in the loop's process many threads would wait for cores that the workers have.
     """
 
     head: Head
@@ -88,6 +91,7 @@ class Packer:
     seed: int
     epoch: torch.Tensor
     share: torch.Tensor
+    output: tuple[torch.dtype, torch.memory_format] | None = None
     _share: float | None = field(init=False, default=None)
     _packed: Counter[Any] = field(init=False, default_factory=Counter)
     _owners: dict[int, int] = field(init=False, default_factory=dict)
@@ -149,6 +153,8 @@ class Packer:
             read_seconds=self._read_seconds(images),
             decode_seconds=seconds,
         )
+        if self.output is not None and self.head.size is not None:
+            batch.out = finish(batch, self.head, *self.output)
         self._last = time.perf_counter()
         batch.collate_seconds = self._last - begin - seconds
         return batch
@@ -213,7 +219,9 @@ class Packer:
         if self.head.size is None:
             return None
         if not self._following:
-            return self.head.draw(sizes, fold(keys, 0))
+            rows = self.head.draw(sizes, fold(keys, 0))
+            check_rows(rows, sizes, self.head.size)
+            return rows
         followed: list[Any] = [i.row for i in images if isinstance(i, FollowedImage)]
         if len(followed) < len(images):
             raise ValueError(
@@ -231,13 +239,8 @@ class Packer:
         if self.on_gpu and 0 < (bottom - top) * (right - left) <= SHIPPED * prod(self.head.size):
             row[:, [0, 2, 3]] -= row[:, 2:3]  # origin, low and high
             return picture[:, top:bottom, left:right]
-        picture = resample_uint8(
-            picture,
-            row,
-            self.head.size,
-            interpolation=self.head.interpolation,
-            antialias=self.head.antialias,
-        )
+        way: Any = {"interpolation": self.head.interpolation, "antialias": self.head.antialias}
+        picture = resample_uint8(picture, row, self.head.size, **way)
         row[:] = Sampling.identity([self.head.size]).rows()[0]
         return picture
 
@@ -251,6 +254,30 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
+
+
+def finish(
+    images: EncodedImages, head: Head, dtype: torch.dtype, memory_format: torch.memory_format
+) -> torch.Tensor:
+    """Run the fused head on the CPU for what is decoded of a batch: ``(N, C, H, W)``."""
+    assert images.rows is not None and head.size is not None
+    ready = np.flatnonzero(images.decoded)
+    shape = len(images), 3, *head.size
+    out = torch.empty(shape, dtype=dtype, memory_format=memory_format)
+    if len(ready):
+        resample(
+            images.views(ready, images.pixels),
+            images.rows[ready],
+            head.size,
+            interpolation=head.interpolation,
+            antialias=head.antialias,
+            mean=head.mean,
+            std=head.std,
+            dtype=dtype,
+            out=out,
+            positions=ready.tolist(),
+        )
+    return out
 
 
 def _mirror(rows: Any, sizes: Any, where: Any) -> None:

@@ -389,8 +389,11 @@ class ImageJob:
         if head.size is None:
             # The pixels themselves are the result, and the buffer is the worker's.
             pixels = images.pixels.to(device, non_blocking=True, copy=True)
-            for i, image in zip(ready.tolist(), self._views(ready, pixels, 0), strict=True):
+            for i, image in zip(ready.tolist(), images.views(ready, pixels), strict=True):
                 self.out[i] = image
+            return
+        if images.out is not None:  # on the CPU
+            self.out = images.out
             return
         self.out = torch.empty(
             (len(images), 3, *head.size),
@@ -398,24 +401,12 @@ class ImageJob:
             device=device,
             memory_format=pipeline.memory_format or torch.contiguous_format,
         )
-        if device.type == "cuda":
-            self._reserved = torch.cuda.current_stream(device).record_event()
+        self._reserved = torch.cuda.current_stream(device).record_event()
         for positions in uploads(images, ready):
             first, last = images.spans[positions[0], 0], images.spans[positions[-1], 1]
             pixels = _upload(images.pixels[first:last], device)
             addresses = pixels.data_ptr() - first + images.spans[positions, 0]
-            self._launch(positions, addresses, partial(self._views, positions, pixels, first))
-
-    def _views(
-        self, positions: npt.NDArray[np.int64], pixels: torch.Tensor, start: int
-    ) -> list[torch.Tensor]:
-        """``(3, H, W)`` images that workers decoded, in ``pixels`` from their byte ``start`` on."""
-        spans = (self.images.spans[positions] - start).tolist()
-        sizes = self.images.sizes[positions].tolist()
-        return [
-            pixels[first:last].view(3, *size)
-            for (first, last), size in zip(spans, sizes, strict=True)
-        ]
+            self._launch(positions, addresses, partial(images.views, positions, pixels, first))
 
     def parts(self, limit: int | None = None) -> list[Part]:
         """The decode of each sub-batch; none takes more than ``limit`` bytes decoded."""
@@ -507,9 +498,7 @@ class ImageJob:
 
 
 def _upload(pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy flat uint8 pixels to the device, into memory that serves the next ones as well."""
-    if device.type == "cpu":
-        return pixels
+    """Copy flat uint8 pixels to the GPU, into memory that serves the next ones as well."""
     room = torch.empty(upload_bytes(pixels.numel()), dtype=torch.uint8, device=device)
     return room[: pixels.numel()].copy_(pixels, non_blocking=True)
 

@@ -520,6 +520,9 @@ class DataPrefetcher:
             seed=torch.initial_seed() if seed is None else seed,
             epoch=torch.zeros(1, dtype=torch.int64),
             share=share,
+            output=(dtype or torch.float32, memory_format or torch.contiguous_format)
+            if self.device.type == "cpu"
+            else None,
         )
         self._pipeline = Pipeline(
             self.device,
