@@ -38,7 +38,7 @@ from gpuprefetch._pipeline import (
 from gpuprefetch._replay import KEPT, NotedSampler, Notes, has_indices, note, replay, stands_alone
 from gpuprefetch._resume import Source, in_order, kind
 from gpuprefetch._slab import unmap_dead
-from gpuprefetch._stats import Stage, Stats
+from gpuprefetch._stats import Stage
 from gpuprefetch._stream import handoff, lease_stream, return_stream, throttle, using
 from gpuprefetch._transforms import Transform, read_transforms, require_fixed_size
 
@@ -76,14 +76,14 @@ class _Engine:
         depth: int,
         epoch: int,
         fetch_ahead: bool,
-        stats: Stats,
         balancer: Balancer,
         check: Callable[[Any], None],
         shares: dict[int, float],
     ) -> None:
         self._pipeline, self._source, self._check = pipeline, source, check
-        self._depth, self._epoch = depth, epoch
-        self._stats, self._balancer, self._shares = stats, balancer, shares
+        self._depth, self._epoch, self._shares = depth, epoch, shares
+        self.device, self.place = pipeline.device, source.place
+        self.stats, self.balancer = pipeline.stats, balancer
         self._changed = threading.Condition()
         self._slots: deque[_Slot] = deque()
         self._held: _Slot | None = None  # fetched; it does not fit beside what is under way
@@ -106,7 +106,7 @@ class _Engine:
         def run() -> None:
             if self._on_cuda:
                 # A new thread is on the first GPU, and might make a context there.
-                torch.cuda.set_device(self._pipeline.device)
+                torch.cuda.set_device(self.device)
             target(*args)
 
         thread = threading.Thread(target=run, name=f"gpuprefetch-{name}", daemon=True)
@@ -132,7 +132,7 @@ class _Engine:
         slot = _Slot(self._fetched)
         self._fetched += 1
         try:
-            with Stage(self._stats, "fetch") as fetch:
+            with Stage(self.stats, "fetch") as fetch:
                 batch, slot.state = next(self._source)
             self._pipeline.packer.begin()
             slot.source = pack_lists(batch, self._pipeline.packer)
@@ -156,7 +156,7 @@ class _Engine:
 
     def _make_room(self, held: contextlib.ExitStack) -> None:
         """Wait for the other lanes, and keep them from decoding as long as ``held`` is."""
-        self._stats.out_of_memory += 1
+        self.stats.out_of_memory += 1
         held.close()  # a permit, or all of them: nobody waits for permits while he holds one
         held.enter_context(self._alone)
         for _ in range(LANES):
@@ -201,7 +201,7 @@ class _Engine:
 
     def _start_lanes(self) -> None:
         while len(self._lanes) < LANES:
-            self._lanes.append(lease_stream(self._pipeline.device, "lane"))
+            self._lanes.append(lease_stream(self.device, "lane"))
             self._spawn("decode", self._lane_loop, self._lanes[-1])
 
     def _learn(self, slot: _Slot, waited: float) -> None:
@@ -211,17 +211,17 @@ class _Engine:
         if packed:
             everything, on_cpu = map(sum, zip(*counts, strict=True))
             seconds = sum(images.decode_seconds for images in packed)
-            self._balancer.observe(everything, on_cpu, seconds, waited)
+            self.balancer.observe(everything, on_cpu, seconds, waited)
         for images, (count, decoded) in zip(packed, counts, strict=True):
             self._shares[slot.number] = images.share
-            self._stats.cpu_images += decoded
-            self._stats.gpu_images += count - decoded
-            self._stats.encoded_bytes += images.buffer.tensor.numel()
-            self._stats.read_seconds += images.read_seconds
-            self._stats.worker_decode_seconds += images.decode_seconds
-            self._stats.collate_seconds += images.collate_seconds
-            self._stats.pin_seconds += images.pin_seconds
-            self._stats.share = float(self._balancer.share)
+            self.stats.cpu_images += decoded
+            self.stats.gpu_images += count - decoded
+            self.stats.encoded_bytes += images.buffer.tensor.numel()
+            self.stats.read_seconds += images.read_seconds
+            self.stats.worker_decode_seconds += images.decode_seconds
+            self.stats.collate_seconds += images.collate_seconds
+            self.stats.pin_seconds += images.pin_seconds
+            self.stats.share = float(self.balancer.share)
 
     def _run_inline(self) -> None:
         while self._parts:
@@ -323,18 +323,10 @@ class _Engine:
 class _Epoch:
     """Iterator over one epoch."""
 
-    def __init__(
-        self,
-        engine: _Engine,
-        device: torch.device,
-        stats: Stats,
-        balancer: Balancer,
-        place: dict[str, Any],
-    ) -> None:
+    def __init__(self, engine: _Engine) -> None:
+        self._engine, self._stats = engine, engine.stats
         # Shared with the prefetcher, which must not keep the iterator alive.
-        self._place, self.use = place, ["unused"]
-        self._engine, self._device = engine, device
-        self._stats, self._balancer = stats, balancer
+        self.use = ["unused"]
         self._steps: deque[torch.cuda.Event] = deque()
         self._sources: deque[tuple[torch.cuda.Event, Any]] = deque()
         self._last: float | None = None
@@ -355,7 +347,7 @@ class _Epoch:
         self.use[0] = "used"
         try:
             started = time.perf_counter()
-            throttle(self._steps, self._device)
+            throttle(self._steps, self._engine.device)
             with Stage(self._stats, "wait"):
                 slot = self._engine.take()
             now = time.perf_counter()
@@ -379,13 +371,13 @@ class _Epoch:
                 del error  # breaks the cycle between the exception and this frame
         self._stats.batches += slot.result is not EMPTY
         self._stats.images += slot.images
-        self._place.update(batches=slot.number + 1, loader=slot.state)
+        self._engine.place.update(batches=slot.number + 1, loader=slot.state)
         if self._last is not None:
-            self._balancer.handed_over(now - self._last)
+            self._engine.balancer.handed_over(now - self._last)
         self._last = now
         if slot.event is not None:
             with Stage(self._stats, "handoff"):
-                handoff(slot.result, slot.event, self._device)
+                handoff(slot.result, slot.event, self._engine.device)
             self._sources.append((slot.event, slot.source))
             while self._sources[0][0].query() and len(self._sources) > 1:
                 self._sources.popleft()
@@ -588,12 +580,11 @@ class DataPrefetcher:
             # order of random numbers it would have without us. On the CPU there is nothing to run
             # ahead of.
             fetch_ahead=self.device.type == "cuda" and getattr(loader, "num_workers", 0) > 0,
-            stats=self.stats,
             balancer=self._balancer,
             check=self._check_first,
             shares=notes.shares,
         )
-        iterator = _Epoch(engine, self.device, self.stats, self._balancer, source.place)
+        iterator = _Epoch(engine)
         self._use = iterator.use
         return iterator
 

@@ -186,7 +186,6 @@ def engine_of(prefetcher, source=(), depth=1):
         depth=depth,
         epoch=0,
         fetch_ahead=False,
-        stats=prefetcher.stats,
         balancer=prefetcher._balancer,
         check=lambda batch: None,
         shares={},
