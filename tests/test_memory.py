@@ -268,6 +268,40 @@ def test_out_of_memory_for_good_is_an_error_with_its_sizes(files, launches):
     assert len(images_of(prefetcher)) == 24  # it goes on
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles: the GPU tests do it")
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_launches_by_address_fill_the_right_rows(monkeypatch, share):
+    # The GPU's way through a batch, with the kernel in Triton's interpreter.
+    files = [pictures.encode_jpeg(pictures.draw(24, 32, seed=i)) for i in range(7)]
+    sizes, planned = [], _pipeline.resample_planned
+
+    def counted(words, addresses, positions, *args, **options):
+        sizes.append(len(positions))
+        planned(words, addresses, positions, *args, **options)
+
+    def batch(on_gpu):
+        images = [[EncodedImage(file, i) for i, file in enumerate(files)]]
+        options = {"transforms": [Resize((12, 16))], "cpu_share": share, "device": "cpu"}
+        prefetcher = DataPrefetcher(images, **options)
+        if on_gpu:
+            prefetcher._pipeline.decoder = FakeDecoder()
+            prefetcher._pipeline.packer.on_gpu, prefetcher._pipeline.packer.output = True, None
+        return next(iter(prefetcher))
+
+    expected = batch(on_gpu=False)
+    stream = SimpleNamespace(record_event=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(_pipeline, "_upload", lambda pixels, device: pixels.clone())
+    monkeypatch.setattr(_pipeline, "resample_planned", counted)
+    monkeypatch.setattr(_budget, "UPLOAD_BYTES", 2 * 24 * 32 * 3)
+    monkeypatch.setattr(_budget, "SUB_BATCH", 3)
+    got = batch(on_gpu=True)
+    assert sum(sizes) == 7
+    assert len(sizes) >= 3
+    # The CPU path rounds to whole levels on its way.
+    assert (got - expected).abs().max() * 255 < 1
+
+
 class Refusing(FakeDecoder):
     """Does not take what is marked, or gives another picture for it."""
 
