@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from gpuprefetch._batch import leaves, map_leaves, to_device
+from gpuprefetch._batch import map_leaves, select, to_device
 from gpuprefetch._convert import (
     Plan,
     Step,
@@ -79,7 +79,7 @@ def accelerate(
         loader, view_of(loader.dataset, _worker_part(pipeline[:keep]) if keep else None)
     )
     sample = _probe(moved.dataset, encoded=not keep)
-    if keep and plan.transforms and (count := len(_images_of(sample))) > 1:
+    if keep and plan.transforms and (count := len(select(sample, is_image))) > 1:
         raise TypeError(
             f"A sample holds {count} tensors of three dimensions, and behind keep_unknown=True the "
             "device can tell the image of one only. Replace what cannot move, or return one."
@@ -133,13 +133,9 @@ def is_image(leaf: Any) -> bool:
     return isinstance(leaf, EncodedImage) or (isinstance(leaf, torch.Tensor) and leaf.dim() == 3)
 
 
-def _images_of(sample: Any) -> list[Any]:
-    return [leaf for leaf in leaves(sample, is_image) if is_image(leaf)]
-
-
 def image_of(sample: Any) -> Any:
     """The image of a sample: the encoded one, else the first 3-D tensor; None without any."""
-    images = _images_of(sample)
+    images = select(sample, is_image)
     encoded = (image for image in images if isinstance(image, EncodedImage))
     return next(encoded, images[0] if images else None)
 
@@ -152,7 +148,7 @@ def _set_apart(samples: list[Any]) -> tuple[Any, Any]:
         image, so a bad image takes its sample along.
     """
     images = [image_of(sample) for sample in samples]
-    count = sum(isinstance(image, EncodedImage) for image in _images_of(samples[0]))
+    count = sum(isinstance(image, EncodedImage) for image in select(samples[0], is_image))
     if count > 1:
         raise TypeError(
             f"accelerate takes one image a sample where the loader has a collate_fn, got {count}. "

@@ -79,6 +79,11 @@ def leaves(batch: Any, is_leaf: IsLeaf = None) -> Iterator[Any]:
         yield from leaves(child, is_leaf)
 
 
+def select(batch: Any, wanted: Callable[[Any], bool]) -> list[Any]:
+    """The leaves of a structure that are ``wanted``, which are not looked into."""
+    return [leaf for leaf in leaves(batch, wanted) if wanted(leaf)]
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """Copy every tensor, and every object with a ``to`` method, to ``device`` without blocking.
 

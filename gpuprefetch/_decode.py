@@ -22,7 +22,7 @@ from gpuprefetch._format import decode_cpu
 #   - TorchCodec >= 0.17 decodes in the order of the current stream (0.16 did not,
 #     meta-pytorch/torchcodec#1634).
 # Whatever they promise, a decode thread keeps decoded images until the launch that reads them has
-# completed, and decodes nothing meanwhile (ImageJob._place); the other thread does.
+# completed, and decodes nothing meanwhile (ImageJob._wait_for_reader); the other thread does.
 # gpuprefetch.selfcheck() tries it on the machine at hand; tests/test_selfcheck.py fails without it.
 
 

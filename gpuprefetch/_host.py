@@ -218,17 +218,18 @@ class Packer:
     def _draw(self, images: Sequence[EncodedImage], sizes: Any, keys: Keys) -> Any:
         if self.head.size is None:
             return None
-        if not self._following:
+        if self._following:
+            followed: list[Any] = [i.row for i in images if isinstance(i, FollowedImage)]
+            if len(followed) < len(images):
+                raise ValueError(
+                    "The collate function made new EncodedImages, but boxes, masks or points have "
+                    "been moved with those of the samples. Let it pass these on."
+                )
+            rows = np.stack(followed)
+        else:
             rows = self.head.draw(sizes, fold(keys, 0))
-            check_rows(rows, sizes, self.head.size)
-            return rows
-        followed: list[Any] = [i.row for i in images if isinstance(i, FollowedImage)]
-        if len(followed) < len(images):
-            raise ValueError(
-                "The collate function made new EncodedImages, but boxes, masks or points have been "
-                "moved with those of the samples. Let it pass these on."
-            )
-        return np.stack(followed)
+        check_rows(rows, sizes, self.head.size)
+        return rows
 
     def _decode(self, image: EncodedImage, row: Any) -> torch.Tensor:
         """Decode an image to the part that its sampling ``row`` reads, and fit the row to that."""
@@ -302,7 +303,7 @@ class HostStage:
         self.packer.begin(samples if isinstance(samples, list) else [samples])
         with packing(self.packer):
             batch = pack_lists(mark(self.collate_fn(samples), samples), self.packer)
-        packed = [leaf for leaf in leaves(batch, is_encoded) if isinstance(leaf, EncodedImages)]
+        packed = encoded_leaves(batch)
         targets = fate(batch, samples) if packed else ""
         for images in packed:
             images.targets = targets
@@ -323,6 +324,11 @@ def is_encoded(batch: Any) -> bool:
         and len(batch) > 0
         and all(isinstance(image, EncodedImage) for image in batch)
     )
+
+
+def encoded_leaves(batch: Any) -> list[EncodedImages]:
+    """The packed encoded images of a batch."""
+    return [leaf for leaf in leaves(batch, is_encoded) if isinstance(leaf, EncodedImages)]
 
 
 def pack_lists(batch: Any, packer: Packer) -> Any:

@@ -509,8 +509,3 @@ def count_images(batch: Any) -> int:
         if isinstance(leaf, EncodedImages) or (isinstance(leaf, torch.Tensor) and leaf.dim()):
             return len(leaf)
     return 0
-
-
-def encoded_leaves(batch: Any) -> list[EncodedImages]:
-    """The packed encoded images of a batch."""
-    return [leaf for leaf in leaves(batch, is_encoded) if isinstance(leaf, EncodedImages)]

@@ -25,7 +25,7 @@ from gpuprefetch._budget import LANES, Cost, parse_bytes
 from gpuprefetch._connections import tell
 from gpuprefetch._decode import BACKENDS
 from gpuprefetch._encoded import EncodedImageFolder
-from gpuprefetch._host import HostStage, Packer, pack_lists
+from gpuprefetch._host import HostStage, Packer, encoded_leaves, pack_lists
 from gpuprefetch._pipeline import (
     EMPTY,
     BadImage,
@@ -33,7 +33,6 @@ from gpuprefetch._pipeline import (
     Pipeline,
     Work,
     count_images,
-    encoded_leaves,
 )
 from gpuprefetch._replay import KEPT, NotedSampler, Notes, has_indices, note, replay, stands_alone
 from gpuprefetch._resume import Source, in_order, kind

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from gpuprefetch._encoded import EncodedImages
-from gpuprefetch._host import HostStage
-from gpuprefetch._pipeline import BadImage, BadImageError, Pipeline, encoded_leaves
+from gpuprefetch._host import HostStage, encoded_leaves
+from gpuprefetch._pipeline import BadImage, BadImageError, Pipeline
 from gpuprefetch._resume import in_order
 
 # Epochs whose batches are noted: 8 bytes a sample, 10 MB of an epoch of ImageNet.

@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from gpuprefetch._batch import leaves, map_leaves
+from gpuprefetch._batch import leaves, map_leaves, select
 from gpuprefetch._encoded import EncodedImage, EncodedImages
 
 # Note [Coordinates]
@@ -78,7 +78,7 @@ def wrap_like(values: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 
 def images_of(sample: Any) -> list[Any]:
     """The encoded images in a sample."""
-    return [leaf for leaf in leaves(sample, _is_image) if _is_image(leaf)]
+    return select(sample, _is_image)
 
 
 # --- In the workers ---
@@ -242,7 +242,7 @@ def fate(batch: Any, samples: Any) -> str:
         return ""
     count = sum(bool(images_of(s)) for s in samples) if isinstance(samples, list) else 0
     batch = unstack(batch, count)
-    after = followers([leaf for leaf in leaves(batch, is_per_sample) if is_per_sample(leaf)])
+    after = followers(select(batch, is_per_sample))
     return "kept" if len(after) == len(before) else "lost"
 
 
@@ -295,7 +295,7 @@ def run_tail(tail: Sequence[Any], images: Any, batch: Any, fate: str) -> tuple[A
     Raises:
         ValueError: for a transform that would move the images alone.
     """
-    columns: list[Any] = [leaf for leaf in leaves(batch, is_per_sample) if is_per_sample(leaf)]
+    columns = select(batch, is_per_sample)
     samples: Samples = [list(parts) for parts in zip(*columns, strict=True)]
     for transform in tail:
         run = _runner(transform)
