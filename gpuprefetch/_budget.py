@@ -20,9 +20,10 @@ BLOCK = 512  # torch's caching allocator rounds up to it
 # Decode threads, each with a stream and an nvJPEG decoder of its own (14 streams and < 30 MB each).
 LANES = 2
 # Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
-# bound the memory: a decoded photo takes 3 bytes a pixel until it is resampled.
+# bound the memory: a decoded photo takes 3 bytes a pixel until it is resampled, and for a moment
+# twice that, unless it is alone in its call.
 SUB_BATCH = 64
-SUB_BATCH_BYTES = 96 << 20
+SUB_BATCH_BYTES = 48 << 20
 # Of what the workers decoded, on its way to the device.
 UPLOAD_BYTES = 16 << 20
 
@@ -60,7 +61,7 @@ def positions_to_decode(images: EncodedImages) -> npt.NDArray[np.int64]:
 
 
 def decoded_bytes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """What each of some images takes, decoded."""
+    """What each of some images takes once it is decoded."""
     size: npt.NDArray[np.int64] = 3 * images.sizes[positions].prod(axis=1)
     return -(-size // BLOCK) * BLOCK
 
@@ -68,9 +69,10 @@ def decoded_bytes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> np
 def sub_batches(images: EncodedImages, limit: int | None = None) -> list[npt.NDArray[np.int64]]:
     """Cut what is left to the device into decode calls of about equal size.
 
-    Each is SUB_BATCH images at most, and SUB_BATCH_BYTES or ``limit`` decoded, or one image.
+    Each is SUB_BATCH images at most, and of SUB_BATCH_BYTES, or takes ``limit`` bytes, or is one.
     """
-    positions, most = positions_to_decode(images), min(limit or SUB_BATCH_BYTES, SUB_BATCH_BYTES)
+    positions = positions_to_decode(images)
+    most = SUB_BATCH_BYTES if limit is None else min(limit // 2, SUB_BATCH_BYTES)
     sizes = decoded_bytes(images, positions)
     loads = np.maximum(1 / SUB_BATCH, sizes / most)
     target = loads.sum() / max(np.ceil(loads.sum() - 1e-9), 1) - 1e-9
@@ -81,6 +83,11 @@ def sub_batches(images: EncodedImages, limit: int | None = None) -> list[npt.NDA
             cuts.append(i)
         used, load = used + size, load + more
     return np.split(positions, cuts[1:]) if cuts else []
+
+
+def call_bytes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> int:
+    """What a decode call takes while it runs."""
+    return int(decoded_bytes(images, positions).sum()) * (1 + (len(positions) > 1))
 
 
 def uploads(images: EncodedImages, positions: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
@@ -170,7 +177,7 @@ def cost_of(batch: Any, size: tuple[int, int] | None, dtype: torch.dtype | None)
             copied = min(int(ready.sum()), max(UPLOAD_BYTES, int(ready.max(initial=0))))
             fixed += upload_bytes(copied)
             fixed += len(leaf) * 3 * size[0] * size[1] * (dtype or torch.float32).itemsize
-            calls += [int(decoded_bytes(leaf, call).sum()) for call in sub_batches(leaf)]
+            calls += [call_bytes(leaf, call) for call in sub_batches(leaf)]
         if len(sizes) and sizes.max() > largest:
             i = int(todo[sizes.argmax()])
             height, width = leaf.sizes[i].tolist()

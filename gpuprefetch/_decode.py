@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Callable
-from typing import Protocol
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +28,82 @@ from gpuprefetch._format import decode_cpu
 # gpuprefetch.selfcheck() tries it on the machine at hand; tests/test_selfcheck.py fails without it.
 
 
-class ImageDecoder(Protocol):
-    """Decodes a batch of baseline JPEGs on the current stream of a CUDA device."""
+# Note [No Python between]
+# The training thread gives up Python's lock at every operator it calls, and waits until it has it
+# back. Torch also gives it up, and takes it again, for each tensor that Python drops. With three
+# tensors an image, file, view and picture, decode threads asked for the lock a thousand times a
+# batch, and a ResNet-18's step took 20 ms instead of 15. So what is to be resampled is decoded in
+# TorchScript, which runs without the lock, and comes back as one tensor.
+
+Shapes = list[tuple[int, int, int]]
+
+RGB = 3  # ImageReadMode.RGB, in TorchCodec and torchvision alike
+
+_PACKED = """
+def packed(
+    data: Tensor, lengths: List[int], heights: List[int], widths: List[int], device: Device
+) -> Tensor:
+    images = {decode}(data.split_with_sizes(lengths), {mode}, device)
+    flat: List[Tensor] = []
+    for i in range(len(images)):
+        if images[i].size(1) != heights[i] or images[i].size(2) != widths[i]:
+            return torch.empty([0], dtype=torch.uint8)
+        flat.append(images[i].flatten())
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+"""
+
+
+@cache
+def _packed(module: str, operator: str) -> Callable[..., torch.Tensor] | None:
+    importlib.import_module(module)  # registers the operator
+    try:
+        source = _PACKED.format(decode=f"torch.ops.{operator}", mode=RGB)
+        compiled: Callable[..., torch.Tensor] = torch.jit.CompilationUnit(source).packed
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        warnings.warn(
+            f"gpuprefetch decodes through Python, which slows the training thread: {reason}. "
+            f"Another version of {module.partition('.')[0]} may have the operator.",
+            stacklevel=2,
+        )
+        return None
+    return compiled
+
+
+class ImageDecoder:
+    """Decodes a batch of baseline JPEGs on the current stream of a CUDA device.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    # Of torch's registry, and what registers it.
+    module, operator = "", ""
+
+    def __init__(self, device: torch.device) -> None:
+        # One spelling of the device for ever: torchvision leaks its decoder when it changes.
+        self._device = device
+
+    def packed(self, data: torch.Tensor, lengths: list[int], shapes: Shapes) -> torch.Tensor | None:
+        """Decode without a Python object per image. See Note [No Python between].
+
+        Args:
+            data: the files, one behind the other, on the CPU.
+            lengths: of the N files.
+            shapes: that their headers promise.
+
+        Returns:
+            The pixels of all images on the device, one image behind the other; None if that cannot
+            be, or an image has another shape.
+
+        Raises:
+            RuntimeError: if any of the files cannot be decoded.
+        """
+        _, heights, widths = map(list, zip(*shapes, strict=True))
+        if (decode := _packed(self.module, self.operator)) is None:
+            return None
+        flat = decode(data, lengths, heights, widths, self._device)
+        return flat if len(flat) else None
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         """Decode.
@@ -41,13 +117,13 @@ class ImageDecoder(Protocol):
         Raises:
             RuntimeError: if any of the files cannot be decoded.
         """
+        raise NotImplementedError
 
 
-class TorchCodecDecoder:
+class TorchCodecDecoder(ImageDecoder):
     """TorchCodec's batched nvJPEG decode; EXIF orientations were hidden from it beforehand."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    module, operator = "torchcodec.decoders", "torchcodec_ns.decode_jpegs_cuda"
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         from torchcodec.decoders import decode_jpeg
@@ -61,21 +137,22 @@ class TorchCodecDecoder:
             raise
 
 
-class TorchvisionDecoder:
+class TorchvisionDecoder(ImageDecoder):
     """torchvision's batched nvJPEG decode on a drained stream. See Note [Decoded memory]."""
 
-    def __init__(self, device: torch.device) -> None:
-        # One spelling of the device for ever: torchvision leaks its decoder when it changes.
-        self._device = device
+    module, operator = "torchvision.io", "image.decode_jpegs_cuda"
+
+    def packed(self, data: torch.Tensor, lengths: list[int], shapes: Shapes) -> torch.Tensor | None:
+        """Decode, behind all that is queued on the current stream."""
+        torch.cuda.current_stream(self._device).synchronize()
+        return self.packed_undrained(data, lengths, shapes)
+
+    packed_undrained = ImageDecoder.packed  # the unsafe order of it
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
-        torch.cuda.current_stream(self._device).synchronize()
-        return self.decode_undrained(data)
-
-    def decode_undrained(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Decode in the unsafe order; the negative control of ``gpuprefetch.selfcheck``."""
         from torchvision.io import ImageReadMode, decode_jpeg
 
+        torch.cuda.current_stream(self._device).synchronize()
         return list(decode_jpeg(data, mode=ImageReadMode.RGB, device=self._device))
 
 
@@ -83,6 +160,23 @@ BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
     "torchcodec": TorchCodecDecoder,
     "torchvision": TorchvisionDecoder,
 }
+
+
+def decode_packed(
+    decoder: ImageDecoder, images: EncodedImages, positions: npt.NDArray[np.int64]
+) -> torch.Tensor | None:
+    """Decode some images of a batch into one tensor; None if :func:`decode_part` has to.
+
+    Arguments are those of :func:`decode_part`.
+    """
+    try:
+        return decoder.packed(*_files(images, positions), _shapes(images, positions))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if "out of memory" in str(error):
+            raise torch.OutOfMemoryError(str(error)) from None
+        return None
 
 
 def decode_part(
@@ -103,12 +197,10 @@ def decode_part(
     Returns:
         ``(3, H, W)`` uint8 images on ``device``, None for those that cannot be decoded.
     """
-    spans = images.spans[positions]
-    # One call cuts the buffer up: what is left out between two positions takes no bytes in it.
-    files = images.data[spans[0, 0] : spans[-1, 1]].split((spans[:, 1] - spans[:, 0]).tolist())
+    data, lengths = _files(images, positions)
     shapes = _shapes(images, positions)
     try:
-        decoded = decoder(list(files))
+        decoded = decoder(list(data.split(lengths)))
         if [image.shape for image in decoded] == shapes:
             return decoded  # type: ignore[return-value]
     except torch.OutOfMemoryError:
@@ -121,7 +213,16 @@ def decode_part(
     ]
 
 
-def _shapes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
+def _files(
+    images: EncodedImages, positions: npt.NDArray[np.int64]
+) -> tuple[torch.Tensor, list[int]]:
+    """One piece of the buffer and the lengths of the files that fill it."""
+    spans = images.spans[positions]  # what is left out between two positions takes no bytes there
+    lengths: list[int] = (spans[:, 1] - spans[:, 0]).tolist()
+    return images.data[spans[0, 0] : spans[-1, 1]], lengths
+
+
+def _shapes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> Shapes:
     """What the headers say. The sampling was drawn for it: another size would be read wrongly."""
     sizes = images.sizes[positions]
     stored = np.where(images.transposed[positions, None], sizes[:, ::-1], sizes)

@@ -6,7 +6,7 @@ and in which order batches are handed over, is the prefetcher's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,11 +25,11 @@ from gpuprefetch._budget import (
     upload_bytes,
     uploads,
 )
-from gpuprefetch._decode import ImageDecoder, decode_part
+from gpuprefetch._decode import ImageDecoder, decode_packed, decode_part
 from gpuprefetch._encoded import EncodedImages
 from gpuprefetch._host import Packer, is_encoded
 from gpuprefetch._random import Keys, SeededDraws, fold
-from gpuprefetch._resample import HAS_TRITON, resample, resample_planned
+from gpuprefetch._resample import HAS_TRITON, Launches, resample, resample_planned
 from gpuprefetch._stats import Stage, Stats
 from gpuprefetch._targets import (
     PerSample,
@@ -163,9 +163,7 @@ class Pipeline:
             refuse_unfollowed(moved, [*self.head.ops, *self.tail])
         if jobs:
             with Stage(self.stats, "resample"):
-                for job in jobs:
-                    job.begin()
-            parts = [part for job in jobs for part in job.parts(limit)]
+                parts = [part for job in jobs for part in job.begin(limit)]
             if limit is not None:
                 parts = [partial(_one_by_one, parts)]
             finish = partial(self._finish, moved, jobs, seed)
@@ -378,50 +376,85 @@ class ImageJob:
         self.out: Any = [None] * len(images)
         self._pipeline = pipeline
         self._reserved: torch.cuda.Event | None = None
+        self._launches: Launches | None = None
+        head = pipeline.head
+        self._way: Any = {"interpolation": head.interpolation, "mean": head.mean, "std": head.std}
         if pipeline.head.names or pipeline.tail:
             require_fixed_size(pipeline.head, pipeline.tail)
 
-    def begin(self) -> None:
-        """On the stream of the batch: reserve the result, and fill in what the workers decoded."""
+    def begin(self, limit: int | None = None) -> list[Part]:
+        """On the stream of the batch: reserve the result, and fill in what the workers decoded.
+
+        Returns:
+            The decode of each sub-batch; none takes more than ``limit`` bytes.
+        """
         pipeline, images = self._pipeline, self.images
         device, head = pipeline.device, pipeline.head
         ready = np.flatnonzero(images.decoded)
+        calls = sub_batches(images, limit)
+        parts: list[Part] = [partial(self._decode, positions=call) for call in calls]
         if head.size is None:
             # The pixels themselves are the result, and the buffer is the worker's.
             pixels = images.pixels.to(device, non_blocking=True, copy=True)
             for i, image in zip(ready.tolist(), images.views(ready, pixels), strict=True):
                 self.out[i] = image
-            return
+            return parts
         if images.out is not None:  # on the CPU
             self.out = images.out
-            return
+            return parts
         self.out = torch.empty(
             (len(images), 3, *head.size),
             dtype=pipeline.dtype or torch.float32,
             device=device,
             memory_format=pipeline.memory_format or torch.contiguous_format,
         )
+        copies = uploads(images, ready)
+        if (copies or calls) and self._planned():
+            starts = images.spans[:, 0]
+            offsets = [starts[copy] - starts[copy[0]] for copy in copies]
+            for call in calls:
+                pixels = 3 * images.sizes[call].prod(axis=1)
+                offsets.append(np.cumsum(pixels) - pixels)
+            assert images.plan is not None
+            self._launches = Launches(
+                images.plan, [*copies, *calls], offsets, self.out, **self._way
+            )
+            parts = [
+                partial(self._decode, positions=call, number=number)
+                for number, call in enumerate(calls, len(copies))
+            ]
         self._reserved = torch.cuda.current_stream(device).record_event()
-        for positions in uploads(images, ready):
-            first, last = images.spans[positions[0], 0], images.spans[positions[-1], 1]
+        for number, copy in enumerate(copies):
+            first, last = images.spans[copy[0], 0], images.spans[copy[-1], 1]
             pixels = _upload(images.pixels[first:last], device)
-            addresses = pixels.data_ptr() - first + images.spans[positions, 0]
-            self._launch(positions, addresses, partial(images.views, positions, pixels, first))
+            if self._launches is not None:
+                self._launches.launch(number, pixels.data_ptr())
+            else:
+                self._resample(copy, images.views(copy, pixels, first))
+        return parts
 
-    def parts(self, limit: int | None = None) -> list[Part]:
-        """The decode of each sub-batch; none takes more than ``limit`` bytes decoded."""
-        return [partial(self._decode, chunk) for chunk in sub_batches(self.images, limit)]
+    def _planned(self) -> bool:
+        return self.images.plan is not None and HAS_TRITON and self.out.dtype != torch.float64
 
     def _decode(
         self,
-        positions: npt.NDArray[np.int64],
         make_room: Callable[[], None],
         *,
+        positions: npt.NDArray[np.int64],
+        number: int | None = None,
         again: bool = False,
     ) -> None:
-        """Decode and resample a sub-batch; out of memory, make room and take smaller ones."""
+        """Decode and resample a sub-batch; out of memory, make room and take smaller ones.
+
+        Args:
+            make_room: frees memory.
+            positions: of the images.
+            number: of their launch, where that has been laid out.
+            again: whether ``positions`` is one image that has had a try.
+        """
         try:
-            self._decode_once(positions)
+            if number is None or not self._decode_packed(positions, number):
+                self._decode_apart(positions)
         except torch.OutOfMemoryError as error:
             if again:
                 raise self._too_large(int(positions[0])) from error
@@ -429,9 +462,23 @@ class ImageJob:
             return
         make_room()
         for piece in np.array_split(positions, min(2, len(positions))):
-            self._decode(piece, make_room, again=len(positions) == 1)
+            self._decode(make_room, positions=piece, again=len(positions) == 1)
 
-    def _decode_once(self, positions: npt.NDArray[np.int64]) -> None:
+    def _decode_packed(self, positions: npt.NDArray[np.int64], number: int) -> bool:
+        """Whether it was done in one piece: see Note [No Python between]."""
+        pipeline, launches = self._pipeline, self._launches
+        assert pipeline.decoder is not None and launches is not None
+        with Stage(pipeline.stats, "decode"):
+            flat = decode_packed(pipeline.decoder, self.images, positions)
+        if flat is None:
+            return False
+        with Stage(pipeline.stats, "resample"):
+            self._wait_for_room()
+            self._launch(partial(launches.launch, number, flat.data_ptr()))
+            self._wait_for_reader()
+        return True
+
+    def _decode_apart(self, positions: npt.NDArray[np.int64]) -> None:
         pipeline = self._pipeline
         assert pipeline.decoder is not None, "without one, the packer leaves nothing to decode"
         with Stage(pipeline.stats, "decode"):
@@ -439,19 +486,23 @@ class ImageJob:
             pairs = zip(positions.tolist(), images, strict=True)
             decoded = {i: image for i, image in pairs if image is not None}
         with Stage(pipeline.stats, "resample"):
-            self._place(decoded)
+            if pipeline.head.size is None:
+                for i, image in decoded.items():
+                    self.out[i] = image
+            elif decoded:
+                self._wait_for_room()
+                self._launch(partial(self._resample, np.array([*decoded]), [*decoded.values()]))
             self._wait_for_reader()
 
-    def _place(self, decoded: dict[int, torch.Tensor]) -> None:
-        """Bring decoded images into the result."""
-        if self._pipeline.head.size is None:
-            for i, image in decoded.items():
-                self.out[i] = image
-        elif decoded:
-            if self._reserved is not None:
-                torch.cuda.current_stream(self.out.device).wait_event(self._reserved)
-            addresses = np.array([image.data_ptr() for image in decoded.values()])
-            self._launch(np.array([*decoded]), addresses, decoded.values)
+    def _wait_for_room(self) -> None:
+        """Until the result is reserved, and its table there, in the order of streams."""
+        if self._reserved is not None:
+            torch.cuda.current_stream(self.out.device).wait_event(self._reserved)
+
+    @staticmethod
+    def _launch(launch: Callable[[], None]) -> None:
+        """Queue a launch that reads decoded images on the current stream."""
+        launch()
 
     def _wait_for_reader(self) -> None:
         """Until no kernel on this thread's stream reads decoded images any more."""
@@ -471,29 +522,24 @@ class ImageJob:
         bad = BadImage(int(self.images.indices[position]), self.images.paths[position], reason)
         return torch.OutOfMemoryError(f"{bad}. Take smaller batches, or leave it to the workers.")
 
-    def _launch(
-        self,
-        positions: npt.NDArray[np.int64],
-        addresses: npt.NDArray[np.int64],
-        images: Callable[[], Iterable[torch.Tensor]],
-    ) -> None:
+    def _resample(self, positions: npt.NDArray[np.int64], images: Sequence[torch.Tensor]) -> None:
         """Queue the fused head of some decoded images on the current stream."""
         batch, head = self.images, self._pipeline.head
-        way = {"interpolation": head.interpolation, "mean": head.mean, "std": head.std}
-        if batch.plan is not None and HAS_TRITON and self.out.dtype != torch.float64:
-            resample_planned(batch.plan[positions], addresses, positions, self.out, **way)  # type: ignore[arg-type]
+        if self._planned():
+            addresses = [image.data_ptr() for image in images]
+            resample_planned(batch.plan[positions], addresses, positions, self.out, **self._way)  # type: ignore[arg-type, index]
             return
         assert batch.rows is not None
         turned = batch.transposed[positions].tolist()
         resample(
-            [image.mT if turn else image for image, turn in zip(images(), turned, strict=True)],
+            [image.mT if turn else image for image, turn in zip(images, turned, strict=True)],
             batch.rows[positions],
             head.size,  # type: ignore[arg-type]
             antialias=head.antialias,
             dtype=self.out.dtype,
             out=self.out,
             positions=positions.tolist(),
-            **way,  # type: ignore[arg-type]
+            **self._way,
         )
 
 

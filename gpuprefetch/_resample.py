@@ -42,7 +42,7 @@ MAX_REGISTERS: int | None = None
 # Finished pictures that the eager twin takes together: few calls, in what a core's cache holds.
 GROUP = 4
 
-# Words that the kernel reads for each image: see _pack.
+# Words that the kernel reads for each image: see _plan.
 _FIELDS = 22
 
 
@@ -426,8 +426,9 @@ def _launch(
     out, places = _output(images, size, dtype, memory_format, out, positions)
     mean, std = _colors("mean", mean, out), _colors("std", std, out)
     words = _plan(geometry[:, 1:4], rows, interpolation, antialias)
-    words[:, 0], words[:, 4] = geometry[:, 0], places
-    return _run(words, images[0].dtype, out, interpolation, mean, std)
+    way = {"interpolation": interpolation, "mean": mean, "std": std}
+    resample_planned(words, geometry[:, 0], places, out, source=images[0].dtype, **way)  # type: ignore[arg-type]
+    return out
 
 
 def plan_rows(
@@ -457,87 +458,115 @@ def plan_rows(
     return _plan(np.stack([area, down, right], axis=1), sampling, interpolation, antialias)
 
 
+class Launches:
+    """The samplings of a batch on the GPU, and the launches that carry them out, group by group.
+
+    One copy brings all that the kernel reads but the addresses of the images. A launch takes the
+    host next to nothing: it may run on a thread that the training thread waits for.
+
+    Args:
+        words: of all images, as :func:`plan_rows` gives them.
+        groups: positions of the images that are launched together; no image is in two of them.
+        offsets: of the images of each group: bytes from where that group is going to lie.
+        out: ``(M, 3, H, W)`` on the GPU, floating point; row ``i`` is for the image at ``i``.
+        source: dtype of the images.
+        interpolation: as in the plan.
+        mean: a value per channel, in [0, 1] units.
+        std: likewise.
+    """
+
+    def __init__(
+        self,
+        words: _Ints,
+        groups: Sequence[_Ints],
+        offsets: Sequence[_Ints],
+        out: torch.Tensor,
+        *,
+        source: torch.dtype = torch.uint8,
+        interpolation: str,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+    ) -> None:
+        self._counts = [len(group) for group in groups]
+        self._firsts = np.cumsum([0, *self._counts]).tolist()
+        places = np.concatenate(groups)
+        words = words[places]
+        words[:, 0], words[:, 4] = np.concatenate(offsets), places
+        # The longest programs of a launch start first.
+        numbers = np.repeat(np.arange(len(groups)), self._counts)
+        words = words[np.lexsort((-words[:, 5], numbers))]
+        channels, (height, width) = out.shape[1], out.shape[2:]
+        levels = 255 if source == torch.uint8 else 1
+        scale = np.broadcast_to(1 / np.array(std or 1.0), channels).copy()
+        shift = -scale * np.array(mean or 0.0)
+        scale *= (255 if out.dtype == torch.uint8 else 1) / levels
+        colors = np.concatenate([scale, shift]).view(np.int64)
+        table = torch.empty(colors.size + words.size, dtype=torch.int64, pin_memory=out.is_cuda)
+        np.concatenate([colors, words.reshape(-1)], out=table.numpy())
+        table = table.to(out.device, non_blocking=True)
+        right = words[:, 3]
+        self._arguments = table, table.view(torch.float64), out, *out.stride(), height, width
+        self._tiles = triton.cdiv(width, COLS), triton.cdiv(height, ROWS * STRIPS)
+        self._constants = {
+            "CHANNELS": channels,
+            "FIELDS": _FIELDS,
+            "SOURCE": getattr(tl, str(source).removeprefix("torch.")),
+            # Known strides, of planes and of RGB pixels, save address arithmetic.
+            "STRIDE_X": int(right[0]) if right[0] in (1, 3) and (right == right[0]).all() else 0,
+            "BICUBIC": interpolation == "bicubic",
+            "CLAMP": interpolation == "bicubic" and levels == 255,
+            "PADDED": _padded(words, (height, width)),
+            "ROUND": out.dtype == torch.uint8,
+            "ROWS": ROWS,
+            "COLS": COLS,
+            "STRIPS": STRIPS,
+            "num_warps": NUM_WARPS,
+            "maxnreg": MAX_REGISTERS,
+            "enable_fp_fusion": True,
+        }
+
+    def launch(self, number: int, address: int) -> None:
+        """Resample group ``number``, which lies at ``address``, on the current stream.
+
+        The device of the batch must be the current one: Triton launches there.
+        """
+        programs = self._counts[number] * triton.cdiv(self._constants["CHANNELS"], 3)
+        grid = (*self._tiles, programs)
+        _resample_kernel[grid](address, self._firsts[number], *self._arguments, **self._constants)
+
+
 def resample_planned(
     words: _Ints,
     addresses: _Ints | list[int],
     positions: Sequence[int],
     out: torch.Tensor,
     *,
+    source: torch.dtype = torch.uint8,
     interpolation: str,
-    mean: tuple[float, ...] | None,
-    std: tuple[float, ...] | None,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
 ) -> None:
-    """Resample uint8 images on the GPU whose sampling was laid out by :func:`plan_rows`.
-
-    It does what :func:`resample` does, with next to no work on the host.
+    """Resample images whose sampling is laid out, wherever they lie.
 
     Args:
         words: N rows of a plan.
         addresses: Of the N images, which the caller keeps alive.
         positions: The rows of `out` that they go to.
-        out: ``(M, 3, H, W)`` on the GPU, floating point.
+        out: ``(M, C, H, W)`` on the GPU.
+        source: Dtype of the images.
         interpolation: As in the plan.
         mean: A value per channel, in [0, 1] units.
         std: Likewise.
     """
-    words = words.copy()
-    words[:, 0], words[:, 4] = addresses, positions
-    _run(words, torch.uint8, out, interpolation, mean, std)
-
-
-def _run(
-    words: _Ints,
-    source: torch.dtype,
-    out: torch.Tensor,
-    interpolation: str,
-    mean: Sequence[float] | None,
-    std: Sequence[float] | None,
-) -> torch.Tensor:
-    """Send the table to the device and launch the kernel on it."""
-    (count, _), channels, (height, width) = words.shape, out.shape[1], out.shape[2:]
-    levels = 255 if source == torch.uint8 else 1
-    scale = np.broadcast_to(1 / np.array(std or 1.0), channels).copy()
-    shift = -scale * np.array(mean or 0.0)
-    scale *= (255 if out.dtype == torch.uint8 else 1) / levels
-    words = words[np.argsort(-words[:, 5], kind="stable")]  # the longest programs start first
-    colors = np.concatenate([scale, shift]).view(np.int64)
-    table = torch.empty(words.size + colors.size, dtype=torch.int64, pin_memory=out.is_cuda)
-    np.concatenate([words.reshape(-1), colors], out=table.numpy())
-    table = table.to(out.device, non_blocking=True)
-    right = words[:, 3]
-    stride_x = int(right[0]) if right[0] in (1, 3) and (right == right[0]).all() else 0
-    grid = (
-        triton.cdiv(width, COLS),
-        triton.cdiv(height, ROWS * STRIPS),
-        count * triton.cdiv(channels, 3),
-    )
-    # Triton launches on the current device.
+    places = np.asarray(positions, np.int64)
+    table = np.empty((len(out), _FIELDS), np.int64)
+    table[places] = words
+    where = np.asarray(addresses, np.int64)
+    start = int(where.min()) & ~15  # Triton compiles another kernel for an odd one
+    way = {"source": source, "interpolation": interpolation, "mean": mean, "std": std}
     with torch.cuda.device_of(out):
-        _resample_kernel[grid](
-            table,
-            table.view(torch.float64),
-            table[words.size :].view(torch.float64),
-            out,
-            *out.stride(),
-            height,
-            width,
-            CHANNELS=channels,
-            FIELDS=_FIELDS,
-            SOURCE=getattr(tl, str(source).removeprefix("torch.")),
-            # Known strides, of planes and of RGB pixels, save address arithmetic.
-            STRIDE_X=stride_x,
-            BICUBIC=interpolation == "bicubic",
-            CLAMP=interpolation == "bicubic" and levels == 255,
-            PADDED=_padded(words, (height, width)),
-            ROUND=out.dtype == torch.uint8,
-            ROWS=ROWS,
-            COLS=COLS,
-            STRIPS=STRIPS,
-            num_warps=NUM_WARPS,
-            maxnreg=MAX_REGISTERS,
-            enable_fp_fusion=True,
-        )
-    return out
+        launches = Launches(table, [places], [where - start], out, **way)  # type: ignore[arg-type]
+        launches.launch(0, start)
 
 
 def _padded(words: _Ints, size: tuple[int, int]) -> bool:
@@ -568,11 +597,12 @@ def _plan(strides: _Ints, rows: _Doubles, interpolation: str, antialias: bool) -
 
 if triton is not None:
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit(do_not_specialize=["from_image"])  # type: ignore[untyped-decorator]
     def _resample_kernel(  # type: ignore[no-untyped-def]
+        address,
+        from_image,
         ints_ptr,
         floats_ptr,  # the same table, read as float64
-        colors_ptr,
         out_ptr,
         stride_n,
         stride_c,
@@ -598,16 +628,17 @@ if triton is not None:
         c0 = tl.program_id(2) % GROUPS * 3
         c1 = tl.minimum(c0 + 1, CHANNELS - 1)
         c2 = tl.minimum(c0 + 2, CHANNELS - 1)
-        scale0 = tl.load(colors_ptr + c0).to(tl.float32)
-        scale1 = tl.load(colors_ptr + c1).to(tl.float32)
-        scale2 = tl.load(colors_ptr + c2).to(tl.float32)
-        shift0 = tl.load(colors_ptr + CHANNELS + c0).to(tl.float32)
-        shift1 = tl.load(colors_ptr + CHANNELS + c1).to(tl.float32)
-        shift2 = tl.load(colors_ptr + CHANNELS + c2).to(tl.float32)
+        scale0 = tl.load(floats_ptr + c0).to(tl.float32)
+        scale1 = tl.load(floats_ptr + c1).to(tl.float32)
+        scale2 = tl.load(floats_ptr + c2).to(tl.float32)
+        shift0 = tl.load(floats_ptr + CHANNELS + c0).to(tl.float32)
+        shift1 = tl.load(floats_ptr + CHANNELS + c1).to(tl.float32)
+        shift2 = tl.load(floats_ptr + CHANNELS + c2).to(tl.float32)
 
-        ints_ptr += tl.program_id(2) // GROUPS * FIELDS
-        floats_ptr += tl.program_id(2) // GROUPS * FIELDS
-        source_ptr = tl.load(ints_ptr).to(tl.pointer_type(SOURCE))
+        row = 2 * CHANNELS + (from_image + tl.program_id(2) // GROUPS) * FIELDS
+        ints_ptr += row
+        floats_ptr += row
+        source_ptr = (address + tl.load(ints_ptr)).to(tl.pointer_type(SOURCE))
         source_stride_c = tl.load(ints_ptr + 1)
         source_stride_y = tl.load(ints_ptr + 2)
         source_stride_x = tl.load(ints_ptr + 3)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from gpuprefetch._decode import BACKENDS, ImageDecoder
+from gpuprefetch._decode import BACKENDS, ImageDecoder, Shapes
 from gpuprefetch._encoded import EncodedImage
-from gpuprefetch._pipeline import ImageJob, Pipeline, Work
+from gpuprefetch._pipeline import ImageJob, Part, Pipeline, Work
 from gpuprefetch._prefetcher import DataPrefetcher
 from gpuprefetch._stream import handoff, lease_stream, return_stream, using
 from gpuprefetch._transforms import Resize
@@ -249,15 +249,16 @@ class _LatePipeline(Pipeline):
 class _CarelessJob(ImageJob):
     """Lets the decoded images go while the launch that reads them is still queued."""
 
-    def begin(self) -> None:
+    def begin(self, limit: int | None = None) -> list[Part]:
         self._stream = torch.cuda.current_stream()
-        super().begin()
+        parts = super().begin(limit)
         self._reserved = None  # nor does the decode thread wait for room on another stream
+        return parts
 
-    def _launch(self, *what: Any) -> None:
+    def _launch(self, launch: Callable[[], None]) -> None:  # type: ignore[override]
         self._stream.wait_stream(torch.cuda.current_stream())
         with using(self._stream):
-            super()._launch(*what)
+            launch()
 
     def _wait_for_reader(self) -> None:
         pass
@@ -299,19 +300,22 @@ class _Course:
         return witness.check(self._backend, order)
 
 
-class _Noted:
+class _Noted(ImageDecoder):
     """A decoder that notes where its images lie."""
 
     def __init__(self, decoder: ImageDecoder, witness: _Witness, *, drained: bool) -> None:
-        self._decode: Callable[[list[torch.Tensor]], list[torch.Tensor]] = decoder
+        self._decoder, self._witness = decoder, witness
+        self._packed = decoder.packed
         if not drained:
-            self._decode = getattr(decoder, "decode_undrained", decoder)
-        self._witness = witness
+            self._packed = getattr(decoder, "packed_undrained", decoder.packed)
+
+    def packed(self, data: torch.Tensor, lengths: list[int], shapes: Shapes) -> torch.Tensor | None:
+        flat = self._packed(data, lengths, shapes)
+        self._witness.note_addresses([] if flat is None else [flat])
+        return flat
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
-        images = self._decode(data)
-        self._witness.note_addresses(images)
-        return images
+        raise RuntimeError("the images could not be decoded together")
 
 
 def _check_handoff(order: str, pictures: Sequence[torch.Tensor], rounds: int) -> Check:

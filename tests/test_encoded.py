@@ -516,6 +516,7 @@ def test_only_a_cast_on_tensors(device):
     assert target.dtype == torch.int64
 
 
+@pytest.mark.filterwarnings("ignore:.*does not pin")
 @pytest.mark.parametrize("transforms", [None, [torch.nn.Identity()]])
 def test_uint8_tensors_stay_what_they_are(device, transforms):
     photos = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)

@@ -1,5 +1,6 @@
 """Large photos go through little memory, and what cannot go through says so with its sizes."""
 
+import contextlib
 import threading
 import time
 import weakref
@@ -18,12 +19,16 @@ from gpuprefetch import (
     EncodedImage,
     Resize,
     _budget,
+    _decode,
     _pipeline,
     _prefetcher,
     _selfcheck,
 )
 from gpuprefetch._budget import Cost, parse_bytes, readable
+from gpuprefetch._decode import ImageDecoder
+from gpuprefetch._encoded import pack
 from gpuprefetch._format import decode_cpu
+from gpuprefetch._resample import Launches
 from gpuprefetch._resume import Source
 
 KIB = 1024
@@ -110,7 +115,7 @@ def images_of(prefetcher):
 
 def test_a_batch_that_fits_is_one_launch(files, launches):
     decoder = FakeDecoder()
-    budget = FINISHED + 8 * DECODED
+    budget = FINISHED + 2 * 8 * DECODED
     images_of(prefetcher_of(files, decoder, memory_budget=budget))
     assert launches == [8, 8, 8]
     assert decoder.peak == 8 * DECODED
@@ -121,7 +126,8 @@ def test_a_batch_that_does_not_fit_is_decoded_in_parts(files, launches, room):
     expected = images_of(prefetcher_of(files, FakeDecoder()))
     launches.clear()
     decoder = FakeDecoder()
-    budget = FINISHED + room * DECODED + 511  # which the allocator's rounding may take
+    # Several take twice their room for a moment; 511 bytes the allocator's rounding may take.
+    budget = FINISHED + room * (1 + (room > 1)) * DECODED + 511
     got = images_of(prefetcher_of(files, decoder, memory_budget=budget))
     assert torch.equal(got, expected)
     assert DECODED <= decoder.peak == max(launches) * DECODED <= room * DECODED
@@ -243,11 +249,11 @@ def test_no_room_for_the_result_at_first(files, launches, monkeypatch):
     expected = images_of(prefetcher_of(files, FakeDecoder()))
     begin, tries = _pipeline.ImageJob.begin, []
 
-    def full(job):
+    def full(job, limit):
         tries.append(len(job.images))
         if len(tries) == 2:
             raise torch.OutOfMemoryError("no memory left for the result")
-        begin(job)
+        return begin(job, limit)
 
     monkeypatch.setattr(_pipeline.ImageJob, "begin", full)
     prefetcher = prefetcher_of(files, FakeDecoder())
@@ -268,38 +274,120 @@ def test_out_of_memory_for_good_is_an_error_with_its_sizes(files, launches):
     assert len(images_of(prefetcher)) == 24  # it goes on
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles: the GPU tests do it")
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_launches_by_address_fill_the_right_rows(monkeypatch, share):
-    # The GPU's way through a batch, with the kernel in Triton's interpreter.
-    files = [pictures.encode_jpeg(pictures.draw(24, 32, seed=i)) for i in range(7)]
-    sizes, planned = [], _pipeline.resample_planned
+@torch.library.custom_op("gpuprefetch_tests::decode_jpegs", mutates_args=())
+def decode_jpegs(files: list[torch.Tensor], mode: int, device: torch.device) -> list[torch.Tensor]:
+    """On the CPU, in the place of the operators that decode on a GPU."""
+    if any(file[-1] != 0xD9 for file in files):
+        raise RuntimeError("no end of image")
+    return [decode_cpu(file).contiguous() for file in files]
 
-    def counted(words, addresses, positions, *args, **options):
-        sizes.append(len(positions))
-        planned(words, addresses, positions, *args, **options)
 
-    def batch(on_gpu):
-        images = [[EncodedImage(file, i) for i, file in enumerate(files)]]
-        options = {"transforms": [Resize((12, 16))], "cpu_share": share, "device": "cpu"}
-        prefetcher = DataPrefetcher(images, **options)
-        if on_gpu:
-            prefetcher._pipeline.decoder = FakeDecoder()
-            prefetcher._pipeline.packer.on_gpu, prefetcher._pipeline.packer.output = True, None
-        return next(iter(prefetcher))
+class OperatorDecoder(ImageDecoder):
+    """Decodes in TorchScript, as the GPU's decoders do; file by file where that fails."""
 
-    expected = batch(on_gpu=False)
+    module, operator = "torch", "gpuprefetch_tests.decode_jpegs"
+
+    def __call__(self, data):
+        return decode_jpegs(data, 3, self._device)
+
+
+def planned_batch(monkeypatch, files, decoder, share=0.0, **options):
+    """The GPU's way through a batch, with the kernel in Triton's interpreter."""
     stream = SimpleNamespace(record_event=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(_pipeline, "_upload", lambda pixels, device: pixels.clone())
-    monkeypatch.setattr(_pipeline, "resample_planned", counted)
+    images = [[EncodedImage(file, i) for i, file in enumerate(files)]]
+    options = {"transforms": [Resize((12, 16))], "cpu_share": share, "device": "cpu"} | options
+    prefetcher = DataPrefetcher(images, **options)
+    if decoder is not None:
+        prefetcher._pipeline.decoder = decoder
+        prefetcher._pipeline.packer.on_gpu, prefetcher._pipeline.packer.output = True, None
+    return next(iter(prefetcher))
+
+
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton compiles: the GPU tests do it"
+)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """How the images of a batch were launched: in groups laid out before, or by address."""
+    launch, planned = Launches.launch, _pipeline.resample_planned
+    sizes = SimpleNamespace(laid_out=[], by_address=[])
+
+    def laid_out(self, number, address):
+        sizes.laid_out.append(self._counts[number])
+        launch(self, number, address)
+
+    def by_address(words, addresses, positions, *args, **options):
+        sizes.by_address.append(len(positions))
+        planned(words, addresses, positions, *args, **options)
+        sizes.laid_out.pop()  # which does it by a group of its own
+
+    monkeypatch.setattr(Launches, "launch", laid_out)
+    monkeypatch.setattr(_pipeline, "resample_planned", by_address)
+    return sizes
+
+
+@interpreted
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_each_group_of_a_batch_fills_its_rows(monkeypatch, launched, share):
+    # The longest are launched first.
+    shapes = [(24, 32), (23, 31), (40, 20), (17, 19), (24, 31), (64, 48), (9, 9)]
+    files = [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
+    expected = planned_batch(monkeypatch, files, None)
     monkeypatch.setattr(_budget, "UPLOAD_BYTES", 2 * 24 * 32 * 3)
     monkeypatch.setattr(_budget, "SUB_BATCH", 3)
-    got = batch(on_gpu=True)
-    assert sum(sizes) == 7
-    assert len(sizes) >= 3
+    got = planned_batch(monkeypatch, files, OperatorDecoder("cpu"), share)
+    assert sum(launched.laid_out) == 7
+    assert len(launched.laid_out) >= 2 + (share == 0)
+    assert launched.by_address == []
     # The CPU path rounds to whole levels on its way.
     assert (got - expected).abs().max() * 255 < 1
+
+
+class Shrinking(OperatorDecoder):
+    """Another shape than the headers say."""
+
+    def packed(self, data, lengths, shapes):
+        return super().packed(data, lengths, [(3, 1, 1), *shapes[1:]])
+
+
+class Unknown(OperatorDecoder):
+    operator = "gpuprefetch_tests.no_such_operator"
+
+
+@interpreted
+@pytest.mark.parametrize("decoder", [OperatorDecoder, Shrinking, Unknown])
+def test_what_cannot_be_packed_is_decoded_apart(monkeypatch, launched, decoder):
+    files = [pictures.encode_jpeg(pictures.draw(24, 32, seed=i)) for i in range(4)]
+    expected = planned_batch(monkeypatch, files, None)
+    if decoder is OperatorDecoder:
+        files[1] += b"\0\0"  # the operator's own complaint
+    monkeypatch.setattr(_budget, "SUB_BATCH", 2)
+    told = pytest.warns(UserWarning, match="decodes through Python.* version of torch ")
+    with told if decoder is Unknown else contextlib.nullcontext():
+        got = planned_batch(monkeypatch, files, decoder("cpu"))
+    assert launched.by_address == ([2] if decoder is OperatorDecoder else [2, 2])
+    assert launched.laid_out == ([2] if decoder is OperatorDecoder else [])
+    assert (got - expected).abs().max() * 255 < 1
+
+
+def test_out_of_memory_in_torchscript_is_known(monkeypatch):
+    decoder = OperatorDecoder("cpu")
+    refused = RuntimeError("The following operation failed: CUDA out of memory. Tried to")
+    monkeypatch.setattr(_decode, "_packed", lambda module, operator: raising(refused))
+    images = pack([EncodedImage(pictures.encode_jpeg(pictures.draw(8, 8, seed=0)))])
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to"):
+        _decode.decode_packed(decoder, images, np.array([0]))
+
+
+def raising(error):
+    def function(*args):
+        raise error
+
+    return function
 
 
 class Refusing(FakeDecoder):

@@ -151,7 +151,8 @@ class Any64(Numbers):
 
 
 def test_any_batch_sampler(device):
-    loader = DataLoader(Any64(), batch_sampler=OnceReadable())
+    pinned = device.type == "cuda"
+    loader = DataLoader(Any64(), batch_sampler=OnceReadable(), pin_memory=pinned)
     prefetcher = DataPrefetcher(loader, device=device)
     assert [batch.tolist() for batch in prefetcher] == [b.tolist() for b in loader]
 

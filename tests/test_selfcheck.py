@@ -85,8 +85,10 @@ def test_the_librarys_order_is_safe(capsys):
 def test_unprotected_decoding_is_noticed(monkeypatch):
     # Guards the test above: without what protects the decoded images it fails.
     decoder = _decode.TorchvisionDecoder
-    monkeypatch.setattr(decoder, "__call__", decoder.decode_undrained)
+    monkeypatch.setattr(decoder, "packed", decoder.packed_undrained)
     monkeypatch.setattr(_selfcheck, "ImageJob", _selfcheck._CarelessJob)
+    # Other tests may be on the GPU, and then a decode takes longer than a sleep of 5 ms.
+    monkeypatch.setattr(_selfcheck, "SLEEP_CYCLES", 20 * _selfcheck.SLEEP_CYCLES)
     report = selfcheck(rounds=40)
     (ours,) = (c for c in report.checks if (c.backend, c.order) == ("torchvision", "library"))
     assert ours.verdict == "CORRUPTED", report
