@@ -17,13 +17,13 @@ from gpuprefetch._host import is_encoded
 _UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 BLOCK = 512  # torch's caching allocator rounds up to it
 
-# Decode threads, each with a stream and an nvJPEG decoder of its own (14 streams and < 30 MB each).
+# Decode threads, each with a stream of its own. While one is in nvJPEG the other resamples.
 LANES = 2
 # Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
 # bound the memory: a decoded photo takes 3 bytes a pixel until it is resampled, and for a moment
 # twice that, unless it is alone in its call.
-SUB_BATCH = 64
-SUB_BATCH_BYTES = 48 << 20
+SUB_BATCH = 96
+SUB_BATCH_BYTES = 64 << 20
 # Of what the workers decoded, on its way to the device.
 UPLOAD_BYTES = 16 << 20
 

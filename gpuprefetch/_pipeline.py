@@ -465,7 +465,7 @@ class ImageJob:
             self._decode(make_room, positions=piece, again=len(positions) == 1)
 
     def _decode_packed(self, positions: npt.NDArray[np.int64], number: int) -> bool:
-        """Whether it was done in one piece: see Note [No Python between]."""
+        """Whether it was done in one piece: see Note [The training thread's locks]."""
         pipeline, launches = self._pipeline, self._launches
         assert pipeline.decoder is not None and launches is not None
         with Stage(pipeline.stats, "decode"):
@@ -499,8 +499,7 @@ class ImageJob:
         if self._reserved is not None:
             torch.cuda.current_stream(self.out.device).wait_event(self._reserved)
 
-    @staticmethod
-    def _launch(launch: Callable[[], None]) -> None:
+    def _launch(self, launch: Callable[[], None]) -> None:
         """Queue a launch that reads decoded images on the current stream."""
         launch()
 

@@ -238,11 +238,14 @@ class _Witness:
         return Check(backend, order, self._rounds, self._reused, int(self._wrong.sum()))
 
 
+@dataclass
 class _LatePipeline(Pipeline):
     """The prefetcher's own, but for a sleep before the launch that reads the decoded images."""
 
+    sleep: int = 0
+
     def start(self, batch: Any, number: int, epoch: int) -> Work:
-        torch.cuda._sleep(SLEEP_CYCLES)  # on the batches' stream
+        torch.cuda._sleep(self.sleep)  # on the batches' stream
         return super().start(batch, number, epoch)
 
 
@@ -255,10 +258,10 @@ class _CarelessJob(ImageJob):
         self._reserved = None  # nor does the decode thread wait for room on another stream
         return parts
 
-    def _launch(self, launch: Callable[[], None]) -> None:  # type: ignore[override]
+    def _launch(self, launch: Callable[[], None]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
         with using(self._stream):
-            launch()
+            super()._launch(launch)
 
     def _wait_for_reader(self) -> None:
         pass
@@ -293,7 +296,9 @@ class _Course:
         parts = {f.name: getattr(prefetcher._pipeline, f.name) for f in fields(Pipeline)}
         parts["decoder"] = _Noted(parts["decoder"], witness, drained=order == "library")
         parts["job"] = ImageJob if order == "library" else _CarelessJob
-        prefetcher._pipeline = _LatePipeline(**parts)
+        # An unsafe order must be caught where other programs make a decode slow, too.
+        sleep = SLEEP_CYCLES if order == "library" else 10 * SLEEP_CYCLES
+        prefetcher._pipeline = _LatePipeline(**parts, sleep=sleep)
         for number, seen in enumerate(prefetcher):
             witness.judge(seen, self._expected[number % SETS])
             del seen

@@ -141,6 +141,7 @@ def test_a_batch_that_does_not_fit_is_decoded_in_parts(files, launches, room):
      (5, 1.4, [1] * 5), (7, 3, [3, 3, 1]), (8, 7, [4, 4]), (3, 0.5, [1] * 3), (0, 1, [])],
 )  # fmt: skip
 def test_decode_calls_are_about_equal_and_bounded(monkeypatch, images, most, calls):
+    monkeypatch.setattr(_budget, "SUB_BATCH", 64)
     monkeypatch.setattr(_budget, "SUB_BATCH_BYTES", int(most * 512))
     sizes = np.full((images, 2), (8, 16))  # 384 bytes decoded, in a block of 512
     batch = SimpleNamespace(decoded=np.zeros(images, bool), errors={}, sizes=sizes)
@@ -482,14 +483,33 @@ def test_a_part_waits_for_the_reader_of_the_one_before(monkeypatch, job):
     expected = late_epoch(files)
     launch = _pipeline.ImageJob._launch
 
-    def late(self, *what):
-        torch.cuda._sleep(8_000_000)  # 4 to 6 ms: the next part is decoded well within them
-        launch(self, *what)
+    def late(self, what):
+        # 40 ms: the next part is decoded well within them, with other tests on the GPU, too.
+        torch.cuda._sleep(80_000_000)
+        launch(self, what)
 
     monkeypatch.setattr(_pipeline.ImageJob, "_launch", late)
     got = late_epoch(files, job, memory_budget="14MiB")  # the result takes 9, a photo 1.1
     # Without waiting, parts really are overwritten.
     assert torch.equal(got, expected) == (job is _pipeline.ImageJob)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("backend", ["torchcodec", "torchvision"])
+def test_good_photos_are_decoded_without_a_python_object_each(monkeypatch, backend):
+    files = [pictures.encode_jpeg(pictures.draw(200 + i, 300, seed=i)) for i in range(24)]
+    loader = DataLoader(Photos(files), batch_size=8, pin_memory=True)
+
+    def epoch():
+        options = {"transforms": [Resize((64, 96))], "cpu_share": 0.0, "decoder": backend}
+        return images_of(DataPrefetcher(loader, **options))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_pipeline.ImageJob, "_decode_packed", lambda *_: False)
+        apart = epoch()
+    monkeypatch.setattr(_pipeline.ImageJob, "_decode_apart", None)
+    assert torch.equal(epoch(), apart)
 
 
 BIG = """
