@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
@@ -41,18 +42,84 @@ from gpuprefetch._format import decode_cpu
 #     one tensor.
 #   - one thread at a time is in nvJPEG. Each image takes a copy, a launch and an event there, and
 #     two threads that contend for the driver slow each other, too. The other thread launches its
-#     images meanwhile, and waits for its launch.
+#     images meanwhile, and waits for its launch. While a loop waits for its batch it launches
+#     nothing, and a second thread is let in.
 # The step's host time is 11 ms then.
 
-Shapes = list[tuple[int, int, int]]
 
-_turns: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)
+class Turns:
+    """Lets one thread at a time into nvJPEG, and any number while a loop waits for a batch."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = self._waiting = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._inside or self._waiting)
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def hurried(self) -> Iterator[None]:
+        """A loop waits inside of it."""
+        with self._changed:
+            self._waiting += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting -= 1
+
+
+turns: defaultdict[torch.device, Turns] = defaultdict(Turns)
+
+# The memory that a decode thread packs into, call after call: sizes that differ each time would
+# leave the allocator a block for each.
+_thread = threading.local()
+ROOM_BYTES = 16 << 20  # in multiples of it
+
+
+@contextlib.contextmanager
+def packing_into(room: list[torch.Tensor]) -> Iterator[None]:
+    """Keep what is decoded in this thread in one place, and the place in ``room``."""
+    _thread.room = room
+    try:
+        yield
+    finally:
+        del _thread.room
+        room.clear()
+
+
+def _place(size: int, device: torch.device) -> torch.Tensor | None:
+    room: list[torch.Tensor] | None = getattr(_thread, "room", None)
+    if room is None:
+        return None
+    if not room or len(room[0]) < size:
+        room.clear()
+        room.append(
+            torch.empty(-(-size // ROOM_BYTES) * ROOM_BYTES, dtype=torch.uint8, device=device)
+        )
+    return room[0][:size]
+
+
+Shapes = list[tuple[int, int, int]]
 
 RGB = 3  # ImageReadMode.RGB, in TorchCodec and torchvision alike
 
 _PACKED = """
 def packed(
-    data: Tensor, lengths: List[int], heights: List[int], widths: List[int], device: Device
+    data: Tensor,
+    lengths: List[int],
+    heights: List[int],
+    widths: List[int],
+    device: Device,
+    out: Optional[Tensor],
 ) -> Tensor:
     images = {decode}(data.split_with_sizes(lengths), {mode}, device)
     flat: List[Tensor] = []
@@ -60,7 +127,9 @@ def packed(
         if images[i].size(1) != heights[i] or images[i].size(2) != widths[i]:
             return torch.empty([0], dtype=torch.uint8)
         flat.append(images[i].flatten())
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
+    if len(flat) == 1:
+        return flat[0]
+    return torch.cat(flat) if out is None else torch.cat(flat, out=out)
 """
 
 
@@ -104,8 +173,9 @@ class ImageDecoder:
             shapes: that their headers promise.
 
         Returns:
-            The pixels of all images on the device, one image behind the other; None if that cannot
-            be, or an image has another shape.
+            The pixels of all images on the device, one image behind the other; where the thread
+            keeps them (:func:`packing_into`), until its next call. None if that cannot be, or an
+            image has another shape.
 
         Raises:
             RuntimeError: if any of the files cannot be decoded.
@@ -113,8 +183,10 @@ class ImageDecoder:
         _, heights, widths = map(list, zip(*shapes, strict=True))
         if (decode := _packed(self.module, self.operator)) is None:
             return None
-        with _turns[self._device]:
-            flat = decode(data, lengths, heights, widths, self._device)
+        size = sum(3 * height * width for _, height, width in shapes)
+        out = _place(size, self._device) if len(shapes) > 1 else None
+        with turns[self._device]:
+            flat = decode(data, lengths, heights, widths, self._device, out)
         return flat if len(flat) else None
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:

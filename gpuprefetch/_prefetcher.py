@@ -23,7 +23,7 @@ from gpuprefetch._balance import Balancer
 from gpuprefetch._batch import tensors
 from gpuprefetch._budget import LANES, Cost, parse_bytes
 from gpuprefetch._connections import tell
-from gpuprefetch._decode import BACKENDS
+from gpuprefetch._decode import BACKENDS, packing_into, turns
 from gpuprefetch._encoded import EncodedImageFolder
 from gpuprefetch._host import HostStage, Packer, encoded_leaves, pack_lists
 from gpuprefetch._pipeline import (
@@ -96,6 +96,7 @@ class _Engine:
         self._fetch_ahead = fetch_ahead
         self._threads: list[threading.Thread] = []
         self._lanes: list[torch.cuda.Stream] = []
+        self._rooms: list[list[torch.Tensor]] = []  # of the lanes, where no budget counts them
         self._on_cuda = pipeline.device.type == "cuda"
         self._stream = lease_stream(pipeline.device, "batch") if self._on_cuda else None
         if fetch_ahead:
@@ -140,7 +141,9 @@ class _Engine:
             self._check(slot.source)
         except BaseException as error:
             self._exhausted = True
-            slot.error = error
+            # A traceback holds the frames of the loop's thread, and they the iterator. But dropping
+            # it must end the epoch, also when the end of the loader has been fetched ahead.
+            slot.error = error.with_traceback(None) if isinstance(error, StopIteration) else error
         return slot
 
     def _has_room(self, slot: _Slot) -> bool:
@@ -160,6 +163,8 @@ class _Engine:
         held.enter_context(self._alone)
         for _ in range(LANES):
             held.enter_context(self._permits)
+        for room in self._rooms:
+            room.clear()
         if self._on_cuda:
             torch.cuda.empty_cache()
 
@@ -167,21 +172,12 @@ class _Engine:
         """Get the work of a batch under way."""
         parts: list[Part] = []
         try:
-            if slot.error is not None:
-                raise slot.error
-            with torch.no_grad(), self._batch_stream():
-                try:
-                    slot.work = self._begin(slot)
-                except torch.OutOfMemoryError:
-                    pass  # and not again in here, where the exception holds what was allocated
-                if slot.work is None:
-                    with contextlib.ExitStack() as held:
-                        self._make_room(held)
-                        slot.work = self._begin(slot)
-            parts = slot.work.parts
-            slot.remaining = len(parts)
-            if parts and self._on_cuda:
-                self._start_lanes()
+            if slot.error is None:
+                slot.work = self._begin_with_room(slot)
+                parts = slot.work.parts
+                slot.remaining = len(parts)
+                if parts and self._on_cuda:
+                    self._start_lanes()
         except BaseException as error:
             self._exhausted = True
             slot.error = error
@@ -195,13 +191,24 @@ class _Engine:
         elif not self._on_cuda:
             self._run_inline()
 
+    def _begin_with_room(self, slot: _Slot) -> Work:
+        with torch.no_grad(), self._batch_stream():
+            try:
+                return self._begin(slot)
+            except torch.OutOfMemoryError:
+                pass  # and not again in here, where the exception holds what was allocated
+            with contextlib.ExitStack() as held:
+                self._make_room(held)
+                return self._begin(slot)
+
     def _begin(self, slot: _Slot) -> Work:
         return self._pipeline.start(slot.source, slot.number, self._epoch)
 
     def _start_lanes(self) -> None:
         while len(self._lanes) < LANES:
             self._lanes.append(lease_stream(self.device, "lane"))
-            self._spawn("decode", self._lane_loop, self._lanes[-1])
+            self._rooms.append([])
+            self._spawn("decode", self._lane_loop, self._lanes[-1], self._rooms[-1])
 
     def _learn(self, slot: _Slot, waited: float) -> None:
         slot.images = count_images(slot.source)
@@ -226,8 +233,9 @@ class _Engine:
         while self._parts:
             self._run_part(*self._parts.popleft())
 
-    def _lane_loop(self, stream: torch.cuda.Stream) -> None:
-        with using(stream):
+    def _lane_loop(self, stream: torch.cuda.Stream, room: list[torch.Tensor]) -> None:
+        budget = self._pipeline.memory_budget
+        with using(stream), contextlib.nullcontext() if budget else packing_into(room):
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopping or self._parts)
@@ -287,7 +295,9 @@ class _Engine:
         with self._changed:
             self._changed.wait_for(lambda: self._slots)
             slot = self._slots[0]
-        slot.done.wait()
+        if not slot.done.is_set():
+            with turns[self.device].hurried():
+                slot.done.wait()
         with self._changed:
             self._slots.popleft()
             self._changed.notify_all()

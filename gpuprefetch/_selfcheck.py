@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,8 @@ from gpuprefetch._stream import handoff, lease_stream, return_stream, using
 from gpuprefetch._transforms import Resize
 
 SLEEP_CYCLES = 8_000_000  # 4 to 6 ms: the next decode of IMAGES images is through well within them
+CYCLES_PER_SECOND = 2_000_000_000
+UNSAFE_ROUNDS = 20
 IMAGES = 8
 SIZE = (512, 768)  # more than 1 MiB decoded: apart from the allocator's pool of small blocks
 SETS = 3  # so that neither the next round nor the one after it writes what it overwrites
@@ -129,7 +132,7 @@ def selfcheck(
 
     Args:
         device: CUDA device; None is the current one.
-        rounds: in the library's order; the unsafe orders take a tenth, at least 20.
+        rounds: in the library's order; the unsafe orders take 20, with longer sleeps.
 
     Returns:
         The report; ``print(report)`` shows a verdict per backend and order, ``report.ok`` sums up.
@@ -138,9 +141,10 @@ def selfcheck(
         ValueError: if there is no such CUDA device, or ``rounds`` is below 20.
     """
     chosen = _cuda_device(device)
-    if rounds < 20:
-        raise ValueError(f"rounds must be at least 20 to prove anything, got {rounds}.")
-    few = max(rounds // 10, 20)
+    if rounds < UNSAFE_ROUNDS:
+        raise ValueError(
+            f"rounds must be at least {UNSAFE_ROUNDS} to prove anything, got {rounds}."
+        )
     checks = []
     with torch.cuda.device(chosen), torch.no_grad(), _quiet():
         files = _draw_jpegs()
@@ -151,10 +155,10 @@ def selfcheck(
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                 checks.append(Check(name, "library", error=reason))
                 continue
-            checks += [course.check("library", rounds), course.check("unsafe", few)]
+            checks += [course.check("library", rounds), course.check("unsafe", UNSAFE_ROUNDS)]
         pictures = [torch.rand(IMAGES, 3, *SIZE, device=chosen) for _ in range(SETS)]
         checks.append(_check_handoff("library", pictures, rounds))
-        checks.append(_check_handoff("unsafe", pictures, few))
+        checks.append(_check_handoff("unsafe", pictures, UNSAFE_ROUNDS))
     return SelfcheckReport(torch.cuda.get_device_name(chosen), _versions(), checks)
 
 
@@ -272,12 +276,16 @@ class _Course:
 
     def __init__(self, backend: str, device: torch.device, files: list[list[EncodedImage]]) -> None:
         self._backend, self._device, self._files = backend, device, files
-        self._expected = []
+        self._expected, seconds = [], []
         for batch in files:
             torch.cuda.synchronize()
+            started = time.perf_counter()
             (undisturbed,) = self._prefetcher([batch])
             torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
             self._expected.append(undisturbed)
+        # An unsafe order is to be caught where other programs on the GPU make a decode slow, too.
+        self._long = max(10 * SLEEP_CYCLES, int(10 * min(seconds) * CYCLES_PER_SECOND))
 
     def _prefetcher(self, batches: Sequence[list[EncodedImage]]) -> DataPrefetcher:
         small = [SIZE[0] // 2, SIZE[1] // 2]
@@ -296,8 +304,7 @@ class _Course:
         parts = {f.name: getattr(prefetcher._pipeline, f.name) for f in fields(Pipeline)}
         parts["decoder"] = _Noted(parts["decoder"], witness, drained=order == "library")
         parts["job"] = ImageJob if order == "library" else _CarelessJob
-        # An unsafe order must be caught where other programs make a decode slow, too.
-        sleep = SLEEP_CYCLES if order == "library" else 10 * SLEEP_CYCLES
+        sleep = SLEEP_CYCLES if order == "library" else self._long
         prefetcher._pipeline = _LatePipeline(**parts, sleep=sleep)
         for number, seen in enumerate(prefetcher):
             witness.judge(seen, self._expected[number % SETS])

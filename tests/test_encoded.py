@@ -1,8 +1,10 @@
 """Encoded images travel from the dataset to the batch unchanged, and come out as PIL's pixels."""
 
 import copy
+import gc
 import io
 import pickle
+import threading
 from itertools import combinations
 from pathlib import Path
 
@@ -470,6 +472,20 @@ def test_a_loader_that_is_no_dataloader(photo_folder):
     batches = [default_collate([folder[i] for i in range(4)])]
     images, _ = next(iter(DataPrefetcher(batches, device="cpu", transforms=[Resize((8, 9))])))
     assert images.shape == (4, 3, 8, 9)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not pin")
+def test_dropping_the_iterator_ends_the_threads_at_once(photo_folder, device):
+    # The end of the loader has been fetched ahead, too, on a GPU.
+    folder = EncodedImageFolder(photo_folder)
+    batches = [default_collate([folder[i] for i in range(4)])]
+    gc.collect()
+    gc.disable()
+    try:
+        next(iter(DataPrefetcher(batches, device=device, transforms=[Resize((8, 9))])))
+        assert not [t for t in threading.enumerate() if t.name.startswith("gpuprefetch")]
+    finally:
+        gc.enable()
 
 
 def test_several_outputs(photo_folder, device):

@@ -199,7 +199,7 @@ def no_decoder(*args, **options):
 
 _host.decode_cpu = no_decoder
 for backend in (_decode.TorchCodecDecoder, _decode.TorchvisionDecoder):
-    backend.__call__ = no_decoder
+    backend.packed = backend.__call__ = no_decoder
 expect("decode", ImportError, "no decoder", [], loop(prefetcher_of(Files())))
 print("end")
 """
