@@ -16,6 +16,7 @@ from gpuprefetch._host import is_encoded
 
 _UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 BLOCK = 512  # torch's caching allocator rounds up to it
+LARGE = 1 << 20  # up to this many bytes it serves from a pool of small blocks
 
 # Decode threads, each with a stream of its own. While one is in nvJPEG the other resamples.
 LANES = 2

@@ -109,6 +109,8 @@ def _place(size: int, device: torch.device) -> torch.Tensor | None:
 
 
 Shapes = list[tuple[int, int, int]]
+Turn = contextlib.AbstractContextManager[object]
+NO_TURN: Turn = contextlib.nullcontext()
 
 RGB = 3  # ImageReadMode.RGB, in TorchCodec and torchvision alike
 
@@ -164,13 +166,16 @@ class ImageDecoder:
         # One spelling of the device for ever: torchvision leaks its decoder when it changes.
         self._device = device
 
-    def packed(self, data: torch.Tensor, lengths: list[int], shapes: Shapes) -> torch.Tensor | None:
+    def packed(
+        self, data: torch.Tensor, lengths: list[int], shapes: Shapes, turn: Turn = NO_TURN
+    ) -> torch.Tensor | None:
         """Decode without a Python object per image. See Note [The training thread's locks].
 
         Args:
             data: the files, one behind the other, on the CPU.
             lengths: of the N files.
             shapes: that their headers promise.
+            turn: entered as long as the decoder is busy.
 
         Returns:
             The pixels of all images on the device, one image behind the other; where the thread
@@ -185,7 +190,7 @@ class ImageDecoder:
             return None
         size = sum(3 * height * width for _, height, width in shapes)
         out = _place(size, self._device) if len(shapes) > 1 else None
-        with turns[self._device]:
+        with turn:
             flat = decode(data, lengths, heights, widths, self._device, out)
         return flat if len(flat) else None
 
@@ -226,10 +231,12 @@ class TorchvisionDecoder(ImageDecoder):
 
     module, operator = "torchvision.io", "image.decode_jpegs_cuda"
 
-    def packed(self, data: torch.Tensor, lengths: list[int], shapes: Shapes) -> torch.Tensor | None:
+    def packed(
+        self, data: torch.Tensor, lengths: list[int], shapes: Shapes, turn: Turn = NO_TURN
+    ) -> torch.Tensor | None:
         """Decode, behind all that is queued on the current stream."""
         torch.cuda.current_stream(self._device).synchronize()
-        return self.packed_undrained(data, lengths, shapes)
+        return self.packed_undrained(data, lengths, shapes, turn)
 
     packed_undrained = ImageDecoder.packed  # the unsafe order of it
 
@@ -247,14 +254,14 @@ BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
 
 
 def decode_packed(
-    decoder: ImageDecoder, images: EncodedImages, positions: npt.NDArray[np.int64]
+    decoder: ImageDecoder, images: EncodedImages, positions: npt.NDArray[np.int64], turn: Turn
 ) -> torch.Tensor | None:
     """Decode some images of a batch into one tensor; None if :func:`decode_part` has to.
 
-    Arguments are those of :func:`decode_part`.
+    Arguments are those of :func:`decode_part` and :meth:`ImageDecoder.packed`.
     """
     try:
-        return decoder.packed(*_files(images, positions), _shapes(images, positions))
+        return decoder.packed(*_files(images, positions), _shapes(images, positions), turn)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:

@@ -24,6 +24,7 @@ from gpuprefetch._encoded import EncodedImage, EncodedImages, pack, packing
 from gpuprefetch._format import ImageHeader, blank, decode_cpu, read_header
 from gpuprefetch._random import Keys, fold
 from gpuprefetch._resample import check_rows, plan_rows, resample, resample_uint8
+from gpuprefetch._slab import by_value
 from gpuprefetch._targets import FollowedImage, fate, follow, images_of, mark
 from gpuprefetch._transforms import Head, Sampling
 
@@ -307,7 +308,7 @@ class HostStage:
         targets = fate(batch, samples) if packed else ""
         for images in packed:
             images.targets = targets
-        return batch
+        return batch if get_worker_info() is None else map_leaves(by_value, batch, is_encoded)
 
     def _settle(self) -> None:
         """Once in a worker: end with the parent, and let the training thread go first."""

@@ -6,7 +6,8 @@ and in which order batches are handed over, is the prefetcher's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from gpuprefetch._batch import leaves, map_leaves, to_device
 from gpuprefetch._budget import (
+    LARGE,
     Cost,
     cost_of,
     decoded_bytes,
@@ -25,7 +27,7 @@ from gpuprefetch._budget import (
     upload_bytes,
     uploads,
 )
-from gpuprefetch._decode import ImageDecoder, decode_packed, decode_part
+from gpuprefetch._decode import ImageDecoder, decode_packed, decode_part, turns
 from gpuprefetch._encoded import EncodedImages
 from gpuprefetch._host import Packer, is_encoded
 from gpuprefetch._random import Keys, SeededDraws, fold
@@ -453,6 +455,7 @@ class ImageJob:
             again: whether ``positions`` is one image that has had a try.
         """
         try:
+            self._claim(positions)
             if number is None or not self._decode_packed(positions, number):
                 self._decode_apart(positions)
         except torch.OutOfMemoryError as error:
@@ -464,12 +467,21 @@ class ImageJob:
         for piece in np.array_split(positions, min(2, len(positions))):
             self._decode(make_room, positions=piece, again=len(positions) == 1)
 
+    def _claim(self, positions: npt.NDArray[np.int64]) -> None:
+        """Ask for the memory of large images beforehand.
+
+        A decoder that runs out of memory is destroyed; making another takes half a second.
+        """
+        if self._pipeline.device.type == "cuda":
+            sizes = decoded_bytes(self.images, positions)
+            if large := int(sizes[sizes > LARGE].sum()):
+                torch.empty(large, dtype=torch.uint8, device=self._pipeline.device)
+
     def _decode_packed(self, positions: npt.NDArray[np.int64], number: int) -> bool:
         """Whether it was done in one piece: see Note [The training thread's locks]."""
         pipeline, launches = self._pipeline, self._launches
         assert pipeline.decoder is not None and launches is not None
-        with Stage(pipeline.stats, "decode"):
-            flat = decode_packed(pipeline.decoder, self.images, positions)
+        flat = decode_packed(pipeline.decoder, self.images, positions, self._turn())
         if flat is None:
             return False
         with Stage(pipeline.stats, "resample"):
@@ -477,6 +489,11 @@ class ImageJob:
             self._launch(partial(launches.launch, number, flat.data_ptr()))
             self._wait_for_reader()
         return True
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        with turns[self._pipeline.device], Stage(self._pipeline.stats, "decode"):
+            yield
 
     def _decode_apart(self, positions: npt.NDArray[np.int64]) -> None:
         pipeline = self._pipeline

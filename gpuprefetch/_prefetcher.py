@@ -86,6 +86,8 @@ class _Engine:
         self._changed = threading.Condition()
         self._slots: deque[_Slot] = deque()
         self._held: _Slot | None = None  # fetched; it does not fit beside what is under way
+        # What the host gave for batches that were handed over: the GPU may read it yet.
+        self._sources: deque[tuple[torch.cuda.Event, Any]] = deque()
         self._parts: deque[tuple[_Slot, Part]] = deque()
         # To decode takes one of the permits; where memory is short, one lane takes all of them.
         self._permits, self._alone = threading.Semaphore(LANES), threading.Lock()
@@ -171,6 +173,8 @@ class _Engine:
     def _start(self, slot: _Slot) -> None:
         """Get the work of a batch under way."""
         parts: list[Part] = []
+        while self._sources and self._sources[0][0].query():
+            self._sources.popleft()
         try:
             if slot.error is None:
                 slot.work = self._begin_with_room(slot)
@@ -298,6 +302,8 @@ class _Engine:
         if not slot.done.is_set():
             with turns[self.device].hurried():
                 slot.done.wait()
+        if slot.event is not None:
+            self._sources.append((slot.event, slot.source))
         with self._changed:
             self._slots.popleft()
             self._changed.notify_all()
@@ -324,6 +330,7 @@ class _Engine:
                 if not alive:
                     return_stream(stream, role)
         self._slots.clear()
+        self._sources.clear()
         self._held = None
         self._source.close()
         unmap_dead()
@@ -337,7 +344,6 @@ class _Epoch:
         # Shared with the prefetcher, which must not keep the iterator alive.
         self.use = ["unused"]
         self._steps: deque[torch.cuda.Event] = deque()
-        self._sources: deque[tuple[torch.cuda.Event, Any]] = deque()
         self._last: float | None = None
         # Runs also at garbage collection and at interpreter exit.
         self.close = weakref.finalize(self, _end, engine, self.use)
@@ -387,9 +393,6 @@ class _Epoch:
         if slot.event is not None:
             with Stage(self._stats, "handoff"):
                 handoff(slot.result, slot.event, self._engine.device)
-            self._sources.append((slot.event, slot.source))
-            while self._sources[0][0].query() and len(self._sources) > 1:
-                self._sources.popleft()
         return slot.result
 
 

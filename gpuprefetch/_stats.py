@@ -75,7 +75,7 @@ class Stats:
         pin_seconds: of the DataLoader's pin thread.
         fetch_seconds: the prefetcher waited for the wrapped loader.
         copy_seconds: queueing the copies of tensors to the device; long where they are not pinned.
-        decode_seconds: of the decode threads, both together.
+        decode_seconds: of the decode threads, both together, in the GPU's decoder.
         resample_seconds: queueing the fused head for what the workers decoded; and of the decode
             threads, both together, until the GPU has run it for what they did.
         tail_seconds: queueing the transforms behind it.

@@ -64,11 +64,12 @@ def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
-    event = torch.cuda.Event(blocking=True)
+    # The first is that of a step that has been waited for: it serves once more.
+    event = steps.popleft() if len(steps) > RUN_AHEAD else torch.cuda.Event(blocking=True)
     event.record(torch.cuda.current_stream(device))
     steps.append(event)
     if len(steps) > RUN_AHEAD:
-        steps.popleft().synchronize()
+        steps[0].synchronize()
 
 
 _idle: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = defaultdict(list)

@@ -1,14 +1,18 @@
 """Every structure a collate function may return is walked, rebuilt and left as it was."""
 
 import dataclasses
+import pickle
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from multiprocessing.reduction import ForkingPickler
 from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader
 
+from gpuprefetch import DataPrefetcher, _slab
 from gpuprefetch._batch import leaves, map_leaves, tensors, to_device
 
 Point = namedtuple("Point", "x y")
@@ -137,3 +141,46 @@ def test_tensors_reaches_into_every_kind_of_object(make, count):
 
 def test_is_leaf_stops_the_walk():
     assert list(leaves([[1, 2], 3], lambda b: b == [1, 2])) == [[1, 2], 3]
+
+
+LEAVES = {
+    "target": torch.arange(256),
+    "number": torch.tensor(3.5, dtype=torch.float64),
+    "empty": torch.zeros(0, 4),
+    "mask": torch.tensor([True, False]),
+    "complex": torch.tensor([1 + 2j]),
+    "conjugate": torch.tensor([1 + 2j]).conj(),
+    "half": torch.rand(3, dtype=torch.bfloat16),
+    "turned": torch.arange(6).view(2, 3).T,
+    "parameter": torch.nn.Parameter(torch.ones(2), requires_grad=False),
+    "large": torch.rand(_slab.SMALL // 4 + 1),
+    "words": ["a", None, 1],
+}
+
+
+def test_small_tensors_are_sent_by_value():
+    sent = {name: _slab.by_value(leaf) for name, leaf in LEAVES.items()}
+    small = {name for name, leaf in sent.items() if leaf is not LEAVES[name]}
+    assert small == {"target", "number", "empty", "mask", "complex"}
+    for name in small:
+        got, want = pickle.loads(ForkingPickler.dumps(sent[name])), LEAVES[name].clone()
+        assert type(got) is torch.Tensor
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        assert torch.equal(got, want)
+        assert not got.is_shared()
+        got.zero_()  # it may be written to, and is a copy
+        assert torch.equal(LEAVES[name], want)
+
+
+def test_workers_send_what_the_collate_function_gave():
+    expected = {n: leaf for n, leaf in LEAVES.items() if n != "conjugate"}  # torch loses the bit
+    loader = DataLoader([expected], batch_size=1, num_workers=1, collate_fn=lambda batch: batch[0])
+    (batch,) = DataPrefetcher(loader, device="cpu")
+    assert batch.keys() == expected.keys()
+    for name, want in expected.items():
+        if name == "words":
+            assert batch[name] == want
+        else:
+            assert torch.equal(batch[name], want)
+            assert batch[name].dtype == want.dtype
+            assert batch[name].stride() == want.stride()

@@ -351,8 +351,8 @@ def test_each_group_of_a_batch_fills_its_rows(monkeypatch, launched, share):
 class Shrinking(OperatorDecoder):
     """Another shape than the headers say."""
 
-    def packed(self, data, lengths, shapes):
-        return super().packed(data, lengths, [(3, 1, 1), *shapes[1:]])
+    def packed(self, data, lengths, shapes, turn):
+        return super().packed(data, lengths, [(3, 1, 1), *shapes[1:]], turn)
 
 
 class Unknown(OperatorDecoder):
@@ -434,7 +434,7 @@ def test_out_of_memory_in_torchscript_is_known(monkeypatch):
     monkeypatch.setattr(_decode, "_packed", lambda module, operator: raising(refused))
     images = pack([EncodedImage(pictures.encode_jpeg(pictures.draw(8, 8, seed=0)))])
     with pytest.raises(torch.OutOfMemoryError, match="Tried to"):
-        _decode.decode_packed(decoder, images, np.array([0]))
+        _decode.decode_packed(decoder, images, np.array([0]), _decode.NO_TURN)
 
 
 def raising(error):
