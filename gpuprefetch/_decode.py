@@ -131,7 +131,9 @@ def packed(
         flat.append(images[i].flatten())
     if len(flat) == 1:
         return flat[0]
-    return torch.cat(flat) if out is None else torch.cat(flat, out=out)
+    if out is not None:
+        return torch.cat(flat, out=out)
+    return torch.cat(flat)
 """
 
 
