@@ -222,10 +222,7 @@ class TorchCodecDecoder(ImageDecoder):
         try:
             return list(decode_jpeg(data, mode="RGB", device=self._device))
         except RuntimeError as error:
-            # Its library passes on the allocator's error without its type.
-            if "out of memory" in str(error):
-                raise torch.OutOfMemoryError(str(error)) from None
-            raise
+            raise _typed(error) from None
 
 
 class TorchvisionDecoder(ImageDecoder):
@@ -255,8 +252,31 @@ BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
 }
 
 
+def claim(size: int, device: torch.device) -> None:
+    """Raise torch's own error where there is no room for ``size`` bytes.
+
+    TorchCodec passes on the allocator's error without its type, and with torch 2.11 without its
+    words: it could be a bad file as well.
+    """
+    if device.type == "cuda":
+        torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _typed(error: RuntimeError) -> RuntimeError:
+    known = "out of memory" in str(error)
+    return torch.OutOfMemoryError(str(error)) if known else error
+
+
+def _size(images: EncodedImages, positions: npt.NDArray[np.int64]) -> int:
+    return 3 * int(images.sizes[positions].prod(axis=1).sum())
+
+
 def decode_packed(
-    decoder: ImageDecoder, images: EncodedImages, positions: npt.NDArray[np.int64], turn: Turn
+    decoder: ImageDecoder,
+    images: EncodedImages,
+    positions: npt.NDArray[np.int64],
+    device: torch.device,
+    turn: Turn,
 ) -> torch.Tensor | None:
     """Decode some images of a batch into one tensor; None if :func:`decode_part` has to.
 
@@ -267,8 +287,9 @@ def decode_packed(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        if "out of memory" in str(error):
-            raise torch.OutOfMemoryError(str(error)) from None
+        if isinstance(_typed(error), torch.OutOfMemoryError):
+            raise _typed(error) from None
+        claim(_size(images, positions), device)
         return None
 
 
@@ -299,7 +320,7 @@ def decode_part(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
-        pass
+        claim(_size(images, positions), device)
     return [
         _decode_one(decoder, images, i, shape, device)
         for i, shape in zip(positions.tolist(), shapes, strict=True)
@@ -337,7 +358,7 @@ def _decode_one(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
-        pass
+        claim(3 * shape[1] * shape[2], device)
     try:
         # The second opinion: a file that only the GPU's decoder dislikes is not a bad file.
         image = decode_cpu(file).contiguous().to(device)

@@ -27,7 +27,7 @@ from gpuprefetch._budget import (
     upload_bytes,
     uploads,
 )
-from gpuprefetch._decode import ImageDecoder, decode_packed, decode_part, turns
+from gpuprefetch._decode import ImageDecoder, claim, decode_packed, decode_part, turns
 from gpuprefetch._encoded import EncodedImages
 from gpuprefetch._host import Packer, is_encoded
 from gpuprefetch._random import Keys, SeededDraws, fold
@@ -472,16 +472,16 @@ class ImageJob:
 
         A decoder that runs out of memory is destroyed; making another takes half a second.
         """
-        if self._pipeline.device.type == "cuda":
-            sizes = decoded_bytes(self.images, positions)
-            if large := int(sizes[sizes > LARGE].sum()):
-                torch.empty(large, dtype=torch.uint8, device=self._pipeline.device)
+        sizes = decoded_bytes(self.images, positions)
+        if large := int(sizes[sizes > LARGE].sum()):
+            claim(large, self._pipeline.device)
 
     def _decode_packed(self, positions: npt.NDArray[np.int64], number: int) -> bool:
         """Whether it was done in one piece: see Note [The training thread's locks]."""
         pipeline, launches = self._pipeline, self._launches
         assert pipeline.decoder is not None and launches is not None
-        flat = decode_packed(pipeline.decoder, self.images, positions, self._turn())
+        decoder, device = pipeline.decoder, pipeline.device
+        flat = decode_packed(decoder, self.images, positions, device, self._turn())
         if flat is None:
             return False
         with Stage(pipeline.stats, "resample"):

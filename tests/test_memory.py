@@ -434,7 +434,40 @@ def test_out_of_memory_in_torchscript_is_known(monkeypatch):
     monkeypatch.setattr(_decode, "_packed", lambda module, operator: raising(refused))
     images = pack([EncodedImage(pictures.encode_jpeg(pictures.draw(8, 8, seed=0)))])
     with pytest.raises(torch.OutOfMemoryError, match="Tried to"):
-        _decode.decode_packed(decoder, images, np.array([0]), _decode.NO_TURN)
+        _decode.decode_packed(decoder, images, np.array([0]), torch.device("cpu"), _decode.NO_TURN)
+
+
+def test_an_error_without_words_may_be_a_shortage(monkeypatch):
+    # As TorchCodec passes it on to torch 2.11; no bad file, for which the CPU would decode.
+    claimed = []
+
+    def full(size, device):
+        claimed.append(size)
+        raise torch.OutOfMemoryError("no room")
+
+    class Wordless(ImageDecoder):
+        def packed(self, *args):
+            raise RuntimeError("API call failed")
+
+        def __call__(self, data):
+            raise RuntimeError("API call failed")
+
+    images = pack(
+        [EncodedImage(pictures.encode_jpeg(pictures.draw(8, 16, seed=i))) for i in range(2)],
+        sizes=np.array([(8, 16)] * 2),
+        transposed=np.zeros(2, bool),
+    )
+    both, cpu = np.array([0, 1]), torch.device("cpu")
+    assert _decode.decode_packed(Wordless(cpu), images, both, cpu, _decode.NO_TURN) is None
+    for image in _decode.decode_part(Wordless(cpu), images, both, cpu):
+        assert image.shape == (3, 8, 16)  # a second opinion
+    monkeypatch.setattr(_decode, "claim", full)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        _decode.decode_packed(Wordless(cpu), images, both, cpu, _decode.NO_TURN)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        _decode.decode_part(Wordless(cpu), images, both, cpu)
+    assert claimed == [2 * 3 * 8 * 16] * 2
+    assert images.errors == {}
 
 
 def raising(error):
