@@ -31,7 +31,7 @@ from gpuprefetch._decode import ImageDecoder, claim, decode_packed, decode_part,
 from gpuprefetch._encoded import EncodedImages
 from gpuprefetch._host import Packer, is_encoded
 from gpuprefetch._random import Keys, SeededDraws, fold
-from gpuprefetch._resample import HAS_TRITON, Launches, resample, resample_planned
+from gpuprefetch._resample import HAS_TRITON, Launches, resample
 from gpuprefetch._stats import Stage, Stats
 from gpuprefetch._targets import (
     PerSample,
@@ -412,14 +412,14 @@ class ImageJob:
         )
         copies = uploads(images, ready)
         if (copies or calls) and self._planned():
-            starts = images.spans[:, 0]
-            offsets = [starts[copy] - starts[copy[0]] for copy in copies]
+            offsets = [images.spans[copy, 0] - images.spans[copy[0], 0] for copy in copies]
             for call in calls:
                 pixels = 3 * images.sizes[call].prod(axis=1)
                 offsets.append(np.cumsum(pixels) - pixels)
             assert images.plan is not None
+            places, counts = np.concatenate([*copies, *calls]), [*map(len, [*copies, *calls])]
             self._launches = Launches(
-                images.plan, [*copies, *calls], offsets, self.out, **self._way
+                images.plan[places], places, np.concatenate(offsets), counts, self.out, **self._way
             )
             parts = [
                 partial(self._decode, positions=call, number=number)
@@ -541,10 +541,6 @@ class ImageJob:
     def _resample(self, positions: npt.NDArray[np.int64], images: Sequence[torch.Tensor]) -> None:
         """Queue the fused head of some decoded images on the current stream."""
         batch, head = self.images, self._pipeline.head
-        if self._planned():
-            addresses = [image.data_ptr() for image in images]
-            resample_planned(batch.plan[positions], addresses, positions, self.out, **self._way)  # type: ignore[arg-type, index]
-            return
         assert batch.rows is not None
         turned = batch.transposed[positions].tolist()
         resample(

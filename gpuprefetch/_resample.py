@@ -426,8 +426,10 @@ def _launch(
     out, places = _output(images, size, dtype, memory_format, out, positions)
     mean, std = _colors("mean", mean, out), _colors("std", std, out)
     words = _plan(geometry[:, 1:4], rows, interpolation, antialias)
-    way = {"interpolation": interpolation, "mean": mean, "std": std}
-    resample_planned(words, geometry[:, 0], places, out, source=images[0].dtype, **way)  # type: ignore[arg-type]
+    start = int(geometry[:, 0].min()) & ~15  # Triton compiles another kernel for an odd one
+    way = {"interpolation": interpolation, "mean": mean, "std": std, "source": images[0].dtype}
+    with torch.cuda.device_of(out):
+        Launches(words, places, geometry[:, 0] - start, [len(words)], out, **way).launch(0, start)  # type: ignore[arg-type]
     return out
 
 
@@ -465,10 +467,11 @@ class Launches:
     host next to nothing: it may run on a thread that the training thread waits for.
 
     Args:
-        words: of all images, as :func:`plan_rows` gives them.
-        groups: positions of the images that are launched together; no image is in two of them.
-        offsets: of the images of each group: bytes from where that group is going to lie.
-        out: ``(M, 3, H, W)`` on the GPU, floating point; row ``i`` is for the image at ``i``.
+        words: of N images, one group behind the other, as :func:`plan_rows` gives them.
+        places: ``(N,)`` int64, the rows of `out` that they go to.
+        offsets: ``(N,)`` int64, bytes of the images from where their group is going to lie.
+        counts: of the images of each group.
+        out: ``(M, C, H, W)`` on the GPU.
         source: dtype of the images.
         interpolation: as in the plan.
         mean: a value per channel, in [0, 1] units.
@@ -478,8 +481,9 @@ class Launches:
     def __init__(
         self,
         words: _Ints,
-        groups: Sequence[_Ints],
-        offsets: Sequence[_Ints],
+        places: _Ints,
+        offsets: _Ints,
+        counts: Sequence[int],
         out: torch.Tensor,
         *,
         source: torch.dtype = torch.uint8,
@@ -487,14 +491,11 @@ class Launches:
         mean: Sequence[float] | None,
         std: Sequence[float] | None,
     ) -> None:
-        self._counts = [len(group) for group in groups]
-        self._firsts = np.cumsum([0, *self._counts]).tolist()
-        places = np.concatenate(groups)
-        words = words[places]
-        words[:, 0], words[:, 4] = np.concatenate(offsets), places
+        self._counts, self._firsts = counts, np.cumsum([0, *counts]).tolist()
         # The longest programs of a launch start first.
-        numbers = np.repeat(np.arange(len(groups)), self._counts)
-        words = words[np.lexsort((-words[:, 5], numbers))]
+        order = np.lexsort((-words[:, 5], np.repeat(np.arange(len(counts)), counts)))
+        words = words[order]
+        words[:, 0], words[:, 4] = offsets[order], places[order]
         channels, (height, width) = out.shape[1], out.shape[2:]
         levels = 255 if source == torch.uint8 else 1
         scale = np.broadcast_to(1 / np.array(std or 1.0), channels).copy()
@@ -533,40 +534,6 @@ class Launches:
         programs = self._counts[number] * triton.cdiv(self._constants["CHANNELS"], 3)
         grid = (*self._tiles, programs)
         _resample_kernel[grid](address, self._firsts[number], *self._arguments, **self._constants)
-
-
-def resample_planned(
-    words: _Ints,
-    addresses: _Ints | list[int],
-    positions: Sequence[int],
-    out: torch.Tensor,
-    *,
-    source: torch.dtype = torch.uint8,
-    interpolation: str,
-    mean: Sequence[float] | None,
-    std: Sequence[float] | None,
-) -> None:
-    """Resample images whose sampling is laid out, wherever they lie.
-
-    Args:
-        words: N rows of a plan.
-        addresses: Of the N images, which the caller keeps alive.
-        positions: The rows of `out` that they go to.
-        out: ``(M, C, H, W)`` on the GPU.
-        source: Dtype of the images.
-        interpolation: As in the plan.
-        mean: A value per channel, in [0, 1] units.
-        std: Likewise.
-    """
-    places = np.asarray(positions, np.int64)
-    table = np.empty((len(out), _FIELDS), np.int64)
-    table[places] = words
-    where = np.asarray(addresses, np.int64)
-    start = int(where.min()) & ~15  # Triton compiles another kernel for an odd one
-    way = {"source": source, "interpolation": interpolation, "mean": mean, "std": std}
-    with torch.cuda.device_of(out):
-        launches = Launches(table, [places], [where - start], out, **way)  # type: ignore[arg-type]
-        launches.launch(0, start)
 
 
 def _padded(words: _Ints, size: tuple[int, int]) -> bool:

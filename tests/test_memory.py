@@ -313,21 +313,20 @@ interpreted = pytest.mark.skipif(
 
 @pytest.fixture
 def launched(monkeypatch):
-    """How the images of a batch were launched: in groups laid out before, or by address."""
-    launch, planned = Launches.launch, _pipeline.resample_planned
-    sizes = SimpleNamespace(laid_out=[], by_address=[])
+    """How the images of a batch were launched: in groups laid out before, or apart."""
+    launch, resample = Launches.launch, _pipeline.resample
+    sizes = SimpleNamespace(laid_out=[], apart=[])
 
     def laid_out(self, number, address):
         sizes.laid_out.append(self._counts[number])
         launch(self, number, address)
 
-    def by_address(words, addresses, positions, *args, **options):
-        sizes.by_address.append(len(positions))
-        planned(words, addresses, positions, *args, **options)
-        sizes.laid_out.pop()  # which does it by a group of its own
+    def apart(images, *args, **options):
+        sizes.apart.append(len(images))
+        resample(images, *args, **options)
 
     monkeypatch.setattr(Launches, "launch", laid_out)
-    monkeypatch.setattr(_pipeline, "resample_planned", by_address)
+    monkeypatch.setattr(_pipeline, "resample", apart)
     return sizes
 
 
@@ -343,7 +342,7 @@ def test_each_group_of_a_batch_fills_its_rows(monkeypatch, launched, share):
     got = planned_batch(monkeypatch, files, OperatorDecoder("cpu"), share)
     assert sum(launched.laid_out) == 7
     assert len(launched.laid_out) >= 2 + (share == 0)
-    assert launched.by_address == []
+    assert launched.apart == []
     # The CPU path rounds to whole levels on its way.
     assert (got - expected).abs().max() * 255 < 1
 
@@ -370,7 +369,7 @@ def test_what_cannot_be_packed_is_decoded_apart(monkeypatch, launched, decoder):
     told = pytest.warns(UserWarning, match="decodes through Python.* version of torch ")
     with told if decoder is Unknown else contextlib.nullcontext():
         got = planned_batch(monkeypatch, files, decoder("cpu"))
-    assert launched.by_address == ([2] if decoder is OperatorDecoder else [2, 2])
+    assert launched.apart == ([2] if decoder is OperatorDecoder else [2, 2])
     assert launched.laid_out == ([2] if decoder is OperatorDecoder else [])
     assert (got - expected).abs().max() * 255 < 1
 

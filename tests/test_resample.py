@@ -438,8 +438,11 @@ def test_a_plan_gives_what_the_images_give(interpolation, kernel_device):
     options = {"interpolation": interpolation, "mean": MEAN, "std": STD}
     out = torch.full((3, 3, 6, 7), -9.0, device=kernel_device)
     plan = _resample.plan_rows(rows, sizes, transposed, (6, 7), interpolation, True)
-    addresses = [image.data_ptr() for image in images]
-    _resample.resample_planned(plan, addresses, [2, 0], out, **options)
+    flat = torch.cat([image.flatten() for image in images])
+    places, offsets = np.array([2, 0]), np.array([0, images[0].numel()])
+    launches = _resample.Launches(plan, places, offsets, [1, 1], out, **options)
+    for number in (1, 0):
+        launches.launch(number, flat.data_ptr())
     want = _resample._launch(views, rows, (6, 7), **options)
     assert torch.equal(out[[2, 0]], want)
     assert bool((out[1] == -9).all())
