@@ -66,6 +66,28 @@ def test_train(photos, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_contention(photos, tmp_path, monkeypatch, capsys):
+    import contention
+
+    output = tmp_path / "contention.json"
+    words = "--warmup 0 --seconds 0.1 --model squeezenet1_1 --mode eager --shares 0 auto".split()
+    args = ["contention.py", "--data", str(photos), *TINY, *words]
+    monkeypatch.setattr(sys, "argv", [*args, "--without", "decode"])
+    with pytest.raises(SystemExit):
+        contention.main()
+    assert "not with --cpu" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*args, "--output", str(output)])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)  # for the child
+    contention.main()
+    results = json.loads(output.read_text())["results"]
+    assert [result["share"] for result in results] == [0.0, "auto"]
+    for result in results:
+        assert result["host_ms"] > 0
+        assert any(name.startswith("MainThread") for name in result["threads"])
+
+
+@pytest.mark.slow
 def test_parity(photos, tmp_path, monkeypatch, capsys):
     import parity
 

@@ -1,0 +1,174 @@
+"""Where the training thread's time goes: a step as its host sees it, and the CPU time of threads.
+
+    python benchmarks/contention.py --data PHOTOS --output benchmarks/results/contention.json
+    python benchmarks/contention.py --data PHOTOS --shares 0 0.4 --without nothing decode launch
+
+The host of a fast model is late where a step takes longer than its kernels, although the loop does
+not wait for data: other threads have the locks it needs, or the cores. What a part of the loader
+costs it shows when that part is left out: ``decode`` takes pixels that are there already, and
+``launch`` leaves the result as it is. Such batches are wrong; only their time counts.
+
+All variants run in one process, after one compilation, with a loader of their own each.
+"""
+
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import clock
+import harness
+import loaders
+import torch
+import train
+
+WITHOUT = ["nothing", "decode", "launch", "decode and launch"]
+FIELDS = ["user_ms", "system_ms", "sleeps", "preemptions"]
+PIXELS = 256 << 20  # more than the images of one decode call take
+
+
+def threads() -> dict[tuple[int, str], list[float]]:
+    """CPU milliseconds and context switches so far of each thread of this process."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    tick, found = 1000 / os.sysconf("SC_CLK_TCK"), {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            stat = (task / "stat").read_text()
+            status = (task / "status").read_text()
+        except OSError:  # it ended meanwhile
+            continue
+        name = stat[stat.index("(") + 1 : stat.rindex(")")]
+        user, system = (tick * int(word) for word in stat.rpartition(")")[2].split()[11:13])
+        switches = [int(line.split()[1]) for line in status.splitlines() if "ctxt" in line]
+        found[int(task.name), names.get(int(task.name), name)] = [user, system, *switches]
+    return found
+
+
+def leave_out(batches: Any, without: str) -> None:
+    """Have a prefetcher's images made without a part of the work."""
+    from gpuprefetch._pipeline import ImageJob
+
+    class Job(ImageJob):
+        if "decode" in without:
+            pixels = torch.zeros(PIXELS, dtype=torch.uint8, device=batches.device)
+
+            def _decode_packed(self, positions: Any, number: int) -> bool:
+                assert self._launches is not None
+                self._wait_for_room()
+                self._launch(lambda: self._launches.launch(number, self.pixels.data_ptr()))
+                self._wait_for_reader()
+                return True
+
+        if "launch" in without:
+
+            def _launch(self, launch: Any) -> None:
+                pass
+
+    batches._pipeline.job = Job
+
+
+def run(
+    batches: Iterator[Any], step: Any, seconds: float, device: str
+) -> tuple[list[float], list[float], float]:
+    """Seconds in ``next`` and in the step's launches, of each step, and all of them together."""
+    waits, hosts = [], []
+    clock.synchronize(device)
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds or not waits:
+        before = time.perf_counter()
+        batch = next(batches)
+        ready = time.perf_counter()
+        step(*batch)
+        waits.append(ready - before)
+        hosts.append(time.perf_counter() - ready)
+    clock.synchronize(device)
+    return waits, hosts, time.perf_counter() - begin
+
+
+def measure(
+    model: str,
+    mode: str,
+    variants: list[tuple[float | str, str]],
+    settings: dict[str, Any],
+    timing: dict[str, float],
+) -> dict[str, Any]:
+    """All variants, in this process."""
+    shared = loaders.Settings(**settings)
+    resident = iter(loaders.build("synthetic", shared, {}))
+    import gpuprefetch  # before there is a context: it prepares the environment
+
+    step = train.make_step(model, mode, shared.device)
+    run(resident, step, timing["warmup"], shared.device)
+    _, _, ceiling = outcome = run(resident, step, timing["seconds"], shared.device)
+    best = ceiling / len(outcome[0])
+    results = []
+    for share, without in variants:
+        batches = loaders.build("gpuprefetch", shared, {"cpu_share": share})
+        assert isinstance(batches, gpuprefetch.DataPrefetcher)
+        if without != "nothing":
+            leave_out(batches, without)
+        iterator = iter(batches)
+        run(iterator, step, timing["warmup"], shared.device)
+        before, cpu, stats = threads(), clock.cpu_seconds(), batches.stats.as_dict()
+        waits, hosts, wall = run(iterator, step, timing["seconds"], shared.device)
+        steps, after, now = len(waits), threads(), batches.stats.as_dict()
+        used = {
+            f"{name} {number}": dict(
+                zip(FIELDS, ((b - a) / steps for a, b in zip(old, new, strict=True)), strict=True)
+            )
+            for (number, name), new in after.items()
+            if sum(new[:2]) > sum((old := before.get((number, name), [0.0] * 4))[:2])
+        }
+        results.append(
+            {
+                "share": share,
+                "without": without,
+                "step_ms": 1000 * wall / steps,
+                "ratio": best * steps / wall,
+                "wait_ms": 1000 * statistics.fmean(waits),
+                "host_ms": 1000 * statistics.median(hosts),
+                "host_ms_p90": 1000 * statistics.quantiles([*hosts, hosts[-1]], n=10)[-1],
+                "busy_cores": (clock.cpu_seconds() - cpu) / wall,
+                "share_at_the_end": now["share"],
+                "decode_ms": 1000 * (now["decode_seconds"] - stats["decode_seconds"]) / steps,
+                "threads": used,
+            }
+        )
+        del iterator, batches
+    return {"ceiling_ms": 1000 * best, "variants": results}
+
+
+def main() -> None:
+    parser = harness.argument_parser(__doc__)
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--mode", default="compile", choices=["eager", "compile"])
+    parser.add_argument("--shares", nargs="+", default=["0.0", "0.2", "0.4", "auto"])
+    parser.add_argument("--without", nargs="+", default=WITHOUT[:1], choices=WITHOUT)
+    args = harness.parse_arguments(parser)
+    if args.cpu and args.without != WITHOUT[:1]:
+        parser.error("--without leaves out what runs on a GPU: not with --cpu")
+    shares = [share if share == "auto" else float(share) for share in args.shares]
+    device = harness.Device()
+    document = harness.Document("contention", args, device)
+    task = {
+        "model": args.model,
+        "mode": args.mode,
+        "variants": [(share, without) for share in shares for without in args.without],
+        "settings": harness.settings(args),
+        "timing": {"warmup": args.warmup, "seconds": args.seconds},
+    }
+    result = harness.run_child(__file__, task, device=device, timeout=args.timeout)
+    for variant in result.get("variants", []):
+        document.add({"ceiling_ms": result["ceiling_ms"], **variant})
+    if "error" in result:
+        document.add(result)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        harness.child_main(measure)
+    main()
