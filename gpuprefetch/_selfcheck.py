@@ -285,7 +285,8 @@ class _Course:
             seconds.append(time.perf_counter() - started)
             self._expected.append(undisturbed)
         # An unsafe order is to be caught where other programs on the GPU make a decode slow, too.
-        self._long = max(10 * SLEEP_CYCLES, int(10 * min(seconds) * CYCLES_PER_SECOND))
+        decode = min(10 * min(seconds), 0.5)
+        self._long = max(10 * SLEEP_CYCLES, int(decode * CYCLES_PER_SECOND))
 
     def _prefetcher(self, batches: Sequence[list[EncodedImage]]) -> DataPrefetcher:
         small = [SIZE[0] // 2, SIZE[1] // 2]
