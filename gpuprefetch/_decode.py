@@ -219,10 +219,7 @@ class TorchCodecDecoder(ImageDecoder):
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         from torchcodec.decoders import decode_jpeg
 
-        try:
-            return list(decode_jpeg(data, mode="RGB", device=self._device))
-        except RuntimeError as error:
-            raise _typed(error) from None
+        return list(decode_jpeg(data, mode="RGB", device=self._device))
 
 
 class TorchvisionDecoder(ImageDecoder):
@@ -262,11 +259,6 @@ def claim(size: int, device: torch.device) -> None:
         torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def _typed(error: RuntimeError) -> RuntimeError:
-    known = "out of memory" in str(error)
-    return torch.OutOfMemoryError(str(error)) if known else error
-
-
 def _size(images: EncodedImages, positions: npt.NDArray[np.int64]) -> int:
     return 3 * int(images.sizes[positions].prod(axis=1).sum())
 
@@ -286,9 +278,7 @@ def decode_packed(
         return decoder.packed(*_files(images, positions), _shapes(images, positions), turn)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
-        if isinstance(_typed(error), torch.OutOfMemoryError):
-            raise _typed(error) from None
+    except RuntimeError:
         claim(_size(images, positions), device)
         return None
 

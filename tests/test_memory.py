@@ -427,17 +427,8 @@ def test_one_thread_at_a_time_decodes_unless_a_loop_waits():
     assert (turns._inside, turns._waiting) == (0, 0)
 
 
-def test_out_of_memory_in_torchscript_is_known(monkeypatch):
-    decoder = OperatorDecoder("cpu")
-    refused = RuntimeError("The following operation failed: CUDA out of memory. Tried to")
-    monkeypatch.setattr(_decode, "_packed", lambda module, operator: raising(refused))
-    images = pack([EncodedImage(pictures.encode_jpeg(pictures.draw(8, 8, seed=0)))])
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to"):
-        _decode.decode_packed(decoder, images, np.array([0]), torch.device("cpu"), _decode.NO_TURN)
-
-
 def test_an_error_without_words_may_be_a_shortage(monkeypatch):
-    # As TorchCodec passes it on to torch 2.11; no bad file, for which the CPU would decode.
+    # TorchCodec's has no type, and with torch 2.11 no words; for a bad file the CPU would decode.
     claimed = []
 
     def full(size, device):
