@@ -1,7 +1,7 @@
 """Where the training thread's time goes: a step as its host sees it, and the CPU time of threads.
 
     python benchmarks/contention.py --data PHOTOS --output benchmarks/results/contention.json
-    python benchmarks/contention.py --data PHOTOS --shares 0 0.4 --without nothing decode launch
+    python benchmarks/contention.py --data PHOTOS --shares 0 0.4 --without nothing decode,launch
 
 The host of a fast model is late where a step takes longer than its kernels, although the loop does
 not wait for data: other threads have the locks it needs, or the cores. What a part of the loader
@@ -27,7 +27,7 @@ import loaders
 import torch
 import train
 
-WITHOUT = ["nothing", "decode", "launch", "record_stream", "decode and launch", "all"]
+WITHOUT = ["nothing", "decode", "launch", "record_stream"]
 FIELDS = ["user_ms", "system_ms", "sleeps", "preemptions"]
 PIXELS = 256 << 20  # more than the images of one decode call take
 
@@ -49,8 +49,8 @@ def threads() -> dict[tuple[int, str], list[float]]:
     return found
 
 
-def leave_out(batches: Any, without: str) -> None:
-    """Have a prefetcher's images made, or handed over, without a part of the work."""
+def leave_out(batches: Any, without: list[str]) -> None:
+    """Have a prefetcher's images made, or handed over, without some of the work."""
     from gpuprefetch import _prefetcher
     from gpuprefetch._pipeline import ImageJob
     from gpuprefetch._stream import handoff
@@ -58,9 +58,7 @@ def leave_out(batches: Any, without: str) -> None:
     def unmarked(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
         torch.cuda.current_stream(device).wait_event(ready)
 
-    whole = without in ("record_stream", "all")
-    _prefetcher.handoff = unmarked if whole else handoff  # type: ignore[attr-defined]
-    without = "decode and launch" if without == "all" else without
+    _prefetcher.handoff = unmarked if "record_stream" in without else handoff  # type: ignore[attr-defined]
 
     class Job(ImageJob):
         if "decode" in without:
@@ -119,7 +117,7 @@ def measure(
     for share, without in variants:
         batches = loaders.build("gpuprefetch", shared, {"cpu_share": share})
         assert isinstance(batches, gpuprefetch.DataPrefetcher)
-        leave_out(batches, without)
+        leave_out(batches, without.split(","))
         iterator = iter(batches)
         run(iterator, step, timing["warmup"], shared.device)
         before, cpu, stats = threads(), clock.cpu_seconds(), batches.stats.as_dict()
@@ -156,8 +154,13 @@ def main() -> None:
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--mode", default="compile", choices=["eager", "compile"])
     parser.add_argument("--shares", nargs="+", default=["0.0", "0.2", "0.4", "auto"])
-    parser.add_argument("--without", nargs="+", default=WITHOUT[:1], choices=WITHOUT)
+    known = ", ".join(WITHOUT)
+    parser.add_argument(
+        "--without", nargs="+", default=WITHOUT[:1], help=f"{known}; or several: a,b"
+    )
     args = harness.parse_arguments(parser)
+    if unknown := {part for parts in args.without for part in parts.split(",")} - {*WITHOUT}:
+        parser.error(f"--without takes {known}, got {', '.join(sorted(unknown))}")
     if args.cpu and args.without != WITHOUT[:1]:
         parser.error("--without leaves out what runs on a GPU: not with --cpu")
     shares = [share if share == "auto" else float(share) for share in args.shares]

@@ -9,6 +9,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +27,8 @@ from gpuprefetch._format import decode_cpu
 #     decode.
 #   - TorchCodec >= 0.17 decodes in the order of the current stream (0.16 did not,
 #     meta-pytorch/torchcodec#1634).
-# Whatever they promise, a decode thread keeps decoded images until the launch that reads them has
-# completed, and decodes nothing meanwhile (ImageJob._wait_for_reader); the other thread does.
+# Whatever they promise, a decode thread decodes nothing until the launch that reads its images, or
+# their packed copy, has completed (ImageJob._wait_for_reader); the other thread does meanwhile.
 # gpuprefetch.selfcheck() tries it on the machine at hand; tests/test_selfcheck.py fails without it.
 
 
@@ -168,6 +169,11 @@ class ImageDecoder:
         # One spelling of the device for ever: torchvision leaks its decoder when it changes.
         self._device = device
 
+    @property
+    def packs(self) -> bool:
+        """Whether there is a way to :meth:`packed`; warns once where there is none."""
+        return _packed(self.module, self.operator) is not None
+
     def packed(
         self, data: torch.Tensor, lengths: list[int], shapes: Shapes, turn: Turn = NO_TURN
     ) -> torch.Tensor | None:
@@ -181,17 +187,16 @@ class ImageDecoder:
 
         Returns:
             The pixels of all images on the device, one image behind the other; where the thread
-            keeps them (:func:`packing_into`), until its next call. None if that cannot be, or an
-            image has another shape.
+            keeps them (:func:`packing_into`), until its next call. None if an image has another
+            shape.
 
         Raises:
             RuntimeError: if any of the files cannot be decoded.
         """
         _, heights, widths = map(list, zip(*shapes, strict=True))
-        if (decode := _packed(self.module, self.operator)) is None:
-            return None
-        size = sum(3 * height * width for _, height, width in shapes)
-        out = _place(size, self._device) if len(shapes) > 1 else None
+        decode = _packed(self.module, self.operator)
+        assert decode is not None, "see packs"
+        out = _place(sum(map(prod, shapes)), self._device) if len(shapes) > 1 else None
         with turn:
             flat = decode(data, lengths, heights, widths, self._device, out)
         return flat if len(flat) else None
@@ -259,10 +264,6 @@ def claim(size: int, device: torch.device) -> None:
         torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def _size(images: EncodedImages, positions: npt.NDArray[np.int64]) -> int:
-    return 3 * int(images.sizes[positions].prod(axis=1).sum())
-
-
 def decode_packed(
     decoder: ImageDecoder,
     images: EncodedImages,
@@ -270,16 +271,17 @@ def decode_packed(
     device: torch.device,
     turn: Turn,
 ) -> torch.Tensor | None:
-    """Decode some images of a batch into one tensor; None if :func:`decode_part` has to.
+    """Decode some images of a batch into one tensor; None if they have to be decoded one by one.
 
     Arguments are those of :func:`decode_part` and :meth:`ImageDecoder.packed`.
     """
+    shapes = _shapes(images, positions)
     try:
-        return decoder.packed(*_files(images, positions), _shapes(images, positions), turn)
+        return decoder.packed(*_files(images, positions), shapes, turn)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
-        claim(_size(images, positions), device)
+        claim(sum(map(prod, shapes)), device)
         return None
 
 
@@ -288,6 +290,8 @@ def decode_part(
     images: EncodedImages,
     positions: npt.NDArray[np.int64],
     device: torch.device,
+    *,
+    together: bool = True,
 ) -> list[torch.Tensor | None]:
     """Decode some images of a batch; what one bad file would fail is decoded one by one.
 
@@ -297,20 +301,22 @@ def decode_part(
         positions: ascending, of all images between the first and the last of them that no worker
             has decoded.
         device: of the decoder.
+        together: whether to try them in one call first.
 
     Returns:
         ``(3, H, W)`` uint8 images on ``device``, None for those that cannot be decoded.
     """
-    data, lengths = _files(images, positions)
     shapes = _shapes(images, positions)
-    try:
-        decoded = decoder(list(data.split(lengths)))
-        if [image.shape for image in decoded] == shapes:
-            return decoded  # type: ignore[return-value]
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        claim(_size(images, positions), device)
+    if together:
+        data, lengths = _files(images, positions)
+        try:
+            decoded = decoder(list(data.split(lengths)))
+            if [image.shape for image in decoded] == shapes:
+                return decoded  # type: ignore[return-value]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            claim(sum(map(prod, shapes)), device)
     return [
         _decode_one(decoder, images, i, shape, device)
         for i, shape in zip(positions.tolist(), shapes, strict=True)
@@ -348,7 +354,7 @@ def _decode_one(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
-        claim(3 * shape[1] * shape[2], device)
+        claim(prod(shape), device)
     try:
         # The second opinion: a file that only the GPU's decoder dislikes is not a bad file.
         image = decode_cpu(file).contiguous().to(device)

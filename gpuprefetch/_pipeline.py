@@ -369,7 +369,8 @@ def _has_rows(entry: Any, count: int) -> bool:
 class ImageJob:
     """The encoded images of one batch, on their way into one tensor.
 
-    Decoded images live until the launch that reads them has completed: no longer than their part.
+    Decoded images, or their packed copy, live until the launch that reads them has completed: no
+    longer than their part.
     See Note [Decoded memory].
     """
 
@@ -417,14 +418,16 @@ class ImageJob:
                 pixels = 3 * images.sizes[call].prod(axis=1)
                 offsets.append(np.cumsum(pixels) - pixels)
             assert images.plan is not None
-            places, counts = np.concatenate([*copies, *calls]), [*map(len, [*copies, *calls])]
+            groups = [*copies, *calls]
+            places, starts = np.concatenate(groups), np.concatenate(offsets)
             self._launches = Launches(
-                images.plan[places], places, np.concatenate(offsets), counts, self.out, **self._way
+                images.plan[places], places, starts, [*map(len, groups)], self.out, **self._way
             )
-            parts = [
-                partial(self._decode, positions=call, number=number)
-                for number, call in enumerate(calls, len(copies))
-            ]
+            if calls and pipeline.decoder is not None and pipeline.decoder.packs:
+                parts = [
+                    partial(self._decode, positions=call, number=number)
+                    for number, call in enumerate(calls, len(copies))
+                ]
         self._reserved = torch.cuda.current_stream(device).record_event()
         for number, copy in enumerate(copies):
             first, last = images.spans[copy[0], 0], images.spans[copy[-1], 1]
@@ -451,13 +454,15 @@ class ImageJob:
         Args:
             make_room: frees memory.
             positions: of the images.
-            number: of their launch, where that has been laid out.
+            number: of their launch, where they can be decoded into one piece for it.
             again: whether ``positions`` is one image that has had a try.
         """
         try:
             self._claim(positions)
-            if number is None or not self._decode_packed(positions, number):
+            if number is None:
                 self._decode_apart(positions)
+            elif not self._decode_packed(positions, number):
+                self._decode_apart(positions, together=False)
         except torch.OutOfMemoryError as error:
             if again:
                 raise self._too_large(int(positions[0])) from error
@@ -495,11 +500,13 @@ class ImageJob:
         with turns[self._pipeline.device], Stage(self._pipeline.stats, "decode"):
             yield
 
-    def _decode_apart(self, positions: npt.NDArray[np.int64]) -> None:
+    def _decode_apart(self, positions: npt.NDArray[np.int64], *, together: bool = True) -> None:
         pipeline = self._pipeline
         assert pipeline.decoder is not None, "without one, the packer leaves nothing to decode"
         with Stage(pipeline.stats, "decode"):
-            images = decode_part(pipeline.decoder, self.images, positions, pipeline.device)
+            images = decode_part(
+                pipeline.decoder, self.images, positions, pipeline.device, together=together
+            )
             pairs = zip(positions.tolist(), images, strict=True)
             decoded = {i: image for i, image in pairs if image is not None}
         with Stage(pipeline.stats, "resample"):

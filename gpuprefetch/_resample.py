@@ -452,7 +452,7 @@ def plan_rows(
         antialias: Whether to widen the filter where the image shrinks.
 
     Returns:
-        ``(N, words)`` int64 for :func:`resample_planned`.
+        ``(N, words)`` int64 for :class:`Launches`.
     """
     check_rows(sampling, sizes, size)
     area, (height, width) = sizes.prod(1), sizes.T

@@ -317,7 +317,7 @@ class _Noted(ImageDecoder):
     """A decoder that notes where its images lie."""
 
     def __init__(self, decoder: ImageDecoder, witness: _Witness, *, drained: bool) -> None:
-        self._decoder, self._witness = decoder, witness
+        self.module, self.operator, self._witness = decoder.module, decoder.operator, witness
         self._packed = decoder.packed
         if not drained:
             self._packed = getattr(decoder, "packed_undrained", decoder.packed)
