@@ -56,7 +56,7 @@ def leave_out(batches: Any, without: list[str]) -> None:
     from gpuprefetch._stream import handoff
 
     def unmarked(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
-        torch.cuda.current_stream(device).wait_event(ready)
+        handoff(batch[1:], ready, device)  # wrong targets would end the process
 
     _prefetcher.handoff = unmarked if "record_stream" in without else handoff  # type: ignore[attr-defined]
 

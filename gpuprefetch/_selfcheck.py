@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +27,8 @@ from gpuprefetch._stream import handoff, lease_stream, return_stream, using
 from gpuprefetch._transforms import Resize
 
 SLEEP_CYCLES = 8_000_000  # 4 to 6 ms: the next decode of IMAGES images is through well within them
-CYCLES_PER_SECOND = 2_000_000_000
 UNSAFE_ROUNDS = 20
+CONTROL_SLEEPS = (10, 40, 160)  # of those cycles, until an overwritten image was caught
 IMAGES = 8
 SIZE = (512, 768)  # more than 1 MiB decoded: apart from the allocator's pool of small blocks
 SETS = 3  # so that neither the next round nor the one after it writes what it overwrites
@@ -132,7 +131,8 @@ def selfcheck(
 
     Args:
         device: CUDA device; None is the current one.
-        rounds: in the library's order; the unsafe orders take 20, with longer sleeps.
+        rounds: in the library's order; the unsafe orders take 20, with longer sleeps, and again with
+            still longer ones where nothing was caught.
 
     Returns:
         The report; ``print(report)`` shows a verdict per backend and order, ``report.ok`` sums up.
@@ -155,7 +155,7 @@ def selfcheck(
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                 checks.append(Check(name, "library", error=reason))
                 continue
-            checks += [course.check("library", rounds), course.check("unsafe", UNSAFE_ROUNDS)]
+            checks += [course.check("library", rounds), course.control()]
         pictures = [torch.rand(IMAGES, 3, *SIZE, device=chosen) for _ in range(SETS)]
         checks.append(_check_handoff("library", pictures, rounds))
         checks.append(_check_handoff("unsafe", pictures, UNSAFE_ROUNDS))
@@ -276,17 +276,11 @@ class _Course:
 
     def __init__(self, backend: str, device: torch.device, files: list[list[EncodedImage]]) -> None:
         self._backend, self._device, self._files = backend, device, files
-        self._expected, seconds = [], []
+        self._expected = []
         for batch in files:
-            torch.cuda.synchronize()
-            started = time.perf_counter()
             (undisturbed,) = self._prefetcher([batch])
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - started)
             self._expected.append(undisturbed)
-        # An unsafe order is to be caught where other programs on the GPU make a decode slow, too.
-        decode = min(10 * min(seconds), 0.5)
-        self._long = max(10 * SLEEP_CYCLES, int(decode * CYCLES_PER_SECOND))
+        torch.cuda.synchronize()
 
     def _prefetcher(self, batches: Sequence[list[EncodedImage]]) -> DataPrefetcher:
         small = [SIZE[0] // 2, SIZE[1] // 2]
@@ -298,15 +292,22 @@ class _Course:
             cpu_share=0.0,
         )
 
-    def check(self, order: str, rounds: int) -> Check:
+    def control(self) -> Check:
+        """The unsafe order; with longer sleeps where other programs make a decode slow, too."""
+        for factor in CONTROL_SLEEPS:
+            caught = self.check("unsafe", UNSAFE_ROUNDS, factor)
+            if caught.corrupted:
+                break
+        return caught
+
+    def check(self, order: str, rounds: int, factor: int = 1) -> Check:
         """Run ``rounds`` batches in the library's order, or without its protection."""
         witness = _Witness(rounds)
         prefetcher = self._prefetcher([self._files[number % SETS] for number in range(rounds)])
         parts = {f.name: getattr(prefetcher._pipeline, f.name) for f in fields(Pipeline)}
         parts["decoder"] = _Noted(parts["decoder"], witness, drained=order == "library")
         parts["job"] = ImageJob if order == "library" else _CarelessJob
-        sleep = SLEEP_CYCLES if order == "library" else self._long
-        prefetcher._pipeline = _LatePipeline(**parts, sleep=sleep)
+        prefetcher._pipeline = _LatePipeline(**parts, sleep=factor * SLEEP_CYCLES)
         for number, seen in enumerate(prefetcher):
             witness.judge(seen, self._expected[number % SETS])
             del seen

@@ -90,6 +90,7 @@ def test_unprotected_decoding_is_noticed(monkeypatch):
     # Other tests may be on the GPU, and then a decode takes longer than a sleep of 5 ms.
     monkeypatch.setattr(_selfcheck, "SLEEP_CYCLES", 20 * _selfcheck.SLEEP_CYCLES)
     monkeypatch.setattr(_selfcheck, "UNSAFE_ROUNDS", 2)  # they are tried above
+    monkeypatch.setattr(_selfcheck, "CONTROL_SLEEPS", (1,))
     report = selfcheck(rounds=40)
     (ours,) = (c for c in report.checks if (c.backend, c.order) == ("torchvision", "library"))
     assert ours.verdict == "CORRUPTED", report
