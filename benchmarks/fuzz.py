@@ -13,6 +13,7 @@ crash is seen.
 import argparse
 import io
 import json
+import math
 import signal
 import struct
 import subprocess
@@ -268,6 +269,8 @@ def attack(**task: Any) -> dict[str, Any]:
                 differing.append(case)
         if len(cases) != GOOD or good != cases:
             print("AT", max(cases) + 1, flush=True)
+        elif counts["good_batches"] > 1 and time.time() > task["until"]:
+            break
     return {"counts": counts, "differing": differing[:MAX_DIFFERING]}
 
 
@@ -351,6 +354,7 @@ def _lines(file: Any) -> list[str]:
 def fuzz(args: argparse.Namespace) -> dict[str, Any]:
     """All cases, ``jobs`` children at a time: what came of them."""
     per_job = -(-args.cases // args.jobs)
+    until = time.time() + args.seconds if args.seconds else math.inf
     tasks = [
         {
             "first": first,
@@ -360,6 +364,7 @@ def fuzz(args: argparse.Namespace) -> dict[str, Any]:
             "decoder": args.decoder,
             "data": str(args.data) if args.data else "",
             "patience": args.patience,
+            "until": until,
             "trap": args.trap,
         }
         for first in range(0, args.cases, per_job)
@@ -368,11 +373,13 @@ def fuzz(args: argparse.Namespace) -> dict[str, Any]:
     with ThreadPoolExecutor(args.jobs) as pool:
         results = list(pool.map(run_range, tasks))
     counts: Counter[str] = sum((result["counts"] for result in results), Counter())
+    crashes = [crash for result in results for crash in result["crashes"]]
+    judged = sum(count for name, count in counts.items() if not name.startswith("good"))
     return {
         "device": args.device,
-        "cases": args.cases,
+        "cases": judged + sum(last - first for first, last in (c["cases"] for c in crashes)),
         "counts": {"good_wrong": 0, **counts},
-        "crashes": [crash for result in results for crash in result["crashes"]],
+        "crashes": crashes,
         "differing": [case for result in results for case in result["differing"]][:MAX_DIFFERING],
         "seconds": round(time.monotonic() - started, 1),
     }
@@ -389,6 +396,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, help="folder of JPEGs; drawn pictures without")
     parser.add_argument("--patience", type=float, default=HANGS_SECONDS, help="for a group")
+    parser.add_argument("--seconds", type=float, help="fewer cases rather than longer")
     parser.add_argument("--trap", type=json.loads, default={}, help=argparse.SUPPRESS)
     parser.add_argument("--commit", help="of this repository, where git cannot tell")
     parser.add_argument("--output", type=Path, help="JSON file")

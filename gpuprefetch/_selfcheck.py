@@ -131,8 +131,8 @@ def selfcheck(
 
     Args:
         device: CUDA device; None is the current one.
-        rounds: in the library's order; the unsafe orders take 20, with longer sleeps, and again with
-            still longer ones where nothing was caught.
+        rounds: in the library's order; the unsafe orders take 20, with longer sleeps,
+            and again with still longer ones where nothing was caught.
 
     Returns:
         The report; ``print(report)`` shows a verdict per backend and order, ``report.ok`` sums up.

@@ -140,6 +140,34 @@ def test_command_line(photo_folder, tmp_path, capsys):
     assert main(["doctor", str(tmp_path)]) == 2
 
 
+# Milliseconds of a batch: of the loader alone, of the step alone, of the loop, of them waiting, and
+# of a copy; and what share of the workers' time is reading.
+@pytest.mark.parametrize(
+    ("alone", "ceiling", "loop", "wait", "copy", "reading", "bound"),
+    [
+        (110, 55, 110, 81, 1, 0.97, "reading"),
+        (962, 54, 1026, 994, 3, 0.0, "CPU decode"),
+        (13, 55, 56, 0, 1, 0.0, "model"),
+        (15, 55, 79, 17, 21, 0.0, "transfer"),  # in next(), but not for its workers
+        (70, 55, 79, 17, 1, 0.0, "CPU decode"),
+        (15, 55, 79, 2, 1, 0.0, "CPU decode"),  # the step lacks cores
+    ],
+)
+def test_what_the_numbers_say(monkeypatch, alone, ceiling, loop, wait, copy, reading, bound):
+    runs = iter([(alone, alone), (ceiling, 0), (loop, wait)])
+
+    def run(self, batches, step, times=None):
+        if times is not None:
+            times[0] = torch.tensor([1.0, 1.0 - reading])
+        milliseconds, waited = next(runs)
+        return _doctor._Run(256e3 / milliseconds, 10, milliseconds / 1e3, waited / 1e3, [])
+
+    monkeypatch.setattr(_doctor._Clinic, "_run", run)
+    monkeypatch.setattr(_doctor._Clinic, "_copy_seconds", lambda self, batch: copy / 1e3)
+    clinic = _doctor._Clinic(print, torch.device("cuda:0"), 1.0)
+    assert clinic._diagnose(loader_of(Slow(0.0))).bound == bound
+
+
 class Batches(Dataset):
     """Whole batches of float32 images, 77 MB each."""
 

@@ -38,11 +38,18 @@ def test_crashes_and_hangs_are_noticed():
     ]
 
 
+def test_fewer_cases_rather_than_longer():
+    result = run("--cases", 1_000_000, "--seconds", 0.1)
+    assert result["cases"] == 31  # the first group, and no crash behind it
+    assert result["crashes"] == []
+
+
 def test_wrong_neighbors_are_noticed(monkeypatch):
     # Guards the test above.
     import fuzz
 
     task = {"first": 40, "last": 100, "seed": 0, "device": "cpu", "decoder": "auto", "data": ""}
+    task |= {"until": float("inf")}
     whole = fuzz.Attack.__iter__
 
     def spoiled(self):
