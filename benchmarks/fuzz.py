@@ -14,6 +14,7 @@ import argparse
 import io
 import json
 import math
+import os
 import signal
 import struct
 import subprocess
@@ -229,11 +230,47 @@ class Attack:
             cpu_share=0.0,
             on_error="skip",
         )
+        # Why the GPU's decoder refused a good file, if ever it did.
+        self.refusals: list[str] = []
+        if device == "cuda":
+            pipeline = self.prefetcher._pipeline
+            pipeline.decoder = _listened(pipeline.decoder, set(self.files[:GOOD]), self.refusals)
 
     def __iter__(self) -> Iterator[dict[int, Any]]:
         """For each batch: case -> picture."""
         for images, cases in self.prefetcher:
             yield dict(zip(cases.tolist(), images, strict=True))
+
+
+def _listened(decoder: Any, good: set[bytes], refusals: list[str]) -> Any:
+    """The decoder, which notes why it refused one of the good files."""
+
+    class Listened(type(decoder)):  # type: ignore[misc]
+        def __call__(self, data: list[Any]) -> list[Any]:
+            try:
+                return super().__call__(data)  # type: ignore[no-any-return]
+            except RuntimeError as error:
+                if len(data) == 1 and data[0].numpy().tobytes() in good:
+                    refusals.append(f"{type(error).__name__}: {error}".partition("\n")[0])
+                raise
+
+    return Listened(decoder._device)
+
+
+def _how_wrong(cases: list[int], found: Any, reference: Any, on_cpu: Any) -> dict[str, Any]:
+    """In what the good pictures of a batch are not those of the first one."""
+    missing = [case for case in cases if case not in found]
+    wrong = [case for case in cases if case not in missing]
+    wrong = [case for case in wrong if not found[case].equal(reference[case])]
+    details: dict[str, Any] = {"missing": missing, "wrong": wrong}
+    if wrong:
+        levels = max(255 * float((found[c] - reference[c]).abs().max()) for c in wrong)
+        details["levels"] = round(levels, 2)
+        for name, pictures in (("found", found), ("reference", reference)):
+            # Of other decoders: how far they are from the CPU's.
+            off = max(255 * float((pictures[c].cpu() - on_cpu[c]).abs().max()) for c in wrong)
+            details[f"{name}_from_cpu"] = round(off, 2)
+    return details
 
 
 def attack(**task: Any) -> dict[str, Any]:
@@ -244,6 +281,7 @@ def attack(**task: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
     counts: Counter[str] = Counter(good_batches=0, good_wrong=0)
     differing: list[int] = []
+    wrong: list[dict[str, Any]] = []
     runs = [Attack(task, task["device"])]
     if task["device"] == "cuda":
         runs.append(Attack(task, "cpu"))
@@ -258,6 +296,9 @@ def attack(**task: Any) -> dict[str, Any]:
         right = right and list(found) == [case for case in cases if case in found]  # in order
         counts["good_batches"] += 1
         counts["good_wrong"] += not right
+        if not right:
+            on_cpu = others[0] if others else found
+            wrong.append({"batch": max(cases), **_how_wrong(good, found, reference, on_cpu)})
         for case in (case for case in cases if case >= 0):
             if task["device"] == "cuda":
                 outcome = _compare(found.get(case), others[0].get(case), LEVELS, SHARE)
@@ -271,7 +312,12 @@ def attack(**task: Any) -> dict[str, Any]:
             print("AT", max(cases) + 1, flush=True)
         elif counts["good_batches"] > 1 and time.time() > task["until"]:
             break
-    return {"counts": counts, "differing": differing[:MAX_DIFFERING]}
+    return {
+        "counts": counts,
+        "differing": differing[:MAX_DIFFERING],
+        "wrong": wrong[:MAX_DIFFERING],
+        "refusals": runs[0].refusals,
+    }
 
 
 def _compare(ours: Any, theirs: Any, levels: int, share: float) -> str:
@@ -309,7 +355,7 @@ def _decode_pil(data: bytes) -> Any:
 def run_range(task: dict[str, Any]) -> dict[str, Any]:
     """Run the cases in children; behind a crash or a hang the next child goes on."""
     counts: Counter[str] = Counter()
-    differing: list[int] = []
+    listed: dict[str, list[Any]] = {"differing": [], "wrong": [], "refusals": []}
     crashes: list[dict[str, Any]] = []
     first, last = task["first"], task["last"]
     while first < last and len(crashes) < MAX_CRASHES:
@@ -317,21 +363,24 @@ def run_range(task: dict[str, Any]) -> dict[str, Any]:
         if ending == "0":
             result = json.loads(lines[-1].removeprefix(harness.RESULT))
             counts.update(result["counts"])
-            differing += result["differing"]
+            for name, entries in listed.items():
+                entries += result[name]
             break
         reached = [int(line.split()[1]) for line in lines if line.startswith("AT ")]
         start = max(reached, default=first)
         crashes.append({"cases": [start, min(start + GROUP, last)], "ending": ending})
         print(f"cases {start} to {start + GROUP}: {ending}\n{errors}", file=sys.stderr)
         first = start + GROUP
-    return {"counts": counts, "differing": differing, "crashes": crashes}
+    return {"counts": counts, "crashes": crashes, **listed}
 
 
 def _run_child(task: dict[str, Any]) -> tuple[list[str], str, str]:
     """A child's lines, how it ended ("0", "signal 11", "exit 1", "hangs"), its last errors."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         command = [sys.executable, __file__, "--child", json.dumps(task)]
-        child = subprocess.Popen(command, stdout=out, stderr=err)
+        # A GPU runs out of channels where many processes have 32 each, as the library asks for.
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "4"} | os.environ
+        child = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
         size, moved = 0, time.monotonic()
         while child.poll() is None:
             time.sleep(0.05)
@@ -381,6 +430,8 @@ def fuzz(args: argparse.Namespace) -> dict[str, Any]:
         "counts": {"good_wrong": 0, **counts},
         "crashes": crashes,
         "differing": [case for result in results for case in result["differing"]][:MAX_DIFFERING],
+        "wrong": [batch for result in results for batch in result["wrong"]][:MAX_DIFFERING],
+        "good_refused": Counter(reason for result in results for reason in result["refusals"]),
         "seconds": round(time.monotonic() - started, 1),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import threading
 import warnings
 from collections import defaultdict
@@ -254,12 +255,21 @@ BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
 }
 
 
-def claim(size: int, device: torch.device) -> None:
-    """Raise torch's own error where there is no room for ``size`` bytes.
+# What TorchCodec and torchvision say where nvJPEG lacks the memory to begin, whatever the file. Many
+# processes on one GPU run out of more than its free memory: each has channels of its own.
+_NOT_STARTED = re.compile(r"Failed to (?:create|initialize) .*")
 
-    TorchCodec passes on the allocator's error without its type, and with torch 2.11 without its
+
+def claim(size: int, device: torch.device, error: RuntimeError | None = None) -> None:
+    """Raise torch's own error where there is no room for ``size`` bytes, or for the decoder.
+
+    TorchCodec passes on the allocator's ``error`` without its type, and with torch 2.11 without its
     words: it could be a bad file as well.
     """
+    if (found := _NOT_STARTED.search(str(error))) is not None:
+        raise torch.OutOfMemoryError(
+            f"nvJPEG on {device}: {found[0]}. Fewer processes on the GPU leave more for each."
+        ) from error
     if device.type == "cuda":
         torch.empty(size, dtype=torch.uint8, device=device)
 
@@ -280,8 +290,8 @@ def decode_packed(
         return decoder.packed(*_files(images, positions), shapes, turn)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:
-        claim(sum(map(prod, shapes)), device)
+    except RuntimeError as error:
+        claim(sum(map(prod, shapes)), device, error)
         return None
 
 
@@ -315,8 +325,8 @@ def decode_part(
                 return decoded  # type: ignore[return-value]
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:
-            claim(sum(map(prod, shapes)), device)
+        except RuntimeError as error:
+            claim(sum(map(prod, shapes)), device, error)
     return [
         _decode_one(decoder, images, i, shape, device)
         for i, shape in zip(positions.tolist(), shapes, strict=True)
@@ -353,17 +363,15 @@ def _decode_one(
             return image
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:
-        claim(prod(shape), device)
+    except RuntimeError as error:
+        claim(prod(shape), device, error)
     try:
         # The second opinion: a file that only the GPU's decoder dislikes is not a bad file.
-        image = decode_cpu(file).contiguous().to(device)
-    except torch.OutOfMemoryError:
-        raise
+        image = decode_cpu(file)
     except (ValueError, RuntimeError) as error:
         images.errors[position] = str(error)
         return None
     if image.shape != shape:
         images.errors[position] = f"decoded to {tuple(image.shape)}, its header says {shape}"
         return None
-    return image
+    return image.contiguous().to(device)

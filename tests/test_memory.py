@@ -431,8 +431,8 @@ def test_an_error_without_words_may_be_a_shortage(monkeypatch):
     # TorchCodec's has no type, and with torch 2.11 no words; for a bad file the CPU would decode.
     claimed = []
 
-    def full(size, device):
-        claimed.append(size)
+    def full(size, device, error):
+        claimed.append((size, str(error)))
         raise torch.OutOfMemoryError("no room")
 
     class Wordless(ImageDecoder):
@@ -456,7 +456,69 @@ def test_an_error_without_words_may_be_a_shortage(monkeypatch):
         _decode.decode_packed(Wordless(cpu), images, both, cpu, _decode.NO_TURN)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         _decode.decode_part(Wordless(cpu), images, both, cpu)
-    assert claimed == [2 * 3 * 8 * 16] * 2
+    assert claimed == [(2 * 3 * 8 * 16, "API call failed")] * 2
+    assert images.errors == {}
+
+
+NOT_STARTED = "CUDAJpegDecoder, DecodeJpegCuda.cpp:224, Failed to create nvjpeg state: 5"
+
+
+class NotStarted(FakeDecoder):
+    """A decoder that the GPU has no resources for, the first few times."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def __call__(self, data):
+        if len(self.calls) < self.times:
+            self.calls.append(len(data))
+            raise RuntimeError(NOT_STARTED)
+        return super().__call__(data)
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_decoder_that_cannot_start_is_a_shortage(files, times):
+    # And no reason to decode good files on the CPU, whose pixels are others.
+    decoder = NotStarted(times)
+    prefetcher = prefetcher_of(files, decoder)
+    expected = prefetcher_of(files, FakeDecoder())
+    for (images, _), (others, _) in zip(prefetcher, expected, strict=True):
+        assert torch.equal(images, others)
+    assert prefetcher.stats.out_of_memory == times
+    assert sum(decoder.calls[times:]) == len(files)  # all of them by it
+
+
+@pytest.mark.usefixtures("launches")
+def test_a_decoder_that_never_starts(files):
+    prefetcher = prefetcher_of(files, NotStarted(10**9), on_error="skip")
+    with pytest.raises(torch.OutOfMemoryError, match=r"0\.jpg") as raised:
+        list(prefetcher)
+    assert "Failed to create nvjpeg state: 5. Fewer processes" in str(raised.value.__cause__)
+    assert prefetcher.bad_images == []
+
+
+def test_a_broken_device_makes_no_file_bad(monkeypatch):
+    class Picture:
+        shape = (3, 8, 16)
+
+        def contiguous(self):
+            return self
+
+        def to(self, device):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    images = pack(
+        [EncodedImage(pictures.encode_jpeg(pictures.draw(8, 16)))],
+        sizes=np.array([(8, 16)]),
+        transposed=np.zeros(1, bool),
+    )
+    monkeypatch.setattr(_decode, "decode_cpu", lambda file: Picture())
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        _decode.decode_part(
+            raising(RuntimeError("API call failed")), images, np.array([0]), torch.device("cpu")
+        )
     assert images.errors == {}
 
 
