@@ -12,6 +12,7 @@ after at each allocation of the model's. Such batches are wrong; only their time
 All variants run in one process, after one compilation, with a loader of their own each.
 """
 
+import json
 import os
 import statistics
 import sys
@@ -47,6 +48,17 @@ def threads() -> dict[tuple[int, str], list[float]]:
         switches = [int(line.split()[1]) for line in status.splitlines() if "ctxt" in line]
         found[int(task.name), names.get(int(task.name), name)] = [user, system, *switches]
     return found
+
+
+def used_since(before: dict[tuple[int, str], list[float]], steps: int) -> dict[str, Any]:
+    """What each thread took of a step since ``before``."""
+    used = {}
+    for (number, name), new in threads().items():
+        old = before.get((number, name), [0.0] * len(FIELDS))
+        if sum(new[:2]) > sum(old[:2]):
+            spent = ((b - a) / steps for a, b in zip(old, new, strict=True))
+            used[f"{name} {number}"] = dict(zip(FIELDS, spent, strict=True))
+    return used
 
 
 def leave_out(batches: Any, without: list[str]) -> None:
@@ -111,9 +123,15 @@ def measure(
 
     step = train.make_step(model, mode, shared.device)
     run(resident, step, timing["warmup"], shared.device)
-    _, _, ceiling = outcome = run(resident, step, timing["seconds"], shared.device)
-    best = ceiling / len(outcome[0])
-    results = []
+    before = threads()
+    _, hosts, ceiling = run(resident, step, timing["seconds"], shared.device)
+    best = ceiling / len(hosts)
+    alone = {
+        "ceiling_ms": 1000 * best,
+        "ceiling_host_ms": 1000 * statistics.median(hosts),
+        "ceiling_threads": used_since(before, len(hosts)),
+    }
+    results: list[dict[str, Any]] = []
     for share, without in variants:
         batches = loaders.build("gpuprefetch", shared, {"cpu_share": share})
         assert isinstance(batches, gpuprefetch.DataPrefetcher)
@@ -122,14 +140,7 @@ def measure(
         run(iterator, step, timing["warmup"], shared.device)
         before, cpu, stats = threads(), clock.cpu_seconds(), batches.stats.as_dict()
         waits, hosts, wall = run(iterator, step, timing["seconds"], shared.device)
-        steps, after, now = len(waits), threads(), batches.stats.as_dict()
-        used = {
-            f"{name} {number}": dict(
-                zip(FIELDS, ((b - a) / steps for a, b in zip(old, new, strict=True)), strict=True)
-            )
-            for (number, name), new in after.items()
-            if sum(new[:2]) > sum((old := before.get((number, name), [0.0] * 4))[:2])
-        }
+        steps, used, now = len(waits), used_since(before, len(waits)), batches.stats.as_dict()
         results.append(
             {
                 "share": share,
@@ -146,7 +157,9 @@ def measure(
             }
         )
         del iterator, batches
-    return {"ceiling_ms": 1000 * best, "variants": results}
+        # Each is complete: what was measured is kept if a later one fails.
+        print(harness.RESULT + json.dumps({**alone, "variants": results}), flush=True)
+    return {**alone, "variants": results}
 
 
 def main() -> None:
@@ -174,10 +187,11 @@ def main() -> None:
         "timing": {"warmup": args.warmup, "seconds": args.seconds},
     }
     result = harness.run_child(__file__, task, device=device, timeout=args.timeout)
-    for variant in result.get("variants", []):
-        document.add({"ceiling_ms": result["ceiling_ms"], **variant})
-    if "error" in result:
-        document.add(result)
+    variants = result.pop("variants", [])
+    for variant in variants:
+        document.add({**result, **variant})
+    if len(variants) < len(task["variants"]):
+        document.add({"error": f"ended after {len(variants)} variants", **result})
 
 
 if __name__ == "__main__":
