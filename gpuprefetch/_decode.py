@@ -255,8 +255,8 @@ BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
 }
 
 
-# What TorchCodec and torchvision say where nvJPEG cannot begin, whatever the file. Many processes on
-# one GPU run out of more than its memory: each has channels of its own.
+# What TorchCodec and torchvision say where nvJPEG cannot begin, whatever the file. Many processes
+# run a GPU out of more than its memory: each has channels of its own.
 _NOT_STARTED = re.compile(r"Failed to (?:create|initialize) .*")
 
 

@@ -66,8 +66,8 @@ class EncodedImages:
     """A batch of N encoded images in one flat buffer.
 
     Attributes:
-        buffer: the files' bytes and, behind them, ``(3, H, W)`` uint8 pixels of every image that a
-            worker has decoded already.
+        buffer: the files' bytes and, behind them, uint8 pixels of every image that a worker has
+            decoded already.
         boundary: where the pixels start in the buffer.
         spans: ``(N, 2)`` int64, where each image starts and stops in ``pixels`` if it was decoded,
             in ``data`` otherwise.
@@ -75,6 +75,8 @@ class EncodedImages:
         paths: of the files.
         decoded: ``(N,)`` bool, whether a worker has decoded the image.
         sizes: ``(N, 2)`` int64, height and width of the image, decoded or not yet.
+        interleaved: whether the decoded pixels lie as decoders write them, ``(H, W, 3)``, and not
+            as planes, ``(3, H, W)``.
         transposed: ``(N,)`` bool, whether rows and columns of the decoded image change places.
         rows: ``(N, 2, 6)`` float64, the sampling of the fused head; None where it was not drawn.
         plan: the same, laid out for the GPU (:func:`gpuprefetch._resample.plan_rows`), or None.
@@ -100,6 +102,7 @@ class EncodedImages:
     decoded: npt.NDArray[np.bool_]
     sizes: npt.NDArray[np.int64]
     transposed: npt.NDArray[np.bool_]
+    interleaved: bool = False
     rows: npt.NDArray[np.float64] | None = None
     plan: npt.NDArray[np.int64] | None = None
     errors: dict[int, str] = field(default_factory=dict)
@@ -145,10 +148,12 @@ class EncodedImages:
     ) -> list[torch.Tensor]:
         """``(3, H, W)`` images that workers decoded, in ``pixels`` from their byte ``start`` on."""
         spans, sizes = (self.spans[positions] - start).tolist(), self.sizes[positions].tolist()
-        return [
-            pixels[first:last].view(3, *size)
-            for (first, last), size in zip(spans, sizes, strict=True)
-        ]
+        pieces = [pixels[first:last] for first, last in spans]
+        if self.interleaved:
+            return [
+                p.view(*size, 3).permute(2, 0, 1) for p, size in zip(pieces, sizes, strict=True)
+            ]
+        return [p.view(3, *size) for p, size in zip(pieces, sizes, strict=True)]
 
     def pin_memory(self, device: Any = None) -> EncodedImages:
         """The batch in pinned memory; the DataLoader's pin thread calls it.

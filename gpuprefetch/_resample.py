@@ -134,7 +134,7 @@ def resample_uint8(
         antialias: Whether to widen the filter where the image shrinks.
 
     Returns:
-        ``(C, H, W)`` uint8, contiguous, sharing no memory with `image`.
+        ``(C, H, W)`` uint8, sharing no memory with `image`; its channels lie as those do.
 
     Raises:
         ValueError: if the image is not as described.
@@ -170,7 +170,7 @@ def resample_uint8(
         picture = picture.flip([dim for dim, flip in ((1, y_flip), (2, x_flip)) if flip])
     if picture.shape[1:] != size:
         picture = F.pad(picture, (x0, size[1] - x1, y0, size[0] - y1))
-    return picture.contiguous()
+    return picture
 
 
 def _window(row: list[float], antialias: bool) -> tuple[int, int, bool] | None:
@@ -437,16 +437,19 @@ def plan_rows(
     sampling: _Doubles,
     sizes: _Ints,
     transposed: npt.NDArray[np.bool_],
+    interleaved: npt.NDArray[np.bool_],
     size: tuple[int, int],
     interpolation: str,
     antialias: bool,
 ) -> _Ints:
-    """Lay out ahead of time, in a worker, what the kernel reads of images that come as planes.
+    """Lay out ahead of time, in a worker, what the kernel reads of images.
 
     Args:
         sampling: ``(N, 2, 6)`` float64, as for :func:`resample`.
         sizes: ``(N, 2)`` int64, height and width of the images to be.
         transposed: ``(N,)`` bool, whether an image will lie in memory with its axes changed.
+        interleaved: ``(N,)`` bool, whether it will lie there as ``(H, W, 3)``, not as planes; then
+            its axes are as they are.
         size: ``(H, W)`` of the result.
         interpolation: ``"bilinear"`` or ``"bicubic"``.
         antialias: Whether to widen the filter where the image shrinks.
@@ -457,7 +460,11 @@ def plan_rows(
     check_rows(sampling, sizes, size)
     area, (height, width) = sizes.prod(1), sizes.T
     down, right = np.where(transposed, 1, width), np.where(transposed, height, 1)
-    return _plan(np.stack([area, down, right], axis=1), sampling, interpolation, antialias)
+    strides = np.stack([area, down, right], axis=1)
+    strides[interleaved] = np.stack([np.ones_like(width), 3 * width, 3 * np.ones_like(width)], 1)[
+        interleaved
+    ]
+    return _plan(strides, sampling, interpolation, antialias)
 
 
 class Launches:
@@ -505,15 +512,15 @@ class Launches:
         table = torch.empty(colors.size + words.size, dtype=torch.int64, pin_memory=out.is_cuda)
         np.concatenate([colors, words.reshape(-1)], out=table.numpy())
         table = table.to(out.device, non_blocking=True)
-        right = words[:, 3]
+        # Known strides, of planes and of RGB pixels, save address arithmetic.
+        groups = np.split(words[:, 3], self._firsts[1:-1])
+        self._steps = [_common(right) if len(right) else 0 for right in groups]
         self._arguments = table, table.view(torch.float64), out, *out.stride(), height, width
         self._tiles = triton.cdiv(width, COLS), triton.cdiv(height, ROWS * STRIPS)
         self._constants = {
             "CHANNELS": channels,
             "FIELDS": _FIELDS,
             "SOURCE": getattr(tl, str(source).removeprefix("torch.")),
-            # Known strides, of planes and of RGB pixels, save address arithmetic.
-            "STRIDE_X": int(right[0]) if right[0] in (1, 3) and (right == right[0]).all() else 0,
             "BICUBIC": interpolation == "bicubic",
             "CLAMP": interpolation == "bicubic" and levels == 255,
             "PADDED": _padded(words, (height, width)),
@@ -533,7 +540,18 @@ class Launches:
         """
         programs = self._counts[number] * triton.cdiv(self._constants["CHANNELS"], 3)
         grid = (*self._tiles, programs)
-        _resample_kernel[grid](address, self._firsts[number], *self._arguments, **self._constants)
+        _resample_kernel[grid](
+            address,
+            self._firsts[number],
+            *self._arguments,
+            STRIDE_X=self._steps[number],
+            **self._constants,
+        )
+
+
+def _common(strides: _Ints) -> int:
+    """The stride along x that all images have, if the kernel is made for it; 0 otherwise."""
+    return int(strides[0]) if strides[0] in (1, 3) and (strides == strides[0]).all() else 0
 
 
 def _padded(words: _Ints, size: tuple[int, int]) -> bool:

@@ -177,8 +177,8 @@ def test_what_workers_ship_for_the_gpu_reads_the_same(photo_folder, monkeypatch,
         stored = decode_cpu(file.data, apply_exif=False)
         stored = stored.mT if whole.transposed[i] else stored
         if whole.decoded[i]:  # not for the GPU: shipped both times
-            stored = whole.span(i).view(3, *whole.sizes[i])
-        ready = shipped.span(i).view(3, *shipped.sizes[i])
+            (stored,) = whole.views(np.array([i]), whole.pixels)
+        (ready,) = shipped.views(np.array([i]), shipped.pixels)
         want, got = (
             resample([picture], rows[i : i + 1], (40, 48), dtype=torch.float64)[0] * 255
             for picture, rows in ((stored, whole.rows), (ready, shipped.rows))

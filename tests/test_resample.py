@@ -342,7 +342,7 @@ def test_resample_uint8_matches_twin(interpolation, antialias, size):
         exact = resample_reference([image], [rows], size, **options, dtype=torch.float64)[0]
         for layout in ("planar", "pixels"):
             result = resample_uint8(strided(image, layout), np.array(rows), size, **options)
-            assert result.dtype == torch.uint8 and result.is_contiguous()
+            assert result.dtype == torch.uint8
             assert (result - exact * 255).abs().max() <= 1.2  # two roundings
 
 
@@ -430,21 +430,25 @@ def test_positions_scatter_into_a_larger_batch(run, kernel_device):
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_a_plan_gives_what_the_images_give(interpolation, kernel_device):
-    images = [picture(h, w, seed=h).to(kernel_device) for h, w in [(9, 14), (17, 5)]]
-    transposed = np.array([False, True])
-    views = [images[0], images[1].mT]
+    # As planes, as planes with its axes changed, and as pixels, each in a launch of its own.
+    images = [picture(h, w, seed=h).to(kernel_device) for h, w in [(9, 14), (17, 5), (6, 11)]]
+    transposed, interleaved = np.array([False, True, False]), np.array([False, False, True])
+    views = [images[0], images[1].mT, images[2]]
+    images[2] = images[2].permute(1, 2, 0).contiguous()
     sizes = np.array([view.shape[1:] for view in views])
     rows = np.stack([_half_pixel_rows(size, (6, 7)) for size in sizes])
     options = {"interpolation": interpolation, "mean": MEAN, "std": STD}
-    out = torch.full((3, 3, 6, 7), -9.0, device=kernel_device)
-    plan = _resample.plan_rows(rows, sizes, transposed, (6, 7), interpolation, True)
+    out = torch.full((4, 3, 6, 7), -9.0, device=kernel_device)
+    plan = _resample.plan_rows(rows, sizes, transposed, interleaved, (6, 7), interpolation, True)
     flat = torch.cat([image.flatten() for image in images])
-    places, offsets = np.array([2, 0]), np.array([0, images[0].numel()])
-    launches = _resample.Launches(plan, places, offsets, [1, 1], out, **options)
-    for number in (1, 0):
+    places = np.array([2, 0, 3])
+    offsets = np.cumsum([0, images[0].numel(), images[1].numel()])
+    launches = _resample.Launches(plan, places, offsets, [1, 1, 1], out, **options)
+    assert launches._steps == [1, 0, 3]  # each with the kernel for its own
+    for number in (1, 2, 0):
         launches.launch(number, flat.data_ptr())
     want = _resample._launch(views, rows, (6, 7), **options)
-    assert torch.equal(out[[2, 0]], want)
+    assert torch.equal(out[[2, 0, 3]], want)
     assert bool((out[1] == -9).all())
 
 
