@@ -148,12 +148,10 @@ class EncodedImages:
     ) -> list[torch.Tensor]:
         """``(3, H, W)`` images that workers decoded, in ``pixels`` from their byte ``start`` on."""
         spans, sizes = (self.spans[positions] - start).tolist(), self.sizes[positions].tolist()
-        pieces = [pixels[first:last] for first, last in spans]
+        pieces = zip((pixels[first:last] for first, last in spans), sizes, strict=True)
         if self.interleaved:
-            return [
-                p.view(*size, 3).permute(2, 0, 1) for p, size in zip(pieces, sizes, strict=True)
-            ]
-        return [p.view(3, *size) for p, size in zip(pieces, sizes, strict=True)]
+            return [piece.view(*size, 3).permute(2, 0, 1) for piece, size in pieces]
+        return [piece.view(3, *size) for piece, size in pieces]
 
     def pin_memory(self, device: Any = None) -> EncodedImages:
         """The batch in pinned memory; the DataLoader's pin thread calls it.

@@ -448,8 +448,8 @@ def plan_rows(
         sampling: ``(N, 2, 6)`` float64, as for :func:`resample`.
         sizes: ``(N, 2)`` int64, height and width of the images to be.
         transposed: ``(N,)`` bool, whether an image will lie in memory with its axes changed.
-        interleaved: ``(N,)`` bool, whether it will lie there as ``(H, W, 3)``, not as planes; then
-            its axes are as they are.
+        interleaved: ``(N,)`` bool, whether it will lie there as pixels, ``(H, W, 3)``, and not as
+            planes.
         size: ``(H, W)`` of the result.
         interpolation: ``"bilinear"`` or ``"bicubic"``.
         antialias: Whether to widen the filter where the image shrinks.
@@ -461,9 +461,7 @@ def plan_rows(
     area, (height, width) = sizes.prod(1), sizes.T
     down, right = np.where(transposed, 1, width), np.where(transposed, height, 1)
     strides = np.stack([area, down, right], axis=1)
-    strides[interleaved] = np.stack([np.ones_like(width), 3 * width, 3 * np.ones_like(width)], 1)[
-        interleaved
-    ]
+    strides[interleaved] = np.insert(3 * strides[interleaved, 1:], 0, 1, axis=1)
     return _plan(strides, sampling, interpolation, antialias)
 
 
