@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -24,8 +25,10 @@ LIMIT = 8
 # Bytes of a tensor that is sent by value. To open the shared memory of one costs the parent 0.4 ms,
 # with Python's lock, and a file descriptor; to copy these some microseconds.
 SMALL = 16 << 10
-# Room for a larger batch, so that slabs are not replaced all the time.
-SLACK = 1.25
+# Room for a larger batch: the parent page-locks each new slab, milliseconds in which the training
+# thread cannot launch. Of the first batches little is decoded, and the pixels of photos that were
+# take about twice the bytes of their files.
+SLACK = 2.0
 
 
 def _shared(size: int) -> torch.Tensor:
@@ -119,10 +122,10 @@ class Buffer:
         """Page-lock the buffer where it lies; False where that cannot be done."""
         return self._mapping is not None and self._mapping.pin()
 
-    def __del__(self) -> None:
+    def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:  # os is gone at exit
         # A worker forked later has a copy of this object: not to free what the parent reads.
         owned = self._mapping or self._slab  # a slab that was not sent
-        if owned is not None and self._reader == os.getpid():
+        if owned is not None and self._reader == getpid():
             owned.state[0] = 0
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import pickle
+import subprocess
+import sys
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from multiprocessing.reduction import ForkingPickler
 from types import MappingProxyType
@@ -184,3 +186,20 @@ def test_workers_send_what_the_collate_function_gave():
             assert torch.equal(batch[name], want)
             assert batch[name].dtype == want.dtype
             assert batch[name].stride() == want.stride()
+
+
+KEPT_TO_THE_END = """
+from torch.utils.data import DataLoader
+from gpuprefetch import EncodedImage, _slab
+
+_slab.kept = list(DataLoader([EncodedImage(b"abc")] * 4, batch_size=2, num_workers=1))
+assert _slab.kept[0].buffer._mapping is not None
+print(len(_slab.kept))
+"""
+
+
+def test_batches_of_a_worker_that_are_kept_to_the_exit():
+    # Whatever refers to them: a module may end before they do, and its names are None then.
+    command = [sys.executable, "-c", KEPT_TO_THE_END]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("2\n", "")
