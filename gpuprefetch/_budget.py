@@ -12,7 +12,7 @@ import torch
 
 from gpuprefetch._batch import leaves, tensors
 from gpuprefetch._encoded import EncodedImages
-from gpuprefetch._host import is_encoded
+from gpuprefetch._resample import Table, arrange
 
 _UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 BLOCK = 512  # torch's caching allocator rounds up to it
@@ -101,6 +101,47 @@ def uploads(images: EncodedImages, positions: npt.NDArray[np.int64]) -> list[npt
     return np.split(positions, cuts[1:]) if cuts else []
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the images of a batch get to the device, and onto it.
+
+    Attributes:
+        copies: positions of the images that workers decoded, copy by copy.
+        calls: of the others, decode call by decode call.
+        table: of a launch behind each copy and each call; None where they cannot be planned.
+    """
+
+    copies: list[npt.NDArray[np.int64]]
+    calls: list[npt.NDArray[np.int64]]
+    table: Table | None = None
+
+
+def lay_out(
+    images: EncodedImages,
+    size: tuple[int, int] | None = None,
+    words: npt.NDArray[np.int64] | None = None,
+    limit: int | None = None,
+) -> Plan:
+    """Plan a batch: in the worker, unless a memory budget asks for less at a time.
+
+    Args:
+        images: the batch.
+        size: ``(H, W)`` of the result; None where it has none.
+        words: ``(N, words)`` int64 of :func:`gpuprefetch._resample.plan_rows`, if there are any.
+        limit: bytes that a decode call may take; None for no limit.
+    """
+    copies = [] if size is None else uploads(images, np.flatnonzero(images.decoded))
+    calls = sub_batches(images, limit)
+    if size is None or words is None or not (groups := [*copies, *calls]):
+        return Plan(copies, calls)
+    offsets = [images.spans[copy, 0] - images.spans[copy[0], 0] for copy in copies]
+    for call in calls:
+        pixels = 3 * images.sizes[call].prod(axis=1)
+        offsets.append(np.cumsum(pixels) - pixels)
+    places, starts = np.concatenate(groups), np.concatenate(offsets)
+    return Plan(copies, calls, arrange(words[places], places, starts, [*map(len, groups)], size))
+
+
 def upload_bytes(size: int) -> int:
     """The block for a copy of ``size`` bytes.
 
@@ -164,7 +205,7 @@ def cost_of(batch: Any, size: tuple[int, int] | None, dtype: torch.dtype | None)
         dtype: likewise; None for float32.
     """
     fixed, calls, largest, name, divisible = 0, [0], 0, "", True
-    for leaf in leaves(batch, is_encoded):
+    for leaf in leaves(batch, lambda part: isinstance(part, EncodedImages)):
         if not isinstance(leaf, EncodedImages):
             fixed += sum(tensor.nbytes for tensor in tensors(leaf))
             continue

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from gpuprefetch._slab import Buffer
+
+if TYPE_CHECKING:
+    from gpuprefetch._budget import Plan
 
 
 @dataclass(slots=True)
@@ -79,7 +82,7 @@ class EncodedImages:
             as planes, ``(3, H, W)``.
         transposed: ``(N,)`` bool, whether rows and columns of the decoded image change places.
         rows: ``(N, 2, 6)`` float64, the sampling of the fused head; None where it was not drawn.
-        plan: the same, laid out for the GPU (:func:`gpuprefetch._resample.plan_rows`), or None.
+        plan: of the way to the GPU (:func:`gpuprefetch._budget.lay_out`); None for another way.
         errors: position in the batch -> why the image cannot be decoded.
         samples: of the batch, each image's; -1 where the collate function made a new image.
         prepared: whether headers were read, see :class:`gpuprefetch._host.Packer`.
@@ -104,7 +107,7 @@ class EncodedImages:
     transposed: npt.NDArray[np.bool_]
     interleaved: bool = False
     rows: npt.NDArray[np.float64] | None = None
-    plan: npt.NDArray[np.int64] | None = None
+    plan: Plan | None = None
     errors: dict[int, str] = field(default_factory=dict)
     samples: list[int] = field(default_factory=list)
     prepared: bool = False

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from gpuprefetch._batch import leaves, map_leaves
+from gpuprefetch._budget import lay_out
 from gpuprefetch._encoded import EncodedImage, EncodedImages, pack, packing
 from gpuprefetch._format import ImageHeader, blank, decode_cpu, read_header
 from gpuprefetch._random import Keys, fold
@@ -134,12 +135,8 @@ class Packer:
         seconds = time.perf_counter() - started
         orientation[decoded] = 1  # they have been turned upright
         transposed = orientation >= 5
-        plan = None
-        if rows is not None and self.head.size is not None:
+        if rows is not None:
             _mirror(rows, sizes, _MIRRORED[orientation - 1])
-            if self.on_gpu:
-                way = (self.head.size, self.head.interpolation, self.head.antialias)
-                plan = plan_rows(rows, sizes, transposed, decoded, *way)
 
         batch = pack(
             images,
@@ -149,7 +146,6 @@ class Packer:
             transposed=transposed,
             interleaved=interleaved,
             rows=rows,
-            plan=plan,
             errors=errors,
             samples=[self._owners.get(id(image), -1) for image in images],
             prepared=True,
@@ -158,6 +154,10 @@ class Packer:
             read_seconds=self._read_seconds(images),
             decode_seconds=seconds,
         )
+        if self.on_gpu and rows is not None and self.head.size is not None:
+            way = (self.head.size, self.head.interpolation, self.head.antialias)
+            words = plan_rows(rows, sizes, transposed, decoded, *way)
+            batch.plan = lay_out(batch, self.head.size, words)
         if self.output is not None and self.head.size is not None:
             batch.out = finish(batch, self.head, *self.output)
         self._last = time.perf_counter()

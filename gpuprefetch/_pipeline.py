@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,9 @@ from gpuprefetch._budget import (
     Cost,
     cost_of,
     decoded_bytes,
+    lay_out,
     readable,
-    sub_batches,
     upload_bytes,
-    uploads,
 )
 from gpuprefetch._decode import ImageDecoder, claim, decode_packed, decode_part, turns
 from gpuprefetch._encoded import EncodedImages
@@ -147,7 +146,7 @@ class Pipeline:
         Raises:
             ValueError: if the batch, or one image of it, does not fit into ``memory_budget``.
         """
-        seed = _derive(fold(fold(self.packer.seed, epoch), -1), number)
+        seed = _derive(_epoch_keys(self.packer.seed, epoch), number)
         jobs: list[ImageJob] = []
         cost = self.cost(batch)
         limit = cost.limit(self.memory_budget)
@@ -309,6 +308,11 @@ class Pipeline:
             raise BadImageError(f"more than max_bad={self.max_bad} bad images, the last: {bad}")
 
 
+@lru_cache
+def _epoch_keys(seed: int, epoch: int) -> Keys:
+    return fold(fold(seed, epoch), -1)
+
+
 def _derive(keys: Keys | int, data: int) -> int:
     """A seed for torch's generators."""
     return int(fold(keys, data)[()] >> np.uint64(1))
@@ -393,11 +397,14 @@ class ImageJob:
         """
         pipeline, images = self._pipeline, self.images
         device, head = pipeline.device, pipeline.head
-        ready = np.flatnonzero(images.decoded)
-        calls = sub_batches(images, limit)
-        parts: list[Part] = [partial(self._decode, positions=call) for call in calls]
-        if head.size is None:
+        size, plan = head.size, images.plan
+        if plan is None or limit is not None:
+            words = plan.table.by_place(len(images)) if plan and plan.table else None
+            plan = lay_out(images, size, words, limit)
+        parts: list[Part] = [partial(self._decode, positions=call) for call in plan.calls]
+        if size is None:
             # The pixels themselves are the result, and the buffer is the worker's.
+            ready = np.flatnonzero(images.decoded)
             pixels = images.pixels.to(device, non_blocking=True, copy=True)
             for i, image in zip(ready.tolist(), images.views(ready, pixels), strict=True):
                 self.out[i] = image
@@ -406,30 +413,20 @@ class ImageJob:
             self.out = images.out
             return parts
         self.out = torch.empty(
-            (len(images), 3, *head.size),
+            (len(images), 3, *size),
             dtype=pipeline.dtype or torch.float32,
             device=device,
             memory_format=pipeline.memory_format or torch.contiguous_format,
         )
-        copies = uploads(images, ready)
-        if (copies or calls) and self._planned():
-            offsets = [images.spans[copy, 0] - images.spans[copy[0], 0] for copy in copies]
-            for call in calls:
-                pixels = 3 * images.sizes[call].prod(axis=1)
-                offsets.append(np.cumsum(pixels) - pixels)
-            assert images.plan is not None
-            groups = [*copies, *calls]
-            places, starts = np.concatenate(groups), np.concatenate(offsets)
-            self._launches = Launches(
-                images.plan[places], places, starts, [*map(len, groups)], self.out, **self._way
-            )
-            if calls and pipeline.decoder is not None and pipeline.decoder.packs:
+        if plan.table is not None and HAS_TRITON and self.out.dtype != torch.float64:
+            self._launches = Launches(plan.table, self.out, **self._way)
+            if plan.calls and pipeline.decoder is not None and pipeline.decoder.packs:
                 parts = [
                     partial(self._decode, positions=call, number=number)
-                    for number, call in enumerate(calls, len(copies))
+                    for number, call in enumerate(plan.calls, len(plan.copies))
                 ]
         self._reserved = torch.cuda.current_stream(device).record_event()
-        for number, copy in enumerate(copies):
+        for number, copy in enumerate(plan.copies):
             first, last = images.spans[copy[0], 0], images.spans[copy[-1], 1]
             pixels = _upload(images.pixels[first:last], device)
             if self._launches is not None:
@@ -437,9 +434,6 @@ class ImageJob:
             else:
                 self._resample(copy, images.views(copy, pixels, first))
         return parts
-
-    def _planned(self) -> bool:
-        return self.images.plan is not None and HAS_TRITON and self.out.dtype != torch.float64
 
     def _decode(
         self,

@@ -6,6 +6,7 @@ where there is no GPU or no Triton the twin is what runs.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -427,9 +428,10 @@ def _launch(
     mean, std = _colors("mean", mean, out), _colors("std", std, out)
     words = _plan(geometry[:, 1:4], rows, interpolation, antialias)
     start = int(geometry[:, 0].min()) & ~15  # Triton compiles another kernel for an odd one
+    table = arrange(words, np.array(places), geometry[:, 0] - start, [len(words)], size)
     way = {"interpolation": interpolation, "mean": mean, "std": std, "source": images[0].dtype}
     with torch.cuda.device_of(out):
-        Launches(words, places, geometry[:, 0] - start, [len(words)], out, **way).launch(0, start)  # type: ignore[arg-type]
+        Launches(table, out, **way).launch(0, start)  # type: ignore[arg-type]
     return out
 
 
@@ -455,7 +457,7 @@ def plan_rows(
         antialias: Whether to widen the filter where the image shrinks.
 
     Returns:
-        ``(N, words)`` int64 for :class:`Launches`.
+        ``(N, words)`` int64 for :func:`arrange`.
     """
     check_rows(sampling, sizes, size)
     area, (height, width) = sizes.prod(1), sizes.T
@@ -465,17 +467,62 @@ def plan_rows(
     return _plan(strides, sampling, interpolation, antialias)
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """All that the kernel reads of the images of some launches but their addresses.
+
+    Attributes:
+        words: ``(N, words)`` int64, one launch behind the other.
+        firsts: where the images of each launch begin, and where the last ones end.
+        steps: of each launch, the stride along x that its images have in common; 0 for none.
+        padded: whether any image leaves a part of the result to padding.
+    """
+
+    words: _Ints
+    firsts: list[int]
+    steps: list[int]
+    padded: bool
+
+    def by_place(self, count: int) -> _Ints:
+        """The words of each of ``count`` rows of the result, zeros where there is no image."""
+        words = np.zeros((count, _FIELDS), np.int64)
+        words[self.words[:, 4]] = self.words
+        return words
+
+
+def arrange(
+    words: _Ints, places: _Ints, offsets: _Ints, counts: Sequence[int], size: tuple[int, int]
+) -> Table:
+    """Lay out launches; also in a worker, which spares the process that trains.
+
+    Args:
+        words: of N images, one launch behind the other, as :func:`plan_rows` gives them.
+        places: ``(N,)`` int64, the rows of the result that they go to.
+        offsets: ``(N,)`` int64, bytes of the images from where those of their launch will lie.
+        counts: of the images of each launch.
+        size: ``(H, W)`` of the result.
+    """
+    # The longest programs of a launch start first.
+    order = np.lexsort((-words[:, 5], np.repeat(np.arange(len(counts)), counts)))
+    words = words[order]
+    words[:, 0], words[:, 4] = offsets[order], places[order]
+    firsts = np.cumsum([0, *counts]).tolist()
+    steps = []
+    for right in np.split(words[:, 3], firsts[1:-1]):
+        # The kernel is made for planes, and for RGB pixels: that saves address arithmetic.
+        known = len(right) > 0 and right[0] in (1, 3) and bool((right == right[0]).all())
+        steps.append(int(right[0]) if known else 0)
+    return Table(words, firsts, steps, _padded(words, size))
+
+
 class Launches:
-    """The samplings of a batch on the GPU, and the launches that carry them out, group by group.
+    """The samplings of a batch on the GPU, and the launches that carry them out.
 
     One copy brings all that the kernel reads but the addresses of the images. A launch takes the
     host next to nothing: it may run on a thread that the training thread waits for.
 
     Args:
-        words: of N images, one group behind the other, as :func:`plan_rows` gives them.
-        places: ``(N,)`` int64, the rows of `out` that they go to.
-        offsets: ``(N,)`` int64, bytes of the images from where their group is going to lie.
-        counts: of the images of each group.
+        table: of the images.
         out: ``(M, C, H, W)`` on the GPU.
         source: dtype of the images.
         interpolation: as in the plan.
@@ -485,10 +532,7 @@ class Launches:
 
     def __init__(
         self,
-        words: _Ints,
-        places: _Ints,
-        offsets: _Ints,
-        counts: Sequence[int],
+        table: Table,
         out: torch.Tensor,
         *,
         source: torch.dtype = torch.uint8,
@@ -496,24 +540,18 @@ class Launches:
         mean: Sequence[float] | None,
         std: Sequence[float] | None,
     ) -> None:
-        self._counts, self._firsts = counts, np.cumsum([0, *counts]).tolist()
-        # The longest programs of a launch start first.
-        order = np.lexsort((-words[:, 5], np.repeat(np.arange(len(counts)), counts)))
-        words = words[order]
-        words[:, 0], words[:, 4] = offsets[order], places[order]
+        self._firsts, self._steps = table.firsts, table.steps
         channels, (height, width) = out.shape[1], out.shape[2:]
         levels = 255 if source == torch.uint8 else 1
         scale = np.broadcast_to(1 / np.array(std or 1.0), channels).copy()
         shift = -scale * np.array(mean or 0.0)
         scale *= (255 if out.dtype == torch.uint8 else 1) / levels
         colors = np.concatenate([scale, shift]).view(np.int64)
-        table = torch.empty(colors.size + words.size, dtype=torch.int64, pin_memory=out.is_cuda)
-        np.concatenate([colors, words.reshape(-1)], out=table.numpy())
-        table = table.to(out.device, non_blocking=True)
-        # Known strides, of planes and of RGB pixels, save address arithmetic.
-        groups = np.split(words[:, 3], self._firsts[1:-1])
-        self._steps = [_common(right) if len(right) else 0 for right in groups]
-        self._arguments = table, table.view(torch.float64), out, *out.stride(), height, width
+        words = table.words.reshape(-1)
+        read = torch.empty(colors.size + words.size, dtype=torch.int64, pin_memory=out.is_cuda)
+        np.concatenate([colors, words], out=read.numpy())
+        read = read.to(out.device, non_blocking=True)
+        self._arguments = read, read.view(torch.float64), out, *out.stride(), height, width
         self._tiles = triton.cdiv(width, COLS), triton.cdiv(height, ROWS * STRIPS)
         self._constants = {
             "CHANNELS": channels,
@@ -521,7 +559,7 @@ class Launches:
             "SOURCE": getattr(tl, str(source).removeprefix("torch.")),
             "BICUBIC": interpolation == "bicubic",
             "CLAMP": interpolation == "bicubic" and levels == 255,
-            "PADDED": _padded(words, (height, width)),
+            "PADDED": table.padded,
             "ROUND": out.dtype == torch.uint8,
             "ROWS": ROWS,
             "COLS": COLS,
@@ -532,24 +570,15 @@ class Launches:
         }
 
     def launch(self, number: int, address: int) -> None:
-        """Resample group ``number``, which lies at ``address``, on the current stream.
+        """Resample the images of launch ``number``, at ``address``, on the current stream.
 
         The device of the batch must be the current one: Triton launches there.
         """
-        programs = self._counts[number] * triton.cdiv(self._constants["CHANNELS"], 3)
+        first, last = self._firsts[number : number + 2]
+        programs = (last - first) * triton.cdiv(self._constants["CHANNELS"], 3)
         grid = (*self._tiles, programs)
-        _resample_kernel[grid](
-            address,
-            self._firsts[number],
-            *self._arguments,
-            STRIDE_X=self._steps[number],
-            **self._constants,
-        )
-
-
-def _common(strides: _Ints) -> int:
-    """The stride along x that all images have, if the kernel is made for it; 0 otherwise."""
-    return int(strides[0]) if strides[0] in (1, 3) and (strides == strides[0]).all() else 0
+        step = self._steps[number]
+        _resample_kernel[grid](address, first, *self._arguments, STRIDE_X=step, **self._constants)
 
 
 def _padded(words: _Ints, size: tuple[int, int]) -> bool:

@@ -318,7 +318,7 @@ def launched(monkeypatch):
     sizes = SimpleNamespace(laid_out=[], apart=[])
 
     def laid_out(self, number, address):
-        sizes.laid_out.append(self._counts[number])
+        sizes.laid_out.append(self._firsts[number + 1] - self._firsts[number])
         launch(self, number, address)
 
     def apart(images, *args, **options):

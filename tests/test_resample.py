@@ -443,8 +443,10 @@ def test_a_plan_gives_what_the_images_give(interpolation, kernel_device):
     flat = torch.cat([image.flatten() for image in images])
     places = np.array([2, 0, 3])
     offsets = np.cumsum([0, images[0].numel(), images[1].numel()])
-    launches = _resample.Launches(plan, places, offsets, [1, 1, 1], out, **options)
-    assert launches._steps == [1, 0, 3]  # each with the kernel for its own
+    table = _resample.arrange(plan, places, offsets, [1, 1, 1], (6, 7))
+    assert table.steps == [1, 0, 3]  # each with the kernel for its own
+    assert np.array_equal(table.by_place(4)[places][:, 1:4], plan[:, 1:4])
+    launches = _resample.Launches(table, out, **options)
     for number in (1, 2, 0):
         launches.launch(number, flat.data_ptr())
     want = _resample._launch(views, rows, (6, 7), **options)
