@@ -165,7 +165,7 @@ def measure(
 def main() -> None:
     parser = harness.argument_parser(__doc__)
     parser.add_argument("--model", default="resnet18")
-    parser.add_argument("--mode", default="compile", choices=["eager", "compile"])
+    parser.add_argument("--mode", default="compile", choices=list(train.MODES))
     parser.add_argument("--shares", nargs="+", default=["0.0", "0.2", "0.4", "auto"])
     known = ", ".join(WITHOUT)
     parser.add_argument(
