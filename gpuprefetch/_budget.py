@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch._batch import leaves, tensors
-from gpuprefetch._encoded import EncodedImages
-from gpuprefetch._resample import Table, arrange
+from gpuprefetch._encoded import EncodedImages, Plan
+from gpuprefetch._resample import arrange
 
 _UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 BLOCK = 512  # torch's caching allocator rounds up to it
@@ -99,21 +99,6 @@ def uploads(images: EncodedImages, positions: npt.NDArray[np.int64]) -> list[npt
             begin = first
             cuts.append(i)
     return np.split(positions, cuts[1:]) if cuts else []
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How the images of a batch get to the device, and onto it.
-
-    Attributes:
-        copies: positions of the images that workers decoded, copy by copy.
-        calls: of the others, decode call by decode call.
-        table: of a launch behind each copy and each call; None where they cannot be planned.
-    """
-
-    copies: list[npt.NDArray[np.int64]]
-    calls: list[npt.NDArray[np.int64]]
-    table: Table | None = None
 
 
 def lay_out(

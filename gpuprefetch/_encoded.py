@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,8 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from gpuprefetch._resample import Table
 from gpuprefetch._slab import Buffer
-
-if TYPE_CHECKING:
-    from gpuprefetch._budget import Plan
 
 
 @dataclass(slots=True)
@@ -62,6 +60,21 @@ class EncodedImage:
                 f"EncodedImage takes a file's bytes, got {type(self.data).__name__}. "
                 "Read the file first, as in EncodedImage(Path(path).read_bytes(), index, path)."
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the images of a batch get to the device, and onto it.
+
+    Attributes:
+        copies: positions of the images that workers decoded, copy by copy.
+        calls: of the others, decode call by decode call.
+        table: of a launch behind each copy and each call; None where they cannot be planned.
+    """
+
+    copies: list[npt.NDArray[np.int64]]
+    calls: list[npt.NDArray[np.int64]]
+    table: Table | None = None
 
 
 @dataclass(slots=True)
