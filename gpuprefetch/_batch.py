@@ -12,19 +12,28 @@ import torch
 IsLeaf = Callable[[Any], bool] | None
 
 
+# Leaves that most samples are made of, told apart without a closer look.
+_PLAIN = {int, float, bool, str, bytes, type(None), torch.Tensor}
+
+
 def _children(batch: Any, is_leaf: IsLeaf) -> Sequence[Any] | None:
     """The parts of a structure; None for a leaf."""
-    if hasattr(batch, "to"):
-        return None  # it moves itself, also when it is a namedtuple (PackedSequence)
-    if isinstance(batch, Mapping):
-        children: Sequence[Any] = list(batch.values())
-    elif isinstance(batch, (list, tuple)):
-        children = batch
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        children = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
-    else:
+    if type(batch) in _PLAIN or hasattr(batch, "to"):
+        return None  # the latter moves itself, also when it is a namedtuple (PackedSequence)
+    listed, mapped = isinstance(batch, (list, tuple)), isinstance(batch, Mapping)
+    if not listed and not mapped and not _is_record(batch):
         return None
-    return None if is_leaf is not None and is_leaf(batch) else children
+    if is_leaf is not None and is_leaf(batch):
+        return None
+    if listed:
+        return batch  # type: ignore[no-any-return]
+    if mapped:
+        return list(batch.values())
+    return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+
+
+def _is_record(batch: Any) -> bool:
+    return dataclasses.is_dataclass(batch) and not isinstance(batch, type)
 
 
 def map_leaves(fn: Callable[[Any], Any], batch: Any, is_leaf: IsLeaf = None) -> Any:
