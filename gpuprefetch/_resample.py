@@ -135,7 +135,7 @@ def resample_uint8(
         antialias: Whether to widen the filter where the image shrinks.
 
     Returns:
-        ``(C, H, W)`` uint8, sharing no memory with `image`; its channels lie as those do.
+        ``(C, H, W)`` uint8, sharing no memory with `image`, with any strides.
 
     Raises:
         ValueError: if the image is not as described.
@@ -159,8 +159,10 @@ def resample_uint8(
     if box.shape[1:] == (height, width):
         box = box.clone()
     else:
+        # A batch that torch knows as channels_last: its pixels are read and written as they are.
+        batch = box.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
         box = F.interpolate(
-            box[None],
+            batch,
             (height, width),
             mode=interpolation,
             align_corners=not antialias,
@@ -510,7 +512,7 @@ def arrange(
     steps = []
     for right in np.split(words[:, 3], firsts[1:-1]):
         # The kernel is made for planes, and for RGB pixels: that saves address arithmetic.
-        known = len(right) > 0 and right[0] in (1, 3) and bool((right == right[0]).all())
+        known = right[0] in (1, 3) and (right == right[0]).all()
         steps.append(int(right[0]) if known else 0)
     return Table(words, firsts, steps, _padded(words, size))
 

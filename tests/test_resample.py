@@ -346,6 +346,14 @@ def test_resample_uint8_matches_twin(interpolation, antialias, size):
             assert (result - exact * 255).abs().max() <= 1.2  # two roundings
 
 
+@pytest.mark.parametrize("flip", [False, True])
+def test_resample_uint8_keeps_pixels_together(flip):
+    # As a decoder gives them, and the GPU takes them: to turn planes into them takes its time.
+    image = strided(picture(40, 60), "pixels")[:, 3:33, 10:55]
+    result = resample_uint8(image, np.array([axis(0, 30, 8), axis(0, 45, 9, flip)]), (8, 9))
+    assert result.permute(1, 2, 0).is_contiguous()
+
+
 def test_resample_uint8_owns_its_memory():
     image = picture(8, 8)
     result = resample_uint8(image, np.array([axis(0, 8, 8), axis(0, 8, 8)]), (8, 8))
