@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch._batch import leaves, tensors
-from gpuprefetch._encoded import EncodedImages, Plan
+from gpuprefetch._encoded import EncodedImages, Plan, is_encoded
 from gpuprefetch._resample import arrange
 
 _UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
@@ -190,7 +190,7 @@ def cost_of(batch: Any, size: tuple[int, int] | None, dtype: torch.dtype | None)
         dtype: likewise; None for float32.
     """
     fixed, calls, largest, name, divisible = 0, [0], 0, "", True
-    for leaf in leaves(batch, lambda part: isinstance(part, EncodedImages)):
+    for leaf in leaves(batch, is_encoded):
         if not isinstance(leaf, EncodedImages):
             fixed += sum(tensor.nbytes for tensor in tensors(leaf))
             continue

@@ -255,8 +255,8 @@ BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
 }
 
 
-# What TorchCodec and torchvision say where nvJPEG cannot begin, whatever the file. Many processes
-# run a GPU out of more than its memory: each has channels of its own.
+# What TorchCodec and torchvision say where nvJPEG cannot begin, whatever the file: as when 16
+# processes share a GPU, with most of its memory free.
 _NOT_STARTED = re.compile(r"Failed to (?:create|initialize) .*")
 
 
@@ -274,6 +274,17 @@ def claim(size: int, device: torch.device, error: RuntimeError | None = None) ->
         torch.empty(size, dtype=torch.uint8, device=device)
 
 
+@contextlib.contextmanager
+def _may_refuse(shapes: Shapes, device: torch.device) -> Iterator[None]:
+    """Where a decoder may refuse its files, but may not lack the memory for these ``shapes``."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        claim(sum(map(prod, shapes)), device, error)
+
+
 def decode_packed(
     decoder: ImageDecoder,
     images: EncodedImages,
@@ -286,13 +297,9 @@ def decode_packed(
     Arguments are those of :func:`decode_part` and :meth:`ImageDecoder.packed`.
     """
     shapes = _shapes(images, positions)
-    try:
+    with _may_refuse(shapes, device):
         return decoder.packed(*_files(images, positions), shapes, turn)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        claim(sum(map(prod, shapes)), device, error)
-        return None
+    return None
 
 
 def decode_part(
@@ -319,14 +326,10 @@ def decode_part(
     shapes = _shapes(images, positions)
     if together:
         data, lengths = _files(images, positions)
-        try:
+        with _may_refuse(shapes, device):
             decoded = decoder(list(data.split(lengths)))
             if [image.shape for image in decoded] == shapes:
                 return decoded  # type: ignore[return-value]
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            claim(sum(map(prod, shapes)), device, error)
     return [
         _decode_one(decoder, images, i, shape, device)
         for i, shape in zip(positions.tolist(), shapes, strict=True)
@@ -357,14 +360,10 @@ def _decode_one(
     device: torch.device,
 ) -> torch.Tensor | None:
     file = images.span(position)
-    try:
+    with _may_refuse([shape], device):
         (image,) = decoder([file])
         if image.shape == shape:
             return image
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        claim(prod(shape), device, error)
     try:
         # The second opinion: a file that only the GPU's decoder dislikes is not a bad file.
         image = decode_cpu(file)

@@ -182,6 +182,15 @@ class EncodedImages:
         return batch
 
 
+def is_encoded(batch: Any) -> bool:
+    """Whether ``batch`` is an encoded image, a packed batch of them or a list of them."""
+    return isinstance(batch, (EncodedImage, EncodedImages)) or (
+        isinstance(batch, (list, tuple))
+        and len(batch) > 0
+        and all(isinstance(image, EncodedImage) for image in batch)
+    )
+
+
 def pack(
     images: Sequence[EncodedImage],
     parts: Sequence[Any] | None = None,

@@ -21,7 +21,7 @@ from torch.utils.data import get_worker_info
 
 from gpuprefetch._batch import leaves, map_leaves
 from gpuprefetch._budget import lay_out
-from gpuprefetch._encoded import EncodedImage, EncodedImages, pack, packing
+from gpuprefetch._encoded import EncodedImage, EncodedImages, is_encoded, pack, packing
 from gpuprefetch._format import ImageHeader, blank, decode_cpu, read_header
 from gpuprefetch._random import Keys, fold
 from gpuprefetch._resample import check_rows, plan_rows, resample, resample_uint8
@@ -154,7 +154,7 @@ class Packer:
             read_seconds=self._read_seconds(images),
             decode_seconds=seconds,
         )
-        if self.on_gpu and rows is not None and self.head.size is not None:
+        if self.on_gpu and self.head.size is not None:
             way = (self.head.size, self.head.interpolation, self.head.antialias)
             words = plan_rows(rows, sizes, transposed, decoded, *way)
             batch.plan = lay_out(batch, self.head.size, words)
@@ -320,15 +320,6 @@ class HostStage:
         if self.packer.on_gpu:
             os.nice(NICENESS)
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-
-
-def is_encoded(batch: Any) -> bool:
-    """Whether ``batch`` is an encoded image, a packed batch of them or a list of them."""
-    return isinstance(batch, (EncodedImage, EncodedImages)) or (
-        isinstance(batch, (list, tuple))
-        and len(batch) > 0
-        and all(isinstance(image, EncodedImage) for image in batch)
-    )
 
 
 def encoded_leaves(batch: Any) -> list[EncodedImages]:

@@ -27,8 +27,8 @@ from gpuprefetch._budget import (
     upload_bytes,
 )
 from gpuprefetch._decode import ImageDecoder, claim, decode_packed, decode_part, turns
-from gpuprefetch._encoded import EncodedImages
-from gpuprefetch._host import Packer, is_encoded
+from gpuprefetch._encoded import EncodedImages, is_encoded
+from gpuprefetch._host import Packer
 from gpuprefetch._random import Keys, SeededDraws, fold
 from gpuprefetch._resample import HAS_TRITON, Launches, resample
 from gpuprefetch._stats import Stage, Stats
