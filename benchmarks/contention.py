@@ -76,7 +76,7 @@ def leave_out(batches: Any, without: list[str]) -> None:
         if "decode" in without:
             pixels = torch.zeros(PIXELS, dtype=torch.uint8, device=batches.device)
 
-            def _decode_packed(self, positions: Any, number: int) -> bool:
+            def _decode_packed(self, call: Any, number: int) -> bool:
                 assert self._launches is not None
                 self._wait_for_room()
                 self._launch(lambda: self._launches.launch(number, self.pixels.data_ptr()))

@@ -16,8 +16,10 @@ RESERVED_CORES = 3
 UTILIZATION = 0.75
 # How fast the share comes back, and goes where the workers are late.
 RISE, LATE = 0.05, 0.1
-# The share is tried at 0 to LEVELS parts of that, for WINDOW batches each, and changes for a GAIN.
-LEVELS, WINDOW, GAIN = 3, 32, 0.005
+# The share is tried at 0 to LEVELS parts of that, for WINDOW batches each. It changes for a GAIN
+# over the window before, WINS times in a row: the windows of a busy machine differ by some percent.
+# A try that begins with a LOSS is ended early.
+LEVELS, WINDOW, GAIN, LOSS, WINS = 3, 32, 0.005, 0.03, 2
 # Windows between two tries at most: they are doubled where neither more nor less was better.
 LONGEST = 64
 
@@ -61,7 +63,13 @@ class Balancer:
         self._window: list[float] = []
         self._level = self._best = LEVELS - 1
         self._best_period = 0.0
-        self._direction, self._patience, self._waited, self._failed = 1, 1, 0, 0
+        self._direction, self._patience, self._waited, self._failed = 1, 2, 0, 0
+        self._wins = 0
+
+    @property
+    def value(self) -> float:
+        """The share."""
+        return float(self.share.numpy()[0])
 
     def observe(self, images: int, decoded: int, decode_seconds: float, waited: float) -> None:
         """Learn from one batch as it comes from the loader.
@@ -80,7 +88,8 @@ class Balancer:
         change = -LATE if waited > 0.2 * period else RISE
         self._trust = min(max(self._trust + change, 0.0), 1.0)
         room = UTILIZATION * self._cores * period / (median(self._costs) * images)
-        self.share.fill_(min(self._trust * room * self._level / LEVELS, 1.0))
+        # Not with fill_(), which gives up Python's lock: the training thread would have it.
+        self.share.numpy()[0] = min(self._trust * room * self._level / LEVELS, 1.0)
 
     def handed_over(self, period: float) -> None:
         """Learn from one batch as it goes to the loop.
@@ -93,30 +102,37 @@ class Balancer:
             self._settling -= 1
             return
         self._window.append(period)
-        if len(self._window) == WINDOW:
-            tenth = WINDOW // 10  # a pause, as for a validation, is no slower loader
-            self._judge(fmean(sorted(self._window)[tenth : WINDOW - tenth]))
+        tried = len(self._window)
+        hopeless = self._level != self._best and (
+            tried == WINDOW // 4 and median(self._window) > (1 + LOSS) * self._best_period
+        )
+        if tried == WINDOW or hopeless:
+            tenth = tried // 10  # a pause, as for a validation, is no slower loader
+            self._judge(fmean(sorted(self._window)[tenth : tried - tenth]))
             self._window.clear()
 
     def _judge(self, period: float) -> None:
         """Choose the next level, at the end of a window with this ``period``."""
         if self._level == self._best:
-            self._best_period = (self._best_period + period) / 2 if self._best_period else period
+            self._best_period = period
             self._waited += 1
-            if self._waited >= self._patience:
+            if self._wins or self._waited >= self._patience:
                 if not 0 <= self._best + self._direction <= LEVELS:
                     self._direction = -self._direction
                 self._go_to(self._best + self._direction)
             return
         if period < (1 - GAIN) * self._best_period:
-            self._best, self._best_period = self._level, period
-            self._patience, self._failed = 1, 0
+            self._wins += 1
+            if self._wins < WINS:
+                self._go_to(self._best)
+                return
+            self._best, self._patience, self._failed = self._level, 2, 0
         else:
             self._direction, self._failed = -self._direction, self._failed + 1
             if self._failed % 2 == 0:
                 self._patience = min(2 * self._patience, LONGEST)
             self._go_to(self._best)
-        self._waited = 0
+        self._waited = self._wins = 0
 
     def _go_to(self, level: int) -> None:
         self._level, self._settling = level, self._under_way

@@ -26,7 +26,7 @@ LANES = 2
 SUB_BATCH = 96
 SUB_BATCH_BYTES = 64 << 20
 # Of what the workers decoded, on its way to the device.
-UPLOAD_BYTES = 16 << 20
+UPLOAD_BYTES = 32 << 20
 
 
 def parse_bytes(budget: str | int | None) -> int | None:
@@ -116,13 +116,14 @@ def lay_out(
         limit: bytes that a decode call may take; None for no limit.
     """
     copies = [] if size is None else uploads(images, np.flatnonzero(images.decoded))
-    calls = sub_batches(images, limit)
-    if size is None or words is None or not (groups := [*copies, *calls]):
+    calls = [images.call(positions) for positions in sub_batches(images, limit)]
+    if size is None or words is None or not (copies or calls):
         return Plan(copies, calls)
     offsets = [images.spans[copy, 0] - images.spans[copy[0], 0] for copy in copies]
     for call in calls:
-        pixels = 3 * images.sizes[call].prod(axis=1)
+        pixels = 3 * call.layout[1] * call.layout[2]
         offsets.append(np.cumsum(pixels) - pixels)
+    groups = [*copies, *(call.positions for call in calls)]
     places, starts = np.concatenate(groups), np.concatenate(offsets)
     return Plan(copies, calls, arrange(words[places], places, starts, [*map(len, groups)], size))
 

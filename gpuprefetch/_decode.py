@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from math import prod
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from gpuprefetch._encoded import EncodedImages
+from gpuprefetch._encoded import Call, EncodedImages
 from gpuprefetch._format import decode_cpu
 
 # Note [Decoded memory]
@@ -34,19 +32,21 @@ from gpuprefetch._format import decode_cpu
 
 
 # Note [The training thread's locks]
-# The training thread takes and gives up two locks thousands of times a step, Python's and the CUDA
-# driver's, and sleeps whenever a decode thread has one of them. Measured on an H200 with 16 cores,
+# The training thread takes and gives up two locks hundreds of times a step, Python's and the CUDA
+# driver's, and sleeps whenever another thread has one of them. Measured on an H200 with 16 cores,
 # ResNet-18 compiled, batches of 256, 40 % of the images decoded by the workers: the host took 18 ms
-# for a step whose kernels take 14. So
+# for a step whose kernels take 14. Most of that is Python's: once the other threads held it for
+# 0.13 ms at a time, the training thread slept 17 times a step for it, 2.5 ms in all. A thread that
+# runs next to nothing in Python still takes the lock each time it comes back from a call that gives
+# it up, as most of torch's do. So
 #   - decoding makes no Python object per image. Torch gives up Python's lock, and takes it again,
 #     for each tensor that Python drops: three an image, the file, its view and the picture. What
 #     is to be resampled is decoded in TorchScript, which runs without the lock, and comes back as
-#     one tensor.
+#     one tensor. All that can be known of a call before is worked out by the worker (Call, Plan).
 #   - one thread at a time is in nvJPEG. Each image takes a copy, a launch and an event there, and
 #     two threads that contend for the driver slow each other, too. The other thread launches its
 #     images meanwhile, and waits for its launch. While a loop waits for its batch it launches
 #     nothing, and a second thread is let in.
-# The step's host time is 11 ms then.
 
 
 class Turns:
@@ -107,10 +107,13 @@ def _place(size: int, device: torch.device) -> torch.Tensor | None:
         room.append(
             torch.empty(-(-size // ROOM_BYTES) * ROOM_BYTES, dtype=torch.uint8, device=device)
         )
-    return room[0][:size]
+    return room[0]  # whole: the thread then makes no Python object of it, which costs the lock
 
 
-Shapes = list[tuple[int, int, int]]
+def _decoded_size(call: Call) -> int:
+    return 3 * int(call.layout[1] @ call.layout[2])
+
+
 Turn = contextlib.AbstractContextManager[object]
 NO_TURN: Turn = contextlib.nullcontext()
 
@@ -118,24 +121,26 @@ RGB = 3  # ImageReadMode.RGB, in TorchCodec and torchvision alike
 
 _PACKED = """
 def packed(
-    data: Tensor,
-    lengths: List[int],
-    heights: List[int],
-    widths: List[int],
-    device: Device,
-    out: Optional[Tensor],
-) -> Tensor:
-    images = {decode}(data.split_with_sizes(lengths), {mode}, device)
+    data: Tensor, start: int, layout: Tensor, device: Device, out: Optional[Tensor]
+) -> Optional[Tensor]:
+    lengths: List[int] = layout[0].tolist()
+    heights: List[int] = layout[1].tolist()
+    widths: List[int] = layout[2].tolist()
+    files = data[start : start + sum(lengths)]
+    images = {decode}(files.split_with_sizes(lengths), {mode}, device)
     flat: List[Tensor] = []
+    size = 0
     for i in range(len(images)):
         if images[i].size(1) != heights[i] or images[i].size(2) != widths[i]:
-            return torch.empty([0], dtype=torch.uint8)
+            return None
         flat.append(images[i].flatten())
+        size += images[i].numel()
     if len(flat) == 1:
         return flat[0]
-    if out is not None:
-        return torch.cat(flat, out=out)
-    return torch.cat(flat)
+    if out is None:
+        return torch.cat(flat)
+    torch.cat(flat, out=out[:size])
+    return out
 """
 
 
@@ -175,32 +180,28 @@ class ImageDecoder:
         """Whether there is a way to :meth:`packed`; warns once where there is none."""
         return _packed(self.module, self.operator) is not None
 
-    def packed(
-        self, data: torch.Tensor, lengths: list[int], shapes: Shapes, turn: Turn = NO_TURN
-    ) -> torch.Tensor | None:
+    def packed(self, data: torch.Tensor, call: Call, turn: Turn = NO_TURN) -> torch.Tensor | None:
         """Decode without a Python object per image. See Note [The training thread's locks].
 
         Args:
-            data: the files, one behind the other, on the CPU.
-            lengths: of the N files.
-            shapes: that their headers promise.
+            data: a flat uint8 buffer on the CPU.
+            call: the files in it.
             turn: entered as long as the decoder is busy.
 
         Returns:
-            The pixels of all images on the device, one image behind the other; where the thread
-            keeps them (:func:`packing_into`), until its next call. None if an image has another
-            shape.
+            1-D uint8, the pixels of all images on the device, one image behind the other. Where the
+            thread keeps a place for them (:func:`packing_into`) it is all of that place, and theirs
+            until the next call. None if an image has another size.
 
         Raises:
             RuntimeError: if any of the files cannot be decoded.
         """
-        _, heights, widths = map(list, zip(*shapes, strict=True))
         decode = _packed(self.module, self.operator)
         assert decode is not None, "see packs"
-        out = _place(sum(map(prod, shapes)), self._device) if len(shapes) > 1 else None
+        out = _place(_decoded_size(call), self._device) if len(call.positions) > 1 else None
+        layout = torch.from_numpy(call.layout)
         with turn:
-            flat = decode(data, lengths, heights, widths, self._device, out)
-        return flat if len(flat) else None
+            return decode(data, call.start, layout, self._device, out)
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         """Decode.
@@ -233,12 +234,10 @@ class TorchvisionDecoder(ImageDecoder):
 
     module, operator = "torchvision.io", "image.decode_jpegs_cuda"
 
-    def packed(
-        self, data: torch.Tensor, lengths: list[int], shapes: Shapes, turn: Turn = NO_TURN
-    ) -> torch.Tensor | None:
+    def packed(self, data: torch.Tensor, call: Call, turn: Turn = NO_TURN) -> torch.Tensor | None:
         """Decode, behind all that is queued on the current stream."""
         torch.cuda.current_stream(self._device).synchronize()
-        return self.packed_undrained(data, lengths, shapes, turn)
+        return self.packed_undrained(data, call, turn)
 
     packed_undrained = ImageDecoder.packed  # the unsafe order of it
 
@@ -275,20 +274,20 @@ def claim(size: int, device: torch.device, error: RuntimeError | None = None) ->
 
 
 @contextlib.contextmanager
-def _may_refuse(shapes: Shapes, device: torch.device) -> Iterator[None]:
-    """Where a decoder may refuse its files, but may not lack the memory for these ``shapes``."""
+def _may_refuse(size: int, device: torch.device) -> Iterator[None]:
+    """Where a decoder may refuse its files, but may not lack the memory for ``size`` bytes."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        claim(sum(map(prod, shapes)), device, error)
+        claim(size, device, error)
 
 
 def decode_packed(
     decoder: ImageDecoder,
     images: EncodedImages,
-    positions: npt.NDArray[np.int64],
+    call: Call,
     device: torch.device,
     turn: Turn,
 ) -> torch.Tensor | None:
@@ -296,16 +295,15 @@ def decode_packed(
 
     Arguments are those of :func:`decode_part` and :meth:`ImageDecoder.packed`.
     """
-    shapes = _shapes(images, positions)
-    with _may_refuse(shapes, device):
-        return decoder.packed(*_files(images, positions), shapes, turn)
+    with _may_refuse(_decoded_size(call), device):
+        return decoder.packed(images.buffer.tensor, call, turn)
     return None
 
 
 def decode_part(
     decoder: ImageDecoder,
     images: EncodedImages,
-    positions: npt.NDArray[np.int64],
+    call: Call,
     device: torch.device,
     *,
     together: bool = True,
@@ -315,41 +313,25 @@ def decode_part(
     Args:
         decoder: the backend.
         images: the batch; a file that cannot be decoded gets an entry in its ``errors``.
-        positions: ascending, of all images between the first and the last of them that no worker
-            has decoded.
+        call: which of them.
         device: of the decoder.
         together: whether to try them in one call first.
 
     Returns:
         ``(3, H, W)`` uint8 images on ``device``, None for those that cannot be decoded.
     """
-    shapes = _shapes(images, positions)
+    lengths, *sizes = call.layout.tolist()
+    shapes = [(3, height, width) for height, width in zip(*sizes, strict=True)]
     if together:
-        data, lengths = _files(images, positions)
-        with _may_refuse(shapes, device):
-            decoded = decoder(list(data.split(lengths)))
+        files = images.data[call.start : call.start + sum(lengths)]
+        with _may_refuse(_decoded_size(call), device):
+            decoded = decoder(list(files.split(lengths)))
             if [image.shape for image in decoded] == shapes:
                 return decoded  # type: ignore[return-value]
     return [
         _decode_one(decoder, images, i, shape, device)
-        for i, shape in zip(positions.tolist(), shapes, strict=True)
+        for i, shape in zip(call.positions.tolist(), shapes, strict=True)
     ]
-
-
-def _files(
-    images: EncodedImages, positions: npt.NDArray[np.int64]
-) -> tuple[torch.Tensor, list[int]]:
-    """One piece of the buffer and the lengths of the files that fill it."""
-    spans = images.spans[positions]  # what is left out between two positions takes no bytes there
-    lengths: list[int] = (spans[:, 1] - spans[:, 0]).tolist()
-    return images.data[spans[0, 0] : spans[-1, 1]], lengths
-
-
-def _shapes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> Shapes:
-    """What the headers say. The sampling was drawn for it: another size would be read wrongly."""
-    sizes = images.sizes[positions]
-    stored = np.where(images.transposed[positions, None], sizes[:, ::-1], sizes)
-    return [(3, height, width) for height, width in stored.tolist()]
 
 
 def _decode_one(
@@ -360,7 +342,7 @@ def _decode_one(
     device: torch.device,
 ) -> torch.Tensor | None:
     file = images.span(position)
-    with _may_refuse([shape], device):
+    with _may_refuse(prod(shape), device):
         (image,) = decoder([file])
         if image.shape == shape:
             return image

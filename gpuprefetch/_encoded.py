@@ -63,17 +63,33 @@ class EncodedImage:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """Files of a batch that are decoded together.
+
+    Attributes:
+        positions: of the N files in the batch, ascending.
+        start: of the first in its buffer, where the others lie behind it without a gap.
+        layout: ``(3, N)`` int64, of each file its length, and the height and width of the image in
+            it. The sampling was drawn for these, which headers promise: others would be misread.
+    """
+
+    positions: npt.NDArray[np.int64]
+    start: int
+    layout: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """How the images of a batch get to the device, and onto it.
 
     Attributes:
         copies: positions of the images that workers decoded, copy by copy.
-        calls: of the others, decode call by decode call.
+        calls: the others, decode call by decode call.
         table: of a launch behind each copy and each call; None where they cannot be planned.
     """
 
     copies: list[npt.NDArray[np.int64]]
-    calls: list[npt.NDArray[np.int64]]
+    calls: list[Call]
     table: Table | None = None
 
 
@@ -159,6 +175,12 @@ class EncodedImages:
         start, stop = self.spans[position]
         return (self.pixels if self.decoded[position] else self.data)[start:stop]
 
+    def call(self, positions: npt.NDArray[np.int64]) -> Call:
+        """To decode some images together: all between the first and the last that no worker did."""
+        spans, sizes = self.spans[positions], self.sizes[positions]
+        stored = np.where(self.transposed[positions, None], sizes[:, ::-1], sizes)
+        return Call(positions, int(spans[0, 0]), np.stack([spans[:, 1] - spans[:, 0], *stored.T]))
+
     def views(
         self, positions: npt.NDArray[np.int64], pixels: torch.Tensor, start: int = 0
     ) -> list[torch.Tensor]:
@@ -195,12 +217,13 @@ def pack(
     images: Sequence[EncodedImage],
     parts: Sequence[Any] | None = None,
     decoded: npt.NDArray[np.bool_] | None = None,
+    room: int = 0,
     **known: Any,
 ) -> EncodedImages:
     """Lay out a batch in one buffer: encoded ``parts``, and behind them those ``decoded``.
 
     Without parts it packs the images as they are: what the default collate does where no prefetcher
-    has its say. ``known`` are more attributes of the batch.
+    has its say. ``room`` is for the buffers of later batches, and ``known`` are more attributes.
     """
     if parts is None or decoded is None:
         parts, decoded = [image.data for image in images], np.zeros(len(images), dtype=bool)
@@ -209,7 +232,7 @@ def pack(
     stops = np.empty_like(lengths)
     stops[order] = np.cumsum(lengths[order])
     spans = np.stack([stops - lengths, stops], axis=1)
-    buffer = Buffer.empty(int(lengths.sum()))
+    buffer = Buffer.empty(int(lengths.sum()), room)
     view = buffer.tensor.numpy()
     for part, (start, stop) in zip(parts, spans.tolist(), strict=True):
         if stop > start:

@@ -27,11 +27,12 @@ from gpuprefetch._budget import (
     upload_bytes,
 )
 from gpuprefetch._decode import ImageDecoder, claim, decode_packed, decode_part, turns
-from gpuprefetch._encoded import EncodedImages, is_encoded
+from gpuprefetch._encoded import Call, EncodedImages, is_encoded
 from gpuprefetch._host import Packer
 from gpuprefetch._random import Keys, SeededDraws, fold
 from gpuprefetch._resample import HAS_TRITON, Launches, resample
 from gpuprefetch._stats import Stage, Stats
+from gpuprefetch._stream import drain
 from gpuprefetch._targets import (
     PerSample,
     is_per_sample,
@@ -401,7 +402,7 @@ class ImageJob:
         if plan is None or limit is not None:
             words = plan.table.by_place(len(images)) if plan and plan.table else None
             plan = lay_out(images, size, words, limit)
-        parts: list[Part] = [partial(self._decode, positions=call) for call in plan.calls]
+        parts: list[Part] = [partial(self._decode, call=call) for call in plan.calls]
         if size is None:
             # The pixels themselves are the result, and the buffer is the worker's.
             ready = np.flatnonzero(images.decoded)
@@ -422,7 +423,7 @@ class ImageJob:
             self._launches = Launches(plan.table, self.out, **self._way)
             if plan.calls and pipeline.decoder is not None and pipeline.decoder.packs:
                 parts = [
-                    partial(self._decode, positions=call, number=number)
+                    partial(self._decode, call=call, number=number)
                     for number, call in enumerate(plan.calls, len(plan.copies))
                 ]
         self._reserved = torch.cuda.current_stream(device).record_event()
@@ -439,7 +440,7 @@ class ImageJob:
         self,
         make_room: Callable[[], None],
         *,
-        positions: npt.NDArray[np.int64],
+        call: Call,
         number: int | None = None,
         again: bool = False,
     ) -> None:
@@ -447,40 +448,41 @@ class ImageJob:
 
         Args:
             make_room: frees memory.
-            positions: of the images.
+            call: its images.
             number: of their launch, where they can be decoded into one piece for it.
-            again: whether ``positions`` is one image that has had a try.
+            again: whether it is one image that has had a try.
         """
         try:
-            self._claim(positions)
+            self._claim(call)
             if number is None:
-                self._decode_apart(positions)
-            elif not self._decode_packed(positions, number):
-                self._decode_apart(positions, together=False)
+                self._decode_apart(call)
+            elif not self._decode_packed(call, number):
+                self._decode_apart(call, together=False)
         except torch.OutOfMemoryError as error:
             if again:
-                raise self._too_large(int(positions[0])) from error
+                raise self._too_large(int(call.positions[0])) from error
         else:
             return
         make_room()
-        for piece in np.array_split(positions, min(2, len(positions))):
-            self._decode(make_room, positions=piece, again=len(positions) == 1)
+        alone = len(call.positions) == 1
+        for piece in np.array_split(call.positions, 1 if alone else 2):
+            self._decode(make_room, call=self.images.call(piece), again=alone)
 
-    def _claim(self, positions: npt.NDArray[np.int64]) -> None:
+    def _claim(self, call: Call) -> None:
         """Ask for the memory of large images beforehand.
 
         A decoder that runs out of memory is destroyed; making another takes half a second.
         """
-        sizes = decoded_bytes(self.images, positions)
-        if large := int(sizes[sizes > LARGE].sum()):
-            claim(large, self._pipeline.device)
+        sizes = 3 * call.layout[1] * call.layout[2]
+        if sizes.max() > LARGE:
+            claim(int(sizes[sizes > LARGE].sum()), self._pipeline.device)
 
-    def _decode_packed(self, positions: npt.NDArray[np.int64], number: int) -> bool:
+    def _decode_packed(self, call: Call, number: int) -> bool:
         """Whether it was done in one piece: see Note [The training thread's locks]."""
         pipeline, launches = self._pipeline, self._launches
         assert pipeline.decoder is not None and launches is not None
         decoder, device = pipeline.decoder, pipeline.device
-        flat = decode_packed(decoder, self.images, positions, device, self._turn())
+        flat = decode_packed(decoder, self.images, call, device, self._turn())
         if flat is None:
             return False
         with Stage(pipeline.stats, "resample"):
@@ -494,14 +496,14 @@ class ImageJob:
         with turns[self._pipeline.device], Stage(self._pipeline.stats, "decode"):
             yield
 
-    def _decode_apart(self, positions: npt.NDArray[np.int64], *, together: bool = True) -> None:
+    def _decode_apart(self, call: Call, *, together: bool = True) -> None:
         pipeline = self._pipeline
         assert pipeline.decoder is not None, "without one, the packer leaves nothing to decode"
         with Stage(pipeline.stats, "decode"):
             images = decode_part(
-                pipeline.decoder, self.images, positions, pipeline.device, together=together
+                pipeline.decoder, self.images, call, pipeline.device, together=together
             )
-            pairs = zip(positions.tolist(), images, strict=True)
+            pairs = zip(call.positions.tolist(), images, strict=True)
             decoded = {i: image for i, image in pairs if image is not None}
         with Stage(pipeline.stats, "resample"):
             if pipeline.head.size is None:
@@ -514,7 +516,7 @@ class ImageJob:
 
     def _wait_for_room(self) -> None:
         """Until the result is reserved, and its table there, in the order of streams."""
-        if self._reserved is not None:
+        if self._reserved is not None and not self._reserved.query():
             torch.cuda.current_stream(self.out.device).wait_event(self._reserved)
 
     def _launch(self, launch: Callable[[], None]) -> None:
@@ -524,9 +526,7 @@ class ImageJob:
     def _wait_for_reader(self) -> None:
         """Until no kernel on this thread's stream reads decoded images any more."""
         if self._pipeline.device.type == "cuda":
-            done = torch.cuda.Event(blocking=True)
-            done.record(torch.cuda.current_stream(self._pipeline.device))
-            done.synchronize()
+            drain(self._pipeline.device)
 
     def _too_large(self, position: int) -> torch.OutOfMemoryError:
         device, (height, width) = self._pipeline.device, self.images.sizes[position].tolist()

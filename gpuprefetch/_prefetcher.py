@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from gpuprefetch._budget import LANES, Cost, parse_bytes
 from gpuprefetch._connections import tell
 from gpuprefetch._decode import BACKENDS, packing_into, turns
 from gpuprefetch._encoded import EncodedImageFolder
-from gpuprefetch._host import HostStage, Packer, encoded_leaves, pack_lists
+from gpuprefetch._host import GROWTH, HostStage, Packer, encoded_leaves, pack_lists
 from gpuprefetch._pipeline import (
     EMPTY,
     BadImage,
@@ -88,7 +89,8 @@ class _Engine:
         self._held: _Slot | None = None  # fetched; it does not fit beside what is under way
         # What the host gave for batches that were handed over: the GPU may read it yet.
         self._sources: deque[tuple[torch.cuda.Event, Any]] = deque()
-        self._parts: deque[tuple[_Slot, Part]] = deque()
+        # Its readers wake one at a time, and it is no Python code: the lock of that is scarce.
+        self._parts: SimpleQueue[tuple[_Slot, Part] | None] = SimpleQueue()
         # To decode takes one of the permits; where memory is short, one lane takes all of them.
         self._permits, self._alone = threading.Semaphore(LANES), threading.Lock()
         self._finishing = threading.Lock()
@@ -126,7 +128,8 @@ class _Engine:
                 if self._stopping:
                     self._source.close()
                     return
-            self._start(slot)
+            with torch.no_grad(), self._batch_stream():
+                self._start(slot)
             del slot
 
     def _fetch(self) -> _Slot:
@@ -171,7 +174,7 @@ class _Engine:
             torch.cuda.empty_cache()
 
     def _start(self, slot: _Slot) -> None:
-        """Get the work of a batch under way."""
+        """Get the work of a batch under way, with its stream current."""
         parts: list[Part] = []
         while self._sources and self._sources[0][0].query():
             self._sources.popleft()
@@ -188,22 +191,23 @@ class _Engine:
             parts = []
         with self._changed:
             self._slots.append(slot)
-            self._parts.extend((slot, part) for part in parts)
             self._changed.notify_all()
+        for part in parts:
+            if self._on_cuda:
+                self._parts.put((slot, part))
+            else:
+                self._run_part(slot, part)
         if not parts:
             self._finish_ready()
-        elif not self._on_cuda:
-            self._run_inline()
 
     def _begin_with_room(self, slot: _Slot) -> Work:
-        with torch.no_grad(), self._batch_stream():
-            try:
-                return self._begin(slot)
-            except torch.OutOfMemoryError:
-                pass  # and not again in here, where the exception holds what was allocated
-            with contextlib.ExitStack() as held:
-                self._make_room(held)
-                return self._begin(slot)
+        try:
+            return self._begin(slot)
+        except torch.OutOfMemoryError:
+            pass  # and not again in here, where the exception holds what was allocated
+        with contextlib.ExitStack() as held:
+            self._make_room(held)
+            return self._begin(slot)
 
     def _begin(self, slot: _Slot) -> Work:
         return self._pipeline.start(slot.source, slot.number, self._epoch)
@@ -231,28 +235,20 @@ class _Engine:
             self.stats.worker_decode_seconds += images.decode_seconds
             self.stats.collate_seconds += images.collate_seconds
             self.stats.pin_seconds += images.pin_seconds
-            self.stats.share = float(self.balancer.share)
-
-    def _run_inline(self) -> None:
-        while self._parts:
-            self._run_part(*self._parts.popleft())
+            self.stats.share = self.balancer.value
 
     def _lane_loop(self, stream: torch.cuda.Stream, room: list[torch.Tensor]) -> None:
-        budget = self._pipeline.memory_budget
-        with using(stream), contextlib.nullcontext() if budget else packing_into(room):
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._stopping or self._parts)
-                    if self._stopping:
-                        return
-                    slot, part = self._parts.popleft()
-                self._run_part(slot, part)
-                del slot, part
+        packing = packing_into(room) if self._pipeline.memory_budget is None else None
+        with torch.no_grad(), using(stream), packing or contextlib.nullcontext():
+            while not self._stopping:
+                if (item := self._parts.get()) is not None and not self._stopping:
+                    self._run_part(*item)
+                del item
 
     def _run_part(self, slot: _Slot, part: Part) -> None:
         try:
             if slot.error is None:
-                with torch.no_grad(), contextlib.ExitStack() as held:
+                with contextlib.ExitStack() as held:
                     held.enter_context(self._permits)
                     part(partial(self._make_room, held))
         except BaseException as error:
@@ -295,7 +291,8 @@ class _Engine:
             if not self._has_room(slot):
                 self._held = slot
                 break
-            self._start(slot)
+            with torch.no_grad(), self._batch_stream():
+                self._start(slot)
         with self._changed:
             self._changed.wait_for(lambda: self._slots)
             slot = self._slots[0]
@@ -317,8 +314,9 @@ class _Engine:
             if self._stopping:
                 return
             self._stopping = True
-            self._parts.clear()
             self._changed.notify_all()
+        for _ in range(LANES):  # also for one that is just about to start
+            self._parts.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(JOIN_SECONDS)
@@ -329,6 +327,8 @@ class _Engine:
                 stream.synchronize()  # see Note [Stream handoff], 3
                 if not alive:
                     return_stream(stream, role)
+        while not self._parts.empty():
+            self._parts.get()
         self._slots.clear()
         self._sources.clear()
         self._held = None
@@ -527,6 +527,7 @@ class DataPrefetcher:
             output=(dtype or torch.float32, memory_format or torch.contiguous_format)
             if self.device.type == "cpu"
             else None,
+            growth=GROWTH if backend is not None and cpu_share == "auto" else 0,
         )
         self._pipeline = Pipeline(
             self.device,

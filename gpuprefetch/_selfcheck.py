@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from gpuprefetch._decode import BACKENDS, NO_TURN, ImageDecoder, Shapes, Turn
-from gpuprefetch._encoded import EncodedImage
+from gpuprefetch._decode import BACKENDS, NO_TURN, ImageDecoder, Turn
+from gpuprefetch._encoded import Call, EncodedImage
 from gpuprefetch._pipeline import ImageJob, Part, Pipeline, Work
 from gpuprefetch._prefetcher import DataPrefetcher
 from gpuprefetch._stream import handoff, lease_stream, return_stream, using
@@ -323,10 +323,8 @@ class _Noted(ImageDecoder):
         if not drained:
             self._packed = getattr(decoder, "packed_undrained", decoder.packed)
 
-    def packed(
-        self, data: torch.Tensor, lengths: list[int], shapes: Shapes, turn: Turn = NO_TURN
-    ) -> torch.Tensor | None:
-        flat = self._packed(data, lengths, shapes, turn)
+    def packed(self, data: torch.Tensor, call: Call, turn: Turn = NO_TURN) -> torch.Tensor | None:
+        flat = self._packed(data, call, turn)
         self._witness.note_addresses([] if flat is None else [flat])
         return flat
 

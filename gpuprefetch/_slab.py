@@ -26,9 +26,9 @@ LIMIT = 8
 # with Python's lock, and a file descriptor; to copy these some microseconds.
 SMALL = 16 << 10
 # Room for a larger batch: the parent page-locks each new slab, milliseconds in which the training
-# thread cannot launch. Of the first batches little is decoded, and the pixels of photos that were
-# take about twice the bytes of their files.
-SLACK = 2.0
+# thread cannot launch.
+SLACK = 1.25
+MOST_ROOM = 64 << 20  # beyond what a batch takes, whatever is expected of later ones
 
 
 def _shared(size: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ class _Slab:
 
     def __init__(self, number: int, size: int) -> None:
         self.key = (os.getpid(), number)
-        self.memory = _shared(HEADER + int(size * SLACK))
+        self.memory = _shared(HEADER + size)
         self.state: npt.NDArray[np.uint8] = self.memory[:1].numpy()
         self.state[0] = 0
         self.sent = False
@@ -75,14 +75,15 @@ _ring: list[_Slab] = []  # this worker's
 _mapped: dict[tuple[int, int], _Mapping] = {}  # the parent's
 
 
-def _take(size: int) -> _Slab | None:
+def _take(size: int, room: int) -> _Slab | None:
+    room = max(int(size * SLACK), min(room, size + MOST_ROOM))
     free = [slab for slab in _ring if not slab.state[0]]
     slab = next((slab for slab in free if slab.memory.numel() >= HEADER + size), None)
     if slab is None and free:
-        slab = _Slab(free[0].key[1], size)  # takes the name and the place of a small one
+        slab = _Slab(free[0].key[1], room)  # takes the name and the place of a small one
         _ring[_ring.index(free[0])] = slab
     elif slab is None and len(_ring) < LIMIT:
-        slab = _Slab(len(_ring), size)
+        slab = _Slab(len(_ring), room)
         _ring.append(slab)
     if slab is not None:
         slab.state[0] = 1
@@ -106,11 +107,16 @@ class Buffer:
         self._reader = os.getpid()
 
     @staticmethod
-    def empty(size: int) -> Buffer:
-        """A buffer that is not initialized; in a worker in a slab where one is free."""
+    def empty(size: int, room: int = 0) -> Buffer:
+        """A buffer that is not initialized; in a worker in a slab where one is free.
+
+        Args:
+            size: of its tensor.
+            room: that later ones are likely to need.
+        """
         if get_worker_info() is None:
             return Buffer(torch.empty(size, dtype=torch.uint8))
-        slab = _take(size)
+        slab = _take(size, room)
         if slab is None:
             return Buffer(_shared(max(size, 1))[:size])
         return Buffer(slab.memory[HEADER : HEADER + size], slab)

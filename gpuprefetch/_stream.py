@@ -7,6 +7,7 @@ import ctypes
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ RUN_AHEAD = 1
 
 # Note [Stream handoff]
 # A batch is produced on a side stream and read on whatever stream is current at its hand-over.
-#   1. The current stream waits for the event recorded behind the batch's last kernel or copy. The
-#      host does not wait.
+#   1. The current stream waits for the event recorded behind the batch's last kernel or copy, if
+#      that has not come yet. The host does not wait.
 #   2. Every tensor is record_stream()-ed on the current stream: the caching allocator knows just
 #      the stream a block was allocated on. Without the mark it gives the block to the next copy as
 #      soon as the caller drops the batch, while the queued training step still reads it.
@@ -38,7 +39,8 @@ def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
         device: the CUDA device of the batch.
     """
     stream = torch.cuda.current_stream(device)
-    stream.wait_event(ready)
+    if not ready.query():
+        stream.wait_event(ready)
     for tensor in tensors(batch):
         if tensor.is_cuda:
             tensor.record_stream(stream)
@@ -68,8 +70,27 @@ def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> None:
     event = steps.popleft() if len(steps) > RUN_AHEAD else torch.cuda.Event(blocking=True)
     event.record(torch.cuda.current_stream(device))
     steps.append(event)
-    if len(steps) > RUN_AHEAD:
+    if len(steps) > RUN_AHEAD and not steps[0].query():
         steps[0].synchronize()
+
+
+class _Events(threading.local):
+    """One event for each thread and device, which serves again and again."""
+
+    def __init__(self) -> None:
+        self.of: defaultdict[torch.device, torch.cuda.Event] = defaultdict(
+            partial(torch.cuda.Event, blocking=True)
+        )
+
+
+_events = _Events()
+
+
+def drain(device: torch.device) -> None:
+    """Wait until the current stream of ``device`` has done what is queued, without spinning."""
+    done = _events.of[device]
+    done.record(torch.cuda.current_stream(device))
+    done.synchronize()
 
 
 _idle: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = defaultdict(list)

@@ -190,6 +190,7 @@ def test_unpinned():
     assert report.changes[0].gain > 1.1
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_model_bound_on_the_gpu(photo_folder):
     dataset = EncodedImageFolder(photo_folder)

@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +27,7 @@ from gpuprefetch import (
 )
 from gpuprefetch._budget import Cost, parse_bytes, readable
 from gpuprefetch._decode import ImageDecoder
-from gpuprefetch._encoded import pack
+from gpuprefetch._encoded import Call, pack
 from gpuprefetch._format import decode_cpu
 from gpuprefetch._resample import Launches
 from gpuprefetch._resume import Source
@@ -350,8 +351,10 @@ def test_each_group_of_a_batch_fills_its_rows(monkeypatch, launched, share):
 class Shrinking(OperatorDecoder):
     """Another shape than the headers say."""
 
-    def packed(self, data, lengths, shapes, turn):
-        return super().packed(data, lengths, [(3, 1, 1), *shapes[1:]], turn)
+    def packed(self, data, call, turn):
+        layout = call.layout.copy()
+        layout[1:, 0] = 1
+        return super().packed(data, replace(call, layout=layout), turn)
 
 
 class Unknown(OperatorDecoder):
@@ -380,8 +383,11 @@ def test_a_thread_packs_into_the_same_place_again():
 
     def packed(*numbers):
         data = [torch.frombuffer(bytearray(files[i]), dtype=torch.uint8) for i in numbers]
-        flat = decoder.packed(torch.cat(data), [len(d) for d in data], [(3, 24, 32)] * len(data))
-        assert torch.equal(flat, torch.cat([decode_cpu(d).flatten() for d in data]))
+        layout = np.array([(len(d), 24, 32) for d in data]).T
+        call = Call(np.array(numbers), 5, layout)
+        flat = decoder.packed(torch.cat([torch.zeros(5, dtype=torch.uint8), *data]), call)
+        expected = torch.cat([decode_cpu(d).flatten() for d in data])
+        assert torch.equal(flat[: len(expected)], expected)
         return flat
 
     room = []
@@ -447,7 +453,7 @@ def test_an_error_without_words_may_be_a_shortage(monkeypatch):
         sizes=np.array([(8, 16)] * 2),
         transposed=np.zeros(2, bool),
     )
-    both, cpu = np.array([0, 1]), torch.device("cpu")
+    both, cpu = images.call(np.array([0, 1])), torch.device("cpu")
     assert _decode.decode_packed(Wordless(cpu), images, both, cpu, _decode.NO_TURN) is None
     for image in _decode.decode_part(Wordless(cpu), images, both, cpu):
         assert image.shape == (3, 8, 16)  # a second opinion
@@ -517,7 +523,10 @@ def test_a_broken_device_makes_no_file_bad(monkeypatch):
     monkeypatch.setattr(_decode, "decode_cpu", lambda file: Picture())
     with pytest.raises(RuntimeError, match="illegal memory access"):
         _decode.decode_part(
-            raising(RuntimeError("API call failed")), images, np.array([0]), torch.device("cpu")
+            raising(RuntimeError("API call failed")),
+            images,
+            images.call(np.array([0])),
+            torch.device("cpu"),
         )
     assert images.errors == {}
 

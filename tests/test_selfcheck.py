@@ -66,6 +66,7 @@ def test_wrong_arguments():
             selfcheck(device)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*deprecated")  # torchvision's decoder, from 0.29 on
 def test_the_librarys_order_is_safe(capsys):
@@ -80,6 +81,7 @@ def test_the_librarys_order_is_safe(capsys):
     assert "torchvision  library" in printed
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 def test_unprotected_decoding_is_noticed(monkeypatch):
