@@ -7,7 +7,6 @@ import ctypes
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -74,23 +73,21 @@ def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> None:
         steps[0].synchronize()
 
 
-class _Events(threading.local):
-    """One event for each thread and device, which serves again and again."""
-
-    def __init__(self) -> None:
-        self.of: defaultdict[torch.device, torch.cuda.Event] = defaultdict(
-            partial(torch.cuda.Event, blocking=True)
-        )
-
-
-_events = _Events()
+# Not one for each thread, in a threading.local: a forked worker drops those of all threads but its
+# own, and a fork that calls CUDA, as to destroy an event, aborts.
+_drained: defaultdict[torch.device, list[torch.cuda.Event]] = defaultdict(list)
 
 
 def drain(device: torch.device) -> None:
     """Wait until the current stream of ``device`` has done what is queued, without spinning."""
-    done = _events.of[device]
+    idle = _drained[device]
+    try:
+        done = idle.pop()
+    except IndexError:
+        done = torch.cuda.Event(blocking=True)
     done.record(torch.cuda.current_stream(device))
     done.synchronize()
+    idle.append(done)
 
 
 _idle: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = defaultdict(list)

@@ -1,9 +1,13 @@
 """The hand-off between streams, with and without each of its two halves."""
 
+import os
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from gpuprefetch._stream import handoff, lease_stream, return_stream
+from gpuprefetch._stream import drain, handoff, lease_stream, return_stream
 
 SHAPE = (64, 3, 224, 224)
 SLEEP_CYCLES = 20_000_000  # about 10 ms: the reader and the writer surely overlap in it
@@ -74,3 +78,46 @@ def test_handoff_leaves_the_current_stream_alone():
         batch = torch.ones(8, device="cuda")
         handoff({"a": batch}, stream.record_event(), batch.device)
         assert torch.cuda.current_stream() == stream
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("keep", ["ours", "thread-local"])
+def test_a_fork_destroys_no_event_of_another_thread(monkeypatch, keep):
+    # CUDA may not be called in a fork, and a worker forked by another loader's epoch is one.
+    destroyed, owner = [], os.getpid()
+
+    class Event:
+        def __init__(self, **options):
+            pass
+
+        def record(self, stream):
+            pass
+
+        synchronize = destroyed.clear
+
+        def __del__(self):
+            if os.getpid() != owner:
+                destroyed.append(True)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace())
+    local, ready, over = threading.local(), threading.Event(), threading.Event()
+
+    def lane():
+        if keep == "ours":
+            drain(torch.device("meta"))
+        else:  # guards the test: such an event is destroyed
+            local.event = Event()
+        ready.set()
+        over.wait()
+
+    thread = threading.Thread(target=lane)
+    thread.start()
+    ready.wait()
+    if not (child := os.fork()):
+        os._exit(len(destroyed))
+    over.set()
+    thread.join()
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (keep == "thread-local")
