@@ -160,6 +160,10 @@ class EncodedImages:
         """``(bytes,)`` uint8 on the CPU, the decoded pixels; pinned where the loader pins."""
         return self.buffer.tensor[self.boundary :] if self.pinned is None else self.pinned
 
+    def lie(self) -> tuple[torch.Tensor, int]:
+        """A tensor that holds the decoded pixels, and where they start in it."""
+        return (self.buffer.tensor, self.boundary) if self.pinned is None else (self.pinned, 0)
+
     def __len__(self) -> int:
         return len(self.spans)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Any
+from functools import cache, lru_cache, partial
+from typing import Any, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from gpuprefetch._decode import ImageDecoder, claim, decode_packed, decode_part,
 from gpuprefetch._encoded import Call, EncodedImages, is_encoded
 from gpuprefetch._host import Packer
 from gpuprefetch._random import Keys, SeededDraws, fold
-from gpuprefetch._resample import HAS_TRITON, Launches, resample
+from gpuprefetch._resample import HAS_TRITON, Coloring, Launches, resample
 from gpuprefetch._stats import Stage, Stats
 from gpuprefetch._stream import drain
 from gpuprefetch._targets import (
@@ -385,8 +385,6 @@ class ImageJob:
         self._pipeline = pipeline
         self._reserved: torch.cuda.Event | None = None
         self._launches: Launches | None = None
-        head = pipeline.head
-        self._way: Any = {"interpolation": head.interpolation, "mean": head.mean, "std": head.std}
         if pipeline.head.names or pipeline.tail:
             require_fixed_size(pipeline.head, pipeline.tail)
 
@@ -413,23 +411,27 @@ class ImageJob:
         if images.out is not None:  # on the CPU
             self.out = images.out
             return parts
-        self.out = torch.empty(
-            (len(images), 3, *size),
-            dtype=pipeline.dtype or torch.float32,
-            device=device,
-            memory_format=pipeline.memory_format or torch.contiguous_format,
-        )
-        if plan.table is not None and HAS_TRITON and self.out.dtype != torch.float64:
-            self._launches = Launches(plan.table, self.out, **self._way)
+        dtype = pipeline.dtype or torch.float32
+        table = plan.table if HAS_TRITON and dtype != torch.float64 else None
+        coloring = Coloring(torch.uint8, dtype, head.mean, head.std)
+        numbers = None if table is None else Launches.numbers(table, 3, coloring)
+        shape, layout = [len(images), 3, *size], pipeline.memory_format or torch.contiguous_format
+        cuts = [(int(images.spans[c[0], 0]), int(images.spans[c[-1], 1])) for c in plan.copies]
+        data, start = images.lie()
+        first, last = cuts[0] if cuts else (0, 0)
+        upload = data, start + first, start + last, upload_bytes(last - first)
+        self.out, read, pixels = _reserve()(numbers, *upload, shape, dtype, layout, device)
+        if table is not None:
+            self._launches = Launches(table, self.out, coloring, head.interpolation, read)
             if plan.calls and pipeline.decoder is not None and pipeline.decoder.packs:
                 parts = [
                     partial(self._decode, call=call, number=number)
                     for number, call in enumerate(plan.calls, len(plan.copies))
                 ]
         self._reserved = torch.cuda.current_stream(device).record_event()
-        for number, copy in enumerate(plan.copies):
-            first, last = images.spans[copy[0], 0], images.spans[copy[-1], 1]
-            pixels = _upload(images.pixels[first:last], device)
+        for number, (copy, (first, last)) in enumerate(zip(plan.copies, cuts, strict=True)):
+            if number:
+                pixels = _upload(data[start + first : start + last], device)
             if self._launches is not None:
                 self._launches.launch(number, pixels.data_ptr())
             else:
@@ -552,8 +554,48 @@ class ImageJob:
             dtype=self.out.dtype,
             out=self.out,
             positions=positions.tolist(),
-            **self._way,
+            interpolation=head.interpolation,
+            mean=head.mean,
+            std=head.std,
         )
+
+
+_RESERVE = """
+def reserve(
+    numbers: Optional[Tensor],
+    data: Tensor,
+    start: int,
+    stop: int,
+    room: int,
+    shape: List[int],
+    dtype: int,
+    memory_format: int,
+    device: Device,
+) -> Tuple[Tensor, Optional[Tensor], Tensor]:
+    out = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
+    read = numbers
+    if numbers is not None:
+        pinned = numbers.pin_memory() if device.type == "cuda" else numbers
+        read = pinned.to(device, non_blocking=True)
+    pixels = torch.empty([room], dtype=torch.uint8, device=device)
+    pixels[: stop - start].copy_(data[start:stop], non_blocking=True)
+    return out, read, pixels
+"""
+
+
+@cache
+def _reserve() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
+    """Reserve a result, and copy what is to be read for it: numbers of a table, and pixels.
+
+    In TorchScript, see Note [The training thread's locks]; in Python where there is none.
+    """
+    try:
+        return torch.jit.CompilationUnit(_RESERVE).reserve  # type: ignore[no-any-return]
+    except RuntimeError:
+        scope: dict[str, Any] = {"Optional": Optional, "List": list, "Tuple": tuple}
+        scope |= {"torch": torch, "Tensor": torch.Tensor, "Device": torch.device}
+        exec(_RESERVE, scope)
+        return scope["reserve"]  # type: ignore[no-any-return]
 
 
 def _upload(pixels: torch.Tensor, device: torch.device) -> torch.Tensor:

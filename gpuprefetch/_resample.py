@@ -431,9 +431,9 @@ def _launch(
     words = _plan(geometry[:, 1:4], rows, interpolation, antialias)
     start = int(geometry[:, 0].min()) & ~15  # Triton compiles another kernel for an odd one
     table = arrange(words, np.array(places), geometry[:, 0] - start, [len(words)], size)
-    way = {"interpolation": interpolation, "mean": mean, "std": std, "source": images[0].dtype}
+    coloring = Coloring(images[0].dtype, out.dtype, mean, std)
     with torch.cuda.device_of(out):
-        Launches(table, out, **way).launch(0, start)  # type: ignore[arg-type]
+        Launches(table, out, coloring, interpolation).launch(0, start)
     return out
 
 
@@ -517,6 +517,35 @@ def arrange(
     return Table(words, firsts, steps, _padded(words, size))
 
 
+@dataclass(frozen=True, slots=True)
+class Coloring:
+    """From the values of images to those of the result.
+
+    Attributes:
+        source: dtype of the images.
+        dtype: of the result.
+        mean: a value per channel, in [0, 1] units; None for 0.
+        std: likewise; None for 1.
+    """
+
+    source: torch.dtype
+    dtype: torch.dtype
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+
+    @property
+    def levels(self) -> int:
+        """The value of the images that is 1."""
+        return 255 if self.source == torch.uint8 else 1
+
+    def words(self, channels: int) -> _Ints:
+        """``(2 * channels,)``, float64 bit by bit: what values are multiplied by, what added."""
+        scale = np.broadcast_to(1 / np.array(self.std or 1.0), channels).copy()
+        shift = -scale * np.array(self.mean or 0.0)
+        scale *= (255 if self.dtype == torch.uint8 else 1) / self.levels
+        return np.concatenate([scale, shift]).view(np.int64)
+
+
 class Launches:
     """The samplings of a batch on the GPU, and the launches that carry them out.
 
@@ -526,41 +555,37 @@ class Launches:
     Args:
         table: of the images.
         out: ``(M, C, H, W)`` on the GPU.
-        source: dtype of the images.
+        coloring: of the images.
         interpolation: as in the plan.
-        mean: a value per channel, in [0, 1] units.
-        std: likewise.
+        read: what :meth:`numbers` gave, where it is on the GPU already.
     """
+
+    @staticmethod
+    def numbers(table: Table, channels: int, coloring: Coloring) -> torch.Tensor:
+        """1-D int64 on the CPU, all that the kernel reads."""
+        return torch.from_numpy(np.concatenate([coloring.words(channels), table.words.reshape(-1)]))
 
     def __init__(
         self,
         table: Table,
         out: torch.Tensor,
-        *,
-        source: torch.dtype = torch.uint8,
+        coloring: Coloring,
         interpolation: str,
-        mean: Sequence[float] | None,
-        std: Sequence[float] | None,
+        read: torch.Tensor | None = None,
     ) -> None:
         self._firsts, self._steps = table.firsts, table.steps
         channels, (height, width) = out.shape[1], out.shape[2:]
-        levels = 255 if source == torch.uint8 else 1
-        scale = np.broadcast_to(1 / np.array(std or 1.0), channels).copy()
-        shift = -scale * np.array(mean or 0.0)
-        scale *= (255 if out.dtype == torch.uint8 else 1) / levels
-        colors = np.concatenate([scale, shift]).view(np.int64)
-        words = table.words.reshape(-1)
-        read = torch.empty(colors.size + words.size, dtype=torch.int64, pin_memory=out.is_cuda)
-        np.concatenate([colors, words], out=read.numpy())
-        read = read.to(out.device, non_blocking=True)
+        if read is None:
+            read = self.numbers(table, channels, coloring)
+            read = (read.pin_memory() if out.is_cuda else read).to(out.device, non_blocking=True)
         self._arguments = read, read.view(torch.float64), out, *out.stride(), height, width
         self._tiles = triton.cdiv(width, COLS), triton.cdiv(height, ROWS * STRIPS)
         self._constants = {
             "CHANNELS": channels,
             "FIELDS": _FIELDS,
-            "SOURCE": getattr(tl, str(source).removeprefix("torch.")),
+            "SOURCE": getattr(tl, str(coloring.source).removeprefix("torch.")),
             "BICUBIC": interpolation == "bicubic",
-            "CLAMP": interpolation == "bicubic" and levels == 255,
+            "CLAMP": interpolation == "bicubic" and coloring.levels == 255,
             "PADDED": table.padded,
             "ROUND": out.dtype == torch.uint8,
             "ROWS": ROWS,

@@ -348,6 +348,22 @@ def test_each_group_of_a_batch_fills_its_rows(monkeypatch, launched, share):
     assert (got - expected).abs().max() * 255 < 1
 
 
+@pytest.mark.parametrize("script", [True, False])
+def test_what_is_reserved(monkeypatch, script):
+    if not script:  # as in a Python for which torch has none
+        monkeypatch.setattr(torch.jit, "CompilationUnit", raising(RuntimeError("no TorchScript")))
+    reserve, cpu = _pipeline._reserve.__wrapped__(), torch.device("cpu")
+    data, numbers = torch.arange(100, dtype=torch.uint8), torch.arange(7)
+    shape = [2, 3, 4, 5], torch.bfloat16, torch.channels_last
+    out, read, pixels = reserve(numbers, data, 10, 16, 8, *shape, cpu)
+    assert (out.shape, out.dtype) == ((2, 3, 4, 5), torch.bfloat16)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(read, numbers)
+    assert len(pixels) == 8
+    assert torch.equal(pixels[:6], data[10:16])
+    assert reserve(None, data, 0, 0, 0, *shape, cpu)[1] is None
+
+
 class Shrinking(OperatorDecoder):
     """Another shape than the headers say."""
 
