@@ -420,7 +420,8 @@ class ImageJob:
         data, start = images.lie()
         first, last = cuts[0] if cuts else (0, 0)
         upload = data, start + first, start + last, upload_bytes(last - first)
-        self.out, read, pixels = _reserve()(numbers, *upload, shape, dtype, layout, device)
+        with _typed_shortage():
+            self.out, read, pixels = _reserve()(numbers, *upload, shape, dtype, layout, device)
         if table is not None:
             self._launches = Launches(table, self.out, coloring, head.interpolation, read)
             if plan.calls and pipeline.decoder is not None and pipeline.decoder.packs:
@@ -596,6 +597,17 @@ def _reserve() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.T
         scope |= {"torch": torch, "Tensor": torch.Tensor, "Device": torch.device}
         exec(_RESERVE, scope)
         return scope["reserve"]  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _typed_shortage() -> Iterator[None]:
+    """TorchScript passes on the words of torch's out-of-memory error without its type."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(str(error).strip().rpartition("\n")[2]) from error
 
 
 def _upload(pixels: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -264,6 +264,38 @@ def test_no_room_for_the_result_at_first(files, launches, monkeypatch):
     assert prefetcher.stats.out_of_memory == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "raised"),
+    [("CUDA out of memory. Tried to allocate 2 GiB", None), ("other words", RuntimeError)],
+)
+def test_no_room_for_the_result_in_torchscript(files, launches, monkeypatch, words, raised):
+    # Its interpreter gives every error the same type.
+    expected = images_of(prefetcher_of(files, FakeDecoder()))
+    reserve, tries = _pipeline._reserve(), []
+
+    def full(*arguments):
+        tries.append(1)
+        if len(tries) == 2:
+            raise RuntimeError(
+                "The following operation failed in the TorchScript interpreter.\n"
+                f"Traceback of TorchScript (most recent call last):\nRuntimeError: {words}\n"
+            )
+        return reserve(*arguments)
+
+    monkeypatch.setattr(_pipeline, "_reserve", lambda: full)
+    stream = SimpleNamespace(record_event=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    prefetcher = prefetcher_of(files, FakeDecoder())
+    prefetcher._pipeline.packer.output = None  # the result is made where the decoder is
+    if raised is not None:
+        with pytest.raises(raised, match=words):
+            list(prefetcher)
+        return
+    assert torch.equal(images_of(prefetcher), expected)
+    assert len(tries) == 4
+    assert prefetcher.stats.out_of_memory == 1
+
+
 def test_out_of_memory_for_good_is_an_error_with_its_sizes(files, launches):
     decoder = FakeDecoder(capacity=DECODED - 1)
     prefetcher = prefetcher_of(files, decoder)
