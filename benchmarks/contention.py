@@ -8,6 +8,8 @@ not wait for data: other threads have the locks it needs, or the cores. What a p
 costs it shows when that part is left out: ``decode`` takes pixels that are there already,
 ``launch`` leaves the result as it is, and ``record_stream`` gives the allocator no events to look
 after at each allocation of the model's. Such batches are wrong; only their time counts.
+``python_lock_ms`` is how long the training thread slept for Python's lock in a step, and
+``python_lock_sleeps`` how often, at least (see sleeps.py); null where that cannot be seen.
 
 All variants run in one process, after one compilation, with a loader of their own each.
 """
@@ -27,6 +29,7 @@ import harness
 import loaders
 import torch
 import train
+from sleeps import Sleeps
 
 WITHOUT = ["nothing", "decode", "launch", "record_stream"]
 FIELDS = ["user_ms", "system_ms", "sleeps", "preemptions"]
@@ -59,6 +62,15 @@ def used_since(before: dict[tuple[int, str], list[float]], steps: int) -> dict[s
             spent = ((b - a) / steps for a, b in zip(old, new, strict=True))
             used[f"{name} {number}"] = dict(zip(FIELDS, spent, strict=True))
     return used
+
+
+def of_a_step(sleeps: Sleeps, seconds: float) -> dict[str, float | None]:
+    """How long, and how often, the training thread slept for Python's lock in such a step."""
+    share, count = sleeps.python, sleeps.count
+    return {
+        "python_lock_ms": None if share is None else 1000 * share * seconds,
+        "python_lock_sleeps": None if count is None else count * seconds,
+    }
 
 
 def leave_out(batches: Any, without: list[str]) -> None:
@@ -123,13 +135,16 @@ def measure(
 
     step = train.make_step(model, mode, shared.device)
     run(resident, step, timing["warmup"], shared.device)
-    before = threads()
-    _, hosts, ceiling = run(resident, step, timing["seconds"], shared.device)
+    with Sleeps() as sleeps:
+        before = threads()
+        _, hosts, ceiling = run(resident, step, timing["seconds"], shared.device)
+        used = used_since(before, len(hosts))
     best = ceiling / len(hosts)
     alone = {
         "ceiling_ms": 1000 * best,
         "ceiling_host_ms": 1000 * statistics.median(hosts),
-        "ceiling_threads": used_since(before, len(hosts)),
+        "ceiling_threads": used,
+        **{f"ceiling_{name}": value for name, value in of_a_step(sleeps, best).items()},
     }
     results: list[dict[str, Any]] = []
     for share, without in variants:
@@ -138,9 +153,11 @@ def measure(
         leave_out(batches, without.split(","))
         iterator = iter(batches)
         run(iterator, step, timing["warmup"], shared.device)
-        before, cpu, stats = threads(), clock.cpu_seconds(), batches.stats.as_dict()
-        waits, hosts, wall = run(iterator, step, timing["seconds"], shared.device)
-        steps, used, now = len(waits), used_since(before, len(waits)), batches.stats.as_dict()
+        with Sleeps() as sleeps:
+            before, cpu, stats = threads(), clock.cpu_seconds(), batches.stats.as_dict()
+            waits, hosts, wall = run(iterator, step, timing["seconds"], shared.device)
+            steps, used, now = len(waits), used_since(before, len(waits)), batches.stats.as_dict()
+            cpu = clock.cpu_seconds() - cpu
         results.append(
             {
                 "share": share,
@@ -150,9 +167,10 @@ def measure(
                 "wait_ms": 1000 * statistics.fmean(waits),
                 "host_ms": 1000 * statistics.median(hosts),
                 "host_ms_p90": 1000 * statistics.quantiles([*hosts, hosts[-1]], n=10)[-1],
-                "busy_cores": (clock.cpu_seconds() - cpu) / wall,
+                "busy_cores": cpu / wall,
                 "share_at_the_end": now["share"],
                 "decode_ms": 1000 * (now["decode_seconds"] - stats["decode_seconds"]) / steps,
+                **of_a_step(sleeps, wall / steps),
                 "threads": used,
             }
         )

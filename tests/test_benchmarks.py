@@ -5,10 +5,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent
@@ -85,6 +88,49 @@ def test_contention(photos, tmp_path, monkeypatch, capsys):
     for result in results:
         assert result["host_ms"] > 0
         assert any(name.startswith("MainThread") for name in result["threads"])
+        lock = result["python_lock_ms"]
+        assert lock is None or 0 <= lock < result["step_ms"]
+
+
+def spinning(seconds):
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        torch.zeros(1)  # gives Python's lock up, and takes it again
+
+
+def test_sleeps_for_pythons_lock_are_told_from_others():
+    import sleeps
+
+    with sleeps.Sleeps() as alone:
+        spinning(0.3)
+        time.sleep(0.2)
+    if alone.python is None:
+        pytest.skip("needs Linux, and that one process may watch another")
+    stop = threading.Event()
+
+    def busy():
+        while not stop.is_set():
+            pass
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    with sleeps.Sleeps() as beside:
+        spinning(0.5)
+    stop.set()
+    thread.join()
+    # Beside a busy thread each torch function ends with a wait of 5 ms, sys.getswitchinterval().
+    assert alone.python < 0.1
+    assert beside.python > 0.5
+    assert beside.count > 20
+
+
+def test_sleeps_that_cannot_be_watched_are_none(monkeypatch):
+    import sleeps
+
+    monkeypatch.setattr(sleeps.threading, "get_native_id", lambda: 2**22)  # above any thread's
+    with sleeps.Sleeps() as nobody:
+        pass
+    assert nobody.python is nobody.count is None
 
 
 @pytest.mark.slow
