@@ -20,8 +20,8 @@ RISE, LATE = 0.05, 0.1
 # over the window before, WINS times in a row: the windows of a busy machine differ by some percent.
 # A try that begins with a LOSS is ended early.
 LEVELS, WINDOW, GAIN, LOSS, WINS = 3, 32, 0.005, 0.03, 2
-# Windows between two tries at most: they are doubled where neither more nor less was better.
-LONGEST = 64
+# Windows between two tries: they are doubled where neither more nor less was better.
+SHORTEST, LONGEST = 2, 64
 
 
 def usable_cores() -> int:
@@ -63,8 +63,8 @@ class Balancer:
         self._window: list[float] = []
         self._level = self._best = LEVELS - 1
         self._best_period = 0.0
-        self._direction, self._patience, self._waited, self._failed = 1, 2, 0, 0
-        self._wins = 0
+        self._direction, self._patience = 1, SHORTEST
+        self._waited = self._failed = self._wins = 0
 
     @property
     def value(self) -> float:
@@ -126,7 +126,7 @@ class Balancer:
             if self._wins < WINS:
                 self._go_to(self._best)
                 return
-            self._best, self._patience, self._failed = self._level, 2, 0
+            self._best, self._patience, self._failed = self._level, SHORTEST, 0
         else:
             self._direction, self._failed = -self._direction, self._failed + 1
             if self._failed % 2 == 0:

@@ -121,8 +121,8 @@ def lay_out(
         return Plan(copies, calls)
     offsets = [images.spans[copy, 0] - images.spans[copy[0], 0] for copy in copies]
     for call in calls:
-        pixels = 3 * call.layout[1] * call.layout[2]
-        offsets.append(np.cumsum(pixels) - pixels)
+        sizes = call.decoded_sizes
+        offsets.append(np.cumsum(sizes) - sizes)
     groups = [*copies, *(call.positions for call in calls)]
     places, starts = np.concatenate(groups), np.concatenate(offsets)
     return Plan(copies, calls, arrange(words[places], places, starts, [*map(len, groups)], size))

@@ -10,8 +10,9 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
-from math import prod
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpuprefetch._encoded import Call, EncodedImages
@@ -35,10 +36,9 @@ from gpuprefetch._format import decode_cpu
 # The training thread takes and gives up two locks hundreds of times a step, Python's and the CUDA
 # driver's, and sleeps whenever another thread has one of them. Measured on an H200 with 16 cores,
 # ResNet-18 compiled, batches of 256, 40 % of the images decoded by the workers: the host took 18 ms
-# for a step whose kernels take 14. Most of that is Python's: once the other threads held it for
-# 0.13 ms at a time, the training thread slept 17 times a step for it, 2.5 ms in all. A thread that
-# runs next to nothing in Python still takes the lock each time it comes back from a call that gives
-# it up, as most of torch's do. So
+# for a step whose kernels take 14. Most of that is Python's: the training thread slept for it 17
+# times a step, 0.13 ms each. A thread that runs next to nothing in Python still takes the lock
+# each time it comes back from a call that gives it up, as most of torch's do. So
 #   - decoding makes no Python object per image. Torch gives up Python's lock, and takes it again,
 #     for each tensor that Python drops: three an image, the file, its view and the picture. What
 #     is to be resampled is decoded in TorchScript, which runs without the lock, and comes back as
@@ -108,10 +108,6 @@ def _place(size: int, device: torch.device) -> torch.Tensor | None:
             torch.empty(-(-size // ROOM_BYTES) * ROOM_BYTES, dtype=torch.uint8, device=device)
         )
     return room[0]  # whole: the thread then makes no Python object of it, which costs the lock
-
-
-def _decoded_size(call: Call) -> int:
-    return 3 * int(call.layout[1] @ call.layout[2])
 
 
 Turn = contextlib.AbstractContextManager[object]
@@ -198,7 +194,8 @@ class ImageDecoder:
         """
         decode = _packed(self.module, self.operator)
         assert decode is not None, "see packs"
-        out = _place(_decoded_size(call), self._device) if len(call.positions) > 1 else None
+        several = len(call.positions) > 1
+        out = _place(int(call.decoded_sizes.sum()), self._device) if several else None
         layout = torch.from_numpy(call.layout)
         with turn:
             return decode(data, call.start, layout, self._device, out)
@@ -274,14 +271,14 @@ def claim(size: int, device: torch.device, error: RuntimeError | None = None) ->
 
 
 @contextlib.contextmanager
-def _may_refuse(size: int, device: torch.device) -> Iterator[None]:
-    """Where a decoder may refuse its files, but may not lack the memory for ``size`` bytes."""
+def _may_refuse(sizes: npt.NDArray[np.int64], device: torch.device) -> Iterator[None]:
+    """Where a decoder may refuse its files, but may not lack the memory of these sizes."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        claim(size, device, error)
+        claim(int(sizes.sum()), device, error)
 
 
 def decode_packed(
@@ -295,7 +292,7 @@ def decode_packed(
 
     Arguments are those of :func:`decode_part` and :meth:`ImageDecoder.packed`.
     """
-    with _may_refuse(_decoded_size(call), device):
+    with _may_refuse(call.decoded_sizes, device):
         return decoder.packed(images.buffer.tensor, call, turn)
     return None
 
@@ -324,7 +321,7 @@ def decode_part(
     shapes = [(3, height, width) for height, width in zip(*sizes, strict=True)]
     if together:
         files = images.data[call.start : call.start + sum(lengths)]
-        with _may_refuse(_decoded_size(call), device):
+        with _may_refuse(call.decoded_sizes, device):
             decoded = decoder(list(files.split(lengths)))
             if [image.shape for image in decoded] == shapes:
                 return decoded  # type: ignore[return-value]
@@ -342,7 +339,7 @@ def _decode_one(
     device: torch.device,
 ) -> torch.Tensor | None:
     file = images.span(position)
-    with _may_refuse(prod(shape), device):
+    with _may_refuse(np.prod([shape], axis=1), device):
         (image,) = decoder([file])
         if image.shape == shape:
             return image

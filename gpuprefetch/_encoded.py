@@ -77,6 +77,12 @@ class Call:
     start: int
     layout: npt.NDArray[np.int64]
 
+    @property
+    def decoded_sizes(self) -> npt.NDArray[np.int64]:
+        """``(N,)`` int64, bytes of each image."""
+        sizes: npt.NDArray[np.int64] = 3 * self.layout[1] * self.layout[2]
+        return sizes
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -158,10 +164,11 @@ class EncodedImages:
     @property
     def pixels(self) -> torch.Tensor:
         """``(bytes,)`` uint8 on the CPU, the decoded pixels; pinned where the loader pins."""
-        return self.buffer.tensor[self.boundary :] if self.pinned is None else self.pinned
+        held, start = self.held_pixels()
+        return held[start:]
 
-    def lie(self) -> tuple[torch.Tensor, int]:
-        """A tensor that holds the decoded pixels, and where they start in it."""
+    def held_pixels(self) -> tuple[torch.Tensor, int]:
+        """What holds :attr:`pixels`, and where they start in it: without a view, a new object."""
         return (self.buffer.tensor, self.boundary) if self.pinned is None else (self.pinned, 0)
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from gpuprefetch._host import Packer
 from gpuprefetch._random import Keys, SeededDraws, fold
 from gpuprefetch._resample import HAS_TRITON, Coloring, Launches, resample
 from gpuprefetch._stats import Stage, Stats
-from gpuprefetch._stream import drain
+from gpuprefetch._stream import drain, queue_wait
 from gpuprefetch._targets import (
     PerSample,
     is_per_sample,
@@ -416,12 +416,8 @@ class ImageJob:
         coloring = Coloring(torch.uint8, dtype, head.mean, head.std)
         numbers = None if table is None else Launches.numbers(table, 3, coloring)
         shape, layout = [len(images), 3, *size], pipeline.memory_format or torch.contiguous_format
-        cuts = [(int(images.spans[c[0], 0]), int(images.spans[c[-1], 1])) for c in plan.copies]
-        data, start = images.lie()
-        first, last = cuts[0] if cuts else (0, 0)
-        upload = data, start + first, start + last, upload_bytes(last - first)
         with _typed_shortage():
-            self.out, read, pixels = _reserve()(numbers, *upload, shape, dtype, layout, device)
+            self.out, read = _scripted().reserve(numbers, shape, dtype, layout, device)
         if table is not None:
             self._launches = Launches(table, self.out, coloring, head.interpolation, read)
             if plan.calls and pipeline.decoder is not None and pipeline.decoder.packs:
@@ -430,9 +426,12 @@ class ImageJob:
                     for number, call in enumerate(plan.calls, len(plan.copies))
                 ]
         self._reserved = torch.cuda.current_stream(device).record_event()
-        for number, (copy, (first, last)) in enumerate(zip(plan.copies, cuts, strict=True)):
-            if number:
-                pixels = _upload(data[start + first : start + last], device)
+        held, start = images.held_pixels()
+        for number, copy in enumerate(plan.copies):
+            first, last = int(images.spans[copy[0], 0]), int(images.spans[copy[-1], 1])
+            place = start + first, start + last, upload_bytes(last - first)
+            with _typed_shortage():
+                pixels = _scripted().upload(held, *place, device)
             if self._launches is not None:
                 self._launches.launch(number, pixels.data_ptr())
             else:
@@ -476,9 +475,9 @@ class ImageJob:
 
         A decoder that runs out of memory is destroyed; making another takes half a second.
         """
-        sizes = 3 * call.layout[1] * call.layout[2]
-        if sizes.max() > LARGE:
-            claim(int(sizes[sizes > LARGE].sum()), self._pipeline.device)
+        sizes = call.decoded_sizes
+        if large := int(sizes[sizes > LARGE].sum()):
+            claim(large, self._pipeline.device)
 
     def _decode_packed(self, call: Call, number: int) -> bool:
         """Whether it was done in one piece: see Note [The training thread's locks]."""
@@ -519,8 +518,8 @@ class ImageJob:
 
     def _wait_for_room(self) -> None:
         """Until the result is reserved, and its table there, in the order of streams."""
-        if self._reserved is not None and not self._reserved.query():
-            torch.cuda.current_stream(self.out.device).wait_event(self._reserved)
+        if self._reserved is not None:
+            queue_wait(torch.cuda.current_stream(self.out.device), self._reserved)
 
     def _launch(self, launch: Callable[[], None]) -> None:
         """Queue a launch that reads decoded images on the current stream."""
@@ -561,42 +560,29 @@ class ImageJob:
         )
 
 
-_RESERVE = """
+# `reserve` gives a result, not initialized, and the numbers of its table on the device; `upload` a
+# copy of flat pixels, in a block of `room` bytes that serves later ones as well.
+_SCRIPT = """
 def reserve(
-    numbers: Optional[Tensor],
-    data: Tensor,
-    start: int,
-    stop: int,
-    room: int,
-    shape: List[int],
-    dtype: int,
-    memory_format: int,
-    device: Device,
-) -> Tuple[Tensor, Optional[Tensor], Tensor]:
+    numbers: Optional[Tensor], shape: List[int], dtype: int, memory_format: int, device: Device
+) -> Tuple[Tensor, Optional[Tensor]]:
     out = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
-    read = numbers
-    if numbers is not None:
-        pinned = numbers.pin_memory() if device.type == "cuda" else numbers
-        read = pinned.to(device, non_blocking=True)
+    if numbers is None:
+        return out, None
+    pinned = numbers.pin_memory() if device.type == "cuda" else numbers
+    return out, pinned.to(device, non_blocking=True)
+
+def upload(data: Tensor, start: int, stop: int, room: int, device: Device) -> Tensor:
     pixels = torch.empty([room], dtype=torch.uint8, device=device)
     pixels[: stop - start].copy_(data[start:stop], non_blocking=True)
-    return out, read, pixels
+    return pixels
 """
 
 
 @cache
-def _reserve() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
-    """Reserve a result, and copy what is to be read for it: numbers of a table, and pixels.
-
-    In TorchScript, see Note [The training thread's locks]; in Python where there is none.
-    """
-    try:
-        return torch.jit.CompilationUnit(_RESERVE).reserve  # type: ignore[no-any-return]
-    except RuntimeError:
-        scope: dict[str, Any] = {"Optional": Optional, "List": list, "Tuple": tuple}
-        scope |= {"torch": torch, "Tensor": torch.Tensor, "Device": torch.device}
-        exec(_RESERVE, scope)
-        return scope["reserve"]  # type: ignore[no-any-return]
+def _scripted() -> Any:
+    """What runs in TorchScript: see Note [The training thread's locks]."""
+    return torch.jit.CompilationUnit(_SCRIPT)
 
 
 @contextlib.contextmanager
@@ -608,12 +594,6 @@ def _typed_shortage() -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" not in str(error):
             raise
         raise torch.OutOfMemoryError(str(error).strip().rpartition("\n")[2]) from error
-
-
-def _upload(pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy flat uint8 pixels to the GPU, into memory that serves the next ones as well."""
-    room = torch.empty(upload_bytes(pixels.numel()), dtype=torch.uint8, device=device)
-    return room[: pixels.numel()].copy_(pixels, non_blocking=True)
 
 
 def count_images(batch: Any) -> int:

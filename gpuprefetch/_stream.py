@@ -29,6 +29,15 @@ RUN_AHEAD = 1
 # tests/test_stream.py fails when 1 or 2 is left out.
 
 
+def queue_wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    """Have ``stream`` wait for ``event``, unless it has come.
+
+    To queue a wait gives up Python's lock, to ask does not: see Note [The training thread's locks].
+    """
+    if not event.query():
+        stream.wait_event(event)
+
+
 def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
     """Make ``batch`` safe to use on the current stream of ``device``. See Note [Stream handoff].
 
@@ -38,8 +47,7 @@ def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
         device: the CUDA device of the batch.
     """
     stream = torch.cuda.current_stream(device)
-    if not ready.query():
-        stream.wait_event(ready)
+    queue_wait(stream, ready)
     for tensor in tensors(batch):
         if tensor.is_cuda:
             tensor.record_stream(stream)

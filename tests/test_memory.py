@@ -271,7 +271,7 @@ def test_no_room_for_the_result_at_first(files, launches, monkeypatch):
 def test_no_room_for_the_result_in_torchscript(files, launches, monkeypatch, words, raised):
     # Its interpreter gives every error the same type.
     expected = images_of(prefetcher_of(files, FakeDecoder()))
-    reserve, tries = _pipeline._reserve(), []
+    scripted, tries = _pipeline._scripted(), []
 
     def full(*arguments):
         tries.append(1)
@@ -280,9 +280,10 @@ def test_no_room_for_the_result_in_torchscript(files, launches, monkeypatch, wor
                 "The following operation failed in the TorchScript interpreter.\n"
                 f"Traceback of TorchScript (most recent call last):\nRuntimeError: {words}\n"
             )
-        return reserve(*arguments)
+        return scripted.reserve(*arguments)
 
-    monkeypatch.setattr(_pipeline, "_reserve", lambda: full)
+    partly_full = SimpleNamespace(reserve=full, upload=scripted.upload)
+    monkeypatch.setattr(_pipeline, "_scripted", lambda: partly_full)
     stream = SimpleNamespace(record_event=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     prefetcher = prefetcher_of(files, FakeDecoder())
@@ -329,7 +330,6 @@ def planned_batch(monkeypatch, files, decoder, share=0.0, **options):
     """The GPU's way through a batch, with the kernel in Triton's interpreter."""
     stream = SimpleNamespace(record_event=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(_pipeline, "_upload", lambda pixels, device: pixels.clone())
     images = [[EncodedImage(file, i) for i, file in enumerate(files)]]
     options = {"transforms": [Resize((12, 16))], "cpu_share": share, "device": "cpu"} | options
     prefetcher = DataPrefetcher(images, **options)
@@ -380,20 +380,18 @@ def test_each_group_of_a_batch_fills_its_rows(monkeypatch, launched, share):
     assert (got - expected).abs().max() * 255 < 1
 
 
-@pytest.mark.parametrize("script", [True, False])
-def test_what_is_reserved(monkeypatch, script):
-    if not script:  # as in a Python for which torch has none
-        monkeypatch.setattr(torch.jit, "CompilationUnit", raising(RuntimeError("no TorchScript")))
-    reserve, cpu = _pipeline._reserve.__wrapped__(), torch.device("cpu")
+def test_what_is_reserved_and_uploaded():
+    scripted, cpu = _pipeline._scripted(), torch.device("cpu")
     data, numbers = torch.arange(100, dtype=torch.uint8), torch.arange(7)
     shape = [2, 3, 4, 5], torch.bfloat16, torch.channels_last
-    out, read, pixels = reserve(numbers, data, 10, 16, 8, *shape, cpu)
+    out, read = scripted.reserve(numbers, *shape, cpu)
     assert (out.shape, out.dtype) == ((2, 3, 4, 5), torch.bfloat16)
     assert out.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(read, numbers)
+    pixels = scripted.upload(data, 10, 16, 8, cpu)
     assert len(pixels) == 8
     assert torch.equal(pixels[:6], data[10:16])
-    assert reserve(None, data, 0, 0, 0, *shape, cpu)[1] is None
+    assert scripted.reserve(None, *shape, cpu)[1] is None
 
 
 class Shrinking(OperatorDecoder):

@@ -77,7 +77,7 @@ def test_wrong_arguments():
 @pytest.mark.gpu
 def test_the_librarys_order_is_safe():
     command = [sys.executable, "-m", "gpuprefetch", "selfcheck", "--rounds", "200"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     printed = done.stdout
     assert done.returncode == 0, printed + done.stderr
     for line in printed.splitlines():
@@ -110,6 +110,8 @@ print(ours.verdict, report.ok)
 @pytest.mark.gpu
 def test_unprotected_decoding_is_noticed():
     # Guards the test above: without what protects the decoded images it fails.
-    done = subprocess.run([sys.executable, "-c", UNPROTECTED], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", UNPROTECTED], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "CORRUPTED False", done.stdout
