@@ -90,9 +90,10 @@ def leave_out(batches: Any, without: list[str]) -> None:
 
             def _decode_packed(self, call: Any, number: int) -> bool:
                 assert self._launches is not None
+                self._wait_for_reader()
                 self._wait_for_room()
                 self._launch(lambda: self._launches.launch(number, self.pixels.data_ptr()))
-                self._wait_for_reader()
+                self._mark_reader()
                 return True
 
         if "launch" in without:

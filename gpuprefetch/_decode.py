@@ -45,12 +45,14 @@ from gpuprefetch._format import decode_cpu
 #     one tensor. All that can be known of a call before is worked out by the worker (Call, Plan).
 #   - one thread at a time is in nvJPEG. Each image takes a copy, a launch and an event there, and
 #     two threads that contend for the driver slow each other, too. The other thread launches its
-#     images meanwhile, and waits for its launch. While a loop waits for its batch it launches
-#     nothing, and a second thread is let in.
+#     images meanwhile.
+#   - while the loop waits, for the GPU or for its batch, it launches nothing, and a second thread
+#     is let in. A loop that had to wait for the GPU, and has the batch after this one ready, is
+#     left alone until it is back: it will wait again (_Engine.spare).
 
 
 class Turns:
-    """Lets one thread at a time into nvJPEG, and any number while a loop waits for a batch."""
+    """Lets one thread at a time into nvJPEG, and any number while a loop waits."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

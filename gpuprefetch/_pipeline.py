@@ -32,7 +32,7 @@ from gpuprefetch._host import Packer
 from gpuprefetch._random import Keys, SeededDraws, fold
 from gpuprefetch._resample import HAS_TRITON, Coloring, Launches, resample
 from gpuprefetch._stats import Stage, Stats
-from gpuprefetch._stream import drain, queue_wait
+from gpuprefetch._stream import mark_reader, queue_wait, wait_for_reader
 from gpuprefetch._targets import (
     PerSample,
     is_per_sample,
@@ -374,15 +374,15 @@ def _has_rows(entry: Any, count: int) -> bool:
 class ImageJob:
     """The encoded images of one batch, on their way into one tensor.
 
-    Decoded images, or their packed copy, live until the launch that reads them has completed: no
-    longer than their part.
-    See Note [Decoded memory].
+    Decoded images, or their packed copy, are let go behind the launch that reads them, and what
+    they lay in is not decoded into before that launch has completed. See Note [Decoded memory].
     """
 
     def __init__(self, pipeline: Pipeline, images: EncodedImages) -> None:
         self.images = images
         self.out: Any = [None] * len(images)
         self._pipeline = pipeline
+        self._stream: torch.cuda.Stream | None = None  # of the batch
         self._reserved: torch.cuda.Event | None = None
         self._launches: Launches | None = None
         if pipeline.head.names or pipeline.tail:
@@ -397,6 +397,8 @@ class ImageJob:
         pipeline, images = self._pipeline, self.images
         device, head = pipeline.device, pipeline.head
         size, plan = head.size, images.plan
+        if device.type == "cuda":
+            self._stream = torch.cuda.current_stream(device)
         if plan is None or limit is not None:
             words = plan.table.by_place(len(images)) if plan and plan.table else None
             plan = lay_out(images, size, words, limit)
@@ -425,7 +427,8 @@ class ImageJob:
                     partial(self._decode, call=call, number=number)
                     for number, call in enumerate(plan.calls, len(plan.copies))
                 ]
-        self._reserved = torch.cuda.current_stream(device).record_event()
+        if self._stream is not None:
+            self._reserved = self._stream.record_event()
         held, start = images.held_pixels()
         for number, copy in enumerate(plan.copies):
             first, last = int(images.spans[copy[0], 0]), int(images.spans[copy[-1], 1])
@@ -484,13 +487,14 @@ class ImageJob:
         pipeline, launches = self._pipeline, self._launches
         assert pipeline.decoder is not None and launches is not None
         decoder, device = pipeline.decoder, pipeline.device
+        self._wait_for_reader()
         flat = decode_packed(decoder, self.images, call, device, self._turn())
         if flat is None:
             return False
         with Stage(pipeline.stats, "resample"):
             self._wait_for_room()
             self._launch(partial(launches.launch, number, flat.data_ptr()))
-            self._wait_for_reader()
+            self._mark_reader()
         return True
 
     @contextlib.contextmanager
@@ -501,6 +505,7 @@ class ImageJob:
     def _decode_apart(self, call: Call, *, together: bool = True) -> None:
         pipeline = self._pipeline
         assert pipeline.decoder is not None, "without one, the packer leaves nothing to decode"
+        self._wait_for_reader()
         with Stage(pipeline.stats, "decode"):
             images = decode_part(
                 pipeline.decoder, self.images, call, pipeline.device, together=together
@@ -514,7 +519,7 @@ class ImageJob:
             elif decoded:
                 self._wait_for_room()
                 self._launch(partial(self._resample, np.array([*decoded]), [*decoded.values()]))
-            self._wait_for_reader()
+            self._mark_reader()
 
     def _wait_for_room(self) -> None:
         """Until the result is reserved, and its table there, in the order of streams."""
@@ -525,10 +530,16 @@ class ImageJob:
         """Queue a launch that reads decoded images on the current stream."""
         launch()
 
+    def _mark_reader(self) -> None:
+        """Have the batch wait for what was launched, and the next decode of this thread, too."""
+        if self._stream is not None:
+            mark_reader(self._stream)
+
     def _wait_for_reader(self) -> None:
         """Until no kernel on this thread's stream reads decoded images any more."""
-        if self._pipeline.device.type == "cuda":
-            drain(self._pipeline.device)
+        if self._stream is not None:
+            with Stage(self._pipeline.stats, "resample"):
+                wait_for_reader(self._stream.device)
 
     def _too_large(self, position: int) -> torch.OutOfMemoryError:
         device, (height, width) = self._pipeline.device, self.images.sizes[position].tolist()

@@ -93,6 +93,9 @@ class _Engine:
         self._parts: SimpleQueue[tuple[_Slot, Part] | None] = SimpleQueue()
         # To decode takes one of the permits; where memory is short, one lane takes all of them.
         self._permits, self._alone = threading.Semaphore(LANES), threading.Lock()
+        # Closed while the loop launches a step, if it can spare the next batch until it is back.
+        self._gate = threading.Event()
+        self._gate.set()
         self._finishing = threading.Lock()
         self._exhausted = self._stopping = False
         self._pid = os.getpid()
@@ -241,7 +244,9 @@ class _Engine:
         packing = packing_into(room) if self._pipeline.memory_budget is None else None
         with torch.no_grad(), using(stream), packing or contextlib.nullcontext():
             while not self._stopping:
-                if (item := self._parts.get()) is not None and not self._stopping:
+                item = self._parts.get()
+                self._gate.wait()
+                if item is not None and not self._stopping:
                     self._run_part(*item)
                 del item
 
@@ -282,6 +287,22 @@ class _Engine:
         slot.work = None
         slot.done.set()
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The loop launches nothing inside of it: see Note [The training thread's locks]."""
+        if not self._on_cuda:
+            yield
+            return
+        self._gate.set()
+        with turns[self.device].hurried():
+            yield
+
+    def spare(self) -> None:
+        """Let the decode wait until the loop is back, if the batch that it takes then is ready."""
+        with self._changed:
+            if self._slots and self._slots[0].done.is_set() and not self._stopping:
+                self._gate.clear()
+
     def take(self) -> _Slot:
         """The next batch in order, as soon as its work has been queued."""
         while not self._fetch_ahead and len(self._slots) < self._depth:
@@ -296,9 +317,7 @@ class _Engine:
         with self._changed:
             self._changed.wait_for(lambda: self._slots)
             slot = self._slots[0]
-        if not slot.done.is_set():
-            with turns[self.device].hurried():
-                slot.done.wait()
+        slot.done.wait()
         if slot.event is not None:
             self._sources.append((slot.event, slot.source))
         with self._changed:
@@ -315,6 +334,7 @@ class _Engine:
                 return
             self._stopping = True
             self._changed.notify_all()
+        self._gate.set()
         for _ in range(LANES):  # also for one that is just about to start
             self._parts.put(None)
         for thread in self._threads:
@@ -362,9 +382,12 @@ class _Epoch:
         self.use[0] = "used"
         try:
             started = time.perf_counter()
-            throttle(self._steps, self._engine.device)
-            with Stage(self._stats, "wait"):
-                slot = self._engine.take()
+            with self._engine.waiting():
+                ahead = throttle(self._steps, self._engine.device)
+                with Stage(self._stats, "wait"):
+                    slot = self._engine.take()
+            if ahead:
+                self._engine.spare()
             now = time.perf_counter()
             self._stats.seconds += now - (started if self._last is None else self._last)
         except BaseException:

@@ -257,12 +257,12 @@ class _CarelessJob(ImageJob):
     """Lets the decoded images go while the launch that reads them is still queued."""
 
     def begin(self, limit: int | None = None) -> list[Part]:
-        self._stream = torch.cuda.current_stream()
         parts = super().begin(limit)
         self._reserved = None  # nor does the decode thread wait for room on another stream
         return parts
 
     def _launch(self, launch: Callable[[], None]) -> None:
+        assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream())
         with using(self._stream):
             super()._launch(launch)

@@ -76,8 +76,8 @@ class Stats:
         fetch_seconds: the prefetcher waited for the wrapped loader.
         copy_seconds: queueing the copies of tensors to the device; long where they are not pinned.
         decode_seconds: of the decode threads, both together, in the GPU's decoder.
-        resample_seconds: queueing the fused head for what the workers decoded; and of the decode
-            threads, both together, until the GPU has run it for what they did.
+        resample_seconds: queueing the fused head; and of the decode threads, both together, waiting
+            until the GPU has run it for what they decoded before.
         tail_seconds: queueing the transforms behind it.
         handoff_seconds: of the loop's thread, making a finished batch safe to use.
         wait_seconds: the loop waited for a batch that was not ready.

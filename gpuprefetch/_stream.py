@@ -64,38 +64,49 @@ def using(stream: torch.cuda.Stream) -> Iterator[None]:
         yield
 
 
-def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> None:
+def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
     """Wait until the current stream of ``device`` is at most RUN_AHEAD steps behind the host.
 
     Args:
         steps: kept by the caller from one step to the next.
         device: on a CPU there is nothing to wait for.
+
+    Returns:
+        Whether it had to wait: the host is faster than the GPU.
     """
     if device.type != "cuda":
-        return
+        return False
     # The first is that of a step that has been waited for: it serves once more.
     event = steps.popleft() if len(steps) > RUN_AHEAD else torch.cuda.Event(blocking=True)
     event.record(torch.cuda.current_stream(device))
     steps.append(event)
-    if len(steps) > RUN_AHEAD and not steps[0].query():
-        steps[0].synchronize()
+    if len(steps) <= RUN_AHEAD or steps[0].query():
+        return False
+    steps[0].synchronize()
+    return True
 
 
-# Not one for each thread, in a threading.local: a forked worker drops those of all threads but its
-# own, and a fork that calls CUDA, as to destroy an event, aborts.
-_drained: defaultdict[torch.device, list[torch.cuda.Event]] = defaultdict(list)
+# The last reader of each decode stream. Not one for each thread, in a threading.local: a forked
+# worker drops those of all threads but its own, and a fork that calls CUDA, as to destroy an event,
+# aborts.
+_readers: dict[tuple[torch.device, int], torch.cuda.Event] = {}
 
 
-def drain(device: torch.device) -> None:
-    """Wait until the current stream of ``device`` has done what is queued, without spinning."""
-    idle = _drained[device]
-    try:
-        done = idle.pop()
-    except IndexError:
-        done = torch.cuda.Event(blocking=True)
-    done.record(torch.cuda.current_stream(device))
-    done.synchronize()
-    idle.append(done)
+def mark_reader(follower: torch.cuda.Stream) -> None:
+    """Note that what is queued on the current stream reads decoded images; ``follower`` waits."""
+    stream = torch.cuda.current_stream(follower.device)
+    key = follower.device, stream.cuda_stream
+    if (done := _readers.get(key)) is None:
+        done = _readers[key] = torch.cuda.Event(blocking=True)
+    done.record(stream)
+    follower.wait_event(done)
+
+
+def wait_for_reader(device: torch.device) -> None:
+    """Wait until the reader noted last on the current stream has completed, without spinning."""
+    done = _readers.get((device, torch.cuda.current_stream(device).cuda_stream))
+    if done is not None and not done.query():
+        done.synchronize()
 
 
 _idle: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = defaultdict(list)

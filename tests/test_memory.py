@@ -1,6 +1,7 @@
 """Large photos go through little memory, and what cannot go through says so with its sizes."""
 
 import contextlib
+import queue
 import threading
 import time
 import weakref
@@ -477,6 +478,66 @@ def test_one_thread_at_a_time_decodes_unless_a_loop_waits():
     with turns:  # nobody is left inside, and nobody waits
         pass
     assert (turns._inside, turns._waiting) == (0, 0)
+
+
+def test_lanes_wait_while_the_loop_launches_and_has_a_batch_to_spare(monkeypatch):
+    monkeypatch.setattr(_prefetcher, "using", lambda stream: contextlib.nullcontext())
+    ran = queue.SimpleQueue()
+    engine = object.__new__(_prefetcher._Engine)
+    vars(engine).update(
+        device=torch.device("meta"),
+        _on_cuda=True,
+        _stopping=False,
+        _changed=threading.Condition(),
+        _gate=threading.Event(),
+        _parts=queue.SimpleQueue(),
+        _pipeline=SimpleNamespace(memory_budget=1),
+        _slots=[_prefetcher._Slot(0)],
+        _run_part=lambda slot, part: ran.put(part),
+    )
+    engine._gate.set()
+    lane = threading.Thread(target=engine._lane_loop, args=(None, []))
+    lane.start()
+    engine.spare()  # the next batch is not ready: no time to lose
+    engine._parts.put((None, "first"))
+    assert ran.get(timeout=10) == "first"
+    engine._slots[0].done.set()
+    engine.spare()
+    engine._parts.put((None, "second"))
+    with pytest.raises(queue.Empty):
+        ran.get(timeout=0.2)
+    with engine.waiting():
+        assert ran.get(timeout=10) == "second"
+    engine._stopping = True
+    engine._parts.put(None)
+    lane.join(10)
+    assert not lane.is_alive()
+
+
+@pytest.mark.gpu
+@pytest.mark.alone  # where the GPU is slow to decode, no batch is ready early
+@pytest.mark.parametrize("gate", ["ours", "none"])
+def test_the_decode_begins_while_the_loop_waits_for_the_gpu(files, monkeypatch, gate):
+    if gate == "none":  # guards the test
+        monkeypatch.setattr(_prefetcher._Engine, "spare", lambda engine: None)
+    loader = DataLoader(Photos(files * 12), 8, num_workers=2, pin_memory=True)
+    prefetcher = DataPrefetcher(loader, transforms=SMALL, cpu_share=0.0)
+    decoder = prefetcher._pipeline.decoder
+    packed, launching, begun = decoder.packed, threading.Event(), []
+
+    def noted(*args, **options):
+        begun.append(launching.is_set())
+        return packed(*args, **options)
+
+    decoder.packed = noted
+    for _ in prefetcher:
+        launching.set()
+        torch.cuda._sleep(100_000_000)  # about 50 ms
+        time.sleep(0.02)
+        launching.clear()
+    assert len(begun) == 12 * len(files) // 8
+    # The first ones are begun before the GPU has anything to do.
+    assert sum(begun[4:]) < 4 if gate == "ours" else sum(begun[4:]) > len(begun[4:]) // 2
 
 
 def test_an_error_without_words_may_be_a_shortage(monkeypatch):

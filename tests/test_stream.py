@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpuprefetch._stream import drain, handoff, lease_stream, return_stream
+from gpuprefetch import _stream
+from gpuprefetch._stream import handoff, lease_stream, mark_reader, return_stream
 
 SHAPE = (64, 3, 224, 224)
 SLEEP_CYCLES = 20_000_000  # about 10 ms: the reader and the writer surely overlap in it
@@ -101,12 +102,14 @@ def test_a_fork_destroys_no_event_of_another_thread(monkeypatch, keep):
                 destroyed.append(True)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace())
+    monkeypatch.setattr(_stream, "_readers", {})
+    stream = SimpleNamespace(device="here", cuda_stream=1, wait_event=bool)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     local, ready, over = threading.local(), threading.Event(), threading.Event()
 
     def lane():
         if keep == "ours":
-            drain(torch.device("meta"))
+            mark_reader(stream)
         else:  # guards the test: such an event is destroyed
             local.event = Event()
         ready.set()
