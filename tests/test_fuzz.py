@@ -16,7 +16,8 @@ def run(*words):
 
 def test_a_slice(device):
     cases = 500
-    result = run("--cases", cases, "--device", device.type, "--patience", 60)
+    # nvJPEG makes a new decoder behind each file it refuses: a minute for 31 on a busy machine.
+    result = run("--cases", cases, "--device", device.type, "--patience", 180)
     counts = result["counts"]
     assert result["crashes"] == []
     assert counts["good_wrong"] == 0
