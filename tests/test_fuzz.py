@@ -15,7 +15,7 @@ def run(*words):
 
 
 def test_a_slice(device):
-    cases = 500
+    cases = 300
     # nvJPEG makes a new decoder behind each file it refuses: a minute for 31 on a busy machine.
     result = run("--cases", cases, "--device", device.type, "--patience", 180)
     counts = result["counts"]
@@ -32,7 +32,7 @@ def test_a_slice(device):
 def test_crashes_and_hangs_are_noticed():
     # Guards the test above.
     trap = json.dumps({"40": "crash", "70": "hang"})
-    result = run("--cases", 100, "--seed", 3, "--trap", trap, "--patience", 3)
+    result = run("--cases", 93, "--seed", 3, "--trap", trap, "--patience", 2)
     assert result["crashes"] == [
         {"cases": [31, 62], "ending": "signal 11"},
         {"cases": [62, 93], "ending": "hangs"},
@@ -40,7 +40,7 @@ def test_crashes_and_hangs_are_noticed():
 
 
 def test_fewer_cases_rather_than_longer():
-    result = run("--cases", 1_000_000, "--seconds", 0.1)
+    result = run("--cases", 1_000, "--seed", 3, "--seconds", 0.1)
     assert result["cases"] == 31  # the first group, and no crash behind it
     assert result["crashes"] == []
 
