@@ -20,12 +20,14 @@ def pytest_configure():
         raise pytest.UsageError("GPUPREFETCH_REQUIRE_CUDA is set but no CUDA device is visible")
 
 
-def pytest_collection_modifyitems(items):
-    if HAS_CUDA:
-        return
+def pytest_collection_modifyitems(config, items):
+    reasons = {} if HAS_CUDA else {"gpu": "needs a CUDA device"}
+    if hasattr(config, "workerinput"):  # one of the processes of pytest -n
+        reasons["alone"] = "needs a GPU to itself: run pytest without -n"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for marker, reason in reasons.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
