@@ -122,9 +122,10 @@ def details_table(documents: list[Document]) -> str:
             beyond = best.get("gpu_peak_gib", 0.0) - ceiling.get("gpu_peak_gib", 0.0)
             speed = best["images_per_second"]
             options = ", ".join(f"{key}={value}" for key, value in best["options"].items())
+            chosen = f" ({options})" if options and ":" not in loader else ""  # else it is the name
             lines.append(
                 [
-                    f"{model} {mode}: {name(loader)}" + (f" ({options})" if options else ""),
+                    f"{model} {mode}: {name(loader)}{chosen}",
                     f"{speed['median']:,.0f}",
                     f"{speed['q1']:,.0f} to {speed['q3']:,.0f}",
                     f"{best['wait_ms_per_step']:.2f}",

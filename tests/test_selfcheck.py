@@ -69,8 +69,7 @@ def test_wrong_arguments():
 
 
 # In new processes: where earlier tests had made decoders, nothing unsafe was caught, however long
-# the sleeps. Each decoder opens streams, and streams that share one of the GPU's queues keep its
-# order.
+# the sleeps. It may be that each decoder's streams share the GPU's queues, and keep their order.
 
 
 @pytest.mark.alone
