@@ -335,6 +335,12 @@ def with_component_ids(data, ids):
     return data
 
 
+def with_huffman_table(number, lengths, symbols):
+    """A file that defines a table before its own ones."""
+    table = bytes([number, *lengths, *bytes(16 - len(lengths)), *symbols])
+    return pictures.insert_segment(PLAIN, 0xC4, table)
+
+
 SOF0, DHT, SOS, DQT = b"\xff\xc0", b"\xff\xc4", b"\xff\xda", b"\xff\xdb"
 PLAIN = JPEGS["4:2:0"]
 NO_JFIF = PLAIN[:2] + PLAIN[20:]
@@ -355,7 +361,14 @@ GPU = {
     "comment": pictures.insert_segment(PLAIN, 0xFE, b"\xff\xd8\xff\xda"),
     "zeros at the end": PLAIN + bytes(9),
     "smallest": pictures.encode_jpeg(RGB[:16, :16]),
+    "its own Huffman tables": pictures.encode_jpeg(RGB, optimize=True),
+    "restarts in rows": pictures.encode_jpeg(RGB, restart_marker_rows=1),
+    "restarts of gray": pictures.encode(RGB[..., 0], "JPEG", restart_marker_blocks=1),
+    "a restart interval longer than the picture": pictures.insert_segment(PLAIN, 0xDD, b"\xff\xff"),
 }
+DATA = PLAIN.index(SOS) + 14  # where the compressed data begin
+RESTART = JPEGS["restart"]
+FIRST, SECOND = b"\xff\xd0", b"\xff\xd1"
 CPU = {
     **{kind: JPEGS[kind] for kind in ("4:1:1", "progressive", "rgb", "cmyk", "ycck")},
     "extended sequential": patch(PLAIN, SOF0, 1, b"\xc1"),
@@ -373,7 +386,7 @@ CPU = {
     "Adobe RGB against JFIF": pictures.insert_segment(PLAIN, 0xEE, ADOBE + b"\0"),
     "a scan of one component": patch(PLAIN, SOS, 4, b"\1"),
     "components in another order": patch(PLAIN, SOS, 5, b"\1\0\3\x11\2\x11"),
-    "Huffman table 2": patch(PLAIN, SOS, 6, b"\x20"),
+    "Huffman table 2": patch(with_huffman_table(2, [1], b"\0"), SOS, 6, b"\x20"),
     "a part of the spectrum": patch(PLAIN, SOS, 12, b"\x3e"),
     "16-bit quantization": pictures.insert_segment(PLAIN, 0xDB, b"\x10" + b"\0\1" * 64),
     "no Huffman tables": PLAIN.replace(DHT, b"\xff\xfe"),
@@ -387,6 +400,30 @@ CPU = {
     "narrow": pictures.encode_jpeg(RGB[:, :15]),
     "low": pictures.encode_jpeg(RGB[:15]),
     "wide": pictures.encode_jpeg(np.zeros((16, 16385, 3), np.uint8)),
+    "a segment of an unknown kind": pictures.insert_segment(PLAIN, 0xF0, b"what"),
+    "a segment for arithmetic coding": pictures.insert_segment(PLAIN, 0xCC, b"\0\x10"),
+    "two components of one id": with_component_ids(PLAIN, b"\1\1\3"),
+    "quantization table 4": pictures.insert_segment(PLAIN, 0xDB, b"\4" + bytes(64)),
+    "quantization table of 63": pictures.insert_segment(PLAIN, 0xDB, bytes(64)),
+    "quantization table that is missing": patch(PLAIN, SOF0, 12, b"\2"),
+    "Huffman table that is missing": patch(JPEGS["gray"], SOS, 6, b"\1"),
+    "Huffman table without symbols": pictures.insert_segment(PLAIN, 0xC4, bytes(17)),
+    "Huffman table with too few symbols": with_huffman_table(0, [1, 1], b"\0"),
+    "Huffman table with too many codes": with_huffman_table(0, [3], b"\0\1\2"),
+    "Huffman code of ones": with_huffman_table(0, [0, 4], b"\0\1\2\3"),
+    "DC symbol 12": with_huffman_table(1, [1], b"\x0c"),
+    "AC symbol of 11 bits": with_huffman_table(0x10, [1], b"\x0b"),
+    "AC symbol of a run alone": with_huffman_table(0x11, [1], b"\x10"),
+    "a marker in the data": PLAIN[:DATA] + b"\xff\xd3" + PLAIN[DATA:],
+    "an end in the data": PLAIN[:DATA] + b"\xff\xd9" + PLAIN[DATA:],
+    "fill bytes before the end": PLAIN[:-2] + b"\xff" + PLAIN[-2:],
+    "cut off, with an end": RESTART[: RESTART.index(SECOND)] + b"\xff\xd9",
+    "a restart too few": RESTART.replace(FIRST, b"", 1),
+    "a restart too many": RESTART[:-2] + FIRST + RESTART[-2:],
+    "restarts in another order": RESTART.replace(FIRST, SECOND, 1),
+    "restarts in a picture of another size": patch(RESTART, SOF0, 5, b"\0\x18"),
+    "restarts without an interval": RESTART.replace(b"\xff\xdd", b"\xff\xfe"),
+    "a restart interval of three bytes": pictures.insert_segment(PLAIN, 0xDD, bytes(3)),
 }  # fmt: skip
 
 
