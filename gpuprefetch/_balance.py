@@ -14,8 +14,16 @@ RESERVED_CORES = 3
 # Of the other cores' time that decoding may fill at the highest level: reading and packing take a
 # part of the rest.
 UTILIZATION = 0.75
-# How fast the share comes back, and goes where the workers are late.
-RISE, LATE = 0.05, 0.1
+# Workers are late where the prefetcher waits for them for LATE of the time. Over as many batches as
+# are under way, which is also how long less work for them takes to show: so the share is cut once
+# in that time at most, and comes back slowly. TCP's window does the same for the same reason. Else
+# it would swing between none and too much where the cores do not carry what is asked of them.
+LATE, CUT = 0.05, 0.5
+LEAST, MOST = 0.1, 1.0  # what counts of one wait, in periods: not a jitter, nor all of a long pause
+RISE, RISE_AGAIN = (
+    0.05,
+    0.05,
+)  # a batch, from the start; later, in the time that a cut takes to show
 # The share is tried at 0 to LEVELS parts of that, for WINDOW batches each. It changes for a GAIN
 # over the window before, WINS times in a row: the windows of a busy machine differ by some percent.
 # A try that begins with a LOSS is ended early.
@@ -56,10 +64,12 @@ class Balancer:
         self.fixed = fixed or self._cores == 0
         self._periods: deque[float] = deque(maxlen=16)
         self._costs: deque[float] = deque([0.003], maxlen=16)
-        self._trust = 0.0
+        self._trust, self._rise = 0.0, RISE
         # A new share shows when the batches that were under way are through.
         self._under_way = workers * (getattr(loader, "prefetch_factor", None) or 2) + 4
         self._settling = self._under_way
+        self._waits: deque[float] = deque(maxlen=self._under_way)
+        self._unseen = 0  # batches until the latest cut shows
         self._window: list[float] = []
         self._level = self._best = LEVELS - 1
         self._best_period = 0.0
@@ -70,6 +80,10 @@ class Balancer:
     def value(self) -> float:
         """The share."""
         return float(self.share.numpy()[0])
+
+    def begin(self) -> None:
+        """An epoch begins: its first batches may be late whatever their workers decode."""
+        self._unseen = 2 * self._under_way  # these, and as many by which the next ones are judged
 
     def observe(self, images: int, decoded: int, decode_seconds: float, waited: float) -> None:
         """Learn from one batch as it comes from the loader.
@@ -85,8 +99,13 @@ class Balancer:
         if self.fixed or len(self._periods) < 4:
             return
         period = median(self._periods)
-        change = -LATE if waited > 0.2 * period else RISE
-        self._trust = min(max(self._trust + change, 0.0), 1.0)
+        self._waits.append(min(max(waited / period, LEAST), MOST) - LEAST)
+        self._unseen -= 1
+        if sum(self._waits) <= LATE * self._under_way:
+            self._trust = min(self._trust + self._rise, 1.0)
+        elif self._unseen < 0:
+            self._trust *= CUT
+            self._rise, self._unseen = RISE_AGAIN / self._under_way, self._under_way
         room = UTILIZATION * self._cores * period / (median(self._costs) * images)
         # Not with fill_(), which gives up Python's lock: the training thread would have it.
         self.share.numpy()[0] = min(self._trust * room * self._level / LEVELS, 1.0)

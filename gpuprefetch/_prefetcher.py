@@ -607,6 +607,7 @@ class DataPrefetcher:
             source = Source(loader, resumed)
         self._place = source.place
         self._place["epoch"] = epoch
+        self._balancer.begin()
         engine = _Engine(
             pipeline,
             source,
