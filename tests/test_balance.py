@@ -21,10 +21,10 @@ class Loop:
 
     QUEUED = 32
 
-    def __init__(self, monkeypatch, period, *, cost=0.0014, noise=0.0, seed=0):
+    def __init__(self, monkeypatch, period, *, cost=0.0014, work=1.75, noise=0.0, seed=0):
         monkeypatch.setattr(_balance, "usable_cores", lambda: 16)
         self.balancer = Balancer(torch.zeros(1, dtype=torch.float64), LOADER, fixed=False)
-        self.period, self.cost, self.noise = period, cost, noise
+        self.period, self.cost, self.work, self.noise = period, cost, work, noise
         self.rng, self.queue, self.shares, self.seconds = random.Random(seed), [], [], []
 
     def run(self, batches, late=0.0):
@@ -38,21 +38,36 @@ class Loop:
             self.seconds.append(seconds)
             self.balancer.handed_over(seconds)
             decoded = int(256 * self.queue[0])
-            self.balancer.observe(256, decoded, decoded * self.cost, late)
+            busy = 256 * self.cost * (decoded / 256) ** self.work
+            self.balancer.observe(256, decoded, busy, late)
         half = batches // 2
         return sum(self.shares[half:]) / (batches - half), sum(self.seconds[half:]) / half
 
 
-def most(period, cost):
-    return UTILIZATION * CORES * period / (cost * 256)
+def most(period, cost, work=1.75):
+    return (UTILIZATION * CORES * period / (cost * 256)) ** (1 / work)
 
 
 def test_workers_that_slow_nobody_down_get_what_the_cores_can_carry(monkeypatch):
     # What the GPU decodes takes 1.2 ms of a step of 14.
     loop = Loop(monkeypatch, lambda share: 0.0152 - 0.0012 * share)
+    loop.run(3000)
     share, _ = loop.run(3000)
-    assert share == pytest.approx(most(0.0148, 0.0014), rel=0.05)
+    assert share == pytest.approx(most(0.0146, 0.0014), rel=0.05)
     assert loop.run(1000)[1] < 0.0149
+
+
+@pytest.mark.parametrize("work", [1.0, 1.75, 2.5])
+@pytest.mark.parametrize("cost", [0.0005, 0.0014, 0.0040])
+def test_the_share_settles_however_files_differ(monkeypatch, work, cost):
+    # The smallest files are decoded first, and a batch tells of the share of QUEUED batches before.
+    monkeypatch.setattr(_balance, "WINDOW", 10**9)  # no tries
+    loop = Loop(monkeypatch, lambda share: 0.0152, cost=cost, work=work)
+    loop.run(400)
+    loop.run(200)
+    expected = min(most(0.0152, cost, work), 1.0) * (LEVELS - 1) / LEVELS
+    assert min(loop.shares) > 0.9 * max(loop.shares)
+    assert 0.4 * expected < loop.shares[-1] < 1.6 * expected
 
 
 def test_busy_cores_that_slow_the_training_down_are_given_back(monkeypatch):
@@ -202,7 +217,7 @@ def test_cores_that_carry_less_than_was_asked_of_them(monkeypatch, cores):
 
 
 def test_long_steps_leave_time_for_all(monkeypatch):
-    assert Loop(monkeypatch, lambda share: 0.2 - 0.01 * share).run(2000)[0] == 1
+    assert Loop(monkeypatch, lambda share: 0.8 - 0.01 * share).run(2000)[0] == 1
 
 
 def test_a_fixed_share_and_a_small_machine_stay_as_they_are(monkeypatch):
