@@ -1,11 +1,13 @@
 """Know an encoded image without decoding it, and decode it on the CPU to the pixels PIL gives."""
 
+import contextlib
+import importlib
 import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -109,6 +111,18 @@ def decode_cpu(
             f"but its header says {header.width} x {header.height} pixels"
         )
     return upright(image, header.orientation) if apply_exif else image
+
+
+@cache
+def load_decoders() -> None:
+    """Import what decodes; to be called before workers are forked.
+
+    A thread that imports a module holds a lock of it. Who is forked meanwhile has the lock and not
+    the thread, and waits for ever where it imports the module itself.
+    """
+    with contextlib.suppress(Exception):  # for a loader without images; others will be told
+        importlib.import_module("torchcodec.decoders")
+    importlib.import_module("numpy.ma")  # numpy does so at the first unique()
 
 
 def blank(data: bytes | memoryview, spans: Sequence[tuple[int, int]]) -> bytearray:

@@ -26,6 +26,7 @@ from gpuprefetch._budget import LANES, Cost, parse_bytes
 from gpuprefetch._connections import tell
 from gpuprefetch._decode import BACKENDS, packing_into, turns
 from gpuprefetch._encoded import EncodedImageFolder
+from gpuprefetch._format import load_decoders
 from gpuprefetch._host import GROWTH, HostStage, Packer, encoded_leaves, pack_lists
 from gpuprefetch._pipeline import (
     EMPTY,
@@ -603,6 +604,7 @@ class DataPrefetcher:
         self._resumed, self._resume = self._resume, False
         loader, pipeline = self._prepared_loader(epoch)
         notes = self._noted(loader, epoch)
+        load_decoders()
         with _garbage_kept_from_forks():
             source = Source(loader, resumed)
         self._place = source.place

@@ -295,6 +295,41 @@ def test_a_worker_collects_the_garbage_of_its_parent(device):
     assert out == "[0, 4, 8, 12]\n"
 
 
+IMPORTING = """
+import importlib.abc
+
+begun = threading.Event()
+
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torchcodec.decoders" and not begun.is_set():
+            begun.set()
+            time.sleep(2)
+
+assert "torchcodec.decoders" not in sys.modules
+sys.meta_path.insert(0, Slow())
+found = []
+
+def decode():
+    found.append([int(target[0]) for _, target in prefetcher_of(Files(), workers=0)])
+
+thread = threading.Thread(target=decode)
+thread.start()
+begun.wait()
+print([int(target[0]) for _, target in prefetcher_of(Files())])
+thread.join()
+print(*found)
+"""
+
+
+def test_workers_are_not_forked_from_an_import(device):
+    # They would wait for ever for a lock of a thread that they do not have.
+    child = child_of(IMPORTING, device)
+    out, err = ended(child)
+    assert child.returncode == 0, err
+    assert out == 2 * "[0, 4, 8, 12]\n"
+
+
 ORPHANS = """
 loader = DataLoader(Files(1 << 16), batch_size=2048, num_workers=2, pin_memory=DEVICE != "cpu")
 for images, target in DataPrefetcher(loader, device=DEVICE, transforms=[Resize((4, 4))]):
