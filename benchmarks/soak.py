@@ -44,14 +44,15 @@ FLAT = 0.01
 Pair = namedtuple("Pair", "first second")
 
 
-def draw_pictures() -> list[bytes]:
+def draw_pictures(sides: tuple[int, int] = (120, 400)) -> list[bytes]:
+    """JPEGs whose sides are drawn from a range ``[low, high)``."""
     from PIL import Image
 
     rng = np.random.default_rng(0)
     files = []
     for _ in range(PICTURES):
         coarse = Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8))
-        picture = coarse.resize(tuple(rng.integers(120, 400, 2)), Image.Resampling.BICUBIC)
+        picture = coarse.resize(tuple(rng.integers(*sides, 2)), Image.Resampling.BICUBIC)
         file = io.BytesIO()
         picture.save(file, "JPEG", quality=90)
         files.append(file.getvalue())
@@ -203,9 +204,12 @@ def memory(device: str, workers: int, epochs: int, epoch_batches: int) -> dict[s
     from gpuprefetch import RandomResizedCrop
 
     prepare()
-    transforms = [RandomResizedCrop(SIZE), K.RandomHorizontalFlip(), K.Normalize(MEAN, STD)]
+    # Each batch takes the same memory, so that any rise is one. Of random sizes and flips now and
+    # then one takes more than all before, and torch's allocator another 2 MiB.
+    files, flip = draw_pictures((300, 301)), K.RandomHorizontalFlip(p=1.0)
+    transforms = [RandomResizedCrop(SIZE), flip, K.Normalize(MEAN, STD)]
     loading = {"batch_size": 32, "shuffle": True}
-    dataset = Samples(32 * epoch_batches, draw_pictures())
+    dataset = Samples(32 * epoch_batches, files)
     prefetcher = prefetcher_of(dataset, device, workers, loading=loading, transforms=transforms)
     held: dict[str, list[int]] = {}
     for _ in range(epochs):
