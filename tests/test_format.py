@@ -417,6 +417,8 @@ CPU = {
     "a marker in the data": PLAIN[:DATA] + b"\xff\xd3" + PLAIN[DATA:],
     "an end in the data": PLAIN[:DATA] + b"\xff\xd9" + PLAIN[DATA:],
     "fill bytes before the end": PLAIN[:-2] + b"\xff" + PLAIN[-2:],
+    "no data": PLAIN[:DATA] + b"\xff\xd9",
+    "fill bytes behind restarts": RESTART[:-2] + b"\xff" + RESTART[-2:],
     "cut off, with an end": RESTART[: RESTART.index(SECOND)] + b"\xff\xd9",
     "a restart too few": RESTART.replace(FIRST, b"", 1),
     "a restart too many": RESTART[:-2] + FIRST + RESTART[-2:],
