@@ -119,7 +119,7 @@ def details_table(documents: list[Document]) -> str:
         for loader in sorted(rows, key=order):
             best = rows[loader]["best"]
             ceiling = rows.get("synthetic", rows[loader])["best"]
-            beyond = best.get("gpu_peak_gib", 0.0) - ceiling.get("gpu_peak_gib", 0.0)
+            peak, floor = best.get("gpu_peak_gib"), ceiling.get("gpu_peak_gib")
             speed = best["images_per_second"]
             options = ", ".join(f"{key}={value}" for key, value in best["options"].items())
             chosen = f" ({options})" if options and ":" not in loader else ""  # else it is the name
@@ -129,8 +129,8 @@ def details_table(documents: list[Document]) -> str:
                     f"{speed['median']:,.0f}",
                     f"{speed['q1']:,.0f} to {speed['q3']:,.0f}",
                     f"{best['wait_ms_per_step']:.2f}",
-                    f"{best['gpu_peak_gib']:.2f}" if "gpu_peak_gib" in best else "",
-                    f"{beyond:+.2f}" if "gpu_peak_gib" in best else "",
+                    "" if peak is None else f"{peak:.2f}",
+                    "" if peak is None or floor is None else f"{peak - floor:+.2f}",
                     f"{best['cpu_seconds_per_1000_images']:.2f}",
                 ]
             )
