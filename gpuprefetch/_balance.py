@@ -26,10 +26,8 @@ GUESS = 0.003  # seconds to decode an image, as long as none was
 # it would swing between none and too much where the cores do not carry what is asked of them.
 LATE, CUT = 0.05, 0.5
 LEAST, MOST = 0.1, 1.0  # what counts of one wait, in periods: not a jitter, nor all of a long pause
-RISE, RISE_AGAIN = (
-    0.05,
-    0.05,
-)  # a batch, from the start; later, in the time that a cut takes to show
+# A batch at the start; later, in the time that a cut takes to show.
+RISE, RISE_AGAIN = 0.05, 0.05
 # The share is tried at 0 to LEVELS parts of that, for WINDOW batches each. It changes for a GAIN
 # over the window before, WINS times in a row: the windows of a busy machine differ by some percent.
 # A try that begins with a LOSS is ended early.

@@ -306,7 +306,7 @@ def _decodes_on_gpu(data: bytes, found: _Segments) -> bool:
     )
 
 
-@lru_cache(1024)  # most files have the tables of the standard
+@lru_cache(1024)  # many encoders write the tables of the standard
 def _huffman_tables(segment: bytes) -> frozenset[int]:
     """The ids of the tables of a segment; empty if one of them is broken or not of baseline."""
     found = set()
@@ -347,7 +347,7 @@ def _whole(data: bytes, found: _Segments, frame: bytes) -> bool:
         units = -(-width // (8 * (frame[7] >> 4))) * -(-height // (8 * (frame[7] & 15)))
         restarts = [bytes([0xD0 | i % 8]) for i in range((units - 1) // interval)]
         return _MARKERS.findall(data, begin, end + 1) == restarts
-    # In numpy, as a regular expression takes four times as long: this is done for each photo.
+    # For each photo, so in numpy: a regular expression takes three times as long.
     codes = np.frombuffer(data, np.uint8, end + 1 - begin, begin)
     marks = (codes[:-1] == 0xFF).view(np.uint8)
     return not np.minimum(marks, codes[1:], out=marks).max()

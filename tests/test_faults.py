@@ -374,6 +374,8 @@ def test_a_killed_worker(device):
 
 
 INTERRUPTED = """
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+
 def slow(index):
     time.sleep({sample})
 
