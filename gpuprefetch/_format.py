@@ -76,7 +76,10 @@ def read_header(data: bytes | memoryview) -> ImageHeader:
 
 
 def decode_cpu(
-    data: bytes | memoryview | torch.Tensor, *, apply_exif: bool = False
+    data: bytes | memoryview | torch.Tensor,
+    header: ImageHeader | None = None,
+    *,
+    apply_exif: bool = False,
 ) -> torch.Tensor:
     """Decode one image on the CPU, as ``PIL.Image.open(file).convert("RGB")`` does.
 
@@ -87,6 +90,7 @@ def decode_cpu(
 
     Args:
         data: A whole encoded file; a tensor is ``(n_bytes,)`` uint8 on the CPU. It is only read.
+        header: What :func:`read_header` gave for it, where that is known.
         apply_exif: Turn the picture upright, as ``PIL.ImageOps.exif_transpose`` does with an EXIF
             orientation. One that is written in XMP only is not looked for.
 
@@ -97,7 +101,7 @@ def decode_cpu(
         ValueError: if :func:`read_header` refuses the file or its decoder does, as a truncated one.
     """
     data = data.numpy().tobytes() if isinstance(data, torch.Tensor) else bytes(data)
-    header = read_header(data)
+    header = header or read_header(data)
     try:
         encoded = blank(_BARE[header.format](data), header.exif)
         image = _decode(header.format, encoded)

@@ -132,7 +132,7 @@ class Packer:
                 parts[i] = blank(image.data, header.exif) if header.exif else image.data
                 continue
             try:
-                picture = self._decode(image, None if rows is None else rows[i])
+                picture = self._decode(image, header, None if rows is None else rows[i])
             except (ValueError, RuntimeError) as error:
                 errors[i] = str(error)
                 continue
@@ -244,9 +244,9 @@ class Packer:
         check_rows(rows, sizes, self.head.size)
         return rows
 
-    def _decode(self, image: EncodedImage, row: Any) -> torch.Tensor:
+    def _decode(self, image: EncodedImage, header: ImageHeader, row: Any) -> torch.Tensor:
         """Decode an image to the part that its sampling ``row`` reads, and fit the row to that."""
-        picture = decode_cpu(image.data, apply_exif=self.apply_exif)
+        picture = decode_cpu(image.data, header, apply_exif=self.apply_exif)
         if row is None or self.head.size is None:
             return picture
         (top, left), (bottom, right) = row[:, 2:4].T.astype(int)
