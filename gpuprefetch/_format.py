@@ -1,7 +1,6 @@
 """Know an encoded image without decoding it, and decode it on the CPU to the pixels PIL gives."""
 
 import contextlib
-import importlib
 import re
 import struct
 import zlib
@@ -124,9 +123,10 @@ def load_decoders() -> None:
     A thread that imports a module holds a lock of it. Who is forked meanwhile has the lock and not
     the thread, and waits for ever where it imports the module itself.
     """
+    import numpy.ma  # noqa: F401  # numpy does so at the first unique()
+
     with contextlib.suppress(Exception):  # for a loader without images; others will be told
-        importlib.import_module("torchcodec.decoders")
-    importlib.import_module("numpy.ma")  # numpy does so at the first unique()
+        from torchcodec import decoders  # noqa: F401  # as _decode() does, in the same order
 
 
 def blank(data: bytes | memoryview, spans: Sequence[tuple[int, int]]) -> bytearray:
