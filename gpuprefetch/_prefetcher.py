@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import copy
 import gc
@@ -21,11 +22,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from gpuprefetch._balance import Balancer
-from gpuprefetch._batch import tensors
+from gpuprefetch._batch import leaves, tensors
 from gpuprefetch._budget import LANES, Cost, parse_bytes
 from gpuprefetch._connections import tell
 from gpuprefetch._decode import BACKENDS, packing_into, turns
-from gpuprefetch._encoded import EncodedImageFolder
+from gpuprefetch._encoded import EncodedImageFolder, is_encoded
 from gpuprefetch._format import load_decoders
 from gpuprefetch._host import GROWTH, HostStage, Packer, encoded_leaves, pack_lists
 from gpuprefetch._pipeline import (
@@ -99,7 +100,7 @@ class _Engine:
         self._gate.set()
         self._finishing = threading.Lock()
         self._exhausted = self._stopping = False
-        self._pid = os.getpid()
+        self._pid, self.user = os.getpid(), threading.get_ident()
         self._fetched: int = source.place["batches"]
         self._fetch_ahead = fetch_ahead
         self._threads: list[threading.Thread] = []
@@ -111,28 +112,46 @@ class _Engine:
             self._spawn("fetch", self._fetch_loop)
 
     def _spawn(self, name: str, target: Callable[..., None], *args: Any) -> None:
-        def run() -> None:
+        name, args = f"gpuprefetch-{name}", (target, *args)
+        thread = threading.Thread(target=self.run, name=name, args=args, daemon=True)
+        thread.start()  # or an error: not everywhere are there as many threads as one asks for
+        self._threads.append(thread)
+
+    def run(self, target: Callable[..., None], *args: Any) -> None:
+        """What a new thread of ours does."""
+        try:
             if self._on_cuda:
-                # A new thread is on the first GPU, and might make a context there.
+                # It is on the first GPU, and might make a context there.
                 torch.cuda.set_device(self.device)
             target(*args)
+        except BaseException as error:
+            self._fail(error)
 
-        thread = threading.Thread(target=run, name=f"gpuprefetch-{name}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def _fail(self, error: BaseException) -> None:
+        """Let the loop know that one of the threads has ended: it might wait for it."""
+        with self._changed:
+            self._exhausted = True
+            self._slots.append(_Slot(self._fetched))
+            for slot in self._slots:
+                if not slot.done.is_set():
+                    slot.error = error
+                    slot.done.set()
+            self._changed.notify_all()
 
-    def _batch_stream(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._stream is None else using(self._stream)
+    @contextlib.contextmanager
+    def _batch_stream(self) -> Iterator[None]:
+        with torch.no_grad(), using(self._stream) if self._stream else contextlib.nullcontext():
+            yield
 
     def _fetch_loop(self) -> None:
         while not self._exhausted:
             slot = self._fetch()
             with self._changed:
                 self._changed.wait_for(partial(self._has_room, slot))
-                if self._stopping:
-                    self._source.close()
-                    return
-            with torch.no_grad(), self._batch_stream():
+            if self._stopping:
+                self._source.close()
+                return
+            with self._batch_stream():
                 self._start(slot)
             del slot
 
@@ -148,12 +167,25 @@ class _Engine:
             slot.cost = self._pipeline.cost(slot.source)
             self._learn(slot, fetch.seconds)
             self._check(slot.source)
+            self._wait_for_loader(slot.source)
         except BaseException as error:
             self._exhausted = True
+            self._interrupt(error)
             # A traceback holds the frames of the loop's thread, and they the iterator. But dropping
             # it must end the epoch, also when the end of the loader has been fetched ahead.
             slot.error = error.with_traceback(None) if isinstance(error, StopIteration) else error
         return slot
+
+    def _wait_for_loader(self, batch: Any) -> None:
+        """What the loader has put on the device itself may be queued on the current stream."""
+        others = (leaf for leaf in leaves(batch, is_encoded) if not is_encoded(leaf))
+        if self._stream is not None and any(t.is_cuda for leaf in others for t in tensors(leaf)):
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def _interrupt(self, error: BaseException) -> None:
+        """Ctrl-C is not for a later batch: the loop may never take that."""
+        if isinstance(error, KeyboardInterrupt) and not self._fetch_ahead:
+            raise error
 
     def _has_room(self, slot: _Slot) -> bool:
         """Whether a batch need not wait: a single one may take the whole memory budget."""
@@ -180,9 +212,9 @@ class _Engine:
     def _start(self, slot: _Slot) -> None:
         """Get the work of a batch under way, with its stream current."""
         parts: list[Part] = []
-        while self._sources and self._sources[0][0].query():
-            self._sources.popleft()
         try:
+            while self._sources and self._sources[0][0].query():
+                self._sources.popleft()
             if slot.error is None:
                 slot.work = self._begin_with_room(slot)
                 parts = slot.work.parts
@@ -191,8 +223,9 @@ class _Engine:
                     self._start_lanes()
         except BaseException as error:
             self._exhausted = True
+            self._interrupt(error)
             slot.error = error
-            parts = []
+            parts, slot.remaining = [], 0
         with self._changed:
             self._slots.append(slot)
             self._changed.notify_all()
@@ -278,14 +311,18 @@ class _Engine:
     def _finish(self, slot: _Slot) -> None:
         try:
             if slot.error is None and slot.work is not None:
-                with torch.no_grad(), self._batch_stream():
+                with self._batch_stream():
                     slot.result = slot.work.finish()
                     if self._stream is not None:
                         slot.event = torch.cuda.Event(blocking=True)
                         slot.event.record(self._stream)
         except BaseException as error:
+            self._interrupt(error)
             slot.error = error
-        slot.work = None
+        with self._changed:
+            slot.work = None
+            if self._pipeline.memory_budget is not None:  # which has room again
+                self._changed.notify_all()
         slot.done.set()
 
     @contextlib.contextmanager
@@ -306,15 +343,16 @@ class _Engine:
 
     def take(self) -> _Slot:
         """The next batch in order, as soon as its work has been queued."""
+        self.user = threading.get_ident()
         while not self._fetch_ahead and len(self._slots) < self._depth:
             if self._held is None and self._exhausted:
                 break
-            slot, self._held = self._held or self._fetch(), None
+            slot, self._held = self._held or next(_apart(self._fetch)), None
             if not self._has_room(slot):
                 self._held = slot
                 break
-            with torch.no_grad(), self._batch_stream():
-                self._start(slot)
+            with self._batch_stream():
+                next(_apart(partial(self._start, slot)))
         with self._changed:
             self._changed.wait_for(lambda: self._slots)
             slot = self._slots[0]
@@ -341,20 +379,26 @@ class _Engine:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(JOIN_SECONDS)
-        alive = any(thread.is_alive() for thread in self._threads)
+        alive = [thread for thread in self._threads if thread.is_alive()]
         streams = [(self._stream, "batch"), *((stream, "lane") for stream in self._lanes)]
-        for stream, role in streams:
-            if stream is not None:
-                stream.synchronize()  # see Note [Stream handoff], 3
-                if not alive:
-                    return_stream(stream, role)
+        with contextlib.suppress(RuntimeError):  # of a broken context: the next call tells the user
+            for stream, role in streams:
+                if stream is not None:
+                    stream.synchronize()  # see Note [Stream handoff], 3
+                    if not alive:
+                        return_stream(stream, role)
         while not self._parts.empty():
             self._parts.get()
         self._slots.clear()
         self._sources.clear()
         self._held = None
-        self._source.close()
+        self._source.close(abandoned=self._fetch_ahead and self._threads[0] in alive)
         unmap_dead()
+
+
+def _apart(function: Callable[[], Any]) -> Iterator[Any]:
+    """Call it with no frame of the loop below: an error that is kept would keep its iterator."""
+    yield function()
 
 
 class _Epoch:
@@ -368,6 +412,11 @@ class _Epoch:
         self._last: float | None = None
         # Runs also at garbage collection and at interpreter exit.
         self.close = weakref.finalize(self, _end, engine, self.use)
+
+    def end(self) -> None:
+        """Close the epoch, and be through with it, in whatever thread."""
+        if self.close.detach():
+            self._engine.close()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -420,9 +469,17 @@ class _Epoch:
         return slot.result
 
 
+_running: weakref.WeakValueDictionary[int, _Epoch] = weakref.WeakValueDictionary()  # by loader
+
+
 def _end(engine: _Engine, use: list[str]) -> None:
     use[0] = "dropped" if use[0] == "unused" else use[0]
-    engine.close()
+    if threading.get_ident() in (engine.user, threading.main_thread().ident):
+        engine.close()
+    else:
+        # The garbage collector runs in any thread, also in one that the end has to wait for. Not a
+        # threading.Thread: to start that takes a lock, which its owner may be collecting with.
+        _thread.start_new_thread(engine.run, (engine.close,))
 
 
 def _resolve_device(device: torch.device | str | int | None) -> torch.device:
@@ -624,7 +681,7 @@ class DataPrefetcher:
             shares=notes.shares,
         )
         iterator = _Epoch(engine)
-        self._use = iterator.use
+        self._use, _running[id(loader)] = iterator.use, iterator
         return iterator
 
     def _prepared_loader(self, epoch: int) -> tuple[Iterable[Any], Pipeline]:
@@ -632,6 +689,8 @@ class DataPrefetcher:
         if not isinstance(self._loader, DataLoader):
             return self._loader, self._with_epoch(epoch)
         if self._loader.persistent_workers:
+            if (running := _running.get(id(self._persistent))) is not None:
+                running.end()  # its thread may be waiting for the same workers
             # These workers live on: the epoch reaches them through shared memory.
             self._pipeline.packer.epoch.share_memory_().fill_(epoch)  # not in a deep copy of us
             if self._persistent is None:
@@ -805,6 +864,9 @@ class DataPrefetcher:
         return f"DataPrefetcher({self._loader!r}, device={str(self.device)!r})"
 
 
+_frozen, _freezing = 0, threading.Lock()  # by how many threads
+
+
 @contextlib.contextmanager
 def _garbage_kept_from_forks() -> Iterator[None]:
     """Fork workers in it: they will not collect what this process left to its garbage collector.
@@ -813,11 +875,17 @@ def _garbage_kept_from_forks() -> Iterator[None]:
     events. A forked worker that collects them calls CUDA, which a fork must not, and aborts. What
     the user has frozen is collected again behind this: the two cannot be told apart.
     """
-    gc.freeze()
+    global _frozen
+    with _freezing:
+        _frozen += 1
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        with _freezing:
+            _frozen -= 1
+            if not _frozen:
+                gc.unfreeze()
 
 
 def _with_collate(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:

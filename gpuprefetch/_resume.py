@@ -148,11 +148,17 @@ class Source:
         batch = next(self._iterator)
         return batch, self._state()
 
-    def close(self) -> None:
-        """Shut down the workers, unless they are persistent."""
+    def close(self, *, abandoned: bool = False) -> None:
+        """Shut down the workers, unless they are persistent and nobody else waits for them.
+
+        Args:
+            abandoned: whether a thread does, one that was not waited for.
+        """
         iterator, self._iterator = self._iterator, iter(())
+        if abandoned and getattr(self._loader, "_iterator", None) is iterator:
+            self._loader._iterator = None  # the next epoch makes another
         self._loader, self._ahead = None, []
         # Not left to the garbage collector: an exception from a worker is in a cycle with the
         # loader's iterator. Collected with its queues, that waits 5 s for each worker in vain.
-        if not getattr(iterator, "_persistent_workers", True):
+        if abandoned or not getattr(iterator, "_persistent_workers", True):
             getattr(iterator, "_shutdown_workers", lambda: None)()

@@ -138,6 +138,8 @@ class Buffer:
 def _send(buffer: Buffer) -> tuple[Any, ...]:
     """How a buffer is pickled for another process; copies and files take ``__reduce__``."""
     slab, buffer._slab = buffer._slab, None
+    if buffer._mapping is not None:  # passed on by the parent: the worker fills it again
+        return Buffer, (buffer.tensor.clone(),)
     if slab is None:
         return Buffer, (buffer.tensor,)
     memory = None if slab.sent else slab.memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import asdict, dataclass
@@ -14,6 +15,15 @@ from torch._C._profiler import _RecordFunctionFast
 
 _NVTX = hasattr(torch._C, "_nvtx")  # not in a torch without CUDA
 _lock = threading.Lock()  # two decode threads add to one counter
+
+
+def _forked() -> None:
+    global _lock
+    _lock = threading.Lock()  # whoever had it is not here
+
+
+if hasattr(os, "register_at_fork"):  # not on every platform
+    os.register_at_fork(after_in_child=_forked)
 
 
 class Stage:

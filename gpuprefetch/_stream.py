@@ -26,7 +26,9 @@ RUN_AHEAD = 1
 #      soon as the caller drops the batch, while the queued training step still reads it.
 #   3. A batch that is dropped before it was handed over has no such mark, so the side streams are
 #      synchronized before its memory goes back (_Engine.close).
-# tests/test_stream.py fails when 1 or 2 is left out.
+#   4. Tensors that the loader itself has put on the device are queued on the stream that is current
+#      where it runs: the side stream waits for that (_Engine._wait_for_loader).
+# tests/test_stream.py fails when 1, 2 or 4 is left out.
 
 
 def queue_wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
@@ -110,7 +112,7 @@ def wait_for_reader(device: torch.device) -> None:
 
 
 _idle: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = defaultdict(list)
-_lock = threading.Lock()
+_lock = threading.RLock()  # the garbage collector may end an epoch within it
 
 
 def lease_stream(device: torch.device, role: str) -> torch.cuda.Stream:

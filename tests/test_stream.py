@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpuprefetch import _stream
+from gpuprefetch import DataPrefetcher, _prefetcher, _stream
 from gpuprefetch._stream import handoff, lease_stream, mark_reader, return_stream
 
 SHAPE = (64, 3, 224, 224)
@@ -58,6 +58,27 @@ def test_handoff():
 def test_handoff_negative_control(wait, record):
     # Guards the test itself: with either half of the hand-off left out the batch really is wrong.
     assert corrupted(wait, record) > 0
+
+
+class OnDevice:
+    """A loader of batches on the GPU, written behind a sleep on the current stream."""
+
+    def __iter__(self):
+        for value in range(6):
+            batch = torch.zeros(SHAPE, device="cuda")
+            torch.cuda._sleep(SLEEP_CYCLES)
+            yield batch.fill_(value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wait", [True, False])
+def test_batches_that_are_on_the_gpu_already(monkeypatch, wait):
+    if not wait:  # guards the test: the transform then reads what was not written yet
+        monkeypatch.setattr(_prefetcher._Engine, "_wait_for_loader", lambda engine, batch: None)
+    prefetcher = DataPrefetcher(OnDevice(), transforms=[torch.Tensor.double])
+    right = [bool((batch == value).all()) for value, batch in enumerate(prefetcher)]
+    assert len(right) == 6
+    assert all(right) == wait
 
 
 @pytest.mark.gpu

@@ -1,0 +1,358 @@
+"""The threads of an epoch: run on the CPU ahead of the loop, as elsewhere only on a GPU."""
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from gpuprefetch import DataPrefetcher, EncodedImage, _prefetcher, _stats, _stream
+from gpuprefetch._budget import Cost
+from gpuprefetch._pipeline import Work
+from gpuprefetch._prefetcher import JOIN_SECONDS, _Engine, _garbage_kept_from_forks
+from gpuprefetch._stream import lease_stream, return_stream
+
+SECONDS = 20  # for what takes milliseconds; a hang takes for ever
+
+
+def within(seconds, function):
+    """What ``function`` returns or raises, in a thread of its own."""
+    found = []
+
+    def run():
+        try:
+            found.append(function())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert found, "it hangs"
+    return found[0]
+
+
+def running(monkeypatch, **changes):
+    """Let the epochs that begin now run with other options of the engine."""
+    init = _Engine.__init__
+    monkeypatch.setattr(
+        _Engine, "__init__", lambda self, *args, **options: init(self, *args, **options | changes)
+    )
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    """Batches are fetched in a thread, two of them ahead."""
+    running(monkeypatch, fetch_ahead=True, depth=2)
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    """Batches are fetched in the loop's thread, two of them ahead, as without workers."""
+    running(monkeypatch, fetch_ahead=False, depth=3)
+
+
+class Slow(Dataset):
+    def __init__(self, seconds, at=None):
+        self.seconds, self.at = seconds, at
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if self.at in (None, index):
+            time.sleep(self.seconds)
+        return index
+
+
+class Broken:
+    """An event or a stream of a context that has seen a device-side assert."""
+
+    def fail(self, *args):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    query = synchronize = __enter__ = fail
+
+    def __exit__(self, *error):
+        pass
+
+
+class Batches:
+    """A loader of what a generator function gives."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __iter__(self):
+        return self.function()
+
+
+def prefetcher_of(batches, **options):
+    return DataPrefetcher(Batches(batches), device="cpu", **options)
+
+
+def test_an_error_on_the_gpu_reaches_a_loop_that_waits(ahead):
+    failed = threading.Event()
+
+    def batches():
+        yield 0
+        failed.wait()
+        yield 1
+
+    iterator = iter(prefetcher_of(batches))
+    assert next(iterator) == 0
+    iterator._engine._sources.append((Broken(), None))  # a batch that was handed over
+    threading.Timer(0.3, failed.set).start()
+    assert "device-side assert" in str(within(SECONDS, lambda: next(iterator)))
+
+
+def test_a_thread_that_dies_ends_the_epoch(ahead, monkeypatch):
+    monkeypatch.setattr(_Engine, "_batch_stream", lambda engine: Broken())
+    iterator = iter(prefetcher_of(lambda: iter(range(4))))
+    assert "device-side assert" in str(within(SECONDS, lambda: next(iterator)))
+    assert not any(thread.is_alive() for thread in iterator._engine._threads)
+
+
+def test_a_thread_that_cannot_start_ends_the_epoch(monkeypatch):
+    stream = SimpleNamespace(synchronize=bool)
+    returned = []
+    monkeypatch.setattr(_prefetcher, "lease_stream", lambda device, role: stream)
+    monkeypatch.setattr(_prefetcher, "return_stream", lambda *lease: returned.append(lease))
+    start = threading.Thread.start
+
+    def refused(thread):
+        if thread.name == "gpuprefetch-decode":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    prefetcher = prefetcher_of(lambda: iter([0]))
+    work = Work([lambda make_room: None], lambda: 0)
+    monkeypatch.setattr(prefetcher._pipeline, "start", lambda *batch: work)
+    monkeypatch.setattr(prefetcher, "_with_epoch", lambda epoch: prefetcher._pipeline)
+    iterator = iter(prefetcher)
+    iterator._engine._on_cuda = True
+    assert "can't start" in str(within(SECONDS, lambda: next(iterator)))
+    assert returned == [(stream, "lane")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pause", [0.0, 0.03, 0.07])
+def test_persistent_workers_serve_one_epoch_at_a_time(ahead, pause):
+    loader = DataLoader(Slow(0.05), num_workers=2, persistent_workers=True)
+    prefetcher = DataPrefetcher(loader, device="cpu")
+    other = iter(prefetcher)
+    next(other)
+    time.sleep(pause)  # its thread waits for the next batch then, or for room
+    assert within(SECONDS, lambda: torch.cat(list(prefetcher)).tolist()) == [*range(12)]
+    assert next(other, None) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_persistent_workers_that_an_abandoned_thread_waits_for(ahead, monkeypatch, workers):
+    monkeypatch.setattr(_prefetcher, "JOIN_SECONDS", 0.2)
+    loader = DataLoader(Slow(1.5, at=2), num_workers=workers, persistent_workers=True)
+    prefetcher = DataPrefetcher(loader, device="cpu")
+    for _ in prefetcher:
+        time.sleep(0.2)
+        break
+    assert within(SECONDS, lambda: torch.cat(list(prefetcher)).tolist()) == [*range(12)]
+
+
+def test_an_error_that_was_fetched_ahead_keeps_no_epoch_alive(beside):
+    def batches():
+        yield 0
+        yield 1
+        raise LookupError("no sample")
+
+    iterator = iter(prefetcher_of(batches))
+    assert next(iterator) == 0
+    assert iterator._engine._slots[-1].error is not None
+    ended = weakref.ref(iterator)
+    del iterator
+    gc.collect()
+    assert ended() is None
+
+
+def test_ctrl_c_is_not_kept_for_a_later_batch(beside):
+    def batches():
+        yield 0
+        yield 1
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(prefetcher_of(batches)))
+
+
+@pytest.fixture
+def collected_by_hand():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_the_collector_may_run_in_a_thread_that_the_epoch_waits_for(ahead, collected_by_hand):
+    dropped, seconds = threading.Event(), []
+
+    def batches():  # as the DataLoader's, which come from its pin thread
+        pinned = SimpleQueue()
+
+        def pin():
+            pinned.put(0)
+            dropped.wait()
+            begin = time.monotonic()
+            gc.collect()
+            seconds.append(time.monotonic() - begin)
+            pinned.put(1)
+
+        threading.Thread(target=pin).start()
+        return iter(pinned.get, None)
+
+    iterator = iter(prefetcher_of(batches))
+    assert next(iterator) == 0
+    fetch = iterator._engine._threads[0]
+    ended = weakref.ref(iterator)
+    cycle = [iterator]
+    cycle.append(cycle)
+    del iterator, cycle
+    dropped.set()
+    fetch.join(2 * JOIN_SECONDS)
+    assert not fetch.is_alive()
+    assert ended() is None
+    assert seconds[0] < JOIN_SECONDS / 2
+
+
+def test_the_collector_may_run_while_streams_are_leased():
+    stream = SimpleNamespace(device="cpu")
+
+    def collected():
+        with _stream._lock:  # what an epoch does that ends here
+            return_stream(stream, "collected")
+        return lease_stream(torch.device("cpu"), "collected")
+
+    assert within(SECONDS, collected) is stream
+
+
+def test_a_finished_batch_makes_room_for_the_next(ahead, monkeypatch):
+    started, both, run_part = [], threading.Event(), _Engine._run_part
+
+    def start(batch, number, epoch):
+        started.append(number)
+        if number:
+            both.set()
+        return Work([lambda make_room: None], lambda: number, decoded_bytes=70)
+
+    def run_elsewhere(*arguments):  # as on a GPU
+        threading.Timer(0.3, run_part, arguments).start()
+
+    monkeypatch.setattr(_Engine, "_run_part", run_elsewhere)
+    prefetcher = prefetcher_of(lambda: iter(range(4)), memory_budget=100)
+    pipeline = prefetcher._pipeline
+    monkeypatch.setattr(pipeline, "start", start)
+    monkeypatch.setattr(pipeline, "cost", lambda batch: Cost(fixed=10, decoded=70))
+    monkeypatch.setattr(prefetcher, "_with_epoch", lambda epoch: pipeline)
+    iterator = iter(prefetcher)
+    assert both.wait(SECONDS), started
+    assert list(iterator) == [0, 1, 2, 3]
+
+
+def test_a_broken_context_does_not_keep_an_epoch_from_its_end(ahead):
+    iterator = iter(prefetcher_of(lambda: iter(range(4))))
+    next(iterator)
+    engine = iterator._engine
+    engine._stream = Broken()
+    iterator.close()
+    assert not engine._slots
+    assert not any(thread.is_alive() for thread in engine._threads)
+    with pytest.raises(StopIteration):
+        next(engine._source)
+
+
+def test_a_loader_that_hangs_holds_no_lock(ahead, monkeypatch):
+    monkeypatch.setattr(_prefetcher, "JOIN_SECONDS", 0.3)
+    iterator = iter(prefetcher_of(lambda: iter(range(9))))
+    next(iterator)
+    engine, over = iterator._engine, threading.Event()
+    close = engine._source.close
+
+    def hanging(**options):
+        if threading.current_thread() in engine._threads:
+            over.wait(SECONDS)
+        close(**options)
+
+    engine._source.close = hanging
+    iterator.close()
+    assert engine._threads[0].is_alive()
+    assert engine._changed.acquire(timeout=1)
+    engine._changed.release()
+    over.set()
+
+
+def test_two_threads_may_fork_at_a_time():
+    inside, left = threading.Barrier(2), threading.Event()
+
+    def first():
+        with _garbage_kept_from_forks():
+            inside.wait(SECONDS)
+        left.set()
+
+    def second():
+        with _garbage_kept_from_forks():
+            inside.wait(SECONDS)
+            left.wait(SECONDS)
+            return gc.get_freeze_count()
+
+    threading.Thread(target=first).start()
+    assert within(SECONDS, second) > 0
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_while_a_thread_counts():
+    with _stats._lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(SECONDS)  # ends the child if it hangs
+            with _stats.Stage(_stats.Stats(), "wait"):
+                os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+class Numbered(Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        return EncodedImage(bytes([index]) * 5000, index)
+
+
+def keep(batches, right):
+    """In a third process: are they still what they were, when the worker has gone on?"""
+    received = []
+    while (batch := batches.get()) is not None:
+        received.append(batch)
+        time.sleep(0.02)
+    spans = [(batch.span(i), batch.indices[i]) for batch in received for i in range(len(batch))]
+    right.put(sum(bool((span == index).all()) for span, index in spans))
+
+
+def test_a_batch_that_is_passed_on_to_a_third_process():
+    context = torch.multiprocessing.get_context("fork")
+    batches, right = context.Queue(), context.Queue()
+    process = context.Process(target=keep, args=(batches, right), daemon=True)
+    process.start()
+    for batch in DataLoader(Numbered(), batch_size=4, num_workers=1):
+        batches.put(batch)
+    batches.put(None)
+    assert right.get(timeout=SECONDS) == 96
+    process.join()
