@@ -99,10 +99,10 @@ HeadOp = Callable[[Sampling, Keys], Sampling]
 
 
 def _pair(size: int | Sequence[int], name: str) -> Size:
-    pair = (size, size) if isinstance(size, int) else tuple(size)
-    if len(pair) != 2 or not all(isinstance(s, int) and s > 0 for s in pair):
+    pair = tuple(size) if isinstance(size, Sequence) else (size, size)
+    if len(pair) != 2 or not all(isinstance(s, (int, np.integer)) and s > 0 for s in pair):
         raise ValueError(f"{name}(size=...) takes a positive int or (height, width), got {size!r}.")
-    return pair
+    return int(pair[0]), int(pair[1])
 
 
 def _filled(sampling: Sampling, size: Size) -> Floats:
@@ -281,6 +281,11 @@ class _FusedTransform(torch.nn.Module):
         Returns:
             ``(N, C, h, w)``: floating point as it came, uint8 as float32 in [0, 1].
         """
+        if not isinstance(images, torch.Tensor):
+            raise TypeError(
+                f"{type(self).__name__} takes a tensor, got {type(images).__name__}. Give it to "
+                "DataPrefetcher(transforms=[...]), and let the dataset return EncodedImage."
+            )
         head, _ = read_transforms([self])
         seed = int(torch.randint(2**62, ()))
         images = images if images.dim() == 4 else images[None]
@@ -300,7 +305,7 @@ class RandomResizedCrop(_FusedTransform):
 
     Args:
         size: result, an int for a square or ``(height, width)``, in pixels.
-        scale: range of the crop's share of the area, in (0, 1].
+        scale: range of the crop's share of the area; a draw above 1 fits no image and is repeated.
         ratio: range of width / height.
         interpolation: ``"bilinear"`` or ``"bicubic"``.
 
@@ -316,7 +321,7 @@ class RandomResizedCrop(_FusedTransform):
         interpolation: str = "bilinear",
     ) -> None:
         for name, value in (("scale", scale), ("ratio", ratio)):
-            if len(value) != 2 or not 0 < value[0] <= value[1]:
+            if np.shape(value) != (2,) or not 0 < value[0] <= value[1] < math.inf:
                 raise ValueError(f"{name} must be (low, high) with 0 < low <= high, got {value!r}.")
         pair = _pair(size, "RandomResizedCrop")
         super().__init__(_ResizedCrop(pair, tuple(scale), tuple(ratio), interpolation))
@@ -336,7 +341,7 @@ class Resize(_FusedTransform):
 
     def __init__(self, size: int | Sequence[int], interpolation: str = "bilinear") -> None:
         pair = _pair(size, "Resize")
-        super().__init__(_Resize(size if isinstance(size, int) else pair, interpolation))
+        super().__init__(_Resize(pair if isinstance(size, Sequence) else pair[0], interpolation))
 
 
 class CenterCrop(_FusedTransform):
@@ -404,6 +409,8 @@ def _extended(head: Head, transform: Any) -> Head | None:
             tuple(torch.as_tensor(transform.flags[name]).double().flatten().tolist())
             for name in ("mean", "std")
         )
+        if 0.0 in std:
+            raise ValueError(f"Normalize divides by std, which must not be 0, got {std}.")
         return replace(head, mean=mean, std=std, names=names)
     op: Any = transform.op if isinstance(transform, _FusedTransform) else None
     op = _kornia_op(transform) if kornia else op
@@ -458,14 +465,16 @@ def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
     """
     if head.size is not None:
         return
-    stop = f"{type(tail[0]).__name__} comes first and" if tail else "nothing in the list"
-    fused = f" after {', '.join(head.names)}" if head.names else ""
-    hint = ""
-    if tail and type(tail[0]).__module__.startswith("torchvision."):
-        hint = " gpuprefetch.convert_transforms() makes such a list of torchvision's pipelines."
+    stop, hint = ", ".join(head.names) or "an empty list", ""
+    if tail:
+        first = type(tail[0]).__name__
+        stop = f"{first} behind {stop}" if head.names else f"{first} comes first and"
+        if type(tail[0]).__module__.startswith("torchvision."):
+            hint = " gpuprefetch.convert_transforms() makes such a list of torchvision's pipelines."
     raise ValueError(
-        f"Decoded photos have different sizes, and {stop}{fused} does not give them one. Start the "
-        "list with gpuprefetch.RandomResizedCrop(224) for training, or gpuprefetch.Resize(256) and "
+        f"Decoded photos have different sizes, and {stop} does not give them the one that "
+        "transforms, dtype and memory_format need. Start the list with "
+        "gpuprefetch.RandomResizedCrop(224) for training, or gpuprefetch.Resize(256) and "
         "gpuprefetch.CenterCrop(224) for validation; kornia's RandomResizedCrop, Resize, CenterCrop"
         " and RandomCrop (bilinear, p=1, no padding) work as well." + hint
     )

@@ -4,10 +4,11 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from gpuprefetch import CenterCrop, RandomResizedCrop, Resize
+from gpuprefetch import CenterCrop, EncodedImage, RandomResizedCrop, Resize
 from gpuprefetch._random import fold
 from gpuprefetch._resample import resample
 from gpuprefetch._transforms import (
@@ -219,6 +220,20 @@ def test_lists_that_cannot_batch_photos_are_refused(transforms):
         require_fixed_size(*read_transforms(transforms))
 
 
+@pytest.mark.parametrize(
+    ("transforms", "text"),
+    [
+        ([K.RandomHorizontalFlip(), torch.nn.Identity()], "Identity behind RandomHorizontalFlip"),
+        ([K.Normalize(MEAN, STD), RandomResizedCrop(8)], "RandomResizedCrop behind Normalize"),
+        ([K.RandomHorizontalFlip()], "RandomHorizontalFlip"),
+        ([], "an empty list"),
+    ],
+)
+def test_what_stands_in_the_way_of_one_size_is_named(transforms, text):
+    with pytest.raises(ValueError, match=f"and {text} does not give them the one"):
+        require_fixed_size(*read_transforms(transforms))
+
+
 def test_a_torchvision_pipeline_is_sent_to_its_converter():
     with pytest.raises(ValueError, match=r"Compose comes first.*convert_transforms\(\)"):
         require_fixed_size(*read_transforms(v2.Compose([v2.RandomResizedCrop(8)])))
@@ -260,6 +275,42 @@ def test_head_without_a_size_keeps_that_of_the_batch():
 def test_wrong_arguments_are_refused(make):
     with pytest.raises((ValueError, TypeError), match=r"size|scale|ratio|interpolation|iterable"):
         make()
+
+
+@pytest.mark.parametrize("make", [RandomResizedCrop, Resize, CenterCrop])
+@pytest.mark.parametrize("size", [None, 8.0, {8: 9}])
+def test_a_wrong_size_is_a_value_error(make, size):
+    with pytest.raises(ValueError, match=rf"{make.__name__}\(size=...\) takes a positive int or"):
+        make(size)
+
+
+@pytest.mark.parametrize("scale", [0.5, None, (0.1, 0.5, 1.0), (0.1, float("inf"))])
+def test_a_wrong_range_is_a_value_error(scale):
+    for name in ("scale", "ratio"):
+        with pytest.raises(ValueError, match=rf"{name} must be \(low, high\)"):
+            RandomResizedCrop(8, **{name: scale})
+
+
+def test_sizes_are_integers_of_any_kind():
+    for make in (RandomResizedCrop, Resize, CenterCrop):
+        assert make(np.int64(8)).op == make(8).op
+        assert make((np.int32(8), 9)).op == make([8, 9]).op
+    assert run([RandomResizedCrop(8, scale=(0.5, 1.5))], photos())[0].shape == (4, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    "image", [Image.new("RGB", (9, 9)), np.zeros((9, 9, 3), np.uint8), EncodedImage(b"")]
+)
+def test_what_is_no_tensor_is_sent_to_the_prefetcher(image):
+    for op in (RandomResizedCrop(8), Resize(8), CenterCrop(8)):
+        text = rf"{type(op).__name__} takes a tensor, got {type(image).__name__}\..*EncodedImage"
+        with pytest.raises(TypeError, match=text):
+            v2.Compose([op])(image)
+
+
+def test_normalize_does_not_divide_by_zero():
+    with pytest.raises(ValueError, match=r"must not be 0, got \(0.5, 0.0, 0.5\)"):
+        read_transforms([RandomResizedCrop(8), K.Normalize(MEAN, (0.5, 0.0, 0.5))])
 
 
 @pytest.mark.slow
