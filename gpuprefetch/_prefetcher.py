@@ -6,6 +6,7 @@ import _thread
 import contextlib
 import copy
 import gc
+import operator
 import os
 import threading
 import time
@@ -38,6 +39,7 @@ from gpuprefetch._pipeline import (
     count_images,
 )
 from gpuprefetch._replay import KEPT, NotedSampler, Notes, has_indices, note, replay, stands_alone
+from gpuprefetch._resample import _FLOAT_DTYPES
 from gpuprefetch._resume import Source, in_order, kind
 from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stage
@@ -485,7 +487,12 @@ def _end(engine: _Engine, use: list[str]) -> None:
 def _resolve_device(device: torch.device | str | int | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    try:
+        resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f'device must be "cuda", "cuda:1", an index, a torch.device or "cpu", got {device!r}.'
+        ) from error
     if resolved.type == "cpu":
         return resolved
     if resolved.type != "cuda":
@@ -543,7 +550,7 @@ class DataPrefetcher:
         stats: counters, see :class:`Stats`.
 
     Raises:
-        TypeError: if ``loader`` is a dataset or cannot be iterated, or a transform is not callable.
+        TypeError: if ``loader`` is a dataset or iterated once, or a transform is not callable.
         ValueError: for other arguments out of range, and for transforms that cannot work.
 
     Example:
@@ -568,11 +575,18 @@ class DataPrefetcher:
         max_bad: int | None = None,
         memory_budget: str | int | None = None,
     ) -> None:
-        if isinstance(loader, Dataset) or not hasattr(loader, "__iter__"):
+        if isinstance(loader, (Dataset, str, bytes, type)) or not hasattr(loader, "__iter__"):
             raise TypeError(
                 f"DataPrefetcher wraps a DataLoader, got {type(loader).__name__}. "
                 "Build one first: DataPrefetcher(DataLoader(dataset, batch_size=...)), with "
                 "batch_size=None for what gives batches already, as WebDataset's WebLoader."
+            )
+        # Of other modules a class may begin anew in an __iter__ that returns itself.
+        once = ("builtins", "itertools", "torch.utils.data.dataloader")
+        if hasattr(loader, "__next__") and type(loader).__module__ in once:
+            raise TypeError(
+                f"A {type(loader).__name__} gives its batches once. Pass what can be iterated anew "
+                "for each epoch, such as the DataLoader itself."
             )
         if not isinstance(device_prefetch_size, int) or device_prefetch_size < 1:
             raise ValueError(
@@ -584,16 +598,24 @@ class DataPrefetcher:
             )
         if max_bad is not None and (not isinstance(max_bad, int) or max_bad < 0):
             raise ValueError(f"max_bad is a number of images, or None, got {max_bad!r}.")
-        floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        if dtype not in (None, torch.uint8) and not floats:
+        if dtype not in (None, torch.uint8, *_FLOAT_DTYPES):
             raise ValueError(
-                "dtype must be torch.uint8 or a floating-point one, as torch.bfloat16, got "
-                f"{dtype!r}."
+                "dtype must be torch.uint8 or a floating-point one of 16 bits or more, as "
+                f"torch.bfloat16, got {dtype!r}."
             )
+        if memory_format not in (None, torch.contiguous_format, torch.channels_last):
+            raise ValueError(
+                f"memory_format is torch.contiguous_format or channels_last, got {memory_format!r}."
+            )
+        if apply_exif not in (True, False):
+            raise ValueError(f"apply_exif must be True or False, got {apply_exif!r}.")
+        if seed is not None and not hasattr(seed, "__index__"):
+            raise ValueError(f"seed is an int, or None, got {seed!r}.")
         self._loader = loader
         self.device = _resolve_device(device)
         head, tail = read_transforms(transforms)
-        if (head.names or tail) and _is_encoded_folder(getattr(loader, "dataset", None)):
+        asked = dtype not in (None, torch.uint8) or memory_format is torch.channels_last
+        if (head.names or tail or asked) and _is_encoded_folder(getattr(loader, "dataset", None)):
             require_fixed_size(head, tail)
         backend = self._backend(decoder)
         share = torch.zeros(1, dtype=torch.float64)
@@ -602,7 +624,7 @@ class DataPrefetcher:
             head,
             on_gpu=backend is not None,
             apply_exif=apply_exif,
-            seed=torch.initial_seed() if seed is None else seed,
+            seed=torch.initial_seed() if seed is None else operator.index(seed),
             epoch=torch.zeros(1, dtype=torch.int64),
             share=share,
             output=(dtype or torch.float32, memory_format or torch.contiguous_format)

@@ -565,6 +565,14 @@ def test_lists_that_cannot_work_are_refused_when_built(photo_folder):
         next(iter(prefetcher))
 
 
+def test_a_dtype_of_photos_without_one_size_is_refused_when_built(photo_folder):
+    loader = loader_of(EncodedImageFolder(photo_folder), "cpu")
+    for options in ({"dtype": torch.float16}, {"memory_format": torch.channels_last}):
+        with pytest.raises(ValueError, match=r"an empty list .* dtype and memory_format need"):
+            DataPrefetcher(loader, device="cpu", **options)
+    DataPrefetcher(loader, device="cpu", dtype=torch.uint8)  # which they are
+
+
 def test_transforms_without_images_are_refused():
     loader = loader_of(torch.utils.data.TensorDataset(torch.ones(4, 5)), "cpu", num_workers=0)
     with pytest.raises(ValueError, match="neither an EncodedImage nor"):
