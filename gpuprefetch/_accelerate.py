@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -245,12 +246,33 @@ def _with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
     return clone
 
 
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two ops hold the same: the ``repr`` of a Lambda, and of others, leaves it out."""
+    if a is b or type(a) is not type(b):
+        return a is b
+    if isinstance(a, (torch.Tensor, np.ndarray)):
+        return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    try:
+        if isinstance(a, (FunctionType, CellType)):
+            held = ("__code__", "__defaults__", "__kwdefaults__", "__closure__", "cell_contents")
+            return all(_alike(getattr(a, name, None), getattr(b, name, None)) for name in held)
+        if type(a).__eq__ is object.__eq__:  # type: ignore[comparison-overlap]
+            return _alike(a.__reduce_ex__(2), b.__reduce_ex__(2))
+        return bool(a == b)
+    except Exception:  # the user's classes: what cannot be compared is not known to be the same
+        return False
+
+
 def pipeline_of(folders: list[Any]) -> list[Any]:
     pipelines = [[*flatten(folder.transform)] for folder in folders]
-    if len({repr(pipeline) for pipeline in pipelines}) != 1:
+    if not all(_alike(pipeline, pipelines[0]) for pipeline in pipelines[1:]):
         raise TypeError(
             "The datasets of the loader have different transforms, and a batch on the device is "
-            "transformed as one. Build one loader for each of them."
+            "transformed as one. Give them one object, or build one loader for each of them."
         )
     if pipelines[0] == [None]:
         raise TypeError(

@@ -12,6 +12,7 @@ import threading
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import kornia.augmentation as K
 import numpy as np
@@ -27,8 +28,8 @@ from torchvision.transforms import InterpolationMode, v2
 
 import gpuprefetch
 from gpuprefetch import DataPrefetcher, _per_image
-from gpuprefetch._accelerate import accelerate
-from gpuprefetch._convert import UnsupportedTransformError, convert, convert_transforms
+from gpuprefetch._accelerate import accelerate, pipeline_of
+from gpuprefetch._convert import UnsupportedTransformError, convert, convert_transforms, flatten
 from gpuprefetch._explain import explain
 from gpuprefetch._parity import parity
 from gpuprefetch._random import SeededDraws, fold
@@ -608,6 +609,38 @@ def test_datasets_that_do_not_read_through_their_loader_are_refused(folder):
     with pytest.raises(TypeError, match="different transforms"):
         parts = [ImageFolder(folder, v1.Compose(VAL)), ImageFolder(folder, v1.Compose(VAL[:3]))]
         accelerate(DataLoader(ConcatDataset(parts)), **CPU)
+
+
+def quiet(size, *, pad=False, shift=0.0):
+    """A pipeline with what a ``repr`` leaves out."""
+    add = partial(torch.add, other=shift)
+    crop = v1.RandomCrop(size, pad_if_needed=pad)
+    return [crop, v1.ToTensor(), v1.Lambda(lambda image: add(image))]
+
+
+@pytest.mark.parametrize("swap", [1, -1])
+@pytest.mark.parametrize("options", [{"pad": True}, {"shift": 0.1}])
+def test_transforms_that_only_look_alike_are_told_apart(folder, options, swap):
+    pipelines = [quiet(40), quiet(40, **options)][::swap]
+    assert repr(pipelines[0]) == repr(pipelines[1])
+    parts = [ImageFolder(folder, v1.Compose(ops)) for ops in pipelines]
+    with pytest.raises(TypeError, match=r"different transforms.*Give them one object"):
+        accelerate(DataLoader(ConcatDataset(parts)), keep_unknown=True, **CPU)
+
+
+def test_pipelines_built_twice_are_the_same():
+    def own():
+        tensors = v2.LinearTransformation(torch.eye(3), torch.ones(3))
+        apart = torch.nn.Sequential(v2.RandomErasing(), K.ColorJitter(0.1, 0.1))
+        return [*quiet(40), partial(torch.add, other=1), tensors, apart, v2.RandomChoice([apart])]
+
+    pairs = {name: (PUBLISHED[name], new) for name, new in published_pipelines().items()}
+    for name, pair in ({"own": (own(), own())} | pairs).items():
+        first, second = (SimpleNamespace(transform=pipeline) for pipeline in pair)
+        assert first.transform is not second.transform, name
+        assert len(pipeline_of([first, second])) > 1, name
+        with pytest.raises(TypeError, match="different transforms"):
+            pipeline_of([first, SimpleNamespace(transform=[*flatten(second.transform)][1:])])
 
 
 def test_what_is_no_loader_of_batches_is_refused(folder):
