@@ -228,6 +228,11 @@ class _Converter:
         name = name_of(op)
         if name is None and isinstance(getattr(op, "interpolation", None), tuple):
             _refuse(op, 'one launch has one filter, interpolation="random" needs two')
+        if name is None and type(op).__module__.startswith(("kornia.", "gpuprefetch.")):
+            raise UnsupportedTransformError(
+                f"{type(op).__name__} is not torchvision's, and runs on the device as it is. Leave "
+                "it out, and pass transforms=[*convert_transforms(pipeline), it]."
+            )
         if name is None:
             _refuse(op, why_not(op))
         if name in CONVERSIONS:

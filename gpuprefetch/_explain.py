@@ -31,7 +31,10 @@ def explain(transforms_or_prefetcher: Any) -> str:
     if isinstance(given, DataPrefetcher):
         pipeline = given._pipeline
         return _explain(pipeline.head, pipeline.tail, pipeline.dtype, pipeline.memory_format)
-    if any(name_of(op) is not None for op in flatten(given)):
+    ops = list(flatten(given))
+    # torchvision's may stand in a prefetcher's list, too.
+    own = any(type(op).__module__.startswith(("kornia.", "gpuprefetch.")) for op in ops)
+    if not own and any(name_of(op) is not None for op in ops):
         given = convert_transforms(given)
     return _explain(*read_transforms(given))
 

@@ -784,6 +784,24 @@ def test_explain_says_what_is_fused_and_why_the_rest_is_not():
     )
 
 
+def test_explain_takes_what_a_prefetcher_takes():
+    jitter, noise = K.ColorJitter(0.1, 0.1), v2.GaussianNoise()
+    for ops in ([gpuprefetch.Resize((9, 9)), jitter, noise], [K.Resize((9, 9)), noise]):
+        *_, last = explain(ops).splitlines()
+        assert last.startswith("GaussianNoise") and "float32 (N, 3, 9, 9)" in last
+    converted = convert_transforms([v2.CenterCrop(9), v2.ColorJitter(0.1), v2.ToImage()])
+    assert "uint8 (N, 3, 9, 9)" in explain(converted)
+
+
+def test_what_is_on_the_device_already_is_not_converted():
+    for op in (K.ColorJitter(0.1, 0.1), gpuprefetch.CenterCrop(9)):
+        text = (
+            rf"{type(op).__name__} is not torchvision's.*=\[\*convert_transforms\(pipeline\), it\]"
+        )
+        with pytest.raises(UnsupportedTransformError, match=text):
+            convert_transforms([v2.CenterCrop(9), op, v2.ToImage()])
+
+
 def test_no_warnings_from_a_v1_pipeline():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
