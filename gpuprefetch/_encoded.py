@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,8 @@ class EncodedImage:
         path: where the bytes come from, for error messages.
 
     Raises:
-        TypeError: if ``data`` is not one of these.
+        TypeError: if ``data`` is not one of these, or ``index`` no integer.
+        ValueError: if ``index`` is beyond int64.
     """
 
     data: Any
@@ -43,6 +45,13 @@ class EncodedImage:
 
     def __post_init__(self) -> None:
         self._made = time.perf_counter()
+        try:
+            struct.pack("q", self.index)
+        except struct.error:
+            raise (ValueError if isinstance(self.index, int) else TypeError)(
+                "EncodedImage(data, index, path) takes the number of the sample in its dataset for "
+                f"index, an int64, or -1 where there is none, got {self.index!r}."
+            ) from None
         if isinstance(self.data, (torch.Tensor, np.ndarray)):
             array = np.asarray(self.data)
             if array.dtype != np.uint8 or array.ndim != 1:

@@ -315,7 +315,15 @@ class HostStage:
         samples = self.packer.follow(samples)
         self.packer.begin(samples if isinstance(samples, list) else [samples])
         with packing(self.packer):
-            batch = pack_lists(mark(self.collate_fn(samples), samples), self.packer)
+            try:
+                batch = pack_lists(mark(self.collate_fn(samples), samples), self.packer)
+            except TypeError as error:
+                if "PIL." in str(error):
+                    error.add_note(
+                        "Let the dataset return EncodedImage, as EncodedImageFolder does, or move "
+                        "torchvision's folders over with gpuprefetch.accelerate(loader)."
+                    )
+                raise
         packed = encoded_leaves(batch)
         targets = fate(batch, samples) if packed else ""
         for images in packed:

@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 import threading
+import traceback
 from itertools import combinations
 from pathlib import Path
 
@@ -571,6 +572,31 @@ def test_a_dtype_of_photos_without_one_size_is_refused_when_built(photo_folder):
         with pytest.raises(ValueError, match=r"an empty list .* dtype and memory_format need"):
             DataPrefetcher(loader, device="cpu", **options)
     DataPrefetcher(loader, device="cpu", dtype=torch.uint8)  # which they are
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pil_images_are_told_the_way(photo_folder, workers):
+    loader = loader_of(ImageFolder(photo_folder), "cpu", num_workers=workers)
+    with pytest.raises(TypeError) as caught:
+        next(iter(DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(8)])))
+    text = "".join(traceback.format_exception(caught.value))
+    assert "found <class 'PIL.Image.Image'>" in text
+    assert "return EncodedImage, as EncodedImageFolder does" in text
+    assert "gpuprefetch.accelerate(loader)" in text
+
+
+@pytest.mark.parametrize("index", [None, "3", 1.5, [1]])
+def test_an_index_is_an_integer(index):
+    with pytest.raises(TypeError, match=r"number of the sample in its dataset.* got"):
+        EncodedImage(b"", index)
+
+
+def test_an_index_has_64_bits():
+    for index in (-(2**63), np.uint8(3), torch.tensor(4), 2**63 - 1):
+        assert EncodedImage(b"", index).index == index
+    for index in (-(2**63) - 1, 2**63):
+        with pytest.raises(ValueError, match=f"an int64.* got {index}"):
+            EncodedImage(b"", index)
 
 
 def test_transforms_without_images_are_refused():
