@@ -37,6 +37,7 @@ from gpuprefetch._targets import (
     PerSample,
     is_per_sample,
     refuse_unfollowed,
+    run,
     run_tail,
     unmark,
     unstack,
@@ -264,7 +265,7 @@ class Pipeline:
             return images
         with Stage(self.stats, "tail"), SeededDraws(seed):
             for transform in self.tail:
-                images = transform(images)
+                images = run(transform, images)
         return images
 
     def _rows_to_keep(self, jobs: list[ImageJob]) -> torch.Tensor | None:

@@ -298,11 +298,11 @@ def run_tail(tail: Sequence[Any], images: Any, batch: Any, fate: str) -> tuple[A
     columns = select(batch, is_per_sample)
     samples: Samples = [list(parts) for parts in zip(*columns, strict=True)]
     for transform in tail:
-        run = _runner(transform)
-        if run is None:
-            images = transform(images)
+        runner = _runner(transform)
+        if runner is None:
+            images = run(transform, images)
         elif fate == "kept":
-            images, samples = run(images, samples)
+            images, samples = runner(images, samples)
         else:
             raise ValueError(
                 f"{type(transform).__name__} moves boxes, masks and points, but the collate_fn has "
@@ -312,6 +312,14 @@ def run_tail(tail: Sequence[Any], images: Any, batch: Any, fate: str) -> tuple[A
     renewed = zip(columns, zip(*samples, strict=True), strict=True)
     moved = {id(old): old.of(new) for old, new in renewed}
     return images, map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch, is_per_sample)
+
+
+def run(transform: Any, images: Any) -> Any:
+    """What a transform makes of a batch of images alone."""
+    if (result := transform(images)) is None:
+        name = getattr(transform, "__name__", type(transform).__name__)
+        raise TypeError(f"the transform {name} returned None. Let it return the images.")
+    return result
 
 
 def _runner(transform: Any) -> Callable[[Any, Samples], Any] | None:

@@ -397,6 +397,31 @@ def test_wrong_arguments_are_refused(arguments, error, text):
         DataPrefetcher(**({"loader": loader} | arguments))
 
 
+class Rewound:
+    """As DALI's iterators: its own iterator, which begins anew."""
+
+    def __iter__(self):
+        self.batches = iter(range(3))
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
+def test_an_iterator_that_begins_anew_is_a_loader():
+    prefetcher = DataPrefetcher(Rewound(), device="cpu")
+    assert [list(prefetcher) for _ in range(2)] == [[0, 1, 2]] * 2
+
+
+def test_a_transform_that_returns_nothing_is_named():
+    def draw_on(images):
+        images.add_(1)
+
+    loader = loader_of(Numbers(kind="tensor"), "cpu")
+    with pytest.raises(TypeError, match="the transform draw_on returned None"):
+        next(iter(DataPrefetcher(loader, device="cpu", transforms=[draw_on, torch.neg])))
+
+
 @pytest.mark.gpu
 def test_an_unpinned_loader_works_and_is_told_about_once():
     prefetcher = DataPrefetcher(DataLoader(Numbers(8), batch_size=4))

@@ -530,6 +530,11 @@ def test_refusals(name):
         list(prefetcher(dataset, [Resize((40, 40)), *tail], **options))
 
 
+def test_a_transform_that_returns_nothing_is_named():
+    with pytest.raises(TypeError, match="the transform <lambda> returned None"):
+        list(prefetcher(Squares(2), [Resize((40, 40)), lambda images: None, K.RandomAffine(9)]))
+
+
 @pytest.mark.parametrize("transforms", [[Resize(9)], [K.RandomAffine(9)], [v2.RandomRotation(9)]])
 def test_targets_of_images_that_came_as_tensors(transforms):
     boxes = tv_tensors.BoundingBoxes([[1, 2, 3, 4]], format="XYXY", canvas_size=(8, 8))
