@@ -80,12 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--device", help="such as cuda:1; the current one by default")
         command.add_argument("--output", type=Path, help="JSON file to write the report to")
     args = parser.parse_args(arguments)
+    if args.output and not args.output.parent.is_dir():  # or it is found behind all the work
+        parser.error(f"there is no folder {args.output.parent} for --output")
     try:
         report = args.run(args)
         print(report)
         if args.output:
             args.output.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     return 0 if getattr(report, "ok", True) else 1

@@ -145,6 +145,13 @@ def test_drawn_once(scenes, tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.parametrize("name", ["epochs", "batch-size", "image-size", "limit-batches"])
+def test_wrong_arguments_are_found_before_the_training(train, folder, capsys, name):
+    with pytest.raises(SystemExit):
+        train.parse_args([str(folder), f"--{name}", "0"])
+    assert f"--{name}: 0 is not positive" in capsys.readouterr().err
+
+
 def test_a_folder_without_annotations(train, tmp_path):
     with pytest.raises(FileNotFoundError, match="instances_val"):
         train.CocoFolder(tmp_path, "val")

@@ -138,6 +138,15 @@ def test_command_line(photo_folder, tmp_path, capsys):
     assert main(["doctor", str(photo_folder), "--model", "resnet1"]) == 2
     assert "resnet1" in capsys.readouterr().err
     assert main(["doctor", str(tmp_path)]) == 2
+    assert main(["doctor", str(output)]) == 2
+    assert "Not a directory" in capsys.readouterr().err
+
+
+def test_the_folder_of_the_report_is_looked_for_before_the_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("gpuprefetch.__main__._doctor", lambda args: pytest.fail("worked"))
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", str(tmp_path), "--output", str(tmp_path / "none" / "report.json")])
+    assert "no folder" in capsys.readouterr().err
 
 
 # Milliseconds of a batch: of the loader alone, of the step alone, of the loop, of them waiting, and

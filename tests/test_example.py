@@ -173,6 +173,24 @@ def test_a_folder_that_is_none_of_imagenets(train, folder, capsys):
     assert "no folder with train/CLASS/* and val/CLASS/*" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--epochs 0", "--epochs: 0 is not positive"),
+        ("--batch-size -4", "--batch-size: -4 is not positive"),
+        ("--limit-batches 0", "--limit-batches: 0 is not positive"),
+        ("--checkpoint-steps 0", "--checkpoint-steps: 0 is not positive"),
+        ("--checkpoint none/last.pt", "none is no folder to write last.pt to"),
+        ("--summary none/run.json", "none is no folder to write run.json to"),
+        ("--resume --checkpoint none.pt", "there is no checkpoint none.pt"),
+    ],
+)
+def test_wrong_arguments_are_found_before_the_training(train, folder, capsys, arguments, text):
+    with pytest.raises(SystemExit):
+        train.parse_args([str(folder), *arguments.split()])
+    assert text in capsys.readouterr().err
+
+
 def test_too_few_pictures_for_a_batch(run):
     with pytest.raises(ValueError, match="Lower --batch-size"):
         run("--epochs", "1", "--batch-size", "32")

@@ -72,17 +72,23 @@ def parse_args(argv):
     add("data", nargs="?", type=Path, metavar="DATA", help="folder with annotations/ and pictures")
     add("--model", help="small_ssd, or a detection model of torchvision")
     add("--loader", choices=["gpuprefetch", "torchvision"], default="gpuprefetch")
-    add("--epochs", type=int)
-    add("--batch-size", type=int)
-    add("--image-size", type=int, help="height and width in pixels")
+    add("--epochs", type=positive)
+    add("--batch-size", type=positive)
+    add("--image-size", type=positive, help="height and width in pixels")
     add("--lr", type=float, help="the largest of the cycle")
     add("--workers", type=int, default=min(8, os.cpu_count()))
-    add("--limit-batches", type=int, help="end each epoch after this many")
+    add("--limit-batches", type=positive, help="end each epoch after this many")
     args = parser.parse_args(argv)
     parser.set_defaults(**(PHOTO_DEFAULTS if args.data else DRAWN_DEFAULTS))
     args = parser.parse_args(argv)
     args.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return args
+
+
+def positive(text):
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
 
 
 # ---- data

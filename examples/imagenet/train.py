@@ -82,23 +82,34 @@ def parse_args(argv):
     add("data", nargs="?", type=Path, metavar="DATA", help="folder with train/ and val/")
     add("--model", default="resnet18", help="any classification model of torchvision")
     add("--loader", choices=["gpuprefetch", "torchvision"], default="gpuprefetch")
-    add("--epochs", type=int)
-    add("--batch-size", type=int, help="of each process")
-    add("--image-size", type=int, help="height and width in pixels")
+    add("--epochs", type=positive)
+    add("--batch-size", type=positive, help="of each process")
+    add("--image-size", type=positive, help="height and width in pixels")
     add("--workers", type=int, default=default_workers(), help="of each DataLoader")
     add("--compile", action="store_true")
     add("--checkpoint", type=Path, default="checkpoint.pt", help="written after each epoch")
-    add("--checkpoint-steps", type=int, metavar="N", help="write it every N steps too")
+    add("--checkpoint-steps", type=positive, metavar="N", help="write it every N steps too")
     add("--resume", action="store_true", help="go on from the checkpoint")
-    add("--limit-batches", type=int, help="end each epoch after this many")
+    add("--limit-batches", type=positive, help="end each epoch after this many")
     add("--summary", type=Path, help="file to write the JSON summary to as well")
     args = parser.parse_args(argv)
+    for path in filter(None, (args.checkpoint, args.summary)):
+        if RANK == 0 and not path.parent.is_dir():  # found here, not behind an epoch
+            parser.error(f"{path.parent} is no folder to write {path.name} to")
+    if args.resume and not args.checkpoint.is_file():
+        parser.error(f"--resume: there is no checkpoint {args.checkpoint}")
     if args.checkpoint_steps and args.loader == "torchvision":
         parser.error("--checkpoint-steps needs --loader gpuprefetch, which knows where it stands")
     if args.data and not ((args.data / "train").is_dir() and (args.data / "val").is_dir()):
         parser.error(f"{args.data} is no folder with train/CLASS/* and val/CLASS/*")
     parser.set_defaults(**(PHOTO_DEFAULTS if args.data else DRAWN_DEFAULTS))
     return parser.parse_args(argv)
+
+
+def positive(text):
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
 
 
 def default_workers():
