@@ -8,7 +8,7 @@ transforms go to the prefetcher.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import CellType, FunctionType
@@ -239,6 +239,13 @@ def view_of(dataset: Any, transform: Any) -> Any:
 
 
 def _with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
+    under_way = [n for n, v in vars(loader).items() if n != "_iterator" and isinstance(v, Iterator)]
+    if under_way:
+        raise TypeError(
+            f"{type(loader).__name__} keeps an iterator over its own dataset (.{under_way[0]}), "
+            "which goes on giving that one's samples. Use a DataLoader, with "
+            "persistent_workers=True for workers that live on."
+        )
     clone = copy.copy(loader)
     # DataLoader refuses to be given another dataset, for its sampler's sake: ours is as long.
     clone.__dict__["dataset"] = dataset

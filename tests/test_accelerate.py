@@ -651,6 +651,20 @@ def test_what_is_no_loader_of_batches_is_refused(folder):
         accelerate(DataLoader(loader.dataset, batch_size=None), **CPU)
 
 
+def test_a_loader_that_runs_already_is_refused(folder):
+    kind = pytest.importorskip("timm.data.loader").MultiEpochsDataLoader
+    dataset = ImageFolder(folder, v1.Compose(VAL))
+    fresh = accelerate(kind(dataset, batch_size=4), **CPU)
+    assert len(list(fresh)) == len(list(fresh)) == 5
+    loader = kind(dataset, batch_size=4)
+    next(iter(loader))  # it goes on with this iterator, over transformed images
+    with pytest.raises(TypeError, match="MultiEpochsDataLoader keeps an iterator over its own"):
+        accelerate(loader, **CPU)
+    persistent = DataLoader(dataset, 4, num_workers=1, persistent_workers=True)
+    next(iter(persistent))
+    assert len(list(accelerate(persistent, **CPU))) == 5  # torch's own has one of each clone's
+
+
 def test_two_images_of_a_sample(folder):
     transform = v1.Compose([v1.RandomResizedCrop(40), *VAL[2:]])
     one, two, _ = next(iter(accelerate(DataLoader(Pair(folder, transform), 4), **CPU)))
