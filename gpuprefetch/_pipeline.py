@@ -191,6 +191,8 @@ class Pipeline:
         if rows is not None and not len(rows):
             return EMPTY
         count, targets = len(jobs[0].images), jobs[0].images.targets
+        if rows is not None or self.only is not None:
+            _refuse_fewer_rows(batch, jobs[0].images.samples)
 
         def keep(leaf: Any) -> Any:
             if rows is None or isinstance(leaf, ImageJob):
@@ -341,6 +343,23 @@ def _take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
             "none. Let the collate function give what it holds, in a dict."
         )
     return leaf
+
+
+def _refuse_fewer_rows(batch: Any, samples: Sequence[int]) -> None:
+    """Refuse a batch with several images of a sample in one tensor, and one row of the rest."""
+    known = [sample for sample in samples if sample >= 0]
+    if (count := len(set(known))) == len(known):
+        return
+
+    def is_column(node: Any) -> bool:
+        return _is_column(node, count=count) and not all(_has_rows(e, len(samples)) for e in node)
+
+    if any(_has_rows(leaf, count) for leaf in leaves(batch, is_column)):
+        raise ValueError(
+            "on_error and replay take rows out of the batch, and the collate function has made "
+            f"{len(samples)} images of {count} samples beside {count} rows of the rest. Let it "
+            "repeat these too, or give each view of the samples as a tensor of its own."
+        )
 
 
 def _is_column(batch: Any, *, count: int) -> bool:

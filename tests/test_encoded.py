@@ -748,6 +748,33 @@ def test_a_bad_image_among_samples_apart_is_an_error(photo_folder, views, on_err
         list(prefetcher)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("names", [False, True])
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_a_bad_image_that_is_there_twice(photo_folder, size, names, on_error):
+    def twice(samples):
+        images, targets = default_collate([sample for sample in samples for _ in range(2)])
+        return images, [targets, targets]
+
+    def images_twice(samples):
+        images, targets = twice(samples)
+        targets = targets[0][::2]
+        return images, [str(target) for target in targets.tolist()] if names else targets
+
+    def prefetcher(collate_fn):
+        return DataPrefetcher(
+            loader_of(damaged(photo_folder), "cpu", batch_size=size, collate_fn=collate_fn),
+            device="cpu",
+            transforms=[Resize((16, 16))],
+            on_error=on_error,
+        )
+
+    with pytest.raises(ValueError, match=f"{2 * size} images of {size} samples beside {size} rows"):
+        list(prefetcher(images_twice))
+    for images, targets in prefetcher(twice):
+        assert len(images) == len(targets[0]) == len(targets[1])
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*deprecated")  # torchvision's decoder, from 0.29 on
 @pytest.mark.parametrize("decoder", ["torchcodec", "torchvision", "cpu"])
