@@ -550,7 +550,8 @@ class DataPrefetcher:
         stats: counters, see :class:`Stats`.
 
     Raises:
-        TypeError: if ``loader`` is a dataset or iterated once, or a transform is not callable.
+        TypeError: if ``loader`` is a dataset, iterated once or what accelerate prepared, or a
+            transform is not callable.
         ValueError: for other arguments out of range, and for transforms that cannot work.
 
     Example:
@@ -587,6 +588,12 @@ class DataPrefetcher:
             raise TypeError(
                 f"A {type(loader).__name__} gives its batches once. Pass what can be iterated anew "
                 "for each epoch, such as the DataLoader itself."
+            )
+        if hasattr(loader, "base_dataloader"):  # its end would come before ours, ahead of the loop
+            raise TypeError(
+                "what accelerator.prepare() returns counts the batches of the loop: put the "
+                "prefetcher into it, prepared.base_dataloader = "
+                "DataPrefetcher(prepared.base_dataloader, device=accelerator.device)."
             )
         if not isinstance(device_prefetch_size, int) or device_prefetch_size < 1:
             raise ValueError(

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from torch.utils.data import DataLoader, IterableDataset
+
+from gpuprefetch import DataPrefetcher
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "frameworks"
@@ -170,6 +173,30 @@ def test_accelerate_with_two_processes(request):
     mine = [result[2]["mine"] for result in results]
     assert mine[0] != results[0][3]["mine"]  # another order in the second epoch
     assert not set(mine[0][:8]) & set(mine[1][:8])
+
+
+def test_a_prefetcher_goes_into_what_accelerate_prepares():
+    Accelerator = pytest.importorskip("accelerate").Accelerator
+    prepared = Accelerator(cpu=True).prepare(DataLoader(range(42), 4))
+    with pytest.raises(TypeError, match=r"prepared\.base_dataloader = DataPrefetcher"):
+        DataPrefetcher(prepared, device="cpu")
+    prepared.base_dataloader = DataPrefetcher(prepared.base_dataloader, device="cpu")
+    assert sum(map(len, prepared)) == 42
+
+
+def test_lightning_recipe_without_a_length(monkeypatch):
+    pytest.importorskip("lightning", exc_type=ImportError)
+    monkeypatch.syspath_prepend(FOLDER)
+
+    class Endless(IterableDataset):
+        def __iter__(self):
+            yield from range(40)
+
+    kind = importlib.import_module("with_lightning").Prefetcher
+    first, resumed = (kind(DataLoader(Endless(), 4), device="cpu") for _ in range(2))
+    next(iter(first))
+    resumed.load_state_dict(first.state_dict())
+    assert len(list(resumed)) == 9
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")

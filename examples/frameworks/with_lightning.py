@@ -8,6 +8,7 @@ already, numbers the sampler's epochs, and saves where an epoch stands in its ch
 """
 
 import sys
+from operator import length_hint
 from pathlib import Path
 
 import kornia.augmentation as K
@@ -25,7 +26,7 @@ class Prefetcher(DataPrefetcher):
     def state_dict(self):
         # Lightning counts the batches: behind the last one, the epoch is over and the next one due.
         state = super().state_dict()
-        if state["batches"] < len(self):
+        if state["batches"] < length_hint(self, sys.maxsize):  # an iterable may have no length
             return state
         return {"epoch": state["epoch"] + 1, "batches": 0, "seed": state["seed"]}
 
