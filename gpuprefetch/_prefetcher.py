@@ -40,7 +40,7 @@ from gpuprefetch._pipeline import (
 )
 from gpuprefetch._replay import KEPT, NotedSampler, Notes, has_indices, note, replay, stands_alone
 from gpuprefetch._resample import _FLOAT_DTYPES
-from gpuprefetch._resume import Source, in_order, kind
+from gpuprefetch._resume import Source, in_order, kind, owners
 from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stage
 from gpuprefetch._stream import handoff, lease_stream, return_stream, throttle, using
@@ -691,8 +691,11 @@ class DataPrefetcher:
         loader, pipeline = self._prepared_loader(epoch)
         notes = self._noted(loader, epoch)
         load_decoders()
-        with _garbage_kept_from_forks():
-            source = Source(loader, resumed)
+        try:
+            source = self._source(loader, resumed, notes)
+        except BaseException:
+            self._epoch, self._resume = epoch, resumed is not None  # to be tried once more
+            raise
         self._place = source.place
         self._place["epoch"] = epoch
         self._balancer.begin()
@@ -712,6 +715,18 @@ class DataPrefetcher:
         iterator = _Epoch(engine)
         self._use, _running[id(loader)] = iterator.use, iterator
         return iterator
+
+    def _source(self, loader: Any, resumed: dict[str, Any] | None, notes: Notes) -> Source:
+        with _garbage_kept_from_forks():
+            source = Source(loader, resumed)
+        notes.place = source.place
+        if isinstance(getattr(loader, "batch_sampler", None), NotedSampler):
+            try:
+                notes.refuse_another_order()
+            except ValueError:
+                source.close()
+                raise
+        return source
 
     def _prepared_loader(self, epoch: int) -> tuple[Iterable[Any], Pipeline]:
         """The loader with our packing in its collate; the user's own object is left as it is."""
@@ -797,13 +812,19 @@ class DataPrefetcher:
                 "not known which: to resume would leave some out and repeat others. Give the "
                 "DataLoader in_order=True, or save no state of it."
             )
-        return self._place | {"seed": self._pipeline.packer.seed, "kind": kind(self._loader)}
+        state = self._place | {"seed": self._pipeline.packer.seed, "kind": kind(self._loader)}
+        notes = self._notes.get(self._place["epoch"])
+        if notes is not None and notes.place is self._place:  # else loaded, with its own
+            state["drawn"] = notes.drawn()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter()`` go on where :meth:`state_dict` was taken.
 
         The batches are those of the uninterrupted epoch, also with other workers or another
-        ``device_prefetch_size``, but not with another batch size.
+        ``device_prefetch_size``, but not with another batch size, nor, of an iterable dataset
+        without a state of its own, with another number of workers. An order of integers that the
+        sampler does not draw again is a ``ValueError`` of that ``iter()``.
 
         Raises:
             ValueError: if ``state`` does not come from :meth:`state_dict`, or from that of another
@@ -811,7 +832,8 @@ class DataPrefetcher:
         """
         if not isinstance(state, dict) or not {"epoch", "batches", "seed"} <= state.keys():
             raise ValueError(f"state must come from DataPrefetcher.state_dict(), got {state!r}.")
-        if state.get("kind", kind(self._loader)) != kind(self._loader):
+        # A state of an older version does not know of shared samples, which are named first.
+        if not kind(self._loader).endswith(state.get("kind", "")):
             raise ValueError(
                 f"state is of a loader with {state['kind']}; this one has {kind(self._loader)}. "
                 "Build it as it was."
@@ -820,6 +842,9 @@ class DataPrefetcher:
         self._pipeline.packer.seed = state["seed"]
         self._persistent = None  # its workers may have another seed
         self.set_epoch(state["epoch"])
+        for owner, epoch in zip(owners(self._loader), state.get("epochs", ()), strict=False):
+            if epoch is not None:  # a sampler's, which need not be ours
+                owner.set_epoch(epoch)
         self._place, self._resume = dict(state), "random_states" in state
 
     def replay(self, index: int, epoch: int | None = None) -> Any:
@@ -866,20 +891,12 @@ class DataPrefetcher:
 
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch: for the samplers of the loader, and for the random parameters."""
+        epoch = operator.index(epoch)  # an int, which torch.load takes back, also of numpy's
         self._epoch, self._use = epoch, ["used"]
         if epoch != self._place["epoch"]:
             self._place, self._resume = {"epoch": epoch, "batches": 0}, False
-        batch_sampler = getattr(self._loader, "batch_sampler", None)
-        owners = [
-            self._loader,
-            getattr(self._loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-            getattr(self._loader, "dataset", None),
-        ]
-        for owner in {id(owner): owner for owner in owners}.values():
-            if callable(getattr(owner, "set_epoch", None)):
-                owner.set_epoch(epoch)  # type: ignore[union-attr]
+        for owner in owners(self._loader):
+            owner.set_epoch(epoch)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from gpuprefetch._encoded import EncodedImages
@@ -26,13 +28,47 @@ class Notes:
 
     Attributes:
         seed: of its random parameters.
-        batches: the sampler's, by their number.
+        batches: the sampler's, by their number, which is ahead of the loop.
         shares: of the JPEGs that the workers decoded, by the number of the batch.
+        place: of its :class:`Source`.
     """
 
     seed: int
     batches: list[Sequence[Any]] = field(default_factory=list)
     shares: dict[int, float] = field(default_factory=dict)
+    place: dict[str, Any] = field(default_factory=lambda: {"batches": 0})
+    _checksum: tuple[int, int] = (0, 0)
+
+    def drawn(self) -> tuple[int, int | None]:
+        """The process's rank and a checksum of the samples that the loop has had.
+
+        The checksum is None where they are not all known, or not all integers. It takes 2 us for
+        each batch of 256 that is new since the last call.
+        """
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        (done, value), count = self._checksum, self.place["batches"]
+        new = [batch for batch in self.batches[done:count] if isinstance(batch, array)]
+        if done + len(new) < count:
+            return rank, None
+        for batch in new:
+            value = zlib.crc32(batch, value)
+        self._checksum = count, value
+        return rank, value
+
+    def refuse_another_order(self) -> None:
+        """Compare what a resumed epoch has left out with what was drawn before."""
+        if "drawn" not in self.place:
+            return
+        rank, before = self.place["drawn"]
+        here, now = self.drawn()
+        # Lightning has the state of rank 0 loaded by all.
+        if rank == here and (now != before or len(self.batches) < self.place["batches"]):
+            raise ValueError(
+                "the loader does not begin with the batches that it gave before the interruption. "
+                "What a sampler draws from torch's default generator or from its own `generator` "
+                "is drawn again, not what it draws from elsewhere, nor the order of a loader that "
+                "goes on with the iterator of an earlier epoch."
+            )
 
 
 class NotedSampler:

@@ -16,7 +16,12 @@ def kind(loader: Any) -> str:
     """What of a loader must be the same for one's state to mean something to another."""
     batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     own = "a" if _is_stateful(loader) else "no"
-    return f"{batch_size=}, {len(_generators(loader))} generators and {own} state of its own"
+    shared = ""
+    if isinstance(getattr(loader, "dataset", None), IterableDataset) and not _is_stateful(loader):
+        # The workers share its samples out, and each makes batches of what it has.
+        shared = f"samples shared out to {max(getattr(loader, 'num_workers', 0), 1)} workers, "
+    generators = len(_generators(loader))
+    return f"{shared}{batch_size=}, {generators} generators and {own} state of its own"
 
 
 def in_order(loader: Any) -> bool:
@@ -37,10 +42,21 @@ def _generators(loader: Any) -> list[torch.Generator]:
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
+def owners(loader: Any) -> list[Any]:
+    """Who numbers epochs, of a loader and its parts: whatever has a ``set_epoch``."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inner = getattr(batch_sampler, "sampler", None)
+    sampler, dataset = getattr(loader, "sampler", None), getattr(loader, "dataset", None)
+    found = (loader, sampler, batch_sampler, inner, dataset)
+    each = {id(owner): owner for owner in found}.values()
+    return [owner for owner in each if callable(getattr(owner, "set_epoch", None))]
+
+
 @contextlib.contextmanager
 def _drawn_from(loader: Any, states: list[torch.Tensor]) -> Iterator[None]:
     """Draw from the saved states; torch's own goes on behind as if nothing had been drawn."""
     before = torch.get_rng_state()
+    states = [state.cpu() for state in states]  # torch.load may have moved them
     torch.set_rng_state(states[0])
     for generator, state in zip(_generators(loader), states[1:], strict=True):
         generator.set_state(state)
@@ -51,7 +67,7 @@ def _drawn_from(loader: Any, states: list[torch.Tensor]) -> Iterator[None]:
 
 
 class _SeedApart(torch.Generator):
-    """For workers that start once more, where those of the uninterrupted run live on.
+    """For workers that start where those of the uninterrupted run live on.
 
     Workers draw a seed when they start, before the sampler draws, from the same generator.
     """
@@ -78,12 +94,14 @@ class Source:
             torchdata's ``StatefulDataLoader`` has.
         resumed: the ``place`` of an earlier epoch, to go on there, in the order it had. A
             stateful loader does so by itself. Of a map-style dataset nothing is read that was left
-            out; of an iterable one the batches are read and dropped.
+            out; of an iterable one, and by a DataLoader with an ``__iter__`` of its own, the
+            batches are read and dropped.
 
     Attributes:
         place: where the epoch begins: ``batches`` that the loop has had, the loader's own state
             behind them as ``loader``, the generators' ``random_states`` that the order is drawn
-            from, torch's own first, and whether it is ``continued`` by workers of an epoch before.
+            from, torch's own first, whether it is ``continued`` by workers of an epoch before, and
+            the samplers' ``epochs``, None where one does not tell its own.
     """
 
     def __init__(self, loader: Any, resumed: dict[str, Any] | None = None) -> None:
@@ -104,7 +122,13 @@ class Source:
         continued = isinstance(loader, DataLoader) and (
             loader._iterator is not None or isinstance(loader.generator, _SeedApart)
         )
-        self.place = {"batches": 0, "random_states": states, "continued": continued}
+        epochs = [getattr(owner, "epoch", None) for owner in owners(loader)]
+        self.place = {
+            "batches": 0,
+            "random_states": states,
+            "continued": continued,
+            "epochs": [e if type(e) is int else None for e in epochs],
+        }
         self._iterator = iter(loader)
         self.place["loader"] = self._state()
 
@@ -114,15 +138,20 @@ class Source:
         if isinstance(loader, DataLoader):
             rest = copy.copy(loader)  # with workers of its own
             rest._iterator = None
-            if loader.persistent_workers:
-                seed = hash((torch.initial_seed(), self.place["epoch"], done))
-                loader.generator = _SeedApart().manual_seed(seed)
+            seed = hash((torch.initial_seed(), self.place["epoch"], done))
+            apart = _SeedApart().manual_seed(seed)
             if self.place["continued"]:
-                rest.generator = loader.generator
+                rest.generator = apart
+            if loader.persistent_workers:
+                loader.generator = apart  # for the next epoch, which starts its workers anew
             self._loader = rest
         if stateful:
             self._loader.load_state_dict(copy.deepcopy(self.place["loader"]))
-        elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        elif (
+            isinstance(loader, DataLoader)
+            and type(loader).__iter__ is DataLoader.__iter__  # else it may count its batches
+            and not isinstance(loader.dataset, IterableDataset)
+        ):
             name = "sampler" if loader.batch_sampler is None else "batch_sampler"
             # DataLoader forbids the change, not the value.
             vars(rest)[name] = _Rest(getattr(loader, name), done)

@@ -1,10 +1,13 @@
 """A resumed epoch gives the batches that the uninterrupted one would have given, each once."""
 
 import gc
+import io
+import random
 import time
 from itertools import chain, islice
 
 import kornia.augmentation as K
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -13,6 +16,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     TensorDataset,
     get_worker_info,
 )
@@ -60,12 +64,17 @@ def stateful(dataset=None, **options):
     return kind(dataset, **{"batch_size": 4} | options) if dataset else numbers(kind, **options)
 
 
+def own_iter(**options):
+    return numbers(pytest.importorskip("timm.data.loader").MultiEpochsDataLoader, **options)
+
+
 LOADERS = {
     "shuffled": lambda: numbers(shuffle=True),
     "workers": lambda: numbers(shuffle=True, num_workers=2),
     "generator": lambda: numbers(shuffle=True, generator=torch.Generator().manual_seed(3)),
     "iterable": lambda: DataLoader(Counting(), batch_size=4),
     "persistent": lambda: numbers(shuffle=True, num_workers=1, persistent_workers=True),
+    "iter of its own": lambda: own_iter(shuffle=True),
     "stateful": lambda: stateful(shuffle=True),
     "stateful workers": lambda: stateful(shuffle=True, num_workers=2),
     "stateful persistent": lambda: stateful(
@@ -335,3 +344,199 @@ def test_a_prefetcher_with_persistent_workers_goes_back():
         prefetcher.load_state_dict(state)
         assert [values(batch) for batch in prefetcher] == whole[4:]
     assert [values(batch) for batch in prefetcher] == whole
+
+
+PERSISTENT = {"num_workers": 1, "persistent_workers": True}
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(PERSISTENT, {}), (PERSISTENT, {"num_workers": 2}), ({}, PERSISTENT)],
+)
+def test_with_and_without_persistent_workers(before, after, epoch):
+    first = DataPrefetcher(numbers(shuffle=True, **before), device="cpu")
+    for _ in range(epoch):
+        list(first)
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    resumed = DataPrefetcher(numbers(shuffle=True, **after), device="cpu")
+    resumed.load_state_dict(first.state_dict())
+    assert [values(batch) for batch in resumed] == [values(batch) for batch in iterator]
+
+
+class Drawing(Dataset):
+    """Draws in the workers."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.rand(())
+
+
+def test_workers_that_start_where_others_live_on_draw_of_their_own():
+    first = DataPrefetcher(DataLoader(Drawing(), 4, **PERSISTENT), device="cpu")
+    list(first)
+    drawn = []
+    for batches in (1, 2):
+        iterator = iter(first)
+        list(islice(iterator, batches))
+        resumed = DataPrefetcher(DataLoader(Drawing(), 4, num_workers=1), device="cpu")
+        resumed.load_state_dict(first.state_dict())
+        drawn.append(values(next(iter(resumed))))
+    assert drawn[0] != drawn[1]
+
+
+def test_a_sampler_keeps_an_epoch_of_its_own():
+    def loader():
+        data = TensorDataset(torch.arange(40))
+        return DataLoader(data, 4, sampler=DistributedSampler(data, 2, 0))
+
+    first = DataPrefetcher(loader(), device="cpu")
+    list(first)
+    first.sampler.set_epoch(7)  # as in loops without a prefetcher
+    iterator = iter(first)
+    next(iterator)
+    resumed = DataPrefetcher(loader(), device="cpu")
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.sampler.epoch == 7
+    assert [values(batch) for batch in resumed] == [values(batch) for batch in iterator]
+
+
+class Shuffled(Sampler):
+    """Draws from Python's generator."""
+
+    def __iter__(self):
+        yield from random.sample(range(40), 40)
+
+    def __len__(self):
+        return 40
+
+
+def shuffled(**options):
+    return DataPrefetcher(numbers(sampler=lambda _: Shuffled(), **options), device="cpu")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_order_that_is_not_drawn_again_is_refused(workers, ahead):
+    random.seed(1)
+    first = shuffled(num_workers=workers)
+    iterator = iter(first)
+    seen = [values(batch) for batch in islice(iterator, 3)]
+    state = first.state_dict()
+    resumed = shuffled(num_workers=workers)
+    resumed.load_state_dict(state)
+    for _ in range(2):  # and not an epoch that follows
+        with pytest.raises(ValueError, match="does not begin with the batches that it gave"):
+            iter(resumed)
+        assert resumed.state_dict() == state
+    random.seed(1)
+    seen += [values(batch) for batch in islice(resumed, 2)]
+    state = resumed.state_dict()
+    random.seed(1)
+    again = shuffled()
+    again.load_state_dict(state)
+    assert seen + [values(batch) for batch in again] == seen[:3] + [values(b) for b in iterator]
+    again.load_state_dict(state)
+    with pytest.raises(ValueError, match="does not begin"):
+        list(again)
+
+
+def test_a_state_that_is_loaded_is_not_mixed_up_with_an_epoch_before():
+    random.seed(1)
+    first, second = shuffled(), shuffled()
+    next(iter(first))
+    state = first.state_dict()
+    list(second)
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    random.seed(1)
+    assert len(list(second)) == 9
+
+
+def test_samples_that_are_no_integers_are_not_compared():
+    names = [f"name {i}" for i in range(40)]
+
+    def prefetcher():
+        return DataPrefetcher(DataLoader({n: n for n in names}, 4, sampler=names), device="cpu")
+
+    first, resumed = prefetcher(), prefetcher()
+    list(islice(first, 2))
+    resumed.load_state_dict(first.state_dict())
+    assert list(chain.from_iterable(resumed)) == names[8:]
+
+
+class Running(DataLoader):
+    """Goes on with one iterator, which it has from its start."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.forever = self._forever()
+
+    def _forever(self):
+        while True:
+            yield from super().__iter__()
+
+    def __iter__(self):
+        return islice(self.forever, len(self))
+
+
+def test_an_order_that_is_not_known_is_refused():
+    first, resumed = (DataPrefetcher(numbers(Running), device="cpu") for _ in range(2))
+    next(iter(first))
+    resumed.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="goes on with the iterator of an earlier epoch"):
+        iter(resumed)
+
+
+def test_a_state_of_an_older_version():
+    for loader in LOADERS["shuffled"], LOADERS["iterable"], LOADERS["stateful"]:
+        first, resumed = (DataPrefetcher(loader(), device="cpu") for _ in range(2))
+        iterator = iter(first)
+        next(iterator)
+        state = first.state_dict()
+        del state["drawn"], state["epochs"]
+        state["kind"] = state["kind"].removeprefix("samples shared out to 1 workers, ")
+        resumed.load_state_dict(state)
+        assert [values(batch) for batch in resumed] == [values(batch) for batch in iterator]
+
+
+def test_an_iterable_dataset_needs_as_many_workers():
+    def prefetcher(workers):
+        return DataPrefetcher(DataLoader(Counting(), 4, num_workers=workers), device="cpu")
+
+    first = prefetcher(2)
+    next(iter(first))
+    for workers in (0, 1):
+        with pytest.raises(ValueError, match=r"to 2 workers, .* this one has .* to 1 workers"):
+            prefetcher(workers).load_state_dict(first.state_dict())
+    alone = prefetcher(1)
+    next(iter(alone))
+    resumed = prefetcher(0)  # a single worker reads all of it, too
+    resumed.load_state_dict(alone.state_dict())
+    assert len(list(resumed)) == 4
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_resumed_epoch_that_fails_at_once_can_be_tried_again(workers):
+    dataset = Failing(40)
+    prefetcher = DataPrefetcher(DataLoader(dataset, 4, num_workers=workers), device="cpu")
+    list(islice(prefetcher, 6))
+    prefetcher.load_state_dict(prefetcher.state_dict())
+    dataset.good = 0
+    with pytest.raises(OSError, match="sample 24"):
+        iter(prefetcher)
+    dataset.good = 40
+    assert len(list(prefetcher)) == 4
+    assert prefetcher.state_dict()["epoch"] == 0
+
+
+def test_numbers_of_numpy_can_be_saved():
+    prefetcher = DataPrefetcher(numbers(), device="cpu", seed=np.int64(3))
+    prefetcher.set_epoch(np.int64(2))
+    next(iter(prefetcher))
+    torch.save(prefetcher.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    state = torch.load(file)  # which takes none of numpy's
+    assert (state["seed"], state["epoch"]) == (3, 2)
