@@ -862,7 +862,7 @@ class DataPrefetcher:
         Args:
             index: of the sample in ``dataset``, as the sampler gives it. If the epoch drew it
                 several times, the first of them is meant.
-            epoch: as for :meth:`set_epoch`; None is the latest.
+            epoch: as for :meth:`set_epoch`; None is the latest that the loop has had a batch of.
 
         Returns:
             A batch of one, in the form of the loader's batches and on the device.
@@ -872,12 +872,17 @@ class DataPrefetcher:
             LookupError: if no batch of the epoch has held the sample so far.
             ValueError: if it cannot be known what the model saw.
         """
-        epoch = self._epoch - 1 if epoch is None else epoch
         if not has_indices(self._loader):
             raise ValueError(
                 "replay needs torch's DataLoader, making batches of a map-style dataset in order: "
                 "of others it is not known how to read a sample's batch again."
             )
+        if epoch is None:
+            places = [*(notes.place for notes in self._notes.values()), self._place]
+            used = [place["epoch"] for place in places if place["batches"]]
+            if not used:
+                raise LookupError("no batch of any epoch has been handed over so far.")
+            epoch = used[-1]
         notes, fixed = self._notes.get(epoch), self._balancer.fixed
         if notes is None:
             if not stands_alone(self._pipeline, fixed=fixed):
@@ -886,7 +891,7 @@ class DataPrefetcher:
                     f"only the batches of epochs {list(self._notes)} are known. Load a "
                     "state_dict() of that epoch and take a batch, or keep what you need."
                 )
-            notes = Notes(self._pipeline.packer.seed, [[index]])
+            notes = Notes(self._pipeline.packer.seed, [[index]], place={"batches": 1})
         return replay(self._loader, self._pipeline, notes, index, epoch, fixed=fixed)
 
     def set_epoch(self, epoch: int) -> None:

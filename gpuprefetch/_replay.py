@@ -127,7 +127,8 @@ def replay(
 
     ``fixed`` says that the workers' share of the decoding stays as it is.
     """
-    found = (number for number, batch in enumerate(notes.batches) if index in batch)
+    had = notes.batches[: notes.place["batches"]]
+    found = (number for number, batch in enumerate(had) if index in batch)
     number = next(found, None)
     if number is None:
         raise LookupError(f"no batch of epoch {epoch} has held sample {index!r} so far.")
@@ -136,7 +137,7 @@ def replay(
     if number not in notes.shares and not fixed:
         raise ValueError(
             f"which images of batch {number} the workers decoded is not known: it came before "
-            'load_state_dict(), or has not come yet. cpu_share="auto" varies; give it a number.'
+            'load_state_dict(). cpu_share="auto" varies; give it a number.'
         )
     share = notes.shares.get(number, float(pipeline.packer.share))
     packer = replace(
@@ -148,7 +149,9 @@ def replay(
     on_error = pipeline.on_error if isinstance(pipeline.on_error, str) else "skip"
     pipeline = replace(pipeline, packer=packer, on_error=on_error, bad_images=[])
     pipeline.max_bad = None
-    batch = HostStage(loader.collate_fn, packer)([loader.dataset[i] for i in indices])
+    fetch = getattr(loader.dataset, "__getitems__", None)  # which torch's fetcher prefers
+    samples = fetch(list(indices)) if fetch else [loader.dataset[i] for i in indices]
+    batch = HostStage(loader.collate_fn, packer)(samples)
     images = encoded_leaves(batch)
     pipeline.only = row = _row_of(position, len(indices), images)
     cuda = pipeline.device.type == "cuda"

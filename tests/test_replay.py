@@ -279,3 +279,73 @@ def test_a_dataset_that_draws_for_itself_is_not_replayed(photo_folder):
     seen = epoch_of(prefetcher)
     dataset.folder.samples.reverse()
     assert not torch.equal(prefetcher.replay(0)["image"][0], seen[0])
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda prefetcher: prefetcher.set_epoch(0),
+        lambda prefetcher: prefetcher.set_epoch(5),
+        lambda prefetcher: prefetcher.load_state_dict(prefetcher.state_dict()),
+        iter,
+    ],
+    ids=["set_epoch(0)", "set_epoch(5)", "load_state_dict", "unused"],
+)
+def test_the_latest_epoch_is_one_that_the_model_saw(photo_folder, act):
+    prefetcher = prefetcher_of(Numbered(photo_folder), num_workers=0)
+    with pytest.raises(LookupError, match="no batch of any epoch"):
+        prefetcher.replay(3)
+    epoch_of(prefetcher)
+    seen = epoch_of(prefetcher)
+    kept = act(prefetcher)
+    assert_replayed(prefetcher, seen, samples=[3, 7])
+    del kept
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_whose_batch_was_not_handed_over(photo_folder, workers):
+    prefetcher = prefetcher_of(Numbered(photo_folder), num_workers=workers, shuffle=False)
+    iterator = iter(prefetcher)
+    next(iterator)
+    assert prefetcher.replay(4)["target"].tolist() == [4]
+    with pytest.raises(LookupError, match="no batch of epoch 0 has held sample 5 so far"):
+        prefetcher.replay(5)
+    next(iterator)
+    assert prefetcher.replay(5)["target"].tolist() == [5]
+
+
+class Together(Dataset):
+    """Reads a batch at a time."""
+
+    def __init__(self, folder):
+        self.single = Numbered(folder)
+
+    def __len__(self):
+        return len(self.single)
+
+    def __getitems__(self, indices):
+        return [self.single[index] for index in indices]
+
+
+def test_a_dataset_that_reads_a_batch_at_a_time(photo_folder):
+    prefetcher = prefetcher_of(Together(photo_folder))
+    assert_replayed(prefetcher, epoch_of(prefetcher), samples=range(3))
+
+
+def test_several_images_of_a_sample_in_one_tensor(photo_folder):
+    def twice(samples):
+        image = default_collate([sample["image"] for sample in samples for _ in range(2)])
+        return {"image": image, "target": torch.tensor([s["target"] for s in samples])}
+
+    def all_twice(samples):
+        return default_collate([sample for sample in samples for _ in range(2)])
+
+    options = {"shuffle": False, "num_workers": 0}
+    prefetcher = prefetcher_of(Numbered(photo_folder), collate_fn=twice, **options)
+    list(prefetcher)
+    with pytest.raises(ValueError, match="10 images of 5 samples beside 5 rows of the rest"):
+        prefetcher.replay(3)
+    prefetcher = prefetcher_of(Numbered(photo_folder), collate_fn=all_twice, **options)
+    batch = next(iter(prefetcher))
+    assert batch["target"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert_replayed(prefetcher, dict(enumerate(batch["image"][::2])))
