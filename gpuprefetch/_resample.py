@@ -79,7 +79,8 @@ def resample(
             y and the x axis of every image.
         size: ``(H, W)`` of the result.
         interpolation: ``"bilinear"``, or ``"bicubic"`` as in PIL: a = -0.5, and ``uint8`` sources
-            are clamped to their range along x and then along y.
+            are clamped to their range along x and then along y. Pillow 13 takes tall ones along y
+            first, which shows where bicubic overshoots at edges.
         antialias: Whether to widen the filter to ``|step|`` where an image shrinks, as PIL does.
         mean: ``C`` values in [0, 1] units, best on the CPU. Padding is 0 before the subtraction.
         std: ``C`` values in [0, 1] units.
@@ -182,7 +183,7 @@ def _window(row: list[float], antialias: bool) -> tuple[int, int, bool] | None:
     Antialiased resizes align the borders of the outermost pixels, others (kornia's) their centers.
     """
     origin, step, lo, hi, first, last = row
-    if step == 0:
+    if step == 0 or first == last:
         return None
     border, pitch = (0.5 if antialias else 0.0), abs(step)
     length = (hi - lo - 1 + 2 * border) / pitch + 1 - 2 * border
@@ -259,6 +260,8 @@ def _taps(
 ) -> tuple[_Ints, _Doubles, npt.NDArray[np.bool_]]:
     """One axis: the source pixels (size, K), their weights (size, K), and what is not padding."""
     origin, step, lo, hi, first, last = row
+    if first == last:  # all is padding, whose centers may be anywhere
+        origin, step = lo, 0.0
     scale = max(abs(step), 1.0) if antialias else 1.0
     radius = _SUPPORT[interpolation] * scale
     index = np.arange(size)
@@ -351,10 +354,10 @@ def check_rows(rows: _Doubles, sizes: _Ints, size: tuple[int, int]) -> None:
     origin, step, lo, hi, first, last = np.moveaxis(rows, 2, 0)
     low, high = np.sort([origin + step * first, origin + step * (last - 1)], axis=0)
     # A resize has its outermost centers up to half a pixel outside of the box; further out there
-    # may be no pixel to weigh.
-    fits = (low >= lo - 0.501) & (high <= hi - 0.499)
+    # may be no pixel to weigh. Where first == last all is padding, wherever the centers are.
+    fits = (first == last) | ((low >= lo - 0.501) & (high <= hi - 0.499))
     fits &= (0 <= lo) & (lo < hi) & (hi <= sizes)
-    fits &= (0 <= first) & (first < last) & (last <= size)
+    fits &= (0 <= first) & (first <= last) & (last <= size)
     fits &= (rows[..., 2:] == np.floor(rows[..., 2:])).all(-1)
     if not fits.all():
         i, axis = np.argwhere(~fits)[0]
@@ -617,7 +620,8 @@ def _padded(words: _Ints, size: tuple[int, int]) -> bool:
 def _plan(strides: _Ints, rows: _Doubles, interpolation: str, antialias: bool) -> _Ints:
     """All that the kernel reads of each image, (N, _FIELDS), but its address and its place."""
     words = np.zeros((len(rows), _FIELDS), np.int64)
-    origin, step, box = rows[..., 0], rows[..., 1], rows[..., 2:4]
+    empty, box = rows[..., 4] == rows[..., 5], rows[..., 2:4]  # as in _taps
+    origin, step = np.where(empty, box[..., 0], rows[..., 0]), np.where(empty, 0, rows[..., 1])
     stretch = np.maximum(np.abs(step), 1) if antialias else np.ones_like(step)
     # Pixels that are only moved take part alone, so a finished picture costs one read each.
     moved = (np.abs(step) == 1) & (origin == np.floor(origin))

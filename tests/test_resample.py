@@ -330,6 +330,44 @@ def test_padding_is_zero_before_normalization():
     torch.testing.assert_close(result, TF.normalize(expected, MEAN, STD))
 
 
+def beside(length, size, start):
+    """A crop of ``size`` pixels from ``start`` on that holds nothing of the axis."""
+    first = size if start < 0 else 0
+    return start, 1, 0, length, first, first
+
+
+OUTSIDE = {
+    "above": (beside(4, 8, -8), padded(6, 8)),
+    "below": (beside(4, 8, 4), padded(6, 8)),
+    "left": (padded(4, 8), beside(6, 8, -40)),
+    "right": (padded(4, 8), beside(6, 8, 40)),
+    "both": (beside(4, 8, 9), beside(6, 8, -9)),
+    "mirrored": (padded(4, 8), (47, -1, 0, 6, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_crop_of_padding_alone_is_black(kernel_device, name, interpolation):
+    images, rows = [picture(4, 6)], np.array([OUTSIDE[name]], np.float64)
+    black = torch.zeros(1, 3, 8, 8)
+    ways = {"interpolation": interpolation}
+    assert torch.equal(resample_uint8(images[0], rows[0], (8, 8), **ways), black[0].byte())
+    on_device = [image.to(kernel_device) for image in images]
+    for colors in ({}, {"mean": MEAN, "std": STD}):
+        expected = TF.normalize(black, **colors) if colors else black
+        for result in (
+            resample_reference(images, rows, (8, 8), **ways, **colors),
+            launch(on_device, rows, (8, 8), **ways, **colors),
+        ):
+            torch.testing.assert_close(result, expected)
+    assert torch.equal(launch(on_device, rows, (8, 8), **ways, dtype=torch.uint8), black.byte())
+    no = np.array([False])
+    plan = _resample.plan_rows(rows, np.array([[4, 6]]), no, no, (8, 8), interpolation, True)
+    table = _resample.arrange(plan, np.array([0]), np.array([0]), [1], (8, 8))
+    assert table.padded  # what makes the kernel look at the ends
+
+
 # --- One image in a worker ---
 
 
@@ -385,7 +423,7 @@ def rows_with(**changes):
         ({"sampling": rows_with(lo=8)}, "sampling[0, 1]"),
         ({"sampling": rows_with(lo=0.5)}, "must be whole numbers"),
         ({"sampling": rows_with(last=9)}, "sampling[0, 1]"),
-        ({"sampling": rows_with(first=8)}, "sampling[0, 1]"),
+        ({"sampling": rows_with(first=9)}, "sampling[0, 1]"),
         ({"sampling": rows_with(origin=2.0)}, "within half a pixel of the box"),
         ({"sampling": rows_with(step=np.nan)}, "sampling[0, 1]"),
         ({"interpolation": "nearest"}, "one of ['bilinear', 'bicubic'], got 'nearest'"),
