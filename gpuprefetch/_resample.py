@@ -190,6 +190,8 @@ def _window(row: list[float], antialias: bool) -> tuple[int, int, bool] | None:
     start = min((origin + step * j + border - lo) / pitch - border for j in (first, last - 1))
     if max(abs(length - round(length)), abs(start - round(start))) > 1e-6 * length:
         return None
+    if not 0 <= round(start) <= round(length) - (last - first):
+        return None  # kornia's half-pixel grid reaches beyond the outermost centers
     return round(length), round(start), step < 0
 
 

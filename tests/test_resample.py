@@ -384,6 +384,16 @@ def test_resample_uint8_matches_twin(interpolation, antialias, size):
             assert (result - exact * 255).abs().max() <= 1.2  # two roundings
 
 
+@pytest.mark.parametrize("times", [2, 3, 5])
+def test_resample_uint8_enlarges_on_the_half_pixel_grid(times):
+    """As kornia without align_corners: for odd factors pixels lie on those of an aligned grid."""
+    image, size = picture(6, 10), (6 * times, 10 * times)
+    rows = np.array([axis(0, 6, size[0]), axis(0, 10, size[1], flip=True)])
+    expected = F.interpolate(image[None].double(), size, mode="bilinear")[0].flip(-1)
+    result = resample_uint8(image, rows, size, antialias=False)
+    assert (result - expected).abs().max() <= 0.5001
+
+
 @pytest.mark.parametrize("flip", [False, True])
 def test_resample_uint8_keeps_pixels_together(flip):
     # As a decoder gives them, and the GPU takes them: to turn planes into them takes its time.
