@@ -113,7 +113,7 @@ class ColorJitter(_PerImage):
     """ColorJitter in sixteen calls a batch: factors and order are each image's own."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """``(N, 3, H, W)``, uint8 or [0, 1]; the same shape and dtype, ``images`` untouched."""
+        """``(N, C, H, W)``, C = 1 or 3, uint8 or [0, 1]; the same, ``images`` untouched."""
         orders, factors = self.draw(len(images))
         chains = [
             [(kind, some[i]) for kind in order if (some := factors[kind]) is not None]
@@ -130,6 +130,8 @@ class ColorJitter(_PerImage):
 
 
 def _adjust(kind: int, factors: list[float], images: torch.Tensor) -> torch.Tensor:
+    if images.shape[1] == 1 and _ADJUSTMENTS[kind] in (_saturation, _hue):
+        return images  # gray has neither
     return _ADJUSTMENTS[kind](images, _column(factors, images))
 
 
@@ -236,7 +238,7 @@ _WRAPPERS: dict[str, type[_PerImage]] = {
 }
 # They take a batch as they are: nothing is drawn, or for each image.
 _AS_THEY_ARE = (
-    "CenterCrop ConvertImageDtype Grayscale Identity Normalize Pad Resize TimmAugment ToDtype"
+    "CenterCrop ConvertImageDtype Grayscale Identity Normalize Pad RGB Resize TimmAugment ToDtype"
 )
 KNOWN = _WRAPPERS.keys() | _AS_THEY_ARE.split()
 

@@ -376,6 +376,12 @@ def test_to_dtype_without_scale(folder):
         torch.testing.assert_close(got, want.as_subclass(torch.Tensor))
 
 
+@pytest.mark.parametrize("floating", [False, True])
+def test_a_gray_image_has_neither_saturation_nor_hue(floating):
+    images = batch(6)[:, :1] / 255 if floating else batch(6)[:, :1]
+    assert torch.equal(_per_image.ColorJitter(v2.ColorJitter(0, 0, 0.5, 0.3))(images), images)
+
+
 # --- one draw per image -------------------------------------------------------------------------
 
 
