@@ -327,7 +327,7 @@ def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
         if not isinstance(made, torch.Tensor):
             raise TypeError(f"The pipeline gives no tensors, but {type(made).__name__}.")
         try:
-            plan = convert(pipeline[keep:], batched=made.dtype)
+            plan = convert(pipeline[keep:], batched=made)
         except UnsupportedTransformError:
             keep += 1  # at its end, where nothing is left, nothing is refused
             continue

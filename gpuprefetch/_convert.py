@@ -47,6 +47,7 @@ _RESIZE_FILTERS = ("nearest", "nearest-exact", "bilinear", "bicubic")
 # over all pixels, in levels of 255. First of the launch, on uint8; then of torchvision's ops on
 # tensors, next to themselves on PIL images. Ops that are not here gave the same pixels.
 _UNROUNDED = "0.3 levels: not rounded to uint8 on the way"
+_CLIPPED = "clipped to [0, 1], torchvision's floats are not"
 _DIFFERS = {
     "ColorJitter": "0.3 levels, 0.4 with hue: PIL's hue has 8 bits",
     "RandomRotation": "0.01 levels, bilinear 0.5: rounding of coordinates",
@@ -130,15 +131,16 @@ def convert_transforms(pipeline: Any) -> list[Transform]:
     return convert(pipeline).transforms
 
 
-def convert(pipeline: Any, *, batched: torch.dtype | None = None) -> Plan:
+def convert(pipeline: Any, *, batched: torch.Tensor | None = None) -> Plan:
     """As :func:`convert_transforms`, with what became of each op.
 
-    ``batched`` is the dtype of images that come as ``(N, C, H, W)``, not as encoded files.
+    ``batched`` is one of the images that come as ``(N, C, H, W)``, not as encoded files.
     """
     converter = _Converter()
     if batched is not None:
-        converter.is_tensor = converter.sized = True
-        converter.is_float = converter.holds_float = batched.is_floating_point
+        converter.is_tensor = converter.sized = converter.gray = True
+        converter.kind, converter.dtype = type(batched), batched.dtype
+        converter.holds_float = converter.is_float
     for op in flatten(pipeline):
         converter.take(op)
     return converter.finish()
@@ -216,12 +218,18 @@ class _Converter:
     """Walks through a pipeline; what it says of images holds behind the last op taken."""
 
     is_tensor: bool = False  # in the pipeline: from PIL images to tensors ...
-    is_float: bool = False  # ... and from uint8 to floating point
+    kind: Any = None  # ... torch.Tensor or torchvision's Image; None where that is not known ...
+    dtype: torch.dtype = torch.uint8  # ... and from uint8 to another dtype
     holds_float: bool = True  # in our list: the launch gives [0, 1], later ops may want uint8
     sized: bool = False
+    gray: bool = False  # they may have one channel
     steps: list[Step] = field(default_factory=list)
     transforms: list[Transform] = field(default_factory=list)
     delayed: list[Any] = field(default_factory=list)
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype.is_floating_point
 
     def take(self, op: Any) -> None:
         op = from_timm(op)
@@ -237,7 +245,8 @@ class _Converter:
             _refuse(op, why_not(op))
         if name in CONVERSIONS:
             return self._take_conversion(op)
-        if name in ("RGB", "Identity"):  # files are decoded to RGB
+        # Files are decoded to RGB.
+        if name == "Identity" or (name == "RGB" and not self.gray):
             return self._add(op, None, "nothing to do")
         op = twin(op)
         module = self._for_launch(op)
@@ -276,21 +285,24 @@ class _Converter:
     def _take_conversion(self, op: Any) -> None:
         self._take_delayed()
         self.is_tensor = True
-        dtype = torch.float32 if name_of(op) == "ToTensor" else _image_dtype(op)
-        scale = getattr(op, "scale", True)
-        if dtype is None or dtype == (torch.float32 if self.is_float else torch.uint8):
-            self._add(op, None, "nothing to do")
-        elif dtype != torch.float32 or not scale:
-            from torchvision.transforms import v2
+        from torchvision import tv_tensors
+        from torchvision.transforms import v2
 
+        name, scale = name_of(op), getattr(op, "scale", True)
+        if name in ("ToTensor", "PILToTensor", "ToPureTensor", "ToImage"):
+            self.kind = tv_tensors.Image if name == "ToImage" else torch.Tensor
+        dtype = torch.float32 if name == "ToTensor" else _image_dtype(op, self.kind)
+        if dtype is None or dtype == self.dtype:
+            self._add(op, None, "nothing to do")
+        elif (self.dtype, dtype, scale) != (torch.uint8, torch.float32, True):
             self._take_on_batch(v2.ToDtype(dtype, scale=scale), source=op)
-            self.is_float = self.holds_float = dtype.is_floating_point
+            self.holds_float = dtype.is_floating_point
         elif self.holds_float:
             self._add(op, None, "fused launch", "its result is in [0, 1]")
-            self.is_float = True
         else:
             self._add(op, ToFloat(), "on the batch")
-            self.is_float = self.holds_float = True
+            self.holds_float = True
+        self.dtype = dtype or self.dtype
 
     def _for_launch(self, op: Any) -> Transform | None:
         """What may stand for an op in the launch, None where nothing can."""
@@ -306,7 +318,7 @@ class _Converter:
             return RandomCrop(op) if black else None
         if name not in _CROPS or _filter_of(op) not in ("bilinear", "bicubic") or not op.size:
             return None
-        if getattr(op, "max_size", None) or (self.is_tensor and op.antialias is False):
+        if getattr(op, "max_size", None) or (self.is_tensor and not op.antialias):
             return None
         if name == "Resize":
             return Resize(op.size[0] if len(op.size) == 1 else op.size, _filter_of(op))
@@ -325,7 +337,9 @@ class _Converter:
         self.sized |= fixes_size(op)
         self.holds_float = True  # the launch gives that, whatever it is given
         rounded = name in ("RandomResizedCrop", "Resize") and not self.is_float
-        self._add(op, module, "fused launch", _UNROUNDED if rounded else "")
+        clipped = _filter_of(op) == "bicubic" and self.is_float
+        note = _UNROUNDED if rounded else _CLIPPED if clipped else ""
+        self._add(op, module, "fused launch", note)
 
     def _take_delayed(self) -> None:
         while self.sized and self.delayed:
@@ -344,6 +358,7 @@ class _Converter:
             if self._fuses(normalize):
                 return self._add(op, normalize, "fused launch", note)
         self._hold(self.is_float)
+        self.gray |= getattr(op, "num_output_channels", 3) == 1
         if not self.is_tensor and hasattr(op, "antialias"):
             op = copy.copy(op)
             op.antialias = True  # PIL always does
@@ -404,12 +419,12 @@ def _refuse(op: Any, reason: str, *, early: bool = False) -> NoReturn:
     )
 
 
-def _image_dtype(op: Any) -> torch.dtype | None:
-    """What a conversion makes of images, None where it leaves their dtype."""
+def _image_dtype(op: Any, kind: Any) -> torch.dtype | None:
+    """What a conversion makes of images of ``kind``, None where it leaves their dtype."""
     from torchvision import tv_tensors
 
     dtype = getattr(op, "dtype", None)
     if isinstance(dtype, dict):
-        keys: Sequence[Any] = (tv_tensors.Image, torch.Tensor, "others")
-        dtype = next((dtype[key] for key in keys if key in dtype), None)
+        keys: Sequence[Any] = (kind,) if kind else (tv_tensors.Image, torch.Tensor)
+        dtype = next((dtype[key] for key in (*keys, "others") if key in dtype), None)
     return dtype

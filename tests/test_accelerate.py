@@ -22,6 +22,7 @@ from pictures import draw
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Subset, default_collate
 from torchvision import transforms as v1
+from torchvision import tv_tensors
 from torchvision.datasets import DatasetFolder, ImageFolder
 from torchvision.datasets.folder import default_loader
 from torchvision.transforms import InterpolationMode, v2
@@ -362,6 +363,26 @@ def test_normalize_before_a_bilinear_resize_is_the_same_behind_it(folder):
         torch.testing.assert_close(got, want, atol=1.01 / 255 / 0.224, rtol=0)
 
 
+@pytest.mark.parametrize("version", [v1, v2], ids=["v1", "v2"])
+def test_antialias_none_is_off_for_tensors_and_on_for_pil(folder, version):
+    resize, crop = version.Resize((40, 50), antialias=None), version.CenterCrop(160)
+    on_pil, on_tensors = [resize, version.PILToTensor()], [crop, version.PILToTensor(), resize]
+    assert convert(on_pil).steps[0].where == "fused launch"
+    for ops in (on_pil, on_tensors):
+        loader = loader_of(folder, ops)
+        for (want, _), (got, _) in zip(loader, accelerate(loader, **CPU), strict=True):
+            assert (got.int() - want.int()).abs().max() <= 1  # PIL rounds after each axis
+
+
+def test_the_plan_says_what_bicubic_does_to_floats(folder):
+    ops = [v1.ToTensor(), v1.Resize((300, 300), BICUBIC)]
+    assert convert(ops).steps[1].note.startswith("clipped to [0, 1]")
+    assert "clipped" not in convert([ops[1], ops[0]]).steps[0].note
+    loader = loader_of(folder, ops)
+    for (want, _), (got, _) in zip(loader, accelerate(loader, **CPU), strict=True):
+        assert want.max() > 1 == got.max()
+
+
 def test_integers_stay_integers(folder):
     loader = loader_of(folder, [v2.RGB(), v2.CenterCrop(40), v2.ToImage()])
     for (want, _), (got, _) in zip(loader, accelerate(loader, **CPU), strict=True):
@@ -374,6 +395,39 @@ def test_to_dtype_without_scale(folder):
     loader = loader_of(folder, ops)
     for (want, _), (got, _) in zip(loader, accelerate(loader, **CPU), strict=True):
         torch.testing.assert_close(got, want.as_subclass(torch.Tensor))
+
+
+GRAY = v2.Grayscale(1)
+IMAGES, TENSORS_ONLY = (
+    v2.ToDtype({kind: torch.float32, "others": None}, scale=True)
+    for kind in (tv_tensors.Image, torch.Tensor)
+)
+DTYPES = {
+    "half, float": (v2.PILToTensor(), v2.ToDtype(torch.half, True), v2.ToDtype(torch.float, True)),
+    "int16, uint8": (v2.PILToTensor(), v2.ToDtype(torch.int16), v2.ToDtype(torch.uint8)),
+    "int16, float": (v2.ToImage(), v2.ToDtype(torch.int16), v2.ToDtype(torch.float, True)),
+    "images, an image": (v2.ToImage(), IMAGES),
+    "images, a tensor": (v2.PILToTensor(), IMAGES),
+    "images, no longer one": (v2.ToImage(), v2.ToPureTensor(), IMAGES),
+    "tensors, an image": (v2.ToImage(), TENSORS_ONLY),
+    "tensors, a tensor": (v2.PILToTensor(), TENSORS_ONLY),
+    "gray, RGB": (GRAY, v2.RGB(), v2.PILToTensor()),
+    "gray, jitter": (GRAY, v2.ColorJitter(0, 0, 0.4, 0.2), v2.PILToTensor()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:scale was set to True but no dtype")
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("name", DTYPES)
+def test_dtypes_and_channels_are_torchvisions(folder, name, keep):
+    first, *rest = DTYPES[name]
+    ops = [v2.Lambda(lambda image: image), first, v2.CenterCrop(40), *rest]  # up to the crop kept
+    loader = loader_of(folder, ops if keep else [v2.CenterCrop(40), first, *rest])
+    moved = accelerate(loader, keep_unknown=keep, **CPU)
+    for (want, _), (got, _) in zip(loader, moved, strict=True):
+        want = want.as_subclass(torch.Tensor)
+        # PIL rounds where torchvision's tensors truncate to gray.
+        torch.testing.assert_close(got, want, rtol=0, atol=1 if "gray" in name else 1e-6)
 
 
 @pytest.mark.parametrize("floating", [False, True])
@@ -480,6 +534,10 @@ REFUSED = {
     "Resize .*'lanczos'": [v2.Resize((9, 9), InterpolationMode.LANCZOS), v2.ToImage()],
     "Resize .* max_size": [v2.Resize(9, max_size=12), v2.CenterCrop(9), v2.ToImage()],
     "RandomResizedCrop .* antialias": [v2.ToImage(), v2.RandomResizedCrop(9, antialias=False)],
+    "RandomResizedCrop .* with antialias": [
+        v2.ToImage(), v2.RandomResizedCrop(9, antialias=None)  # which is False for tensors
+    ],
+    "Resize .* with antialias": [v1.ToTensor(), v1.Resize((9, 9), antialias=None)],
     "RandomCrop .* black": [v2.RandomCrop(9, padding=2, fill=3), v2.ToImage()],
     "RandomCrop .* padding that is": [v2.RandomCrop(9, 2, padding_mode="reflect"), v2.ToImage()],
     "RandomResizedCrop .* resized": [v2.Resize(20), v2.RandomResizedCrop(9), v2.ToImage()],
