@@ -245,8 +245,7 @@ class _Converter:
             _refuse(op, why_not(op))
         if name in CONVERSIONS:
             return self._take_conversion(op)
-        # Files are decoded to RGB.
-        if name == "Identity" or (name == "RGB" and not self.gray):
+        if name == "Identity" or (name == "RGB" and not self.gray):  # files are decoded to RGB
             return self._add(op, None, "nothing to do")
         op = twin(op)
         module = self._for_launch(op)
@@ -283,11 +282,11 @@ class _Converter:
             self.holds_float = floating
 
     def _take_conversion(self, op: Any) -> None:
-        self._take_delayed()
-        self.is_tensor = True
         from torchvision import tv_tensors
         from torchvision.transforms import v2
 
+        self._take_delayed()
+        self.is_tensor = True
         name, scale = name_of(op), getattr(op, "scale", True)
         if name in ("ToTensor", "PILToTensor", "ToPureTensor", "ToImage"):
             self.kind = tv_tensors.Image if name == "ToImage" else torch.Tensor

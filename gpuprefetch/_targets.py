@@ -7,7 +7,7 @@ collate function sees the samples, so that it may do with the result what it lik
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -139,22 +139,36 @@ def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]],
     return moved if each is samples else moved[0]
 
 
+# torch's unsigned types of more than 8 bits know few operations: the same bits, signed, know all.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _signed(leaf: Any) -> torch.Tensor:
+    """A mask as a plain tensor of a dtype that can be moved; ``view`` gives it its own again."""
+    mask: torch.Tensor = leaf.as_subclass(torch.Tensor)
+    return mask.view(_SIGNED.get(mask.dtype, mask.dtype))
+
+
 def _sampled(leaf: Any, row: Any, size: Size) -> Any:
     from torchvision import tv_tensors
 
     if not isinstance(leaf, tv_tensors.Mask):
-        origin, step = torch.from_numpy(row[::-1, :2].copy()).unbind(1)
+        origin, step, low = row[::-1, :3].T
+        # A single pixel, from corner to corner, has no step: it becomes the whole picture.
+        step = np.where(step == 0, 1 / np.array(size[::-1]), step)
+        origin = np.where(row[::-1, 1] == 0, low + step / 2 - 0.5, origin)
+        origin, step = torch.from_numpy(np.stack([origin, step])).to(leaf.device)
         return _at(leaf, (_points(leaf) - 0.5 - origin) / step + 0.5, size)  # Note [Coordinates]
-    mask = leaf.as_subclass(torch.Tensor)
+    mask = _signed(leaf)
     for dim, (origin, step, low, high, first, last) in zip((-2, -1), row, strict=True):
         index = np.arange(size[dim])
         pixel = np.floor(origin + step * index + 0.5).clip(low, high - 1)  # the nearest one
         # The second bound is for a file that could not be read, whose size is made up.
         pixel = pixel.clip(0, mask.shape[dim] - 1).astype(np.int64)
-        mask = mask.index_select(dim, torch.from_numpy(pixel))
-        padding = torch.from_numpy((index < first) | (index >= last))
+        mask = mask.index_select(dim, torch.from_numpy(pixel).to(leaf.device))
+        padding = torch.from_numpy((index < first) | (index >= last)).to(leaf.device)
         mask.masked_fill_(padding[:, None] if dim == -2 else padding, 0)
-    return tv_tensors.Mask(mask)
+    return tv_tensors.Mask(mask.view(leaf.dtype))
 
 
 def _points(leaf: Any) -> torch.Tensor:
@@ -263,19 +277,40 @@ def unstack(batch: Any, count: int) -> Any:
     return map_leaves(split, batch, is_per_sample)
 
 
+_MOVERS = tuple(
+    "gpuprefetch._convert. gpuprefetch._transforms. kornia.augmentation._2d.geometric."
+    " kornia.augmentation._2d.mix. kornia.geometry. torchvision.transforms.autoaugment."
+    " torchvision.transforms.v2._auto_augment. torchvision.transforms.v2._geometry."
+    " torchvision.transforms._presets.ImageClassification".split()
+)
+
+
+def _movers(transform: Any) -> Iterator[str]:
+    """The names of what moves pixels: a transform, or those that it is made of."""
+    from torchvision.transforms import v2
+
+    from gpuprefetch._timm import TimmAugment
+
+    v1 = "torchvision.transforms.transforms"  # one file; those of v2 tell what moves
+    for kind in type(transform).__mro__:
+        kind = getattr(v2, kind.__name__, kind) if kind.__module__ == v1 else kind
+        if f"{kind.__module__}.{kind.__name__}".startswith(_MOVERS):
+            yield type(transform).__name__
+    if isinstance(transform, TimmAugment) and "affine" in transform.kinds:
+        yield type(transform).__name__
+    held = transform.children() if isinstance(transform, torch.nn.Module) else ()
+    listed = getattr(transform, "transforms", ())
+    for each in (*held, *(listed if isinstance(listed, (list, tuple)) else ())):
+        yield from _movers(each)
+
+
 def refuse_unfollowed(batch: Any, transforms: Sequence[Any]) -> None:
     """Refuse what would move images away from boxes, masks or points that came without samples.
 
     Raises:
         ValueError: for a batch that holds some.
     """
-    movers = (
-        "gpuprefetch._transforms",
-        "kornia.augmentation._2d.geometric",
-        "torchvision.transforms.v2._geometry",
-    )
-    moved = any(type(transform).__module__.startswith(movers) for transform in transforms)
-    if moved and followers(batch):
+    if followers(batch) and any(any(_movers(transform)) for transform in transforms):
         raise ValueError(
             "Boxes, masks and points follow the EncodedImage of their sample, where a DataLoader's "
             "dataset returns both; this batch came otherwise. Return them so, or transform there."
@@ -288,16 +323,17 @@ Samples = list[list[Any]]  # of each sample the parts of its target
 def run_tail(tail: Sequence[Any], images: Any, batch: Any, fate: str) -> tuple[Any, Any]:
     """Run transforms on ``(N, C, H, W)`` images and their batch with boxes, masks or points.
 
-    kornia's augmentations run on the whole of it, torchvision's v2 transforms sample by sample, and
-    move the targets too. Any other callable gets the images alone. ``fate`` is what :func:`fate`
-    said of the batch, in which everything with an entry per sample is a :class:`PerSample`.
+    This library's transforms and kornia's augmentations run on the whole of it, torchvision's v2
+    transforms sample by sample, and move the targets too, also those of an ``nn.Sequential``. Any
+    other callable gets the images alone. ``fate`` is what :func:`fate` said of the batch, in which
+    everything with an entry per sample is a :class:`PerSample`.
 
     Raises:
         ValueError: for a transform that would move the images alone.
     """
     columns = select(batch, is_per_sample)
     samples: Samples = [list(parts) for parts in zip(*columns, strict=True)]
-    for transform in tail:
+    for transform in _flat(tail):
         runner = _runner(transform)
         if runner is None:
             images = run(transform, images)
@@ -322,25 +358,48 @@ def run(transform: Any, images: Any) -> Any:
     return result
 
 
+def _flat(tail: Iterable[Any]) -> Iterator[Any]:
+    for transform in tail:
+        yield from _flat(transform) if type(transform) is torch.nn.Sequential else [transform]
+
+
 def _runner(transform: Any) -> Callable[[Any, Samples], Any] | None:
     """How a transform takes images and targets; None where it gets the images alone."""
-    from gpuprefetch._per_image import Apply, Choice, Loop, Policy, Switch
+    from gpuprefetch._per_image import Loop, Policy, Switch
+    from gpuprefetch._transforms import _FusedTransform
 
     transform = transform.op if isinstance(transform, (Loop, Policy, Switch)) else transform
     v2 = sys.modules.get("torchvision.transforms.v2")
     if v2 is not None and isinstance(transform, v2.Transform):
         return partial(_run_each, transform)
+    if isinstance(transform, _FusedTransform):
+        return partial(_run_fused, transform)
     module, name = type(transform).__module__, type(transform).__name__
     if module.startswith("kornia.augmentation."):
         colors = ".intensity." in module and name != "RandomErasing"  # which erases masks as well
         return None if colors else partial(_run_by_data_keys, transform)
-    foreign = module.startswith(("kornia.geometry.", "torchvision.transforms."))
-    if foreign or isinstance(transform, (Apply, Choice)):
+    if mover := next(_movers(transform), None):
+        moved = "moves images" if mover == name else f"holds {mover}, which moves images"
         raise ValueError(
-            f"{module}.{name} takes images alone, but the targets hold boxes, masks or points. Use "
-            "a module of kornia.augmentation or torchvision.transforms.v2."
+            f"{module}.{name} {moved} alone, but the targets hold boxes, masks or points. Put ops "
+            "of gpuprefetch, kornia.augmentation or torchvision.transforms.v2 into the list itself."
         )
     return None
+
+
+def _run_fused(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
+    from gpuprefetch._transforms import apply_head
+
+    head, keys = transform.draw(len(images))
+    rows = head.draw([images.shape[-2:]] * len(images), keys)
+    images = apply_head(head, images, keys)
+    size = (images.shape[-2], images.shape[-1])
+
+    def moved(row: Any, leaf: Any) -> Any:
+        return _sampled(leaf, row, size) if followers(leaf) else leaf
+
+    each = zip(rows, samples, strict=True)
+    return images, [map_leaves(partial(moved, row), parts) for row, parts in each]
 
 
 def _run_each(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
@@ -364,13 +423,17 @@ def _run_by_data_keys(transform: Any, images: torch.Tensor, samples: Samples) ->
     targets = [followers(parts) for parts in samples]
     points = [[_points(leaf) for leaf in some if not isinstance(leaf, Mask)] for some in targets]
     masks = [
-        [leaf.reshape(-1, *leaf.shape[-2:]) for leaf in some if isinstance(leaf, Mask)]
+        [_signed(leaf).reshape(-1, *leaf.shape[-2:]) for leaf in some if isinstance(leaf, Mask)]
         for some in targets
     ]
     rigid = K.RigidAffineAugmentationBase2D
-    for op in transform.modules() if any(points) else ():
-        if isinstance(op, K.AugmentationBase2D) and not isinstance(op, rigid):
-            name = type(op).__name__
+    for op in transform.modules():
+        name = type(op).__name__
+        if isinstance(op, K.MixAugmentationBaseV2):
+            raise ValueError(
+                f"kornia's {name} takes no boxes, masks or points along. Mix in the training step."
+            )
+        if any(points) and isinstance(op, K.AugmentationBase2D) and not isinstance(op, rigid):
             raise ValueError(f"kornia's {name} leaves boxes and points where they were.")
     if any(points) and images.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
@@ -401,7 +464,8 @@ def _run_by_data_keys(transform: Any, images: torch.Tensor, samples: Samples) ->
                 return leaf
             if not isinstance(leaf, Mask):
                 return _at(leaf, next(some_points) + 0.5, canvas)
-            return Mask(next(some_masks).reshape(*leaf.shape[:-2], *canvas).to(leaf.dtype))
+            mask = next(some_masks).reshape(*leaf.shape[:-2], *canvas)
+            return Mask(mask.to(_SIGNED.get(leaf.dtype, leaf.dtype)).view(leaf.dtype))
 
         return map_leaves(moved, parts)
 

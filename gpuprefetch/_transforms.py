@@ -286,10 +286,14 @@ class _FusedTransform(torch.nn.Module):
                 f"{type(self).__name__} takes a tensor, got {type(images).__name__}. Give it to "
                 "DataPrefetcher(transforms=[...]), and let the dataset return EncodedImage."
             )
-        head, _ = read_transforms([self])
-        seed = int(torch.randint(2**62, ()))
         images = images if images.dim() == 4 else images[None]
-        return apply_head(head, images, fold(seed, np.arange(len(images))))
+        head, keys = self.draw(len(images))
+        return apply_head(head, images, keys)
+
+    def draw(self, count: int) -> tuple[Head, Keys]:
+        """What :func:`apply_head` needs for ``count`` images, with torch's random numbers."""
+        head, _ = read_transforms([self])
+        return head, fold(int(torch.randint(2**62, ())), np.arange(count))
 
     def extra_repr(self) -> str:
         names = (name for name in ("size", "interpolation") if hasattr(self.op, name))

@@ -8,12 +8,15 @@ import numpy as np
 import pictures
 import pytest
 import torch
+from kornia.augmentation.auto import TrivialAugment
 from kornia.geometry import Hflip
 from PIL import Image
 from torch.nn.functional import max_pool2d
 from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
+from torchvision.transforms._presets import ImageClassification
 from torchvision.transforms.v2 import functional as F
 
 from gpuprefetch import (
@@ -22,9 +25,11 @@ from gpuprefetch import (
     EncodedImage,
     RandomResizedCrop,
     Resize,
+    convert_transforms,
 )
+from gpuprefetch._convert import RandomCrop
 from gpuprefetch._host import HostStage, Packer, sample_keys
-from gpuprefetch._per_image import Apply, per_image
+from gpuprefetch._per_image import Apply, Choice, per_image
 from gpuprefetch._random import fold
 from gpuprefetch._transforms import read_transforms
 
@@ -256,6 +261,20 @@ TAILS = {
     "torchvision flips": [v2.Compose([v2.RandomVerticalFlip(), v2.RandomHorizontalFlip()])],
     "converted": [per_image(v2.RandomAffine(0, translate=(0.1, 0.1)))],
     "callable": [lambda images: images / 2 + 0.3],
+    "own resize and crop": [torch.nn.Identity(), Resize(90), CenterCrop((84, 90))],
+    "own padding": [torch.nn.Identity(), CenterCrop((120, 99)), Resize((110, 108))],
+    "own random crop": [torch.nn.Identity(), RandomResizedCrop((80, 90), scale=(0.9, 1.0))],
+    "sequential": [
+        torch.nn.Sequential(
+            K.RandomGrayscale(),
+            torch.nn.Sequential(K.RandomVerticalFlip(p=0.5), v2.Resize((80, 60))),
+            Resize((64, 70)),
+        )
+    ],
+    "colors in containers": [
+        Apply([per_image(v2.ColorJitter(0.1))], p=0.5),
+        v1.RandomApply([v1.ColorJitter(0.1)]),
+    ],
 }
 
 
@@ -277,6 +296,83 @@ def test_targets_lie_on_the_picture(name):
     head = [RandomResizedCrop((96, 100), scale=(0.9, 1.0)), K.RandomHorizontalFlip()]
     found = [check_square(*sample) for sample in samples_of(Squares(12), head + TAILS[name])]
     assert found == [index % 3 != 2 for index in range(12)]
+
+
+def test_own_transforms_move_images_as_they_do_alone():
+    transforms = [
+        Resize((96, 96)),
+        torch.nn.Identity(),
+        RandomResizedCrop((50, 60), scale=(0.3, 1)),
+    ]
+    images = torch.stack([image for image, _ in samples_of(Squares(4, empty=False), transforms)])
+
+    class Alone(Squares):
+        def __getitem__(self, index):
+            return super().__getitem__(index)[0]
+
+    (alone,) = prefetcher(Alone(4), transforms, collate_fn=None)
+    assert torch.equal(images, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bool])
+@pytest.mark.parametrize(
+    "tail",
+    [
+        [],
+        [K.RandomGrayscale(), K.RandomHorizontalFlip(p=1.0)],
+        [torch.nn.Identity(), CenterCrop((100, 140))],
+    ],
+    ids=["head", "kornia", "own"],
+)
+def test_masks_of_any_dtype(dtype, tail):
+    kind = np.dtype(str(dtype).removeprefix("torch."))
+    largest = np.iinfo(kind).max if kind.itemsize > 1 else True  # beyond the signed type
+    picture = np.where(np.arange(96 * 130).reshape(96, 130) % 7, 0, largest).astype(kind)
+    mask = torch.from_numpy(picture)
+
+    class One(Squares):
+        def __getitem__(self, index):
+            return super().__getitem__(0)[0], {"masks": tv_tensors.Mask(mask)}
+
+    ((_, target),) = samples_of(One(1), [CenterCrop((98, 132)), *tail])
+    assert target["masks"].dtype == dtype
+    expected = np.pad(picture, ((2, 2), (5, 5)) if len(target["masks"]) == 100 else 1)
+    if tail and len(expected) != 100:
+        expected = expected[:, ::-1]
+    assert np.array_equal(torch.Tensor(target["masks"]).numpy(), expected)
+
+
+def test_boxes_and_points_of_a_picture_one_pixel_high():
+    """kornia spreads the pixel over the picture, where aligned corners leave a step of 0."""
+    picture = np.full((1, 30, 3), 255, np.uint8)
+
+    class Line(Squares):
+        def __getitem__(self, index):
+            size = {"canvas_size": (1, 30)}
+            boxes = tv_tensors.BoundingBoxes([[0.0, 0, 30, 1]], format="XYXY", **size)
+            points = tv_tensors.KeyPoints([[15.0, 0.5]], **size)
+            data = pictures.encode_jpeg(picture)
+            return EncodedImage(data, index), {"boxes": boxes, "points": points}
+
+    for transforms in ([K.Resize((8, 12))], [K.Resize((8, 12)), K.RandomVerticalFlip(p=1.0)]):
+        ((_, target),) = samples_of(Line(1), transforms)
+        x1, y1, x2, y2 = target["boxes"][0].tolist()
+        assert (y1, y2) == (0, 8)
+        assert 0 <= x1 < x2 <= 12
+        assert target["points"][0].tolist() == [6, 4]
+
+
+def test_a_crop_of_padding_alone_has_nothing_in_it():
+    black = 0
+    for image, target in samples_of(
+        Squares(8, empty=False), [CenterCrop(400), K.RandomCrop((9, 9))]
+    ):
+        if not image.any():
+            black += 1
+            x1, y1, x2, y2 = target["boxes"][0].tolist()
+            assert (x2 - x1) * (y2 - y1) == 0
+            assert not target["masks"].any()
+    assert black > 4
 
 
 @pytest.mark.parametrize("angle", [90.0, -90.0, 180.0])
@@ -494,6 +590,56 @@ def renewed(samples):
     return zipped([(EncodedImage(image.data, image.index), target) for image, target in samples])
 
 
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ops = torch.nn.ModuleList([K.RandomGrayscale(), K.RandomRotation(9)])
+
+    def forward(self, images):
+        for op in self.ops:
+            images = op(images)
+        return images
+
+
+class OwnFlip(K.RandomHorizontalFlip):
+    """In a module of the user's."""
+
+
+GEOMETRIC = [
+    K.RandomAffine(9),
+    K.RandomJigsaw(),
+    K.AugmentationSequential(K.RandomGrayscale(), K.RandomHorizontalFlip()),
+    TrivialAugment(),
+    OwnFlip(),
+    Own(),
+    Hflip(),
+    torch.nn.Sequential(K.RandomGrayscale(), K.RandomVerticalFlip()),
+    v1.RandomHorizontalFlip(),
+    v1.RandomApply([v1.ColorJitter(0.1), v1.RandomAffine(9)]),
+    v1.Compose([v1.RandomRotation(9)]),
+    v1.TrivialAugmentWide(),
+    v2.RandomRotation(9),
+    v2.Compose([v2.RandomGrayscale(), v2.RandomHorizontalFlip()]),
+    per_image(v2.RandomAffine(9)),
+    per_image(v2.RandAugment()),
+    Apply([per_image(v2.RandomHorizontalFlip())], p=0.5),
+    Choice([[per_image(v2.RandomGrayscale())], [per_image(v2.RandomRotation(9))]], [0.5, 0.5]),
+    Resize(9),
+    RandomCrop(v2.RandomCrop(5, padding=(1, 1, 1, 1))),
+    ImageClassification(crop_size=5, resize_size=6),
+]
+COLORS = [
+    K.RandomGrayscale(),
+    torch.nn.Sequential(K.RandomGrayscale()),
+    v1.ColorJitter(0.1),
+    v1.Lambda(lambda images: images / 2),
+    v1.RandomApply([v1.ColorJitter(0.1)]),
+    v2.Compose([v2.RandomGrayscale()]),
+    per_image(v2.ColorJitter(0.1)),
+    Choice([[per_image(v2.RandomGrayscale())], []], [0.5, 0.5]),
+    lambda images: images / 2,
+]
+
 REFUSED = {
     "two images": (
         With(lambda i, t: (i, i, t)),
@@ -516,7 +662,23 @@ REFUSED = {
         Squares(2),
         [Apply([per_image(v2.RandomRotation(9))], p=0.5)],
         {},
-        "images alone",
+        "Apply holds RandomRotation, which moves images alone",
+    ),
+    "v1": (Squares(2), [v1.RandomHorizontalFlip()], {}, "RandomHorizontalFlip moves images alone"),
+    "own module": (Squares(2), [Own()], {}, "Own holds RandomRotation, which moves images alone"),
+    "own flip": (Squares(2), [OwnFlip()], {}, "OwnFlip moves images alone"),
+    "mix": (Squares(2), [K.RandomMixUpV2()], {}, "kornia's RandomMixUpV2 takes no boxes, masks"),
+    "mosaic": (
+        Squares(2),
+        [K.AugmentationSequential(K.RandomMosaic((40, 40)))],
+        {},
+        "kornia's RandomMosaic takes no boxes, masks",
+    ),
+    "own, plain tensors": (
+        Squares(2, empty=False),
+        [torch.nn.Identity(), CenterCrop(9)],
+        {"collate_fn": None},
+        "CenterCrop moves boxes",
     ),
     "apart": (Squares(2), [K.RandomAffine(9)], {"collate_fn": list}, "leaves samples apart"),
     "sizes": (Squares(2), [v2.RandomIoUCrop()], {}, "images of 2 shapes"),
@@ -535,14 +697,36 @@ def test_a_transform_that_returns_nothing_is_named():
         list(prefetcher(Squares(2), [Resize((40, 40)), lambda images: None, K.RandomAffine(9)]))
 
 
-@pytest.mark.parametrize("transforms", [[Resize(9)], [K.RandomAffine(9)], [v2.RandomRotation(9)]])
-def test_targets_of_images_that_came_as_tensors(transforms):
+def of_tensors(transform):
     boxes = tv_tensors.BoundingBoxes([[1, 2, 3, 4]], format="XYXY", canvas_size=(8, 8))
-    loader = DataPrefetcher(
-        [(torch.rand(1, 3, 8, 8), [boxes])], device="cpu", transforms=transforms
+    return DataPrefetcher(
+        [(torch.rand(2, 3, 8, 8), [boxes])], device="cpu", transforms=[transform], seed=SEED
     )
+
+
+@pytest.mark.parametrize("transform", GEOMETRIC, ids=lambda transform: type(transform).__name__)
+def test_targets_of_images_that_came_as_tensors(transform):
     with pytest.raises(ValueError, match="this batch came otherwise"):
-        list(loader)
+        list(of_tensors(transform))
+
+
+@pytest.mark.parametrize("transform", COLORS, ids=lambda transform: type(transform).__name__)
+def test_colors_leave_targets_where_they_are(transform):
+    ((_, (boxes,)),) = of_tensors(transform)
+    assert boxes.tolist() == [[1, 2, 3, 4]]
+
+
+def test_timm_augment_moves_images_alone_where_it_is_geometric():
+    augment = pytest.importorskip("timm.data.auto_augment")
+    policy = augment.rand_augment_transform(
+        "rand-m9", {"translate_const": 9, "img_mean": (9, 9, 9)}
+    )
+    tail = convert_transforms([v2.CenterCrop(40), policy, v2.PILToTensor()])[1:]
+    with pytest.raises(ValueError, match="TimmAugment moves images alone"):
+        list(prefetcher(Squares(2), [Resize((40, 40)), *tail]))
+    policy.ops = [op for op in policy.ops if op.name == "Invert"]
+    tail = convert_transforms([v2.CenterCrop(40), policy, v2.PILToTensor()])[1:]
+    assert len(samples_of(Squares(2), [Resize((40, 40)), *tail])) == 2
 
 
 # ---- on the GPU
