@@ -213,6 +213,7 @@ def test_the_collector_may_run_in_a_thread_that_the_epoch_waits_for(ahead, colle
             gc.collect()
             seconds.append(time.monotonic() - begin)
             pinned.put(1)
+            pinned.put(None)  # the end
 
         threading.Thread(target=pin).start()
         return iter(pinned.get, None)
