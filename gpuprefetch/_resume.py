@@ -191,3 +191,6 @@ class Source:
         # loader's iterator. Collected with its queues, that waits 5 s for each worker in vain.
         if abandoned or not getattr(iterator, "_persistent_workers", True):
             getattr(iterator, "_shutdown_workers", lambda: None)()
+        if abandoned and hasattr(iterator, "_workers_status"):
+            # When it looks at them next it finds them dead. It would not ask for those shut down.
+            iterator._workers_status = [True] * len(iterator._workers_status)

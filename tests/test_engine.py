@@ -22,6 +22,15 @@ from gpuprefetch._stream import lease_stream, return_stream
 SECONDS = 20  # for what takes milliseconds; a hang takes for ever
 
 
+@pytest.fixture(autouse=True)
+def threads_end():
+    yield
+    deadline = time.monotonic() + SECONDS
+    while threads := [t.name for t in threading.enumerate() if t.name.startswith("gpuprefetch")]:
+        assert time.monotonic() < deadline, threads
+        time.sleep(0.01)
+
+
 def within(seconds, function):
     """What ``function`` returns or raises, in a thread of its own."""
     found = []
@@ -156,10 +165,10 @@ def test_persistent_workers_serve_one_epoch_at_a_time(ahead, pause):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_persistent_workers_that_an_abandoned_thread_waits_for(ahead, monkeypatch, workers):
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_that_an_abandoned_thread_waits_for(ahead, monkeypatch, persistent):
     monkeypatch.setattr(_prefetcher, "JOIN_SECONDS", 0.2)
-    loader = DataLoader(Slow(1.5, at=2), num_workers=workers, persistent_workers=True)
+    loader = DataLoader(Slow(1.5, at=2), num_workers=2, persistent_workers=persistent)
     prefetcher = DataPrefetcher(loader, device="cpu")
     for _ in prefetcher:
         time.sleep(0.2)
