@@ -734,7 +734,14 @@ def test_timm_augment_moves_images_alone_where_it_is_geometric():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "tail", [[], [K.RandomAffine(0, scale=(0.7, 1.0), p=1.0)], [v2.RandomHorizontalFlip()]]
+    "tail",
+    [
+        [],
+        [K.RandomAffine(0, scale=(0.7, 1.0), p=1.0)],
+        [v2.RandomHorizontalFlip()],
+        TAILS["own padding"],
+        TAILS["sequential"],
+    ],
 )
 def test_targets_on_the_gpu(tail):
     transforms = [RandomResizedCrop((96, 100), scale=(0.9, 1.0)), K.RandomHorizontalFlip(), *tail]
