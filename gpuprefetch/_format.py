@@ -64,13 +64,6 @@ def read_header(data: bytes | memoryview) -> ImageHeader:
             f"an image of {header.width} x {header.height} = {pixels} pixels is outside the limits "
             f"of 1 to {MAX_PIXELS}: its header is broken or it is a decompression bomb"
         )
-    # A file for the GPU has one scan. In the data of a scan 0xff is never followed by 0xda.
-    scans = 1 if header.gpu or header.format != "jpeg" else data.count(b"\xff\xda")
-    if scans * pixels > MAX_SCANNED_PIXELS:
-        raise ValueError(
-            f"a JPEG with {scans} scans of {pixels} pixels is outside the limit of "
-            f"{MAX_SCANNED_PIXELS} for all of them: it is a decompression bomb"
-        )
     return header
 
 
@@ -246,19 +239,54 @@ def _read_jpeg(data: bytes) -> ImageHeader:
     if len(frames) != 1:
         raise ValueError(f"broken JPEG: {len(frames)} frame headers instead of one")
     height, width = struct.unpack_from(">HH", data, frames[0][0] + 1)
-    orientation, exif = _read_app1(data, found[_APP1]) if _APP1 in found else (1, ())
     gpu = height in _GPU_SIDES and width in _GPU_SIDES and _decodes_on_gpu(data, found)
+    # A file for the GPU has one scan, and nothing behind it.
+    scans, later = (1, []) if gpu else _behind_first_scan(data, found[_SOS][0][1])
+    if scans > 1 and scans * height * width > MAX_SCANNED_PIXELS:
+        raise ValueError(
+            f"a JPEG with {scans} scans of {height * width} pixels is outside the limit of "
+            f"{MAX_SCANNED_PIXELS} for all of them: it is a decompression bomb"
+        )
+    app1 = found.get(_APP1, [])
+    orientation, exif = _read_app1(data, app1, later) if app1 or later else (1, ())
     return ImageHeader("jpeg", height, width, orientation, gpu, exif)
 
 
-def _read_app1(data: bytes, segments: _Spans) -> tuple[int, tuple[tuple[int, int], ...]]:
+# No segment follows the others: libjpeg skips or refuses them.
+_LATER_MARKERS = re.compile(rb"\xff[\xc0-\xcf\xd9-\xfe]")
+
+
+def _behind_first_scan(data: bytes, pos: int) -> tuple[int, _Spans]:
+    """Return the number of scans, and the APP1 segments behind the first, up to the image's end.
+
+    Behind its end a phone may have put a film, in which anything looks like a marker.
+    """
+    scans, app1 = 1, []
+    data += b"\0\0"  # the last marker may have no length
+    while found := _LATER_MARKERS.search(data, pos):
+        pos = found.end()
+        marker, length = data[pos - 1], data[pos] << 8 | data[pos + 1]
+        if marker == _EOI:
+            break
+        if marker == _SOS:
+            scans += 1
+        elif marker == _APP1:
+            app1.append((pos + 2, pos + length))
+        pos += length if length > 2 else 2
+    return scans, app1
+
+
+def _read_app1(
+    data: bytes, segments: _Spans, later: _Spans
+) -> tuple[int, tuple[tuple[int, int], ...]]:
     """Return the orientation, and the spans of all that a decoder could take for one.
 
     PIL and TorchCodec's CUDA decoder look for the "Exif" identifier, TorchCodec's CPU decoder takes
-    the first APP1 segment whatever its identifier; all of them need the 42 of the TIFF header.
+    the first APP1 segment whatever its identifier, also one of the later ones behind the first
+    scan; all of them need the 42 of the TIFF header. PIL joins what several segments hold.
     """
-    exif = next((data[a:b] for a, b in segments if data.startswith(b"Exif\0\0", a, b)), b"")
-    forty_twos = [a for a, b in segments if data[a + 8 : min(a + 10, b)] in _FORTY_TWO]
+    exif = b"".join(data[a + 6 : b] for a, b in segments if data.startswith(b"Exif\0\0", a, b))
+    forty_twos = [a for a, b in segments + later if data[a + 8 : min(a + 10, b)] in _FORTY_TWO]
     return _read_orientation(exif), tuple((start, start + 10) for start in forty_twos)
 
 

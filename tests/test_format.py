@@ -30,6 +30,11 @@ def patch(data, find, offset, value):
     return bytes(data)
 
 
+def before_last_scan(data, inserted):
+    start = data.rindex(b"\xff\xda")
+    return data[:start] + inserted + data[start:]
+
+
 def palette_image(colors):
     return Image.fromarray(RGB).quantize(colors)
 
@@ -281,6 +286,9 @@ HIDDEN = {
     "broken byte order": pictures.insert_segment(
         JPEGS["4:2:0"], 0xE1, pictures.exif(6).replace(b"MM", b"??")
     ),
+    "behind the first scan": before_last_scan(
+        JPEGS["progressive"], pictures.insert_segment(bytes(2), 0xE1, pictures.exif(3))[2:]
+    ),
 }
 
 
@@ -306,6 +314,7 @@ def test_orientation_is_that_of_the_exif_segment():
         "twice": 3,
         "no identifier": 1,
         "broken byte order": 1,
+        "behind the first scan": 1,
     }
     assert read_header(pictures.insert_segment(JPEGS["4:2:0"], 0xE1, XMP)).exif == ()
 
@@ -499,6 +508,29 @@ def test_bomb_of_many_scans():
                 decode_cpu(bomb)
         else:
             assert read_header(bomb).width == 4000
+
+
+def test_scans_that_are_none():
+    photo = pictures.encode(np.zeros((4000, 4000), np.uint8), "JPEG")
+    film = photo + b"\0\0\0\x18ftypmp42" + (SOS + bytes(9)) * 200
+    comment = pictures.insert_segment(bytes(2), 0xFE, SOS * 200)[2:]
+    for data in (film, photo[:-2] + comment + photo[-2:]):
+        header = read_header(data)
+        assert (header.width, header.gpu) == (4000, False)
+
+
+def test_scans_behind_junk():
+    # Where a decoder looks for a restart, this is no segment that would hide what follows.
+    data = pictures.encode(np.zeros((4000, 4000), np.uint8), "JPEG", progressive=True)
+    last = data[data.rindex(SOS) : -2]
+    with pytest.raises(ValueError, match=r"JPEG with 2\d\d scans"):
+        read_header(data[:-2] + b"\xff\2\xff\xff" + last * 200 + data[-2:])
+
+
+@pytest.mark.parametrize("filling", [b"\xff", b"\xff\0", b"\xff\xd0", b"\xff\xe1\0\2"])
+def test_long_fillings_take_linear_time(filling):
+    data = before_last_scan(JPEGS["progressive"], filling * 500_000)
+    assert read_header(data).width == 83  # for hours, if each byte were looked at from each other
 
 
 EXTREME = [(1, 1), (1, 10_000), (10_000, 1), (8, 65_500), (65_500, 8), (17, 3), (33, 47)]
