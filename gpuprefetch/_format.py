@@ -371,8 +371,8 @@ def _whole(data: bytes, found: _Segments, frame: bytes) -> bool:
         return False
     begin, end = found[_SOS][0][1], data.rindex(b"\xff\xd9")
     start, stop = found.get(_DRI, [(0, 0)])[-1]
-    interval = int.from_bytes(data[start:stop], "big")
-    if stop - start not in (0, 2) or begin >= end:
+    interval = int.from_bytes(data[start:stop])
+    if begin >= end or (_DRI in found and any(stop - start != 2 for start, stop in found[_DRI])):
         return False
     if interval:
         height, width = struct.unpack_from(">HH", frame, 1)
@@ -386,8 +386,10 @@ def _whole(data: bytes, found: _Segments, frame: bytes) -> bool:
 
 
 def _is_ycbcr(data: bytes, found: _Segments, ids: bytes) -> bool:
-    jfif = any(data.startswith(b"JFIF\0", start) for start, _ in found.get(_APP0, ()))
-    adobe = {data[s + 11] for s, _ in found.get(_APP14, ()) if data.startswith(b"Adobe", s)}
+    # libjpeg leaves out what is too short.
+    jfif = any(data.startswith(b"JFIF\0", a) and b - a >= 14 for a, b in found.get(_APP0, ()))
+    whole = (a for a, b in found.get(_APP14, ()) if data.startswith(b"Adobe", a) and b - a >= 12)
+    adobe = {data[a + 11] for a in whole}
     return adobe <= {1} and ids != b"RGB" and (jfif or adobe == {1} or ids == b"\1\2\3")
 
 

@@ -435,6 +435,15 @@ CPU = {
     "restarts in a picture of another size": patch(RESTART, SOF0, 5, b"\0\x18"),
     "restarts without an interval": RESTART.replace(b"\xff\xdd", b"\xff\xfe"),
     "a restart interval of three bytes": pictures.insert_segment(PLAIN, 0xDD, bytes(3)),
+    "a restart interval of no bytes": pictures.insert_segment(PLAIN, 0xDD, b""),
+    "a restart interval of no bytes before one": pictures.insert_segment(RESTART, 0xDD, b""),
+    "JFIF of 13 bytes": pictures.insert_segment(
+        with_component_ids(NO_JFIF, b"\0\1\2"), 0xE0, b"JFIF\0" + bytes(8)
+    ),
+    "Adobe of 7 bytes": pictures.insert_segment(
+        pictures.insert_segment(with_component_ids(NO_JFIF, b"\0\1\2"), 0xFE, b"\1"),
+        0xEE, ADOBE[:7],
+    ),
 }  # fmt: skip
 
 
