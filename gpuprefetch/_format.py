@@ -77,14 +77,16 @@ def decode_cpu(
 
     The pixels are PIL's, bit for bit: transparency is dropped, not blended; of an animation the
     first frame is decoded; 16-bit colors keep their high byte and 16-bit gray is clipped to 255.
-    PIL raises on some damage that is not noticed here: to what is left out of a WebP (metadata,
-    later frames), and to the pixels of a GIF (one in six files with one to three bytes changed).
+    PIL raises on some damage that is not noticed here: to what is left out of a PNG or a WebP
+    (broken metadata, later frames), and to the pixels of a GIF (one in six files with one to three
+    bytes changed).
 
     Args:
         data: A whole encoded file; a tensor is ``(n_bytes,)`` uint8 on the CPU. It is only read.
         header: What :func:`read_header` gave for it, where that is known.
         apply_exif: Turn the picture upright, as ``PIL.ImageOps.exif_transpose`` does with an EXIF
-            orientation. One that is written in XMP only is not looked for.
+            orientation. One that is written in XMP only, or as a number of another type than EXIF
+            gives it (SHORT, or LONG as some write), is not looked for.
 
     Returns:
         ``(3, H, W)`` uint8, of any strides.
@@ -397,6 +399,7 @@ def _is_ycbcr(data: bytes, found: _Segments, ids: bytes) -> bool:
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_END = b"\0\0\0\0IEND\xae\x42\x60\x82"
+_RAW_EXIF = b"Raw profile type exif\0"  # ImageMagick's: hexadecimal, from the fourth line on
 
 
 def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
@@ -414,13 +417,25 @@ def _read_png(data: bytes) -> ImageHeader:
     if kind != b"IHDR":
         raise ValueError(f"broken PNG: {kind!r} instead of its header chunk")
     width, height = struct.unpack_from(">II", data, start)
-    exif = b"".join(data[start:stop] for kind, start, stop in chunks if kind == b"eXIf")
-    return ImageHeader("png", height, width, _read_orientation(exif))
+    exif = raw = b""
+    for kind, start, stop in chunks:
+        if kind == b"IEND":
+            break
+        if kind == b"eXIf":
+            exif = data[start:stop]
+        elif kind in (b"tEXt", b"zTXt") and data.startswith(_RAW_EXIF, start):
+            text = data[start + len(_RAW_EXIF) : stop]
+            with contextlib.suppress(ValueError, IndexError, zlib.error):
+                if kind == b"zTXt":
+                    text = zlib.decompressobj().decompress(text[1:], 1 << 20)
+                raw = bytes.fromhex(text.split(b"\n", 3)[3].decode())
+    return ImageHeader("png", height, width, _read_orientation(exif or raw))
 
 
 def _bare_png(data: bytes) -> bytes:
     """Return the file without metadata and transparency: header, palette and image data."""
     kept, first, last = [_PNG_SIGNATURE], 0, 0
+    whole = data[16:24] + bytes(8)  # what an animation says of its first frame: size and offset
     for kind, start, stop in _png_chunks(data):
         if kind == b"IDAT":
             first, last = first or start - 8, stop + 4
@@ -428,6 +443,8 @@ def _bare_png(data: bytes) -> bytes:
             break
         elif zlib.crc32(data[start - 4 : stop]).to_bytes(4) != data[stop : stop + 4]:
             raise ValueError(f"broken or truncated PNG: wrong checksum of its {kind!r} chunk")
+        elif kind == b"fdAT" or (kind == b"fcTL" and data[start + 4 : start + 20] != whole):
+            raise ValueError(f"broken PNG: its picture begins with a {kind!r} chunk of another one")
         elif kind in (b"IHDR", b"PLTE"):
             kept.append(data[start - 8 : stop + 4])
     return b"".join([*kept, data[first:last], _PNG_END])
@@ -463,7 +480,8 @@ def _read_webp(data: bytes) -> ImageHeader:
         width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, start + 6))
     else:
         raise ValueError(f"broken WebP: {kind!r} instead of its first chunk")
-    exif = (data[start:stop] for kind, start, stop in chunks if kind == b"EXIF")
+    flagged = kind == b"VP8X" and data[start] & 8  # nobody looks for EXIF data without the flag
+    exif = (data[first:last] for kind, first, last in chunks if flagged and kind == b"EXIF")
     return ImageHeader("webp", height, width, _read_orientation(next(exif, b"")))
 
 
@@ -516,7 +534,8 @@ def _gif_first_frame(data: bytes) -> tuple[int, int, bytes, int]:
     left, top, frame_width, frame_height, flags = struct.unpack_from("<HHHHB", data, pos + 1)
     height, width = max(height, top + frame_height), max(width, left + frame_width)
     local_palette = _gif_palette(data, pos + 10, flags)
-    colors = local_palette or palette or _GRAYS
+    # A ramp of grays is no palette for PIL.
+    colors = next((p for p in (local_palette, palette) if not _GRAYS.startswith(p)), _GRAYS)
     screen = struct.pack("<HHBBB", width, height, 0xF7, background, 0)
     head = b"GIF89a" + screen + colors.ljust(768, b"\0") + data[pos : pos + 9]
     return height, width, head + bytes([flags & 0x40]), pos + 10 + len(local_palette)

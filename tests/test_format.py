@@ -2,6 +2,7 @@ import io
 import pickle
 import struct
 import warnings
+import zlib
 
 import numpy as np
 import pictures
@@ -60,6 +61,17 @@ def gif_with_local_palette():
 def gif_without_palette():
     data = pictures.encode(Image.fromarray(GRAY), "GIF")
     return data[:10] + bytes([data[10] & 0x7F]) + data[11:13] + data[13 + 768 :]
+
+
+def gif_with_gray_ramp(local):
+    """A ramp of grays that is too short, or the palette of a frame beside a global one."""
+    data = pictures.encode(Image.fromarray(GRAY), "GIF")
+    ramp, rest = bytes(np.arange(256).repeat(3).tolist()), bytearray(data[13 + 768 :])
+    if not local:
+        return data[:10] + bytes([data[10] & 0xF8 | 1]) + data[11 : 13 + 12] + bytes(rest)
+    descriptor = rest.index(b",")
+    rest[descriptor + 9] |= 0x80 | 7
+    return data[:13] + ramp[::-1] + rest[: descriptor + 10] + ramp + rest[descriptor + 10 :]
 
 
 JPEGS = {
@@ -137,6 +149,8 @@ GIFS = {
     ),
     "local palette": gif_with_local_palette(),
     "no palette": gif_without_palette(),
+    "short ramp": gif_with_gray_ramp(local=False),
+    "local ramp": gif_with_gray_ramp(local=True),
 }
 FILES = {
     (image_format, kind): data
@@ -273,6 +287,55 @@ def test_orientation_that_does_not_exist(orientation):
     np.testing.assert_array_equal(
         to_array(decode_cpu(data, apply_exif=True)), to_array(decode_cpu(data))
     )
+
+
+EXIF = pictures.exif(6)
+PNG_EXIF, PNG_EXIF_3 = (pictures.png_chunk(b"eXIf", pictures.exif(n)[6:]) for n in (6, 3))
+RAW_EXIF = b"\nexif\n      %d\n%b\n" % (len(EXIF), EXIF.hex().encode())
+ZIPPED_EXIF = b"\0" + zlib.compress(RAW_EXIF)
+
+
+def with_png_chunks(before=b"", behind=b"", end=b""):
+    data = PNGS["rgb"]
+    return data[:33] + before + data[33:-12] + behind + data[-12:] + end
+
+
+def raw_profile(kind, payload):
+    chunk = pictures.png_chunk(kind, b"Raw profile type exif\0" + payload)
+    return with_png_chunks(chunk)
+
+
+PLACES = {
+    "JPEG segments": (
+        pictures.insert_segment(
+            pictures.insert_segment(JPEGS["4:2:0"], 0xE1, b"Exif\0\0" + EXIF[20:]), 0xE1, EXIF[:20]
+        ),
+        6,
+    ),
+    "PNG chunks": (with_png_chunks(PNG_EXIF_3, PNG_EXIF), 6),
+    "PNG, behind its end": (with_png_chunks(PNG_EXIF, end=PNG_EXIF_3), 6),
+    "PNG text": (raw_profile(b"tEXt", RAW_EXIF), 6),
+    "PNG text, compressed": (raw_profile(b"zTXt", ZIPPED_EXIF), 6),
+    "PNG text beside a chunk": (
+        raw_profile(b"tEXt", RAW_EXIF)[:-12] + PNG_EXIF_3 + PNGS["rgb"][-12:], 3
+    ),
+    "WebP without its flag": (patch(WEBPS["turned"], b"VP8X", 8, b"\0"), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_places_of_an_orientation(place):
+    data, orientation = PLACES[place]
+    assert read_header(data).orientation == orientation
+    with Image.open(io.BytesIO(data)) as image:
+        turned = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    np.testing.assert_array_equal(to_array(decode_cpu(data, apply_exif=True)), turned)
+
+
+@pytest.mark.parametrize("text", [b"", b"\nexif\n", b"\nexif\n 4\nwhat", b"\nexif\n 4\n\xff"])
+def test_broken_text_is_no_orientation(text):
+    for kind, payload in ((b"tEXt", text), (b"zTXt", text), (b"zTXt", b"\0" + zlib.compress(text))):
+        assert read_header(raw_profile(kind, payload)).orientation == 1
 
 
 XMP = b"http://ns.adobe.com/xap/1.0/\0<x:xmpmeta/>"
@@ -592,6 +655,24 @@ def test_png_checksum():
     # PIL does not look at the checksums behind the pixels.
     data = PNGS["rgb"][:-12] + pictures.png_chunk(b"tEXt", b"a\0b")[:-1] + b"?" + PNGS["rgb"][-12:]
     np.testing.assert_array_equal(to_array(decode_cpu(data)), pictures.read_with_pil(data))
+
+
+def frame_control(*numbers):
+    return pictures.png_chunk(b"fcTL", struct.pack(">IIIIIHHBB", 0, *numbers, 1, 1, 0, 0))
+
+
+def test_first_frame_is_the_picture():
+    animated = pictures.png_chunk(b"acTL", struct.pack(">II", 2, 0))
+    good = with_png_chunks(animated + frame_control(83, 61, 0, 0))
+    np.testing.assert_array_equal(to_array(decode_cpu(good)), RGB)
+    data = pictures.png_chunk(b"fdAT", bytes(9))
+    for kind, chunk in (
+        ("fcTL", frame_control(83, 1, 0, 0)),
+        ("fcTL", frame_control(83, 61, 1, 0)),
+        ("fdAT", frame_control(83, 61, 0, 0) + data),
+    ):
+        with pytest.raises(ValueError, match=f"begins with a b'{kind}' chunk"):
+            decode_cpu(with_png_chunks(animated + chunk))
 
 
 def test_png_data_end_at_another_chunk():
