@@ -16,9 +16,9 @@ IsLeaf = Callable[[Any], bool] | None
 _PLAIN = {int, float, bool, str, bytes, type(None), torch.Tensor}
 
 
-def _children(batch: Any, is_leaf: IsLeaf) -> Sequence[Any] | None:
+def children_of(batch: Any, is_leaf: IsLeaf) -> Sequence[Any] | None:
     """The parts of a structure; None for a leaf."""
-    if type(batch) in _PLAIN or hasattr(batch, "to"):
+    if type(batch) in _PLAIN or moves_itself(batch):
         return None  # the latter moves itself, also when it is a namedtuple (PackedSequence)
     listed, mapped = isinstance(batch, (list, tuple)), isinstance(batch, Mapping)
     if not listed and not mapped and not _is_record(batch):
@@ -29,7 +29,12 @@ def _children(batch: Any, is_leaf: IsLeaf) -> Sequence[Any] | None:
         return batch  # type: ignore[no-any-return]
     if mapped:
         return list(batch.values())
-    return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    return [getattr(batch, name) for name in _fields(batch)]
+
+
+def _fields(record: Any) -> list[str]:
+    """The fields of a dataclass that have a value."""
+    return [field.name for field in dataclasses.fields(record) if hasattr(record, field.name)]
 
 
 def _is_record(batch: Any) -> bool:
@@ -47,29 +52,31 @@ def map_leaves(fn: Callable[[Any], Any], batch: Any, is_leaf: IsLeaf = None) -> 
     Returns:
         A new structure of the same types; ``batch`` and its containers are left untouched.
     """
-    children = _children(batch, is_leaf)
+    children = children_of(batch, is_leaf)
     if children is None:
         return fn(batch)
     values = [map_leaves(fn, child, is_leaf) for child in children]
     if isinstance(batch, Mapping):
         return _rebuild_mapping(batch, dict(zip(batch, values, strict=True)))
     if isinstance(batch, tuple):
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+        return batch._make(values) if hasattr(batch, "_make") else type(batch)(values)
     clone = copy.copy(batch)  # keeps a subclass and its attributes
     if isinstance(batch, list):
         clone[:] = values
         return clone
-    for field, value in zip(dataclasses.fields(batch), values, strict=True):
+    for name, value in zip(_fields(batch), values, strict=True):
         # object.__setattr__ also reaches frozen and slotted dataclasses.
-        object.__setattr__(clone, field.name, value)
+        object.__setattr__(clone, name, value)
     return clone
 
 
 def _rebuild_mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(batch) is dict:
         return items
+    # What is no dict would share its items with a copy that it does not make itself.
+    copies = isinstance(batch, dict) or hasattr(type(batch), "__copy__")
     try:
-        if not isinstance(batch, MutableMapping):
+        if not (copies and isinstance(batch, MutableMapping)):
             return type(batch)(items)  # type: ignore[call-arg]
         clone = copy.copy(batch)  # keeps what the constructor does not take: defaultdict's factory
         clone.update(items)
@@ -80,7 +87,7 @@ def _rebuild_mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 def leaves(batch: Any, is_leaf: IsLeaf = None) -> Iterator[Any]:
     """Yield the leaves of ``batch`` in the order in which :func:`map_leaves` visits them."""
-    children = _children(batch, is_leaf)
+    children = children_of(batch, is_leaf)
     if children is None:
         yield batch
         return
@@ -101,12 +108,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return map_leaves(lambda leaf: _leaf_to(leaf, device), batch)
 
 
-def _moves_itself(leaf: Any) -> bool:
+def moves_itself(leaf: Any) -> bool:
     return callable(getattr(leaf, "to", None)) and not isinstance(leaf, type)
 
 
 def _leaf_to(leaf: Any, device: torch.device) -> Any:
-    if not _moves_itself(leaf):
+    if not moves_itself(leaf):
         return leaf
     try:
         return leaf.to(device, non_blocking=True)
@@ -119,7 +126,7 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
     for leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor):
             yield from _components(leaf)
-        elif _moves_itself(leaf):
+        elif moves_itself(leaf):
             yield from tensors(_attributes(leaf))
 
 

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import MutableMapping
 from multiprocessing.reduction import ForkingPickler
 from types import MappingProxyType
 
@@ -31,6 +32,43 @@ class Sample:
 class FrozenSample:
     image: torch.Tensor
     parts: tuple
+
+
+@dataclasses.dataclass
+class Lazy:
+    image: torch.Tensor
+    cache: object = dataclasses.field(init=False, repr=False)
+
+
+class Pair(namedtuple("Pair", "x y")):
+    def __new__(cls, x):
+        return super().__new__(cls, x, x)
+
+
+class DotDict(dict):
+    __getattr__ = dict.get  # so that it has any attribute, None
+
+
+class Store(MutableMapping):
+    """Keeps its items in a dict of its own, which a shallow copy shares."""
+
+    def __init__(self, items):
+        self._items = dict(items)
+
+    def __getitem__(self, key):
+        return self._items[key]
+
+    def __setitem__(self, key, value):
+        self._items[key] = value
+
+    def __delitem__(self, key):
+        del self._items[key]
+
+    def __iter__(self):
+        return iter(self._items)
+
+    def __len__(self):
+        return len(self._items)
 
 
 class Movable:
@@ -64,6 +102,10 @@ def nested_batches():
         "namedtuple": Point(t, [t]),
         "dataclass": Sample(t),
         "frozen": FrozenSample(t, (t, "x")),
+        "field without a value": Lazy(t),
+        "namedtuple of one argument": Pair(t),
+        "any attribute": DotDict(a=t),
+        "store": Store({"a": t}),
         "tagged": tagged,
         "bytes": (b"raw", t, np.arange(3), 1.5),
         "empty": ([], {}, ()),
@@ -97,6 +139,12 @@ def test_objects_with_to_move_themselves():
     assert moved[0].moved
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     assert isinstance(to_device(packed, torch.device("cpu")), type(packed))
+
+
+def test_a_mapping_whose_to_is_no_method_is_moved():
+    for to in ({}, {"to": torch.ones(2)}):
+        moved = to_device(DotDict(a=torch.ones(2), **to), torch.device("meta"))
+        assert {value.device.type for value in moved.values()} == {"meta"}
 
 
 def test_a_class_with_to_is_a_leaf_that_stays():
