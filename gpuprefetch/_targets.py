@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from gpuprefetch._batch import leaves, map_leaves, select
+from gpuprefetch._batch import children_of, leaves, map_leaves, moves_itself, select
 from gpuprefetch._encoded import EncodedImage, EncodedImages
 
 # Note [Coordinates]
@@ -225,7 +225,17 @@ def mark(batch: Any, samples: Any) -> Any:
 
     @cache
     def held() -> list[set[int]]:
-        return [set(map(id, leaves(sample, _is_image))) for sample in samples]
+        def parts(node: Any) -> Iterator[int]:
+            yield id(node)
+            for child in children_of(node, _is_image) or ():
+                yield from parts(child)
+
+        return [set(parts(sample)) for sample in samples]
+
+    def is_column(node: Any) -> bool:
+        """Whether the default collate made it: of the strings at one place in all samples."""
+        made = is_list(node) and all(isinstance(entry, (str, bytes)) for entry in node)
+        return made and not any(id(node) in parts for parts in held()) and is_entries(node)
 
     def is_entries(node: Any) -> bool:
         if _is_image(node):
@@ -239,11 +249,13 @@ def mark(batch: Any, samples: Any) -> Any:
             return False
         if id(node) in beside_images:
             return True
+        if all(select(entry, is_column) for entry in node):
+            return False  # as many columns as there are samples
         found = [set(map(id, leaves(entry))) for entry in node]
         return any(found) and all(not f or f & h for f, h in zip(found, held(), strict=True))
 
     def per_sample(leaf: Any) -> Any:
-        if not isinstance(leaf, (list, tuple)):
+        if not isinstance(leaf, (list, tuple)) or moves_itself(leaf):
             return leaf
         return PerSample(leaf, list if isinstance(leaf, list) else tuple)
 

@@ -12,7 +12,8 @@ from kornia.augmentation.auto import TrivialAugment
 from kornia.geometry import Hflip
 from PIL import Image
 from torch.nn.functional import max_pool2d
-from torch.utils.data import DataLoader, Dataset
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
@@ -562,6 +563,49 @@ def test_lists_of_a_bad_image_without_boxes():
     assert batch["caption"] == ["0", "3"]
     assert batch["meta"][0].tolist() == [0, 3]
     assert batch["meta"][1] == [("0", "3")]
+
+
+NAMES = {
+    "strings": lambda i: [f"{i}a", f"{i}b"],
+    "names of few classes": lambda i: [("cat", "dog")[(i + k) % 2] for k in range(2)],
+    "the same": lambda i: ["cat", "dog"],
+    "dicts": lambda i: [{"name": f"{i}a", "parts": [f"{i}b"]}, {"name": f"{i}c", "parts": ["x"]}],
+    "lists": lambda i: [[f"{i}a", f"{i}b"], [f"{i}c", f"{i}d"]],
+}
+
+
+def beside_packed(samples):
+    images, names = zipped(samples)
+    return default_collate(images), list(names)
+
+
+@pytest.mark.parametrize("names", NAMES)
+@pytest.mark.parametrize("collate", [default_collate, zipped, beside_packed])
+def test_as_many_strings_as_samples(names, collate):
+    class Named(Damaged):
+        def __getitem__(self, index):
+            return super().__getitem__(index)[0], NAMES[names](index)
+
+    batches = prefetcher(
+        Named(4), [Resize((9, 9))], collate_fn=collate, batch_size=2, on_error="skip"
+    )
+    for (_, got), good in zip(batches, (0, 3), strict=True):
+        ((_, want),) = [collate([(torch.zeros(1), NAMES[names](good))])]
+        assert list(got) == list(want)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_sequence_that_moves_itself_stays_what_it_is(count):
+    def packed(samples):
+        images, targets = zipped(samples)
+        words = pack_sequence([target["labels"] for target in targets])
+        return default_collate(images), {"words": words, "names": [str(i) for i in range(count)]}
+
+    data = Squares(count, empty=False)
+    ((_, got),) = prefetcher(data, [Resize((9, 9))], collate_fn=packed, batch_size=count)
+    assert isinstance(got["words"], PackedSequence)
+    assert got["words"].data.tolist() == list(range(count))
+    assert got["names"] == [str(i) for i in range(count)]
 
 
 # ---- what cannot work
