@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuprefetch._batch import leaves, map_leaves, to_device
+from gpuprefetch._batch import leaves, map_leaves, moves_itself, to_device
 from gpuprefetch._budget import (
     LARGE,
     Cost,
@@ -330,19 +330,28 @@ def _one_by_one(parts: Sequence[Part], make_room: Callable[[], None]) -> None:
 
 def _take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
     """Select rows of whatever has one entry per sample."""
-    if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count:
-        return wrap_like(leaf[rows.to(leaf.device)], leaf)  # indexing keeps the memory format
-    if isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == count:
-        return leaf[rows.numpy()]
-    if isinstance(leaf, (list, tuple)) and len(leaf) == count:
-        taken = [leaf[i] for i in rows.tolist()]
-        return leaf.of(taken) if isinstance(leaf, PerSample) else type(leaf)(taken)
-    if hasattr(leaf, "to") and not isinstance(leaf, torch.Tensor):
-        raise ValueError(
-            f"on_error and replay take rows out of tensors, arrays and lists, and {type(leaf)} is "
-            "none. Let the collate function give what it holds, in a dict."
-        )
-    return leaf
+    kind: Any = type(leaf)
+    if isinstance(leaf, torch.Tensor):
+        if not leaf.dim() or leaf.size(0) != count:
+            return leaf
+        if leaf.layout is torch.sparse_coo:
+            return leaf.index_select(0, rows.to(leaf.device))
+        if leaf.layout is torch.strided and not leaf.is_nested:
+            return wrap_like(leaf[rows.to(leaf.device)], leaf)  # indexing keeps the memory format
+        kind = f"a {'nested' if leaf.is_nested else leaf.layout} tensor"
+    elif isinstance(leaf, np.ndarray):
+        return leaf[rows.numpy()] if leaf.ndim and len(leaf) == count else leaf
+    elif not moves_itself(leaf):
+        text = isinstance(leaf, (str, bytes, bytearray))
+        if text or not isinstance(leaf, Sequence) or len(leaf) != count:
+            return leaf
+        if isinstance(leaf, (list, tuple)):
+            taken = [leaf[i] for i in rows.tolist()]
+            return leaf.of(taken) if isinstance(leaf, PerSample) else type(leaf)(taken)
+    raise ValueError(
+        f"on_error and replay take rows out of dense and COO tensors, arrays and lists, and {kind} "
+        "is none. Let the collate function give what it holds, in a list or a dict."
+    )
 
 
 def _refuse_fewer_rows(batch: Any, samples: Sequence[int]) -> None:

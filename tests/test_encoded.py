@@ -6,6 +6,8 @@ import io
 import pickle
 import threading
 import traceback
+from array import array
+from collections import UserList, deque
 from itertools import combinations
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 from conftest import draw_photo
 from PIL import Image, ImageOps
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
@@ -466,6 +469,52 @@ def test_a_bad_image_beside_what_has_no_rows_is_an_error(photo_folder):
     )
     with pytest.raises(ValueError, match=r"Moving'> is none\. Let the collate function"):
         list(prefetcher)
+
+
+def beside(photo_folder, make, on_error, batch_size=8):
+    """The batches of a damaged folder, with what ``make`` makes of their targets."""
+
+    def collate(samples):
+        images, targets = default_collate(samples)
+        return images, targets, make(targets)
+
+    loader = loader_of(
+        damaged(photo_folder), "cpu", batch_size=batch_size, collate_fn=collate, num_workers=0
+    )
+    return DataPrefetcher(loader, device="cpu", transforms=[Resize((16, 16))], on_error=on_error)
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_sparse_targets_follow_a_bad_image(photo_folder, on_error):
+    for _, targets, sparse in beside(photo_folder, lambda t: torch.diag(t).to_sparse(), on_error):
+        assert sparse.layout is torch.sparse_coo
+        assert sparse.to_dense().sum(1).tolist() == targets.tolist()
+
+
+WITHOUT_ROWS = {
+    "a torch.sparse_csr tensor": lambda targets: torch.diag(targets).to_sparse_csr(),
+    "a nested tensor": lambda targets: torch.nested.nested_tensor(
+        [torch.ones(1 + i) for i in targets.tolist()], layout=torch.jagged
+    ),
+    "PackedSequence'>": lambda targets: pack_sequence([torch.ones(2)] * len(targets)),
+    "deque'>": lambda targets: deque(targets.tolist()),
+    "UserList'>": lambda targets: UserList(targets.tolist()),
+    "array'>": lambda targets: array("i", targets.tolist()),
+    "range'>": lambda targets: range(len(targets)),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_ROWS)
+@pytest.mark.filterwarnings("ignore:.*(beta state|prototype)")  # CSR, nested tensors
+def test_a_bad_image_beside_rows_that_are_not_known(photo_folder, kind):
+    with pytest.raises(ValueError, match=rf"{kind} is none\. .*, in a list or a dict"):
+        list(beside(photo_folder, WITHOUT_ROWS[kind], "skip", batch_size=3))
+
+
+@pytest.mark.parametrize("text", ["abc", b"abc", bytearray(b"abc"), deque("abcd")])
+def test_what_has_no_entry_per_sample_stays_beside_a_bad_image(photo_folder, text):
+    for _, _, kept in beside(photo_folder, lambda _: text, "skip", batch_size=3):
+        assert kept is text
 
 
 def test_a_loader_that_is_no_dataloader(photo_folder):
