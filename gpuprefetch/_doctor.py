@@ -384,7 +384,7 @@ def _with(
         fixed = cpu_share is not None or (before.fixed and before._cores > 0)
         clone._balancer = Balancer(share, clone, fixed=fixed)
         packer = replace(loader._pipeline.packer, share=share)
-        clone._pipeline = replace(loader._pipeline, packer=packer, bad_images=[], stats=Stats())
+        clone._pipeline = replace(loader._pipeline, packer=packer, bad_images={}, stats=Stats())
         clone.stats = clone._pipeline.stats
         return clone
     clone._iterator = None

@@ -104,8 +104,8 @@ class Pipeline:
         dtype: of the images behind the head; None for float32.
         memory_format: likewise; None for contiguous.
         on_error: "raise", "skip", "replace", or a callable that gets each :class:`BadImage`.
-        max_bad: how many bad images are tolerated; None for any number.
-        bad_images: those that were tolerated.
+        max_bad: how many bad files are tolerated; None for any number.
+        bad_images: those that were tolerated, by what tells files apart.
         after: gets each finished batch and a seed, and gives what the loop sees.
         stats: counts the time of each step.
         memory_budget: bytes for batches on their way, see :func:`gpuprefetch._budget.cost_of`.
@@ -122,7 +122,7 @@ class Pipeline:
     memory_format: torch.memory_format | None = None
     on_error: str | Callable[[BadImage], Any] = "raise"
     max_bad: int | None = None
-    bad_images: list[BadImage] = field(default_factory=list)
+    bad_images: dict[object, BadImage] = field(default_factory=dict)
     after: Callable[[Any, int], Any] | None = None
     stats: Stats = field(default_factory=Stats)
     memory_budget: int | None = None
@@ -277,23 +277,22 @@ class Pipeline:
             return None
         for job in jobs:
             for i, reason in sorted(job.images.errors.items()):
-                self._tolerate(BadImage(int(job.images.indices[i]), job.images.paths[i], reason))
+                last = BadImage(int(job.images.indices[i]), job.images.paths[i], reason)
+                self._tolerate(last)
         first = jobs[0].images
         count = len(first)
         if any(
             len(job.images) != len(first) or job.images.samples != first.samples for job in jobs
         ):
             raise BadImageError(
-                f"{self.bad_images[-1]}. on_error cannot leave it out: the collate function "
+                f"{last}. on_error cannot leave it out: the collate function "
                 "leaves samples apart, or has another number of images for each: let it keep the "
                 "images together, one of each sample, as torch's default one does."
             )
         good = np.setdiff1d(np.arange(count), bad)
         if self.on_error == "replace":
             if not len(good):
-                raise BadImageError(
-                    f"all {count} images of a batch are bad, the last: {self.bad_images[-1]}"
-                )
+                raise BadImageError(f"all {count} images of a batch are bad, the last: {last}")
             rows = np.arange(count)
             rows[bad] = good[
                 np.searchsorted(good, bad) % len(good)
@@ -306,7 +305,9 @@ class Pipeline:
             raise BadImageError(str(bad))
         if callable(self.on_error):
             self.on_error(bad)
-        self.bad_images.append(bad)
+        # Each epoch comes upon the same files again. One without a name may be any.
+        named = bad.index >= 0 or bad.path
+        self.bad_images.setdefault((bad.index, bad.path) if named else object(), bad)
         self.stats.bad_images += 1
         if self.max_bad is not None and len(self.bad_images) > self.max_bad:
             raise BadImageError(f"more than max_bad={self.max_bad} bad images, the last: {bad}")

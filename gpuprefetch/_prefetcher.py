@@ -538,7 +538,8 @@ class DataPrefetcher:
         on_error: for a file that cannot be decoded: "raise" :class:`BadImageError`, "skip" the
             sample, "replace" it by another one of the batch, target included, or a callable that
             gets the :class:`BadImage`, after which it is skipped.
-        max_bad: how many bad images are tolerated before :class:`BadImageError` is raised anyway.
+        max_bad: how many bad files are tolerated before :class:`BadImageError` is raised anyway.
+            One that several epochs come upon, by index and path, counts once.
         memory_budget: of the device, for batches that are on their way to the loop: "2GiB",
             "512MiB", or bytes; None for no limit. It counts decoded images, and the tensors of a
             batch (with the images behind the fused head) until the batch is handed over; fewer
@@ -678,8 +679,8 @@ class DataPrefetcher:
 
     @property
     def bad_images(self) -> list[BadImage]:
-        """The images that were skipped or replaced, over all epochs."""
-        return self._pipeline.bad_images
+        """The images that were skipped or replaced, over all epochs, each file once."""
+        return list(self._pipeline.bad_images.values())
 
     def __iter__(self) -> Iterator[Any]:
         if self._use[0] == "dropped":

@@ -147,7 +147,7 @@ def replay(
         share=torch.tensor([share], dtype=torch.float64),
     )
     on_error = pipeline.on_error if isinstance(pipeline.on_error, str) else "skip"
-    pipeline = replace(pipeline, packer=packer, on_error=on_error, bad_images=[])
+    pipeline = replace(pipeline, packer=packer, on_error=on_error, bad_images={})
     pipeline.max_bad = None
     fetch = getattr(loader.dataset, "__getitems__", None)  # which torch's fetcher prefers
     samples = fetch(list(indices)) if fetch else [loader.dataset[i] for i in indices]

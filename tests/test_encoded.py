@@ -768,6 +768,41 @@ def test_a_rotten_dataset_is_an_error(photo_folder):
     assert len(prefetcher.bad_images) == 24
 
 
+def test_a_bad_file_counts_once(photo_folder):
+    seen = []
+    loader = loader_of(damaged(photo_folder), "cpu", num_workers=0)
+    options = {"device": "cpu", "transforms": [Resize((16, 16))]}
+    prefetcher = DataPrefetcher(loader, on_error=seen.append, max_bad=3, **options)
+    for _ in range(3):
+        assert sum(len(images) for images, _ in prefetcher) == 21
+    assert [bad.index for bad in prefetcher.bad_images] == [2, 6, 13]
+    assert [bad.index for bad in seen] == [2, 6, 13] * 3
+    assert prefetcher.stats.bad_images == 9
+
+
+def test_bad_files_without_a_name_count_each():
+    nameless = DataLoader([EncodedImage(b"bad")] * 6, batch_size=2)
+    options = {"device": "cpu", "transforms": [Resize((16, 16))], "on_error": "skip"}
+    with pytest.raises(BadImageError, match="more than max_bad=5"):
+        list(DataPrefetcher(nameless, max_bad=5, **options))
+    named = DataLoader([EncodedImage(b"bad", -1, path) for path in "aba"], batch_size=2)
+    prefetcher = DataPrefetcher(named, max_bad=2, **options)
+    assert list(prefetcher) == []
+    assert [bad.path for bad in prefetcher.bad_images] == ["a", "b"]
+
+
+def test_the_last_bad_image_is_named_in_any_epoch():
+    order = [0, 1]
+    loader = DataLoader([EncodedImage(b"bad", i) for i in order], batch_size=2, sampler=order)
+    prefetcher = DataPrefetcher(
+        loader, device="cpu", transforms=[Resize((16, 16))], on_error="replace"
+    )
+    for last in (1, 0):
+        with pytest.raises(BadImageError, match=rf"all 2 images .* \(sample {last} of"):
+            list(prefetcher)
+        order.reverse()
+
+
 def tagged(samples):
     images, targets = zip(*samples, strict=True)
     return {"image": default_collate(images), "target": targets, "tags": [[] for _ in targets]}
