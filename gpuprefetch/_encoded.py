@@ -70,6 +70,12 @@ class EncodedImage:
                 "Read the file first, as in EncodedImage(Path(path).read_bytes(), index, path)."
             )
 
+    def __getstate__(self) -> Any:
+        state: Any = object.__getstate__(self)
+        if isinstance(self.data, memoryview):  # which cannot be pickled
+            state[1]["data"] = self.data.tobytes()  # among the slots
+        return state
+
 
 @dataclass(frozen=True, slots=True)
 class Call:

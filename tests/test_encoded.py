@@ -43,6 +43,7 @@ from gpuprefetch import (
 )
 from gpuprefetch._format import decode_cpu
 from gpuprefetch._resample import resample
+from gpuprefetch._targets import FollowedImage
 from gpuprefetch._transforms import read_transforms
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -99,6 +100,20 @@ def test_default_collate_packs_bytes(data):
     assert target.tolist() == [1, 2]
     assert [bytes(batch[i].data) for i in range(2)] == [b"abc", b"defgh"]
     assert [(batch[i].index, batch[i].path) for i in range(2)] == [(4, "a.jpg"), (7, "")]
+
+
+@pytest.mark.parametrize(
+    "data", [b"abc", memoryview(b"abc"), torch.tensor([97, 98, 99]).byte(), np.full(3, 97, "u1")]
+)
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_encoded_images_are_copied_and_pickled(data, again):
+    for image in (EncodedImage(data, 4, "a.jpg"), FollowedImage(data, 4, "a.jpg", row=5)):
+        copied = again(image)
+        assert type(copied) is type(image)
+        assert copied == image
+        assert copied._made == image._made
 
 
 @pytest.mark.parametrize("data", ["text", 3, torch.zeros(2, 2, dtype=torch.uint8), np.zeros(3)])
