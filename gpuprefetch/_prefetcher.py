@@ -101,6 +101,7 @@ class _Engine:
         self._gate = threading.Event()
         self._gate.set()
         self._finishing = threading.Lock()
+        self._suspended: list[Iterator[Any]] = []
         self._exhausted = self._stopping = False
         self._pid, self.user = os.getpid(), threading.get_ident()
         self._fetched: int = source.place["batches"]
@@ -173,9 +174,7 @@ class _Engine:
         except BaseException as error:
             self._exhausted = True
             self._interrupt(error)
-            # A traceback holds the frames of the loop's thread, and they the iterator. But dropping
-            # it must end the epoch, also when the end of the loader has been fetched ahead.
-            slot.error = error.with_traceback(None) if isinstance(error, StopIteration) else error
+            slot.error = error
         return slot
 
     def _wait_for_loader(self, batch: Any) -> None:
@@ -343,18 +342,30 @@ class _Engine:
             if self._slots and self._slots[0].done.is_set() and not self._stopping:
                 self._gate.clear()
 
+    def _apart(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call it from a generator: as long as that is suspended, its frame has none below.
+
+        An error that is kept for a later batch would keep the frames of the loop, and they the
+        iterator, but dropping that must end the epoch.
+        """
+        generator = (function(*args) for _ in range(1))
+        result = next(generator)
+        if self._exhausted:
+            self._suspended.append(generator)
+        return result
+
     def take(self) -> _Slot:
         """The next batch in order, as soon as its work has been queued."""
         self.user = threading.get_ident()
         while not self._fetch_ahead and len(self._slots) < self._depth:
             if self._held is None and self._exhausted:
                 break
-            slot, self._held = self._held or next(_apart(self._fetch)), None
+            slot, self._held = self._held or self._apart(self._fetch), None
             if not self._has_room(slot):
                 self._held = slot
                 break
             with self._batch_stream():
-                next(_apart(partial(self._start, slot)))
+                self._apart(self._start, slot)
         with self._changed:
             self._changed.wait_for(lambda: self._slots)
             slot = self._slots[0]
@@ -396,11 +407,6 @@ class _Engine:
         self._held = None
         self._source.close(abandoned=self._fetch_ahead and self._threads[0] in alive)
         unmap_dead()
-
-
-def _apart(function: Callable[[], Any]) -> Iterator[Any]:
-    """Call it with no frame of the loop below: an error that is kept would keep its iterator."""
-    yield function()
 
 
 class _Epoch:
