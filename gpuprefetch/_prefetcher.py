@@ -152,6 +152,7 @@ class _Engine:
             with self._changed:
                 self._changed.wait_for(partial(self._has_room, slot))
             if self._stopping:
+                slot.error = None  # breaks the cycle with the frame of _fetch
                 self._source.close()
                 return
             with self._batch_stream():
@@ -174,7 +175,8 @@ class _Engine:
         except BaseException as error:
             self._exhausted = True
             self._interrupt(error)
-            slot.error = error
+            # Nobody looks into the end of an epoch, and its frames hold the loader's iterator.
+            slot.error = error.with_traceback(None) if isinstance(error, StopIteration) else error
         return slot
 
     def _wait_for_loader(self, batch: Any) -> None:
@@ -404,6 +406,7 @@ class _Engine:
             self._parts.get()
         self._slots.clear()
         self._sources.clear()
+        self._suspended.clear()  # a cycle, which leaves the loader's workers to the collector
         self._held = None
         self._source.close(abandoned=self._fetch_ahead and self._threads[0] in alive)
         unmap_dead()
