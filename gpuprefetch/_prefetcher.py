@@ -117,8 +117,12 @@ class _Engine:
     def _spawn(self, name: str, target: Callable[..., None], *args: Any) -> None:
         name, args = f"gpuprefetch-{name}", (target, *args)
         thread = threading.Thread(target=self.run, name=name, args=args, daemon=True)
-        thread.start()  # or an error: not everywhere are there as many threads as one asks for
-        self._threads.append(thread)
+        self._threads.append(thread)  # the first is that which fetches; it may start others at once
+        try:
+            thread.start()
+        except RuntimeError:  # not everywhere are there as many threads as one asks for
+            self._threads.remove(thread)
+            raise
 
     def run(self, target: Callable[..., None], *args: Any) -> None:
         """What a new thread of ours does."""
