@@ -173,6 +173,11 @@ def name_of(op: Any) -> str | None:
     return type(op).__name__ if known else None
 
 
+def is_on_device(op: Any) -> bool:
+    """Whether an op is kornia's or our own, which a prefetcher's list holds as it is."""
+    return type(op).__module__.startswith(("kornia.", "gpuprefetch."))
+
+
 def twin(op: Any) -> Any:
     """The v2 form of a v1 op, which holds its arguments under their names; else the op."""
     from torchvision.transforms import v2
@@ -236,7 +241,7 @@ class _Converter:
         name = name_of(op)
         if name is None and isinstance(getattr(op, "interpolation", None), tuple):
             _refuse(op, 'one launch has one filter, interpolation="random" needs two')
-        if name is None and type(op).__module__.startswith(("kornia.", "gpuprefetch.")):
+        if name is None and is_on_device(op):
             raise UnsupportedTransformError(
                 f"{type(op).__name__} is not torchvision's, and runs on the device as it is. Leave "
                 "it out, and pass transforms=[*convert_transforms(pipeline), it]."

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpuprefetch._convert import convert_transforms, flatten, in_columns, name_of
+from gpuprefetch._convert import convert_transforms, flatten, in_columns, is_on_device, name_of
 from gpuprefetch._prefetcher import DataPrefetcher
 from gpuprefetch._random import SeededDraws
 from gpuprefetch._transforms import Head, Transform, _FusedTransform, read_transforms
@@ -33,8 +33,7 @@ def explain(transforms_or_prefetcher: Any) -> str:
         return _explain(pipeline.head, pipeline.tail, pipeline.dtype, pipeline.memory_format)
     ops = list(flatten(given))
     # torchvision's may stand in a prefetcher's list, too.
-    own = any(type(op).__module__.startswith(("kornia.", "gpuprefetch.")) for op in ops)
-    if not own and any(name_of(op) is not None for op in ops):
+    if not any(map(is_on_device, ops)) and any(name_of(op) is not None for op in ops):
         given = convert_transforms(given)
     return _explain(*read_transforms(given))
 

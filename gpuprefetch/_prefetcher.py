@@ -39,7 +39,7 @@ from gpuprefetch._pipeline import (
     count_images,
 )
 from gpuprefetch._replay import KEPT, NotedSampler, Notes, has_indices, note, replay, stands_alone
-from gpuprefetch._resample import _FLOAT_DTYPES
+from gpuprefetch._resample import FLOAT_DTYPES
 from gpuprefetch._resume import Source, in_order, kind, owners
 from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stage
@@ -619,7 +619,7 @@ class DataPrefetcher:
             )
         if max_bad is not None and (not isinstance(max_bad, int) or max_bad < 0):
             raise ValueError(f"max_bad is a number of images, or None, got {max_bad!r}.")
-        if dtype not in (None, torch.uint8, *_FLOAT_DTYPES):
+        if dtype not in (None, torch.uint8, *FLOAT_DTYPES):
             raise ValueError(
                 "dtype must be torch.uint8 or a floating-point one of 16 bits or more, as "
                 f"torch.bfloat16, got {dtype!r}."

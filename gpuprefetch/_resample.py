@@ -27,7 +27,7 @@ _ChannelValues = Sequence[float] | torch.Tensor | None
 
 # Radius of each filter in source pixels, before antialiasing widens it.
 _SUPPORT = {"bilinear": 1.0, "bicubic": 2.0}
-_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # A program makes STRIPS strips of ROWS x COLS output pixels. A strip sums its source rows, filtered
 # along x, into all of its output rows: taller strips filter fewer rows twice but weigh more of them
@@ -334,7 +334,7 @@ def _check(
             f"got {len(images)} with (ndim, dtype, device) in {sorted(map(str, kinds))}"
         )
     ((ndim, dtype, _),) = kinds
-    if ndim != 3 or (dtype != torch.uint8 and dtype not in _FLOAT_DTYPES):
+    if ndim != 3 or (dtype != torch.uint8 and dtype not in FLOAT_DTYPES):
         raise ValueError(
             f"images must be (C, H, W) tensors of uint8 or floating point, got {ndim}-D {dtype}"
         )
@@ -382,7 +382,7 @@ def _output(
     """Make the output, or check the one that was given; return the rows the images go to, too."""
     places = np.arange(len(images)) if positions is None else np.asarray(positions, np.int64)
     shape, device = (len(images), len(images[0]), *size), images[0].device
-    if dtype != torch.uint8 and dtype not in _FLOAT_DTYPES:
+    if dtype != torch.uint8 and dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype must be uint8 or floating point, got {dtype}")
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
