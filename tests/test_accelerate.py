@@ -18,6 +18,7 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
+from one_iterator import OneIterator, OneIteratorAtOnce
 from pictures import draw
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Subset, default_collate
@@ -716,14 +717,15 @@ def test_what_is_no_loader_of_batches_is_refused(folder):
 
 
 def test_a_loader_that_runs_already_is_refused(folder):
-    kind = pytest.importorskip("timm.data.loader").MultiEpochsDataLoader
     dataset = ImageFolder(folder, v1.Compose(VAL))
-    fresh = accelerate(kind(dataset, batch_size=4), **CPU)
+    fresh = accelerate(OneIterator(dataset, batch_size=4), **CPU)
     assert len(list(fresh)) == len(list(fresh)) == 5
-    loader = kind(dataset, batch_size=4)
+    loader = OneIterator(dataset, batch_size=4)
     next(iter(loader))  # it goes on with this iterator, over transformed images
-    with pytest.raises(TypeError, match="MultiEpochsDataLoader keeps an iterator over its own"):
+    with pytest.raises(TypeError, match="OneIterator keeps an iterator over its own"):
         accelerate(loader, **CPU)
+    with pytest.raises(TypeError, match="OneIteratorAtOnce keeps an iterator over its own"):
+        accelerate(OneIteratorAtOnce(dataset, batch_size=4), **CPU)
     persistent = DataLoader(dataset, 4, num_workers=1, persistent_workers=True)
     next(iter(persistent))
     assert len(list(accelerate(persistent, **CPU))) == 5  # torch's own has one of each clone's
