@@ -64,6 +64,14 @@ def groups(documents: list[Document], benchmark: str) -> list[list[Document]]:
     return [found[key] for key in sorted(found, reverse=True)]
 
 
+def foremost(documents: list[Document]) -> list[Document]:
+    """The training runs to show first: on the machine with the most cores, most models."""
+    found = groups(documents, "train")
+    cores = max((group[0]["metadata"]["affinity"] for group in found), default=0)
+    largest = [group for group in found if group[0]["metadata"]["affinity"] == cores]
+    return max(largest, key=lambda group: len(train_rows(group)), default=[])
+
+
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -196,11 +204,9 @@ def memory_tables(documents: list[Document]) -> list[str]:
 
 
 def front_page(documents: list[Document]) -> str:
-    """The block of README.md: the training table of the machine with the most cores."""
-    found = groups(documents, "train")
-    if not found:
+    """The block of README.md: one training table."""
+    if not (first := foremost(documents)):
         return ""
-    first = found[0]
     plot = "![Share of the ceiling that each loader reaches](docs/results.svg)"
     return "\n\n".join([train_table(first), plot, caption(first, "benchmarks/results/")])
 
@@ -209,7 +215,8 @@ def all_results(documents: list[Document]) -> str:
     """The block of benchmarks/README.md."""
     parts = []
     for group in groups(documents, "train"):
-        heading = f"### Training, {group[0]['metadata']['affinity']} CPU cores"
+        cores, batch = group[0]["metadata"]["affinity"], group[0]["parameters"]["batch_size"]
+        heading = f"### Training, {cores} CPU cores, batch {batch}"
         parts += [heading, train_table(group), details_table(group)]
         parts.append(caption(group, "results/"))
     for group in groups(documents, "loader"):
@@ -236,7 +243,7 @@ def draw(documents: list[Document], path: Path) -> None:
     mpl.rcParams.update({"svg.hashsalt": "gpuprefetch", "svg.fonttype": "none"})
     from matplotlib import pyplot as plt
 
-    table = train_rows(groups(documents, "train")[0])
+    table = train_rows(foremost(documents))
     figure, axes = plt.subplots(
         1, len(table), figsize=(3.2 * len(table) + 1.5, 2.8), sharey=True, squeeze=False
     )

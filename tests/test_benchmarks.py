@@ -345,6 +345,23 @@ def test_tables(documents):
         table.replace_block("no markers", block, Path("README.md"))
 
 
+def test_the_front_page_shows_most_models_of_most_cores(documents):
+    import table
+
+    (first,) = documents
+    few = [fake_result("gpuprefetch", 555.0, model="shufflenet_v2_x0_5")]
+    many = [fake_result("gpuprefetch", 666.0, model=model) for model in ("a", "b", "c")]
+    larger = first | {"parameters": {"batch_size": 512}, "results": few}
+    smaller = first | {"metadata": first["metadata"] | {"affinity": 4}, "results": many}
+    for others in ([larger, smaller], [smaller, larger]):
+        block = table.front_page([first, *others])
+        assert "970" in block
+        assert "555" not in block
+        assert "666" not in block
+        assert "555" in table.all_results([first, *others])
+    assert table.front_page([]) == ""
+
+
 def test_plot(documents, tmp_path):
     pytest.importorskip("matplotlib")
     import table
