@@ -349,6 +349,7 @@ def test_the_front_page_shows_most_models_of_most_cores(documents):
     import table
 
     (first,) = documents
+    first["results"].append(fake_result("gpuprefetch", 880.0, model="resnet50"))
     few = [fake_result("gpuprefetch", 555.0, model="shufflenet_v2_x0_5")]
     many = [fake_result("gpuprefetch", 666.0, model=model) for model in ("a", "b", "c")]
     larger = first | {"parameters": {"batch_size": 512}, "results": few}
