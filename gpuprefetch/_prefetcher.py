@@ -43,7 +43,14 @@ from gpuprefetch._resample import FLOAT_DTYPES
 from gpuprefetch._resume import Source, in_order, kind, owners
 from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stage
-from gpuprefetch._stream import handoff, lease_stream, return_stream, throttle, using
+from gpuprefetch._stream import (
+    handoff,
+    lease_stream,
+    own_modes,
+    return_stream,
+    throttle,
+    using,
+)
 from gpuprefetch._transforms import Transform, read_transforms, require_fixed_size
 
 # For a loader that hangs, when the loop is left: its thread is then abandoned, not waited for.
@@ -147,7 +154,8 @@ class _Engine:
 
     @contextlib.contextmanager
     def _batch_stream(self) -> Iterator[None]:
-        with torch.no_grad(), using(self._stream) if self._stream else contextlib.nullcontext():
+        stream = using(self._stream) if self._stream else contextlib.nullcontext()
+        with own_modes(self.device), stream:
             yield
 
     def _fetch_loop(self) -> None:

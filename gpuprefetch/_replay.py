@@ -17,6 +17,7 @@ from gpuprefetch._encoded import EncodedImages
 from gpuprefetch._host import HostStage, encoded_leaves
 from gpuprefetch._pipeline import BadImage, BadImageError, Pipeline
 from gpuprefetch._resume import in_order
+from gpuprefetch._stream import own_modes
 
 # Epochs whose batches are noted: 8 bytes a sample, 10 MB of an epoch of ImageNet.
 KEPT = 2
@@ -155,7 +156,7 @@ def replay(
     images = encoded_leaves(batch)
     pipeline.only = row = _row_of(position, len(indices), images)
     cuda = pipeline.device.type == "cuda"
-    with torch.no_grad(), torch.cuda.device(pipeline.device) if cuda else nullcontext():
+    with own_modes(pipeline.device), torch.cuda.device(pipeline.device) if cuda else nullcontext():
         work = pipeline.start(batch, number, epoch)
         for part in work.parts:
             part(torch.cuda.empty_cache)

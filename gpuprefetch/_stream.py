@@ -66,6 +66,19 @@ def using(stream: torch.cuda.Stream) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def own_modes(device: torch.device) -> Iterator[None]:
+    """Without gradients, and without the autocast of the caller.
+
+    Batches are prepared in threads of ours or in the caller's, and are the same in either.
+    """
+    with torch.no_grad(), contextlib.ExitStack() as held:
+        for kind in sorted({device.type, "cpu"}):
+            if torch.is_autocast_enabled(kind):
+                held.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
     """Wait until the current stream of ``device`` is at most RUN_AHEAD steps behind the host.
 

@@ -1,5 +1,7 @@
 """A sample that is replayed is, bit for bit, what the model saw."""
 
+from contextlib import nullcontext
+
 import kornia.augmentation as K
 import pytest
 import torch
@@ -91,6 +93,30 @@ def test_every_sample_of_two_epochs(photo_folder, device, transforms, options):
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(epochs[0][3], epochs[1][3])  # guards the test: the epochs differ
     assert torch.equal(prefetcher.replay(3)["image"][0], epochs[1][3])  # the latest is the default
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_autocast_of_the_loop_is_not_that_of_the_batches(photo_folder, device, workers):
+    transforms = [Crop(16), K.RandomAffine(20.0)]
+
+    def seen_under(modes):
+        prefetcher = prefetcher_of(
+            Numbered(photo_folder), device, transforms, seed=1, cpu_share=0.0, num_workers=workers
+        )
+        torch.manual_seed(0)  # the order's
+        with modes:
+            return epoch_of(prefetcher) | {"replayed": prefetcher.replay(3)["image"].cpu()}
+
+    plain, cast = map(seen_under, (nullcontext(), torch.autocast(device.type, torch.bfloat16)))
+    assert len(plain) == 25
+    assert all(torch.equal(cast[name], picture) for name, picture in plain.items())
+    # Guards the test: here it makes a difference.
+    picture, turned = torch.rand(1, 3, 16, 16, device=device), []
+    for modes in nullcontext(), torch.autocast(device.type, torch.bfloat16):
+        torch.manual_seed(0)
+        with modes:
+            turned.append(transforms[1](picture))
+    assert not torch.equal(*turned)
 
 
 def test_the_share_of_the_workers_is_that_of_the_batch(photo_folder, device):
