@@ -351,6 +351,8 @@ class _Converter:
             self._take_on_batch(self.delayed.pop(0), note=note)
 
     def _take_on_batch(self, op: Any, source: Any = None, note: str = "") -> None:
+        from torchvision.transforms import InterpolationMode
+
         name = type(op).__name__
         _check_on_batch(op)
         if not self.sized:
@@ -366,6 +368,9 @@ class _Converter:
         if not self.is_tensor and hasattr(op, "antialias"):
             op = copy.copy(op)
             op.antialias = True  # PIL always does
+            if _filter_of(op) == "nearest":
+                op.interpolation = InterpolationMode.NEAREST_EXACT  # to the center, as PIL's is
+                note = note or "where two pixels are equally near it may be the other"
         module = _on_batch(op)
         where = "on the batch" if name == "TimmAugment" else "torchvision v2 on the batch"
         if isinstance(module, Loop):

@@ -40,6 +40,7 @@ from gpuprefetch._transforms import Sampling, read_transforms
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BILINEAR, BICUBIC = InterpolationMode.BILINEAR, InterpolationMode.BICUBIC
+NEAREST = InterpolationMode.NEAREST
 CPU = {"device": "cpu", "print_plan": False}
 
 
@@ -306,6 +307,8 @@ TAIL = {
     "Compose": (lambda T: T.Compose([T.Compose([T.RandomInvert(0.5)])]), 0),
     "Pad": (lambda T: T.Pad(3), 0),
     "Resize again": (lambda T: T.Resize(40), 1.0),
+    "Resize nearest": (lambda T: T.Resize(64, NEAREST), 0),
+    "RandomResizedCrop nearest": (lambda T: T.RandomResizedCrop(48, interpolation=NEAREST), 0.1),
 }
 
 
@@ -322,6 +325,13 @@ def test_head_op_against_torchvision(folder, name, version):
     assert row[name.split()[0]].where == "fused launch"
     assert row[name.split()[0]].mean <= bound
     assert row["RandomHorizontalFlip"].mean <= 1e-5
+
+
+def test_the_nearest_pixel_of_a_tensor_is_torchvisions(folder):
+    ops = [v2.PILToTensor(), v2.CenterCrop(160), v2.Resize(48, NEAREST)]
+    assert alone(folder, ops)["Resize"].mean == 0
+    ties = convert([v2.CenterCrop(160), v2.Resize(48, NEAREST), v2.PILToTensor()]).steps[1]
+    assert "equally near" in ties.note
 
 
 def test_parity_of_a_flip_behind_normalize(folder):
