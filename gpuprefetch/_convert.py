@@ -351,8 +351,6 @@ class _Converter:
             self._take_on_batch(self.delayed.pop(0), note=note)
 
     def _take_on_batch(self, op: Any, source: Any = None, note: str = "") -> None:
-        from torchvision.transforms import InterpolationMode
-
         name = type(op).__name__
         _check_on_batch(op)
         if not self.sized:
@@ -369,6 +367,8 @@ class _Converter:
             op = copy.copy(op)
             op.antialias = True  # PIL always does
             if _filter_of(op) == "nearest":
+                from torchvision.transforms import InterpolationMode
+
                 op.interpolation = InterpolationMode.NEAREST_EXACT  # to the center, as PIL's is
                 note = note or "where two pixels are equally near it may be the other"
         module = _on_batch(op)

@@ -73,7 +73,7 @@ def own_modes(device: torch.device) -> Iterator[None]:
     Batches are prepared in threads of ours or in the caller's, and are the same in either.
     """
     with torch.no_grad(), contextlib.ExitStack() as held:
-        for kind in sorted({device.type, "cpu"}):
+        for kind in {device.type, "cpu"}:
             if torch.is_autocast_enabled(kind):
                 held.enter_context(torch.autocast(kind, enabled=False))
         yield
