@@ -37,7 +37,7 @@ def quartiles(values: list[float]) -> dict[str, Any]:
     return {"median": median, "q1": q1, "q3": q3, "values": values}
 
 
-class _Marks:
+class Marks:
     """Points in time on the device's own clock, so that a window needs no drained queue.
 
     A synchronize after each window would hand every loader the time to fill its queue unmeasured.
@@ -88,7 +88,7 @@ def measure(
         repeats: windows that median and spread are taken over.
         warmup_steps: taken at least, to empty what was prefetched during the compilation.
     """
-    iterator, throttle = iter(batches), _Throttle(device)
+    iterator, throttle = iter(batches), Throttle(device)
     first = next(iterator)
     step(*first)
     synchronize(device)
@@ -101,7 +101,7 @@ def measure(
         taken += 1
 
     synchronize(device)
-    marks, images, steps, waits = _Marks(device), [], [], []
+    marks, images, steps, waits = Marks(device), [], [], []
     cpu_before, begin = cpu_seconds(), time.monotonic()
     marks.add()
     for _ in range(repeats):
@@ -126,7 +126,7 @@ def measure(
     }
 
 
-class _Throttle:
+class Throttle:
     """Keeps the host at most two steps ahead of the device.
 
     Then a wait in ``next`` is a wait for data, and no loader's batches pile up behind queued steps.
@@ -145,7 +145,7 @@ class _Throttle:
 
 
 def _window(
-    iterator: Iterator[Any], step: Callable[..., Any], throttle: _Throttle, seconds: float
+    iterator: Iterator[Any], step: Callable[..., Any], throttle: Throttle, seconds: float
 ) -> tuple[int, int, float]:
     """Images, steps and seconds in ``next`` of one window."""
     images = steps = 0

@@ -300,8 +300,6 @@ def write(args: argparse.Namespace, results: list[Result]) -> None:
         return
     args.data = None
     metadata = harness.metadata(args, harness.Device())
-    launcher = f"torchrun --standalone --nproc-per-node={WORLD}"
-    metadata["command"] = metadata["command"].replace("python", launcher, 1)
     document = {
         "benchmark": "distributed",
         "metadata": metadata,

@@ -24,17 +24,26 @@ DEFAULT_LOADERS = ["gpuprefetch", "dali", "dali-tuned", "torchvision", "timm"]
 MODES = {"eager": None, "compile": "default", "graphs": "reduce-overhead"}
 
 
-def make_step(model_name: str, mode: str, device: str) -> Callable[..., Any]:
-    """A training step on ``(images, target)`` that returns the loss, still on the device."""
+def make_step(
+    model_name: str, mode: str, device: str, wrap: Callable[[Any], Any] | None = None
+) -> Callable[..., Any]:
+    """A training step on ``(images, target)`` that returns the loss, still on the device.
+
+    Args:
+        model_name: of torchvision.
+        mode: a key of ``MODES``.
+        device: ``"cuda"`` or ``"cpu"``.
+        wrap: gives what is called of the model, such as a DistributedDataParallel.
+    """
     import torch
     from torchvision.models import get_model
 
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True  # the shapes never change
     model = get_model(model_name, weights=None).to(device, memory_format=torch.channels_last)
-    forward = model
+    forward = model if wrap is None else wrap(model)
     if mode != "eager":
-        forward = torch.compile(model, dynamic=False, mode=MODES[mode])
+        forward = torch.compile(forward, dynamic=False, mode=MODES[mode])
     criterion = torch.nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
 
