@@ -188,9 +188,11 @@ def memory_tables(documents: list[Document]) -> list[str]:
         tables.append(markdown([f"largest batch in {cap:g} GiB", *models], rows))
     if idle:
         rows = [
-            [name(loader), f"{idle[loader]['held_gib']:.3f}"] for loader in sorted(idle, key=order)
+            [name(r["loader"]), f"{r['held_gib']:.3f}", f"{r['without_loader_gib']:.3f}"]
+            for r in sorted(idle.values(), key=lambda r: order(r["loader"]))
         ]
-        tables.append(markdown(["a finished validation loader holds", "GiB"], rows))
+        header = ["GiB", "held by a finished validation loader", "and by the process without it"]
+        tables.append(markdown(header, rows))
     stages = [r for r in results if r["what"] == "stages" and "error" not in r]
     if stages:
         header = ["device memory, GiB (of it torch's)", *stages[0]["stages"]]
@@ -201,6 +203,24 @@ def memory_tables(documents: list[Document]) -> list[str]:
         ]
         tables.append(markdown(header, rows))
     return tables
+
+
+def scaling_table(documents: list[Document]) -> str:
+    """Images per second of all processes, and in brackets the share of as many times one's."""
+    rates: dict[tuple[str, str], dict[int, float]] = {}
+    for document in documents:
+        for r in document["results"]:
+            of_loader = rates.setdefault((r["model"], r["loader"]), {})
+            of_loader[r["processes"]] = r["images_per_second"]["median"]
+    counts = sorted({count for found in rates.values() for count in found})
+    rows = []
+    for (model, loader), found in rates.items():
+        cells = []
+        for count in counts:
+            share = found.get(count, 0.0) / (count * found[1]) if 1 in found else 0.0
+            cells.append(f"{found[count]:,.0f} ({share:.3f})" if count in found else "")
+        rows.append([f"{model}: {name(loader)}", *cells])
+    return markdown(["images/s (of as many times one GPU's)", *map(str, counts)], rows)
 
 
 def front_page(documents: list[Document]) -> str:
@@ -223,6 +243,8 @@ def all_results(documents: list[Document]) -> str:
         parts += ["### Loaders alone", loader_table(group), caption(group, "results/")]
     for group in groups(documents, "memory"):
         parts += ["### GPU memory", *memory_tables(group), caption(group, "results/")]
+    for group in groups(documents, "scaling"):
+        parts += ["### Several GPUs, eager", scaling_table(group), caption(group, "results/")]
     return "\n\n".join(parts)
 
 

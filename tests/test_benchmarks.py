@@ -69,6 +69,26 @@ def test_train(photos, tmp_path, monkeypatch, capsys):
         assert result["first_batch"]["dtype"] == "torch.bfloat16"
 
 
+def test_scaling(photos, tmp_path, monkeypatch):
+    import scaling
+    import table
+
+    output = tmp_path / "scaling-x1.json"
+    steps = "--warmup-steps 1 --steps 2 --repeats 2 --models squeezenet1_1"
+    args = ["--data", str(photos), "--output", str(output), *TINY, *steps.split()]
+    monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "scaling.py"), *args])
+    scaling.main()
+    (document,) = table.read(tmp_path)
+    synthetic, ours = document["results"]
+    assert (synthetic["loader"], ours["loader"]) == ("synthetic", "gpuprefetch")
+    assert ours["images_per_second"]["median"] > 0
+    assert len(ours["images_per_second"]["values"]) == 2
+    one = ours["images_per_second"]["median"]
+    two = {**ours, "processes": 2, "images_per_second": {"median": 1.5 * one}}
+    text = table.scaling_table([document, {**document, "results": [two]}])
+    assert f"| {one:,.0f} (1.000) | {1.5 * one:,.0f} (0.750) |" in text
+
+
 @pytest.mark.slow
 def test_contention(photos, tmp_path, monkeypatch, capsys):
     import contention
