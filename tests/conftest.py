@@ -4,6 +4,11 @@ import os
 import sys
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    # The processes of pytest -n share the cores. It holds for what they start as well.
+    threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(threads, 1)))
+
 import torch
 
 HAS_CUDA = torch.cuda.is_available()
