@@ -14,10 +14,8 @@ Every check is made once more with a mistake in it, which has to be noticed.
 
 import argparse
 import ctypes
-import gc
 import hashlib
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -29,14 +27,13 @@ import fuzz
 import harness
 import torch
 import torch.distributed as dist
+from ranks import RANK, WORLD, process_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from gpuprefetch import DataPrefetcher, EncodedImage, RandomResizedCrop
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 SEED = 5
 CLASSES = 10
 
@@ -274,21 +271,12 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    device = torch.device("cpu" if args.cpu else f"cuda:{LOCAL_RANK}")
     if args.cpu:
         torch.set_num_threads(1)
     else:
-        torch.cuda.set_device(device)
         torch.backends.cudnn.allow_tf32 = False
-    if WORLD > 1:
-        options = {} if args.cpu else {"device_id": device}
-        dist.init_process_group("gloo" if args.cpu else "nccl", **options)
-    results = run(args, device)
-    if WORLD > 1:
-        # A DDP model is in a cycle and holds the group, whose threads must have ended at exit.
-        gc.collect()
-        dist.barrier()
-        dist.destroy_process_group()
+    with process_group(args.cpu) as device:
+        results = run(args, device)
     if RANK == 0:
         write(args, results)
     bad = [r["check"] for r in results if not r["ok"] or "missed" in r["mistakes"].values()]

@@ -195,14 +195,14 @@ def metadata(args: argparse.Namespace, device: Device) -> dict[str, Any]:
     if args.output:
         at = words.index("--output")
         del words[at : at + 2]
-    launcher = "python"
+    launcher = ["python"]
     if "WORLD_SIZE" in os.environ:
-        launcher = f"torchrun --standalone --nproc-per-node={os.environ['WORLD_SIZE']}"
+        launcher = ["torchrun", "--standalone", f"--nproc-per-node={os.environ['WORLD_SIZE']}"]
     words = ["PHOTOS" if word == str(args.data) else word for word in words]
     return {
         "utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": args.commit or _commit(),
-        "command": f"{launcher} {shlex.join([f'benchmarks/{Path(script).name}', *words])}",
+        "command": shlex.join([*launcher, f"benchmarks/{Path(script).name}", *words]),
         **device.facts(),
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),

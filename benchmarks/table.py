@@ -215,11 +215,10 @@ def scaling_table(documents: list[Document]) -> str:
     counts = sorted({count for found in rates.values() for count in found})
     rows = []
     for (model, loader), found in rates.items():
-        cells = []
-        for count in counts:
-            share = found.get(count, 0.0) / (count * found[1]) if 1 in found else 0.0
-            cells.append(f"{found[count]:,.0f} ({share:.3f})" if count in found else "")
-        rows.append([f"{model}: {name(loader)}", *cells])
+        cells = {count: f"{rate:,.0f}" for count, rate in found.items()}
+        if 1 in found:
+            cells = {n: f"{cells[n]} ({rate / (n * found[1]):.3f})" for n, rate in found.items()}
+        rows.append([f"{model}: {name(loader)}", *(cells.get(count, "") for count in counts)])
     return markdown(["images/s (of as many times one GPU's)", *map(str, counts)], rows)
 
 
