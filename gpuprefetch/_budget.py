@@ -16,17 +16,24 @@ from gpuprefetch._resample import arrange
 
 _UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 BLOCK = 512  # torch's caching allocator rounds up to it
-LARGE = 1 << 20  # up to this many bytes it serves from a pool of small blocks
+LARGE = 10 << 20  # below it, images share its segments; from there on each gets one of its own
 
 # Decode threads, each with a stream of its own. While one is in nvJPEG the other resamples.
 LANES = 2
 # Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
 # bound the memory: a decoded photo takes 3 bytes a pixel until it is resampled, and for a moment
-# twice that, unless it is alone in its call.
+# twice that, unless it is alone in its call. Photos of which fewer than ENGINES fit into a usual
+# call may take more.
 SUB_BATCH = 96
-SUB_BATCH_BYTES = 64 << 20
+USUAL_BYTES, SUB_BATCH_BYTES, ENGINES = 32 << 20, 64 << 20, 7
 # Of what the workers decoded, on its way to the device.
-UPLOAD_BYTES = 32 << 20
+UPLOAD_BYTES = 8 << 20
+# Memory that is taken again and again is asked for in multiples of it: sizes that differ each time
+# would leave the allocator a block for each.
+ROOM_BYTES = 8 << 20
+# Batches kept ready, and what they may take together: of large ones, whose step is long enough to
+# prepare the next, one is enough.
+READY, READY_BYTES = 2, 512 << 20
 
 
 def parse_bytes(budget: str | int | None) -> int | None:
@@ -70,12 +77,14 @@ def decoded_bytes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> np
 def sub_batches(images: EncodedImages, limit: int | None = None) -> list[npt.NDArray[np.int64]]:
     """Cut what is left to the device into decode calls of about equal size.
 
-    Each is SUB_BATCH images at most, and of SUB_BATCH_BYTES, or takes ``limit`` bytes, or is one.
+    Each is SUB_BATCH images at most, and of USUAL_BYTES, or of ENGINES images and SUB_BATCH_BYTES,
+    or takes ``limit`` bytes, or is one.
     """
     positions = positions_to_decode(images)
     most = SUB_BATCH_BYTES if limit is None else min(limit // 2, SUB_BATCH_BYTES)
     sizes = decoded_bytes(images, positions)
-    loads = np.maximum(1 / SUB_BATCH, sizes / most)
+    usual = np.minimum(sizes / min(USUAL_BYTES, most), 1 / ENGINES)
+    loads = np.maximum(1 / SUB_BATCH, np.maximum(usual, sizes / most))
     target = loads.sum() / max(np.ceil(loads.sum() - 1e-9), 1) - 1e-9
     used, load, cuts = 0, 0.0, []
     for i, (size, more) in enumerate(zip(sizes.tolist(), loads.tolist(), strict=True)):
@@ -128,11 +137,13 @@ def lay_out(
     return Plan(copies, calls, arrange(words[places], places, starts, [*map(len, groups)], size))
 
 
-def upload_bytes(size: int) -> int:
-    """The block for a copy of ``size`` bytes.
+def in_rooms(size: int) -> int:
+    """``size`` in multiples of ROOM_BYTES."""
+    return -(-size // ROOM_BYTES) * ROOM_BYTES
 
-    In powers of two: sizes that differ each time would leave the allocator a block for each.
-    """
+
+def upload_bytes(size: int) -> int:
+    """The block for a copy of ``size`` bytes, in powers of two: see ROOM_BYTES."""
     return 1 << (size - 1).bit_length() if 0 < size < UPLOAD_BYTES else size
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpuprefetch._budget import in_rooms
 from gpuprefetch._encoded import Call, EncodedImages
 from gpuprefetch._format import decode_cpu
 
@@ -47,26 +48,39 @@ from gpuprefetch._format import decode_cpu
 #     two threads that contend for the driver slow each other, too. The other thread launches its
 #     images meanwhile.
 #   - while the loop waits, for the GPU or for its batch, it launches nothing, and a second thread
-#     is let in. A loop that had to wait for the GPU, and has the batch after this one ready, is
-#     left alone until it is back: it will wait again (_Engine.spare).
+#     is let in, once that has been worth the memory of a second decoder. A loop that had to wait
+#     for the GPU, and has the batch after this one ready, is left alone until it is back: it will
+#     wait again (_Engine.spare).
+#   - a loop that need not wait for the GPU waits for the thread that fetches, so that the two do
+#     not take the lock from each other in turns (_Engine.let_fetch).
+
+# A second decoder takes 150 MiB, which the process does not get back. It is made once LATE batches
+# were late beyond one in TOLERATED, which an epoch's first ones and a new share always are.
+LATE, TOLERATED = 100, 5
 
 
 class Turns:
-    """Lets one thread at a time into nvJPEG, and any number while a loop waits."""
+    """Lets one thread at a time into nvJPEG, and more while a loop waits that often has to."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._inside = self._waiting = 0
+        self._inside = self._waiting = self._late = 0
+        self._several = False
 
     def __enter__(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._inside or self._waiting)
+            self._changed.wait_for(lambda: not self._inside or (self._waiting and self._several))
             self._inside += 1
 
     def __exit__(self, *error: object) -> None:
         with self._changed:
             self._inside -= 1
             self._changed.notify_all()
+
+    def learn(self, *, late: bool) -> None:
+        """Learn from one batch whether its decode was too slow for the loop."""
+        self._late = max(self._late + late * TOLERATED - 1, 0)
+        self._several |= self._late >= LATE * (TOLERATED - 1)
 
     @contextlib.contextmanager
     def hurried(self) -> Iterator[None]:
@@ -83,10 +97,7 @@ class Turns:
 
 turns: defaultdict[torch.device, Turns] = defaultdict(Turns)
 
-# The memory that a decode thread packs into, call after call: sizes that differ each time would
-# leave the allocator a block for each.
-_thread = threading.local()
-ROOM_BYTES = 16 << 20  # in multiples of it
+_thread = threading.local()  # the memory that a decode thread packs into, call after call
 
 
 @contextlib.contextmanager
@@ -106,9 +117,7 @@ def _place(size: int, device: torch.device) -> torch.Tensor | None:
         return None
     if not room or len(room[0]) < size:
         room.clear()
-        room.append(
-            torch.empty(-(-size // ROOM_BYTES) * ROOM_BYTES, dtype=torch.uint8, device=device)
-        )
+        room.append(torch.empty(in_rooms(size), dtype=torch.uint8, device=device))
     return room[0]  # whole: the thread then makes no Python object of it, which costs the lock
 
 

@@ -19,9 +19,12 @@ import torch
 from gpuprefetch._batch import leaves, map_leaves, moves_itself, to_device
 from gpuprefetch._budget import (
     LARGE,
+    READY,
+    READY_BYTES,
     Cost,
     cost_of,
     decoded_bytes,
+    in_rooms,
     lay_out,
     readable,
     upload_bytes,
@@ -136,6 +139,11 @@ class Pipeline:
         if self.memory_budget is None:
             return Cost()
         return cost_of(batch, self.head.size, self.dtype)
+
+    def depth(self, batch: Any) -> int:
+        """How many batches such as this one are kept ready, where nobody says."""
+        size = cost_of(batch, self.head.size, self.dtype).fixed
+        return max(min(READY, READY_BYTES // max(size, 1)), 1)
 
     def start(self, batch: Any, number: int, epoch: int) -> Work:
         """Queue the copies of a batch on the current stream and lay out the rest of its work.
@@ -509,8 +517,8 @@ class ImageJob:
         A decoder that runs out of memory is destroyed; making another takes half a second.
         """
         sizes = call.decoded_sizes
-        if large := int(sizes[sizes > LARGE].sum()):
-            claim(large, self._pipeline.device)
+        if large := int(sizes[sizes >= LARGE].sum()):
+            claim(in_rooms(large) if len(sizes) > 1 else large, self._pipeline.device)
 
     def _decode_packed(self, call: Call, number: int) -> bool:
         """Whether it was done in one piece: see Note [The training thread's locks]."""

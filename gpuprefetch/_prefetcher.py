@@ -55,6 +55,11 @@ from gpuprefetch._transforms import Transform, read_transforms, require_fixed_si
 
 # For a loader that hangs, when the loop is left: its thread is then abandoned, not waited for.
 JOIN_SECONDS = 10.0
+# A loop that is slower than the GPU waits for so long at most while the next batch is got under
+# way, if the loader has one ready. See Note [The training thread's locks].
+REST_SECONDS = 0.002
+# A batch is late where the loop waits longer for its decode, and the GPU has nothing else to do.
+LATE_SECONDS = 0.001
 
 
 class _Slot:
@@ -84,7 +89,7 @@ class _Engine:
         pipeline: Pipeline,
         source: Source,
         *,
-        depth: int,
+        depth: int | None,
         epoch: int,
         fetch_ahead: bool,
         balancer: Balancer,
@@ -92,7 +97,8 @@ class _Engine:
         shares: dict[int, float],
     ) -> None:
         self._pipeline, self._source, self._check = pipeline, source, check
-        self._depth, self._epoch, self._shares = depth, epoch, shares
+        self._depth, self._epoch, self._shares = depth or 1, epoch, shares
+        self._choose_depth = depth is None
         self.device, self.place = pipeline.device, source.place
         self.stats, self.balancer = pipeline.stats, balancer
         self._changed = threading.Condition()
@@ -109,6 +115,9 @@ class _Engine:
         self._gate.set()
         self._finishing = threading.Lock()
         self._suspended: list[Iterator[Any]] = []
+        # Whether the thread that fetches has done all that it can, and whether it found a batch
+        # ready the last time.
+        self._resting, self._prompt = False, False
         self._exhausted = self._stopping = False
         self._pid, self.user = os.getpid(), threading.get_ident()
         self._fetched: int = source.place["batches"]
@@ -162,7 +171,7 @@ class _Engine:
         while not self._exhausted:
             slot = self._fetch()
             with self._changed:
-                self._changed.wait_for(partial(self._has_room, slot))
+                self._changed.wait_for(partial(self._may_start, slot))
             if self._stopping:
                 slot.error = None  # breaks the cycle with the frame of _fetch
                 self._source.close()
@@ -178,9 +187,12 @@ class _Engine:
         try:
             with Stage(self.stats, "fetch") as fetch:
                 batch, slot.state = next(self._source)
+            self._prompt = fetch.seconds < REST_SECONDS / 2
             self._pipeline.packer.begin()
             slot.source = pack_lists(batch, self._pipeline.packer)
             slot.cost = self._pipeline.cost(slot.source)
+            if self._choose_depth:
+                self._depth, self._choose_depth = self._pipeline.depth(slot.source), False
             self._learn(slot, fetch.seconds)
             self._check(slot.source)
             self._wait_for_loader(slot.source)
@@ -211,6 +223,14 @@ class _Engine:
         used = sum(other.cost.fixed for other in self._slots)
         used += sum(work.decoded_bytes for work in works if work is not None)
         return not self._slots or used + slot.cost.fixed + slot.cost.decoded <= budget
+
+    def _may_start(self, slot: _Slot) -> bool:
+        """Whether there is room for a batch; if not, the loop need not wait for its start."""
+        if room := self._has_room(slot):
+            return room
+        self._resting = True
+        self._changed.notify_all()
+        return False
 
     def _make_room(self, held: contextlib.ExitStack) -> None:
         """Wait for the other lanes, and keep them from decoding as long as ``held`` is."""
@@ -356,6 +376,12 @@ class _Engine:
             if self._slots and self._slots[0].done.is_set() and not self._stopping:
                 self._gate.clear()
 
+    def let_fetch(self) -> None:
+        """Let the next batch be fetched and got under way while the loop launches nothing."""
+        with self._changed:
+            if self._prompt and self._fetch_ahead and not self._exhausted:
+                self._changed.wait_for(lambda: self._resting or self._exhausted, REST_SECONDS)
+
     def _apart(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call it from a generator: as long as that is suspended, its frame has none below.
 
@@ -383,11 +409,17 @@ class _Engine:
         with self._changed:
             self._changed.wait_for(lambda: self._slots)
             slot = self._slots[0]
+        began = time.perf_counter()
         slot.done.wait()
+        if self._on_cuda:
+            late = time.perf_counter() - began > LATE_SECONDS
+            idle = late and torch.cuda.current_stream(self.device).query()
+            turns[self.device].learn(late=idle)
         if slot.event is not None:
             self._sources.append((slot.event, slot.source))
         with self._changed:
             self._slots.popleft()
+            self._resting = False
             self._changed.notify_all()
         return slot
 
@@ -459,6 +491,8 @@ class _Epoch:
                 ahead = throttle(self._steps, self._engine.device)
                 with Stage(self._stats, "wait"):
                     slot = self._engine.take()
+                if not ahead:
+                    self._engine.let_fetch()
             if ahead:
                 self._engine.spare()
             now = time.perf_counter()
@@ -548,7 +582,8 @@ class DataPrefetcher:
             before ``Normalize``; what follows runs on its result.
         dtype: of the images after that head; float32 by default.
         memory_format: of the images after that head; contiguous by default.
-        device_prefetch_size: batches kept ready or in preparation on the device.
+        device_prefetch_size: batches kept ready or in preparation on the device; None for two, or
+            for one where two take more than 512 MiB.
         decoder: "torchcodec" or "torchvision" (both nvJPEG on the GPU), "cpu" (TorchCodec in the
             workers), or "auto": torchcodec on CUDA, else cpu.
         apply_exif: whether pictures are turned upright; False agrees with PIL and ``ImageFolder``.
@@ -589,7 +624,7 @@ class DataPrefetcher:
         transforms: Sequence[Transform] | None = None,
         dtype: torch.dtype | None = None,
         memory_format: torch.memory_format | None = None,
-        device_prefetch_size: int = 2,
+        device_prefetch_size: int | None = None,
         decoder: str = "auto",
         apply_exif: bool = False,
         cpu_share: float | str = "auto",
@@ -617,10 +652,9 @@ class DataPrefetcher:
                 "prefetcher into it, prepared.base_dataloader = "
                 "DataPrefetcher(prepared.base_dataloader, device=accelerator.device)."
             )
-        if not isinstance(device_prefetch_size, int) or device_prefetch_size < 1:
-            raise ValueError(
-                f"device_prefetch_size is in batches, at least 1, got {device_prefetch_size!r}."
-            )
+        size = device_prefetch_size
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ValueError(f"device_prefetch_size is in batches, at least 1, got {size!r}.")
         if not callable(on_error) and on_error not in ("raise", "skip", "replace"):
             raise ValueError(
                 f'on_error must be "raise", "skip", "replace" or a callable, got {on_error!r}.'

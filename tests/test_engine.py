@@ -122,6 +122,51 @@ def test_an_error_on_the_gpu_reaches_a_loop_that_waits(ahead):
     assert "device-side assert" in str(within(SECONDS, lambda: next(iterator)))
 
 
+@pytest.mark.parametrize("seconds", [0.0, SECONDS])
+def test_a_loop_slower_than_the_gpu_lets_the_next_batch_be_fetched(ahead, monkeypatch, seconds):
+    monkeypatch.setattr(_prefetcher, "REST_SECONDS", seconds)
+    fetched = []
+
+    def batches():
+        for i in range(9):
+            fetched.append(i)
+            yield i
+
+    begin = _Engine._start
+
+    def late(engine, slot):
+        time.sleep(0.01)
+        begin(engine, slot)
+
+    monkeypatch.setattr(_Engine, "_start", late)
+    # Two are kept ready, and the one behind them waits for its room. The end is no batch.
+    rested = [len(fetched) == min(i + 4, 9) for i in prefetcher_of(batches)]
+    assert all(rested) == bool(seconds), rested
+
+
+def test_a_loop_does_not_wait_for_a_loader_that_is_not_ready(ahead, monkeypatch):
+    monkeypatch.setattr(_prefetcher, "REST_SECONDS", 0.5)
+
+    def batches():
+        for i in range(4):
+            time.sleep(0.4)
+            yield i
+
+    waited = []
+    monkeypatch.setattr(_Engine, "let_fetch", timed(_Engine.let_fetch, waited))
+    assert list(prefetcher_of(batches)) == [0, 1, 2, 3]
+    assert max(waited) < 0.1
+
+
+def timed(function, seconds):
+    def call(*args):
+        began = time.perf_counter()
+        function(*args)
+        seconds.append(time.perf_counter() - began)
+
+    return call
+
+
 def test_a_thread_that_dies_ends_the_epoch(ahead, monkeypatch):
     monkeypatch.setattr(_Engine, "_batch_stream", lambda engine: Broken())
     iterator = iter(prefetcher_of(lambda: iter(range(4))))

@@ -152,6 +152,19 @@ def test_decode_calls_are_about_equal_and_bounded(monkeypatch, images, most, cal
     assert [i for call in cut for i in call] == list(range(images))
 
 
+@pytest.mark.parametrize(
+    ("size", "calls"),
+    [(1, [4, 4, 4]), (4, [4, 4, 4]), (8, [4, 4, 4]), (16, [2] * 6), (64, [1] * 12)],
+)
+def test_usual_calls_are_small_if_they_keep_the_engines_busy(monkeypatch, size, calls):
+    for name, value in {"SUB_BATCH": 4, "ENGINES": 4, "USUAL_BYTES": 16 << 10}.items():
+        monkeypatch.setattr(_budget, name, value)
+    monkeypatch.setattr(_budget, "SUB_BATCH_BYTES", 32 << 10)
+    sizes = np.full((12, 2), (4 * size, 85))  # a little less than size KiB
+    batch = SimpleNamespace(decoded=np.zeros(12, bool), errors={}, sizes=sizes)
+    assert [len(call) for call in _budget.sub_batches(batch)] == calls
+
+
 def test_a_photo_that_does_not_fit_is_named_with_both_sizes(files, launches):
     large = pictures.encode_jpeg(pictures.draw(640, 480))
     prefetcher = prefetcher_of([*files[:9], large], FakeDecoder(), memory_budget="512KiB")
@@ -185,6 +198,19 @@ def test_sizes(budget, size):
 def test_wrong_sizes(budget):
     with pytest.raises(ValueError, match=r'such as "2GiB" .* got'):
         DataPrefetcher([], device="cpu", memory_budget=budget)
+
+
+@pytest.mark.parametrize(
+    ("depth", "ready", "kept"), [(None, 3.0, 2), (None, 1.9, 1), (None, 0.1, 1), (3, 0.1, 3)]
+)
+def test_fewer_large_batches_are_kept_ready(files, monkeypatch, depth, ready, kept):
+    monkeypatch.setattr(_pipeline, "READY_BYTES", int(ready * FINISHED))
+    prefetcher = prefetcher_of(files, FakeDecoder(), device_prefetch_size=depth)
+    engine = engine_of(prefetcher, prefetcher._loader, depth=prefetcher._depth)
+    assert engine.take().error is None
+    # Those that it has begun before the loop waited, less the one that it took.
+    assert len(engine._slots) == kept - 1
+    engine.close()
 
 
 def engine_of(prefetcher, source=(), depth=1):
@@ -441,7 +467,7 @@ def test_a_thread_packs_into_the_same_place_again():
     with _decode.packing_into(room):
         first = packed(0, 1)
         (place,) = room
-        assert len(place) == _decode.ROOM_BYTES
+        assert len(place) == _budget.ROOM_BYTES
         alone = packed(3)
         assert packed(1, 2, 0).data_ptr() == first.data_ptr() == place.data_ptr()
         assert alone.data_ptr() != first.data_ptr()  # needs no copy
@@ -451,9 +477,12 @@ def test_a_thread_packs_into_the_same_place_again():
     assert packed(0, 1).untyped_storage().nbytes() == 2 * 24 * 32 * 3
 
 
-def test_one_thread_at_a_time_decodes_unless_a_loop_waits():
+def test_one_thread_at_a_time_decodes_unless_a_loop_waits_that_often_has_to():
     turns, inside, most = _decode.Turns(), [], []
     may_end = threading.Event()
+    often = [True] * (_decode.LATE - 1) + [False] * _decode.TOLERATED
+    for late in often + [False] * (_decode.TOLERATED - 1) * _decode.LATE:
+        turns.learn(late=late)
 
     def decode():
         with turns:
@@ -465,6 +494,11 @@ def test_one_thread_at_a_time_decodes_unless_a_loop_waits():
     threads = [threading.Thread(target=decode) for _ in range(2)]
     for thread in threads:
         thread.start()
+    with turns.hurried():
+        time.sleep(0.1)
+    assert most == [1]
+    for late in [True] * _decode.LATE + [False] * 9:  # for good
+        turns.learn(late=late)
     time.sleep(0.1)
     assert most == [1]
     with turns.hurried():

@@ -366,6 +366,7 @@ def test_the_interpreter_exits_with_an_epoch_under_way(ending):
         ({"loader": zip([1], [2], strict=True)}, TypeError, "gives its batches once"),
         ({"loader": iter(DataLoader(Numbers()))}, TypeError, "such as the DataLoader itself"),
         ({"device_prefetch_size": 0}, ValueError, "at least 1"),
+        ({"device_prefetch_size": 1.5}, ValueError, r"at least 1, got 1\.5"),
         ({"device": "cuda:99"}, ValueError, "not there"),
         ({"device": "meta"}, ValueError, "CUDA or CPU"),
         ({"device": "gpu"}, ValueError, "device must be .* got 'gpu'"),
