@@ -22,8 +22,8 @@ LARGE = 10 << 20  # below it, images share its segments; from there on each gets
 LANES = 2
 # Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
 # bound the memory: a decoded photo takes 3 bytes a pixel until it is resampled, and for a moment
-# twice that, unless it is alone in its call. Photos of which fewer than ENGINES fit into a usual
-# call may take more.
+# twice that, unless it is alone in its call. Where the decode is what the GPU waits for, or fewer
+# photos than ENGINES fit into a usual call, it may take more.
 SUB_BATCH = 96
 USUAL_BYTES, SUB_BATCH_BYTES, ENGINES = 32 << 20, 64 << 20, 7
 # Of what the workers decoded, on its way to the device.
@@ -74,16 +74,18 @@ def decoded_bytes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> np
     return -(-size // BLOCK) * BLOCK
 
 
-def sub_batches(images: EncodedImages, limit: int | None = None) -> list[npt.NDArray[np.int64]]:
+def sub_batches(
+    images: EncodedImages, limit: int | None = None, *, large: bool = False
+) -> list[npt.NDArray[np.int64]]:
     """Cut what is left to the device into decode calls of about equal size.
 
-    Each is SUB_BATCH images at most, and of USUAL_BYTES, or of ENGINES images and SUB_BATCH_BYTES,
-    or takes ``limit`` bytes, or is one.
+    Each is SUB_BATCH images at most, and of USUAL_BYTES, or if it is ``large``, or of ENGINES
+    images, of SUB_BATCH_BYTES, or takes ``limit`` bytes, or is one.
     """
     positions = positions_to_decode(images)
     most = SUB_BATCH_BYTES if limit is None else min(limit // 2, SUB_BATCH_BYTES)
     sizes = decoded_bytes(images, positions)
-    usual = np.minimum(sizes / min(USUAL_BYTES, most), 1 / ENGINES)
+    usual = np.minimum(sizes / min(most if large else USUAL_BYTES, most), 1 / ENGINES)
     loads = np.maximum(1 / SUB_BATCH, np.maximum(usual, sizes / most))
     target = loads.sum() / max(np.ceil(loads.sum() - 1e-9), 1) - 1e-9
     used, load, cuts = 0, 0.0, []
@@ -115,6 +117,8 @@ def lay_out(
     size: tuple[int, int] | None = None,
     words: npt.NDArray[np.int64] | None = None,
     limit: int | None = None,
+    *,
+    large: bool = False,
 ) -> Plan:
     """Plan a batch: in the worker, unless a memory budget asks for less at a time.
 
@@ -123,9 +127,10 @@ def lay_out(
         size: ``(H, W)`` of the result; None where it has none.
         words: ``(N, words)`` int64 of :func:`gpuprefetch._resample.plan_rows`, if there are any.
         limit: bytes that a decode call may take; None for no limit.
+        large: see :func:`sub_batches`.
     """
     copies = [] if size is None else uploads(images, np.flatnonzero(images.decoded))
-    calls = [images.call(positions) for positions in sub_batches(images, limit)]
+    calls = [images.call(positions) for positions in sub_batches(images, limit, large=large)]
     if size is None or words is None or not (copies or calls):
         return Plan(copies, calls)
     offsets = [images.spans[copy, 0] - images.spans[copy[0], 0] for copy in copies]

@@ -54,22 +54,23 @@ from gpuprefetch._format import decode_cpu
 #   - a loop that need not wait for the GPU waits for the thread that fetches, so that the two do
 #     not take the lock from each other in turns (_Engine.let_fetch).
 
-# A second decoder takes 150 MiB, which the process does not get back. It is made once LATE batches
-# were late beyond one in TOLERATED, which an epoch's first ones and a new share always are.
+# A second decoder takes 150 MiB, which the process does not get back, and larger calls, which then
+# help, take 120. Both come once LATE batches were late beyond one in TOLERATED: an epoch's first
+# ones always are.
 LATE, TOLERATED = 100, 5
 
 
 class Turns:
-    """Lets one thread at a time into nvJPEG, and more while a loop waits that often has to."""
+    """Lets one thread at a time into nvJPEG, and several while a loop waits that often has to."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._inside = self._waiting = self._late = 0
-        self._several = False
+        self.several = False
 
     def __enter__(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._inside or (self._waiting and self._several))
+            self._changed.wait_for(lambda: not self._inside or (self._waiting and self.several))
             self._inside += 1
 
     def __exit__(self, *error: object) -> None:
@@ -80,7 +81,7 @@ class Turns:
     def learn(self, *, late: bool) -> None:
         """Learn from one batch whether its decode was too slow for the loop."""
         self._late = max(self._late + late * TOLERATED - 1, 0)
-        self._several |= self._late >= LATE * (TOLERATED - 1)
+        self.several |= self._late >= LATE * (TOLERATED - 1)
 
     @contextlib.contextmanager
     def hurried(self) -> Iterator[None]:

@@ -89,6 +89,7 @@ class Packer:
         output: dtype and memory format of the result, where it is made here; None leaves that to
             the device. Without one it is made here: a worker runs its share of it in one thread,
             and in the loop's process many threads would wait for cores that the workers have.
+        large_calls: ``(1,)`` bool in shared memory: see :func:`gpuprefetch._budget.sub_batches`.
         growth: bytes to expect of later batches for each byte of their files; 0 for no more than
             this one takes.
     """
@@ -101,6 +102,7 @@ class Packer:
     share: torch.Tensor
     output: tuple[torch.dtype, torch.memory_format] | None = None
     growth: int = 0
+    large_calls: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     _share: float | None = field(init=False, default=None)
     _packed: Counter[Any] = field(init=False, default_factory=Counter)
     _owners: dict[int, int] = field(init=False, default_factory=dict)
@@ -165,7 +167,7 @@ class Packer:
         if self.on_gpu and self.head.size is not None:
             way = (self.head.size, self.head.interpolation, self.head.antialias)
             words = plan_rows(rows, sizes, transposed, decoded, *way)
-            batch.plan = lay_out(batch, self.head.size, words)
+            batch.plan = lay_out(batch, self.head.size, words, large=bool(self.large_calls))
         if self.output is not None and self.head.size is not None:
             batch.out = finish(batch, self.head, *self.output)
         self._last = time.perf_counter()

@@ -412,9 +412,7 @@ class _Engine:
         began = time.perf_counter()
         slot.done.wait()
         if self._on_cuda:
-            late = time.perf_counter() - began > LATE_SECONDS
-            idle = late and torch.cuda.current_stream(self.device).query()
-            turns[self.device].learn(late=idle)
+            self._learn_wait(time.perf_counter() - began)
         if slot.event is not None:
             self._sources.append((slot.event, slot.source))
         with self._changed:
@@ -422,6 +420,13 @@ class _Engine:
             self._resting = False
             self._changed.notify_all()
         return slot
+
+    def _learn_wait(self, seconds: float) -> None:
+        """Give the decode more memory where it is often what the GPU waits for."""
+        late = seconds > LATE_SECONDS and torch.cuda.current_stream(self.device).query()
+        turns[self.device].learn(late=late)
+        if turns[self.device].several and self._pipeline.memory_budget is None:
+            self._pipeline.packer.large_calls.numpy()[0] = True
 
     def close(self) -> None:
         """End the threads, give the streams back and drop every batch that was not handed over."""
@@ -1000,7 +1005,8 @@ def _with_collate(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
     clone._iterator = None
     if hasattr(loader, "next_iter_state"):
         loader.next_iter_state = None  # a StatefulDataLoader's: good for one epoch, the clone's
-    packer.share.share_memory_()  # not in a deep copy of the prefetcher
+    for shared in (packer.share, packer.large_calls):
+        shared.share_memory_()  # not in a deep copy of the prefetcher
     clone.collate_fn = HostStage(loader.collate_fn, packer)
     if has_indices(clone):
         note(clone)

@@ -1,5 +1,6 @@
 """Large photos go through little memory, and what cannot go through says so with its sizes."""
 
+import collections
 import contextlib
 import queue
 import threading
@@ -7,6 +8,7 @@ import time
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pictures
@@ -30,6 +32,7 @@ from gpuprefetch._budget import Cost, parse_bytes, readable
 from gpuprefetch._decode import ImageDecoder
 from gpuprefetch._encoded import Call, pack
 from gpuprefetch._format import decode_cpu
+from gpuprefetch._host import Packer
 from gpuprefetch._resample import Launches
 from gpuprefetch._resume import Source
 
@@ -163,6 +166,39 @@ def test_usual_calls_are_small_if_they_keep_the_engines_busy(monkeypatch, size, 
     sizes = np.full((12, 2), (4 * size, 85))  # a little less than size KiB
     batch = SimpleNamespace(decoded=np.zeros(12, bool), errors={}, sizes=sizes)
     assert [len(call) for call in _budget.sub_batches(batch)] == calls
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_calls_are_large_where_the_decode_is_too_slow(files, large):
+    head, _ = _prefetcher.read_transforms(SMALL)
+    none = torch.zeros(1, dtype=torch.int64)
+    packer = Packer(head, True, False, 0, none, none)
+    images = [EncodedImage(file) for file in files[:8]]
+    packer.large_calls.fill_(large)
+    with mock.patch.multiple(_budget, USUAL_BYTES=7 * DECODED, SUB_BATCH_BYTES=14 * DECODED):
+        calls = packer(images).plan.calls
+    assert [len(call.positions) for call in calls] == ([8] if large else [4, 4])
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"])
+def test_a_decode_that_is_often_too_slow_gets_more_memory(files, monkeypatch, budget):
+    monkeypatch.setattr(_prefetcher, "turns", collections.defaultdict(_decode.Turns))
+    idle = [False]
+    stream = SimpleNamespace(query=lambda: idle[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    engine = engine_of(prefetcher_of(files, FakeDecoder(), memory_budget=budget))
+    large = engine._pipeline.packer.large_calls
+
+    def wait(seconds):
+        for _ in range(_decode.LATE):
+            engine._learn_wait(seconds)
+        return _prefetcher.turns[engine.device].several, bool(large)
+
+    assert wait(1.0) == (False, False)  # the GPU has enough to do
+    idle[0] = True
+    assert wait(0.0005) == (False, False)
+    assert wait(1.0) == (True, budget is None)
+    assert wait(0.0) == (True, budget is None)
 
 
 def test_a_photo_that_does_not_fit_is_named_with_both_sizes(files, launches):
