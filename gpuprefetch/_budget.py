@@ -25,7 +25,7 @@ LANES = 2
 # twice that, unless it is alone in its call. Where the decode is what the GPU waits for, or fewer
 # photos than ENGINES fit into a usual call, it may take more.
 SUB_BATCH = 96
-USUAL_BYTES, SUB_BATCH_BYTES, ENGINES = 32 << 20, 64 << 20, 7
+USUAL_BYTES, SUB_BATCH_BYTES, ENGINES = 24 << 20, 64 << 20, 7
 # Of what the workers decoded, on its way to the device.
 UPLOAD_BYTES = 8 << 20
 # Memory that is taken again and again is asked for in multiples of it: sizes that differ each time

@@ -55,8 +55,8 @@ from gpuprefetch._format import decode_cpu
 #     not take the lock from each other in turns (_Engine.let_fetch).
 
 # A second decoder takes 150 MiB, which the process does not get back, and larger calls, which then
-# help, take 120. Both come once LATE batches were late beyond one in TOLERATED: an epoch's first
-# ones always are.
+# help, take as much. Both come once LATE batches were late beyond one in TOLERATED: the first ones
+# of an epoch always are.
 LATE, TOLERATED = 100, 5
 
 
