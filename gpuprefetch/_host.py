@@ -89,9 +89,9 @@ class Packer:
         output: dtype and memory format of the result, where it is made here; None leaves that to
             the device. Without one it is made here: a worker runs its share of it in one thread,
             and in the loop's process many threads would wait for cores that the workers have.
-        large_calls: ``(1,)`` bool in shared memory: see :func:`gpuprefetch._budget.sub_batches`.
         growth: bytes to expect of later batches for each byte of their files; 0 for no more than
             this one takes.
+        large_calls: ``(1,)`` bool in shared memory: see :func:`gpuprefetch._budget.sub_batches`.
     """
 
     head: Head

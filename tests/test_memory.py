@@ -819,6 +819,30 @@ def test_a_part_waits_for_the_reader_of_the_one_before(monkeypatch, job):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_decoders_and_large_calls_give_the_same_images(files, monkeypatch, workers):
+    loader = DataLoader(Photos(files * 8), batch_size=32, pin_memory=True, num_workers=workers)
+
+    def epoch():
+        made = collections.defaultdict(_decode.Turns)
+        monkeypatch.setattr(_pipeline, "turns", made)
+        monkeypatch.setattr(_prefetcher, "turns", made)
+        prefetcher = DataPrefetcher(loader, transforms=[Resize((64, 96))], cpu_share=0.0)
+        images = images_of(prefetcher)
+        (turn,) = made.values()
+        return images, turn.several, prefetcher._pipeline.packer.large_calls.item()
+
+    monkeypatch.setattr(_budget, "USUAL_BYTES", 8 * DECODED)
+    monkeypatch.setattr(_decode, "LATE", 10**6)
+    images, *hurried = epoch()
+    assert hurried == [False, False]
+    monkeypatch.setattr(_decode, "LATE", 0)
+    in_a_hurry, *hurried = epoch()
+    assert hurried == [True, True]
+    assert torch.equal(in_a_hurry, images)
+
+
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("backend", ["torchcodec", "torchvision"])
 def test_good_photos_are_decoded_without_a_python_object_each(monkeypatch, backend):
