@@ -67,6 +67,20 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def time_steps(
+    batches: Iterable[Any], step: Callable[..., Any], *, device: str, windows: Iterable[int]
+) -> list[float]:
+    """Seconds of windows of so many steps each; the first one is the warm-up and left out."""
+    iterator, throttle, marks = iter(batches), Throttle(device), Marks(device)
+    for steps in windows:
+        for _ in range(steps):
+            throttle.wait()
+            step(*next(iterator))
+        marks.add()
+    synchronize(device)
+    return marks.seconds()
+
+
 def measure(
     batches: Iterable[Any],
     step: Callable[..., Any],

@@ -36,8 +36,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def argument_parser(description: str | None) -> argparse.ArgumentParser:
-    """Arguments that mean the same in every benchmark."""
+def argument_parser(description: str | None, *, timed: bool = True) -> argparse.ArgumentParser:
+    """Arguments that mean the same in every benchmark, or in all that are ``timed``."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,12 +47,13 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=cores(), help="of each DataLoader")
     parser.add_argument("--dali-threads", type=int, nargs="+", default=[8, 16], help="dali-tuned")
     parser.add_argument("--size", type=int, default=224, help="of the training images, in pixels")
-    parser.add_argument("--warmup", type=float, default=8.0, help="seconds, after the first step")
-    parser.add_argument("--seconds", type=float, default=6.0, help="measured, over all repeats")
-    parser.add_argument("--repeats", type=int, default=5, help="windows in the measured seconds")
-    parser.add_argument("--quick", action="store_true", help="a third of the time, one ceiling")
+    if timed:
+        parser.add_argument("--warmup", type=float, default=8.0, help="seconds, after the 1st step")
+        parser.add_argument("--seconds", type=float, default=6.0, help="measured, over all repeats")
+        parser.add_argument("--repeats", type=int, default=5, help="windows in these seconds")
+        parser.add_argument("--quick", action="store_true", help="a third of the time, one ceiling")
+        parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one child")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU")
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one child")
     parser.add_argument("--commit", help="of this repository, where git cannot tell")
     parser.add_argument("--output", type=Path, help="JSON file")
     return parser
@@ -60,7 +61,7 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
 
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
-    if args.quick:
+    if getattr(args, "quick", False):
         args.warmup, args.seconds, args.repeats = args.warmup / 3, args.seconds / 3, 3
     args.device = "cpu" if args.cpu else "cuda"
     return args

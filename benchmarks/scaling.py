@@ -28,15 +28,8 @@ def wrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 def measure(batches: loaders.Batches, step: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Rate of ``step(*batch)`` on all processes, in ``repeats`` windows of ``steps`` each."""
-    iterator, throttle = iter(batches), clock.Throttle(args.device)
-    marks = clock.Marks(args.device)
-    for steps in (args.warmup_steps, *[args.steps] * args.repeats):
-        for _ in range(steps):
-            throttle.wait()
-            step(*next(iterator))
-        marks.add()
-    clock.synchronize(args.device)
-    seconds = marks.seconds()
+    windows = [args.warmup_steps, *[args.steps] * args.repeats]
+    seconds = clock.time_steps(batches, step, device=args.device, windows=windows)
     images = WORLD * args.batch_size * args.steps
     return {
         "images_per_second": clock.quartiles([images / s for s in seconds]),
@@ -57,11 +50,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = harness.argument_parser(__doc__)
+    parser = harness.argument_parser(__doc__, timed=False)
     parser.add_argument("--models", nargs="+", default=["resnet18", "resnet50"])
     parser.add_argument("--loaders", nargs="+", default=["synthetic", "gpuprefetch"])
     parser.add_argument("--warmup-steps", type=int, default=400)
     parser.add_argument("--steps", type=int, default=60, help="of each repeat")
+    parser.add_argument("--repeats", type=int, default=5)
     args = harness.parse_arguments(parser)
     if RANK:
         args.output = None

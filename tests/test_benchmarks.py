@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from gpuprefetch import _budget
+
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 TINY = "--cpu --files 24 --batch-size 4 --size 32 --workers 1".split()
@@ -87,6 +89,33 @@ def test_scaling(photos, tmp_path, monkeypatch):
     two = {**ours, "processes": 2, "images_per_second": {"median": 1.5 * one}}
     text = table.scaling_table([document, {**document, "results": [two]}])
     assert f"| {one:,.0f} (1.000) | {1.5 * one:,.0f} (0.750) |" in text
+
+
+def test_variants(photos, tmp_path, monkeypatch, capsys):
+    import variants
+
+    used = []
+    build = variants.loaders.build
+
+    def noted(loader, settings, options):
+        used.append((options, _budget.READY))
+        return build(loader, settings, options)
+
+    monkeypatch.setattr(variants.loaders, "build", noted)
+    output = tmp_path / "variants.json"
+    tried = ['{"options": {"seed": 1}}', '{"constants": {"_budget.READY": 7}}']
+    steps = "--warmup-steps 1 --steps 1 --rounds 2 --model squeezenet1_1"
+    args = ["--data", str(photos), "--output", str(output), *TINY, *steps.split()]
+    monkeypatch.setattr(sys, "argv", ["variants.py", *args, "--variants", *tried])
+    variants.main()
+    ready = _budget.READY
+    assert used == [({"seed": 1}, ready), ({}, 7), ({}, 7), ({"seed": 1}, ready)]
+    resident, *found = json.loads(output.read_text())["results"]
+    for result in found:
+        assert result["step_ms"]["median"] > 0
+        ratio = resident["step_ms"]["median"] / result["step_ms"]["median"]
+        assert result["of_the_ceiling"] == pytest.approx(ratio)
+    assert capsys.readouterr().out.count("round ") == 4
 
 
 @pytest.mark.slow
