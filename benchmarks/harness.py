@@ -266,7 +266,9 @@ def _line(result: dict[str, Any]) -> str:
         if isinstance(value, str):
             words.append(value)
         elif isinstance(value, dict) and "median" in value:
-            words.append(f"{value['median']:,.0f} ({value['q1']:,.0f} to {value['q3']:,.0f})")
+            median, q1, q3 = (value[name] for name in ("median", "q1", "q3"))
+            digits = 0 if median >= 100 else 2  # a rate, or milliseconds
+            words.append(f"{median:,.{digits}f} ({q1:,.{digits}f} to {q3:,.{digits}f})")
         elif isinstance(value, float):
             words.append(f"{key} {value:,.3f}")
         elif value and key == "options":

@@ -272,7 +272,7 @@ def draw(documents: list[Document], path: Path) -> None:
     bars = sorted(present, key=order, reverse=True)
     for axis, ((model, mode), rows) in zip(axes[0], table.items(), strict=True):
         ratios = [rows[loader].get("ratio", 0.0) if loader in rows else 0.0 for loader in bars]
-        colors = [COLORS.get(loader, "#d5d5d5") for loader in bars]
+        colors = [COLORS.get(loader.partition(":")[0], "#d5d5d5") for loader in bars]
         drawn = axis.barh([name(loader).replace("*", "") for loader in bars], ratios, color=colors)
         axis.bar_label(drawn, [f"{ratio:.2f}" if ratio else "" for ratio in ratios], padding=2)
         axis.axvline(1.0, color="0.7", linewidth=0.8, zorder=0)

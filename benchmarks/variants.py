@@ -65,7 +65,7 @@ def run(args: Any) -> None:
             print(f"round {number}, variant {i}: {times[i][-1]:.2f} ms", flush=True)
     best = clock.quartiles(ceiling)
     document.add({"variant": "resident batch", "step_ms": best})
-    for i, variant in enumerate(variants):
+    for i, variant in enumerate(args.variants):
         found = clock.quartiles(times[i])
         ratio = best["median"] / found["median"]
         document.add({"variant": variant, "step_ms": found, "of_the_ceiling": ratio})
