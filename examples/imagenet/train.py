@@ -11,6 +11,7 @@ The last line it prints is a summary of the run in JSON.
 """
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -70,6 +71,7 @@ def main(argv=None):
     args.data = args.data or shared_drawn_folder()
     result = train(args)
     if WORLD_SIZE > 1:
+        gc.collect()  # a DDP model is in a cycle and holds the group's threads, which may abort
         dist.destroy_process_group()
     if RANK == 0:
         seconds = round(time.perf_counter() - start, 1)
