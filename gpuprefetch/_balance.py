@@ -23,7 +23,8 @@ GUESS = 0.003  # seconds to decode an image, as long as none was
 # Workers are late where the prefetcher waits for them for LATE of the time. Over as many batches as
 # are under way, which is also how long less work for them takes to show: so the share is cut once
 # in that time at most, and comes back slowly. TCP's window does the same for the same reason. Else
-# it would swing between none and too much where the cores do not carry what is asked of them.
+# it would swing between none and too much where the cores do not carry what is asked of them. If it
+# was a try that asked for more than before, that ends, and nothing is cut.
 LATE, CUT = 0.05, 0.5
 LEAST, MOST = 0.1, 1.0  # what counts of one wait, in periods: not a jitter, nor all of a long pause
 # A batch at the start; later, in the time that a cut takes to show.
@@ -74,10 +75,11 @@ class Balancer:
         self._under_way = workers * (getattr(loader, "prefetch_factor", None) or 2) + 4
         self._settling = self._under_way
         self._waits: deque[float] = deque(maxlen=self._under_way)
-        self._unseen = 0  # batches until the latest cut shows
+        self._unseen = 0  # batches until the latest change shows
         self._window: list[float] = []
         self._level = self._best = LEVELS - 1
         self._best_period = 0.0
+        self._too_much = False  # what is tried: the workers are late
         self._direction, self._patience = 1, SHORTEST
         self._waited = self._failed = self._wins = 0
 
@@ -87,8 +89,9 @@ class Balancer:
         return float(self.share.numpy()[0])
 
     def begin(self) -> None:
-        """An epoch begins: its first batches may be late whatever their workers decode."""
-        self._unseen = 2 * self._under_way  # these, and as many by which the next ones are judged
+        """Judge the workers anew, by batches that are not under way yet, as in a new epoch."""
+        self._waits.clear()
+        self._unseen = self._under_way
 
     def observe(self, images: int, decoded: int, decode_seconds: float, waited: float) -> None:
         """Learn from one batch as it comes from the loader.
@@ -104,13 +107,18 @@ class Balancer:
         if self.fixed or len(self._periods) < 4:
             return
         period = median(self._periods)
-        self._waits.append(min(max(waited / period, LEAST), MOST) - LEAST)
         self._unseen -= 1
+        if self._unseen < 0:
+            self._waits.append(min(max(waited / period, LEAST), MOST) - LEAST)
         if sum(self._waits) <= LATE * self._under_way:
             self._trust = min(self._trust + self._rise, 1.0)
-        elif self._unseen < 0:
-            self._trust *= CUT
-            self._rise, self._unseen = RISE_AGAIN / self._under_way, self._under_way
+        else:
+            if self._level > self._best:
+                self._too_much = True
+            else:
+                self._trust *= CUT
+                self._rise = RISE_AGAIN / self._under_way
+            self.begin()
         seconds = UTILIZATION * self._cores * period / images
         room = median(self._carried) * seconds ** (1 / WORK)
         # Not with fill_(), which gives up Python's lock: the training thread would have it.
@@ -123,6 +131,10 @@ class Balancer:
             period: seconds since the batch before.
         """
         self._periods.append(period)
+        if self._too_much:
+            self._too_much = False
+            self._window.clear()
+            self._fail()
         if self._settling:
             self._settling -= 1
             return
@@ -153,11 +165,17 @@ class Balancer:
                 return
             self._best, self._patience, self._failed = self._level, SHORTEST, 0
         else:
-            self._direction, self._failed = -self._direction, self._failed + 1
-            if self._failed % 2 == 0:
-                self._patience = min(2 * self._patience, LONGEST)
-            self._go_to(self._best)
+            self._fail()
+            return
         self._waited = self._wins = 0
+
+    def _fail(self) -> None:
+        """Go back from a try that was no better."""
+        self._direction, self._failed = -self._direction, self._failed + 1
+        if self._failed % 2 == 0:
+            self._patience = min(2 * self._patience, LONGEST)
+        self._waited = self._wins = 0
+        self._go_to(self._best)
 
     def _go_to(self, level: int) -> None:
         self._level, self._settling = level, self._under_way

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from gpuprefetch._idle import ForEach, for_each
 from gpuprefetch._resample import Table
 from gpuprefetch._slab import Buffer
 
@@ -244,12 +245,14 @@ def pack(
     parts: Sequence[Any] | None = None,
     decoded: npt.NDArray[np.bool_] | None = None,
     room: int = 0,
+    each: ForEach = for_each,
     **known: Any,
 ) -> EncodedImages:
     """Lay out a batch in one buffer: encoded ``parts``, and behind them those ``decoded``.
 
     Without parts it packs the images as they are: what the default collate does where no prefetcher
-    has its say. ``room`` is for the buffers of later batches, and ``known`` are more attributes.
+    has its say. ``room`` is for the buffers of later batches, ``each`` has the parts copied, and
+    ``known`` are more attributes.
     """
     if parts is None or decoded is None:
         parts, decoded = [image.data for image in images], np.zeros(len(images), dtype=bool)
@@ -260,9 +263,13 @@ def pack(
     spans = np.stack([stops - lengths, stops], axis=1)
     buffer = Buffer.empty(int(lengths.sum()), room)
     view = buffer.tensor.numpy()
-    for part, (start, stop) in zip(parts, spans.tolist(), strict=True):
+
+    def fill(i: int) -> None:
+        start, stop = spans[i]
         if stop > start:
-            view[start:stop] = np.frombuffer(part, dtype=np.uint8)
+            view[start:stop] = np.frombuffer(parts[i], dtype=np.uint8)
+
+    each(fill, range(len(parts)))
     boundary = int(lengths[~decoded].sum())
     spans[decoded] -= boundary
     unread = np.zeros((len(images), 2), dtype=np.int64)

@@ -5,6 +5,7 @@ It runs inside the DataLoader's own collate, in worker processes, and never touc
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from gpuprefetch._batch import leaves, map_leaves
 from gpuprefetch._budget import lay_out
 from gpuprefetch._encoded import EncodedImage, EncodedImages, is_encoded, pack, packing
 from gpuprefetch._format import ImageHeader, blank, decode_cpu, read_header
+from gpuprefetch._idle import ForEach, IdleThread, for_each
 from gpuprefetch._random import Keys, fold
 from gpuprefetch._resample import check_rows, plan_rows, resample, resample_uint8
 from gpuprefetch._slab import by_value
@@ -30,6 +32,7 @@ from gpuprefetch._targets import FollowedImage, fate, follow, images_of, mark
 from gpuprefetch._transforms import Head, Sampling
 
 # Added to the workers' priority number: the training thread launches kernels, they only decode.
+# What takes most of their time has idle priority besides.
 NICENESS = 10
 # Up to this many pixels for each of the result, a decoded image is left to the GPU to resample: to
 # copy them takes less of a core than to resample them there.
@@ -92,6 +95,7 @@ class Packer:
         growth: bytes to expect of later batches for each byte of their files; 0 for no more than
             this one takes.
         large_calls: ``(1,)`` bool in shared memory: see :func:`gpuprefetch._budget.sub_batches`.
+        for_each: calls a function with each image, or what belongs to it.
     """
 
     head: Head
@@ -103,6 +107,7 @@ class Packer:
     output: tuple[torch.dtype, torch.memory_format] | None = None
     growth: int = 0
     large_calls: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
+    for_each: ForEach = for_each
     _share: float | None = field(init=False, default=None)
     _packed: Counter[Any] = field(init=False, default_factory=Counter)
     _owners: dict[int, int] = field(init=False, default_factory=dict)
@@ -127,20 +132,21 @@ class Packer:
         parts: list[Any] = [b""] * len(images)
         decoded = np.zeros(len(images), dtype=bool)
         started = time.perf_counter()
-        for i, (image, header) in enumerate(zip(images, headers, strict=True)):
-            if i in errors:
-                continue
-            if not on_cpu[i]:
-                parts[i] = blank(image.data, header.exif) if header.exif else image.data
-                continue
+
+        def decode(i: int) -> None:
             try:
-                picture = self._decode(image, header, None if rows is None else rows[i])
+                picture = self._decode(images[i], headers[i], None if rows is None else rows[i])
             except (ValueError, RuntimeError) as error:
                 errors[i] = str(error)
-                continue
+                return
             sizes[i], decoded[i] = picture.shape[-2:], True
             picture = picture.permute(1, 2, 0) if interleaved else picture
             parts[i] = picture.contiguous().numpy().reshape(-1)
+
+        for i, (image, header) in enumerate(zip(images, headers, strict=True)):
+            if i not in errors and not on_cpu[i]:
+                parts[i] = blank(image.data, header.exif) if header.exif else image.data
+        self.for_each(decode, [i for i in np.flatnonzero(on_cpu).tolist() if i not in errors])
         seconds = time.perf_counter() - started
         orientation[decoded] = 1  # they have been turned upright
         transposed = orientation >= 5
@@ -152,6 +158,7 @@ class Packer:
             parts,
             decoded,
             self.growth * sum(len(image.data) for image in images),
+            self.for_each,
             sizes=sizes,
             transposed=transposed,
             interleaved=interleaved,
@@ -218,13 +225,15 @@ class Packer:
 
     def _read(self, images: Sequence[EncodedImage]) -> tuple[Any, Any, Any, dict[int, str]]:
         """Headers, orientations ``(N,)``, sizes ``(N, 2)`` behind these, and errors."""
-        headers, errors = [], {}
-        for i, image in enumerate(images):
+        headers, errors = [_UNREADABLE] * len(images), {}
+
+        def read(i: int) -> None:
             try:
-                headers.append(read_header(image.data))
+                headers[i] = read_header(images[i].data)
             except ValueError as error:
                 errors[i] = str(error)
-                headers.append(_UNREADABLE)
+
+        self.for_each(read, range(len(images)))
         orientation = np.array([h.orientation if self.apply_exif else 1 for h in headers])
         sizes = np.array([(h.height, h.width) for h in headers], dtype=np.int64)
         upright = np.where(orientation[:, None] >= 5, sizes[:, ::-1], sizes)
@@ -337,6 +346,8 @@ class HostStage:
         self._settled = True
         if self.packer.on_gpu:
             os.nice(NICENESS)
+            with contextlib.suppress(AttributeError, OSError):  # not on every platform
+                self.packer.for_each = IdleThread().for_each
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 

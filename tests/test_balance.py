@@ -39,7 +39,7 @@ class Loop:
             self.balancer.handed_over(seconds)
             decoded = int(256 * self.queue[0])
             busy = 256 * self.cost * (decoded / 256) ** self.work
-            self.balancer.observe(256, decoded, busy, late)
+            self.balancer.observe(256, decoded, busy, late(self.queue[0]) if callable(late) else late)
         half = batches // 2
         return sum(self.shares[half:]) / (batches - half), sum(self.seconds[half:]) / half
 
@@ -129,6 +129,15 @@ def test_late_workers_decode_less(monkeypatch):
     loop.run(120, late=0.01)
     assert loop.shares[-1] < 0.2 * relaxed
     assert loop.run(800)[0] > 0.4 * relaxed
+
+
+def test_a_try_that_the_cores_do_not_carry_costs_the_share_nothing(monkeypatch):
+    loop = Loop(monkeypatch, lambda share: 0.0152 - 0.0012 * share)
+    loop.run(72)
+    begin = loop.shares[-1]
+    loop.run(600, late=lambda share: 0.01 if share > 1.2 * begin else 0)
+    assert max(loop.shares) > 1.3 * begin  # it was tried
+    assert sum(share < 0.9 * begin for share in loop.shares[300:]) < 70  # but for tries with less
 
 
 def test_late_batches_now_and_then_change_nothing(monkeypatch):
