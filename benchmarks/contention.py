@@ -8,6 +8,7 @@ not wait for data: other threads have the locks it needs, or the cores. What a p
 costs it shows when that part is left out: ``decode`` takes pixels that are there already,
 ``launch`` leaves the result as it is, and ``record_stream`` gives the allocator no events to look
 after at each allocation of the model's. Such batches are wrong; only their time counts.
+Of a thread, ``queued_ms`` is how long it stood in line for a core.
 ``python_lock_ms`` is how long the training thread slept for Python's lock in a step, and
 ``python_lock_sleeps`` how often, at least (see sleeps.py); null where that cannot be seen.
 
@@ -32,7 +33,7 @@ import train
 from sleeps import Sleeps
 
 WITHOUT = ["nothing", "decode", "launch", "record_stream"]
-FIELDS = ["user_ms", "system_ms", "sleeps", "preemptions"]
+FIELDS = ["user_ms", "system_ms", "queued_ms", "sleeps", "preemptions"]
 PIXELS = 256 << 20  # more than the images of one decode call take
 
 
@@ -44,12 +45,13 @@ def threads() -> dict[tuple[int, str], list[float]]:
         try:
             stat = (task / "stat").read_text()
             status = (task / "status").read_text()
+            queued = int((task / "schedstat").read_text().split()[1]) / 1e6
         except OSError:  # it ended meanwhile
             continue
         name = stat[stat.index("(") + 1 : stat.rindex(")")]
         user, system = (tick * int(word) for word in stat.rpartition(")")[2].split()[11:13])
         switches = [int(line.split()[1]) for line in status.splitlines() if "ctxt" in line]
-        found[int(task.name), names.get(int(task.name), name)] = [user, system, *switches]
+        found[int(task.name), names.get(int(task.name), name)] = [user, system, queued, *switches]
     return found
 
 

@@ -25,7 +25,7 @@ LANES = 2
 # twice that, unless it is alone in its call. Where the decode is what the GPU waits for, or fewer
 # photos than ENGINES fit into a usual call, it may take more.
 SUB_BATCH = 96
-USUAL_BYTES, SUB_BATCH_BYTES, ENGINES = 24 << 20, 64 << 20, 7
+USUAL_BYTES, LARGE_CALL_BYTES, SUB_BATCH_BYTES, ENGINES = 24 << 20, 40 << 20, 64 << 20, 7
 # Of what the workers decoded, on its way to the device.
 UPLOAD_BYTES = 8 << 20
 # Memory that is taken again and again is asked for in multiples of it: sizes that differ each time
@@ -79,14 +79,15 @@ def sub_batches(
 ) -> list[npt.NDArray[np.int64]]:
     """Cut what is left to the device into decode calls of about equal size.
 
-    Each is SUB_BATCH images at most, and of USUAL_BYTES, or if it is ``large``, or of ENGINES
-    images, of SUB_BATCH_BYTES, or takes ``limit`` bytes, or is one.
+    Each is SUB_BATCH images at most, and of USUAL_BYTES, or if it is ``large`` LARGE_CALL_BYTES, or
+    if it is ENGINES images or less SUB_BATCH_BYTES, or takes ``limit`` bytes, or is one.
     """
     positions = positions_to_decode(images)
     most = SUB_BATCH_BYTES if limit is None else min(limit // 2, SUB_BATCH_BYTES)
     sizes = decoded_bytes(images, positions)
-    usual = np.minimum(sizes / min(most if large else USUAL_BYTES, most), 1 / ENGINES)
-    loads = np.maximum(1 / SUB_BATCH, np.maximum(usual, sizes / most))
+    usual = min(LARGE_CALL_BYTES if large else USUAL_BYTES, most)
+    loads = np.maximum(np.minimum(sizes / usual, 1 / ENGINES), sizes / most)
+    loads = np.maximum(loads, 1 / SUB_BATCH)
     target = loads.sum() / max(np.ceil(loads.sum() - 1e-9), 1) - 1e-9
     used, load, cuts = 0, 0.0, []
     for i, (size, more) in enumerate(zip(sizes.tolist(), loads.tolist(), strict=True)):

@@ -226,8 +226,8 @@ class _Engine:
 
     def _may_start(self, slot: _Slot) -> bool:
         """Whether there is room for a batch; if not, the loop need not wait for its start."""
-        if room := self._has_room(slot):
-            return room
+        if self._has_room(slot):
+            return True
         self._resting = True
         self._changed.notify_all()
         return False

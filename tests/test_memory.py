@@ -175,7 +175,7 @@ def test_calls_are_large_where_the_decode_is_too_slow(files, large):
     packer = Packer(head, True, False, 0, none, none)
     images = [EncodedImage(file) for file in files[:8]]
     packer.large_calls.fill_(large)
-    with mock.patch.multiple(_budget, USUAL_BYTES=7 * DECODED, SUB_BATCH_BYTES=14 * DECODED):
+    with mock.patch.multiple(_budget, USUAL_BYTES=7 * DECODED, LARGE_CALL_BYTES=14 * DECODED):
         calls = packer(images).plan.calls
     assert [len(call.positions) for call in calls] == ([8] if large else [4, 4])
 
