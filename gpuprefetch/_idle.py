@@ -6,8 +6,10 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,7 +27,6 @@ from typing import Any
 # Seconds between two looks at what a thread got, the part of a core that it should, and for how
 # many calls the idle thread is left alone if it did not.
 PATIENCE, FAIR, PAUSE = 0.1, 0.1, 64
-
 
 ForEach = Callable[[Callable[[Any], None], Iterable[Any]], None]
 
@@ -79,6 +80,14 @@ class _Work:
         return done
 
 
+def _loop(queue: SimpleQueue[_Work | None]) -> None:
+    with contextlib.suppress(AttributeError, OSError):  # else at the priority of the process
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    while work := queue.get():
+        work.run()
+        del work
+
+
 class IdleThread:
     """A thread that runs where no other thread wants the core. See Note [Idle priority].
 
@@ -87,19 +96,15 @@ class IdleThread:
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[_Work] = SimpleQueue()
+        self._queue: SimpleQueue[_Work | None] = SimpleQueue()
+        weakref.finalize(self, self._queue.put, None)
         self._pause = 1  # the first call shows whether the cores are free
-        thread = threading.Thread(target=self._loop, name="gpuprefetch-idle", daemon=True)
+        loop = partial(_loop, self._queue)
+        thread = threading.Thread(target=loop, name="gpuprefetch-idle", daemon=True)
         thread.start()
         assert thread.ident is not None
         self._clock = time.pthread_getcpuclockid(thread.ident)
         time.clock_gettime(self._clock)
-
-    def _loop(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):  # else at the priority of the process
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        while True:
-            self._queue.get().run()
 
     def for_each(self, function: Callable[[Any], None], items: Iterable[Any]) -> None:
         """Call ``function`` with each of the items, there or, where it gets no core, here.

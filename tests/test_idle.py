@@ -129,6 +129,16 @@ def test_an_error_in_the_item_that_could_not_be_taken_back(monkeypatch):
         thread.for_each(fail, range(5))
 
 
+def test_it_ends_once_nobody_has_it(monkeypatch):
+    monkeypatch.setattr(_idle, "PATIENCE", 60.0)
+    thread = trusted()
+    found = []
+    thread.for_each(lambda item: found.append(threading.current_thread()), [0])
+    del thread
+    found[0].join(10)
+    assert not found[0].is_alive()
+
+
 class Photos(torch.utils.data.Dataset):
     def __len__(self):
         return 16
