@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,22 +66,24 @@ def work(seconds):
 
 def test_what_gets_no_core_is_taken_back(monkeypatch):
     monkeypatch.setattr(_idle, "PATIENCE", 0.02)
-    thread = trusted()
-    seen, times = [], SimpleNamespace(stuck=0)
+    thread, seen, stuck = trusted(), [], []
 
     def run(item):
         if not caller():  # as a thread that waits for a core
-            times.stuck += 1
+            stuck.append(item)
             time.sleep(0.1)
-        seen.append((item, caller()))
+        seen.append(item)
 
-    thread.for_each(run, range(50))
-    assert sorted(item for item, _ in seen) == [*range(50)]
-    assert sum(here for _, here in seen) == 49
+    while not stuck:  # on a busy machine it may get no item at all
+        thread._pause = 0
+        seen.clear()
+        thread.for_each(run, range(50))
+        assert sorted(seen) == [*range(50)]
+    assert stuck == [0]
     # It is left alone then.
     for _ in range(PAUSE):
         thread.for_each(run, [0])
-    assert times.stuck == 1
+    assert stuck == [0]
 
 
 def test_it_is_left_alone_as_long_as_the_caller_shares_its_core(monkeypatch):
@@ -118,15 +119,20 @@ def test_errors_reach_the_caller_and_end_the_call(idle, error):
 
 def test_an_error_in_the_item_that_could_not_be_taken_back(monkeypatch):
     monkeypatch.setattr(_idle, "PATIENCE", 0.02)
-    thread = trusted()
+    thread, seen = trusted(), []
 
     def fail(item):
         if not caller():
             time.sleep(0.1)
             raise ValueError(f"item {item}")
+        seen.append(item)
 
     with pytest.raises(ValueError, match="item 0"):
-        thread.for_each(fail, range(5))
+        while True:  # on a busy machine it may get no item at all
+            thread._pause = 0
+            seen.clear()
+            thread.for_each(fail, range(5))
+    assert seen == [1, 2, 3, 4]
 
 
 def test_it_ends_once_nobody_has_it(monkeypatch):
