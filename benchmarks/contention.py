@@ -8,7 +8,7 @@ not wait for data: other threads have the locks it needs, or the cores. What a p
 costs it shows when that part is left out: ``decode`` takes pixels that are there already,
 ``launch`` leaves the result as it is, and ``record_stream`` gives the allocator no events to look
 after at each allocation of the model's. Such batches are wrong; only their time counts.
-Of a thread, ``queued_ms`` is how long it stood in line for a core.
+Of a thread, ``queued_ms`` is how long it stood in line for a core, where Linux counts that.
 ``python_lock_ms`` is how long the training thread slept for Python's lock in a step, and
 ``python_lock_sleeps`` how often, at least (see sleeps.py); null where that cannot be seen.
 
@@ -45,7 +45,8 @@ def threads() -> dict[tuple[int, str], list[float]]:
         try:
             stat = (task / "stat").read_text()
             status = (task / "status").read_text()
-            queued = int((task / "schedstat").read_text().split()[1]) / 1e6
+            waits = task / "schedstat"  # not every kernel has it
+            queued = int(waits.read_text().split()[1]) / 1e6 if waits.exists() else 0.0
         except OSError:  # it ended meanwhile
             continue
         name = stat[stat.index("(") + 1 : stat.rindex(")")]
