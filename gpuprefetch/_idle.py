@@ -18,12 +18,12 @@ from typing import Any
 # Linux from 6.6 on lets the thread that has one end its slice of up to 3 ms first, whatever its
 # nice value. Measured on an H200 with 16 cores, with workers of nice value 10 that decode 60 % of
 # the images: the training thread and autograd's stood in line for a core for 5 ms of a step whose
-# kernels take 14. Whoever wakes up takes the core of a thread of SCHED_IDLE at once (sched(7)): with
-# half of the images decoded so, these two waited for 0.2 to 0.6 ms. But such a thread gets next to
-# nothing of cores that others keep busy, it cannot go back to another priority, and while it has no
-# core it may have Python's lock. So what is left to it is what can be taken back, item by item.
-# Where it does not get its part of a core, the thread that waits for it does the rest, and leaves it
-# alone as long as its own core is shared.
+# kernels take 14. Whoever wakes up takes the core of a thread of SCHED_IDLE at once (sched(7)):
+# with half of the images decoded so, these two waited for 0.2 to 0.6 ms. But such a thread gets
+# next to nothing of cores that others keep busy, it cannot go back to another priority, and while
+# it has no core it may have Python's lock. So what is left to it is what can be taken back, item
+# by item. Where it does not get its part of a core, the thread that waits for it does the rest,
+# and leaves it alone as long as its own core is shared.
 
 # Seconds between two looks at what a thread got, the part of a core that it should, and for how
 # many calls the idle thread is left alone if it did not.
