@@ -202,12 +202,11 @@ def memory(device: str, workers: int, epochs: int, epoch_batches: int) -> dict[s
     import kornia.augmentation as K
 
     from gpuprefetch import RandomResizedCrop
-    from gpuprefetch._decode import LATE, turns
+    from gpuprefetch._decode import turns
 
     prepare()
     if device == "cuda":  # the second decoder comes once: now, and not in some later epoch
-        for _ in range(LATE):
-            turns[torch.device("cuda", torch.cuda.current_device())].learn(late=True)
+        turns[torch.device("cuda", torch.cuda.current_device())].several = True
     # Each batch takes the same memory, so that any rise is one. Of random sizes and flips now and
     # then one takes more than all before, and torch's allocator another 2 MiB.
     files, flip = draw_pictures((300, 301)), K.RandomHorizontalFlip(p=1.0)

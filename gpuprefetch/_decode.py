@@ -55,8 +55,8 @@ from gpuprefetch._format import decode_cpu
 #     not take the lock from each other in turns (_Engine.let_fetch).
 
 # A second decoder takes 150 MiB, which the process does not get back, and larger calls, which then
-# help, take as much. Both come once LATE batches were late beyond one in TOLERATED: the first ones
-# of an epoch always are.
+# help, take some more. Both come once LATE batches were late beyond one in TOLERATED: the first
+# ones of an epoch always are.
 LATE, TOLERATED = 100, 5
 
 

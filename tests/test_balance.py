@@ -39,9 +39,8 @@ class Loop:
             self.balancer.handed_over(seconds)
             decoded = int(256 * self.queue[0])
             busy = 256 * self.cost * (decoded / 256) ** self.work
-            self.balancer.observe(
-                256, decoded, busy, late(self.queue[0]) if callable(late) else late
-            )
+            waited = late(self.queue[0]) if callable(late) else late
+            self.balancer.observe(256, decoded, busy, waited)
         half = batches // 2
         return sum(self.shares[half:]) / (batches - half), sum(self.seconds[half:]) / half
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, default_collate
 from gpuprefetch import EncodedImage, _host, _idle
 from gpuprefetch._host import HostStage, Packer
 from gpuprefetch._idle import FAIR, PAUSE, IdleThread
+from gpuprefetch._transforms import Head
 
 needs_policy = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux has SCHED_IDLE")
 
@@ -145,25 +146,6 @@ def test_it_ends_once_nobody_has_it(monkeypatch):
     assert not found[0].is_alive()
 
 
-class Photos(torch.utils.data.Dataset):
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, index):
-        return EncodedImage(encode_jpeg(draw(40, 30, seed=index)), index), index
-
-
-def packer(on_gpu, share=0.5):
-    return Packer(
-        head=_host.Head(),
-        on_gpu=on_gpu,
-        apply_exif=False,
-        seed=0,
-        epoch=torch.zeros(1, dtype=torch.int64),
-        share=torch.full((1,), share, dtype=torch.float64),
-    )
-
-
 @needs_policy
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_workers_decode_with_idle_priority_where_a_gpu_has_to_be_fed(monkeypatch, on_gpu):
@@ -177,10 +159,10 @@ def test_workers_decode_with_idle_priority_where_a_gpu_has_to_be_fed(monkeypatch
     monkeypatch.setattr(_host, "decode_cpu", noted)
     monkeypatch.setattr(_idle, "PATIENCE", 60.0)
     monkeypatch.setattr(_idle, "FAIR", 0.0)  # however busy the machine is
-    stage = HostStage(default_collate, packer(on_gpu))
-    loader = DataLoader(
-        Photos(), 4, num_workers=1, collate_fn=stage, multiprocessing_context="fork"
-    )
+    epoch, share = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0.5, dtype=torch.float64)
+    stage = HostStage(default_collate, Packer(Head(), on_gpu, False, 0, epoch, share))
+    photos = [(EncodedImage(encode_jpeg(draw(40, 30, seed=i)), i), i) for i in range(16)]
+    loader = DataLoader(photos, 4, num_workers=1, collate_fn=stage, multiprocessing_context="fork")
     batches = [images for images, _ in loader]
     assert sum(int(images.decoded.sum()) for images in batches) == (8 if on_gpu else 16)
     assert decoded.tolist() == ([0, 8] if on_gpu else [16, 0])
