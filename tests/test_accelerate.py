@@ -102,6 +102,9 @@ def test_published_pipelines_move_with_no_other_change(folder, name):
     moved = accelerate(loader, **CPU)
     assert len(moved) == len(loader) == 3
     loader.generator.manual_seed(5)
+    # timm posterizes to 0 bits now and then, and Pillow 13 refuses that: always the same draws.
+    random.seed(5)
+    np.random.seed(5)
     old = epoch(loader)
     loader.generator.manual_seed(5)
     new = epoch(moved)
