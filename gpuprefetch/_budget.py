@@ -26,10 +26,12 @@ LANES = 2
 # photos than ENGINES fit into a usual call, it may take more.
 SUB_BATCH = 96
 USUAL_BYTES, LARGE_CALL_BYTES, SUB_BATCH_BYTES, ENGINES = 24 << 20, 40 << 20, 64 << 20, 7
-# Of what the workers decoded, on its way to the device.
-UPLOAD_BYTES = 8 << 20
-# Memory that is taken again and again is asked for in multiples of it: sizes that differ each time
-# would leave the allocator a block for each.
+# Of what the workers decoded, on its way to the device: usually all of a batch in one copy.
+UPLOAD_BYTES = 32 << 20
+# Memory that is taken again and again is asked for in few sizes: the allocator keeps a block of
+# each. These are for all of the usual calls, and for all of the large ones, which end behind the
+# image that they are full with, and others are multiples of the last.
+ROOMS = USUAL_BYTES * (ENGINES + 1) // ENGINES, LARGE_CALL_BYTES * (ENGINES + 1) // ENGINES
 ROOM_BYTES = 8 << 20
 # Batches kept ready, and what they may take together: of large ones, whose step is long enough to
 # prepare the next, one is enough.
@@ -144,12 +146,12 @@ def lay_out(
 
 
 def in_rooms(size: int) -> int:
-    """``size`` in multiples of ROOM_BYTES."""
-    return -(-size // ROOM_BYTES) * ROOM_BYTES
+    """The room for decoded images of ``size`` bytes: see ROOMS."""
+    return next((room for room in ROOMS if size <= room), -(-size // ROOM_BYTES) * ROOM_BYTES)
 
 
 def upload_bytes(size: int) -> int:
-    """The block for a copy of ``size`` bytes, in powers of two: see ROOM_BYTES."""
+    """The block for a copy of ``size`` bytes, in powers of two: see ROOMS."""
     return 1 << (size - 1).bit_length() if 0 < size < UPLOAD_BYTES else size
 
 

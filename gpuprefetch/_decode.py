@@ -29,7 +29,8 @@ from gpuprefetch._format import decode_cpu
 #   - TorchCodec >= 0.17 decodes in the order of the current stream (0.16 did not,
 #     meta-pytorch/torchcodec#1634).
 # Whatever they promise, a decode thread decodes nothing until the launch that reads its images, or
-# their packed copy, has completed (ImageJob._wait_for_reader); the other thread does meanwhile.
+# their packed copy, has completed (`drained`, ImageJob._wait_for_reader); the other thread does
+# meanwhile.
 # gpuprefetch.selfcheck() tries it on the machine at hand; tests/test_selfcheck.py fails without it.
 
 
@@ -129,11 +130,14 @@ RGB = 3  # ImageReadMode.RGB, in TorchCodec and torchvision alike
 
 _PACKED = """
 def packed(
-    data: Tensor, start: int, layout: Tensor, device: Device, out: Optional[Tensor]
+    data: Tensor, start: int, lengths: List[int], heights: List[int], widths: List[int],
+    device: Device, drained: bool, out: Optional[Tensor]
 ) -> Optional[Tensor]:
-    lengths: List[int] = layout[0].tolist()
-    heights: List[int] = layout[1].tolist()
-    widths: List[int] = layout[2].tolist()
+    if drained and device.type == "cuda":
+        stream = torch.cuda.current_stream(device)
+        queued = torch.cuda.Event(False, True, False)  # to wait for it does not spin
+        queued.record(stream)
+        queued.synchronize()
     files = data[start : start + sum(lengths)]
     images = {decode}(files.split_with_sizes(lengths), {mode}, device)
     flat: List[Tensor] = []
@@ -188,13 +192,17 @@ class ImageDecoder:
         """Whether there is a way to :meth:`packed`; warns once where there is none."""
         return _packed(self.module, self.operator) is not None
 
-    def packed(self, data: torch.Tensor, call: Call, turn: Turn = NO_TURN) -> torch.Tensor | None:
+    def packed(
+        self, data: torch.Tensor, call: Call, turn: Turn = NO_TURN, *, drained: bool = True
+    ) -> torch.Tensor | None:
         """Decode without a Python object per image. See Note [The training thread's locks].
 
         Args:
             data: a flat uint8 buffer on the CPU.
             call: the files in it.
             turn: entered as long as the decoder is busy.
+            drained: whether to begin when all that is queued on the current stream has completed.
+                See Note [Decoded memory].
 
         Returns:
             1-D uint8, the pixels of all images on the device, one image behind the other. Where the
@@ -208,9 +216,9 @@ class ImageDecoder:
         assert decode is not None, "see packs"
         several = len(call.positions) > 1
         out = _place(int(call.decoded_sizes.sum()), self._device) if several else None
-        layout = torch.from_numpy(call.layout)
+        layout = call.layout.tolist()
         with turn:
-            return decode(data, call.start, layout, self._device, out)
+            return decode(data, call.start, *layout, self._device, drained, out)
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         """Decode.
@@ -242,13 +250,6 @@ class TorchvisionDecoder(ImageDecoder):
     """torchvision's batched nvJPEG decode on a drained stream. See Note [Decoded memory]."""
 
     module, operator = "torchvision.io", "image.decode_jpegs_cuda"
-
-    def packed(self, data: torch.Tensor, call: Call, turn: Turn = NO_TURN) -> torch.Tensor | None:
-        """Decode, behind all that is queued on the current stream."""
-        torch.cuda.current_stream(self._device).synchronize()
-        return self.packed_undrained(data, call, turn)
-
-    packed_undrained = ImageDecoder.packed  # the unsafe order of it
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         from torchvision.io import ImageReadMode, decode_jpeg

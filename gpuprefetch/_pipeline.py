@@ -525,7 +525,6 @@ class ImageJob:
         pipeline, launches = self._pipeline, self._launches
         assert pipeline.decoder is not None and launches is not None
         decoder, device = pipeline.decoder, pipeline.device
-        self._wait_for_reader()
         flat = decode_packed(decoder, self.images, call, device, self._turn())
         if flat is None:
             return False

@@ -583,7 +583,7 @@ class Launches:
         if read is None:
             read = self.numbers(table, channels, coloring)
             read = (read.pin_memory() if out.is_cuda else read).to(out.device, non_blocking=True)
-        self._arguments = read, read.view(torch.float64), out, *out.stride(), height, width
+        self._arguments = read, out, *out.stride(), height, width
         self._tiles = triton.cdiv(width, COLS), triton.cdiv(height, ROWS * STRIPS)
         self._constants = {
             "CHANNELS": channels,
@@ -647,7 +647,6 @@ if triton is not None:
         address,
         from_image,
         ints_ptr,
-        floats_ptr,  # the same table, read as float64
         out_ptr,
         stride_n,
         stride_c,
@@ -667,6 +666,7 @@ if triton is not None:
         COLS: tl.constexpr,
         STRIPS: tl.constexpr,
     ):
+        floats_ptr = ints_ptr.to(tl.pointer_type(tl.float64), bitcast=True)  # the same table
         # Three channels share their weights. Where the channels do not divide by three, the last
         # group repeats one, and writes the same values twice.
         GROUPS: tl.constexpr = (CHANNELS + 2) // 3

@@ -319,12 +319,12 @@ class _Noted(ImageDecoder):
 
     def __init__(self, decoder: ImageDecoder, witness: _Witness, *, drained: bool) -> None:
         self.module, self.operator, self._witness = decoder.module, decoder.operator, witness
-        self._packed = decoder.packed
-        if not drained:
-            self._packed = getattr(decoder, "packed_undrained", decoder.packed)
+        self._packed, self._drained = decoder.packed, drained
 
-    def packed(self, data: torch.Tensor, call: Call, turn: Turn = NO_TURN) -> torch.Tensor | None:
-        flat = self._packed(data, call, turn)
+    def packed(
+        self, data: torch.Tensor, call: Call, turn: Turn = NO_TURN, *, drained: bool = True
+    ) -> torch.Tensor | None:
+        flat = self._packed(data, call, turn, drained=drained and self._drained)
         self._witness.note_addresses([] if flat is None else [flat])
         return flat
 

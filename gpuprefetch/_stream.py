@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,12 +33,38 @@ RUN_AHEAD = 1
 # tests/test_stream.py fails when 1, 2 or 4 is left out.
 
 
-def queue_wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-    """Have ``stream`` wait for ``event``, unless it has come.
+@cache
+def _driver() -> Any:
+    """CUDA's driver, called with Python's lock held: see Note [The training thread's locks].
 
-    To queue a wait gives up Python's lock, to ask does not: see Note [The training thread's locks].
+    None where it is not to be had, and where torch's sanitizer, which sees only what goes through
+    torch, looks for races.
     """
-    if not event.query():
+    sanitizer = getattr(sys.modules.get("torch.cuda._sanitizer"), "cuda_sanitizer", None)
+    if getattr(sanitizer, "enabled", False):
+        return None
+    try:
+        driver = ctypes.PyDLL("libcuda.so.1")
+    except OSError:  # not on every platform
+        return None
+    driver.cuEventRecord.argtypes = ctypes.c_void_p, ctypes.c_void_p
+    driver.cuStreamWaitEvent.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint
+    return driver
+
+
+def record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+    """Record ``event`` on ``stream``; one that has been recorded before, without torch."""
+    known = event.cuda_event and _driver()
+    if not known or known.cuEventRecord(event.cuda_event, stream.cuda_stream):
+        event.record(stream)
+
+
+def queue_wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    """Have ``stream`` wait for ``event``, which was recorded, unless it has come."""
+    if event.query():
+        return
+    driver = _driver()
+    if driver is None or driver.cuStreamWaitEvent(stream.cuda_stream, event.cuda_event, 0):
         stream.wait_event(event)
 
 
@@ -93,7 +121,7 @@ def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
         return False
     # The first is that of a step that has been waited for: it serves once more.
     event = steps.popleft() if len(steps) > RUN_AHEAD else torch.cuda.Event(blocking=True)
-    event.record(torch.cuda.current_stream(device))
+    record(event, torch.cuda.current_stream(device))
     steps.append(event)
     if len(steps) <= RUN_AHEAD or steps[0].query():
         return False
@@ -113,8 +141,8 @@ def mark_reader(follower: torch.cuda.Stream) -> None:
     key = follower.device, stream.cuda_stream
     if (done := _readers.get(key)) is None:
         done = _readers[key] = torch.cuda.Event(blocking=True)
-    done.record(stream)
-    follower.wait_event(done)
+    record(done, stream)
+    queue_wait(follower, done)
 
 
 def wait_for_reader(device: torch.device) -> None:

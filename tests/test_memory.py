@@ -503,7 +503,7 @@ def test_a_thread_packs_into_the_same_place_again():
     with _decode.packing_into(room):
         first = packed(0, 1)
         (place,) = room
-        assert len(place) == _budget.ROOM_BYTES
+        assert len(place) == _budget.ROOMS[0]
         alone = packed(3)
         assert packed(1, 2, 0).data_ptr() == first.data_ptr() == place.data_ptr()
         assert alone.data_ptr() != first.data_ptr()  # needs no copy

@@ -110,11 +110,16 @@ def test_a_fork_destroys_no_event_of_another_thread(monkeypatch, keep):
     destroyed, owner = [], os.getpid()
 
     class Event:
+        cuda_event = 0
+
         def __init__(self, **options):
             pass
 
         def record(self, stream):
             pass
+
+        def query(self):
+            return True
 
         synchronize = destroyed.clear
 
