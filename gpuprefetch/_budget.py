@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch._batch import leaves, tensors
-from gpuprefetch._encoded import EncodedImages, Plan, is_encoded
+from gpuprefetch._encoded import Call, EncodedImages, Plan, is_encoded
 from gpuprefetch._resample import arrange
 
 _UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
@@ -22,16 +22,18 @@ LARGE = 10 << 20  # below it, images share its segments; from there on each gets
 LANES = 2
 # Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
 # bound the memory: a decoded photo takes 3 bytes a pixel until it is resampled, and for a moment
-# twice that, unless it is alone in its call. Where the decode is what the GPU waits for, or fewer
-# photos than ENGINES fit into a usual call, it may take more.
-SUB_BATCH = 96
-USUAL_BYTES, LARGE_CALL_BYTES, SUB_BATCH_BYTES, ENGINES = 24 << 20, 40 << 20, 64 << 20, 7
+# twice that, unless it is alone in its call. Where fewer photos than ENGINES fit into a usual call,
+# it may take more. Where the decode is what the GPU waits for, a call of a decode thread is PIECES
+# times as much, and nvJPEG gets it in pieces of the usual size: see Note [The training thread's
+# locks].
+SUB_BATCH, PIECES = 96, 3
+USUAL_BYTES, SUB_BATCH_BYTES, ENGINES = 24 << 20, 64 << 20, 7
 # Of what the workers decoded, on its way to the device: usually all of a batch in one copy.
 UPLOAD_BYTES = 32 << 20
 # Memory that is taken again and again is asked for in few sizes: the allocator keeps a block of
-# each. These are for all of the usual calls, and for all of the large ones, which end behind the
-# image that they are full with, and others are multiples of the last.
-ROOMS = USUAL_BYTES * (ENGINES + 1) // ENGINES, LARGE_CALL_BYTES * (ENGINES + 1) // ENGINES
+# each. These are for the usual calls, which end behind the image that they are full with, and for
+# the large ones; others are multiples of the last.
+ROOMS = USUAL_BYTES * (ENGINES + 1) // ENGINES, PIECES * USUAL_BYTES
 ROOM_BYTES = 8 << 20
 # Batches kept ready, and what they may take together: of large ones, whose step is long enough to
 # prepare the next, one is enough.
@@ -81,15 +83,21 @@ def sub_batches(
 ) -> list[npt.NDArray[np.int64]]:
     """Cut what is left to the device into decode calls of about equal size.
 
-    Each is SUB_BATCH images at most, and of USUAL_BYTES, or if it is ``large`` LARGE_CALL_BYTES, or
-    if it is ENGINES images or less SUB_BATCH_BYTES, or takes ``limit`` bytes, or is one.
+    Each is SUB_BATCH images at most, and of USUAL_BYTES, or if it is ENGINES images or less
+    SUB_BATCH_BYTES, or takes ``limit`` bytes, or is one; ``large`` ones are PIECES times as much.
     """
     positions = positions_to_decode(images)
     most = SUB_BATCH_BYTES if limit is None else min(limit // 2, SUB_BATCH_BYTES)
-    sizes = decoded_bytes(images, positions)
-    usual = min(LARGE_CALL_BYTES if large else USUAL_BYTES, most)
+    cuts = _cut(decoded_bytes(images, positions), most, PIECES if large else 1)
+    return np.split(positions, cuts[1:]) if cuts else []
+
+
+def _cut(sizes: npt.NDArray[np.int64], most: int, factor: int = 1) -> list[int]:
+    """Where the calls begin for images of these ``sizes``: see :func:`sub_batches`."""
+    usual = factor * min(USUAL_BYTES, most)
+    most = max(most, usual)
     loads = np.maximum(np.minimum(sizes / usual, 1 / ENGINES), sizes / most)
-    loads = np.maximum(loads, 1 / SUB_BATCH)
+    loads = np.maximum(loads, 1 / (factor * SUB_BATCH))
     target = loads.sum() / max(np.ceil(loads.sum() - 1e-9), 1) - 1e-9
     used, load, cuts = 0, 0.0, []
     for i, (size, more) in enumerate(zip(sizes.tolist(), loads.tolist(), strict=True)):
@@ -97,7 +105,14 @@ def sub_batches(
             used, load = 0, 0.0
             cuts.append(i)
         used, load = used + size, load + more
-    return np.split(positions, cuts[1:]) if cuts else []
+    return cuts
+
+
+def _in_pieces(call: Call) -> Call:
+    """A large call, with what nvJPEG gets of it at a time."""
+    count = len(call.positions)
+    cuts = [*_cut(call.decoded_sizes, SUB_BATCH_BYTES), count]
+    return replace(call, counts=np.diff(cuts).tolist())
 
 
 def call_bytes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> int:
@@ -134,6 +149,7 @@ def lay_out(
     """
     copies = [] if size is None else uploads(images, np.flatnonzero(images.decoded))
     calls = [images.call(positions) for positions in sub_batches(images, limit, large=large)]
+    calls = [_in_pieces(call) for call in calls] if large else calls
     if size is None or words is None or not (copies or calls):
         return Plan(copies, calls)
     offsets = [images.spans[copy, 0] - images.spans[copy[0], 0] for copy in copies]

@@ -55,9 +55,9 @@ from gpuprefetch._format import decode_cpu
 #   - a loop that need not wait for the GPU waits for the thread that fetches, so that the two do
 #     not take the lock from each other in turns (_Engine.let_fetch).
 
-# A second decoder takes 150 MiB, which the process does not get back, and larger calls, which then
-# help, take some more. Both come once LATE batches were late beyond one in TOLERATED: the first
-# ones of an epoch always are.
+# A second decoder takes 150 MiB, which the process does not get back, and large calls, which take
+# the lock less often, some more. Both come once LATE batches were late beyond one in TOLERATED: the
+# first ones of an epoch always are.
 LATE, TOLERATED = 100, 5
 
 
@@ -131,27 +131,34 @@ RGB = 3  # ImageReadMode.RGB, in TorchCodec and torchvision alike
 _PACKED = """
 def packed(
     data: Tensor, start: int, lengths: List[int], heights: List[int], widths: List[int],
-    device: Device, drained: bool, out: Optional[Tensor]
+    counts: List[int], device: Device, drained: bool, out: Optional[Tensor]
 ) -> Optional[Tensor]:
-    if drained and device.type == "cuda":
-        stream = torch.cuda.current_stream(device)
-        queued = torch.cuda.Event(False, True, False)  # to wait for it does not spin
-        queued.record(stream)
-        queued.synchronize()
-    files = data[start : start + sum(lengths)]
-    images = {decode}(files.split_with_sizes(lengths), {mode}, device)
-    flat: List[Tensor] = []
-    size = 0
-    for i in range(len(images)):
-        if images[i].size(1) != heights[i] or images[i].size(2) != widths[i]:
-            return None
-        flat.append(images[i].flatten())
-        size += images[i].numel()
-    if len(flat) == 1:
-        return flat[0]
-    if out is None:
-        return torch.cat(flat)
-    torch.cat(flat, out=out[:size])
+    if out is None and len(lengths) > 1:
+        size = 0
+        for i in range(len(lengths)):
+            size += 3 * heights[i] * widths[i]
+        out = torch.empty([size], dtype=torch.uint8, device=device)
+    first, used = 0, 0
+    for count in counts:
+        if drained and device.type == "cuda":
+            queued = torch.cuda.Event(False, True, False)  # to wait for it does not spin
+            queued.record(torch.cuda.current_stream(device))
+            queued.synchronize()
+        sizes = lengths[first : first + count]
+        stop = start + sum(sizes)
+        images = {decode}(data[start:stop].split_with_sizes(sizes), {mode}, device)
+        flat: List[Tensor] = []
+        begin = used
+        for i in range(count):
+            image = images[i]
+            if image.size(1) != heights[first + i] or image.size(2) != widths[first + i]:
+                return None
+            flat.append(image.flatten())
+            used += image.numel()
+        if out is None:
+            return flat[0]
+        torch.cat(flat, out=out[begin:used])
+        start, first = stop, first + count
     return out
 """
 
@@ -216,7 +223,7 @@ class ImageDecoder:
         assert decode is not None, "see packs"
         several = len(call.positions) > 1
         out = _place(int(call.decoded_sizes.sum()), self._device) if several else None
-        layout = call.layout.tolist()
+        layout = *call.layout.tolist(), call.counts or [len(call.positions)]
         with turn:
             return decode(data, call.start, *layout, self._device, drained, out)
 

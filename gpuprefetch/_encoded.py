@@ -87,11 +87,13 @@ class Call:
         start: of the first in its buffer, where the others lie behind it without a gap.
         layout: ``(3, N)`` int64, of each file its length, and the height and width of the image in
             it. The sampling was drawn for these, which headers promise: others would be misread.
+        counts: how many of them the decoder gets at a time; None for all.
     """
 
     positions: npt.NDArray[np.int64]
     start: int
     layout: npt.NDArray[np.int64]
+    counts: list[int] | None = None
 
     @property
     def decoded_sizes(self) -> npt.NDArray[np.int64]:

@@ -175,9 +175,10 @@ def test_calls_are_large_where_the_decode_is_too_slow(files, large):
     packer = Packer(head, True, False, 0, none, none)
     images = [EncodedImage(file) for file in files[:8]]
     packer.large_calls.fill_(large)
-    with mock.patch.multiple(_budget, USUAL_BYTES=7 * DECODED, LARGE_CALL_BYTES=14 * DECODED):
+    with mock.patch.multiple(_budget, USUAL_BYTES=7 * DECODED, PIECES=2):
         calls = packer(images).plan.calls
     assert [len(call.positions) for call in calls] == ([8] if large else [4, 4])
+    assert [call.counts for call in calls] == ([[4, 4]] if large else [None, None])
 
 
 @pytest.mark.parametrize("budget", [None, "1GiB"])
@@ -372,9 +373,13 @@ def test_out_of_memory_for_good_is_an_error_with_its_sizes(files, launches):
     assert len(images_of(prefetcher)) == 24  # it goes on
 
 
+asked: list[int] = []  # files of each call of the operator
+
+
 @torch.library.custom_op("gpuprefetch_tests::decode_jpegs", mutates_args=())
 def decode_jpegs(files: list[torch.Tensor], mode: int, device: torch.device) -> list[torch.Tensor]:
     """On the CPU, in the place of the operators that decode on a GPU."""
+    asked.append(len(files))
     if any(file[-1] != 0xD9 for file in files):
         raise RuntimeError("no end of image")
     return [decode_cpu(file).contiguous() for file in files]
@@ -389,13 +394,14 @@ class OperatorDecoder(ImageDecoder):
         return decode_jpegs(data, 3, self._device)
 
 
-def planned_batch(monkeypatch, files, decoder, share=0.0, **options):
+def planned_batch(monkeypatch, files, decoder, share=0.0, *, large=False, **options):
     """The GPU's way through a batch, with the kernel in Triton's interpreter."""
     stream = SimpleNamespace(record_event=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     images = [[EncodedImage(file, i) for i, file in enumerate(files)]]
     options = {"transforms": [Resize((12, 16))], "cpu_share": share, "device": "cpu"} | options
     prefetcher = DataPrefetcher(images, **options)
+    prefetcher._pipeline.packer.large_calls.fill_(large)
     if decoder is not None:
         prefetcher._pipeline.decoder = decoder
         prefetcher._pipeline.packer.on_gpu, prefetcher._pipeline.packer.output = True, None
@@ -427,17 +433,19 @@ def launched(monkeypatch):
 
 
 @interpreted
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_each_group_of_a_batch_fills_its_rows(monkeypatch, launched, share):
+def test_each_group_of_a_batch_fills_its_rows(monkeypatch, launched, share, large):
     # The longest are launched first.
     shapes = [(24, 32), (23, 31), (40, 20), (17, 19), (24, 31), (64, 48), (9, 9)]
     files = [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
     expected = planned_batch(monkeypatch, files, None)
     monkeypatch.setattr(_budget, "UPLOAD_BYTES", 2 * 24 * 32 * 3)
     monkeypatch.setattr(_budget, "SUB_BATCH", 3)
-    got = planned_batch(monkeypatch, files, OperatorDecoder("cpu"), share)
+    monkeypatch.setattr(_budget, "PIECES", 2)
+    got = planned_batch(monkeypatch, files, OperatorDecoder("cpu"), share, large=large)
     assert sum(launched.laid_out) == 7
-    assert len(launched.laid_out) >= 2 + (share == 0)
+    assert len(launched.laid_out) >= 2 + (share == 0 and not large)
     assert launched.apart == []
     # The CPU path rounds to whole levels on its way.
     assert (got - expected).abs().max() * 255 < 1
@@ -484,6 +492,35 @@ def test_what_cannot_be_packed_is_decoded_apart(monkeypatch, launched, decoder):
     assert launched.apart == ([2] if decoder is OperatorDecoder else [2, 2])
     assert launched.laid_out == ([2] if decoder is OperatorDecoder else [])
     assert (got - expected).abs().max() * 255 < 1
+
+
+def test_rooms_are_as_large_as_calls():
+    rng = np.random.default_rng(0)
+    for factor, room in ((1, _budget.ROOMS[0]), (_budget.PIECES, _budget.ROOMS[1])):
+        sizes = rng.integers(1 << 10, _budget.USUAL_BYTES // _budget.ENGINES, 4000)
+        cuts = _budget._cut(sizes, _budget.SUB_BATCH_BYTES, factor)
+        calls = np.add.reduceat(sizes, cuts)
+        assert room * 0.8 < calls.max() <= room
+        assert _budget.in_rooms(int(calls.max())) == room
+
+
+@pytest.mark.parametrize("counts", [None, [1, 3], [2, 2], [3, 1]])
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_large_call_is_decoded_in_pieces(counts, kept):
+    asked.clear()
+    decoder = OperatorDecoder("cpu")
+    shapes = [(24, 32), (8, 9), (40, 20), (17, 19)]
+    files = [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
+    data = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
+    layout = np.array([(len(d), *hw) for d, hw in zip(data, shapes, strict=True)]).T
+    flat = torch.cat([torch.zeros(5, dtype=torch.uint8), *data])
+    with _decode.packing_into([]) if kept else contextlib.nullcontext():
+        got = decoder.packed(flat, Call(np.arange(4), 5, layout, counts))
+        expected = torch.cat([decode_cpu(d).flatten() for d in data])
+        assert torch.equal(got[: len(expected)], expected)
+        assert asked == (counts or [4])
+        layout[1:, 3] = layout[:0:-1, 3]  # not what its header says
+        assert decoder.packed(flat, Call(np.arange(4), 5, layout, counts)) is None
 
 
 def test_a_thread_packs_into_the_same_place_again():

@@ -1,7 +1,9 @@
 """The hand-off between streams, with and without each of its two halves."""
 
 import os
+import sys
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +53,87 @@ def corrupted(wait: bool, record: bool, rounds: int = 10) -> int:
 @pytest.mark.gpu
 def test_handoff():
     assert corrupted(wait=True, record=True) == 0
+
+
+class FakeEvent:
+    """Notes what torch is asked for."""
+
+    def __init__(self, known, asked):
+        self.cuda_event, self._asked = known, asked
+
+    def query(self):
+        return False
+
+    def record(self, stream):
+        self._asked.append("torch records")
+
+
+@pytest.mark.parametrize(
+    ("known", "failed", "expected"),
+    [
+        (7, 0, ["driver records", "driver waits"]),
+        (7, 400, ["driver records", "torch records", "driver waits", "torch waits"]),
+        (0, 0, ["torch records", "driver waits"]),  # torch makes an event when it records it
+        (7, None, ["torch records", "torch waits"]),
+    ],
+)
+def test_what_the_driver_does_not_do_torch_does(monkeypatch, known, failed, expected):
+    asked = []
+    event = FakeEvent(known, asked)
+    stream = SimpleNamespace(cuda_stream=5, wait_event=lambda event: asked.append("torch waits"))
+
+    def call(name, *arguments):
+        asked.append(name)
+        assert arguments == ((7, 5) if "records" in name else (5, known, 0))
+        return failed
+
+    driver = SimpleNamespace(
+        cuEventRecord=partial(call, "driver records"),
+        cuStreamWaitEvent=partial(call, "driver waits"),
+    )
+    monkeypatch.setattr(_stream, "_driver", lambda: None if failed is None else driver)
+    _stream.record(event, stream)
+    _stream.queue_wait(stream, event)
+    assert asked == expected
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_where_the_sanitizer_looks_torch_does_all(monkeypatch, enabled):
+    name = "torch.cuda._sanitizer"
+    sanitizer = SimpleNamespace(cuda_sanitizer=SimpleNamespace(enabled=enabled))
+    monkeypatch.setitem(sys.modules, name, sanitizer)
+    library = SimpleNamespace(cuEventRecord=SimpleNamespace(), cuStreamWaitEvent=SimpleNamespace())
+    monkeypatch.setattr(_stream.ctypes, "PyDLL", lambda name: library)
+    _stream._driver.cache_clear()
+    try:
+        assert _stream._driver() is (None if enabled else library)
+    finally:
+        _stream._driver.cache_clear()
+
+
+@pytest.mark.gpu
+def test_events_of_the_driver_are_those_of_torch():
+    assert _stream._driver() is not None
+    side, event = torch.cuda.Stream(), torch.cuda.Event()
+    event.record()
+    torch.cuda.synchronize()
+    source, seen = torch.zeros(1 << 20, device="cuda"), torch.empty(1 << 20, device="cuda")
+    for waits in (False, True):  # without it the copy is early
+        torch.cuda.synchronize()
+        source.zero_()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        source.fill_(1)
+        _stream.record(event, torch.cuda.current_stream())
+        assert not event.query()
+        if waits:
+            _stream.queue_wait(side, event)
+        with torch.cuda.stream(side):
+            seen.copy_(source)
+        event.synchronize()
+        assert event.query()
+        torch.cuda.synchronize()
+        assert bool(seen.eq(1).all()) == waits
 
 
 @pytest.mark.gpu
