@@ -30,11 +30,10 @@ SUB_BATCH, PIECES = 96, 3
 USUAL_BYTES, SUB_BATCH_BYTES, ENGINES = 24 << 20, 64 << 20, 7
 # Of what the workers decoded, on its way to the device: usually all of a batch in one copy.
 UPLOAD_BYTES = 32 << 20
-# Memory that is taken again and again is asked for in few sizes: the allocator keeps a block of
-# each. These are for the usual calls, which end behind the image that they are full with, and for
-# the large ones; others are multiples of the last.
-ROOMS = USUAL_BYTES * (ENGINES + 1) // ENGINES, PIECES * USUAL_BYTES
-ROOM_BYTES = 8 << 20
+# Memory that is taken again and again is asked for in few sizes, for the allocator keeps a block of
+# each: the first for nearly all usual calls, which end behind the image that they are full with,
+# the second for large ones, and multiples of the third for the rest.
+USUAL_ROOM, LARGE_ROOM, ROOM_BYTES = 32 << 20, PIECES * USUAL_BYTES, 8 << 20
 # Batches kept ready, and what they may take together: of large ones, whose step is long enough to
 # prepare the next, one is enough.
 READY, READY_BYTES = 2, 512 << 20
@@ -161,13 +160,13 @@ def lay_out(
     return Plan(copies, calls, arrange(words[places], places, starts, [*map(len, groups)], size))
 
 
-def in_rooms(size: int) -> int:
-    """The room for decoded images of ``size`` bytes: see ROOMS."""
-    return next((room for room in ROOMS if size <= room), -(-size // ROOM_BYTES) * ROOM_BYTES)
+def in_rooms(size: int, *, large: bool = False) -> int:
+    """The room for ``size`` bytes of decoded images, of a ``large`` call or another."""
+    return max(LARGE_ROOM if large else USUAL_ROOM, -(-size // ROOM_BYTES) * ROOM_BYTES)
 
 
 def upload_bytes(size: int) -> int:
-    """The block for a copy of ``size`` bytes, in powers of two: see ROOMS."""
+    """The block for a copy of ``size`` bytes, in powers of two: see ROOM_BYTES."""
     return 1 << (size - 1).bit_length() if 0 < size < UPLOAD_BYTES else size
 
 

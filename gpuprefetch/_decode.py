@@ -113,13 +113,15 @@ def packing_into(room: list[torch.Tensor]) -> Iterator[None]:
         room.clear()
 
 
-def _place(size: int, device: torch.device) -> torch.Tensor | None:
+def _place(call: Call, device: torch.device) -> torch.Tensor | None:
     room: list[torch.Tensor] | None = getattr(_thread, "room", None)
-    if room is None:
+    if room is None or len(call.positions) == 1:
         return None
+    size = int(call.decoded_sizes.sum())
     if not room or len(room[0]) < size:
         room.clear()
-        room.append(torch.empty(in_rooms(size), dtype=torch.uint8, device=device))
+        size = in_rooms(size, large=call.counts is not None)
+        room.append(torch.empty(size, dtype=torch.uint8, device=device))
     return room[0]  # whole: the thread then makes no Python object of it, which costs the lock
 
 
@@ -221,8 +223,7 @@ class ImageDecoder:
         """
         decode = _packed(self.module, self.operator)
         assert decode is not None, "see packs"
-        several = len(call.positions) > 1
-        out = _place(int(call.decoded_sizes.sum()), self._device) if several else None
+        out = _place(call, self._device)
         layout = *call.layout.tolist(), call.counts or [len(call.positions)]
         with turn:
             return decode(data, call.start, *layout, self._device, drained, out)

@@ -494,14 +494,16 @@ def test_what_cannot_be_packed_is_decoded_apart(monkeypatch, launched, decoder):
     assert (got - expected).abs().max() * 255 < 1
 
 
-def test_rooms_are_as_large_as_calls():
+@pytest.mark.parametrize("large", [False, True])
+def test_rooms_are_as_large_as_calls(large):
     rng = np.random.default_rng(0)
-    for factor, room in ((1, _budget.ROOMS[0]), (_budget.PIECES, _budget.ROOMS[1])):
-        sizes = rng.integers(1 << 10, _budget.USUAL_BYTES // _budget.ENGINES, 4000)
-        cuts = _budget._cut(sizes, _budget.SUB_BATCH_BYTES, factor)
-        calls = np.add.reduceat(sizes, cuts)
-        assert room * 0.8 < calls.max() <= room
-        assert _budget.in_rooms(int(calls.max())) == room
+    sizes = rng.gamma(2.0, 300e3, 20000).astype(int)  # photos of 0.6 MB, and some of several MB
+    factor, room = (_budget.PIECES, _budget.LARGE_ROOM) if large else (1, _budget.USUAL_ROOM)
+    cuts = _budget._cut(sizes, _budget.SUB_BATCH_BYTES, factor)
+    calls = np.add.reduceat(sizes, cuts)
+    assert room * 0.75 < calls.max() <= room
+    assert {_budget.in_rooms(int(size), large=large) for size in calls} == {room}
+    assert _budget.in_rooms(room + 1, large=large) == room + _budget.ROOM_BYTES
 
 
 @pytest.mark.parametrize("counts", [None, [1, 3], [2, 2], [3, 1]])
@@ -540,7 +542,7 @@ def test_a_thread_packs_into_the_same_place_again():
     with _decode.packing_into(room):
         first = packed(0, 1)
         (place,) = room
-        assert len(place) == _budget.ROOMS[0]
+        assert len(place) == _budget.USUAL_ROOM
         alone = packed(3)
         assert packed(1, 2, 0).data_ptr() == first.data_ptr() == place.data_ptr()
         assert alone.data_ptr() != first.data_ptr()  # needs no copy
