@@ -45,6 +45,11 @@ from gpuprefetch._format import decode_cpu
 #     for each tensor that Python drops: three an image, the file, its view and the picture. What
 #     is to be resampled is decoded in TorchScript, which runs without the lock, and comes back as
 #     one tensor. All that can be known of a call before is worked out by the worker (Call, Plan).
+#   - a decode thread takes the lock three times a call, not nine: to get it, behind the decode and
+#     behind the launch. It waits for the launch before in TorchScript as well, the driver
+#     itself records events and queues waits, called with the lock held (_stream.record), and what
+#     the workers decoded of a batch is one copy and one launch. Where the GPU waits for the decode,
+#     calls are large.
 #   - one thread at a time is in nvJPEG. Each image takes a copy, a launch and an event there, and
 #     two threads that contend for the driver slow each other, too. The other thread launches its
 #     images meanwhile.
@@ -57,8 +62,9 @@ from gpuprefetch._format import decode_cpu
 
 # A second decoder takes 150 MiB, which the process does not get back, and large calls, which take
 # the lock less often, some more. Both come once LATE batches were late beyond one in TOLERATED: the
-# first ones of an epoch always are.
-LATE, TOLERATED = 100, 5
+# first ones of an epoch always are. The FIRST ones of all do not count, of which the workers decode
+# nothing yet.
+FIRST, LATE, TOLERATED = 64, 40, 5
 
 
 class Turns:
@@ -66,7 +72,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._inside = self._waiting = self._late = 0
+        self._inside = self._waiting = self._seen = self._late = 0
         self.several = False
 
     def __enter__(self) -> None:
@@ -81,6 +87,9 @@ class Turns:
 
     def learn(self, *, late: bool) -> None:
         """Learn from one batch whether its decode was too slow for the loop."""
+        self._seen += 1
+        if self._seen <= FIRST:
+            return
         self._late = max(self._late + late * TOLERATED - 1, 0)
         self.several |= self._late >= LATE * (TOLERATED - 1)
 

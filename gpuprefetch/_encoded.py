@@ -247,13 +247,13 @@ def pack(
     parts: Sequence[Any] | None = None,
     decoded: npt.NDArray[np.bool_] | None = None,
     room: int = 0,
-    each: ForEach = for_each,
+    for_each: ForEach = for_each,
     **known: Any,
 ) -> EncodedImages:
     """Lay out a batch in one buffer: encoded ``parts``, and behind them those ``decoded``.
 
     Without parts it packs the images as they are: what the default collate does where no prefetcher
-    has its say. ``room`` is for the buffers of later batches, ``each`` has the parts copied, and
+    has its say. ``room`` is for the buffers of later batches, ``for_each`` copies the parts, and
     ``known`` are more attributes.
     """
     if parts is None or decoded is None:
@@ -271,7 +271,7 @@ def pack(
         if stop > start:
             view[start:stop] = np.frombuffer(parts[i], dtype=np.uint8)
 
-    each(fill, range(len(parts)))
+    for_each(fill, range(len(parts)))
     boundary = int(lengths[~decoded].sum())
     spans[decoded] -= boundary
     unread = np.zeros((len(images), 2), dtype=np.int64)

@@ -128,5 +128,3 @@ class IdleThread:
             if used - before < FAIR * PATIENCE:
                 self._pause = PAUSE
                 for_each(function, work.take_back())
-                work.wait()
-                return

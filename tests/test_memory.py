@@ -190,11 +190,14 @@ def test_a_decode_that_is_often_too_slow_gets_more_memory(files, monkeypatch, bu
     engine = engine_of(prefetcher_of(files, FakeDecoder(), memory_budget=budget))
     large = engine._pipeline.packer.large_calls
 
-    def wait(seconds):
-        for _ in range(_decode.LATE):
+    def wait(seconds, batches=_decode.LATE):
+        for _ in range(batches):
             engine._learn_wait(seconds)
         return _prefetcher.turns[engine.device].several, bool(large)
 
+    idle[0] = True
+    assert wait(1.0, _decode.FIRST) == (False, False)
+    idle[0] = False
     assert wait(1.0) == (False, False)  # the GPU has enough to do
     idle[0] = True
     assert wait(0.0005) == (False, False)
@@ -555,6 +558,8 @@ def test_a_thread_packs_into_the_same_place_again():
 def test_one_thread_at_a_time_decodes_unless_a_loop_waits_that_often_has_to():
     turns, inside, most = _decode.Turns(), [], []
     may_end = threading.Event()
+    for _ in range(_decode.FIRST):
+        turns.learn(late=True)
     often = [True] * (_decode.LATE - 1) + [False] * _decode.TOLERATED
     for late in often + [False] * (_decode.TOLERATED - 1) * _decode.LATE:
         turns.learn(late=late)
@@ -876,6 +881,7 @@ def test_two_decoders_and_large_calls_give_the_same_images(files, monkeypatch, w
     images, *hurried = epoch()
     assert hurried == [False, False]
     monkeypatch.setattr(_decode, "LATE", 0)
+    monkeypatch.setattr(_decode, "FIRST", 0)
     in_a_hurry, *hurried = epoch()
     assert hurried == [True, True]
     assert torch.equal(in_a_hurry, images)
