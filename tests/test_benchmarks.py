@@ -118,6 +118,27 @@ def test_variants(photos, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("round ") == 4
 
 
+def test_settling(photos, tmp_path, monkeypatch, capsys):
+    import settling
+
+    output = tmp_path / "settling.json"
+    steps = "--steps 2 --seconds 0.5 --model squeezenet1_1"
+    args = ["--data", str(photos), "--output", str(output), *TINY, *steps.split()]
+    monkeypatch.setattr(sys, "argv", ["settling.py", *args])
+    settling.main()
+    rows = json.loads(output.read_text())["results"]
+    assert capsys.readouterr().out.count("step_ms") == len(rows) > 0
+    seconds = [row["seconds"] for row in rows]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] > 0.5
+    # On the CPU a step has ended when it returns: the rows take what passes between them.
+    assert sum(2 * row["step_ms"] / 1000 for row in rows) == pytest.approx(seconds[-1], rel=0.2)
+    for row in rows:
+        assert 0 <= row["wait_ms"] <= row["step_ms"]
+        assert (row["cpu_share"], row["decode_us_per_image"]) == (1.0, None)
+        assert row["decoders"] == "1 decoders"
+
+
 @pytest.mark.slow
 def test_contention(photos, tmp_path, monkeypatch, capsys):
     import contention
