@@ -36,13 +36,14 @@ def rows(batches: Any, step: Any, args: Any) -> list[dict[str, Any]]:
         stats = batches.stats.as_dict()
         cpu, gpu, decode, wait = (stats[name] - before[name] for name in COUNTED)
         before = stats
+        several = any(turn.several for turn in turns.values())
         row: dict[str, Any] = {
             "seconds": time.perf_counter() - began,
             "wait_ms": 1000 * wait / args.steps,
             "cpu_share": cpu / max(cpu + gpu, 1),
             "cpu_share_asked": stats["share"],
             "decode_us_per_image": 1e6 * decode / gpu if gpu else None,
-            "decoders": f"{1 + any(turn.several for turn in turns.values())} decoders",
+            "decoders": "two decoders" if several else "one decoder",
         }
         found.append(row)
     clock.synchronize(args.device)
