@@ -164,10 +164,9 @@ class Balancer:
                 self._go_to(self._best)
                 return
             self._best, self._patience, self._failed = self._level, SHORTEST, 0
+            self._waited = self._wins = 0
         else:
             self._fail()
-            return
-        self._waited = self._wins = 0
 
     def _fail(self) -> None:
         """Go back from a try that was no better."""

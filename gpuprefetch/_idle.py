@@ -68,7 +68,7 @@ class _Work:
             self._items.clear()
         return left
 
-    def wait(self, seconds: float | None = None) -> bool:
+    def wait(self, seconds: float) -> bool:
         """Whether all that was not taken back is done, at the latest after so many seconds.
 
         Raises:

@@ -267,9 +267,6 @@ class _CarelessJob(ImageJob):
         with using(self._stream):
             super()._launch(launch)
 
-    def _wait_for_reader(self) -> None:
-        pass
-
 
 class _Course:
     """Batches of JPEGs through a prefetcher that reads them late."""

@@ -85,9 +85,10 @@ class Stats:
         pin_seconds: of the DataLoader's pin thread.
         fetch_seconds: the prefetcher waited for the wrapped loader.
         copy_seconds: queueing the copies of tensors to the device; long where they are not pinned.
-        decode_seconds: of the decode threads, both together, in the GPU's decoder.
-        resample_seconds: queueing the fused head; and of the decode threads, both together, waiting
-            until the GPU has run it for what they decoded before.
+        decode_seconds: of the decode threads, both together, in the GPU's decoder, and before that
+            until the GPU has run the fused head for what they decoded last.
+        resample_seconds: queueing the fused head; and that wait, for photos that are handed over in
+            sizes of their own, and where a call is repeated file by file.
         tail_seconds: queueing the transforms behind it.
         handoff_seconds: of the loop's thread, making a finished batch safe to use.
         wait_seconds: the loop waited for a batch that was not ready.

@@ -53,9 +53,9 @@ def _driver() -> Any:
 
 
 def record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-    """Record ``event`` on ``stream``; one that has been recorded before, without torch."""
-    known = event.cuda_event and _driver()
-    if not known or known.cuEventRecord(event.cuda_event, stream.cuda_stream):
+    """Record ``event`` on ``stream``; torch makes it where it records it first."""
+    driver = _driver() if event.cuda_event else None
+    if driver is None or driver.cuEventRecord(event.cuda_event, stream.cuda_stream):
         event.record(stream)
 
 
