@@ -1,10 +1,11 @@
-"""How a loader settles: its speed, the workers' share and the decoders from the first batch on.
+"""How a loader settles: its speed, the workers' share and its memory from the first batch on.
 
     python benchmarks/settling.py --data PHOTOS --mode compile --seconds 30
 
 Every ``--steps`` steps a row: seconds since the first step, which compiles; the step; what the loop
 waited for in it; the share that the workers had decoded of its images, and the share asked of them
-now; how long an image took in the GPU's decoder, and whether two threads are let into it.
+now; how long an image took in the GPU's decoder, and the level of what batches on their way may
+take: 0 is the least, and 3 brings a second decoder.
 """
 
 import time
@@ -36,14 +37,14 @@ def rows(batches: Any, step: Any, args: Any) -> list[dict[str, Any]]:
         stats = batches.stats.as_dict()
         cpu, gpu, decode, wait = (stats[name] - before[name] for name in COUNTED)
         before = stats
-        several = any(turn.several for turn in turns.values())
+        level = max((turn.level for turn in turns.values()), default=0)
         row: dict[str, Any] = {
             "seconds": time.perf_counter() - began,
             "wait_ms": 1000 * wait / args.steps,
             "cpu_share": cpu / max(cpu + gpu, 1),
             "cpu_share_asked": stats["share"],
             "decode_us_per_image": 1e6 * decode / gpu if gpu else None,
-            "decoders": "two decoders" if several else "one decoder",
+            "memory_level": f"level {level}",
         }
         found.append(row)
     clock.synchronize(args.device)

@@ -29,9 +29,9 @@ LATE, CUT = 0.05, 0.5
 LEAST, MOST = 0.1, 1.0  # what counts of one wait, in periods: not a jitter, nor all of a long pause
 # A batch at the start; later, in the time that a cut takes to show.
 RISE, RISE_AGAIN = 0.05, 0.05
-# The share is tried at 0 to LEVELS parts of that, for WINDOW batches each. It changes for a GAIN
-# over the window before, WINS times in a row: the windows of a busy machine differ by some percent.
-# A try that begins with a LOSS is ended early.
+# The share, all of that at first, is tried at 0 to LEVELS parts of it, for WINDOW batches each. It
+# changes for a GAIN over the window before, WINS times in a row: the windows of a busy machine
+# differ by some percent. A try that begins with a LOSS is ended early.
 LEVELS, WINDOW, GAIN, LOSS, WINS = 3, 32, 0.005, 0.03, 2
 # Windows between two tries: they are doubled where neither more nor less was better.
 SHORTEST, LONGEST = 2, 64
@@ -77,10 +77,10 @@ class Balancer:
         self._waits: deque[float] = deque(maxlen=self._under_way)
         self._unseen = 0  # batches until the latest change shows
         self._window: list[float] = []
-        self._level = self._best = LEVELS - 1
+        self._level = self._best = LEVELS
         self._best_period = 0.0
         self._too_much = False  # what is tried: the workers are late
-        self._direction, self._patience = 1, SHORTEST
+        self._direction, self._patience = -1, SHORTEST
         self._waited = self._failed = self._wins = 0
 
     @property

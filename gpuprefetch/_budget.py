@@ -31,8 +31,8 @@ USUAL_BYTES, SUB_BATCH_BYTES, ENGINES = 24 << 20, 64 << 20, 7
 # Of what the workers decoded, on its way to the device: usually all of a batch in one copy.
 UPLOAD_BYTES = 32 << 20
 # Memory that is taken again and again is asked for in few sizes, for the allocator keeps a block of
-# each: the first for nearly all usual calls, which end behind the image that they are full with,
-# the second for large ones, and multiples of the third for the rest.
+# each: the first for usual calls, which end behind the image that they are full with, the second
+# for large ones, and multiples of the third for few large images.
 USUAL_ROOM, LARGE_ROOM, ROOM_BYTES = 32 << 20, PIECES * USUAL_BYTES, 8 << 20
 # Batches kept ready, and what they may take together: of large ones, whose step is long enough to
 # prepare the next, one is enough.
@@ -84,6 +84,7 @@ def sub_batches(
 
     Each is SUB_BATCH images at most, and of USUAL_BYTES, or if it is ENGINES images or less
     SUB_BATCH_BYTES, or takes ``limit`` bytes, or is one; ``large`` ones are PIECES times as much.
+    More than ENGINES images fit into USUAL_ROOM, or if they are large ones into LARGE_ROOM.
     """
     positions = positions_to_decode(images)
     most = SUB_BATCH_BYTES if limit is None else min(limit // 2, SUB_BATCH_BYTES)
@@ -98,9 +99,11 @@ def _cut(sizes: npt.NDArray[np.int64], most: int, factor: int = 1) -> list[int]:
     loads = np.maximum(np.minimum(sizes / usual, 1 / ENGINES), sizes / most)
     loads = np.maximum(loads, 1 / (factor * SUB_BATCH))
     target = loads.sum() / max(np.ceil(loads.sum() - 1e-9), 1) - 1e-9
-    used, load, cuts = 0, 0.0, []
+    used, load = 0, 0.0
+    cuts: list[int] = []
     for i, (size, more) in enumerate(zip(sizes.tolist(), loads.tolist(), strict=True)):
-        if not i or used + size > most or load >= target:
+        room = most if factor > 1 or not i or i - cuts[-1] < ENGINES else min(most, USUAL_ROOM)
+        if not i or used + size > room or load >= target:
             used, load = 0, 0.0
             cuts.append(i)
         used, load = used + size, load + more

@@ -58,20 +58,26 @@ JOIN_SECONDS = 10.0
 # A loop that is slower than the GPU waits for so long at most while the next batch is got under
 # way, if the loader has one ready. See Note [The training thread's locks].
 REST_SECONDS = 0.002
-# A batch is late where the loop waits longer for its decode, and the GPU has nothing else to do.
+# A batch is late where the loop waits longer for it, the loader does not, and the GPU has nothing
+# else to do.
 LATE_SECONDS = 0.001
+# Where less of the GPU's memory is free, batches on their way get no more of it than they have.
+SPARE_BYTES = 1 << 30
 
 
 class _Slot:
     """A batch between the loader and the loop."""
 
-    __slots__ = "cost done error event images number remaining result source state work".split()
+    __slots__ = """
+        cost done error event fetched images number remaining result source state work
+    """.split()
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.images = 0
         self.source: Any = None
         self.state: Any = None
+        self.fetched = 0.0
         self.cost = Cost()
         self.work: Work | None = None
         self.remaining = 0
@@ -97,8 +103,9 @@ class _Engine:
         shares: dict[int, float],
     ) -> None:
         self._pipeline, self._source, self._check = pipeline, source, check
-        self._depth, self._epoch, self._shares = depth or 1, epoch, shares
-        self._choose_depth = depth is None
+        self._epoch, self._shares = epoch, shares
+        # How many batches are ready or in preparation: as the user says, or at most.
+        self._asked, self._most = depth, 0
         self.device, self.place = pipeline.device, source.place
         self.stats, self.balancer = pipeline.stats, balancer
         self._changed = threading.Condition()
@@ -118,6 +125,9 @@ class _Engine:
         # Whether the thread that fetches has done all that it can, and whether it found a batch
         # ready the last time.
         self._resting, self._prompt = False, False
+        # The tensors that the loop had last, and what they were used for until it came back.
+        self._handed: list[weakref.ref[torch.Tensor]] = []
+        self._used: tuple[torch.cuda.Event | None, list[weakref.ref[torch.Tensor]]] = (None, [])
         self._exhausted = self._stopping = False
         self._pid, self.user = os.getpid(), threading.get_ident()
         self._fetched: int = source.place["batches"]
@@ -172,6 +182,8 @@ class _Engine:
             slot = self._fetch()
             with self._changed:
                 self._changed.wait_for(partial(self._may_start, slot))
+            if not self._stopping and slot.error is None and self._lean:
+                self._wait_for_used()
             if self._stopping:
                 slot.error = None  # breaks the cycle with the frame of _fetch
                 self._source.close()
@@ -191,11 +203,11 @@ class _Engine:
             self._pipeline.packer.begin()
             slot.source = pack_lists(batch, self._pipeline.packer)
             slot.cost = self._pipeline.cost(slot.source)
-            if self._choose_depth:
-                self._depth, self._choose_depth = self._pipeline.depth(slot.source), False
+            self._most = self._most or self._pipeline.depth(slot.source)
             self._learn(slot, fetch.seconds)
             self._check(slot.source)
             self._wait_for_loader(slot.source)
+            slot.fetched = time.perf_counter()
         except BaseException as error:
             self._exhausted = True
             self._interrupt(error)
@@ -213,6 +225,33 @@ class _Engine:
         """Ctrl-C is not for a later batch: the loop may never take that."""
         if isinstance(error, KeyboardInterrupt) and not self._fetch_ahead:
             raise error
+
+    @property
+    def _depth(self) -> int:
+        if self._asked is not None:
+            return self._asked
+        # A thread that does not run ahead would wait for what it has just begun.
+        return max(self._most, 1) if turns[self.device].deep or not self._fetch_ahead else 1
+
+    @property
+    def _lean(self) -> bool:
+        """Whether to begin a batch in the memory of one that was used."""
+        return self._asked is None and turns[self.device].lean
+
+    def _wait_for_used(self) -> None:
+        """Until the batch that the loop has given up is no longer used: its memory is the next's.
+
+        The loop need not wait for that. It may keep its batches, so they are not waited for long.
+        """
+        with self._changed:
+            self._resting = True
+            self._changed.notify_all()
+            event, refs = self._used
+        if event is not None and not event.query():
+            event.synchronize()
+        deadline = time.perf_counter() + REST_SECONDS
+        while any(ref() is not None for ref in refs) and time.perf_counter() < deadline:
+            time.sleep(REST_SECONDS / 10)
 
     def _has_room(self, slot: _Slot) -> bool:
         """Whether a batch need not wait: a single one may take the whole memory budget."""
@@ -285,7 +324,7 @@ class _Engine:
         return self._pipeline.start(slot.source, slot.number, self._epoch)
 
     def _start_lanes(self) -> None:
-        while len(self._lanes) < LANES:
+        while len(self._lanes) < (LANES if turns[self.device].several else 1):
             self._lanes.append(lease_stream(self.device, "lane"))
             self._rooms.append([])
             self._spawn("decode", self._lane_loop, self._lanes[-1], self._rooms[-1])
@@ -394,8 +433,12 @@ class _Engine:
             self._suspended.append(generator)
         return result
 
-    def take(self) -> _Slot:
-        """The next batch in order, as soon as its work has been queued."""
+    def take(self, used: torch.cuda.Event | None = None) -> _Slot:
+        """The next batch in order, as soon as its work has been queued.
+
+        Args:
+            used: behind what the loop has queued.
+        """
         self.user = threading.get_ident()
         while not self._fetch_ahead and len(self._slots) < self._depth:
             if self._held is None and self._exhausted:
@@ -406,26 +449,31 @@ class _Engine:
                 break
             with self._batch_stream():
                 self._apart(self._start, slot)
+        began = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._slots)
             slot = self._slots[0]
-        began = time.perf_counter()
         slot.done.wait()
         if self._on_cuda:
-            self._learn_wait(time.perf_counter() - began)
+            waited = time.perf_counter() - began
+            self._learn_wait(waited if slot.fetched < began else 0.0)  # else for the loader
         if slot.event is not None:
             self._sources.append((slot.event, slot.source))
+        handed = [*map(weakref.ref, tensors(slot.result))] if self._lean else []
         with self._changed:
+            self._used, self._handed = (used, self._handed), handed
             self._slots.popleft()
             self._resting = False
             self._changed.notify_all()
         return slot
 
     def _learn_wait(self, seconds: float) -> None:
-        """Give the decode more memory where it is often what the GPU waits for."""
+        """Give batches on their way more memory where the GPU often waits for them."""
+        turn = turns[self.device]
         late = seconds > LATE_SECONDS and torch.cuda.current_stream(self.device).query()
-        turns[self.device].learn(late=late)
-        if turns[self.device].several and self._pipeline.memory_budget is None:
+        if turn.learn(late=late) and torch.cuda.mem_get_info(self.device)[0] >= SPARE_BYTES:
+            turn.level += 1
+        if turn.several and self._pipeline.memory_budget is None:
             self._pipeline.packer.large_calls.numpy()[0] = True
 
     def close(self) -> None:
@@ -495,7 +543,7 @@ class _Epoch:
             with self._engine.waiting():
                 ahead = throttle(self._steps, self._engine.device)
                 with Stage(self._stats, "wait"):
-                    slot = self._engine.take()
+                    slot = self._engine.take(self._steps[-1] if self._steps else None)
                 if not ahead:
                     self._engine.let_fetch()
             if ahead:
@@ -587,8 +635,9 @@ class DataPrefetcher:
             before ``Normalize``; what follows runs on its result.
         dtype: of the images after that head; float32 by default.
         memory_format: of the images after that head; contiguous by default.
-        device_prefetch_size: batches kept ready or in preparation on the device; None for two, or
-            for one where two take more than 512 MiB.
+        device_prefetch_size: batches kept ready or in preparation on the device; None for one, in
+            the memory of the batch that the loop has used up where that is early enough, and for
+            two where the GPU would wait else and they take no more than 512 MiB.
         decoder: "torchcodec" or "torchvision" (both nvJPEG on the GPU), "cpu" (TorchCodec in the
             workers), or "auto": torchcodec on CUDA, else cpu.
         apply_exif: whether pictures are turned upright; False agrees with PIL and ``ImageFolder``.

@@ -136,7 +136,7 @@ def test_settling(photos, tmp_path, monkeypatch, capsys):
     for row in rows:
         assert 0 <= row["wait_ms"] <= row["step_ms"]
         assert (row["cpu_share"], row["decode_us_per_image"]) == (1.0, None)
-        assert row["decoders"] == "one decoder"
+        assert row["memory_level"] == "level 0"
 
 
 @pytest.mark.slow

@@ -181,28 +181,157 @@ def test_calls_are_large_where_the_decode_is_too_slow(files, large):
     assert [call.counts for call in calls] == ([[4, 4]] if large else [None, None])
 
 
-@pytest.mark.parametrize("budget", [None, "1GiB"])
-def test_a_decode_that_is_often_too_slow_gets_more_memory(files, monkeypatch, budget):
+def late_engine(monkeypatch, files, idle=(True,), free=(_prefetcher.SPARE_BYTES,), **options):
+    """An engine whose loop learns of late batches, on a GPU that is idle and has free memory."""
     monkeypatch.setattr(_prefetcher, "turns", collections.defaultdict(_decode.Turns))
-    idle = [False]
     stream = SimpleNamespace(query=lambda: idle[0])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    engine = engine_of(prefetcher_of(files, FakeDecoder(), memory_budget=budget))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 10**12))
+    engine = engine_of(prefetcher_of(files, FakeDecoder(), **options), depth=None)
+    engine._fetch_ahead = True
+    return engine, _prefetcher.turns[engine.device]
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"])
+def test_batches_that_are_often_late_get_more_memory(files, monkeypatch, budget):
+    idle = [True]
+    engine, turn = late_engine(monkeypatch, files, idle, memory_budget=budget)
+    engine._most = 2
     large = engine._pipeline.packer.large_calls
 
-    def wait(seconds, batches=_decode.LATE):
+    def wait(seconds, batches):
         for _ in range(batches):
             engine._learn_wait(seconds)
-        return _prefetcher.turns[engine.device].several, bool(large)
+        return turn.level, engine._lean, engine._depth, turn.several, bool(large)
 
-    idle[0] = True
-    assert wait(1.0, _decode.FIRST) == (False, False)
+    first, second, third = _decode.LATE
+    assert wait(1.0, _decode.FIRST) == (0, True, 1, False, False)
     idle[0] = False
-    assert wait(1.0) == (False, False)  # the GPU has enough to do
+    assert wait(1.0, 100) == (0, True, 1, False, False)  # the GPU has enough to do
     idle[0] = True
-    assert wait(0.0005) == (False, False)
-    assert wait(1.0) == (True, budget is None)
-    assert wait(0.0) == (True, budget is None)
+    assert wait(0.0005, 100) == (0, True, 1, False, False)
+    assert wait(1.0, first) == (1, False, 1, False, False)
+    assert wait(0.0, 100) == (1, False, 1, False, False)
+    assert wait(1.0, second) == (2, False, 2, False, False)
+    assert wait(1.0, third) == (3, False, 2, True, budget is None)
+    assert wait(1.0, 1000) == (3, False, 2, True, budget is None)
+
+
+def test_no_more_memory_where_little_is_free(files, monkeypatch):
+    free = [_prefetcher.SPARE_BYTES - 1]
+    engine, turn = late_engine(monkeypatch, files, free=free)
+    for _ in range(_decode.FIRST + 10 * sum(_decode.LATE)):
+        engine._learn_wait(1.0)
+    assert turn.level == 0
+    free[0] += 1
+    for _ in range(_decode.LATE[0]):
+        engine._learn_wait(1.0)
+    assert turn.level == 1
+
+
+def test_a_size_that_was_asked_for_stays(files, monkeypatch):
+    engine, turn = late_engine(monkeypatch, files)
+    engine._asked = 3
+    for turn.level in range(4):
+        assert (engine._depth, engine._lean) == (3, False)
+    engine._asked, turn.level = None, 0
+    engine._fetch_ahead, engine._most = False, 2  # what it has not begun, the loop would wait for
+    assert engine._depth == 2
+
+
+def test_the_loop_may_wait_for_its_loader(files, monkeypatch):
+    engine, _ = late_engine(monkeypatch, files)
+    engine._on_cuda, waits = True, []
+    monkeypatch.setattr(engine, "_learn_wait", waits.append)
+
+    def give(slot, fetched):
+        time.sleep(0.2)
+        slot.fetched = fetched or time.perf_counter()
+        slot.done.set()
+        with engine._changed:
+            engine._slots.append(slot)
+            engine._changed.notify_all()
+
+    for fetched in (time.perf_counter(), None):
+        thread = threading.Thread(target=give, args=(_prefetcher._Slot(0), fetched))
+        thread.start()
+        engine.take()
+        thread.join()
+    assert 0.15 < waits[0] < 5
+    assert waits[1] == 0
+
+
+class Used:
+    """An event behind what the loop does with a batch."""
+
+    def __init__(self):
+        self.done, self.waited = threading.Event(), False
+
+    def query(self):
+        return self.done.is_set()
+
+    def synchronize(self):
+        self.waited = True
+        assert self.done.wait(10)
+
+
+def test_a_batch_is_begun_when_the_one_before_has_been_used(files, monkeypatch):
+    engine, _ = late_engine(monkeypatch, files)
+    monkeypatch.setattr(_prefetcher, "REST_SECONDS", 5.0)
+    used, batch = Used(), torch.zeros(3)
+    engine._used = used, [weakref.ref(batch)]
+    thread = threading.Thread(target=engine._wait_for_used)
+    thread.start()
+    with engine._changed:  # the loop need not wait for that
+        assert engine._changed.wait_for(lambda: engine._resting, 10)
+    thread.join(0.1)
+    assert thread.is_alive()
+    assert used.waited
+    used.done.set()
+    thread.join(0.1)
+    assert thread.is_alive()  # the loop still has it
+    del batch
+    thread.join(10)
+    assert not thread.is_alive()
+    kept = torch.zeros(3)
+    engine._used = used, [weakref.ref(kept)]
+    monkeypatch.setattr(_prefetcher, "REST_SECONDS", 0.1)
+    engine._wait_for_used()  # not for ever: the loop may keep its batches
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("level", "blocks"), [(0, 2), (1, 3), (2, 4)])
+def test_batches_at_a_time(monkeypatch, level, blocks):
+    # One at work, one that the loop has queued behind it, and what is on its way.
+    class Tensors(Dataset):
+        def __len__(self):
+            return 96
+
+        def __getitem__(self, index):
+            return torch.full((1 << 18,), index, dtype=torch.float32)
+
+    made = collections.defaultdict(_decode.Turns)
+    monkeypatch.setattr(_prefetcher, "turns", made)
+    loader = DataLoader(Tensors(), batch_size=4, num_workers=1, pin_memory=True)
+    prefetcher = DataPrefetcher(loader)
+    made[prefetcher.device].level = level
+    monkeypatch.setattr(_decode, "FIRST", 10**6)
+    addresses, sums = [], []
+    for batch in prefetcher:
+        addresses.append(batch.data_ptr())
+        torch.cuda._sleep(40_000_000)  # about 20 ms
+        sums.append(batch.sum())
+    assert len(set(addresses[4:])) == blocks
+    assert [int(s) for s in sums] == [(16 * i + 6) << 18 for i in range(24)]
+
+
+def test_one_thread_decodes_until_there_is_a_second_decoder(files, monkeypatch):
+    engine, turn = late_engine(monkeypatch, files)
+    monkeypatch.setattr(_prefetcher, "lease_stream", lambda device, role: role)
+    monkeypatch.setattr(engine, "_spawn", lambda *args: None)
+    for turn.level in range(4):
+        engine._start_lanes()
+        assert len(engine._lanes) == len(engine._rooms) == (2 if turn.level == 3 else 1)
 
 
 def test_a_photo_that_does_not_fit_is_named_with_both_sizes(files, launches):
@@ -506,6 +635,12 @@ def test_rooms_are_as_large_as_calls(large):
     calls = np.add.reduceat(sizes, cuts)
     assert room * 0.75 < calls.max() <= room
     assert {_budget.in_rooms(int(size), large=large) for size in calls} == {room}
+    sizes[rng.random(len(sizes)) < 0.1] = 6 << 20  # of few large ones a call takes more
+    cuts = _budget._cut(sizes, _budget.SUB_BATCH_BYTES, factor)
+    calls, counts = np.add.reduceat(sizes, cuts), np.diff([*cuts, len(sizes)])
+    assert calls[counts > _budget.ENGINES].max() <= room
+    sizes[:] = 9 << 20
+    assert _budget._cut(sizes, _budget.SUB_BATCH_BYTES, factor)[1] == (8 if large else 7)
     assert _budget.in_rooms(room + 1, large=large) == room + _budget.ROOM_BYTES
 
 
@@ -528,14 +663,14 @@ def test_a_large_call_is_decoded_in_pieces(counts, kept):
         assert decoder.packed(flat, Call(np.arange(4), 5, layout, counts)) is None
 
 
-def test_a_thread_packs_into_the_same_place_again():
+def test_a_thread_packs_into_the_same_place_again(monkeypatch):
     decoder = OperatorDecoder("cpu")
     files = [pictures.encode_jpeg(pictures.draw(24, 32, seed=i)) for i in range(4)]
 
-    def packed(*numbers):
+    def packed(*numbers, counts=None):
         data = [torch.frombuffer(bytearray(files[i]), dtype=torch.uint8) for i in numbers]
         layout = np.array([(len(d), 24, 32) for d in data]).T
-        call = Call(np.array(numbers), 5, layout)
+        call = Call(np.array(numbers), 5, layout, counts)
         flat = decoder.packed(torch.cat([torch.zeros(5, dtype=torch.uint8), *data]), call)
         expected = torch.cat([decode_cpu(d).flatten() for d in data])
         assert torch.equal(flat[: len(expected)], expected)
@@ -551,6 +686,14 @@ def test_a_thread_packs_into_the_same_place_again():
         assert alone.data_ptr() != first.data_ptr()  # needs no copy
         room.clear()  # as where memory is short
         assert packed(2, 3).data_ptr() == room[0].data_ptr()
+        emptied, one = [], 3 * 24 * 32
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(len(room)))
+        monkeypatch.setattr(_decode, "in_rooms", lambda size, *, large: (4 if large else 2) * one)
+        room.clear()
+        for numbers, counts in [((2, 3), None), ((0, 1, 2), [2, 1]), ((0, 1, 2, 3), [2, 2])]:
+            packed(*numbers, counts=counts)
+        assert len(room[0]) == 4 * one
+        assert emptied == [0]  # the smaller place was given back
     assert room == []
     assert packed(0, 1).untyped_storage().nbytes() == 2 * 24 * 32 * 3
 
@@ -560,9 +703,11 @@ def test_one_thread_at_a_time_decodes_unless_a_loop_waits_that_often_has_to():
     may_end = threading.Event()
     for _ in range(_decode.FIRST):
         turns.learn(late=True)
-    often = [True] * (_decode.LATE - 1) + [False] * _decode.TOLERATED
-    for late in often + [False] * (_decode.TOLERATED - 1) * _decode.LATE:
-        turns.learn(late=late)
+    turns.level = 2
+    (*_, enough) = _decode.LATE
+    often = [True] * (enough - 1) + [False] * _decode.TOLERATED
+    for late in often + [False] * (_decode.TOLERATED - 1) * enough:
+        assert not turns.learn(late=late)
 
     def decode():
         with turns:
@@ -577,8 +722,8 @@ def test_one_thread_at_a_time_decodes_unless_a_loop_waits_that_often_has_to():
     with turns.hurried():
         time.sleep(0.1)
     assert most == [1]
-    for late in [True] * _decode.LATE + [False] * 9:  # for good
-        turns.learn(late=late)
+    for late in [True] * enough + [False] * 9:  # for good
+        turns.level += turns.learn(late=late)
     time.sleep(0.1)
     assert most == [1]
     with turns.hurried():
@@ -635,7 +780,7 @@ def test_the_decode_begins_while_the_loop_waits_for_the_gpu(files, monkeypatch, 
     if gate == "none":  # guards the test
         monkeypatch.setattr(_prefetcher._Engine, "spare", lambda engine: None)
     loader = DataLoader(Photos(files * 12), 8, num_workers=2, pin_memory=True)
-    prefetcher = DataPrefetcher(loader, transforms=SMALL, cpu_share=0.0)
+    prefetcher = DataPrefetcher(loader, transforms=SMALL, cpu_share=0.0, device_prefetch_size=2)
     decoder = prefetcher._pipeline.decoder
     packed, launching, begun = decoder.packed, threading.Event(), []
 
@@ -877,10 +1022,10 @@ def test_two_decoders_and_large_calls_give_the_same_images(files, monkeypatch, w
         return images, turn.several, prefetcher._pipeline.packer.large_calls.item()
 
     monkeypatch.setattr(_budget, "USUAL_BYTES", 8 * DECODED)
-    monkeypatch.setattr(_decode, "LATE", 10**6)
+    monkeypatch.setattr(_decode, "FIRST", 10**6)
     images, *hurried = epoch()
     assert hurried == [False, False]
-    monkeypatch.setattr(_decode, "LATE", 0)
+    monkeypatch.setattr(_decode, "LATE", (0, 0, 0))
     monkeypatch.setattr(_decode, "FIRST", 0)
     in_a_hurry, *hurried = epoch()
     assert hurried == [True, True]
