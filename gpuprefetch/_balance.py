@@ -33,8 +33,10 @@ RISE, RISE_AGAIN = 0.05, 0.05
 # changes for a GAIN over the window before, WINS times in a row: the windows of a busy machine
 # differ by some percent. A try that begins with a LOSS is ended early.
 LEVELS, WINDOW, GAIN, LOSS, WINS = 3, 32, 0.005, 0.03, 2
-# Windows between two tries: they are doubled where neither more nor less was better.
-SHORTEST, LONGEST = 2, 64
+# Windows before the first try, between two of them behind one that was better, and at most: they are
+# doubled where neither more nor less was better. A try costs time where nothing is gained: of what
+# the workers no longer decode, batches come late.
+FIRST, SHORTEST, LONGEST = 16, 2, 64
 
 
 def usable_cores() -> int:
@@ -80,13 +82,18 @@ class Balancer:
         self._level = self._best = LEVELS
         self._best_period = 0.0
         self._too_much = False  # what is tried: the workers are late
-        self._direction, self._patience = -1, SHORTEST
+        self._direction, self._patience = -1, FIRST
         self._waited = self._failed = self._wins = 0
 
     @property
     def value(self) -> float:
         """The share."""
         return float(self.share.numpy()[0])
+
+    @property
+    def trying(self) -> bool:
+        """Whether what comes now need not be what comes in the long run."""
+        return not self.fixed and (self._level != self._best or self._settling > 0)
 
     def begin(self) -> None:
         """Judge the workers anew, by batches that are not under way yet, as in a new epoch."""

@@ -471,7 +471,8 @@ class _Engine:
         """Give batches on their way more memory where the GPU often waits for them."""
         turn = turns[self.device]
         late = seconds > LATE_SECONDS and torch.cuda.current_stream(self.device).query()
-        if turn.learn(late=late) and torch.cuda.mem_get_info(self.device)[0] >= SPARE_BYTES:
+        more = not self.balancer.trying and turn.learn(late=late)
+        if more and torch.cuda.mem_get_info(self.device)[0] >= SPARE_BYTES:
             turn.level += 1
         if turn.several and self._pipeline.memory_budget is None:
             self._pipeline.packer.large_calls.numpy()[0] = True

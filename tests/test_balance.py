@@ -127,7 +127,7 @@ def test_trying_costs_little(monkeypatch):
 def test_late_workers_decode_less(monkeypatch):
     loop = Loop(monkeypatch, lambda share: 0.0152)
     relaxed, _ = loop.run(200)
-    loop.run(120, late=0.01)
+    loop.run(160, late=0.01)
     assert loop.shares[-1] < 0.2 * relaxed
     assert loop.run(800)[0] > 0.4 * relaxed
 

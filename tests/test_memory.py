@@ -229,6 +229,20 @@ def test_no_more_memory_where_little_is_free(files, monkeypatch):
     assert turn.level == 1
 
 
+def test_what_is_late_in_a_try_does_not_count(files, monkeypatch):
+    engine, turn = late_engine(monkeypatch, files)
+    balancer = engine.balancer
+    balancer.fixed, balancer._settling = False, 0
+    for balancer._level, balancer._settling in [(balancer._best - 1, 0), (balancer._best, 1)]:
+        for _ in range(_decode.FIRST + 10 * sum(_decode.LATE)):
+            engine._learn_wait(1.0)
+        assert turn.level == 0
+    balancer._settling = 0
+    for _ in range(_decode.FIRST + _decode.LATE[0]):
+        engine._learn_wait(1.0)
+    assert turn.level == 1
+
+
 def test_a_size_that_was_asked_for_stays(files, monkeypatch):
     engine, turn = late_engine(monkeypatch, files)
     engine._asked = 3
@@ -1094,6 +1108,8 @@ nothing_left()
 SHORT = (
     BIG
     + """
+from gpuprefetch._decode import turns
+turns[torch.device("cuda", 0)].level = 3  # two threads decode
 whole, most, repeated = epoch(48)
 assert repeated == 0
 gc.collect()
