@@ -33,9 +33,9 @@ RISE, RISE_AGAIN = 0.05, 0.05
 # changes for a GAIN over the window before, WINS times in a row: the windows of a busy machine
 # differ by some percent. A try that begins with a LOSS is ended early.
 LEVELS, WINDOW, GAIN, LOSS, WINS = 3, 32, 0.005, 0.03, 2
-# Windows before the first try, between two of them behind one that was better, and at most: they are
-# doubled where neither more nor less was better. A try costs time where nothing is gained: of what
-# the workers no longer decode, batches come late.
+# Windows before the first try, between two of them behind one that was better, and at most: doubled
+# where neither more nor less was better. A try with less makes batches late where the GPU's decoder
+# does not keep up with the rest.
 FIRST, SHORTEST, LONGEST = 16, 2, 64
 
 

@@ -233,7 +233,8 @@ def test_what_is_late_in_a_try_does_not_count(files, monkeypatch):
     engine, turn = late_engine(monkeypatch, files)
     balancer = engine.balancer
     balancer.fixed, balancer._settling = False, 0
-    for balancer._level, balancer._settling in [(balancer._best - 1, 0), (balancer._best, 1)]:
+    for level, settling in [(balancer._best - 1, 0), (balancer._best, 1)]:
+        balancer._level, balancer._settling = level, settling
         for _ in range(_decode.FIRST + 10 * sum(_decode.LATE)):
             engine._learn_wait(1.0)
         assert turn.level == 0
