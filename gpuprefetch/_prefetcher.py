@@ -61,7 +61,7 @@ REST_SECONDS = 0.002
 # A batch is late where the loop waits longer for it, the loader does not, and the GPU has nothing
 # else to do.
 LATE_SECONDS = 0.001
-# Where less of the GPU's memory is free, batches on their way get no more of it than they have.
+# Where less of the GPU's memory is left, batches on their way get no more of it than they have.
 SPARE_BYTES = 1 << 30
 
 
@@ -125,9 +125,9 @@ class _Engine:
         # Whether the thread that fetches has done all that it can, and whether it found a batch
         # ready the last time.
         self._resting, self._prompt = False, False
-        # The tensors that the loop had last, and what they were used for until it came back.
-        self._handed: list[weakref.ref[torch.Tensor]] = []
-        self._used: tuple[torch.cuda.Event | None, list[weakref.ref[torch.Tensor]]] = (None, [])
+        # The largest tensor that the loop has, and of what it had before, behind what used that.
+        self._handed: weakref.ref[torch.Tensor] | None = None
+        self._used: tuple[torch.cuda.Event | None, weakref.ref[torch.Tensor] | None] = (None, None)
         self._exhausted = self._stopping = False
         self._pid, self.user = os.getpid(), threading.get_ident()
         self._fetched: int = source.place["batches"]
@@ -246,11 +246,11 @@ class _Engine:
         with self._changed:
             self._resting = True
             self._changed.notify_all()
-            event, refs = self._used
+            event, tensor = self._used
         if event is not None and not event.query():
             event.synchronize()
         deadline = time.perf_counter() + REST_SECONDS
-        while any(ref() is not None for ref in refs) and time.perf_counter() < deadline:
+        while tensor is not None and tensor() is not None and time.perf_counter() < deadline:
             time.sleep(REST_SECONDS / 10)
 
     def _has_room(self, slot: _Slot) -> bool:
@@ -459,9 +459,13 @@ class _Engine:
             self._learn_wait(waited if slot.fetched < began else 0.0)  # else for the loader
         if slot.event is not None:
             self._sources.append((slot.event, slot.source))
-        handed = [*map(weakref.ref, tensors(slot.result))] if self._lean else []
+        largest = None
+        if self._lean:
+            on_device = (tensor for tensor in tensors(slot.result) if tensor.is_cuda)
+            largest = max(on_device, key=lambda tensor: tensor.nbytes, default=None)
         with self._changed:
-            self._used, self._handed = (used, self._handed), handed
+            self._used = used, self._handed
+            self._handed = None if largest is None else weakref.ref(largest)
             self._slots.popleft()
             self._resting = False
             self._changed.notify_all()
@@ -471,11 +475,16 @@ class _Engine:
         """Give batches on their way more memory where the GPU often waits for them."""
         turn = turns[self.device]
         late = seconds > LATE_SECONDS and torch.cuda.current_stream(self.device).query()
-        more = not self.balancer.trying and turn.learn(late=late)
-        if more and torch.cuda.mem_get_info(self.device)[0] >= SPARE_BYTES:
+        if turn.learn(late=late and not self.balancer.trying) and self._memory_to_spare():
             turn.level += 1
         if turn.several and self._pipeline.memory_budget is None:
             self._pipeline.packer.large_calls.numpy()[0] = True
+
+    def _memory_to_spare(self) -> bool:
+        """Whether enough is left of the GPU's memory at the loop's own peak."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        kept = torch.cuda.memory_reserved(self.device)
+        return free + kept - torch.cuda.max_memory_allocated(self.device) >= SPARE_BYTES
 
     def close(self) -> None:
         """End the threads, give the streams back and drop every batch that was not handed over."""
