@@ -24,7 +24,8 @@ GUESS = 0.003  # seconds to decode an image, as long as none was
 # are under way, which is also how long less work for them takes to show: so the share is cut once
 # in that time at most, and comes back slowly. TCP's window does the same for the same reason. Else
 # it would swing between none and too much where the cores do not carry what is asked of them. If it
-# was a try that asked for more than before, that ends, and nothing is cut.
+# was a try that asked for more than before, that ends, and nothing is cut; nor where it is all that
+# the cores were taken to carry: a part of it is asked then.
 LATE, CUT = 0.05, 0.5
 LEAST, MOST = 0.1, 1.0  # what counts of one wait, in periods: not a jitter, nor all of a long pause
 # A batch at the start; later, in the time that a cut takes to show.
@@ -120,7 +121,7 @@ class Balancer:
         if sum(self._waits) <= LATE * self._under_way:
             self._trust = min(self._trust + self._rise, 1.0)
         else:
-            if self._level > self._best:
+            if self._level > self._best or self._best == LEVELS:
                 self._too_much = True
             else:
                 self._trust *= CUT
@@ -141,6 +142,8 @@ class Balancer:
         if self._too_much:
             self._too_much = False
             self._window.clear()
+            if self._level == self._best == LEVELS:
+                self._best, self._direction, self._patience = LEVELS - 1, -1, FIRST
             self._fail()
         if self._settling:
             self._settling -= 1

@@ -62,7 +62,7 @@ from gpuprefetch._format import decode_cpu
 
 # Note [Memory for speed]
 # What a loop needs to keep its GPU busy depends on its step, so the memory comes level by level, as
-# long as batches are late:
+# long as batches are late (_Engine._learn_wait):
 #   0. two batches: one that the loop has, and one that is prepared as soon as the GPU is through
 #      with the batch before, in the memory of that.
 #   1. one more, so that the next one is begun as soon as the loop takes this one.
@@ -70,8 +70,9 @@ from gpuprefetch._format import decode_cpu
 #   3. a second decoder, 150 MiB that the process does not get back, with a thread of its own; and
 #      large calls, which take the lock less often. A decoder works on 14 images at a time, and
 #      each waits until a kernel of its own has had its turn between those of the training.
-# ResNet-18 compiled, as above: 0.92 of the ceiling with all of them, 0.77 with the third left out.
-# Eager, one thread and the first two gave 0.966, and all but the second decoder 0.971.
+# ResNet-18 compiled, as above: 0.92 of the ceiling with all of them, 0.77 with the second left out.
+# Eager: 0.971 with the first two, 0.966 without the second, and 0.930 with none of them, although
+# the GPU had work left when four of five batches came that the loop had waited for.
 
 # To the next level, if so many batches were late beyond one in TOLERATED: the first ones of an
 # epoch always are. The FIRST ones of all do not count, of which the workers decode nothing yet.

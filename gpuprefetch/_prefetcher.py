@@ -58,8 +58,7 @@ JOIN_SECONDS = 10.0
 # A loop that is slower than the GPU waits for so long at most while the next batch is got under
 # way, if the loader has one ready. See Note [The training thread's locks].
 REST_SECONDS = 0.002
-# A batch is late where the loop waits longer for it, the loader does not, and the GPU has nothing
-# else to do.
+# A batch may be late where the loop waits longer for it, and not for its loader.
 LATE_SECONDS = 0.001
 # Where less of the GPU's memory is left, batches on their way get no more of it than they have.
 SPARE_BYTES = 1 << 30
@@ -433,11 +432,12 @@ class _Engine:
             self._suspended.append(generator)
         return result
 
-    def take(self, used: torch.cuda.Event | None = None) -> _Slot:
+    def take(self, used: torch.cuda.Event | None = None, *, ahead: bool = False) -> _Slot:
         """The next batch in order, as soon as its work has been queued.
 
         Args:
             used: behind what the loop has queued.
+            ahead: whether the loop had to wait for the GPU.
         """
         self.user = threading.get_ident()
         while not self._fetch_ahead and len(self._slots) < self._depth:
@@ -456,7 +456,8 @@ class _Engine:
         slot.done.wait()
         if self._on_cuda:
             waited = time.perf_counter() - began
-            self._learn_wait(waited if slot.fetched < began else 0.0)  # else for the loader
+            # For its decode, or else for the loader.
+            self._learn_wait(waited if slot.fetched < began else 0.0, ahead=ahead)
         if slot.event is not None:
             self._sources.append((slot.event, slot.source))
         largest = None
@@ -471,10 +472,16 @@ class _Engine:
             self._changed.notify_all()
         return slot
 
-    def _learn_wait(self, seconds: float) -> None:
-        """Give batches on their way more memory where the GPU often waits for them."""
+    def _learn_wait(self, seconds: float, *, ahead: bool) -> None:
+        """Give batches on their way more memory where they are often late.
+
+        The loop waited for one, and the GPU has nothing to do now; or, which does not call for a
+        second decoder, soon, for a loop that was not ahead of it before will not be now.
+        """
         turn = turns[self.device]
-        late = seconds > LATE_SECONDS and torch.cuda.current_stream(self.device).query()
+        late = seconds > LATE_SECONDS and (
+            not (ahead or turn.deep) or torch.cuda.current_stream(self.device).query()
+        )
         if turn.learn(late=late and not self.balancer.trying) and self._memory_to_spare():
             turn.level += 1
         if turn.several and self._pipeline.memory_budget is None:
@@ -553,7 +560,8 @@ class _Epoch:
             with self._engine.waiting():
                 ahead = throttle(self._steps, self._engine.device)
                 with Stage(self._stats, "wait"):
-                    slot = self._engine.take(self._steps[-1] if self._steps else None)
+                    used = self._steps[-1] if self._steps else None
+                    slot = self._engine.take(used, ahead=ahead)
                 if not ahead:
                     self._engine.let_fetch()
             if ahead:

@@ -144,6 +144,17 @@ def test_a_try_that_the_cores_do_not_carry_costs_the_share_nothing(monkeypatch):
     assert sum(share < 0.9 * begin for share in loop.shares[300:]) < 70  # but for tries with less
 
 
+def test_cores_that_carry_less_than_they_were_taken_to(monkeypatch):
+    loop = Loop(monkeypatch, lambda share: 0.0152 - 0.0012 * share)
+    highest = most(0.0148, 0.0014)
+    loop.run(3000, late=lambda share: 0.01 if share > 0.8 * highest else 0)
+    assert max(loop.shares[:100]) > 0.95 * highest  # asked at first
+    # Two thirds of it then, but for tries: each ends soon, and costs the share nothing.
+    assert min(loop.shares[100:400]) > 0.6 * highest
+    late = sum(share > 0.8 * highest for share in loop.shares[200:])
+    assert late < 0.1 * len(loop.shares)
+
+
 def test_late_batches_now_and_then_change_nothing(monkeypatch):
     loop, other = (Loop(monkeypatch, lambda share: 0.0152) for _ in range(2))
     for _ in range(20):

@@ -201,21 +201,25 @@ def test_batches_that_are_often_late_get_more_memory(files, monkeypatch, budget)
     engine._most = 2
     large = engine._pipeline.packer.large_calls
 
-    def wait(seconds, batches):
+    def wait(seconds, batches, *, ahead=False):
         for _ in range(batches):
-            engine._learn_wait(seconds)
+            engine._learn_wait(seconds, ahead=ahead)
         return turn.level, engine._lean, engine._depth, turn.several, bool(large)
 
     first, second, third = _decode.LATE
-    assert wait(1.0, _decode.FIRST) == (0, True, 1, False, False)
     idle[0] = False
-    assert wait(1.0, 100) == (0, True, 1, False, False)  # the GPU has enough to do
-    idle[0] = True
+    assert wait(1.0, _decode.FIRST) == (0, True, 1, False, False)
     assert wait(0.0005, 100) == (0, True, 1, False, False)
+    assert wait(1.0, 100, ahead=True) == (0, True, 1, False, False)  # and will be again
     assert wait(1.0, first) == (1, False, 1, False, False)
     assert wait(0.0, 100) == (1, False, 1, False, False)
-    assert wait(1.0, second) == (2, False, 2, False, False)
-    assert wait(1.0, third) == (3, False, 2, True, budget is None)
+    idle[0] = True
+    assert wait(1.0, second, ahead=True) == (2, False, 2, False, False)
+    idle[0] = False
+    assert wait(1.0, 100) == (2, False, 2, False, False)  # the GPU has enough to do
+    idle[0] = True
+    assert wait(0.0005, 100) == (2, False, 2, False, False)
+    assert wait(1.0, third, ahead=True) == (3, False, 2, True, budget is None)
     assert wait(1.0, 1000) == (3, False, 2, True, budget is None)
 
 
@@ -223,11 +227,11 @@ def test_no_more_memory_where_little_is_free(files, monkeypatch):
     free = [_prefetcher.SPARE_BYTES - 1]
     engine, turn = late_engine(monkeypatch, files, free=free)
     for _ in range(_decode.FIRST + 10 * sum(_decode.LATE)):
-        engine._learn_wait(1.0)
+        engine._learn_wait(1.0, ahead=False)
     assert turn.level == 0
     free[0] += 1
     for _ in range(_decode.LATE[0]):
-        engine._learn_wait(1.0)
+        engine._learn_wait(1.0, ahead=False)
     assert turn.level == 1
 
 
@@ -238,11 +242,11 @@ def test_what_is_late_in_a_try_does_not_count(files, monkeypatch):
     for level, settling in [(balancer._best - 1, 0), (balancer._best, 1)]:
         balancer._level, balancer._settling = level, settling
         for _ in range(_decode.FIRST + 10 * sum(_decode.LATE)):
-            engine._learn_wait(1.0)
+            engine._learn_wait(1.0, ahead=False)
         assert turn.level == 0
     balancer._settling = 0
     for _ in range(_decode.LATE[0]):
-        engine._learn_wait(1.0)
+        engine._learn_wait(1.0, ahead=False)
     assert turn.level == 1
 
 
@@ -259,7 +263,7 @@ def test_a_size_that_was_asked_for_stays(files, monkeypatch):
 def test_the_loop_may_wait_for_its_loader(files, monkeypatch):
     engine, _ = late_engine(monkeypatch, files)
     engine._on_cuda, waits = True, []
-    monkeypatch.setattr(engine, "_learn_wait", waits.append)
+    monkeypatch.setattr(engine, "_learn_wait", lambda seconds, *, ahead: waits.append(seconds))
 
     def give(slot, fetched):
         time.sleep(0.2)
@@ -338,7 +342,8 @@ def test_batches_at_a_time(monkeypatch, level, blocks):
         addresses.append(batch.data_ptr())
         torch.cuda._sleep(40_000_000)  # about 20 ms
         sums.append(batch.sum())
-    assert len(set(addresses[4:])) == blocks
+    # The second is free when the GPU is through with it; others are taken where it is not yet.
+    assert len(set(addresses[4:])) in ([blocks] if level == 0 else [blocks, blocks + 1])
     assert [int(s) for s in sums] == [(16 * i + 6) << 18 for i in range(24)]
 
 
