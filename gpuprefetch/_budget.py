@@ -34,8 +34,8 @@ UPLOAD_BYTES = 32 << 20
 # each: the first for usual calls, which end behind the image that they are full with, the second
 # for large ones, and multiples of the third for few large images.
 USUAL_ROOM, LARGE_ROOM, ROOM_BYTES = 32 << 20, PIECES * USUAL_BYTES, 8 << 20
-# Batches kept ready, and what they may take together: of large ones, whose step is long enough to
-# prepare the next, one is enough.
+# Batches that are ready or in preparation at most, by default, and what they may take together: of
+# large ones, whose step is long enough to prepare the next, one is enough.
 READY, READY_BYTES = 2, 512 << 20
 
 

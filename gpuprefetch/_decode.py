@@ -51,10 +51,10 @@ from gpuprefetch._format import decode_cpu
 #     the workers decoded of a batch is one copy and one launch. Where the GPU waits for the decode,
 #     calls are large.
 #   - one thread at a time is in nvJPEG. Each image takes a copy, a launch and an event there, and
-#     two threads that contend for the driver slow each other, too. The other thread launches its
-#     images meanwhile.
+#     two threads that contend for the driver slow each other, too. A second thread, where there is
+#     one, launches its images meanwhile.
 #   - while the loop waits, for the GPU or for its batch, it launches nothing, and a second thread
-#     is let in, once that has been worth the memory of a second decoder. A loop that had to wait
+#     is let in: see Note [Memory for speed] for when there is one. A loop that had to wait
 #     for the GPU, and has the batch after this one ready, is left alone until it is back: it will
 #     wait again (_Engine.spare).
 #   - a loop that need not wait for the GPU waits for the thread that fetches, so that the two do

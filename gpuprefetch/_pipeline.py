@@ -141,7 +141,7 @@ class Pipeline:
         return cost_of(batch, self.head.size, self.dtype)
 
     def depth(self, batch: Any) -> int:
-        """How many batches such as this one are kept ready, where nobody says."""
+        """How many batches such as this one are ready or in preparation at most, by default."""
         size = cost_of(batch, self.head.size, self.dtype).fixed
         return max(min(READY, READY_BYTES // max(size, 1)), 1)
 
