@@ -99,12 +99,12 @@ def _cut(sizes: npt.NDArray[np.int64], most: int, factor: int = 1) -> list[int]:
     loads = np.maximum(np.minimum(sizes / usual, 1 / ENGINES), sizes / most)
     loads = np.maximum(loads, 1 / (factor * SUB_BATCH))
     target = loads.sum() / max(np.ceil(loads.sum() - 1e-9), 1) - 1e-9
-    used, load = 0, 0.0
-    cuts: list[int] = []
+    room = min(most, in_rooms(0, large=factor > 1))
+    used, load, begin, cuts = 0, 0.0, 0, []
     for i, (size, more) in enumerate(zip(sizes.tolist(), loads.tolist(), strict=True)):
-        room = most if factor > 1 or not i or i - cuts[-1] < ENGINES else min(most, USUAL_ROOM)
-        if not i or used + size > room or load >= target:
-            used, load = 0, 0.0
+        fits = used + size <= (most if i - begin < ENGINES else room)
+        if not i or not fits or load >= target:
+            used, load, begin = 0, 0.0, i
             cuts.append(i)
         used, load = used + size, load + more
     return cuts

@@ -202,7 +202,8 @@ class _Engine:
             self._pipeline.packer.begin()
             slot.source = pack_lists(batch, self._pipeline.packer)
             slot.cost = self._pipeline.cost(slot.source)
-            self._most = self._most or self._pipeline.depth(slot.source)
+            if self._asked is None and not self._most:
+                self._most = self._pipeline.depth(slot.source)
             self._learn(slot, fetch.seconds)
             self._check(slot.source)
             self._wait_for_loader(slot.source)
@@ -243,8 +244,7 @@ class _Engine:
         The loop need not wait for that. It may keep its batches, so they are not waited for long.
         """
         with self._changed:
-            self._resting = True
-            self._changed.notify_all()
+            self._rest()
             event, tensor = self._used
         if event is not None and not event.query():
             event.synchronize()
@@ -266,9 +266,13 @@ class _Engine:
         """Whether there is room for a batch; if not, the loop need not wait for its start."""
         if self._has_room(slot):
             return True
+        self._rest()
+        return False
+
+    def _rest(self) -> None:
+        """Let a loop go on that waits for the thread that fetches; with ``_changed`` held."""
         self._resting = True
         self._changed.notify_all()
-        return False
 
     def _make_room(self, held: contextlib.ExitStack) -> None:
         """Wait for the other lanes, and keep them from decoding as long as ``held`` is."""
