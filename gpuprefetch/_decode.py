@@ -10,9 +10,8 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
+from math import prod
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from gpuprefetch._budget import in_rooms
@@ -160,7 +159,7 @@ def _place(call: Call, device: torch.device) -> torch.Tensor | None:
     room: list[torch.Tensor] | None = getattr(_thread, "room", None)
     if room is None or len(call.positions) == 1:
         return None
-    size = int(call.decoded_sizes.sum())
+    size = call.size
     if not room or len(room[0]) < size:
         large = call.counts is not None
         served_usual_calls = bool(room) and large
@@ -344,14 +343,14 @@ def claim(size: int, device: torch.device, error: RuntimeError | None = None) ->
 
 
 @contextlib.contextmanager
-def _may_refuse(sizes: npt.NDArray[np.int64], device: torch.device) -> Iterator[None]:
-    """Where a decoder may refuse its files, but may not lack the memory of these sizes."""
+def _may_refuse(size: int, device: torch.device) -> Iterator[None]:
+    """Where a decoder may refuse its files, but may not lack the memory of so many bytes."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        claim(int(sizes.sum()), device, error)
+        claim(size, device, error)
 
 
 def decode_packed(
@@ -365,7 +364,7 @@ def decode_packed(
 
     Arguments are those of :func:`decode_part` and :meth:`ImageDecoder.packed`.
     """
-    with _may_refuse(call.decoded_sizes, device):
+    with _may_refuse(call.size, device):
         return decoder.packed(images.buffer.tensor, call, turn)
     return None
 
@@ -394,7 +393,7 @@ def decode_part(
     shapes = [(3, height, width) for height, width in zip(*sizes, strict=True)]
     if together:
         files = images.data[call.start : call.start + sum(lengths)]
-        with _may_refuse(call.decoded_sizes, device):
+        with _may_refuse(call.size, device):
             decoded = decoder(list(files.split(lengths)))
             if [image.shape for image in decoded] == shapes:
                 return decoded  # type: ignore[return-value]
@@ -412,7 +411,7 @@ def _decode_one(
     device: torch.device,
 ) -> torch.Tensor | None:
     file = images.span(position)
-    with _may_refuse(np.prod([shape], axis=1), device):
+    with _may_refuse(prod(shape), device):
         (image,) = decoder([file])
         if image.shape == shape:
             return image

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from gpuprefetch._idle import ForEach, for_each
-from gpuprefetch._resample import Table
+from gpuprefetch._resample import Coloring, Launches, Table, by_place
 from gpuprefetch._slab import Buffer
 
 
@@ -88,12 +88,21 @@ class Call:
         layout: ``(3, N)`` int64, of each file its length, and the height and width of the image in
             it. The sampling was drawn for these, which headers promise: others would be misread.
         counts: how many of them the decoder gets at a time; None for all.
+        size: bytes of all images.
+        largest: bytes of the largest one.
     """
 
     positions: npt.NDArray[np.int64]
     start: int
     layout: npt.NDArray[np.int64]
     counts: list[int] | None = None
+    size: int = field(init=False)
+    largest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        sizes = self.decoded_sizes
+        object.__setattr__(self, "size", int(sizes.sum()))
+        object.__setattr__(self, "largest", int(sizes.max(initial=0)))
 
     @property
     def decoded_sizes(self) -> npt.NDArray[np.int64]:
@@ -146,6 +155,8 @@ class EncodedImages:
         collate_seconds: it spent on the rest of the batch.
         pin_seconds: the DataLoader's pin thread took.
         targets: what became of boxes, masks and points, see :func:`gpuprefetch._targets.fate`.
+        numbers: what the launches of the plan read, where it lies in the buffer, behind the pixels;
+            None where it does not.
         out: the finished batch, where no device is to make it.
         pinned: a copy of the pixels in pinned memory, where the buffer itself cannot be pinned.
     """
@@ -171,6 +182,7 @@ class EncodedImages:
     collate_seconds: float = 0.0
     pin_seconds: float = 0.0
     targets: str = ""
+    numbers: tuple[int, int] | None = None
     out: torch.Tensor | None = None
     pinned: torch.Tensor | None = None
 
@@ -188,6 +200,37 @@ class EncodedImages:
     def held_pixels(self) -> tuple[torch.Tensor, int]:
         """What holds :attr:`pixels`, and where they start in it: without a view, a new object."""
         return (self.buffer.tensor, self.boundary) if self.pinned is None else (self.pinned, 0)
+
+    def keep_numbers(self, coloring: Coloring) -> None:
+        """Put what the launches read into the buffer, in place of the plan's words."""
+        assert self.plan is not None and self.numbers is not None
+        table, (first, _), self.numbers = self.plan.table, self.numbers, None
+        if table is not None:
+            numbers = Launches.numbers(table, 3, coloring)
+            self.numbers = first, first + len(numbers)
+            self.buffer.tensor[first : first + len(numbers)] = numbers
+            self.plan = replace(self.plan, table=replace(table, words=None))
+
+    def words(self) -> npt.NDArray[np.int64]:
+        """What the launches read of each image, ``(N, words)``, in the order of the batch."""
+        assert self.plan is not None and self.plan.table is not None
+        words = self.plan.table.words
+        if words is None:
+            held, first, last = self.held_numbers()
+            words = Launches.words(held[first:last], 3)
+        return by_place(words, len(self))
+
+    def held_numbers(self) -> tuple[torch.Tensor, int, int]:
+        """What holds :attr:`numbers`, and where they start and stop in it."""
+        assert self.numbers is not None
+        held, start = self.held_pixels()
+        first, last = (place - self.boundary + start for place in self.numbers)
+        return held, first, last
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether :meth:`held_pixels` gives pinned memory."""
+        return self.pinned is not None or self.buffer.is_pinned
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -248,13 +291,15 @@ def pack(
     decoded: npt.NDArray[np.bool_] | None = None,
     room: int = 0,
     for_each: ForEach = for_each,
+    *,
+    behind: int = 0,
     **known: Any,
 ) -> EncodedImages:
     """Lay out a batch in one buffer: encoded ``parts``, and behind them those ``decoded``.
 
     Without parts it packs the images as they are: what the default collate does where no prefetcher
-    has its say. ``room`` is for the buffers of later batches, ``for_each`` copies the parts, and
-    ``known`` are more attributes.
+    has its say. ``room`` is for the buffers of later batches, ``for_each`` copies the parts,
+    ``behind`` is how many bytes there are to be for ``numbers``, and ``known`` are more attributes.
     """
     if parts is None or decoded is None:
         parts, decoded = [image.data for image in images], np.zeros(len(images), dtype=bool)
@@ -263,7 +308,9 @@ def pack(
     stops = np.empty_like(lengths)
     stops[order] = np.cumsum(lengths[order])
     spans = np.stack([stops - lengths, stops], axis=1)
-    buffer = Buffer.empty(int(lengths.sum()), room)
+    used = int(lengths.sum())
+    buffer = Buffer.empty(used + behind, room)
+    known["numbers"] = (used, used + behind) if behind else None
     view = buffer.tensor.numpy()
 
     def fill(i: int) -> None:

@@ -26,7 +26,14 @@ from gpuprefetch._encoded import EncodedImage, EncodedImages, is_encoded, pack, 
 from gpuprefetch._format import ImageHeader, blank, decode_cpu, read_header
 from gpuprefetch._idle import ForEach, IdleThread, for_each
 from gpuprefetch._random import Keys, fold
-from gpuprefetch._resample import check_rows, plan_rows, resample, resample_uint8
+from gpuprefetch._resample import (
+    Coloring,
+    Launches,
+    check_rows,
+    plan_rows,
+    resample,
+    resample_uint8,
+)
 from gpuprefetch._slab import by_value
 from gpuprefetch._targets import FollowedImage, fate, follow, images_of, mark
 from gpuprefetch._transforms import Head, Sampling
@@ -94,6 +101,7 @@ class Packer:
             and in the loop's process many threads would wait for cores that the workers have.
         growth: bytes to expect of later batches for each byte of their files; 0 for no more than
             this one takes.
+        dtype: of the result on a device.
         large_calls: ``(1,)`` bool in shared memory: see :func:`gpuprefetch._budget.sub_batches`.
         for_each: calls a function with each image, or what belongs to it.
     """
@@ -106,6 +114,7 @@ class Packer:
     share: torch.Tensor
     output: tuple[torch.dtype, torch.memory_format] | None = None
     growth: int = 0
+    dtype: torch.dtype = torch.float32
     large_calls: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     for_each: ForEach = for_each
     _share: float | None = field(init=False, default=None)
@@ -127,8 +136,7 @@ class Packer:
         if self.head.size is None:  # no sampling that could turn the picture
             on_cpu |= orientation != 1
 
-        # The kernel reads either layout; to turn one into the other takes a tenth of the decode.
-        interleaved = self.on_gpu and self.head.size is not None
+        fused = self.on_gpu and self.head.size is not None
         parts: list[Any] = [b""] * len(images)
         decoded = np.zeros(len(images), dtype=bool)
         started = time.perf_counter()
@@ -140,7 +148,8 @@ class Packer:
                 errors[i] = str(error)
                 return
             sizes[i], decoded[i] = picture.shape[-2:], True
-            picture = picture.permute(1, 2, 0) if interleaved else picture
+            # The kernel reads either layout; to turn it into planes takes a tenth of the decode.
+            picture = picture.permute(1, 2, 0) if fused else picture
             parts[i] = picture.contiguous().numpy().reshape(-1)
 
         for i, (image, header) in enumerate(zip(images, headers, strict=True)):
@@ -159,9 +168,10 @@ class Packer:
             decoded,
             self.growth * sum(len(image.data) for image in images),
             self.for_each,
+            behind=Launches.room(len(images), 3) if fused else 0,
             sizes=sizes,
             transposed=transposed,
-            interleaved=interleaved,
+            interleaved=fused,
             rows=rows,
             errors=errors,
             samples=[self._owners.get(id(image), -1) for image in images],
@@ -171,10 +181,13 @@ class Packer:
             read_seconds=self._read_seconds(images),
             decode_seconds=seconds,
         )
-        if self.on_gpu and self.head.size is not None:
+        if fused:
+            assert self.head.size is not None
             way = (self.head.size, self.head.interpolation, self.head.antialias)
             words = plan_rows(rows, sizes, transposed, decoded, *way)
             batch.plan = lay_out(batch, self.head.size, words, large=bool(self.large_calls))
+            mean, std = self.head.mean, self.head.std
+            batch.keep_numbers(Coloring(torch.uint8, self.dtype, mean, std))
         if self.output is not None and self.head.size is not None:
             batch.out = finish(batch, self.head, *self.output)
         self._last = time.perf_counter()

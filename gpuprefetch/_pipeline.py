@@ -156,7 +156,7 @@ class Pipeline:
         Raises:
             ValueError: if the batch, or one image of it, does not fit into ``memory_budget``.
         """
-        seed = _derive(_epoch_keys(self.packer.seed, epoch), number)
+        seed = partial(_derive, _epoch_keys(self.packer.seed, epoch), number)
         jobs: list[ImageJob] = []
         cost = self.cost(batch)
         limit = cost.limit(self.memory_budget)
@@ -184,17 +184,17 @@ class Pipeline:
             finish = partial(self._transform_tensors, moved, seed)
         return Work([], self._with_after(finish, seed))
 
-    def _with_after(self, finish: Callable[[], Any], seed: int) -> Callable[[], Any]:
+    def _with_after(self, finish: Callable[[], Any], seed: Callable[[], int]) -> Callable[[], Any]:
         return finish if self.after is None else partial(self._run_after, finish, seed)
 
-    def _run_after(self, finish: Callable[[], Any], seed: int) -> Any:
+    def _run_after(self, finish: Callable[[], Any], seed: Callable[[], int]) -> Any:
         assert self.after is not None
         if (batch := finish()) is EMPTY:
             return batch
         with Stage(self.stats, "tail"):
-            return self.after(batch, _derive(seed, -2))
+            return self.after(batch, _derive(seed(), -2))
 
-    def _finish(self, batch: Any, jobs: list[ImageJob], seed: int) -> Any:
+    def _finish(self, batch: Any, jobs: list[ImageJob], seed: Callable[[], int]) -> Any:
         rows = self._rows_to_keep(jobs)
         if rows is not None and not len(rows):
             return EMPTY
@@ -208,23 +208,26 @@ class Pipeline:
             return _take_rows(leaf, rows, count)
 
         batch = unstack(batch, count) if targets and self.tail else batch
-        batch = map_leaves(keep, batch, partial(_is_column, count=count))
+        if rows is not None:
+            batch = map_leaves(keep, batch, partial(_is_column, count=count))
         for number, job in enumerate(jobs):
             job.out = keep(job.out)
-            if not targets:  # each view of a sample gets draws of its own
-                job.out = self._run_tail(job.out, _derive(seed, number) if number else seed)
+            if not targets and self.tail:  # each view of a sample gets draws of its own
+                job.out = self._run_tail(job.out, _derive(seed(), number) if number else seed())
         if targets and self.tail:
             if len(jobs) > 1:
                 raise ValueError(
                     "The collate function leaves samples apart, and the transforms behind the head "
                     "need one batch. Use collate_fn=lambda samples: tuple(zip(*samples))."
                 )
-            with Stage(self.stats, "tail"), SeededDraws(seed):
+            with Stage(self.stats, "tail"), SeededDraws(seed()):
                 job.out, batch = run_tail(self.tail, job.out, batch, targets)
-        kept = torch.arange(count) if rows is None else rows
-        only = None if self.only is None else kept.eq(self.only).nonzero()[:1, 0]
-        column = partial(_is_column, count=len(kept))
-        return map_leaves(partial(self._result, only=only, count=len(kept)), batch, column)
+        only, left = None, count if rows is None else len(rows)
+        if self.only is not None:
+            kept = torch.arange(count) if rows is None else rows
+            only = kept.eq(self.only).nonzero()[:1, 0]
+        column = partial(_is_column, count=left)
+        return map_leaves(partial(self._result, only=only, count=left), batch, column)
 
     def _result(self, leaf: Any, *, only: torch.Tensor | None, count: int) -> Any:
         """What is handed over of a leaf; of one row alone where ``only`` says which."""
@@ -236,8 +239,8 @@ class Pipeline:
             result = map_leaves(take, result) if several else take(result)
         return unmark(result)
 
-    def _transform_tensors(self, batch: Any, seed: int) -> Any:
-        done = False
+    def _transform_tensors(self, batch: Any, draw_seed: Callable[[], int]) -> Any:
+        done, seed = False, draw_seed()
 
         def transform(leaf: Any) -> Any:
             nonlocal done
@@ -438,7 +441,7 @@ class ImageJob:
         if device.type == "cuda":
             self._stream = torch.cuda.current_stream(device)
         if plan is None or limit is not None:
-            words = plan.table.by_place(len(images)) if plan and plan.table else None
+            words = images.words() if plan and plan.table else None
             plan = lay_out(images, size, words, limit)
         parts: list[Part] = [partial(self._decode, call=call) for call in plan.calls]
         if size is None:
@@ -454,10 +457,15 @@ class ImageJob:
         dtype = pipeline.dtype or torch.float32
         table = plan.table if HAS_TRITON and dtype != torch.float64 else None
         coloring = Coloring(torch.uint8, dtype, head.mean, head.std)
-        numbers = None if table is None else Launches.numbers(table, 3, coloring)
+        numbers: tuple[torch.Tensor | None, int, int, bool] = None, 0, 0, False
+        if table is not None and table.words is None:
+            numbers = *images.held_numbers(), images.is_pinned
+        elif table is not None:
+            laid_out = Launches.numbers(table, 3, coloring)
+            numbers = laid_out, 0, len(laid_out), False
         shape, layout = [len(images), 3, *size], pipeline.memory_format or torch.contiguous_format
         with _typed_shortage():
-            self.out, read = _scripted().reserve(numbers, shape, dtype, layout, device)
+            self.out, read = _scripted().reserve(*numbers, shape, dtype, layout, device)
         if table is not None:
             self._launches = Launches(table, self.out, coloring, head.interpolation, read)
             if plan.calls and pipeline.decoder is not None and pipeline.decoder.packs:
@@ -516,9 +524,11 @@ class ImageJob:
 
         A decoder that runs out of memory is destroyed; making another takes half a second.
         """
+        if call.largest < LARGE:
+            return
         sizes = call.decoded_sizes
-        if large := int(sizes[sizes >= LARGE].sum()):
-            claim(in_rooms(large) if len(sizes) > 1 else large, self._pipeline.device)
+        large = int(sizes[sizes >= LARGE].sum())
+        claim(in_rooms(large) if len(sizes) > 1 else large, self._pipeline.device)
 
     def _decode_packed(self, call: Call, number: int) -> bool:
         """Whether it was done in one piece: see Note [The training thread's locks]."""
@@ -560,7 +570,7 @@ class ImageJob:
 
     def _wait_for_room(self) -> None:
         """Until the result is reserved, and its table there, in the order of streams."""
-        if self._reserved is not None:
+        if self._reserved is not None and not self._reserved.query():
             queue_wait(torch.cuda.current_stream(self.out.device), self._reserved)
 
     def _launch(self, launch: Callable[[], None]) -> None:
@@ -612,13 +622,16 @@ class ImageJob:
 # copy of flat pixels, in a block of `room` bytes that serves later ones as well.
 _SCRIPT = """
 def reserve(
-    numbers: Optional[Tensor], shape: List[int], dtype: int, memory_format: int, device: Device
+    numbers: Optional[Tensor], start: int, stop: int, pinned: bool,
+    shape: List[int], dtype: int, memory_format: int, device: Device
 ) -> Tuple[Tensor, Optional[Tensor]]:
     out = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
     if numbers is None:
         return out, None
-    pinned = numbers.pin_memory() if device.type == "cuda" else numbers
-    return out, pinned.to(device, non_blocking=True)
+    read = numbers[start:stop]
+    if device.type == "cuda" and not pinned:
+        read = read.pin_memory()
+    return out, read.to(device, non_blocking=True)
 
 def upload(data: Tensor, start: int, stop: int, room: int, device: Device) -> Tensor:
     pixels = torch.empty([room], dtype=torch.uint8, device=device)

@@ -48,6 +48,7 @@ from gpuprefetch._stream import (
     lease_stream,
     own_modes,
     return_stream,
+    switched,
     throttle,
     using,
 )
@@ -132,6 +133,7 @@ class _Engine:
         self._fetched: int = source.place["batches"]
         self._fetch_ahead = fetch_ahead
         self._threads: list[threading.Thread] = []
+        self._ours: set[int] = set()  # their identifiers
         self._lanes: list[torch.cuda.Stream] = []
         self._rooms: list[list[torch.Tensor]] = []  # of the lanes, where no budget counts them
         self._on_cuda = pipeline.device.type == "cuda"
@@ -151,6 +153,7 @@ class _Engine:
 
     def run(self, target: Callable[..., None], *args: Any) -> None:
         """What a new thread of ours does."""
+        self._ours.add(threading.get_ident())
         try:
             if self._on_cuda:
                 # It is on the first GPU, and might make a context there.
@@ -158,6 +161,8 @@ class _Engine:
             target(*args)
         except BaseException as error:
             self._fail(error)
+        finally:
+            self._ours.discard(threading.get_ident())  # another thread may get it
 
     def _fail(self, error: BaseException) -> None:
         """Let the loop know that one of the threads has ended: it might wait for it."""
@@ -170,8 +175,13 @@ class _Engine:
                     slot.done.set()
             self._changed.notify_all()
 
+    def _batch_stream(self) -> contextlib.AbstractContextManager[None]:
+        if self._stream is not None and threading.get_ident() in self._ours:
+            return switched(self._stream)
+        return self._batch_stream_of_caller()
+
     @contextlib.contextmanager
-    def _batch_stream(self) -> Iterator[None]:
+    def _batch_stream_of_caller(self) -> Iterator[None]:
         stream = using(self._stream) if self._stream else contextlib.nullcontext()
         with own_modes(self.device), stream:
             yield
@@ -344,7 +354,7 @@ class _Engine:
             self._shares[slot.number] = images.share
             self.stats.cpu_images += decoded
             self.stats.gpu_images += count - decoded
-            self.stats.encoded_bytes += images.buffer.tensor.numel()
+            self.stats.encoded_bytes += (images.numbers or (images.buffer.tensor.numel(),))[0]
             self.stats.read_seconds += images.read_seconds
             self.stats.worker_decode_seconds += images.decode_seconds
             self.stats.collate_seconds += images.collate_seconds
@@ -770,6 +780,7 @@ class DataPrefetcher:
             if self.device.type == "cpu"
             else None,
             growth=GROWTH if backend is not None and cpu_share == "auto" else 0,
+            dtype=dtype or torch.float32,
         )
         self._pipeline = Pipeline(
             self.device,

@@ -7,6 +7,7 @@ where there is no GPU or no Triton the twin is what runs.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -479,22 +480,24 @@ class Table:
     """All that the kernel reads of the images of some launches but their addresses.
 
     Attributes:
-        words: ``(N, words)`` int64, one launch behind the other.
+        words: ``(N, words)`` int64, one launch behind the other; None where their
+            :meth:`Launches.numbers` are kept.
         firsts: where the images of each launch begin, and where the last ones end.
         steps: of each launch, the stride along x that its images have in common; 0 for none.
         padded: whether any image leaves a part of the result to padding.
     """
 
-    words: _Ints
+    words: _Ints | None
     firsts: list[int]
     steps: list[int]
     padded: bool
 
-    def by_place(self, count: int) -> _Ints:
-        """The words of each of ``count`` rows of the result, zeros where there is no image."""
-        words = np.zeros((count, _FIELDS), np.int64)
-        words[self.words[:, 4]] = self.words
-        return words
+
+def by_place(words: _Ints, count: int) -> _Ints:
+    """The words of each of ``count`` rows of the result, zeros where there is no image."""
+    placed = np.zeros((count, _FIELDS), np.int64)
+    placed[words[:, 4]] = words
+    return placed
 
 
 def arrange(
@@ -567,8 +570,20 @@ class Launches:
 
     @staticmethod
     def numbers(table: Table, channels: int, coloring: Coloring) -> torch.Tensor:
-        """1-D int64 on the CPU, all that the kernel reads."""
-        return torch.from_numpy(np.concatenate([coloring.words(channels), table.words.reshape(-1)]))
+        """1-D uint8 on the CPU, all that the kernel reads."""
+        assert table.words is not None
+        words = np.concatenate([coloring.words(channels), table.words.reshape(-1)])
+        return torch.from_numpy(words.view(np.uint8))
+
+    @staticmethod
+    def words(numbers: torch.Tensor, channels: int) -> _Ints:
+        """The table's words in such numbers."""
+        return numbers.numpy().view(np.int64)[2 * channels :].reshape(-1, _FIELDS)
+
+    @staticmethod
+    def room(count: int, channels: int) -> int:
+        """The bytes of :meth:`numbers` for ``count`` images."""
+        return 8 * (2 * channels + count * _FIELDS)
 
     def __init__(
         self,
@@ -585,21 +600,24 @@ class Launches:
             read = (read.pin_memory() if out.is_cuda else read).to(out.device, non_blocking=True)
         self._arguments = read, out, *out.stride(), height, width
         self._tiles = triton.cdiv(width, COLS), triton.cdiv(height, ROWS * STRIPS)
-        self._constants = {
-            "CHANNELS": channels,
-            "FIELDS": _FIELDS,
-            "SOURCE": getattr(tl, str(coloring.source).removeprefix("torch.")),
-            "BICUBIC": interpolation == "bicubic",
-            "CLAMP": interpolation == "bicubic" and coloring.levels == 255,
-            "PADDED": table.padded,
-            "ROUND": out.dtype == torch.uint8,
-            "ROWS": ROWS,
-            "COLS": COLS,
-            "STRIPS": STRIPS,
-            "num_warps": NUM_WARPS,
-            "maxnreg": MAX_REGISTERS,
-            "enable_fp_fusion": True,
-        }
+        self._groups = triton.cdiv(channels, 3)
+        bicubic, rounds = interpolation == "bicubic", out.dtype == torch.uint8
+        # In the order of the kernel's parameters.
+        self._constants = (
+            channels,
+            getattr(tl, str(coloring.source).removeprefix("torch.")),
+            bicubic,
+            bicubic and coloring.levels == 255,
+            table.padded,
+            rounds,
+            _FIELDS,
+            ROWS,
+            COLS,
+            STRIPS,
+        )
+        aligned = read.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0
+        known = out.device, out.dtype, *self._arguments[2:], *aligned, NUM_WARPS, MAX_REGISTERS
+        self._known = known, self._constants
 
     def launch(self, number: int, address: int) -> None:
         """Resample the images of launch ``number``, at ``address``, on the current stream.
@@ -607,10 +625,21 @@ class Launches:
         The device of the batch must be the current one: Triton launches there.
         """
         first, last = self._firsts[number : number + 2]
-        programs = (last - first) * triton.cdiv(self._constants["CHANNELS"], 3)
-        grid = (*self._tiles, programs)
+        grid = (*self._tiles, (last - first) * self._groups)
         step = self._steps[number]
-        _resample_kernel[grid](address, first, *self._arguments, STRIDE_X=step, **self._constants)
+        arguments = address, first, *self._arguments, step, *self._constants
+        key = step, address % 16 == 0, address >> 31 == 0, self._known
+        if (kernel := _compiled.get(key)) is not None:
+            kernel[grid](*arguments)
+            return
+        options = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": True}
+        if (kernel := _resample_kernel[grid](*arguments, **options)) is not None:
+            _compiled[key] = kernel
+
+
+# What Triton made, by all that it makes another kernel for. To find it there takes Triton 100 us a
+# launch, with Python's lock; Triton's interpreter makes none.
+_compiled: dict[Any, Any] = {}
 
 
 def _padded(words: _Ints, size: tuple[int, int]) -> bool:
@@ -646,7 +675,7 @@ if triton is not None:
     def _resample_kernel(  # type: ignore[no-untyped-def]
         address,
         from_image,
-        ints_ptr,
+        numbers_ptr,
         out_ptr,
         stride_n,
         stride_c,
@@ -654,9 +683,9 @@ if triton is not None:
         stride_x,
         height,
         width,
+        STRIDE_X: tl.constexpr,
         CHANNELS: tl.constexpr,
         SOURCE: tl.constexpr,
-        STRIDE_X: tl.constexpr,
         BICUBIC: tl.constexpr,
         CLAMP: tl.constexpr,
         PADDED: tl.constexpr,
@@ -666,7 +695,8 @@ if triton is not None:
         COLS: tl.constexpr,
         STRIPS: tl.constexpr,
     ):
-        floats_ptr = ints_ptr.to(tl.pointer_type(tl.float64), bitcast=True)  # the same table
+        ints_ptr = numbers_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+        floats_ptr = numbers_ptr.to(tl.pointer_type(tl.float64), bitcast=True)
         # Three channels share their weights. Where the channels do not divide by three, the last
         # group repeats one, and writes the same values twice.
         GROUPS: tl.constexpr = (CHANNELS + 2) // 3

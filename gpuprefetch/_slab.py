@@ -53,17 +53,17 @@ class _Mapping:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.state: npt.NDArray[np.uint8] = memory[:1].numpy()
-        self._pinned: bool | None = None
+        self.pinned: bool | None = None
 
     def pin(self) -> bool:
         """Page-lock the slab, once; whether it is."""
-        if self._pinned is None:
+        if self.pinned is None:
             start, size = self.memory.data_ptr(), self.memory.numel()
-            self._pinned = not int(torch.cuda.cudart().cudaHostRegister(start, size, 0))
-            if self._pinned:
+            self.pinned = not int(torch.cuda.cudart().cudaHostRegister(start, size, 0))
+            if self.pinned:
                 # The memory lives as long as the function that unlocks it.
                 weakref.finalize(self, _unpin, self.memory, os.getpid()).atexit = False
-        return self._pinned
+        return self.pinned
 
 
 def _unpin(memory: torch.Tensor, owner: int) -> None:
@@ -127,6 +127,11 @@ class Buffer:
     def pin(self) -> bool:
         """Page-lock the buffer where it lies; False where that cannot be done."""
         return self._mapping is not None and self._mapping.pin()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether :meth:`pin` has been called, and could be."""
+        return self._mapping is not None and bool(self._mapping.pinned)
 
     def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:  # os is gone at exit
         # A worker forked later has a copy of this object: not to free what the parent reads.

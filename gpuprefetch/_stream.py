@@ -60,9 +60,7 @@ def record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
 
 
 def queue_wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-    """Have ``stream`` wait for ``event``, which was recorded, unless it has come."""
-    if event.query():
-        return
+    """Have ``stream`` wait for ``event``, which was recorded."""
     driver = _driver()
     if driver is None or driver.cuStreamWaitEvent(stream.cuda_stream, event.cuda_event, 0):
         stream.wait_event(event)
@@ -77,7 +75,8 @@ def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
         device: the CUDA device of the batch.
     """
     stream = torch.cuda.current_stream(device)
-    queue_wait(stream, ready)
+    if not ready.query():
+        queue_wait(stream, ready)
     for tensor in tensors(batch):
         if tensor.is_cuda:
             tensor.record_stream(stream)
@@ -92,6 +91,26 @@ def using(stream: torch.cuda.Stream) -> Iterator[None]:
     """
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
+
+
+class switched:  # a context manager without a generator: it is entered for each batch
+    """As :func:`using` and :func:`own_modes`, at less cost, in a thread of ours.
+
+    Such a thread never had another device, nor an autocast. Its stream is put back, for a loader
+    that works on the device works on that.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream, self._no_grad = stream, torch.no_grad()
+
+    def __enter__(self) -> None:
+        self._no_grad.__enter__()
+        self._before = torch.cuda.current_stream(self._stream.device)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: Any) -> None:
+        torch.cuda.set_stream(self._before)
+        self._no_grad.__exit__(*error)
 
 
 @contextlib.contextmanager

@@ -607,16 +607,16 @@ def test_each_group_of_a_batch_fills_its_rows(monkeypatch, launched, share, larg
 
 def test_what_is_reserved_and_uploaded():
     scripted, cpu = _pipeline._scripted(), torch.device("cpu")
-    data, numbers = torch.arange(100, dtype=torch.uint8), torch.arange(7)
+    data = torch.arange(100, dtype=torch.uint8)
     shape = [2, 3, 4, 5], torch.bfloat16, torch.channels_last
-    out, read = scripted.reserve(numbers, *shape, cpu)
+    out, read = scripted.reserve(data, 7, 15, False, *shape, cpu)
     assert (out.shape, out.dtype) == ((2, 3, 4, 5), torch.bfloat16)
     assert out.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(read, numbers)
+    assert torch.equal(read, data[7:15])
     pixels = scripted.upload(data, 10, 16, 8, cpu)
     assert len(pixels) == 8
     assert torch.equal(pixels[:6], data[10:16])
-    assert scripted.reserve(None, *shape, cpu)[1] is None
+    assert scripted.reserve(None, 0, 0, False, *shape, cpu)[1] is None
 
 
 class Shrinking(OperatorDecoder):

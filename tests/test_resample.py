@@ -501,7 +501,7 @@ def test_a_plan_gives_what_the_images_give(interpolation, kernel_device):
     offsets = np.cumsum([0, images[0].numel(), images[1].numel()])
     table = _resample.arrange(plan, places, offsets, [1, 1, 1], (6, 7))
     assert table.steps == [1, 0, 3]  # each with the kernel for its own
-    assert np.array_equal(table.by_place(4)[places][:, 1:4], plan[:, 1:4])
+    assert np.array_equal(_resample.by_place(table.words, 4)[places][:, 1:4], plan[:, 1:4])
     coloring = _resample.Coloring(torch.uint8, out.dtype, MEAN, STD)
     launches = _resample.Launches(table, out, coloring, interpolation)
     for number in (1, 2, 0):
