@@ -129,6 +129,7 @@ class _Engine:
         self._handed: weakref.ref[torch.Tensor] | None = None
         self._used: tuple[torch.cuda.Event | None, weakref.ref[torch.Tensor] | None] = (None, None)
         self._exhausted = self._stopping = False
+        self._large = False  # calls are asked for
         self._pid, self.user = os.getpid(), threading.get_ident()
         self._fetched: int = source.place["batches"]
         self._fetch_ahead = fetch_ahead
@@ -412,15 +413,12 @@ class _Engine:
                 self._changed.notify_all()
         slot.done.set()
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
         """The loop launches nothing inside of it: see Note [The training thread's locks]."""
         if not self._on_cuda:
-            yield
-            return
+            return contextlib.nullcontext()
         self._gate.set()
-        with turns[self.device].hurried():
-            yield
+        return turns[self.device].hurried()
 
     def spare(self) -> None:
         """Let the decode wait until the loop is back, if the batch that it takes then is ready."""
@@ -498,7 +496,8 @@ class _Engine:
         )
         if turn.learn(late=late and not self.balancer.trying) and self._memory_to_spare():
             turn.level += 1
-        if turn.several and self._pipeline.memory_budget is None:
+        if turn.several and not self._large and self._pipeline.memory_budget is None:
+            self._large = True
             self._pipeline.packer.large_calls.numpy()[0] = True
 
     def _memory_to_spare(self) -> bool:
