@@ -56,8 +56,11 @@ from gpuprefetch._format import decode_cpu
 #     is let in: see Note [Memory for speed] for when there is one. A loop that had to wait
 #     for the GPU, and has the batch after this one ready, is left alone until it is back: it will
 #     wait again (_Engine.spare).
-#   - a loop that need not wait for the GPU waits for the thread that fetches, so that the two do
-#     not take the lock from each other in turns (_Engine.let_fetch).
+#   - what a launch reads of a batch lies in the worker's buffer (EncodedImages.numbers), and Triton
+#     is asked for each kernel once: the process that trains makes next to nothing of either.
+#   - a loop that need not wait for the GPU gets the next batch under way itself, so that it and the
+#     thread that fetches do not take the lock from each other in turns. Where it might wait in
+#     that, or run what is not ours, it waits for that thread (_Engine.let_fetch).
 
 # Note [Memory for speed]
 # What a loop needs to keep its GPU busy depends on its step, so the memory comes level by level, as

@@ -69,12 +69,13 @@ class _Slot:
     """A batch between the loader and the loop."""
 
     __slots__ = """
-        cost done error event fetched images number remaining result source state work
+        cost done encoded error event fetched images number remaining result source state work
     """.split()
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.images = 0
+        self.encoded = False  # whether they are
         self.source: Any = None
         self.state: Any = None
         self.fetched = 0.0
@@ -111,6 +112,8 @@ class _Engine:
         self._changed = threading.Condition()
         self._slots: deque[_Slot] = deque()
         self._held: _Slot | None = None  # fetched; it does not fit beside what is under way
+        # Taken from there by the loop, which gets it under way itself.
+        self._taken: _Slot | None = None
         # What the host gave for batches that were handed over: the GPU may read it yet.
         self._sources: deque[tuple[torch.cuda.Event, Any]] = deque()
         # Its readers wake one at a time, and it is no Python code: the lock of that is scarce.
@@ -191,11 +194,16 @@ class _Engine:
         while not self._exhausted:
             slot = self._fetch()
             with self._changed:
+                self._held = slot
                 self._changed.wait_for(partial(self._may_start, slot))
+                taken, self._held = self._held is not slot, None
+            if taken and not self._stopping:
+                continue
             if not self._stopping and slot.error is None and self._lean:
                 self._wait_for_used()
             if self._stopping:
-                slot.error = None  # breaks the cycle with the frame of _fetch
+                if not taken:
+                    slot.error = None  # breaks the cycle with the frame of _fetch
                 self._source.close()
                 return
             with self._batch_stream():
@@ -234,7 +242,7 @@ class _Engine:
 
     def _interrupt(self, error: BaseException) -> None:
         """Ctrl-C is not for a later batch: the loop may never take that."""
-        if isinstance(error, KeyboardInterrupt) and not self._fetch_ahead:
+        if isinstance(error, KeyboardInterrupt) and threading.get_ident() not in self._ours:
             raise error
 
     @property
@@ -274,8 +282,10 @@ class _Engine:
         return not self._slots or used + slot.cost.fixed + slot.cost.decoded <= budget
 
     def _may_start(self, slot: _Slot) -> bool:
-        """Whether there is room for a batch; if not, the loop need not wait for its start."""
-        if self._has_room(slot):
+        """Whether there is room for a batch, or the loop has taken it; if not, it need not wait."""
+        if self._stopping or self._held is not slot:
+            return True
+        if self._taken is None and self._has_room(slot):
             return True
         self._rest()
         return False
@@ -346,6 +356,7 @@ class _Engine:
     def _learn(self, slot: _Slot, waited: float) -> None:
         slot.images = count_images(slot.source)
         packed = encoded_leaves(slot.source)
+        slot.encoded = bool(packed)
         counts = [(len(images), int(images.decoded.sum())) for images in packed]
         if packed:
             everything, on_cpu = map(sum, zip(*counts, strict=True))
@@ -427,7 +438,14 @@ class _Engine:
                 self._gate.clear()
 
     def let_fetch(self) -> None:
-        """Let the next batch be fetched and got under way while the loop launches nothing."""
+        """Get the next batch under way, or let that be done, while the loop launches nothing."""
+        if self._taken is not None:
+            with self._batch_stream():
+                self._apart(self._start, self._taken)
+            with self._changed:
+                self._taken = None
+                self._changed.notify_all()
+            return
         with self._changed:
             if self._prompt and self._fetch_ahead and not self._exhausted:
                 self._changed.wait_for(lambda: self._resting or self._exhausted, REST_SECONDS)
@@ -481,8 +499,18 @@ class _Engine:
             self._handed = None if largest is None else weakref.ref(largest)
             self._slots.popleft()
             self._resting = False
-            self._changed.notify_all()
+            if not ahead and self._at_hand():
+                self._taken, self._held = self._held, None
+            else:
+                self._changed.notify_all()
         return slot
+
+    def _at_hand(self) -> bool:
+        """Whether there is a batch that the loop can get under way in no time."""
+        slot = self._held
+        if slot is None or not self._fetch_ahead or not slot.encoded or self._lean:
+            return False
+        return not (self._pipeline.tail or self._pipeline.after) and self._has_room(slot)
 
     def _learn_wait(self, seconds: float, *, ahead: bool) -> None:
         """Give batches on their way more memory where they are often late.

@@ -9,13 +9,21 @@ import weakref
 from queue import SimpleQueue
 from types import SimpleNamespace
 
+import pictures
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from gpuprefetch import DataPrefetcher, EncodedImage, _prefetcher, _stats, _stream
+from gpuprefetch import (
+    DataPrefetcher,
+    EncodedImage,
+    RandomResizedCrop,
+    _prefetcher,
+    _stats,
+    _stream,
+)
 from gpuprefetch._budget import Cost
-from gpuprefetch._pipeline import Work
+from gpuprefetch._pipeline import Pipeline, Work
 from gpuprefetch._prefetcher import JOIN_SECONDS, _Engine, _garbage_kept_from_forks
 from gpuprefetch._stream import lease_stream, return_stream
 
@@ -156,6 +164,78 @@ def test_a_loop_does_not_wait_for_a_loader_that_is_not_ready(ahead, monkeypatch)
     monkeypatch.setattr(_Engine, "let_fetch", timed(_Engine.let_fetch, waited))
     assert list(prefetcher_of(batches)) == [0, 1, 2, 3]
     assert max(waited) < 0.1
+
+
+def photos():
+    file = pictures.encode_jpeg(pictures.draw(8, 16))
+    for i in range(6):
+        yield [EncodedImage(file, i)], i
+
+
+def started(monkeypatch):
+    """The numbers of the batches that were got under way, and by which thread."""
+    begun, begin = [], _Engine._start
+
+    def start(engine, slot):
+        begun.append((slot.number, threading.get_ident()))
+        begin(engine, slot)
+
+    monkeypatch.setattr(_Engine, "_start", start)
+    return begun
+
+
+def at_ease(iterator):
+    """Batches of a loop whose loader has the one behind them ready each time."""
+    engine = iterator._engine
+    while True:
+        deadline = time.monotonic() + SECONDS
+        while engine._held is None and not engine._exhausted:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        try:
+            yield next(iterator)
+        except StopIteration:
+            return
+
+
+@pytest.mark.parametrize("why", [None, "ahead of the GPU", "a tail", "lean"])
+def test_a_loop_slower_than_the_gpu_gets_the_next_batch_under_way(ahead, monkeypatch, why):
+    if why == "ahead of the GPU":
+        monkeypatch.setattr(_prefetcher, "throttle", lambda *args: True)
+    if why == "lean":
+        monkeypatch.setattr(_Engine, "_lean", True)
+        monkeypatch.setattr(_Engine, "_wait_for_used", lambda engine: None)
+    tail = [lambda images: images] if why == "a tail" else []
+    begun = started(monkeypatch)
+    iterator = iter(prefetcher_of(photos, transforms=[RandomResizedCrop((4, 4)), *tail]))
+    assert [number for _, number in at_ease(iterator)] == [*range(6)]
+    numbers, threads = zip(*begun, strict=True)
+    assert numbers == (*range(7),)  # the last is the end
+    # For the first two there was room.
+    by_loop = [thread == threading.get_ident() for thread in threads]
+    assert by_loop == [False] * 2 + [why is None] * 4 + [False]
+
+
+@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
+def test_a_batch_that_the_loop_cannot_get_under_way(ahead, monkeypatch, error):
+    start = Pipeline.start
+
+    def broken(pipeline, batch, number, epoch):
+        if number == 3:
+            raise error("no batch")
+        return start(pipeline, batch, number, epoch)
+
+    monkeypatch.setattr(Pipeline, "start", broken)
+    iterator, seen = iter(prefetcher_of(photos, transforms=[RandomResizedCrop((4, 4))])), []
+    with pytest.raises(error):
+        seen.extend(number for _, number in at_ease(iterator))
+    # It was begun when the second batch was taken. An error is for the loop's fourth, Ctrl-C is not.
+    assert seen == ([0, 1, 2] if error is LookupError else [0])
+    engine, ended = iterator._engine, weakref.ref(iterator)
+    assert not any(thread.is_alive() for thread in engine._threads)
+    del iterator
+    gc.collect()
+    assert ended() is None
 
 
 def timed(function, seconds):
