@@ -229,7 +229,7 @@ def test_a_batch_that_the_loop_cannot_get_under_way(ahead, monkeypatch, error):
     iterator, seen = iter(prefetcher_of(photos, transforms=[RandomResizedCrop((4, 4))])), []
     with pytest.raises(error):
         seen.extend(number for _, number in at_ease(iterator))
-    # It was begun when the second batch was taken. An error is for the loop's fourth, Ctrl-C is not.
+    # It was begun when the first was taken. An error waits for its turn, Ctrl-C does not.
     assert seen == ([0, 1, 2] if error is LookupError else [0])
     engine, ended = iterator._engine, weakref.ref(iterator)
     assert not any(thread.is_alive() for thread in engine._threads)
