@@ -198,6 +198,7 @@ class _Engine:
                 self._changed.wait_for(partial(self._may_start, slot))
                 taken, self._held = self._held is not slot, None
             if taken and not self._stopping:
+                del slot  # the loop's, with its result
                 continue
             if not self._stopping and slot.error is None and self._lean:
                 self._wait_for_used()

@@ -115,11 +115,14 @@ class switched:  # a context manager without a generator: it is entered for each
 
 @contextlib.contextmanager
 def own_modes(device: torch.device) -> Iterator[None]:
-    """Without gradients, and without the autocast of the caller.
+    """Without gradients, and without the autocast or the inference mode of the caller.
 
     Batches are prepared in threads of ours or in the caller's, and are the same in either.
     """
-    with torch.no_grad(), contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as held:
+        if torch.is_inference_mode_enabled():  # the loop may train with a later batch
+            held.enter_context(torch.inference_mode(False))
+        held.enter_context(torch.no_grad())
         for kind in {device.type, "cpu"}:
             if torch.is_autocast_enabled(kind):
                 held.enter_context(torch.autocast(kind, enabled=False))

@@ -216,6 +216,29 @@ def test_a_loop_slower_than_the_gpu_gets_the_next_batch_under_way(ahead, monkeyp
     assert by_loop == [False] * 2 + [why is None] * 4 + [False]
 
 
+def test_what_the_loop_got_under_way_is_not_kept(ahead, monkeypatch):
+    asked = threading.Event()
+
+    def batches():
+        given = photos()
+        yield from (next(given) for _ in range(4))
+        asked.wait(SECONDS)
+        yield from given
+
+    begun = started(monkeypatch)
+    iterator = iter(prefetcher_of(batches, transforms=[RandomResizedCrop((4, 4))]))
+    for _ in zip(range(2), at_ease(iterator), strict=False):
+        pass
+    next(iterator)
+    images, number = next(iterator)  # while the thread that fetches waits for the loader
+    assert (number, threading.get_ident()) in begun
+    dropped = weakref.ref(images)
+    del images
+    assert dropped() is None
+    asked.set()
+    assert [number for _, number in iterator] == [4, 5]
+
+
 @pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
 def test_a_batch_that_the_loop_cannot_get_under_way(ahead, monkeypatch, error):
     start = Pipeline.start

@@ -119,6 +119,19 @@ def test_the_autocast_of_the_loop_is_not_that_of_the_batches(photo_folder, devic
     assert not torch.equal(*turned)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_of_a_loop_in_inference_mode_may_be_trained_with(photo_folder, device, workers):
+    transforms = [Crop(16), K.RandomAffine(20.0)]
+    dataset = Numbered(photo_folder)
+    with torch.inference_mode():
+        batches = list(prefetcher_of(dataset, device, transforms, seed=1, num_workers=workers))
+        assert torch.empty(1).is_inference()  # guards the test
+    for batch in batches:
+        weight = torch.ones(3, 1, 1, device=device, requires_grad=True)
+        (weight * batch["image"]).sum().backward()  # not with an inference tensor
+        assert weight.grad is not None
+
+
 def test_the_share_of_the_workers_is_that_of_the_batch(photo_folder, device):
     prefetcher = prefetcher_of(Numbered(photo_folder), device, seed=4)
     share = prefetcher._pipeline.packer.share
