@@ -223,7 +223,8 @@ def search(child: Child, task: dict[str, Any], guess: int, resolution: float) ->
 
 
 def main() -> None:
-    parser = harness.argument_parser(__doc__)
+    parser = harness.argument_parser(__doc__, timed=False)
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one child")
     parser.add_argument("--models", nargs="+", default=DEFAULT_MODELS)
     parser.add_argument("--loaders", nargs="+", default=DEFAULT_LOADERS)
     parser.add_argument("--what", nargs="+", default=WHAT, choices=WHAT)

@@ -10,6 +10,7 @@ import torch
 from gpuprefetch._convert import convert_transforms, flatten, in_columns, is_on_device, name_of
 from gpuprefetch._prefetcher import DataPrefetcher
 from gpuprefetch._random import SeededDraws
+from gpuprefetch._stream import own_modes
 from gpuprefetch._transforms import Head, Transform, _FusedTransform, read_transforms
 
 
@@ -80,7 +81,7 @@ def _try(transform: Transform, images: Any) -> tuple[Any, str]:
     if images is None:
         return None, _form(None)
     try:
-        with torch.no_grad(), SeededDraws(0):
+        with own_modes(torch.device("cpu")), SeededDraws(0):
             result = transform(images)
     except Exception as error:  # the user's code: whatever it raises is the answer
         return None, f"fails: {type(error).__name__}: {error}"

@@ -877,6 +877,13 @@ def test_explain_says_what_is_fused_and_why_the_rest_is_not():
     )
 
 
+def test_explain_does_not_try_under_the_callers_autocast():
+    blur = torch.nn.Conv2d(3, 3, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert blur(torch.zeros(1, 3, 9, 9)).dtype == torch.bfloat16  # guards the test
+        assert "float32 (N, 3, 7, 7)" in explain([gpuprefetch.Resize((9, 9)), blur])
+
+
 def test_explain_takes_what_a_prefetcher_takes():
     jitter, noise = K.ColorJitter(0.1, 0.1), v2.GaussianNoise()
     for ops in ([gpuprefetch.Resize((9, 9)), jitter, noise], [K.Resize((9, 9)), noise]):

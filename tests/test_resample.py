@@ -1,7 +1,9 @@
 """The kernel against its twin, the twin against PIL and torch, and the path of a worker."""
 
+import itertools
 import re
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -484,31 +486,91 @@ def test_positions_scatter_into_a_larger_batch(run, kernel_device):
             resample_reference(images, rows, (2, 2), out=out, positions=wrong)
 
 
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_a_plan_gives_what_the_images_give(interpolation, kernel_device):
-    # As planes, as planes with its axes changed, and as pixels, each in a launch of its own.
-    images = [picture(h, w, seed=h).to(kernel_device) for h, w in [(9, 14), (17, 5), (6, 11)]]
+def laid_out(size, interpolation="bilinear", device="cpu"):
+    """Three images in one piece, with a launch for each, and how they are sampled one by one."""
+    # As planes, as planes with its axes changed, and as pixels.
+    images = [picture(h, w, seed=h).to(device) for h, w in [(9, 14), (17, 5), (6, 11)]]
     transposed, interleaved = np.array([False, True, False]), np.array([False, False, True])
     views = [images[0], images[1].mT, images[2]]
     images[2] = images[2].permute(1, 2, 0).contiguous()
     sizes = np.array([view.shape[1:] for view in views])
-    rows = np.stack([_half_pixel_rows(size, (6, 7)) for size in sizes])
-    options = {"interpolation": interpolation, "mean": MEAN, "std": STD}
-    out = torch.full((4, 3, 6, 7), -9.0, device=kernel_device)
-    plan = _resample.plan_rows(rows, sizes, transposed, interleaved, (6, 7), interpolation, True)
+    rows = np.stack([_half_pixel_rows(shape, size) for shape in sizes])
+    plan = _resample.plan_rows(rows, sizes, transposed, interleaved, size, interpolation, True)
     flat = torch.cat([image.flatten() for image in images])
     places = np.array([2, 0, 3])
     offsets = np.cumsum([0, images[0].numel(), images[1].numel()])
-    table = _resample.arrange(plan, places, offsets, [1, 1, 1], (6, 7))
+    table = _resample.arrange(plan, places, offsets, [1, 1, 1], size)
     assert table.steps == [1, 0, 3]  # each with the kernel for its own
     assert np.array_equal(_resample.by_place(table.words, 4)[places][:, 1:4], plan[:, 1:4])
-    coloring = _resample.Coloring(torch.uint8, out.dtype, MEAN, STD)
-    launches = _resample.Launches(table, out, coloring, interpolation)
-    for number in (1, 2, 0):
-        launches.launch(number, flat.data_ptr())
-    want = _resample._launch(views, rows, (6, 7), **options)
-    assert torch.equal(out[[2, 0, 3]], want)
-    assert bool((out[1] == -9).all())
+    return flat, table, views, rows
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_a_plan_gives_what_the_images_give(interpolation, kernel_device):
+    flat, table, views, rows = laid_out((6, 7), interpolation, kernel_device)
+    want = _resample._launch(views, rows, (6, 7), interpolation=interpolation, mean=MEAN, std=STD)
+    coloring = _resample.Coloring(torch.uint8, torch.float32, MEAN, STD)
+    layouts = torch.contiguous_format, torch.channels_last
+    # Other kernels for what is not aligned, and for other strides: none is taken for another.
+    for shift, layout in itertools.product([0, 1, 0], layouts):
+        out = torch.full((4, 3, 6, 7), -9.0, device=kernel_device).to(memory_format=layout)
+        launches = _resample.Launches(table, out, coloring, interpolation)
+        shifted = torch.cat([flat[:shift], flat])
+        for number in (1, 2, 0):
+            launches.launch(number, shifted.data_ptr() + shift)
+        assert torch.equal(out[[2, 0, 3]], want)
+        assert bool((out[1] == -9).all())
+
+
+class FakeKernel:
+    """Notes its launches; the first of it gives ``made``, as Triton gives what it has compiled."""
+
+    def __init__(self, made=None):
+        self.made, self.launched = made, []
+
+    def __getitem__(self, grid):
+        def run(*arguments, **options):
+            self.launched.append((grid, arguments))
+            return self.made
+
+        return run
+
+
+def test_triton_is_asked_for_a_kernel_once(monkeypatch):
+    compiled = FakeKernel()
+    asked = FakeKernel(compiled)
+    monkeypatch.setattr(_resample, "_resample_kernel", asked)
+    monkeypatch.setattr(_resample, "_compiled", {})
+    _, table, _, _ = laid_out((6, 7))
+    address = 7 << 40
+
+    def launch(number, address, dtype=torch.float32, size=(6, 7), table=table, **options):
+        out = torch.empty(4, 3, *size, dtype=dtype).to(**options)
+        coloring = _resample.Coloring(torch.uint8, dtype)
+        _resample.Launches(table, out, coloring, "bilinear").launch(number, address)
+
+    launch(0, address)
+    launch(0, address + 16)
+    assert len(asked.launched) == len(compiled.launched) == 1
+    # What Triton was given, in the same order, but for the addresses.
+    (grid, first), (again, second) = asked.launched[0], compiled.launched[0]
+    assert grid == again
+    assert (first[0], second[0]) == (address, address + 16)
+    assert (first[1], *first[4:]) == (second[1], *second[4:])
+    others = [
+        (1, address),  # other strides of the image
+        (0, address + 1),
+        (0, 4096),  # in 32 bits
+        (0, address, torch.bfloat16),
+        (0, address, torch.float32, (6, 9)),
+        (0, address, torch.float32, (6, 7), replace(table, padded=True)),
+    ]
+    for count, other in enumerate(others, 2):
+        launch(*other)
+        launch(*other)
+        assert len(asked.launched) == len(compiled.launched) == count, other
+    launch(0, address, memory_format=torch.channels_last)
+    assert len(asked.launched) == 2 + len(others)
 
 
 def _half_pixel_rows(size, result):
