@@ -147,6 +147,35 @@ def details_table(documents: list[Document]) -> str:
     return markdown(header, lines)
 
 
+def runs_table(documents: list[Document]) -> str:
+    """Each training run on its own: how far beside DALI, tuned, and with how much memory."""
+    lines = []
+    for document in documents:
+        for (model, mode), rows in train_rows([document]).items():
+            dali = [row for loader, row in rows.items() if loader.startswith("dali-tuned")]
+            if "synthetic" not in rows or "gpuprefetch" not in rows:
+                continue
+            ours, other = rows["gpuprefetch"], max(dali, key=lambda row: row["rate"], default=None)
+            floor = rows["synthetic"]["best"].get("gpu_peak_gib")
+            beyond = [
+                f"{row['best']['gpu_peak_gib'] - floor:.2f}" if row and floor is not None else ""
+                for row in (ours, other)
+            ]
+            lines.append(
+                [
+                    f"[{document['metadata']['commit']}](results/{document['file']})",
+                    f"{model} {mode}",
+                    f"{ours['ratio']:.3f}",
+                    f"{other['ratio']:.3f}" if other else "",
+                    f"{ours['rate'] / other['rate']:.3f}" if other else "",
+                    *beyond,
+                ]
+            )
+    names = [name(loader).replace("**", "") for loader in ("gpuprefetch", "dali-tuned")]
+    header = ["version", "", *(f"{each}, of the ceiling" for each in names), "times DALI's"]
+    return markdown([*header, *(f"{each}, GiB beyond it" for each in names)], lines)
+
+
 def loader_table(documents: list[Document]) -> str:
     best: dict[tuple[str, str], Row] = {}
     for document in documents:
@@ -230,14 +259,18 @@ def front_page(documents: list[Document]) -> str:
     return "\n\n".join([train_table(first), plot, caption(first, "benchmarks/results/")])
 
 
-def all_results(documents: list[Document]) -> str:
-    """The block of benchmarks/README.md."""
+def all_results(documents: list[Document], runs: list[Document]) -> str:
+    """The block of benchmarks/README.md; ``runs`` are those that no other table shows."""
     parts = []
     for group in groups(documents, "train"):
         cores, batch = group[0]["metadata"]["affinity"], group[0]["parameters"]["batch_size"]
         heading = f"### Training, {cores} CPU cores, batch {batch}"
         parts += [heading, train_table(group), details_table(group)]
         parts.append(caption(group, "results/"))
+    trained = [d for d in documents + runs if d["benchmark"] == "train"]
+    if runs and trained:
+        trained.sort(key=lambda document: document["metadata"]["utc"])
+        parts += ["### Every training run, the latest last", runs_table(trained)]
     for group in groups(documents, "loader"):
         parts += ["### Loaders alone", loader_table(group), caption(group, "results/")]
     for group in groups(documents, "memory"):
@@ -290,9 +323,10 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     documents = read(RESULTS)
+    runs = [{**run, "file": f"runs/{run['file']}"} for run in read(RESULTS / "runs")]
     blocks = {
         ROOT / "README.md": front_page(documents),
-        ROOT / "benchmarks" / "README.md": all_results(documents),
+        ROOT / "benchmarks" / "README.md": all_results(documents, runs),
     }
     stale = []
     for path, block in blocks.items():

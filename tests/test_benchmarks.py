@@ -405,7 +405,7 @@ def test_tables(documents):
     assert "| **gpuprefetch** | 970 (0.970) |" in block
     assert "| DALI, tuned | 950 (0.950) |" in block  # the better of its variants
     assert "| resident batch: the ceiling | 1,000 |" in block
-    assert "threads=16" in table.all_results(documents)
+    assert "threads=16" in table.all_results(documents, [])
     text = f"before\n{table.START}\nold\n{table.END}\nafter\n"
     written = table.replace_block(text, block, Path("README.md"))
     assert "old" not in written
@@ -429,8 +429,25 @@ def test_the_front_page_shows_most_models_of_most_cores(documents):
         assert "970" in block
         assert "555" not in block
         assert "666" not in block
-        assert "555" in table.all_results([first, *others])
+        assert "555" in table.all_results([first, *others], [])
     assert table.front_page([]) == ""
+
+
+def test_every_training_run_is_shown(documents):
+    import table
+
+    (first,) = documents
+    first["metadata"]["commit"] = "abc"
+    for i, used in {1: 1.5, 3: 2.25, 5: 1.0}.items():
+        first["results"][i]["gpu_peak_gib"] = used
+    lost = [fake_result("synthetic", 100.0), fake_result("gpuprefetch", 70.0)]
+    early = {"utc": "2025-01-01T00:00:00+00:00", "commit": "old"}
+    run = first | {"file": "runs/old.json", "metadata": first["metadata"] | early, "results": lost}
+    text = table.all_results(documents, [run])
+    one = "| [old](results/runs/old.json) | resnet18 eager | 0.700 |  |  |  |  |"
+    other = "| [abc](results/train.json) | resnet18 eager | 0.970 | 0.950 | 1.021 | 0.50 | 1.25 |"
+    assert f"{one}\n{other}" in text
+    assert "[old]" not in table.all_results(documents, [])
 
 
 def test_plot(documents, tmp_path):
