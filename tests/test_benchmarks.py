@@ -444,7 +444,7 @@ def test_every_training_run_is_shown(documents):
     early = {"utc": "2025-01-01T00:00:00+00:00", "commit": "old"}
     run = first | {"file": "runs/old.json", "metadata": first["metadata"] | early, "results": lost}
     text = table.all_results(documents, [run])
-    one = "| [old](results/runs/old.json) | resnet18 eager | 0.700 |  |  |  |  |"
+    one = "| [old](results/runs/old.json) | resnet18 eager | 0.700 |  |  | 0.00 |  |"
     other = "| [abc](results/train.json) | resnet18 eager | 0.970 | 0.950 | 1.021 | 0.50 | 1.25 |"
     assert f"{one}\n{other}" in text
     assert "[old]" not in table.all_results(documents, [])
