@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import pickle
 import queue
 import threading
 import time
@@ -30,7 +31,7 @@ from gpuprefetch import (
 )
 from gpuprefetch._budget import Cost, parse_bytes, readable
 from gpuprefetch._decode import ImageDecoder
-from gpuprefetch._encoded import Call, pack
+from gpuprefetch._encoded import Call, EncodedImages, pack
 from gpuprefetch._format import decode_cpu
 from gpuprefetch._host import Packer
 from gpuprefetch._resample import Launches
@@ -179,6 +180,30 @@ def test_calls_are_large_where_the_decode_is_too_slow(files, large):
         calls = packer(images).plan.calls
     assert [len(call.positions) for call in calls] == ([8] if large else [4, 4])
     assert [call.counts for call in calls] == ([[4, 4]] if large else [None, None])
+
+
+def test_what_the_launches_read_lies_behind_the_pixels(files):
+    head, _ = _prefetcher.read_transforms(SMALL)
+    share, epoch = torch.tensor([0.5]), torch.zeros(1, dtype=torch.int64)
+    packed = []
+    with mock.patch.object(EncodedImages, "keep_numbers", lambda batch, coloring: None):
+        packed.append(Packer(head, True, False, 0, epoch, share)([*map(EncodedImage, files)]))
+    packed.append(Packer(head, True, False, 0, epoch, share)([*map(EncodedImage, files)]))
+    apart, kept = packed
+    assert apart.decoded.sum() == len(files) // 2
+    assert kept.plan.table.words is None
+    first, last = kept.numbers
+    assert kept.spans[kept.decoded].max() + kept.boundary == first
+    assert last == len(kept.buffer.tensor)
+    assert np.array_equal(kept.words(), apart.words())
+    held, start, stop = kept.held_numbers()
+    # Where the buffer cannot be pinned, a copy of its end is.
+    copied = replace(kept, pinned=kept.pixels.clone())
+    other, *place = copied.held_numbers()
+    assert other is copied.pinned
+    assert torch.equal(other[slice(*place)], held[start:stop])
+    assert np.array_equal(copied.words(), apart.words())
+    assert np.array_equal(pickle.loads(pickle.dumps(kept)).words(), apart.words())
 
 
 def late_engine(monkeypatch, files, idle=(True,), free=(_prefetcher.SPARE_BYTES,), **options):
