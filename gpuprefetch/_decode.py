@@ -129,31 +129,17 @@ class Turns:
         self._late = 0
         return True
 
-    def hurried(self) -> _Hurry:
+    @contextlib.contextmanager
+    def hurried(self) -> Iterator[None]:
         """A loop waits inside of it."""
-        return _Hurry(self)
-
-    def wait(self, change: int) -> None:
-        """One loop more waits, or one less."""
         with self._changed:
-            self._waiting += change
-            if change > 0:
-                self._changed.notify_all()
-
-
-class _Hurry:
-    """No generator: it is entered for each batch, in the thread that trains."""
-
-    __slots__ = ("_turns",)
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-
-    def __enter__(self) -> None:
-        self._turns.wait(1)
-
-    def __exit__(self, *error: object) -> None:
-        self._turns.wait(-1)
+            self._waiting += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting -= 1
 
 
 turns: defaultdict[torch.device, Turns] = defaultdict(Turns)
@@ -381,12 +367,8 @@ def decode_packed(
 
     Arguments are those of :func:`decode_part` and :meth:`ImageDecoder.packed`.
     """
-    try:
+    with _may_refuse(call.size, device):
         return decoder.packed(images.buffer.tensor, call, turn)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        claim(call.size, device, error)
     return None
 
 

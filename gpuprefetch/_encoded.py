@@ -155,10 +155,11 @@ class EncodedImages:
         collate_seconds: it spent on the rest of the batch.
         pin_seconds: the DataLoader's pin thread took.
         targets: what became of boxes, masks and points, see :func:`gpuprefetch._targets.fate`.
-        numbers: what the launches of the plan read, where it lies in the buffer, behind the pixels;
-            None where it does not.
+        numbers: where in the buffer, behind the pixels, lies what the launches of the plan read;
+            None where there is no room for it.
         out: the finished batch, where no device is to make it.
-        pinned: a copy of the pixels in pinned memory, where the buffer itself cannot be pinned.
+        pinned: a copy of the buffer in pinned memory, from the pixels on, where the buffer itself
+            cannot be pinned.
     """
 
     buffer: Buffer
@@ -195,7 +196,12 @@ class EncodedImages:
     def pixels(self) -> torch.Tensor:
         """``(bytes,)`` uint8 on the CPU, the decoded pixels; pinned where the loader pins."""
         held, start = self.held_pixels()
-        return held[start:]
+        return held[start : start + self.encoded_bytes - self.boundary]
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes of :attr:`data` and :attr:`pixels`."""
+        return self.buffer.tensor.numel() if self.numbers is None else self.numbers[0]
 
     def held_pixels(self) -> tuple[torch.Tensor, int]:
         """What holds :attr:`pixels`, and where they start in it: without a view, a new object."""
@@ -204,11 +210,13 @@ class EncodedImages:
     def keep_numbers(self, coloring: Coloring) -> None:
         """Put what the launches read into the buffer, in place of the plan's words."""
         assert self.plan is not None and self.numbers is not None
-        table, (first, _), self.numbers = self.plan.table, self.numbers, None
-        if table is not None:
+        table, (first, _) = self.plan.table, self.numbers
+        if table is None:
+            self.numbers = first, first
+        else:
             numbers = Launches.numbers(table, 3, coloring)
-            self.numbers = first, first + len(numbers)
-            self.buffer.tensor[first : first + len(numbers)] = numbers
+            last = first + len(numbers)
+            self.numbers, self.buffer.tensor[first:last] = (first, last), numbers
             self.plan = replace(self.plan, table=replace(table, words=None))
 
     def words(self) -> npt.NDArray[np.int64]:
@@ -271,7 +279,9 @@ class EncodedImages:
         cannot launch. Elsewhere the pixels alone are worth a pinned copy.
         """
         started = time.perf_counter()
-        batch = self if self.buffer.pin() else replace(self, pinned=self.pixels.pin_memory())
+        batch = self
+        if not self.buffer.pin():
+            batch = replace(self, pinned=self.buffer.tensor[self.boundary :].pin_memory())
         batch.pin_seconds = time.perf_counter() - started
         return batch
 

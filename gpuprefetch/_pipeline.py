@@ -202,24 +202,25 @@ class Pipeline:
         if rows is not None or self.only is not None:
             _refuse_fewer_rows(batch, jobs[0].images.samples)
 
-        def keep(leaf: Any) -> Any:
-            if rows is None or isinstance(leaf, ImageJob):
-                return leaf
-            return _take_rows(leaf, rows, count)
-
         batch = unstack(batch, count) if targets and self.tail else batch
         if rows is not None:
+
+            def keep(leaf: Any) -> Any:
+                return leaf if isinstance(leaf, ImageJob) else _take_rows(leaf, rows, count)
+
             batch = map_leaves(keep, batch, partial(_is_column, count=count))
-        for number, job in enumerate(jobs):
-            job.out = keep(job.out)
-            if not targets and self.tail:  # each view of a sample gets draws of its own
+            for job in jobs:
+                job.out = _take_rows(job.out, rows, count)
+        if self.tail and not targets:  # each view of a sample gets draws of its own
+            for number, job in enumerate(jobs):
                 job.out = self._run_tail(job.out, _derive(seed(), number) if number else seed())
-        if targets and self.tail:
+        elif self.tail:
             if len(jobs) > 1:
                 raise ValueError(
                     "The collate function leaves samples apart, and the transforms behind the head "
                     "need one batch. Use collate_fn=lambda samples: tuple(zip(*samples))."
                 )
+            job = jobs[0]
             with Stage(self.stats, "tail"), SeededDraws(seed()):
                 job.out, batch = run_tail(self.tail, job.out, batch, targets)
         only, left = None, count if rows is None else len(rows)
@@ -460,9 +461,6 @@ class ImageJob:
         numbers: tuple[torch.Tensor | None, int, int, bool] = None, 0, 0, False
         if table is not None and table.words is None:
             numbers = *images.held_numbers(), images.is_pinned
-        elif table is not None:
-            laid_out = Launches.numbers(table, 3, coloring)
-            numbers = laid_out, 0, len(laid_out), False
         shape, layout = [len(images), 3, *size], pipeline.memory_format or torch.contiguous_format
         with _typed_shortage():
             self.out, read = _scripted().reserve(*numbers, shape, dtype, layout, device)
@@ -570,7 +568,7 @@ class ImageJob:
 
     def _wait_for_room(self) -> None:
         """Until the result is reserved, and its table there, in the order of streams."""
-        if self._reserved is not None and not self._reserved.query():
+        if self._reserved is not None:
             queue_wait(torch.cuda.current_stream(self.out.device), self._reserved)
 
     def _launch(self, launch: Callable[[], None]) -> None:

@@ -132,7 +132,6 @@ class _Engine:
         self._handed: weakref.ref[torch.Tensor] | None = None
         self._used: tuple[torch.cuda.Event | None, weakref.ref[torch.Tensor] | None] = (None, None)
         self._exhausted = self._stopping = False
-        self._large = False  # calls are asked for
         self._pid, self.user = os.getpid(), threading.get_ident()
         self._fetched: int = source.place["batches"]
         self._fetch_ahead = fetch_ahead
@@ -367,7 +366,7 @@ class _Engine:
             self._shares[slot.number] = images.share
             self.stats.cpu_images += decoded
             self.stats.gpu_images += count - decoded
-            self.stats.encoded_bytes += (images.numbers or (images.buffer.tensor.numel(),))[0]
+            self.stats.encoded_bytes += images.encoded_bytes
             self.stats.read_seconds += images.read_seconds
             self.stats.worker_decode_seconds += images.decode_seconds
             self.stats.collate_seconds += images.collate_seconds
@@ -525,8 +524,7 @@ class _Engine:
         )
         if turn.learn(late=late and not self.balancer.trying) and self._memory_to_spare():
             turn.level += 1
-        if turn.several and not self._large and self._pipeline.memory_budget is None:
-            self._large = True
+        if turn.several and self._pipeline.memory_budget is None:
             self._pipeline.packer.large_calls.numpy()[0] = True
 
     def _memory_to_spare(self) -> bool:

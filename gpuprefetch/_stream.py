@@ -60,7 +60,9 @@ def record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
 
 
 def queue_wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-    """Have ``stream`` wait for ``event``, which was recorded."""
+    """Have ``stream`` wait for ``event``, which was recorded, unless it has come."""
+    if event.query():
+        return
     driver = _driver()
     if driver is None or driver.cuStreamWaitEvent(stream.cuda_stream, event.cuda_event, 0):
         stream.wait_event(event)
@@ -75,8 +77,7 @@ def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
         device: the CUDA device of the batch.
     """
     stream = torch.cuda.current_stream(device)
-    if not ready.query():
-        queue_wait(stream, ready)
+    queue_wait(stream, ready)
     for tensor in tensors(batch):
         if tensor.is_cuda:
             tensor.record_stream(stream)
