@@ -63,21 +63,26 @@ from gpuprefetch._format import decode_cpu
 #     that, or run what is not ours, it waits for that thread (_Engine.let_fetch).
 
 # Note [Memory for speed]
-# What a loop needs to keep its GPU busy depends on its step, so the memory comes level by level, as
-# long as batches are late (_Engine._learn_wait):
-#   0. two batches: one that the loop has, and one that is prepared as soon as the GPU is through
-#      with the batch before, in the memory of that.
-#   1. one more, so that the next one is begun as soon as the loop takes this one.
-#   2. one more again, unless batches are large: one is ready, and the next in preparation.
-#   3. a second decoder, 150 MiB that the process does not get back, with a thread of its own; and
+# What a loop needs to keep its GPU busy depends on its step, so the memory comes level by level.
+# Level 1 comes if there is room for it, the others as long as batches are late (_learn_wait):
+#   0. one batch, that of the loop: the next is begun when the loop asks for it. What its step takes
+#      at its peak is free then. So a batch that fits without us fits with us, but for the decoder.
+#   1. two: the next one is prepared as soon as the GPU is through with the batch before, in the
+#      memory of that.
+#   2. one more, so that the next one is begun as soon as the loop takes this one.
+#   3. one more again, unless batches are large: one is ready, and the next in preparation.
+#   4. a second decoder, 150 MiB that the process does not get back, with a thread of its own; and
 #      large calls, which take the lock less often. A decoder works on 14 images at a time, and
 #      each waits until a kernel of its own has had its turn between those of the training.
-# ResNet-18 compiled, as above: 0.92 of the ceiling with all of them, 0.77 with the second left out.
-# Eager: 0.971 with the first two, 0.966 without the second, and 0.930 with none of them, although
-# the GPU had work left when four of five batches came that the loop had waited for.
+# ResNet-18 compiled, as above: 0.92 of the ceiling at level 4, 0.77 with one batch less. Eager: 0.971
+# at level 3, 0.966 at level 2, and 0.930 at level 1, although the GPU had work left when four of
+# five batches came that the loop had waited for.
 
-# To the next level, if so many batches were late beyond one in TOLERATED: the first ones of an
-# epoch always are. The FIRST ones of all do not count, of which the workers decode nothing yet.
+# What the loop itself takes is known behind its second step, which has the optimizer's state.
+SHOWN = 2
+# From there on to the next level, if so many batches were late beyond one in TOLERATED: the first
+# ones of an epoch always are. The FIRST ones of all do not count, of which the workers decode
+# nothing yet.
 FIRST, LATE, TOLERATED = 64, (10, 10, 40), 5
 
 
@@ -94,19 +99,24 @@ class Turns:
         self.level = 0
 
     @property
+    def bare(self) -> bool:
+        """Whether a batch is begun when the loop asks for it."""
+        return self.level < 1
+
+    @property
     def lean(self) -> bool:
         """Whether a batch is begun in the memory of one that was used."""
-        return self.level < 1
+        return self.level < 2
 
     @property
     def deep(self) -> bool:
         """Whether two small batches are ready or in preparation."""
-        return self.level >= 2
+        return self.level >= 3
 
     @property
     def several(self) -> bool:
         """Whether there is a second decoder."""
-        return self.level >= 3
+        return self.level >= 4
 
     def __enter__(self) -> None:
         with self._changed:
@@ -121,10 +131,12 @@ class Turns:
     def learn(self, *, late: bool) -> bool:
         """Learn from one batch whether it was late; True if that calls for the next level."""
         self._seen += 1
+        if self.bare:
+            return self._seen > SHOWN
         if self._seen <= FIRST or self.several:
             return False
         self._late = max(self._late + late * TOLERATED - 1, 0)
-        if self._late < LATE[self.level] * (TOLERATED - 1):
+        if self._late < LATE[self.level - 1] * (TOLERATED - 1):
             return False
         self._late = 0
         return True

@@ -19,8 +19,6 @@ import torch
 from gpuprefetch._batch import leaves, map_leaves, moves_itself, to_device
 from gpuprefetch._budget import (
     LARGE,
-    READY,
-    READY_BYTES,
     Cost,
     cost_of,
     decoded_bytes,
@@ -135,15 +133,8 @@ class Pipeline:
     )
 
     def cost(self, batch: Any) -> Cost:
-        """What the budget has to know of a batch."""
-        if self.memory_budget is None:
-            return Cost()
+        """What a batch takes on the device."""
         return cost_of(batch, self.head.size, self.dtype)
-
-    def depth(self, batch: Any) -> int:
-        """How many batches such as this one are ready or in preparation at most, by default."""
-        size = cost_of(batch, self.head.size, self.dtype).fixed
-        return max(min(READY, READY_BYTES // max(size, 1)), 1)
 
     def start(self, batch: Any, number: int, epoch: int) -> Work:
         """Queue the copies of a batch on the current stream and lay out the rest of its work.
@@ -158,7 +149,7 @@ class Pipeline:
         """
         seed = partial(_derive, _epoch_keys(self.packer.seed, epoch), number)
         jobs: list[ImageJob] = []
-        cost = self.cost(batch)
+        cost = Cost() if self.memory_budget is None else self.cost(batch)
         limit = cost.limit(self.memory_budget)
 
         def move(leaf: Any) -> Any:

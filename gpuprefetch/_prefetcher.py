@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gpuprefetch._balance import Balancer
 from gpuprefetch._batch import leaves, tensors
-from gpuprefetch._budget import LANES, Cost, parse_bytes
+from gpuprefetch._budget import LANES, READY, READY_BYTES, Cost, parse_bytes
 from gpuprefetch._connections import tell
 from gpuprefetch._decode import BACKENDS, packing_into, turns
 from gpuprefetch._encoded import EncodedImageFolder, is_encoded
@@ -61,8 +61,10 @@ JOIN_SECONDS = 10.0
 REST_SECONDS = 0.002
 # A batch may be late where the loop waits longer for it, and not for its loader.
 LATE_SECONDS = 0.001
-# Where less of the GPU's memory is left, batches on their way get no more of it than they have.
-SPARE_BYTES = 1 << 30
+# Where less of the GPU's memory is left, batches on their way get no more of it than they have. The
+# first is beside what the next batch takes, which is prepared while the loop has one, the second is
+# for all that comes after that.
+SPARE_FOR_NEXT, SPARE_BYTES = 256 << 20, 1 << 30
 
 
 class _Slot:
@@ -105,8 +107,9 @@ class _Engine:
     ) -> None:
         self._pipeline, self._source, self._check = pipeline, source, check
         self._epoch, self._shares = epoch, shares
-        # How many batches are ready or in preparation: as the user says, or at most.
-        self._asked, self._most = depth, 0
+        # How many batches are ready or in preparation, as the user says; else the first one's cost
+        # decides, and whether the loop has asked for one.
+        self._asked, self._usual, self._wanted = depth, Cost(), False
         self.device, self.place = pipeline.device, source.place
         self.stats, self.balancer = pipeline.stats, balancer
         self._changed = threading.Condition()
@@ -220,9 +223,9 @@ class _Engine:
             self._prompt = fetch.seconds < REST_SECONDS / 2
             self._pipeline.packer.begin()
             slot.source = pack_lists(batch, self._pipeline.packer)
-            slot.cost = self._pipeline.cost(slot.source)
-            if self._asked is None and not self._most:
-                self._most = self._pipeline.depth(slot.source)
+            if self._pipeline.memory_budget is not None or not self._usual.fixed:
+                slot.cost = self._pipeline.cost(slot.source)
+                self._usual = self._usual if self._usual.fixed else slot.cost
             self._learn(slot, fetch.seconds)
             self._check(slot.source)
             self._wait_for_loader(slot.source)
@@ -249,8 +252,12 @@ class _Engine:
     def _depth(self) -> int:
         if self._asked is not None:
             return self._asked
+        turn = turns[self.device]
+        if turn.bare and self._fetch_ahead:
+            return int(self._wanted)
         # A thread that does not run ahead would wait for what it has just begun.
-        return max(self._most, 1) if turns[self.device].deep or not self._fetch_ahead else 1
+        deep = turn.deep or not self._fetch_ahead
+        return max(min(READY, READY_BYTES // max(self._usual.fixed, 1)), 1) if deep else 1
 
     @property
     def _lean(self) -> bool:
@@ -481,7 +488,11 @@ class _Engine:
                 self._apart(self._start, slot)
         began = time.perf_counter()
         with self._changed:
+            self._wanted = True
+            if not self._slots:
+                self._changed.notify_all()
             self._changed.wait_for(lambda: self._slots)
+            self._wanted = False
             slot = self._slots[0]
         slot.done.wait()
         if self._on_cuda:
@@ -513,7 +524,7 @@ class _Engine:
         return not (self._pipeline.tail or self._pipeline.after) and self._has_room(slot)
 
     def _learn_wait(self, seconds: float, *, ahead: bool) -> None:
-        """Give batches on their way more memory where they are often late.
+        """Give batches on their way more memory: where there is room, and then where they are late.
 
         The loop waited for one, and the GPU has nothing to do now; or, which does not call for a
         second decoder, soon, for a loop that was not ahead of it before will not be now.
@@ -531,7 +542,9 @@ class _Engine:
         """Whether enough is left of the GPU's memory at the loop's own peak."""
         free, _ = torch.cuda.mem_get_info(self.device)
         kept = torch.cuda.memory_reserved(self.device)
-        return free + kept - torch.cuda.max_memory_allocated(self.device) >= SPARE_BYTES
+        next_one = self._usual.fixed + self._usual.decoded + SPARE_FOR_NEXT
+        least = next_one if turns[self.device].bare else SPARE_BYTES
+        return free + kept - torch.cuda.max_memory_allocated(self.device) >= least
 
     def close(self) -> None:
         """End the threads, give the streams back and drop every batch that was not handed over."""
@@ -694,8 +707,9 @@ class DataPrefetcher:
         dtype: of the images after that head; float32 by default.
         memory_format: of the images after that head; contiguous by default.
         device_prefetch_size: batches kept ready or in preparation on the device; None for one, in
-            the memory of the batch that the loop has used up where that is early enough, and for
-            two where the GPU would wait else and they take no more than 512 MiB.
+            the memory of the batch that the loop has used up where that is early enough, for two
+            where the GPU would wait else and they take no more than 512 MiB, and for none where the
+            loop leaves no room for the next one.
         decoder: "torchcodec" or "torchvision" (both nvJPEG on the GPU), "cpu" (TorchCodec in the
             workers), or "auto": torchcodec on CUDA, else cpu.
         apply_exif: whether pictures are turned upright; False agrees with PIL and ``ImageFolder``.

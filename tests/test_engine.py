@@ -1,5 +1,6 @@
 """The threads of an epoch: run on the CPU ahead of the loop, as elsewhere only on a GPU."""
 
+import collections
 import gc
 import os
 import signal
@@ -23,6 +24,7 @@ from gpuprefetch import (
     _stream,
 )
 from gpuprefetch._budget import Cost
+from gpuprefetch._decode import Turns
 from gpuprefetch._pipeline import Pipeline, Work
 from gpuprefetch._prefetcher import JOIN_SECONDS, _Engine, _garbage_kept_from_forks
 from gpuprefetch._stream import lease_stream, return_stream
@@ -196,6 +198,29 @@ def at_ease(iterator):
             yield next(iterator)
         except StopIteration:
             return
+
+
+def test_a_batch_is_begun_when_the_loop_asks_for_it_until_there_is_room(monkeypatch):
+    running(monkeypatch, fetch_ahead=True, depth=None)
+    made = collections.defaultdict(Turns)
+    monkeypatch.setattr(_prefetcher, "turns", made)
+    begun = started(monkeypatch)
+    iterator = iter(prefetcher_of(photos, transforms=[RandomResizedCrop((4, 4))]))
+    batches = at_ease(iterator)
+    for number in range(3):
+        time.sleep(0.05)
+        assert len(begun) == number
+        assert next(batches)[1] == number
+    made[iterator._engine.device].level = 1
+    assert next(batches)[1] == 3
+    for number in (4, 5):  # the next one is under way, or will be, whatever the loop does
+        deadline = time.monotonic() + SECONDS
+        while len(begun) < number + 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert next(batches)[1] == number
+    assert list(batches) == []
+    assert [number for number, _ in begun] == [*range(7)]
 
 
 @pytest.mark.parametrize("why", [None, "ahead of the GPU", "a tail", "lean"])

@@ -225,7 +225,6 @@ def late_engine(monkeypatch, files, idle=(True,), free=(_prefetcher.SPARE_BYTES,
 def test_batches_that_are_often_late_get_more_memory(files, monkeypatch, budget):
     idle = [True]
     engine, turn = late_engine(monkeypatch, files, idle, memory_budget=budget)
-    engine._most = 2
     large = engine._pipeline.packer.large_calls
 
     def wait(seconds, batches, *, ahead=False):
@@ -235,19 +234,20 @@ def test_batches_that_are_often_late_get_more_memory(files, monkeypatch, budget)
 
     first, second, third = _decode.LATE
     idle[0] = False
-    assert wait(1.0, _decode.FIRST) == (0, True, 1, False, False)
-    assert wait(0.0005, 100) == (0, True, 1, False, False)
-    assert wait(1.0, 100, ahead=True) == (0, True, 1, False, False)  # and will be again
-    assert wait(1.0, first) == (1, False, 1, False, False)
-    assert wait(0.0, 100) == (1, False, 1, False, False)
+    assert wait(1.0, _decode.SHOWN) == (0, True, 0, False, False)
+    assert wait(1.0, _decode.FIRST - _decode.SHOWN) == (1, True, 1, False, False)
+    assert wait(0.0005, 100) == (1, True, 1, False, False)
+    assert wait(1.0, 100, ahead=True) == (1, True, 1, False, False)  # and will be again
+    assert wait(1.0, first) == (2, False, 1, False, False)
+    assert wait(0.0, 100) == (2, False, 1, False, False)
     idle[0] = True
-    assert wait(1.0, second, ahead=True) == (2, False, 2, False, False)
+    assert wait(1.0, second, ahead=True) == (3, False, 2, False, False)
     idle[0] = False
-    assert wait(1.0, 100) == (2, False, 2, False, False)  # the GPU has enough to do
+    assert wait(1.0, 100) == (3, False, 2, False, False)  # the GPU has enough to do
     idle[0] = True
-    assert wait(0.0005, 100) == (2, False, 2, False, False)
-    assert wait(1.0, third, ahead=True) == (3, False, 2, True, budget is None)
-    assert wait(1.0, 1000) == (3, False, 2, True, budget is None)
+    assert wait(0.0005, 100) == (3, False, 2, False, False)
+    assert wait(1.0, third, ahead=True) == (4, False, 2, True, budget is None)
+    assert wait(1.0, 1000) == (4, False, 2, True, budget is None)
 
 
 def test_no_more_memory_where_little_is_free(files, monkeypatch):
@@ -255,11 +255,27 @@ def test_no_more_memory_where_little_is_free(files, monkeypatch):
     engine, turn = late_engine(monkeypatch, files, free=free)
     for _ in range(_decode.FIRST + 10 * sum(_decode.LATE)):
         engine._learn_wait(1.0, ahead=False)
-    assert turn.level == 0
+    assert turn.level == 1
     free[0] += 1
     for _ in range(_decode.LATE[0]):
         engine._learn_wait(1.0, ahead=False)
-    assert turn.level == 1
+    assert turn.level == 2
+
+
+def test_no_batch_ahead_where_the_next_one_does_not_fit(files, monkeypatch):
+    needed = 12345 + 678 + _prefetcher.SPARE_FOR_NEXT
+    free = [needed - 1]
+    engine, turn = late_engine(monkeypatch, files, free=free)
+    engine._usual = _budget.Cost(fixed=12345, decoded=678)
+    for _ in range(_decode.SHOWN + 10):
+        engine._learn_wait(0.0, ahead=True)
+    assert (turn.level, engine._depth) == (0, 0)
+    engine._wanted = True
+    assert engine._depth == 1
+    free[0] += 1
+    engine._learn_wait(0.0, ahead=True)
+    engine._wanted = False
+    assert (turn.level, engine._depth) == (1, 1)
 
 
 def test_what_is_late_in_a_try_does_not_count(files, monkeypatch):
@@ -270,20 +286,20 @@ def test_what_is_late_in_a_try_does_not_count(files, monkeypatch):
         balancer._level, balancer._settling = level, settling
         for _ in range(_decode.FIRST + 10 * sum(_decode.LATE)):
             engine._learn_wait(1.0, ahead=False)
-        assert turn.level == 0
+        assert turn.level == 1
     balancer._settling = 0
     for _ in range(_decode.LATE[0]):
         engine._learn_wait(1.0, ahead=False)
-    assert turn.level == 1
+    assert turn.level == 2
 
 
 def test_a_size_that_was_asked_for_stays(files, monkeypatch):
     engine, turn = late_engine(monkeypatch, files)
     engine._asked = 3
-    for turn.level in range(4):
+    for turn.level in range(5):
         assert (engine._depth, engine._lean) == (3, False)
     engine._asked, turn.level = None, 0
-    engine._fetch_ahead, engine._most = False, 2  # what it has not begun, the loop would wait for
+    engine._fetch_ahead = False  # what it has not begun, the loop would wait for
     assert engine._depth == 2
 
 
@@ -347,40 +363,58 @@ def test_a_batch_is_begun_when_the_one_before_has_been_used(files, monkeypatch):
     engine._wait_for_used()  # not for ever: the loop may keep its batches
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("level", "blocks"), [(0, 2), (1, 3), (2, 4)])
-def test_batches_at_a_time(monkeypatch, level, blocks):
-    # One at work, one that the loop has queued behind it, and what is on its way.
-    class Tensors(Dataset):
-        def __len__(self):
-            return 96
+class Tensors(Dataset):
+    def __len__(self):
+        return 96
 
-        def __getitem__(self, index):
-            return torch.full((1 << 18,), index, dtype=torch.float32)
+    def __getitem__(self, index):
+        return torch.full((1 << 18,), index, dtype=torch.float32)
 
+
+def tensors_at_level(monkeypatch, level):
+    """Batches of 4 MiB, at this level for good."""
     made = collections.defaultdict(_decode.Turns)
     monkeypatch.setattr(_prefetcher, "turns", made)
-    loader = DataLoader(Tensors(), batch_size=4, num_workers=1, pin_memory=True)
-    prefetcher = DataPrefetcher(loader)
-    made[prefetcher.device].level = level
     monkeypatch.setattr(_decode, "FIRST", 10**6)
+    monkeypatch.setattr(_decode, "SHOWN", 10**6)
+    prefetcher = DataPrefetcher(DataLoader(Tensors(), 4, num_workers=1, pin_memory=True))
+    made[prefetcher.device].level = level
+    return prefetcher
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("level", "blocks"), [(1, 2), (2, 3), (3, 4)])
+def test_batches_at_a_time(monkeypatch, level, blocks):
+    # One at work, one that the loop has queued behind it, and what is on its way.
     addresses, sums = [], []
-    for batch in prefetcher:
+    for batch in tensors_at_level(monkeypatch, level):
         addresses.append(batch.data_ptr())
         torch.cuda._sleep(40_000_000)  # about 20 ms
         sums.append(batch.sum())
     # With more than two, one may be begun before the loop has let go of the one that it had.
-    assert len(set(addresses[4:])) in ([blocks] if level == 0 else [blocks, blocks + 1])
+    assert len(set(addresses[4:])) in ([blocks] if level == 1 else [blocks, blocks + 1])
     assert [int(s) for s in sums] == [(16 * i + 6) << 18 for i in range(24)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("level", "held"), [(0, 1), (1, 2)])
+def test_batches_held_while_the_loop_takes_a_step(monkeypatch, level, held):
+    before, used, sums = torch.cuda.memory_allocated(), [], []
+    for batch in tensors_at_level(monkeypatch, level):
+        sums.append(int(batch.sum()))
+        time.sleep(0.03)  # for a thread that has the next one
+        used.append(round((torch.cuda.memory_allocated() - before) / 2**22))
+    assert used[4:-4] == [held] * 16
+    assert sums == [(16 * i + 6) << 18 for i in range(24)]
 
 
 def test_one_thread_decodes_until_there_is_a_second_decoder(files, monkeypatch):
     engine, turn = late_engine(monkeypatch, files)
     monkeypatch.setattr(_prefetcher, "lease_stream", lambda device, role: role)
     monkeypatch.setattr(engine, "_spawn", lambda *args: None)
-    for turn.level in range(4):
+    for turn.level in range(5):
         engine._start_lanes()
-        assert len(engine._lanes) == len(engine._rooms) == (2 if turn.level == 3 else 1)
+        assert len(engine._lanes) == len(engine._rooms) == (2 if turn.level == 4 else 1)
 
 
 def test_a_photo_that_does_not_fit_is_named_with_both_sizes(files, launches):
@@ -422,7 +456,7 @@ def test_wrong_sizes(budget):
     ("depth", "ready", "kept"), [(None, 3.0, 2), (None, 1.9, 1), (None, 0.1, 1), (3, 0.1, 3)]
 )
 def test_fewer_large_batches_are_kept_ready(files, monkeypatch, depth, ready, kept):
-    monkeypatch.setattr(_pipeline, "READY_BYTES", int(ready * FINISHED))
+    monkeypatch.setattr(_prefetcher, "READY_BYTES", int(ready * FINISHED))
     prefetcher = prefetcher_of(files, FakeDecoder(), device_prefetch_size=depth)
     engine = engine_of(prefetcher, prefetcher._loader, depth=prefetcher._depth)
     assert engine.take().error is None
@@ -756,9 +790,9 @@ def test_a_thread_packs_into_the_same_place_again(monkeypatch):
 def test_one_thread_at_a_time_decodes_unless_a_loop_waits_that_often_has_to():
     turns, inside, most = _decode.Turns(), [], []
     may_end = threading.Event()
+    turns.level = 3
     for _ in range(_decode.FIRST):
         turns.learn(late=True)
-    turns.level = 2
     (*_, enough) = _decode.LATE
     often = [True] * (enough - 1) + [False] * _decode.TOLERATED
     for late in often + [False] * (_decode.TOLERATED - 1) * enough:
@@ -1082,6 +1116,7 @@ def test_two_decoders_and_large_calls_give_the_same_images(files, monkeypatch, w
     assert hurried == [False, False]
     monkeypatch.setattr(_decode, "LATE", (0, 0, 0))
     monkeypatch.setattr(_decode, "FIRST", 0)
+    monkeypatch.setattr(_decode, "SHOWN", 0)
     in_a_hurry, *hurried = epoch()
     assert hurried == [True, True]
     assert torch.equal(in_a_hurry, images)
@@ -1150,7 +1185,7 @@ SHORT = (
     BIG
     + """
 from gpuprefetch._decode import turns
-turns[torch.device("cuda", 0)].level = 3  # two threads decode
+turns[torch.device("cuda", 0)].level = 4  # two threads decode
 whole, most, repeated = epoch(48)
 assert repeated == 0
 gc.collect()
