@@ -74,9 +74,9 @@ from gpuprefetch._format import decode_cpu
 #   4. a second decoder, 150 MiB that the process does not get back, with a thread of its own; and
 #      large calls, which take the lock less often. A decoder works on 14 images at a time, and
 #      each waits until a kernel of its own has had its turn between those of the training.
-# ResNet-18 compiled, as above: 0.92 of the ceiling at level 4, 0.77 with one batch less. Eager: 0.971
-# at level 3, 0.966 at level 2, and 0.930 at level 1, although the GPU had work left when four of
-# five batches came that the loop had waited for.
+# ResNet-18 compiled, as above: 0.92 of the ceiling at level 4, 0.77 with one batch less. Eager:
+# 0.971 at level 3, 0.966 at level 2, and 0.930 at level 1, although the GPU had work left when four
+# of five batches came that the loop had waited for.
 
 # What the loop itself takes is known behind its second step, which has the optimizer's state.
 SHOWN = 2
