@@ -197,9 +197,12 @@ _PUT = "torch._chunk_cat(flat, 0, 1, out=out[begin:used].unsqueeze(0))"
 
 _PACKED = """
 def packed(
-    data: Tensor, start: int, lengths: List[int], heights: List[int], widths: List[int],
-    counts: List[int], device: Device, drained: bool, out: Optional[Tensor]
+    data: Tensor, start: int, layout: Tensor, counts: List[int], device: Device, drained: bool,
+    out: Optional[Tensor]
 ) -> Optional[Tensor]:
+    lengths: List[int] = layout[0].tolist()
+    heights: List[int] = layout[1].tolist()
+    widths: List[int] = layout[2].tolist()
     if out is None and len(lengths) > 1:
         size = 0
         for i in range(len(lengths)):
@@ -290,9 +293,9 @@ class ImageDecoder:
         decode = _packed(self.module, self.operator)
         assert decode is not None, "see packs"
         out = _place(call, self._device)
-        layout = *call.layout.tolist(), call.counts or [len(call.positions)]
+        layout, counts = torch.from_numpy(call.layout), call.counts or [len(call.positions)]
         with turn:
-            return decode(data, call.start, *layout, self._device, drained, out)
+            return decode(data, call.start, layout, counts, self._device, drained, out)
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         """Decode.

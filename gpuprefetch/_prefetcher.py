@@ -46,6 +46,7 @@ from gpuprefetch._stats import Stage
 from gpuprefetch._stream import (
     handoff,
     lease_stream,
+    may_switch,
     own_modes,
     return_stream,
     switched,
@@ -182,7 +183,7 @@ class _Engine:
             self._changed.notify_all()
 
     def _batch_stream(self) -> contextlib.AbstractContextManager[None]:
-        if self._stream is not None and threading.get_ident() in self._ours:
+        if self._stream is not None and may_switch(self.device):
             return switched(self._stream)
         return self._batch_stream_of_caller()
 

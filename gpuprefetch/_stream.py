@@ -95,10 +95,9 @@ def using(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 class switched:  # a context manager without a generator: it is entered for each batch
-    """As :func:`using` and :func:`own_modes`, at less cost, in a thread of ours.
+    """As :func:`using` and :func:`own_modes`, at less cost, where :func:`may_switch` allows it.
 
-    Such a thread never had another device, nor an autocast. Its stream is put back, for a loader
-    that works on the device works on that.
+    The stream is put back: a loader that works on the device works on that.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -112,6 +111,16 @@ class switched:  # a context manager without a generator: it is entered for each
     def __exit__(self, *error: Any) -> None:
         torch.cuda.set_stream(self._before)
         self._no_grad.__exit__(*error)
+
+
+def may_switch(device: torch.device) -> bool:
+    """Whether ``device`` is current, and the thread neither in autocast nor in inference mode."""
+    return not (
+        torch.is_inference_mode_enabled()
+        or torch.is_autocast_enabled(device.type)
+        or torch.is_autocast_enabled("cpu")
+        or torch.cuda.current_device() != device.index
+    )
 
 
 @contextlib.contextmanager
