@@ -60,6 +60,9 @@ JOIN_SECONDS = 10.0
 # A loop that is slower than the GPU waits for so long at most while the next batch is got under
 # way, if the loader has one ready. See Note [The training thread's locks].
 REST_SECONDS = 0.002
+# A loop that got the next batch under way itself goes on without the thread that fetches for this
+# part of a step: it has Python's lock for a millisecond, and the backward pass needs none.
+PAUSE = 0.4
 # A batch may be late where the loop waits longer for it, and not for its loader.
 LATE_SECONDS = 0.001
 # Where less of the GPU's memory is left, batches on their way get no more of it than they have. The
@@ -137,6 +140,7 @@ class _Engine:
         self._used: tuple[torch.cuda.Event | None, weakref.ref[torch.Tensor] | None] = (None, None)
         self._exhausted = self._stopping = False
         self._pid, self.user = os.getpid(), threading.get_ident()
+        self.period = 0.0  # of the loop's latest step
         self._fetched: int = source.place["batches"]
         self._fetch_ahead = fetch_ahead
         self._threads: list[threading.Thread] = []
@@ -202,6 +206,8 @@ class _Engine:
                 taken, self._held = self._held is not slot, None
             if taken and not self._stopping:
                 del slot  # the loop's, with its result
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopping, PAUSE * self.period)
                 continue
             if not self._stopping and slot.error is None and self._lean:
                 self._wait_for_used()
@@ -643,7 +649,8 @@ class _Epoch:
         self._stats.images += slot.images
         self._engine.place.update(batches=slot.number + 1, loader=slot.state)
         if self._last is not None:
-            self._engine.balancer.handed_over(now - self._last)
+            self._engine.period = now - self._last
+            self._engine.balancer.handed_over(self._engine.period)
         self._last = now
         if slot.event is not None:
             with Stage(self._stats, "handoff"):
