@@ -59,8 +59,9 @@ from gpuprefetch._format import decode_cpu
 #   - what a launch reads of a batch lies in the worker's buffer (EncodedImages.numbers), and Triton
 #     is asked for each kernel once: the process that trains makes next to nothing of either.
 #   - a loop that need not wait for the GPU gets the next batch under way itself, so that it and the
-#     thread that fetches do not take the lock from each other in turns. Where it might wait in
-#     that, or run what is not ours, it waits for that thread (_Engine.let_fetch).
+#     thread that fetches do not take the lock from each other in turns. That one fetches the batch
+#     behind it later in the step, if the loop is not back before (PAUSE). Where the loop might wait
+#     in that, or run what is not ours, it waits for that thread (_Engine.let_fetch).
 
 # Note [Memory for speed]
 # What a loop needs to keep its GPU busy depends on its step, so the memory comes level by level.

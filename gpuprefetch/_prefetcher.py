@@ -60,8 +60,8 @@ JOIN_SECONDS = 10.0
 # A loop that is slower than the GPU waits for so long at most while the next batch is got under
 # way, if the loader has one ready. See Note [The training thread's locks].
 REST_SECONDS = 0.002
-# A loop that got the next batch under way itself goes on without the thread that fetches for this
-# part of a step: it has Python's lock for a millisecond, and the backward pass needs none.
+# A loop that got the next batch under way itself has Python's lock for this part of its step, if it
+# is not back before: to fetch takes that for a millisecond, and the backward pass can do without.
 PAUSE = 0.4
 # A batch may be late where the loop waits longer for it, and not for its loader.
 LATE_SECONDS = 0.001
@@ -132,8 +132,8 @@ class _Engine:
         self._gate.set()
         self._finishing = threading.Lock()
         self._suspended: list[Iterator[Any]] = []
-        # Whether the thread that fetches has done all that it can, and whether it found a batch
-        # ready the last time.
+        # Whether the thread that fetches has done all that it can, or is to leave the loop alone;
+        # whether it found a batch ready the last time.
         self._resting, self._prompt = False, False
         # The largest tensor that the loop has, and of what it had before, behind what used that.
         self._handed: weakref.ref[torch.Tensor] | None = None
@@ -207,7 +207,7 @@ class _Engine:
             if taken and not self._stopping:
                 del slot  # the loop's, with its result
                 with self._changed:
-                    self._changed.wait_for(lambda: self._stopping, PAUSE * self.period)
+                    self._changed.wait_for(lambda: not self._resting, PAUSE * self.period)
                 continue
             if not self._stopping and slot.error is None and self._lean:
                 self._wait_for_used()
@@ -516,8 +516,8 @@ class _Engine:
             self._used = used, self._handed
             self._handed = None if largest is None else weakref.ref(largest)
             self._slots.popleft()
-            self._resting = False
-            if not ahead and self._at_hand():
+            self._resting = not ahead and self._at_hand()
+            if self._resting:
                 self._taken, self._held = self._held, None
             else:
                 self._changed.notify_all()
@@ -560,7 +560,7 @@ class _Engine:
         with self._changed:
             if self._stopping:
                 return
-            self._stopping = True
+            self._stopping, self._resting = True, False
             self._changed.notify_all()
         self._gate.set()
         for _ in range(LANES):  # also for one that is just about to start

@@ -241,6 +241,39 @@ def test_a_loop_slower_than_the_gpu_gets_the_next_batch_under_way(ahead, monkeyp
     assert by_loop == [False] * 2 + [why is None] * 4 + [False]
 
 
+@pytest.mark.parametrize("pause", [0.5, 1e6])
+def test_a_loop_that_begins_batches_itself_launches_before_the_next_is_fetched(
+    ahead, monkeypatch, pause
+):
+    fetched, begun = [], started(monkeypatch)
+
+    def batches():
+        for batch in photos():
+            fetched.append((batch[1], time.perf_counter()))
+            yield batch
+
+    iterator = iter(prefetcher_of(batches, transforms=[RandomResizedCrop((4, 4))]))
+    engine = iterator._engine
+    monkeypatch.setattr(_prefetcher, "PAUSE", 0.0)
+    for _ in zip(range(2), at_ease(iterator), strict=False):
+        pass
+    while engine._held is None:
+        time.sleep(0.001)
+    monkeypatch.setattr(_prefetcher, "PAUSE", pause)
+    engine.period = 0.2
+    before = time.perf_counter()
+    assert next(iterator)[1] == 2
+    assert begun[-1] == (4, threading.get_ident())
+    if pause == 0.5:  # the step goes on
+        deadline = time.monotonic() + SECONDS
+        while fetched[-1][0] < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert fetched[-1][1] - before >= 0.5 * engine.period
+    # A loop that comes back early waits for nothing but its batch.
+    assert within(SECONDS, lambda: [number for _, number in iterator]) == [3, 4, 5]
+
+
 def test_what_the_loop_got_under_way_is_not_kept(ahead, monkeypatch):
     asked = threading.Event()
 
