@@ -1193,10 +1193,13 @@ torch.cuda.empty_cache()
 free, total = torch.cuda.mem_get_info()
 reserved = torch.cuda.memory_reserved()
 torch.cuda.set_per_process_memory_fraction((reserved + (110 << 20)) / total)  # for one photo
-parts, peak, repeated = epoch(48)
-levels = (parts - whole).abs().amax((1, 2, 3)) * 255  # up to 3 where the CPU has decoded a photo
-assert torch.equal(parts, whole), (repeated, levels.tolist())
-assert peak < 110 << 20 < most, (peak, most)
+for _ in range(5):  # whether both threads want memory at once is chance
+    parts, peak, repeated = epoch(48)
+    levels = (parts - whole).abs().amax((1, 2, 3)) * 255  # up to 3 where the CPU decoded a photo
+    assert torch.equal(parts, whole), (repeated, levels.tolist())
+    assert peak < 110 << 20 < most, (peak, most)
+    if repeated > 0:
+        break
 assert repeated > 0
 print("repeated", repeated)
 torch.cuda.empty_cache()
