@@ -252,8 +252,13 @@ class Document:
         if "error" in result:  # the whole of it is for the terminal
             print(result["error"], file=sys.stderr)
             result["error"] = (result["error"].strip().splitlines() or ["no output"])[-1]
-        self.content["results"].append(result)
+        self.keep(result)
         print(_line(result), flush=True)
+
+    def keep(self, result: dict[str, Any]) -> None:
+        """Write a result that may not be complete yet; once more, as it has become."""
+        if not any(result is kept for kept in self.content["results"]):
+            self.content["results"].append(result)
         if self._path:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(self.content, indent=1) + "\n")

@@ -203,23 +203,43 @@ def measure(what: str, **task: Any) -> dict[str, Any]:
 Child = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def search(child: Child, task: dict[str, Any], guess: int, resolution: float) -> dict[str, Any]:
-    """The largest batch of one loader with one model, and every probe on the way there."""
-    probed: dict[int, bool] = {}
+def search(
+    child: Child,
+    task: dict[str, Any],
+    guess: int,
+    resolution: float,
+    found: dict[str, Any],
+    keep: Callable[[dict[str, Any]], None],
+) -> None:
+    """The largest batch of one loader with one model, and every probe on the way there.
+
+    Args:
+        child: runs a task.
+        task: of each probe, but for its batch size.
+        guess: where to start.
+        resolution: see :func:`largest`.
+        found: gets ``batch_size``, the largest that has trained; ``finished``; ``probed``, what
+            each batch size gave; and the ``error`` of a probe that failed for another reason.
+        keep: gets ``found`` after each probe.
+    """
+    found.update(batch_size=0, finished=False, probed={})
 
     def fits(batch_size: int) -> bool:
         settings = {**task["settings"], "batch_size": batch_size}
         result = child({**task, "what": "probe", "settings": settings})
         if "error" in result and not OUT_OF_MEMORY.search(result["error"]):
             raise RuntimeError(result["error"])
-        probed[batch_size] = result.get("fits", False)
-        print(f"  {task['loader']} at batch {batch_size}: {probed[batch_size]}", flush=True)
-        return probed[batch_size]
+        fit = found["probed"][batch_size] = result.get("fits", False)
+        found["batch_size"] = max(found["batch_size"], batch_size if fit else 0)
+        keep(found)
+        print(f"  {task['loader']} at batch {batch_size}: {fit}", flush=True)
+        return fit
 
     try:
-        return {"batch_size": largest(fits, guess, resolution), "probed": probed}
+        largest(fits, guess, resolution)
+        found["finished"] = True
     except RuntimeError as error:  # of one probe; the other loaders are still measured
-        return {"error": str(error), "probed": probed}
+        found["error"] = str(error)
 
 
 def main() -> None:
@@ -230,6 +250,7 @@ def main() -> None:
     parser.add_argument("--what", nargs="+", default=WHAT, choices=WHAT)
     parser.add_argument("--cap-gib", type=float, default=16.0)
     parser.add_argument("--resolution", type=float, default=0.01, help="of the largest batch")
+    parser.add_argument("--guess", type=int, help="where the search starts, not at an estimate")
     parser.add_argument("--steps", type=int, default=6, help="that each probe trains")
     parser.set_defaults(dali_threads=[8], timeout=PROBE_SECONDS)
     args = harness.parse_arguments(parser)
@@ -261,13 +282,14 @@ def main() -> None:
             document.add({**what, **child(task)})
     for model in args.models if "largest" in args.what else ():
         task = {"model": model, "settings": settings, "cap_gib": args.cap_gib}
-        guess = child({**task, "what": "estimate"}).get("batch_size", args.batch_size)
+        guess = args.guess or child({**task, "what": "estimate"}).get("batch_size", args.batch_size)
         for loader, options in compared.items():
             probe_task = {**task, "loader": loader, "options": options, "steps": args.steps}
-            found = search(child, probe_task, guess, args.resolution)
-            guess = found.get("batch_size", guess)  # the next loader's is not far
             what = {"what": "largest", "model": model, "loader": loader, "options": options}
-            document.add({**what, "cap_gib": args.cap_gib, **found})
+            found = {**what, "cap_gib": args.cap_gib}
+            search(child, probe_task, guess, args.resolution, found, document.keep)
+            guess = found["batch_size"] or guess  # the next loader's is not far
+            document.add(found)
 
 
 if __name__ == "__main__":

@@ -201,6 +201,14 @@ def loader_table(documents: list[Document]) -> str:
     return markdown(["no model", "images/s", "CPU seconds per 1,000 images"], rows)
 
 
+def _largest(result: dict[str, Any] | None) -> str:
+    """What a search for the largest batch found, which may have been cut off."""
+    if result is None or not result.get("batch_size"):
+        return ""
+    least = "" if result.get("finished", True) else "at least "
+    return f"{least}{result['batch_size']:,}"
+
+
 def memory_tables(documents: list[Document]) -> list[str]:
     results = [result for document in documents for result in document["results"]]
     largest = {(r["model"], r["loader"]): r for r in results if r["what"] == "largest"}
@@ -212,8 +220,7 @@ def memory_tables(documents: list[Document]) -> list[str]:
         cap = next(iter(largest.values()))["cap_gib"]
         rows = []
         for loader in present:
-            found = [largest.get((model, loader)) for model in models]
-            rows.append([name(loader), *(f"{r['batch_size']:,}" if r else "" for r in found)])
+            rows.append([name(loader), *(_largest(largest.get((m, loader))) for m in models)])
         tables.append(markdown([f"largest batch in {cap:g} GiB", *models], rows))
     if idle:
         rows = [

@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -320,9 +321,38 @@ def test_search_tells_memory_from_other_errors(error, expected):
     def child(task):
         return {"fits": True} if task["settings"]["batch_size"] <= 100 else {"error": error}
 
-    found = memory.search(child, {"loader": "dali", "settings": {}}, 110, 0.01)
-    assert found.get("batch_size") == (100 if expected else None)
+    found, kept = {"what": "largest"}, []
+    memory.search(
+        child, {"loader": "dali", "settings": {}}, 110, 0.01, found, lambda f: kept.append({**f})
+    )
+    assert (found["what"], found["batch_size"]) == ("largest", 100 if expected else 0)
     assert ("error" in found) is not expected
+    assert found["finished"] is expected
+    assert len(kept) == len(found["probed"])
+    assert not any(before["finished"] for before in kept)  # where the time may be over
+    assert memory_cell(found) == ("100" if expected else "")
+    assert memory_cell(found | {"batch_size": 9, "finished": False}) == "at least 9"
+
+
+def memory_cell(found):
+    import table
+
+    document = {"results": [{"model": "m", "loader": "dali", "cap_gib": 16.0, **found}]}
+    return table.memory_tables([document])[0].splitlines()[-1].split("|")[-2].strip()
+
+
+def test_a_result_is_written_as_it_becomes(photos, tmp_path, monkeypatch):
+    import harness
+
+    args = SimpleNamespace(data=photos, files=6, output=tmp_path / "a.json", commit="")
+    monkeypatch.setattr(sys, "argv", ["memory.py", "--output", str(args.output)])
+    document, result = harness.Document("memory", args, harness.Device()), {"what": "largest"}
+    for number in range(3):
+        result["number"] = number
+        document.keep(result)
+        assert json.loads(args.output.read_text())["results"] == [result]
+    document.add(result)
+    assert json.loads(args.output.read_text())["results"] == [result]
 
 
 def test_probe_trains(settings):
