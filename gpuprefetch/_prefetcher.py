@@ -541,8 +541,6 @@ class _Engine:
             not (ahead or turn.deep) or torch.cuda.current_stream(self.device).query()
         )
         if turn.learn(late=late and not self.balancer.trying) and self._memory_to_spare():
-            if turn.bare:  # the first steps tried algorithms, and the allocator keeps their room
-                torch.cuda.empty_cache()
             turn.level += 1
         if turn.several and self._pipeline.memory_budget is None:
             self._pipeline.packer.large_calls.numpy()[0] = True
