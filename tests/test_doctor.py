@@ -71,8 +71,9 @@ def busy_machine(monkeypatch):
 def test_slow_disk():
     context = torch.multiprocessing.get_context("fork")
     loader = loader_of(Disk(0.01, context), multiprocessing_context=context)
-    # Eight batches wait in the workers' queues: of a few more a busy machine makes twice the rate.
-    report = doctor(loader, sleep(0.001), device="cpu", seconds=0.6)
+    # Eight batches wait in the workers' queues: of a few more a busy machine makes twice the rate,
+    # and one that stands still for half a second half of it.
+    report = doctor(loader, sleep(0.001), device="cpu", seconds=1.2)
     assert report.bound == "reading"
     assert report.found.reading_share > 0.8
     assert report.changes == []
