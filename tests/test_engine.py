@@ -72,6 +72,13 @@ def ahead(monkeypatch):
     running(monkeypatch, fetch_ahead=True, depth=2)
 
 
+@pytest.fixture(params=[2, None], ids=["ahead", "when asked"])
+def fetched(monkeypatch, request):
+    """Batches are fetched in a thread, and begun ahead of the loop or when it asks for them."""
+    monkeypatch.setattr(_prefetcher, "turns", collections.defaultdict(Turns))
+    running(monkeypatch, fetch_ahead=True, depth=request.param)
+
+
 @pytest.fixture
 def beside(monkeypatch):
     """Batches are fetched in the loop's thread, two of them ahead, as without workers."""
@@ -117,7 +124,7 @@ def prefetcher_of(batches, **options):
     return DataPrefetcher(Batches(batches), device="cpu", **options)
 
 
-def test_an_error_on_the_gpu_reaches_a_loop_that_waits(ahead):
+def test_an_error_on_the_gpu_reaches_a_loop_that_waits(fetched):
     failed = threading.Event()
 
     def batches():
@@ -154,7 +161,7 @@ def test_a_loop_slower_than_the_gpu_lets_the_next_batch_be_fetched(ahead, monkey
     assert all(rested) == bool(seconds), rested
 
 
-def test_a_loop_does_not_wait_for_a_loader_that_is_not_ready(ahead, monkeypatch):
+def test_a_loop_does_not_wait_for_a_loader_that_is_not_ready(fetched, monkeypatch):
     monkeypatch.setattr(_prefetcher, "REST_SECONDS", 0.5)
 
     def batches():
@@ -328,7 +335,7 @@ def timed(function, seconds):
     return call
 
 
-def test_a_thread_that_dies_ends_the_epoch(ahead, monkeypatch):
+def test_a_thread_that_dies_ends_the_epoch(fetched, monkeypatch):
     monkeypatch.setattr(_Engine, "_batch_stream", lambda engine: Broken())
     iterator = iter(prefetcher_of(lambda: iter(range(4))))
     assert "device-side assert" in str(within(SECONDS, lambda: next(iterator)))
@@ -360,7 +367,7 @@ def test_a_thread_that_cannot_start_ends_the_epoch(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pause", [0.0, 0.03, 0.07])
-def test_persistent_workers_serve_one_epoch_at_a_time(ahead, pause):
+def test_persistent_workers_serve_one_epoch_at_a_time(fetched, pause):
     loader = DataLoader(Slow(0.05), num_workers=2, persistent_workers=True)
     prefetcher = DataPrefetcher(loader, device="cpu")
     other = iter(prefetcher)
@@ -415,7 +422,7 @@ def collected_by_hand():
     gc.enable()
 
 
-def test_the_collector_may_run_in_a_thread_that_the_epoch_waits_for(ahead, collected_by_hand):
+def test_the_collector_may_run_in_a_thread_that_the_epoch_waits_for(fetched, collected_by_hand):
     dropped, seconds = threading.Event(), []
 
     def batches():  # as the DataLoader's, which come from its pin thread
@@ -481,7 +488,7 @@ def test_a_finished_batch_makes_room_for_the_next(ahead, monkeypatch):
     assert list(iterator) == [0, 1, 2, 3]
 
 
-def test_a_broken_context_does_not_keep_an_epoch_from_its_end(ahead):
+def test_a_broken_context_does_not_keep_an_epoch_from_its_end(fetched):
     iterator = iter(prefetcher_of(lambda: iter(range(4))))
     next(iterator)
     engine = iterator._engine
@@ -493,7 +500,7 @@ def test_a_broken_context_does_not_keep_an_epoch_from_its_end(ahead):
         next(engine._source)
 
 
-def test_a_loader_that_hangs_holds_no_lock(ahead, monkeypatch):
+def test_a_loader_that_hangs_holds_no_lock(fetched, monkeypatch):
     monkeypatch.setattr(_prefetcher, "JOIN_SECONDS", 0.3)
     iterator = iter(prefetcher_of(lambda: iter(range(9))))
     next(iterator)
