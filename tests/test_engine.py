@@ -41,6 +41,14 @@ def threads_end():
         time.sleep(0.01)
 
 
+def until(condition):
+    """Wait for another thread to bring it about."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def within(seconds, function):
     """What ``function`` returns or raises, in a thread of its own."""
     found = []
@@ -197,20 +205,15 @@ def at_ease(iterator):
     """Batches of a loop whose loader has the one behind them ready each time."""
     engine = iterator._engine
     while True:
-        deadline = time.monotonic() + SECONDS
-        while engine._held is None and not engine._exhausted:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(lambda: engine._held is not None or engine._exhausted)
         try:
             yield next(iterator)
         except StopIteration:
             return
 
 
-def test_a_batch_is_begun_when_the_loop_asks_for_it_until_there_is_room(monkeypatch):
-    running(monkeypatch, fetch_ahead=True, depth=None)
-    made = collections.defaultdict(Turns)
-    monkeypatch.setattr(_prefetcher, "turns", made)
+@pytest.mark.parametrize("fetched", [None], indirect=True)
+def test_a_batch_is_begun_when_the_loop_asks_for_it_until_there_is_room(fetched, monkeypatch):
     begun = started(monkeypatch)
     iterator = iter(prefetcher_of(photos, transforms=[RandomResizedCrop((4, 4))]))
     batches = at_ease(iterator)
@@ -218,13 +221,10 @@ def test_a_batch_is_begun_when_the_loop_asks_for_it_until_there_is_room(monkeypa
         time.sleep(0.05)
         assert len(begun) == number
         assert next(batches)[1] == number
-    made[iterator._engine.device].level = 1
+    _prefetcher.turns[iterator._engine.device].level = 1
     assert next(batches)[1] == 3
     for number in (4, 5):  # the next one is under way, or will be, whatever the loop does
-        deadline = time.monotonic() + SECONDS
-        while len(begun) < number + 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(lambda count=number + 1: len(begun) >= count)
         assert next(batches)[1] == number
     assert list(batches) == []
     assert [number for number, _ in begun] == [*range(7)]
@@ -252,11 +252,11 @@ def test_a_loop_slower_than_the_gpu_gets_the_next_batch_under_way(ahead, monkeyp
 def test_a_loop_that_begins_batches_itself_launches_before_the_next_is_fetched(
     ahead, monkeypatch, pause
 ):
-    fetched, begun = [], started(monkeypatch)
+    given, begun = [], started(monkeypatch)
 
     def batches():
         for batch in photos():
-            fetched.append((batch[1], time.perf_counter()))
+            given.append((batch[1], time.perf_counter()))
             yield batch
 
     iterator = iter(prefetcher_of(batches, transforms=[RandomResizedCrop((4, 4))]))
@@ -264,19 +264,15 @@ def test_a_loop_that_begins_batches_itself_launches_before_the_next_is_fetched(
     monkeypatch.setattr(_prefetcher, "PAUSE", 0.0)
     for _ in zip(range(2), at_ease(iterator), strict=False):
         pass
-    while engine._held is None:
-        time.sleep(0.001)
+    until(lambda: engine._held is not None)
     monkeypatch.setattr(_prefetcher, "PAUSE", pause)
     engine.period = 0.2
     before = time.perf_counter()
     assert next(iterator)[1] == 2
     assert begun[-1] == (4, threading.get_ident())
     if pause == 0.5:  # the step goes on
-        deadline = time.monotonic() + SECONDS
-        while fetched[-1][0] < 5:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        assert fetched[-1][1] - before >= 0.5 * engine.period
+        until(lambda: given[-1][0] == 5)
+        assert given[-1][1] - before >= 0.5 * engine.period
     # A loop that comes back early waits for nothing but its batch.
     assert within(SECONDS, lambda: [number for _, number in iterator]) == [3, 4, 5]
 
