@@ -78,14 +78,14 @@ def of_a_step(sleeps: Sleeps, seconds: float) -> dict[str, float | None]:
 
 def leave_out(batches: Any, without: list[str]) -> None:
     """Have a prefetcher's images made, or handed over, without some of the work."""
-    from gpuprefetch import _prefetcher
+    from gpuprefetch import _epoch
     from gpuprefetch._pipeline import ImageJob
     from gpuprefetch._stream import handoff
 
     def unmarked(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
         handoff(batch[1:], ready, device)  # wrong targets would end the process
 
-    _prefetcher.handoff = unmarked if "record_stream" in without else handoff  # type: ignore[attr-defined]
+    _epoch.handoff = unmarked if "record_stream" in without else handoff  # type: ignore[attr-defined]
 
     class Job(ImageJob):
         if "decode" in without:

@@ -21,7 +21,7 @@ COUNTED = ["cpu_images", "gpu_images", "decode_seconds", "wait_seconds"]
 
 def rows(batches: Any, step: Any, args: Any) -> list[dict[str, Any]]:
     """The rows of ``args.seconds`` of an endless DataPrefetcher."""
-    from gpuprefetch._decode import turns
+    from gpuprefetch._turns import turns
 
     iterator, throttle = iter(batches), clock.Throttle(args.device)
     step(*next(iterator))

@@ -202,7 +202,7 @@ def memory(device: str, workers: int, epochs: int, epoch_batches: int) -> dict[s
     import kornia.augmentation as K
 
     from gpuprefetch import RandomResizedCrop
-    from gpuprefetch._decode import turns
+    from gpuprefetch._turns import turns
 
     prepare()
     if device == "cuda":  # the second decoder comes once: now, and not in some later epoch

@@ -1,7 +1,7 @@
 """Variants of the loader in turn, within one process: for differences that machines would hide.
 
     python benchmarks/variants.py --data PHOTOS --mode compile --variants '{}' \\
-        '{"options": {"cpu_share": 0.4}}' '{"constants": {"_prefetcher.REST_SECONDS": 0}}'
+        '{"options": {"cpu_share": 0.4}}' '{"constants": {"_engine.REST_SECONDS": 0}}'
 
 A variant has ``options`` of the DataPrefetcher, and ``constants`` of this library's modules. Each
 round measures the resident batch and all variants, from another one on each time.
@@ -22,7 +22,7 @@ import loaders
 import train
 
 import gpuprefetch  # noqa: F401  # before the context: it prepares the environment
-from gpuprefetch import _decode
+from gpuprefetch import _turns
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def constants(values: dict[str, Any]) -> Any:
             held.enter_context(
                 mock.patch.object(importlib.import_module(f"gpuprefetch.{module}"), constant, value)
             )
-        _decode.turns.clear()
+        _turns.turns.clear()
         yield
 
 

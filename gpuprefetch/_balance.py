@@ -92,6 +92,11 @@ class Balancer:
         return float(self.share.numpy()[0])
 
     @property
+    def period(self) -> float:
+        """Seconds between the two latest batches that went to the loop; 0 before."""
+        return self._periods[-1] if self._periods else 0.0
+
+    @property
     def trying(self) -> bool:
         """Whether what comes now need not be what comes in the long run."""
         return not self.fixed and (self._level != self._best or self._settling > 0)

@@ -7,7 +7,6 @@ import importlib
 import re
 import threading
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
 from math import prod
@@ -55,107 +54,13 @@ from gpuprefetch._format import decode_cpu
 #   - while the loop waits, for the GPU or for its batch, it launches nothing, and a second thread
 #     is let in: see Note [Memory for speed] for when there is one. A loop that had to wait
 #     for the GPU, and has the batch after this one ready, is left alone until it is back: it will
-#     wait again (_Engine.spare).
+#     wait again (Engine.spare).
 #   - what a launch reads of a batch lies in the worker's buffer (EncodedImages.numbers), and Triton
 #     is asked for each kernel once: the process that trains makes next to nothing of either.
 #   - a loop that need not wait for the GPU gets the next batch under way itself, so that it and the
 #     thread that fetches do not take the lock from each other in turns. That one fetches the batch
 #     behind it later in the step, if the loop is not back before (PAUSE). Where the loop might wait
-#     in that, or run what is not ours, it waits for that thread (_Engine.let_fetch).
-
-# Note [Memory for speed]
-# What a loop needs to keep its GPU busy depends on its step, so the memory comes level by level.
-# Level 1 comes if there is room for it, the others as long as batches are late (_learn_wait):
-#   0. one batch, that of the loop: the next is begun when the loop asks for it. What its step takes
-#      at its peak is free then. So a batch that fits without us fits with us, but for the decoder.
-#   1. two: the next one is prepared as soon as the GPU is through with the batch before, in the
-#      memory of that.
-#   2. one more, so that the next one is begun as soon as the loop takes this one.
-#   3. one more again, unless batches are large: one is ready, and the next in preparation.
-#   4. a second decoder, 150 MiB that the process does not get back, with a thread of its own; and
-#      large calls, which take the lock less often. A decoder works on 14 images at a time, and
-#      each waits until a kernel of its own has had its turn between those of the training.
-# ResNet-18 compiled, as above: 0.92 of the ceiling at level 4, 0.77 with one batch less. Eager:
-# 0.971 at level 3, 0.966 at level 2, and 0.930 at level 1, although the GPU had work left when four
-# of five batches came that the loop had waited for.
-
-# What the loop itself takes is known behind its second step, which has the optimizer's state.
-SHOWN = 2
-# From there on to the next level, if so many batches were late beyond one in TOLERATED: the first
-# ones of an epoch always are. The FIRST ones of all do not count, of which the workers decode
-# nothing yet.
-FIRST, LATE, TOLERATED = 64, (10, 10, 40), 5
-
-
-class Turns:
-    """Lets one thread at a time into nvJPEG, and several while a loop waits that often has to.
-
-    Attributes:
-        level: of what batches on their way may take, see Note [Memory for speed].
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside = self._waiting = self._seen = self._late = 0
-        self.level = 0
-
-    @property
-    def bare(self) -> bool:
-        """Whether a batch is begun when the loop asks for it."""
-        return self.level < 1
-
-    @property
-    def lean(self) -> bool:
-        """Whether a batch is begun in the memory of one that was used."""
-        return self.level < 2
-
-    @property
-    def deep(self) -> bool:
-        """Whether two small batches are ready or in preparation."""
-        return self.level >= 3
-
-    @property
-    def several(self) -> bool:
-        """Whether there is a second decoder."""
-        return self.level >= 4
-
-    def __enter__(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._inside or (self._waiting and self.several))
-            self._inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._changed:
-            self._inside -= 1
-            self._changed.notify_all()
-
-    def learn(self, *, late: bool) -> bool:
-        """Learn from one batch whether it was late; True if that calls for the next level."""
-        self._seen += 1
-        if self.bare:
-            return self._seen > SHOWN
-        if self._seen <= FIRST or self.several:
-            return False
-        self._late = max(self._late + late * TOLERATED - 1, 0)
-        if self._late < LATE[self.level - 1] * (TOLERATED - 1):
-            return False
-        self._late = 0
-        return True
-
-    @contextlib.contextmanager
-    def hurried(self) -> Iterator[None]:
-        """A loop waits inside of it."""
-        with self._changed:
-            self._waiting += 1
-            self._changed.notify_all()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._waiting -= 1
-
-
-turns: defaultdict[torch.device, Turns] = defaultdict(Turns)
+#     in that, or run what is not ours, it waits for that thread (Engine.let_fetch).
 
 _thread = threading.local()  # the memory that a decode thread packs into, call after call
 

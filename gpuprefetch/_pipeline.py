@@ -27,7 +27,7 @@ from gpuprefetch._budget import (
     readable,
     upload_bytes,
 )
-from gpuprefetch._decode import ImageDecoder, claim, decode_packed, decode_part, turns
+from gpuprefetch._decode import ImageDecoder, claim, decode_packed, decode_part
 from gpuprefetch._encoded import Call, EncodedImages, is_encoded
 from gpuprefetch._host import Packer
 from gpuprefetch._random import Keys, SeededDraws, fold
@@ -45,6 +45,7 @@ from gpuprefetch._targets import (
     wrap_like,
 )
 from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_size
+from gpuprefetch._turns import turns
 
 EMPTY = object()  # stands for a batch of which no image is left
 
@@ -136,20 +137,20 @@ class Pipeline:
         """What a batch takes on the device."""
         return cost_of(batch, self.head.size, self.dtype)
 
-    def start(self, batch: Any, number: int, epoch: int) -> Work:
+    def start(self, batch: Any, number: int, epoch: int, cost: Cost) -> Work:
         """Queue the copies of a batch on the current stream and lay out the rest of its work.
 
         Args:
             batch: as the loader gives it, its encoded images packed.
             number: of the batch in its epoch; keys the tail's random numbers.
             epoch: likewise.
+            cost: of the batch, which counts where there is a ``memory_budget``.
 
         Raises:
             ValueError: if the batch, or one image of it, does not fit into ``memory_budget``.
         """
         seed = partial(_derive, _epoch_keys(self.packer.seed, epoch), number)
         jobs: list[ImageJob] = []
-        cost = Cost() if self.memory_budget is None else self.cost(batch)
         limit = cost.limit(self.memory_budget)
 
         def move(leaf: Any) -> Any:

@@ -157,7 +157,7 @@ def replay(
     pipeline.only = row = _row_of(position, len(indices), images)
     cuda = pipeline.device.type == "cuda"
     with own_modes(pipeline.device), torch.cuda.device(pipeline.device) if cuda else nullcontext():
-        work = pipeline.start(batch, number, epoch)
+        work = pipeline.start(batch, number, epoch, pipeline.cost(batch))
         for part in work.parts:
             part(torch.cuda.empty_cache)
         for leaf in images:

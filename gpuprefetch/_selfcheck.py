@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from gpuprefetch._budget import Cost
 from gpuprefetch._decode import BACKENDS, NO_TURN, ImageDecoder, Turn
 from gpuprefetch._encoded import Call, EncodedImage
 from gpuprefetch._pipeline import ImageJob, Part, Pipeline, Work
@@ -248,9 +249,9 @@ class _LatePipeline(Pipeline):
 
     sleep: int = 0
 
-    def start(self, batch: Any, number: int, epoch: int) -> Work:
+    def start(self, batch: Any, number: int, epoch: int, cost: Cost) -> Work:
         torch.cuda._sleep(self.sleep)  # on the batches' stream
-        return super().start(batch, number, epoch)
+        return super().start(batch, number, epoch, cost)
 
 
 class _CarelessJob(ImageJob):

@@ -7,7 +7,7 @@ import ctypes
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -27,9 +27,9 @@ RUN_AHEAD = 1
 #      the stream a block was allocated on. Without the mark it gives the block to the next copy as
 #      soon as the caller drops the batch, while the queued training step still reads it.
 #   3. A batch that is dropped before it was handed over has no such mark, so the side streams are
-#      synchronized before its memory goes back (_Engine.close).
+#      synchronized before its memory goes back (Engine.close).
 #   4. Tensors that the loader itself has put on the device are queued on the stream that is current
-#      where it runs: the side stream waits for that (_Engine._wait_for_loader).
+#      where it runs: the side stream waits for that (Engine._wait_for_loader).
 # tests/test_stream.py fails when 1, 2 or 4 is left out.
 
 
@@ -94,8 +94,27 @@ def using(stream: torch.cuda.Stream) -> Iterator[None]:
         yield
 
 
-class switched:  # a context manager without a generator: it is entered for each batch
-    """As :func:`using` and :func:`own_modes`, at less cost, where :func:`may_switch` allows it.
+def own_modes(
+    device: torch.device, stream: torch.cuda.Stream | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Without gradients, without the caller's autocast and inference mode, and on ``stream``.
+
+    Batches are prepared in threads of ours or in the caller's, and are the same in either.
+    """
+    left: list[contextlib.AbstractContextManager[Any]] = [
+        torch.autocast(kind, enabled=False)
+        for kind in {device.type, "cpu"}
+        if torch.is_autocast_enabled(kind)
+    ]
+    if torch.is_inference_mode_enabled():  # the loop may train with a later batch
+        left.append(torch.inference_mode(False))
+    if stream is not None and not left and torch.cuda.current_device() == device.index:
+        return _Switched(stream)
+    return _all_of([*left, torch.no_grad(), *([] if stream is None else [using(stream)])])
+
+
+class _Switched:  # a context manager without a generator: it is entered for each batch
+    """Without gradients and on ``stream``, whose device is current, at less cost.
 
     The stream is put back: a loader that works on the device works on that.
     """
@@ -113,29 +132,11 @@ class switched:  # a context manager without a generator: it is entered for each
         self._no_grad.__exit__(*error)
 
 
-def may_switch(device: torch.device) -> bool:
-    """Whether ``device`` is current, and the thread neither in autocast nor in inference mode."""
-    return not (
-        torch.is_inference_mode_enabled()
-        or torch.is_autocast_enabled(device.type)
-        or torch.is_autocast_enabled("cpu")
-        or torch.cuda.current_device() != device.index
-    )
-
-
 @contextlib.contextmanager
-def own_modes(device: torch.device) -> Iterator[None]:
-    """Without gradients, and without the autocast or the inference mode of the caller.
-
-    Batches are prepared in threads of ours or in the caller's, and are the same in either.
-    """
+def _all_of(contexts: Iterable[contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
     with contextlib.ExitStack() as held:
-        if torch.is_inference_mode_enabled():  # the loop may train with a later batch
-            held.enter_context(torch.inference_mode(False))
-        held.enter_context(torch.no_grad())
-        for kind in {device.type, "cpu"}:
-            if torch.is_autocast_enabled(kind):
-                held.enter_context(torch.autocast(kind, enabled=False))
+        for context in contexts:
+            held.enter_context(context)
         yield
 
 

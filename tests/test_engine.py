@@ -19,15 +19,18 @@ from gpuprefetch import (
     DataPrefetcher,
     EncodedImage,
     RandomResizedCrop,
-    _prefetcher,
+    _engine,
+    _epoch,
     _stats,
     _stream,
 )
+from gpuprefetch._balance import Balancer
 from gpuprefetch._budget import Cost
-from gpuprefetch._decode import Turns
+from gpuprefetch._engine import JOIN_SECONDS, Engine
 from gpuprefetch._pipeline import Pipeline, Work
-from gpuprefetch._prefetcher import JOIN_SECONDS, _Engine, _garbage_kept_from_forks
+from gpuprefetch._prefetcher import _garbage_kept_from_forks
 from gpuprefetch._stream import lease_stream, return_stream
+from gpuprefetch._turns import Turns
 
 SECONDS = 20  # for what takes milliseconds; a hang takes for ever
 
@@ -68,9 +71,9 @@ def within(seconds, function):
 
 def running(monkeypatch, **changes):
     """Let the epochs that begin now run with other options of the engine."""
-    init = _Engine.__init__
+    init = Engine.__init__
     monkeypatch.setattr(
-        _Engine, "__init__", lambda self, *args, **options: init(self, *args, **options | changes)
+        Engine, "__init__", lambda self, *args, **options: init(self, *args, **options | changes)
     )
 
 
@@ -83,7 +86,7 @@ def ahead(monkeypatch):
 @pytest.fixture(params=[2, None], ids=["ahead", "when asked"])
 def fetched(monkeypatch, request):
     """Batches are fetched in a thread, and begun ahead of the loop or when it asks for them."""
-    monkeypatch.setattr(_prefetcher, "turns", collections.defaultdict(Turns))
+    monkeypatch.setattr(_engine, "turns", collections.defaultdict(Turns))
     running(monkeypatch, fetch_ahead=True, depth=request.param)
 
 
@@ -149,7 +152,7 @@ def test_an_error_on_the_gpu_reaches_a_loop_that_waits(fetched):
 
 @pytest.mark.parametrize("seconds", [0.0, SECONDS])
 def test_a_loop_slower_than_the_gpu_lets_the_next_batch_be_fetched(ahead, monkeypatch, seconds):
-    monkeypatch.setattr(_prefetcher, "REST_SECONDS", seconds)
+    monkeypatch.setattr(_engine, "REST_SECONDS", seconds)
     fetched = []
 
     def batches():
@@ -157,20 +160,20 @@ def test_a_loop_slower_than_the_gpu_lets_the_next_batch_be_fetched(ahead, monkey
             fetched.append(i)
             yield i
 
-    begin = _Engine._start
+    begin = Engine._start
 
     def late(engine, slot):
         time.sleep(0.01)
         begin(engine, slot)
 
-    monkeypatch.setattr(_Engine, "_start", late)
+    monkeypatch.setattr(Engine, "_start", late)
     # Two are kept ready, and the one behind them waits for its room. The end is no batch.
     rested = [len(fetched) == min(i + 4, 9) for i in prefetcher_of(batches)]
     assert all(rested) == bool(seconds), rested
 
 
 def test_a_loop_does_not_wait_for_a_loader_that_is_not_ready(fetched, monkeypatch):
-    monkeypatch.setattr(_prefetcher, "REST_SECONDS", 0.5)
+    monkeypatch.setattr(_engine, "REST_SECONDS", 0.5)
 
     def batches():
         for i in range(4):
@@ -178,7 +181,7 @@ def test_a_loop_does_not_wait_for_a_loader_that_is_not_ready(fetched, monkeypatc
             yield i
 
     waited = []
-    monkeypatch.setattr(_Engine, "let_fetch", timed(_Engine.let_fetch, waited))
+    monkeypatch.setattr(Engine, "let_fetch", timed(Engine.let_fetch, waited))
     assert list(prefetcher_of(batches)) == [0, 1, 2, 3]
     assert max(waited) < 0.1
 
@@ -191,13 +194,13 @@ def photos():
 
 def started(monkeypatch):
     """The numbers of the batches that were got under way, and by which thread."""
-    begun, begin = [], _Engine._start
+    begun, begin = [], Engine._start
 
     def start(engine, slot):
         begun.append((slot.number, threading.get_ident()))
         begin(engine, slot)
 
-    monkeypatch.setattr(_Engine, "_start", start)
+    monkeypatch.setattr(Engine, "_start", start)
     return begun
 
 
@@ -221,7 +224,7 @@ def test_a_batch_is_begun_when_the_loop_asks_for_it_until_there_is_room(fetched,
         time.sleep(0.05)
         assert len(begun) == number
         assert next(batches)[1] == number
-    _prefetcher.turns[iterator._engine.device].level = 1
+    _engine.turns[iterator._engine.device].level = 1
     assert next(batches)[1] == 3
     for number in (4, 5):  # the next one is under way, or will be, whatever the loop does
         until(lambda count=number + 1: len(begun) >= count)
@@ -233,10 +236,10 @@ def test_a_batch_is_begun_when_the_loop_asks_for_it_until_there_is_room(fetched,
 @pytest.mark.parametrize("why", [None, "ahead of the GPU", "a tail", "lean"])
 def test_a_loop_slower_than_the_gpu_gets_the_next_batch_under_way(ahead, monkeypatch, why):
     if why == "ahead of the GPU":
-        monkeypatch.setattr(_prefetcher, "throttle", lambda *args: True)
+        monkeypatch.setattr(_epoch, "throttle", lambda *args: True)
     if why == "lean":
-        monkeypatch.setattr(_Engine, "_lean", True)
-        monkeypatch.setattr(_Engine, "_wait_for_used", lambda engine: None)
+        monkeypatch.setattr(Engine, "_lean", True)
+        monkeypatch.setattr(Engine, "_wait_for_used", lambda engine: None)
     tail = [lambda images: images] if why == "a tail" else []
     begun = started(monkeypatch)
     iterator = iter(prefetcher_of(photos, transforms=[RandomResizedCrop((4, 4)), *tail]))
@@ -261,18 +264,18 @@ def test_a_loop_that_begins_batches_itself_launches_before_the_next_is_fetched(
 
     iterator = iter(prefetcher_of(batches, transforms=[RandomResizedCrop((4, 4))]))
     engine = iterator._engine
-    monkeypatch.setattr(_prefetcher, "PAUSE", 0.0)
+    monkeypatch.setattr(_engine, "PAUSE", 0.0)
     for _ in zip(range(2), at_ease(iterator), strict=False):
         pass
     until(lambda: engine._held is not None)
-    monkeypatch.setattr(_prefetcher, "PAUSE", pause)
-    engine.period = 0.2
+    monkeypatch.setattr(_engine, "PAUSE", pause)
+    monkeypatch.setattr(Balancer, "period", 0.2)
     before = time.perf_counter()
     assert next(iterator)[1] == 2
     assert begun[-1] == (4, threading.get_ident())
     if pause == 0.5:  # the step goes on
         until(lambda: given[-1][0] == 5)
-        assert given[-1][1] - before >= 0.5 * engine.period
+        assert given[-1][1] - before >= 0.5 * 0.2
     # A loop that comes back early waits for nothing but its batch.
     assert within(SECONDS, lambda: [number for _, number in iterator]) == [3, 4, 5]
 
@@ -304,10 +307,10 @@ def test_what_the_loop_got_under_way_is_not_kept(ahead, monkeypatch):
 def test_a_batch_that_the_loop_cannot_get_under_way(ahead, monkeypatch, error):
     start = Pipeline.start
 
-    def broken(pipeline, batch, number, epoch):
+    def broken(pipeline, batch, number, *place):
         if number == 3:
             raise error("no batch")
-        return start(pipeline, batch, number, epoch)
+        return start(pipeline, batch, number, *place)
 
     monkeypatch.setattr(Pipeline, "start", broken)
     iterator, seen = iter(prefetcher_of(photos, transforms=[RandomResizedCrop((4, 4))])), []
@@ -332,7 +335,7 @@ def timed(function, seconds):
 
 
 def test_a_thread_that_dies_ends_the_epoch(fetched, monkeypatch):
-    monkeypatch.setattr(_Engine, "_batch_stream", lambda engine: Broken())
+    monkeypatch.setattr(Engine, "_batch_stream", lambda engine: Broken())
     iterator = iter(prefetcher_of(lambda: iter(range(4))))
     assert "device-side assert" in str(within(SECONDS, lambda: next(iterator)))
     assert not any(thread.is_alive() for thread in iterator._engine._threads)
@@ -341,8 +344,8 @@ def test_a_thread_that_dies_ends_the_epoch(fetched, monkeypatch):
 def test_a_thread_that_cannot_start_ends_the_epoch(monkeypatch):
     stream = SimpleNamespace(synchronize=bool)
     returned = []
-    monkeypatch.setattr(_prefetcher, "lease_stream", lambda device, role: stream)
-    monkeypatch.setattr(_prefetcher, "return_stream", lambda *lease: returned.append(lease))
+    monkeypatch.setattr(_engine, "lease_stream", lambda device, role: stream)
+    monkeypatch.setattr(_engine, "return_stream", lambda *lease: returned.append(lease))
     start = threading.Thread.start
 
     def refused(thread):
@@ -376,7 +379,7 @@ def test_persistent_workers_serve_one_epoch_at_a_time(fetched, pause):
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [True, False])
 def test_workers_that_an_abandoned_thread_waits_for(ahead, monkeypatch, persistent):
-    monkeypatch.setattr(_prefetcher, "JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(_engine, "JOIN_SECONDS", 0.2)
     loader = DataLoader(Slow(1.5, at=2), num_workers=2, persistent_workers=persistent)
     prefetcher = DataPrefetcher(loader, device="cpu")
     for _ in prefetcher:
@@ -462,18 +465,18 @@ def test_the_collector_may_run_while_streams_are_leased():
 
 
 def test_a_finished_batch_makes_room_for_the_next(ahead, monkeypatch):
-    started, both, run_part = [], threading.Event(), _Engine._run_part
+    started, both, run_part = [], threading.Event(), Engine._run_part
 
-    def start(batch, number, epoch):
+    def start(batch, number, epoch, cost):
         started.append(number)
         if number:
             both.set()
-        return Work([lambda make_room: None], lambda: number, decoded_bytes=70)
+        return Work([lambda make_room: None], lambda: number, decoded_bytes=cost.decoded)
 
     def run_elsewhere(*arguments):  # as on a GPU
         threading.Timer(0.3, run_part, arguments).start()
 
-    monkeypatch.setattr(_Engine, "_run_part", run_elsewhere)
+    monkeypatch.setattr(Engine, "_run_part", run_elsewhere)
     prefetcher = prefetcher_of(lambda: iter(range(4)), memory_budget=100)
     pipeline = prefetcher._pipeline
     monkeypatch.setattr(pipeline, "start", start)
@@ -497,7 +500,7 @@ def test_a_broken_context_does_not_keep_an_epoch_from_its_end(fetched):
 
 
 def test_a_loader_that_hangs_holds_no_lock(fetched, monkeypatch):
-    monkeypatch.setattr(_prefetcher, "JOIN_SECONDS", 0.3)
+    monkeypatch.setattr(_engine, "JOIN_SECONDS", 0.3)
     iterator = iter(prefetcher_of(lambda: iter(range(9))))
     next(iterator)
     engine, over = iterator._engine, threading.Event()

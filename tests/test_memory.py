@@ -25,9 +25,10 @@ from gpuprefetch import (
     Resize,
     _budget,
     _decode,
+    _engine,
     _pipeline,
-    _prefetcher,
     _selfcheck,
+    _turns,
 )
 from gpuprefetch._budget import Cost, parse_bytes, readable
 from gpuprefetch._decode import ImageDecoder
@@ -36,6 +37,7 @@ from gpuprefetch._format import decode_cpu
 from gpuprefetch._host import Packer
 from gpuprefetch._resample import Launches
 from gpuprefetch._resume import Source
+from gpuprefetch._transforms import read_transforms
 
 KIB = 1024
 SIZE = (4, 5)
@@ -171,7 +173,7 @@ def test_usual_calls_are_small_if_they_keep_the_engines_busy(monkeypatch, size, 
 
 @pytest.mark.parametrize("large", [False, True])
 def test_calls_are_large_where_the_decode_is_too_slow(files, large):
-    head, _ = _prefetcher.read_transforms(SMALL)
+    head, _ = read_transforms(SMALL)
     none = torch.zeros(1, dtype=torch.int64)
     packer = Packer(head, True, False, 0, none, none)
     images = [EncodedImage(file) for file in files[:8]]
@@ -183,7 +185,7 @@ def test_calls_are_large_where_the_decode_is_too_slow(files, large):
 
 
 def test_what_the_launches_read_lies_behind_the_pixels(files):
-    head, _ = _prefetcher.read_transforms(SMALL)
+    head, _ = read_transforms(SMALL)
     share, epoch = torch.tensor([0.5]), torch.zeros(1, dtype=torch.int64)
     packed = []
     with mock.patch.object(EncodedImages, "keep_numbers", lambda batch, coloring: None):
@@ -208,9 +210,9 @@ def test_what_the_launches_read_lies_behind_the_pixels(files):
     assert np.array_equal(pickle.loads(pickle.dumps(kept)).words(), apart.words())
 
 
-def late_engine(monkeypatch, files, idle=(True,), free=(_prefetcher.SPARE_BYTES,), **options):
+def late_engine(monkeypatch, files, idle=(True,), free=(_turns.SPARE_BYTES,), **options):
     """An engine whose loop learns of late batches, on a GPU that is idle and has free memory."""
-    monkeypatch.setattr(_prefetcher, "turns", collections.defaultdict(_decode.Turns))
+    monkeypatch.setattr(_engine, "turns", collections.defaultdict(_turns.Turns))
     stream = SimpleNamespace(query=lambda: idle[0])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0] - 5, 10**12))
@@ -218,7 +220,7 @@ def late_engine(monkeypatch, files, idle=(True,), free=(_prefetcher.SPARE_BYTES,
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
     engine = engine_of(prefetcher_of(files, FakeDecoder(), **options), depth=None)
     engine._fetch_ahead = True
-    return engine, _prefetcher.turns[engine.device]
+    return engine, _engine.turns[engine.device]
 
 
 @pytest.mark.parametrize("budget", [None, "1GiB"])
@@ -232,10 +234,10 @@ def test_batches_that_are_often_late_get_more_memory(files, monkeypatch, budget)
             engine._learn_wait(seconds, ahead=ahead)
         return turn.level, engine._lean, engine._depth, turn.several, bool(large)
 
-    first, second, third = _decode.LATE
+    first, second, third = _turns.LATE
     idle[0] = False
-    assert wait(1.0, _decode.SHOWN) == (0, True, 0, False, False)
-    assert wait(1.0, _decode.FIRST - _decode.SHOWN) == (1, True, 1, False, False)
+    assert wait(1.0, _turns.SHOWN) == (0, True, 0, False, False)
+    assert wait(1.0, _turns.FIRST - _turns.SHOWN) == (1, True, 1, False, False)
     assert wait(0.0005, 100) == (1, True, 1, False, False)
     assert wait(1.0, 100, ahead=True) == (1, True, 1, False, False)  # and will be again
     assert wait(1.0, first) == (2, False, 1, False, False)
@@ -251,23 +253,23 @@ def test_batches_that_are_often_late_get_more_memory(files, monkeypatch, budget)
 
 
 def test_no_more_memory_where_little_is_free(files, monkeypatch):
-    free = [_prefetcher.SPARE_BYTES - 1]
+    free = [_turns.SPARE_BYTES - 1]
     engine, turn = late_engine(monkeypatch, files, free=free)
-    for _ in range(_decode.FIRST + 10 * sum(_decode.LATE)):
+    for _ in range(_turns.FIRST + 10 * sum(_turns.LATE)):
         engine._learn_wait(1.0, ahead=False)
     assert turn.level == 1
     free[0] += 1
-    for _ in range(_decode.LATE[0]):
+    for _ in range(_turns.LATE[0]):
         engine._learn_wait(1.0, ahead=False)
     assert turn.level == 2
 
 
 def test_no_batch_ahead_where_the_next_one_does_not_fit(files, monkeypatch):
-    needed = 12345 + 678 + _prefetcher.SPARE_FOR_NEXT
+    needed = 12345 + 678 + _turns.SPARE_FOR_NEXT
     free = [needed - 1]
     engine, turn = late_engine(monkeypatch, files, free=free)
     engine._usual = _budget.Cost(fixed=12345, decoded=678)
-    for _ in range(_decode.SHOWN + 10):
+    for _ in range(_turns.SHOWN + 10):
         engine._learn_wait(0.0, ahead=True)
     assert (turn.level, engine._depth) == (0, 0)
     engine._wanted = True
@@ -284,11 +286,11 @@ def test_what_is_late_in_a_try_does_not_count(files, monkeypatch):
     balancer.fixed, balancer._settling = False, 0
     for level, settling in [(balancer._best - 1, 0), (balancer._best, 1)]:
         balancer._level, balancer._settling = level, settling
-        for _ in range(_decode.FIRST + 10 * sum(_decode.LATE)):
+        for _ in range(_turns.FIRST + 10 * sum(_turns.LATE)):
             engine._learn_wait(1.0, ahead=False)
         assert turn.level == 1
     balancer._settling = 0
-    for _ in range(_decode.LATE[0]):
+    for _ in range(_turns.LATE[0]):
         engine._learn_wait(1.0, ahead=False)
     assert turn.level == 2
 
@@ -317,7 +319,7 @@ def test_the_loop_may_wait_for_its_loader(files, monkeypatch):
             engine._changed.notify_all()
 
     for fetched in (time.perf_counter(), None):
-        thread = threading.Thread(target=give, args=(_prefetcher._Slot(0), fetched))
+        thread = threading.Thread(target=give, args=(_engine.Slot(0), fetched))
         thread.start()
         engine.take()
         thread.join()
@@ -341,7 +343,7 @@ class Used:
 
 def test_a_batch_is_begun_when_the_one_before_has_been_used(files, monkeypatch):
     engine, _ = late_engine(monkeypatch, files)
-    monkeypatch.setattr(_prefetcher, "REST_SECONDS", 5.0)
+    monkeypatch.setattr(_engine, "REST_SECONDS", 5.0)
     used, batch = Used(), torch.zeros(3)
     engine._used = used, weakref.ref(batch)
     thread = threading.Thread(target=engine._wait_for_used)
@@ -359,7 +361,7 @@ def test_a_batch_is_begun_when_the_one_before_has_been_used(files, monkeypatch):
     assert not thread.is_alive()
     kept = torch.zeros(3)
     engine._used = used, weakref.ref(kept)
-    monkeypatch.setattr(_prefetcher, "REST_SECONDS", 0.1)
+    monkeypatch.setattr(_engine, "REST_SECONDS", 0.1)
     engine._wait_for_used()  # not for ever: the loop may keep its batches
 
 
@@ -373,10 +375,10 @@ class Tensors(Dataset):
 
 def tensors_at_level(monkeypatch, level):
     """Batches of 4 MiB, at this level for good."""
-    made = collections.defaultdict(_decode.Turns)
-    monkeypatch.setattr(_prefetcher, "turns", made)
-    monkeypatch.setattr(_decode, "FIRST", 10**6)
-    monkeypatch.setattr(_decode, "SHOWN", 10**6)
+    made = collections.defaultdict(_turns.Turns)
+    monkeypatch.setattr(_engine, "turns", made)
+    monkeypatch.setattr(_turns, "FIRST", 10**6)
+    monkeypatch.setattr(_turns, "SHOWN", 10**6)
     prefetcher = DataPrefetcher(DataLoader(Tensors(), 4, num_workers=1, pin_memory=True))
     made[prefetcher.device].level = level
     return prefetcher
@@ -410,7 +412,7 @@ def test_batches_held_while_the_loop_takes_a_step(monkeypatch, level, held):
 
 def test_one_thread_decodes_until_there_is_a_second_decoder(files, monkeypatch):
     engine, turn = late_engine(monkeypatch, files)
-    monkeypatch.setattr(_prefetcher, "lease_stream", lambda device, role: role)
+    monkeypatch.setattr(_engine, "lease_stream", lambda device, role: role)
     monkeypatch.setattr(engine, "_spawn", lambda *args: None)
     for turn.level in range(5):
         engine._start_lanes()
@@ -456,7 +458,7 @@ def test_wrong_sizes(budget):
     ("depth", "ready", "kept"), [(None, 3.0, 2), (None, 1.9, 1), (None, 0.1, 1), (3, 0.1, 3)]
 )
 def test_fewer_large_batches_are_kept_ready(files, monkeypatch, depth, ready, kept):
-    monkeypatch.setattr(_prefetcher, "READY_BYTES", int(ready * FINISHED))
+    monkeypatch.setattr(_engine, "READY_BYTES", int(ready * FINISHED))
     prefetcher = prefetcher_of(files, FakeDecoder(), device_prefetch_size=depth)
     engine = engine_of(prefetcher, prefetcher._loader, depth=prefetcher._depth)
     assert engine.take().error is None
@@ -467,7 +469,7 @@ def test_fewer_large_batches_are_kept_ready(files, monkeypatch, depth, ready, ke
 
 def engine_of(prefetcher, source=(), depth=1):
     """What runs an epoch, without its threads."""
-    return _prefetcher._Engine(
+    return _engine.Engine(
         prefetcher._pipeline,
         Source(source),
         depth=depth,
@@ -484,7 +486,7 @@ def started(budget, depth, costs):
     prefetcher = DataPrefetcher([], device="cpu", memory_budget=budget)
     engine = engine_of(prefetcher, depth=depth)
     for number, cost in enumerate(costs):
-        slot = _prefetcher._Slot(number)
+        slot = _engine.Slot(number)
         slot.cost = cost
         if not engine._has_room(slot):
             break
@@ -499,7 +501,7 @@ def test_batches_in_flight_adapt(budget, batches):
     engine = started(budget, 3, [cost] * 4)
     assert len(engine._slots) == batches
     if budget == 79:
-        waiting = _prefetcher._Slot(1)
+        waiting = _engine.Slot(1)
         waiting.cost = Cost(fixed=10, decoded=59)
         assert not engine._has_room(waiting)
         engine._slots[0].work = None  # it is finished, and its images are resampled
@@ -788,14 +790,14 @@ def test_a_thread_packs_into_the_same_place_again(monkeypatch):
 
 
 def test_one_thread_at_a_time_decodes_unless_a_loop_waits_that_often_has_to():
-    turns, inside, most = _decode.Turns(), [], []
+    turns, inside, most = _turns.Turns(), [], []
     may_end = threading.Event()
     turns.level = 3
-    for _ in range(_decode.FIRST):
+    for _ in range(_turns.FIRST):
         turns.learn(late=True)
-    (*_, enough) = _decode.LATE
-    often = [True] * (enough - 1) + [False] * _decode.TOLERATED
-    for late in often + [False] * (_decode.TOLERATED - 1) * enough:
+    (*_, enough) = _turns.LATE
+    often = [True] * (enough - 1) + [False] * _turns.TOLERATED
+    for late in often + [False] * (_turns.TOLERATED - 1) * enough:
         assert not turns.learn(late=late)
 
     def decode():
@@ -829,9 +831,9 @@ def test_one_thread_at_a_time_decodes_unless_a_loop_waits_that_often_has_to():
 
 
 def test_lanes_wait_while_the_loop_launches_and_has_a_batch_to_spare(monkeypatch):
-    monkeypatch.setattr(_prefetcher, "using", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(_engine, "using", lambda stream: contextlib.nullcontext())
     ran = queue.SimpleQueue()
-    engine = object.__new__(_prefetcher._Engine)
+    engine = object.__new__(_engine.Engine)
     vars(engine).update(
         device=torch.device("meta"),
         _on_cuda=True,
@@ -840,7 +842,7 @@ def test_lanes_wait_while_the_loop_launches_and_has_a_batch_to_spare(monkeypatch
         _gate=threading.Event(),
         _parts=queue.SimpleQueue(),
         _pipeline=SimpleNamespace(memory_budget=1),
-        _slots=[_prefetcher._Slot(0)],
+        _slots=[_engine.Slot(0)],
         _run_part=lambda slot, part: ran.put(part),
     )
     engine._gate.set()
@@ -867,7 +869,7 @@ def test_lanes_wait_while_the_loop_launches_and_has_a_batch_to_spare(monkeypatch
 @pytest.mark.parametrize("gate", ["ours", "none"])
 def test_the_decode_begins_while_the_loop_waits_for_the_gpu(files, monkeypatch, gate):
     if gate == "none":  # guards the test
-        monkeypatch.setattr(_prefetcher._Engine, "spare", lambda engine: None)
+        monkeypatch.setattr(_engine.Engine, "spare", lambda engine: None)
     loader = DataLoader(Photos(files * 12), 8, num_workers=2, pin_memory=True)
     prefetcher = DataPrefetcher(loader, transforms=SMALL, cpu_share=0.0, device_prefetch_size=2)
     decoder = prefetcher._pipeline.decoder
@@ -1102,21 +1104,21 @@ def test_two_decoders_and_large_calls_give_the_same_images(files, monkeypatch, w
     loader = DataLoader(Photos(files * 8), batch_size=32, pin_memory=True, num_workers=workers)
 
     def epoch():
-        made = collections.defaultdict(_decode.Turns)
+        made = collections.defaultdict(_turns.Turns)
         monkeypatch.setattr(_pipeline, "turns", made)
-        monkeypatch.setattr(_prefetcher, "turns", made)
+        monkeypatch.setattr(_engine, "turns", made)
         prefetcher = DataPrefetcher(loader, transforms=[Resize((64, 96))], cpu_share=0.0)
         images = images_of(prefetcher)
         (turn,) = made.values()
         return images, turn.several, prefetcher._pipeline.packer.large_calls.item()
 
     monkeypatch.setattr(_budget, "USUAL_BYTES", 8 * DECODED)
-    monkeypatch.setattr(_decode, "FIRST", 10**6)
+    monkeypatch.setattr(_turns, "FIRST", 10**6)
     images, *hurried = epoch()
     assert hurried == [False, False]
     monkeypatch.setattr(_decode, "LATE", (0, 0, 0))
-    monkeypatch.setattr(_decode, "FIRST", 0)
-    monkeypatch.setattr(_decode, "SHOWN", 0)
+    monkeypatch.setattr(_turns, "FIRST", 0)
+    monkeypatch.setattr(_turns, "SHOWN", 0)
     in_a_hurry, *hurried = epoch()
     assert hurried == [True, True]
     assert torch.equal(in_a_hurry, images)
@@ -1184,7 +1186,7 @@ nothing_left()
 SHORT = (
     BIG
     + """
-from gpuprefetch._decode import turns
+from gpuprefetch._turns import turns
 turns[torch.device("cuda", 0)].level = 4  # two threads decode
 whole, most, repeated = epoch(48)
 assert repeated == 0

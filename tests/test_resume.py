@@ -22,7 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, _prefetcher
+from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, _engine, _prefetcher
 
 # torchdata 0.11 calls a function that torch 2.15 warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -94,12 +94,12 @@ def ahead(request, device, monkeypatch):
     if request.param and device.type == "cuda":
         pytest.skip("a GPU does so anyway")
 
-    class Ahead(_prefetcher._Engine):
+    class Ahead(_engine.Engine):
         def __init__(self, *args, **options):
             super().__init__(*args, **options | {"depth": 3, "fetch_ahead": True})
 
     if request.param:
-        monkeypatch.setattr(_prefetcher, "_Engine", Ahead)
+        monkeypatch.setattr(_prefetcher, "Engine", Ahead)
     return request.param
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpuprefetch import DataPrefetcher, _prefetcher, _stream
+from gpuprefetch import DataPrefetcher, _engine, _stream
 from gpuprefetch._stream import handoff, lease_stream, mark_reader, return_stream
 
 SHAPE = (64, 3, 224, 224)
@@ -157,7 +157,7 @@ class OnDevice:
 @pytest.mark.parametrize("wait", [True, False])
 def test_batches_that_are_on_the_gpu_already(monkeypatch, wait):
     if not wait:  # guards the test: the transform then reads what was not written yet
-        monkeypatch.setattr(_prefetcher._Engine, "_wait_for_loader", lambda engine, batch: None)
+        monkeypatch.setattr(_engine.Engine, "_wait_for_loader", lambda engine, batch: None)
     prefetcher = DataPrefetcher(OnDevice(), transforms=[torch.Tensor.double])
     right = [bool((batch == value).all()) for value, batch in enumerate(prefetcher)]
     assert len(right) == 6

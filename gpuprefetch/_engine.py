@@ -1,0 +1,540 @@
+"""The threads of an epoch, which fetch, decode and finish batches in order, ahead of the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from gpuprefetch._balance import Balancer
+from gpuprefetch._batch import leaves, tensors
+from gpuprefetch._budget import LANES, READY, READY_BYTES, Cost
+from gpuprefetch._decode import packing_into
+from gpuprefetch._encoded import is_encoded
+from gpuprefetch._host import encoded_leaves, pack_lists
+from gpuprefetch._pipeline import Part, Pipeline, Work, count_images
+from gpuprefetch._resume import Source
+from gpuprefetch._slab import unmap_dead
+from gpuprefetch._stats import Stage
+from gpuprefetch._stream import lease_stream, own_modes, return_stream, using
+from gpuprefetch._turns import LATE_SECONDS, turns
+
+# For a loader that hangs, when the loop is left: its thread is then abandoned, not waited for.
+JOIN_SECONDS = 10.0
+# A loop that is slower than the GPU waits for so long at most while the next batch is got under
+# way, if the loader has one ready. See Note [The training thread's locks].
+REST_SECONDS = 0.002
+# A loop that got the next batch under way itself has Python's lock for this part of its step, if it
+# is not back before: to fetch takes that for a millisecond, and the backward pass can do without.
+PAUSE = 0.4
+
+
+class Slot:
+    """A batch between the loader and the loop."""
+
+    __slots__ = """
+        cost done encoded error event fetched images number remaining result source state work
+    """.split()
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.images = 0
+        self.encoded = False  # whether they are
+        self.source: Any = None
+        self.state: Any = None
+        self.fetched = 0.0
+        self.cost = Cost()
+        self.work: Work | None = None
+        self.remaining = 0
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.event: torch.cuda.Event | None = None
+        self.done = threading.Event()
+
+
+class Engine:
+    """The threads of one epoch. They hold it and never the iterator, so dropping that ends them."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        source: Source,
+        *,
+        depth: int | None,
+        epoch: int,
+        fetch_ahead: bool,
+        balancer: Balancer,
+        check: Callable[[Any], None],
+        shares: dict[int, float],
+    ) -> None:
+        self._pipeline, self._source, self._check = pipeline, source, check
+        self._epoch, self._shares = epoch, shares
+        # How many batches are ready or in preparation, as the user says; else the first one's cost
+        # decides, and whether the loop has asked for one.
+        self._asked, self._usual, self._wanted = depth, Cost(), False
+        self.device, self.place = pipeline.device, source.place
+        self.stats, self.balancer = pipeline.stats, balancer
+        self._changed = threading.Condition()
+        self._slots: deque[Slot] = deque()
+        self._held: Slot | None = None  # fetched; it does not fit beside what is under way
+        # Taken from there by the loop, which gets it under way itself.
+        self._taken: Slot | None = None
+        # What the host gave for batches that were handed over: the GPU may read it yet.
+        self._sources: deque[tuple[torch.cuda.Event, Any]] = deque()
+        # Its readers wake one at a time, and it is no Python code: the lock of that is scarce.
+        self._parts: SimpleQueue[tuple[Slot, Part] | None] = SimpleQueue()
+        # To decode takes one of the permits; where memory is short, one lane takes all of them.
+        self._permits, self._alone = threading.Semaphore(LANES), threading.Lock()
+        # Closed while the loop launches a step, if it can spare the next batch until it is back.
+        self._gate = threading.Event()
+        self._gate.set()
+        self._finishing = threading.Lock()
+        self._suspended: list[Iterator[Any]] = []
+        # Whether the thread that fetches has done all that it can, or is to leave the loop alone;
+        # whether it found a batch ready the last time.
+        self._resting, self._prompt = False, False
+        # The largest tensor that the loop has, and of what it had before, behind what used that.
+        self._handed: weakref.ref[torch.Tensor] | None = None
+        self._used: tuple[torch.cuda.Event | None, weakref.ref[torch.Tensor] | None] = (None, None)
+        self._exhausted = self._stopping = False
+        self._pid, self.user = os.getpid(), threading.get_ident()
+        self._fetched: int = source.place["batches"]
+        self._fetch_ahead = fetch_ahead
+        self._threads: list[threading.Thread] = []
+        self._ours: set[int] = set()  # their identifiers
+        self._lanes: list[torch.cuda.Stream] = []
+        self._rooms: list[list[torch.Tensor]] = []  # of the lanes, where no budget counts them
+        self._on_cuda = pipeline.device.type == "cuda"
+        self._stream = lease_stream(pipeline.device, "batch") if self._on_cuda else None
+        if fetch_ahead:
+            self._spawn("fetch", self._fetch_loop)
+
+    def _spawn(self, name: str, target: Callable[..., None], *args: Any) -> None:
+        name, args = f"gpuprefetch-{name}", (target, *args)
+        thread = threading.Thread(target=self.run, name=name, args=args, daemon=True)
+        self._threads.append(thread)  # the first is that which fetches; it may start others at once
+        try:
+            thread.start()
+        except RuntimeError:  # not everywhere are there as many threads as one asks for
+            self._threads.remove(thread)
+            raise
+
+    def run(self, target: Callable[..., None], *args: Any) -> None:
+        """What a new thread of ours does."""
+        self._ours.add(threading.get_ident())
+        try:
+            if self._on_cuda:
+                # It is on the first GPU, and might make a context there.
+                torch.cuda.set_device(self.device)
+            target(*args)
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._ours.discard(threading.get_ident())  # another thread may get it
+
+    def _fail(self, error: BaseException) -> None:
+        """Let the loop know that one of the threads has ended: it might wait for it."""
+        with self._changed:
+            self._exhausted = True
+            self._slots.append(Slot(self._fetched))
+            for slot in self._slots:
+                if not slot.done.is_set():
+                    slot.error = error
+                    slot.done.set()
+            self._changed.notify_all()
+
+    def _batch_stream(self) -> contextlib.AbstractContextManager[None]:
+        return own_modes(self.device, self._stream)
+
+    def _fetch_loop(self) -> None:
+        while not self._exhausted:
+            slot = self._fetch()
+            with self._changed:
+                self._held = slot
+                self._changed.wait_for(partial(self._may_start, slot))
+                taken, self._held = self._held is not slot, None
+            if taken and not self._stopping:
+                del slot  # the loop's, with its result
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._resting, PAUSE * self.balancer.period)
+                continue
+            if not self._stopping and slot.error is None and self._lean:
+                self._wait_for_used()
+            if self._stopping:
+                if not taken:
+                    slot.error = None  # breaks the cycle with the frame of _fetch
+                self._source.close()
+                return
+            with self._batch_stream():
+                self._start(slot)
+            del slot
+
+    def _fetch(self) -> Slot:
+        """Take a batch from the loader."""
+        slot = Slot(self._fetched)
+        self._fetched += 1
+        try:
+            with Stage(self.stats, "fetch") as fetch:
+                batch, slot.state = next(self._source)
+            self._prompt = fetch.seconds < REST_SECONDS / 2
+            self._pipeline.packer.begin()
+            slot.source = pack_lists(batch, self._pipeline.packer)
+            first = not self._usual.fixed
+            if first or self._pipeline.memory_budget is not None:
+                slot.cost = self._pipeline.cost(slot.source)
+            if first:
+                self._usual = slot.cost
+            self._learn(slot, fetch.seconds)
+            self._check(slot.source)
+            self._wait_for_loader(slot.source)
+            slot.fetched = time.perf_counter()
+        except BaseException as error:
+            self._exhausted = True
+            self._interrupt(error)
+            # Nobody looks into the end of an epoch, and its frames hold the loader's iterator.
+            slot.error = error.with_traceback(None) if isinstance(error, StopIteration) else error
+        return slot
+
+    def _wait_for_loader(self, batch: Any) -> None:
+        """What the loader has put on the device itself may be queued on the current stream."""
+        others = (leaf for leaf in leaves(batch, is_encoded) if not is_encoded(leaf))
+        if self._stream is not None and any(t.is_cuda for leaf in others for t in tensors(leaf)):
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def _interrupt(self, error: BaseException) -> None:
+        """Ctrl-C is not for a later batch: the loop may never take that."""
+        if isinstance(error, KeyboardInterrupt) and threading.get_ident() not in self._ours:
+            raise error
+
+    @property
+    def _depth(self) -> int:
+        if self._asked is not None:
+            return self._asked
+        turn = turns[self.device]
+        if turn.bare and self._fetch_ahead:
+            return int(self._wanted)
+        # A thread that does not run ahead would wait for what it has just begun.
+        deep = turn.deep or not self._fetch_ahead
+        return max(min(READY, READY_BYTES // max(self._usual.fixed, 1)), 1) if deep else 1
+
+    @property
+    def _lean(self) -> bool:
+        """Whether to begin a batch in the memory of one that was used."""
+        return self._asked is None and turns[self.device].lean
+
+    def _wait_for_used(self) -> None:
+        """Until the batch that the loop has given up is no longer used: its memory is the next's.
+
+        The loop need not wait for that. It may keep its batches, so they are not waited for long.
+        """
+        with self._changed:
+            self._rest()
+            event, tensor = self._used
+        if event is not None and not event.query():
+            event.synchronize()
+        deadline = time.perf_counter() + REST_SECONDS
+        while tensor is not None and tensor() is not None and time.perf_counter() < deadline:
+            time.sleep(REST_SECONDS / 10)
+
+    def _has_room(self, slot: Slot) -> bool:
+        """Whether a batch need not wait: a single one may take the whole memory budget."""
+        budget = self._pipeline.memory_budget
+        if self._stopping or budget is None or len(self._slots) >= self._depth:
+            return self._stopping or len(self._slots) < self._depth
+        works = [other.work for other in self._slots]
+        used = sum(other.cost.fixed for other in self._slots)
+        used += sum(work.decoded_bytes for work in works if work is not None)
+        return not self._slots or used + slot.cost.fixed + slot.cost.decoded <= budget
+
+    def _may_start(self, slot: Slot) -> bool:
+        """Whether there is room for a batch, or the loop has taken it; if not, it need not wait."""
+        if self._stopping or self._held is not slot:
+            return True
+        if self._taken is None and self._has_room(slot):
+            return True
+        self._rest()
+        return False
+
+    def _rest(self) -> None:
+        """Let a loop go on that waits for the thread that fetches; with ``_changed`` held."""
+        self._resting = True
+        self._changed.notify_all()
+
+    def _make_room(self, held: contextlib.ExitStack) -> None:
+        """Wait for the other lanes, and keep them from decoding as long as ``held`` is."""
+        self.stats.out_of_memory += 1
+        held.close()  # a permit, or all of them: nobody waits for permits while he holds one
+        held.enter_context(self._alone)
+        for _ in range(LANES):
+            held.enter_context(self._permits)
+        for room in self._rooms:
+            room.clear()
+        if self._on_cuda:
+            torch.cuda.empty_cache()
+
+    def _start(self, slot: Slot) -> None:
+        """Get the work of a batch under way, with its stream current."""
+        parts: list[Part] = []
+        try:
+            while self._sources and self._sources[0][0].query():
+                self._sources.popleft()
+            if slot.error is None:
+                slot.work = self._begin_with_room(slot)
+                parts = slot.work.parts
+                slot.remaining = len(parts)
+                if parts and self._on_cuda:
+                    self._start_lanes()
+        except BaseException as error:
+            self._exhausted = True
+            self._interrupt(error)
+            slot.error = error
+            parts, slot.remaining = [], 0
+        with self._changed:
+            self._slots.append(slot)
+            self._changed.notify_all()
+        for part in parts:
+            if self._on_cuda:
+                self._parts.put((slot, part))
+            else:
+                self._run_part(slot, part)
+        if not parts:
+            self._finish_ready()
+
+    def _begin_with_room(self, slot: Slot) -> Work:
+        try:
+            return self._begin(slot)
+        except torch.OutOfMemoryError:
+            pass  # and not again in here, where the exception holds what was allocated
+        with contextlib.ExitStack() as held:
+            self._make_room(held)
+            return self._begin(slot)
+
+    def _begin(self, slot: Slot) -> Work:
+        return self._pipeline.start(slot.source, slot.number, self._epoch, slot.cost)
+
+    def _start_lanes(self) -> None:
+        while len(self._lanes) < (LANES if turns[self.device].several else 1):
+            self._lanes.append(lease_stream(self.device, "lane"))
+            self._rooms.append([])
+            self._spawn("decode", self._lane_loop, self._lanes[-1], self._rooms[-1])
+
+    def _learn(self, slot: Slot, waited: float) -> None:
+        slot.images = count_images(slot.source)
+        packed = encoded_leaves(slot.source)
+        slot.encoded = bool(packed)
+        counts = [(len(images), int(images.decoded.sum())) for images in packed]
+        if packed:
+            everything, on_cpu = map(sum, zip(*counts, strict=True))
+            seconds = sum(images.decode_seconds for images in packed)
+            self.balancer.observe(everything, on_cpu, seconds, waited)
+        for images, (count, decoded) in zip(packed, counts, strict=True):
+            self._shares[slot.number] = images.share
+            self.stats.cpu_images += decoded
+            self.stats.gpu_images += count - decoded
+            self.stats.encoded_bytes += images.encoded_bytes
+            self.stats.read_seconds += images.read_seconds
+            self.stats.worker_decode_seconds += images.decode_seconds
+            self.stats.collate_seconds += images.collate_seconds
+            self.stats.pin_seconds += images.pin_seconds
+            self.stats.share = self.balancer.value
+
+    def _lane_loop(self, stream: torch.cuda.Stream, room: list[torch.Tensor]) -> None:
+        packing = packing_into(room) if self._pipeline.memory_budget is None else None
+        with torch.no_grad(), using(stream), packing or contextlib.nullcontext():
+            while not self._stopping:
+                item = self._parts.get()
+                self._gate.wait()
+                if item is not None and not self._stopping:
+                    self._run_part(*item)
+                del item
+
+    def _run_part(self, slot: Slot, part: Part) -> None:
+        try:
+            if slot.error is None:
+                with contextlib.ExitStack() as held:
+                    held.enter_context(self._permits)
+                    part(partial(self._make_room, held))
+        except BaseException as error:
+            slot.error = error
+        with self._changed:
+            slot.remaining -= 1
+            last = slot.remaining == 0
+        if last:
+            self._finish_ready()
+
+    def _finish_ready(self) -> None:
+        """Finish what is decoded, one batch after the other: transforms may keep a state."""
+        with self._finishing:
+            while True:
+                with self._changed:
+                    slot = next((slot for slot in self._slots if not slot.done.is_set()), None)
+                if slot is None or slot.remaining:
+                    return
+                self._finish(slot)
+
+    def _finish(self, slot: Slot) -> None:
+        try:
+            if slot.error is None and slot.work is not None:
+                with self._batch_stream():
+                    slot.result = slot.work.finish()
+                    if self._stream is not None:
+                        slot.event = torch.cuda.Event(blocking=True)
+                        slot.event.record(self._stream)
+        except BaseException as error:
+            self._interrupt(error)
+            slot.error = error
+        with self._changed:
+            slot.work = None
+            if self._pipeline.memory_budget is not None:  # which has room again
+                self._changed.notify_all()
+        slot.done.set()
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """The loop launches nothing inside of it: see Note [The training thread's locks]."""
+        if not self._on_cuda:
+            return contextlib.nullcontext()
+        self._gate.set()
+        return turns[self.device].hurried()
+
+    def spare(self) -> None:
+        """Let the decode wait until the loop is back, if the batch that it takes then is ready."""
+        with self._changed:
+            if self._slots and self._slots[0].done.is_set() and not self._stopping:
+                self._gate.clear()
+
+    def let_fetch(self) -> None:
+        """Get the next batch under way, or let that be done, while the loop launches nothing."""
+        if self._taken is not None:
+            with self._batch_stream():
+                self._apart(self._start, self._taken)
+            with self._changed:
+                self._taken = None
+                self._changed.notify_all()
+            return
+        with self._changed:
+            if self._prompt and self._fetch_ahead and not self._exhausted:
+                self._changed.wait_for(lambda: self._resting or self._exhausted, REST_SECONDS)
+
+    def _apart(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call it from a generator: as long as that is suspended, its frame has none below.
+
+        An error that is kept for a later batch would keep the frames of the loop, and they the
+        iterator, but dropping that must end the epoch.
+        """
+        generator = (function(*args) for _ in range(1))
+        result = next(generator)
+        if self._exhausted:
+            self._suspended.append(generator)
+        return result
+
+    def take(self, used: torch.cuda.Event | None = None, *, ahead: bool = False) -> Slot:
+        """The next batch in order, as soon as its work has been queued.
+
+        Args:
+            used: behind what the loop has queued.
+            ahead: whether the loop had to wait for the GPU.
+        """
+        self.user = threading.get_ident()
+        while not self._fetch_ahead and len(self._slots) < self._depth:
+            if self._held is None and self._exhausted:
+                break
+            slot, self._held = self._held or self._apart(self._fetch), None
+            if not self._has_room(slot):
+                self._held = slot
+                break
+            with self._batch_stream():
+                self._apart(self._start, slot)
+        began = time.perf_counter()
+        with self._changed:
+            self._wanted = True
+            if not self._slots:
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._slots)
+            self._wanted = False
+            slot = self._slots[0]
+        slot.done.wait()
+        if self._on_cuda:
+            waited = time.perf_counter() - began
+            # For its decode, or else for the loader.
+            self._learn_wait(waited if slot.fetched < began else 0.0, ahead=ahead)
+        if slot.event is not None:
+            self._sources.append((slot.event, slot.source))
+        largest = None
+        if self._lean:
+            on_device = (tensor for tensor in tensors(slot.result) if tensor.is_cuda)
+            largest = max(on_device, key=lambda tensor: tensor.nbytes, default=None)
+        with self._changed:
+            self._used = used, self._handed
+            self._handed = None if largest is None else weakref.ref(largest)
+            self._slots.popleft()
+            self._resting = not ahead and self._at_hand()
+            if self._resting:
+                self._taken, self._held = self._held, None
+            else:
+                self._changed.notify_all()
+        return slot
+
+    def _at_hand(self) -> bool:
+        """Whether there is a batch that the loop can get under way in no time."""
+        slot = self._held
+        if slot is None or not self._fetch_ahead or not slot.encoded or self._lean:
+            return False
+        return not (self._pipeline.tail or self._pipeline.after) and self._has_room(slot)
+
+    def _learn_wait(self, seconds: float, *, ahead: bool) -> None:
+        """Give batches on their way more memory: where there is room, and then where they are late.
+
+        The loop waited for one, and the GPU has nothing to do now; or, which does not call for a
+        second decoder, soon, for a loop that was not ahead of it before will not be now.
+        """
+        turn = turns[self.device]
+        late = seconds > LATE_SECONDS and (
+            not (ahead or turn.deep) or torch.cuda.current_stream(self.device).query()
+        )
+        next_one = self._usual.fixed + self._usual.decoded
+        rises = turn.learn(late=late and not self.balancer.trying)
+        if rises and turn.memory_to_spare(self.device, next_one):
+            turn.level += 1
+        if turn.several and self._pipeline.memory_budget is None:
+            self._pipeline.packer.large_calls.numpy()[0] = True
+
+    def close(self) -> None:
+        """End the threads, give the streams back and drop every batch that was not handed over."""
+        if os.getpid() != self._pid:
+            return  # a forked worker collects garbage of ours: threads and streams are not its own
+        with self._changed:
+            if self._stopping:
+                return
+            self._stopping, self._resting = True, False
+            self._changed.notify_all()
+        self._gate.set()
+        for _ in range(LANES):  # also for one that is just about to start
+            self._parts.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(JOIN_SECONDS)
+        alive = [thread for thread in self._threads if thread.is_alive()]
+        streams = [(self._stream, "batch"), *((stream, "lane") for stream in self._lanes)]
+        with contextlib.suppress(RuntimeError):  # of a broken context: the next call tells the user
+            for stream, role in streams:
+                if stream is not None:
+                    stream.synchronize()  # see Note [Stream handoff], 3
+                    if not alive:
+                        return_stream(stream, role)
+        while not self._parts.empty():
+            self._parts.get()
+        self._slots.clear()
+        self._sources.clear()
+        self._suspended.clear()  # a cycle, which leaves the loader's workers to the collector
+        self._held = None
+        self._source.close(abandoned=self._fetch_ahead and self._threads[0] in alive)
+        unmap_dead()

@@ -1,0 +1,99 @@
+"""The iterator over one epoch: hands batches to the loop, and ends with it."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gpuprefetch._engine import Engine
+from gpuprefetch._pipeline import EMPTY
+from gpuprefetch._stats import Stage
+from gpuprefetch._stream import handoff, throttle
+
+
+class Epoch:
+    """Iterator over one epoch."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._stats = engine, engine.stats
+        # Shared with the prefetcher, which must not keep the iterator alive.
+        self.use = ["unused"]
+        self._steps: deque[torch.cuda.Event] = deque()
+        self._last: float | None = None
+        # Runs also at garbage collection and at interpreter exit.
+        self.close = weakref.finalize(self, _end, engine, self.use)
+
+    def end(self) -> None:
+        """Close the epoch, and be through with it, in whatever thread."""
+        if self.close.detach():
+            self._engine.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while (batch := self._next()) is EMPTY:
+            pass
+        return batch
+
+    def _next(self) -> Any:
+        if not self.close.alive:
+            raise StopIteration
+        self.use[0] = "used"
+        try:
+            started = time.perf_counter()
+            with self._engine.waiting():
+                ahead = throttle(self._steps, self._engine.device)
+                with Stage(self._stats, "wait"):
+                    used = self._steps[-1] if self._steps else None
+                    slot = self._engine.take(used, ahead=ahead)
+                if not ahead:
+                    self._engine.let_fetch()
+            if ahead:
+                self._engine.spare()
+            now = time.perf_counter()
+            self._stats.seconds += now - (started if self._last is None else self._last)
+        except BaseException:
+            self.close()
+            raise
+        if slot.error is not None:
+            self.close()
+            error = slot.error
+            if isinstance(error, StopIteration) and slot.source is not None:
+                # Not the loader's: a transform's, and no end of the epoch.
+                error = RuntimeError("a transform raised StopIteration")
+                error.__cause__ = slot.error
+            slot.error = slot.source = None
+            if not isinstance(error, StopIteration):
+                error.add_note(f"raised by the prefetcher while it prepared batch {slot.number}")
+            try:
+                raise error
+            finally:
+                del error  # breaks the cycle between the exception and this frame
+        self._stats.batches += slot.result is not EMPTY
+        self._stats.images += slot.images
+        self._engine.place.update(batches=slot.number + 1, loader=slot.state)
+        if self._last is not None:
+            self._engine.balancer.handed_over(now - self._last)
+        self._last = now
+        if slot.event is not None:
+            with Stage(self._stats, "handoff"):
+                handoff(slot.result, slot.event, self._engine.device)
+        return slot.result
+
+
+def _end(engine: Engine, use: list[str]) -> None:
+    use[0] = "dropped" if use[0] == "unused" else use[0]
+    if threading.get_ident() in (engine.user, threading.main_thread().ident):
+        engine.close()
+    else:
+        # The garbage collector runs in any thread, also in one that the end has to wait for. Not a
+        # threading.Thread: to start that takes a lock, which its owner may be collecting with.
+        _thread.start_new_thread(engine.run, (engine.close,))
