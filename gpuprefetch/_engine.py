@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -38,27 +39,39 @@ REST_SECONDS = 0.002
 PAUSE = 0.4
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
-    """A batch between the loader and the loop."""
+    """A batch between the loader and the loop.
 
-    __slots__ = """
-        cost done encoded error event fetched images number remaining result source state work
-    """.split()
+    Attributes:
+        number: of the batch in its epoch.
+        images: that it has.
+        encoded: whether they are.
+        source: what the loader gave.
+        state: the loader's, behind it.
+        fetched: when it came from there, by :func:`time.perf_counter`.
+        cost: on the device, where that counts.
+        work: under way.
+        remaining: parts of the work that are not done.
+        result: what the loop gets.
+        error: instead of a result.
+        event: recorded behind the result.
+        done: when there is a result or an error.
+    """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.images = 0
-        self.encoded = False  # whether they are
-        self.source: Any = None
-        self.state: Any = None
-        self.fetched = 0.0
-        self.cost = Cost()
-        self.work: Work | None = None
-        self.remaining = 0
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.event: torch.cuda.Event | None = None
-        self.done = threading.Event()
+    number: int
+    images: int = 0
+    encoded: bool = False
+    source: Any = None
+    state: Any = None
+    fetched: float = 0.0
+    cost: Cost = field(default_factory=Cost)
+    work: Work | None = None
+    remaining: int = 0
+    result: Any = None
+    error: BaseException | None = None
+    event: torch.cuda.Event | None = None
+    done: threading.Event = field(default_factory=threading.Event)
 
 
 class Engine:
@@ -436,6 +449,16 @@ class Engine:
             self._suspended.append(generator)
         return result
 
+    def _fetch_and_start(self) -> None:
+        """Without a thread that fetches: begin as many batches as may be under way."""
+        while len(self._slots) < self._depth and (self._held or not self._exhausted):
+            self._held = slot = self._held or self._apart(self._fetch)
+            if not self._has_room(slot):
+                return
+            self._held = None
+            with self._batch_stream():
+                self._apart(self._start, slot)
+
     def take(self, used: torch.cuda.Event | None = None, *, ahead: bool = False) -> Slot:
         """The next batch in order, as soon as its work has been queued.
 
@@ -444,15 +467,8 @@ class Engine:
             ahead: whether the loop had to wait for the GPU.
         """
         self.user = threading.get_ident()
-        while not self._fetch_ahead and len(self._slots) < self._depth:
-            if self._held is None and self._exhausted:
-                break
-            slot, self._held = self._held or self._apart(self._fetch), None
-            if not self._has_room(slot):
-                self._held = slot
-                break
-            with self._batch_stream():
-                self._apart(self._start, slot)
+        if not self._fetch_ahead:
+            self._fetch_and_start()
         began = time.perf_counter()
         with self._changed:
             self._wanted = True
