@@ -140,6 +140,36 @@ def test_kernel_output_forms(kernel_device, dtype, memory_format):
     assert_as_good_as_eager(result.cpu(), images, sampling, (5, 19), **options)
 
 
+def colored(image, dtype, mean=(0, 0, 0), std=(1, 1, 1)):
+    """A picture in the form of the result, by the formula."""
+    if dtype == torch.uint8:
+        return image
+    compute = torch.promote_types(dtype, torch.float32)
+    mean, std = (torch.tensor(values, dtype=compute)[:, None, None] for values in (mean, std))
+    return ((image.to(compute) / 255 - mean) / std).to(dtype)
+
+
+@pytest.mark.parametrize("colors", [{}, {"mean": MEAN, "std": STD}, {"std": STD}])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("of_workers", ["planes", "pixels"])
+def test_pictures_of_their_final_size_in_either_layout(of_workers, dtype, colors):
+    colors = {} if dtype == torch.uint8 else colors
+    size, places = (5, 7), [0, 1, 2, 3, 4, 6, 8]  # more than a group, and apart
+    pictures = [picture(*size, seed=seed) for seed in range(len(places))]
+    given = pictures
+    if of_workers == "pixels":
+        given = [image.permute(1, 2, 0).contiguous().permute(2, 0, 1) for image in pictures]
+    rows = torch.tensor([[(0, 1, 0, length, 0, length) for length in size]] * len(places))
+    for layout in (torch.contiguous_format, torch.channels_last):
+        out = torch.full((9, 3, *size), 7, dtype=dtype).to(memory_format=layout)
+        resample_reference(
+            given, rows.double(), size, dtype=dtype, out=out, positions=places, **colors
+        )
+        for image, place in zip(pictures, places, strict=True):
+            assert torch.equal(out[place], colored(image, dtype, **colors))
+        assert bool((out[[5, 7]] == 7).all())
+
+
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_kernel_rounds_to_uint8(kernel_device, interpolation):
     images, sampling = batch(everything((5, 19))[:6], kernel_device)
