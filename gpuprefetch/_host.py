@@ -30,13 +30,14 @@ from gpuprefetch._resample import (
     Coloring,
     Launches,
     check_rows,
+    finished_row,
     plan_rows,
     resample,
     resample_uint8,
 )
 from gpuprefetch._slab import by_value
 from gpuprefetch._targets import FollowedImage, fate, follow, images_of, mark
-from gpuprefetch._transforms import Head, Sampling
+from gpuprefetch._transforms import Head
 
 # Added to the workers' priority number: the training thread launches kernels, they only decode.
 # What takes most of their time has idle priority besides.
@@ -280,7 +281,7 @@ class Packer:
             return picture[:, top:bottom, left:right]
         way: Any = {"interpolation": self.head.interpolation, "antialias": self.head.antialias}
         picture = resample_uint8(picture, row, self.head.size, **way)
-        row[:] = Sampling.identity([self.head.size]).rows()[0]
+        row[:] = finished_row(self.head.size)
         return picture
 
 

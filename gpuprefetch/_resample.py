@@ -7,6 +7,7 @@ where there is no GPU or no Triton the twin is what runs.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -196,6 +197,12 @@ def _window(row: list[float], antialias: bool) -> tuple[int, int, bool] | None:
     return round(length), round(start), step < 0
 
 
+@lru_cache
+def finished_row(size: tuple[int, int]) -> _Doubles:
+    """The row, ``(2, 6)``, of an image that has its final size."""
+    return np.array([(0, 1, 0, length, 0, length) for length in size], dtype=np.float64)
+
+
 # --- The eager twin ---
 
 
@@ -226,7 +233,7 @@ def resample_reference(
     levels = 255 if images[0].dtype == torch.uint8 else 1
     clamp = interpolation == "bicubic" and levels == 255
 
-    finished = (rows == [(0, 1, 0, length, 0, length) for length in size]).all((1, 2))
+    finished = (rows == finished_row(tuple(size))).all((1, 2))
     for group in _groups(finished, places):
         pictures = [images[i][:, : size[0], : size[1]] for i in group]
         part, colors_here = out[places[group[0]] : places[group[0]] + len(group)], colors
