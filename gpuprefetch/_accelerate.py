@@ -7,6 +7,7 @@ transforms go to the prefetcher.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -70,7 +71,7 @@ def accelerate(
     folders = folders_of(loader)
     pipeline = pipeline_of(folders)
     try:
-        plan, keep = convert(pipeline), 0
+        plan, keep = convert(pipeline, pictures=True), 0
         check_loaders(folders)
     except UnsupportedTransformError:
         if not keep_unknown:
@@ -79,13 +80,13 @@ def accelerate(
     moved = _with_dataset(
         loader, view_of(loader.dataset, _worker_part(pipeline[:keep]) if keep else None)
     )
-    sample = _probe(moved.dataset, encoded=not keep)
-    if keep and plan.transforms and (count := len(select(sample, is_image))) > 1:
+    count = _probe(moved.dataset, encoded=not keep, needed=not keep or bool(plan.transforms))
+    if keep and plan.transforms and count > 1:
         raise TypeError(
             f"A sample holds {count} tensors of three dimensions, and behind keep_unknown=True the "
             "device can tell the image of one only. Replace what cannot move, or return one."
         )
-    prefetcher = _Accelerated(moved, plan, prefetcher_options)
+    prefetcher = _Accelerated(moved, plan, prefetcher_options, apart=not keep or count == 1)
     if print_plan:
         print(prefetcher.describe(decodes_on_workers=keep > 0))
     return prefetcher
@@ -94,9 +95,12 @@ def accelerate(
 class _Accelerated(DataPrefetcher):
     """A prefetcher that knows its plan, and runs a collate function of the user's at the end."""
 
-    def __init__(self, loader: DataLoader[Any], plan: Plan, options: dict[str, Any]) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], plan: Plan, options: dict[str, Any], *, apart: bool
+    ) -> None:
         self.plan = plan
-        self._collate = None if loader.collate_fn is default_collate else loader.collate_fn
+        own_collate = apart and loader.collate_fn is not default_collate
+        self._collate = loader.collate_fn if own_collate else None
         if self._collate is not None:
             loader.collate_fn = _set_apart
         own = options.pop("transforms", None) or ()
@@ -164,6 +168,12 @@ def _set_apart(samples: list[Any]) -> tuple[Any, Any]:
 def _collated(collate: Callable[[Any], Any], device: torch.device, batch: Any, seed: int) -> Any:
     """What the user's collate function makes of the transformed images."""
     images, samples = batch
+    if not isinstance(images, torch.Tensor) or len(images) != len(samples):
+        count = len(images) if isinstance(images, torch.Tensor) else type(images).__name__
+        raise ValueError(
+            f"The collate_fn gets each of {len(samples)} samples with its image, and transforms "
+            f"made {count} of them. Leave collate_fn out, or let transforms give (N, C, H, W)."
+        )
     put_back = zip(images.unbind(), samples.tolist(), strict=True)
     with SeededDraws(seed):
         batch = collate([_exchanged(sample, _Hole, image) for image, sample in put_back])
@@ -324,21 +334,23 @@ def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
     while True:
         with SeededDraws(0):  # a try must not take from the user's own random numbers
             made = _worker_part(pipeline[:keep])(sample)
-        if not isinstance(made, torch.Tensor):
-            raise TypeError(f"The pipeline gives no tensors, but {type(made).__name__}.")
-        try:
-            plan = convert(pipeline[keep:], batched=made)
-        except UnsupportedTransformError:
-            keep += 1  # at its end, where nothing is left, nothing is refused
-            continue
         kept = [Step(op, None, "worker CPU", "unchanged") for op in pipeline[:keep]]
-        return Plan([*kept, *plan.steps], plan.transforms), keep
+        if keep == len(pipeline):  # whatever it gives
+            return Plan(kept, []), keep
+        if is_image(made):
+            with contextlib.suppress(UnsupportedTransformError):
+                plan = convert(pipeline[keep:], batched=made)
+                return Plan([*kept, *plan.steps], plan.transforms), keep
+        keep += 1
 
 
-def _probe(dataset: Any, *, encoded: bool) -> Any:
-    """The first sample, if it is what it has to be; None of an empty dataset."""
+def _probe(dataset: Any, *, encoded: bool, needed: bool) -> int:
+    """How many images the first sample has, if it is what it has to be; 1 of an empty dataset.
+
+    One is ``needed`` where the device has something to do, and an ``encoded`` one for all of it.
+    """
     if not len(dataset):
-        return None
+        return 1
     hint = (
         "it must read through self.loader(path) and self.transform(sample), as ImageFolder does. "
         "Return EncodedImage(data, index, path) from it instead, and wrap its loader in "
@@ -350,6 +362,6 @@ def _probe(dataset: Any, *, encoded: bool) -> Any:
     except (AttributeError, TypeError) as error:
         raise TypeError(f"{type(dataset).__name__}.__getitem__ failed on a file: {hint}") from error
     image = image_of(sample)
-    if image is None or (encoded and not isinstance(image, EncodedImage)):
+    if needed and (image is None or (encoded and not isinstance(image, EncodedImage))):
         raise TypeError(f"{type(dataset).__name__}.__getitem__ gave no encoded file: {hint}")
-    return sample
+    return len(select(sample, is_image))

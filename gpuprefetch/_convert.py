@@ -131,12 +131,15 @@ def convert_transforms(pipeline: Any) -> list[Transform]:
     return convert(pipeline).transforms
 
 
-def convert(pipeline: Any, *, batched: torch.Tensor | None = None) -> Plan:
+def convert(pipeline: Any, *, batched: torch.Tensor | None = None, pictures: bool = False) -> Plan:
     """As :func:`convert_transforms`, with what became of each op.
 
-    ``batched`` is one of the images that come as ``(N, C, H, W)``, not as encoded files.
+    Args:
+        pipeline: likewise.
+        batched: one of the images, if they come as ``(N, C, H, W)`` and not as encoded files.
+        pictures: whether the pipeline gets PIL images for sure, and not perhaps tensors.
     """
-    converter = _Converter()
+    converter = _Converter(pictures=pictures)
     if batched is not None:
         converter.is_tensor = converter.sized = converter.gray = True
         converter.kind, converter.dtype = type(batched), batched.dtype
@@ -222,6 +225,7 @@ class RandomCrop(_FusedTransform):
 class _Converter:
     """Walks through a pipeline; what it says of images holds behind the last op taken."""
 
+    pictures: bool = False  # not tensors come in
     is_tensor: bool = False  # in the pipeline: from PIL images to tensors ...
     kind: Any = None  # ... torch.Tensor or torchvision's Image; None where that is not known ...
     dtype: torch.dtype = torch.uint8  # ... and from uint8 to another dtype
@@ -290,10 +294,14 @@ class _Converter:
         from torchvision import tv_tensors
         from torchvision.transforms import v2
 
+        name, scale = name_of(op), getattr(op, "scale", True)
+        makes_tensors = name in ("ToTensor", "PILToTensor", "ToImage")
+        if self.pictures and not (self.is_tensor or makes_tensors):
+            self._add(op, None, "nothing to do", "it lets PIL images pass")
+            return
         self._take_delayed()
         self.is_tensor = True
-        name, scale = name_of(op), getattr(op, "scale", True)
-        if name in ("ToTensor", "PILToTensor", "ToPureTensor", "ToImage"):
+        if makes_tensors or name == "ToPureTensor":
             self.kind = tv_tensors.Image if name == "ToImage" else torch.Tensor
         dtype = torch.float32 if name == "ToTensor" else _image_dtype(op, self.kind)
         if dtype is None or dtype == self.dtype:

@@ -36,7 +36,7 @@ from gpuprefetch._resample import (
     resample_uint8,
 )
 from gpuprefetch._slab import by_value
-from gpuprefetch._targets import FollowedImage, fate, follow, images_of, mark
+from gpuprefetch._targets import FollowedImage, fate, follow, images_of, mark, refuse_unfollowed
 from gpuprefetch._transforms import Head
 
 # Added to the workers' priority number: the training thread launches kernels, they only decode.
@@ -104,6 +104,7 @@ class Packer:
             this one takes.
         dtype: of the result on a device.
         large_calls: ``(1,)`` bool in shared memory: see :func:`gpuprefetch._budget.sub_batches`.
+        moves: whether a transform, fused or behind the head, moves pixels.
         for_each: calls a function with each image, or what belongs to it.
     """
 
@@ -117,6 +118,7 @@ class Packer:
     growth: int = 0
     dtype: torch.dtype = torch.float32
     large_calls: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
+    moves: bool = False
     for_each: ForEach = for_each
     _share: float | None = field(init=False, default=None)
     _packed: Counter[Any] = field(init=False, default_factory=Counter)
@@ -234,6 +236,8 @@ class Packer:
             keys = sample_keys(self.seed, int(self.epoch), images, Counter())
             return self.head.draw(sizes, fold(keys, 0)), sizes, errors
 
+        if self.moves:  # the default collate makes plain tensors of masks, which nobody would know
+            refuse_unfollowed(samples)
         followed = follow(samples, self.head.size, draw)
         self._following = followed is not samples
         return followed

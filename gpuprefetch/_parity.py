@@ -133,7 +133,7 @@ def parity(
         UnsupportedTransformError: for an op that cannot move.
     """
     folders = folders_of(loader)
-    plan = convert(pipeline_of(folders))
+    plan = convert(pipeline_of(folders), pictures=True)
     check_loaders(folders)
     view = view_of(loader.dataset, None)
     indices = np.linspace(0, len(view) - 1, min(n, len(view))).round().astype(int)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from gpuprefetch._batch import map_leaves
+
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -209,14 +211,22 @@ class ToFloat(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """The dtype and memory format that the loop asked for, at the end of the list."""
+    """The dtype and memory format that the loop asked for, at the end of the list.
+
+    They are for ``(N, C, H, W)`` tensors; other outputs stay as they are.
+    """
 
     dtype: torch.dtype | None
     memory_format: torch.memory_format | None
 
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """``(N, C, H, W)``, values as they are."""
-        return images.to(dtype=self.dtype, memory_format=self.memory_format)
+    def __call__(self, images: Any) -> Any:
+        """The images, of one output or several, with values as they are."""
+        return map_leaves(self._cast, images)
+
+    def _cast(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() != 4:
+            return leaf
+        return leaf.to(dtype=self.dtype, memory_format=self.memory_format)
 
 
 _WRAPPERS: dict[str, type[_PerImage]] = {

@@ -162,8 +162,8 @@ class Pipeline:
         with Stage(self.stats, "copy"):
             moved = map_leaves(move, batch, is_encoded)
         finish: Callable[[], Any] = lambda: moved  # noqa: E731
-        if not any(job.images.targets for job in jobs):
-            refuse_unfollowed(moved, [*self.head.ops, *self.tail])
+        if self.packer.moves and not any(job.images.targets for job in jobs):
+            refuse_unfollowed(moved)
         if jobs:
             with Stage(self.stats, "resample"):
                 parts = [part for job in jobs for part in job.begin(limit)]

@@ -30,6 +30,7 @@ from gpuprefetch._pipeline import BadImage, Pipeline
 from gpuprefetch._replay import KEPT, NotedSampler, Notes, has_indices, note, replay, stands_alone
 from gpuprefetch._resample import FLOAT_DTYPES
 from gpuprefetch._resume import Source, in_order, kind, owners
+from gpuprefetch._targets import moves_pixels
 from gpuprefetch._transforms import Transform, read_transforms, require_fixed_size
 
 _running: weakref.WeakValueDictionary[int, Epoch] = weakref.WeakValueDictionary()  # by loader
@@ -87,8 +88,9 @@ class DataPrefetcher:
         apply_exif: whether pictures are turned upright; False agrees with PIL and ``ImageFolder``.
         cpu_share: share of the JPEGs, the smallest files first, that the workers decode, 0.0 to
             1.0, or "auto" for what idle cores can carry, balanced while running.
-        seed: of the random parameters of the transforms; None takes ``torch.initial_seed()``. They
-            are a function of (seed, epoch, sample), whatever the batch size and number of workers.
+        seed: of the random parameters of the transforms; None takes ``torch.initial_seed()``. Those
+            of encoded images are a function of (seed, epoch, sample), whatever the batch size and
+            number of workers, those of tensors of (seed, epoch, number of the batch, row).
         on_error: for a file that cannot be decoded: "raise" :class:`BadImageError`, "skip" the
             sample, "replace" it by another one of the batch, target included, or a callable that
             gets the :class:`BadImage`, after which it is skipped.
@@ -193,6 +195,7 @@ class DataPrefetcher:
             else None,
             growth=GROWTH if backend is not None and cpu_share == "auto" else 0,
             dtype=dtype or torch.float32,
+            moves=moves_pixels([*head.ops, *tail]),
         )
         self._pipeline = Pipeline(
             self.device,

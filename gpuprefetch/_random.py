@@ -48,6 +48,7 @@ _RANDOM: set[Any] = {
     torch.randperm,
     torch.normal,
     torch.bernoulli,
+    torch.binomial,
     torch.multinomial,
     torch.poisson,
     torch._sample_dirichlet,

@@ -299,13 +299,13 @@ _MOVERS = tuple(
 
 def _movers(transform: Any) -> Iterator[str]:
     """The names of what moves pixels: a transform, or those that it is made of."""
-    from torchvision.transforms import v2
-
     from gpuprefetch._timm import TimmAugment
 
-    v1 = "torchvision.transforms.transforms"  # one file; those of v2 tell what moves
     for kind in type(transform).__mro__:
-        kind = getattr(v2, kind.__name__, kind) if kind.__module__ == v1 else kind
+        if kind.__module__ == "torchvision.transforms.transforms":
+            from torchvision.transforms import v2
+
+            kind = getattr(v2, kind.__name__, kind)  # v1 is one file; those of v2 tell what moves
         if f"{kind.__module__}.{kind.__name__}".startswith(_MOVERS):
             yield type(transform).__name__
     if isinstance(transform, TimmAugment) and "affine" in transform.kinds:
@@ -316,16 +316,21 @@ def _movers(transform: Any) -> Iterator[str]:
         yield from _movers(each)
 
 
-def refuse_unfollowed(batch: Any, transforms: Sequence[Any]) -> None:
-    """Refuse what would move images away from boxes, masks or points that came without samples.
+def moves_pixels(transforms: Iterable[Any]) -> bool:
+    """Whether one of the transforms is known to move pixels."""
+    return any(any(_movers(transform)) for transform in transforms)
+
+
+def refuse_unfollowed(batch: Any) -> None:
+    """Refuse to move the images of a batch, or of its samples, away from what belongs to them.
 
     Raises:
-        ValueError: for a batch that holds some.
+        ValueError: if it holds boxes, masks or points, and not one encoded image.
     """
-    if followers(batch) and any(any(_movers(transform)) for transform in transforms):
+    if followers(batch) and not images_of(batch):
         raise ValueError(
             "Boxes, masks and points follow the EncodedImage of their sample, where a DataLoader's "
-            "dataset returns both; this batch came otherwise. Return them so, or transform there."
+            "dataset returns both; these came otherwise. Return them so, or transform there."
         )
 
 
@@ -345,8 +350,9 @@ def run_tail(tail: Sequence[Any], images: Any, batch: Any, fate: str) -> tuple[A
     """
     columns = select(batch, is_per_sample)
     samples: Samples = [list(parts) for parts in zip(*columns, strict=True)]
+    names = _names(batch, columns)
     for transform in _flat(tail):
-        runner = _runner(transform)
+        runner = _runner(transform, names)
         if runner is None:
             images = run(transform, images)
         elif fate == "kept":
@@ -354,8 +360,9 @@ def run_tail(tail: Sequence[Any], images: Any, batch: Any, fate: str) -> tuple[A
         else:
             raise ValueError(
                 f"{type(transform).__name__} moves boxes, masks and points, but the collate_fn has "
-                "made plain tensors of some, or dropped them. Use one that keeps them, such as "
-                "collate_fn=lambda samples: tuple(zip(*samples)), or leave it to the dataset."
+                "made plain tensors of some, or dropped them, or batch_size=None left nothing to "
+                "collate. Use one that keeps them, such as collate_fn=lambda samples: "
+                "tuple(zip(*samples)), or leave it to the dataset."
             )
     renewed = zip(columns, zip(*samples, strict=True), strict=True)
     moved = {id(old): old.of(new) for old, new in renewed}
@@ -370,20 +377,31 @@ def run(transform: Any, images: Any) -> Any:
     return result
 
 
+def _names(batch: Any, columns: Sequence[Any]) -> list[Any]:
+    """The keys of the columns in a batch that is a dict of them; none of any other."""
+    if not isinstance(batch, dict):
+        return []
+    names = {id(value): name for name, value in batch.items()}
+    return [names[id(column)] for column in columns if id(column) in names]
+
+
 def _flat(tail: Iterable[Any]) -> Iterator[Any]:
     for transform in tail:
         yield from _flat(transform) if type(transform) is torch.nn.Sequential else [transform]
 
 
-def _runner(transform: Any) -> Callable[[Any, Samples], Any] | None:
-    """How a transform takes images and targets; None where it gets the images alone."""
+def _runner(transform: Any, names: Sequence[Any]) -> Callable[[Any, Samples], Any] | None:
+    """How a transform takes images and targets; None where it gets the images alone.
+
+    ``names`` are those of the parts of a target, where samples are dicts.
+    """
     from gpuprefetch._per_image import Loop, Policy, Switch
     from gpuprefetch._transforms import _FusedTransform
 
     transform = transform.op if isinstance(transform, (Loop, Policy, Switch)) else transform
     v2 = sys.modules.get("torchvision.transforms.v2")
     if v2 is not None and isinstance(transform, v2.Transform):
-        return partial(_run_each, transform)
+        return partial(_run_each, transform, names)
     if isinstance(transform, _FusedTransform):
         return partial(_run_fused, transform)
     module, name = type(transform).__module__, type(transform).__name__
@@ -414,10 +432,19 @@ def _run_fused(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
     return images, [map_leaves(partial(moved, row), parts) for row, parts in each]
 
 
-def _run_each(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
+def _run_each(transform: Any, names: Sequence[Any], images: torch.Tensor, samples: Samples) -> Any:
     from torchvision.tv_tensors import Image
 
-    done = [transform(Image(image), *parts) for image, parts in zip(images, samples, strict=True)]
+    own = max(("", *map(str, names)), key=len) + "image"  # no name of another part
+
+    def run_one(image: torch.Tensor, parts: list[Any]) -> Any:
+        if len(names) < len(parts):
+            return transform(Image(image), *parts)
+        # Some look for labels by their name.
+        sample = transform({own: Image(image)} | dict(zip(names, parts, strict=True)))
+        return [sample[name] for name in (own, *names)]
+
+    done = [run_one(image, parts) for image, parts in zip(images, samples, strict=True)]
     shapes = {tuple(image.shape) for image, *_ in done}
     if len(shapes) > 1:
         raise ValueError(

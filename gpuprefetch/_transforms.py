@@ -7,7 +7,7 @@ list of them composes into one map, and one resampling launch carries it out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -324,9 +324,12 @@ class RandomResizedCrop(_FusedTransform):
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
         interpolation: str = "bilinear",
     ) -> None:
-        for name, value in (("scale", scale), ("ratio", ratio)):
-            if np.shape(value) != (2,) or not 0 < value[0] <= value[1] < math.inf:
-                raise ValueError(f"{name} must be (low, high) with 0 < low <= high, got {value!r}.")
+        for name, value, least in (("scale", scale, 0.0), ("ratio", ratio, math.ulp(0.0))):
+            if np.shape(value) != (2,) or not least <= value[0] <= value[1] < math.inf:
+                above = "<" if least else "<="
+                raise ValueError(
+                    f"{name} must be (low, high) with 0 {above} low <= high, got {value!r}."
+                )
         pair = _pair(size, "RandomResizedCrop")
         super().__init__(_ResizedCrop(pair, tuple(scale), tuple(ratio), interpolation))
 
@@ -406,7 +409,7 @@ def _extended(head: Head, transform: Any) -> Head | None:
     """The head with one more transform; None where they do not compose into one resampling."""
     kornia = type(transform).__module__.startswith("kornia.")
     names = (*head.names, type(transform).__name__)
-    if kornia and names[-1] == "Normalize":
+    if names[-1] == "Normalize" and type(transform).__module__.startswith("kornia.augmentation."):
         if head.mean is not None or float(transform.p) != 1.0:
             return None
         mean, std = (
@@ -437,6 +440,7 @@ def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[
 
     Raises:
         TypeError: if ``transforms`` is not a list of callables.
+        ValueError: if one of them mixes images, whose targets it does not know.
     """
     if transforms is None:
         return Head(), []
@@ -452,6 +456,12 @@ def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[
                 f"transforms takes a list of modules and callables, got {transform!r} in it. "
                 "Pass an instance, as in K.RandomHorizontalFlip()."
             )
+        if (mixing := next(_mixing(transform), None)) is not None:
+            raise ValueError(
+                f"kornia's {mixing} mixes the images of a batch and leaves their targets as they "
+                "were. Mix in the training step, or in a collate_fn with accelerate; where targets "
+                "do not matter, call it from a function in the list."
+            )
     head = Head()
     for position, transform in enumerate(transforms):
         extended = _extended(head, transform)
@@ -459,6 +469,17 @@ def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[
             return head, list(transforms[position:])
         head = extended
     return head, []
+
+
+def _mixing(transform: Any) -> Iterator[str]:
+    """The names of kornia's ops, within ``transform``, that make one image of several."""
+    for op in transform.modules() if isinstance(transform, torch.nn.Module) else ():
+        name = type(op).__name__
+        if (
+            type(op).__module__.startswith("kornia.augmentation._2d.mix.")
+            and name != "RandomJigsaw"
+        ):
+            yield name
 
 
 def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:

@@ -623,6 +623,95 @@ class Pair(ImageFolder):
         return *views, target
 
 
+def flipped_array(picture):
+    return np.asarray(picture)[:, ::-1].copy()
+
+
+class TwoCrops:
+    """Two tensors of a picture, as contrastive learning takes them."""
+
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __call__(self, picture):
+        return [self.transform(picture), self.transform(picture)]
+
+
+def stacked(pictures):
+    return torch.stack([v1.functional.to_tensor(picture) for picture in pictures])
+
+
+# What the device cannot take over, though every one of them gives tensors in the end.
+KEPT_WHOLE = {
+    "two crops": TwoCrops(v1.Compose([v1.CenterCrop(32), v1.ToTensor()])),
+    "five crops": v1.Compose([v1.FiveCrop(32), v1.Lambda(stacked)]),
+    "array last": v1.Compose([v1.CenterCrop(32), v1.Lambda(flipped_array)]),
+}
+
+
+def flat(batch):
+    return [leaf for part in batch for leaf in (flat(part) if isinstance(part, list) else [part])]
+
+
+@pytest.mark.parametrize("collate_fn", [None, lambda samples: default_collate(samples[::-1])])
+@pytest.mark.parametrize("name", KEPT_WHOLE)
+def test_pipelines_that_stay_in_the_workers_as_a_whole(folder, name, collate_fn):
+    loader = DataLoader(ImageFolder(str(folder), KEPT_WHOLE[name]), 4, collate_fn=collate_fn)
+    with pytest.raises(UnsupportedTransformError, match="keep_unknown=True"):
+        accelerate(loader, **CPU)
+    moved = accelerate(loader, keep_unknown=True, **CPU)
+    assert {step.where for step in moved.plan.steps} == {"worker CPU"}
+    for want, got in zip(loader, moved, strict=True):
+        assert all(map(torch.equal, flat(want), flat(got)))
+
+
+def test_what_is_no_tensor_in_between_stays_in_the_workers(folder):
+    ops = [v1.CenterCrop(40), v1.Lambda(flipped_array), v1.ToTensor()]
+    loader = loader_of(folder, [*ops, v1.Normalize(MEAN, STD)])
+    moved = accelerate(loader, keep_unknown=True, **CPU)
+    assert [step.where for step in moved.plan.steps] == ["worker CPU"] * 3 + ["fused launch"]
+    for (want, _), (got, _) in zip(loader, moved, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("op", [v2.ToDtype(torch.float32, scale=True), v2.ConvertImageDtype()])
+def test_conversions_that_let_pil_images_pass(folder, op):
+    loader = loader_of(folder, [v2.CenterCrop(40), op, v2.PILToTensor()])
+    moved = accelerate(loader, **CPU)
+    assert moved.plan.steps[1].note == "it lets PIL images pass"
+    for (want, _), (got, _) in zip(loader, moved, strict=True):
+        assert want.dtype == torch.uint8
+        assert torch.equal(got, want)
+    # A pipeline by itself may be for tensors, which they do not let pass.
+    assert read_transforms(convert_transforms([v2.CenterCrop(40), op, v2.ToImage()]))[1] == []
+
+
+def views(images):
+    return images, images.flip(-1), images.mean((1, 2, 3))
+
+
+def test_the_dtype_is_for_every_output(folder):
+    loader, form = loader_of(folder, VAL), {"memory_format": torch.channels_last}
+    plain = accelerate(loader, transforms=[views], **CPU)
+    cast = accelerate(loader, transforms=[views], dtype=torch.bfloat16, **form, **CPU)
+    for (want, _), (got, _) in zip(plain, cast, strict=True):
+        for image, converted in zip(want[:2], got[:2], strict=True):
+            assert torch.equal(converted, image.bfloat16())
+            assert converted.is_contiguous(**form)
+        assert torch.equal(got[2], want[2])
+
+
+@pytest.mark.parametrize(
+    ("transform", "made"), [(views, "tuple"), (lambda x: x.repeat_interleave(4, 0), "16")]
+)
+def test_a_collate_function_takes_one_image_a_sample(folder, transform, made):
+    loader = DataLoader(
+        ImageFolder(str(folder), v1.Compose(VAL)), 4, collate_fn=lambda s: default_collate(s)
+    )
+    with pytest.raises(ValueError, match=f"each of 4 samples .* made {made} of them"):
+        next(iter(accelerate(loader, transforms=[transform], **CPU)))
+
+
 class Opener(ImageFolder):
     def __getitem__(self, index):
         with Image.open(self.samples[index][0]) as image:

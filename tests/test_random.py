@@ -46,6 +46,7 @@ DRAWS = {
     "randperm": lambda: torch.randperm(20),
     "normal": lambda: torch.normal(0.0, 1.0, (3,)),
     "bernoulli": lambda: torch.bernoulli(torch.full((50,), 0.5)),
+    "binomial": lambda: torch.distributions.Binomial(90, torch.full((9,), 0.5)).sample(),
     "multinomial": lambda: torch.multinomial(torch.ones(100), 3),
     "uniform_": lambda: torch.empty(3).uniform_(),
     "rand_like": lambda: torch.rand_like(torch.ones(3)),

@@ -461,6 +461,39 @@ def test_sanitizing_in_the_list():
     assert 0 < sum(counts) < 12
 
 
+class Dicts(Squares):
+    """Each a dict, with an object that has no area beside its object."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        boxes = target["boxes"]
+        empty = torch.cat([boxes, boxes[:, [0, 1, 0, 1]]])
+        return {
+            "labels": torch.tensor([index, -1]),
+            "picture": image,
+            "name": str(index),
+            "boxes": tv_tensors.wrap(empty, like=boxes),
+        }
+
+
+def columns(samples):
+    return {name: [sample[name] for sample in samples] for name in samples[0]}
+
+
+def test_sanitizing_samples_that_are_dicts():
+    whole, cut = (
+        list(prefetcher(Dicts(4, empty=False), tail, collate_fn=columns))
+        for tail in ([Resize((64, 64))], [Resize((64, 64)), v2.SanitizeBoundingBoxes()])
+    )
+    for before, after in zip(whole, cut, strict=True):
+        assert before.keys() == after.keys()
+        assert torch.equal(before["picture"], after["picture"])
+        assert before["name"] == after["name"]
+        for i, name in enumerate(after["name"]):
+            assert after["labels"][i].tolist() == [int(name)]
+            assert torch.equal(after["boxes"][i], before["boxes"][i][:1])
+
+
 class Segmentation(Squares):
     """(image, mask) alone: torch's default collate stacks what the head has made one size."""
 
@@ -712,12 +745,12 @@ REFUSED = {
     "v1": (Squares(2), [v1.RandomHorizontalFlip()], {}, "RandomHorizontalFlip moves images alone"),
     "own module": (Squares(2), [Own()], {}, "Own holds RandomRotation, which moves images alone"),
     "own flip": (Squares(2), [OwnFlip()], {}, "OwnFlip moves images alone"),
-    "mix": (Squares(2), [K.RandomMixUpV2()], {}, "kornia's RandomMixUpV2 takes no boxes, masks"),
-    "mosaic": (
+    "jigsaw": (Squares(2), [K.RandomJigsaw()], {}, "kornia's RandomJigsaw takes no boxes, masks"),
+    "jigsaw within": (
         Squares(2),
-        [K.AugmentationSequential(K.RandomMosaic((40, 40)))],
+        [K.AugmentationSequential(K.RandomJigsaw())],
         {},
-        "kornia's RandomMosaic takes no boxes, masks",
+        "kornia's RandomJigsaw takes no boxes, masks",
     ),
     "own, plain tensors": (
         Squares(2, empty=False),
@@ -751,8 +784,34 @@ def of_tensors(transform):
 
 @pytest.mark.parametrize("transform", GEOMETRIC, ids=lambda transform: type(transform).__name__)
 def test_targets_of_images_that_came_as_tensors(transform):
-    with pytest.raises(ValueError, match="this batch came otherwise"):
+    with pytest.raises(ValueError, match="these came otherwise"):
         list(of_tensors(transform))
+
+
+def of_a_tensor(kind):
+    image = torch.rand(3, 8, 8)
+    if kind == "mask":
+        return image, tv_tensors.Mask(image[0] > 0.5)
+    if kind == "boxes":  # as many in each sample: the default collate stacks them
+        return {
+            "image": tv_tensors.Image(image),
+            "boxes": tv_tensors.BoundingBoxes([[1, 2, 3, 4]], format="XYXY", canvas_size=(8, 8)),
+        }
+    return image, tv_tensors.KeyPoints([[1, 2]], canvas_size=(8, 8))
+
+
+@pytest.mark.parametrize("collate_fn", [None, list])
+@pytest.mark.parametrize("kind", ["mask", "boxes", "points"])
+def test_targets_that_the_default_collate_would_make_tensors_of(kind, collate_fn):
+    loader = DataLoader([of_a_tensor(kind)] * 2, 2, collate_fn=collate_fn)
+    for transforms in ([Resize(4)], [K.RandomHorizontalFlip(p=1.0)], [v2.RandomRotation(9)]):
+        with pytest.raises(ValueError, match="these came otherwise"):
+            next(iter(DataPrefetcher(loader, device="cpu", transforms=transforms)))
+    # What moves no pixels may have them beside it.
+    (batch,) = DataPrefetcher(
+        loader, device="cpu", transforms=[] if collate_fn else [K.RandomGamma()]
+    )
+    assert len(batch) == 2
 
 
 @pytest.mark.parametrize("transform", COLORS, ids=lambda transform: type(transform).__name__)

@@ -1,5 +1,6 @@
 """A transform list means the same fused or not: held to torchvision, PIL and kornia."""
 
+import kornia
 import kornia.augmentation as K
 import numpy as np
 import pytest
@@ -306,6 +307,37 @@ def test_what_is_no_tensor_is_sent_to_the_prefetcher(image):
         text = rf"{type(op).__name__} takes a tensor, got {type(image).__name__}\..*EncodedImage"
         with pytest.raises(TypeError, match=text):
             v2.Compose([op])(image)
+
+
+def test_a_scale_may_begin_at_zero_and_a_ratio_not():
+    nothing = RandomResizedCrop(8, scale=(0.0, 0.0))  # fits nowhere: the largest that does
+    images = photos([(40, 50)] * 2)
+    torch.testing.assert_close(run([nothing], images), run([Resize((8, 8))], images))
+    for ratio in [(0.0, 1.0), (0.0, 0.0)]:
+        with pytest.raises(ValueError, match=r"ratio must be .* 0 < low"):
+            RandomResizedCrop(8, ratio=ratio)
+
+
+def test_another_module_of_kornia_may_be_called_normalize():
+    half = torch.tensor([0.5] * 3)
+    head, tail = read_transforms([RandomResizedCrop(8), kornia.enhance.Normalize(half, half)])
+    assert head.mean is None
+    assert len(tail) == 1
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        K.RandomMixUpV2(),
+        K.AugmentationSequential(K.RandomHorizontalFlip(), K.RandomMosaic((8, 8))),
+        torch.nn.Sequential(K.RandomCutMixV2(use_correct_lambda=True)),
+    ],
+)
+def test_what_mixes_images_behind_the_back_of_their_targets_is_refused(op):
+    with pytest.raises(ValueError, match="mixes the images of a batch and leaves their targets"):
+        read_transforms([RandomResizedCrop(8), op])
+    assert len(read_transforms([RandomResizedCrop(8), lambda images: op(images)])[1]) == 1
+    assert len(read_transforms([RandomResizedCrop(8), K.RandomJigsaw()])[1]) == 1  # of one image
 
 
 def test_normalize_does_not_divide_by_zero():
