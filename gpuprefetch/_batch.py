@@ -12,22 +12,27 @@ import torch
 IsLeaf = Callable[[Any], bool] | None
 
 
-# Leaves that most samples are made of, told apart without a closer look.
-_PLAIN = {int, float, bool, str, bytes, type(None), torch.Tensor}
+# Samples may hold thousands of plain values, as the polygons of COCO's annotations: they are told
+# apart by their type, and a list of nothing else at one go.
+_VALUES = {int, float, complex, bool, str, bytes, type(None)}
+_STRUCTURES = {list, tuple, dict}
 
 
 def children_of(batch: Any, is_leaf: IsLeaf) -> Sequence[Any] | None:
     """The parts of a structure; None for a leaf."""
-    if type(batch) in _PLAIN or moves_itself(batch):
-        return None  # the latter moves itself, also when it is a namedtuple (PackedSequence)
-    listed, mapped = isinstance(batch, (list, tuple)), isinstance(batch, Mapping)
-    if not listed and not mapped and not _is_record(batch):
+    kind = type(batch)
+    if kind in _VALUES or kind is torch.Tensor:
         return None
+    if kind not in _STRUCTURES:
+        if moves_itself(batch):
+            return None  # also when it is a namedtuple (PackedSequence)
+        if not isinstance(batch, (list, tuple, Mapping)) and not _is_record(batch):
+            return None
     if is_leaf is not None and is_leaf(batch):
         return None
-    if listed:
-        return batch  # type: ignore[no-any-return]
-    if mapped:
+    if isinstance(batch, (list, tuple)):
+        return batch
+    if isinstance(batch, Mapping):
         return list(batch.values())
     return [getattr(batch, name) for name in _fields(batch)]
 
@@ -45,7 +50,8 @@ def map_leaves(fn: Callable[[Any], Any], batch: Any, is_leaf: IsLeaf = None) -> 
     """Rebuild ``batch`` with ``fn`` applied to every leaf.
 
     Args:
-        fn: called with each leaf: tensors, and everything that is not a structure.
+        fn: called with each leaf that is no plain value (a number, str, bytes or None): tensors,
+            and everything else that is not a structure.
         batch: tuples, lists, namedtuples, mappings and dataclasses in any nesting.
         is_leaf: says of a structure that it is a leaf all the same.
 
@@ -54,8 +60,10 @@ def map_leaves(fn: Callable[[Any], Any], batch: Any, is_leaf: IsLeaf = None) -> 
     """
     children = children_of(batch, is_leaf)
     if children is None:
-        return fn(batch)
-    values = [map_leaves(fn, child, is_leaf) for child in children]
+        return batch if type(batch) in _VALUES else fn(batch)
+    values = children
+    if not _VALUES.issuperset(map(type, children)):
+        values = [map_leaves(fn, child, is_leaf) for child in children]
     if isinstance(batch, Mapping):
         return _rebuild_mapping(batch, dict(zip(batch, values, strict=True)))
     if isinstance(batch, tuple):
@@ -86,7 +94,7 @@ def _rebuild_mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def leaves(batch: Any, is_leaf: IsLeaf = None) -> Iterator[Any]:
-    """Yield the leaves of ``batch`` in the order in which :func:`map_leaves` visits them."""
+    """Yield the leaves of ``batch`` in order, plain values too."""
     children = children_of(batch, is_leaf)
     if children is None:
         yield batch
@@ -95,9 +103,20 @@ def leaves(batch: Any, is_leaf: IsLeaf = None) -> Iterator[Any]:
         yield from leaves(child, is_leaf)
 
 
+def objects(batch: Any, is_leaf: IsLeaf = None) -> Iterator[Any]:
+    """Yield the leaves of ``batch`` that :func:`map_leaves` calls its function with, in order."""
+    children = children_of(batch, is_leaf)
+    if children is None:
+        if type(batch) not in _VALUES:
+            yield batch
+    elif not _VALUES.issuperset(map(type, children)):
+        for child in children:
+            yield from objects(child, is_leaf)
+
+
 def select(batch: Any, wanted: Callable[[Any], bool]) -> list[Any]:
-    """The leaves of a structure that are ``wanted``, which are not looked into."""
-    return [leaf for leaf in leaves(batch, wanted) if wanted(leaf)]
+    """The leaves of a structure that are ``wanted``, which are not looked into: no plain values."""
+    return [leaf for leaf in objects(batch, wanted) if wanted(leaf)]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -109,7 +128,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def moves_itself(leaf: Any) -> bool:
-    return callable(getattr(leaf, "to", None)) and not isinstance(leaf, type)
+    try:
+        to = getattr(leaf, "to", None)
+    except Exception:  # as the KeyError of a dict with attributes
+        return False
+    return callable(to) and not isinstance(leaf, type)
 
 
 def _leaf_to(leaf: Any, device: torch.device) -> Any:
@@ -123,7 +146,7 @@ def _leaf_to(leaf: Any, device: torch.device) -> Any:
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
     """Yield every strided tensor of ``batch``, also inside objects that have a ``to`` method."""
-    for leaf in leaves(batch):
+    for leaf in objects(batch):
         if isinstance(leaf, torch.Tensor):
             yield from _components(leaf)
         elif moves_itself(leaf):

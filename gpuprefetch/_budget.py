@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuprefetch._batch import leaves, tensors
+from gpuprefetch._batch import objects, tensors
 from gpuprefetch._encoded import Call, EncodedImages, Plan, is_encoded
 from gpuprefetch._resample import arrange
 
@@ -228,7 +228,7 @@ def cost_of(batch: Any, size: tuple[int, int] | None, dtype: torch.dtype | None)
         dtype: likewise; None for float32.
     """
     fixed, calls, largest, name, divisible = 0, [0], 0, "", True
-    for leaf in leaves(batch, is_encoded):
+    for leaf in objects(batch, is_encoded):
         if not isinstance(leaf, EncodedImages):
             fixed += sum(tensor.nbytes for tensor in tensors(leaf))
             continue

@@ -291,6 +291,7 @@ def is_encoded(batch: Any) -> bool:
     return isinstance(batch, (EncodedImage, EncodedImages)) or (
         isinstance(batch, (list, tuple))
         and len(batch) > 0
+        and isinstance(batch[0], EncodedImage)
         and all(isinstance(image, EncodedImage) for image in batch)
     )
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from gpuprefetch._balance import Balancer
-from gpuprefetch._batch import leaves, tensors
+from gpuprefetch._batch import objects, tensors
 from gpuprefetch._budget import LANES, READY, READY_BYTES, Cost
 from gpuprefetch._decode import packing_into
-from gpuprefetch._encoded import is_encoded
-from gpuprefetch._host import encoded_leaves, pack_lists
+from gpuprefetch._encoded import EncodedImages, is_encoded
+from gpuprefetch._host import pack_lists
 from gpuprefetch._pipeline import Part, Pipeline, Work, count_images
 from gpuprefetch._resume import Source
 from gpuprefetch._slab import unmap_dead
@@ -200,13 +200,13 @@ class Engine:
                 batch, slot.state = next(self._source)
             self._prompt = fetch.seconds < REST_SECONDS / 2
             self._pipeline.packer.begin()
-            slot.source = pack_lists(batch, self._pipeline.packer)
+            slot.source, packed = pack_lists(batch, self._pipeline.packer)
             first = not self._usual.fixed
             if first or self._pipeline.memory_budget is not None:
                 slot.cost = self._pipeline.cost(slot.source)
             if first:
                 self._usual = slot.cost
-            self._learn(slot, fetch.seconds)
+            self._learn(slot, packed, fetch.seconds)
             self._check(slot.source)
             self._wait_for_loader(slot.source)
             slot.fetched = time.perf_counter()
@@ -219,7 +219,7 @@ class Engine:
 
     def _wait_for_loader(self, batch: Any) -> None:
         """What the loader has put on the device itself may be queued on the current stream."""
-        others = (leaf for leaf in leaves(batch, is_encoded) if not is_encoded(leaf))
+        others = (leaf for leaf in objects(batch, is_encoded) if not is_encoded(leaf))
         if self._stream is not None and any(t.is_cuda for leaf in others for t in tensors(leaf)):
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
@@ -340,9 +340,8 @@ class Engine:
             self._rooms.append([])
             self._spawn("decode", self._lane_loop, self._lanes[-1], self._rooms[-1])
 
-    def _learn(self, slot: Slot, waited: float) -> None:
+    def _learn(self, slot: Slot, packed: list[EncodedImages], waited: float) -> None:
         slot.images = count_images(slot.source)
-        packed = encoded_leaves(slot.source)
         slot.encoded = bool(packed)
         counts = [(len(images), int(images.decoded.sum())) for images in packed]
         if packed:
@@ -465,6 +464,9 @@ class Engine:
         Args:
             used: behind what the loop has queued.
             ahead: whether the loop had to wait for the GPU.
+
+        Raises:
+            StopIteration: if the epoch was closed, in another thread.
         """
         self.user = threading.get_ident()
         if not self._fetch_ahead:
@@ -474,10 +476,13 @@ class Engine:
             self._wanted = True
             if not self._slots:
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._slots)
+            self._changed.wait_for(lambda: self._slots or self._stopping)
             self._wanted = False
-            slot = self._slots[0]
-        slot.done.wait()
+            slot = None if self._stopping else self._slots[0]
+        if slot is not None:
+            slot.done.wait()
+        if slot is None or self._stopping:
+            raise StopIteration  # another thread has begun a new epoch with the same workers
         if self._on_cuda:
             waited = time.perf_counter() - began
             # For its decode, or else for the loader.
@@ -548,6 +553,8 @@ class Engine:
                         return_stream(stream, role)
         while not self._parts.empty():
             self._parts.get()
+        for slot in self._slots:
+            slot.done.set()  # for a loop in another thread
         self._slots.clear()
         self._sources.clear()
         self._suspended.clear()  # a cycle, which leaves the loader's workers to the collector

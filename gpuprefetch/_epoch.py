@@ -27,6 +27,7 @@ class Epoch:
         self.use = ["unused"]
         self._steps: deque[torch.cuda.Event] = deque()
         self._last: float | None = None
+        self._failed = False
         # Runs also at garbage collection and at interpreter exit.
         self.close = weakref.finalize(self, _end, engine, self.use)
 
@@ -45,6 +46,11 @@ class Epoch:
 
     def _next(self) -> Any:
         if not self.close.alive:
+            if self._failed:
+                raise RuntimeError(
+                    "an error has ended this epoch, and its later batches are gone. Begin a new "
+                    "one with iter(), or leave out what cannot be read in the dataset."
+                )
             raise StopIteration
         self.use[0] = "used"
         try:
@@ -60,18 +66,20 @@ class Epoch:
                 self._engine.spare()
             now = time.perf_counter()
             self._stats.seconds += now - (started if self._last is None else self._last)
-        except BaseException:
+        except BaseException as stopped:
+            self._failed = not isinstance(stopped, StopIteration)
             self.close()
             raise
         if slot.error is not None:
             self.close()
             error = slot.error
             if isinstance(error, StopIteration) and slot.source is not None:
-                # Not the loader's: a transform's, and no end of the epoch.
-                error = RuntimeError("a transform raised StopIteration")
+                # Not the loader's, and no end of the epoch.
+                error = RuntimeError("a transform, or on_error, raised StopIteration")
                 error.__cause__ = slot.error
             slot.error = slot.source = None
-            if not isinstance(error, StopIteration):
+            self._failed = not isinstance(error, StopIteration)
+            if self._failed:
                 error.add_note(f"raised by the prefetcher while it prepared batch {slot.number}")
             try:
                 raise error

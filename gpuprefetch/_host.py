@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from gpuprefetch._batch import leaves, map_leaves
+from gpuprefetch._batch import map_leaves, select
 from gpuprefetch._budget import lay_out
 from gpuprefetch._encoded import EncodedImage, EncodedImages, is_encoded, pack, packing
 from gpuprefetch._format import ImageHeader, blank, decode_cpu, read_header
@@ -122,7 +122,8 @@ class Packer:
     for_each: ForEach = for_each
     _share: float | None = field(init=False, default=None)
     _packed: Counter[Any] = field(init=False, default_factory=Counter)
-    _owners: dict[int, int] = field(init=False, default_factory=dict)
+    _samples: Sequence[Any] = ()
+    _owners: dict[int, int] | None = field(init=False, default=None)
     _last: float = field(init=False, default_factory=time.perf_counter)
     _following: bool = False
 
@@ -178,7 +179,7 @@ class Packer:
             interleaved=interleaved,
             rows=rows,
             errors=errors,
-            samples=[self._owners.get(id(image), -1) for image in images],
+            samples=self._samples_of(images),
             prepared=True,
             epoch=epoch,
             share=share,
@@ -223,10 +224,15 @@ class Packer:
         """Begin a batch of these samples, whose images may be packed in several calls."""
         self._share = None  # one for all of them, as the balancer may change it meanwhile
         self._packed.clear()
-        self._owners.clear()
-        for i, sample in enumerate(samples):
-            for image in map(id, images_of(sample)):
-                self._owners[image] = i if self._owners.get(image, i) == i else -1
+        self._samples, self._owners = samples, None
+
+    def _samples_of(self, images: Sequence[EncodedImage]) -> list[int]:
+        if self._owners is None:  # looked for where there are images, not in every sample
+            self._owners = {}
+            for i, sample in enumerate(self._samples):
+                for image in map(id, images_of(sample)):
+                    self._owners[image] = i if self._owners.get(image, i) == i else -1
+        return [self._owners.get(id(image), -1) for image in images]
 
     def follow(self, samples: Any) -> Any:
         """Samples with boxes, masks and points moved as the head is going to move their image."""
@@ -338,15 +344,28 @@ class HostStage:
     collate_fn: Callable[[Any], Any]
     packer: Packer
     _settled: bool = False
+    _home: int = field(default_factory=os.getpid)
 
     def __call__(self, samples: Any) -> Any:
-        if not self._settled and get_worker_info() is not None:
+        # A worker of somebody else's may have a prefetcher of its own, without workers.
+        in_worker = get_worker_info() is not None and os.getpid() != self._home
+        if in_worker and not self._settled:
             self._settle()
         samples = self.packer.follow(samples)
         self.packer.begin(samples if isinstance(samples, list) else [samples])
+        try:
+            batch = self._collated(samples)
+        finally:
+            self.packer.begin()  # keeps no samples
+        return map_leaves(by_value, batch, is_encoded) if in_worker else batch
+
+    def _collated(self, samples: Any) -> Any:
         with packing(self.packer):
             try:
-                batch = pack_lists(mark(self.collate_fn(samples), samples), self.packer)
+                batch = self.collate_fn(samples)
+                if not images_of(batch):  # nothing of ours
+                    return batch
+                batch, packed = pack_lists(mark(batch, samples), self.packer)
             except TypeError as error:
                 if "PIL." in str(error):
                     error.add_note(
@@ -354,11 +373,10 @@ class HostStage:
                         "torchvision's folders over with gpuprefetch.accelerate(loader)."
                     )
                 raise
-        packed = encoded_leaves(batch)
-        targets = fate(batch, samples) if packed else ""
+        targets = fate(batch, samples)
         for images in packed:
             images.targets = targets
-        return batch if get_worker_info() is None else map_leaves(by_value, batch, is_encoded)
+        return batch
 
     def _settle(self) -> None:
         """Once in a worker: end with the parent, and let the training thread go first."""
@@ -372,15 +390,26 @@ class HostStage:
 
 def encoded_leaves(batch: Any) -> list[EncodedImages]:
     """The packed encoded images of a batch."""
-    return [leaf for leaf in leaves(batch, is_encoded) if isinstance(leaf, EncodedImages)]
+    return [leaf for leaf in select(batch, is_encoded) if isinstance(leaf, EncodedImages)]
 
 
-def pack_lists(batch: Any, packer: Packer) -> Any:
-    """Pack what a collate function of the user's left as images or lists of them."""
+def pack_lists(batch: Any, packer: Packer) -> tuple[Any, list[EncodedImages]]:
+    """Pack what a collate function of the user's left as images or lists of them.
+
+    Returns:
+        The batch, and the packed images in it.
+    """
+
+    def is_packed(leaf: Any) -> bool:
+        return isinstance(leaf, EncodedImages) and leaf.prepared
 
     def pack_leaf(leaf: Any) -> Any:
-        if not is_encoded(leaf) or (isinstance(leaf, EncodedImages) and leaf.prepared):
+        if is_packed(leaf) or not is_encoded(leaf):
             return leaf
         return packer([leaf] if isinstance(leaf, EncodedImage) else list(leaf))
 
-    return map_leaves(pack_leaf, batch, is_encoded)
+    found = select(batch, is_encoded)
+    if not all(map(is_packed, found)):
+        batch = map_leaves(pack_leaf, batch, is_encoded)
+        found = select(batch, is_encoded)
+    return batch, found

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuprefetch._batch import leaves, map_leaves, moves_itself, to_device
+from gpuprefetch._batch import map_leaves, moves_itself, objects, to_device
 from gpuprefetch._budget import (
     LARGE,
     Cost,
@@ -368,7 +368,7 @@ def _refuse_fewer_rows(batch: Any, samples: Sequence[int]) -> None:
     def is_column(node: Any) -> bool:
         return _is_column(node, count=count) and not all(_has_rows(e, len(samples)) for e in node)
 
-    if any(_has_rows(leaf, count) for leaf in leaves(batch, is_column)):
+    if any(_has_rows(leaf, count) for leaf in objects(batch, is_column)):
         raise ValueError(
             "on_error and replay take rows out of the batch, and the collate function has made "
             f"{len(samples)} images of {count} samples beside {count} rows of the rest. Let it "
@@ -386,7 +386,7 @@ def _is_column(batch: Any, *, count: int) -> bool:
         return True
     if type(batch) not in (list, tuple) or len(batch) != count:
         return False
-    if any(isinstance(leaf, ImageJob) for leaf in leaves(batch)):
+    if any(isinstance(leaf, ImageJob) for leaf in objects(batch)):
         return False
     tensors = [isinstance(entry, (torch.Tensor, np.ndarray)) for entry in batch]
     return any(tensors) == all(tensors) and not all(_has_rows(entry, count) for entry in batch)
@@ -649,7 +649,9 @@ def _typed_shortage() -> Iterator[None]:
 
 def count_images(batch: Any) -> int:
     """The samples of a batch: the length of its first tensor or packed images; 0 without any."""
-    for leaf in leaves(batch, is_encoded):
-        if isinstance(leaf, EncodedImages) or (isinstance(leaf, torch.Tensor) and leaf.dim()):
+    for leaf in objects(batch, is_encoded):
+        if isinstance(leaf, EncodedImages):
             return len(leaf)
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return leaf.size(0)  # which a nested tensor has, and no length
     return 0

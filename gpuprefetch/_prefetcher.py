@@ -6,11 +6,13 @@ import contextlib
 import copy
 import gc
 import operator
+import os
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -473,7 +475,8 @@ class DataPrefetcher:
         return f"DataPrefetcher({self._loader!r}, device={str(self.device)!r})"
 
 
-_frozen, _freezing = 0, threading.Lock()  # by how many threads
+_forks = threading.local()  # ``ours``: what this thread forks are workers of ours
+_forking = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -481,20 +484,39 @@ def _garbage_kept_from_forks() -> Iterator[None]:
     """Fork workers in it: they will not collect what this process left to its garbage collector.
 
     An exception that left an epoch is in a cycle with frames that hold pinned memory and CUDA
-    events. A forked worker that collects them calls CUDA, which a fork must not, and aborts. What
-    the user has frozen is collected again behind this: the two cannot be told apart.
+    events. A forked worker that collects them calls CUDA, which a fork must not, and aborts. So it
+    begins with gc.freeze(); in this process the collector goes on as it was.
     """
-    global _frozen
-    with _freezing:
-        _frozen += 1
-        gc.freeze()
+    before, _forks.ours = getattr(_forks, "ours", False), True
     try:
         yield
     finally:
-        with _freezing:
-            _frozen -= 1
-            if not _frozen:
-                gc.unfreeze()
+        _forks.ours = before
+
+
+def _before_fork() -> None:
+    if getattr(_forks, "ours", False):
+        _forking.acquire()
+        _forks.collects = gc.isenabled()
+        gc.disable()  # nor before the worker has frozen anything
+
+
+def _behind_fork(*, in_child: bool) -> None:
+    if getattr(_forks, "ours", False):
+        if in_child:
+            gc.freeze()
+            _forks.ours = False
+        if _forks.collects:
+            gc.enable()
+        _forking.release()
+
+
+if hasattr(os, "register_at_fork"):  # not on every platform
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=partial(_behind_fork, in_child=False),
+        after_in_child=partial(_behind_fork, in_child=True),
+    )
 
 
 def _with_collate(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:

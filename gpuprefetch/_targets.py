@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from gpuprefetch._batch import children_of, leaves, map_leaves, moves_itself, select
+from gpuprefetch._batch import children_of, leaves, map_leaves, moves_itself, objects, select
 from gpuprefetch._encoded import EncodedImage, EncodedImages
 
 # Note [Coordinates]
@@ -65,7 +65,7 @@ def followers(batch: Any) -> list[Any]:
     """The boxes, masks and points in a batch or a part of it."""
     tv = sys.modules.get("torchvision.tv_tensors")  # nobody has any before it is imported
     kinds = (tv.BoundingBoxes, tv.KeyPoints, tv.Mask) if tv else ()
-    return [leaf for leaf in leaves(batch, _is_image) if isinstance(leaf, kinds)] if kinds else []
+    return [leaf for leaf in objects(batch, _is_image) if isinstance(leaf, kinds)] if kinds else []
 
 
 def wrap_like(values: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
@@ -210,11 +210,11 @@ def _stack(batch: Any, *, collate_fn_map: Any = None) -> Any:
 
 
 def mark(batch: Any, samples: Any) -> Any:
-    """Make a :class:`PerSample` of every list of a collated batch that has an entry per sample.
+    """Make a :class:`PerSample` of every list that has an entry per sample, in a batch of images.
 
     Those are the lists of what the samples held, and the lists beside a list of their images.
     """
-    if not isinstance(samples, list) or not images_of(batch):
+    if not isinstance(samples, list):
         return batch
     samples = [sample for sample in samples if images_of(sample)]
     beside_images = set[int]()

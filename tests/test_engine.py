@@ -1,6 +1,7 @@
 """The threads of an epoch: run on the CPU ahead of the loop, as elsewhere only on a GPU."""
 
 import collections
+import contextlib
 import gc
 import os
 import signal
@@ -487,6 +488,26 @@ def test_a_finished_batch_makes_room_for_the_next(ahead, monkeypatch):
     assert list(iterator) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("begun", [1, 0])
+def test_an_epoch_that_another_thread_ends(fetched, monkeypatch, begun):
+    asked, release = threading.Event(), threading.Event()
+
+    def batches():
+        yield from range(2)
+        asked.set()
+        release.wait(SECONDS)
+        yield 2
+
+    iterator = iter(prefetcher_of(batches))
+    assert [next(iterator) for _ in range(2)] == [0, 1]
+    if not begun:
+        iterator.end()
+    threading.Thread(target=lambda: (asked.wait(SECONDS), iterator.end())).start()
+    threading.Timer(0.3, release.set).start()
+    with pytest.raises(StopIteration):  # not for ever
+        raise within(SECONDS, lambda: next(iterator))
+
+
 def test_a_broken_context_does_not_keep_an_epoch_from_its_end(fetched):
     iterator = iter(prefetcher_of(lambda: iter(range(4))))
     next(iterator)
@@ -519,23 +540,31 @@ def test_a_loader_that_hangs_holds_no_lock(fetched, monkeypatch):
     over.set()
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_two_threads_may_fork_at_a_time():
-    inside, left = threading.Barrier(2), threading.Event()
+    begun, read, write = threading.Barrier(2), *os.pipe()
 
-    def first():
-        with _garbage_kept_from_forks():
-            inside.wait(SECONDS)
-        left.set()
+    def fork(kept):
+        begun.wait(SECONDS)
+        with _garbage_kept_from_forks() if kept else contextlib.nullcontext():
+            if not (child := os.fork()):
+                os.write(write, bytes([kept, gc.get_freeze_count() > 0, gc.isenabled()]))
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
 
-    def second():
-        with _garbage_kept_from_forks():
-            inside.wait(SECONDS)
-            left.wait(SECONDS)
-            return gc.get_freeze_count()
-
-    threading.Thread(target=first).start()
-    assert within(SECONDS, second) > 0
-    assert gc.get_freeze_count() == 0
+    assert gc.isenabled()
+    before = gc.get_freeze_count()
+    for other in (True, False):
+        thread = threading.Thread(target=fork, args=(other,))
+        thread.start()
+        within(SECONDS, lambda: fork(True))
+        thread.join(SECONDS)
+        told = os.read(read, 6)
+        frozen = {bytes([True, True, True]), bytes([other, other or before > 0, True])}
+        assert {told[:3], told[3:]} == frozen
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == before
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

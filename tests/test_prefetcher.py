@@ -242,7 +242,7 @@ def test_a_transform_that_raises_stop_iteration_does_not_end_the_epoch(device):
     loader = loader_of(Numbers(8), device)
     iterator = iter(DataPrefetcher(loader, device=device, transforms=[add_noise]))
     next(iterator)
-    with pytest.raises(RuntimeError, match="a transform raised StopIteration"):
+    with pytest.raises(RuntimeError, match="a transform, or on_error, raised StopIteration"):
         next(iterator)
 
 
@@ -319,6 +319,43 @@ def collectors(tmp_path, device):
 
 def test_workers_do_not_collect_the_garbage_of_their_parent(device, tmp_path):
     assert collectors(tmp_path, device) == {os.getpid()}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_the_user_has_frozen_stays_so(device, workers):
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        list(DataPrefetcher(loader_of(Numbers(4), device, num_workers=workers), device=device))
+        assert gc.get_freeze_count() > before / 2 > 0  # some are freed without the collector
+    finally:
+        gc.unfreeze()
+
+
+class Loop:
+    """In a cycle with itself, as an exception and the frame that keeps it."""
+
+    alive = 0
+
+    def __init__(self):
+        type(self).alive += 1
+        self.itself = self
+
+    def __del__(self):
+        type(self).alive -= 1
+
+
+def test_garbage_is_collected_over_many_short_epochs():
+    prefetcher, before = DataPrefetcher([torch.zeros(1)], device="cpu"), gc.get_threshold()
+    gc.set_threshold(100, *before[1:])
+    try:
+        for _ in range(400):
+            for _ in prefetcher:
+                Loop()
+        assert Loop.alive < 200
+    finally:
+        gc.set_threshold(*before)
+        gc.collect()
 
 
 def test_workers_would_collect_the_garbage_of_their_parent(tmp_path, monkeypatch):
