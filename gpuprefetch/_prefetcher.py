@@ -29,11 +29,13 @@ from gpuprefetch._epoch import Epoch
 from gpuprefetch._format import load_decoders
 from gpuprefetch._host import GROWTH, HostStage, Packer, encoded_leaves
 from gpuprefetch._pipeline import BadImage, Pipeline
-from gpuprefetch._replay import KEPT, NotedSampler, Notes, has_indices, note, replay, stands_alone
+from gpuprefetch._replay import KEPT, Notes, has_indices, note, noted, replay, stands_alone
 from gpuprefetch._resample import FLOAT_DTYPES
 from gpuprefetch._resume import Source, in_order, kind, owners
 from gpuprefetch._targets import moves_pixels
 from gpuprefetch._transforms import Transform, read_transforms, require_fixed_size
+
+_OWN = {"device", "stats", "plan"}  # what is read from a prefetcher itself
 
 _running: weakref.WeakValueDictionary[int, Epoch] = weakref.WeakValueDictionary()  # by loader
 
@@ -280,7 +282,7 @@ class DataPrefetcher:
         with _garbage_kept_from_forks():
             source = Source(loader, resumed)
         notes.place = source.place
-        if isinstance(getattr(loader, "batch_sampler", None), NotedSampler):
+        if noted(loader) is not None:
             try:
                 notes.refuse_another_order()
             except ValueError:
@@ -297,7 +299,8 @@ class DataPrefetcher:
                 running.end()  # its thread may be waiting for the same workers
             # These workers live on: the epoch reaches them through shared memory.
             self._pipeline.packer.epoch.share_memory_().fill_(epoch)  # not in a deep copy of us
-            if self._persistent is None:
+            loaded = getattr(self._loader, "next_iter_state", None) is not None  # torchdata's
+            if self._persistent is None or loaded:
                 self._persistent = _with_collate(self._loader, self._pipeline.packer)
             return self._persistent, self._pipeline
         pipeline = self._with_epoch(epoch)
@@ -307,9 +310,8 @@ class DataPrefetcher:
         """Notes of a new epoch, which its sampler will write; those of an older one are dropped."""
         self._notes.pop(epoch, None)
         notes = self._notes[epoch] = Notes(self._pipeline.packer.seed)
-        sampler = getattr(loader, "batch_sampler", None)
-        if isinstance(sampler, NotedSampler):
-            sampler.batches = notes.batches
+        if (sampler := noted(loader)) is not None:
+            sampler.notes = notes
         if len(self._notes) > KEPT:
             del self._notes[next(iter(self._notes))]
         return notes
@@ -451,7 +453,7 @@ class DataPrefetcher:
                     f"only the batches of epochs {list(self._notes)} are known. Load a "
                     "state_dict() of that epoch and take a batch, or keep what you need."
                 )
-            notes = Notes(self._pipeline.packer.seed, [[index]], place={"batches": 1})
+            notes = Notes(self._pipeline.packer.seed, (0, [[index]]), place={"batches": 1})
         return replay(self._loader, self._pipeline, notes, index, epoch, fixed=fixed)
 
     def set_epoch(self, epoch: int) -> None:
@@ -470,6 +472,15 @@ class DataPrefetcher:
         if name.startswith("_"):  # also keeps copy and pickle from recursing before _loader is set
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name in _OWN or not hasattr(self._loader, name):
+            object.__setattr__(self, name, value)
+        else:  # read from there, so written there: it says what may be changed
+            setattr(self._loader, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_manual": None}  # a copy goes on with its next epoch
 
     def __repr__(self) -> str:
         return f"DataPrefetcher({self._loader!r}, device={str(self.device)!r})"
@@ -527,8 +538,7 @@ def _with_collate(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
     for shared in (packer.share, packer.large_calls):
         shared.share_memory_()  # not in a deep copy of the prefetcher
     clone.collate_fn = HostStage(loader.collate_fn, packer)
-    if has_indices(clone):
-        note(clone)
+    note(clone)
     return clone
 
 

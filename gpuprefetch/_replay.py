@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from gpuprefetch._encoded import EncodedImages
 from gpuprefetch._host import HostStage, encoded_leaves
 from gpuprefetch._pipeline import BadImage, BadImageError, Pipeline
-from gpuprefetch._resume import in_order
+from gpuprefetch._resume import in_order, sampler_of
 from gpuprefetch._stream import own_modes
 
-# Epochs whose batches are noted: 8 bytes a sample, 10 MB of an epoch of ImageNet.
-KEPT = 2
+# Epochs whose batches are noted: 8 bytes a sample, 10 MB of an epoch of ImageNet. Of one that does
+# not end, half of so many samples at least, the latest ones.
+KEPT, MOST = 2, 1 << 24
 
 
 @dataclass(slots=True)
@@ -29,16 +30,36 @@ class Notes:
 
     Attributes:
         seed: of its random parameters.
-        batches: the sampler's, by their number, which is ahead of the loop.
+        kept: the number of a batch, and that and all later ones that the sampler gave, which are
+            ahead of the loop. One pair, for another thread may read it.
         shares: of the JPEGs that the workers decoded, by the number of the batch.
         place: of its :class:`Source`.
     """
 
     seed: int
-    batches: list[Sequence[Any]] = field(default_factory=list)
+    kept: tuple[int, list[Sequence[Any]]] = field(default_factory=lambda: (0, []))
     shares: dict[int, float] = field(default_factory=dict)
     place: dict[str, Any] = field(default_factory=lambda: {"batches": 0})
     _checksum: tuple[int, int] = (0, 0)
+    _samples: int = 0
+
+    def add(self, batch: Any) -> None:
+        """Note the sampler's next batch, or sample."""
+        samples = batch if isinstance(batch, Iterable) else [batch]
+        try:
+            noted: Sequence[Any] = array("q", samples)
+        except (TypeError, OverflowError):  # whatever the dataset takes
+            noted = list(samples)
+        first, batches = self.kept
+        batches.append(noted)
+        self._samples += len(noted)
+        if self._samples > MOST:
+            old = min(len(batches) // 2, self.place["batches"] - first)
+            self._sum_to(first + old)  # for which they are needed no more
+            self._samples -= sum(map(len, batches[:old]))
+            self.kept = first + old, batches[old:]
+            for number in [number for number in self.shares if number < first + old]:
+                del self.shares[number]
 
     def drawn(self) -> tuple[int, int | None]:
         """The process's rank and a checksum of the samples that the loop has had.
@@ -47,14 +68,21 @@ class Notes:
         each batch of 256 that is new since the last call.
         """
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        (done, value), count = self._checksum, self.place["batches"]
-        new = [batch for batch in self.batches[done:count] if isinstance(batch, array)]
-        if done + len(new) < count:
-            return rank, None
-        for batch in new:
+        return rank, self._sum_to(self.place["batches"])
+
+    def _sum_to(self, count: int) -> int | None:
+        """The checksum of the first ``count`` batches, at least as many as the last time."""
+        (done, value), (first, batches) = self._checksum, self.kept
+        if done < first or count < done:
+            return None
+        new = batches[done - first : count - first]
+        integers = [batch for batch in new if isinstance(batch, array)]
+        if done + len(integers) < count:
+            return None
+        for batch in integers:
             value = zlib.crc32(batch, value)
         self._checksum = count, value
-        return rank, value
+        return value
 
     def refuse_another_order(self) -> None:
         """Compare what a resumed epoch has left out with what was drawn before."""
@@ -63,7 +91,9 @@ class Notes:
         rank, before = self.place["drawn"]
         here, now = self.drawn()
         # Lightning has the state of rank 0 loaded by all.
-        if rank == here and (now != before or len(self.batches) < self.place["batches"]):
+        first, batches = self.kept
+        given = first + len(batches)
+        if rank == here and (now != before or given < self.place["batches"]):
             raise ValueError(
                 "the loader does not begin with the batches that it gave before the interruption. "
                 "What a sampler draws from torch's default generator or from its own `generator` "
@@ -73,22 +103,19 @@ class Notes:
 
 
 class NotedSampler:
-    """A loader's batch sampler; notes the batches that it gives."""
+    """What gives a loader the samples of its batches; notes them."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
-        self.batches: list[Sequence[Any]] = []
+        self.notes = Notes(0)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._noted(self.batches)
+        return self._noted(self.notes)
 
-    def _noted(self, batches: list[Sequence[Any]]) -> Iterator[Any]:
+    def _noted(self, notes: Notes) -> Iterator[Any]:
         for batch in self._sampler:
             batch = list(batch) if isinstance(batch, Iterator) else batch  # read once, here
-            try:
-                batches.append(array("q", batch))
-            except (TypeError, OverflowError):  # whatever the dataset takes
-                batches.append(list(batch))
+            notes.add(batch)
             yield batch
 
     def __len__(self) -> int:
@@ -101,7 +128,12 @@ class NotedSampler:
 
 
 def has_indices(loader: Any) -> bool:
-    """Whether a loader makes its batches of samples that can be read again.
+    """Whether a loader makes its batches of samples that can be read again."""
+    return _has_order(loader) and loader.batch_sampler is not None
+
+
+def _has_order(loader: Any) -> bool:
+    """Whether a sampler says what the batches of a loader are, one after the other.
 
     One with a state of its own (torchdata's) counts what its sampler gives: that one is let alone.
     Without an order it is not known which batch has come as which.
@@ -109,16 +141,23 @@ def has_indices(loader: Any) -> bool:
     return (
         isinstance(loader, DataLoader)
         and not hasattr(loader, "state_dict")
-        and loader.batch_sampler is not None
         and not isinstance(loader.dataset, IterableDataset)
         and in_order(loader)
     )
 
 
 def note(loader: DataLoader[Any]) -> None:
-    """Let a loader of ours note its batches."""
-    # DataLoader forbids the change after its construction, not the value.
-    vars(loader)["batch_sampler"] = NotedSampler(loader.batch_sampler)
+    """Let a loader of ours note its batches, where a sampler gives them."""
+    if _has_order(loader):
+        name = sampler_of(loader)
+        # DataLoader forbids the change after its construction, not the value.
+        vars(loader)[name] = NotedSampler(getattr(loader, name))
+
+
+def noted(loader: Any) -> NotedSampler | None:
+    """The sampler of a loader that notes its batches."""
+    sampler = getattr(loader, sampler_of(loader), None)
+    return sampler if isinstance(sampler, NotedSampler) else None
 
 
 def replay(
@@ -128,12 +167,12 @@ def replay(
 
     ``fixed`` says that the workers' share of the decoding stays as it is.
     """
-    had = notes.batches[: notes.place["batches"]]
-    found = (number for number, batch in enumerate(had) if index in batch)
-    number = next(found, None)
+    first, batches = notes.kept
+    had = enumerate(batches[: max(notes.place["batches"] - first, 0)], first)
+    number, indices = next((item for item in had if index in item[1]), (None, ()))
     if number is None:
-        raise LookupError(f"no batch of epoch {epoch} has held sample {index!r} so far.")
-    indices = notes.batches[number]
+        since = f", of those since batch {first}" if first else ""
+        raise LookupError(f"no batch of epoch {epoch}{since} has held sample {index!r} so far.")
     position = list(indices).index(index)
     if number not in notes.shares and not fixed:
         raise ValueError(

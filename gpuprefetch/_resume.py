@@ -34,20 +34,29 @@ def _is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
+def sampler_of(loader: Any) -> str:
+    """The attribute of a loader that says which samples come next."""
+    return "sampler" if getattr(loader, "batch_sampler", None) is None else "batch_sampler"
+
+
+def _samplers(loader: Any) -> Iterator[Any]:
+    """The samplers of a loader and those within them, as in torch's ``BatchSampler(sampler)``."""
+    for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        inner, seen = sampler, list[int]()
+        while inner is not None and id(inner) not in seen:
+            seen.append(id(inner))
+            yield inner
+            inner = getattr(inner, "sampler", None)
+
+
 def _generators(loader: Any) -> list[torch.Generator]:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    inner = getattr(batch_sampler, "sampler", None)
-    samplers = (getattr(loader, "sampler", None), batch_sampler, inner)
-    found = [getattr(sampler, "generator", None) for sampler in samplers]
+    found = [getattr(sampler, "generator", None) for sampler in _samplers(loader)]
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
 def owners(loader: Any) -> list[Any]:
     """Who numbers epochs, of a loader and its parts: whatever has a ``set_epoch``."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    inner = getattr(batch_sampler, "sampler", None)
-    sampler, dataset = getattr(loader, "sampler", None), getattr(loader, "dataset", None)
-    found = (loader, sampler, batch_sampler, inner, dataset)
+    found = (loader, *_samplers(loader), getattr(loader, "dataset", None))
     each = {id(owner): owner for owner in found}.values()
     return [owner for owner in each if callable(getattr(owner, "set_epoch", None))]
 
@@ -152,7 +161,7 @@ class Source:
             and type(loader).__iter__ is DataLoader.__iter__  # else it may count its batches
             and not isinstance(loader.dataset, IterableDataset)
         ):
-            name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+            name = sampler_of(loader)
             # DataLoader forbids the change, not the value.
             vars(rest)[name] = _Rest(getattr(loader, name), done)
         else:

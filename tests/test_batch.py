@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from gpuprefetch import DataPrefetcher, _slab
-from gpuprefetch._batch import leaves, map_leaves, tensors, to_device
+from gpuprefetch._batch import leaves, map_leaves, objects, tensors, to_device
 
 Point = namedtuple("Point", "x y")
 
@@ -47,6 +47,10 @@ class Pair(namedtuple("Pair", "x y")):
 
 class DotDict(dict):
     __getattr__ = dict.get  # so that it has any attribute, None
+
+
+class ItemDict(dict):
+    __getattr__ = dict.__getitem__  # a KeyError, where an attribute is looked for
 
 
 class Store(MutableMapping):
@@ -105,6 +109,8 @@ def nested_batches():
         "field without a value": Lazy(t),
         "namedtuple of one argument": Pair(t),
         "any attribute": DotDict(a=t),
+        "attributes": ItemDict(a=t),
+        "plain values": ([1, 2.0, "a"], (True, None), {"a": b"b"}, [[3], [t]]),
         "store": Store({"a": t}),
         "tagged": tagged,
         "bytes": (b"raw", t, np.arange(3), 1.5),
@@ -125,6 +131,56 @@ def test_rebuilds_every_structure(name):
             assert torch.equal(old, torch.arange(6.0))  # the input is left untouched
         else:
             assert new is old
+
+
+def test_plain_values_are_no_objects():
+    batch = nested_batches()["plain values"]
+    seen = []
+    same = map_leaves(lambda leaf: seen.append(leaf) or leaf, batch)
+    assert len(seen) == 1
+    assert same[:3] == batch[:3]
+    assert all(a is not b for a, b in zip(same, batch, strict=True) if isinstance(b, (list, dict)))
+    assert [*objects(batch)] == seen
+    assert [*leaves(batch)][:6] == [1, 2.0, "a", True, None, b"b"]
+
+
+class Polygons(Dataset):
+    """As torchvision's CocoDetection: thousands of numbers in lists beside a picture."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        polygon = {"bbox": [1.0] * 4, "segmentation": [[float(i) for i in range(120)]]}
+        return torch.zeros(3, 4, 4), [dict(polygon) for _ in range(8)]
+
+
+def test_lists_of_plain_values_are_not_looked_through():
+    loader = DataLoader(
+        Polygons(), 64, collate_fn=lambda samples: tuple(zip(*samples, strict=True))
+    )
+    calls = 0
+
+    def count(frame, event, arg):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        ((images, targets),) = DataPrefetcher(loader, device="cpu")
+    finally:
+        sys.setprofile(None)
+    assert len(images) == len(targets) == 64
+    assert calls < 64 * 8 * 124  # numbers: to look at each of them once would take more
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_is_a_batch():
+    def collate(samples):
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+    (batch,) = DataPrefetcher(DataLoader([0, 1], 2, collate_fn=collate), device="cpu")
+    assert [part.tolist() for part in batch.unbind()] == [[1, 1], [1, 1, 1]]
 
 
 def test_keeps_what_a_constructor_does_not_take():

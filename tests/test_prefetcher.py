@@ -1,6 +1,7 @@
 """DataPrefetcher gives the wrapped loader's batches, in order, and leaves nothing behind."""
 
 import contextlib
+import copy
 import gc
 import os
 import subprocess
@@ -362,6 +363,58 @@ def test_workers_would_collect_the_garbage_of_their_parent(tmp_path, monkeypatch
     # Guards the test above: without the guard a forked worker does collect it.
     monkeypatch.setattr(_prefetcher, "_garbage_kept_from_forks", contextlib.nullcontext)
     assert len(collectors(tmp_path, torch.device("cpu"))) == 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_that_an_error_has_ended_says_so(device, workers):
+    loader = loader_of(Numbers(12, fail_at=9), device, num_workers=workers)
+    iterator = iter(DataPrefetcher(loader, device=device))
+    for _ in range(2):
+        next(iterator)
+    with pytest.raises(LookupError, match="sample 9 is broken"):
+        next(iterator)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"an error has ended this epoch.*iter\(\)"):
+            next(iterator)
+
+
+class Nested(IterableDataset):
+    """Reads through a prefetcher of its own."""
+
+    def __init__(self, workers):
+        loader = DataLoader(Numbers(6, "tensor"), 2, num_workers=workers)
+        self.prefetcher = DataPrefetcher(loader, device="cpu")
+
+    def __iter__(self):
+        for _ in range(3):
+            for batch in self.prefetcher:
+                yield type(batch).__name__, batch[:, 0, 0, 0].tolist(), threading.active_count()
+
+
+def test_a_prefetcher_in_a_worker_of_another_loader():
+    here, there = (list(DataLoader(Nested(0), None, num_workers=n)) for n in (0, 1))
+    assert [item[:2] for item in here] == [item[:2] for item in there]
+    assert max(item[2] for item in there) == 2  # its own and that of the queue, no more each epoch
+
+
+def test_what_is_set_is_set_on_the_loader():
+    prefetcher = DataPrefetcher(DataLoader(Numbers(4), 2), device="cpu")
+    assert not hasattr(prefetcher._loader, "stats")
+    prefetcher.collate_fn = lambda samples: samples
+    assert [type(batch) for batch in prefetcher] == [list] * 2
+    with pytest.raises(ValueError, match="batch_size"):
+        prefetcher.batch_size = 1
+    prefetcher.note = "mine"
+    assert not hasattr(prefetcher._loader, "note")
+    assert prefetcher.note == "mine"
+
+
+def test_a_copy_made_in_the_middle_of_an_epoch():
+    prefetcher = DataPrefetcher(DataLoader(Numbers(4, "tensor"), 2), device="cpu")
+    first = prefetcher.next()
+    copied = copy.deepcopy(prefetcher)
+    assert torch.equal(copied.next(), first)
+    assert not torch.equal(prefetcher.next(), first)
 
 
 def test_a_spent_iterator_stays_spent(device):

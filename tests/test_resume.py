@@ -12,6 +12,7 @@ import pytest
 import torch
 from one_iterator import OneIterator, OneIteratorAtOnce
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -22,7 +23,14 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, _engine, _prefetcher
+from gpuprefetch import (
+    DataPrefetcher,
+    EncodedImageFolder,
+    RandomResizedCrop,
+    _engine,
+    _prefetcher,
+    _replay,
+)
 
 # torchdata 0.11 calls a function that torch 2.15 warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -60,6 +68,23 @@ def numbers(kind=DataLoader, **options):
     return kind(data, batch_size=4, **options)
 
 
+class Rows(Dataset):
+    """Reads a batch at a time."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, indices):
+        return torch.tensor(indices)
+
+
+def rows(sampler, **options):
+    """In the form that torch's documentation gives for that."""
+    return DataLoader(
+        Rows(), batch_size=None, sampler=BatchSampler(sampler(range(40)), 4, False), **options
+    )
+
+
 def stateful(dataset=None, **options):
     kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     return kind(dataset, **{"batch_size": 4} | options) if dataset else numbers(kind, **options)
@@ -69,6 +94,10 @@ LOADERS = {
     "shuffled": lambda: numbers(shuffle=True),
     "workers": lambda: numbers(shuffle=True, num_workers=2),
     "generator": lambda: numbers(shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "batches of a sampler": lambda: rows(RandomSampler),
+    "batches of a sampler, generator": lambda: rows(
+        lambda data: RandomSampler(data, generator=torch.Generator().manual_seed(3)), num_workers=1
+    ),
     "iterable": lambda: DataLoader(Counting(), batch_size=4),
     "persistent": lambda: numbers(shuffle=True, num_workers=1, persistent_workers=True),
     "iter of its own": lambda: numbers(OneIterator, shuffle=True),
@@ -415,8 +444,13 @@ def shuffled(**options):
     return DataPrefetcher(numbers(sampler=lambda _: Shuffled(), **options), device="cpu")
 
 
+def shuffled_rows(**options):
+    return DataPrefetcher(rows(lambda _: Shuffled(), **options), device="cpu")
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_order_that_is_not_drawn_again_is_refused(workers, ahead):
+@pytest.mark.parametrize("shuffled", [shuffled, shuffled_rows])
+def test_an_order_that_is_not_drawn_again_is_refused(workers, ahead, shuffled):
     random.seed(1)
     first = shuffled(num_workers=workers)
     iterator = iter(first)
@@ -450,6 +484,60 @@ def test_a_state_that_is_loaded_is_not_mixed_up_with_an_epoch_before():
     assert second.state_dict() == state
     random.seed(1)
     assert len(list(second)) == 9
+
+
+def test_set_epoch_reaches_a_sampler_within_a_sampler():
+    prefetcher = DataPrefetcher(rows(lambda data: DistributedSampler(data, 1, 0)), device="cpu")
+    orders = []
+    for epoch in range(2):
+        prefetcher.set_epoch(epoch)
+        orders.append([batch.tolist() for batch in prefetcher])
+    assert prefetcher.sampler.sampler.epoch == 1
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_that_resumes_by_itself(persistent):
+    def loader():
+        return stateful(num_workers=1, persistent_workers=persistent)
+
+    first = loader()
+    iterator = iter(first)
+    for _ in range(3):
+        next(iterator)
+    state = first.state_dict()
+    rest = [values(batch) for batch in iterator]
+    mine = loader()
+    prefetcher = DataPrefetcher(mine, device="cpu")
+    assert len(list(prefetcher)) == 10
+    mine.load_state_dict(state)
+    assert [values(batch) for batch in prefetcher] == rest
+    assert len(list(prefetcher)) == 10
+
+
+class Endless(Sampler):
+    def __iter__(self):
+        while True:
+            yield from range(40)
+
+
+def test_of_an_epoch_without_end_the_latest_samples_are_noted(monkeypatch):
+    whole = _replay.Notes(0, place={"batches": 301})
+    for number in range(301):
+        whole.add([(4 * number + k) % 40 for k in range(4)])
+    monkeypatch.setattr(_replay, "MOST", 100)
+    made = [DataPrefetcher(numbers(sampler=lambda _: Endless()), device="cpu") for _ in range(2)]
+    for i, _ in enumerate(made[0]):
+        (notes,) = made[0]._notes.values()
+        first, batches = notes.kept
+        assert sum(map(len, batches)) <= 100
+        assert first == 0 or sum(map(len, batches)) >= 50
+        if i == 300:
+            break
+    state = made[0].state_dict()
+    assert state["drawn"] == whole.drawn()
+    made[1].load_state_dict(state)
+    assert values(next(iter(made[1]))) == [(4 * 301 + k) % 40 for k in range(4)]
 
 
 def test_samples_that_are_no_integers_are_not_compared():
