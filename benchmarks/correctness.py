@@ -4,6 +4,7 @@ python benchmarks/correctness.py           # writes
 python benchmarks/correctness.py --check   # fails where the page does not say what the JSON says
 """
 
+import argparse
 import sys
 from typing import Any
 
@@ -113,9 +114,12 @@ def _hardware(metadata: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only say whether the page is stale")
+    check = parser.parse_args().check
     text = PAGE.read_text()
     written = table.replace_block(text, block(table.read(table.RESULTS)), PAGE)
-    if sys.argv[1:] == ["--check"]:
+    if check:
         sys.exit("stale: run python benchmarks/correctness.py" if written != text else 0)
     PAGE.write_text(written)
 

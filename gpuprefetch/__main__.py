@@ -56,7 +56,7 @@ def _doctor(args: argparse.Namespace) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code is 0 if all is well, 1 if not, 2 if it could not run."""
+    """Run a command; the exit code is 0 if all is well, 1 if not, 2 if it was asked wrongly."""
     parser = argparse.ArgumentParser(prog="python -m gpuprefetch", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     check = commands.add_parser(
@@ -82,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.output and not args.output.parent.is_dir():  # or it is found behind all the work
         parser.error(f"there is no folder {args.output.parent} for --output")
+    if args.output and args.output.is_dir():
+        parser.error(f"--output {args.output} is a folder: name a file in it")
     try:
         report = args.run(args)
         print(report)

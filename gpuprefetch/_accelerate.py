@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from gpuprefetch._batch import map_leaves, select, to_device
 from gpuprefetch._convert import (
@@ -49,8 +49,8 @@ def accelerate(
         loader: over an ``ImageFolder``, ``DatasetFolder`` or ``ImageNet``, a subclass that reads
             through its ``loader`` and ``transform``, timm's ``ImageDataset``, or a ``Subset`` or
             ``ConcatDataset`` of them, with a v1, v2 or timm transform pipeline. It is left alone.
-        keep_unknown: whether ops that cannot move, and all ops before them, stay in the workers.
-            The workers then decode every file themselves.
+        keep_unknown: whether ops that cannot move, and all ops before them and up to the crop, stay
+            in the workers. The workers then decode every file themselves.
         print_plan: whether to print where each op runs now, and what differs.
         prefetcher_options: of :class:`DataPrefetcher`; its ``transforms`` run behind the converted
             ones.
@@ -104,7 +104,8 @@ class _Accelerated(DataPrefetcher):
         if self._collate is not None:
             loader.collate_fn = _set_apart
         own = options.pop("transforms", None) or ()
-        transforms = [*plan.transforms, *([own] if callable(own) else own)]
+        self._own = [own] if callable(own) else [*own]
+        transforms = [*plan.transforms, *self._own]
         if read_transforms(transforms)[1]:
             # Between the launch and the ops behind it values must not be rounded to bfloat16.
             cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
@@ -121,7 +122,9 @@ class _Accelerated(DataPrefetcher):
         if self._collate is not None:
             name = getattr(self._collate, "__name__", type(self._collate).__name__)
             collate = f"{name}, on the transformed images on {self.device}"
-        return f"accelerate: decode: {decode}\n{self.plan}\n  collate: {collate}"
+        own = ", ".join(getattr(op, "__name__", type(op).__name__) for op in self._own)
+        behind = f"\n  behind them: {own}" if own else ""
+        return f"accelerate: decode: {decode}\n{self.plan}{behind}\n  collate: {collate}"
 
     def replay(self, index: int, epoch: int | None = None) -> Any:
         """As of any prefetcher, without a collate function of the user's."""
@@ -207,9 +210,15 @@ def folders_of(loader: Any) -> list[Any]:
         hint = " Build it with use_prefetcher=False." if is_timm(loader, "PrefetchLoader") else ""
         if isinstance(loader, DataPrefetcher):
             hint = " Pass the DataLoader that it was made from."
-        raise TypeError(f"accelerate takes a DataLoader, got {type(loader).__name__}.{hint}")
+        elif isinstance(loader, Dataset):
+            hint = " Build one of it: DataLoader(dataset, batch_size=...)."
+        raise TypeError(
+            f"accelerate and parity take a DataLoader, got {type(loader).__name__}.{hint}"
+        )
     if loader.batch_sampler is None:
-        raise TypeError("accelerate takes a DataLoader that makes batches. Give it a batch_size.")
+        raise TypeError(
+            "accelerate and parity take a DataLoader that makes batches. Give it a batch_size."
+        )
     return _bottom(loader.dataset)
 
 

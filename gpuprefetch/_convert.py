@@ -248,7 +248,8 @@ class _Converter:
         if name is None and is_on_device(op):
             raise UnsupportedTransformError(
                 f"{type(op).__name__} is not torchvision's, and runs on the device as it is. Leave "
-                "it out, and pass transforms=[*convert_transforms(pipeline), it]."
+                "it out, and pass accelerate(loader, transforms=[it]), or DataPrefetcher(loader, "
+                "transforms=[*convert_transforms(pipeline), it])."
             )
         if name is None:
             _refuse(op, why_not(op))
@@ -431,7 +432,7 @@ def _check_on_batch(op: Any) -> None:
 def _refuse(op: Any, reason: str, *, early: bool = False) -> NoReturn:
     raise UnsupportedTransformError(
         f"{type(op).__name__} cannot move to the device: {reason}. "
-        f"{'Put it behind the crop' if early else 'Replace it'}, or keep it and all before it "
+        f"{'Put it behind the crop' if early else 'Replace it'}, or keep all up to it and the crop "
         "in the workers, after a decode on the CPU, with accelerate(loader, keep_unknown=True)."
     )
 

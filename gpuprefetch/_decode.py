@@ -59,8 +59,8 @@ from gpuprefetch._format import decode_cpu
 #     is asked for each kernel once: the process that trains makes next to nothing of either.
 #   - a loop that need not wait for the GPU gets the next batch under way itself, so that it and the
 #     thread that fetches do not take the lock from each other in turns. That one fetches the batch
-#     behind it later in the step, if the loop is not back before (PAUSE). Where the loop might wait
-#     in that, or run what is not ours, it waits for that thread (Engine.let_fetch).
+#     behind it later in the step, if the loop is not back before (_engine.PAUSE). Where the loop
+#     might wait in that, or run what is not ours, it waits for that thread (Engine.let_fetch).
 
 _thread = threading.local()  # the memory that a decode thread packs into, call after call
 

@@ -100,12 +100,20 @@ class DoctorReport:
 
     @property
     def bound(self) -> str:
-        """What the loop is bound by as it came, see :class:`Diagnosis`."""
+        """What the loop is bound by as it came.
+
+        "reading", "CPU decode", "transfer", "GPU decode" or "model".
+        """
         return self.found.bound
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         return asdict(self)
+
+    @property
+    def _loading(self) -> str:
+        alone = ", 0 workers," in self.where
+        return "the loop itself, for want of workers, is" if alone else "its workers are"
 
     def __str__(self) -> str:
         found, rate = self.found, self.found.images_per_second
@@ -117,7 +125,7 @@ class DoctorReport:
             f"  the loader   {found.loader_images_per_second:9,.0f} images/s, with no step",
             f"  a step takes {found.step_ms:,.1f} ms, {found.wait_ms:,.1f} of them waiting for the "
             f"loader; a copy to the device {found.copy_ms:,.1f} ms",
-            f"  its workers are {found.busy_share:.0%} busy, {found.reading_share:.0%} of that "
+            f"  {self._loading} {found.busy_share:.0%} busy, {found.reading_share:.0%} of that "
             "waiting for files",
         ]
         lines += [f"change {change}" for change in self.changes]
@@ -125,7 +133,8 @@ class DoctorReport:
             share = self.after.images_per_second / self.ceiling
             lines.append(f"then {share:.0%} of the ceiling: {_VERDICTS[self.after.bound]}")
         elif found.bound != "model":
-            lines.append("nothing was tried that helps; " + _ADVICE[found.bound])
+            tried = "nothing was tried that helps; " if self.tried else "nothing was tried; "
+            lines.append(tried + _ADVICE[found.bound])
         lines += [f"tried {change}" for change in self.tried]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
@@ -139,7 +148,7 @@ _VERDICTS = {
 }
 _ADVICE = {
     "reading": "a faster or local disk, smaller files, or tar shards read in sequence would.",
-    "CPU decode": "more cores, smaller files, or fewer transforms in the workers would.",
+    "CPU decode": "more workers or cores, smaller files, or fewer transforms in them would.",
     "transfer": "smaller batches to copy would: uint8 in place of float, or encoded images.",
     "GPU decode": "smaller files, fewer transforms on the device, or more CPU cores would.",
 }
@@ -213,8 +222,8 @@ class _Clinic:
         assert self.ceiling is not None
         kind = "DataPrefetcher" if isinstance(loader, DataPrefetcher) else "DataLoader"
         where = (
-            f"{kind}, batches of {count_images(self.ceiling.batch)}, {loader.num_workers} workers, "
-            f"{self.device}, {usable_cores()} cores"
+            f"{kind}, batches of {count_images(self.ceiling.batch)}, {loader.num_workers} "
+            f"worker{'s' * (loader.num_workers != 1)}, {self.device}, {usable_cores()} cores"
         )
         changes: list[Change] = []
         while tune and len(changes) < 2 and now.bound != "model":

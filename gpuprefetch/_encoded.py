@@ -243,6 +243,12 @@ class EncodedImages:
     def __len__(self) -> int:
         return len(self.spans)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"EncodedImages has no attribute {name!r}: its images are not decoded yet. Wrap the "
+            "loader that gave it in DataPrefetcher(loader, transforms=[...])."
+        )
+
     def __getitem__(self, position: int) -> EncodedImage:
         """A copy of the encoded image at ``position``, one that no worker has decoded."""
         # A view would change once the batch is dropped: see Buffer.
@@ -367,6 +373,7 @@ class EncodedImageFolder(Dataset[tuple[EncodedImage, Any]]):
 
     Args:
         root: the folder whose sub-folders are the classes.
+        transform: None; transforms are the prefetcher's.
         target_transform: called with each target.
         is_valid_file: says of a path whether it is a sample; by default the extension does.
         allow_empty: whether a class folder may be empty.
@@ -379,11 +386,13 @@ class EncodedImageFolder(Dataset[tuple[EncodedImage, Any]]):
 
     Raises:
         FileNotFoundError: if ``root`` has no class folders, or a class has no sample.
+        TypeError: for a ``transform``.
     """
 
     def __init__(
         self,
         root: str | Path,
+        transform: None = None,
         *,
         target_transform: Callable[[Any], Any] | None = None,
         is_valid_file: Callable[[str], bool] | None = None,
@@ -391,6 +400,12 @@ class EncodedImageFolder(Dataset[tuple[EncodedImage, Any]]):
     ) -> None:
         from torchvision.datasets import ImageFolder
 
+        if transform is not None:
+            raise TypeError(
+                "EncodedImageFolder gives images that are not decoded. Give transforms to "
+                "DataPrefetcher(loader, transforms=[...]), or move an ImageFolder with its "
+                "transform over with gpuprefetch.accelerate(loader)."
+            )
         folder = ImageFolder(str(root), is_valid_file=is_valid_file, allow_empty=allow_empty)
         self.root = folder.root
         self.classes: list[str] = folder.classes

@@ -94,6 +94,8 @@ def _why(transform: Any, head: Head) -> str:
         if head.mean is not None:
             return "it comes behind Normalize, where the launch takes flips only"
         return "the images are resized or padded already, and two resamplings are not one"
+    if module.startswith("torchvision."):
+        return "as it is, torchvision's draw once a batch; see convert_transforms()"
     if not module.startswith("kornia."):
         return "the launch takes kornia's and gpuprefetch's crops, resizes, flips and Normalize"
     if name in ("RandomCrop", "CenterCrop", "RandomResizedCrop", "Resize", "Normalize"):

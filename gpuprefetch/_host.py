@@ -337,6 +337,18 @@ def _mirror(rows: Any, sizes: Any, where: Any) -> None:
     rows[where] = np.stack(mirrored, axis=1)
 
 
+_ENCODED = (
+    "Let the dataset return EncodedImage, as EncodedImageFolder does, or move torchvision's "
+    "folders over with gpuprefetch.accelerate(loader)."
+)
+# What to do about what collate functions raise.
+_HINTS = {
+    "PIL.": _ENCODED,
+    "stack expects each tensor to be equal size": f"Images get one size on the device. {_ENCODED}",
+    "EncodedImage": "Leave collate_fn out, or call torch's default_collate in it for the images.",
+}
+
+
 @dataclass(slots=True)
 class HostStage:
     """The collate function a prefetcher gives its loader: the user's, with our packing inside."""
@@ -366,12 +378,9 @@ class HostStage:
                 if not images_of(batch):  # nothing of ours
                     return batch
                 batch, packed = pack_lists(mark(batch, samples), self.packer)
-            except TypeError as error:
-                if "PIL." in str(error):
-                    error.add_note(
-                        "Let the dataset return EncodedImage, as EncodedImageFolder does, or move "
-                        "torchvision's folders over with gpuprefetch.accelerate(loader)."
-                    )
+            except (TypeError, RuntimeError) as error:
+                if hint := next((h for word, h in _HINTS.items() if word in str(error)), ""):
+                    error.add_note(hint)
                 raise
         targets = fate(batch, samples)
         for images in packed:

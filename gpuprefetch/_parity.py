@@ -129,9 +129,12 @@ def parity(
         ops that the conversion moved behind the crop are compared in their new place.
 
     Raises:
+        ValueError: if ``n`` is less than 1.
         TypeError: for a loader that ``accelerate`` does not take.
         UnsupportedTransformError: for an op that cannot move.
     """
+    if n < 1:
+        raise ValueError(f"n is a number of images, at least 1, got {n!r}.")
     folders = folders_of(loader)
     plan = convert(pipeline_of(folders), pictures=True)
     check_loaders(folders)

@@ -181,6 +181,11 @@ class DataPrefetcher:
         self._loader = loader
         self.device = _resolve_device(device)
         head, tail = read_transforms(transforms)
+        if dtype == torch.uint8 and (head.mean or head.std):
+            raise ValueError(
+                "dtype=torch.uint8 is for values of 0 to 255, and Normalize gives others. Leave "
+                "one of them out."
+            )
         asked = dtype not in (None, torch.uint8) or memory_format is torch.channels_last
         if (head.names or tail or asked) and _is_encoded_folder(getattr(loader, "dataset", None)):
             require_fixed_size(head, tail)

@@ -351,7 +351,7 @@ def run_tail(tail: Sequence[Any], images: Any, batch: Any, fate: str) -> tuple[A
     columns = select(batch, is_per_sample)
     samples: Samples = [list(parts) for parts in zip(*columns, strict=True)]
     names = _names(batch, columns)
-    for transform in _flat(tail):
+    for transform in tail:
         runner = _runner(transform, names)
         if runner is None:
             images = run(transform, images)
@@ -371,8 +371,15 @@ def run_tail(tail: Sequence[Any], images: Any, batch: Any, fate: str) -> tuple[A
 
 def run(transform: Any, images: Any) -> Any:
     """What a transform makes of a batch of images alone."""
-    if (result := transform(images)) is None:
-        name = getattr(transform, "__name__", type(transform).__name__)
+    name = getattr(transform, "__name__", type(transform).__name__)
+    try:
+        result = transform(images)
+    except Exception as error:
+        kind = type(images).__name__
+        form = f"{images.dtype} {tuple(images.shape)}" if kind == "Tensor" else f"a {kind}"
+        error.add_note(f"raised by the transform {name}, which got {form}")
+        raise
+    if result is None:
         raise TypeError(f"the transform {name} returned None. Let it return the images.")
     return result
 
@@ -383,11 +390,6 @@ def _names(batch: Any, columns: Sequence[Any]) -> list[Any]:
         return []
     names = {id(value): name for name, value in batch.items()}
     return [names[id(column)] for column in columns if id(column) in names]
-
-
-def _flat(tail: Iterable[Any]) -> Iterator[Any]:
-    for transform in tail:
-        yield from _flat(transform) if type(transform) is torch.nn.Sequential else [transform]
 
 
 def _runner(transform: Any, names: Sequence[Any]) -> Callable[[Any, Samples], Any] | None:

@@ -7,7 +7,7 @@ list of them composes into one map, and one resampling launch carries it out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -446,7 +446,9 @@ def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[
         return Head(), []
     if callable(transforms) and not isinstance(transforms, (list, tuple)):
         transforms = [transforms]
-    if not isinstance(transforms, Sequence):
+    if isinstance(transforms, Sequence):
+        transforms = [*_flat(transforms)]
+    else:
         raise TypeError(
             f"transforms takes a list of modules and callables, got {type(transforms).__name__}."
         )
@@ -469,6 +471,12 @@ def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[
             return head, list(transforms[position:])
         head = extended
     return head, []
+
+
+def _flat(transforms: Iterable[Any]) -> Iterator[Any]:
+    """The modules of an ``nn.Sequential`` one by one, and everything else as it is."""
+    for transform in transforms:
+        yield from _flat(transform) if type(transform) is torch.nn.Sequential else [transform]
 
 
 def _mixing(transform: Any) -> Iterator[str]:

@@ -11,7 +11,7 @@ import torch
 
 # Note [Memory for speed]
 # What a loop needs to keep its GPU busy depends on its step, so the memory comes level by level.
-# Level 1 comes if there is room for it, the others as long as batches are late (_learn_wait):
+# Level 1 comes if there is room for it, the others as long as batches are late:
 #   0. one batch, that of the loop: the next is begun when the loop asks for it. What its step takes
 #      at its peak is free then. So a batch that fits without us fits with us, but for the decoder.
 #   1. two: the next one is prepared as soon as the GPU is through with the batch before, in the
@@ -21,9 +21,9 @@ import torch
 #   4. a second decoder, 150 MiB that the process does not get back, with a thread of its own; and
 #      large calls, which take the lock less often. A decoder works on 14 images at a time, and
 #      each waits until a kernel of its own has had its turn between those of the training.
-# ResNet-18 compiled, as above: 0.92 of the ceiling at level 4, 0.77 with one batch less. Eager:
-# 0.971 at level 3, 0.966 at level 2, and 0.930 at level 1, although the GPU had work left when four
-# of five batches came that the loop had waited for.
+# Measured as in Note [The training thread's locks], ResNet-18 compiled: 0.92 of the ceiling at
+# level 4, 0.77 with one batch less. Eager: 0.971 at level 3, 0.966 at level 2, and 0.930 at level
+# 1, although the GPU had work left when four of five batches came that the loop had waited for.
 
 # What the loop itself takes is known behind its second step, which has the optimizer's state.
 SHOWN = 2

@@ -926,13 +926,27 @@ def test_the_plan_is_printed(folder, capsys):
         r"collate: worker CPU",
     ):
         assert line in text
+    accelerate(loader_of(folder, VAL), transforms=[K.RandomErasing(), views], device="cpu")
+    assert "behind them: RandomErasing, views\n" in capsys.readouterr().out
+
+
+def test_an_op_of_kornia_among_those_to_convert_is_sent_to_either_place(folder):
+    with pytest.raises(UnsupportedTransformError) as caught:
+        accelerate(loader_of(folder, [*VAL, K.RandomErasing()]), **CPU)
+    for way in ("accelerate(loader, transforms=[it])", "[*convert_transforms(pipeline), it]"):
+        assert way in str(caught.value)
 
 
 # --- parity and explain -------------------------------------------------------------------------
 
 
 def test_the_report_is_a_table_and_a_picture(folder, tmp_path):
-    report = parity(loader_of(folder, [v1.RandomResizedCrop(48), v1.ToTensor()]), 7, device="cpu")
+    loader = loader_of(folder, [v1.RandomResizedCrop(48), v1.ToTensor()])
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        parity(loader, 0, device="cpu")
+    with pytest.raises(TypeError, match=r"parity take a DataLoader, .*Build one of it"):
+        parity(loader.dataset, device="cpu")
+    report = parity(loader, 7, device="cpu")
     text = str(report)
     assert text.startswith("7 images") and "RandomResizedCrop" in text
     assert len(report.worst) == 4
@@ -978,6 +992,7 @@ def test_explain_takes_what_a_prefetcher_takes():
     for ops in ([gpuprefetch.Resize((9, 9)), jitter, noise], [K.Resize((9, 9)), noise]):
         *_, last = explain(ops).splitlines()
         assert last.startswith("GaussianNoise") and "float32 (N, 3, 9, 9)" in last
+    assert "torchvision's draw once a batch" in explain([gpuprefetch.Resize((9, 9)), noise])
     converted = convert_transforms([v2.CenterCrop(9), v2.ColorJitter(0.1), v2.ToImage()])
     assert "uint8 (N, 3, 9, 9)" in explain(converted)
 

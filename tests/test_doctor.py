@@ -135,7 +135,10 @@ def test_command_line(photo_folder, tmp_path, capsys):
     for loader in ("torchvision", "gpuprefetch"):
         arguments = [str(photo_folder), *options.split(), "--loader", loader]
         assert main(["doctor", *arguments, "--output", str(output)]) == 0
-        assert "verdict: bound by" in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert "verdict: bound by" in text
+        assert ", 1 worker, " in text
+        assert "that helps" not in text
         assert json.loads(output.read_text())["ceiling"] > 0
     assert main(["doctor", str(photo_folder), "--model", "resnet1"]) == 2
     assert "resnet1" in capsys.readouterr().err
@@ -149,6 +152,9 @@ def test_the_folder_of_the_report_is_looked_for_before_the_work(tmp_path, capsys
     with pytest.raises(SystemExit, match="2"):
         main(["doctor", str(tmp_path), "--output", str(tmp_path / "none" / "report.json")])
     assert "no folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", str(tmp_path), "--output", str(tmp_path)])
+    assert "is a folder" in capsys.readouterr().err
 
 
 # Milliseconds of a batch: of the loader alone, of the step alone, of the loop, of them waiting, and

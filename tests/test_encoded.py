@@ -28,6 +28,7 @@ from torch.utils.data import (
     default_collate,
 )
 from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from gpuprefetch import (
@@ -649,6 +650,39 @@ def test_pil_images_are_told_the_way(photo_folder, workers):
     assert "found <class 'PIL.Image.Image'>" in text
     assert "return EncodedImage, as EncodedImageFolder does" in text
     assert "gpuprefetch.accelerate(loader)" in text
+
+
+def stacked(samples):
+    return torch.stack([image for image, _ in samples])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate_fn", "hint"),
+    [
+        (lambda root: ImageFolder(root, v2.PILToTensor()), None, "one size on the device. Let"),
+        (EncodedImageFolder, stacked, "Leave collate_fn out"),
+    ],
+)
+def test_what_cannot_be_stacked_is_told_the_way(photo_folder, dataset, collate_fn, hint):
+    loader = loader_of(dataset(photo_folder), "cpu", collate_fn=collate_fn)
+    with pytest.raises((TypeError, RuntimeError)) as caught:
+        next(iter(DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(8)])))
+    assert hint in "".join(traceback.format_exception(caught.value))
+
+
+def test_images_that_no_prefetcher_has_decoded_say_so(photo_folder):
+    images, _ = next(iter(loader_of(EncodedImageFolder(photo_folder), "cpu")))
+    with pytest.raises(AttributeError, match=r"'to': its images are not decoded.*DataPrefetcher"):
+        images.to("cpu")
+    assert not hasattr(images, "cuda")
+    with pytest.raises(TypeError, match=r"transforms=\[...\]\), or move an ImageFolder"):
+        EncodedImageFolder(photo_folder, v2.Resize(8))
+
+
+def test_normalized_values_are_no_uint8():
+    transforms = [RandomResizedCrop(8), K.Normalize(MEAN, STD)]
+    with pytest.raises(ValueError, match="Normalize gives others"):
+        DataPrefetcher([], device="cpu", transforms=transforms, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("index", [None, "3", 1.5, [1]])

@@ -770,6 +770,14 @@ def test_refusals(name):
         list(prefetcher(dataset, [Resize((40, 40)), *tail], **options))
 
 
+def test_a_transform_that_fails_is_named():
+    to_tensor = v1.ToTensor()  # which takes no tensor
+    with pytest.raises(TypeError) as caught:
+        list(prefetcher(Squares(2, empty=False), [Resize((40, 30)), to_tensor]))
+    note = "raised by the transform ToTensor, which got torch.float32 (2, 3, 40, 30)"
+    assert note in caught.value.__notes__
+
+
 def test_a_transform_that_returns_nothing_is_named():
     with pytest.raises(TypeError, match="the transform <lambda> returned None"):
         list(prefetcher(Squares(2), [Resize((40, 40)), lambda images: None, K.RandomAffine(9)]))

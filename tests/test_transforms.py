@@ -318,6 +318,15 @@ def test_a_scale_may_begin_at_zero_and_a_ratio_not():
             RandomResizedCrop(8, ratio=ratio)
 
 
+def test_a_sequential_stands_for_its_modules():
+    ops = [RandomResizedCrop(8), K.RandomHorizontalFlip(), K.ColorJitter(0.1)]
+    inner = torch.nn.Sequential(*ops[:2])
+    for given in (torch.nn.Sequential(*ops), [inner, ops[2]], torch.nn.Sequential(inner, ops[2])):
+        head, tail = read_transforms(given)
+        assert head.names == ("RandomResizedCrop", "RandomHorizontalFlip")
+        assert tail == [ops[2]]
+
+
 def test_another_module_of_kornia_may_be_called_normalize():
     half = torch.tensor([0.5] * 3)
     head, tail = read_transforms([RandomResizedCrop(8), kornia.enhance.Normalize(half, half)])
