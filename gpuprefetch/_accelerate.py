@@ -80,8 +80,10 @@ def accelerate(
     moved = _with_dataset(
         loader, view_of(loader.dataset, _worker_part(pipeline[:keep]) if keep else None)
     )
+    asked = ("transforms", "dtype", "memory_format")
+    changes = bool(plan.transforms) or any(prefetcher_options.get(name) for name in asked)
     count = _probe(moved.dataset, encoded=not keep, needed=not keep or bool(plan.transforms))
-    if keep and plan.transforms and count > 1:
+    if keep and changes and count > 1:
         raise TypeError(
             f"A sample holds {count} tensors of three dimensions, and behind keep_unknown=True the "
             "device can tell the image of one only. Replace what cannot move, or return one."

@@ -88,6 +88,7 @@ class DoctorReport:
         after: the diagnosis with all changes; None without any.
         notes: what could not be tried.
         where: loader, device and cores.
+        workers: of the loader as it came.
     """
 
     found: Diagnosis
@@ -97,6 +98,7 @@ class DoctorReport:
     after: Diagnosis | None
     notes: list[str]
     where: str
+    workers: int
 
     @property
     def bound(self) -> str:
@@ -112,8 +114,7 @@ class DoctorReport:
 
     @property
     def _loading(self) -> str:
-        alone = ", 0 workers," in self.where
-        return "the loop itself, for want of workers, is" if alone else "its workers are"
+        return "its workers are" if self.workers else "the loop itself, for want of workers, is"
 
     def __str__(self) -> str:
         found, rate = self.found, self.found.images_per_second
@@ -133,7 +134,8 @@ class DoctorReport:
             share = self.after.images_per_second / self.ceiling
             lines.append(f"then {share:.0%} of the ceiling: {_VERDICTS[self.after.bound]}")
         elif found.bound != "model":
-            tried = "nothing was tried that helps; " if self.tried else "nothing was tried; "
+            tried = "nothing was tried that" if self.tried else "it was not tried what"
+            tried += " helps; "
             lines.append(tried + _ADVICE[found.bound])
         lines += [f"tried {change}" for change in self.tried]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
@@ -221,9 +223,10 @@ class _Clinic:
         found = now = self._diagnose(loader)
         assert self.ceiling is not None
         kind = "DataPrefetcher" if isinstance(loader, DataPrefetcher) else "DataLoader"
+        workers = loader.num_workers
         where = (
-            f"{kind}, batches of {count_images(self.ceiling.batch)}, {loader.num_workers} "
-            f"worker{'s' * (loader.num_workers != 1)}, {self.device}, {usable_cores()} cores"
+            f"{kind}, batches of {count_images(self.ceiling.batch)}, {workers} "
+            f"worker{'s' * (workers != 1)}, {self.device}, {usable_cores()} cores"
         )
         changes: list[Change] = []
         while tune and len(changes) < 2 and now.bound != "model":
@@ -238,7 +241,9 @@ class _Clinic:
             self.notes.append(reason)  # cannot be tried: it takes effect when CUDA starts
         tried = sorted(self.tried, key=lambda change: -change.gain)
         after = now if changes else None
-        return DoctorReport(found, self.ceiling.rate, changes, tried, after, self.notes, where)
+        return DoctorReport(
+            found, self.ceiling.rate, changes, tried, after, self.notes, where, workers
+        )
 
     def _diagnose(self, loader: Any) -> Diagnosis:
         workers = max(loader.num_workers, 1)

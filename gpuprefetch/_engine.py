@@ -479,10 +479,9 @@ class Engine:
             self._changed.wait_for(lambda: self._slots or self._stopping)
             self._wanted = False
             slot = None if self._stopping else self._slots[0]
-        if slot is not None:
-            slot.done.wait()
-        if slot is None or self._stopping:
+        if slot is None:
             raise StopIteration  # another thread has begun a new epoch with the same workers
+        slot.done.wait()
         if self._on_cuda:
             waited = time.perf_counter() - began
             # For its decode, or else for the loader.
@@ -494,6 +493,8 @@ class Engine:
             on_device = (tensor for tensor in tensors(slot.result) if tensor.is_cuda)
             largest = max(on_device, key=lambda tensor: tensor.nbytes, default=None)
         with self._changed:
+            if self._stopping:
+                raise StopIteration
             self._used = used, self._handed
             self._handed = None if largest is None else weakref.ref(largest)
             self._slots.popleft()

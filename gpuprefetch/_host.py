@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 import zlib
@@ -242,8 +243,6 @@ class Packer:
             keys = sample_keys(self.seed, int(self.epoch), images, Counter())
             return self.head.draw(sizes, fold(keys, 0)), sizes, errors
 
-        if self.moves:  # the default collate makes plain tensors of masks, which nobody would know
-            refuse_unfollowed(samples)
         followed = follow(samples, self.head.size, draw)
         self._following = followed is not samples
         return followed
@@ -343,8 +342,8 @@ _ENCODED = (
 )
 # What to do about what collate functions raise.
 _HINTS = {
-    "PIL.": _ENCODED,
-    "stack expects each tensor to be equal size": f"Images get one size on the device. {_ENCODED}",
+    r"PIL\.": _ENCODED,
+    r"stack expects .* got \[\d+, \d+, \d+\]": f"Images get one size on the device. {_ENCODED}",
     "EncodedImage": "Leave collate_fn out, or call torch's default_collate in it for the images.",
 }
 
@@ -375,12 +374,15 @@ class HostStage:
         with packing(self.packer):
             try:
                 batch = self.collate_fn(samples)
-                if not images_of(batch):  # nothing of ours
+                if not images_of(batch):
+                    if self.packer.moves:
+                        refuse_unfollowed(batch, samples)
                     return batch
                 batch, packed = pack_lists(mark(batch, samples), self.packer)
             except (TypeError, RuntimeError) as error:
-                if hint := next((h for word, h in _HINTS.items() if word in str(error)), ""):
-                    error.add_note(hint)
+                for words, hint in _HINTS.items():
+                    if re.search(words, str(error)):
+                        error.add_note(hint)
                 raise
         targets = fate(batch, samples)
         for images in packed:

@@ -213,7 +213,7 @@ class ToFloat(torch.nn.Module):
 class Cast:
     """The dtype and memory format that the loop asked for, at the end of the list.
 
-    They are for ``(N, C, H, W)`` tensors; other outputs stay as they are.
+    Of several outputs they are for those in floating point. The format is for four dimensions.
     """
 
     dtype: torch.dtype | None
@@ -221,12 +221,18 @@ class Cast:
 
     def __call__(self, images: Any) -> Any:
         """The images, of one output or several, with values as they are."""
-        return map_leaves(self._cast, images)
+        if isinstance(images, torch.Tensor):
+            return self._cast(images)
 
-    def _cast(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() != 4:
-            return leaf
-        return leaf.to(dtype=self.dtype, memory_format=self.memory_format)
+        def cast(leaf: Any) -> Any:
+            floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+            return self._cast(leaf) if floating else leaf
+
+        return map_leaves(cast, images)
+
+    def _cast(self, images: torch.Tensor) -> torch.Tensor:
+        memory_format = self.memory_format if images.dim() == 4 else None
+        return images.to(dtype=self.dtype, memory_format=memory_format)
 
 
 _WRAPPERS: dict[str, type[_PerImage]] = {
@@ -246,6 +252,7 @@ _WRAPPERS: dict[str, type[_PerImage]] = {
         Loop,
     ),
 }
+DRAWN = _WRAPPERS.keys()
 # They take a batch as they are: nothing is drawn, or for each image.
 _AS_THEY_ARE = (
     "CenterCrop ConvertImageDtype Grayscale Identity Normalize Pad RGB Resize TimmAugment ToDtype"

@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,8 +33,6 @@ from gpuprefetch._resample import FLOAT_DTYPES
 from gpuprefetch._resume import Source, in_order, kind, owners
 from gpuprefetch._targets import moves_pixels
 from gpuprefetch._transforms import Transform, read_transforms, require_fixed_size
-
-_OWN = {"device", "stats", "plan"}  # what is read from a prefetcher itself
 
 _running: weakref.WeakValueDictionary[int, Epoch] = weakref.WeakValueDictionary()  # by loader
 
@@ -178,7 +175,6 @@ class DataPrefetcher:
             raise ValueError(f"apply_exif must be True or False, got {apply_exif!r}.")
         if seed is not None and not hasattr(seed, "__index__"):
             raise ValueError(f"seed is an int, or None, got {seed!r}.")
-        self._loader = loader
         self.device = _resolve_device(device)
         head, tail = read_transforms(transforms)
         if dtype == torch.uint8 and (head.mean or head.std):
@@ -230,6 +226,8 @@ class DataPrefetcher:
         self._resume = self._resumed = False
         self._notes: dict[int, Notes] = {}
         self._use = ["used"]
+        self._kind = kind(loader)  # before a sampler makes its generator
+        self._loader = loader  # from here on its attributes are set there
 
     def _backend(self, decoder: str) -> Any:
         if decoder == "auto":
@@ -284,6 +282,7 @@ class DataPrefetcher:
         return iterator
 
     def _source(self, loader: Any, resumed: dict[str, Any] | None, notes: Notes) -> Source:
+        notes.place = resumed or notes.place  # what is left out is noted as well
         with _garbage_kept_from_forks():
             source = Source(loader, resumed)
         notes.place = source.place
@@ -379,7 +378,7 @@ class DataPrefetcher:
                 "not known which: to resume would leave some out and repeat others. Give the "
                 "DataLoader in_order=True, or save no state of it."
             )
-        state = self._place | {"seed": self._pipeline.packer.seed, "kind": kind(self._loader)}
+        state = self._place | {"seed": self._pipeline.packer.seed, "kind": self._kind}
         notes = self._notes.get(self._place["epoch"])
         if notes is not None and notes.place is self._place:  # else loaded, with its own
             state["drawn"] = notes.drawn()
@@ -400,9 +399,9 @@ class DataPrefetcher:
         if not isinstance(state, dict) or not {"epoch", "batches", "seed"} <= state.keys():
             raise ValueError(f"state must come from DataPrefetcher.state_dict(), got {state!r}.")
         # A state of an older version does not know of shared samples, which are named first.
-        if not kind(self._loader).endswith(state.get("kind", "")):
+        if not self._kind.endswith(state.get("kind", "")):
             raise ValueError(
-                f"state is of a loader with {state['kind']}; this one has {kind(self._loader)}. "
+                f"state is of a loader with {state['kind']}; this one has {self._kind}. "
                 "Build it as it was."
             )
         self._manual = None
@@ -424,7 +423,7 @@ class DataPrefetcher:
         only if ``cpu_share`` is fixed). Of any other epoch a sample is replayed alone, where no
         transform depends on the rest of the batch and ``cpu_share`` is 0 or 1. Not repeated is what
         dataset and collate function draw themselves, and what a transform draws from elsewhere than
-        torch, or in a dropout.
+        torch, or within a function of torch, as in a dropout.
 
         Args:
             index: of the sample in ``dataset``, as the sampler gives it. If the epoch drew it
@@ -479,20 +478,27 @@ class DataPrefetcher:
         return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or name in _OWN or not hasattr(self._loader, name):
+        own = vars(self)
+        if name.startswith("_") or name in own or hasattr(type(self), name):
             object.__setattr__(self, name, value)
-        else:  # read from there, so written there: it says what may be changed
+        elif hasattr(own.get("_loader"), name):  # read from there; it says what may be changed
             setattr(self._loader, name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def __bool__(self) -> bool:
+        return bool(self._loader)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_manual": None}  # a copy goes on with its next epoch
+        # A copy begins a new epoch, with workers of its own.
+        return vars(self) | {"_manual": None, "_persistent": None}
 
     def __repr__(self) -> str:
         return f"DataPrefetcher({self._loader!r}, device={str(self.device)!r})"
 
 
 _forks = threading.local()  # ``ours``: what this thread forks are workers of ours
-_forking = threading.Lock()
+_forking, _paused = threading.Lock(), False  # whether the collector waits for a fork
 
 
 @contextlib.contextmanager
@@ -511,28 +517,36 @@ def _garbage_kept_from_forks() -> Iterator[None]:
 
 
 def _before_fork() -> None:
+    global _paused
     if getattr(_forks, "ours", False):
         _forking.acquire()
-        _forks.collects = gc.isenabled()
+        _paused = gc.isenabled()
         gc.disable()  # nor before the worker has frozen anything
 
 
-def _behind_fork(*, in_child: bool) -> None:
+def _behind_fork() -> None:
     if getattr(_forks, "ours", False):
-        if in_child:
-            gc.freeze()
-            _forks.ours = False
-        if _forks.collects:
-            gc.enable()
+        _go_on()
         _forking.release()
 
 
+def _in_fork() -> None:
+    global _forking
+    if getattr(_forks, "ours", False):
+        gc.freeze()
+    _forks.ours, _forking = False, threading.Lock()
+    _go_on()  # also where another thread was about to fork
+
+
+def _go_on() -> None:
+    global _paused
+    if _paused:
+        gc.enable()
+    _paused = False
+
+
 if hasattr(os, "register_at_fork"):  # not on every platform
-    os.register_at_fork(
-        before=_before_fork,
-        after_in_parent=partial(_behind_fork, in_child=False),
-        after_in_child=partial(_behind_fork, in_child=True),
-    )
+    os.register_at_fork(before=_before_fork, after_in_parent=_behind_fork, after_in_child=_in_fork)
 
 
 def _with_collate(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
@@ -540,6 +554,7 @@ def _with_collate(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
     clone._iterator = None
     if hasattr(loader, "next_iter_state"):
         loader.next_iter_state = None  # a StatefulDataLoader's: good for one epoch, the clone's
+        vars(clone)["_initial_iter_for_state_dict"] = False  # of the iterator that it leaves here
     for shared in (packer.share, packer.large_calls):
         shared.share_memory_()  # not in a deep copy of the prefetcher
     clone.collate_fn = HostStage(loader.collate_fn, packer)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,9 +20,9 @@ from gpuprefetch._pipeline import BadImage, BadImageError, Pipeline
 from gpuprefetch._resume import in_order, sampler_of
 from gpuprefetch._stream import own_modes
 
-# Epochs whose batches are noted: 8 bytes a sample, 10 MB of an epoch of ImageNet. Of one that does
-# not end, half of so many samples at least, the latest ones.
-KEPT, MOST = 2, 1 << 24
+# Epochs whose batches are noted: 8 bytes a sample and OVERHEAD a batch, 10 MB of an epoch of
+# ImageNet. Of one that does not end the latest batches, of at least half of MOST bytes.
+KEPT, MOST, OVERHEAD = 2, 128 << 20, 88
 
 
 @dataclass(slots=True)
@@ -41,22 +42,17 @@ class Notes:
     shares: dict[int, float] = field(default_factory=dict)
     place: dict[str, Any] = field(default_factory=lambda: {"batches": 0})
     _checksum: tuple[int, int] = (0, 0)
-    _samples: int = 0
+    _bytes: int = 0
 
     def add(self, batch: Any) -> None:
-        """Note the sampler's next batch, or sample."""
-        samples = batch if isinstance(batch, Iterable) else [batch]
-        try:
-            noted: Sequence[Any] = array("q", samples)
-        except (TypeError, OverflowError):  # whatever the dataset takes
-            noted = list(samples)
+        """Note the sampler's next batch, or sample, whatever that is."""
         first, batches = self.kept
-        batches.append(noted)
-        self._samples += len(noted)
-        if self._samples > MOST:
-            old = min(len(batches) // 2, self.place["batches"] - first)
+        batches.append(noted := _listed(batch))
+        self._bytes += 8 * len(noted) + OVERHEAD
+        old = min(len(batches) // 2, self.place["batches"] - first)
+        if self._bytes > MOST and old > 0:
             self._sum_to(first + old)  # for which they are needed no more
-            self._samples -= sum(map(len, batches[:old]))
+            self._bytes -= sum(8 * len(one) + OVERHEAD for one in batches[:old])
             self.kept = first + old, batches[old:]
             for number in [number for number in self.shares if number < first + old]:
                 del self.shares[number]
@@ -102,11 +98,24 @@ class Notes:
             )
 
 
-class NotedSampler:
-    """What gives a loader the samples of its batches; notes them."""
+def _listed(batch: Any) -> Sequence[Any]:
+    """The samples of a batch, in an array if they are integers."""
+    if isinstance(batch, Iterator):  # to be read by the dataset
+        return [batch]
+    for listed in (lambda: array("q", [operator.index(batch)]), lambda: array("q", batch)):
+        with suppress(TypeError, ValueError, OverflowError):
+            return listed()
+    try:
+        return list(batch)
+    except TypeError:  # whatever the dataset takes
+        return [batch]
 
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
+
+class NotedSampler:
+    """What gives a loader its batches, or the keys that its dataset makes them of; notes them."""
+
+    def __init__(self, sampler: Any, *, batches: bool) -> None:
+        self._sampler, self._batches = sampler, batches
         self.notes = Notes(0)
 
     def __iter__(self) -> Iterator[Any]:
@@ -114,7 +123,8 @@ class NotedSampler:
 
     def _noted(self, notes: Notes) -> Iterator[Any]:
         for batch in self._sampler:
-            batch = list(batch) if isinstance(batch, Iterator) else batch  # read once, here
+            if self._batches and isinstance(batch, Iterator):
+                batch = list(batch)  # read once, here
             notes.add(batch)
             yield batch
 
@@ -151,7 +161,8 @@ def note(loader: DataLoader[Any]) -> None:
     if _has_order(loader):
         name = sampler_of(loader)
         # DataLoader forbids the change after its construction, not the value.
-        vars(loader)[name] = NotedSampler(getattr(loader, name))
+        batches = name == "batch_sampler"
+        vars(loader)[name] = NotedSampler(getattr(loader, name), batches=batches)
 
 
 def noted(loader: Any) -> NotedSampler | None:

@@ -40,13 +40,18 @@ def sampler_of(loader: Any) -> str:
 
 
 def _samplers(loader: Any) -> Iterator[Any]:
-    """The samplers of a loader and those within them, as in torch's ``BatchSampler(sampler)``."""
-    for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        inner, seen = sampler, list[int]()
-        while inner is not None and id(inner) not in seen:
-            seen.append(id(inner))
-            yield inner
-            inner = getattr(inner, "sampler", None)
+    """The samplers of a loader and those within them.
+
+    As in torch's ``BatchSampler(sampler)`` and accelerate's ``SkipBatchSampler(batch_sampler)``.
+    """
+    found, seen = [loader], list[int]()
+    for outer in found:  # which grows
+        for name in ("sampler", "batch_sampler"):
+            inner = getattr(outer, name, None)
+            if inner is not None and id(inner) not in seen:
+                seen.append(id(inner))
+                found.append(inner)
+    yield from found[1:]
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
@@ -67,7 +72,8 @@ def _drawn_from(loader: Any, states: list[torch.Tensor]) -> Iterator[None]:
     before = torch.get_rng_state()
     states = [state.cpu() for state in states]  # torch.load may have moved them
     torch.set_rng_state(states[0])
-    for generator, state in zip(_generators(loader), states[1:], strict=True):
+    # A sampler may have made one since: that draws a seed of its own for each epoch.
+    for generator, state in zip(_generators(loader), states[1:], strict=False):
         generator.set_state(state)
     try:
         yield

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from multiprocessing import util
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -83,6 +84,8 @@ def _take(size: int, room: int) -> _Slab | None:
         slab = _Slab(free[0].key[1], room)  # takes the name and the place of a small one
         _ring[_ring.index(free[0])] = slab
     elif slab is None and len(_ring) < LIMIT:
+        if not _ring:  # a worker ends without the interpreter's end, which would give them back
+            util.Finalize(None, _ring.clear, exitpriority=0)
         slab = _Slab(len(_ring), room)
         _ring.append(slab)
     if slab is not None:

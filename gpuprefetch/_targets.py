@@ -321,13 +321,17 @@ def moves_pixels(transforms: Iterable[Any]) -> bool:
     return any(any(_movers(transform)) for transform in transforms)
 
 
-def refuse_unfollowed(batch: Any) -> None:
-    """Refuse to move the images of a batch, or of its samples, away from what belongs to them.
+def refuse_unfollowed(batch: Any, samples: Any = ()) -> None:
+    """Refuse to move the images of a batch away from boxes, masks and points beside them.
+
+    Args:
+        batch: of images that came as tensors.
+        samples: that it was collated of: torch's own collate makes plain tensors of theirs.
 
     Raises:
-        ValueError: if it holds boxes, masks or points, and not one encoded image.
+        ValueError: if the batch holds some.
     """
-    if followers(batch) and not images_of(batch):
+    if followers(batch) or (isinstance(samples, list) and _holds_stacked(batch, samples)):
         raise ValueError(
             "Boxes, masks and points follow the EncodedImage of their sample, where a DataLoader's "
             "dataset returns both; these came otherwise. Return them so, or transform there."
@@ -335,6 +339,21 @@ def refuse_unfollowed(batch: Any) -> None:
 
 
 Samples = list[list[Any]]  # of each sample the parts of its target
+
+
+def _holds_stacked(batch: Any, samples: Sequence[Any]) -> bool:
+    """Whether a plain tensor of the batch has, for each sample, a box, mask or point of its."""
+    if not samples or not all(found := [followers(sample) for sample in samples]):
+        return False
+    plain = (leaf for leaf in objects(batch) if type(leaf) is torch.Tensor and leaf.dim())
+    return any(
+        len(leaf) == len(samples)
+        and all(
+            any(torch.equal(row, one.as_subclass(torch.Tensor)) for one in some)
+            for row, some in zip(leaf, found, strict=True)
+        )
+        for leaf in plain
+    )
 
 
 def run_tail(tail: Sequence[Any], images: Any, batch: Any, fate: str) -> tuple[Any, Any]:
@@ -437,13 +456,14 @@ def _run_fused(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
 def _run_each(transform: Any, names: Sequence[Any], images: torch.Tensor, samples: Samples) -> Any:
     from torchvision.tv_tensors import Image
 
-    own = max(("", *map(str, names)), key=len) + "image"  # no name of another part
+    # No name of another part, nor one that a transform may look for labels in.
+    own = "_" * (1 + max((len(str(name)) for name in names), default=0))
 
     def run_one(image: torch.Tensor, parts: list[Any]) -> Any:
         if len(names) < len(parts):
             return transform(Image(image), *parts)
         # Some look for labels by their name.
-        sample = transform({own: Image(image)} | dict(zip(names, parts, strict=True)))
+        sample = transform(dict(zip(names, parts, strict=True)) | {own: Image(image)})
         return [sample[name] for name in (own, *names)]
 
     done = [run_one(image, parts) for image, parts in zip(images, samples, strict=True)]

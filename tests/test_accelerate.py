@@ -687,7 +687,7 @@ def test_conversions_that_let_pil_images_pass(folder, op):
 
 
 def views(images):
-    return images, images.flip(-1), images.mean((1, 2, 3))
+    return images, images.flip(-1), (images > 0.5).long(), images.mean((1, 2, 3))
 
 
 def test_the_dtype_is_for_every_output(folder):
@@ -698,7 +698,22 @@ def test_the_dtype_is_for_every_output(folder):
         for image, converted in zip(want[:2], got[:2], strict=True):
             assert torch.equal(converted, image.bfloat16())
             assert converted.is_contiguous(**form)
-        assert torch.equal(got[2], want[2])
+        assert torch.equal(got[2], want[2])  # labels of pixels
+        assert torch.equal(got[3], want[3].bfloat16())
+    one = accelerate(
+        loader, transforms=[lambda x: x.flatten(1)], dtype=torch.bfloat16, **form, **CPU
+    )
+    assert next(iter(one))[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"transforms": [views]}, {"dtype": torch.bfloat16}, {"memory_format": torch.channels_last}],
+)
+def test_one_of_two_images_from_the_workers_is_not_changed_alone(folder, options):
+    loader = DataLoader(ImageFolder(str(folder), KEPT_WHOLE["two crops"]), 4)
+    with pytest.raises(TypeError, match="2 tensors of three dimensions"):
+        accelerate(loader, keep_unknown=True, **options, **CPU)
 
 
 @pytest.mark.parametrize(
@@ -993,6 +1008,8 @@ def test_explain_takes_what_a_prefetcher_takes():
         *_, last = explain(ops).splitlines()
         assert last.startswith("GaussianNoise") and "float32 (N, 3, 9, 9)" in last
     assert "torchvision's draw once a batch" in explain([gpuprefetch.Resize((9, 9)), noise])
+    gray = v2.Grayscale(3)
+    assert "draw once" not in explain([gpuprefetch.Resize((9, 9)), gray])
     converted = convert_transforms([v2.CenterCrop(9), v2.ColorJitter(0.1), v2.ToImage()])
     assert "uint8 (N, 3, 9, 9)" in explain(converted)
 

@@ -670,6 +670,22 @@ def test_what_cannot_be_stacked_is_told_the_way(photo_folder, dataset, collate_f
     assert hint in "".join(traceback.format_exception(caught.value))
 
 
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="nowhere to look")
+def test_workers_leave_no_shared_memory_behind(photo_folder):
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")  # by name, and not by descriptor
+    try:
+        loader = loader_of(EncodedImageFolder(photo_folder), "cpu", num_workers=2)
+        iterator = iter(DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(8)]))
+        workers = [worker.pid for worker in iterator._engine._source._iterator._workers]
+        assert sum(len(target) for _, target in iterator) == len(loader.dataset)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+    del iterator
+    gc.collect()
+    assert not [p.name for pid in workers for p in Path("/dev/shm").glob(f"torch_{pid}_*")]
+
+
 def test_images_that_no_prefetcher_has_decoded_say_so(photo_folder):
     images, _ = next(iter(loader_of(EncodedImageFolder(photo_folder), "cpu")))
     with pytest.raises(AttributeError, match=r"'to': its images are not decoded.*DataPrefetcher"):

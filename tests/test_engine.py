@@ -22,6 +22,7 @@ from gpuprefetch import (
     RandomResizedCrop,
     _engine,
     _epoch,
+    _prefetcher,
     _stats,
     _stream,
 )
@@ -488,22 +489,31 @@ def test_a_finished_batch_makes_room_for_the_next(ahead, monkeypatch):
     assert list(iterator) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("begun", [1, 0])
+@pytest.mark.parametrize("begun", [False, True])
 def test_an_epoch_that_another_thread_ends(fetched, monkeypatch, begun):
     asked, release = threading.Event(), threading.Event()
 
     def batches():
         yield from range(2)
-        asked.set()
-        release.wait(SECONDS)
+        asked.wait(SECONDS)
+        if not begun:
+            release.wait(SECONDS)
         yield 2
 
     iterator = iter(prefetcher_of(batches))
+    engine = iterator._engine
     assert [next(iterator) for _ in range(2)] == [0, 1]
-    if not begun:
+    asked.set()
+    if begun:
+        monkeypatch.setattr(Engine, "_finish_ready", lambda engine: None)  # as if it still decoded
+
+    def end():
+        until(lambda: engine._slots if begun else engine._wanted)
+        time.sleep(0.1)  # the loop waits, too
+        threading.Timer(0.1, release.set).start()
         iterator.end()
-    threading.Thread(target=lambda: (asked.wait(SECONDS), iterator.end())).start()
-    threading.Timer(0.3, release.set).start()
+
+    threading.Thread(target=end).start()
     with pytest.raises(StopIteration):  # not for ever
         raise within(SECONDS, lambda: next(iterator))
 
@@ -565,6 +575,30 @@ def test_two_threads_may_fork_at_a_time():
         assert {told[:3], told[3:]} == frozen
     assert gc.isenabled()
     assert gc.get_freeze_count() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_while_another_thread_is_about_to_fork():
+    about, done = threading.Event(), threading.Event()
+
+    def fork():
+        with _garbage_kept_from_forks():
+            _prefetcher._before_fork()
+            about.set()
+            done.wait(SECONDS)
+            _prefetcher._behind_fork()
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    about.wait(SECONDS)
+    assert not gc.isenabled()
+    if not (child := os.fork()):
+        os._exit(not (gc.isenabled() and _prefetcher._forking.acquire(timeout=5)))
+    done.set()
+    thread.join(SECONDS)
+    assert os.waitpid(child, 0)[1] == 0
+    assert gc.isenabled()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

@@ -204,6 +204,63 @@ def test_lightning_recipe_without_a_length(monkeypatch):
     assert len(list(resumed)) == 9
 
 
+FITS = """
+import sys, warnings, logging
+warnings.simplefilter("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+import lightning as L, torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+from with_lightning import Prefetcher
+
+def drawn(x):
+    return x + torch.rand(len(x), 1, 1, 1)
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.saw = torch.nn.Linear(1, 1), []
+    def training_step(self, batch, i):
+        self.saw.append(batch[0][:, 0, 0, 0].tolist())
+        return self.layer(batch[0].mean((1, 2, 3))[:, None]).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        data = TensorDataset(torch.zeros(8, 3, 2, 2))
+        return Prefetcher(DataLoader(data, 2), transforms=[drawn], device="cpu", seed=0)
+
+def fit(epochs, resumed=None, callbacks=(), **options):
+    module, quiet = Module(), {"logger": False, "enable_progress_bar": False}
+    L.Trainer(accelerator="cpu", max_epochs=epochs, enable_model_summary=False, callbacks=callbacks,
+              enable_checkpointing=bool(callbacks), **quiet, **options).fit(
+        module, Data(), ckpt_path=resumed, weights_only=False)
+    return module.saw
+
+whole = fit(3)
+assert len({str(batch) for batch in whole}) == 12
+assert fit(3, reload_dataloaders_every_n_epochs=1) == whole
+saved = ModelCheckpoint(dirpath=sys.argv[1], filename="epoch")
+assert fit(2, callbacks=[saved]) == whole[:8]
+assert fit(3, saved.best_model_path) == whole[8:]
+steps = ModelCheckpoint(dirpath=sys.argv[1], filename="steps", every_n_train_steps=2)
+short = fit(2, limit_train_batches=2)
+assert short == whole[:2] + whole[4:6]
+assert fit(1, callbacks=[steps], limit_train_batches=2) == short[:2]
+assert fit(2, steps.best_model_path, limit_train_batches=2) == short[2:]
+"""
+
+
+def test_lightning_numbers_the_epochs(tmp_path):
+    pytest.importorskip("lightning", exc_type=ImportError)
+    path = os.pathsep.join([str(FOLDER), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", FITS, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*unclosed file")  # timm leaves that to PIL
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

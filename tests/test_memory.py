@@ -1116,7 +1116,7 @@ def test_two_decoders_and_large_calls_give_the_same_images(files, monkeypatch, w
     monkeypatch.setattr(_turns, "FIRST", 10**6)
     images, *hurried = epoch()
     assert hurried == [False, False]
-    monkeypatch.setattr(_decode, "LATE", (0, 0, 0))
+    monkeypatch.setattr(_turns, "LATE", (0, 0, 0))
     monkeypatch.setattr(_turns, "FIRST", 0)
     monkeypatch.setattr(_turns, "SHOWN", 0)
     in_a_hurry, *hurried = epoch()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from gpuprefetch import DataPrefetcher, _prefetcher
+from gpuprefetch import DataPrefetcher, Resize, _prefetcher
 from gpuprefetch._batch import leaves
 
 Pair = namedtuple("Pair", "image target")
@@ -381,8 +381,8 @@ def test_an_epoch_that_an_error_has_ended_says_so(device, workers):
 class Nested(IterableDataset):
     """Reads through a prefetcher of its own."""
 
-    def __init__(self, workers):
-        loader = DataLoader(Numbers(6, "tensor"), 2, num_workers=workers)
+    def __init__(self):
+        loader = DataLoader(Numbers(6, "tensor"), 2)
         self.prefetcher = DataPrefetcher(loader, device="cpu")
 
     def __iter__(self):
@@ -392,9 +392,26 @@ class Nested(IterableDataset):
 
 
 def test_a_prefetcher_in_a_worker_of_another_loader():
-    here, there = (list(DataLoader(Nested(0), None, num_workers=n)) for n in (0, 1))
+    here, there = (list(DataLoader(Nested(), None, num_workers=n)) for n in (0, 1))
     assert [item[:2] for item in here] == [item[:2] for item in there]
     assert max(item[2] for item in there) == 2  # its own and that of the queue, no more each epoch
+
+
+@pytest.mark.parametrize("shape", [(4, 32, 40, 3), (4, 5, 8, 1), (4, 9, 9, 4)])
+def test_images_with_their_channels_last_are_refused(shape):
+    images = torch.zeros(shape, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"look like \(N, H, W, C\).*permute"):
+        list(DataPrefetcher([images], device="cpu", transforms=[Resize(4)]))
+    list(DataPrefetcher([images.permute(0, 3, 1, 2)], device="cpu", transforms=[Resize(4)]))
+    list(DataPrefetcher([images], device="cpu"))
+
+
+def iter_of_batches():
+    class Batches:
+        def __iter__(self):
+            yield 1
+
+    return Batches()
 
 
 def test_what_is_set_is_set_on_the_loader():
@@ -404,13 +421,37 @@ def test_what_is_set_is_set_on_the_loader():
     assert [type(batch) for batch in prefetcher] == [list] * 2
     with pytest.raises(ValueError, match="batch_size"):
         prefetcher.batch_size = 1
+    assert prefetcher
+    assert DataPrefetcher(iter_of_batches(), device="cpu")  # without a length
     prefetcher.note = "mine"
     assert not hasattr(prefetcher._loader, "note")
     assert prefetcher.note == "mine"
 
 
-def test_a_copy_made_in_the_middle_of_an_epoch():
-    prefetcher = DataPrefetcher(DataLoader(Numbers(4, "tensor"), 2), device="cpu")
+class Named(DataPrefetcher):
+    def __init__(self, loader):
+        self.name = "mine"
+        super().__init__(loader, device="cpu")
+
+    @property
+    def batch_size(self):
+        return self._size
+
+    @batch_size.setter
+    def batch_size(self, size):
+        self._size = size
+
+
+def test_what_a_subclass_sets_is_its_own():
+    prefetcher = Named(DataLoader(Numbers(4), 2))
+    prefetcher.batch_size = 7
+    assert (prefetcher.name, prefetcher.batch_size, prefetcher._loader.batch_size) == ("mine", 7, 2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_copy_made_in_the_middle_of_an_epoch(workers):
+    options = {"num_workers": 1, "persistent_workers": True} if workers else {}
+    prefetcher = DataPrefetcher(DataLoader(Numbers(4, "tensor"), 2, **options), device="cpu")
     first = prefetcher.next()
     copied = copy.deepcopy(prefetcher)
     assert torch.equal(copied.next(), first)

@@ -486,6 +486,65 @@ def test_a_state_that_is_loaded_is_not_mixed_up_with_an_epoch_before():
     assert len(list(second)) == 9
 
 
+class Skipping:
+    """As accelerate's SkipBatchSampler and BatchSamplerShard."""
+
+    def __init__(self, batch_sampler):
+        self.batch_sampler = batch_sampler
+
+    def __iter__(self):
+        return iter(self.batch_sampler)
+
+    def __len__(self):
+        return len(self.batch_sampler)
+
+
+class Seedable(RandomSampler):
+    """As accelerate's: makes its generator when it is needed, and seeds it each epoch."""
+
+    def __iter__(self):
+        self.generator = self.generator or torch.Generator()
+        self.generator.manual_seed(7)
+        return super().__iter__()
+
+
+def of_batch_sampler(sampler):
+    batches = Skipping(BatchSampler(sampler, 4, False))
+    return DataLoader(TensorDataset(torch.arange(40)), batch_sampler=batches)
+
+
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("kind", ["within", "seedable"])
+def test_generators_of_samplers_within_batch_samplers(kind, same):
+    def prefetcher():
+        made = torch.Generator().manual_seed(2) if kind == "within" else None
+        sampler = (Seedable if kind == "seedable" else RandomSampler)(range(40), generator=made)
+        return DataPrefetcher(of_batch_sampler(sampler), device="cpu")
+
+    first = prefetcher()
+    iterator = iter(first)
+    had = [values(next(iterator)) for _ in range(3)]
+    state = first.state_dict()
+    rest = [values(batch) for batch in iterator]
+    resumed = first if same else prefetcher()
+    resumed.load_state_dict(state)
+    assert [values(batch) for batch in resumed] == rest
+    assert sorted(chain.from_iterable(had + rest)) == [*range(40)]
+
+
+def test_set_epoch_reaches_a_sampler_within_a_batch_sampler():
+    sampler = DistributedSampler(range(40), 1, 0)
+    prefetcher = DataPrefetcher(of_batch_sampler(sampler), device="cpu")
+    prefetcher.set_epoch(3)
+    assert sampler.epoch == 3
+
+
+def test_a_loader_whose_state_was_taken_before_its_first_epoch():
+    loader = stateful(num_workers=0)
+    loader.state_dict()
+    assert len(list(DataPrefetcher(loader, device="cpu"))) == 10
+
+
 def test_set_epoch_reaches_a_sampler_within_a_sampler():
     prefetcher = DataPrefetcher(rows(lambda data: DistributedSampler(data, 1, 0)), device="cpu")
     orders = []
@@ -525,19 +584,53 @@ def test_of_an_epoch_without_end_the_latest_samples_are_noted(monkeypatch):
     whole = _replay.Notes(0, place={"batches": 301})
     for number in range(301):
         whole.add([(4 * number + k) % 40 for k in range(4)])
-    monkeypatch.setattr(_replay, "MOST", 100)
+    monkeypatch.setattr(_replay, "MOST", 3000)
     made = [DataPrefetcher(numbers(sampler=lambda _: Endless()), device="cpu") for _ in range(2)]
     for i, _ in enumerate(made[0]):
         (notes,) = made[0]._notes.values()
         first, batches = notes.kept
-        assert sum(map(len, batches)) <= 100
-        assert first == 0 or sum(map(len, batches)) >= 50
+        assert sum(map(cost, batches)) <= 3000
+        assert first == 0 or sum(map(cost, batches)) >= 1200
         if i == 300:
             break
     state = made[0].state_dict()
     assert state["drawn"] == whole.drawn()
     made[1].load_state_dict(state)
     assert values(next(iter(made[1]))) == [(4 * 301 + k) % 40 for k in range(4)]
+    (notes,) = made[1]._notes.values()
+    assert sum(map(cost, notes.kept[1])) <= 3000  # of those left out as well
+
+
+def cost(noted):
+    return noted.itemsize * len(noted) + _replay.OVERHEAD
+
+
+class Single(Sampler):
+    """Gives sample by sample, as what it was made with."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __iter__(self):
+        yield from map(self.kind, range(40))
+
+    def __len__(self):
+        return 40
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor, np.array, np.int64, str, lambda i: iter([i])])
+def test_a_sampler_of_samples_may_give_anything(kind):
+    class Told(Rows):
+        def __getitem__(self, key):
+            return next(key) if hasattr(key, "__next__") else int(key)
+
+    def prefetcher():
+        return DataPrefetcher(DataLoader(Told(), None, sampler=Single(kind)), device="cpu")
+
+    first, resumed = prefetcher(), prefetcher()
+    list(islice(first, 3))
+    resumed.load_state_dict(first.state_dict())
+    assert [int(sample) for sample in resumed] == [*range(3, 40)]
 
 
 def test_samples_that_are_no_integers_are_not_compared():

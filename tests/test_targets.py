@@ -464,12 +464,16 @@ def test_sanitizing_in_the_list():
 class Dicts(Squares):
     """Each a dict, with an object that has no area beside its object."""
 
+    def __init__(self, labels):
+        super().__init__(4, empty=False)
+        self.labels = labels
+
     def __getitem__(self, index):
         image, target = super().__getitem__(index)
         boxes = target["boxes"]
-        empty = torch.cat([boxes, boxes[:, [0, 1, 0, 1]]])
+        empty = torch.cat([boxes, boxes[:, [0, 1, 0, 1]], boxes])
         return {
-            "labels": torch.tensor([index, -1]),
+            self.labels: torch.tensor([index, -1, index]),
             "picture": image,
             "name": str(index),
             "boxes": tv_tensors.wrap(empty, like=boxes),
@@ -480,9 +484,10 @@ def columns(samples):
     return {name: [sample[name] for sample in samples] for name in samples[0]}
 
 
-def test_sanitizing_samples_that_are_dicts():
+@pytest.mark.parametrize("labels", ["labels", "label", "class_labels", "gt_Labels"])
+def test_sanitizing_samples_that_are_dicts(labels):
     whole, cut = (
-        list(prefetcher(Dicts(4, empty=False), tail, collate_fn=columns))
+        list(prefetcher(Dicts(labels), tail, collate_fn=columns))
         for tail in ([Resize((64, 64))], [Resize((64, 64)), v2.SanitizeBoundingBoxes()])
     )
     for before, after in zip(whole, cut, strict=True):
@@ -490,8 +495,8 @@ def test_sanitizing_samples_that_are_dicts():
         assert torch.equal(before["picture"], after["picture"])
         assert before["name"] == after["name"]
         for i, name in enumerate(after["name"]):
-            assert after["labels"][i].tolist() == [int(name)]
-            assert torch.equal(after["boxes"][i], before["boxes"][i][:1])
+            assert after[labels][i].tolist() == [int(name)] * 2
+            assert torch.equal(after["boxes"][i], before["boxes"][i][[0, 2]])
 
 
 class Segmentation(Squares):
@@ -820,6 +825,26 @@ def test_targets_that_the_default_collate_would_make_tensors_of(kind, collate_fn
         loader, device="cpu", transforms=[] if collate_fn else [K.RandomGamma()]
     )
     assert len(batch) == 2
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "refused"),
+    [
+        (lambda samples: default_collate(samples), True),
+        (lambda samples: [torch.stack(column) for column in zip(*samples, strict=True)], True),
+        (lambda samples: torch.stack([image for image, _ in samples]), False),
+        (lambda samples: (default_collate([s[0] for s in samples]), len(samples)), False),
+        (lambda samples: default_collate([(s[0], s[1].sum()) for s in samples]), False),
+    ],
+)
+def test_what_a_collate_function_makes_of_targets_decides(collate_fn, refused):
+    loader = DataLoader([of_a_tensor("mask")] * 2, 2, collate_fn=collate_fn)
+    prefetcher = DataPrefetcher(loader, device="cpu", transforms=[K.RandomHorizontalFlip(p=1.0)])
+    if refused:
+        with pytest.raises(ValueError, match="these came otherwise"):
+            next(iter(prefetcher))
+    else:
+        assert len(list(prefetcher)) == 1
 
 
 @pytest.mark.parametrize("transform", COLORS, ids=lambda transform: type(transform).__name__)

@@ -8,7 +8,6 @@ already, numbers the sampler's epochs, and saves where an epoch stands in its ch
 """
 
 import sys
-from operator import length_hint
 from pathlib import Path
 
 import kornia.augmentation as K
@@ -23,12 +22,14 @@ MEAN, STD = torch.tensor((0.485, 0.456, 0.406)), torch.tensor((0.229, 0.224, 0.2
 
 
 class Prefetcher(DataPrefetcher):
-    def state_dict(self):
-        # Lightning counts the batches: behind the last one, the epoch is over and the next one due.
-        state = super().state_dict()
-        if state["batches"] < length_hint(self, sys.maxsize):  # an iterable may have no length
-            return state
-        return {"epoch": state["epoch"] + 1, "batches": 0, "seed": state["seed"]}
+    @property
+    def sampler(self):
+        # Lightning numbers the epochs of samplers, also where a run is resumed or a loader is made
+        # anew: let it number ours, which numbers those of the samplers.
+        return self
+
+    def __iter__(self):
+        yield from super().__iter__()  # with the first batch: behind a resume it is numbered later
 
 
 class Images(L.LightningDataModule):
