@@ -119,7 +119,7 @@ class Engine:
         self._handed: weakref.ref[torch.Tensor] | None = None
         self._used: tuple[torch.cuda.Event | None, weakref.ref[torch.Tensor] | None] = (None, None)
         self._exhausted = self._stopping = False
-        self._pid, self.user = os.getpid(), threading.get_ident()
+        self.pid, self.user = os.getpid(), threading.get_ident()
         self._fetched: int = source.place["batches"]
         self._fetch_ahead = fetch_ahead
         self._threads: list[threading.Thread] = []
@@ -128,7 +128,10 @@ class Engine:
         self._rooms: list[list[torch.Tensor]] = []  # of the lanes, where no budget counts them
         self._on_cuda = pipeline.device.type == "cuda"
         self._stream = lease_stream(pipeline.device, "batch") if self._on_cuda else None
-        if fetch_ahead:
+
+    def start(self) -> None:
+        """Fetch ahead of the loop, where that is to be. Whoever calls it sees to the end."""
+        if self._fetch_ahead:
             self._spawn("fetch", self._fetch_loop)
 
     def _spawn(self, name: str, target: Callable[..., None], *args: Any) -> None:
@@ -169,7 +172,7 @@ class Engine:
         return own_modes(self.device, self._stream)
 
     def _fetch_loop(self) -> None:
-        while not self._exhausted:
+        while not (self._exhausted or self._stopping):
             slot = self._fetch()
             with self._changed:
                 self._held = slot
@@ -224,8 +227,8 @@ class Engine:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def _interrupt(self, error: BaseException) -> None:
-        """Ctrl-C is not for a later batch: the loop may never take that."""
-        if isinstance(error, KeyboardInterrupt) and threading.get_ident() not in self._ours:
+        """Ctrl-C, or an exit, is not for a later batch: the loop may never take that."""
+        if not isinstance(error, Exception) and threading.get_ident() not in self._ours:
             raise error
 
     @property
@@ -531,7 +534,7 @@ class Engine:
 
     def close(self) -> None:
         """End the threads, give the streams back and drop every batch that was not handed over."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             return  # a forked worker collects garbage of ours: threads and streams are not its own
         with self._changed:
             if self._stopping:
@@ -542,7 +545,8 @@ class Engine:
         for _ in range(LANES):  # also for one that is just about to start
             self._parts.put(None)
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            # One that is being started in this moment sees that it is to end.
+            if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(JOIN_SECONDS)
         alive = [thread for thread in self._threads if thread.is_alive()]
         streams = [(self._stream, "batch"), *((stream, "lane") for stream in self._lanes)]
@@ -554,11 +558,11 @@ class Engine:
                         return_stream(stream, role)
         while not self._parts.empty():
             self._parts.get()
-        for slot in self._slots:
+        for slot in list(self._slots):
             slot.done.set()  # for a loop in another thread
         self._slots.clear()
         self._sources.clear()
         self._suspended.clear()  # a cycle, which leaves the loader's workers to the collector
-        self._held = None
+        self._held = self._taken = None
         self._source.close(abandoned=self._fetch_ahead and self._threads[0] in alive)
         unmap_dead()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import os
 import threading
 import time
 import weakref
@@ -30,6 +31,7 @@ class Epoch:
         self._failed = False
         # Runs also at garbage collection and at interpreter exit.
         self.close = weakref.finalize(self, _end, engine, self.use)
+        engine.start()
 
     def end(self) -> None:
         """Close the epoch, and be through with it, in whatever thread."""
@@ -99,7 +101,8 @@ class Epoch:
 
 def _end(engine: Engine, use: list[str]) -> None:
     use[0] = "dropped" if use[0] == "unused" else use[0]
-    if threading.get_ident() in (engine.user, threading.main_thread().ident):
+    forked = os.getpid() != engine.pid  # a child, which has nothing to end
+    if forked or threading.get_ident() in (engine.user, threading.main_thread().ident):
         engine.close()
     else:
         # The garbage collector runs in any thread, also in one that the end has to wait for. Not a

@@ -63,7 +63,9 @@ def queue_wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
     """Have ``stream`` wait for ``event``, which was recorded, unless it has come."""
     if event.query():
         return
-    driver = _driver()
+    # A default stream has no handle of its own: to the driver 0 is that of the current device.
+    own = stream.cuda_stream or torch.cuda.current_device() == stream.device.index
+    driver = _driver() if own else None
     if driver is None or driver.cuStreamWaitEvent(stream.cuda_stream, event.cuda_event, 0):
         stream.wait_event(event)
 

@@ -6,7 +6,11 @@ collate function sees the samples, so that it may do with the result what it lik
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -375,7 +379,8 @@ def run_tail(tail: Sequence[Any], images: Any, batch: Any, fate: str) -> tuple[A
         if runner is None:
             images = run(transform, images)
         elif fate == "kept":
-            images, samples = runner(images, samples)
+            with alone(transform):
+                images, samples = runner(images, samples)
         else:
             raise ValueError(
                 f"{type(transform).__name__} moves boxes, masks and points, but the collate_fn has "
@@ -388,11 +393,38 @@ def run_tail(tail: Sequence[Any], images: Any, batch: Any, fate: str) -> tuple[A
     return images, map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch, is_per_sample)
 
 
+_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def _forked() -> None:
+    global _locks, _making
+    _locks, _making = weakref.WeakKeyDictionary(), threading.Lock()  # whoever had one is not here
+
+
+if hasattr(os, "register_at_fork"):  # not on every platform
+    os.register_at_fork(after_in_child=_forked)
+
+
+def alone(transform: Any) -> contextlib.AbstractContextManager[Any]:
+    """Keep other threads from running the same transform.
+
+    kornia's keep what they have drawn, for the boxes of the images or for a second call.
+    Prefetchers may share a list, and ``replay`` runs one beside the epoch that it is asked in.
+    """
+    try:
+        with _making:
+            return _locks.setdefault(transform, threading.RLock())
+    except TypeError:  # it cannot be referred to, and is no module
+        return contextlib.nullcontext()
+
+
 def run(transform: Any, images: Any) -> Any:
     """What a transform makes of a batch of images alone."""
     name = getattr(transform, "__name__", type(transform).__name__)
     try:
-        result = transform(images)
+        with alone(transform):
+            result = transform(images)
     except Exception as error:
         kind = type(images).__name__
         form = f"{images.dtype} {tuple(images.shape)}" if kind == "Tensor" else f"a {kind}"

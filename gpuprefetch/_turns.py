@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
+from gpuprefetch._budget import LANES
+
 # Note [Memory for speed]
 # What a loop needs to keep its GPU busy depends on its step, so the memory comes level by level.
 # Level 1 comes if there is room for it, the others as long as batches are late:
@@ -71,9 +73,13 @@ class Turns:
         """Whether there is a second decoder."""
         return self.level >= 4
 
+    @property
+    def _places(self) -> int:
+        return LANES if self._waiting and self.several else 1
+
     def __enter__(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._inside or (self._waiting and self.several))
+            self._changed.wait_for(lambda: self._inside < self._places)
             self._inside += 1
 
     def __exit__(self, *error: object) -> None:

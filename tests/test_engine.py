@@ -518,6 +518,51 @@ def test_an_epoch_that_another_thread_ends(fetched, monkeypatch, begun):
         raise within(SECONDS, lambda: next(iterator))
 
 
+@pytest.mark.parametrize("stop", [SystemExit, KeyboardInterrupt])
+def test_an_exit_is_not_kept_for_a_later_batch(beside, stop):
+    def batches():
+        yield from range(2)
+        raise stop
+
+    with pytest.raises(stop):
+        next(iter(prefetcher_of(batches)))
+
+
+def test_a_loop_that_is_left_in_the_pause_fetches_no_more(ahead, monkeypatch):
+    monkeypatch.setattr(Balancer, "period", 10 * SECONDS)
+    left, asked = threading.Event(), []
+
+    def batches():
+        for batch in photos():
+            if left.is_set():
+                asked.append(batch)
+            yield batch
+
+    iterator = iter(prefetcher_of(batches, transforms=[RandomResizedCrop((4, 4))]))
+    engine = iterator._engine
+    until(lambda: engine._held is not None)
+    next(iterator)  # which begins what was held, and the thread that fetches pauses
+    time.sleep(0.1)
+    assert engine._resting
+    left.set()
+    threading.Thread(target=iterator.end).start()
+    until(lambda: not engine._threads[0].is_alive())
+    assert asked == []
+
+
+def test_ctrl_c_while_an_epoch_begins_leaves_no_thread(ahead, monkeypatch):
+    spawn = Engine._spawn
+
+    def interrupted(engine, *arguments):
+        spawn(engine, *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "_spawn", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        iter(prefetcher_of(lambda: iter(range(4))))
+    gc.collect()  # threads_end looks for them
+
+
 def test_a_broken_context_does_not_keep_an_epoch_from_its_end(fetched):
     iterator = iter(prefetcher_of(lambda: iter(range(4))))
     next(iterator)

@@ -830,6 +830,29 @@ def test_one_thread_at_a_time_decodes_unless_a_loop_waits_that_often_has_to():
     assert (turns._inside, turns._waiting) == (0, 0)
 
 
+def test_never_more_than_two_threads_decode():
+    turns, inside, most, lock = _turns.Turns(), [0], [0], threading.Lock()
+    turns.level = 4
+
+    def decode():
+        for _ in range(20):
+            with turns:
+                with lock:
+                    inside[0] += 1
+                    most[0] = max(most[0], inside[0])
+                time.sleep(0.001)
+                with lock:
+                    inside[0] -= 1
+
+    threads = [threading.Thread(target=decode) for _ in range(4)]  # of two prefetchers
+    for thread in threads:
+        thread.start()
+    with turns.hurried():
+        for thread in threads:
+            thread.join()
+    assert most == [_budget.LANES]
+
+
 def test_lanes_wait_while_the_loop_launches_and_has_a_batch_to_spare(monkeypatch):
     monkeypatch.setattr(_engine, "using", lambda stream: contextlib.nullcontext())
     ran = queue.SimpleQueue()

@@ -97,6 +97,40 @@ def test_what_the_driver_does_not_do_torch_does(monkeypatch, known, failed, expe
     assert asked == expected
 
 
+@pytest.mark.parametrize(("current", "by"), [(0, "torch"), (1, "the driver")])
+def test_a_default_stream_is_that_of_the_current_device_to_the_driver(monkeypatch, current, by):
+    asked = []
+    device, event = torch.device("cuda", 1), FakeEvent(7, [])
+    stream = SimpleNamespace(
+        cuda_stream=0, device=device, wait_event=lambda event: asked.append("torch")
+    )
+    driver = SimpleNamespace(cuStreamWaitEvent=lambda *_: asked.append("the driver"))
+    monkeypatch.setattr(_stream, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    _stream.queue_wait(stream, event)
+    assert asked == [by]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_gpus_default_stream_waits_for_the_batch():
+    torch.cuda.set_device(0)
+    torch.zeros(1, device="cuda:0")  # its context
+    device = torch.device("cuda", 1)
+    side = torch.cuda.Stream(device)
+    source = torch.zeros(1 << 20, device=device)
+    seen = torch.empty_like(source)
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        source.fill_(1)
+        ready = side.record_event()
+    _stream.queue_wait(torch.cuda.current_stream(device), ready)
+    seen.copy_(source)
+    torch.cuda.synchronize(device)
+    assert bool(seen.eq(1).all())
+
+
 @pytest.mark.parametrize("enabled", [False, True])
 def test_where_the_sanitizer_looks_torch_does_all(monkeypatch, enabled):
     name = "torch.cuda._sanitizer"

@@ -1,6 +1,9 @@
 """Boxes, masks and points follow their image, whatever moves it and whoever decodes it."""
 
+import contextlib
 import io
+import threading
+import time
 from collections import Counter
 
 import kornia.augmentation as K
@@ -26,6 +29,7 @@ from gpuprefetch import (
     EncodedImage,
     RandomResizedCrop,
     Resize,
+    _targets,
     convert_transforms,
 )
 from gpuprefetch._convert import RandomCrop
@@ -773,6 +777,32 @@ def test_refusals(name):
     dataset, tail, options, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         list(prefetcher(dataset, [Resize((40, 40)), *tail], **options))
+
+
+class Keeping(torch.nn.Module):
+    """Keeps what it has drawn until a later line, as kornia's modules do."""
+
+    def forward(self, images):
+        self.drawn = images
+        time.sleep(0.05)
+        return self.drawn
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_transform_runs_for_one_thread_at_a_time(monkeypatch, guarded):
+    if not guarded:  # guards the test: then one of them gets what the other has drawn
+        monkeypatch.setattr(_targets, "alone", lambda transform: contextlib.nullcontext())
+    keeping, got = Keeping(), {}
+    threads = [
+        threading.Thread(target=lambda n=n: got.update({n: _targets.run(keeping, n)}))
+        for n in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (got == {n: n for n in range(3)}) == guarded
+    assert _targets.run([1].__contains__, 1)  # what cannot be referred to weakly, either
 
 
 def test_a_transform_that_fails_is_named():
