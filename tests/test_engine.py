@@ -300,7 +300,7 @@ def test_what_the_loop_got_under_way_is_not_kept(ahead, monkeypatch):
     assert (number, threading.get_ident()) in begun
     dropped = weakref.ref(images)
     del images
-    assert dropped() is None
+    until(lambda: dropped() is None)  # before the thread that fetches has its next batch
     asked.set()
     assert [number for _, number in iterator] == [4, 5]
 
