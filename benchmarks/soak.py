@@ -210,6 +210,7 @@ def memory(device: str, workers: int, epochs: int, epoch_batches: int) -> dict[s
     # Each batch takes the same memory, so that any rise is one. Of random sizes and flips now and
     # then one takes more than all before, and torch's allocator another 2 MiB.
     files, flip = draw_pictures((300, 301)), K.RandomHorizontalFlip(p=1.0)
+    others = set(threading.enumerate())
     transforms = [RandomResizedCrop(SIZE), flip, K.Normalize(MEAN, STD)]
     loading = {"batch_size": 32, "shuffle": True}
     dataset = Samples(32 * epoch_batches, files)
@@ -221,7 +222,7 @@ def memory(device: str, workers: int, epochs: int, epoch_batches: int) -> dict[s
         del images, _target
         gc.collect()
         synchronize(device)
-        end_of_feeders()
+        end_of_feeders(others)
         for name, value in holdings(device).items():
             held.setdefault(name, []).append(value)
     warm = int(WARM_EPOCHS * epochs)
@@ -233,11 +234,15 @@ def memory(device: str, workers: int, epochs: int, epoch_batches: int) -> dict[s
     return {"epochs": epochs, "warm_epochs": warm, "flat": flat, "spread": spread, "held": held}
 
 
-def end_of_feeders(seconds: float = 10.0) -> None:
-    """Wait for the threads of the DataLoader's queues, which it tells to end but does not join."""
+def end_of_feeders(others: set[threading.Thread], seconds: float = 10.0) -> None:
+    """Wait for the threads of the DataLoader's queues, which it tells to end but does not join.
+
+    ``others`` are the threads from before, which may go on.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if not any(thread.name.startswith("QueueFeeder") for thread in threading.enumerate()):
+        threads = set(threading.enumerate()) - others
+        if not any(thread.name.startswith("QueueFeeder") for thread in threads):
             return
         time.sleep(0.01)
 

@@ -219,7 +219,7 @@ class DataPrefetcher:
         self._depth = device_prefetch_size
         self._epoch = 0
         self._persistent: DataLoader[Any] | None = None
-        self._checked = False
+        self._first_batch = _FirstBatch(self.device)
         self._manual: Epoch | None = None
         self._manual_length = 2
         self._place: dict[str, Any] = {"epoch": 0, "batches": 0}
@@ -274,7 +274,7 @@ class DataPrefetcher:
             # ahead of.
             fetch_ahead=self.device.type == "cuda" and getattr(loader, "num_workers", 0) > 0,
             balancer=self._balancer,
-            check=self._check_first,
+            check=self._first_batch,
             shares=notes.shares,
         )
         iterator = Epoch(engine)
@@ -323,24 +323,6 @@ class DataPrefetcher:
     def _with_epoch(self, epoch: int) -> Pipeline:
         packer = replace(self._pipeline.packer, epoch=torch.tensor([epoch]))
         return replace(self._pipeline, packer=packer)
-
-    def _check_first(self, batch: Any) -> None:
-        """Say once, at the first batch, what will make the loader slow."""
-        if self._checked or self.device.type != "cuda":
-            return
-        self._checked = True
-        parts = [images.pixels for images in encoded_leaves(batch)]
-        if parts:
-            tell()
-        parts = parts or list(tensors(batch))
-        if any(
-            part.device.type == "cpu" and part.numel() and not part.is_pinned() for part in parts
-        ):
-            warnings.warn(
-                "The wrapped loader does not pin its memory, so copies to the GPU block and overlap"
-                " less. Pass pin_memory=True to the DataLoader.",
-                stacklevel=2,
-            )
 
     def next(self) -> Any:
         """The next batch, in the manner of Apex's ``data_prefetcher``.
@@ -495,6 +477,33 @@ class DataPrefetcher:
 
     def __repr__(self) -> str:
         return f"DataPrefetcher({self._loader!r}, device={str(self.device)!r})"
+
+
+class _FirstBatch:
+    """Says once, at the first batch, what will make the loader slow.
+
+    An epoch calls it, which must not hold the prefetcher: that holds the epoch of its ``next()``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seen = device.type != "cuda"
+
+    def __call__(self, batch: Any) -> None:
+        if self.seen:
+            return
+        self.seen = True
+        parts = [images.pixels for images in encoded_leaves(batch)]
+        if parts:
+            tell()
+        parts = parts or list(tensors(batch))
+        if any(
+            part.device.type == "cpu" and part.numel() and not part.is_pinned() for part in parts
+        ):
+            warnings.warn(
+                "The wrapped loader does not pin its memory, so copies to the GPU block and overlap"
+                " less. Pass pin_memory=True to the DataLoader.",
+                stacklevel=2,
+            )
 
 
 _forks = threading.local()  # ``ours``: what this thread forks are workers of ours

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections import namedtuple
 from itertools import islice
 
@@ -456,6 +457,18 @@ def test_a_copy_made_in_the_middle_of_an_epoch(workers):
     copied = copy.deepcopy(prefetcher)
     assert torch.equal(copied.next(), first)
     assert not torch.equal(prefetcher.next(), first)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_dropping_the_prefetcher_ends_the_epoch_of_its_next(device, workers):
+    loader = loader_of(Numbers(20, "tensor"), device, num_workers=workers)
+    prefetcher = DataPrefetcher(loader, device=device)
+    prefetcher.next()
+    iterator, threads = weakref.ref(prefetcher._manual), prefetcher._manual._engine._threads
+    del prefetcher
+    gc.collect()
+    assert iterator() is None
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_spent_iterator_stays_spent(device):

@@ -138,7 +138,7 @@ def test_the_rest_of_the_epoch_is_the_same(name, device, ahead):
     options = {"device": device}
     prefetcher = DataPrefetcher(LOADERS[name](), **options)
     if device.type == "cuda":
-        prefetcher._checked = True  # these loaders are not pinned
+        prefetcher._first_batch.seen = True  # these loaders are not pinned
     list(prefetcher)
     whole, state = [], None
     for number, batch in enumerate(prefetcher):
@@ -147,7 +147,7 @@ def test_the_rest_of_the_epoch_is_the_same(name, device, ahead):
             state = prefetcher.state_dict()
     torch.manual_seed(99)
     resumed = DataPrefetcher(LOADERS[name](), device_prefetch_size=3, **options)
-    resumed._checked = True
+    resumed._first_batch.seen = True
     before = torch.get_rng_state()
     resumed.load_state_dict(state)
     rest = [values(batch) for batch in resumed]
