@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import threading
@@ -111,6 +112,7 @@ class Engine:
         self._gate = threading.Event()
         self._gate.set()
         self._finishing = threading.Lock()
+        self._ending, self._ended = threading.RLock(), False
         self._suspended: list[Iterator[Any]] = []
         # Whether the thread that fetches has done all that it can, or is to leave the loop alone;
         # whether it found a batch ready the last time.
@@ -454,6 +456,8 @@ class Engine:
     def _fetch_and_start(self) -> None:
         """Without a thread that fetches: begin as many batches as may be under way."""
         while len(self._slots) < self._depth and (self._held or not self._exhausted):
+            if self._stopping:
+                return
             self._held = slot = self._held or self._apart(self._fetch)
             if not self._has_room(slot):
                 return
@@ -533,36 +537,61 @@ class Engine:
             self._pipeline.packer.large_calls.numpy()[0] = True
 
     def close(self) -> None:
-        """End the threads, give the streams back and drop every batch that was not handed over."""
+        """End the threads, give the streams back and drop every batch that was not handed over.
+
+        Whoever else calls it waits as well. If it is interrupted it goes on in a thread.
+        """
         if os.getpid() != self.pid:
             return  # a forked worker collects garbage of ours: threads and streams are not its own
         with self._changed:
-            if self._stopping:
-                return
             self._stopping, self._resting = True, False
             self._changed.notify_all()
-        self._gate.set()
-        for _ in range(LANES):  # also for one that is just about to start
-            self._parts.put(None)
-        for thread in self._threads:
-            # One that is being started in this moment sees that it is to end.
-            if thread is not threading.current_thread() and thread.is_alive():
-                thread.join(JOIN_SECONDS)
-        alive = [thread for thread in self._threads if thread.is_alive()]
-        streams = [(self._stream, "batch"), *((stream, "lane") for stream in self._lanes)]
-        with contextlib.suppress(RuntimeError):  # of a broken context: the next call tells the user
+        try:
+            self._end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the interpreter ends, and all threads with it
+                self.end_apart()
+            raise
+
+    def end_apart(self) -> None:
+        """Let another thread close it.
+
+        Not a threading.Thread: to start that takes a lock, which its owner may be collecting with.
+        """
+        _thread.start_new_thread(self.run, (self.close,))
+
+    def _end(self) -> None:
+        with self._ending:
+            if self._ended:
+                return
+            self._gate.set()
+            for _ in range(LANES):  # also for one that is just about to start
+                self._parts.put(None)
+            for thread in self._threads:
+                # One that is being started in this moment sees that it is to end.
+                if thread is not threading.current_thread() and thread.is_alive():
+                    thread.join(JOIN_SECONDS)
+            alive = [thread for thread in self._threads if thread.is_alive()]
+            streams = [(self._stream, "batch"), *((stream, "lane") for stream in self._lanes)]
+            again = not alive  # whether the streams may serve again
+            try:
+                for stream, _ in streams:
+                    if stream is not None:
+                        stream.synchronize()  # see Note [Stream handoff], 3
+            except RuntimeError:  # of a broken context: the next call tells the user
+                again = False
+            while not self._parts.empty():
+                self._parts.get()
+            for slot in list(self._slots):
+                slot.done.set()  # for a loop in another thread
+            self._slots.clear()
+            self._sources.clear()
+            self._suspended.clear()  # a cycle, which leaves the loader's workers to the collector
+            self._held = self._taken = None
+            self._source.close(abandoned=self._fetch_ahead and self._threads[0] in alive)
+            unmap_dead()
+            # The garbage collector may have ended it meanwhile, in this thread.
+            again, self._ended = again and not self._ended, True
             for stream, role in streams:
-                if stream is not None:
-                    stream.synchronize()  # see Note [Stream handoff], 3
-                    if not alive:
-                        return_stream(stream, role)
-        while not self._parts.empty():
-            self._parts.get()
-        for slot in list(self._slots):
-            slot.done.set()  # for a loop in another thread
-        self._slots.clear()
-        self._sources.clear()
-        self._suspended.clear()  # a cycle, which leaves the loader's workers to the collector
-        self._held = self._taken = None
-        self._source.close(abandoned=self._fetch_ahead and self._threads[0] in alive)
-        unmap_dead()
+                if stream is not None and again:
+                    return_stream(stream, role)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import os
 import threading
 import time
@@ -32,11 +31,6 @@ class Epoch:
         # Runs also at garbage collection and at interpreter exit.
         self.close = weakref.finalize(self, _end, engine, self.use)
         engine.start()
-
-    def end(self) -> None:
-        """Close the epoch, and be through with it, in whatever thread."""
-        if self.close.detach():
-            self._engine.close()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -104,7 +98,5 @@ def _end(engine: Engine, use: list[str]) -> None:
     forked = os.getpid() != engine.pid  # a child, which has nothing to end
     if forked or threading.get_ident() in (engine.user, threading.main_thread().ident):
         engine.close()
-    else:
-        # The garbage collector runs in any thread, also in one that the end has to wait for. Not a
-        # threading.Thread: to start that takes a lock, which its owner may be collecting with.
-        _thread.start_new_thread(engine.run, (engine.close,))
+    else:  # the garbage collector runs in any thread, also in one that the end has to wait for
+        engine.end_apart()

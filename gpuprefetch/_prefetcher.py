@@ -34,7 +34,7 @@ from gpuprefetch._resume import Source, in_order, kind, owners
 from gpuprefetch._targets import moves_pixels
 from gpuprefetch._transforms import Transform, read_transforms, require_fixed_size
 
-_running: weakref.WeakValueDictionary[int, Epoch] = weakref.WeakValueDictionary()  # by loader
+_running: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()  # by loader
 
 
 def _resolve_device(device: torch.device | str | int | None) -> torch.device:
@@ -278,7 +278,7 @@ class DataPrefetcher:
             shares=notes.shares,
         )
         iterator = Epoch(engine)
-        self._use, _running[id(loader)] = iterator.use, iterator
+        self._use, _running[id(loader)] = iterator.use, engine
         return iterator
 
     def _source(self, loader: Any, resumed: dict[str, Any] | None, notes: Notes) -> Source:
@@ -300,7 +300,7 @@ class DataPrefetcher:
             return self._loader, self._with_epoch(epoch)
         if self._loader.persistent_workers:
             if (running := _running.get(id(self._persistent))) is not None:
-                running.end()  # its thread may be waiting for the same workers
+                running.close()  # its thread may be waiting for the same workers
             # These workers live on: the epoch reaches them through shared memory.
             self._pipeline.packer.epoch.share_memory_().fill_(epoch)  # not in a deep copy of us
             loaded = getattr(self._loader, "next_iter_state", None) is not None  # torchdata's

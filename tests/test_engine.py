@@ -390,6 +390,57 @@ def test_workers_that_an_abandoned_thread_waits_for(ahead, monkeypatch, persiste
     assert within(SECONDS, lambda: torch.cat(list(prefetcher)).tolist()) == [*range(12)]
 
 
+def interrupt_once(monkeypatch, thread):
+    """Ctrl-C while that thread is waited for."""
+    interrupts, join = [KeyboardInterrupt()], thread.join
+
+    def interrupted(timeout=None):
+        if interrupts:
+            raise interrupts.pop()
+        join(timeout)
+
+    monkeypatch.setattr(thread, "join", interrupted)
+
+
+@pytest.mark.slow
+def test_persistent_workers_behind_an_end_that_was_interrupted(fetched, monkeypatch):
+    loader = DataLoader(Slow(0.3), num_workers=2, persistent_workers=True)
+    prefetcher = DataPrefetcher(loader, device="cpu")
+    iterator = iter(prefetcher)
+    next(iterator)
+    interrupt_once(monkeypatch, iterator._engine._threads[0])
+    with pytest.raises(KeyboardInterrupt):
+        iterator.close()
+    del iterator
+    assert within(SECONDS, lambda: torch.cat(list(prefetcher)).tolist()) == [*range(12)]
+
+
+@pytest.mark.parametrize("how", ["interrupted", "in another thread"])
+def test_whoever_closes_an_epoch_that_is_being_closed_waits(fetched, monkeypatch, how):
+    release = threading.Event()
+
+    def batches():
+        yield 0
+        release.wait(SECONDS)
+        yield 1
+
+    iterator = iter(prefetcher_of(batches))
+    engine = iterator._engine
+    next(iterator)
+    if how == "interrupted":
+        interrupt_once(monkeypatch, engine._threads[0])
+        with pytest.raises(KeyboardInterrupt):
+            iterator.close()
+    else:
+        threading.Thread(target=engine.close).start()
+        until(lambda: engine._stopping)
+    assert engine._threads[0].is_alive()
+    threading.Timer(0.1, release.set).start()
+    engine.close()
+    assert not engine._threads[0].is_alive()
+    assert engine._ended
+
+
 def test_an_error_that_was_fetched_ahead_keeps_no_epoch_alive(beside):
     def batches():
         yield 0
@@ -511,7 +562,7 @@ def test_an_epoch_that_another_thread_ends(fetched, monkeypatch, begun):
         until(lambda: engine._slots if begun else engine._wanted)
         time.sleep(0.1)  # the loop waits, too
         threading.Timer(0.1, release.set).start()
-        iterator.end()
+        engine.close()
 
     threading.Thread(target=end).start()
     with pytest.raises(StopIteration):  # not for ever
@@ -545,7 +596,7 @@ def test_a_loop_that_is_left_in_the_pause_fetches_no_more(ahead, monkeypatch):
     time.sleep(0.1)
     assert engine._resting
     left.set()
-    threading.Thread(target=iterator.end).start()
+    threading.Thread(target=engine.close).start()
     until(lambda: not engine._threads[0].is_alive())
     assert asked == []
 
