@@ -20,12 +20,17 @@ def _doctor(args: argparse.Namespace) -> Any:
     import torch
     from torch.utils.data import DataLoader, Dataset
     from torchvision.datasets import ImageFolder
-    from torchvision.models import get_model
+    from torchvision.models import get_model, list_models
     from torchvision.transforms import v2
 
     import gpuprefetch
     from gpuprefetch._prefetcher import _resolve_device
 
+    if args.model not in list_models():
+        raise ValueError(
+            f"--model takes a model of torchvision, such as resnet50, got {args.model!r}. "
+            "torchvision.models.list_models() has their names."
+        )
     device = _resolve_device(args.device)
     root = args.data / "train" if (args.data / "train").is_dir() else args.data
     ops = [v2.RandomResizedCrop(args.size), v2.RandomHorizontalFlip(), v2.PILToTensor()]

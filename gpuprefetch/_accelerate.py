@@ -28,7 +28,7 @@ from gpuprefetch._convert import (
     fixes_size,
     flatten,
 )
-from gpuprefetch._encoded import EncodedImage
+from gpuprefetch._encoded import EncodedImage, EncodedImageFolder
 from gpuprefetch._per_image import Cast
 from gpuprefetch._prefetcher import DataPrefetcher
 from gpuprefetch._random import SeededDraws
@@ -214,8 +214,12 @@ def folders_of(loader: Any) -> list[Any]:
             hint = " Pass the DataLoader that it was made from."
         elif isinstance(loader, Dataset):
             hint = " Build one of it: DataLoader(dataset, batch_size=...)."
+        got = type(loader).__name__.replace(_Accelerated.__name__, DataPrefetcher.__name__)
+        raise TypeError(f"accelerate and parity take a DataLoader, got {got}.{hint}")
+    if is_timm(loader.collate_fn, "FastCollateMixup"):
         raise TypeError(
-            f"accelerate and parity take a DataLoader, got {type(loader).__name__}.{hint}"
+            "timm's FastCollateMixup rounds to uint8, for timm's own prefetcher. Leave that "
+            "collate_fn out, and use timm.data.Mixup with the same arguments in the loop."
         )
     if loader.batch_sampler is None:
         raise TypeError(
@@ -234,6 +238,11 @@ def _bottom(dataset: Any) -> list[Any]:
         return [folder for part in dataset.datasets for folder in _bottom(part)]
     if isinstance(dataset, DatasetFolder) or is_timm(dataset, "ImageDataset"):
         return [dataset]
+    if isinstance(dataset, EncodedImageFolder):
+        raise TypeError(
+            "An EncodedImageFolder has moved over already: pass its loader to "
+            "DataPrefetcher(loader, transforms=[...])."
+        )
     raise TypeError(
         "accelerate knows torchvision's ImageFolder, DatasetFolder and ImageNet, timm's "
         "ImageDataset, and Subset and ConcatDataset of them, got "

@@ -406,7 +406,14 @@ class EncodedImageFolder(Dataset[tuple[EncodedImage, Any]]):
                 "DataPrefetcher(loader, transforms=[...]), or move an ImageFolder with its "
                 "transform over with gpuprefetch.accelerate(loader)."
             )
-        folder = ImageFolder(str(root), is_valid_file=is_valid_file, allow_empty=allow_empty)
+        options: Any = {"is_valid_file": is_valid_file, "allow_empty": allow_empty}
+        try:
+            folder = ImageFolder(str(root), **options)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{error} EncodedImageFolder takes root/class/.../file.jpg. For a folder without "
+                "classes write a Dataset of EncodedImage(path.read_bytes(), index, str(path))."
+            ) from error
         self.root = folder.root
         self.classes: list[str] = folder.classes
         self.class_to_idx: dict[str, int] = folder.class_to_idx

@@ -45,7 +45,8 @@ class Epoch:
             if self._failed:
                 raise RuntimeError(
                     "an error has ended this epoch, and its later batches are gone. Begin a new "
-                    "one with iter(), or leave out what cannot be read in the dataset."
+                    "one with iter(), or with set_epoch() for the prefetcher's own next(), or "
+                    "leave out what cannot be read in the dataset."
                 )
             raise StopIteration
         self.use[0] = "used"

@@ -344,6 +344,8 @@ _ENCODED = (
 _HINTS = {
     r"PIL\.": _ENCODED,
     r"stack expects .* got \[\d+, \d+, \d+\]": f"Images get one size on the device. {_ENCODED}",
+    "NoneType": "A sample holds None. In place of a row with a file's bytes return "
+    "EncodedImage(bytes, index), and leave out what is None.",
     "EncodedImage": "Leave collate_fn out, or call torch's default_collate in it for the images.",
 }
 

@@ -136,9 +136,9 @@ class DataPrefetcher:
     ) -> None:
         if isinstance(loader, (Dataset, str, bytes, type)) or not hasattr(loader, "__iter__"):
             raise TypeError(
-                f"DataPrefetcher wraps a DataLoader, got {type(loader).__name__}. "
-                "Build one first: DataPrefetcher(DataLoader(dataset, batch_size=...)), with "
-                "batch_size=None for what gives batches already, as WebDataset's WebLoader."
+                f"DataPrefetcher wraps a DataLoader, got {type(loader).__name__}, which belongs "
+                "into one: DataPrefetcher(DataLoader(dataset, batch_size=...)). For what gives "
+                "batches already, as WebDataset's WebLoader does, that takes batch_size=None."
             )
         # Of other modules a class may begin anew in an __iter__ that returns itself.
         once = ("builtins", "itertools", "torch.utils.data.dataloader")
@@ -155,7 +155,9 @@ class DataPrefetcher:
             )
         size = device_prefetch_size
         if size is not None and (not isinstance(size, int) or size < 1):
-            raise ValueError(f"device_prefetch_size is in batches, at least 1, got {size!r}.")
+            raise ValueError(
+                f"device_prefetch_size is in batches, 1 or more, or None, got {size!r}."
+            )
         if not callable(on_error) and on_error not in ("raise", "skip", "replace"):
             raise ValueError(
                 f'on_error must be "raise", "skip", "replace" or a callable, got {on_error!r}.'
@@ -330,6 +332,9 @@ class DataPrefetcher:
         Returns:
             The batch; at the end of an epoch a tuple of as many None as the batch has elements (one
             None for a batch that is no tuple or list). The call after that starts a new epoch.
+
+        Raises:
+            RuntimeError: behind an error, which has ended the epoch, until :meth:`set_epoch`.
         """
         if self._manual is None:
             self._manual = iter(self)  # type: ignore[assignment]
@@ -338,8 +343,9 @@ class DataPrefetcher:
         except StopIteration:
             self._manual = None
             return (None,) * self._manual_length if self._manual_length else None
-        except BaseException:
-            self._manual = None
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C: whoever goes on begins anew
+                self._manual = None
             raise
         self._manual_length = len(batch) if isinstance(batch, (tuple, list)) else 0
         return batch
@@ -443,9 +449,14 @@ class DataPrefetcher:
         return replay(self._loader, self._pipeline, notes, index, epoch, fixed=fixed)
 
     def set_epoch(self, epoch: int) -> None:
-        """Number the next epoch: for the samplers of the loader, and for the random parameters."""
+        """Number the next epoch: for the samplers of the loader, and for the random parameters.
+
+        Behind an error :meth:`next` begins it.
+        """
         epoch = operator.index(epoch)  # an int, which torch.load takes back, also of numpy's
         self._epoch, self._use = epoch, ["used"]
+        if self._manual is not None and not self._manual.close.alive:
+            self._manual = None
         if epoch != self._place["epoch"]:
             self._place, self._resume = {"epoch": epoch, "batches": 0}, False
         for owner in owners(self._loader):

@@ -29,7 +29,7 @@ from torchvision.datasets.folder import default_loader
 from torchvision.transforms import InterpolationMode, v2
 
 import gpuprefetch
-from gpuprefetch import DataPrefetcher, _per_image
+from gpuprefetch import DataPrefetcher, EncodedImageFolder, _per_image
 from gpuprefetch._accelerate import accelerate, pipeline_of
 from gpuprefetch._convert import UnsupportedTransformError, convert, convert_transforms, flatten
 from gpuprefetch._explain import explain
@@ -184,6 +184,8 @@ def test_timm_datasets_and_loaders(folder):
         accelerate(DataLoader(dataset), **CPU)
     with pytest.raises(TypeError, match="use_prefetcher=False"):
         accelerate(data.loader.PrefetchLoader(mixed, device=torch.device("cpu")), **CPU)
+    with pytest.raises(TypeError, match=r"Leave that collate_fn out.*in the loop"):
+        accelerate(loader(collate_fn=data.FastCollateMixup(), is_training=True), **CPU)
 
 
 def test_timm_datasets_in_an_archive(folder, tmp_path):
@@ -786,6 +788,10 @@ def test_datasets_that_do_not_read_through_their_loader_are_refused(folder):
         accelerate(DataLoader(ImageFolder(folder, v1.Compose(VAL), loader=Image.open)), **CPU)
     with pytest.raises(TypeError, match="knows torchvision's ImageFolder"):
         accelerate(DataLoader([1, 2]), **CPU)
+    with pytest.raises(TypeError, match="has moved over already"):
+        accelerate(DataLoader(EncodedImageFolder(folder)), **CPU)
+    with pytest.raises(TypeError, match=r"got DataPrefetcher\. Pass the DataLoader that it was"):
+        parity(accelerate(loader_of(folder, VAL), **CPU), 4, device="cpu")
     with pytest.raises(TypeError, match=r"ImageFolder has no transform.* a dataset around it"):
         accelerate(DataLoader(Subset(ImageFolder(folder), [1])), **CPU)
     with pytest.raises(TypeError, match="different transforms"):

@@ -56,6 +56,12 @@ def test_it_runs(train, folder, model, loader, capfd):
         assert 0 <= summary[name] < 0.2
 
 
+def test_a_folder_without_annotations_is_refused(train, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train.main([str(tmp_path)])
+    assert "is no folder with annotations/instances_train*.json" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_it_learns(train, scenes, tmp_path):
     scenes.write_folder(tmp_path / "scenes", 160, 40)

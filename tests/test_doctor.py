@@ -141,7 +141,9 @@ def test_command_line(photo_folder, tmp_path, capsys):
         assert "that helps" not in text
         assert json.loads(output.read_text())["ceiling"] > 0
     assert main(["doctor", str(photo_folder), "--model", "resnet1"]) == 2
-    assert "resnet1" in capsys.readouterr().err
+    assert (
+        "takes a model of torchvision, such as resnet50, got 'resnet1'" in capsys.readouterr().err
+    )
     assert main(["doctor", str(tmp_path)]) == 2
     assert main(["doctor", str(output)]) == 2
     assert "Not a directory" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def test_folder_has_torchvisions_rules(photo_folder):
     assert Image.open(io.BytesIO(image.data)).size == theirs[5][0].size
     assert ours[-1][0].index == len(ours) - 1
     assert EncodedImageFolder(photo_folder, target_transform=str)[0][1] == "0"
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"takes root/class/.*without classes write"):
         EncodedImageFolder(photo_folder / "class0")
 
 
@@ -661,6 +661,7 @@ def stacked(samples):
     [
         (lambda root: ImageFolder(root, v2.PILToTensor()), None, "one size on the device. Let"),
         (EncodedImageFolder, stacked, "Leave collate_fn out"),
+        (lambda root: [{"bytes": b"a file's", "path": None}], None, "In place of a row with"),
     ],
 )
 def test_what_cannot_be_stacked_is_told_the_way(photo_folder, dataset, collate_fn, hint):

@@ -379,6 +379,18 @@ def test_an_epoch_that_an_error_has_ended_says_so(device, workers):
             next(iterator)
 
 
+def test_the_manual_form_does_not_begin_anew_behind_an_error(device):
+    prefetcher = DataPrefetcher(loader_of(Numbers(12, fail_at=9), device), device=device)
+    seen = [prefetcher.next()[1].tolist() for _ in range(2)]
+    with pytest.raises(LookupError, match="sample 9 is broken"):
+        prefetcher.next()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"an error has ended this epoch.*set_epoch\(\)"):
+            prefetcher.next()
+    prefetcher.set_epoch(1)
+    assert [prefetcher.next()[1].tolist() for _ in range(2)] == seen
+
+
 class Nested(IterableDataset):
     """Reads through a prefetcher of its own."""
 
@@ -503,14 +515,14 @@ def test_the_interpreter_exits_with_an_epoch_under_way(ending):
     [
         ({"loader": Numbers()}, TypeError, "wraps a DataLoader"),
         ({"loader": 3}, TypeError, "wraps a DataLoader"),
-        ({"loader": Stream()}, TypeError, "batch_size=None for what gives batches"),
+        ({"loader": Stream()}, TypeError, "that takes batch_size=None"),
         ({"loader": "train"}, TypeError, "wraps a DataLoader"),
         ({"loader": DataLoader}, TypeError, "wraps a DataLoader"),
         ({"loader": (i for i in [1])}, TypeError, "generator gives its batches once"),
         ({"loader": zip([1], [2], strict=True)}, TypeError, "gives its batches once"),
         ({"loader": iter(DataLoader(Numbers()))}, TypeError, "such as the DataLoader itself"),
-        ({"device_prefetch_size": 0}, ValueError, "at least 1"),
-        ({"device_prefetch_size": 1.5}, ValueError, r"at least 1, got 1\.5"),
+        ({"device_prefetch_size": 0}, ValueError, "1 or more"),
+        ({"device_prefetch_size": 1.5}, ValueError, r"1 or more, or None, got 1\.5"),
         ({"device": "cuda:99"}, ValueError, "not there"),
         ({"device": "meta"}, ValueError, "CUDA or CPU"),
         ({"device": "gpu"}, ValueError, "device must be .* got 'gpu'"),

@@ -79,6 +79,8 @@ def parse_args(argv):
     add("--workers", type=int, default=min(8, os.cpu_count()))
     add("--limit-batches", type=positive, help="end each epoch after this many")
     args = parser.parse_args(argv)
+    if args.data and not [*args.data.glob("annotations/instances_train*.json")]:
+        parser.error(f"{args.data} is no folder with annotations/instances_train*.json")
     parser.set_defaults(**(PHOTO_DEFAULTS if args.data else DRAWN_DEFAULTS))
     args = parser.parse_args(argv)
     args.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
