@@ -317,6 +317,8 @@ class Engine:
             slot.error = error
             parts, slot.remaining = [], 0
         with self._changed:
+            if self._stopping:  # another thread has ended the epoch, and cleared them
+                return
             self._slots.append(slot)
             self._changed.notify_all()
         for part in parts:
@@ -430,9 +432,9 @@ class Engine:
 
     def let_fetch(self) -> None:
         """Get the next batch under way, or let that be done, while the loop launches nothing."""
-        if self._taken is not None:
+        if (slot := self._taken) is not None:  # another thread may end the epoch meanwhile
             with self._batch_stream():
-                self._apart(self._start, self._taken)
+                self._apart(self._start, slot)
             with self._changed:
                 self._taken = None
                 self._changed.notify_all()
@@ -543,14 +545,15 @@ class Engine:
         """
         if os.getpid() != self.pid:
             return  # a forked worker collects garbage of ours: threads and streams are not its own
-        with self._changed:
-            self._stopping, self._resting = True, False
-            self._changed.notify_all()
         try:
+            with self._changed:
+                self._stopping, self._resting = True, False
+                self._changed.notify_all()
             self._end()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # the interpreter ends, and all threads with it
-                self.end_apart()
+            if threading.get_ident() not in self._ours:  # what failed there would fail for ever
+                with contextlib.suppress(RuntimeError):  # the interpreter ends, and all threads
+                    self.end_apart()
             raise
 
     def end_apart(self) -> None:
@@ -588,7 +591,8 @@ class Engine:
             self._sources.clear()
             self._suspended.clear()  # a cycle, which leaves the loader's workers to the collector
             self._held = self._taken = None
-            self._source.close(abandoned=self._fetch_ahead and self._threads[0] in alive)
+            fetching = self._threads[:1] if self._fetch_ahead else []  # none, if it could not start
+            self._source.close(abandoned=any(thread in alive for thread in fetching))
             unmap_dead()
             # The garbage collector may have ended it meanwhile, in this thread.
             again, self._ended = again and not self._ended, True

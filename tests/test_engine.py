@@ -210,7 +210,7 @@ def at_ease(iterator):
     """Batches of a loop whose loader has the one behind them ready each time."""
     engine = iterator._engine
     while True:
-        until(lambda: engine._held is not None or engine._exhausted)
+        until(lambda: engine._held is not None or engine._exhausted or engine._stopping)
         try:
             yield next(iterator)
         except StopIteration:
@@ -364,6 +364,57 @@ def test_a_thread_that_cannot_start_ends_the_epoch(monkeypatch):
     iterator._engine._on_cuda = True
     assert "can't start" in str(within(SECONDS, lambda: next(iterator)))
     assert returned == [(stream, "lane")]
+
+
+def test_a_thread_that_fetches_and_cannot_start_leaves_nothing(ahead, monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    ends, closed = [], threading.Event()
+    monkeypatch.setattr(Engine, "end_apart", lambda engine: ends.append(engine))
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    monkeypatch.setattr(
+        _prefetcher.Source, "close", lambda source, *, abandoned: closed.set() or abandoned
+    )
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        iter(prefetcher_of(lambda: iter([0])))
+    gc.collect()
+    assert closed.is_set()
+    assert not ends
+
+
+def test_an_end_that_fails_every_time_is_tried_twice(fetched, monkeypatch):
+    tried = []
+
+    def broken(source, *, abandoned):
+        tried.append(threading.get_ident())
+        raise LookupError("no end")
+
+    iterator = iter(prefetcher_of(lambda: iter([0])))
+    monkeypatch.setattr(_prefetcher.Source, "close", broken)
+    with pytest.raises(LookupError, match="no end"):
+        iterator.close()
+    until(lambda: len(tried) == 2)
+    time.sleep(0.1)
+    assert len(set(tried)) == len(tried) == 2
+
+
+def test_another_thread_ends_an_epoch_whose_loop_gets_a_batch_under_way(ahead, monkeypatch):
+    iterator = iter(prefetcher_of(photos, transforms=[RandomResizedCrop((4, 4))]))
+    engine, modes = iterator._engine, Engine._batch_stream
+    loop, ended = threading.current_thread(), []
+
+    def end_first(engine):
+        if threading.current_thread() is loop and engine._taken is not None and not ended:
+            ended.append(threading.Thread(target=engine.close))
+            ended[0].start()
+            ended[0].join()
+        return modes(engine)
+
+    monkeypatch.setattr(Engine, "_batch_stream", end_first)
+    seen = [number for _, number in at_ease(iterator)]  # and no error
+    assert ended and len(seen) < 6
+    assert not engine._slots
 
 
 @pytest.mark.slow
