@@ -104,8 +104,10 @@ class Engine:
         self._taken: Slot | None = None
         # What the host gave for batches that were handed over: the GPU may read it yet.
         self._sources: deque[tuple[torch.cuda.Event, Any]] = deque()
-        # Its readers wake one at a time, and it is no Python code: the lock of that is scarce.
-        self._parts: SimpleQueue[tuple[Slot, Part] | None] = SimpleQueue()
+        # For each part a None in the queue, whose readers wake one at a time; it is no Python code,
+        # for the lock of that is scarce.
+        self._parts: deque[tuple[Slot, Part]] = deque()
+        self._given: SimpleQueue[None] = SimpleQueue()
         # To decode takes one of the permits; where memory is short, one lane takes all of them.
         self._permits, self._alone = threading.Semaphore(LANES), threading.Lock()
         # Closed while the loop launches a step, if it can spare the next batch until it is back.
@@ -134,30 +136,17 @@ class Engine:
     def start(self) -> None:
         """Fetch ahead of the loop, where that is to be. Whoever calls it sees to the end."""
         if self._fetch_ahead:
-            self._spawn("fetch", self._fetch_loop)
+            self._spawn("fetch", _fetch_loop)
 
     def _spawn(self, name: str, target: Callable[..., None], *args: Any) -> None:
-        name, args = f"gpuprefetch-{name}", (target, *args)
-        thread = threading.Thread(target=self.run, name=name, args=args, daemon=True)
+        name, args = f"gpuprefetch-{name}", (weakref.ref(self), target, *args)
+        thread = threading.Thread(target=_serve, name=name, args=args, daemon=True)
         self._threads.append(thread)  # the first is that which fetches; it may start others at once
         try:
             thread.start()
         except RuntimeError:  # not everywhere are there as many threads as one asks for
             self._threads.remove(thread)
             raise
-
-    def run(self, target: Callable[..., None], *args: Any) -> None:
-        """What a new thread of ours does."""
-        self._ours.add(threading.get_ident())
-        try:
-            if self._on_cuda:
-                # It is on the first GPU, and might make a context there.
-                torch.cuda.set_device(self.device)
-            target(*args)
-        except BaseException as error:
-            self._fail(error)
-        finally:
-            self._ours.discard(threading.get_ident())  # another thread may get it
 
     def _fail(self, error: BaseException) -> None:
         """Let the loop know that one of the threads has ended: it might wait for it."""
@@ -172,29 +161,6 @@ class Engine:
 
     def _batch_stream(self) -> contextlib.AbstractContextManager[None]:
         return own_modes(self.device, self._stream)
-
-    def _fetch_loop(self) -> None:
-        while not (self._exhausted or self._stopping):
-            slot = self._fetch()
-            with self._changed:
-                self._held = slot
-                self._changed.wait_for(partial(self._may_start, slot))
-                taken, self._held = self._held is not slot, None
-            if taken and not self._stopping:
-                del slot  # the loop's, with its result
-                with self._changed:
-                    self._changed.wait_for(lambda: not self._resting, PAUSE * self.balancer.period)
-                continue
-            if not self._stopping and slot.error is None and self._lean:
-                self._wait_for_used()
-            if self._stopping:
-                if not taken:
-                    slot.error = None  # breaks the cycle with the frame of _fetch
-                self._source.close()
-                return
-            with self._batch_stream():
-                self._start(slot)
-            del slot
 
     def _fetch(self) -> Slot:
         """Take a batch from the loader."""
@@ -323,7 +289,8 @@ class Engine:
             self._changed.notify_all()
         for part in parts:
             if self._on_cuda:
-                self._parts.put((slot, part))
+                self._parts.append((slot, part))
+                self._given.put(None)
             else:
                 self._run_part(slot, part)
         if not parts:
@@ -345,7 +312,7 @@ class Engine:
         while len(self._lanes) < (LANES if turns[self.device].several else 1):
             self._lanes.append(lease_stream(self.device, "lane"))
             self._rooms.append([])
-            self._spawn("decode", self._lane_loop, self._lanes[-1], self._rooms[-1])
+            self._spawn("decode", _lane_loop, self._lanes[-1], self._rooms[-1])
 
     def _learn(self, slot: Slot, packed: list[EncodedImages], waited: float) -> None:
         slot.images = count_images(slot.source)
@@ -365,16 +332,6 @@ class Engine:
             self.stats.collate_seconds += images.collate_seconds
             self.stats.pin_seconds += images.pin_seconds
             self.stats.share = self.balancer.value
-
-    def _lane_loop(self, stream: torch.cuda.Stream, room: list[torch.Tensor]) -> None:
-        packing = packing_into(room) if self._pipeline.memory_budget is None else None
-        with torch.no_grad(), using(stream), packing or contextlib.nullcontext():
-            while not self._stopping:
-                item = self._parts.get()
-                self._gate.wait()
-                if item is not None and not self._stopping:
-                    self._run_part(*item)
-                del item
 
     def _run_part(self, slot: Slot, part: Part) -> None:
         try:
@@ -556,12 +513,26 @@ class Engine:
                     self.end_apart()
             raise
 
+    def end(self) -> None:
+        """Close it from where the garbage collector runs."""
+        here = threading.get_ident()
+        forked = os.getpid() != self.pid  # a child, which has nothing to end
+        if forked or here in (self.user, threading.main_thread().ident):
+            self.close()
+        else:  # which the end may have to wait for
+            self.end_apart()
+
+    def __del__(self) -> None:
+        # Of what was dropped together with an iterator that it led to. Not where __init__ failed.
+        if not getattr(self, "_ended", True):
+            self.end()
+
     def end_apart(self) -> None:
         """Let another thread close it.
 
         Not a threading.Thread: to start that takes a lock, which its owner may be collecting with.
         """
-        _thread.start_new_thread(self.run, (self.close,))
+        _thread.start_new_thread(_serve, (lambda: self, lambda reference: self.close()))
 
     def _end(self) -> None:
         with self._ending:
@@ -569,7 +540,7 @@ class Engine:
                 return
             self._gate.set()
             for _ in range(LANES):  # also for one that is just about to start
-                self._parts.put(None)
+                self._given.put(None)
             for thread in self._threads:
                 # One that is being started in this moment sees that it is to end.
                 if thread is not threading.current_thread() and thread.is_alive():
@@ -583,8 +554,7 @@ class Engine:
                         stream.synchronize()  # see Note [Stream handoff], 3
             except RuntimeError:  # of a broken context: the next call tells the user
                 again = False
-            while not self._parts.empty():
-                self._parts.get()
+            self._parts.clear()
             for slot in list(self._slots):
                 slot.done.set()  # for a loop in another thread
             self._slots.clear()
@@ -599,3 +569,73 @@ class Engine:
             for stream, role in streams:
                 if stream is not None and again:
                     return_stream(stream, role)
+
+
+# Note [Threads hold no epoch]
+# A transform, or a collate function, may lead to the iterator of the loop, as where all of them are
+# attributes of one object. Dropping that is to end the epoch. So neither the iterator's finalizer
+# nor a thread that waits, for room or for something to decode, holds the engine.
+Reference = Callable[[], Engine | None]
+
+
+def _serve(reference: Reference, target: Callable[..., None], *args: Any) -> None:
+    """What a thread of an engine does."""
+    if (engine := reference()) is None:
+        return
+    ours = engine._ours
+    ours.add(threading.get_ident())
+    try:
+        if engine._on_cuda:
+            # It is on the first GPU, and might make a context there.
+            torch.cuda.set_device(engine.device)
+        del engine
+        target(reference, *args)
+    except BaseException as error:
+        if (engine := reference()) is not None:
+            engine._fail(error)
+    finally:
+        ours.discard(threading.get_ident())  # another thread may get it
+
+
+def _fetch_loop(reference: Reference) -> None:
+    while (engine := reference()) is not None and not (engine._exhausted or engine._stopping):
+        slot, changed = engine._fetch(), engine._changed
+        with changed:
+            engine._held = slot
+            while not engine._may_start(slot):
+                del engine
+                changed.wait()
+                if (engine := reference()) is None:
+                    return
+            taken, engine._held = engine._held is not slot, None
+        if taken and not engine._stopping:
+            del slot  # the loop's, with its result
+            with changed:
+                changed.wait_for(lambda: not engine._resting, PAUSE * engine.balancer.period)
+            continue
+        if not engine._stopping and slot.error is None and engine._lean:
+            engine._wait_for_used()
+        if engine._stopping:
+            if not taken:
+                slot.error = None  # breaks the cycle with the frame of _fetch
+            engine._source.close()
+            return
+        with engine._batch_stream():
+            engine._start(slot)
+        del slot
+
+
+def _lane_loop(reference: Reference, stream: torch.cuda.Stream, room: list[torch.Tensor]) -> None:
+    if (engine := reference()) is None:
+        return
+    given, gate = engine._given, engine._gate
+    packing = packing_into(room) if engine._pipeline.memory_budget is None else None
+    del engine
+    with torch.no_grad(), using(stream), packing or contextlib.nullcontext():
+        while True:
+            given.get()
+            gate.wait()
+            if (engine := reference()) is None or engine._stopping:
+                return
+            engine._run_part(*engine._parts.popleft())
+            del engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -28,17 +27,25 @@ class Epoch:
         self._steps: deque[torch.cuda.Event] = deque()
         self._last: float | None = None
         self._failed = False
-        # Runs also at garbage collection and at interpreter exit.
-        self.close = weakref.finalize(self, _end, engine, self.use)
+        # Runs also at garbage collection and at interpreter exit. See Note [Threads hold no epoch].
+        self.close = weakref.finalize(self, _end, weakref.ref(engine), self.use)
+        self._alone = threading.RLock()  # several threads may share the iterator
         engine.start()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        while (batch := self._next()) is EMPTY:
-            pass
-        return batch
+        with self._alone:
+            while (batch := self._next()) is EMPTY:
+                pass
+            return batch
+
+    def __reduce__(self) -> Any:
+        raise NotImplementedError(
+            "an iterator over an epoch cannot be copied or pickled: take the prefetcher, whose "
+            "state_dict() says where it stands"
+        )
 
     def _next(self) -> Any:
         if not self.close.alive:
@@ -94,10 +101,7 @@ class Epoch:
         return slot.result
 
 
-def _end(engine: Engine, use: list[str]) -> None:
+def _end(reference: weakref.ref[Engine], use: list[str]) -> None:
     use[0] = "dropped" if use[0] == "unused" else use[0]
-    forked = os.getpid() != engine.pid  # a child, which has nothing to end
-    if forked or threading.get_ident() in (engine.user, threading.main_thread().ident):
-        engine.close()
-    else:  # the garbage collector runs in any thread, also in one that the end has to wait for
-        engine.end_apart()
+    if (engine := reference()) is not None:  # else it was dropped as well, and ends itself
+        engine.end()

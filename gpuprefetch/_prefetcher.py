@@ -306,7 +306,8 @@ class DataPrefetcher:
             # These workers live on: the epoch reaches them through shared memory.
             self._pipeline.packer.epoch.share_memory_().fill_(epoch)  # not in a deep copy of us
             loaded = getattr(self._loader, "next_iter_state", None) is not None  # torchdata's
-            if self._persistent is None or loaded:
+            # A resumed epoch has changed the generator of its workers.
+            if self._persistent is None or loaded or self._resumed:
                 self._persistent = _with_collate(self._loader, self._pipeline.packer)
             return self._persistent, self._pipeline
         pipeline = self._with_epoch(epoch)
@@ -484,7 +485,9 @@ class DataPrefetcher:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins a new epoch, with workers of its own.
-        return vars(self) | {"_manual": None, "_persistent": None}
+        pipeline = self._with_epoch(self._epoch)
+        own = {"_pipeline": pipeline, "_notes": dict(self._notes)}
+        return vars(self) | own | {"_manual": None, "_persistent": None}
 
     def __repr__(self) -> str:
         return f"DataPrefetcher({self._loader!r}, device={str(self.device)!r})"

@@ -507,6 +507,57 @@ def test_an_error_that_was_fetched_ahead_keeps_no_epoch_alive(beside):
     assert ended() is None
 
 
+class Trainer:
+    """Has the iterator of its loop, and what the epoch calls."""
+
+    def __init__(self, path, how, workers):
+        mine = {"collate_fn": self.call} if path == "collate_fn" else {}
+        loader = DataLoader(EncodedFiles(), 4, num_workers=workers, **mine)
+        options = {"transforms": [RandomResizedCrop((4, 4)), self.call]}
+        options = {"transforms": options, "on_error": {"on_error": self.call}}.get(path, {})
+        self.loader = DataPrefetcher(loader, device="cpu", **options)
+        if path == "loader":
+            loader.trainer = self
+        if how == "next":
+            self.loader.next()
+            self.epoch = self.loader._manual
+        else:
+            self.epoch = iter(self.loader)
+            next(self.epoch)
+
+    def call(self, found):
+        return torch.utils.data.default_collate(found) if isinstance(found, list) else found
+
+
+class EncodedFiles(Dataset):
+    def __init__(self):
+        self.data = pictures.encode_jpeg(pictures.draw(8, 8))
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return EncodedImage(self.data, index)
+
+
+@pytest.mark.parametrize("engine", ["ahead", "beside"])
+@pytest.mark.parametrize("path", ["collate_fn", "transforms", "on_error", "loader"])
+@pytest.mark.parametrize(("how", "workers"), [("next", 0), ("iter", 0), ("iter", 1)])
+def test_an_object_with_its_own_iterator_may_be_dropped(request, engine, path, how, workers):
+    request.getfixturevalue(engine)
+    trainer = Trainer(path, how, workers)
+    if engine == "ahead":
+        until(lambda: trainer.epoch._engine._held is not None)  # its thread waits for room
+    processes = getattr(trainer.epoch._engine._source._iterator, "_workers", [])
+    ended, threads = weakref.ref(trainer), trainer.epoch._engine._threads
+    trainer = None
+    gc.collect()
+    assert ended() is None
+    until(lambda: not any(thread.is_alive() for thread in threads))
+    until(lambda: not any(process.is_alive() for process in processes))
+    assert len(processes) == workers
+
+
 def test_ctrl_c_is_not_kept_for_a_later_batch(beside):
     def batches():
         yield 0

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import gc
 import pickle
 import queue
 import threading
@@ -417,6 +418,7 @@ def test_one_thread_decodes_until_there_is_a_second_decoder(files, monkeypatch):
     for turn.level in range(5):
         engine._start_lanes()
         assert len(engine._lanes) == len(engine._rooms) == (2 if turn.level == 4 else 1)
+    engine._ended = True  # its lanes are no streams
 
 
 def test_a_photo_that_does_not_fit_is_named_with_both_sizes(files, launches):
@@ -863,26 +865,54 @@ def test_lanes_wait_while_the_loop_launches_and_has_a_batch_to_spare(monkeypatch
         _stopping=False,
         _changed=threading.Condition(),
         _gate=threading.Event(),
-        _parts=queue.SimpleQueue(),
+        _given=queue.SimpleQueue(),
+        _parts=collections.deque(),
         _pipeline=SimpleNamespace(memory_budget=1),
         _slots=[_engine.Slot(0)],
         _run_part=lambda slot, part: ran.put(part),
     )
     engine._gate.set()
-    lane = threading.Thread(target=engine._lane_loop, args=(None, []))
+    lane = threading.Thread(target=_engine._lane_loop, args=(lambda: engine, None, []))
     lane.start()
     engine.spare()  # the next batch is not ready: no time to lose
-    engine._parts.put((None, "first"))
+    engine._parts.append((None, "first"))
+    engine._given.put(None)
     assert ran.get(timeout=10) == "first"
     engine._slots[0].done.set()
     engine.spare()
-    engine._parts.put((None, "second"))
+    engine._parts.append((None, "second"))
+    engine._given.put(None)
     with pytest.raises(queue.Empty):
         ran.get(timeout=0.2)
     with engine.waiting():
         assert ran.get(timeout=10) == "second"
     engine._stopping = True
-    engine._parts.put(None)
+    engine._given.put(None)
+    lane.join(10)
+    assert not lane.is_alive()
+
+
+def test_a_lane_that_waits_holds_no_epoch(monkeypatch):
+    monkeypatch.setattr(_engine, "using", lambda stream: contextlib.nullcontext())
+    engine = object.__new__(_engine.Engine)
+    gate, given = threading.Event(), queue.SimpleQueue()
+    vars(engine).update(
+        _gate=gate,
+        _given=given,
+        _parts=collections.deque([(None, engine)]),  # as what leads to it
+        _pipeline=SimpleNamespace(memory_budget=1),
+    )
+    lane = threading.Thread(target=_engine._lane_loop, args=(weakref.ref(engine), None, []))
+    lane.start()
+    given.put(None)
+    deadline = time.monotonic() + 10
+    while not given.empty() and time.monotonic() < deadline:  # it is at the gate
+        time.sleep(0.01)
+    dropped = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert dropped() is None
+    gate.set()
     lane.join(10)
     assert not lane.is_alive()
 

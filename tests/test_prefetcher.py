@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -17,7 +18,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from gpuprefetch import DataPrefetcher, Resize, _prefetcher
+from gpuprefetch import (
+    DataPrefetcher,
+    EncodedImageFolder,
+    RandomResizedCrop,
+    Resize,
+    _prefetcher,
+)
 from gpuprefetch._batch import leaves
 
 Pair = namedtuple("Pair", "image target")
@@ -481,6 +488,48 @@ def test_dropping_the_prefetcher_ends_the_epoch_of_its_next(device, workers):
     gc.collect()
     assert iterator() is None
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_shallow_copy_has_epochs_of_its_own(photo_folder):
+    dataset = EncodedImageFolder(photo_folder)
+    loader = loader_of(dataset, "cpu", batch_size=2, num_workers=1, persistent_workers=True)
+
+    def prefetcher():
+        return DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(8)], seed=3)
+
+    expected, one = list(prefetcher()), prefetcher()
+    iterator = iter(one)
+    batches = [next(iterator)]
+    copied = copy.copy(one)
+    list(copied)  # its next one
+    batches += iterator
+    for (images, _), (others, _) in zip(batches, expected, strict=True):
+        assert torch.equal(images, others)
+    iter(copied)
+    assert torch.equal(one.replay(0, epoch=0)[0], expected[0][0][:1])
+
+
+def test_an_iterator_is_not_copied(device):
+    iterator = iter(DataPrefetcher(loader_of(Numbers(8), device), device=device))
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(NotImplementedError, match=r"cannot be copied.*state_dict\(\)"):
+            copied(iterator)
+    assert len(list(iterator)) == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_threads_may_share_an_iterator(device, workers):
+    loader = loader_of(Numbers(200, "tensor"), device, batch_size=1, num_workers=workers)
+    iterator, seen = iter(DataPrefetcher(loader, device=device)), []
+    threads = [
+        threading.Thread(target=lambda: seen.extend(int(batch[0, 0, 0, 0]) for batch in iterator))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(seen) == [*range(200)]
 
 
 def test_a_spent_iterator_stays_spent(device):

@@ -688,6 +688,28 @@ def test_an_iterable_dataset_needs_as_many_workers():
     assert len(list(resumed)) == 4
 
 
+@pytest.mark.parametrize("how", ["dropped unused", "failed"])
+def test_a_resumed_epoch_of_persistent_workers_is_begun_a_second_time(how):
+    dataset = Failing(40)
+
+    def prefetcher():
+        options = {"num_workers": 1, "persistent_workers": True, "shuffle": True}
+        return DataPrefetcher(DataLoader(dataset, 4, **options), device="cpu")
+
+    interrupted, resumed = prefetcher(), prefetcher()
+    iterator = iter(interrupted)
+    next(iterator)
+    resumed.load_state_dict(interrupted.state_dict())
+    if how == "failed":
+        dataset.good = 0
+        with pytest.raises(OSError, match="sample"):
+            iter(resumed)
+        dataset.good = 40
+    else:
+        iter(resumed)
+    assert [*map(values, resumed)] == [*map(values, iterator)]
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_resumed_epoch_that_fails_at_once_can_be_tried_again(workers):
     dataset = Failing(40)
