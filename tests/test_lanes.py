@@ -118,7 +118,8 @@ def leased(monkeypatch):
         streams[role] -= 1
 
     def ahead(engine, *args, **options):
-        init(engine, *args, **options | {"fetch_ahead": True})
+        depth = random.choice([None, None, 1, 3])  # batches on their way
+        init(engine, *args, **options | {"fetch_ahead": True, "depth": depth})
         engine._on_cuda, engine._stream = True, lease(engine.device, "batch")
 
     def throttle(steps, device):
@@ -153,7 +154,6 @@ def loader_of(files, dice, trainer=None, *, plain=False):
         options = {
             "cpu_share": dice.choice([0.0, 0.5]),
             "memory_budget": dice.choice([None, None, "8KiB", "16KiB", "64KiB"]),
-            "device_prefetch_size": dice.choice([None, None, 1, 3]),
         }
     loader = DataLoader(Files(files, bad, dice.choice([0, 0, 0.003])), dice.choice([1, 2, 3, 5, 8]))
     tail = [trainer.transform] if trainer and dice.random() < 0.6 else []
