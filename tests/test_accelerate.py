@@ -172,7 +172,8 @@ def test_timm_datasets_and_loaders(folder):
     assert moved.dataset[7][0].index == 7 and moved.dataset[7][0].path.endswith(".jpg")
     same_batches(old, moved)
     assert parity(old, 4, device="cpu").mean < 1
-    mixed = loader(is_training=True, interpolation="random", num_workers=0)
+    here = {"num_workers": 0, "persistent_workers": False}  # timm < 1.0.29 needs both
+    mixed = loader(is_training=True, interpolation="random", **here)
     with pytest.raises(UnsupportedTransformError, match="one launch has one filter"):
         accelerate(mixed, **CPU)
     kept = accelerate(mixed, keep_unknown=True, **CPU)

@@ -235,7 +235,7 @@ def fit(epochs, resumed=None, callbacks=(), **options):
     module, quiet = Module(), {"logger": False, "enable_progress_bar": False}
     L.Trainer(accelerator="cpu", max_epochs=epochs, enable_model_summary=False, callbacks=callbacks,
               enable_checkpointing=bool(callbacks), **quiet, **options).fit(
-        module, Data(), ckpt_path=resumed, weights_only=False)
+        module, Data(), ckpt_path=resumed)
     return module.saw
 
 whole = fit(3)
