@@ -455,6 +455,8 @@ class DataPrefetcher:
         Behind an error :meth:`next` begins it.
         """
         epoch = operator.index(epoch)  # an int, which torch.load takes back, also of numpy's
+        if self._use[0] == "dropped":
+            self._resume = self._resumed  # as in __iter__: what it left is still to be resumed
         self._epoch, self._use = epoch, ["used"]
         if self._manual is not None and not self._manual.close.alive:
             self._manual = None

@@ -307,6 +307,18 @@ def test_a_state_before_the_first_batch_is_not_lost_with_an_unused_iterator():
     assert [values(batch) for batch in second] == [values(batch) for batch in iterator]
 
 
+@pytest.mark.parametrize(("epoch", "left"), [(0, 4), (1, 10)])
+def test_set_epoch_behind_an_unused_iterator_leaves_what_was_to_be_resumed(epoch, left):
+    prefetcher = DataPrefetcher(numbers(), device="cpu")
+    for _ in islice(prefetcher, 6):
+        state = prefetcher.state_dict()
+    prefetcher.load_state_dict(state)
+    for _ in range(2):
+        iter(prefetcher)  # dropped at once
+        prefetcher.set_epoch(epoch)
+    assert [len(list(prefetcher)) for _ in range(2)] == [left, 10]
+
+
 def test_a_state_before_the_first_epoch_and_a_wrong_one():
     prefetcher = DataPrefetcher(numbers(), device="cpu")
     state = prefetcher.state_dict()
