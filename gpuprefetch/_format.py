@@ -1,6 +1,7 @@
 """Know an encoded image without decoding it, and decode it on the CPU to the pixels PIL gives."""
 
 import contextlib
+import io
 import re
 import struct
 import zlib
@@ -78,8 +79,7 @@ def decode_cpu(
     The pixels are PIL's, bit for bit: transparency is dropped, not blended; of an animation the
     first frame is decoded; 16-bit colors keep their high byte and 16-bit gray is clipped to 255.
     PIL raises on some damage that is not noticed here: to what is left out of a PNG or a WebP
-    (broken metadata, later frames), and to the pixels of a GIF (one in six files with one to three
-    bytes changed).
+    (broken metadata, later frames).
 
     Args:
         data: A whole encoded file; a tensor is ``(n_bytes,)`` uint8 on the CPU. It is only read.
@@ -97,8 +97,7 @@ def decode_cpu(
     data = data.numpy().tobytes() if isinstance(data, torch.Tensor) else bytes(data)
     header = header or read_header(data)
     try:
-        encoded = blank(_BARE[header.format](data), header.exif)
-        image = _decode(header.format, encoded)
+        image = _decode(data, header)
     except (IndexError, RuntimeError) as error:
         # TorchCodec's messages begin with the C++ function, file and line.
         reason = re.sub(r"^.*\.cpp:\d+, ", "", str(error).partition("\n")[0])
@@ -121,6 +120,7 @@ def load_decoders() -> None:
     import numpy.ma  # noqa: F401  # numpy does so at the first unique()
 
     with contextlib.suppress(Exception):  # for a loader without images; others will be told
+        from PIL import GifImagePlugin  # noqa: F401
         from torchcodec import decoders  # noqa: F401  # as _decode() does, in the same order
 
 
@@ -163,11 +163,14 @@ def _detect_format(data: bytes) -> str:
     raise ValueError(f"not a JPEG, PNG, WebP or GIF file: {begins}")
 
 
-def _decode(image_format: str, encoded: bytearray) -> torch.Tensor:
-    """Return the first frame, ``(3, H, W)`` uint8, of a file without metadata."""
+def _decode(data: bytes, header: ImageHeader) -> torch.Tensor:
+    """Return the first frame, ``(3, H, W)`` uint8, as it is stored."""
+    if header.format == "gif":
+        return _decode_gif(data)
     from torchcodec import decoders
 
-    decode = getattr(decoders, f"decode_{image_format}")
+    encoded = blank(_BARE[header.format](data), header.exif)
+    decode = getattr(decoders, f"decode_{header.format}")
     image: torch.Tensor = decode(torch.frombuffer(encoded, dtype=torch.uint8), output_dtype="auto")
     if image.dtype == torch.uint16:
         # A PNG. TorchCodec's own conversion would round; PIL clips gray (color type 0) and takes
@@ -499,57 +502,34 @@ def _bare_webp(data: bytes) -> bytes:
 
 # GIF
 
-_GRAYS = bytes(level for level in range(256) for _ in range(3))
 
-
-def _gif_palette(data: bytes, pos: int, flags: int) -> bytes:
-    return data[pos : pos + (6 << (flags & 7))] if flags & 0x80 else b""
-
-
-def _skip_gif_blocks(data: bytes, pos: int) -> int:
-    while length := data[pos]:
-        pos += length + 1
-    return pos + 1
-
-
-def _gif_first_frame(data: bytes) -> tuple[int, int, bytes, int]:
-    """Return height, width, a GIF of the first frame up to its pixels, and where those begin.
-
-    PIL drops the transparency, and fills what the frame leaves uncovered with its transparent color
-    or else color 0: that one becomes the background color, and the frame's palette the only one,
-    filled up to 256 colors because giflib reads beyond a smaller one.
-    """
+def _read_gif(data: bytes) -> ImageHeader:
+    """For PIL the picture is the screen, and what of the first frame lies beyond it."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
-    palette = _gif_palette(data, 13, flags)
-    pos, background = 13 + len(palette), 0
+    pos = 13 + (6 << (flags & 7) if flags & 0x80 else 0)  # behind the palette
     while (introducer := data[pos]) != ord(","):
         if introducer == ord(";"):
             raise ValueError("broken GIF: it holds no image")
+        pos += 1
         if introducer == ord("!"):
-            if data[pos + 1] == 0xF9 and data[pos + 3] & 1:  # graphic control with transparency
-                background = data[pos + 6]
-            pos = _skip_gif_blocks(data, pos + 2)
-        else:
             pos += 1
-    left, top, frame_width, frame_height, flags = struct.unpack_from("<HHHHB", data, pos + 1)
-    height, width = max(height, top + frame_height), max(width, left + frame_width)
-    local_palette = _gif_palette(data, pos + 10, flags)
-    # A ramp of grays is no palette for PIL.
-    colors = next((p for p in (local_palette, palette) if not _GRAYS.startswith(p)), _GRAYS)
-    screen = struct.pack("<HHBBB", width, height, 0xF7, background, 0)
-    head = b"GIF89a" + screen + colors.ljust(768, b"\0") + data[pos : pos + 9]
-    return height, width, head + bytes([flags & 0x40]), pos + 10 + len(local_palette)
+            while length := data[pos]:
+                pos += length + 1
+            pos += 1
+    left, top, frame_width, frame_height = struct.unpack_from("<HHHH", data, pos + 1)
+    return ImageHeader("gif", max(height, top + frame_height), max(width, left + frame_width))
 
 
-def _read_gif(data: bytes) -> ImageHeader:
-    height, width, _, _ = _gif_first_frame(data)
-    return ImageHeader("gif", height, width)
+def _decode_gif(data: bytes) -> torch.Tensor:
+    """PIL itself: what it makes of palettes, transparency and the background is its own."""
+    from PIL.GifImagePlugin import GifImageFile
 
-
-def _bare_gif(data: bytes) -> bytes:
-    """Return a GIF of the first frame alone."""
-    _, _, head, pixels = _gif_first_frame(data)
-    return head + data[pixels : _skip_gif_blocks(data, pixels + 1)] + b";"
+    try:
+        with GifImageFile(io.BytesIO(data)) as picture:
+            pixels = np.array(picture.convert("RGB"))
+    except Exception as error:  # which kinds PIL raises of damaged files is not documented
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 _READERS: dict[str, Callable[[bytes], ImageHeader]] = {
@@ -563,5 +543,4 @@ _BARE: dict[str, Callable[[bytes], bytes]] = {
     "jpeg": bytes,
     "png": _bare_png,
     "webp": _bare_webp,
-    "gif": _bare_gif,
 }
