@@ -3,6 +3,9 @@
 torchvision v2 draws once per call, so a batch would share one draw. Here every image has its own,
 and images that drew the same share one call. A batch of one image draws what torchvision would from
 the same seed: that is how parity() compares the two.
+
+They take ``(N, C, H, W)``, uint8 or in [0, 1], leave it untouched, and give the same shape and
+dtype where they do not say otherwise.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class _PerImage(torch.nn.Module):
 
 
 class Loop(_PerImage):
-    """One call per image."""
+    """One call per image; shape, dtype and range are what torchvision makes of them."""
 
     def __init__(self, op: Any) -> None:
         super().__init__(copy.copy(op))
@@ -41,7 +44,6 @@ class Loop(_PerImage):
             ).to(like.device, non_blocking=True)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """``(N, C, H, W)`` to ``(N, C, h, w)``, dtype and range as torchvision has them."""
         return torch.stack([self.op(image) for image in images.unbind()])
 
 
@@ -49,7 +51,6 @@ class Switch(_PerImage):
     """One call for the images whose draw says so."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """``(N, C, H, W)`` of the same shape and dtype; ``images`` is left untouched."""
         return _on_rows(images, _drawn(len(images), self.op.p), self._do)
 
     def _do(self, images: torch.Tensor) -> torch.Tensor:
@@ -60,7 +61,6 @@ class Policy(_PerImage):
     """RandAugment and its kin: one call for the images that drew the same operation."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """``(N, C, H, W)`` of the same shape and dtype; ``images`` is left untouched."""
         return run_chains(images, [self._draw(image) for image in images.unbind()], self._do)
 
     def _draw(self, image: torch.Tensor) -> Chain:
@@ -92,7 +92,6 @@ class Apply(torch.nn.Module):
         self.transforms, self.p = torch.nn.Sequential(*transforms), p
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """``(N, C, H, W)`` of the same shape and dtype; ``images`` is left untouched."""
         return _on_rows(images, _drawn(len(images), self.p), self.transforms)
 
 
@@ -105,7 +104,6 @@ class Choice(torch.nn.Module):
         self.p = list(p)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """``(N, C, H, W)`` of the same shape and dtype; ``images`` is left untouched."""
         drawn = torch.multinomial(torch.tensor(self.p), len(images), replacement=True)
         chains = [[(choice, None)] for choice in drawn.tolist()]
         return run_chains(images, chains, lambda choice, _, some: self.choices[choice](some))
@@ -115,7 +113,6 @@ class ColorJitter(_PerImage):
     """ColorJitter in sixteen calls a batch: factors and order are each image's own."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """``(N, C, H, W)``, C = 1 or 3, uint8 or [0, 1]; the same, ``images`` untouched."""
         orders, factors = self.draw(len(images))
         chains = [
             [(kind, some[i]) for kind in order if (some := factors[kind]) is not None]
@@ -183,7 +180,6 @@ class GaussianBlur(_PerImage):
     """GaussianBlur in two convolutions a batch: every image has its own kernel."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """``(N, C, H, W)`` of the same shape and dtype; ``images`` is left untouched."""
         from kornia.filters import gaussian_blur2d
 
         sigma = torch.empty(len(images), 1).uniform_(*self.op.sigma).expand(-1, 2)
@@ -221,18 +217,16 @@ class Cast:
 
     def __call__(self, images: Any) -> Any:
         """The images, of one output or several, with values as they are."""
-        if isinstance(images, torch.Tensor):
-            return self._cast(images)
 
         def cast(leaf: Any) -> Any:
-            floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-            return self._cast(leaf) if floating else leaf
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if leaf is not images and not leaf.is_floating_point():
+                return leaf
+            memory_format = self.memory_format if leaf.dim() == 4 else None
+            return leaf.to(dtype=self.dtype, memory_format=memory_format)
 
         return map_leaves(cast, images)
-
-    def _cast(self, images: torch.Tensor) -> torch.Tensor:
-        memory_format = self.memory_format if images.dim() == 4 else None
-        return images.to(dtype=self.dtype, memory_format=memory_format)
 
 
 _WRAPPERS: dict[str, type[_PerImage]] = {
