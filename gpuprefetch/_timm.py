@@ -52,7 +52,7 @@ def from_timm(op: Any) -> Any:
         return v2.RandomErasing(op.probability, (op.min_area, op.max_area), (low, high), value)
     if name in ("RandAugment", "AutoAugment"):
         augment = TimmAugment(op)
-        return augment if augment.kinds <= _ops().keys() | {"affine"} else op
+        return op if augment.unknown else augment
     return op
 
 
@@ -63,8 +63,8 @@ def why_not(op: Any) -> str:
             "timm's moves with one box alone, black or noise (re_count=1, re_mode const or pixel)"
         )
     if is_timm(op, "RandAugment") or is_timm(op, "AutoAugment"):
-        unknown = TimmAugment(op).kinds - _ops().keys() - {"affine"}
-        return f"it draws {', '.join(sorted(unknown))}, of which there is no form for a batch"
+        unknown = ", ".join(sorted(TimmAugment(op).unknown))
+        return f"it draws {unknown}, of which there is no form for a batch"
     return "it is not one of torchvision's own, nor among those of timm's that are known"
 
 
@@ -83,6 +83,7 @@ class TimmAugment(torch.nn.Module):
         weights = getattr(op, "choice_weights", None)
         self.weights = None if weights is None else torch.as_tensor(weights)
         self.kinds = {_kind(each) for policy in self.policies for each in policy}
+        self.unknown = self.kinds - _ops().keys() - {"affine"}
 
     def extra_repr(self) -> str:
         return f"{self.policies}, layers={self.layers}"
