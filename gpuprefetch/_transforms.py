@@ -105,8 +105,9 @@ def _pair(size: int | Sequence[int], name: str) -> Size:
     return int(pair[0]), int(pair[1])
 
 
-def _filled(sampling: Sampling, size: Size) -> Floats:
-    return np.broadcast_to(np.asarray(size, np.float64), sampling.length.shape).copy()
+def _drawn(keys: Keys, count: int, *, same_on_batch: bool) -> Floats:
+    """``(N, count)`` in [0, 1): of each key, or of the first one for all."""
+    return uniform(np.broadcast_to(keys[:1], keys.shape) if same_on_batch else keys, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class _ResizedCrop:
 
     def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
         """Inception-style crop (Szegedy et al., 2015): ten tries, then the largest that fits."""
-        draws = uniform(_shared(keys) if self.same_on_batch else keys, 22)
+        draws = _drawn(keys, 22, same_on_batch=self.same_on_batch)
         height, width = sampling.length[:, :1], sampling.length[:, 1:]
         area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * draws[:, :10])
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
@@ -139,11 +140,8 @@ class _ResizedCrop:
         if self.centered_fallback:
             start = np.where(found[:, None], start, np.floor((sampling.length - box) / 2))
         cropped = sampling.crop(start, box).clip()
-        return cropped.resize(_filled(sampling, self.size), align_corners=self.align_corners)
-
-
-def _shared(keys: Keys) -> Keys:
-    return np.broadcast_to(keys[:1], keys.shape)
+        size = np.full_like(sampling.length, self.size)
+        return cropped.resize(size, align_corners=self.align_corners)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +153,7 @@ class _Resize:
 
     def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
         if isinstance(self.size, tuple):
-            size = _filled(sampling, self.size)
+            size = np.full_like(sampling.length, self.size)
         else:
             short = sampling.length.min(axis=1, keepdims=True)
             # Truncated, not rounded, as torchvision and kornia do.
@@ -170,7 +168,7 @@ class _CenterCrop:
     pad: bool  # torchvision pads a smaller image, kornia refuses it
 
     def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        size = _filled(sampling, self.size)
+        size = np.full_like(sampling.length, self.size)
         room = sampling.length - size
         if not self.pad:
             _refuse_small(sampling, room, self.size, "CenterCrop")
@@ -188,13 +186,14 @@ class _RandomCrop:
     pad_if_needed: bool = False
 
     def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        size, before = _filled(sampling, self.size), _filled(sampling, self.before)
-        room = sampling.length + before + _filled(sampling, self.after) - size
+        size = np.full_like(sampling.length, self.size)
+        before: Any = self.before
+        room = sampling.length + before + self.after - size
         if self.pad_if_needed:
-            before += np.maximum(-room, 0)  # on both sides, as torchvision does
+            before = before + np.maximum(-room, 0)  # on both sides, as torchvision does
             room = np.abs(room)
         _refuse_small(sampling, room, self.size, "RandomCrop")
-        draws = uniform(_shared(keys) if self.same_on_batch else keys, 2)
+        draws = _drawn(keys, 2, same_on_batch=self.same_on_batch)
         return sampling.crop(np.floor(draws * (room + 1)) - before, size)
 
     @property
@@ -221,9 +220,9 @@ class _Flip:
     same_on_batch: bool
 
     def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        each = uniform(_shared(keys) if self.same_on_batch else keys, 1)[:, 0] < self.p
-        whole = uniform(fold(_shared(keys), 1), 1)[:, 0] < self.p_batch
-        return sampling.flip((each & whole)[:, None] & (np.arange(2) == self.axis))
+        each = _drawn(keys, 1, same_on_batch=self.same_on_batch) < self.p
+        whole = _drawn(fold(keys, 1), 1, same_on_batch=True) < self.p_batch
+        return sampling.flip(each & whole & (np.arange(2) == self.axis))
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +365,9 @@ class CenterCrop(_FusedTransform):
 
 
 def _kornia_op(transform: Any) -> HeadOp | None:
-    """The fused form of a kornia module; None where it has none."""
+    """The fused form of a kornia module; None where it has none, and for anything else."""
+    if not type(transform).__module__.startswith("kornia."):
+        return None
     import kornia.augmentation as K
 
     kind, flags = type(transform), getattr(transform, "flags", {})
@@ -396,9 +397,8 @@ def _kornia_op(transform: Any) -> HeadOp | None:
         )
     short = isinstance(size, int)
     if kind is K.Resize and not flags["antialias"] and (not short or flags["side"] == "short"):
-        return _Resize(
-            size if short else _pair(size, "Resize"), antialias=False, align_corners=align
-        )
+        size = size if short else _pair(size, "Resize")
+        return _Resize(size, antialias=False, align_corners=align)
     return None
 
 
@@ -407,7 +407,6 @@ _RESIZES = (_ResizedCrop, _Resize)
 
 def _extended(head: Head, transform: Any) -> Head | None:
     """The head with one more transform; None where they do not compose into one resampling."""
-    kornia = type(transform).__module__.startswith("kornia.")
     names = (*head.names, type(transform).__name__)
     if names[-1] == "Normalize" and type(transform).__module__.startswith("kornia.augmentation."):
         if head.mean is not None or float(transform.p) != 1.0:
@@ -419,8 +418,8 @@ def _extended(head: Head, transform: Any) -> Head | None:
         if 0.0 in std:
             raise ValueError(f"Normalize divides by std, which must not be 0, got {std}.")
         return replace(head, mean=mean, std=std, names=names)
-    op: Any = transform.op if isinstance(transform, _FusedTransform) else None
-    op = _kornia_op(transform) if kornia else op
+    fused = isinstance(transform, _FusedTransform)
+    op: Any = transform.op if fused else _kornia_op(transform)
     if op is None or (head.mean is not None and not isinstance(op, _Flip)):
         return None  # padding and blending come before the normalization they would change
     longer = replace(head, ops=(*head.ops, op), names=names)
@@ -482,11 +481,8 @@ def _flat(transforms: Iterable[Any]) -> Iterator[Any]:
 def _mixing(transform: Any) -> Iterator[str]:
     """The names of kornia's ops, within ``transform``, that make one image of several."""
     for op in transform.modules() if isinstance(transform, torch.nn.Module) else ():
-        name = type(op).__name__
-        if (
-            type(op).__module__.startswith("kornia.augmentation._2d.mix.")
-            and name != "RandomJigsaw"
-        ):
+        name, module = type(op).__name__, type(op).__module__
+        if module.startswith("kornia.augmentation._2d.mix.") and name != "RandomJigsaw":
             yield name
 
 
