@@ -11,7 +11,7 @@ import contextlib
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from typing import Any
@@ -23,7 +23,7 @@ from gpuprefetch._budget import Cost
 from gpuprefetch._decode import BACKENDS, NO_TURN, ImageDecoder, Turn
 from gpuprefetch._encoded import Call, EncodedImage
 from gpuprefetch._pipeline import ImageJob, Part, Pipeline, Work
-from gpuprefetch._prefetcher import DataPrefetcher
+from gpuprefetch._prefetcher import DataPrefetcher, _resolve_device
 from gpuprefetch._stream import handoff, lease_stream, return_stream, using
 from gpuprefetch._transforms import Resize
 
@@ -147,7 +147,9 @@ def selfcheck(
             f"rounds must be at least {UNSAFE_ROUNDS} to prove anything, got {rounds}."
         )
     checks = []
-    with torch.cuda.device(chosen), torch.no_grad(), _quiet():
+    with torch.cuda.device(chosen), torch.no_grad(), warnings.catch_warnings():
+        # That torchvision's decoder is deprecated, or memory not pinned, is no news here.
+        warnings.simplefilter("ignore")
         files = _draw_jpegs()
         for name in BACKENDS:
             try:
@@ -169,25 +171,10 @@ def _cuda_device(device: torch.device | str | int | None) -> torch.device:
             "selfcheck needs a CUDA device, and torch sees none here. Run it on the machine that "
             "trains; on the CPU there are no streams to check."
         )
-    if device is None:
-        device = torch.cuda.current_device()
-    chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = torch.device("cuda", torch.cuda.current_device())
-    if chosen.type != "cuda" or chosen.index >= torch.cuda.device_count():
-        raise ValueError(
-            f"device must be one of torch's {torch.cuda.device_count()} CUDA devices, got "
-            f"{str(chosen)!r}."
-        )
+    chosen = _resolve_device(device)
+    if chosen.type != "cuda":
+        raise ValueError(f"selfcheck needs a CUDA device, got {str(chosen)!r}.")
     return chosen
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # That torchvision's decoder is deprecated, or memory not pinned, is no news here.
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _versions() -> dict[str, str]:
