@@ -102,22 +102,16 @@ class DoctorReport:
 
     @property
     def bound(self) -> str:
-        """What the loop is bound by as it came.
-
-        "reading", "CPU decode", "transfer", "GPU decode" or "model".
-        """
+        """Of the loop as it came: "reading", "CPU decode", "transfer", "GPU decode" or "model"."""
         return self.found.bound
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         return asdict(self)
 
-    @property
-    def _loading(self) -> str:
-        return "its workers are" if self.workers else "the loop itself, for want of workers, is"
-
     def __str__(self) -> str:
         found, rate = self.found, self.found.images_per_second
+        loading = "its workers are" if self.workers else "the loop itself, for want of workers, is"
         lines = [
             f"gpuprefetch doctor: {self.where}",
             f"verdict: {_VERDICTS[found.bound]}",
@@ -126,7 +120,7 @@ class DoctorReport:
             f"  the loader   {found.loader_images_per_second:9,.0f} images/s, with no step",
             f"  a step takes {found.step_ms:,.1f} ms, {found.wait_ms:,.1f} of them waiting for the "
             f"loader; a copy to the device {found.copy_ms:,.1f} ms",
-            f"  {self._loading} {found.busy_share:.0%} busy, {found.reading_share:.0%} of that "
+            f"  {loading} {found.busy_share:.0%} busy, {found.reading_share:.0%} of that "
             "waiting for files",
         ]
         lines += [f"change {change}" for change in self.changes]

@@ -62,17 +62,15 @@ def _explain(
 
 
 def _name(transform: Any) -> str:
-    fused = isinstance(transform, _FusedTransform)
-    named = (
-        transform if fused else getattr(transform, "op", transform)
-    )  # a torchvision op's wrapper
-    return getattr(named, "__name__", type(named).__name__)
+    if not isinstance(transform, _FusedTransform):
+        transform = getattr(transform, "op", transform)  # of a torchvision op's wrapper
+    return getattr(transform, "__name__", type(transform).__name__)
 
 
 def _form(images: Any) -> str:
     if not isinstance(images, torch.Tensor):
         return "images of different sizes" if images is None else type(images).__name__
-    last = images.is_contiguous(memory_format=torch.channels_last) if images.dim() == 4 else False
+    last = images.dim() == 4 and images.is_contiguous(memory_format=torch.channels_last)
     layout = "contiguous" if images.is_contiguous() else "channels_last" if last else "strided"
     shape = ", ".join(("N", *map(str, images.shape[1:])))
     return f"{str(images.dtype).removeprefix('torch.')} ({shape}) {layout}"
