@@ -446,7 +446,8 @@ class DataPrefetcher:
                     f"only the batches of epochs {list(self._notes)} are known. Load a "
                     "state_dict() of that epoch and take a batch, or keep what you need."
                 )
-            notes = Notes(self._pipeline.packer.seed, (0, [[index]]), place={"batches": 1})
+            notes = Notes(self._pipeline.packer.seed, place={"batches": 1})
+            notes.add([index])
         return replay(self._loader, self._pipeline, notes, index, epoch, fixed=fixed)
 
     def set_epoch(self, epoch: int) -> None:

@@ -22,7 +22,7 @@ from gpuprefetch._stream import own_modes
 
 # Epochs whose batches are noted: 8 bytes a sample and OVERHEAD a batch, 10 MB of an epoch of
 # ImageNet. Of one that does not end the latest batches, of at least half of MOST bytes.
-KEPT, MOST, OVERHEAD = 2, 128 << 20, 88
+KEPT, MOST, OVERHEAD = 2, 128 << 20, 128
 
 
 @dataclass(slots=True)
@@ -31,54 +31,43 @@ class Notes:
 
     Attributes:
         seed: of its random parameters.
-        kept: the number of a batch, and that and all later ones that the sampler gave, which are
-            ahead of the loop. One pair, for another thread may read it.
+        kept: the number of a batch, that and all later ones that the sampler gave, which are ahead
+            of the loop, and in front of each of them and behind the last a checksum of the samples
+            so far, None where not all are integers. One tuple, for another thread may read it.
         shares: of the JPEGs that the workers decoded, by the number of the batch.
         place: of its :class:`Source`.
     """
 
     seed: int
-    kept: tuple[int, list[Sequence[Any]]] = field(default_factory=lambda: (0, []))
+    kept: tuple[int, list[Sequence[Any]], list[Any]] = field(default_factory=lambda: (0, [], [0]))
     shares: dict[int, float] = field(default_factory=dict)
     place: dict[str, Any] = field(default_factory=lambda: {"batches": 0})
-    _checksum: tuple[int, int] = (0, 0)
     _bytes: int = 0
 
     def add(self, batch: Any) -> None:
         """Note the sampler's next batch, or sample, whatever that is."""
-        first, batches = self.kept
-        batches.append(noted := _listed(batch))
+        first, batches, sums = self.kept
+        noted: Any = _listed(batch)
+        batches.append(noted)
+        known = isinstance(noted, array) and sums[-1] is not None
+        sums.append(zlib.crc32(noted, sums[-1]) if known else None)
         self._bytes += 8 * len(noted) + OVERHEAD
         old = min(len(batches) // 2, self.place["batches"] - first)
         if self._bytes > MOST and old > 0:
-            self._sum_to(first + old)  # for which they are needed no more
             self._bytes -= sum(8 * len(one) + OVERHEAD for one in batches[:old])
-            self.kept = first + old, batches[old:]
+            self.kept = first + old, batches[old:], sums[old:]
             for number in [number for number in self.shares if number < first + old]:
                 del self.shares[number]
 
     def drawn(self) -> tuple[int, int | None]:
         """The process's rank and a checksum of the samples that the loop has had.
 
-        The checksum is None where they are not all known, or not all integers. It takes 2 us for
-        each batch of 256 that is new since the last call.
+        The checksum is None where they are not all known, or not all integers.
         """
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        return rank, self._sum_to(self.place["batches"])
-
-    def _sum_to(self, count: int) -> int | None:
-        """The checksum of the first ``count`` batches, at least as many as the last time."""
-        (done, value), (first, batches) = self._checksum, self.kept
-        if done < first or count < done:
-            return None
-        new = batches[done - first : count - first]
-        integers = [batch for batch in new if isinstance(batch, array)]
-        if done + len(integers) < count:
-            return None
-        for batch in integers:
-            value = zlib.crc32(batch, value)
-        self._checksum = count, value
-        return value
+        first, _, sums = self.kept
+        had = self.place["batches"] - first
+        return rank, sums[had] if 0 <= had < len(sums) else None
 
     def refuse_another_order(self) -> None:
         """Compare what a resumed epoch has left out with what was drawn before."""
@@ -87,7 +76,7 @@ class Notes:
         rank, before = self.place["drawn"]
         here, now = self.drawn()
         # Lightning has the state of rank 0 loaded by all.
-        first, batches = self.kept
+        first, batches, _ = self.kept
         given = first + len(batches)
         if rank == here and (now != before or given < self.place["batches"]):
             raise ValueError(
@@ -178,7 +167,7 @@ def replay(
 
     ``fixed`` says that the workers' share of the decoding stays as it is.
     """
-    first, batches = notes.kept
+    first, batches, _ = notes.kept
     had = enumerate(batches[: max(notes.place["batches"] - first, 0)], first)
     number, indices = next((item for item in had if index in item[1]), (None, ()))
     if number is None:
@@ -198,8 +187,7 @@ def replay(
         share=torch.tensor([share], dtype=torch.float64),
     )
     on_error = pipeline.on_error if isinstance(pipeline.on_error, str) else "skip"
-    pipeline = replace(pipeline, packer=packer, on_error=on_error, bad_images={})
-    pipeline.max_bad = None
+    pipeline = replace(pipeline, packer=packer, on_error=on_error, bad_images={}, max_bad=None)
     fetch = getattr(loader.dataset, "__getitems__", None)  # which torch's fetcher prefers
     samples = fetch(list(indices)) if fetch else [loader.dataset[i] for i in indices]
     batch = HostStage(loader.collate_fn, packer)(samples)
