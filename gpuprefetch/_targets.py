@@ -23,6 +23,9 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 
 from gpuprefetch._batch import children_of, leaves, map_leaves, moves_itself, objects, select
 from gpuprefetch._encoded import EncodedImage, EncodedImages
+from gpuprefetch._per_image import Loop, Policy, Switch
+from gpuprefetch._timm import TimmAugment
+from gpuprefetch._transforms import _FusedTransform, apply_head
 
 # Note [Coordinates]
 # Pixel k reaches from k to k + 1, for boxes and points alike, as in COCO and torchvision's models.
@@ -68,8 +71,10 @@ def _is_image(leaf: Any) -> bool:
 def followers(batch: Any) -> list[Any]:
     """The boxes, masks and points in a batch or a part of it."""
     tv = sys.modules.get("torchvision.tv_tensors")  # nobody has any before it is imported
-    kinds = (tv.BoundingBoxes, tv.KeyPoints, tv.Mask) if tv else ()
-    return [leaf for leaf in objects(batch, _is_image) if isinstance(leaf, kinds)] if kinds else []
+    if tv is None:
+        return []
+    kinds = (tv.BoundingBoxes, tv.KeyPoints, tv.Mask)
+    return [leaf for leaf in objects(batch, _is_image) if isinstance(leaf, kinds)]
 
 
 def wrap_like(values: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
@@ -303,8 +308,6 @@ _MOVERS = tuple(
 
 def _movers(transform: Any) -> Iterator[str]:
     """The names of what moves pixels: a transform, or those that it is made of."""
-    from gpuprefetch._timm import TimmAugment
-
     for kind in type(transform).__mro__:
         if kind.__module__ == "torchvision.transforms.transforms":
             from torchvision.transforms import v2
@@ -448,9 +451,6 @@ def _runner(transform: Any, names: Sequence[Any]) -> Callable[[Any, Samples], An
 
     ``names`` are those of the parts of a target, where samples are dicts.
     """
-    from gpuprefetch._per_image import Loop, Policy, Switch
-    from gpuprefetch._transforms import _FusedTransform
-
     transform = transform.op if isinstance(transform, (Loop, Policy, Switch)) else transform
     v2 = sys.modules.get("torchvision.transforms.v2")
     if v2 is not None and isinstance(transform, v2.Transform):
@@ -471,8 +471,6 @@ def _runner(transform: Any, names: Sequence[Any]) -> Callable[[Any, Samples], An
 
 
 def _run_fused(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
-    from gpuprefetch._transforms import apply_head
-
     head, keys = transform.draw(len(images))
     rows = head.draw([images.shape[-2:]] * len(images), keys)
     images = apply_head(head, images, keys)
