@@ -29,7 +29,6 @@ from gpuprefetch._transforms import (
 )
 
 _V1 = ("torchvision.transforms.transforms", "torchvision.transforms.autoaugment")
-_V2 = "torchvision.transforms.v2"
 CONVERSIONS = frozenset(
     "ToTensor PILToTensor ToImage ToPureTensor ToDtype ConvertImageDtype".split()
 )
@@ -172,8 +171,8 @@ def flatten(pipeline: Any) -> Iterator[Any]:
 def name_of(op: Any) -> str | None:
     """Name of an op that we know; None for a subclass and whatever else there is."""
     module = type(op).__module__
-    known = module in _V1 or module.startswith(f"{_V2}.") or type(op) is TimmAugment
-    return type(op).__name__ if known else None
+    known = module in _V1 or module.startswith("torchvision.transforms.v2.")
+    return type(op).__name__ if known or type(op) is TimmAugment else None
 
 
 def is_on_device(op: Any) -> bool:
@@ -203,13 +202,11 @@ def fixes_size(op: Any) -> bool:
 
 
 def _filter_of(op: Any) -> str:
+    from PIL.Image import Resampling
     from torchvision.transforms import InterpolationMode
 
     mode = getattr(op, "interpolation", "bilinear")
-    if isinstance(mode, int):
-        # PIL's numbers
-        return {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}.get(mode, str(mode))
-    return str(InterpolationMode(mode).value)
+    return Resampling(mode).name.lower() if isinstance(mode, int) else InterpolationMode(mode).value
 
 
 class RandomCrop(_FusedTransform):
