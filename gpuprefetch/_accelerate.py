@@ -32,6 +32,7 @@ from gpuprefetch._encoded import EncodedImage, EncodedImageFolder
 from gpuprefetch._per_image import Cast
 from gpuprefetch._prefetcher import DataPrefetcher
 from gpuprefetch._random import SeededDraws
+from gpuprefetch._resume import changed
 from gpuprefetch._timm import EncodedReader, is_timm
 from gpuprefetch._transforms import read_transforms
 
@@ -276,11 +277,7 @@ def _with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
             "which goes on giving that one's samples. Use a DataLoader, with "
             "persistent_workers=True for workers that live on."
         )
-    clone = copy.copy(loader)
-    # DataLoader refuses to be given another dataset, for its sampler's sake: ours is as long.
-    clone.__dict__["dataset"] = dataset
-    clone._iterator = None
-    return clone
+    return changed(loader, dataset=dataset)  # as long as its own, for the sampler's sake
 
 
 def _alike(a: Any, b: Any) -> bool:

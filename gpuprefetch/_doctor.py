@@ -24,6 +24,7 @@ from gpuprefetch._batch import tensors, to_device
 from gpuprefetch._convert import UnsupportedTransformError
 from gpuprefetch._pipeline import count_images
 from gpuprefetch._prefetcher import DataPrefetcher, _resolve_device
+from gpuprefetch._resume import changed, sampler_of
 from gpuprefetch._stats import Stats
 from gpuprefetch._stream import throttle
 
@@ -381,10 +382,9 @@ def _with(
     ``times`` is ``(workers, 2)`` float64 in shared memory; it gets the seconds that each worker was
     in the dataset and in collate, and of them those it computed or waited for a core.
     """
-    clone = copy.copy(loader)
     if isinstance(loader, DataPrefetcher):
+        clone = copy.copy(loader)
         clone._loader = _with(loader._loader, times, **values)
-        clone._persistent = clone._manual = None
         clone._resume = False
         share, before = loader._pipeline.packer.share.clone().share_memory_(), loader._balancer
         if cpu_share is not None:
@@ -395,18 +395,16 @@ def _with(
         clone._pipeline = replace(loader._pipeline, packer=packer, bad_images={}, stats=Stats())
         clone.stats = clone._pipeline.stats
         return clone
-    clone._iterator = None
-    # DataLoader forbids some of these changes, not the values.
-    vars(clone).update(values, persistent_workers=False)
-    if clone.num_workers and clone.prefetch_factor is None:
-        clone.prefetch_factor = 2
+    values["persistent_workers"] = False
+    if values.get("num_workers") and loader.prefetch_factor is None:
+        values["prefetch_factor"] = 2
     if not isinstance(loader.dataset, IterableDataset):
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        vars(clone)[name] = _Again(getattr(loader, name))
+        name = sampler_of(loader)
+        values[name] = _Again(getattr(loader, name))
     if times is not None:
-        clone.collate_fn = _Timed(loader.collate_fn, times)
-        vars(clone)["dataset"] = _Timed(loader.dataset, times)
-    return clone
+        values["collate_fn"] = _Timed(loader.collate_fn, times)
+        values["dataset"] = _Timed(loader.dataset, times)
+    return changed(loader, **values)
 
 
 def _endless(batches: Iterable[Any]) -> Generator[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import operator
 import os
@@ -30,7 +29,7 @@ from gpuprefetch._host import GROWTH, HostStage, Packer, encoded_leaves
 from gpuprefetch._pipeline import BadImage, Pipeline
 from gpuprefetch._replay import KEPT, Notes, has_indices, note, noted, replay, stands_alone
 from gpuprefetch._resample import FLOAT_DTYPES
-from gpuprefetch._resume import Source, in_order, kind, owners
+from gpuprefetch._resume import Source, changed, in_order, kind, owners
 from gpuprefetch._targets import moves_pixels
 from gpuprefetch._transforms import Transform, read_transforms, require_fixed_size
 
@@ -576,8 +575,7 @@ if hasattr(os, "register_at_fork"):  # not on every platform
 
 
 def _with_collate(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
-    clone = copy.copy(loader)
-    clone._iterator = None
+    clone = changed(loader)
     if hasattr(loader, "next_iter_state"):
         loader.next_iter_state = None  # a StatefulDataLoader's: good for one epoch, the clone's
         vars(clone)["_initial_iter_for_state_dict"] = False  # of the iterator that it leaves here

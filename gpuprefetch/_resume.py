@@ -34,6 +34,17 @@ def _is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
+def changed(loader: DataLoader[Any], **values: Any) -> DataLoader[Any]:
+    """A copy of a loader, with workers of its own, and other attributes.
+
+    DataLoader forbids some of these changes, not the values.
+    """
+    clone = copy.copy(loader)
+    clone._iterator = None
+    vars(clone).update(values)
+    return clone
+
+
 def sampler_of(loader: Any) -> str:
     """The attribute of a loader that says which samples come next."""
     return "sampler" if getattr(loader, "batch_sampler", None) is None else "batch_sampler"
@@ -151,15 +162,13 @@ class Source:
         loader, done = self._loader, self.place["batches"]
         stateful, skipped = _is_stateful(loader), 0
         if isinstance(loader, DataLoader):
-            rest = copy.copy(loader)  # with workers of its own
-            rest._iterator = None
+            self._loader = rest = changed(loader)
             seed = hash((torch.initial_seed(), self.place["epoch"], done))
             apart = _SeedApart().manual_seed(seed)
             if self.place["continued"]:
                 rest.generator = apart
             if loader.persistent_workers:
                 loader.generator = apart  # for the next epoch, which starts its workers anew
-            self._loader = rest
         if stateful:
             self._loader.load_state_dict(copy.deepcopy(self.place["loader"]))
         elif (
@@ -168,8 +177,7 @@ class Source:
             and not isinstance(loader.dataset, IterableDataset)
         ):
             name = sampler_of(loader)
-            # DataLoader forbids the change, not the value.
-            vars(rest)[name] = _Rest(getattr(loader, name), done)
+            self._loader = changed(rest, **{name: _Rest(getattr(loader, name), done)})
         else:
             skipped = done
         self._iterator = iter(self._loader)
