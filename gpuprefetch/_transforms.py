@@ -186,11 +186,10 @@ class _RandomCrop:
     pad_if_needed: bool = False
 
     def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        size = np.full_like(sampling.length, self.size)
-        before: Any = self.before
+        size, before = (np.full_like(sampling.length, pair) for pair in (self.size, self.before))
         room = sampling.length + before + self.after - size
         if self.pad_if_needed:
-            before = before + np.maximum(-room, 0)  # on both sides, as torchvision does
+            before += np.maximum(-room, 0)  # on both sides, as torchvision does
             room = np.abs(room)
         _refuse_small(sampling, room, self.size, "RandomCrop")
         draws = _drawn(keys, 2, same_on_batch=self.same_on_batch)
