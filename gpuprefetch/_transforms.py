@@ -440,17 +440,14 @@ def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[
         TypeError: if ``transforms`` is not a list of callables.
         ValueError: if one of them mixes images, whose targets it does not know.
     """
-    if transforms is None:
-        return Head(), []
     if callable(transforms) and not isinstance(transforms, (list, tuple)):
         transforms = [transforms]
-    if isinstance(transforms, Sequence):
-        transforms = [*_flat(transforms)]
-    else:
+    if not isinstance(transforms, Sequence | None):
         raise TypeError(
             f"transforms takes a list of modules and callables, got {type(transforms).__name__}."
         )
-    for transform in transforms:
+    tail = [*_flat(transforms or ())]
+    for transform in tail:
         if not callable(transform) or isinstance(transform, type):
             raise TypeError(
                 f"transforms takes a list of modules and callables, got {transform!r} in it. "
@@ -463,12 +460,9 @@ def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[
                 "do not matter, call it from a function in the list."
             )
     head = Head()
-    for position, transform in enumerate(transforms):
-        extended = _extended(head, transform)
-        if extended is None:
-            return head, list(transforms[position:])
-        head = extended
-    return head, []
+    while tail and (longer := _extended(head, tail[0])) is not None:
+        head, tail = longer, tail[1:]
+    return head, tail
 
 
 def _flat(transforms: Iterable[Any]) -> Iterator[Any]:
