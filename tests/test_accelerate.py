@@ -890,6 +890,8 @@ def test_mixup_in_the_collate_mixes_the_transformed_images(tmp_path):
         torch.testing.assert_close(images.mean((1, 2, 3)), expected, atol=1e-2, rtol=0)
         mixed += int((target.max(1).values < 0.99).sum())
     assert mixed > 0
+    with pytest.raises(ValueError, match="cannot be told apart behind a collate_fn"):
+        moved.replay(0)
 
 
 @pytest.mark.gpu
