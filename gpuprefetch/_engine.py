@@ -114,6 +114,9 @@ class Engine:
         self._gate = threading.Event()
         self._gate.set()
         self._finishing = threading.Lock()
+        # The loader is read in one thread at a time, and not while the epoch ends: persistent
+        # workers then serve the next one. By the loop's thread, where none of ours fetches.
+        self._reading = threading.RLock()
         self._ending, self._ended = threading.RLock(), False
         self._suspended: list[Iterator[Any]] = []
         # Whether the thread that fetches has done all that it can, or is to leave the loop alone;
@@ -167,7 +170,7 @@ class Engine:
         slot = Slot(self._fetched)
         self._fetched += 1
         try:
-            with Stage(self.stats, "fetch") as fetch:
+            with Stage(self.stats, "fetch") as fetch, self._reading:
                 batch, slot.state = next(self._source)
             self._prompt = fetch.seconds < REST_SECONDS / 2
             self._pipeline.packer.begin()
@@ -562,7 +565,13 @@ class Engine:
             self._suspended.clear()  # a cycle, which leaves the loader's workers to the collector
             self._held = self._taken = None
             fetching = self._threads[:1] if self._fetch_ahead else []  # none, if it could not start
-            self._source.close(abandoned=any(thread in alive for thread in fetching))
+            hangs = any(thread in alive for thread in fetching)
+            idle = self._reading.acquire(timeout=0 if hangs else JOIN_SECONDS)
+            try:
+                self._source.close(abandoned=hangs or not idle)
+            finally:
+                if idle:
+                    self._reading.release()
             unmap_dead()
             # The garbage collector may have ended it meanwhile, in this thread.
             again, self._ended = again and not self._ended, True

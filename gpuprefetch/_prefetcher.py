@@ -227,6 +227,7 @@ class DataPrefetcher:
         self._resume = self._resumed = False
         self._notes: dict[int, Notes] = {}
         self._use = ["used"]
+        self._beginning = threading.RLock()  # one thread at a time begins an epoch
         self._kind = kind(loader)  # before a sampler makes its generator
         self._loader = loader  # from here on its attributes are set there
 
@@ -248,6 +249,10 @@ class DataPrefetcher:
         return list(self._pipeline.bad_images.values())
 
     def __iter__(self) -> Iterator[Any]:
+        with self._beginning:
+            return self._begin()
+
+    def _begin(self) -> Epoch:
         if self._use[0] == "dropped":
             # Unused, as by Lightning, which makes one iterator to see whether it can: no epoch.
             self._epoch, self._resume = self._place["epoch"], self._resumed
@@ -489,7 +494,12 @@ class DataPrefetcher:
         # A copy begins a new epoch, with workers of its own.
         pipeline = self._with_epoch(self._epoch)
         own = {"_pipeline": pipeline, "_notes": dict(self._notes)}
-        return vars(self) | own | {"_manual": None, "_persistent": None}
+        state = vars(self) | own | {"_manual": None, "_persistent": None}
+        del state["_beginning"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _beginning=threading.RLock())
 
     def __repr__(self) -> str:
         return f"DataPrefetcher({self._loader!r}, device={str(self.device)!r})"

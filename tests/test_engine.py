@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pictures
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from gpuprefetch import (
     DataPrefetcher,
@@ -427,6 +427,57 @@ def test_persistent_workers_serve_one_epoch_at_a_time(fetched, pause):
     time.sleep(pause)  # its thread waits for the next batch then, or for room
     assert within(SECONDS, lambda: torch.cat(list(prefetcher)).tolist()) == [*range(12)]
     assert next(other, None) is None
+
+
+class Waits(Sampler):
+    """The numbers of :class:`Slow`, after a while."""
+
+    def __iter__(self):
+        time.sleep(0.2)
+        return iter(range(12))
+
+    def __len__(self):
+        return 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["beside", "ahead"])
+@pytest.mark.parametrize("sampler", [None, Waits()], ids=["next", "iter"])
+def test_persistent_workers_whose_epochs_begin_in_two_threads(request, engine, sampler):
+    """The one begins while the other waits for a batch, or begins itself."""
+    request.getfixturevalue(engine)
+    slow = Slow(0.3, at=0)
+    loader = DataLoader(slow, sampler=sampler, num_workers=2, persistent_workers=True)
+    prefetcher = DataPrefetcher(loader, device="cpu")
+
+    def numbers():
+        return torch.tensor([*prefetcher]).tolist()
+
+    def race(begun):
+        had = []
+        other = threading.Thread(target=lambda: had.extend(numbers()))
+        other.start()
+        until(lambda: prefetcher._epoch > begun)
+        time.sleep(0.05)
+        assert within(SECONDS, numbers) == [*range(12)]
+        other.join(SECONDS)
+        assert had == [*range(len(had))]
+
+    race(0)  # which starts the workers
+    race(2)
+
+
+@pytest.mark.slow
+def test_persistent_workers_that_the_loop_of_another_thread_waits_for(beside, monkeypatch):
+    monkeypatch.setattr(_engine, "JOIN_SECONDS", 0.2)
+    loader = DataLoader(Slow(1.5, at=2), num_workers=2, persistent_workers=True)
+    prefetcher = DataPrefetcher(loader, device="cpu")
+    other = threading.Thread(target=within, args=(SECONDS, lambda: list(prefetcher)))
+    other.start()
+    time.sleep(0.2)
+    assert within(SECONDS, lambda: torch.cat(list(prefetcher)).tolist()) == [*range(12)]
+    other.join(SECONDS)
+    assert not other.is_alive()
 
 
 @pytest.mark.slow
