@@ -249,6 +249,7 @@ short = fit(2, limit_train_batches=2)
 assert short == whole[:2] + whole[4:6]
 assert fit(1, callbacks=[steps], limit_train_batches=2) == short[:2]
 assert fit(2, steps.best_model_path, limit_train_batches=2) == short[2:]
+assert fit(2, overfit_batches=2) == short
 """
 
 

@@ -9,6 +9,7 @@ already, numbers the sampler's epochs, and saves where an epoch stands in its ch
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import kornia.augmentation as K
 import lightning as L
@@ -23,10 +24,11 @@ MEAN, STD = torch.tensor((0.485, 0.456, 0.406)), torch.tensor((0.229, 0.224, 0.2
 
 class Prefetcher(DataPrefetcher):
     @property
-    def sampler(self):
+    def batch_sampler(self):
         # Lightning numbers the epochs of samplers, also where a run is resumed or a loader is made
-        # anew: let it number ours, which numbers those of the samplers.
-        return self
+        # anew: let it number ours, which numbers those of the samplers. It finds them as `sampler`,
+        # which has to stay as it is for `overfit_batches`, and as `batch_sampler.sampler`.
+        return SimpleNamespace(sampler=self)
 
     def __iter__(self):
         yield from super().__iter__()  # with the first batch: behind a resume it is numbered later
