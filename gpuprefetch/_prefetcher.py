@@ -532,8 +532,9 @@ class _FirstBatch:
             )
 
 
-_forks = threading.local()  # ``ours``: what this thread forks are workers of ours
-_forking, _paused = threading.Lock(), False  # whether the collector waits for a fork
+# ``ours``: what this thread forks are workers of ours; ``now``: it forks one.
+_forks = threading.local()
+_forking, _paused = threading.RLock(), False  # whether the collector waits for a fork
 
 
 @contextlib.contextmanager
@@ -548,28 +549,34 @@ def _garbage_kept_from_forks() -> Iterator[None]:
     try:
         yield
     finally:
+        _behind_fork()  # Ctrl-C may have cut it short, and Python drops that there
         _forks.ours = before
 
 
 def _before_fork() -> None:
     global _paused
     if getattr(_forks, "ours", False):
+        _forks.now = True
         _forking.acquire()
-        _paused = gc.isenabled()
+        _paused |= gc.isenabled()
         gc.disable()  # nor before the worker has frozen anything
 
 
 def _behind_fork() -> None:
-    if getattr(_forks, "ours", False):
+    if getattr(_forks, "now", False):
         _go_on()
-        _forking.release()
+        with contextlib.suppress(RuntimeError):  # it is not, or no longer, this thread's
+            while True:
+                _forking.release()
+        _forks.now = False
 
 
 def _in_fork() -> None:
     global _forking
     if getattr(_forks, "ours", False):
         gc.freeze()
-    _forks.ours, _forking = False, threading.Lock()
+    _forks.ours = _forks.now = False
+    _forking = threading.RLock()
     _go_on()  # also where another thread was about to fork
 
 

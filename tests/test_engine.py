@@ -830,6 +830,21 @@ def test_two_threads_may_fork_at_a_time():
     assert gc.get_freeze_count() == before
 
 
+def test_ctrl_c_behind_a_fork_stops_neither_the_collector_nor_the_next_fork():
+    def forks(*interrupted):
+        with _garbage_kept_from_forks():
+            for cut in interrupted:
+                _prefetcher._before_fork()
+                if not cut:
+                    _prefetcher._behind_fork()
+
+    assert gc.isenabled()
+    for interrupted in ([True], [True, False], [True, True], [False]):
+        forks(*interrupted)
+        assert gc.isenabled()
+        assert within(SECONDS, lambda: (forks(False), "done")) == (None, "done")
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_while_another_thread_is_about_to_fork():
