@@ -76,7 +76,7 @@ class Slot:
 
 
 class Engine:
-    """The threads of one epoch. They hold it and never the iterator, so dropping that ends them."""
+    """The threads of one epoch, which do not keep it alive: see Note [Threads hold no epoch]."""
 
     def __init__(
         self,
@@ -114,8 +114,8 @@ class Engine:
         self._gate = threading.Event()
         self._gate.set()
         self._finishing = threading.Lock()
-        # The loader is read in one thread at a time, and not while the epoch ends: persistent
-        # workers then serve the next one. By the loop's thread, where none of ours fetches.
+        # Whoever reads the loader has it, a thread of ours or the loop's. The end waits for it, as
+        # persistent workers serve the next epoch then.
         self._reading = threading.RLock()
         self._ending, self._ended = threading.RLock(), False
         self._suspended: list[Iterator[Any]] = []
@@ -144,7 +144,7 @@ class Engine:
     def _spawn(self, name: str, target: Callable[..., None], *args: Any) -> None:
         name, args = f"gpuprefetch-{name}", (weakref.ref(self), target, *args)
         thread = threading.Thread(target=_serve, name=name, args=args, daemon=True)
-        self._threads.append(thread)  # the first is that which fetches; it may start others at once
+        self._threads.append(thread)  # before it starts: the end waits for it
         try:
             thread.start()
         except RuntimeError:  # not everywhere are there as many threads as one asks for
@@ -417,8 +417,8 @@ class Engine:
 
     def _fetch_and_start(self) -> None:
         """Without a thread that fetches: begin as many batches as may be under way."""
-        while len(self._slots) < self._depth and (self._held or not self._exhausted):
-            if self._stopping:
+        while not self._stopping and len(self._slots) < self._depth:
+            if self._exhausted and self._held is None:
                 return
             self._held = slot = self._held or self._apart(self._fetch)
             if not self._has_room(slot):
@@ -564,11 +564,9 @@ class Engine:
             self._sources.clear()
             self._suspended.clear()  # a cycle, which leaves the loader's workers to the collector
             self._held = self._taken = None
-            fetching = self._threads[:1] if self._fetch_ahead else []  # none, if it could not start
-            hangs = any(thread in alive for thread in fetching)
-            idle = self._reading.acquire(timeout=0 if hangs else JOIN_SECONDS)
+            idle = self._reading.acquire(timeout=0 if alive else JOIN_SECONDS)
             try:
-                self._source.close(abandoned=hangs or not idle)
+                self._source.close(abandoned=not idle)
             finally:
                 if idle:
                     self._reading.release()
