@@ -636,9 +636,12 @@ def _lane_loop(reference: Reference, stream: torch.cuda.Stream, room: list[torch
     if (engine := reference()) is None:
         return
     given, gate = engine._given, engine._gate
-    packing = packing_into(room) if engine._pipeline.memory_budget is None else None
+    pipeline = engine._pipeline
+    packing = packing_into(room) if pipeline.memory_budget is None else None
     del engine
     with torch.no_grad(), using(stream), packing or contextlib.nullcontext():
+        pipeline.try_cuts()
+        del pipeline
         while True:
             given.get()
             gate.wait()

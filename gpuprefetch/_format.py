@@ -33,6 +33,9 @@ class ImageHeader:
         exif: Byte spans ``[start, stop)`` in a JPEG. With zeros written over them no decoder finds
             an orientation, and the pixels stay the same. Empty for the other formats: only
             :func:`decode_cpu` decodes those, and it leaves their metadata out.
+        height_at: Where the file says its height, if the GPU may be told a smaller one; 0 else.
+            See Note [Rows that nobody reads].
+        unit: Rows of pixels that are coded together.
     """
 
     format: str
@@ -41,6 +44,16 @@ class ImageHeader:
     orientation: int = 1
     gpu: bool = False
     exif: tuple[tuple[int, int], ...] = ()
+    height_at: int = 0
+    unit: int = 8
+
+    def rows_above(self, bottom: int) -> int:
+        """How many rows of the stored picture are to be decoded for those above ``bottom``."""
+        if not self.height_at:
+            return self.height
+        below = self.unit // 8 if self.unit > 8 else 0  # of chroma, which is interpolated
+        rows = -(-(bottom + below) // self.unit) * self.unit
+        return min(max(rows, _GPU_SIDES.start), self.height)
 
 
 def read_header(data: bytes | memoryview) -> ImageHeader:
@@ -120,7 +133,9 @@ def load_decoders() -> None:
     import numpy.ma  # noqa: F401  # numpy does so at the first unique()
 
     with contextlib.suppress(Exception):  # for a loader without images; others will be told
-        from PIL import GifImagePlugin  # noqa: F401
+        from PIL import Image
+
+        Image.preinit()  # GIF, and JPEG for trial_files()
         from torchcodec import decoders  # noqa: F401  # as _decode() does, in the same order
 
 
@@ -179,6 +194,37 @@ def _decode(data: bytes, header: ImageHeader) -> torch.Tensor:
         deep = np.minimum(deep, 255) if encoded[25] == 0 else deep >> 8
         image = torch.from_numpy(deep.astype(np.uint8))
     return image[0] if image.ndim == 4 else image
+
+
+# Note [Rows that nobody reads]
+# A baseline JPEG is coded from top to bottom, and no row depends on those below it, but that chroma
+# of half the height is interpolated between two of its rows. What lies below a crop (of ImageNet's
+# photos, a seventh of the rows) need not be decoded: a file whose header says a smaller height
+# gives what is above that, bit by bit the same. So the worker writes it into the batch's copy of a
+# file that is left to the GPU (EncodedImages.cut). nvJPEG gave the same for 126 photos on an H200,
+# in a tenth less time. What it makes of such files elsewhere is documented nowhere: it is tried
+# first on each GPU (_decode.gives_rows). There are not such files
+#   - with restart markers, of which there would be too many, or a sampling that was not tried;
+#   - for the CPU: libjpeg notices the bytes that are left, and TorchCodec lets it say so on stderr.
+#     PIL does not, but what it saves it takes to lay out four bytes a pixel.
+_CUT_SAMPLINGS = {b"\x11\x11\x11", b"\x21\x11\x11", b"\x22\x11\x11"}
+
+
+def trial_files(height: int, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """JPEGs of noise, one of each sampling: of so many rows, and those cut to fewer."""
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(256, (height, 128, 3), dtype=torch.uint8, generator=generator)
+    whole, cut = [], []
+    for subsampling in range(len(_CUT_SAMPLINGS)):
+        file = io.BytesIO()
+        Image.fromarray(noise.numpy()).save(file, "JPEG", quality=90, subsampling=subsampling)
+        whole.append(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
+        cut.append(whole[-1].clone())
+        place = read_header(file.getvalue()).height_at
+        cut[-1][place : place + 2] = torch.tensor([rows >> 8, rows & 0xFF])
+    return whole, cut
 
 
 _FORTY_TWO = (b"*\0", b"\0*")
@@ -254,7 +300,10 @@ def _read_jpeg(data: bytes) -> ImageHeader:
         )
     app1 = found.get(_APP1, [])
     orientation, exif = _read_app1(data, app1, later) if app1 or later else (1, ())
-    return ImageHeader("jpeg", height, width, orientation, gpu, exif)
+    frame = frames[0][0]
+    cuts = gpu and _DRI not in found and data[frame + 7 : frames[0][1] : 3] in _CUT_SAMPLINGS
+    place, unit = (frame + 1, 8 * (data[frame + 7] & 15)) if cuts else (0, 8)
+    return ImageHeader("jpeg", height, width, orientation, gpu, exif, place, unit)
 
 
 # No segment follows the others: libjpeg skips or refuses them.

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from gpuprefetch._batch import map_leaves, select
-from gpuprefetch._budget import lay_out
+from gpuprefetch._budget import lay_out, positions_to_decode
 from gpuprefetch._encoded import EncodedImage, EncodedImages, is_encoded, pack, packing
 from gpuprefetch._format import ImageHeader, blank, decode_cpu, read_header
 from gpuprefetch._idle import ForEach, IdleThread, for_each
@@ -105,6 +105,8 @@ class Packer:
             this one takes.
         dtype: of the result on a device.
         large_calls: ``(1,)`` bool in shared memory: see :func:`gpuprefetch._budget.sub_batches`.
+        cuts: ``(1,)`` bool in shared memory, whether the GPU's decoder takes files that promise
+            fewer rows than they hold. See Note [Rows that nobody reads].
         moves: whether a transform, fused or behind the head, moves pixels.
         for_each: calls a function with each image, or what belongs to it.
     """
@@ -119,6 +121,7 @@ class Packer:
     growth: int = 0
     dtype: torch.dtype = torch.float32
     large_calls: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
+    cuts: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     moves: bool = False
     for_each: ForEach = for_each
     _share: float | None = field(init=False, default=None)
@@ -189,8 +192,10 @@ class Packer:
         )
         if fused:
             assert self.head.size is not None
+            if self.cuts:
+                self._cut(batch, headers, orientation)
             way = (self.head.size, self.head.interpolation, self.head.antialias)
-            words = plan_rows(rows, sizes, transposed, decoded, *way)
+            words = plan_rows(rows, batch.sizes, transposed, decoded, *way)
             batch.plan = lay_out(batch, self.head.size, words, large=bool(self.large_calls))
             mean, std = self.head.mean, self.head.std
             batch.keep_numbers(Coloring(torch.uint8, self.dtype, mean, std))
@@ -199,6 +204,16 @@ class Packer:
         self._last = time.perf_counter()
         batch.collate_seconds = self._last - begin - seconds
         return batch
+
+    @staticmethod
+    def _cut(batch: EncodedImages, headers: Sequence[ImageHeader], orientation: Any) -> None:
+        """Leave out rows below the crops. See Note [Rows that nobody reads]."""
+        assert batch.rows is not None
+        left = positions_to_decode(batch)
+        left = left[[orientation[i] == 1 and headers[i].height_at > 0 for i in left.tolist()]]
+        pairs = zip(left.tolist(), batch.rows[left, 0, 3].astype(int).tolist(), strict=True)
+        rows = np.array([headers[i].rows_above(bottom) for i, bottom in pairs], np.int64)
+        batch.cut(left, np.array([headers[i].height_at for i in left.tolist()], np.int64), rows)
 
     @staticmethod
     def _cheapest(images: Sequence[EncodedImage], where: Any, share: float) -> Any:

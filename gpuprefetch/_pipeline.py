@@ -27,7 +27,7 @@ from gpuprefetch._budget import (
     readable,
     upload_bytes,
 )
-from gpuprefetch._decode import ImageDecoder, claim, decode_packed, decode_part
+from gpuprefetch._decode import ImageDecoder, claim, decode_packed, decode_part, gives_rows
 from gpuprefetch._encoded import Call, EncodedImages, is_encoded
 from gpuprefetch._host import Packer
 from gpuprefetch._random import Keys, SeededDraws, fold
@@ -136,6 +136,12 @@ class Pipeline:
     def cost(self, batch: Any) -> Cost:
         """What a batch takes on the device."""
         return cost_of(batch, self.head.size, self.dtype)
+
+    def try_cuts(self) -> None:
+        """Let workers cut files, if the GPU's decoder takes that; for a thread that decodes."""
+        if self.decoder is not None and self.head.size is not None and not self.packer.cuts:
+            with turns[self.device]:
+                self.packer.cuts.numpy()[0] = gives_rows(self.decoder, self.device)
 
     def start(self, batch: Any, number: int, epoch: int, cost: Cost) -> Work:
         """Queue the copies of a batch on the current stream and lay out the rest of its work.

@@ -42,7 +42,7 @@ from gpuprefetch import (
     Resize,
     _host,
 )
-from gpuprefetch._format import decode_cpu
+from gpuprefetch._format import decode_cpu, read_header
 from gpuprefetch._resample import resample
 from gpuprefetch._targets import FollowedImage
 from gpuprefetch._transforms import read_transforms
@@ -219,6 +219,53 @@ def test_workers_take_the_smallest_files(photo_folder):
     weights = np.array([len(file.data) for file in files])
     assert taken.sum() == round(0.25 * left.sum())
     assert weights[taken].max() <= weights[left & ~taken].min()
+
+
+@pytest.mark.parametrize("exif", [False, True])
+def test_the_gpu_gets_files_cut_below_their_crop(photo_folder, exif):
+    dataset = EncodedImageFolder(photo_folder)
+    files = [dataset[i][0] for i in range(len(dataset))]
+    head, _ = read_transforms([RandomResizedCrop((24, 32), scale=(0.05, 0.5))])
+
+    def packed(cuts):
+        packer = _host.Packer(head, True, exif, 7, torch.zeros(1, dtype=torch.int64), torch.ones(1))
+        packer.share.fill_(0.3)
+        packer.cuts.fill_(cuts)
+        return packer(files)
+
+    whole, cut = packed(False), packed(True)
+    left = np.flatnonzero(~whole.decoded)
+    assert (cut.decoded == whole.decoded).all()
+    assert (cut.rows[left] == whole.rows[left]).all()
+    fewer = left[cut.sizes[left, 0] < whole.sizes[left, 0]]
+    assert len(fewer) >= (1 if exif else 8)
+    if exif:  # those that are turned keep their rows
+        assert {read_header(files[i].data).orientation for i in fewer} == {1}
+    for i in left:
+        stored, cut_down = (decode_cpu(batch.span(i)) for batch in (whole, cut))
+        assert cut_down.shape[1:] == tuple(cut.call(np.array([i])).layout[1:, 0])
+        needed = int(whole.rows[i, 0, 3])
+        assert cut_down.size(1) == stored.size(1) or cut_down.size(1) >= needed
+        assert torch.equal(cut_down[:, :needed], stored[:, :needed])
+        assert torch.equal(torch.as_tensor(cut[i].data), torch.as_tensor(whole[i].data))
+
+
+def test_what_no_worker_could_decode_is_not_cut(monkeypatch):
+    def refuse(*args, **options):
+        raise ValueError("a bad file")
+
+    monkeypatch.setattr(_host, "decode_cpu", refuse)
+    head, _ = read_transforms([RandomResizedCrop((24, 32), scale=(0.1, 0.1))])
+    packer = _host.Packer(head, True, False, 7, torch.zeros(1, dtype=torch.int64), torch.ones(1))
+    packer.share.fill_(0.5)
+    packer.cuts.fill_(True)
+    batch = packer(
+        [EncodedImage(pictures.encode_jpeg(pictures.draw(200, 90)), i) for i in range(8)]
+    )
+    assert len(batch.errors) == 4
+    good = np.setdiff1d(np.arange(8), [*batch.errors])
+    assert (batch.sizes[good, 0] < 200).any()
+    assert (batch.sizes[[*batch.errors], 0] == 200).all()
 
 
 def test_epochs_and_seeds_differ(photo_folder, device):

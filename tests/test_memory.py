@@ -5,6 +5,7 @@ import contextlib
 import gc
 import pickle
 import queue
+import struct
 import threading
 import time
 import weakref
@@ -23,6 +24,7 @@ from gpuprefetch import (
     BadImageError,
     DataPrefetcher,
     EncodedImage,
+    RandomResizedCrop,
     Resize,
     _budget,
     _decode,
@@ -32,9 +34,9 @@ from gpuprefetch import (
     _turns,
 )
 from gpuprefetch._budget import Cost, parse_bytes, readable
-from gpuprefetch._decode import ImageDecoder
+from gpuprefetch._decode import NO_TURN, ImageDecoder
 from gpuprefetch._encoded import Call, EncodedImages, pack
-from gpuprefetch._format import decode_cpu
+from gpuprefetch._format import decode_cpu, read_header
 from gpuprefetch._host import Packer
 from gpuprefetch._resample import Launches
 from gpuprefetch._resume import Source
@@ -613,7 +615,7 @@ class OperatorDecoder(ImageDecoder):
         return decode_jpegs(data, 3, self._device)
 
 
-def planned_batch(monkeypatch, files, decoder, share=0.0, *, large=False, **options):
+def planned_batch(monkeypatch, files, decoder, share=0.0, *, large=False, cuts=False, **options):
     """The GPU's way through a batch, with the kernel in Triton's interpreter."""
     stream = SimpleNamespace(record_event=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
@@ -621,6 +623,7 @@ def planned_batch(monkeypatch, files, decoder, share=0.0, *, large=False, **opti
     options = {"transforms": [Resize((12, 16))], "cpu_share": share, "device": "cpu"} | options
     prefetcher = DataPrefetcher(images, **options)
     prefetcher._pipeline.packer.large_calls.fill_(large)
+    prefetcher._pipeline.packer.cuts.fill_(cuts)
     if decoder is not None:
         prefetcher._pipeline.decoder = decoder
         prefetcher._pipeline.packer.on_gpu, prefetcher._pipeline.packer.output = True, None
@@ -668,6 +671,104 @@ def test_each_group_of_a_batch_fills_its_rows(monkeypatch, launched, share, larg
     assert launched.apart == []
     # The CPU path rounds to whole levels on its way.
     assert (got - expected).abs().max() * 255 < 1
+
+
+@interpreted
+@pytest.mark.parametrize("refused", [False, True])
+def test_files_cut_below_their_crop_give_the_same(monkeypatch, refused):
+    shapes = [(240, 32), (230, 31), (140, 20), (170, 19), (240, 31), (64, 48), (90, 90)]
+    kinds = ["4:4:4", "4:2:0", "4:2:2"]
+    files = [
+        pictures.encode_jpeg(pictures.draw(*hw, seed=i), subsampling=kinds[i % 3])
+        for i, hw in enumerate(shapes)
+    ]
+    rows = []
+
+    class Decoder(OperatorDecoder):
+        def __call__(self, data):
+            if refused:
+                raise RuntimeError("a GPU without engines")
+            return super().__call__(data)
+
+        def packed(self, data, call, turn=NO_TURN, *, drained=True):
+            rows.extend(call.layout[1].tolist())
+            return None if refused else super().packed(data, call, turn, drained=drained)
+
+    def batch(cuts):
+        options = {"transforms": [RandomResizedCrop((12, 16), scale=(0.1, 0.4))], "cuts": cuts}
+        return planned_batch(monkeypatch, files, Decoder("cpu"), **options)
+
+    whole, cut = batch(cuts=False), batch(cuts=True)
+    assert sum(rows[7:]) < 0.9 * sum(rows[:7]) == 0.9 * sum(height for height, _ in shapes)
+    assert torch.equal(whole, cut)
+
+
+class Flawed(ImageDecoder):
+    """Gives other rows of files that were cut, or none."""
+
+    def __init__(self, flaw):
+        self.flaw, self.calls = flaw, 0
+
+    def __call__(self, data):
+        self.calls += 1
+        if self.calls == 2 and self.flaw == "refuses":
+            raise RuntimeError("bytes are left")
+        images = [decode_cpu(file).clone() for file in data]
+        if self.calls == 2 and self.flaw == "another pixel":
+            images[-1][1, 60, 127] += 1
+        return images
+
+
+@pytest.mark.parametrize("flaw", [None, "refuses", "another pixel"])
+def test_whether_a_decoder_takes_cut_files_is_tried_once(monkeypatch, flaw):
+    monkeypatch.setattr(_decode, "_tried", {})
+    decoder, cpu = Flawed(flaw), torch.device("cpu")
+    assert [_decode.gives_rows(decoder, cpu) for _ in range(3)] == 3 * [flaw is None]
+    assert decoder.calls == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("backend", ["torchcodec", "torchvision"])
+def test_the_gpus_decoder_gives_the_rows_of_cut_files(backend):
+    device = torch.device("cuda")
+    decoder = _decode.BACKENDS[backend](device)
+    assert _decode.gives_rows(decoder, device)
+    rng = np.random.default_rng(0)
+    files, cut, needed = [], [], []
+    for i in range(120):
+        picture = pictures.draw(*rng.integers(16, 700, 2), seed=i)
+        kind, quality = ("4:4:4", "4:2:2", "4:2:0")[i % 3], int(rng.integers(20, 98))
+        files.append(pictures.encode_jpeg(picture, subsampling=kind, quality=quality))
+        needed.append(int(rng.integers(1, len(picture) + 1)))
+        header = read_header(files[-1])
+        cut.append(bytearray(files[-1]))
+        struct.pack_into(">H", cut[-1], header.height_at, header.rows_above(needed[-1]))
+    whole, cut = (
+        decoder([torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in some])
+        for some in (files, cut)
+    )
+    assert sum(image.size(1) for image in cut) < 0.8 * sum(image.size(1) for image in whole)
+    for a, b, rows in zip(whole, cut, needed, strict=True):
+        assert torch.equal(a[:, :rows], b[:, :rows])
+
+
+@pytest.mark.gpu
+def test_cut_files_change_no_pixel(files, monkeypatch):
+    loader = DataLoader(Photos(files * 8), batch_size=8, pin_memory=True)
+
+    def epoch(cuts):
+        with monkeypatch.context() as patch:
+            if not cuts:
+                patch.setattr(_pipeline, "gives_rows", lambda *_: False)
+            options = {"transforms": [RandomResizedCrop((32, 48))], "cpu_share": 0.0, "seed": 3}
+            prefetcher = DataPrefetcher(loader, **options)
+            prefetcher._pipeline.packer.cuts.fill_(cuts)
+            images = images_of(prefetcher)
+            assert prefetcher._pipeline.packer.cuts.item() is cuts
+            return images
+
+    assert torch.equal(epoch(cuts=True), epoch(cuts=False))
 
 
 def test_what_is_reserved_and_uploaded():
@@ -867,7 +968,7 @@ def test_lanes_wait_while_the_loop_launches_and_has_a_batch_to_spare(monkeypatch
         _gate=threading.Event(),
         _given=queue.SimpleQueue(),
         _parts=collections.deque(),
-        _pipeline=SimpleNamespace(memory_budget=1),
+        _pipeline=SimpleNamespace(memory_budget=1, try_cuts=lambda: None),
         _slots=[_engine.Slot(0)],
         _run_part=lambda slot, part: ran.put(part),
     )
@@ -900,7 +1001,7 @@ def test_a_lane_that_waits_holds_no_epoch(monkeypatch):
         _gate=gate,
         _given=given,
         _parts=collections.deque([(None, engine)]),  # as what leads to it
-        _pipeline=SimpleNamespace(memory_budget=1),
+        _pipeline=SimpleNamespace(memory_budget=1, try_cuts=lambda: None),
     )
     lane = threading.Thread(target=_engine._lane_loop, args=(weakref.ref(engine), None, []))
     lane.start()
@@ -1018,6 +1119,9 @@ def test_a_decoder_that_never_starts(files):
 def test_a_broken_device_makes_no_file_bad(monkeypatch):
     class Picture:
         shape = (3, 8, 16)
+
+        def __getitem__(self, part):
+            return self
 
         def contiguous(self):
             return self
