@@ -247,7 +247,6 @@ BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
 }
 
 
-_TRIAL = 96, 64  # rows of its files, and of those what is asked for
 _tried: dict[tuple[type, torch.device], bool] = {}
 
 
@@ -256,17 +255,19 @@ def gives_rows(decoder: ImageDecoder, device: torch.device) -> bool:
 
     See Note [Rows that nobody reads].
     """
-    kind, rows = (type(decoder), device), _TRIAL[1] - 2  # the last may lack the chroma below them
+    kind = type(decoder), device
     if kind not in _tried:
+        *files, rows = trial_files()
+        last = rows - 2  # the others may lack the chroma below them
         try:
-            whole, cut = map(decoder, trial_files(*_TRIAL))
+            whole, cut = map(decoder, files)
             pairs = zip(whole, cut, strict=True)
-            same = torch.stack([(w[:, :rows] == c[:, :rows]).all() for w, c in pairs]).all()
+            same = torch.stack([(w[:, :last] == c[:, :last]).all() for w, c in pairs]).all()
             # Not with item(), which torch.cuda.set_sync_debug_mode() is there to find.
             same = same.to("cpu", non_blocking=True)
             if device.type == "cuda":
                 torch.cuda.current_stream(device).record_event().synchronize()
-            _tried[kind] = all(c.size(1) == _TRIAL[1] for c in cut) and bool(same)
+            _tried[kind] = all(c.size(1) == rows for c in cut) and bool(same)
         except Exception:  # what is wrong with it shows where it decodes whole files
             _tried[kind] = False
     return _tried[kind]

@@ -53,7 +53,7 @@ class ImageHeader:
             return self.height
         below = self.unit // 8 if self.unit > 8 else 0  # of chroma, which is interpolated
         rows = -(-(bottom + below) // self.unit) * self.unit
-        return min(max(rows, _GPU_SIDES.start), self.height)
+        return min(max(rows, _LEAST_ROWS), self.height)
 
 
 def read_header(data: bytes | memoryview) -> ImageHeader:
@@ -205,17 +205,19 @@ def _decode(data: bytes, header: ImageHeader) -> torch.Tensor:
 # in a tenth less time. What it makes of such files elsewhere is documented nowhere: it is tried
 # first on each GPU (_decode.gives_rows). There are not such files
 #   - with restart markers, of which there would be too many, or a sampling that was not tried;
+#   - of so few rows that the GPU's engines might leave them to other code, with other rounding;
 #   - for the CPU: libjpeg notices the bytes that are left, and TorchCodec lets it say so on stderr.
 #     PIL does not, but what it saves it takes to lay out four bytes a pixel.
 _CUT_SAMPLINGS = {b"\x11\x11\x11", b"\x21\x11\x11", b"\x22\x11\x11"}
+_LEAST_ROWS = 128
 
 
-def trial_files(height: int, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """JPEGs of noise, one of each sampling: of so many rows, and those cut to fewer."""
+def trial_files() -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    """JPEGs of noise, one of each sampling, the same ones cut, and the rows that these have."""
     from PIL import Image
 
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randint(256, (height, 128, 3), dtype=torch.uint8, generator=generator)
+    noise = torch.randint(256, (192, 128, 3), dtype=torch.uint8, generator=generator)
     whole, cut = [], []
     for subsampling in range(len(_CUT_SAMPLINGS)):
         file = io.BytesIO()
@@ -223,8 +225,8 @@ def trial_files(height: int, rows: int) -> tuple[list[torch.Tensor], list[torch.
         whole.append(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
         cut.append(whole[-1].clone())
         place = read_header(file.getvalue()).height_at
-        cut[-1][place : place + 2] = torch.tensor([rows >> 8, rows & 0xFF])
-    return whole, cut
+        cut[-1][place : place + 2] = torch.tensor([0, _LEAST_ROWS])
+    return whole, cut, _LEAST_ROWS
 
 
 _FORTY_TWO = (b"*\0", b"\0*")
