@@ -12,6 +12,8 @@ from functools import cache, lru_cache
 import numpy as np
 import torch
 
+from gpuprefetch._stderr import Hush
+
 # PIL's threshold for DecompressionBombError, twice Image.MAX_IMAGE_PIXELS.
 MAX_PIXELS = 178_956_970
 # Of all scans of a JPEG: each, if only of 12 bytes, takes a decoder over the whole picture, 35 ns a
@@ -86,6 +88,7 @@ def decode_cpu(
     header: ImageHeader | None = None,
     *,
     apply_exif: bool = False,
+    rows: int | None = None,
 ) -> torch.Tensor:
     """Decode one image on the CPU, as ``PIL.Image.open(file).convert("RGB")`` does.
 
@@ -100,6 +103,9 @@ def decode_cpu(
         apply_exif: Turn the picture upright, as ``PIL.ImageOps.exif_transpose`` does with an EXIF
             orientation. One that is written in XMP only, or as a number of another type than EXIF
             gives it (SHORT, or LONG as some write), is not looked for.
+        rows: Of the stored picture, which is not turned then, that are wanted: others may be left
+            out, as many as :meth:`ImageHeader.rows_above` allows. See Note [Rows that nobody
+            reads].
 
     Returns:
         ``(3, H, W)`` uint8, of any strides.
@@ -109,16 +115,20 @@ def decode_cpu(
     """
     data = data.numpy().tobytes() if isinstance(data, torch.Tensor) else bytes(data)
     header = header or read_header(data)
+    fewer = rows is not None and rows < header.height and header.height_at > 0
+    hush, height = _hush() if fewer else None, header.height
     try:
-        image = _decode(data, header)
+        with contextlib.nullcontext(False) if hush is None else hush() as hushed:
+            height = rows if hushed and rows is not None else height
+            image = _decode(data, header, height)
     except (IndexError, RuntimeError) as error:
         # TorchCodec's messages begin with the C++ function, file and line.
         reason = re.sub(r"^.*\.cpp:\d+, ", "", str(error).partition("\n")[0])
         raise ValueError(f"broken or truncated {header.format} image: {reason}") from error
-    if image.shape != (3, header.height, header.width):
+    if image.shape != (3, height, header.width):
         raise ValueError(
             f"broken {header.format} image: it was decoded to {tuple(image.shape)}, "
-            f"but its header says {header.width} x {header.height} pixels"
+            f"but its header says {header.width} x {height} pixels"
         )
     return upright(image, header.orientation) if apply_exif else image
 
@@ -178,13 +188,15 @@ def _detect_format(data: bytes) -> str:
     raise ValueError(f"not a JPEG, PNG, WebP or GIF file: {begins}")
 
 
-def _decode(data: bytes, header: ImageHeader) -> torch.Tensor:
-    """Return the first frame, ``(3, H, W)`` uint8, as it is stored."""
+def _decode(data: bytes, header: ImageHeader, rows: int) -> torch.Tensor:
+    """Return ``rows`` of the first frame, ``(3, rows, W)`` uint8, as it is stored."""
     if header.format == "gif":
         return _decode_gif(data)
     from torchcodec import decoders
 
     encoded = blank(_BARE[header.format](data), header.exif)
+    if rows < header.height:
+        struct.pack_into(">H", encoded, header.height_at, rows)
     decode = getattr(decoders, f"decode_{header.format}")
     image: torch.Tensor = decode(torch.frombuffer(encoded, dtype=torch.uint8), output_dtype="auto")
     if image.dtype == torch.uint16:
@@ -200,14 +212,15 @@ def _decode(data: bytes, header: ImageHeader) -> torch.Tensor:
 # A baseline JPEG is coded from top to bottom, and no row depends on those below it, but that chroma
 # of half the height is interpolated between two of its rows. What lies below a crop (of ImageNet's
 # photos, a seventh of the rows) need not be decoded: a file whose header says a smaller height
-# gives what is above that, bit by bit the same. So the worker writes it into the batch's copy of a
-# file that is left to the GPU (EncodedImages.cut). nvJPEG gave the same for 126 photos on an H200,
-# in a tenth less time. What it makes of such files elsewhere is documented nowhere: it is tried
-# first on each GPU (_decode.gives_rows). There are not such files
-#   - with restart markers, of which there would be too many, or a sampling that was not tried;
-#   - of so few rows that the GPU's engines might leave them to other code, with other rounding;
-#   - for the CPU: libjpeg notices the bytes that are left, and TorchCodec lets it say so on stderr.
-#     PIL does not, but what it saves it takes to lay out four bytes a pixel.
+# gives what is above that, bit by bit the same.
+#   - For the GPU the worker writes it into the batch's copy of the file (EncodedImages.cut). nvJPEG
+#     gave the same for 126 photos on an H200, in a tenth less time. What it makes of such files
+#     elsewhere is documented nowhere: it is tried first on each GPU (_decode.gives_rows).
+#   - What the workers decode takes a tenth less, too; but libjpeg has a word for the bytes that are
+#     left: see Note [Bytes that are left].
+# Whole are files with restart markers, of which there would be too many, or with a sampling that
+# was not tried. So few rows that the GPU's engines might leave them to other code, with other
+# rounding, are not asked for.
 _CUT_SAMPLINGS = {b"\x11\x11\x11", b"\x21\x11\x11", b"\x22\x11\x11"}
 _LEAST_ROWS = 128
 
@@ -227,6 +240,31 @@ def trial_files() -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
         place = read_header(file.getvalue()).height_at
         cut[-1][place : place + 2] = torch.tensor([0, _LEAST_ROWS])
     return whole, cut, _LEAST_ROWS
+
+
+@cache
+def _hush() -> Hush | None:
+    try:
+        return Hush()
+    except (OSError, AttributeError, ValueError):
+        return None
+
+
+@cache
+def cuts_quietly() -> bool:
+    """Whether :func:`decode_cpu` leaves out rows in this process, the others stay, and none hears.
+
+    It is tried once. See Note [Bytes that are left].
+    """
+    files, _, rows = trial_files()
+    if (hush := _hush()) is None:
+        return False
+    for file in files:
+        heard, cut = hush.heard, decode_cpu(file, rows=rows)
+        same = torch.equal(cut[:, : rows - 2], decode_cpu(file)[:, : rows - 2])
+        if hush.heard != heard + 1 or cut.size(1) != rows or not same:
+            return False
+    return True
 
 
 _FORTY_TWO = (b"*\0", b"\0*")

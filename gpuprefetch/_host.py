@@ -24,7 +24,7 @@ from torch.utils.data import get_worker_info
 from gpuprefetch._batch import map_leaves, select
 from gpuprefetch._budget import lay_out, positions_to_decode
 from gpuprefetch._encoded import EncodedImage, EncodedImages, is_encoded, pack, packing
-from gpuprefetch._format import ImageHeader, blank, decode_cpu, read_header
+from gpuprefetch._format import ImageHeader, blank, cuts_quietly, decode_cpu, read_header
 from gpuprefetch._idle import ForEach, IdleThread, for_each
 from gpuprefetch._random import Keys, fold
 from gpuprefetch._resample import (
@@ -107,6 +107,7 @@ class Packer:
         large_calls: ``(1,)`` bool in shared memory: see :func:`gpuprefetch._budget.sub_batches`.
         cuts: ``(1,)`` bool in shared memory, whether the GPU's decoder takes files that promise
             fewer rows than they hold. See Note [Rows that nobody reads].
+        cuts_here: whether rows that nobody reads need not be decoded here, either.
         moves: whether a transform, fused or behind the head, moves pixels.
         for_each: calls a function with each image, or what belongs to it.
     """
@@ -122,6 +123,7 @@ class Packer:
     dtype: torch.dtype = torch.float32
     large_calls: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     cuts: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
+    cuts_here: bool = False
     moves: bool = False
     for_each: ForEach = for_each
     _share: float | None = field(init=False, default=None)
@@ -140,7 +142,10 @@ class Packer:
         headers, orientation, sizes, errors = self._read(images)
         rows = self._draw(images, sizes, keys)
         for_gpu = np.array([header.gpu and self.on_gpu for header in headers])
-        on_cpu = ~for_gpu | self._cheapest(images, for_gpu, share)
+        heights = np.array([header.height for header in headers], dtype=np.int64)
+        kept = self._rows_to_decode(headers, heights, orientation, rows)
+        work = [len(image.data) for image in images] * kept / heights
+        on_cpu = ~for_gpu | self._cheapest(work, for_gpu, share)
         if self.head.size is None:  # no sampling that could turn the picture
             on_cpu |= orientation != 1
 
@@ -153,7 +158,8 @@ class Packer:
 
         def decode(i: int) -> None:
             try:
-                picture = self._decode(images[i], headers[i], None if rows is None else rows[i])
+                row = None if rows is None else rows[i]
+                picture = self._decode(images[i], headers[i], row, int(kept[i]))
             except (ValueError, RuntimeError) as error:
                 errors[i] = str(error)
                 return
@@ -193,7 +199,10 @@ class Packer:
         if fused:
             assert self.head.size is not None
             if self.cuts:
-                self._cut(batch, headers, orientation)
+                left = positions_to_decode(batch)
+                left = left[kept[left] < heights[left]]
+                places = np.array([headers[i].height_at for i in left.tolist()], dtype=np.int64)
+                batch.cut(left, places, kept[left])
             way = (self.head.size, self.head.interpolation, self.head.antialias)
             words = plan_rows(rows, batch.sizes, transposed, decoded, *way)
             batch.plan = lay_out(batch, self.head.size, words, large=bool(self.large_calls))
@@ -206,27 +215,28 @@ class Packer:
         return batch
 
     @staticmethod
-    def _cut(batch: EncodedImages, headers: Sequence[ImageHeader], orientation: Any) -> None:
-        """Leave out rows below the crops. See Note [Rows that nobody reads]."""
-        assert batch.rows is not None
-        left = positions_to_decode(batch)
-        left = left[[orientation[i] == 1 and headers[i].height_at > 0 for i in left.tolist()]]
-        pairs = zip(left.tolist(), batch.rows[left, 0, 3].astype(int).tolist(), strict=True)
-        rows = np.array([headers[i].rows_above(bottom) for i, bottom in pairs], np.int64)
-        batch.cut(left, np.array([headers[i].height_at for i in left.tolist()], np.int64), rows)
+    def _rows_to_decode(
+        headers: Sequence[ImageHeader], heights: Any, orientation: Any, rows: Any
+    ) -> Any:
+        """``(N,)`` int64, of the stored images: see Note [Rows that nobody reads]."""
+        kept = heights.copy()
+        if rows is not None:
+            for i in np.flatnonzero(orientation == 1).tolist():
+                kept[i] = headers[i].rows_above(int(rows[i, 0, 3]))
+        return kept
 
     @staticmethod
-    def _cheapest(images: Sequence[EncodedImage], where: Any, share: float) -> Any:
-        """Our share of the images ``where`` the GPU could decode them: the smallest files.
+    def _cheapest(work: Any, where: Any, share: float) -> Any:
+        """Our share of the images ``where`` the GPU could decode them: those with the least to do.
 
         To decode one costs the GPU about the same whatever its size (small launches and copies) and
-        a core in proportion to its bytes: 30 % of ImageNet's files make 12 % of the cores' work.
+        a core in proportion to the bytes of its rows: 30 % of ImageNet's files make 12 % of the
+        cores' work.
         """
         positions = np.flatnonzero(where)
-        weights = [len(images[i].data) for i in positions.tolist()]
         count = int(share * len(positions) + 0.5)
-        chosen = np.zeros(len(images), dtype=bool)
-        chosen[positions[np.argsort(weights, kind="stable")[:count]]] = True
+        chosen = np.zeros(len(work), dtype=bool)
+        chosen[positions[np.argsort(work[positions], kind="stable")[:count]]] = True
         return chosen
 
     def _read_seconds(self, images: Sequence[EncodedImage]) -> float:
@@ -294,9 +304,15 @@ class Packer:
         check_rows(rows, sizes, self.head.size)
         return rows
 
-    def _decode(self, image: EncodedImage, header: ImageHeader, row: Any) -> torch.Tensor:
-        """Decode an image to the part that its sampling ``row`` reads, and fit the row to that."""
-        picture = decode_cpu(image.data, header, apply_exif=self.apply_exif)
+    def _decode(
+        self, image: EncodedImage, header: ImageHeader, row: Any, kept: int
+    ) -> torch.Tensor:
+        """Decode an image to the part that its sampling ``row`` reads, and fit the row to that.
+
+        The stored rows ``kept`` are enough for it.
+        """
+        rows = kept if self.cuts_here else None
+        picture = decode_cpu(image.data, header, apply_exif=self.apply_exif, rows=rows)
         if row is None or self.head.size is None:
             return picture
         (top, left), (bottom, right) = row[:, 2:4].T.astype(int)
@@ -409,6 +425,7 @@ class HostStage:
     def _settle(self) -> None:
         """Once in a worker: end with the parent, and let the training thread go first."""
         self._settled = True
+        self.packer.cuts_here = cuts_quietly()
         if self.packer.on_gpu:
             os.nice(NICENESS)
             with contextlib.suppress(AttributeError, OSError):  # not on every platform

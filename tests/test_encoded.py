@@ -246,7 +246,7 @@ def test_the_gpu_gets_files_cut_below_their_crop(exif):
     assert (cut.decoded == whole.decoded).all()
     assert (cut.rows[left] == whole.rows[left]).all()
     fewer = left[cut.sizes[left, 0] < whole.sizes[left, 0]]
-    assert len(fewer) >= 4
+    assert len(fewer) >= 3
     if exif:  # those that are turned keep their rows
         assert {read_header(files[i].data).orientation for i in fewer} == {1}
     for i in left:
