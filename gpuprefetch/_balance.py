@@ -14,10 +14,11 @@ RESERVED_CORES = 3
 # Of the other cores' time that decoding may fill at the highest level: reading and packing take a
 # part of the rest.
 UTILIZATION = 0.75
-# A share s of the images, those with the least to do first, takes the workers a time in proportion to s**WORK:
-# 30 % of ImageNet's files make 12 % of the work. A batch tells of the share that it was given,
-# some thirty batches before. Were its images taken for average ones, a small share would ask for a
-# large one and that for a small one, for ever. Where all files are alike, this takes some steps.
+# A share s of the images, those with the least to do first, takes the workers a time in proportion
+# to s**WORK: 30 % of ImageNet's files make 12 % of the work. A batch tells of the share that it was
+# given, some thirty batches before. Were its images taken for average ones, a small share would ask
+# for a large one and that for a small one, for ever. Where all files are alike, this takes some
+# steps.
 WORK = 1.75
 GUESS = 0.003  # seconds to decode an image, as long as none was
 # Workers are late where the prefetcher waits for them for LATE of the time. Over as many batches as

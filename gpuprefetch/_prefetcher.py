@@ -86,8 +86,8 @@ class DataPrefetcher:
         decoder: "torchcodec" or "torchvision" (both nvJPEG on the GPU), "cpu" (TorchCodec in the
             workers), or "auto": torchcodec on CUDA, else cpu.
         apply_exif: whether pictures are turned upright; False agrees with PIL and ``ImageFolder``.
-        cpu_share: share of the JPEGs, those with the least to decode first, that the workers decode, 0.0 to
-            1.0, or "auto" for what idle cores can carry, balanced while running.
+        cpu_share: share of the JPEGs that the workers decode, those with the least to decode first,
+            0.0 to 1.0, or "auto" for what idle cores can carry, balanced while running.
         seed: of the random parameters of the transforms; None takes ``torch.initial_seed()``. Those
             of encoded images are a function of (seed, epoch, sample), whatever the batch size and
             number of workers, those of tensors of (seed, epoch, number of the batch, row).

@@ -61,7 +61,7 @@ def test_workers_that_slow_nobody_down_get_what_the_cores_can_carry(monkeypatch)
 @pytest.mark.parametrize("work", [1.0, 1.75, 2.5])
 @pytest.mark.parametrize("cost", [0.0005, 0.0014, 0.0040])
 def test_the_share_settles_however_files_differ(monkeypatch, work, cost):
-    # The files with the least to do are decoded first, and a batch tells of the share of QUEUED batches before.
+    # Those with the least to do are decoded first, and a batch tells of the share of QUEUED before.
     monkeypatch.setattr(_balance, "WINDOW", 10**9)  # no tries
     loop = Loop(monkeypatch, lambda share: 0.0152, cost=cost, work=work)
     loop.run(400)
