@@ -144,7 +144,7 @@ class Packer:
         for_gpu = np.array([header.gpu and self.on_gpu for header in headers])
         heights = np.array([header.height for header in headers], dtype=np.int64)
         kept = self._rows_to_decode(headers, heights, orientation, rows)
-        work = [len(image.data) for image in images] * kept / heights
+        work = np.array([len(image.data) for image in images]) * kept / heights
         on_cpu = ~for_gpu | self._cheapest(work, for_gpu, share)
         if self.head.size is None:  # no sampling that could turn the picture
             on_cpu |= orientation != 1
