@@ -730,7 +730,8 @@ def test_whether_a_decoder_takes_cut_files_is_tried_once(monkeypatch, flaw):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("backend", ["torchcodec", "torchvision"])
-def test_the_gpus_decoder_gives_the_rows_of_cut_files(backend):
+def test_the_gpus_decoder_gives_the_rows_of_cut_files(monkeypatch, backend):
+    monkeypatch.setattr(_decode, "_tried", {})  # with a warning made an error it was refused
     device = torch.device("cuda")
     decoder = _decode.BACKENDS[backend](device)
     assert _decode.gives_rows(decoder, device)
