@@ -359,8 +359,8 @@ def pack(
     boundary = int(lengths[~decoded].sum())
     spans[decoded] -= boundary
     unread = np.zeros((len(images), 2), dtype=np.int64)
-    known = {"sizes": unread, "transposed": unread[:, 0] > 0} | known
-    known["heights"] = np.zeros_like(unread)
+    heights = np.zeros_like(unread)
+    known = {"sizes": unread, "transposed": unread[:, 0] > 0, "heights": heights} | known
     indices = np.array([image.index for image in images], dtype=np.int64)
     paths = [image.path for image in images]
     return EncodedImages(buffer, boundary, spans, indices, paths, decoded, **known)

@@ -107,7 +107,7 @@ class Packer:
         large_calls: ``(1,)`` bool in shared memory: see :func:`gpuprefetch._budget.sub_batches`.
         cuts: ``(1,)`` bool in shared memory, whether the GPU's decoder takes files that promise
             fewer rows than they hold. See Note [Rows that nobody reads].
-        cuts_here: whether rows that nobody reads need not be decoded here, either.
+        in_worker: whether this is a worker process, which may leave out such rows, too.
         moves: whether a transform, fused or behind the head, moves pixels.
         for_each: calls a function with each image, or what belongs to it.
     """
@@ -123,7 +123,7 @@ class Packer:
     dtype: torch.dtype = torch.float32
     large_calls: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     cuts: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
-    cuts_here: bool = False
+    in_worker: bool = False
     moves: bool = False
     for_each: ForEach = for_each
     _share: float | None = field(init=False, default=None)
@@ -143,12 +143,18 @@ class Packer:
         rows = self._draw(images, sizes, keys)
         for_gpu = np.array([header.gpu and self.on_gpu for header in headers])
         heights = np.array([header.height for header in headers], dtype=np.int64)
-        kept = self._rows_to_decode(headers, heights, orientation, rows)
+        # See Note [Rows that nobody reads].
+        bottoms = heights if rows is None else np.where(orientation == 1, rows[:, 0, 3], heights)
+        pairs = zip(headers, bottoms.astype(int).tolist(), strict=True)
+        kept = np.array([header.rows_above(bottom) for header, bottom in pairs], dtype=np.int64)
         work = np.array([len(image.data) for image in images]) * kept / heights
         on_cpu = ~for_gpu | self._cheapest(work, for_gpu, share)
         if self.head.size is None:  # no sampling that could turn the picture
             on_cpu |= orientation != 1
 
+        here = heights
+        if self.in_worker and (kept < heights)[on_cpu].any() and cuts_quietly():
+            here = kept
         fused = self.on_gpu and self.head.size is not None
         # The kernel reads either layout; to turn a picture into planes takes a tenth of its decode.
         interleaved = fused or (self.output is not None and self.output[1] == torch.channels_last)
@@ -159,7 +165,7 @@ class Packer:
         def decode(i: int) -> None:
             try:
                 row = None if rows is None else rows[i]
-                picture = self._decode(images[i], headers[i], row, int(kept[i]))
+                picture = self._decode(images[i], headers[i], row, int(here[i]))
             except (ValueError, RuntimeError) as error:
                 errors[i] = str(error)
                 return
@@ -213,17 +219,6 @@ class Packer:
         self._last = time.perf_counter()
         batch.collate_seconds = self._last - begin - seconds
         return batch
-
-    @staticmethod
-    def _rows_to_decode(
-        headers: Sequence[ImageHeader], heights: Any, orientation: Any, rows: Any
-    ) -> Any:
-        """``(N,)`` int64, of the stored images: see Note [Rows that nobody reads]."""
-        kept = heights.copy()
-        if rows is not None:
-            for i in np.flatnonzero(orientation == 1).tolist():
-                kept[i] = headers[i].rows_above(int(rows[i, 0, 3]))
-        return kept
 
     @staticmethod
     def _cheapest(work: Any, where: Any, share: float) -> Any:
@@ -305,13 +300,12 @@ class Packer:
         return rows
 
     def _decode(
-        self, image: EncodedImage, header: ImageHeader, row: Any, kept: int
+        self, image: EncodedImage, header: ImageHeader, row: Any, rows: int
     ) -> torch.Tensor:
         """Decode an image to the part that its sampling ``row`` reads, and fit the row to that.
 
-        The stored rows ``kept`` are enough for it.
+        So many stored ``rows`` are enough for it.
         """
-        rows = kept if self.cuts_here else None
         picture = decode_cpu(image.data, header, apply_exif=self.apply_exif, rows=rows)
         if row is None or self.head.size is None:
             return picture
@@ -425,7 +419,7 @@ class HostStage:
     def _settle(self) -> None:
         """Once in a worker: end with the parent, and let the training thread go first."""
         self._settled = True
-        self.packer.cuts_here = cuts_quietly()
+        self.packer.in_worker = True
         if self.packer.on_gpu:
             os.nice(NICENESS)
             with contextlib.suppress(AttributeError, OSError):  # not on every platform

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torchcodec.decoders import decode_jpeg
 
-from gpuprefetch import DataPrefetcher, EncodedImage, RandomResizedCrop, _format
+from gpuprefetch import DataPrefetcher, EncodedImage, RandomResizedCrop, _format, _host
 from gpuprefetch._format import cuts_quietly, decode_cpu, read_header
 from gpuprefetch._stderr import Hush
 
@@ -124,6 +124,9 @@ def test_it_is_tried_first(monkeypatch, untried, capfd, flaw):
         assert decode_cpu(TALL, rows=128).size(1) == 400
 
 
+CROP = [RandomResizedCrop(32)]
+
+
 class Files(Dataset):
     def __init__(self):
         kinds = ("4:4:4", "4:2:0", "4:2:2")
@@ -151,9 +154,9 @@ def test_workers_decode_down_to_the_crop(monkeypatch, capfd, apply_exif):
 
     def epoch(workers):
         loader = DataLoader(Files(), batch_size=8, num_workers=workers)
-        transforms, options = [RandomResizedCrop(32)], {"seed": 5, "apply_exif": apply_exif}
         decoded.zero_()
-        prefetcher = DataPrefetcher(loader, device="cpu", transforms=transforms, **options)
+        options = {"transforms": CROP, "seed": 5, "apply_exif": apply_exif}
+        prefetcher = DataPrefetcher(loader, device="cpu", **options)
         return torch.cat([images for images, _ in prefetcher]), decoded.item()
 
     whole, rows = epoch(workers=0)
@@ -162,3 +165,14 @@ def test_workers_decode_down_to_the_crop(monkeypatch, capfd, apply_exif):
     assert fewer < 0.95 * rows
     assert torch.equal(cut_down, whole)
     assert capfd.readouterr().err == ""
+
+
+def test_workers_without_photos_try_nothing(monkeypatch):
+    def tried():
+        raise AssertionError("it takes a decoder, and time")
+
+    monkeypatch.setattr(_host, "cuts_quietly", tried)
+    loader = DataLoader(torch.arange(4.0), num_workers=1)
+    assert torch.cat([*DataPrefetcher(loader, device="cpu")]).tolist() == [0, 1, 2, 3]
+    with pytest.raises(AssertionError, match="it takes a decoder"):  # guards the test
+        list(DataPrefetcher(DataLoader(Files(), num_workers=1), device="cpu", transforms=CROP))
