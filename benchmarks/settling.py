@@ -5,7 +5,7 @@
 Every ``--steps`` steps a row: seconds since the first step, which compiles; the step; what the loop
 waited for in it; the share that the workers had decoded of its images, and the share asked of them
 now; how long an image took in the GPU's decoder, and the level of what batches on their way may
-take: 0 is the least, and 4 brings a second decoder.
+take: 0 is the least, and 5 brings a second decoder.
 """
 
 import time

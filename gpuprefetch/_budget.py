@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch._batch import objects, tensors
-from gpuprefetch._encoded import Call, EncodedImages, Plan, is_encoded
+from gpuprefetch._encoded import EncodedImages, Plan, is_encoded
 from gpuprefetch._resample import arrange
 
 _UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
@@ -23,17 +23,16 @@ LANES = 2
 # Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
 # bound the memory: a decoded photo takes 3 bytes a pixel until it is resampled, and for a moment
 # twice that, unless it is alone in its call. Where fewer photos than ENGINES fit into a usual call,
-# it may take more. Where the decode is what the GPU waits for, a call of a decode thread is PIECES
-# times as much, and nvJPEG gets it in pieces of the usual size: see Note [The training thread's
-# locks].
-SUB_BATCH, PIECES = 96, 3
+# it may take more. Where the decode is what the GPU waits for, calls are large: what is left of 256
+# of ImageNet's photos where the workers decode 40 % is one. See Note [Memory for speed].
+SUB_BATCH, LARGE_SUB_BATCH = 96, 160
 USUAL_BYTES, SUB_BATCH_BYTES, ENGINES = 24 << 20, 64 << 20, 7
 # Of what the workers decoded, on its way to the device: usually all of a batch in one copy.
 UPLOAD_BYTES = 32 << 20
 # Memory that is taken again and again is asked for in few sizes, for the allocator keeps a block of
 # each: the first for usual calls, which end behind the image that they are full with, the second
 # for large ones, and multiples of the third for few large images.
-USUAL_ROOM, LARGE_ROOM, ROOM_BYTES = 32 << 20, PIECES * USUAL_BYTES, 8 << 20
+USUAL_ROOM, LARGE_ROOM, ROOM_BYTES = 32 << 20, 88 << 20, 8 << 20
 # Batches that are ready or in preparation at most, by default, and what they may take together: of
 # large ones, whose step is long enough to prepare the next, one is enough.
 READY, READY_BYTES = 2, 512 << 20
@@ -83,23 +82,23 @@ def sub_batches(
     """Cut what is left to the device into decode calls of about equal size.
 
     Each is SUB_BATCH images at most, and of USUAL_BYTES, or if it is ENGINES images or less
-    SUB_BATCH_BYTES, or takes ``limit`` bytes, or is one; ``large`` ones are PIECES times as much.
-    More than ENGINES images fit into USUAL_ROOM, or if they are large ones into LARGE_ROOM.
+    SUB_BATCH_BYTES, or takes ``limit`` bytes, or is one; ``large`` ones are of LARGE_SUB_BATCH
+    images at most, and of LARGE_ROOM. More than ENGINES images fit into USUAL_ROOM.
     """
     positions = positions_to_decode(images)
     most = SUB_BATCH_BYTES if limit is None else min(limit // 2, SUB_BATCH_BYTES)
-    cuts = _cut(decoded_bytes(images, positions), most, PIECES if large else 1)
+    cuts = _cut(decoded_bytes(images, positions), most, large=large)
     return np.split(positions, cuts[1:]) if cuts else []
 
 
-def _cut(sizes: npt.NDArray[np.int64], most: int, factor: int = 1) -> list[int]:
+def _cut(sizes: npt.NDArray[np.int64], most: int, *, large: bool = False) -> list[int]:
     """Where the calls begin for images of these ``sizes``: see :func:`sub_batches`."""
-    usual = factor * min(USUAL_BYTES, most)
+    usual = LARGE_ROOM if large else min(USUAL_BYTES, most)
     most = max(most, usual)
     loads = np.maximum(np.minimum(sizes / usual, 1 / ENGINES), sizes / most)
-    loads = np.maximum(loads, 1 / (factor * SUB_BATCH))
+    loads = np.maximum(loads, 1 / (LARGE_SUB_BATCH if large else SUB_BATCH))
     target = loads.sum() / max(np.ceil(loads.sum() - 1e-9), 1) - 1e-9
-    room = min(most, in_rooms(0, large=factor > 1))
+    room = min(most, in_rooms(0, large=large))
     used, load, begin, cuts = 0, 0.0, 0, []
     for i, (size, more) in enumerate(zip(sizes.tolist(), loads.tolist(), strict=True)):
         fits = used + size <= (most if i - begin < ENGINES else room)
@@ -108,13 +107,6 @@ def _cut(sizes: npt.NDArray[np.int64], most: int, factor: int = 1) -> list[int]:
             cuts.append(i)
         used, load = used + size, load + more
     return cuts
-
-
-def _in_pieces(call: Call) -> Call:
-    """A large call, with what nvJPEG gets of it at a time."""
-    count = len(call.positions)
-    cuts = [*_cut(call.decoded_sizes, SUB_BATCH_BYTES), count]
-    return replace(call, counts=np.diff(cuts).tolist())
 
 
 def call_bytes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> int:
@@ -151,7 +143,7 @@ def lay_out(
     """
     copies = [] if size is None else uploads(images, np.flatnonzero(images.decoded))
     calls = [images.call(positions) for positions in sub_batches(images, limit, large=large)]
-    calls = [_in_pieces(call) for call in calls] if large else calls
+    calls = [replace(call, large=large) for call in calls]
     if size is None or words is None or not (copies or calls):
         return Plan(copies, calls)
     offsets = [images.spans[copy, 0] - images.spans[copy[0], 0] for copy in copies]

@@ -47,12 +47,14 @@ from gpuprefetch._format import decode_cpu, same_rows, trial_files
 #     behind the launch. It waits for the launch before in TorchScript as well, the driver
 #     itself records events and queues waits, called with the lock held (_stream.record), and what
 #     the workers decoded of a batch is one copy and one launch. Where the GPU waits for the decode,
-#     calls are large.
-#   - one thread at a time is in nvJPEG. Each image takes a copy, a launch and an event there, and
-#     two threads that contend for the driver slow each other, too. A second thread, where there is
-#     one, launches its images meanwhile.
-#   - while the loop waits, for the GPU or for its batch, it launches nothing, and a second thread
-#     is let in: see Note [Memory for speed] for when there is one. A loop that had to wait
+#     so is what is left to it.
+#   - one thread decodes. Each image takes a copy, a launch and an event in nvJPEG, and a second
+#     thread that contends for the driver slows the training thread by more than it adds: the step
+#     took 18.2 ms with two threads and calls of 40 MiB in pieces of 24, 15.5 with one and a call
+#     for each batch, 14.4 without a loader.
+#   - a second thread is there for a loop that does little but wait: see Note [Memory for speed].
+#     It launches its images while the other is in nvJPEG, and is let in beside it while the loop
+#     waits, for the GPU or for its batch, and launches nothing. A loop that had to wait
 #     for the GPU, and has the batch after this one ready, is left alone until it is back: it will
 #     wait again (Engine.spare).
 #   - what a launch reads of a batch lies in the worker's buffer (EncodedImages.numbers), and Triton
@@ -82,12 +84,11 @@ def _place(call: Call, device: torch.device) -> torch.Tensor | None:
         return None
     size = call.size
     if not room or len(room[0]) < size:
-        large = call.counts is not None
-        served_usual_calls = bool(room) and large
+        served_usual_calls = bool(room) and call.large
         room.clear()
         if served_usual_calls:  # there will be none any more that its block fits
             torch.cuda.empty_cache()
-        size = in_rooms(size, large=large)
+        size = in_rooms(size, large=call.large)
         room.append(torch.empty(size, dtype=torch.uint8, device=device))
     return room[0]  # whole: the thread then makes no Python object of it, which costs the lock
 
@@ -99,12 +100,11 @@ RGB = 3  # ImageReadMode.RGB, in TorchCodec and torchvision alike
 
 # torch.cat copies bytes one by one: 158 us on an H200 for 131 photos, two fifths of what nvJPEG's
 # own kernels take. This, FSDP's, takes 71 us.
-_PUT = "torch._chunk_cat(flat, 0, 1, out=out[begin:used].unsqueeze(0))"
+_PUT = "torch._chunk_cat(flat, 0, 1, out=out[:used].unsqueeze(0))"
 
 _PACKED = """
 def packed(
-    data: Tensor, start: int, layout: Tensor, counts: List[int], device: Device, drained: bool,
-    out: Optional[Tensor]
+    data: Tensor, start: int, layout: Tensor, device: Device, drained: bool, out: Optional[Tensor]
 ) -> Optional[Tensor]:
     lengths: List[int] = layout[0].tolist()
     heights: List[int] = layout[1].tolist()
@@ -114,27 +114,23 @@ def packed(
         for i in range(len(lengths)):
             size += 3 * heights[i] * widths[i]
         out = torch.empty([size], dtype=torch.uint8, device=device)
-    first, used = 0, 0
-    for count in counts:
-        if drained and device.type == "cuda":
-            queued = torch.cuda.Event(False, True, False)  # to wait for it does not spin
-            queued.record(torch.cuda.current_stream(device))
-            queued.synchronize()
-        sizes = lengths[first : first + count]
-        stop = start + sum(sizes)
-        images = {decode}(data[start:stop].split_with_sizes(sizes), {mode}, device)
-        flat: List[Tensor] = []
-        begin = used
-        for i in range(count):
-            image = images[i]
-            if image.size(1) != heights[first + i] or image.size(2) != widths[first + i]:
-                return None
-            flat.append(image.flatten())
-            used += image.numel()
-        if out is None:
-            return flat[0]
-        {put}
-        start, first = stop, first + count
+    if drained and device.type == "cuda":
+        queued = torch.cuda.Event(False, True, False)  # to wait for it does not spin
+        queued.record(torch.cuda.current_stream(device))
+        queued.synchronize()
+    files = data[start : start + sum(lengths)].split_with_sizes(lengths)
+    images = {decode}(files, {mode}, device)
+    flat: List[Tensor] = []
+    used = 0
+    for i in range(len(lengths)):
+        image = images[i]
+        if image.size(1) != heights[i] or image.size(2) != widths[i]:
+            return None
+        flat.append(image.flatten())
+        used += image.numel()
+    if out is None:
+        return flat[0]
+    {put}
     return out
 """
 
@@ -143,7 +139,7 @@ def packed(
 def _packed(module: str, operator: str) -> Callable[..., torch.Tensor] | None:
     importlib.import_module(module)  # registers the operator
     try:
-        put = _PUT if hasattr(torch, "_chunk_cat") else "torch.cat(flat, out=out[begin:used])"
+        put = _PUT if hasattr(torch, "_chunk_cat") else "torch.cat(flat, out=out[:used])"
         source = _PACKED.format(decode=f"torch.ops.{operator}", mode=RGB, put=put)
         compiled: Callable[..., torch.Tensor] = torch.jit.CompilationUnit(source).packed
     except RuntimeError as error:
@@ -199,9 +195,9 @@ class ImageDecoder:
         decode = _packed(self.module, self.operator)
         assert decode is not None, "see packs"
         out = _place(call, self._device)
-        layout, counts = torch.from_numpy(call.layout), call.counts or [len(call.positions)]
+        layout = torch.from_numpy(call.layout)
         with turn:
-            return decode(data, call.start, layout, counts, self._device, drained, out)
+            return decode(data, call.start, layout, self._device, drained, out)
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         """Decode.

@@ -87,7 +87,7 @@ class Call:
         start: of the first in its buffer, where the others lie behind it without a gap.
         layout: ``(3, N)`` int64, of each file its length, and the height and width of the image in
             it. The sampling was drawn for these, which headers promise: others would be misread.
-        counts: how many of them the decoder gets at a time; None for all.
+        large: whether it is one of few, for a loop that waits for the decode.
         size: bytes of all images.
         largest: bytes of the largest one.
     """
@@ -95,7 +95,7 @@ class Call:
     positions: npt.NDArray[np.int64]
     start: int
     layout: npt.NDArray[np.int64]
-    counts: list[int] | None = None
+    large: bool = False
     size: int = field(init=False)
     largest: int = field(init=False)
 

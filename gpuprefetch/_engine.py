@@ -28,7 +28,7 @@ from gpuprefetch._resume import Source
 from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stage
 from gpuprefetch._stream import lease_stream, own_modes, return_stream, using
-from gpuprefetch._turns import LATE_SECONDS, turns
+from gpuprefetch._turns import LATE_SECONDS, LITTLE, turns
 
 # For a loader that hangs, when the loop is left: its thread is then abandoned, not waited for.
 JOIN_SECONDS = 10.0
@@ -484,18 +484,19 @@ class Engine:
     def _learn_wait(self, seconds: float, *, ahead: bool) -> None:
         """Give batches on their way more memory: where there is room, and then where they are late.
 
-        The loop waited for one, and the GPU has nothing to do now; or, which does not call for a
-        second decoder, soon, for a loop that was not ahead of it before will not be now.
+        The loop waited for one, and the GPU has nothing to do now; or, which does not call for
+        more than two batches, soon, for a loop that was not ahead of it before will not be now.
         """
         turn = turns[self.device]
-        late = seconds > LATE_SECONDS and (
+        enough = max(LATE_SECONDS, LITTLE * self.balancer.period if turn.large else 0.0)
+        late = seconds > enough and (
             not (ahead or turn.deep) or torch.cuda.current_stream(self.device).query()
         )
         next_one = self._usual.fixed + self._usual.decoded
         rises = turn.learn(late=late and not self.balancer.trying)
         if rises and turn.memory_to_spare(self.device, next_one):
             turn.level += 1
-        if turn.several and self._pipeline.memory_budget is None:
+        if turn.large and self._pipeline.memory_budget is None:
             self._pipeline.packer.large_calls.numpy()[0] = True
 
     def close(self) -> None:

@@ -20,21 +20,25 @@ from gpuprefetch._budget import LANES
 #      memory of that.
 #   2. one more, so that the next one is begun as soon as the loop takes this one.
 #   3. one more again, unless batches are large: one is ready, and the next in preparation.
-#   4. a second decoder, 150 MiB that the process does not get back, with a thread of its own; and
-#      large calls, which take the lock less often. A decoder works on 14 images at a time, and
-#      each waits until a kernel of its own has had its turn between those of the training.
-# Measured as in Note [The training thread's locks], ResNet-18 compiled: 0.92 of the ceiling at
-# level 4, 0.77 with one batch less. Eager: 0.971 at level 3, 0.966 at level 2, and 0.930 at level
-# 1, although the GPU had work left when four of five batches came that the loop had waited for.
+#   4. large calls. A decoder works on 14 images at a time, each of which waits until a kernel of
+#      its own has had its turn between those of the training, and every call fills and empties it,
+#      which takes a millisecond.
+#   5. a second decoder, 150 MiB that the process does not get back, with a thread of its own: for
+#      a loop that waits for its batches longer than for LITTLE of its time. Another is faster
+#      without, see Note [The training thread's locks].
+# Measured as there, ResNet-18 eager: 0.971 of the ceiling at level 3, 0.966 at level 2, and 0.930
+# at level 1, although the GPU had work left when four of five batches came that the loop had
+# waited for.
 
 # What the loop itself takes is known behind its second step, which has the optimizer's state.
 SHOWN = 2
 # From there on to the next level, if so many batches were late beyond one in TOLERATED: the first
 # ones of an epoch always are. The FIRST ones of all do not count, of which the workers decode
 # nothing yet.
-FIRST, LATE, TOLERATED = 64, (10, 10, 40), 5
-# A batch may be late where the loop waits longer for it, and not for its loader.
-LATE_SECONDS = 0.001
+FIRST, LATE, TOLERATED = 64, (10, 10, 40, 40), 5
+# A batch may be late where the loop waits longer for it, and not for its loader; and before the
+# last level longer than for this part of the time from batch to batch.
+LATE_SECONDS, LITTLE = 0.001, 1 / 3
 # Where less of the GPU's memory is left, batches on their way get no more of it than they have. The
 # first is beside what the next batch takes, which is prepared while the loop has one, the second is
 # for all that comes after that.
@@ -69,9 +73,14 @@ class Turns:
         return self.level >= 3
 
     @property
+    def large(self) -> bool:
+        """Whether calls are large."""
+        return self.level >= 4
+
+    @property
     def several(self) -> bool:
         """Whether there is a second decoder."""
-        return self.level >= 4
+        return self.level >= 5
 
     @property
     def _places(self) -> int:

@@ -210,7 +210,7 @@ HOW = ["whole", "left", "own iterator", "another", "closed", "thread"]
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("level", range(5))
+@pytest.mark.parametrize("level", range(6))
 def test_batches_come_in_order_and_threads_end(files, expected, leased, monkeypatch, level, how):
     for seed in range(6):
         turns = collections.defaultdict(_turns.Turns)

@@ -181,10 +181,10 @@ def test_calls_are_large_where_the_decode_is_too_slow(files, large):
     packer = Packer(head, True, False, 0, none, none)
     images = [EncodedImage(file) for file in files[:8]]
     packer.large_calls.fill_(large)
-    with mock.patch.multiple(_budget, USUAL_BYTES=7 * DECODED, PIECES=2):
+    with mock.patch.multiple(_budget, USUAL_BYTES=7 * DECODED, LARGE_ROOM=8 * DECODED):
         calls = packer(images).plan.calls
     assert [len(call.positions) for call in calls] == ([8] if large else [4, 4])
-    assert [call.counts for call in calls] == ([[4, 4]] if large else [None, None])
+    assert [call.large for call in calls] == ([True] if large else [False, False])
 
 
 def test_what_the_launches_read_lies_behind_the_pixels(files):
@@ -235,10 +235,11 @@ def test_batches_that_are_often_late_get_more_memory(files, monkeypatch, budget)
     def wait(seconds, batches, *, ahead=False):
         for _ in range(batches):
             engine._learn_wait(seconds, ahead=ahead)
-        return turn.level, engine._lean, engine._depth, turn.several, bool(large)
+        return turn.level, engine._lean, engine._depth, bool(large), turn.several
 
-    first, second, third = _turns.LATE
+    first, second, third, fourth = _turns.LATE
     idle[0] = False
+    engine.balancer._periods.append(0.3)
     assert wait(1.0, _turns.SHOWN) == (0, True, 0, False, False)
     assert wait(1.0, _turns.FIRST - _turns.SHOWN) == (1, True, 1, False, False)
     assert wait(0.0005, 100) == (1, True, 1, False, False)
@@ -251,8 +252,10 @@ def test_batches_that_are_often_late_get_more_memory(files, monkeypatch, budget)
     assert wait(1.0, 100) == (3, False, 2, False, False)  # the GPU has enough to do
     idle[0] = True
     assert wait(0.0005, 100) == (3, False, 2, False, False)
-    assert wait(1.0, third, ahead=True) == (4, False, 2, True, budget is None)
-    assert wait(1.0, 1000) == (4, False, 2, True, budget is None)
+    assert wait(0.0015, third, ahead=True) == (4, False, 2, budget is None, False)
+    assert wait(0.09, 1000) == (4, False, 2, budget is None, False)  # it does more than to wait
+    assert wait(0.11, fourth) == (5, False, 2, budget is None, True)
+    assert wait(1.0, 1000) == (5, False, 2, budget is None, True)
 
 
 def test_no_more_memory_where_little_is_free(files, monkeypatch):
@@ -301,7 +304,7 @@ def test_what_is_late_in_a_try_does_not_count(files, monkeypatch):
 def test_a_size_that_was_asked_for_stays(files, monkeypatch):
     engine, turn = late_engine(monkeypatch, files)
     engine._asked = 3
-    for turn.level in range(5):
+    for turn.level in range(6):
         assert (engine._depth, engine._lean) == (3, False)
     engine._asked, turn.level = None, 0
     engine._fetch_ahead = False  # what it has not begun, the loop would wait for
@@ -417,9 +420,9 @@ def test_one_thread_decodes_until_there_is_a_second_decoder(files, monkeypatch):
     engine, turn = late_engine(monkeypatch, files)
     monkeypatch.setattr(_engine, "lease_stream", lambda device, role: role)
     monkeypatch.setattr(engine, "_spawn", lambda *args: None)
-    for turn.level in range(5):
+    for turn.level in range(6):
         engine._start_lanes()
-        assert len(engine._lanes) == len(engine._rooms) == (2 if turn.level == 4 else 1)
+        assert len(engine._lanes) == len(engine._rooms) == (2 if turn.level == 5 else 1)
     engine._ended = True  # its lanes are no streams
 
 
@@ -664,7 +667,7 @@ def test_each_group_of_a_batch_fills_its_rows(monkeypatch, launched, share, larg
     expected = planned_batch(monkeypatch, files, None)
     monkeypatch.setattr(_budget, "UPLOAD_BYTES", 2 * 24 * 32 * 3)
     monkeypatch.setattr(_budget, "SUB_BATCH", 3)
-    monkeypatch.setattr(_budget, "PIECES", 2)
+    monkeypatch.setattr(_budget, "LARGE_SUB_BATCH", 7)
     got = planned_batch(monkeypatch, files, OperatorDecoder("cpu"), share, large=large)
     assert sum(launched.laid_out) == 7
     assert len(launched.laid_out) >= 2 + (share == 0 and not large)
@@ -831,24 +834,23 @@ def test_what_cannot_be_packed_is_decoded_apart(monkeypatch, launched, decoder):
 def test_rooms_are_as_large_as_calls(large):
     rng = np.random.default_rng(0)
     sizes = rng.gamma(2.0, 300e3, 20000).astype(int)  # photos of 0.6 MB, and some of several MB
-    factor, room = (_budget.PIECES, _budget.LARGE_ROOM) if large else (1, _budget.USUAL_ROOM)
-    cuts = _budget._cut(sizes, _budget.SUB_BATCH_BYTES, factor)
+    room = _budget.LARGE_ROOM if large else _budget.USUAL_ROOM
+    cuts = _budget._cut(sizes, _budget.SUB_BATCH_BYTES, large=large)
     calls = np.add.reduceat(sizes, cuts)
     assert room * 0.75 < calls.max() <= room
     assert {_budget.in_rooms(int(size), large=large) for size in calls} == {room}
     sizes[rng.random(len(sizes)) < 0.1] = 6 << 20  # of few large ones a call takes more
-    cuts = _budget._cut(sizes, _budget.SUB_BATCH_BYTES, factor)
+    cuts = _budget._cut(sizes, _budget.SUB_BATCH_BYTES, large=large)
     calls, counts = np.add.reduceat(sizes, cuts), np.diff([*cuts, len(sizes)])
     assert calls[counts > _budget.ENGINES].max() <= room
     sizes[:] = 9 << 20
-    assert _budget._cut(sizes, _budget.SUB_BATCH_BYTES, factor)[1] == (8 if large else 7)
+    assert _budget._cut(sizes, _budget.SUB_BATCH_BYTES, large=large)[1] == (9 if large else 7)
     assert _budget.in_rooms(room + 1, large=large) == room + _budget.ROOM_BYTES
 
 
 @pytest.mark.parametrize("cat", ["_chunk_cat", "cat"])
-@pytest.mark.parametrize("counts", [None, [1, 3], [2, 2], [3, 1]])
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_large_call_is_decoded_in_pieces(monkeypatch, counts, kept, cat):
+def test_a_call_is_decoded_into_one_piece(monkeypatch, kept, cat):
     if cat == "cat":  # in place of what other versions of torch may not have
         monkeypatch.delattr(torch, "_chunk_cat")
     _decode._packed.cache_clear()
@@ -861,12 +863,12 @@ def test_a_large_call_is_decoded_in_pieces(monkeypatch, counts, kept, cat):
     layout = np.array([(len(d), *hw) for d, hw in zip(data, shapes, strict=True)]).T
     flat = torch.cat([torch.zeros(5, dtype=torch.uint8), *data])
     with _decode.packing_into([]) if kept else contextlib.nullcontext():
-        got = decoder.packed(flat, Call(np.arange(4), 5, layout, counts))
+        got = decoder.packed(flat, Call(np.arange(4), 5, layout))
         expected = torch.cat([decode_cpu(d).flatten() for d in data])
         assert torch.equal(got[: len(expected)], expected)
-        assert asked == (counts or [4])
+        assert asked == [4]
         layout[1:, 3] = layout[:0:-1, 3]  # not what its header says
-        assert decoder.packed(flat, Call(np.arange(4), 5, layout, counts)) is None
+        assert decoder.packed(flat, Call(np.arange(4), 5, layout)) is None
     _decode._packed.cache_clear()  # not for other tests
 
 
@@ -874,10 +876,10 @@ def test_a_thread_packs_into_the_same_place_again(monkeypatch):
     decoder = OperatorDecoder("cpu")
     files = [pictures.encode_jpeg(pictures.draw(24, 32, seed=i)) for i in range(4)]
 
-    def packed(*numbers, counts=None):
+    def packed(*numbers, large=False):
         data = [torch.frombuffer(bytearray(files[i]), dtype=torch.uint8) for i in numbers]
         layout = np.array([(len(d), 24, 32) for d in data]).T
-        call = Call(np.array(numbers), 5, layout, counts)
+        call = Call(np.array(numbers), 5, layout, large)
         flat = decoder.packed(torch.cat([torch.zeros(5, dtype=torch.uint8), *data]), call)
         expected = torch.cat([decode_cpu(d).flatten() for d in data])
         assert torch.equal(flat[: len(expected)], expected)
@@ -897,8 +899,8 @@ def test_a_thread_packs_into_the_same_place_again(monkeypatch):
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(len(room)))
         monkeypatch.setattr(_decode, "in_rooms", lambda size, *, large: (4 if large else 2) * one)
         room.clear()
-        for numbers, counts in [((2, 3), None), ((0, 1, 2), [2, 1]), ((0, 1, 2, 3), [2, 2])]:
-            packed(*numbers, counts=counts)
+        for numbers, large in [((2, 3), False), ((0, 1, 2), True), ((0, 1, 2, 3), True)]:
+            packed(*numbers, large=large)
         assert len(room[0]) == 4 * one
         assert emptied == [0]  # the smaller place was given back
     assert room == []
@@ -908,7 +910,7 @@ def test_a_thread_packs_into_the_same_place_again(monkeypatch):
 def test_one_thread_at_a_time_decodes_unless_a_loop_waits_that_often_has_to():
     turns, inside, most = _turns.Turns(), [], []
     may_end = threading.Event()
-    turns.level = 3
+    turns.level = 4
     for _ in range(_turns.FIRST):
         turns.learn(late=True)
     (*_, enough) = _turns.LATE
@@ -948,7 +950,7 @@ def test_one_thread_at_a_time_decodes_unless_a_loop_waits_that_often_has_to():
 
 def test_never_more_than_two_threads_decode():
     turns, inside, most, lock = _turns.Turns(), [0], [0], threading.Lock()
-    turns.level = 4
+    turns.level = 5
 
     def decode():
         for _ in range(20):
@@ -1271,7 +1273,7 @@ def test_a_part_waits_for_the_reader_of_the_one_before(monkeypatch, job):
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 2])
 def test_two_decoders_and_large_calls_give_the_same_images(files, monkeypatch, workers):
-    loader = DataLoader(Photos(files * 8), batch_size=32, pin_memory=True, num_workers=workers)
+    loader = DataLoader(Photos(files * 16), batch_size=32, pin_memory=True, num_workers=workers)
 
     def epoch():
         made = collections.defaultdict(_turns.Turns)
@@ -1286,7 +1288,7 @@ def test_two_decoders_and_large_calls_give_the_same_images(files, monkeypatch, w
     monkeypatch.setattr(_turns, "FIRST", 10**6)
     images, *hurried = epoch()
     assert hurried == [False, False]
-    monkeypatch.setattr(_turns, "LATE", (0, 0, 0))
+    monkeypatch.setattr(_turns, "LATE", (0, 0, 0, 0))
     monkeypatch.setattr(_turns, "FIRST", 0)
     monkeypatch.setattr(_turns, "SHOWN", 0)
     in_a_hurry, *hurried = epoch()
@@ -1357,7 +1359,7 @@ SHORT = (
     BIG
     + """
 from gpuprefetch._turns import turns
-turns[torch.device("cuda", 0)].level = 4  # two threads decode
+turns[torch.device("cuda", 0)].level = 5  # two threads decode
 whole, most, repeated = epoch(48)
 assert repeated == 0
 gc.collect()
