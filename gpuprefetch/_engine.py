@@ -289,7 +289,8 @@ class Engine:
             if self._stopping:  # another thread has ended the epoch, and cleared them
                 return
             self._slots.append(slot)
-            self._changed.notify_all()
+            if self._taken is not slot:  # else the loop tells the thread that fetches, once
+                self._changed.notify_all()
         for part in parts:
             if self._on_cuda:
                 self._parts.append((slot, part))
