@@ -35,6 +35,9 @@ RISE, RISE_AGAIN = 0.05, 0.05
 # changes for a GAIN over the window before, WINS times in a row: the windows of a busy machine
 # differ by some percent. A try that begins with a LOSS is ended early.
 LEVELS, WINDOW, GAIN, LOSS, WINS = 3, 32, 0.005, 0.03, 2
+# A loop does little but wait if it waits for longer than LITTLE of its time for OFTEN batches more
+# than not.
+LITTLE, OFTEN = 1 / 3, 8
 # Windows before the first try, between two of them behind one that was better, and at most: doubled
 # where neither more nor less was better. A try with less makes batches late where the GPU's decoder
 # does not keep up with the rest.
@@ -85,7 +88,7 @@ class Balancer:
         self._best_period = 0.0
         self._too_much = False  # what is tried: the workers are late
         self._direction, self._patience = -1, FIRST
-        self._waited = self._failed = self._wins = 0
+        self._waited = self._failed = self._wins = self._long_waits = 0
 
     @property
     def value(self) -> float:
@@ -101,6 +104,17 @@ class Balancer:
     def trying(self) -> bool:
         """Whether what comes now need not be what comes in the long run."""
         return not self.fixed and (self._level != self._best or self._settling > 0)
+
+    @property
+    def starved(self) -> bool:
+        """Whether the loop does little but wait for the decode."""
+        return self._long_waits >= OFTEN
+
+    def waited(self, seconds: float) -> None:
+        """Learn from one batch for how long the loop waited for its decode."""
+        if not self.trying:
+            change = 1 if seconds > LITTLE * self.period else -1
+            self._long_waits = min(max(self._long_waits + change, 0), 2 * OFTEN)
 
     def begin(self) -> None:
         """Judge the workers anew, by batches that are not under way yet, as in a new epoch."""

@@ -28,7 +28,7 @@ from gpuprefetch._resume import Source
 from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stage
 from gpuprefetch._stream import lease_stream, own_modes, return_stream, using
-from gpuprefetch._turns import LATE_SECONDS, LITTLE, turns
+from gpuprefetch._turns import LATE_SECONDS, turns
 
 # For a loader that hangs, when the loop is left: its thread is then abandoned, not waited for.
 JOIN_SECONDS = 10.0
@@ -313,7 +313,8 @@ class Engine:
         return self._pipeline.start(slot.source, slot.number, self._epoch, slot.cost)
 
     def _start_lanes(self) -> None:
-        while len(self._lanes) < (LANES if turns[self.device].several else 1):
+        several = turns[self.device].several and self.balancer.starved
+        while len(self._lanes) < (LANES if several else 1):
             self._lanes.append(lease_stream(self.device, "lane"))
             self._rooms.append([])
             self._spawn("decode", _lane_loop, self._lanes[-1], self._rooms[-1])
@@ -489,10 +490,12 @@ class Engine:
         more than two batches, soon, for a loop that was not ahead of it before will not be now.
         """
         turn = turns[self.device]
-        enough = max(LATE_SECONDS, LITTLE * self.balancer.period if turn.large else 0.0)
-        late = seconds > enough and (
+        self.balancer.waited(seconds)
+        late = seconds > LATE_SECONDS and (
             not (ahead or turn.deep) or torch.cuda.current_stream(self.device).query()
         )
+        if turn.large:
+            late = late and self.balancer.starved
         next_one = self._usual.fixed + self._usual.decoded
         rises = turn.learn(late=late and not self.balancer.trying)
         if rises and turn.memory_to_spare(self.device, next_one):

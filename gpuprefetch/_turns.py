@@ -24,8 +24,8 @@ from gpuprefetch._budget import LANES
 #      its own has had its turn between those of the training, and every call fills and empties it,
 #      which takes a millisecond.
 #   5. a second decoder, 150 MiB that the process does not get back, with a thread of its own: for
-#      a loop that waits for its batches longer than for LITTLE of its time. Another is faster
-#      without, see Note [The training thread's locks].
+#      a loop that does little but wait (Balancer.starved), as one that validates. Another, also one
+#      of the same process, is faster without, see Note [The training thread's locks].
 # Measured as there, ResNet-18 eager: 0.971 of the ceiling at level 3, 0.966 at level 2, and 0.930
 # at level 1, although the GPU had work left when four of five batches came that the loop had
 # waited for.
@@ -36,9 +36,8 @@ SHOWN = 2
 # ones of an epoch always are. The FIRST ones of all do not count, of which the workers decode
 # nothing yet.
 FIRST, LATE, TOLERATED = 64, (10, 10, 40, 40), 5
-# A batch may be late where the loop waits longer for it, and not for its loader; and before the
-# last level longer than for this part of the time from batch to batch.
-LATE_SECONDS, LITTLE = 0.001, 1 / 3
+# A batch may be late where the loop waits longer for it, and not for its loader.
+LATE_SECONDS = 0.001
 # Where less of the GPU's memory is left, batches on their way get no more of it than they have. The
 # first is beside what the next batch takes, which is prepared while the loop has one, the second is
 # for all that comes after that.
@@ -79,7 +78,7 @@ class Turns:
 
     @property
     def several(self) -> bool:
-        """Whether there is a second decoder."""
+        """Whether there is a second decoder, for loops that do little but wait."""
         return self.level >= 5
 
     @property

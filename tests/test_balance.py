@@ -257,3 +257,24 @@ def test_cores_are_shared_between_ranks(monkeypatch):
     alone = _balance.usable_cores()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert _balance.usable_cores() == alone // 2
+
+
+def test_a_loop_that_does_little_but_wait(monkeypatch):
+    loop = Loop(monkeypatch, lambda share: 0.0152)
+    balancer = loop.balancer
+    loop.run(400)
+    assert not balancer.trying and not balancer.starved
+    for _ in range(_balance.OFTEN):
+        assert not balancer.starved
+        balancer.waited(0.0052)
+    assert balancer.starved
+    for _ in range(3 * _balance.OFTEN):  # it is soon forgotten
+        balancer.waited(0.0052)
+    for _ in range(_balance.OFTEN + 1):
+        assert balancer.starved
+        balancer.waited(0.0050)
+    assert not balancer.starved
+    balancer._level = balancer._best - 1  # what comes in a try does not tell
+    for _ in range(_balance.OFTEN):
+        balancer.waited(0.0152)
+    assert not balancer.starved

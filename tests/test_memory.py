@@ -26,6 +26,7 @@ from gpuprefetch import (
     EncodedImage,
     RandomResizedCrop,
     Resize,
+    _balance,
     _budget,
     _decode,
     _engine,
@@ -254,7 +255,9 @@ def test_batches_that_are_often_late_get_more_memory(files, monkeypatch, budget)
     assert wait(0.0005, 100) == (3, False, 2, False, False)
     assert wait(0.0015, third, ahead=True) == (4, False, 2, budget is None, False)
     assert wait(0.09, 1000) == (4, False, 2, budget is None, False)  # it does more than to wait
-    assert wait(0.11, fourth) == (5, False, 2, budget is None, True)
+    often = _balance.OFTEN
+    assert wait(0.11, often + fourth - 2) == (4, False, 2, budget is None, False)
+    assert wait(0.11, 1) == (5, False, 2, budget is None, True)
     assert wait(1.0, 1000) == (5, False, 2, budget is None, True)
 
 
@@ -420,9 +423,18 @@ def test_one_thread_decodes_until_there_is_a_second_decoder(files, monkeypatch):
     engine, turn = late_engine(monkeypatch, files)
     monkeypatch.setattr(_engine, "lease_stream", lambda device, role: role)
     monkeypatch.setattr(engine, "_spawn", lambda *args: None)
+    engine.balancer._periods.append(0.3)
     for turn.level in range(6):
         engine._start_lanes()
+        assert len(engine._lanes) == len(engine._rooms) == 1  # it does not wait
+    for turn.level in (4, 5):
+        for _ in range(_balance.OFTEN):
+            engine.balancer.waited(0.11)
+        engine._start_lanes()
         assert len(engine._lanes) == len(engine._rooms) == (2 if turn.level == 5 else 1)
+        for _ in range(2 * _balance.OFTEN):
+            engine.balancer.waited(0.09)
+        assert not engine.balancer.starved
     engine._ended = True  # its lanes are no streams
 
 
@@ -1289,6 +1301,7 @@ def test_two_decoders_and_large_calls_give_the_same_images(files, monkeypatch, w
     images, *hurried = epoch()
     assert hurried == [False, False]
     monkeypatch.setattr(_turns, "LATE", (0, 0, 0, 0))
+    monkeypatch.setattr(_balance, "OFTEN", 0)
     monkeypatch.setattr(_turns, "FIRST", 0)
     monkeypatch.setattr(_turns, "SHOWN", 0)
     in_a_hurry, *hurried = epoch()
@@ -1359,7 +1372,8 @@ SHORT = (
     BIG
     + """
 from gpuprefetch._turns import turns
-turns[torch.device("cuda", 0)].level = 5  # two threads decode
+from gpuprefetch import _balance
+turns[torch.device("cuda", 0)].level, _balance.OFTEN = 5, 0  # two threads decode
 whole, most, repeated = epoch(48)
 assert repeated == 0
 gc.collect()
