@@ -49,9 +49,9 @@ from gpuprefetch._format import decode_cpu, same_rows, trial_files
 #     the workers decoded of a batch is one copy and one launch. Where the GPU waits for the decode,
 #     so is what is left to it.
 #   - one thread decodes. Each image takes a copy, a launch and an event in nvJPEG, and a second
-#     thread that contends for the driver slows the training thread by more than it adds: the step
-#     took 18.2 ms with two threads and calls of 40 MiB in pieces of 24, 15.5 with one and a call
-#     for each batch, 14.4 without a loader.
+#     thread that contends for the driver slows the training thread by more than it adds: with a
+#     call for each batch the step took 16.7 ms with one thread and 18.9 with two, 14.3 without a
+#     loader (half of the images decoded by the workers, another machine, medians of three rounds).
 #   - a second thread is there for a loop that does little but wait: see Note [Memory for speed].
 #     It launches its images while the other is in nvJPEG, and is let in beside it while the loop
 #     waits, for the GPU or for its batch, and launches nothing. A loop that had to wait

@@ -486,13 +486,13 @@ class Engine:
     def _learn_wait(self, seconds: float, *, ahead: bool) -> None:
         """Give batches on their way more memory: where there is room, and then where they are late.
 
-        The loop waited for one, and the GPU has nothing to do now; or, which does not call for
-        more than two batches, soon, for a loop that was not ahead of it before will not be now.
+        The loop waited for one, and the GPU has nothing to do now; or, which does not call for a
+        second decoder, soon, for a loop that was not ahead of it before will not be now.
         """
         turn = turns[self.device]
         self.balancer.waited(seconds)
         late = seconds > LATE_SECONDS and (
-            not (ahead or turn.deep) or torch.cuda.current_stream(self.device).query()
+            not (ahead or turn.large) or torch.cuda.current_stream(self.device).query()
         )
         if turn.large:
             late = late and self.balancer.starved

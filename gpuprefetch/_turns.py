@@ -35,7 +35,7 @@ SHOWN = 2
 # From there on to the next level, if so many batches were late beyond one in TOLERATED: the first
 # ones of an epoch always are. The FIRST ones of all do not count, of which the workers decode
 # nothing yet.
-FIRST, LATE, TOLERATED = 64, (10, 10, 40, 40), 5
+FIRST, LATE, TOLERATED = 64, (10, 10, 10, 40), 5
 # A batch may be late where the loop waits longer for it, and not for its loader.
 LATE_SECONDS = 0.001
 # Where less of the GPU's memory is left, batches on their way get no more of it than they have. The

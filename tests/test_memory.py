@@ -250,10 +250,11 @@ def test_batches_that_are_often_late_get_more_memory(files, monkeypatch, budget)
     idle[0] = True
     assert wait(1.0, second, ahead=True) == (3, False, 2, False, False)
     idle[0] = False
-    assert wait(1.0, 100) == (3, False, 2, False, False)  # the GPU has enough to do
-    idle[0] = True
+    assert wait(1.0, 100, ahead=True) == (3, False, 2, False, False)  # the GPU has enough to do
     assert wait(0.0005, 100) == (3, False, 2, False, False)
-    assert wait(0.0015, third, ahead=True) == (4, False, 2, budget is None, False)
+    assert wait(0.0015, third) == (4, False, 2, budget is None, False)
+    assert wait(0.11, 1000) == (4, False, 2, budget is None, False)  # as before
+    idle[0] = True
     assert wait(0.09, 1000) == (4, False, 2, budget is None, False)  # it does more than to wait
     often = _balance.OFTEN
     assert wait(0.11, often + fourth - 2) == (4, False, 2, budget is None, False)
