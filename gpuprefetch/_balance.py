@@ -110,7 +110,7 @@ class Balancer:
         """Whether the loop does little but wait for the decode."""
         return self._long_waits >= OFTEN
 
-    def waited(self, seconds: float) -> None:
+    def loop_waited(self, seconds: float) -> None:
         """Learn from one batch for how long the loop waited for its decode."""
         if not self.trying:
             change = 1 if seconds > LITTLE * self.period else -1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -142,8 +142,8 @@ def lay_out(
         large: see :func:`sub_batches`.
     """
     copies = [] if size is None else uploads(images, np.flatnonzero(images.decoded))
-    calls = [images.call(positions) for positions in sub_batches(images, limit, large=large)]
-    calls = [replace(call, large=large) for call in calls]
+    parts = sub_batches(images, limit, large=large)
+    calls = [images.call(positions, large=large) for positions in parts]
     if size is None or words is None or not (copies or calls):
         return Plan(copies, calls)
     offsets = [images.spans[copy, 0] - images.spans[copy[0], 0] for copy in copies]

@@ -281,11 +281,12 @@ class EncodedImages:
         start, stop = self.spans[position]
         return (self.pixels if self.decoded[position] else self.data)[start:stop]
 
-    def call(self, positions: npt.NDArray[np.int64]) -> Call:
+    def call(self, positions: npt.NDArray[np.int64], *, large: bool = False) -> Call:
         """To decode some images together: all between the first and the last that no worker did."""
         spans, sizes = self.spans[positions], self.sizes[positions]
         stored = np.where(self.transposed[positions, None], sizes[:, ::-1], sizes)
-        return Call(positions, int(spans[0, 0]), np.stack([spans[:, 1] - spans[:, 0], *stored.T]))
+        layout = np.stack([spans[:, 1] - spans[:, 0], *stored.T])
+        return Call(positions, int(spans[0, 0]), layout, large)
 
     def views(
         self, positions: npt.NDArray[np.int64], pixels: torch.Tensor, start: int = 0

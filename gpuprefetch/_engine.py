@@ -490,12 +490,10 @@ class Engine:
         second decoder, soon, for a loop that was not ahead of it before will not be now.
         """
         turn = turns[self.device]
-        self.balancer.waited(seconds)
-        late = seconds > LATE_SECONDS and (
-            not (ahead or turn.large) or torch.cuda.current_stream(self.device).query()
-        )
-        if turn.large:
-            late = late and self.balancer.starved
+        self.balancer.loop_waited(seconds)
+        late = seconds > LATE_SECONDS and (self.balancer.starved or not turn.large)
+        if late and (ahead or turn.large):
+            late = torch.cuda.current_stream(self.device).query()
         next_one = self._usual.fixed + self._usual.decoded
         rises = turn.learn(late=late and not self.balancer.trying)
         if rises and turn.memory_to_spare(self.device, next_one):

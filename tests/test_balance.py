@@ -266,15 +266,15 @@ def test_a_loop_that_does_little_but_wait(monkeypatch):
     assert not balancer.trying and not balancer.starved
     for _ in range(_balance.OFTEN):
         assert not balancer.starved
-        balancer.waited(0.0052)
+        balancer.loop_waited(0.0052)
     assert balancer.starved
     for _ in range(3 * _balance.OFTEN):  # it is soon forgotten
-        balancer.waited(0.0052)
+        balancer.loop_waited(0.0052)
     for _ in range(_balance.OFTEN + 1):
         assert balancer.starved
-        balancer.waited(0.0050)
+        balancer.loop_waited(0.0050)
     assert not balancer.starved
     balancer._level = balancer._best - 1  # what comes in a try does not tell
     for _ in range(_balance.OFTEN):
-        balancer.waited(0.0152)
+        balancer.loop_waited(0.0152)
     assert not balancer.starved

@@ -430,11 +430,11 @@ def test_one_thread_decodes_until_there_is_a_second_decoder(files, monkeypatch):
         assert len(engine._lanes) == len(engine._rooms) == 1  # it does not wait
     for turn.level in (4, 5):
         for _ in range(_balance.OFTEN):
-            engine.balancer.waited(0.11)
+            engine.balancer.loop_waited(0.11)
         engine._start_lanes()
         assert len(engine._lanes) == len(engine._rooms) == (2 if turn.level == 5 else 1)
         for _ in range(2 * _balance.OFTEN):
-            engine.balancer.waited(0.09)
+            engine.balancer.loop_waited(0.09)
         assert not engine.balancer.starved
     engine._ended = True  # its lanes are no streams
 
