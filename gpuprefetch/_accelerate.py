@@ -11,7 +11,6 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import CellType, FunctionType
 from typing import Any
 
@@ -28,7 +27,7 @@ from gpuprefetch._convert import (
     fixes_size,
     flatten,
 )
-from gpuprefetch._encoded import EncodedImage, EncodedImageFolder
+from gpuprefetch._encoded import EncodedImage, EncodedImageFolder, read_file
 from gpuprefetch._per_image import Cast
 from gpuprefetch._prefetcher import DataPrefetcher
 from gpuprefetch._random import SeededDraws
@@ -192,7 +191,7 @@ def _exchanged(sample: Any, old: Any, new: Any) -> Any:
 
 def read_encoded(path: Any) -> EncodedImage:
     """A ``loader`` for torchvision's folders that leaves a file as it is."""
-    return EncodedImage(Path(path).read_bytes(), path=str(path))
+    return EncodedImage(read_file(path), path=str(path))
 
 
 def _unchanged(image: Any) -> Any:

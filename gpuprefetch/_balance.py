@@ -13,7 +13,7 @@ import torch
 RESERVED_CORES = 3
 # Of the other cores' time that decoding may fill at the highest level: reading and packing take a
 # part of the rest.
-UTILIZATION = 0.75
+UTILIZATION = 0.82
 # A share s of the images, those with the least to do first, takes the workers a time in proportion
 # to s**WORK: 30 % of ImageNet's files make 12 % of the work. A batch tells of the share that it was
 # given, some thirty batches before. Were its images taken for average ones, a small share would ask

@@ -24,7 +24,7 @@ LANES = 2
 # bound the memory: a decoded photo takes 3 bytes a pixel until it is resampled, and for a moment
 # twice that, unless it is alone in its call. Where fewer photos than ENGINES fit into a usual call,
 # it may take more. Where the decode is what the GPU waits for, calls are large: what is left of 256
-# of ImageNet's photos where the workers decode 40 % is one. See Note [Memory for speed].
+# of ImageNet's photos where the workers decode 55 % is one. See Note [Memory for speed].
 SUB_BATCH, LARGE_SUB_BATCH = 96, 160
 USUAL_BYTES, SUB_BATCH_BYTES, ENGINES = 24 << 20, 64 << 20, 7
 # Of what the workers decoded, on its way to the device: usually all of a batch in one copy.
@@ -32,7 +32,7 @@ UPLOAD_BYTES = 32 << 20
 # Memory that is taken again and again is asked for in few sizes, for the allocator keeps a block of
 # each: the first for usual calls, which end behind the image that they are full with, the second
 # for large ones, and multiples of the third for few large images.
-USUAL_ROOM, LARGE_ROOM, ROOM_BYTES = 32 << 20, 88 << 20, 8 << 20
+USUAL_ROOM, LARGE_ROOM, ROOM_BYTES = 32 << 20, 72 << 20, 8 << 20
 # Batches that are ready or in preparation at most, by default, and what they may take together: of
 # large ones, whose step is long enough to prepare the next, one is enough.
 READY, READY_BYTES = 2, 512 << 20

@@ -104,11 +104,9 @@ _PUT = "torch._chunk_cat(flat, 0, 1, out=out[:used].unsqueeze(0))"
 
 _PACKED = """
 def packed(
-    data: Tensor, start: int, layout: Tensor, device: Device, drained: bool, out: Optional[Tensor]
+    data: Tensor, start: int, lengths: List[int], heights: List[int], widths: List[int],
+    device: Device, drained: bool, out: Optional[Tensor]
 ) -> Optional[Tensor]:
-    lengths: List[int] = layout[0].tolist()
-    heights: List[int] = layout[1].tolist()
-    widths: List[int] = layout[2].tolist()
     if out is None and len(lengths) > 1:
         size = 0
         for i in range(len(lengths)):
@@ -195,9 +193,10 @@ class ImageDecoder:
         decode = _packed(self.module, self.operator)
         assert decode is not None, "see packs"
         out = _place(call, self._device)
-        layout = torch.from_numpy(call.layout)
+        # No tensor: to let go of one that Python has, too, takes the lock.
+        layout = call.layout.tolist()
         with turn:
-            return decode(data, call.start, layout, self._device, drained, out)
+            return decode(data, call.start, *layout, self._device, drained, out)
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         """Decode.

@@ -428,22 +428,36 @@ def _decodes_on_gpu(data: bytes, found: _Segments) -> bool:
     if _SOF0 not in found or not _GPU_SEGMENTS.issuperset(found):
         return False
     frame, scan = (data[slice(*found[marker][0])] for marker in (_SOF0, _SOS))
-    ids, samplings, quantizers, coders = frame[6::3], frame[7::3], frame[8::3], scan[2:-3:2]
-    huffman = [_huffman_tables(data[start:stop]) for start, stop in found.get(_DHT, ())]
-    tables = frozenset().union(*huffman)
+    tables = tuple(
+        tuple(data[start:stop] for start, stop in found.get(marker, ())) for marker in (_DHT, _DQT)
+    )
+    ids = frame[6::3]
+    return (
+        _is_baseline(frame[:1] + frame[5:], scan, *tables)
+        and (len(ids) == 1 or _is_ycbcr(data, found, ids))
+        and not any(data.startswith(b"MPF\0", start) for start, _ in found.get(_APP2, ()))
+        and _whole(data, found, frame)
+    )
+
+
+@lru_cache(1024)  # an encoder writes the same ones into many files
+def _is_baseline(
+    frame: bytes, scan: bytes, huffman: tuple[bytes, ...], quantization: tuple[bytes, ...]
+) -> bool:
+    """Points 1 and 3 of Note [Files for the GPU], for a frame header without its size."""
+    ids, samplings, quantizers, coders = frame[2::3], frame[3::3], frame[4::3], scan[2:-3:2]
+    found = [_huffman_tables(segment) for segment in huffman]
+    tables = frozenset().union(*found)
     return (
         frame[0] == 8
-        and frame[5] == scan[0] == len(ids) == len({*ids}) == len(quantizers) == len(coders)
+        and frame[1] == scan[0] == len(ids) == len({*ids}) == len(quantizers) == len(coders)
         and samplings in _GPU_SAMPLINGS
         and scan[1:-3:2] == ids
         and scan[-3:] == b"\x00\x3f\x00"
-        and (len(ids) == 1 or _is_ycbcr(data, found, ids))
-        and all(huffman)
+        and all(found)
         and _GPU_HUFFMAN_TABLES.issuperset(tables)
         and tables.issuperset(number for both in coders for number in (both >> 4, both & 15 | 16))
-        and _quantization_tables(data, found.get(_DQT, [])).issuperset(quantizers)
-        and not any(data.startswith(b"MPF\0", start) for start, _ in found.get(_APP2, ()))
-        and _whole(data, found, frame)
+        and _quantization_tables(quantization).issuperset(quantizers)
     )
 
 
@@ -467,10 +481,10 @@ def _huffman_tables(segment: bytes) -> frozenset[int]:
     return frozenset(found)
 
 
-def _quantization_tables(data: bytes, segments: _Spans) -> set[int]:
+def _quantization_tables(segments: Sequence[bytes]) -> set[int]:
     """The ids of the tables of some segments; empty if one is not of 8 bits, 64 after its id."""
-    ids = b"".join(data[start:stop:65] for start, stop in segments)
-    whole = all((stop - start) % 65 == 0 for start, stop in segments)
+    ids = b"".join(segment[::65] for segment in segments)
+    whole = all(len(segment) % 65 == 0 for segment in segments)
     return {*ids} if whole and max(ids, default=0) < 4 else set()
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import get_worker_info
 
 from gpuprefetch._batch import map_leaves, select
 from gpuprefetch._budget import lay_out, positions_to_decode
-from gpuprefetch._encoded import EncodedImage, EncodedImages, is_encoded, pack, packing
+from gpuprefetch._encoded import EncodedImage, EncodedImages, Layout, is_encoded, pack, packing
 from gpuprefetch._format import ImageHeader, blank, cuts_quietly, decode_cpu, read_header
 from gpuprefetch._idle import ForEach, IdleThread, for_each
 from gpuprefetch._random import Keys, fold
@@ -147,8 +147,8 @@ class Packer:
         bottoms = heights if rows is None else np.where(orientation == 1, rows[:, 0, 3], heights)
         pairs = zip(headers, bottoms.astype(int).tolist(), strict=True)
         kept = np.array([header.rows_above(bottom) for header, bottom in pairs], dtype=np.int64)
-        work = np.array([len(image.data) for image in images]) * kept / heights
-        on_cpu = ~for_gpu | self._cheapest(work, for_gpu, share)
+        files = np.array([len(image.data) for image in images])
+        on_cpu = ~for_gpu | self._cheapest(files * kept / heights, for_gpu, share)
         if self.head.size is None:  # no sampling that could turn the picture
             on_cpu |= orientation != 1
 
@@ -158,25 +158,34 @@ class Packer:
         fused = self.on_gpu and self.head.size is not None
         # The kernel reads either layout; to turn a picture into planes takes a tenth of its decode.
         interleaved = fused or (self.output is not None and self.output[1] == torch.channels_last)
-        parts: list[Any] = [b""] * len(images)
-        decoded = np.zeros(len(images), dtype=bool)
-        started = time.perf_counter()
+        whole = np.array([i not in errors for i in range(len(images))])
+        ours, decoded = on_cpu & whole, np.zeros(len(images), dtype=bool)
+        crops, pixels = self._become(sizes, rows)
+        layout = Layout(
+            np.where(ours, 3 * pixels, files) * whole,
+            ours,
+            room=self.growth * int(files.sum()),
+            behind=Launches.room(len(images), 3) if fused else 0,
+        )
+
+        def copy(i: int) -> None:
+            file, exif = images[i].data, headers[i].exif
+            layout.parts[i][:] = np.frombuffer(blank(file, exif) if exif else file, dtype=np.uint8)
 
         def decode(i: int) -> None:
             try:
                 row = None if rows is None else rows[i]
-                picture = self._decode(images[i], headers[i], row, int(here[i]))
+                picture = self._decode(images[i], headers[i], row, int(here[i]), bool(crops[i]))
             except (ValueError, RuntimeError) as error:
-                errors[i] = str(error)
+                errors[i], layout.spans[i] = str(error), 0
                 return
             sizes[i], decoded[i] = picture.shape[-2:], True
             picture = picture.permute(1, 2, 0) if interleaved else picture
-            parts[i] = picture.contiguous().numpy().reshape(-1)
+            layout.parts[i].reshape(picture.shape)[:] = picture.numpy()
 
-        for i, (image, header) in enumerate(zip(images, headers, strict=True)):
-            if i not in errors and not on_cpu[i]:
-                parts[i] = blank(image.data, header.exif) if header.exif else image.data
-        self.for_each(decode, [i for i in np.flatnonzero(on_cpu).tolist() if i not in errors])
+        self.for_each(copy, np.flatnonzero(whole & ~ours).tolist())
+        started = time.perf_counter()
+        self.for_each(decode, np.flatnonzero(ours).tolist())
         seconds = time.perf_counter() - started
         orientation[decoded] = 1  # they have been turned upright
         transposed = orientation >= 5
@@ -185,11 +194,8 @@ class Packer:
 
         batch = pack(
             images,
-            parts,
-            decoded,
-            self.growth * sum(len(image.data) for image in images),
-            self.for_each,
-            behind=Launches.room(len(images), 3) if fused else 0,
+            layout,
+            decoded=decoded,
             sizes=sizes,
             transposed=transposed,
             interleaved=interleaved,
@@ -299,18 +305,30 @@ class Packer:
         check_rows(rows, sizes, self.head.size)
         return rows
 
+    def _become(self, sizes: Any, rows: Any) -> tuple[Any, Any]:
+        """Which images become the crop that their sampling reads, and pixels of what each does.
+
+        Others become the result of their sampling, or where they have none stay what they are.
+        """
+        if rows is None or self.head.size is None:
+            return np.zeros(len(sizes), dtype=bool), sizes.prod(axis=1)
+        finished = prod(self.head.size)
+        area = np.diff(rows[:, :, 2:4].astype(int)).prod(axis=(1, 2))
+        crops = (0 < area) & (area <= SHIPPED * finished) & self.on_gpu
+        return crops, np.where(crops, area, finished)
+
     def _decode(
-        self, image: EncodedImage, header: ImageHeader, row: Any, rows: int
+        self, image: EncodedImage, header: ImageHeader, row: Any, rows: int, crop: bool
     ) -> torch.Tensor:
-        """Decode an image to the part that its sampling ``row`` reads, and fit the row to that.
+        """Decode an image to what it becomes, and fit its sampling ``row`` to that.
 
         So many stored ``rows`` are enough for it.
         """
         picture = decode_cpu(image.data, header, apply_exif=self.apply_exif, rows=rows)
         if row is None or self.head.size is None:
             return picture
-        (top, left), (bottom, right) = row[:, 2:4].T.astype(int)
-        if self.on_gpu and 0 < (bottom - top) * (right - left) <= SHIPPED * prod(self.head.size):
+        if crop:
+            (top, left), (bottom, right) = row[:, 2:4].T.astype(int)
             row[:, [0, 2, 3]] -= row[:, 2:3]  # origin, low and high
             return picture[:, top:bottom, left:right]
         way: Any = {"interpolation": self.head.interpolation, "antialias": self.head.antialias}
