@@ -199,6 +199,7 @@ class Batches(Dataset):
         return self.images
 
 
+@pytest.mark.alone  # beside others, pinning gained nothing once
 @pytest.mark.gpu
 def test_unpinned():
     # A copy takes 2 ms from pinned memory and 10 or more from pageable, next to a step of 20 ms.
