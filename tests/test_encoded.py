@@ -276,6 +276,43 @@ def test_what_no_worker_could_decode_is_not_cut(monkeypatch):
     assert (batch.sizes[[*batch.errors], 0] == 300).all()
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("size", [None, (24, 32)])
+def test_what_a_worker_cannot_decode_leaves_the_others_their_places(monkeypatch, size, on_gpu):
+    # The buffer is laid out before: what does not come leaves a hole in it.
+    files = [pictures.encode_jpeg(pictures.draw(60 + 9 * i, 50, seed=i)) for i in range(9)]
+    files = [EncodedImage(file, i) for i, file in enumerate(files)]
+    head, _ = read_transforms([] if size is None else [RandomResizedCrop(size)])
+
+    def packed():
+        packer = _host.Packer(
+            head, on_gpu, False, 7, torch.zeros(1, dtype=torch.int64), torch.ones(1)
+        )
+        packer.share.fill_(0.6)
+        return packer(files)
+
+    whole = packed()
+    ours = np.flatnonzero(whole.decoded)
+    assert len(ours) >= 5
+    bad = {int(i): files[i].data for i in ours[[0, 3]]}
+
+    def refuse(data, *args, **options):
+        if data in bad.values():
+            raise ValueError("a bad file")
+        return decode_cpu(data, *args, **options)
+
+    monkeypatch.setattr(_host, "decode_cpu", refuse)
+    batch = packed()
+    assert batch.errors == dict.fromkeys(bad, "a bad file")
+    assert {*np.flatnonzero(whole.decoded & ~batch.decoded)} == {*bad}
+    for i in range(len(files)):
+        if i in bad:
+            assert batch.span(i).numel() == 0
+        else:
+            assert torch.equal(batch.span(i), whole.span(i))
+            assert batch.span(i).numel() > 0
+
+
 def test_epochs_and_seeds_differ(photo_folder, device):
     loader = loader_of(
         EncodedImageFolder(photo_folder), device, batch_size=24, persistent_workers=True
