@@ -33,14 +33,16 @@ LEAST, MOST = 0.1, 1.0  # what counts of one wait, in periods: not a jitter, nor
 RISE, RISE_AGAIN = 0.05, 0.05
 # The share, all of that at first, is tried at 0 to LEVELS parts of it, for WINDOW batches each. It
 # changes for a GAIN over the window before, WINS times in a row: the windows of a busy machine
-# differ by some percent. A try that begins with a LOSS is ended early.
-LEVELS, WINDOW, GAIN, LOSS, WINS = 3, 32, 0.005, 0.03, 2
+# differ by some percent. A try that begins with a LOSS is ended early. The first ones are STEP
+# levels away, later ones half of that where neither more nor less was better, and twice where one
+# was: a compass search (Kolda, Lewis and Torczon, SIAM Review 45, 2003).
+LEVELS, STEP, WINDOW, GAIN, LOSS, WINS = 12, 4, 32, 0.005, 0.03, 2
 # A loop does little but wait if it waits for longer than LITTLE of its time for OFTEN batches more
 # than not.
 LITTLE, OFTEN = 1 / 3, 8
 # Windows before the first try, between two of them behind one that was better, and at most: doubled
-# where neither more nor less was better. A try with less makes batches late where the GPU's decoder
-# does not keep up with the rest.
+# where neither more nor less was better in the smallest steps. A try with less makes batches late
+# where the GPU's decoder does not keep up with the rest.
 FIRST, SHORTEST, LONGEST = 16, 2, 64
 
 
@@ -87,7 +89,7 @@ class Balancer:
         self._level = self._best = LEVELS
         self._best_period = 0.0
         self._too_much = False  # what is tried: the workers are late
-        self._direction, self._patience = -1, FIRST
+        self._direction, self._step, self._patience = -1, STEP, FIRST
         self._waited = self._failed = self._wins = self._long_waits = 0
 
     @property
@@ -163,7 +165,8 @@ class Balancer:
             self._too_much = False
             self._window.clear()
             if self._level == self._best == LEVELS:
-                self._best, self._direction, self._patience = LEVELS - 1, -1, FIRST
+                self._best, self._direction, self._patience = LEVELS - self._step, -1, FIRST
+                self._step = max(self._step // 2, 1)
             self._fail()
         if self._settling:
             self._settling -= 1
@@ -184,9 +187,10 @@ class Balancer:
             self._best_period = period
             self._waited += 1
             if self._wins or self._waited >= self._patience:
-                if not 0 <= self._best + self._direction <= LEVELS:
+                if self._best == (0, LEVELS)[self._direction > 0]:
                     self._direction = -self._direction
-                self._go_to(self._best + self._direction)
+                level = self._best + self._direction * self._step
+                self._go_to(min(max(level, 0), LEVELS))
             return
         if period < (1 - GAIN) * self._best_period:
             self._wins += 1
@@ -194,6 +198,7 @@ class Balancer:
                 self._go_to(self._best)
                 return
             self._best, self._patience, self._failed = self._level, SHORTEST, 0
+            self._step = min(2 * self._step, STEP)
             self._waited = self._wins = 0
         else:
             self._fail()
@@ -201,8 +206,11 @@ class Balancer:
     def _fail(self) -> None:
         """Go back from a try that was no better."""
         self._direction, self._failed = -self._direction, self._failed + 1
-        if self._failed % 2 == 0:
-            self._patience = min(2 * self._patience, LONGEST)
+        if self._failed % 2 == 0 or self._best in (0, LEVELS):
+            if self._step > 1:
+                self._step //= 2
+            else:
+                self._patience = min(2 * self._patience, LONGEST)
         self._waited = self._wins = 0
         self._go_to(self._best)
 

@@ -90,6 +90,19 @@ def test_the_best_share_may_lie_between(monkeypatch):
     assert loop.run(4000)[1] < 1.003 * best
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize("carried", [0.30, 0.36, 0.46])
+def test_it_is_found_between_steep_sides(monkeypatch, carried, noise):
+    # Either the decode takes longer than the step, or the training thread waits for a core.
+    def period(share):
+        return max(0.0149 * (1 - share) / (1 - carried), 0.0149 + 0.03 * max(0, share - carried))
+
+    loop = Loop(monkeypatch, period, cost=0.00195, noise=noise)
+    loop.run(3000)
+    # Tries cost a part of that, and so does the smallest step.
+    assert loop.run(6000)[1] < 1.06 * (1 + noise) * 0.0149
+
+
 @pytest.mark.parametrize("slope", [-0.0030, 0.0030])
 @pytest.mark.parametrize("seed", range(4))
 def test_noise_hides_it_for_some_time_only(monkeypatch, slope, seed):
@@ -135,7 +148,7 @@ def test_late_workers_decode_less(monkeypatch):
 def test_a_try_that_the_cores_do_not_carry_costs_the_share_nothing(monkeypatch):
     loop = Loop(monkeypatch, lambda share: 0.0152 - 0.0012 * share)
     balancer = loop.balancer
-    balancer._level = balancer._best = LEVELS - 1  # as where less was better before
+    balancer._level = balancer._best = LEVELS - _balance.STEP  # as where less was better before
     balancer._direction = 1
     loop.run(72)
     begin = loop.shares[-1]
