@@ -132,7 +132,7 @@ class EncodedImages:
 
     Attributes:
         buffer: the files' bytes and, behind them, uint8 pixels of every image that a worker has
-            decoded already.
+            decoded already, or room for those of one that it could not decode.
         boundary: where the pixels start in the buffer.
         spans: ``(N, 2)`` int64, where each image starts and stops in ``pixels`` if it was decoded,
             in ``data`` otherwise.
