@@ -4,10 +4,13 @@
     python benchmarks/train.py --data PHOTOS --models resnet50 --modes compile --loaders gpuprefetch
     taskset -c 0-3 python benchmarks/train.py --data PHOTOS --workers 4
 
-The step is bf16 autocast, channels_last, cross entropy, SGD; the loss is never synchronized. A
-loader may carry options of its factory in loaders.py: ``gpuprefetch:cpu_share=0.0``.
+The step is bf16 autocast, channels_last, cross entropy, SGD; the loss is never synchronized. All
+loaders have it run on a stream of its own, as docs/tuning.md advises, or with ``--stream default``
+on CUDA's default stream. A loader may carry options of its factory in loaders.py:
+``gpuprefetch:cpu_share=0.0``.
 """
 
+import contextlib
 import statistics
 import sys
 from collections.abc import Callable
@@ -58,6 +61,19 @@ def make_step(
     return step
 
 
+STREAMS = ["own", "default"]
+
+
+def stream_of(name: str, device: str) -> contextlib.AbstractContextManager[Any]:
+    """Makes one of ``STREAMS`` current; the model is to be made in it, too."""
+    import torch
+
+    if device == "cpu":
+        return contextlib.nullcontext()
+    stream = torch.cuda.Stream() if name == "own" else torch.cuda.default_stream()
+    return torch.cuda.stream(stream)
+
+
 def measure(
     model: str,
     mode: str,
@@ -65,14 +81,16 @@ def measure(
     options: dict[str, Any],
     settings: dict[str, Any],
     timing: dict[str, Any],
+    stream: str,
 ) -> dict[str, Any]:
     """One loader with one model, in this process."""
     shared = loaders.Settings(**settings)
     batches = loaders.build(loader, shared, options)  # first: it may prepare the environment
-    step = make_step(model, mode, shared.device)
     # The DataLoader filled its queue during the compilation: do not measure that.
-    warmup_steps = 3 * shared.workers if timing["warmup"] >= 1 else 1
-    result = clock.measure(batches, step, device=shared.device, warmup_steps=warmup_steps, **timing)
+    timing["warmup_steps"] = 3 * shared.workers if timing["warmup"] >= 1 else 1
+    with stream_of(stream, shared.device):
+        step = make_step(model, mode, shared.device)
+        result = clock.measure(batches, step, device=shared.device, **timing)
     import torch
 
     if hasattr(batches, "stats"):
@@ -126,6 +144,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["resnet18", "resnet50"])
     parser.add_argument("--modes", nargs="+", default=["eager", "compile"], choices=list(MODES))
     parser.add_argument("--loaders", nargs="+", default=DEFAULT_LOADERS)
+    parser.add_argument("--stream", default="own", choices=STREAMS, help="of the training")
     args = harness.parse_arguments(parser)
     for loader in args.loaders:
         loaders.parse(loader)  # a wrong name costs nothing yet
@@ -139,7 +158,7 @@ def main() -> None:
         what = {"model": model, "mode": mode, "loader": loader, "options": options}
         result = harness.run_child(
             __file__,
-            {**what, "settings": settings, "timing": timing},
+            {**what, "settings": settings, "timing": timing, "stream": args.stream},
             device=device,
             environment=loaders.ENVIRONMENT.get(loaders.parse(loader)[0]),
             timeout=args.timeout,

@@ -3,8 +3,9 @@
     python benchmarks/variants.py --data PHOTOS --mode compile --variants '{}' \\
         '{"options": {"cpu_share": 0.4}}' '{"constants": {"_engine.REST_SECONDS": 0}}'
 
-A variant has ``options`` of the DataPrefetcher, and ``constants`` of this library's modules. Each
-round measures the resident batch and all variants, from another one on each time.
+A variant has ``options`` of the DataPrefetcher, ``constants`` of this library's modules, and a
+``stream`` that it trains on: "own", or the "default" one. Each round measures the resident batch
+and all variants, from another one on each time.
 """
 
 import contextlib
@@ -47,19 +48,26 @@ def step_ms(batches: loaders.Batches, step: Any, args: Any) -> float:
 def run(args: Any) -> None:
     document = harness.Document("variants", args, harness.Device())
     settings = loaders.Settings(**harness.settings(args))
-    step = train.make_step(args.model, args.mode, args.device)
-    resident = repeat(next(iter(loaders.synthetic(settings))))
-    step_ms(resident, step, args)  # it compiles
     variants = [json.loads(words) for words in args.variants]
+    resident = repeat(next(iter(loaders.synthetic(settings))))
+    streams, steps = {}, {}
+    for name in dict.fromkeys(variant.get("stream", "own") for variant in variants):
+        streams[name] = train.stream_of(name, args.device)
+        with streams[name]:
+            steps[name] = train.make_step(args.model, args.mode, args.device)
+            step_ms(resident, steps[name], args)  # it compiles
     ceiling: list[float] = []
     times: dict[int, list[float]] = defaultdict(list)
     for number in range(args.rounds):
-        ceiling.append(step_ms(resident, step, args))
+        for name, step in steps.items():
+            with streams[name]:
+                ceiling.append(step_ms(resident, step, args))
         for i in [(number + k) % len(variants) for k in range(len(variants))]:
-            with constants(variants[i].get("constants", {})):
+            name = variants[i].get("stream", "own")
+            with constants(variants[i].get("constants", {})), streams[name]:
                 options = variants[i].get("options", {})
                 batches = loaders.build("gpuprefetch", settings, options)
-                times[i].append(step_ms(batches, step, args))
+                times[i].append(step_ms(batches, steps[name], args))
                 del batches
                 gc.collect()  # its workers end, and its memory goes
             print(f"round {number}, variant {i}: {times[i][-1]:.2f} ms", flush=True)

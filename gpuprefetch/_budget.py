@@ -64,10 +64,11 @@ def readable(size: int) -> str:
 
 
 def positions_to_decode(images: EncodedImages) -> npt.NDArray[np.int64]:
-    """The images of a batch that are left to the device."""
+    """The images of a batch that are left to the device, in the order of its buffer."""
     todo = ~images.decoded
     todo[list(images.errors)] = False
-    return np.flatnonzero(todo)
+    positions = np.flatnonzero(todo)
+    return positions[np.argsort(images.spans[positions, 0], kind="stable")]
 
 
 def decoded_bytes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

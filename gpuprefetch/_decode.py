@@ -57,6 +57,12 @@ from gpuprefetch._format import decode_cpu, same_rows, trial_files
 #     waits, for the GPU or for its batch, and launches nothing. A loop that had to wait
 #     for the GPU, and has the batch after this one ready, is left alone until it is back: it will
 #     wait again (Engine.spare).
+#   - a tensor that goes into TorchScript has a second owner there: of one that only Python owns
+#     torch takes the lock to let it go (Buffer).
+#   - a launch on the default stream has the driver's lock to itself, one on any other stream shares
+#     it. Stacks of a step of 17 ms, half of the images decoded by the workers: on the default
+#     stream the host waited 1.2 ms for it, and the decode thread 1.8; on a stream of the training's
+#     own 0.1 ms each. That is the user's to choose: docs/tuning.md.
 #   - what a launch reads of a batch lies in the worker's buffer (EncodedImages.numbers), and Triton
 #     is asked for each kernel once: the process that trains makes next to nothing of either.
 #   - a loop that need not wait for the GPU gets the next batch under way itself, so that it and the
@@ -89,7 +95,8 @@ def _place(call: Call, device: torch.device) -> torch.Tensor | None:
         if served_usual_calls:  # there will be none any more that its block fits
             torch.cuda.empty_cache()
         size = in_rooms(size, large=call.large)
-        room.append(torch.empty(size, dtype=torch.uint8, device=device))
+        block = torch.empty(size, dtype=torch.uint8, device=device)
+        room += block, block[:0]  # see Buffer for the second
     return room[0]  # whole: the thread then makes no Python object of it, which costs the lock
 
 

@@ -164,6 +164,7 @@ class Packer:
         layout = Layout(
             np.where(ours, 3 * pixels, files) * whole,
             ours,
+            (kept if self.cuts else heights) * sizes.prod(axis=1) / heights,
             room=self.growth * int(files.sum()),
             behind=Launches.room(len(images), 3) if fused else 0,
         )

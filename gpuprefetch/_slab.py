@@ -101,12 +101,14 @@ class Buffer:
             its memory again: whoever reads the tensor holds the buffer.
     """
 
-    __slots__ = ("_mapping", "_reader", "_slab", "tensor")
+    __slots__ = ("_mapping", "_owner", "_reader", "_slab", "tensor")
 
     def __init__(
         self, tensor: torch.Tensor, slab: _Slab | None = None, mapping: _Mapping | None = None
     ) -> None:
         self.tensor, self._slab, self._mapping = tensor, slab, mapping
+        # A second owner: see Note [The training thread's locks].
+        self._owner = tensor[:0]
         self._reader = os.getpid()
 
     @staticmethod
@@ -187,7 +189,10 @@ def _receive(key: tuple[int, int], memory: torch.Tensor | None, size: int) -> Bu
         unmap_dead()  # here too: a loader without a prefetcher has nobody else to do it
         _mapped[key] = _Mapping(memory)
     mapping = _mapped[key]
-    return Buffer(mapping.memory[HEADER : HEADER + size], mapping=mapping)
+    # No view of that: a view of the view would not own it (Buffer).
+    storage = mapping.memory.untyped_storage()
+    tensor = torch.empty(0, dtype=torch.uint8).set_(storage, HEADER, (size,), (1,))
+    return Buffer(tensor, mapping=mapping)
 
 
 def unmap_dead() -> None:

@@ -40,6 +40,7 @@ from gpuprefetch import (
     EncodedImages,
     RandomResizedCrop,
     Resize,
+    _budget,
     _host,
 )
 from gpuprefetch._format import decode_cpu, read_header
@@ -256,6 +257,42 @@ def test_the_gpu_gets_files_cut_below_their_crop(exif):
         assert cut_down.size(1) == stored.size(1) or cut_down.size(1) >= needed
         assert torch.equal(cut_down[:, :needed], stored[:, :needed])
         assert torch.equal(torch.as_tensor(cut[i].data), torch.as_tensor(whole[i].data))
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_files_of_a_size_are_neighbors(monkeypatch, large):
+    monkeypatch.setattr(_budget, "SUB_BATCH", 4)
+    heights = np.random.default_rng(0).permutation(np.arange(40, 520, 30)).tolist()
+    files = [pictures.encode_jpeg(pictures.draw(height, 50)) for height in heights]
+    files.insert(5, b"no picture")
+    head, _ = read_transforms([RandomResizedCrop((24, 32), scale=(0.05, 0.5))])
+    epoch, share = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0.25)
+    packer = _host.Packer(head, True, False, 7, epoch, share)
+    packer.large_calls.fill_(large)
+    packer.cuts.fill_(True)
+    batch = packer([EncodedImage(file, i) for i, file in enumerate(files)])
+    assert batch.plan is not None
+    calls = batch.plan.calls
+    positions = np.concatenate([call.positions for call in calls])
+    assert len(calls) == (1 if large else 3)
+    assert sorted(positions) == [i for i in range(17) if i != 5 and not batch.decoded[i]]
+    rows = batch.sizes[positions, 0]  # of 50 pixels each, cut below their crop
+    assert (np.diff(rows) <= 0).all()
+    assert (rows < [int(read_header(files[i]).height) for i in positions]).any()
+    for call in calls:
+        lengths, *sizes = call.layout.tolist()
+        stop = call.start + sum(lengths)
+        pieces = batch.data[call.start : stop].split(lengths)
+        for i, piece, height, width in zip(call.positions, pieces, *sizes, strict=True):
+            assert torch.equal(piece, batch.span(i))
+            assert len(piece) == len(files[i])
+            assert decode_cpu(piece).shape[1:] == (height, width)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_letting_go_of_a_buffer_does_not_take_pythons_lock(photo_folder, workers):
+    for images, _ in DataLoader(EncodedImageFolder(photo_folder), num_workers=workers):
+        assert images.buffer.tensor._use_count() > 1
 
 
 def test_what_no_worker_could_decode_is_not_cut(monkeypatch):

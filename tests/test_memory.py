@@ -156,7 +156,8 @@ def test_decode_calls_are_about_equal_and_bounded(monkeypatch, images, most, cal
     monkeypatch.setattr(_budget, "SUB_BATCH", 64)
     monkeypatch.setattr(_budget, "SUB_BATCH_BYTES", int(most * 512))
     sizes = np.full((images, 2), (8, 16))  # 384 bytes decoded, in a block of 512
-    batch = SimpleNamespace(decoded=np.zeros(images, bool), errors={}, sizes=sizes)
+    spans = np.stack([np.arange(images), np.arange(1, images + 1)], axis=1)
+    batch = SimpleNamespace(decoded=np.zeros(images, bool), errors={}, sizes=sizes, spans=spans)
     cut = _budget.sub_batches(batch)
     assert [len(call) for call in cut] == calls
     assert [i for call in cut for i in call] == list(range(images))
@@ -171,7 +172,8 @@ def test_usual_calls_are_small_if_they_keep_the_engines_busy(monkeypatch, size, 
         monkeypatch.setattr(_budget, name, value)
     monkeypatch.setattr(_budget, "SUB_BATCH_BYTES", 32 << 10)
     sizes = np.full((12, 2), (4 * size, 85))  # a little less than size KiB
-    batch = SimpleNamespace(decoded=np.zeros(12, bool), errors={}, sizes=sizes)
+    spans = np.stack([np.arange(12), np.arange(1, 13)], axis=1)
+    batch = SimpleNamespace(decoded=np.zeros(12, bool), errors={}, sizes=sizes, spans=spans)
     assert [len(call) for call in _budget.sub_batches(batch)] == calls
 
 
@@ -901,7 +903,7 @@ def test_a_thread_packs_into_the_same_place_again(monkeypatch):
     room = []
     with _decode.packing_into(room):
         first = packed(0, 1)
-        (place,) = room
+        place, _ = room
         assert len(place) == _budget.USUAL_ROOM
         alone = packed(3)
         assert packed(1, 2, 0).data_ptr() == first.data_ptr() == place.data_ptr()

@@ -128,6 +128,8 @@ def local_device():
     device = torch.device("cuda", LOCAL_RANK)
     # Before anything else touches CUDA and opens a context on the first GPU.
     torch.cuda.set_device(device)
+    # On the default stream each launch would wait for what other threads launch: docs/tuning.md.
+    torch.cuda.set_stream(torch.cuda.Stream())
     torch.backends.cudnn.benchmark = True
     return device
 
