@@ -329,10 +329,10 @@ class Layout:
     Args:
         lengths: bytes of each part.
         decoded: ``(N,)`` bool, which parts are pixels.
-        work: ``(N,)``, of the GPU with each file; those with the most lie first. nvJPEG hands its
-            files to the engines in turns, and waits for one that is not through with the file
-            before: beside files of its size it is. On an H200 an image takes 102 us in place of
-            110, of which each is the training's.
+        work: ``(N,)``, of the GPU with each file; those with the most lie first. nvJPEG gives the
+            engines files in turns, and waits for one that is not through with the file before:
+            with neighbors of a size it is. On an H200, beside training, an image takes 102 us so,
+            and 110 in any order.
         room: for the buffers of later batches.
         behind: bytes there are to be for :attr:`EncodedImages.numbers`.
 

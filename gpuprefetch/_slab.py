@@ -191,7 +191,8 @@ def _receive(key: tuple[int, int], memory: torch.Tensor | None, size: int) -> Bu
     mapping = _mapped[key]
     # No view of that: a view of the view would not own it (Buffer).
     storage = mapping.memory.untyped_storage()
-    tensor = torch.empty(0, dtype=torch.uint8).set_(storage, HEADER, (size,), (1,))
+    tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+    tensor.set_(storage, HEADER, (size,), (1,))
     return Buffer(tensor, mapping=mapping)
 
 
