@@ -59,12 +59,16 @@ def main() -> None:
     parser.add_argument("--mode", default="eager", choices=list(train.MODES))
     parser.add_argument("--steps", type=int, default=25, help="of a row")
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--stream", default="own", choices=train.STREAMS, help="of the training")
+    parser.add_argument("--cpu-share", type=float, help="of the images; by default it is found")
     args = harness.parse_arguments(parser)
     document = harness.Document("settling", args, harness.Device())
     settings = loaders.Settings(**harness.settings(args))
-    batches = loaders.build("gpuprefetch", settings, {})  # first: it prepares the environment
-    for row in rows(batches, train.make_step(args.model, args.mode, args.device), args):
-        document.add(row)
+    options = {} if args.cpu_share is None else {"cpu_share": args.cpu_share}
+    batches = loaders.build("gpuprefetch", settings, options)  # first: it prepares the environment
+    with train.stream_of(args.stream, args.device):
+        for row in rows(batches, train.make_step(args.model, args.mode, args.device), args):
+            document.add(row)
 
 
 if __name__ == "__main__":

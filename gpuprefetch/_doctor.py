@@ -26,7 +26,7 @@ from gpuprefetch._pipeline import count_images
 from gpuprefetch._prefetcher import DataPrefetcher, _resolve_device
 from gpuprefetch._resume import changed, sampler_of
 from gpuprefetch._stats import Stats
-from gpuprefetch._stream import throttle
+from gpuprefetch._stream import on_default_stream, throttle
 
 # Below this gain two runs are called equal: what a few seconds on a shared machine can tell apart.
 SMALL = 1.1
@@ -150,6 +150,12 @@ _ADVICE = {
     "GPU decode": "smaller files, fewer transforms on the device, or more CPU cores would.",
 }
 
+_DEFAULT_STREAM = (
+    "the step runs on CUDA's default stream, whose launches wait for those of the decode thread. "
+    "It may be faster on a stream of its own: torch.cuda.set_stream(torch.cuda.Stream()) before "
+    "the model is made."
+)
+
 
 def doctor(
     loader: Any, step: Step, *, device: Any = None, seconds: float = 3.0, tune: bool = True
@@ -232,8 +238,11 @@ class _Clinic:
             changes.append(change)
             now = self._diagnose(loader)
         decodes = isinstance(loader, DataPrefetcher) and loader._pipeline.decoder is not None
+        # Neither can be tried: they take effect when CUDA starts, and where the model is made.
         if decodes and (reason := _connections.shortage()):
-            self.notes.append(reason)  # cannot be tried: it takes effect when CUDA starts
+            self.notes.append(reason)
+        if decodes and found.bound == "GPU decode" and on_default_stream(self.device):
+            self.notes.append(_DEFAULT_STREAM)
         tried = sorted(self.tried, key=lambda change: -change.gain)
         after = now if changes else None
         return DoctorReport(

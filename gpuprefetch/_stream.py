@@ -85,6 +85,12 @@ def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
             tensor.record_stream(stream)
 
 
+def on_default_stream(device: torch.device) -> bool:
+    """Whether the current stream of a CUDA device is its default stream."""
+    # Its handle is 0, whatever the device.
+    return device.type == "cuda" and not torch.cuda.current_stream(device).cuda_stream
+
+
 @contextlib.contextmanager
 def using(stream: torch.cuda.Stream) -> Iterator[None]:
     """Make ``stream`` and its device current, and leave no context on the device that was.

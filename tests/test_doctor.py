@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -219,3 +220,27 @@ def test_model_bound_on_the_gpu(photo_folder):
     report = doctor(prefetcher, lambda batch: torch.cuda._sleep(180_000_000), seconds=1.0)
     assert report.bound == "model"
     assert report.found.wait_ms < 50  # of 100
+
+
+@pytest.mark.parametrize("bound", ["GPU decode", "model"])
+@pytest.mark.parametrize("handle", [0, 7])
+def test_a_step_on_the_default_stream(photo_folder, monkeypatch, bound, handle):
+    found = _doctor.Diagnosis(bound, 100.0, 200.0, 40.0, 1.0, 0.0, 0.5, 0.0)
+    clinic = _doctor._Clinic(sleep(0), torch.device("cuda", 1), 0.1)
+    clinic.ceiling = _doctor._Run(150.0, 4, 0.03, 0.0, (torch.zeros(4, 3, 4, 4),))
+    monkeypatch.setattr(clinic, "_diagnose", lambda loader: found)
+    devices = []
+
+    def current_stream(device):
+        devices.append(device)
+        return SimpleNamespace(cuda_stream=handle)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    head = [RandomResizedCrop((8, 8))]
+    loader = DataPrefetcher(
+        loader_of(EncodedImageFolder(photo_folder)), device="cpu", transforms=head
+    )
+    loader._pipeline.decoder = object()
+    notes = clinic.examine(loader, tune=False).notes
+    assert any("set_stream" in note for note in notes) == (bound == "GPU decode" and not handle)
+    assert set(devices) <= {clinic.device}
