@@ -56,10 +56,10 @@ def run(args: Any) -> None:
         with streams[name]:
             steps[name] = train.make_step(args.model, args.mode, args.device)
             step_ms(resident, steps[name], args)  # it compiles
+    first = next(iter(steps))
     ceiling: list[float] = []
     times: dict[int, list[float]] = defaultdict(list)
     for number in range(args.rounds):
-        first = next(iter(steps))
         with streams[first]:
             ceiling.append(step_ms(resident, steps[first], args))
         for i in [(number + k) % len(variants) for k in range(len(variants))]:

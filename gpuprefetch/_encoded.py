@@ -345,13 +345,13 @@ class Layout:
         self,
         lengths: npt.NDArray[np.int64],
         decoded: npt.NDArray[np.bool_],
-        work: npt.NDArray[Any] | None = None,
+        work: npt.NDArray[Any] | int = 0,
         *,
         room: int = 0,
         behind: int = 0,
     ) -> None:
-        least = np.zeros(len(lengths)) if work is None else np.where(decoded, 0, -work)
-        order = np.lexsort((least, decoded))  # decoded ones as they come: see uploads()
+        # Decoded ones as they come: see uploads().
+        order = np.lexsort((np.where(decoded, 0, -work), decoded))
         stops = np.empty_like(lengths)
         stops[order] = np.cumsum(lengths[order])
         self.spans = np.stack([stops - lengths, stops], axis=1)

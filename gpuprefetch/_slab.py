@@ -33,8 +33,13 @@ MOST_ROOM = 64 << 20  # beyond what a batch takes, whatever is expected of later
 
 
 def _shared(size: int) -> torch.Tensor:
-    storage = torch.UntypedStorage._new_shared(size, device="cpu")
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))
+    return _part(torch.UntypedStorage._new_shared(size, device="cpu"), 0, size)
+
+
+def _part(storage: torch.UntypedStorage, start: int, size: int) -> torch.Tensor:
+    """What lies in a storage, ``(size,)`` uint8, as a tensor that is no view of another."""
+    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return empty.set_(storage, start, (size,), (1,))
 
 
 class _Slab:
@@ -190,10 +195,7 @@ def _receive(key: tuple[int, int], memory: torch.Tensor | None, size: int) -> Bu
         _mapped[key] = _Mapping(memory)
     mapping = _mapped[key]
     # No view of that: a view of the view would not own it (Buffer).
-    storage = mapping.memory.untyped_storage()
-    tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
-    tensor.set_(storage, HEADER, (size,), (1,))
-    return Buffer(tensor, mapping=mapping)
+    return Buffer(_part(mapping.memory.untyped_storage(), HEADER, size), mapping=mapping)
 
 
 def unmap_dead() -> None:

@@ -87,8 +87,7 @@ def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
 
 def on_default_stream(device: torch.device) -> bool:
     """Whether the current stream of a CUDA device is its default stream."""
-    # Its handle is 0, whatever the device.
-    return device.type == "cuda" and not torch.cuda.current_stream(device).cuda_stream
+    return not torch.cuda.current_stream(device).cuda_stream  # its handle is 0
 
 
 @contextlib.contextmanager
