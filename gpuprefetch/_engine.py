@@ -27,7 +27,7 @@ from gpuprefetch._pipeline import Part, Pipeline, Work, count_images
 from gpuprefetch._resume import Source
 from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stage
-from gpuprefetch._stream import lease_stream, own_modes, return_stream, using
+from gpuprefetch._stream import Handovers, lease_stream, own_modes, return_stream, using
 from gpuprefetch._turns import LATE_SECONDS, turns
 
 # For a loader that hangs, when the loop is left: its thread is then abandoned, not waited for.
@@ -102,6 +102,7 @@ class Engine:
         self._held: Slot | None = None  # fetched; it does not fit beside what is under way
         # Taken from there by the loop, which gets it under way itself.
         self._taken: Slot | None = None
+        self.handovers = Handovers()
         # What the host gave for batches that were handed over: the GPU may read it yet.
         self._sources: deque[tuple[torch.cuda.Event, Any]] = deque()
         # For each part a None in the queue, whose readers wake one at a time; it is no Python code,
@@ -214,7 +215,7 @@ class Engine:
         return max(min(READY, READY_BYTES // max(self._usual.fixed, 1)), 1) if deep else 1
 
     @property
-    def _lean(self) -> bool:
+    def lean(self) -> bool:
         """Whether to begin a batch in the memory of one that was used."""
         return self._asked is None and turns[self.device].lean
 
@@ -460,7 +461,7 @@ class Engine:
         if slot.event is not None:
             self._sources.append((slot.event, slot.source))
         largest = None
-        if self._lean:
+        if self.lean:
             on_device = (tensor for tensor in tensors(slot.result) if tensor.is_cuda)
             largest = max(on_device, key=lambda tensor: tensor.nbytes, default=None)
         with self._changed:
@@ -479,7 +480,7 @@ class Engine:
     def _at_hand(self) -> bool:
         """Whether there is a batch that the loop can get under way in no time."""
         slot = self._held
-        if slot is None or not self._fetch_ahead or not slot.encoded or self._lean:
+        if slot is None or not self._fetch_ahead or not slot.encoded or self.lean:
             return False
         return not (self._pipeline.tail or self._pipeline.after) and self._has_room(slot)
 
@@ -558,6 +559,7 @@ class Engine:
                 for stream, _ in streams:
                     if stream is not None:
                         stream.synchronize()  # see Note [Stream handoff], 3
+                self.handovers.settle(all_of_them=True)
             except RuntimeError:  # of a broken context: the next call tells the user
                 again = False
             self._parts.clear()
@@ -623,7 +625,7 @@ def _fetch_loop(reference: Reference) -> None:
             with changed:
                 changed.wait_for(lambda: not engine._resting, PAUSE * engine.balancer.period)
             continue
-        if not engine._stopping and slot.error is None and engine._lean:
+        if not engine._stopping and slot.error is None and engine.lean:
             engine._wait_for_used()
         if engine._stopping:
             if not taken:

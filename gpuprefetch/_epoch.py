@@ -61,6 +61,7 @@ class Epoch:
             started = time.perf_counter()
             with self._engine.waiting():
                 ahead = throttle(self._steps, self._engine.device)
+                self._engine.handovers.settle()  # the next batch takes the memory
                 with Stage(self._stats, "wait"):
                     used = self._steps[-1] if self._steps else None
                     slot = self._engine.take(used, ahead=ahead)
@@ -97,7 +98,9 @@ class Epoch:
         self._last = now
         if slot.event is not None:
             with Stage(self._stats, "handoff"):
-                handoff(slot.result, slot.event, self._engine.device)
+                # Where memory is short, a batch goes back as soon as the loop drops it.
+                handovers = None if self._engine.lean else self._engine.handovers
+                handoff(slot.result, slot.event, self._engine.device, handovers)
         return slot.result
 
 

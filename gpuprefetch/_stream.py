@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 import threading
+import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,7 +27,10 @@ RUN_AHEAD = 1
 #      that has not come yet. The host does not wait.
 #   2. Every tensor is record_stream()-ed on the current stream: the caching allocator knows just
 #      the stream a block was allocated on. Without the mark it gives the block to the next copy as
-#      soon as the caller drops the batch, while the queued training step still reads it.
+#      soon as the caller drops the batch, while the queued training step still reads it. But as
+#      long as a marked block waits for the stream, the allocator asks for its event whenever
+#      anybody allocates, some hundred times a step. So the loop's batches are marked later, if at
+#      all: see Note [Handed over].
 #   3. A batch that is dropped before it was handed over has no such mark, so the side streams are
 #      synchronized before its memory goes back (Engine.close).
 #   4. Tensors that the loader itself has put on the device are queued on the stream that is current
@@ -70,19 +75,170 @@ def queue_wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         stream.wait_event(event)
 
 
-def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
+# Note [Handed over]
+# A batch's memory is kept as well while the loop has it, until the GPU is through with it. An event
+# tells when: it is recorded on the loop's stream as the last tensor of the batch dies, which is
+# where the allocator would record its own. At the loop's next step the memory goes back, unmarked.
+# That is for what dies as the batches of most loops do: its storage has no other owner in that
+# moment, and the stream that it was handed over on is current. Of a batch that the loop keeps, or a
+# view of it, the memory is marked at the next step, and the allocator sees to it from there on. How
+# many owners are counted of what has none depends on the versions of Python and torch, so it is
+# tried once.
+
+
+class Handover:
+    """A batch that the loop has: see Note [Handed over].
+
+    Args:
+        parts: its tensors.
+        stream: it was handed over on.
+        event: to be recorded on it, behind the last use of the batch.
+    """
+
+    def __init__(
+        self, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream, event: torch.cuda.Event
+    ) -> None:
+        self.event, self._stream, self._pid = event, stream, os.getpid()
+        self._storages = [part.untyped_storage() for part in parts]
+        self._alive = {*range(len(parts))}
+        self._recorded = False
+        died = partial(_died, weakref.ref(self))  # which does not keep it alive
+        self._watched = [weakref.ref(part, partial(died, i)) for i, part in enumerate(parts)]
+
+    def owners(self, i: int) -> tuple[int, int]:
+        """How many Python counts for the storage of a part, and how many torch does."""
+        storage = self._storages[i]
+        return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
+
+    def part_died(self, i: int) -> None:
+        """Python lets go of a tensor, in whatever thread."""
+        if os.getpid() != self._pid or self.owners(i) != _without_others()[0]:
+            return
+        self._alive.discard(i)
+        if not self._alive and _is_current(self._stream):
+            record(self.event, self._stream)
+            self._recorded = True
+
+    @property
+    def died(self) -> bool:
+        """Whether :attr:`event` says when the GPU is through with it."""
+        dead = _without_others()[1]  # the garbage collector may have brought one back to life
+        return self._recorded and all(self.owners(i) == dead for i in range(len(self._storages)))
+
+    def end(self, *, marked: bool) -> None:
+        """Let go of the memory, ``marked`` where the GPU may not be through with it."""
+        self._watched.clear()
+        while self._storages:
+            if marked:
+                storage = self._storages[-1]
+                whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                whole.set_(storage).record_stream(self._stream)  # type: ignore[call-overload]
+            self._storages.pop()
+
+    def __del__(self) -> None:
+        if getattr(self, "_storages", None) and os.getpid() == self._pid:
+            try:
+                self.end(marked=True)
+            except Exception:  # as in the middle of a compilation, which refuses true tensors
+                with contextlib.suppress(RuntimeError):  # of a broken context
+                    self._stream.synchronize()
+
+
+def _died(handover: weakref.ref[Handover], i: int, _: object) -> None:
+    if (alive := handover()) is not None:
+        alive.part_died(i)
+
+
+def _is_current(stream: torch.cuda.Stream) -> bool:
+    """Whether ``stream`` is this thread's, and takes work rather than captures it."""
+    return (
+        torch.cuda.current_device() == stream.device.index
+        and torch.cuda.current_stream(stream.device) == stream
+        and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+@cache
+def _without_others() -> list[tuple[int, int]]:
+    """Of a storage without other owners: as its tensor dies, and then; empty if that is not seen.
+
+    That is where one that somebody else holds looks the same.
+    """
+    seen: list[tuple[int, int]] = []
+
+    class Trial(Handover):
+        def part_died(self, i: int) -> None:
+            seen.append(self.owners(i))
+
+    if not hasattr(torch._C, "_storage_Use_Count"):  # in another version of torch
+        return []
+    for held_by in (lambda tensor: None, torch.Tensor.detach, torch.Tensor.untyped_storage):
+        tensor = torch.empty(1)
+        held = held_by(tensor)
+        trial = Trial([tensor], None, None)  # type: ignore[arg-type]
+        del tensor
+        seen.append(trial.owners(0))
+        del held
+        trial.end(marked=False)
+    return seen[:2] if len(seen) == 6 and len({*seen[::2]}) == 3 else []
+
+
+class Handovers:
+    """The batches that the loop of an epoch has, or had a moment ago."""
+
+    def __init__(self) -> None:
+        self._given: deque[Handover] = deque()
+        self._events: list[torch.cuda.Event] = []  # to be used again
+
+    def add(self, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
+        event = self._events.pop() if self._events else torch.cuda.Event()
+        self._given.append(Handover(parts, stream, event))
+
+    def settle(self, *, all_of_them: bool = False) -> None:
+        """Let go of what the GPU is through with, and of what the loop keeps for longer, marked.
+
+        Args:
+            all_of_them: also of the latest, which the loop has yet.
+        """
+        while self._given:
+            # Out of the queue first: the end may come meanwhile, in another thread.
+            handover = self._given.popleft()
+            died = handover.died
+            if died and handover.event.query():
+                handover.end(marked=False)
+                self._events.append(handover.event)
+            elif all_of_them or (self._given and not died):
+                handover.end(marked=True)
+            else:
+                self._given.appendleft(handover)
+                return
+
+
+def handoff(
+    batch: Any,
+    ready: torch.cuda.Event,
+    device: torch.device,
+    handovers: Handovers | None = None,
+) -> None:
     """Make ``batch`` safe to use on the current stream of ``device``. See Note [Stream handoff].
 
     Args:
         batch: nested batch whose tensors were produced on a side stream.
         ready: recorded on that side stream behind the last work of the batch.
         device: the CUDA device of the batch.
+        handovers: settled before each batch, and at the end; None to mark the batch at once.
     """
     stream = torch.cuda.current_stream(device)
     queue_wait(stream, ready)
-    for tensor in tensors(batch):
-        if tensor.is_cuda:
-            tensor.record_stream(stream)
+    kept = []
+    for part in tensors(batch):
+        # Of other types it is not known what they are made of.
+        if handovers is not None and type(part) is torch.Tensor and _without_others():
+            kept += [part] if part.is_cuda else []
+        elif part.is_cuda:
+            part.record_stream(stream)
+    if handovers is not None and kept:
+        handovers.add(kept, stream)
 
 
 def on_default_stream(device: torch.device) -> bool:

@@ -240,7 +240,7 @@ def test_a_loop_slower_than_the_gpu_gets_the_next_batch_under_way(ahead, monkeyp
     if why == "ahead of the GPU":
         monkeypatch.setattr(_epoch, "throttle", lambda *args: True)
     if why == "lean":
-        monkeypatch.setattr(Engine, "_lean", True)
+        monkeypatch.setattr(Engine, "lean", True)
         monkeypatch.setattr(Engine, "_wait_for_used", lambda engine: None)
     tail = [lambda images: images] if why == "a tail" else []
     begun = started(monkeypatch)

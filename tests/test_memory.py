@@ -238,7 +238,7 @@ def test_batches_that_are_often_late_get_more_memory(files, monkeypatch, budget)
     def wait(seconds, batches, *, ahead=False):
         for _ in range(batches):
             engine._learn_wait(seconds, ahead=ahead)
-        return turn.level, engine._lean, engine._depth, bool(large), turn.several
+        return turn.level, engine.lean, engine._depth, bool(large), turn.several
 
     first, second, third, fourth = _turns.LATE
     idle[0] = False
@@ -311,7 +311,7 @@ def test_a_size_that_was_asked_for_stays(files, monkeypatch):
     engine, turn = late_engine(monkeypatch, files)
     engine._asked = 3
     for turn.level in range(6):
-        assert (engine._depth, engine._lean) == (3, False)
+        assert (engine._depth, engine.lean) == (3, False)
     engine._asked, turn.level = None, 0
     engine._fetch_ahead = False  # what it has not begun, the loop would wait for
     assert engine._depth == 2
