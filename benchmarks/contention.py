@@ -6,8 +6,9 @@
 The host of a fast model is late where a step takes longer than its kernels, although the loop does
 not wait for data: other threads have the locks it needs, or the cores. What a part of the loader
 costs it shows when that part is left out: ``decode`` takes pixels that are there already,
-``launch`` leaves the result as it is, and ``record_stream`` gives the allocator no events to look
-after at each allocation of the model's. Such batches are wrong; only their time counts.
+``launch`` leaves the result as it is; such batches are wrong, and only their time counts. Without
+``handovers`` the allocator sees to the memory of batches, as it does for any tensor that is used on
+two streams, and looks after its events at each allocation of the model's.
 Of a thread, ``queued_ms`` is how long it stood in line for a core, where Linux counts that.
 ``python_lock_ms`` is how long the training thread slept for Python's lock in a step, and
 ``python_lock_sleeps`` how often, at least (see sleeps.py); null where that cannot be seen.
@@ -32,7 +33,7 @@ import torch
 import train
 from sleeps import Sleeps
 
-WITHOUT = ["nothing", "decode", "launch", "record_stream"]
+WITHOUT = ["nothing", "decode", "launch", "handovers"]
 FIELDS = ["user_ms", "system_ms", "queued_ms", "sleeps", "preemptions"]
 PIXELS = 256 << 20  # more than the images of one decode call take
 
@@ -82,10 +83,10 @@ def leave_out(batches: Any, without: list[str]) -> None:
     from gpuprefetch._pipeline import ImageJob
     from gpuprefetch._stream import handoff
 
-    def unmarked(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
-        handoff(batch[1:], ready, device)  # wrong targets would end the process
+    def marked(batch: Any, ready: torch.cuda.Event, device: torch.device, handovers: Any) -> None:
+        handoff(batch, ready, device)
 
-    _epoch.handoff = unmarked if "record_stream" in without else handoff  # type: ignore[attr-defined]
+    _epoch.handoff = marked if "handovers" in without else handoff  # type: ignore[attr-defined]
 
     class Job(ImageJob):
         if "decode" in without:

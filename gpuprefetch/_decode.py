@@ -59,6 +59,8 @@ from gpuprefetch._format import decode_cpu, same_rows, trial_files
 #     wait again (Engine.spare).
 #   - a tensor that goes into TorchScript has a second owner there: of one that only Python owns
 #     torch takes the lock to let it go (Buffer).
+#   - a batch that the loop has done with goes back to the allocator when the GPU has as well, so
+#     that the allocator waits for nothing while the training allocates: see Note [Handed over].
 #   - a launch on the default stream has the driver's lock to itself, one on any other stream shares
 #     it. Stacks of a step of 17 ms, half of the images decoded by the workers: on the default
 #     stream the host waited 1.2 ms for it, and the decode thread 1.8; on a stream of the training's

@@ -24,7 +24,7 @@ from gpuprefetch._decode import BACKENDS, NO_TURN, ImageDecoder, Turn
 from gpuprefetch._encoded import Call, EncodedImage
 from gpuprefetch._pipeline import ImageJob, Part, Pipeline, Work
 from gpuprefetch._prefetcher import DataPrefetcher, _resolve_device
-from gpuprefetch._stream import handoff, lease_stream, return_stream, using
+from gpuprefetch._stream import Handovers, handoff, lease_stream, return_stream, using
 from gpuprefetch._transforms import Resize
 
 SLEEP_CYCLES = 8_000_000  # 4 to 6 ms: the next decode of IMAGES images is through well within them
@@ -318,16 +318,21 @@ class _Noted(ImageDecoder):
 
 
 def _check_handoff(order: str, pictures: Sequence[torch.Tensor], rounds: int) -> Check:
-    """Made on a side stream, read on the current one; unsafe is without ``record_stream``."""
+    """Made on a side stream, read on the current one; unsafe is without a word of that.
+
+    The memory of every other batch is marked, and that of the rest followed: see Note [Handed over]
+    of _stream.py.
+    """
     witness = _Witness(rounds)
     seen = torch.empty_like(pictures[0])
-    side = lease_stream(seen.device, "batch")
+    side, handovers = lease_stream(seen.device, "batch"), Handovers()
     for number in range(rounds):
+        handovers.settle()
         with torch.cuda.stream(side):
             batch = [picture.clone() for picture in pictures[number % SETS]]
             ready = side.record_event()
         if order == "library":
-            handoff(batch, ready, seen.device)
+            handoff(batch, ready, seen.device, handovers if number % 2 else None)
         else:
             torch.cuda.current_stream().wait_event(ready)
         witness.note_addresses(batch)
@@ -335,6 +340,7 @@ def _check_handoff(order: str, pictures: Sequence[torch.Tensor], rounds: int) ->
         torch.stack(batch, out=seen)
         del batch
         witness.judge(seen, pictures[number % SETS])
+    handovers.settle(all_of_them=True)
     torch.cuda.synchronize()
     return_stream(side, "batch")
     return witness.check("handoff", order)

@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -132,7 +132,7 @@ class Handover:
             if marked:
                 storage = self._storages[-1]
                 whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
-                whole.set_(storage).record_stream(self._stream)  # type: ignore[call-overload]
+                whole.set_(storage).record_stream(self._stream)
             self._storages.pop()
 
     def __del__(self) -> None:

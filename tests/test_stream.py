@@ -1,6 +1,5 @@
 """The hand-off between streams, with and without each of its two halves."""
 
-import contextlib
 import gc
 import os
 import sys
@@ -493,8 +492,7 @@ def test_where_owners_are_not_counted_all_is_marked(monkeypatch):
 def read_late(drop, *, rounds=10):
     """As a loop does: batches read behind a sleep, ``drop`` gets each of them."""
     device = torch.device("cuda", torch.cuda.current_device())
-    side, handovers, wrong, kept = torch.cuda.Stream(), Handovers(), 0, None
-    results = []
+    side, handovers, kept, results = torch.cuda.Stream(), Handovers(), None, []
     for number in range(rounds):
         handovers.settle()
         with torch.cuda.stream(side):
@@ -510,8 +508,7 @@ def read_late(drop, *, rounds=10):
         del batch
     handovers.settle(all_of_them=True)
     torch.cuda.synchronize()
-    wrong = sum(not bool((seen == value).all()) for value, seen in results)
-    return wrong
+    return sum(not bool((seen == value).all()) for value, seen in results)
 
 
 DROPS = {"batch": lambda batch: None, "view": lambda batch: batch[:32]}
