@@ -83,7 +83,8 @@ def queue_wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
 # moment, and the stream that it was handed over on is current. Of a batch that the loop keeps, or a
 # view of it, the memory is marked at the next step, and the allocator sees to it from there on. How
 # many owners are counted of what has none depends on the versions of Python and torch, so it is
-# tried once.
+# tried once. Measured as in Note [The training thread's locks], but compared in one process: the
+# training thread and autograd's take 12.7 ms of CPU time for a step, and 13.6 with marks.
 
 
 class Handover:
@@ -173,7 +174,7 @@ def _without_others() -> list[tuple[int, int]]:
     if not hasattr(torch._C, "_storage_Use_Count"):  # in another version of torch
         return []
     for held_by in (lambda tensor: None, torch.Tensor.detach, torch.Tensor.untyped_storage):
-        tensor = torch.empty(1)
+        tensor = torch.empty(1, device="cpu")
         held = held_by(tensor)
         trial = Trial([tensor], None, None)  # type: ignore[arg-type]
         del tensor
