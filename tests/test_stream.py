@@ -2,11 +2,14 @@
 
 import gc
 import os
+import random
 import sys
 import threading
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -487,6 +490,97 @@ def test_where_owners_are_not_counted_all_is_marked(monkeypatch):
         _stream._without_others.cache_clear()
     monkeypatch.undo()
     assert len(_stream._without_others()) == 2
+
+
+class Timeline:
+    """A stream that does its work when told to, and what lies in memory that goes back too early."""
+
+    device, cuda_stream = torch.device("cuda", 0), 1
+
+    def __init__(self):
+        self.queue, self.done, self.pending, self.marked = [], 0, {}, set()
+        self.too_early = self.unmarked = 0
+
+    def launch(self, tensor):
+        """Queue a reader of what ``tensor`` lies in."""
+        self.queue.append(address(tensor))
+        self.pending[address(tensor)] = len(self.queue)
+
+    def batch(self, size):
+        """A tensor, and no more: whether somebody has its memory is seen by that of an array."""
+        array = np.empty(size, np.float32)
+        place = array.ctypes.data
+        weakref.finalize(array, self.freed, place)
+        return torch.from_numpy(array)
+
+    def freed(self, place):
+        busy, marked = self.pending.pop(place, 0) > self.done, place in self.marked
+        self.too_early += busy and not marked
+        self.unmarked += not marked
+        self.marked.discard(place)
+
+    def mark(self, tensor):
+        self.marked.add(address(tensor))
+
+
+def address(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+class Point:
+    """An event of a timeline."""
+
+    cuda_event = 0
+
+    def record(self, stream):
+        self.stream, self.at = stream, len(stream.queue)
+
+    def query(self):
+        return self.at <= self.stream.done
+
+
+def loop(timeline, dice, handovers, steps=60):
+    """A loop that keeps, now and then, its batch or what is made of it, and uses that later."""
+    kept, weight = [], torch.ones(8, requires_grad=True)
+    for _ in range(steps):
+        timeline.done = dice.randint(timeline.done, len(timeline.queue))
+        handovers.settle()
+        latest = timeline.batch(8)  # the one before dies here, as the variable of a loop does
+        handovers.add([latest], timeline)
+        for tensor in [latest, *(have for have, _ in kept)]:
+            for _ in range(dice.randint(0, 2)):
+                timeline.launch(tensor)
+        view = dice.choice([None, None, latest, latest[:4], latest.detach(), latest.view(2, 4)])
+        graph = dice.choice([None, None, (weight * latest).sum()])
+        if view is not None:
+            kept.append((view, graph))
+        while len(kept) > 3 or (kept and dice.random() < 0.4):
+            kept.pop(dice.randrange(len(kept)))
+        if dice.random() < 0.2:  # before the step is through
+            del latest
+        view = graph = tensor = have = None
+
+
+@pytest.mark.parametrize("safe", [True, "event", "owners"])
+def test_no_memory_goes_back_while_it_is_read(monkeypatch, safe):
+    monkeypatch.setattr(torch.cuda, "Event", Point)
+    monkeypatch.setattr(_stream, "_is_current", lambda stream: True)
+    if safe == "event":  # guards the test: without waiting for the GPU
+        monkeypatch.setattr(Point, "query", lambda event: True)
+    elif safe == "owners":  # likewise: without counting who has it
+        alone = _stream._without_others()[0]
+        monkeypatch.setattr(Handover, "owners", lambda handover, i: alone)
+        monkeypatch.setattr(Handover, "died", property(lambda handover: handover._recorded))
+    too_early = unmarked = 0
+    for seed in range(40):
+        timeline, handovers = Timeline(), Handovers()
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: args[1].mark(args[0]))
+        loop(timeline, random.Random(seed), handovers)
+        handovers.settle(all_of_them=True)
+        too_early += timeline.too_early
+        unmarked += timeline.unmarked
+    assert (too_early > 0) == (safe is not True)
+    assert unmarked > 0
 
 
 def read_late(drop, *, rounds=10):
