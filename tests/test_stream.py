@@ -493,7 +493,7 @@ def test_where_owners_are_not_counted_all_is_marked(monkeypatch):
 
 
 class Timeline:
-    """A stream that does its work when told to, and what lies in memory that goes back too early."""
+    """A stream that does its work when told to; counts memory that goes back too early."""
 
     device, cuda_stream = torch.device("cuda", 0), 1
 
@@ -547,7 +547,7 @@ def loop(timeline, dice, handovers, steps=60):
         handovers.settle()
         latest = timeline.batch(8)  # the one before dies here, as the variable of a loop does
         handovers.add([latest], timeline)
-        for tensor in [latest, *(have for have, _ in kept)]:
+        for tensor in [latest, *(view for view, _ in kept)]:
             for _ in range(dice.randint(0, 2)):
                 timeline.launch(tensor)
         view = dice.choice([None, None, latest, latest[:4], latest.detach(), latest.view(2, 4)])
@@ -558,7 +558,7 @@ def loop(timeline, dice, handovers, steps=60):
             kept.pop(dice.randrange(len(kept)))
         if dice.random() < 0.2:  # before the step is through
             del latest
-        view = graph = tensor = have = None
+        del view, graph, tensor
 
 
 @pytest.mark.parametrize("safe", [True, "event", "owners"])
