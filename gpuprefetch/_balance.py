@@ -7,6 +7,8 @@ from collections import deque
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 # Cores left to the training thread, the prefetch threads and the DataLoader's pin thread.
@@ -74,6 +76,8 @@ class Balancer:
     def __init__(self, share: torch.Tensor, loader: Any, *, fixed: bool) -> None:
         workers = getattr(loader, "num_workers", 0)
         self.share = share
+        # To make an array of a tensor, and to drop it, takes Python's lock once more.
+        self._share: npt.NDArray[np.float64] = share.numpy()
         self._cores = max(min(workers, usable_cores() - RESERVED_CORES), 0)
         self.fixed = fixed or self._cores == 0
         self._periods: deque[float] = deque(maxlen=16)
@@ -95,7 +99,7 @@ class Balancer:
     @property
     def value(self) -> float:
         """The share."""
-        return float(self.share.numpy()[0])
+        return float(self._share[0])
 
     @property
     def period(self) -> float:
@@ -120,6 +124,10 @@ class Balancer:
 
     def begin(self) -> None:
         """Judge the workers anew, by batches that are not under way yet, as in a new epoch."""
+        self._share = self.share.numpy()  # in shared memory by now
+        self._forget_waits()
+
+    def _forget_waits(self) -> None:
         self._waits.clear()
         self._unseen = self._under_way
 
@@ -148,11 +156,11 @@ class Balancer:
             else:
                 self._trust *= CUT
                 self._rise = RISE_AGAIN / self._under_way
-            self.begin()
+            self._forget_waits()
         seconds = UTILIZATION * self._cores * period / images
         room = median(self._carried) * seconds ** (1 / WORK)
         # Not with fill_(), which gives up Python's lock: the training thread would have it.
-        self.share.numpy()[0] = min(self._trust * room * self._level / LEVELS, 1.0)
+        self._share[0] = min(self._trust * room * self._level / LEVELS, 1.0)
 
     def handed_over(self, period: float) -> None:
         """Learn from one batch as it goes to the loop.

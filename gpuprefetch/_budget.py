@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch._batch import objects, tensors
-from gpuprefetch._encoded import EncodedImages, Plan, is_encoded
+from gpuprefetch._encoded import Copy, EncodedImages, Plan, is_encoded
 from gpuprefetch._resample import arrange
 
 _UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
@@ -115,14 +116,18 @@ def call_bytes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> int:
     return int(decoded_bytes(images, positions).sum()) * (1 + (len(positions) > 1))
 
 
-def uploads(images: EncodedImages, positions: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+def uploads(images: EncodedImages, positions: npt.NDArray[np.int64]) -> list[Copy]:
     """Cut what the workers decoded into copies of UPLOAD_BYTES, or of one larger image."""
     begin, cuts = 0, []
-    for i, (first, last) in enumerate(images.spans[positions].tolist()):
+    spans = images.spans[positions]
+    for i, (first, last) in enumerate(spans.tolist()):
         if not i or last - begin > UPLOAD_BYTES:
             begin = first
             cuts.append(i)
-    return np.split(positions, cuts[1:]) if cuts else []
+    return [
+        Copy(positions[i:j], int(spans[i, 0]), int(spans[j - 1, 1]))
+        for i, j in pairwise([*cuts, len(positions)])
+    ]
 
 
 def lay_out(
@@ -147,11 +152,11 @@ def lay_out(
     calls = [images.call(positions, large=large) for positions in parts]
     if size is None or words is None or not (copies or calls):
         return Plan(copies, calls)
-    offsets = [images.spans[copy, 0] - images.spans[copy[0], 0] for copy in copies]
+    offsets = [images.spans[copy.positions, 0] - copy.start for copy in copies]
     for call in calls:
         sizes = call.decoded_sizes
         offsets.append(np.cumsum(sizes) - sizes)
-    groups = [*copies, *(call.positions for call in calls)]
+    groups = [copy.positions for copy in copies] + [call.positions for call in calls]
     places, starts = np.concatenate(groups), np.concatenate(offsets)
     return Plan(copies, calls, arrange(words[places], places, starts, [*map(len, groups)], size))
 

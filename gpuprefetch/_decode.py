@@ -180,14 +180,21 @@ class ImageDecoder:
         return _packed(self.module, self.operator) is not None
 
     def packed(
-        self, data: torch.Tensor, call: Call, turn: Turn = NO_TURN, *, drained: bool = True
+        self,
+        data: torch.Tensor,
+        call: Call,
+        turn: Turn = NO_TURN,
+        *,
+        first: int = 0,
+        drained: bool = True,
     ) -> torch.Tensor | None:
         """Decode without a Python object per image. See Note [The training thread's locks].
 
         Args:
-            data: a flat uint8 buffer on the CPU.
+            data: flat uint8 on the CPU.
             call: the files in it.
             turn: entered as long as the decoder is busy.
+            first: where in it the buffer begins that the call is of.
             drained: whether to begin when all that is queued on the current stream has completed.
                 See Note [Decoded memory].
 
@@ -205,7 +212,7 @@ class ImageDecoder:
         # No tensor: to let go of one that Python has, too, takes the lock.
         layout = call.layout.tolist()
         with turn:
-            return decode(data, call.start, *layout, self._device, drained, out)
+            return decode(data, first + call.start, *layout, self._device, drained, out)
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         """Decode.
@@ -315,7 +322,7 @@ def decode_packed(
     Arguments are those of :func:`decode_part` and :meth:`ImageDecoder.packed`.
     """
     with _may_refuse(call.size, device):
-        return decoder.packed(images.buffer.tensor, call, turn)
+        return decoder.packed(images.buffer.memory, call, turn, first=images.buffer.start)
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
+import pickle
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -78,7 +79,7 @@ class EncodedImage:
         return state
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """Files of a batch that are decoded together.
 
@@ -101,8 +102,7 @@ class Call:
 
     def __post_init__(self) -> None:
         sizes = self.decoded_sizes
-        object.__setattr__(self, "size", int(sizes.sum()))
-        object.__setattr__(self, "largest", int(sizes.max(initial=0)))
+        self.size, self.largest = int(sizes.sum()), int(sizes.max(initial=0))
 
     @property
     def decoded_sizes(self) -> npt.NDArray[np.int64]:
@@ -111,19 +111,41 @@ class Call:
         return sizes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class Copy:
+    """Pixels of a batch that are copied together.
+
+    Attributes:
+        positions: in the batch of the images that workers decoded, one behind the other.
+        start: of the first in the batch's pixels.
+        stop: of the last.
+    """
+
+    positions: npt.NDArray[np.int64]
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
 class Plan:
     """How the images of a batch get to the device, and onto it.
 
     Attributes:
-        copies: positions of the images that workers decoded, copy by copy.
+        copies: of what workers decoded.
         calls: the others, decode call by decode call.
         table: of a launch behind each copy and each call; None where they cannot be planned.
     """
 
-    copies: list[npt.NDArray[np.int64]]
+    copies: list[Copy]
     calls: list[Call]
     table: Table | None = None
+
+
+# What of a batch is read where a file is bad, or where it takes another way than most. Between
+# processes it travels in one piece that whoever asks for it unpickles: else the process that trains
+# would make of each batch twice as many objects, with Python's lock.
+_SELDOM = frozenset("spans indices paths decoded sizes transposed heights rows samples".split())
+SELDOM_BYTES = 512  # of an image: these take 200, of which a path is 40
 
 
 @dataclass(slots=True)
@@ -134,6 +156,8 @@ class EncodedImages:
         buffer: the files' bytes and, behind them, uint8 pixels of every image that a worker has
             decoded already, or room for those of one that it could not decode.
         boundary: where the pixels start in the buffer.
+        count: N.
+        ready: how many of them a worker has decoded.
         spans: ``(N, 2)`` int64, where each image starts and stops in ``pixels`` if it was decoded,
             in ``data`` otherwise.
         indices: ``(N,)`` int64, of the samples in their dataset.
@@ -166,6 +190,8 @@ class EncodedImages:
 
     buffer: Buffer
     boundary: int
+    count: int
+    ready: int
     spans: npt.NDArray[np.int64]
     indices: npt.NDArray[np.int64]
     paths: list[str]
@@ -189,6 +215,17 @@ class EncodedImages:
     numbers: tuple[int, int] | None = None
     out: torch.Tensor | None = None
     pinned: torch.Tensor | None = None
+    _rest: bytes | int | None = field(init=False, default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> Any:
+        state: Any = object.__getstate__(self)
+        slots, rest = state[1], self._rest
+        if rest is None:
+            rest = pickle.dumps({name: slots.pop(name) for name in _SELDOM}, protocol=5)
+            slots["_rest"] = len(rest) if self.buffer.stow(rest) else rest
+        elif isinstance(rest, int):  # behind the buffer, which is about to be copied
+            slots["_rest"] = self.buffer.stowed(rest)
+        return state
 
     @property
     def data(self) -> torch.Tensor:
@@ -204,11 +241,13 @@ class EncodedImages:
     @property
     def encoded_bytes(self) -> int:
         """Bytes of :attr:`data` and :attr:`pixels`."""
-        return self.buffer.tensor.numel() if self.numbers is None else self.numbers[0]
+        return self.buffer.size if self.numbers is None else self.numbers[0]
 
     def held_pixels(self) -> tuple[torch.Tensor, int]:
         """What holds :attr:`pixels`, and where they start in it: without a view, a new object."""
-        return (self.buffer.tensor, self.boundary) if self.pinned is None else (self.pinned, 0)
+        if self.pinned is not None:
+            return self.pinned, 0
+        return self.buffer.memory, self.buffer.start + self.boundary
 
     def keep_numbers(self, coloring: Coloring) -> None:
         """Put what the launches read into the buffer, in place of the plan's words."""
@@ -244,9 +283,16 @@ class EncodedImages:
         return self.pinned is not None or self.buffer.is_pinned
 
     def __len__(self) -> int:
-        return len(self.spans)
+        return self.count
 
     def __getattr__(self, name: str) -> Any:
+        if name in _SELDOM:  # not unpickled yet
+            if (rest := self._rest) is not None:
+                data = self.buffer.stowed(rest) if isinstance(rest, int) else rest
+                for attribute, value in pickle.loads(data).items():
+                    setattr(self, attribute, value)
+                self._rest = None  # behind them: threads may ask at the same time
+            return object.__getattribute__(self, name)
         raise AttributeError(
             f"EncodedImages has no attribute {name!r}: its images are not decoded yet. Wrap the "
             "loader that gave it in DataPrefetcher(loader, transforms=[...])."
@@ -306,11 +352,10 @@ class EncodedImages:
         cannot launch. Elsewhere the pixels alone are worth a pinned copy.
         """
         started = time.perf_counter()
-        batch = self
         if not self.buffer.pin():
-            batch = replace(self, pinned=self.buffer.tensor[self.boundary :].pin_memory())
-        batch.pin_seconds = time.perf_counter() - started
-        return batch
+            self.pinned = self.buffer.tensor[self.boundary :].pin_memory()
+        self.pin_seconds = time.perf_counter() - started
+        return self
 
 
 def is_encoded(batch: Any) -> bool:
@@ -356,7 +401,7 @@ class Layout:
         stops[order] = np.cumsum(lengths[order])
         self.spans = np.stack([stops - lengths, stops], axis=1)
         used = int(lengths.sum())
-        self.buffer = Buffer.empty(used + behind, room)
+        self.buffer = Buffer.empty(used + behind, room, SELDOM_BYTES * len(lengths))
         self.numbers = (used, used + behind) if behind else None
         self.boundary = int(lengths[~decoded].sum())
         data = self.buffer.tensor.numpy()
@@ -382,6 +427,8 @@ def pack(
     return EncodedImages(
         layout.buffer,
         layout.boundary,
+        len(images),
+        int(np.sum(known.get("decoded", 0))),
         layout.spans,
         np.array([image.index for image in images], dtype=np.int64),
         [image.path for image in images],

@@ -123,6 +123,9 @@ class Engine:
         # Whether the thread that fetches has done all that it can, or is to leave the loop alone;
         # whether it found a batch ready the last time.
         self._resting, self._prompt = False, False
+        # When the loop took a batch from that thread last, and whether that is to be told.
+        self._taken_at, self._told = 0.0, True
+        self._calls_are_large = False  # which the workers know
         # The largest tensor that the loop has, and of what it had before, behind what used that.
         self._handed: weakref.ref[torch.Tensor] | None = None
         self._used: tuple[torch.cuda.Event | None, weakref.ref[torch.Tensor] | None] = (None, None)
@@ -252,6 +255,11 @@ class Engine:
         self._rest()
         return False
 
+    def _pause(self, steps: int) -> float:
+        """Seconds until the loop does not need Python's lock, so many steps behind its last one."""
+        until = self._taken_at + (steps + PAUSE) * self.balancer.period
+        return until - time.perf_counter()
+
     def _rest(self) -> None:
         """Let a loop go on that waits for the thread that fetches; with ``_changed`` held."""
         self._resting = True
@@ -323,7 +331,7 @@ class Engine:
     def _learn(self, slot: Slot, packed: list[EncodedImages], waited: float) -> None:
         slot.images = count_images(slot.source)
         slot.encoded = bool(packed)
-        counts = [(len(images), int(images.decoded.sum())) for images in packed]
+        counts = [(len(images), images.ready) for images in packed]
         if packed:
             everything, on_cpu = map(sum, zip(*counts, strict=True))
             seconds = sum(images.decode_seconds for images in packed)
@@ -400,7 +408,8 @@ class Engine:
                 self._apart(self._start, slot)
             with self._changed:
                 self._taken = None
-                self._changed.notify_all()
+                if self._told:
+                    self._changed.notify_all()
             return
         with self._changed:
             if self._prompt and self._fetch_ahead and not self._exhausted:
@@ -473,6 +482,7 @@ class Engine:
             self._resting = not ahead and self._at_hand()
             if self._resting:
                 self._taken, self._held = self._held, None
+                self._taken_at = time.perf_counter()
             else:
                 self._changed.notify_all()
         return slot
@@ -499,8 +509,8 @@ class Engine:
         rises = turn.learn(late=late and not self.balancer.trying)
         if rises and turn.memory_to_spare(self.device, next_one):
             turn.level += 1
-        if turn.large and self._pipeline.memory_budget is None:
-            self._pipeline.packer.large_calls.numpy()[0] = True
+        if turn.large and not self._calls_are_large and self._pipeline.memory_budget is None:
+            self._pipeline.packer.large_calls.numpy()[0] = self._calls_are_large = True
 
     def close(self) -> None:
         """End the threads, give the streams back and drop every batch that was not handed over.
@@ -614,16 +624,22 @@ def _fetch_loop(reference: Reference) -> None:
         slot, changed = engine._fetch(), engine._changed
         with changed:
             engine._held = slot
+            # The loop need not wake this thread to tell it that it has taken the batch, if it takes
+            # it when it is expected to.
+            pause = engine._pause(steps=1)
             while not engine._may_start(slot):
+                engine._told = pause <= 0
                 del engine
-                changed.wait()
+                changed.wait(pause if pause > 0 else None)
+                pause = 0.0
                 if (engine := reference()) is None:
                     return
             taken, engine._held = engine._held is not slot, None
         if taken and not engine._stopping:
             del slot  # the loop's, with its result
-            with changed:
-                changed.wait_for(lambda: not engine._resting, PAUSE * engine.balancer.period)
+            if (pause := engine._pause(steps=0)) > 0:
+                with changed:
+                    changed.wait_for(lambda: not engine._resting, pause)
             continue
         if not engine._stopping and slot.error is None and engine.lean:
             engine._wait_for_used()

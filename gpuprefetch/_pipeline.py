@@ -479,14 +479,14 @@ class ImageJob:
             self._reserved = self._stream.record_event()
         held, start = images.held_pixels()
         for number, copy in enumerate(plan.copies):
-            first, last = int(images.spans[copy[0], 0]), int(images.spans[copy[-1], 1])
-            place = start + first, start + last, upload_bytes(last - first)
+            place = start + copy.start, start + copy.stop, upload_bytes(copy.stop - copy.start)
             with _typed_shortage():
                 pixels = _scripted().upload(held, *place, device)
             if self._launches is not None:
                 self._launches.launch(number, pixels.data_ptr())
             else:
-                self._resample(copy, images.views(copy, pixels, first))
+                which = copy.positions
+                self._resample(which, images.views(which, pixels, copy.start))
         return parts
 
     def _decode(

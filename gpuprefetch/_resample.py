@@ -492,7 +492,7 @@ def plan_rows(
     return _plan(strides, sampling, interpolation, antialias)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Table:
     """All that the kernel reads of the images of some launches but their addresses.
 

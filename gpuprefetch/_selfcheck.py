@@ -307,9 +307,16 @@ class _Noted(ImageDecoder):
         self._packed, self._drained = decoder.packed, drained
 
     def packed(
-        self, data: torch.Tensor, call: Call, turn: Turn = NO_TURN, *, drained: bool = True
+        self,
+        data: torch.Tensor,
+        call: Call,
+        turn: Turn = NO_TURN,
+        *,
+        first: int = 0,
+        drained: bool = True,
     ) -> torch.Tensor | None:
-        flat = self._packed(data, call, turn, drained=drained and self._drained)
+        drained = drained and self._drained
+        flat = self._packed(data, call, turn, first=first, drained=drained)
         self._witness.note_addresses([] if flat is None else [flat])
         return flat
 

@@ -33,13 +33,8 @@ MOST_ROOM = 64 << 20  # beyond what a batch takes, whatever is expected of later
 
 
 def _shared(size: int) -> torch.Tensor:
-    return _part(torch.UntypedStorage._new_shared(size, device="cpu"), 0, size)
-
-
-def _part(storage: torch.UntypedStorage, start: int, size: int) -> torch.Tensor:
-    """What lies in a storage, ``(size,)`` uint8, as a tensor that is no view of another."""
     empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-    return empty.set_(storage, start, (size,), (1,))
+    return empty.set_(torch.UntypedStorage._new_shared(size, device="cpu"))
 
 
 class _Slab:
@@ -60,6 +55,7 @@ class _Mapping:
         self.memory = memory
         self.state: npt.NDArray[np.uint8] = memory[:1].numpy()
         self.pinned: bool | None = None
+        self._owner = memory[:0]  # a second one: see Note [The training thread's locks]
 
     def pin(self) -> bool:
         """Page-lock the slab, once; whether it is."""
@@ -101,35 +97,70 @@ def _take(size: int, room: int) -> _Slab | None:
 class Buffer:
     """A flat uint8 buffer that a worker hands to its parent without a copy.
 
+    Once the parent drops it, the worker may fill its memory again: whoever reads that holds the
+    buffer.
+
+    Args:
+        memory: 1-D uint8 on the CPU, and no view of another tensor.
+        size: of the buffer in it; None for all of it.
+
     Attributes:
-        tensor: ``(size,)`` uint8 on the CPU. Once the parent drops the buffer, the worker may fill
-            its memory again: whoever reads the tensor holds the buffer.
+        memory: what the buffer lies in. The parent has one for each slab, and makes no tensor of
+            a batch: each takes torch, and Python's lock, several times.
+        start: of the buffer in that.
+        size: in bytes.
     """
 
-    __slots__ = ("_mapping", "_owner", "_reader", "_slab", "tensor")
+    __slots__ = ("_mapping", "_owner", "_reader", "_slab", "memory", "size", "start")
 
     def __init__(
-        self, tensor: torch.Tensor, slab: _Slab | None = None, mapping: _Mapping | None = None
+        self,
+        memory: torch.Tensor,
+        size: int | None = None,
+        slab: _Slab | None = None,
+        mapping: _Mapping | None = None,
     ) -> None:
-        self.tensor, self._slab, self._mapping = tensor, slab, mapping
-        # A second owner: see Note [The training thread's locks].
-        self._owner = tensor[:0]
+        self.memory, self._slab, self._mapping = memory, slab, mapping
+        self.start = 0 if slab is None and mapping is None else HEADER
+        self.size = memory.numel() if size is None else size
+        # A second owner, as a mapping has.
+        self._owner = memory[:0] if mapping is None else None
         self._reader = os.getpid()
 
     @staticmethod
-    def empty(size: int, room: int = 0) -> Buffer:
+    def empty(size: int, room: int = 0, behind: int = 0) -> Buffer:
         """A buffer that is not initialized; in a worker in a slab where one is free.
 
         Args:
-            size: of its tensor.
+            size: of it.
             room: that later ones are likely to need.
+            behind: bytes of a slab that are left for :meth:`stow`.
         """
         if get_worker_info() is None:
             return Buffer(torch.empty(size, dtype=torch.uint8))
-        slab = _take(size, room)
+        slab = _take(size + behind, room)
         if slab is None:
-            return Buffer(_shared(max(size, 1))[:size])
-        return Buffer(slab.memory[HEADER : HEADER + size], slab)
+            return Buffer(_shared(max(size, 1)), size)
+        return Buffer(slab.memory, size, slab)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """``(size,)`` uint8 on the CPU, a view of the buffer."""
+        return self.memory[self.start : self.start + self.size]
+
+    def stow(self, data: bytes) -> bool:
+        """Put ``data`` behind the buffer, for the parent; False where there is no room."""
+        first = self.start + self.size
+        last = first + len(data)
+        if self._slab is None or last > self.memory.numel():
+            return False
+        self.memory.numpy()[first:last] = np.frombuffer(data, np.uint8)
+        return True
+
+    def stowed(self, size: int) -> bytes:
+        """What :meth:`stow` has put there."""
+        first = self.start + self.size
+        return self.memory.numpy()[first : first + size].tobytes()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Buffer, (self.tensor.clone(),)
@@ -156,10 +187,10 @@ def _send(buffer: Buffer) -> tuple[Any, ...]:
     if buffer._mapping is not None:  # passed on by the parent: the worker fills it again
         return Buffer, (buffer.tensor.clone(),)
     if slab is None:
-        return Buffer, (buffer.tensor,)
+        return Buffer, (buffer.memory, buffer.size)
     memory = None if slab.sent else slab.memory
     slab.sent = True
-    return _receive, (slab.key, memory, buffer.tensor.numel())
+    return _receive, (slab.key, memory, buffer.size)
 
 
 ForkingPickler.register(Buffer, _send)
@@ -194,8 +225,7 @@ def _receive(key: tuple[int, int], memory: torch.Tensor | None, size: int) -> Bu
         unmap_dead()  # here too: a loader without a prefetcher has nobody else to do it
         _mapped[key] = _Mapping(memory)
     mapping = _mapped[key]
-    # No view of that: a view of the view would not own it (Buffer).
-    return Buffer(_part(mapping.memory.untyped_storage(), HEADER, size), mapping=mapping)
+    return Buffer(mapping.memory, size, mapping=mapping)
 
 
 def unmap_dead() -> None:

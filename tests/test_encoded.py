@@ -292,7 +292,7 @@ def test_files_of_a_size_are_neighbors(monkeypatch, large):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_letting_go_of_a_buffer_does_not_take_pythons_lock(photo_folder, workers):
     for images, _ in DataLoader(EncodedImageFolder(photo_folder), num_workers=workers):
-        assert images.buffer.tensor._use_count() > 1
+        assert images.buffer.memory._use_count() > 1
 
 
 def test_what_no_worker_could_decode_is_not_cut(monkeypatch):

@@ -708,9 +708,9 @@ def test_files_cut_below_their_crop_give_the_same(monkeypatch, refused):
                 raise RuntimeError("a GPU without engines")
             return super().__call__(data)
 
-        def packed(self, data, call, turn=NO_TURN, *, drained=True):
+        def packed(self, data, call, turn=NO_TURN, **options):
             rows.extend(call.layout[1].tolist())
-            return None if refused else super().packed(data, call, turn, drained=drained)
+            return None if refused else super().packed(data, call, turn, **options)
 
     def batch(cuts):
         options = {"transforms": [RandomResizedCrop((12, 16), scale=(0.1, 0.4))], "cuts": cuts}
@@ -819,10 +819,10 @@ def test_what_is_reserved_and_uploaded():
 class Shrinking(OperatorDecoder):
     """Another shape than the headers say."""
 
-    def packed(self, data, call, turn):
+    def packed(self, data, call, turn, **options):
         layout = call.layout.copy()
         layout[1:, 0] = 1
-        return super().packed(data, replace(call, layout=layout), turn)
+        return super().packed(data, replace(call, layout=layout), turn, **options)
 
 
 class Unknown(OperatorDecoder):
@@ -1083,7 +1083,7 @@ def test_an_error_without_words_may_be_a_shortage(monkeypatch):
         raise torch.OutOfMemoryError("no room")
 
     class Wordless(ImageDecoder):
-        def packed(self, *args):
+        def packed(self, *args, **options):
             raise RuntimeError("API call failed")
 
         def __call__(self, data):
