@@ -21,19 +21,15 @@ LARGE = 10 << 20  # below it, images share its segments; from there on each gets
 
 # Decode threads, each with a stream of its own. While one is in nvJPEG the other resamples.
 LANES = 2
-# Images and decoded bytes of one decode call. Large calls keep nvJPEG's engines busy, small ones
-# bound the memory: a decoded photo takes 3 bytes a pixel until it is resampled, and for a moment
-# twice that, unless it is alone in its call. Where fewer photos than ENGINES fit into a usual call,
-# it may take more. Where the decode is what the GPU waits for, calls are large: what is left of 256
-# of ImageNet's photos where the workers decode 55 % is one. See Note [Memory for speed].
-SUB_BATCH, LARGE_SUB_BATCH = 96, 160
-USUAL_BYTES, SUB_BATCH_BYTES, ENGINES = 24 << 20, 64 << 20, 7
+# Images and decoded bytes of one decode call: 3 bytes a pixel until it is resampled, and where
+# nvJPEG is not called directly for a moment twice that, but for one image. Each call fills and
+# empties the engines, which takes a millisecond: 256 of ImageNet's photos are usually one.
+SUB_BATCH, SUB_BATCH_BYTES = 256, 120 << 20
 # Of what the workers decoded, on its way to the device: usually all of a batch in one copy.
 UPLOAD_BYTES = 32 << 20
 # Memory that is taken again and again is asked for in few sizes, for the allocator keeps a block of
-# each: the first for usual calls, which end behind the image that they are full with, the second
-# for large ones, and multiples of the third for few large images.
-USUAL_ROOM, LARGE_ROOM, ROOM_BYTES = 32 << 20, 72 << 20, 8 << 20
+# each: multiples of this.
+ROOM_BYTES = 40 << 20
 # Batches that are ready or in preparation at most, by default, and what they may take together: of
 # large ones, whose step is long enough to prepare the next, one is enough.
 READY, READY_BYTES = 2, 512 << 20
@@ -78,34 +74,25 @@ def decoded_bytes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> np
     return -(-size // BLOCK) * BLOCK
 
 
-def sub_batches(
-    images: EncodedImages, limit: int | None = None, *, large: bool = False
-) -> list[npt.NDArray[np.int64]]:
+def sub_batches(images: EncodedImages, limit: int | None = None) -> list[npt.NDArray[np.int64]]:
     """Cut what is left to the device into decode calls of about equal size.
 
-    Each is SUB_BATCH images at most, and of USUAL_BYTES, or if it is ENGINES images or less
-    SUB_BATCH_BYTES, or takes ``limit`` bytes, or is one; ``large`` ones are of LARGE_SUB_BATCH
-    images at most, and of LARGE_ROOM. More than ENGINES images fit into USUAL_ROOM.
+    Each is SUB_BATCH images and SUB_BATCH_BYTES at most, or takes ``limit`` bytes, or is one image.
     """
     positions = positions_to_decode(images)
     most = SUB_BATCH_BYTES if limit is None else min(limit // 2, SUB_BATCH_BYTES)
-    cuts = _cut(decoded_bytes(images, positions), most, large=large)
+    cuts = _cut(decoded_bytes(images, positions), most)
     return np.split(positions, cuts[1:]) if cuts else []
 
 
-def _cut(sizes: npt.NDArray[np.int64], most: int, *, large: bool = False) -> list[int]:
+def _cut(sizes: npt.NDArray[np.int64], most: int) -> list[int]:
     """Where the calls begin for images of these ``sizes``: see :func:`sub_batches`."""
-    usual = LARGE_ROOM if large else min(USUAL_BYTES, most)
-    most = max(most, usual)
-    loads = np.maximum(np.minimum(sizes / usual, 1 / ENGINES), sizes / most)
-    loads = np.maximum(loads, 1 / (LARGE_SUB_BATCH if large else SUB_BATCH))
+    loads = np.maximum(sizes / most, 1 / SUB_BATCH)
     target = loads.sum() / max(np.ceil(loads.sum() - 1e-9), 1) - 1e-9
-    room = min(most, in_rooms(0, large=large))
-    used, load, begin, cuts = 0, 0.0, 0, []
+    used, load, cuts = 0, 0.0, list[int]()
     for i, (size, more) in enumerate(zip(sizes.tolist(), loads.tolist(), strict=True)):
-        fits = used + size <= (most if i - begin < ENGINES else room)
-        if not i or not fits or load >= target:
-            used, load, begin = 0, 0.0, i
+        if not i or used + size > most or load >= target:
+            used, load = 0, 0.0
             cuts.append(i)
         used, load = used + size, load + more
     return cuts
@@ -135,8 +122,6 @@ def lay_out(
     size: tuple[int, int] | None = None,
     words: npt.NDArray[np.int64] | None = None,
     limit: int | None = None,
-    *,
-    large: bool = False,
 ) -> Plan:
     """Plan a batch: in the worker, unless a memory budget asks for less at a time.
 
@@ -145,11 +130,9 @@ def lay_out(
         size: ``(H, W)`` of the result; None where it has none.
         words: ``(N, words)`` int64 of :func:`gpuprefetch._resample.plan_rows`, if there are any.
         limit: bytes that a decode call may take; None for no limit.
-        large: see :func:`sub_batches`.
     """
     copies = [] if size is None else uploads(images, np.flatnonzero(images.decoded))
-    parts = sub_batches(images, limit, large=large)
-    calls = [images.call(positions, large=large) for positions in parts]
+    calls = [images.call(positions) for positions in sub_batches(images, limit)]
     if size is None or words is None or not (copies or calls):
         return Plan(copies, calls)
     offsets = [images.spans[copy.positions, 0] - copy.start for copy in copies]
@@ -161,9 +144,9 @@ def lay_out(
     return Plan(copies, calls, arrange(words[places], places, starts, [*map(len, groups)], size))
 
 
-def in_rooms(size: int, *, large: bool = False) -> int:
-    """The room for ``size`` bytes of decoded images, of a ``large`` call or another."""
-    return max(LARGE_ROOM if large else USUAL_ROOM, -(-size // ROOM_BYTES) * ROOM_BYTES)
+def in_rooms(size: int) -> int:
+    """The room for ``size`` bytes of decoded images."""
+    return -(-size // ROOM_BYTES) * ROOM_BYTES
 
 
 def upload_bytes(size: int) -> int:

@@ -13,9 +13,11 @@ from math import prod
 
 import torch
 
+from gpuprefetch import _nvjpeg
 from gpuprefetch._budget import in_rooms
 from gpuprefetch._encoded import Call, EncodedImages
 from gpuprefetch._format import decode_cpu, same_rows, trial_files
+from gpuprefetch._stream import drain
 
 # Note [Decoded memory]
 # A decoded image lives in a block of the caching allocator's pool of the stream it was decoded on.
@@ -90,14 +92,12 @@ def _place(call: Call, device: torch.device) -> torch.Tensor | None:
     room: list[torch.Tensor] | None = getattr(_thread, "room", None)
     if room is None or len(call.positions) == 1:
         return None
-    size = call.size
-    if not room or len(room[0]) < size:
-        served_usual_calls = bool(room) and call.large
+    if not room or len(room[0]) < call.size:
+        outgrown = bool(room)
         room.clear()
-        if served_usual_calls:  # there will be none any more that its block fits
+        if outgrown:  # there will be none any more that its block fits
             torch.cuda.empty_cache()
-        size = in_rooms(size, large=call.large)
-        block = torch.empty(size, dtype=torch.uint8, device=device)
+        block = torch.empty(in_rooms(call.size), dtype=torch.uint8, device=device)
         room += block, block[:0]  # see Buffer for the second
     return room[0]  # whole: the thread then makes no Python object of it, which costs the lock
 
@@ -240,6 +240,43 @@ class TorchCodecDecoder(ImageDecoder):
         return list(decode_jpeg(data, mode="RGB", device=self._device))
 
 
+class NvjpegDecoder(TorchCodecDecoder):
+    """nvJPEG's JPEG engines without TorchCodec between; TorchCodec where a GPU has none of them."""
+
+    @property
+    def packs(self) -> bool:
+        return _nvjpeg.available(self._device) or super().packs
+
+    def packed(
+        self,
+        data: torch.Tensor,
+        call: Call,
+        turn: Turn = NO_TURN,
+        *,
+        first: int = 0,
+        drained: bool = True,
+    ) -> torch.Tensor | None:
+        if not _nvjpeg.available(self._device):
+            return super().packed(data, call, turn, first=first, drained=drained)
+        out = _place(call, self._device)
+        if out is None:
+            out = torch.empty([call.size], dtype=torch.uint8, device=self._device)
+        lengths, sizes = call.layout[0], call.decoded_sizes
+        files = lengths.cumsum() - lengths + data.data_ptr() + first + call.start
+        pictures = sizes.cumsum() - sizes + out.data_ptr()
+        stream = torch.cuda.current_stream(self._device)
+        with turn, _nvjpeg.Lease(self._device) as decoder:
+            if drained:
+                drain(stream)
+            decoder.decode(files, call.layout, pictures, stream.cuda_stream)
+        return out
+
+    def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not _nvjpeg.available(self._device):
+            return super().__call__(data)
+        return _nvjpeg.decode(data, self._device, torch.cuda.current_stream(self._device))
+
+
 class TorchvisionDecoder(ImageDecoder):
     """torchvision's batched nvJPEG decode on a drained stream. See Note [Decoded memory]."""
 
@@ -253,6 +290,7 @@ class TorchvisionDecoder(ImageDecoder):
 
 
 BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
+    "nvjpeg": NvjpegDecoder,
     "torchcodec": TorchCodecDecoder,
     "torchvision": TorchvisionDecoder,
 }

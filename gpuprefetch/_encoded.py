@@ -88,7 +88,6 @@ class Call:
         start: of the first in its buffer, where the others lie behind it without a gap.
         layout: ``(3, N)`` int64, of each file its length, and the height and width of the image in
             it. The sampling was drawn for these, which headers promise: others would be misread.
-        large: whether it is one of few, for a loop that waits for the decode.
         size: bytes of all images.
         largest: bytes of the largest one.
     """
@@ -96,7 +95,6 @@ class Call:
     positions: npt.NDArray[np.int64]
     start: int
     layout: npt.NDArray[np.int64]
-    large: bool = False
     size: int = field(init=False)
     largest: int = field(init=False)
 
@@ -327,12 +325,12 @@ class EncodedImages:
         start, stop = self.spans[position]
         return (self.pixels if self.decoded[position] else self.data)[start:stop]
 
-    def call(self, positions: npt.NDArray[np.int64], *, large: bool = False) -> Call:
+    def call(self, positions: npt.NDArray[np.int64]) -> Call:
         """To decode some images together: all between the first and the last that no worker did."""
         spans, sizes = self.spans[positions], self.sizes[positions]
         stored = np.where(self.transposed[positions, None], sizes[:, ::-1], sizes)
         layout = np.stack([spans[:, 1] - spans[:, 0], *stored.T])
-        return Call(positions, int(spans[0, 0]), layout, large)
+        return Call(positions, int(spans[0, 0]), layout)
 
     def views(
         self, positions: npt.NDArray[np.int64], pixels: torch.Tensor, start: int = 0

@@ -123,9 +123,6 @@ class Engine:
         # Whether the thread that fetches has done all that it can, or is to leave the loop alone;
         # whether it found a batch ready the last time.
         self._resting, self._prompt = False, False
-        # When the loop took a batch from that thread last, and whether that is to be told.
-        self._taken_at, self._told = 0.0, True
-        self._calls_are_large = False  # which the workers know
         # The largest tensor that the loop has, and of what it had before, behind what used that.
         self._handed: weakref.ref[torch.Tensor] | None = None
         self._used: tuple[torch.cuda.Event | None, weakref.ref[torch.Tensor] | None] = (None, None)
@@ -170,11 +167,11 @@ class Engine:
         return own_modes(self.device, self._stream)
 
     def _fetch(self) -> Slot:
-        """Take a batch from the loader."""
+        """Take a batch from the loader, by whom ``_reading`` is held."""
         slot = Slot(self._fetched)
         self._fetched += 1
         try:
-            with Stage(self.stats, "fetch") as fetch, self._reading:
+            with Stage(self.stats, "fetch") as fetch:
                 batch, slot.state = next(self._source)
             self._prompt = fetch.seconds < REST_SECONDS / 2
             self._pipeline.packer.begin()
@@ -255,10 +252,27 @@ class Engine:
         self._rest()
         return False
 
-    def _pause(self, steps: int) -> float:
-        """Seconds until the loop does not need Python's lock, so many steps behind its last one."""
-        until = self._taken_at + (steps + PAUSE) * self.balancer.period
-        return until - time.perf_counter()
+    def _hold(self) -> Slot:
+        """The batch to begin next: what the loop has fetched, or a new one."""
+        with self._reading:
+            slot = self._held  # which the loop may take meanwhile
+            if slot is None:
+                self._held = slot = self._fetch()
+            return slot
+
+    def _hold_at_once(self) -> bool:
+        """Fetch the batch to begin next in the loop, if there is one; whether that was done."""
+        if not self._reading.acquire(blocking=False):
+            return False
+        try:
+            # Not behind one that took long: the sampler, too, runs in it.
+            if self._held or self._exhausted or not (self._prompt and self._source.ready):
+                return False
+            with own_modes(self.device):
+                self._held = self._apart(self._fetch)
+            return True
+        finally:
+            self._reading.release()
 
     def _rest(self) -> None:
         """Let a loop go on that waits for the thread that fetches; with ``_changed`` held."""
@@ -406,9 +420,11 @@ class Engine:
         if (slot := self._taken) is not None:  # another thread may end the epoch meanwhile
             with self._batch_stream():
                 self._apart(self._start, slot)
+            self._taken = None
+            fetched = self._hold_at_once()
             with self._changed:
-                self._taken = None
-                if self._told:
+                # Else there is nothing to do for the thread that fetches until the loop is back.
+                if not fetched or (self._held is not None and self._has_room(self._held)):
                     self._changed.notify_all()
             return
         with self._changed:
@@ -432,7 +448,8 @@ class Engine:
         while not self._stopping and len(self._slots) < self._depth:
             if self._exhausted and self._held is None:
                 return
-            self._held = slot = self._held or self._apart(self._fetch)
+            with self._reading:
+                self._held = slot = self._held or self._apart(self._fetch)
             if not self._has_room(slot):
                 return
             self._held = None
@@ -482,7 +499,6 @@ class Engine:
             self._resting = not ahead and self._at_hand()
             if self._resting:
                 self._taken, self._held = self._held, None
-                self._taken_at = time.perf_counter()
             else:
                 self._changed.notify_all()
         return slot
@@ -502,15 +518,12 @@ class Engine:
         """
         turn = turns[self.device]
         self.balancer.loop_waited(seconds)
-        late = seconds > LATE_SECONDS and (self.balancer.starved or not turn.large)
-        if late and (ahead or turn.large):
+        late = seconds > LATE_SECONDS and (self.balancer.starved or not turn.deep)
+        if late and (ahead or turn.deep):
             late = torch.cuda.current_stream(self.device).query()
         next_one = self._usual.fixed + self._usual.decoded
-        rises = turn.learn(late=late and not self.balancer.trying)
-        if rises and turn.memory_to_spare(self.device, next_one):
-            turn.level += 1
-        if turn.large and not self._calls_are_large and self._pipeline.memory_budget is None:
-            self._pipeline.packer.large_calls.numpy()[0] = self._calls_are_large = True
+        if turn.learn(late=late and not self.balancer.trying):
+            turn.rise(self.device, next_one)
 
     def close(self) -> None:
         """End the threads, give the streams back and drop every batch that was not handed over.
@@ -620,26 +633,22 @@ def _serve(reference: Reference, target: Callable[..., None], *args: Any) -> Non
 
 
 def _fetch_loop(reference: Reference) -> None:
-    while (engine := reference()) is not None and not (engine._exhausted or engine._stopping):
-        slot, changed = engine._fetch(), engine._changed
+    while (engine := reference()) is not None and not engine._stopping:
+        if engine._exhausted and engine._held is None:
+            return
+        slot, changed = engine._hold(), engine._changed
         with changed:
-            engine._held = slot
-            # The loop need not wake this thread to tell it that it has taken the batch, if it takes
-            # it when it is expected to.
-            pause = engine._pause(steps=1)
             while not engine._may_start(slot):
-                engine._told = pause <= 0
                 del engine
-                changed.wait(pause if pause > 0 else None)
-                pause = 0.0
+                changed.wait()
                 if (engine := reference()) is None:
                     return
-            taken, engine._held = engine._held is not slot, None
+            if not (taken := engine._held is not slot):
+                engine._held = None
         if taken and not engine._stopping:
             del slot  # the loop's, with its result
-            if (pause := engine._pause(steps=0)) > 0:
-                with changed:
-                    changed.wait_for(lambda: not engine._resting, pause)
+            with changed:
+                changed.wait_for(lambda: not engine._resting, PAUSE * engine.balancer.period)
             continue
         if not engine._stopping and slot.error is None and engine.lean:
             engine._wait_for_used()

@@ -104,7 +104,6 @@ class Packer:
         growth: bytes to expect of later batches for each byte of their files; 0 for no more than
             this one takes.
         dtype: of the result on a device.
-        large_calls: ``(1,)`` bool in shared memory: see :func:`gpuprefetch._budget.sub_batches`.
         cuts: ``(1,)`` bool in shared memory, whether the GPU's decoder takes files that promise
             fewer rows than they hold. See Note [Rows that nobody reads].
         in_worker: whether this is a worker process, which may leave out such rows, too.
@@ -121,7 +120,6 @@ class Packer:
     output: tuple[torch.dtype, torch.memory_format] | None = None
     growth: int = 0
     dtype: torch.dtype = torch.float32
-    large_calls: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     cuts: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     in_worker: bool = False
     moves: bool = False
@@ -218,7 +216,7 @@ class Packer:
                 batch.cut(left, places, kept[left])
             way = (self.head.size, self.head.interpolation, self.head.antialias)
             words = plan_rows(rows, batch.sizes, transposed, decoded, *way)
-            batch.plan = lay_out(batch, self.head.size, words, large=bool(self.large_calls))
+            batch.plan = lay_out(batch, self.head.size, words)
             mean, std = self.head.mean, self.head.std
             batch.keep_numbers(Coloring(torch.uint8, self.dtype, mean, std))
         if self.output is not None and self.head.size is not None:

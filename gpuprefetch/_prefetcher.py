@@ -83,8 +83,8 @@ class DataPrefetcher:
             the memory of the batch that the loop has used up where that is early enough, for two
             where the GPU would wait else and they take no more than 512 MiB, and for none where the
             loop leaves no room for the next one.
-        decoder: "torchcodec" or "torchvision" (both nvJPEG on the GPU), "cpu" (TorchCodec in the
-            workers), or "auto": torchcodec on CUDA, else cpu.
+        decoder: "nvjpeg" on the GPU, called directly or by way of "torchcodec" or "torchvision";
+            "cpu" (TorchCodec in the workers), or "auto": nvjpeg on CUDA, else cpu.
         apply_exif: whether pictures are turned upright; False agrees with PIL and ``ImageFolder``.
         cpu_share: share of the JPEGs that the workers decode, those with the least to decode first,
             0.0 to 1.0, or "auto" for what idle cores can carry, balanced while running.
@@ -233,7 +233,7 @@ class DataPrefetcher:
 
     def _backend(self, decoder: str) -> Any:
         if decoder == "auto":
-            decoder = "torchcodec" if self.device.type == "cuda" else "cpu"
+            decoder = "nvjpeg" if self.device.type == "cuda" else "cpu"
         if decoder == "cpu":
             return None
         if decoder not in BACKENDS:
@@ -596,7 +596,7 @@ def _with_collate(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
     if hasattr(loader, "next_iter_state"):
         loader.next_iter_state = None  # a StatefulDataLoader's: good for one epoch, the clone's
         vars(clone)["_initial_iter_for_state_dict"] = False  # of the iterator that it leaves here
-    for shared in (packer.share, packer.large_calls, packer.cuts):
+    for shared in (packer.share, packer.cuts):
         shared.share_memory_()  # not in a deep copy of the prefetcher
     clone.collate_fn = HostStage(loader.collate_fn, packer)
     note(clone)

@@ -200,6 +200,18 @@ class Source:
         batch = next(self._iterator)
         return batch, self._state()
 
+    @property
+    def ready(self) -> bool:
+        """Whether the workers' next batch is there: nobody waits for it, and no dataset runs."""
+        workers: Any = self._iterator
+        number = getattr(workers, "_rcvd_idx", None)
+        task = getattr(workers, "_task_info", {}).get(number, ())
+        if len(task) == 1 and (came := getattr(workers._data_queue, "queue", None)):
+            arrived = bool(came[0][0] == number)  # from torch's thread that pins
+        else:
+            arrived = len(task) > 1  # before another one
+        return arrived and not _is_stateful(self._loader)  # whose state may take long
+
     def close(self, *, abandoned: bool = False) -> None:
         """Shut down the workers, unless they are persistent and nobody else waits for them.
 

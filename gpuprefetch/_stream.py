@@ -349,6 +349,14 @@ def wait_for_reader(device: torch.device) -> None:
         done.synchronize()
 
 
+def drain(stream: torch.cuda.Stream) -> None:
+    """Wait until all that is queued on ``stream`` has completed, without spinning."""
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    if not event.query():
+        event.synchronize()
+
+
 _idle: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = defaultdict(list)
 _lock = threading.RLock()  # the garbage collector may end an epoch within it
 

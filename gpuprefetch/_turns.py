@@ -13,17 +13,14 @@ from gpuprefetch._budget import LANES
 
 # Note [Memory for speed]
 # What a loop needs to keep its GPU busy depends on its step, so the memory comes level by level.
-# Level 1 comes if there is room for it, the others as long as batches are late:
+# Levels 1 and 2 come if there is room for them, the others as long as batches are late:
 #   0. one batch, that of the loop: the next is begun when the loop asks for it. What its step takes
 #      at its peak is free then. So a batch that fits without us fits with us, but for the decoder.
 #   1. two: the next one is prepared as soon as the GPU is through with the batch before, in the
 #      memory of that.
 #   2. one more, so that the next one is begun as soon as the loop takes this one.
 #   3. one more again, unless batches are large: one is ready, and the next in preparation.
-#   4. large calls. A decoder works on 14 images at a time, each of which waits until a kernel of
-#      its own has had its turn between those of the training, and every call fills and empties it,
-#      which takes a millisecond.
-#   5. a second decoder, 150 MiB that the process does not get back, with a thread of its own: for
+#   4. a second decoder, 50 MiB that the process does not get back, with a thread of its own: for
 #      a loop that does little but wait (Balancer.starved), as one that validates. Another, also one
 #      of the same process, is faster without, see Note [The training thread's locks].
 # Measured as there, ResNet-18 eager: 0.971 of the ceiling at level 3, 0.966 at level 2, and 0.930
@@ -35,7 +32,7 @@ SHOWN = 2
 # From there on to the next level, if so many batches were late beyond one in TOLERATED: the first
 # ones of an epoch always are. The FIRST ones of all do not count, of which the workers decode
 # nothing yet.
-FIRST, LATE, TOLERATED = 64, (10, 10, 10, 40), 5
+FIRST, LATE, TOLERATED = 64, (10, 10, 40), 5
 # A batch may be late where the loop waits longer for it, and not for its loader.
 LATE_SECONDS = 0.001
 # Where less of the GPU's memory is left, batches on their way get no more of it than they have. The
@@ -72,14 +69,9 @@ class Turns:
         return self.level >= 3
 
     @property
-    def large(self) -> bool:
-        """Whether calls are large."""
-        return self.level >= 4
-
-    @property
     def several(self) -> bool:
         """Whether there is a second decoder, for loops that do little but wait."""
-        return self.level >= 5
+        return self.level >= 4
 
     @property
     def _places(self) -> int:
@@ -108,17 +100,19 @@ class Turns:
         self._late = 0
         return True
 
-    def memory_to_spare(self, device: torch.device, next_one: int) -> bool:
-        """Whether enough of the GPU's memory is left for the next level, at the loop's own peak.
+    def rise(self, device: torch.device, next_one: int) -> None:
+        """To the next level, if enough of the GPU's memory is left at the loop's own peak.
 
         Args:
             device: a CUDA device.
             next_one: bytes of one more batch on its way.
         """
         free, _ = torch.cuda.mem_get_info(device)
-        kept = torch.cuda.memory_reserved(device)
-        least = next_one + SPARE_FOR_NEXT if self.bare else SPARE_BYTES
-        return free + kept - torch.cuda.max_memory_allocated(device) >= least
+        spare = free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+        if not self.bare:
+            self.level += spare >= SPARE_BYTES
+        elif spare >= next_one + SPARE_FOR_NEXT:
+            self.level = 1 + (spare >= next_one + SPARE_BYTES)
 
     @contextlib.contextmanager
     def hurried(self) -> Iterator[None]:

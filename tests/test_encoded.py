@@ -259,22 +259,21 @@ def test_the_gpu_gets_files_cut_below_their_crop(exif):
         assert torch.equal(torch.as_tensor(cut[i].data), torch.as_tensor(whole[i].data))
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_files_of_a_size_are_neighbors(monkeypatch, large):
-    monkeypatch.setattr(_budget, "SUB_BATCH", 4)
+@pytest.mark.parametrize("most", [4, 16])
+def test_files_of_a_size_are_neighbors(monkeypatch, most):
+    monkeypatch.setattr(_budget, "SUB_BATCH", most)
     heights = np.random.default_rng(0).permutation(np.arange(40, 520, 30)).tolist()
     files = [pictures.encode_jpeg(pictures.draw(height, 50)) for height in heights]
     files.insert(5, b"no picture")
     head, _ = read_transforms([RandomResizedCrop((24, 32), scale=(0.05, 0.5))])
     epoch, share = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0.25)
     packer = _host.Packer(head, True, False, 7, epoch, share)
-    packer.large_calls.fill_(large)
     packer.cuts.fill_(True)
     batch = packer([EncodedImage(file, i) for i, file in enumerate(files)])
     assert batch.plan is not None
     calls = batch.plan.calls
     positions = np.concatenate([call.positions for call in calls])
-    assert len(calls) == (1 if large else 3)
+    assert len(calls) == 12 // most + (most > 12)
     assert sorted(positions) == [i for i in range(17) if i != 5 and not batch.decoded[i]]
     rows = batch.sizes[positions, 0]  # of 50 pixels each, cut below their crop
     assert (np.diff(rows) <= 0).all()
@@ -1058,7 +1057,7 @@ def test_a_bad_image_that_is_there_twice(photo_folder, size, names, on_error):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*deprecated")  # torchvision's decoder, from 0.29 on
-@pytest.mark.parametrize("decoder", ["torchcodec", "torchvision", "cpu"])
+@pytest.mark.parametrize("decoder", ["nvjpeg", "torchcodec", "torchvision", "cpu"])
 def test_backends_agree(photo_folder, decoder):
     options = {"transforms": [Resize((64, 64))], "dtype": torch.float32, "cpu_share": 0.0}
     loader = loader_of(EncodedImageFolder(photo_folder), "cuda")

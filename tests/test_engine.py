@@ -31,6 +31,7 @@ from gpuprefetch._budget import Cost
 from gpuprefetch._engine import JOIN_SECONDS, Engine
 from gpuprefetch._pipeline import Pipeline, Work
 from gpuprefetch._prefetcher import _garbage_kept_from_forks
+from gpuprefetch._resume import Source
 from gpuprefetch._stream import lease_stream, return_stream
 from gpuprefetch._turns import Turns
 
@@ -251,6 +252,44 @@ def test_a_loop_slower_than_the_gpu_gets_the_next_batch_under_way(ahead, monkeyp
     # For the first two there was room.
     by_loop = [thread == threading.get_ident() for thread in threads]
     assert by_loop == [False] * 2 + [why is None] * 4 + [False]
+
+
+@pytest.mark.parametrize("why", [None, "not ready", "a slow sampler"])
+def test_a_loop_slower_than_the_gpu_fetches_what_is_there(ahead, monkeypatch, why):
+    monkeypatch.setattr(Source, "ready", why != "not ready")
+    if why == "a slow sampler":
+        monkeypatch.setattr(_engine, "REST_SECONDS", 0.0)
+    begun, fetched, fetch = started(monkeypatch), [], Engine._fetch
+
+    def noted(engine):
+        slot = fetch(engine)
+        fetched.append((slot.number, threading.get_ident()))
+        return slot
+
+    monkeypatch.setattr(Engine, "_fetch", noted)
+    iterator = iter(prefetcher_of(photos, transforms=[RandomResizedCrop((4, 4))]))
+    assert [number for _, number in at_ease(iterator)] == [*range(6)]
+    for numbers in (begun, fetched):
+        assert [number for number, _ in numbers] == [*range(7)]  # the last is the end
+    # For two there was room before, and a third was held.
+    by_loop = [thread == threading.get_ident() for _, thread in fetched]
+    assert by_loop == [False] * 3 + [why is None] * 4
+
+
+def test_an_error_of_what_the_loop_fetched_comes_behind_the_batches_before(ahead, monkeypatch):
+    monkeypatch.setattr(Source, "ready", True)
+
+    def batches():
+        yield from list(photos())[:4]
+        raise OSError("a bad disk")
+
+    seen = []
+    with pytest.raises(OSError, match="a bad disk"):
+        for _, number in at_ease(
+            iter(prefetcher_of(batches, transforms=[RandomResizedCrop((4, 4))]))
+        ):
+            seen.append(number)
+    assert seen == [*range(4)]
 
 
 @pytest.mark.parametrize("pause", [0.5, 1e6])

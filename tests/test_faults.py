@@ -205,7 +205,7 @@ def no_decoder(*args, **options):
     raise ImportError("no decoder")
 
 _host.decode_cpu = no_decoder
-for backend in (_decode.TorchCodecDecoder, _decode.TorchvisionDecoder):
+for backend in _decode.BACKENDS.values():
     backend.packed = backend.__call__ = no_decoder
 expect("decode", ImportError, "no decoder", [], loop(prefetcher_of(Files())))
 print("end")

@@ -1,0 +1,201 @@
+"""nvJPEG's batched decode on the JPEG engines of a GPU, in one call into one piece of memory.
+
+A call takes no Python object and no driver call per image but nvJPEG's own, and gives up Python's
+lock once. NVIDIA documents the functions: https://docs.nvidia.com/cuda/nvjpeg.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+# Of its enumerations.
+_HARDWARE, _RGB, _ALLOCATOR_FAILURE = 3, 3, 5
+_STATUS = {
+    1: "not initialized",
+    2: "invalid parameter",
+    3: "bad JPEG",
+    4: "JPEG not supported",
+    5: "allocator failure",
+    6: "execution failed",
+    7: "no JPEG engines on this GPU",
+    8: "internal error",
+    9: "implementation not supported",
+    10: "incomplete bitstream",
+}
+_PLANES = 4  # of nvjpegImage_t: their addresses, and the bytes of a row of each
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+_ARGUMENTS = {
+    "nvjpegCreateEx": [_INT, _POINTER, _POINTER, ctypes.c_uint, _POINTER],
+    "nvjpegDestroy": [_POINTER],
+    "nvjpegJpegStateCreate": [_POINTER, _POINTER],
+    "nvjpegJpegStateDestroy": [_POINTER],
+    "nvjpegGetImageInfo": [_POINTER, _POINTER, ctypes.c_size_t, *4 * [_POINTER]],
+    "nvjpegDecodeBatchedInitialize": [_POINTER, _POINTER, _INT, _INT, _INT],
+    "nvjpegDecodeBatched": [*6 * [_POINTER]],
+}
+
+
+@cache
+def _library() -> Any:
+    """The nvJPEG that TorchCodec brings; None where it does not."""
+    importlib.import_module("torchcodec.decoders")
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        paths = [line.split(maxsplit=5)[-1] for line in lines if "/libnvjpeg" in line]
+        library = ctypes.CDLL(paths[0])
+        for name, arguments in _ARGUMENTS.items():
+            getattr(library, name).argtypes = arguments
+    except (OSError, IndexError, AttributeError):  # another platform, or a build for the CPU
+        return None
+    return library
+
+
+class Decoder:
+    """A decoder of nvJPEG's with its memory; for one thread at a time, on the current device.
+
+    Raises:
+        torch.OutOfMemoryError: if there is no room for it.
+        RuntimeError: if it cannot be made.
+    """
+
+    def __init__(self) -> None:
+        self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
+        where = ctypes.byref(self._handle)
+        _check("nvjpegCreateEx", _library().nvjpegCreateEx(_HARDWARE, None, None, 0, where))
+        try:
+            self._call("nvjpegJpegStateCreate", ctypes.byref(self._state))
+        except RuntimeError:
+            _library().nvjpegDestroy(self._handle)
+            raise
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        _check(name, getattr(_library(), name)(self._handle, *arguments))
+
+    def close(self) -> None:
+        """Give its memory back; nothing that it was asked for may be under way."""
+        _library().nvjpegJpegStateDestroy(self._state)
+        _library().nvjpegDestroy(self._handle)
+
+    def size(self, file: torch.Tensor) -> tuple[int, int]:
+        """Height and width of the picture in a file, ``(bytes,)`` uint8 on the CPU."""
+        found = np.zeros((4, _PLANES), dtype=np.int32)  # components, sampling, widths, heights
+        places = [row.ctypes.data for row in found]
+        self._call("nvjpegGetImageInfo", file.data_ptr(), file.numel(), *places)
+        return int(found[3, 0]), int(found[2, 0])
+
+    def decode(
+        self,
+        files: npt.NDArray[np.int64],
+        layout: npt.NDArray[np.int64],
+        out: npt.NDArray[np.int64],
+        stream: int,
+    ) -> None:
+        """Queue the decode of some baseline JPEGs; the files are read until it has completed.
+
+        Args:
+            files: ``(N,)`` int64, their addresses on the CPU.
+            layout: ``(3, N)`` int64, of each file its length, and the height and width of the
+                picture in it. It writes as much as the file says: these had better be right.
+            out: ``(N,)`` int64, addresses on the device; a picture takes three planes.
+            stream: handle of the stream.
+
+        Raises:
+            torch.OutOfMemoryError: if there is no room for what it needs besides.
+            RuntimeError: if any of the files cannot be decoded.
+        """
+        lengths, heights, widths = layout
+        images = np.zeros((len(files), 2, _PLANES), dtype=np.int64)
+        images[:, 0, :3] = out[:, None] + (heights * widths)[:, None] * np.arange(3)
+        images[:, 1, :3] = widths[:, None]
+        given = [np.ascontiguousarray(array) for array in (files, lengths, images)]
+        self._call("nvjpegDecodeBatchedInitialize", self._state, len(files), 1, _RGB)
+        places = [array.ctypes.data for array in given]
+        self._call("nvjpegDecodeBatched", self._state, *places, stream)
+
+
+def _check(name: str, status: int) -> None:
+    if not status:
+        return
+    words = f"{name}: {_STATUS.get(status, f'status {status}')}"
+    if status == _ALLOCATOR_FAILURE:
+        raise torch.OutOfMemoryError(f"CUDA out of memory. {words}")
+    raise RuntimeError(words)
+
+
+# A decoder has 50 MiB and takes a while to make: idle ones are kept, as TorchCodec keeps its own.
+_idle: defaultdict[torch.device, list[Decoder]] = defaultdict(list)
+
+
+@cache
+def available(device: torch.device) -> bool:
+    """Whether a CUDA device has JPEG engines, and nvJPEG is there to use them; tried once."""
+    if _library() is None:
+        return False
+    with torch.cuda.device(device):
+        try:
+            _idle[device].append(Decoder())
+        except torch.OutOfMemoryError:
+            raise  # and is tried again
+        except RuntimeError:
+            return False
+    return True
+
+
+class Lease:
+    """A decoder of a device for a while; one that has failed is not used again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> Decoder:
+        try:
+            self._decoder = _idle[self._device].pop()
+        except IndexError:
+            with torch.cuda.device(self._device):
+                self._decoder = Decoder()
+        return self._decoder
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            _idle[self._device].append(self._decoder)
+            return
+        torch.cuda.current_stream(self._device).synchronize()
+        self._decoder.close()
+
+
+def decode(
+    files: Sequence[torch.Tensor], device: torch.device, stream: torch.cuda.Stream
+) -> list[torch.Tensor]:
+    """Decode files one call for all of them, each into memory of its own.
+
+    Args:
+        files: N 1-D uint8 tensors on the CPU.
+        device: a CUDA device with engines, see :func:`available`.
+        stream: current, of that device. It has completed when this returns.
+
+    Returns:
+        N ``(3, H, W)`` uint8 tensors on the device, EXIF orientation not applied.
+
+    Raises:
+        torch.OutOfMemoryError: if there is no room.
+        RuntimeError: if any of the files cannot be decoded.
+    """
+    with Lease(device) as decoder:
+        sizes = [decoder.size(file) for file in files]
+        images = [torch.empty((3, *size), dtype=torch.uint8, device=device) for size in sizes]
+        layout = np.array([(len(f), *size) for f, size in zip(files, sizes, strict=True)]).T
+        addresses = [np.array([t.data_ptr() for t in tensors]) for tensors in (files, images)]
+        decoder.decode(addresses[0], layout, addresses[1], stream.cuda_stream)
+        stream.synchronize()  # as the files may be gone then
+    return images

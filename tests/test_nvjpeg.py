@@ -1,0 +1,219 @@
+import ctypes
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pictures
+import pytest
+import torch
+
+from gpuprefetch import _decode, _nvjpeg
+from gpuprefetch._decode import NvjpegDecoder, TorchCodecDecoder
+from gpuprefetch._encoded import Call
+from gpuprefetch._format import decode_cpu, read_header
+
+CPU = torch.device("cpu")
+SHAPES = [(24, 32), (17, 19), (40, 20), (33, 65)]
+
+
+def bytes_at(address, size):
+    return bytes((ctypes.c_uint8 * size).from_address(address))
+
+
+def numbers_at(address, count):
+    return np.frombuffer(bytes_at(address, 8 * count), dtype=np.int64)
+
+
+class Library:
+    """nvJPEG's functions, which decode on the CPU to the addresses that they get."""
+
+    def __init__(self):
+        self.status, self.made, self.asked, self.log = {}, itertools.count(1), 0, []
+
+    def __getattr__(self, name):
+        if not name.startswith("nvjpeg"):
+            raise AttributeError(name)
+
+        def call(*arguments):
+            self.log.append(name)
+            if status := self.status.get(name, 0):
+                return status
+            return getattr(self, name.removeprefix("nvjpeg"), lambda *_: 0)(*arguments)
+
+        return call
+
+    def CreateEx(self, backend, allocator, pinned, flags, handle):
+        assert (backend, allocator, pinned, flags) == (3, None, None, 0)
+        handle._obj.value = next(self.made)
+        return 0
+
+    def GetImageInfo(self, handle, data, length, components, sampling, widths, heights):
+        header = read_header(bytes_at(data, length))
+        for place, value in [(widths, header.width), (heights, header.height)]:
+            ctypes.c_int32.from_address(place).value = value
+        return 0
+
+    def DecodeBatchedInitialize(self, handle, state, count, threads, output):
+        assert (threads, output) == (1, 3)
+        self.asked = count
+        return 0
+
+    def DecodeBatched(self, handle, state, files, lengths, images, stream):
+        count = self.asked
+        images = numbers_at(images, 8 * count).reshape(count, 2, 4)
+        places = zip(numbers_at(files, count), numbers_at(lengths, count), strict=True)
+        for (file, length), (planes, pitches) in zip(places, images, strict=True):
+            picture = decode_cpu(bytes_at(int(file), int(length)))
+            assert pitches.tolist() == [*3 * [picture.size(2)], 0]
+            for plane, address in zip(picture.numpy(), planes[:3].tolist(), strict=True):
+                ctypes.memmove(address, plane.tobytes(), plane.nbytes)
+        return 0
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """On a CPU that is taken for a GPU with engines."""
+    fake = Library()
+    monkeypatch.setattr(_nvjpeg, "_library", lambda: fake)
+    monkeypatch.setattr(_nvjpeg, "_idle", type(_nvjpeg._idle)(list))
+    stream = SimpleNamespace(cuda_stream=7, synchronize=lambda: fake.log.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: _decode.NO_TURN)
+    monkeypatch.setattr(_decode, "drain", lambda stream: fake.log.append("drain"))
+    _nvjpeg.available.cache_clear()
+    yield fake
+    _nvjpeg.available.cache_clear()
+
+
+def encoded(shapes=SHAPES):
+    files = [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
+    return [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
+
+
+def call_of(data, shapes=SHAPES):
+    layout = np.array([(len(d), *hw) for d, hw in zip(data, shapes, strict=True)]).T
+    return Call(np.arange(len(data)), 5, layout)
+
+
+def flat(data):
+    return torch.cat([torch.zeros(12, dtype=torch.uint8), *data])  # 7 bytes before the buffer
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_call_goes_to_one_place(library, kept):
+    decoder, data = NvjpegDecoder(CPU), encoded()
+    assert decoder.packs
+    expected = torch.cat([decode_cpu(d).flatten() for d in data])
+    with _decode.packing_into([]) if kept else _decode.NO_TURN:
+        out = decoder.packed(flat(data), call_of(data), first=7)
+        assert torch.equal(out[: len(expected)], expected)
+        again = decoder.packed(flat(data[:2]), call_of(data[:2], SHAPES[:2]), first=7)
+        assert (again.data_ptr() == out.data_ptr()) == kept
+    assert library.log.count("drain") == 2
+    assert library.log.count("nvjpegCreateEx") == 1
+    decoder.packed(flat(data), call_of(data), first=7, drained=False)
+    assert library.log.count("drain") == 2
+
+
+def test_files_one_by_one(library):
+    for got, file in zip(NvjpegDecoder(CPU)(data := encoded()), data, strict=True):
+        assert torch.equal(got, decode_cpu(file))
+
+
+@pytest.mark.parametrize("refuses", ["nvjpegDecodeBatched", "nvjpegDecodeBatchedInitialize"])
+def test_a_decoder_that_failed_is_not_used_again(library, refuses):
+    decoder, data = NvjpegDecoder(CPU), encoded()
+    library.status = {refuses: 3}
+    with pytest.raises(RuntimeError, match=f"{refuses}: bad JPEG"):
+        decoder.packed(flat(data), call_of(data), first=7)
+    assert library.log[-3:] == ["synchronize", "nvjpegJpegStateDestroy", "nvjpegDestroy"]
+    assert _nvjpeg._idle[CPU] == []
+    library.status = {}
+    expected = torch.cat([decode_cpu(d).flatten() for d in data])
+    assert torch.equal(decoder.packed(flat(data), call_of(data), first=7), expected)
+    assert library.log.count("nvjpegCreateEx") == 2
+
+
+@pytest.mark.parametrize("where", ["nvjpegCreateEx", "nvjpegJpegStateCreate"])
+def test_no_room_for_a_decoder(library, where):
+    library.status = {where: 5}
+    with pytest.raises(torch.OutOfMemoryError, match=f"out of memory. {where}: allocator failure"):
+        NvjpegDecoder(CPU).packs  # noqa: B018
+    assert library.log.count("nvjpegDestroy") == (where == "nvjpegJpegStateCreate")
+    library.status = {}
+    assert NvjpegDecoder(CPU).packs  # it is tried again
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_without_engines_torchcodec_decodes(library, monkeypatch, there):
+    if there:
+        library.status = {"nvjpegCreateEx": 7}
+    else:
+        monkeypatch.setattr(_nvjpeg, "_library", lambda: None)
+    asked = []
+    monkeypatch.setattr(TorchCodecDecoder, "packed", lambda *_, **options: asked.append(options))
+    monkeypatch.setattr(TorchCodecDecoder, "__call__", lambda _, data: asked.append(len(data)))
+    decoder, data = NvjpegDecoder(CPU), encoded()
+    decoder.packed(flat(data), call_of(data), first=7, drained=False)
+    decoder(data)
+    assert asked == [{"first": 7, "drained": False}, 4]
+    assert library.log.count("nvjpegCreateEx") == there
+
+
+def test_two_threads_have_a_decoder_each(library):
+    with _nvjpeg.Lease(CPU) as one, _nvjpeg.Lease(CPU) as other:
+        assert one is not other
+    with _nvjpeg.Lease(CPU) as again:
+        assert again in (one, other)
+    assert library.log.count("nvjpegCreateEx") == 2
+
+
+@pytest.mark.parametrize("maps", [None, "7f00-7f01 r--p 0 0:0 0 /lib/libc.so.6\n"])
+def test_no_library(monkeypatch, tmp_path, maps):
+    # As on another platform, or with a TorchCodec that was built for the CPU.
+    path = tmp_path / "maps"
+    if maps is not None:
+        path.write_text(maps)
+    monkeypatch.setattr(_nvjpeg, "Path", lambda name: path)
+    assert _nvjpeg._library.__wrapped__() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0", "gray"])
+def test_pixels_are_torchcodecs(subsampling):
+    device = torch.device("cuda", 0)
+    shapes = [(64 + 7 * i, 300 - 11 * i) for i in range(20)]
+    files = []
+    for i, hw in enumerate(shapes):
+        gray = subsampling == "gray"
+        picture = pictures.draw(*hw, channels=1 if gray else 3, seed=i)
+        file = pictures.encode_jpeg(picture, subsampling="4:4:4" if gray else subsampling)
+        files.append(torch.frombuffer(bytearray(file), dtype=torch.uint8))
+    if not _nvjpeg.available(device):
+        pytest.skip("no JPEG engines")
+    expected = TorchCodecDecoder(device)(files)
+    decoder = NvjpegDecoder(device)
+    for got in (
+        decoder(files),
+        decoder.packed(flat(files), call_of(files, shapes), first=7).split(
+            [image.numel() for image in expected]
+        ),
+    ):
+        torch.cuda.synchronize()
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a.flatten(), b.flatten())
+
+
+@pytest.mark.gpu
+def test_what_the_engines_refuse_leaves_the_next_call_alone():
+    device = torch.device("cuda", 0)
+    if not _nvjpeg.available(device):
+        pytest.skip("no JPEG engines")
+    decoder, data = NvjpegDecoder(device), encoded()
+    broken = [*data[:2], torch.zeros(len(data[2]), dtype=torch.uint8), data[3]]
+    expected = torch.cat([image.flatten() for image in decoder(data)])
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="nvjpeg"):
+            decoder.packed(flat(broken), call_of(broken), first=7)
+        got = decoder.packed(flat(data), call_of(data), first=7)
+        assert torch.equal(got, expected)
