@@ -930,7 +930,7 @@ def test_one_thread_at_a_time_decodes_unless_a_loop_waits_that_often_has_to():
 
 def test_never_more_than_two_threads_decode():
     turns, inside, most, lock = _turns.Turns(), [0], [0], threading.Lock()
-    turns.level = 5
+    turns.level = 4
 
     def decode():
         for _ in range(20):
@@ -1341,7 +1341,7 @@ SHORT = (
     + """
 from gpuprefetch._turns import turns
 from gpuprefetch import _balance
-turns[torch.device("cuda", 0)].level, _balance.OFTEN = 5, 0  # two threads decode
+turns[torch.device("cuda", 0)].level, _balance.OFTEN = 4, 0  # two threads decode
 whole, most, repeated = epoch(48)
 assert repeated == 0
 gc.collect()
