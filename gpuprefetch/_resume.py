@@ -206,10 +206,10 @@ class Source:
         workers: Any = self._iterator
         number = getattr(workers, "_rcvd_idx", None)
         task = getattr(workers, "_task_info", {}).get(number, ())
-        if len(task) == 1 and (came := getattr(workers._data_queue, "queue", None)):
-            arrived = bool(came[0][0] == number)  # from torch's thread that pins
-        else:
-            arrived = len(task) > 1  # before another one
+        arrived = len(task) > 1  # before another one
+        if len(task) == 1:  # or it may be what torch's thread has pinned
+            came = list(getattr(workers._data_queue, "queue", ()))  # that thread appends to it
+            arrived = number in (item[0] for item in came)
         return arrived and not _is_stateful(self._loader)  # whose state may take long
 
     def close(self, *, abandoned: bool = False) -> None:

@@ -512,7 +512,7 @@ def test_whether_the_next_batch_is_there(pins):
     if pins:
         arrived.queue.append((5, "another"))
         assert not source.ready
-        arrived.queue.appendleft((3, "batch"))
+        arrived.queue.append((3, "batch"))
         assert source.ready
     tasks[3] = (0, "batch")
     assert source.ready
