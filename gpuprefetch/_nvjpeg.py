@@ -1,15 +1,19 @@
 """nvJPEG's batched decode on the JPEG engines of a GPU, in one call into one piece of memory.
 
-A call takes no Python object and no driver call per image but nvJPEG's own, and gives up Python's
-lock once. NVIDIA documents the functions: https://docs.nvidia.com/cuda/nvjpeg.
+It is the library that TorchCodec decodes with, called without TorchCodec between. That parses each
+file three times and gives each picture memory of its own, which is copied into one piece and has to
+be there twice: beside a compiled ResNet-18 on an H200 it took 92 us for a photo, and this takes 61,
+with the same pixels, and 50 MiB for a decoder in place of 150 (one process, calls of 128 photos,
+medians of three rounds). NVIDIA documents the functions: https://docs.nvidia.com/cuda/nvjpeg.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -155,26 +159,21 @@ def available(device: torch.device) -> bool:
     return True
 
 
-class Lease:
-    """A decoder of a device for a while; one that has failed is not used again."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __enter__(self) -> Decoder:
+@contextlib.contextmanager
+def lease(device: torch.device) -> Iterator[Decoder]:
+    """A decoder of a device, which is current meanwhile; one that has failed is not used again."""
+    with torch.cuda.device(device):
         try:
-            self._decoder = _idle[self._device].pop()
+            decoder = _idle[device].pop()
         except IndexError:
-            with torch.cuda.device(self._device):
-                self._decoder = Decoder()
-        return self._decoder
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is None:
-            _idle[self._device].append(self._decoder)
-            return
-        torch.cuda.current_stream(self._device).synchronize()
-        self._decoder.close()
+            decoder = Decoder()
+        try:
+            yield decoder
+        except BaseException:
+            torch.cuda.current_stream(device).synchronize()
+            decoder.close()
+            raise
+        _idle[device].append(decoder)
 
 
 def decode(
@@ -194,7 +193,7 @@ def decode(
         torch.OutOfMemoryError: if there is no room.
         RuntimeError: if any of the files cannot be decoded.
     """
-    with Lease(device) as decoder:
+    with lease(device) as decoder:
         sizes = [decoder.size(file) for file in files]
         images = [torch.empty((3, *size), dtype=torch.uint8, device=device) for size in sizes]
         layout = np.array([(len(f), *size) for f, size in zip(files, sizes, strict=True)]).T

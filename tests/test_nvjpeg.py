@@ -161,9 +161,9 @@ def test_without_engines_torchcodec_decodes(library, monkeypatch, there):
 
 
 def test_two_threads_have_a_decoder_each(library):
-    with _nvjpeg.Lease(CPU) as one, _nvjpeg.Lease(CPU) as other:
+    with _nvjpeg.lease(CPU) as one, _nvjpeg.lease(CPU) as other:
         assert one is not other
-    with _nvjpeg.Lease(CPU) as again:
+    with _nvjpeg.lease(CPU) as again:
         assert again in (one, other)
     assert library.log.count("nvjpegCreateEx") == 2
 
