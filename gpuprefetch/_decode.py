@@ -73,10 +73,10 @@ from gpuprefetch._stream import drain
 #     is asked for each kernel once: the process that trains makes next to nothing of either.
 #   - a loop that need not wait for the GPU gets the next batch under way itself, so that it and the
 #     thread that fetches do not take the lock from each other in turns. It also fetches the batch
-#     behind that, if it is there (Source.ready): 15.3 and 15.5 ms a step where 40 % of the images
-#     were decoded by the workers, and 16.9 without. Else that thread does, later in the step, if
-#     the loop is not back before (_engine.PAUSE). Where the loop might wait in that, or run what is
-#     not ours, it waits for that thread (Engine.let_fetch).
+#     behind that, if it is there (Source.ready): 15.3 to 15.6 ms a step where 40 % of the images
+#     were decoded by the workers, and 16.9 without; where 15 % were, no difference was seen. Else
+#     that thread does, later in the step, if the loop is not back before (_engine.PAUSE). Where the
+#     loop might wait in that, or run what is not ours, it waits for that thread (Engine.let_fetch).
 
 _thread = threading.local()  # the memory that a decode thread packs into, call after call
 

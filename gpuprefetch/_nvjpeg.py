@@ -3,8 +3,8 @@
 It is the library that TorchCodec decodes with, called without TorchCodec between. That parses each
 file three times and gives each picture memory of its own, which is copied into one piece and has to
 be there twice: beside a compiled ResNet-18 on an H200 it took 92 us for a photo, and this takes 61,
-with the same pixels, and 50 MiB for a decoder in place of 150 (one process, calls of 128 photos,
-medians of three rounds). NVIDIA documents the functions: https://docs.nvidia.com/cuda/nvjpeg.
+with the same pixels (one process, calls of 128 photos, medians of three rounds; 77 and 48 on an
+idle GPU). NVIDIA documents the functions: https://docs.nvidia.com/cuda/nvjpeg.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def _check(name: str, status: int) -> None:
     raise RuntimeError(words)
 
 
-# A decoder has 50 MiB and takes a while to make: idle ones are kept, as TorchCodec keeps its own.
+# A decoder takes 50 MiB, the first one 80 more for nvJPEG's kernels, and a while to make: idle ones
+# are kept, as TorchCodec keeps its own.
 _idle: defaultdict[torch.device, list[Decoder]] = defaultdict(list)
 
 
