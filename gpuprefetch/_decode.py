@@ -278,7 +278,7 @@ class NvjpegDecoder(TorchCodecDecoder):
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         if not _nvjpeg.available(self._device):
             return super().__call__(data)
-        return _nvjpeg.decode(data, self._device, torch.cuda.current_stream(self._device))
+        return _nvjpeg.decode(data, self._device)
 
 
 class TorchvisionDecoder(ImageDecoder):

@@ -177,15 +177,12 @@ def lease(device: torch.device) -> Iterator[Decoder]:
         _idle[device].append(decoder)
 
 
-def decode(
-    files: Sequence[torch.Tensor], device: torch.device, stream: torch.cuda.Stream
-) -> list[torch.Tensor]:
-    """Decode files one call for all of them, each into memory of its own.
+def decode(files: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Decode files in one call, each into memory of its own, and wait for the current stream.
 
     Args:
         files: N 1-D uint8 tensors on the CPU.
         device: a CUDA device with engines, see :func:`available`.
-        stream: current, of that device. It has completed when this returns.
 
     Returns:
         N ``(3, H, W)`` uint8 tensors on the device, EXIF orientation not applied.
@@ -194,6 +191,7 @@ def decode(
         torch.OutOfMemoryError: if there is no room.
         RuntimeError: if any of the files cannot be decoded.
     """
+    stream = torch.cuda.current_stream(device)
     with lease(device) as decoder:
         sizes = [decoder.size(file) for file in files]
         images = [torch.empty((3, *size), dtype=torch.uint8, device=device) for size in sizes]

@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional as F
 
 from gpuprefetch._budget import Cost
-from gpuprefetch._decode import BACKENDS, NO_TURN, ImageDecoder, Turn
-from gpuprefetch._encoded import Call, EncodedImage
+from gpuprefetch._decode import BACKENDS, ImageDecoder
+from gpuprefetch._encoded import EncodedImage
 from gpuprefetch._pipeline import ImageJob, Part, Pipeline, Work
 from gpuprefetch._prefetcher import DataPrefetcher, _resolve_device
 from gpuprefetch._stream import Handovers, handoff, lease_stream, return_stream, using
@@ -306,17 +306,8 @@ class _Noted(ImageDecoder):
         self.module, self.operator, self._witness = decoder.module, decoder.operator, witness
         self._packed, self._drained = decoder.packed, drained
 
-    def packed(
-        self,
-        data: torch.Tensor,
-        call: Call,
-        turn: Turn = NO_TURN,
-        *,
-        first: int = 0,
-        drained: bool = True,
-    ) -> torch.Tensor | None:
-        drained = drained and self._drained
-        flat = self._packed(data, call, turn, first=first, drained=drained)
+    def packed(self, *given: Any, drained: bool = True, **options: Any) -> torch.Tensor | None:
+        flat = self._packed(*given, drained=drained and self._drained, **options)
         self._witness.note_addresses([] if flat is None else [flat])
         return flat
 

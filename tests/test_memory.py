@@ -219,10 +219,12 @@ def test_batches_that_are_often_late_get_more_memory(files, monkeypatch, budget)
     assert wait(1.0, _turns.FIRST - _turns.SHOWN) == (2, False, 1, False)
     assert wait(0.0005, 100) == (2, False, 1, False)
     assert wait(1.0, 100, ahead=True) == (2, False, 1, False)  # and will be again
+    assert wait(0.0, 100) == (2, False, 1, False)
     idle[0] = True
     assert wait(1.0, second, ahead=True) == (3, False, 2, False)
     idle[0] = False
     assert wait(1.0, 100, ahead=True) == (3, False, 2, False)  # the GPU has enough to do
+    assert wait(0.0005, 100) == (3, False, 2, False)
     assert wait(0.11, 1000) == (3, False, 2, False)  # as before
     idle[0] = True
     assert wait(0.09, 1000) == (3, False, 2, False)  # it does more than to wait
@@ -653,7 +655,7 @@ def test_each_group_of_a_batch_fills_its_rows(monkeypatch, launched, share, most
     monkeypatch.setattr(_budget, "SUB_BATCH", most)
     got = planned_batch(monkeypatch, files, OperatorDecoder("cpu"), share)
     assert sum(launched.laid_out) == 7
-    assert len(launched.laid_out) >= (1 if share == 0 else 2) + (share == 0 and most == 3)
+    assert len(launched.laid_out) >= 2 + (share == 0 and most == 3)
     assert launched.apart == []
     # The CPU path rounds to whole levels on its way.
     assert (got - expected).abs().max() * 255 < 1
@@ -821,6 +823,8 @@ def test_rooms_are_as_large_as_calls():
     calls = np.add.reduceat(sizes, cuts)
     assert room * 0.75 < calls.max() <= room
     assert {_budget.in_rooms(int(size)) for size in calls} <= {room - _budget.ROOM_BYTES, room}
+    sizes[rng.random(len(sizes)) < 0.1] = 6 << 20
+    assert np.add.reduceat(sizes, _budget._cut(sizes, room)).max() <= room
     sizes[:] = 9 << 20
     assert _budget._cut(sizes, room)[1] == 13
     sizes[:] = room + 1
