@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch._batch import objects, tensors
-from gpuprefetch._encoded import Copy, EncodedImages, Plan, is_encoded
+from gpuprefetch._encoded import Call, Copy, EncodedImages, Plan, is_encoded
 from gpuprefetch._resample import arrange
 
 _UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
@@ -25,7 +25,7 @@ LANES = 2
 # nvJPEG is not called directly for a moment twice that, but for one image. Each call fills and
 # empties the engines, which takes a millisecond: 256 of ImageNet's photos are usually one.
 SUB_BATCH, SUB_BATCH_BYTES = 256, 120 << 20
-# Of what the workers decoded, on its way to the device: usually all of a batch in one copy.
+# Of what the workers decoded, in one copy that goes with a call: usually all of a batch.
 UPLOAD_BYTES = 32 << 20
 # Memory that is taken again and again is asked for in few sizes, for the allocator keeps a block of
 # each: multiples of this.
@@ -98,23 +98,38 @@ def _cut(sizes: npt.NDArray[np.int64], most: int) -> list[int]:
     return cuts
 
 
-def call_bytes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> int:
+def call_bytes(images: EncodedImages, call: Call) -> int:
     """What a decode call takes while it runs."""
-    return int(decoded_bytes(images, positions).sum()) * (1 + (len(positions) > 1))
+    decoded = int(decoded_bytes(images, call.positions).sum())
+    return decoded * (1 + (len(call.positions) > 1)) + call.copied
 
 
-def uploads(images: EncodedImages, positions: npt.NDArray[np.int64]) -> list[Copy]:
-    """Cut what the workers decoded into copies of UPLOAD_BYTES, or of one larger image."""
-    begin, cuts = 0, []
+def uploads(images: EncodedImages, limit: int | None = None) -> list[Copy]:
+    """Cut what the workers decoded into copies of UPLOAD_BYTES, or of one larger image.
+
+    Where there is a ``limit`` they take no more than that either.
+    """
+    begin, cuts, positions = 0, [], np.flatnonzero(images.decoded)
+    most = UPLOAD_BYTES if limit is None else min(limit, UPLOAD_BYTES)
     spans = images.spans[positions]
     for i, (first, last) in enumerate(spans.tolist()):
-        if not i or last - begin > UPLOAD_BYTES:
+        if not i or last - begin > most:
             begin = first
             cuts.append(i)
     return [
         Copy(positions[i:j], int(spans[i, 0]), int(spans[j - 1, 1]))
         for i, j in pairwise([*cuts, len(positions)])
     ]
+
+
+def _calls(images: EncodedImages, limit: int | None, *, with_pixels: bool) -> list[Call]:
+    """What :func:`lay_out` plans: each copy with a call, or where memory is short apart."""
+    copies = uploads(images, limit) if with_pixels else []
+    files, none = sub_batches(images, limit), np.zeros(0, dtype=np.int64)
+    if limit is not None:
+        return [*map(images.call, files), *(images.call(none, copy) for copy in copies)]
+    pairs = zip_longest(files, copies)
+    return [images.call(none if few is None else few, copy) for few, copy in pairs]
 
 
 def lay_out(
@@ -131,27 +146,23 @@ def lay_out(
         words: ``(N, words)`` int64 of :func:`gpuprefetch._resample.plan_rows`, if there are any.
         limit: bytes that a decode call may take; None for no limit.
     """
-    copies = [] if size is None else uploads(images, np.flatnonzero(images.decoded))
-    calls = [images.call(positions) for positions in sub_batches(images, limit)]
-    if size is None or words is None or not (copies or calls):
-        return Plan(copies, calls)
-    offsets = [images.spans[copy.positions, 0] - copy.start for copy in copies]
+    calls = _calls(images, limit, with_pixels=size is not None)
+    if size is None or words is None or not calls:
+        return Plan(calls)
+    groups, offsets = [], []
     for call in calls:
+        copied = np.zeros(0, dtype=np.int64) if call.copy is None else call.copy.positions
+        groups.append(np.concatenate([copied, call.positions]))
+        offsets.append(images.spans[copied, 0] - (0 if call.copy is None else call.copy.start))
         sizes = call.decoded_sizes
-        offsets.append(np.cumsum(sizes) - sizes)
-    groups = [copy.positions for copy in copies] + [call.positions for call in calls]
+        offsets.append(call.copied + np.cumsum(sizes) - sizes)
     places, starts = np.concatenate(groups), np.concatenate(offsets)
-    return Plan(copies, calls, arrange(words[places], places, starts, [*map(len, groups)], size))
+    return Plan(calls, arrange(words[places], places, starts, [*map(len, groups)], size))
 
 
 def in_rooms(size: int) -> int:
-    """The room for ``size`` bytes of decoded images."""
+    """The room for ``size`` bytes of images on their way through a decode thread."""
     return -(-size // ROOM_BYTES) * ROOM_BYTES
-
-
-def upload_bytes(size: int) -> int:
-    """The block for a copy of ``size`` bytes, in powers of two: see ROOM_BYTES."""
-    return 1 << (size - 1).bit_length() if 0 < size < UPLOAD_BYTES else size
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +230,12 @@ def cost_of(batch: Any, size: tuple[int, int] | None, dtype: torch.dtype | None)
             fixed += leaf.pixels.nbytes + int(sizes.sum())
             divisible &= not len(todo)
         else:
-            ready = np.diff(leaf.spans[leaf.decoded])
-            copied = min(int(ready.sum()), max(UPLOAD_BYTES, int(ready.max(initial=0))))
-            fixed += upload_bytes(copied)
             fixed += len(leaf) * 3 * size[0] * size[1] * (dtype or torch.float32).itemsize
-            calls += [call_bytes(leaf, call) for call in sub_batches(leaf)]
+            planned = _calls(leaf, None, with_pixels=True)
+            calls += [call_bytes(leaf, call) for call in planned]
+            ready = np.flatnonzero(leaf.decoded)
+            todo = np.concatenate([todo, ready])
+            sizes = np.concatenate([sizes, np.diff(leaf.spans[ready])[:, 0]])
         if len(sizes) and sizes.max() > largest:
             i = int(todo[sizes.argmax()])
             height, width = leaf.sizes[i].tolist()

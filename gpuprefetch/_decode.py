@@ -14,10 +14,9 @@ from math import prod
 import torch
 
 from gpuprefetch import _nvjpeg
-from gpuprefetch._budget import in_rooms
+from gpuprefetch._budget import SUB_BATCH_BYTES, UPLOAD_BYTES, in_rooms
 from gpuprefetch._encoded import Call, EncodedImages
 from gpuprefetch._format import decode_cpu, same_rows, trial_files
-from gpuprefetch._stream import drain
 
 # Note [Decoded memory]
 # A decoded image lives in a block of the caching allocator's pool of the stream it was decoded on.
@@ -31,8 +30,7 @@ from gpuprefetch._stream import drain
 #     when it returns: it reads the last files of a call yet, which lie in the batch's buffer, and
 #     that is kept until the batch is on the device (Engine._sources).
 # Whatever they promise, a decode thread decodes nothing until the launch that reads its images, or
-# their packed copy, has completed (`drained`, ImageJob._wait_for_reader); the other thread does
-# meanwhile.
+# their packed copy, has completed (ImageJob._wait_for_reader); the other thread does meanwhile.
 # gpuprefetch.selfcheck() tries it on the machine at hand; tests/test_selfcheck.py fails without it.
 
 
@@ -83,7 +81,7 @@ _thread = threading.local()  # the memory that a decode thread packs into, call 
 
 @contextlib.contextmanager
 def packing_into(room: list[torch.Tensor]) -> Iterator[None]:
-    """Keep what is decoded in this thread in one place, and the place in ``room``."""
+    """Have :func:`place` give one place in this thread, which lies in ``room``."""
     _thread.room = room
     try:
         yield
@@ -92,43 +90,35 @@ def packing_into(room: list[torch.Tensor]) -> Iterator[None]:
         room.clear()
 
 
-def _place(call: Call, device: torch.device) -> torch.Tensor | None:
+def place(size: int, device: torch.device) -> torch.Tensor:
+    """1-D uint8 of ``size`` bytes or more on the device, not initialized, to decode into.
+
+    Where the thread keeps a place (:func:`packing_into`) it is that, and good until the next call.
+    """
     room: list[torch.Tensor] | None = getattr(_thread, "room", None)
-    if room is None or len(call.positions) == 1:
-        return None
-    if not room or len(room[0]) < call.size:
+    if room is None or size > SUB_BATCH_BYTES + UPLOAD_BYTES:  # for one image
+        return torch.empty([size], dtype=torch.uint8, device=device)
+    if not room or len(room[0]) < size:
         outgrown = bool(room)
         room.clear()
         if outgrown:  # there will be none any more that its block fits
             torch.cuda.empty_cache()
-        block = torch.empty(in_rooms(call.size), dtype=torch.uint8, device=device)
+        block = torch.empty(in_rooms(size), dtype=torch.uint8, device=device)
         room += block, block[:0]  # see Buffer for the second
     return room[0]  # whole: the thread then makes no Python object of it, which costs the lock
 
-
-Turn = contextlib.AbstractContextManager[object]
-NO_TURN: Turn = contextlib.nullcontext()
 
 RGB = 3  # ImageReadMode.RGB, in TorchCodec and torchvision alike
 
 # torch.cat copies bytes one by one: 158 us on an H200 for 131 photos, two fifths of what nvJPEG's
 # own kernels take. This, FSDP's, takes 71 us.
-_PUT = "torch._chunk_cat(flat, 0, 1, out=out[:used].unsqueeze(0))"
+_PUT = "torch._chunk_cat(flat, 0, 1, out=out.unsqueeze(0))"
 
 _PACKED = """
 def packed(
     data: Tensor, start: int, lengths: List[int], heights: List[int], widths: List[int],
-    device: Device, drained: bool, out: Optional[Tensor]
-) -> Optional[Tensor]:
-    if out is None and len(lengths) > 1:
-        size = 0
-        for i in range(len(lengths)):
-            size += 3 * heights[i] * widths[i]
-        out = torch.empty([size], dtype=torch.uint8, device=device)
-    if drained and device.type == "cuda":
-        queued = torch.cuda.Event(False, True, False)  # to wait for it does not spin
-        queued.record(torch.cuda.current_stream(device))
-        queued.synchronize()
+    device: Device, place: Tensor, at: int
+) -> bool:
     files = data[start : start + sum(lengths)].split_with_sizes(lengths)
     images = {decode}(files, {mode}, device)
     flat: List[Tensor] = []
@@ -136,23 +126,22 @@ def packed(
     for i in range(len(lengths)):
         image = images[i]
         if image.size(1) != heights[i] or image.size(2) != widths[i]:
-            return None
+            return False
         flat.append(image.flatten())
         used += image.numel()
-    if out is None:
-        return flat[0]
+    out = place[at : at + used]
     {put}
-    return out
+    return True
 """
 
 
 @cache
-def _packed(module: str, operator: str) -> Callable[..., torch.Tensor] | None:
+def _packed(module: str, operator: str) -> Callable[..., bool] | None:
     importlib.import_module(module)  # registers the operator
     try:
-        put = _PUT if hasattr(torch, "_chunk_cat") else "torch.cat(flat, out=out[:used])"
+        put = _PUT if hasattr(torch, "_chunk_cat") else "torch.cat(flat, out=out)"
         source = _PACKED.format(decode=f"torch.ops.{operator}", mode=RGB, put=put)
-        compiled: Callable[..., torch.Tensor] = torch.jit.CompilationUnit(source).packed
+        compiled: Callable[..., bool] = torch.jit.CompilationUnit(source).packed
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
         warnings.warn(
@@ -184,39 +173,28 @@ class ImageDecoder:
         return _packed(self.module, self.operator) is not None
 
     def packed(
-        self,
-        data: torch.Tensor,
-        call: Call,
-        turn: Turn = NO_TURN,
-        *,
-        first: int = 0,
-        drained: bool = True,
-    ) -> torch.Tensor | None:
+        self, data: torch.Tensor, call: Call, out: torch.Tensor, *, first: int = 0, at: int = 0
+    ) -> bool:
         """Decode without a Python object per image. See Note [The training thread's locks].
 
         Args:
             data: flat uint8 on the CPU.
             call: the files in it.
-            turn: entered as long as the decoder is busy.
-            first: where in it the buffer begins that the call is of.
-            drained: whether to begin when all that is queued on the current stream has completed.
-                See Note [Decoded memory].
+            out: flat uint8 on the device, for the images, one behind the other as planes. Nothing
+                that is queued reads what lies there: see Note [Decoded memory].
+            first: where in ``data`` the buffer begins that the call is of.
+            at: where in ``out`` the images begin.
 
         Returns:
-            1-D uint8, the pixels of all images on the device, one image behind the other. Where the
-            thread keeps a place for them (:func:`packing_into`) it is all of that place, and theirs
-            until the next call. None if an image has another size.
+            False if an image has another size.
 
         Raises:
             RuntimeError: if any of the files cannot be decoded.
         """
         decode = _packed(self.module, self.operator)
         assert decode is not None, "see packs"
-        out = _place(call, self._device)
         # No tensor: to let go of one that Python has, too, takes the lock.
-        layout = call.layout.tolist()
-        with turn:
-            return decode(data, first + call.start, *layout, self._device, drained, out)
+        return decode(data, first + call.start, *call.layout.tolist(), self._device, out, at)
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         """Decode.
@@ -252,28 +230,17 @@ class NvjpegDecoder(TorchCodecDecoder):
         return _nvjpeg.available(self._device) or super().packs
 
     def packed(
-        self,
-        data: torch.Tensor,
-        call: Call,
-        turn: Turn = NO_TURN,
-        *,
-        first: int = 0,
-        drained: bool = True,
-    ) -> torch.Tensor | None:
+        self, data: torch.Tensor, call: Call, out: torch.Tensor, *, first: int = 0, at: int = 0
+    ) -> bool:
         if not _nvjpeg.available(self._device):
-            return super().packed(data, call, turn, first=first, drained=drained)
-        out = _place(call, self._device)
-        if out is None:
-            out = torch.empty([call.size], dtype=torch.uint8, device=self._device)
+            return super().packed(data, call, out, first=first, at=at)
         lengths, sizes = call.layout[0], call.decoded_sizes
-        files = lengths.cumsum() - lengths + data.data_ptr() + first + call.start
-        pictures = sizes.cumsum() - sizes + out.data_ptr()
-        stream = torch.cuda.current_stream(self._device)
-        with turn, _nvjpeg.lease(self._device) as decoder:
-            if drained:
-                drain(stream)
-            decoder.decode(files, call.layout, pictures, stream.cuda_stream)
-        return out
+        files = lengths.cumsum() - lengths + (data.data_ptr() + first + call.start)
+        pictures = sizes.cumsum() - sizes + (out.data_ptr() + at)
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        with _nvjpeg.lease(self._device) as decoder:
+            decoder.decode(files, call.layout, pictures, stream)
+        return True
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         if not _nvjpeg.available(self._device):
@@ -353,19 +320,15 @@ def _may_refuse(size: int, device: torch.device) -> Iterator[None]:
 
 
 def decode_packed(
-    decoder: ImageDecoder,
-    images: EncodedImages,
-    call: Call,
-    device: torch.device,
-    turn: Turn,
-) -> torch.Tensor | None:
-    """Decode some images of a batch into one tensor; None if they have to be decoded one by one.
+    decoder: ImageDecoder, images: EncodedImages, call: Call, out: torch.Tensor, at: int
+) -> bool:
+    """Decode some images of a batch into one tensor; False if they have to be decoded one by one.
 
     Arguments are those of :func:`decode_part` and :meth:`ImageDecoder.packed`.
     """
-    with _may_refuse(call.size, device):
-        return decoder.packed(images.buffer.memory, call, turn, first=images.buffer.start)
-    return None
+    with _may_refuse(call.size, out.device):
+        return decoder.packed(images.buffer.memory, call, out, first=images.buffer.start, at=at)
+    return False
 
 
 def decode_part(

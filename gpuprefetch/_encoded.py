@@ -80,36 +80,6 @@ class EncodedImage:
 
 
 @dataclass(slots=True)
-class Call:
-    """Files of a batch that are decoded together.
-
-    Attributes:
-        positions: of the N files in the batch, in the order of its buffer.
-        start: of the first in its buffer, where the others lie behind it without a gap.
-        layout: ``(3, N)`` int64, of each file its length, and the height and width of the image in
-            it. The sampling was drawn for these, which headers promise: others would be misread.
-        size: bytes of all images.
-        largest: bytes of the largest one.
-    """
-
-    positions: npt.NDArray[np.int64]
-    start: int
-    layout: npt.NDArray[np.int64]
-    size: int = field(init=False)
-    largest: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        sizes = self.decoded_sizes
-        self.size, self.largest = int(sizes.sum()), int(sizes.max(initial=0))
-
-    @property
-    def decoded_sizes(self) -> npt.NDArray[np.int64]:
-        """``(N,)`` int64, bytes of each image."""
-        sizes: npt.NDArray[np.int64] = 3 * self.layout[1] * self.layout[2]
-        return sizes
-
-
-@dataclass(slots=True)
 class Copy:
     """Pixels of a batch that are copied together.
 
@@ -125,16 +95,51 @@ class Copy:
 
 
 @dataclass(slots=True)
+class Call:
+    """Files of a batch that are decoded together, and pixels that are copied with them.
+
+    Attributes:
+        positions: of the N files in the batch, in the order of its buffer.
+        start: of the first in its buffer, where the others lie behind it without a gap.
+        layout: ``(3, N)`` int64, of each file its length, and the height and width of the image in
+            it. The sampling was drawn for these, which headers promise: others would be misread.
+        copy: the pixels; they lie before the decoded images. None for none.
+        size: bytes of all images that are decoded.
+        largest: bytes of the largest one.
+    """
+
+    positions: npt.NDArray[np.int64]
+    start: int
+    layout: npt.NDArray[np.int64]
+    copy: Copy | None = None
+    size: int = field(init=False)
+    largest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        sizes = self.decoded_sizes
+        self.size, self.largest = int(sizes.sum()), int(sizes.max(initial=0))
+
+    @property
+    def decoded_sizes(self) -> npt.NDArray[np.int64]:
+        """``(N,)`` int64, bytes of each image."""
+        sizes: npt.NDArray[np.int64] = 3 * self.layout[1] * self.layout[2]
+        return sizes
+
+    @property
+    def copied(self) -> int:
+        """Bytes of the pixels that are copied."""
+        return 0 if self.copy is None else self.copy.stop - self.copy.start
+
+
+@dataclass(slots=True)
 class Plan:
     """How the images of a batch get to the device, and onto it.
 
     Attributes:
-        copies: of what workers decoded.
-        calls: the others, decode call by decode call.
-        table: of a launch behind each copy and each call; None where they cannot be planned.
+        calls: all of them, decode call by decode call.
+        table: of a launch behind each call; None where they cannot be planned.
     """
 
-    copies: list[Copy]
     calls: list[Call]
     table: Table | None = None
 
@@ -325,12 +330,12 @@ class EncodedImages:
         start, stop = self.spans[position]
         return (self.pixels if self.decoded[position] else self.data)[start:stop]
 
-    def call(self, positions: npt.NDArray[np.int64]) -> Call:
+    def call(self, positions: npt.NDArray[np.int64], copy: Copy | None = None) -> Call:
         """To decode some images together: all between the first and the last that no worker did."""
         spans, sizes = self.spans[positions], self.sizes[positions]
         stored = np.where(self.transposed[positions, None], sizes[:, ::-1], sizes)
         layout = np.stack([spans[:, 1] - spans[:, 0], *stored.T])
-        return Call(positions, int(spans[0, 0]), layout)
+        return Call(positions, int(spans[0, 0]) if len(spans) else 0, layout, copy)
 
     def views(
         self, positions: npt.NDArray[np.int64], pixels: torch.Tensor, start: int = 0

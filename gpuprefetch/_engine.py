@@ -407,7 +407,8 @@ class Engine:
         if not self._on_cuda:
             return contextlib.nullcontext()
         self._gate.set()
-        return turns[self.device].hurried()
+        turn = turns[self.device]
+        return turn.hurried() if turn.several else contextlib.nullcontext()
 
     def spare(self) -> None:
         """Let the decode wait until the loop is back, if the batch that it takes then is ready."""

@@ -7,9 +7,9 @@ and in which order batches are handed over, is the prefetcher's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -25,15 +25,14 @@ from gpuprefetch._budget import (
     in_rooms,
     lay_out,
     readable,
-    upload_bytes,
 )
-from gpuprefetch._decode import ImageDecoder, claim, decode_packed, decode_part, gives_rows
-from gpuprefetch._encoded import Call, EncodedImages, is_encoded
+from gpuprefetch._decode import ImageDecoder, claim, decode_packed, decode_part, gives_rows, place
+from gpuprefetch._encoded import Call, Copy, EncodedImages, is_encoded
 from gpuprefetch._host import Packer
 from gpuprefetch._random import Keys, SeededDraws, fold
-from gpuprefetch._resample import HAS_TRITON, Coloring, Launches, resample
+from gpuprefetch._resample import HAS_TRITON, Coloring, Launches, Table, resample
 from gpuprefetch._stats import Stage, Stats
-from gpuprefetch._stream import mark_reader, queue_wait, wait_for_reader
+from gpuprefetch._stream import mark_reader, queue_wait, upload, wait_for_reader
 from gpuprefetch._targets import (
     PerSample,
     is_per_sample,
@@ -48,6 +47,7 @@ from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_s
 from gpuprefetch._turns import turns
 
 EMPTY = object()  # stands for a batch of which no image is left
+ALIGNED = 16  # bytes: Triton compiles another kernel for an odd address
 
 
 class BadImageError(ValueError):
@@ -431,14 +431,17 @@ class ImageJob:
         self._stream: torch.cuda.Stream | None = None  # of the batch
         self._reserved: torch.cuda.Event | None = None
         self._launches: Launches | None = None
+        # What the launches read, from where on and up to where, and whether it is the batch's own.
+        self._numbers: tuple[torch.Tensor, int, int, bool] | None = None
         if pipeline.head.names or pipeline.tail:
             require_fixed_size(pipeline.head, pipeline.tail)
 
     def begin(self, limit: int | None = None) -> list[Part]:
-        """On the stream of the batch: reserve the result, and fill in what the workers decoded.
+        """On the stream of the batch: reserve the result.
 
         Returns:
-            The decode of each sub-batch; none takes more than ``limit`` bytes.
+            The decode of each sub-batch, with pixels that workers decoded; none takes more than
+            ``limit`` bytes.
         """
         pipeline, images = self._pipeline, self.images
         device, head = pipeline.device, pipeline.head
@@ -448,53 +451,35 @@ class ImageJob:
         if plan is None or limit is not None:
             words = images.words() if plan and plan.table else None
             plan = lay_out(images, size, words, limit)
-        parts: list[Part] = [partial(self._decode, call=call) for call in plan.calls]
         if size is None:
             # The pixels themselves are the result, and the buffer is the worker's.
             ready = np.flatnonzero(images.decoded)
             pixels = images.pixels.to(device, non_blocking=True, copy=True)
             for i, image in zip(ready.tolist(), images.views(ready, pixels), strict=True):
                 self.out[i] = image
-            return parts
-        if images.out is not None:  # on the CPU
+            return [partial(self._decode, call=call) for call in plan.calls]
+        if images.out is not None:  # on the CPU, with what the workers decoded
             self.out = images.out
-            return parts
+            left = [call for call in plan.calls if len(call.positions)]
+            return [partial(self._decode, call=replace(call, copy=None)) for call in left]
         dtype = pipeline.dtype or torch.float32
-        table = plan.table if HAS_TRITON and dtype != torch.float64 else None
-        coloring = Coloring(torch.uint8, dtype, head.mean, head.std)
-        numbers: tuple[torch.Tensor | None, int, int, bool] = None, 0, 0, False
-        if table is not None and table.words is None:
-            numbers = *images.held_numbers(), images.is_pinned
-        shape, layout = [len(images), 3, *size], pipeline.memory_format or torch.contiguous_format
-        with _typed_shortage():
-            self.out, read = _scripted().reserve(*numbers, shape, dtype, layout, device)
-        if table is not None:
-            self._launches = Launches(table, self.out, coloring, head.interpolation, read)
-            if plan.calls and pipeline.decoder is not None and pipeline.decoder.packs:
-                parts = [
-                    partial(self._decode, call=call, number=number)
-                    for number, call in enumerate(plan.calls, len(plan.copies))
-                ]
+        layout = pipeline.memory_format or torch.contiguous_format
+        shape = len(images), 3, *size
+        self.out = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
         if self._stream is not None:
             self._reserved = self._stream.record_event()
-        held, start = images.held_pixels()
-        for number, copy in enumerate(plan.copies):
-            place = start + copy.start, start + copy.stop, upload_bytes(copy.stop - copy.start)
-            with _typed_shortage():
-                pixels = _scripted().upload(held, *place, device)
-            if self._launches is not None:
-                self._launches.launch(number, pixels.data_ptr())
-            else:
-                which = copy.positions
-                self._resample(which, images.views(which, pixels, copy.start))
-        return parts
+        table = plan.table if HAS_TRITON and dtype != torch.float64 else None
+        return [
+            partial(self._decode, call=call, launch=None if table is None else (table, number))
+            for number, call in enumerate(plan.calls)
+        ]
 
     def _decode(
         self,
         make_room: Callable[[], None],
         *,
         call: Call,
-        number: int | None = None,
+        launch: tuple[Table, int] | None = None,
         again: bool = False,
     ) -> None:
         """Decode and resample a sub-batch; out of memory, make room and take smaller ones.
@@ -502,24 +487,28 @@ class ImageJob:
         Args:
             make_room: frees memory.
             call: its images.
-            number: of their launch, where they can be decoded into one piece for it.
-            again: whether it is one image that has had a try.
+            launch: of all of them, if it was planned: its table, and its number in that.
+            again: whether it is one image, or one copy, that has had a try.
         """
         try:
             self._claim(call)
-            if number is None:
+            if launch is None or not self._packs(call):
                 self._decode_apart(call)
-            elif not self._decode_packed(call, number):
+            elif not self._decode_packed(call, *launch):
                 self._decode_apart(call, together=False)
         except torch.OutOfMemoryError as error:
             if again:
+                if not len(call.positions):
+                    raise
                 raise self._too_large(int(call.positions[0])) from error
         else:
             return
         make_room()
-        alone = len(call.positions) == 1
-        for piece in np.array_split(call.positions, 1 if alone else 2):
-            self._decode(make_room, call=self.images.call(piece), again=alone)
+        pieces = [] if call.copy is None else [self.images.call(call.positions[:0], call.copy)]
+        halves = np.array_split(call.positions, min(len(call.positions), 2) or 1)
+        pieces += [self.images.call(half) for half in halves if len(half)]
+        for piece in pieces:
+            self._decode(make_room, call=piece, again=len(pieces) == 1)
 
     def _claim(self, call: Call) -> None:
         """Ask for the memory of large images beforehand.
@@ -532,27 +521,60 @@ class ImageJob:
         large = int(sizes[sizes >= LARGE].sum())
         claim(in_rooms(large) if len(sizes) > 1 else large, self._pipeline.device)
 
-    def _decode_packed(self, call: Call, number: int) -> bool:
+    def _packs(self, call: Call) -> bool:
+        decoder = self._pipeline.decoder
+        return not len(call.positions) or (decoder is not None and decoder.packs)
+
+    def _decode_packed(self, call: Call, table: Table, number: int) -> bool:
         """Whether it was done in one piece: see Note [The training thread's locks]."""
-        pipeline, launches = self._pipeline, self._launches
-        assert pipeline.decoder is not None and launches is not None
-        decoder, device = pipeline.decoder, pipeline.device
-        flat = decode_packed(decoder, self.images, call, device, self._turn())
-        if flat is None:
-            return False
+        pipeline, images = self._pipeline, self.images
+        numbers, first, last, ours = self._read_by(table)
+        pixels = -(-(last - first) // ALIGNED) * ALIGNED
+        with contextlib.ExitStack() as held:
+            if len(call.positions):
+                held.enter_context(turns[pipeline.device])
+                held.enter_context(Stage(pipeline.stats, "decode"))
+            flat = place(pixels + call.copied + call.size, pipeline.device)
+            self._wait_for_reader()
+            # Nobody but torch keeps what is not in the batch until it is on the device.
+            upload(numbers, first, last, flat, 0, pinned=ours and images.is_pinned)
+            if call.copy is not None:
+                given, start = images.held_pixels()
+                span = start + call.copy.start, start + call.copy.stop
+                upload(given, *span, flat, pixels, pinned=images.is_pinned)
+            if len(call.positions):
+                assert pipeline.decoder is not None
+                at = pixels + call.copied
+                if not decode_packed(pipeline.decoder, images, call, flat, at):
+                    return False
         with Stage(pipeline.stats, "resample"):
             self._wait_for_room()
-            self._launch(partial(launches.launch, number, flat.data_ptr()))
+            assert self._launches is not None
+            address = flat.data_ptr()
+            self._launch(partial(self._launches.launch, number, address + pixels, address))
             self._mark_reader()
         return True
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        with turns[self._pipeline.device], Stage(self._pipeline.stats, "decode"):
-            yield
+    def _read_by(self, table: Table) -> tuple[torch.Tensor, int, int, bool]:
+        """What holds the numbers that the launches of a table read, see ``_numbers``."""
+        if self._numbers is None:
+            head = self._pipeline.head
+            coloring = Coloring(torch.uint8, self.out.dtype, head.mean, head.std)
+            self._launches = Launches(table, self.out, coloring, head.interpolation)
+            if table.words is None:
+                self._numbers = *self.images.held_numbers(), True
+            else:
+                numbers = Launches.numbers(table, 3, coloring)
+                numbers = numbers.pin_memory() if self.images.is_pinned else numbers
+                self._numbers = numbers, 0, len(numbers), False
+        return self._numbers
 
     def _decode_apart(self, call: Call, *, together: bool = True) -> None:
         pipeline = self._pipeline
+        if call.copy is not None:
+            self._copy_apart(call.copy)
+        if not len(call.positions):
+            return
         assert pipeline.decoder is not None, "without one, the packer leaves nothing to decode"
         self._wait_for_reader()
         with Stage(pipeline.stats, "decode"):
@@ -568,6 +590,16 @@ class ImageJob:
             elif decoded:
                 self._wait_for_room()
                 self._launch(partial(self._resample, np.array([*decoded]), [*decoded.values()]))
+            self._mark_reader()
+
+    def _copy_apart(self, copy: Copy) -> None:
+        held, start = self.images.held_pixels()
+        pixels = held[start + copy.start : start + copy.stop]
+        pixels = pixels.to(self.out.device, non_blocking=True)
+        views = self.images.views(copy.positions, pixels, copy.start)
+        with Stage(self._pipeline.stats, "resample"):
+            self._wait_for_room()
+            self._launch(partial(self._resample, copy.positions, views))
             self._mark_reader()
 
     def _wait_for_room(self) -> None:
@@ -618,45 +650,6 @@ class ImageJob:
             mean=head.mean,
             std=head.std,
         )
-
-
-# `reserve` gives a result, not initialized, and the numbers of its table on the device; `upload` a
-# copy of flat pixels, in a block of `room` bytes that serves later ones as well.
-_SCRIPT = """
-def reserve(
-    numbers: Optional[Tensor], start: int, stop: int, pinned: bool,
-    shape: List[int], dtype: int, memory_format: int, device: Device
-) -> Tuple[Tensor, Optional[Tensor]]:
-    out = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
-    if numbers is None:
-        return out, None
-    read = numbers[start:stop]
-    if device.type == "cuda" and not pinned:
-        read = read.pin_memory()
-    return out, read.to(device, non_blocking=True)
-
-def upload(data: Tensor, start: int, stop: int, room: int, device: Device) -> Tensor:
-    pixels = torch.empty([room], dtype=torch.uint8, device=device)
-    pixels[: stop - start].copy_(data[start:stop], non_blocking=True)
-    return pixels
-"""
-
-
-@cache
-def _scripted() -> Any:
-    """What runs in TorchScript: see Note [The training thread's locks]."""
-    return torch.jit.CompilationUnit(_SCRIPT)
-
-
-@contextlib.contextmanager
-def _typed_shortage() -> Iterator[None]:
-    """TorchScript passes on the words of torch's out-of-memory error without its type."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" not in str(error):
-            raise
-        raise torch.OutOfMemoryError(str(error).strip().rpartition("\n")[2]) from error
 
 
 def count_images(batch: Any) -> int:

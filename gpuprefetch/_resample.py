@@ -455,8 +455,10 @@ def _launch(
     start = int(geometry[:, 0].min()) & ~15  # Triton compiles another kernel for an odd one
     table = arrange(words, np.array(places), geometry[:, 0] - start, [len(words)], size)
     coloring = Coloring(images[0].dtype, out.dtype, mean, std)
+    numbers = Launches.numbers(table, out.size(1), coloring)
+    numbers = (numbers.pin_memory() if out.is_cuda else numbers).to(out.device, non_blocking=True)
     with torch.cuda.device_of(out):
-        Launches(table, out, coloring, interpolation).launch(0, start)
+        Launches(table, out, coloring, interpolation).launch(0, start, numbers.data_ptr())
     return out
 
 
@@ -582,7 +584,6 @@ class Launches:
         out: ``(M, C, H, W)`` on the GPU.
         coloring: of the images.
         interpolation: as in the plan.
-        read: what :meth:`numbers` gave, where it is on the GPU already.
     """
 
     @staticmethod
@@ -603,19 +604,11 @@ class Launches:
         return 8 * (2 * channels + count * _FIELDS)
 
     def __init__(
-        self,
-        table: Table,
-        out: torch.Tensor,
-        coloring: Coloring,
-        interpolation: str,
-        read: torch.Tensor | None = None,
+        self, table: Table, out: torch.Tensor, coloring: Coloring, interpolation: str
     ) -> None:
         self._firsts, self._steps = table.firsts, table.steps
         channels, (height, width) = out.shape[1], out.shape[2:]
-        if read is None:
-            read = self.numbers(table, channels, coloring)
-            read = (read.pin_memory() if out.is_cuda else read).to(out.device, non_blocking=True)
-        self._arguments = read, out, *out.stride(), height, width
+        self._arguments = out, *out.stride(), height, width
         self._tiles = triton.cdiv(width, COLS), triton.cdiv(height, ROWS * STRIPS)
         self._groups = triton.cdiv(channels, 3)
         bicubic, rounds = interpolation == "bicubic", out.dtype == torch.uint8
@@ -632,20 +625,25 @@ class Launches:
             COLS,
             STRIPS,
         )
-        aligned = read.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0
-        known = out.device, out.dtype, *self._arguments[2:], *aligned, NUM_WARPS, MAX_REGISTERS
+        aligned = out.data_ptr() % 16 == 0
+        known = out.device, out.dtype, *self._arguments[1:], aligned, NUM_WARPS, MAX_REGISTERS
         self._known = known, self._constants
 
-    def launch(self, number: int, address: int) -> None:
-        """Resample the images of launch ``number``, at ``address``, on the current stream.
+    def launch(self, number: int, address: int, numbers: int) -> None:
+        """Resample the images of a launch on the current stream.
 
         The device of the batch must be the current one: Triton launches there.
+
+        Args:
+            number: of the launch.
+            address: of its images.
+            numbers: the address of what :meth:`numbers` gave.
         """
         first, last = self._firsts[number : number + 2]
         grid = (*self._tiles, (last - first) * self._groups)
         step = self._steps[number]
-        arguments = address, first, *self._arguments, step, *self._constants
-        key = step, address % 16 == 0, address >> 31 == 0, self._known
+        arguments = address, numbers, first, *self._arguments, step, *self._constants
+        key = step, address % 16, numbers % 16, address >> 31 == 0, numbers >> 31 == 0, self._known
         if (kernel := _compiled.get(key)) is not None:
             kernel[grid](*arguments)
             return
@@ -691,8 +689,8 @@ if triton is not None:
     @triton.jit(do_not_specialize=["from_image"])  # type: ignore[untyped-decorator]
     def _resample_kernel(  # type: ignore[no-untyped-def]
         address,
+        numbers,
         from_image,
-        numbers_ptr,
         out_ptr,
         stride_n,
         stride_c,
@@ -712,8 +710,8 @@ if triton is not None:
         COLS: tl.constexpr,
         STRIPS: tl.constexpr,
     ):
-        ints_ptr = numbers_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-        floats_ptr = numbers_ptr.to(tl.pointer_type(tl.float64), bitcast=True)
+        ints_ptr = numbers.to(tl.pointer_type(tl.int64))
+        floats_ptr = numbers.to(tl.pointer_type(tl.float64))
         # Three channels share their weights. Where the channels do not divide by three, the last
         # group repeats one, and writes the same values twice.
         GROUPS: tl.constexpr = (CHANNELS + 2) // 3

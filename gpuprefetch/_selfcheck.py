@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from gpuprefetch._budget import Cost
 from gpuprefetch._decode import BACKENDS, ImageDecoder
-from gpuprefetch._encoded import EncodedImage
+from gpuprefetch._encoded import Call, EncodedImage
 from gpuprefetch._pipeline import ImageJob, Part, Pipeline, Work
 from gpuprefetch._prefetcher import DataPrefetcher, _resolve_device
 from gpuprefetch._stream import Handovers, handoff, lease_stream, return_stream, using
@@ -249,6 +249,9 @@ class _CarelessJob(ImageJob):
         self._reserved = None  # nor does the decode thread wait for room on another stream
         return parts
 
+    def _wait_for_reader(self) -> None:
+        pass
+
     def _launch(self, launch: Callable[[], None]) -> None:
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -290,7 +293,7 @@ class _Course:
         witness = _Witness(rounds)
         prefetcher = self._prefetcher([self._files[number % SETS] for number in range(rounds)])
         parts = {f.name: getattr(prefetcher._pipeline, f.name) for f in fields(Pipeline)}
-        parts["decoder"] = _Noted(parts["decoder"], witness, drained=order == "library")
+        parts["decoder"] = _Noted(parts["decoder"], witness)
         parts["job"] = ImageJob if order == "library" else _CarelessJob
         prefetcher._pipeline = _LatePipeline(**parts, sleep=factor * SLEEP_CYCLES)
         for number, seen in enumerate(prefetcher):
@@ -302,14 +305,13 @@ class _Course:
 class _Noted(ImageDecoder):
     """A decoder that notes where its images lie."""
 
-    def __init__(self, decoder: ImageDecoder, witness: _Witness, *, drained: bool) -> None:
+    def __init__(self, decoder: ImageDecoder, witness: _Witness) -> None:
         self.module, self.operator, self._witness = decoder.module, decoder.operator, witness
-        self._packed, self._drained = decoder.packed, drained
+        self._packed = decoder.packed
 
-    def packed(self, *given: Any, drained: bool = True, **options: Any) -> torch.Tensor | None:
-        flat = self._packed(*given, drained=drained and self._drained, **options)
-        self._witness.note_addresses([] if flat is None else [flat])
-        return flat
+    def packed(self, data: torch.Tensor, call: Call, out: torch.Tensor, **options: Any) -> bool:
+        self._witness.note_addresses([out])
+        return self._packed(data, call, out, **options)
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         raise RuntimeError("the images could not be decoded together")

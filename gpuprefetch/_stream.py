@@ -38,6 +38,9 @@ RUN_AHEAD = 1
 # tests/test_stream.py fails when 1, 2 or 4 is left out.
 
 
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+
+
 @cache
 def _driver() -> Any:
     """CUDA's driver, called with Python's lock held: see Note [The training thread's locks].
@@ -53,7 +56,10 @@ def _driver() -> Any:
     except OSError:  # not on every platform
         return None
     driver.cuEventRecord.argtypes = ctypes.c_void_p, ctypes.c_void_p
+    driver.cuEventQuery.argtypes = (ctypes.c_void_p,)
     driver.cuStreamWaitEvent.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint
+    copied = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+    driver.cuMemcpyHtoDAsync_v2.argtypes = copied
     return driver
 
 
@@ -64,9 +70,38 @@ def record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         event.record(stream)
 
 
+def has_come(event: torch.cuda.Event) -> bool:
+    """Whether what was queued before ``event``, if it was recorded, has completed."""
+    driver = _driver() if event.cuda_event else None
+    status = None if driver is None else driver.cuEventQuery(event.cuda_event)
+    # Torch has a word for other states, and raises it.
+    return not status if status in (0, _NOT_READY) else event.query()
+
+
+def upload(
+    data: torch.Tensor, first: int, last: int, place: torch.Tensor, at: int, *, pinned: bool
+) -> None:
+    """Queue the copy of some bytes on the current stream.
+
+    Args:
+        data: flat uint8 on the CPU, which has to be there until the copy has completed.
+        first: of the bytes in it.
+        last: behind them.
+        place: flat uint8 on the device.
+        at: where they are to lie in it.
+        pinned: whether they lie in pinned memory.
+    """
+    if (driver := _driver() if pinned and place.is_cuda else None) is not None:
+        where, stream = place.data_ptr() + at, torch.cuda.current_stream(place.device)
+        given = where, data.data_ptr() + first, last - first, stream.cuda_stream
+        if not driver.cuMemcpyHtoDAsync_v2(*given):
+            return
+    place[at : at + last - first].copy_(data[first:last], non_blocking=True)
+
+
 def queue_wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
     """Have ``stream`` wait for ``event``, which was recorded, unless it has come."""
-    if event.query():
+    if has_come(event):
         return
     # A default stream has no handle of its own: to the driver 0 is that of the current device.
     own = stream.cuda_stream or torch.cuda.current_device() == stream.device.index
@@ -205,7 +240,7 @@ class Handovers:
             # Out of the queue first: the end may come meanwhile, in another thread.
             handover = self._given.popleft()
             died = handover.died
-            if died and handover.event.query():
+            if died and has_come(handover.event):
                 handover.end(marked=False)
                 self._events.append(handover.event)
             elif all_of_them or (self._given and not died):
@@ -320,7 +355,7 @@ def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
     event = steps.popleft() if len(steps) > RUN_AHEAD else torch.cuda.Event(blocking=True)
     record(event, torch.cuda.current_stream(device))
     steps.append(event)
-    if len(steps) <= RUN_AHEAD or steps[0].query():
+    if len(steps) <= RUN_AHEAD or has_come(steps[0]):
         return False
     steps[0].synchronize()
     return True
@@ -345,16 +380,8 @@ def mark_reader(follower: torch.cuda.Stream) -> None:
 def wait_for_reader(device: torch.device) -> None:
     """Wait until the reader noted last on the current stream has completed, without spinning."""
     done = _readers.get((device, torch.cuda.current_stream(device).cuda_stream))
-    if done is not None and not done.query():
+    if done is not None and not has_come(done):
         done.synchronize()
-
-
-def drain(stream: torch.cuda.Stream) -> None:
-    """Wait until all that is queued on ``stream`` has completed, without spinning."""
-    event = torch.cuda.Event(blocking=True)
-    event.record(stream)
-    if not event.query():
-        event.synchronize()
 
 
 _idle: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = defaultdict(list)

@@ -1,3 +1,4 @@
+import contextlib
 import ctypes
 import itertools
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ import pictures
 import pytest
 import torch
 
-from gpuprefetch import _decode, _nvjpeg
+from gpuprefetch import _nvjpeg
 from gpuprefetch._decode import NvjpegDecoder, TorchCodecDecoder
 from gpuprefetch._encoded import Call
 from gpuprefetch._format import decode_cpu, read_header
@@ -78,8 +79,7 @@ def library(monkeypatch):
     monkeypatch.setattr(_nvjpeg, "_idle", type(_nvjpeg._idle)(list))
     stream = SimpleNamespace(cuda_stream=7, synchronize=lambda: fake.log.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: _decode.NO_TURN)
-    monkeypatch.setattr(_decode, "drain", lambda stream: fake.log.append("drain"))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     _nvjpeg.available.cache_clear()
     yield fake
     _nvjpeg.available.cache_clear()
@@ -99,20 +99,22 @@ def flat(data):
     return torch.cat([torch.zeros(12, dtype=torch.uint8), *data])  # 7 bytes before the buffer
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_call_goes_to_one_place(library, kept):
+def packed(decoder, data, shapes=SHAPES, device=CPU):
+    """A call's images in one piece, which begins behind 9 bytes and leaves some."""
+    call = call_of(data, shapes)
+    out = torch.full((9 + call.size + 4,), 77, dtype=torch.uint8, device=device)
+    assert decoder.packed(flat(data), call, out, first=7, at=9)
+    assert bool((out[:9] == 77).all())
+    assert bool((out[-4:] == 77).all())
+    return out[9:-4]
+
+
+def test_a_call_goes_to_one_place(library):
     decoder, data = NvjpegDecoder(CPU), encoded()
     assert decoder.packs
-    expected = torch.cat([decode_cpu(d).flatten() for d in data])
-    with _decode.packing_into([]) if kept else _decode.NO_TURN:
-        out = decoder.packed(flat(data), call_of(data), first=7)
-        assert torch.equal(out[: len(expected)], expected)
-        again = decoder.packed(flat(data[:2]), call_of(data[:2], SHAPES[:2]), first=7)
-        assert (again.data_ptr() == out.data_ptr()) == kept
-    assert library.log.count("drain") == 2
+    assert torch.equal(packed(decoder, data), torch.cat([decode_cpu(d).flatten() for d in data]))
+    packed(decoder, data[:2], SHAPES[:2])
     assert library.log.count("nvjpegCreateEx") == 1
-    decoder.packed(flat(data), call_of(data), first=7, drained=False)
-    assert library.log.count("drain") == 2
 
 
 def test_files_one_by_one(library):
@@ -125,12 +127,12 @@ def test_a_decoder_that_failed_is_not_used_again(library, refuses):
     decoder, data = NvjpegDecoder(CPU), encoded()
     library.status = {refuses: 3}
     with pytest.raises(RuntimeError, match=f"{refuses}: bad JPEG"):
-        decoder.packed(flat(data), call_of(data), first=7)
+        packed(decoder, data)
     assert library.log[-3:] == ["synchronize", "nvjpegJpegStateDestroy", "nvjpegDestroy"]
     assert _nvjpeg._idle[CPU] == []
     library.status = {}
     expected = torch.cat([decode_cpu(d).flatten() for d in data])
-    assert torch.equal(decoder.packed(flat(data), call_of(data), first=7), expected)
+    assert torch.equal(packed(decoder, data), expected)
     assert library.log.count("nvjpegCreateEx") == 2
 
 
@@ -154,9 +156,9 @@ def test_without_engines_torchcodec_decodes(library, monkeypatch, there):
     monkeypatch.setattr(TorchCodecDecoder, "packed", lambda *_, **options: asked.append(options))
     monkeypatch.setattr(TorchCodecDecoder, "__call__", lambda _, data: asked.append(len(data)))
     decoder, data = NvjpegDecoder(CPU), encoded()
-    decoder.packed(flat(data), call_of(data), first=7, drained=False)
+    decoder.packed(flat(data), call_of(data), torch.empty(0), first=7, at=9)
     decoder(data)
-    assert asked == [{"first": 7, "drained": False}, 4]
+    assert asked == [{"first": 7, "at": 9}, 4]
     assert library.log.count("nvjpegCreateEx") == there
 
 
@@ -195,9 +197,7 @@ def test_pixels_are_torchcodecs(subsampling):
     decoder = NvjpegDecoder(device)
     for got in (
         decoder(files),
-        decoder.packed(flat(files), call_of(files, shapes), first=7).split(
-            [image.numel() for image in expected]
-        ),
+        packed(decoder, files, shapes, device).split([image.numel() for image in expected]),
     ):
         torch.cuda.synchronize()
         for a, b in zip(got, expected, strict=True):
@@ -214,6 +214,5 @@ def test_what_the_engines_refuse_leaves_the_next_call_alone():
     expected = torch.cat([image.flatten() for image in decoder(data)])
     for _ in range(3):
         with pytest.raises(RuntimeError, match="nvjpeg"):
-            decoder.packed(flat(broken), call_of(broken), first=7)
-        got = decoder.packed(flat(data), call_of(data), first=7)
-        assert torch.equal(got, expected)
+            packed(decoder, broken, device=device)
+        assert torch.equal(packed(decoder, data, device=device), expected)

@@ -546,8 +546,9 @@ def test_a_plan_gives_what_the_images_give(interpolation, kernel_device):
         out = torch.full((4, 3, 6, 7), -9.0, device=kernel_device).to(memory_format=layout)
         launches = _resample.Launches(table, out, coloring, interpolation)
         shifted = torch.cat([flat[:shift], flat])
+        numbers = launches.numbers(table, 3, coloring).to(kernel_device)
         for number in (1, 2, 0):
-            launches.launch(number, shifted.data_ptr() + shift)
+            launches.launch(number, shifted.data_ptr() + shift, numbers.data_ptr())
         assert torch.equal(out[[2, 0, 3]], want)
         assert bool((out[1] == -9).all())
 
@@ -577,16 +578,19 @@ def test_triton_is_asked_for_a_kernel_once(monkeypatch):
     def launch(number, address, dtype=torch.float32, size=(6, 7), table=table, **options):
         out = torch.empty(4, 3, *size, dtype=dtype).to(**options)
         coloring = _resample.Coloring(torch.uint8, dtype)
-        _resample.Launches(table, out, coloring, "bilinear").launch(number, address)
+        launches = _resample.Launches(table, out, coloring, "bilinear")
+        launches.launch(number, address, numbers[0])
 
+    numbers = [5 << 40]
     launch(0, address)
     launch(0, address + 16)
     assert len(asked.launched) == len(compiled.launched) == 1
-    # What Triton was given, in the same order, but for the addresses.
+    # What Triton was given, in the same order, but for the addresses of images and result.
     (grid, first), (again, second) = asked.launched[0], compiled.launched[0]
     assert grid == again
     assert (first[0], second[0]) == (address, address + 16)
-    assert (first[1], *first[4:]) == (second[1], *second[4:])
+    assert (*first[1:3], *first[4:]) == (*second[1:3], *second[4:])
+    assert first[1] == numbers[0]
     others = [
         (1, address),  # other strides of the image
         (0, address + 1),

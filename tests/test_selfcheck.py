@@ -89,11 +89,8 @@ def test_the_librarys_order_is_safe():
 
 
 UNPROTECTED = """
-from gpuprefetch import _decode, _selfcheck
+from gpuprefetch import _selfcheck
 
-decoder = _decode.TorchvisionDecoder
-packed = decoder.packed
-decoder.packed = lambda *given, **options: packed(*given, **options | {"drained": False})
 _selfcheck.ImageJob = _selfcheck._CarelessJob
 # Other programs may be on the GPU, and then a decode takes longer than a sleep of 5 ms.
 _selfcheck.SLEEP_CYCLES *= 20

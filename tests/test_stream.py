@@ -91,6 +91,12 @@ class FakeEvent:
 def test_what_the_driver_does_not_do_torch_does(monkeypatch, known, failed, expected):
     asked = []
     event = FakeEvent(known, asked)
+    asked_of = []
+
+    def query(event):
+        asked_of.append(event)
+        return 600 if failed == 0 else failed
+
     stream = SimpleNamespace(cuda_stream=5, wait_event=lambda event: asked.append("torch waits"))
 
     def call(name, *arguments):
@@ -100,12 +106,48 @@ def test_what_the_driver_does_not_do_torch_does(monkeypatch, known, failed, expe
 
     driver = SimpleNamespace(
         cuEventRecord=partial(call, "driver records"),
+        cuEventQuery=query,
         cuStreamWaitEvent=partial(call, "driver waits"),
     )
     monkeypatch.setattr(_stream, "_driver", lambda: None if failed is None else driver)
     _stream.record(event, stream)
     _stream.queue_wait(stream, event)
     assert asked == expected
+    assert asked_of == ([] if failed is None or not known else [known])
+
+
+@pytest.mark.parametrize(("status", "come"), [(0, True), (600, False), (700, False), (None, False)])
+def test_whether_an_event_has_come(monkeypatch, status, come):
+    driver = SimpleNamespace(cuEventQuery=lambda event: status)
+    monkeypatch.setattr(_stream, "_driver", lambda: None if status is None else driver)
+    event = FakeEvent(7, [])
+    assert _stream.has_come(event) == come
+    torch_knows = SimpleNamespace(cuda_event=0, query=lambda: True)
+    assert _stream.has_come(torch_knows)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("failed", [0, 1])
+def test_bytes_are_copied_by_the_driver_where_they_are_pinned(monkeypatch, pinned, failed):
+    data, asked = torch.arange(20, dtype=torch.uint8), []
+
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+
+    place = torch.zeros(20, dtype=torch.uint8).as_subclass(OnGPU)
+
+    def copy(*arguments):
+        asked.append(arguments)
+        return failed
+
+    monkeypatch.setattr(_stream, "_driver", lambda: SimpleNamespace(cuMemcpyHtoDAsync_v2=copy))
+    stream = SimpleNamespace(cuda_stream=5)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    _stream.upload(data, 3, 9, place, 4, pinned=pinned)
+    assert asked == [(place.data_ptr() + 4, data.data_ptr() + 3, 6, 5)] * pinned
+    by_torch = not pinned or failed
+    expected = [0, 0, 0, 0, 3, 4, 5, 6, 7, 8] if by_torch else 10 * [0]
+    assert place[:10].tolist() == expected
 
 
 @pytest.mark.parametrize(("current", "by"), [(0, "torch"), (1, "the driver")])
@@ -115,7 +157,9 @@ def test_a_default_stream_is_that_of_the_current_device_to_the_driver(monkeypatc
     stream = SimpleNamespace(
         cuda_stream=0, device=device, wait_event=lambda event: asked.append("torch")
     )
-    driver = SimpleNamespace(cuStreamWaitEvent=lambda *_: asked.append("the driver"))
+    driver = SimpleNamespace(
+        cuEventQuery=lambda _: 600, cuStreamWaitEvent=lambda *_: asked.append("the driver")
+    )
     monkeypatch.setattr(_stream, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     _stream.queue_wait(stream, event)
@@ -147,7 +191,8 @@ def test_where_the_sanitizer_looks_torch_does_all(monkeypatch, enabled):
     name = "torch.cuda._sanitizer"
     sanitizer = SimpleNamespace(cuda_sanitizer=SimpleNamespace(enabled=enabled))
     monkeypatch.setitem(sys.modules, name, sanitizer)
-    library = SimpleNamespace(cuEventRecord=SimpleNamespace(), cuStreamWaitEvent=SimpleNamespace())
+    names = "cuEventRecord", "cuEventQuery", "cuStreamWaitEvent", "cuMemcpyHtoDAsync_v2"
+    library = SimpleNamespace(**{name: SimpleNamespace() for name in names})
     monkeypatch.setattr(_stream.ctypes, "PyDLL", lambda name: library)
     _stream._driver.cache_clear()
     try:
