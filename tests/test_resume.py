@@ -800,3 +800,34 @@ def test_numbers_of_numpy_can_be_saved():
     file.seek(0)
     state = torch.load(file)  # which takes none of numpy's
     assert (state["seed"], state["epoch"]) == (3, 2)
+
+
+class Longer(IterableDataset):
+    """Has four samples, and says two."""
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter(range(4))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_torch_makes_no_label_for_its_profiler(monkeypatch, workers):
+    iterator = torch.utils.data.dataloader._BaseDataLoaderIter
+    labelled, marked = iterator.__next__, []
+
+    def noted(self):
+        marked.append(self)
+        return labelled(self)
+
+    monkeypatch.setattr(iterator, "__next__", noted)
+    loader = DataLoader(list(range(5)), batch_size=2, num_workers=workers)
+    assert [batch.tolist() for batch, _ in Source(loader)] == [[0, 1], [2, 3], [4]]
+    assert marked == []
+    # Of an iterable dataset it says there that it is longer than it should be.
+    longer = DataLoader(Longer(), batch_size=1, num_workers=workers)
+    assert len(longer) == 2
+    with pytest.warns(UserWarning, match="reported to be 2"):
+        assert len(list(Source(longer))) == 4
+    assert len(marked) == 5
