@@ -128,7 +128,7 @@ def packed(
         image = images[i]
         if image.size(1) != heights[i] or image.size(2) != widths[i]:
             return False
-        flat.append(image.flatten())
+        flat.append(image.permute(1, 2, 0).flatten())
         used += image.numel()
     out = place[at : at + used]
     {put}
@@ -181,8 +181,9 @@ class ImageDecoder:
         Args:
             data: flat uint8 on the CPU.
             call: the files in it.
-            out: flat uint8 on the device, for the images, one behind the other as planes. Nothing
-                that is queued reads what lies there: see Note [Decoded memory].
+            out: flat uint8 on the device, for the images, one behind the other, each ``(H, W, 3)``
+                as workers write theirs. Nothing that is queued reads what lies there: see Note
+                [Decoded memory].
             first: where in ``data`` the buffer begins that the call is of.
             at: where in ``out`` the images begin.
 

@@ -215,7 +215,7 @@ class Packer:
                 places = np.array([headers[i].height_at for i in left.tolist()], dtype=np.int64)
                 batch.cut(left, places, kept[left])
             way = (self.head.size, self.head.interpolation, self.head.antialias)
-            words = plan_rows(rows, batch.sizes, transposed, decoded, *way)
+            words = plan_rows(rows, batch.sizes, transposed, *way)
             batch.plan = lay_out(batch, self.head.size, words)
             mean, std = self.head.mean, self.head.std
             batch.keep_numbers(Coloring(torch.uint8, self.dtype, mean, std))

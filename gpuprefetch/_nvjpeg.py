@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 # Of its enumerations.
-_HARDWARE, _RGB, _ALLOCATOR_FAILURE = 3, 3, 5
+_HARDWARE, _RGB, _RGBI, _ALLOCATOR_FAILURE = 3, 3, 5, 5
 _STATUS = {
     1: "not initialized",
     2: "invalid parameter",
@@ -107,6 +107,8 @@ class Decoder:
         layout: npt.NDArray[np.int64],
         out: npt.NDArray[np.int64],
         stream: int,
+        *,
+        planes: bool = False,
     ) -> None:
         """Queue the decode of some baseline JPEGs; the files are read until it has completed.
 
@@ -114,8 +116,9 @@ class Decoder:
             files: ``(N,)`` int64, their addresses on the CPU.
             layout: ``(3, N)`` int64, of each file its length, and the height and width of the
                 picture in it. It writes as much as the file says: these had better be right.
-            out: ``(N,)`` int64, addresses on the device; a picture takes three planes.
+            out: ``(N,)`` int64, addresses on the device, of pictures ``(H, W, 3)``.
             stream: handle of the stream.
+            planes: whether they are ``(3, H, W)``.
 
         Raises:
             torch.OutOfMemoryError: if there is no room for what it needs besides.
@@ -123,10 +126,14 @@ class Decoder:
         """
         lengths, heights, widths = layout
         images = np.zeros((len(files), 2, _PLANES), dtype=np.int64)
-        images[:, 0, :3] = out[:, None] + (heights * widths)[:, None] * np.arange(3)
-        images[:, 1, :3] = widths[:, None]
+        if planes:
+            images[:, 0, :3] = out[:, None] + (heights * widths)[:, None] * np.arange(3)
+            images[:, 1, :3] = widths[:, None]
+        else:
+            images[:, 0, 0], images[:, 1, 0] = out, 3 * widths
+        kind = _RGB if planes else _RGBI
         given = [np.ascontiguousarray(array) for array in (files, lengths, images)]
-        self._call("nvjpegDecodeBatchedInitialize", self._state, len(files), 1, _RGB)
+        self._call("nvjpegDecodeBatchedInitialize", self._state, len(files), 1, kind)
         places = [array.ctypes.data for array in given]
         self._call("nvjpegDecodeBatched", self._state, *places, stream)
 
@@ -197,6 +204,6 @@ def decode(files: Sequence[torch.Tensor], device: torch.device) -> list[torch.Te
         images = [torch.empty((3, *size), dtype=torch.uint8, device=device) for size in sizes]
         layout = np.array([(len(f), *size) for f, size in zip(files, sizes, strict=True)]).T
         addresses = [np.array([t.data_ptr() for t in tensors]) for tensors in (files, images)]
-        decoder.decode(addresses[0], layout, addresses[1], stream.cuda_stream)
+        decoder.decode(addresses[0], layout, addresses[1], stream.cuda_stream, planes=True)
         stream.synchronize()  # as the files may be gone then
     return images

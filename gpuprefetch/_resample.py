@@ -466,19 +466,16 @@ def plan_rows(
     sampling: _Doubles,
     sizes: _Ints,
     transposed: npt.NDArray[np.bool_],
-    interleaved: npt.NDArray[np.bool_],
     size: tuple[int, int],
     interpolation: str,
     antialias: bool,
 ) -> _Ints:
-    """Lay out ahead of time, in a worker, what the kernel reads of images.
+    """Lay out ahead of time, in a worker, what the kernel reads of images ``(H, W, 3)``.
 
     Args:
         sampling: ``(N, 2, 6)`` float64, as for :func:`resample`.
         sizes: ``(N, 2)`` int64, height and width of the images to be.
         transposed: ``(N,)`` bool, whether an image will lie in memory with its axes changed.
-        interleaved: ``(N,)`` bool, whether it will lie there as pixels, ``(H, W, 3)``, and not as
-            planes.
         size: ``(H, W)`` of the result.
         interpolation: ``"bilinear"`` or ``"bicubic"``.
         antialias: Whether to widen the filter where the image shrinks.
@@ -487,10 +484,9 @@ def plan_rows(
         ``(N, words)`` int64 for :func:`arrange`.
     """
     check_rows(sampling, sizes, size)
-    area, (height, width) = sizes.prod(1), sizes.T
+    height, width = sizes.T
     down, right = np.where(transposed, 1, width), np.where(transposed, height, 1)
-    strides = np.stack([area, down, right], axis=1)
-    strides[interleaved] = np.insert(3 * strides[interleaved, 1:], 0, 1, axis=1)
+    strides = np.stack([np.ones_like(down), 3 * down, 3 * right], axis=1)
     return _plan(strides, sampling, interpolation, antialias)
 
 

@@ -800,7 +800,7 @@ def test_a_call_is_decoded_into_one_piece(monkeypatch, cat):
     data = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
     layout = np.array([(len(d), *hw) for d, hw in zip(data, shapes, strict=True)]).T
     flat = torch.cat([torch.zeros(5, dtype=torch.uint8), *data])
-    expected = torch.cat([decode_cpu(d).flatten() for d in data])
+    expected = torch.cat([decode_cpu(d).permute(1, 2, 0).flatten() for d in data])
     got = torch.full((3 + len(expected) + 4,), 77, dtype=torch.uint8)
     assert decoder.packed(flat, Call(np.arange(4), 5, layout), got, at=3)
     assert torch.equal(got[3:-4], expected)

@@ -55,17 +55,24 @@ class Library:
         return 0
 
     def DecodeBatchedInitialize(self, handle, state, count, threads, output):
-        assert (threads, output) == (1, 3)
-        self.asked = count
+        assert threads == 1
+        self.asked, self.kind = count, output
         return 0
 
     def DecodeBatched(self, handle, state, files, lengths, images, stream):
         count = self.asked
         images = numbers_at(images, 8 * count).reshape(count, 2, 4)
+        planar = {3: True, 5: False}[self.kind]
         places = zip(numbers_at(files, count), numbers_at(lengths, count), strict=True)
         for (file, length), (planes, pitches) in zip(places, images, strict=True):
             picture = decode_cpu(bytes_at(int(file), int(length)))
-            assert pitches.tolist() == [*3 * [picture.size(2)], 0]
+            width = picture.size(2)
+            if not planar:
+                assert (pitches.tolist(), planes[1:].tolist()) == ([3 * width, 0, 0, 0], 3 * [0])
+                pixels = picture.permute(1, 2, 0).numpy()
+                ctypes.memmove(int(planes[0]), pixels.tobytes(), pixels.nbytes)
+                continue
+            assert pitches.tolist() == [*3 * [width], 0]
             for plane, address in zip(picture.numpy(), planes[:3].tolist(), strict=True):
                 ctypes.memmove(address, plane.tobytes(), plane.nbytes)
         return 0
@@ -95,6 +102,11 @@ def call_of(data, shapes=SHAPES):
     return Call(np.arange(len(data)), 5, layout)
 
 
+def pixels(images):
+    """All of them in one piece, each (H, W, 3)."""
+    return torch.cat([image.permute(1, 2, 0).flatten() for image in images])
+
+
 def flat(data):
     return torch.cat([torch.zeros(12, dtype=torch.uint8), *data])  # 7 bytes before the buffer
 
@@ -112,7 +124,7 @@ def packed(decoder, data, shapes=SHAPES, device=CPU):
 def test_a_call_goes_to_one_place(library):
     decoder, data = NvjpegDecoder(CPU), encoded()
     assert decoder.packs
-    assert torch.equal(packed(decoder, data), torch.cat([decode_cpu(d).flatten() for d in data]))
+    assert torch.equal(packed(decoder, data), pixels(map(decode_cpu, data)))
     packed(decoder, data[:2], SHAPES[:2])
     assert library.log.count("nvjpegCreateEx") == 1
 
@@ -131,7 +143,7 @@ def test_a_decoder_that_failed_is_not_used_again(library, refuses):
     assert library.log[-3:] == ["synchronize", "nvjpegJpegStateDestroy", "nvjpegDestroy"]
     assert _nvjpeg._idle[CPU] == []
     library.status = {}
-    expected = torch.cat([decode_cpu(d).flatten() for d in data])
+    expected = pixels(map(decode_cpu, data))
     assert torch.equal(packed(decoder, data), expected)
     assert library.log.count("nvjpegCreateEx") == 2
 
@@ -195,13 +207,11 @@ def test_pixels_are_torchcodecs(subsampling):
         pytest.skip("no JPEG engines")
     expected = TorchCodecDecoder(device)(files)
     decoder = NvjpegDecoder(device)
-    for got in (
-        decoder(files),
-        packed(decoder, files, shapes, device).split([image.numel() for image in expected]),
-    ):
-        torch.cuda.synchronize()
-        for a, b in zip(got, expected, strict=True):
-            assert torch.equal(a.flatten(), b.flatten())
+    together, apart = packed(decoder, files, shapes, device), decoder(files)
+    torch.cuda.synchronize()
+    assert torch.equal(together, pixels(expected))
+    for got, image in zip(apart, expected, strict=True):
+        assert torch.equal(got, image)
 
 
 @pytest.mark.gpu
@@ -211,7 +221,7 @@ def test_what_the_engines_refuse_leaves_the_next_call_alone():
         pytest.skip("no JPEG engines")
     decoder, data = NvjpegDecoder(device), encoded()
     broken = [*data[:2], torch.zeros(len(data[2]), dtype=torch.uint8), data[3]]
-    expected = torch.cat([image.flatten() for image in decoder(data)])
+    expected = pixels(decoder(data))
     for _ in range(3):
         with pytest.raises(RuntimeError, match="nvjpeg"):
             packed(decoder, broken, device=device)

@@ -395,7 +395,7 @@ def test_a_crop_of_padding_alone_is_black(kernel_device, name, interpolation):
             torch.testing.assert_close(result, expected)
     assert torch.equal(launch(on_device, rows, (8, 8), **ways, dtype=torch.uint8), black.byte())
     no = np.array([False])
-    plan = _resample.plan_rows(rows, np.array([[4, 6]]), no, no, (8, 8), interpolation, True)
+    plan = _resample.plan_rows(rows, np.array([[4, 6]]), no, (8, 8), interpolation, True)
     table = _resample.arrange(plan, np.array([0]), np.array([0]), [1], (8, 8))
     assert table.padded  # what makes the kernel look at the ends
 
@@ -518,19 +518,18 @@ def test_positions_scatter_into_a_larger_batch(run, kernel_device):
 
 def laid_out(size, interpolation="bilinear", device="cpu"):
     """Three images in one piece, with a launch for each, and how they are sampled one by one."""
-    # As planes, as planes with its axes changed, and as pixels.
+    # The second one with its axes changed.
     images = [picture(h, w, seed=h).to(device) for h, w in [(9, 14), (17, 5), (6, 11)]]
-    transposed, interleaved = np.array([False, True, False]), np.array([False, False, True])
     views = [images[0], images[1].mT, images[2]]
-    images[2] = images[2].permute(1, 2, 0).contiguous()
+    transposed = np.array([False, True, False])
     sizes = np.array([view.shape[1:] for view in views])
     rows = np.stack([_half_pixel_rows(shape, size) for shape in sizes])
-    plan = _resample.plan_rows(rows, sizes, transposed, interleaved, size, interpolation, True)
-    flat = torch.cat([image.flatten() for image in images])
+    plan = _resample.plan_rows(rows, sizes, transposed, size, interpolation, True)
+    flat = torch.cat([image.permute(1, 2, 0).flatten() for image in images])
     places = np.array([2, 0, 3])
     offsets = np.cumsum([0, images[0].numel(), images[1].numel()])
     table = _resample.arrange(plan, places, offsets, [1, 1, 1], size)
-    assert table.steps == [1, 0, 3]  # each with the kernel for its own
+    assert table.steps == [3, 0, 3]  # each with the kernel for its own
     assert np.array_equal(_resample.by_place(table.words, 4)[places][:, 1:4], plan[:, 1:4])
     return flat, table, views, rows
 
