@@ -23,8 +23,7 @@ from gpuprefetch._format import decode_cpu, same_rows, trial_files
 # The allocator gives a freed block to the next decode on that stream at once, in stream order. A
 # decoder that writes from a stream of its own breaks that order: it overwrites memory that a queued
 # kernel still reads.
-#   - torchvision's CUDA decoder does so (pytorch/vision#9606): its stream is drained before each
-#     decode.
+#   - torchvision's CUDA decoder does so (pytorch/vision#9606).
 #   - TorchCodec >= 0.17 decodes in the order of the current stream (0.16 did not,
 #     meta-pytorch/torchcodec#1634), and so does nvJPEG itself. Called directly it is not through
 #     when it returns: it reads the last files of a call yet, which lie in the batch's buffer, and

@@ -154,7 +154,7 @@ class Packer:
         if self.in_worker and (kept < heights)[on_cpu].any() and cuts_quietly():
             here = kept
         fused = self.on_gpu and self.head.size is not None
-        # The kernel reads either layout; to turn a picture into planes takes a tenth of its decode.
+        # As on the GPU; to turn a picture into planes takes a tenth of its decode.
         interleaved = fused or (self.output is not None and self.output[1] == torch.channels_last)
         whole = np.array([i not in errors for i in range(len(images))])
         ours, decoded = on_cpu & whole, np.zeros(len(images), dtype=bool)
