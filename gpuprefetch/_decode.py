@@ -96,7 +96,7 @@ def place(size: int, device: torch.device) -> torch.Tensor:
     Where the thread keeps a place (:func:`packing_into`) it is that, and good until the next call.
     """
     room: list[torch.Tensor] | None = getattr(_thread, "room", None)
-    if room is None or size > SUB_BATCH_BYTES + UPLOAD_BYTES:  # for one image
+    if room is None or size > in_rooms(SUB_BATCH_BYTES + UPLOAD_BYTES):  # for one image
         return torch.empty([size], dtype=torch.uint8, device=device)
     if not room or len(room[0]) < size:
         outgrown = bool(room)

@@ -27,7 +27,7 @@ from gpuprefetch._pipeline import Part, Pipeline, Work, count_images
 from gpuprefetch._resume import Source
 from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stage
-from gpuprefetch._stream import Handovers, lease_stream, own_modes, return_stream, using
+from gpuprefetch._stream import Handovers, has_come, lease_stream, own_modes, return_stream, using
 from gpuprefetch._turns import LATE_SECONDS, turns
 
 # For a loader that hangs, when the loop is left: its thread is then abandoned, not waited for.
@@ -295,7 +295,7 @@ class Engine:
         """Get the work of a batch under way, with its stream current."""
         parts: list[Part] = []
         try:
-            while self._sources and self._sources[0][0].query():
+            while self._sources and has_come(self._sources[0][0]):
                 self._sources.popleft()
             if slot.error is None:
                 slot.work = self._begin_with_room(slot)

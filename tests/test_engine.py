@@ -633,7 +633,11 @@ class EncodedFiles(Dataset):
 @pytest.mark.parametrize("engine", ["ahead", "beside"])
 @pytest.mark.parametrize("path", ["collate_fn", "transforms", "on_error", "loader"])
 @pytest.mark.parametrize(("how", "workers"), [("next", 0), ("iter", 0), ("iter", 1)])
-def test_an_object_with_its_own_iterator_may_be_dropped(request, engine, path, how, workers):
+def test_an_object_with_its_own_iterator_may_be_dropped(
+    request, monkeypatch, engine, path, how, workers
+):
+    # For so long torch waits for a worker.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
     request.getfixturevalue(engine)
     trainer = Trainer(path, how, workers)
     if engine == "ahead":
