@@ -22,7 +22,7 @@ LARGE = 10 << 20  # below it, images share its segments; from there on each gets
 # Decode threads, each with a stream of its own. While one is in nvJPEG the other resamples.
 LANES = 2
 # Images and decoded bytes of one decode call: 3 bytes a pixel until it is resampled, and where
-# nvJPEG is not called directly for a moment twice that, but for one image. Each call fills and
+# nvJPEG is not called directly for a moment twice that. Each call fills and
 # empties the engines, which takes a millisecond: 256 of ImageNet's photos are usually one.
 SUB_BATCH, SUB_BATCH_BYTES = 256, 120 << 20
 # Of what the workers decoded, in one copy that goes with a call: usually all of a batch.
@@ -151,10 +151,11 @@ def lay_out(
         return Plan(calls)
     groups, offsets = [], []
     for call in calls:
-        copied = np.zeros(0, dtype=np.int64) if call.copy is None else call.copy.positions
-        groups.append(np.concatenate([copied, call.positions]))
-        offsets.append(images.spans[copied, 0] - (0 if call.copy is None else call.copy.start))
-        sizes = call.decoded_sizes
+        group, sizes = call.positions, call.decoded_sizes
+        if (copy := call.copy) is not None:
+            group = np.concatenate([copy.positions, group])
+            offsets.append(images.spans[copy.positions, 0] - copy.start)
+        groups.append(group)
         offsets.append(call.copied + np.cumsum(sizes) - sizes)
     places, starts = np.concatenate(groups), np.concatenate(offsets)
     return Plan(calls, arrange(words[places], places, starts, [*map(len, groups)], size))

@@ -280,6 +280,11 @@ class EncodedImages:
         first, last = (place - self.boundary + start for place in self.numbers)
         return held, first, last
 
+    def held_copy(self, copy: Copy) -> tuple[torch.Tensor, int, int]:
+        """What holds the pixels of a copy, and where they start and stop in it."""
+        held, start = self.held_pixels()
+        return held, start + copy.start, start + copy.stop
+
     @property
     def is_pinned(self) -> bool:
         """Whether :meth:`held_pixels` gives pinned memory."""

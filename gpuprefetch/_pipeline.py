@@ -505,7 +505,7 @@ class ImageJob:
             return
         make_room()
         pieces = [] if call.copy is None else [self.images.call(call.positions[:0], call.copy)]
-        halves = np.array_split(call.positions, min(len(call.positions), 2) or 1)
+        halves = np.array_split(call.positions, 2)
         pieces += [self.images.call(half) for half in halves if len(half)]
         for piece in pieces:
             self._decode(make_room, call=piece, again=len(pieces) == 1)
@@ -539,9 +539,7 @@ class ImageJob:
             # Nobody but torch keeps what is not in the batch until it is on the device.
             upload(numbers, first, last, flat, 0, pinned=ours and images.is_pinned)
             if call.copy is not None:
-                given, start = images.held_pixels()
-                span = start + call.copy.start, start + call.copy.stop
-                upload(given, *span, flat, pixels, pinned=images.is_pinned)
+                upload(*images.held_copy(call.copy), flat, pixels, pinned=images.is_pinned)
             if len(call.positions):
                 assert pipeline.decoder is not None
                 at = pixels + call.copied
@@ -593,9 +591,8 @@ class ImageJob:
             self._mark_reader()
 
     def _copy_apart(self, copy: Copy) -> None:
-        held, start = self.images.held_pixels()
-        pixels = held[start + copy.start : start + copy.stop]
-        pixels = pixels.to(self.out.device, non_blocking=True)
+        held, first, last = self.images.held_copy(copy)
+        pixels = held[first:last].to(self.out.device, non_blocking=True)
         views = self.images.views(copy.positions, pixels, copy.start)
         with Stage(self._pipeline.stats, "resample"):
             self._wait_for_room()
@@ -603,7 +600,7 @@ class ImageJob:
             self._mark_reader()
 
     def _wait_for_room(self) -> None:
-        """Until the result is reserved, and its table there, in the order of streams."""
+        """Until the result is reserved, in the order of streams."""
         if self._reserved is not None:
             queue_wait(torch.cuda.current_stream(self.out.device), self._reserved)
 
