@@ -17,6 +17,7 @@ from gpuprefetch import _nvjpeg
 from gpuprefetch._budget import SUB_BATCH_BYTES, UPLOAD_BYTES, in_rooms
 from gpuprefetch._encoded import Call, EncodedImages
 from gpuprefetch._format import decode_cpu, same_rows, trial_files
+from gpuprefetch._stream import current_handle
 
 # Note [Decoded memory]
 # A decoded image lives in a block of the caching allocator's pool of the stream it was decoded on.
@@ -228,12 +229,10 @@ class NvjpegDecoder(TorchCodecDecoder):
     ) -> bool:
         if not _nvjpeg.available(self._device):
             return super().packed(data, call, out, first=first, at=at)
-        lengths, sizes = call.layout[0], call.decoded_sizes
-        files = lengths.cumsum() - lengths + (data.data_ptr() + first + call.start)
-        pictures = sizes.cumsum() - sizes + (out.data_ptr() + at)
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        files, pictures = data.data_ptr() + first + call.start, out.data_ptr() + at
+        order = _nvjpeg.place_order(call.order, files, pictures)
         with _nvjpeg.lease(self._device) as decoder:
-            decoder.decode(files, call.layout, pictures, stream)
+            decoder.decode(order, current_handle(self._device))
         return True
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:

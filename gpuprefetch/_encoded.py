@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from gpuprefetch._nvjpeg import order_for
 from gpuprefetch._resample import Coloring, Launches, Table, by_place
 from gpuprefetch._slab import Buffer
 
@@ -106,6 +107,7 @@ class Call:
         copy: the pixels; they lie before the decoded images. None for none.
         size: bytes of all images that are decoded.
         largest: bytes of the largest one.
+        order: for nvJPEG (:func:`gpuprefetch._nvjpeg.order_for`); made in the worker.
     """
 
     positions: npt.NDArray[np.int64]
@@ -114,10 +116,12 @@ class Call:
     copy: Copy | None = None
     size: int = field(init=False)
     largest: int = field(init=False)
+    order: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
         sizes = self.decoded_sizes
         self.size, self.largest = int(sizes.sum()), int(sizes.max(initial=0))
+        self.order = order_for(self.layout)
 
     @property
     def decoded_sizes(self) -> npt.NDArray[np.int64]:
@@ -277,8 +281,8 @@ class EncodedImages:
         """What holds :attr:`numbers`, and where they start and stop in it."""
         assert self.numbers is not None
         held, start = self.held_pixels()
-        first, last = (place - self.boundary + start for place in self.numbers)
-        return held, first, last
+        start -= self.boundary
+        return held, start + self.numbers[0], start + self.numbers[1]
 
     def held_copy(self, copy: Copy) -> tuple[torch.Tensor, int, int]:
         """What holds the pixels of a copy, and where they start and stop in it."""

@@ -27,7 +27,15 @@ from gpuprefetch._pipeline import Part, Pipeline, Work, count_images
 from gpuprefetch._resume import Source
 from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stage
-from gpuprefetch._stream import Handovers, has_come, lease_stream, own_modes, return_stream, using
+from gpuprefetch._stream import (
+    Handovers,
+    has_come,
+    lease_stream,
+    own_modes,
+    record,
+    return_stream,
+    using,
+)
 from gpuprefetch._turns import LATE_SECONDS, turns
 
 # For a loader that hangs, when the loop is left: its thread is then abandoned, not waited for.
@@ -105,12 +113,18 @@ class Engine:
         self.handovers = Handovers()
         # What the host gave for batches that were handed over: the GPU may read it yet.
         self._sources: deque[tuple[torch.cuda.Event, Any]] = deque()
+        # To make an event, and to drop it, gives up Python's lock. These serve again: those of
+        # batches that may not be handed over yet, and others.
+        self._through, self._events = list[torch.cuda.Event](), list[torch.cuda.Event]()
         # For each part a None in the queue, whose readers wake one at a time; it is no Python code,
         # for the lock of that is scarce.
         self._parts: deque[tuple[Slot, Part]] = deque()
         self._given: SimpleQueue[None] = SimpleQueue()
         # To decode takes one of the permits; where memory is short, one lane takes all of them.
-        self._permits, self._alone = threading.Semaphore(LANES), threading.Lock()
+        self._permits: SimpleQueue[None] = SimpleQueue()
+        for _ in range(LANES):
+            self._permits.put(None)
+        self._alone = threading.Lock()
         # Closed while the loop launches a step, if it can spare the next batch until it is back.
         self._gate = threading.Event()
         self._gate.set()
@@ -279,24 +293,28 @@ class Engine:
         self._resting = True
         self._changed.notify_all()
 
-    def _make_room(self, held: contextlib.ExitStack) -> None:
-        """Wait for the other lanes, and keep them from decoding as long as ``held`` is."""
+    def _make_room(self, held: list[None]) -> None:
+        """Wait for the other lanes, and have all permits ``held``, which keeps them waiting."""
         self.stats.out_of_memory += 1
-        held.close()  # a permit, or all of them: nobody waits for permits while he holds one
-        held.enter_context(self._alone)
-        for _ in range(LANES):
-            held.enter_context(self._permits)
+        self._give_back(held)  # nobody waits for permits while he holds one
+        with self._alone:
+            while len(held) < LANES:
+                held.append(self._permits.get())
         for room in self._rooms:
             room.clear()
         if self._on_cuda:
             torch.cuda.empty_cache()
+
+    def _give_back(self, held: list[None]) -> None:
+        while held:
+            self._permits.put(held.pop())
 
     def _start(self, slot: Slot) -> None:
         """Get the work of a batch under way, with its stream current."""
         parts: list[Part] = []
         try:
             while self._sources and has_come(self._sources[0][0]):
-                self._sources.popleft()
+                self._through.append(self._sources.popleft()[0])
             if slot.error is None:
                 slot.work = self._begin_with_room(slot)
                 parts = slot.work.parts
@@ -328,9 +346,12 @@ class Engine:
             return self._begin(slot)
         except torch.OutOfMemoryError:
             pass  # and not again in here, where the exception holds what was allocated
-        with contextlib.ExitStack() as held:
+        held: list[None] = []
+        try:
             self._make_room(held)
             return self._begin(slot)
+        finally:
+            self._give_back(held)
 
     def _begin(self, slot: Slot) -> Work:
         return self._pipeline.start(slot.source, slot.number, self._epoch, slot.cost)
@@ -364,9 +385,11 @@ class Engine:
     def _run_part(self, slot: Slot, part: Part) -> None:
         try:
             if slot.error is None:
-                with contextlib.ExitStack() as held:
-                    held.enter_context(self._permits)
+                held = [self._permits.get()]
+                try:
                     part(partial(self._make_room, held))
+                finally:
+                    self._give_back(held)
         except BaseException as error:
             slot.error = error
         with self._changed:
@@ -391,8 +414,9 @@ class Engine:
                 with self._batch_stream():
                     slot.result = slot.work.finish()
                     if self._stream is not None:
-                        slot.event = torch.cuda.Event(blocking=True)
-                        slot.event.record(self._stream)
+                        events = self._events
+                        slot.event = events.pop() if events else torch.cuda.Event(blocking=True)
+                        record(slot.event, self._stream)
         except BaseException as error:
             self._interrupt(error)
             slot.error = error
@@ -485,6 +509,9 @@ class Engine:
             waited = time.perf_counter() - began
             # For its decode, or else for the loader.
             self._learn_wait(waited if slot.fetched < began else 0.0, ahead=ahead)
+        # The loop has queued its wait for what was handed over before.
+        while self._through:
+            self._events.append(self._through.pop())
         if slot.event is not None:
             self._sources.append((slot.event, slot.source))
         largest = None

@@ -37,6 +37,7 @@ _STATUS = {
     10: "incomplete bitstream",
 }
 _PLANES = 4  # of nvjpegImage_t: their addresses, and the bytes of a row of each
+_WORDS = 2 + 2 * _PLANES  # of 8 bytes, that are given of each file
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 _ARGUMENTS = {
@@ -101,41 +102,51 @@ class Decoder:
         self._call("nvjpegGetImageInfo", file.data_ptr(), file.numel(), *places)
         return int(found[3, 0]), int(found[2, 0])
 
-    def decode(
-        self,
-        files: npt.NDArray[np.int64],
-        layout: npt.NDArray[np.int64],
-        out: npt.NDArray[np.int64],
-        stream: int,
-        *,
-        planes: bool = False,
-    ) -> None:
+    def decode(self, order: npt.NDArray[np.int64], stream: int, *, planes: bool = False) -> None:
         """Queue the decode of some baseline JPEGs; the files are read until it has completed.
 
         Args:
-            files: ``(N,)`` int64, their addresses on the CPU.
-            layout: ``(3, N)`` int64, of each file its length, and the height and width of the
-                picture in it. It writes as much as the file says: these had better be right.
-            out: ``(N,)`` int64, addresses on the device, of pictures ``(H, W, 3)``.
+            order: ``(10 * N,)`` int64: the addresses of N files on the CPU, their lengths, and an
+                nvjpegImage_t for each picture on the device, as :func:`place_order` gives them. It
+                writes as much as the files say: these had better be right.
             stream: handle of the stream.
-            planes: whether they are ``(3, H, W)``.
+            planes: whether pictures are ``(3, H, W)``, and not ``(H, W, 3)``.
 
         Raises:
             torch.OutOfMemoryError: if there is no room for what it needs besides.
             RuntimeError: if any of the files cannot be decoded.
         """
-        lengths, heights, widths = layout
-        images = np.zeros((len(files), 2, _PLANES), dtype=np.int64)
-        if planes:
-            images[:, 0, :3] = out[:, None] + (heights * widths)[:, None] * np.arange(3)
-            images[:, 1, :3] = widths[:, None]
-        else:
-            images[:, 0, 0], images[:, 1, 0] = out, 3 * widths
+        count, files = len(order) // _WORDS, order.ctypes.data
+        lengths, images = files + 8 * count, files + 16 * count
         kind = _RGB if planes else _RGBI
-        given = [np.ascontiguousarray(array) for array in (files, lengths, images)]
-        self._call("nvjpegDecodeBatchedInitialize", self._state, len(files), 1, kind)
-        places = [array.ctypes.data for array in given]
-        self._call("nvjpegDecodeBatched", self._state, *places, stream)
+        self._call("nvjpegDecodeBatchedInitialize", self._state, count, 1, kind)
+        self._call("nvjpegDecodeBatched", self._state, files, lengths, images, stream)
+
+
+def order_for(layout: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """What nvJPEG is given to decode files that lie one behind the other, and so do the pictures.
+
+    Args:
+        layout: ``(3, N)`` int64, of each file its length, and the height and width of the picture
+            in it.
+
+    Returns:
+        ``(10 * N,)`` int64, for :func:`place_order`: where each file begins, its length, and an
+        nvjpegImage_t whose only plane is the interleaved picture ``(H, W, 3)``.
+    """
+    lengths, heights, widths = layout
+    sizes = 3 * heights * widths
+    images = np.zeros((len(lengths), 2, _PLANES), dtype=np.int64)
+    images[:, 0, 0], images[:, 1, 0] = np.cumsum(sizes) - sizes, 3 * widths
+    return np.concatenate([np.cumsum(lengths) - lengths, lengths, images.reshape(-1)])
+
+
+def place_order(order: npt.NDArray[np.int64], files: int, out: int) -> npt.NDArray[np.int64]:
+    """The same with addresses: of the first file, on the CPU, and of the first picture."""
+    placed, count = order.copy(), len(order) // _WORDS
+    placed[:count] += files
+    placed[2 * count :: 2 * _PLANES] += out
+    return placed
 
 
 def _check(name: str, status: int) -> None:
@@ -202,8 +213,10 @@ def decode(files: Sequence[torch.Tensor], device: torch.device) -> list[torch.Te
     with lease(device) as decoder:
         sizes = [decoder.size(file) for file in files]
         images = [torch.empty((3, *size), dtype=torch.uint8, device=device) for size in sizes]
-        layout = np.array([(len(f), *size) for f, size in zip(files, sizes, strict=True)]).T
-        addresses = [np.array([t.data_ptr() for t in tensors]) for tensors in (files, images)]
-        decoder.decode(addresses[0], layout, addresses[1], stream.cuda_stream, planes=True)
+        planes = np.zeros((len(files), 2, _PLANES), dtype=np.int64)
+        planes[:, 0, :3] = [[plane.data_ptr() for plane in image] for image in images]
+        planes[:, 1, :3] = [[width] for _, width in sizes]
+        given = [f.data_ptr() for f in files], [len(f) for f in files], planes.reshape(-1)
+        decoder.decode(np.concatenate(given), stream.cuda_stream, planes=True)
         stream.synchronize()  # as the files may be gone then
     return images

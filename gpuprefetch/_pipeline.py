@@ -32,7 +32,7 @@ from gpuprefetch._host import Packer
 from gpuprefetch._random import Keys, SeededDraws, fold
 from gpuprefetch._resample import HAS_TRITON, Coloring, Launches, Table, resample
 from gpuprefetch._stats import Stage, Stats
-from gpuprefetch._stream import mark_reader, queue_wait, upload, wait_for_reader
+from gpuprefetch._stream import mark, mark_reader, queue_wait, upload, wait_for_reader
 from gpuprefetch._targets import (
     PerSample,
     is_per_sample,
@@ -433,7 +433,7 @@ class ImageJob:
         self._launches: Launches | None = None
         # What the launches read, from where on and up to where, and whether it is the batch's own.
         self._numbers: tuple[torch.Tensor, int, int, bool] | None = None
-        if pipeline.head.names or pipeline.tail:
+        if pipeline.head.size is None and (pipeline.head.names or pipeline.tail):
             require_fixed_size(pipeline.head, pipeline.tail)
 
     def begin(self, limit: int | None = None) -> list[Part]:
@@ -467,7 +467,7 @@ class ImageJob:
         shape = len(images), 3, *size
         self.out = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
         if self._stream is not None:
-            self._reserved = self._stream.record_event()
+            self._reserved = mark(self._stream)
         table = plan.table if HAS_TRITON and dtype != torch.float64 else None
         return [
             partial(self._decode, call=call, launch=None if table is None else (table, number))
@@ -530,17 +530,16 @@ class ImageJob:
         pipeline, images = self._pipeline, self.images
         numbers, first, last, ours = self._read_by(table)
         pixels = -(-(last - first) // ALIGNED) * ALIGNED
-        with contextlib.ExitStack() as held:
-            if len(call.positions):
-                held.enter_context(turns[pipeline.device])
-                held.enter_context(Stage(pipeline.stats, "decode"))
+        decodes = len(call.positions) > 0
+        turn = turns[pipeline.device] if decodes else contextlib.nullcontext()
+        with turn, Stage(pipeline.stats, "decode" if decodes else "resample"):
             flat = place(pixels + call.copied + call.size, pipeline.device)
             self._wait_for_reader()
             # Nobody but torch keeps what is not in the batch until it is on the device.
             upload(numbers, first, last, flat, 0, pinned=ours and images.is_pinned)
             if call.copy is not None:
                 upload(*images.held_copy(call.copy), flat, pixels, pinned=images.is_pinned)
-            if len(call.positions):
+            if decodes:
                 assert pipeline.decoder is not None
                 at = pixels + call.copied
                 if not decode_packed(pipeline.decoder, images, call, flat, at):
@@ -574,7 +573,8 @@ class ImageJob:
         if not len(call.positions):
             return
         assert pipeline.decoder is not None, "without one, the packer leaves nothing to decode"
-        self._wait_for_reader()
+        with Stage(pipeline.stats, "resample"):
+            self._wait_for_reader()
         with Stage(pipeline.stats, "decode"):
             images = decode_part(
                 pipeline.decoder, self.images, call, pipeline.device, together=together
@@ -616,8 +616,7 @@ class ImageJob:
     def _wait_for_reader(self) -> None:
         """Until no kernel on this thread's stream reads decoded images any more."""
         if self._stream is not None:
-            with Stage(self._pipeline.stats, "resample"):
-                wait_for_reader(self._stream.device)
+            wait_for_reader(self._stream.device)
 
     def _too_large(self, position: int) -> torch.OutOfMemoryError:
         device, (height, width) = self._pipeline.device, self.images.sizes[position].tolist()

@@ -569,6 +569,22 @@ class Coloring:
         return np.concatenate([scale, shift]).view(np.int64)
 
 
+@lru_cache
+def _constants(
+    channels: int,
+    source: torch.dtype,
+    interpolation: str,
+    padded: bool,
+    dtype: torch.dtype,
+    *tile: int,
+) -> tuple[Any, ...]:
+    """What the kernel is made for, in the order of its parameters."""
+    bicubic = interpolation == "bicubic"
+    kind = getattr(tl, str(source).removeprefix("torch."))
+    clamp, rounds = bicubic and source == torch.uint8, dtype == torch.uint8
+    return channels, kind, bicubic, clamp, padded, rounds, _FIELDS, *tile
+
+
 class Launches:
     """The samplings of a batch on the GPU, and the launches that carry them out.
 
@@ -603,23 +619,11 @@ class Launches:
         self, table: Table, out: torch.Tensor, coloring: Coloring, interpolation: str
     ) -> None:
         self._firsts, self._steps = table.firsts, table.steps
-        channels, (height, width) = out.shape[1], out.shape[2:]
+        channels, height, width = out.shape[1:]
         self._arguments = out, *out.stride(), height, width
-        self._tiles = triton.cdiv(width, COLS), triton.cdiv(height, ROWS * STRIPS)
-        self._groups = triton.cdiv(channels, 3)
-        bicubic, rounds = interpolation == "bicubic", out.dtype == torch.uint8
-        # In the order of the kernel's parameters.
-        self._constants = (
-            channels,
-            getattr(tl, str(coloring.source).removeprefix("torch.")),
-            bicubic,
-            bicubic and coloring.levels == 255,
-            table.padded,
-            rounds,
-            _FIELDS,
-            ROWS,
-            COLS,
-            STRIPS,
+        self._grid = -(-width // COLS), -(-height // (ROWS * STRIPS)), -(-channels // 3)
+        self._constants = _constants(
+            channels, coloring.source, interpolation, table.padded, out.dtype, ROWS, COLS, STRIPS
         )
         aligned = out.data_ptr() % 16 == 0
         known = out.device, out.dtype, *self._arguments[1:], aligned, NUM_WARPS, MAX_REGISTERS
@@ -636,7 +640,7 @@ class Launches:
             numbers: the address of what :meth:`numbers` gave.
         """
         first, last = self._firsts[number : number + 2]
-        grid = (*self._tiles, (last - first) * self._groups)
+        grid = (*self._grid[:2], (last - first) * self._grid[2])
         step = self._steps[number]
         arguments = address, numbers, first, *self._arguments, step, *self._constants
         key = step, address % 16, numbers % 16, address >> 31 == 0, numbers >> 31 == 0, self._known

@@ -63,6 +63,15 @@ def _driver() -> Any:
     return driver
 
 
+def current_handle(device: torch.device) -> int:
+    """The handle of the current stream of a CUDA device, without torch's object of it."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # not in a torch without CUDA
+    if raw is None or device.index is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    handle: int = raw(device.index)
+    return handle
+
+
 def record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
     """Record ``event`` on ``stream``; torch makes it where it records it first."""
     driver = _driver() if event.cuda_event else None
@@ -92,9 +101,8 @@ def upload(
         pinned: whether they lie in pinned memory.
     """
     if (driver := _driver() if pinned and place.is_cuda else None) is not None:
-        where, stream = place.data_ptr() + at, torch.cuda.current_stream(place.device)
-        given = where, data.data_ptr() + first, last - first, stream.cuda_stream
-        if not driver.cuMemcpyHtoDAsync_v2(*given):
+        where, stream = place.data_ptr() + at, current_handle(place.device)
+        if not driver.cuMemcpyHtoDAsync_v2(where, data.data_ptr() + first, last - first, stream):
             return
     place[at : at + last - first].copy_(data[first:last], non_blocking=True)
 
@@ -361,25 +369,30 @@ def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
     return True
 
 
-# The last reader of each decode stream. Not one for each thread, in a threading.local: a forked
-# worker drops those of all threads but its own, and a fork that calls CUDA, as to destroy an event,
-# aborts.
-_readers: dict[tuple[torch.device, int], torch.cuda.Event] = {}
+# How far each of our streams has come, the last time that was asked for: behind the last reader of
+# a decode stream, and the last reservation of a batch's. Not for each thread, in a threading.local:
+# a forked worker drops those of all threads but its own, and a fork that calls CUDA, as to destroy
+# an event, aborts.
+_marks: dict[tuple[torch.device, int], torch.cuda.Event] = {}
+
+
+def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Record a stream's own event. Who waits for it may wait for what is queued later, too."""
+    key = stream.device, stream.cuda_stream
+    if (event := _marks.get(key)) is None:
+        event = _marks[key] = torch.cuda.Event(blocking=True)
+    record(event, stream)
+    return event
 
 
 def mark_reader(follower: torch.cuda.Stream) -> None:
     """Note that what is queued on the current stream reads decoded images; ``follower`` waits."""
-    stream = torch.cuda.current_stream(follower.device)
-    key = follower.device, stream.cuda_stream
-    if (done := _readers.get(key)) is None:
-        done = _readers[key] = torch.cuda.Event(blocking=True)
-    record(done, stream)
-    queue_wait(follower, done)
+    queue_wait(follower, mark(torch.cuda.current_stream(follower.device)))
 
 
 def wait_for_reader(device: torch.device) -> None:
     """Wait until the reader noted last on the current stream has completed, without spinning."""
-    done = _readers.get((device, torch.cuda.current_stream(device).cuda_stream))
+    done = _marks.get((device, current_handle(device)))
     if done is not None and not has_come(done):
         done.synchronize()
 

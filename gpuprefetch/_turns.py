@@ -81,7 +81,8 @@ class Turns:
 
     def __enter__(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._inside < self._places)
+            while self._inside and self._inside >= self._places:
+                self._changed.wait()
             self._inside += 1
 
     def __exit__(self, *error: object) -> None:

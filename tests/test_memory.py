@@ -1150,7 +1150,9 @@ def test_a_bad_file_is_found_in_parts_too(files, launches):
 def run_with_two_lanes(files, decoder, permits):
     prefetcher = prefetcher_of(files, decoder, batch_size=24)
     engine = engine_of(prefetcher, prefetcher._loader)
-    engine._permits = threading.Semaphore(permits)
+    engine._permits = queue.SimpleQueue()
+    for _ in range(permits):
+        engine._permits.put(None)
     slot = engine._fetch()
     slot.work = engine._begin(slot)
     engine._slots.append(slot)
@@ -1185,7 +1187,7 @@ def test_two_lanes_would_take_each_others_memory(files, launches, monkeypatch):
     # Guards the test above: with permits for everybody at any time nobody is alone.
     monkeypatch.setattr(_budget, "SUB_BATCH", 1)
     decoders = (FakeDecoder(DECODED, seconds=0.002) for _ in range(10))
-    errors = [run_with_two_lanes(files, decoder, 10**6).error for decoder in decoders]
+    errors = [run_with_two_lanes(files, decoder, 10**4).error for decoder in decoders]
     assert any(isinstance(error, torch.OutOfMemoryError) for error in errors)
 
 

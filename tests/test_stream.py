@@ -62,6 +62,15 @@ def corrupted(wait: bool, record: bool, rounds: int = 10) -> int:
 
 
 @pytest.mark.gpu
+def test_the_handle_of_the_current_stream():
+    device, side = torch.device("cuda", 0), torch.cuda.Stream()
+    assert _stream.current_handle(device) == 0
+    with torch.cuda.stream(side):
+        assert _stream.current_handle(device) == side.cuda_stream
+        assert _stream.current_handle(torch.device("cuda")) == side.cuda_stream
+
+
+@pytest.mark.gpu
 def test_handoff():
     assert corrupted(wait=True, record=True) == 0
 
@@ -141,8 +150,7 @@ def test_bytes_are_copied_by_the_driver_where_they_are_pinned(monkeypatch, pinne
         return failed
 
     monkeypatch.setattr(_stream, "_driver", lambda: SimpleNamespace(cuMemcpyHtoDAsync_v2=copy))
-    stream = SimpleNamespace(cuda_stream=5)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(_stream, "current_handle", lambda device: 5)
     _stream.upload(data, 3, 9, place, 4, pinned=pinned)
     assert asked == [(place.data_ptr() + 4, data.data_ptr() + 3, 6, 5)] * pinned
     by_torch = not pinned or failed
@@ -301,7 +309,7 @@ def test_a_fork_destroys_no_event_of_another_thread(monkeypatch, keep):
                 destroyed.append(True)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(_stream, "_readers", {})
+    monkeypatch.setattr(_stream, "_marks", {})
     stream = SimpleNamespace(device="here", cuda_stream=1, wait_event=bool)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     local, ready, over = threading.local(), threading.Event(), threading.Event()
