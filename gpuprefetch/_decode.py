@@ -99,7 +99,7 @@ def place(size: int, device: torch.device) -> torch.Tensor:
     room: list[torch.Tensor] | None = getattr(_thread, "room", None)
     if room is None or size > in_rooms(SUB_BATCH_BYTES + UPLOAD_BYTES):  # for one image
         return torch.empty([size], dtype=torch.uint8, device=device)
-    if not room or len(room[0]) < size:
+    if not room or room[0].numel() < size:
         outgrown = bool(room)
         room.clear()
         if outgrown:  # there will be none any more that its block fits

@@ -411,12 +411,13 @@ class Engine:
     def _finish(self, slot: Slot) -> None:
         try:
             if slot.error is None and slot.work is not None:
-                with self._batch_stream():
+                done = slot.work.is_done()
+                with contextlib.nullcontext() if done else self._batch_stream():
                     slot.result = slot.work.finish()
-                    if self._stream is not None:
-                        events = self._events
-                        slot.event = events.pop() if events else torch.cuda.Event(blocking=True)
-                        record(slot.event, self._stream)
+                if self._stream is not None:
+                    events = self._events
+                    slot.event = events.pop() if events else torch.cuda.Event(blocking=True)
+                    record(slot.event, self._stream)
         except BaseException as error:
             self._interrupt(error)
             slot.error = error
@@ -430,7 +431,8 @@ class Engine:
         """The loop launches nothing inside of it: see Note [The training thread's locks]."""
         if not self._on_cuda:
             return contextlib.nullcontext()
-        self._gate.set()
+        if not self._gate.is_set():
+            self._gate.set()
         turn = turns[self.device]
         return turn.hurried() if turn.several else contextlib.nullcontext()
 

@@ -86,11 +86,14 @@ class Work:
             that frees device memory, for a decode that runs out of it.
         finish: runs behind all parts, with the stream of the batch current, and gives the batch.
         decoded_bytes: the most that decoded images of the batch take at a time.
+        is_done: asked behind all parts, whether nothing is left to queue: :attr:`finish` then only
+            gives the batch, on any stream.
     """
 
     parts: list[Part]
     finish: Callable[[], Any]
     decoded_bytes: int = 0
+    is_done: Callable[[], bool] = bool
 
 
 @dataclass
@@ -177,10 +180,16 @@ class Pipeline:
                 parts = [partial(_one_by_one, parts)]
             finish = partial(self._finish, moved, jobs, seed)
             size = cost.decoded if limit is None else limit
-            return Work(parts, self._with_after(finish, seed), size)
+            is_done = partial(self._is_done, jobs)
+            return Work(parts, self._with_after(finish, seed), size, is_done)
         if self.head.names or self.tail or self.dtype or self.memory_format:
             finish = partial(self._transform_tensors, moved, seed)
         return Work([], self._with_after(finish, seed))
+
+    def _is_done(self, jobs: list[ImageJob]) -> bool:
+        if self.tail or self.after is not None or self.only is not None:
+            return False
+        return not any(job.images.errors for job in jobs)
 
     def _with_after(self, finish: Callable[[], Any], seed: Callable[[], int]) -> Callable[[], Any]:
         return finish if self.after is None else partial(self._run_after, finish, seed)
@@ -556,11 +565,11 @@ class ImageJob:
         """What holds the numbers that the launches of a table read, see ``_numbers``."""
         if self._numbers is None:
             head = self._pipeline.head
-            coloring = Coloring(torch.uint8, self.out.dtype, head.mean, head.std)
-            self._launches = Launches(table, self.out, coloring, head.interpolation)
+            self._launches = Launches(table, self.out, torch.uint8, head.interpolation)
             if table.words is None:
                 self._numbers = *self.images.held_numbers(), True
             else:
+                coloring = Coloring(torch.uint8, self.out.dtype, head.mean, head.std)
                 numbers = Launches.numbers(table, 3, coloring)
                 numbers = numbers.pin_memory() if self.images.is_pinned else numbers
                 self._numbers = numbers, 0, len(numbers), False

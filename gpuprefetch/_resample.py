@@ -458,7 +458,8 @@ def _launch(
     numbers = Launches.numbers(table, out.size(1), coloring)
     numbers = (numbers.pin_memory() if out.is_cuda else numbers).to(out.device, non_blocking=True)
     with torch.cuda.device_of(out):
-        Launches(table, out, coloring, interpolation).launch(0, start, numbers.data_ptr())
+        launches = Launches(table, out, images[0].dtype, interpolation)
+        launches.launch(0, start, numbers.data_ptr())
     return out
 
 
@@ -570,19 +571,23 @@ class Coloring:
 
 
 @lru_cache
-def _constants(
-    channels: int,
+def _made_for(
+    shape: Sequence[int],
     source: torch.dtype,
+    dtype: torch.dtype,
     interpolation: str,
     padded: bool,
-    dtype: torch.dtype,
-    *tile: int,
-) -> tuple[Any, ...]:
-    """What the kernel is made for, in the order of its parameters."""
+    rows: int,
+    cols: int,
+    strips: int,
+) -> tuple[tuple[int, int, int], tuple[Any, ...]]:
+    """Programs for a picture of a ``shape``, and the kernel's constants in their order."""
+    channels, height, width = shape
+    tiles = -(-width // cols), -(-height // (rows * strips)), -(-channels // 3)
     bicubic = interpolation == "bicubic"
     kind = getattr(tl, str(source).removeprefix("torch."))
     clamp, rounds = bicubic and source == torch.uint8, dtype == torch.uint8
-    return channels, kind, bicubic, clamp, padded, rounds, _FIELDS, *tile
+    return tiles, (channels, kind, bicubic, clamp, padded, rounds, _FIELDS, rows, cols, strips)
 
 
 class Launches:
@@ -594,7 +599,7 @@ class Launches:
     Args:
         table: of the images.
         out: ``(M, C, H, W)`` on the GPU.
-        coloring: of the images.
+        source: dtype of the images.
         interpolation: as in the plan.
     """
 
@@ -616,18 +621,14 @@ class Launches:
         return 8 * (2 * channels + count * _FIELDS)
 
     def __init__(
-        self, table: Table, out: torch.Tensor, coloring: Coloring, interpolation: str
+        self, table: Table, out: torch.Tensor, source: torch.dtype, interpolation: str
     ) -> None:
-        self._firsts, self._steps = table.firsts, table.steps
-        channels, height, width = out.shape[1:]
-        self._arguments = out, *out.stride(), height, width
-        self._grid = -(-width // COLS), -(-height // (ROWS * STRIPS)), -(-channels // 3)
-        self._constants = _constants(
-            channels, coloring.source, interpolation, table.padded, out.dtype, ROWS, COLS, STRIPS
-        )
-        aligned = out.data_ptr() % 16 == 0
-        known = out.device, out.dtype, *self._arguments[1:], aligned, NUM_WARPS, MAX_REGISTERS
-        self._known = known, self._constants
+        self._firsts, self._steps, self._out = table.firsts, table.steps, out
+        how = out.shape[1:], source, out.dtype, interpolation, table.padded
+        self._tiles, self._constants = _made_for(*how, ROWS, COLS, STRIPS)
+        self._sizes = *out.stride(), *out.shape[2:]
+        aligned = out.data_ptr() % 16 == 0, NUM_WARPS, MAX_REGISTERS
+        self._known = out.device, out.dtype, self._sizes, aligned, self._constants
 
     def launch(self, number: int, address: int, numbers: int) -> None:
         """Resample the images of a launch on the current stream.
@@ -640,9 +641,9 @@ class Launches:
             numbers: the address of what :meth:`numbers` gave.
         """
         first, last = self._firsts[number : number + 2]
-        grid = (*self._grid[:2], (last - first) * self._grid[2])
-        step = self._steps[number]
-        arguments = address, numbers, first, *self._arguments, step, *self._constants
+        across, down, groups = self._tiles
+        grid, step = (across, down, (last - first) * groups), self._steps[number]
+        arguments = address, numbers, first, self._out, *self._sizes, step, *self._constants
         key = step, address % 16, numbers % 16, address >> 31 == 0, numbers >> 31 == 0, self._known
         if (kernel := _compiled.get(key)) is not None:
             kernel[grid](*arguments)

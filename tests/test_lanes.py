@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import gc
+import itertools
 import random
 import threading
 import time
@@ -250,6 +251,53 @@ def test_batches_come_in_order_and_threads_end(files, expected, leased, monkeypa
             train(trainer, dice, expected, how)
         del trainer
         assert ends(leased, SECONDS), left_over(leased)
+
+
+class Hasty(list):
+    """Events that serve again at once."""
+
+    def __init__(self, events):
+        self.append = events.append
+
+
+@pytest.mark.parametrize("hasty", [False, True])
+def test_an_event_serves_again_once_the_loop_waits_for_its_batch(files, leased, monkeypatch, hasty):
+    made, recorded, early = [], itertools.count(), 0
+
+    class Known(Event):
+        def __init__(self, **options):
+            super().__init__(**options)
+            made.append(self)
+
+        def query(self):
+            return True
+
+    def record(event, stream):
+        event.batch = next(recorded)
+
+    monkeypatch.setattr(torch.cuda, "Event", Known)
+    monkeypatch.setattr(_engine, "record", record)
+    for seed in range(20):
+        handed, recorded = itertools.count(), itertools.count()
+        loader = loader_of(files, random.Random(seed), plain=True)
+
+        def handoff(batch, event, *args, handed=handed):
+            nonlocal early
+            time.sleep(0.001)
+            early += event.batch != next(handed)  # it is another batch's by now
+
+        monkeypatch.setattr(_epoch, "handoff", handoff)
+        made.clear()
+        batches = iter(loader)
+        if hasty:
+            batches._engine._through = Hasty(batches._engine._events)
+        count = sum(1 for _ in batches)
+        # Throttling makes one for each batch here, and before the next one is asked for.
+        assert hasty or count < 6 or len(made) < 2 * count
+        del batches, loader
+        assert ends(leased, SECONDS), left_over(leased)
+    # The second guards the test: events that serve again too soon are noticed.
+    assert (early > 0) is hasty
 
 
 def test_threads_that_held_the_epoch_would_not_end(files, expected, leased, monkeypatch):

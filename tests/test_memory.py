@@ -1147,6 +1147,21 @@ def test_a_bad_file_is_found_in_parts_too(files, launches):
     assert torch.equal(images_of(prefetcher), torch.cat([good[:1], good[2:]]))
 
 
+@pytest.mark.parametrize(
+    ("transforms", "bad", "done"),
+    [([], False, True), ([lambda images: images], False, False), ([], True, False)],
+)
+def test_whether_work_is_left_behind_the_decode(files, launches, transforms, bad, done):
+    some = [b"no picture" if bad else files[0], *files[1:8]]
+    given = {"transforms": [*SMALL, *transforms], "on_error": "skip"}
+    prefetcher = prefetcher_of(some, FakeDecoder(), **given)
+    engine = engine_of(prefetcher, prefetcher._loader)
+    work = engine._begin(engine._fetch())
+    for part in work.parts:
+        part(lambda: None)
+    assert work.is_done() is done
+
+
 def run_with_two_lanes(files, decoder, permits):
     prefetcher = prefetcher_of(files, decoder, batch_size=24)
     engine = engine_of(prefetcher, prefetcher._loader)

@@ -547,7 +547,7 @@ def test_a_plan_gives_what_the_images_give(interpolation, kernel_device, monkeyp
     # Other kernels for what is not aligned, and for other strides: none is taken for another.
     for shift, layout in itertools.product([0, 1, 0], layouts):
         out = torch.full((4, 3, 6, 7), -9.0, device=kernel_device).to(memory_format=layout)
-        launches = _resample.Launches(table, out, coloring, interpolation)
+        launches = _resample.Launches(table, out, torch.uint8, interpolation)
         shifted = torch.cat([flat[:shift], flat])
         numbers = launches.numbers(table, 3, coloring).to(kernel_device)
         for number in (1, 2, 0):
@@ -578,10 +578,9 @@ def test_triton_is_asked_for_a_kernel_once(monkeypatch):
     _, table, _, _ = laid_out((6, 7))
     address = 7 << 40
 
-    def launch(number, address, dtype=torch.float32, size=(6, 7), table=table, **options):
-        out = torch.empty(4, 3, *size, dtype=dtype).to(**options)
-        coloring = _resample.Coloring(torch.uint8, dtype)
-        launches = _resample.Launches(table, out, coloring, "bilinear")
+    def launch(number, address, dtype=torch.float32, size=(6, 7), table=table, rows=6, **options):
+        out = torch.empty(4, 3, *size, dtype=dtype).to(**options)[:, :, :rows]
+        launches = _resample.Launches(table, out, torch.uint8, "bilinear")
         launches.launch(number, address, numbers[0])
 
     numbers = [5 << 40]
@@ -601,6 +600,7 @@ def test_triton_is_asked_for_a_kernel_once(monkeypatch):
         (0, address, torch.bfloat16),
         (0, address, torch.float32, (6, 9)),
         (0, address, torch.float32, (6, 7), replace(table, padded=True)),
+        (0, address, torch.float32, (6, 7), table, 5),  # with the same strides
     ]
     for count, other in enumerate(others, 2):
         launch(*other)
