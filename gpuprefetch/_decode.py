@@ -170,6 +170,11 @@ class ImageDecoder:
         """Whether there is a way to :meth:`packed`; warns once where there is none."""
         return _packed(self.module, self.operator) is not None
 
+    @property
+    def copies(self) -> bool:
+        """Whether images are there twice while they are :meth:`packed`."""
+        return True
+
     def packed(
         self, data: torch.Tensor, call: Call, out: torch.Tensor, *, first: int = 0, at: int = 0
     ) -> bool:
@@ -227,6 +232,10 @@ class NvjpegDecoder(TorchCodecDecoder):
     @property
     def packs(self) -> bool:
         return _nvjpeg.available(self._device) or super().packs
+
+    @property
+    def copies(self) -> bool:
+        return not _nvjpeg.available(self._device)
 
     def packed(
         self, data: torch.Tensor, call: Call, out: torch.Tensor, *, first: int = 0, at: int = 0

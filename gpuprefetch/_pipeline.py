@@ -442,7 +442,7 @@ class ImageJob:
         self._launches: Launches | None = None
         # What the launches read, from where on and up to where, and whether it is the batch's own.
         self._numbers: tuple[torch.Tensor, int, int, bool] | None = None
-        if pipeline.head.size is None and (pipeline.head.names or pipeline.tail):
+        if pipeline.head.names or pipeline.tail:
             require_fixed_size(pipeline.head, pipeline.tail)
 
     def begin(self, limit: int | None = None) -> list[Part]:
@@ -531,8 +531,11 @@ class ImageJob:
         claim(in_rooms(large) if len(sizes) > 1 else large, self._pipeline.device)
 
     def _packs(self, call: Call) -> bool:
-        decoder = self._pipeline.decoder
-        return not len(call.positions) or (decoder is not None and decoder.packs)
+        """Whether to decode into one piece: a single image not where that copies it."""
+        decoder, count = self._pipeline.decoder, len(call.positions)
+        if not count or decoder is None:
+            return not count
+        return decoder.packs and (count > 1 or call.copy is not None or not decoder.copies)
 
     def _decode_packed(self, call: Call, table: Table, number: int) -> bool:
         """Whether it was done in one piece: see Note [The training thread's locks]."""

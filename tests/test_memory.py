@@ -577,8 +577,6 @@ class OperatorDecoder(ImageDecoder):
 def planned_batch(monkeypatch, files, decoder, share=0.0, *, cuts=False, **options):
     """The GPU's way through a batch, with the kernel in Triton's interpreter."""
     monkeypatch.setattr(_resample, "ROWS", 16)  # at a time: it takes as long for 2
-    stream = SimpleNamespace(record_event=lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     images = [[EncodedImage(file, i) for i, file in enumerate(files)]]
     options = {"transforms": [Resize((12, 16))], "cpu_share": share, "device": "cpu"} | options
     prefetcher = DataPrefetcher(images, **options)
@@ -768,6 +766,22 @@ def test_what_cannot_be_packed_is_decoded_apart(monkeypatch, launched, decoder):
         got = planned_batch(monkeypatch, files, decoder("cpu"))
     assert launched.apart == ([2] if decoder is OperatorDecoder else [2, 2])
     assert launched.laid_out == ([2] if decoder is OperatorDecoder else [])
+    assert (got - expected).abs().max() * 255 < 1
+
+
+@interpreted
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_single_photo_is_there_once(monkeypatch, launched, count, copies):
+    class Decoder(OperatorDecoder):
+        pass
+
+    Decoder.copies = copies
+    files = [pictures.encode_jpeg(pictures.draw(24, 32, seed=i)) for i in range(count)]
+    expected = planned_batch(monkeypatch, files, None)
+    got = planned_batch(monkeypatch, files, Decoder("cpu"))
+    alone = count == 1 and copies
+    assert (launched.apart, launched.laid_out) == (([1], []) if alone else ([], [count]))
     assert (got - expected).abs().max() * 255 < 1
 
 

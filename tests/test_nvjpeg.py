@@ -124,6 +124,7 @@ def packed(decoder, data, shapes=SHAPES, device=CPU):
 def test_a_call_goes_to_one_place(library):
     decoder, data = NvjpegDecoder(CPU), encoded()
     assert decoder.packs
+    assert not decoder.copies
     assert torch.equal(packed(decoder, data), pixels(map(decode_cpu, data)))
     packed(decoder, data[:2], SHAPES[:2])
     assert library.log.count("nvjpegCreateEx") == 1
@@ -171,6 +172,7 @@ def test_without_engines_torchcodec_decodes(library, monkeypatch, there):
     decoder.packed(flat(data), call_of(data), torch.empty(0), first=7, at=9)
     decoder(data)
     assert asked == [{"first": 7, "at": 9}, 4]
+    assert decoder.copies
     assert library.log.count("nvjpegCreateEx") == there
 
 
