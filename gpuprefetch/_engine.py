@@ -257,22 +257,31 @@ class Engine:
         used += sum(work.decoded_bytes for work in works if work is not None)
         return not self._slots or used + slot.cost.fixed + slot.cost.decoded <= budget
 
-    def _may_start(self, slot: Slot) -> bool:
+    def _may_start(self, number: int) -> bool:
         """Whether there is room for a batch, or the loop has taken it; if not, it need not wait."""
-        if self._stopping or self._held is not slot:
+        slot = self._held
+        if self._stopping or slot is None or slot.number != number:
             return True
         if self._taken is None and self._has_room(slot):
             return True
         self._rest()
         return False
 
-    def _hold(self) -> Slot:
-        """The batch to begin next: what the loop has fetched, or a new one."""
+    def _hold(self) -> int:
+        """The number of the batch to begin next: what the loop has fetched, or a new one."""
         with self._reading:
             slot = self._held  # which the loop may take meanwhile
             if slot is None:
                 self._held = slot = self._fetch()
-            return slot
+            return slot.number
+
+    def _let_go(self, number: int) -> Slot | None:
+        """The batch of that number, if it is held yet."""
+        slot = self._held
+        if slot is None or slot.number != number:
+            return None
+        self._held = None
+        return slot
 
     def _hold_at_once(self) -> bool:
         """Fetch the batch to begin next in the loop, if there is one; whether that was done."""
@@ -639,7 +648,8 @@ class Engine:
 # Note [Threads hold no epoch]
 # A transform, or a collate function, may lead to the iterator of the loop, as where all of them are
 # attributes of one object. Dropping that is to end the epoch. So neither the iterator's finalizer
-# nor a thread that waits, for room or for something to decode, holds the engine.
+# nor a thread that waits, for room or for something to decode, holds the engine; nor a batch, whose
+# error may have the engine in its frames.
 Reference = Callable[[], Engine | None]
 
 
@@ -666,24 +676,22 @@ def _fetch_loop(reference: Reference) -> None:
     while (engine := reference()) is not None and not engine._stopping:
         if engine._exhausted and engine._held is None:
             return
-        slot, changed = engine._hold(), engine._changed
+        number, changed = engine._hold(), engine._changed
         with changed:
-            while not engine._may_start(slot):
+            while not engine._may_start(number):
                 del engine
                 changed.wait()
                 if (engine := reference()) is None:
                     return
-            if not (taken := engine._held is not slot):
-                engine._held = None
-        if taken and not engine._stopping:
-            del slot  # the loop's, with its result
+            slot = engine._let_go(number)
+        if slot is None and not engine._stopping:  # it is the loop's
             with changed:
                 changed.wait_for(lambda: not engine._resting, PAUSE * engine.balancer.period)
             continue
-        if not engine._stopping and slot.error is None and engine.lean:
+        if slot is not None and slot.error is None and engine.lean and not engine._stopping:
             engine._wait_for_used()
-        if engine._stopping:
-            if not taken:
+        if slot is None or engine._stopping:
+            if slot is not None:
                 slot.error = None  # breaks the cycle with the frame of _fetch
             engine._source.close()
             return

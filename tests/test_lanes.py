@@ -7,6 +7,7 @@ import itertools
 import random
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import pictures
@@ -167,10 +168,16 @@ def loader_of(files, dice, trainer=None, *, plain=False):
             "cpu_share": dice.choice([0.0, 0.5]),
             "memory_budget": dice.choice([None, None, "8KiB", "16KiB", "64KiB"]),
         }
-    loader = DataLoader(Files(files, bad, dice.choice([0, 0, 0.003])), dice.choice([1, 2, 3, 5, 8]))
+    dataset, size = Files(files, bad, dice.choice([0, 0, 0.003])), dice.choice([1, 2, 3, 5, 8])
     tail = [trainer.transform] if trainer and dice.random() < 0.6 else []
-    loader = DataPrefetcher(loader, device="cpu", transforms=[*TRANSFORMS, *tail], **options)
-    loader._pipeline.decoder = Decoder(0 if plain else dice.choice([0, 0, 0.05, 0.2]))
+    shortage = 0 if plain else dice.choice([0, 0, 0.05, 0.2])
+    return wrapped(dataset, size, tail, shortage, **options)
+
+
+def wrapped(dataset, batch_size, tail=(), shortage=0, **options):
+    loader, transforms = DataLoader(dataset, batch_size), [*TRANSFORMS, *tail]
+    loader = DataPrefetcher(loader, device="cpu", transforms=transforms, **options)
+    loader._pipeline.decoder = Decoder(shortage)
     loader._pipeline.packer.on_gpu, loader._pipeline.packer.output = True, None
     return loader
 
@@ -251,6 +258,21 @@ def test_batches_come_in_order_and_threads_end(files, expected, leased, monkeypa
             train(trainer, dice, expected, how)
         del trainer
         assert ends(leased, SECONDS), left_over(leased)
+
+
+def test_an_error_that_waits_for_its_turn_holds_no_epoch(files, leased, monkeypatch):
+    monkeypatch.setattr(Engine, "_depth", 1)
+    trainer = Trainer(fails=None)
+    trainer.loader = wrapped(Files(files, bad=4, seconds=0), 2, [trainer.transform], cpu_share=0.0)
+    trainer.batches = iter(trainer.loader)
+    next(trainer.batches)
+    engine = weakref.ref(trainer.batches._engine)
+    deadline = time.monotonic() + SECONDS
+    while engine()._held is None or engine()._held.error is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    del trainer
+    assert ends(leased, SECONDS), left_over(leased)
 
 
 class Hasty(list):
