@@ -259,8 +259,8 @@ class Engine:
 
     def _may_start(self, number: int) -> bool:
         """Whether there is room for a batch, or the loop has taken it; if not, it need not wait."""
-        slot = self._held
-        if self._stopping or slot is None or slot.number != number:
+        slot = self._held_as(number)
+        if self._stopping or slot is None:
             return True
         if self._taken is None and self._has_room(slot):
             return True
@@ -275,13 +275,10 @@ class Engine:
                 self._held = slot = self._fetch()
             return slot.number
 
-    def _let_go(self, number: int) -> Slot | None:
-        """The batch of that number, if it is held yet."""
+    def _held_as(self, number: int) -> Slot | None:
+        """The batch that is held, if it is the one of that ``number`` yet."""
         slot = self._held
-        if slot is None or slot.number != number:
-            return None
-        self._held = None
-        return slot
+        return slot if slot is not None and slot.number == number else None
 
     def _hold_at_once(self) -> bool:
         """Fetch the batch to begin next in the loop, if there is one; whether that was done."""
@@ -683,16 +680,16 @@ def _fetch_loop(reference: Reference) -> None:
                 changed.wait()
                 if (engine := reference()) is None:
                     return
-            slot = engine._let_go(number)
-        if slot is None and not engine._stopping:  # it is the loop's
+            if (slot := engine._held_as(number)) is not None:
+                engine._held = None
+        if slot is None:  # it is the loop's, or nobody's at the end
             with changed:
                 changed.wait_for(lambda: not engine._resting, PAUSE * engine.balancer.period)
             continue
-        if slot is not None and slot.error is None and engine.lean and not engine._stopping:
+        if not engine._stopping and slot.error is None and engine.lean:
             engine._wait_for_used()
-        if slot is None or engine._stopping:
-            if slot is not None:
-                slot.error = None  # breaks the cycle with the frame of _fetch
+        if engine._stopping:
+            slot.error = None  # breaks the cycle with the frame of _fetch
             engine._source.close()
             return
         with engine._batch_stream():
