@@ -21,15 +21,13 @@ _STRUCTURES = {list, tuple, dict}
 def children_of(batch: Any, is_leaf: IsLeaf) -> Sequence[Any] | None:
     """The parts of a structure; None for a leaf."""
     kind = type(batch)
-    if kind in _VALUES or kind is torch.Tensor:
+    if kind in _VALUES or kind is torch.Tensor or (is_leaf is not None and is_leaf(batch)):
         return None
     if kind not in _STRUCTURES:
         if moves_itself(batch):
             return None  # also when it is a namedtuple (PackedSequence)
         if not isinstance(batch, (list, tuple, Mapping)) and not _is_record(batch):
             return None
-    if is_leaf is not None and is_leaf(batch):
-        return None
     if isinstance(batch, (list, tuple)):
         return batch
     if isinstance(batch, Mapping):

@@ -212,6 +212,9 @@ class Cost:
         return budget - self.fixed
 
 
+NO_COST = Cost()
+
+
 def cost_of(batch: Any, size: tuple[int, int] | None, dtype: torch.dtype | None) -> Cost:
     """What a batch takes: its tensors, the pixels its workers decoded, and its images.
 

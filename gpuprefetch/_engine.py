@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from gpuprefetch._balance import Balancer
-from gpuprefetch._batch import objects, tensors
-from gpuprefetch._budget import LANES, READY, READY_BYTES, Cost
+from gpuprefetch._batch import tensors
+from gpuprefetch._budget import LANES, NO_COST, READY, READY_BYTES, Cost
 from gpuprefetch._decode import packing_into
-from gpuprefetch._encoded import EncodedImages, is_encoded
-from gpuprefetch._host import pack_lists
+from gpuprefetch._encoded import is_encoded
+from gpuprefetch._host import pack_lists, packed_of
 from gpuprefetch._pipeline import Part, Pipeline, Work, count_images
 from gpuprefetch._resume import Source
 from gpuprefetch._slab import unmap_dead
@@ -48,6 +48,27 @@ REST_SECONDS = 0.002
 PAUSE = 0.4
 
 
+class Flag:
+    """As threading.Event, for one use and with little Python code: there is one for each batch."""
+
+    __slots__ = ("_is_set", "_passes")
+
+    def __init__(self) -> None:
+        self._is_set, self._passes = False, SimpleQueue[None]()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._passes.put(None)
+
+    def wait(self) -> None:
+        if not self._is_set:
+            self._passes.get()
+            self._passes.put(None)  # for whoever else waits
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """A batch between the loader and the loop.
@@ -65,7 +86,7 @@ class Slot:
         result: what the loop gets.
         error: instead of a result.
         event: recorded behind the result.
-        done: when there is a result or an error.
+        done: there is a result or an error.
     """
 
     number: int
@@ -74,13 +95,13 @@ class Slot:
     source: Any = None
     state: Any = None
     fetched: float = 0.0
-    cost: Cost = field(default_factory=Cost)
+    cost: Cost = NO_COST
     work: Work | None = None
     remaining: int = 0
     result: Any = None
     error: BaseException | None = None
     event: torch.cuda.Event | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Flag = field(default_factory=Flag)
 
 
 class Engine:
@@ -189,15 +210,15 @@ class Engine:
                 batch, slot.state = next(self._source)
             self._prompt = fetch.seconds < REST_SECONDS / 2
             self._pipeline.packer.begin()
-            slot.source, packed = pack_lists(batch, self._pipeline.packer)
+            slot.source, leaves = pack_lists(batch, self._pipeline.packer)
             first = not self._usual.fixed
             if first or self._pipeline.memory_budget is not None:
                 slot.cost = self._pipeline.cost(slot.source)
             if first:
                 self._usual = slot.cost
-            self._learn(slot, packed, fetch.seconds)
+            self._learn(slot, leaves, fetch.seconds)
             self._check(slot.source)
-            self._wait_for_loader(slot.source)
+            self._wait_for_loader(leaves)
             slot.fetched = time.perf_counter()
         except BaseException as error:
             self._exhausted = True
@@ -206,9 +227,9 @@ class Engine:
             slot.error = error.with_traceback(None) if isinstance(error, StopIteration) else error
         return slot
 
-    def _wait_for_loader(self, batch: Any) -> None:
+    def _wait_for_loader(self, leaves: list[Any]) -> None:
         """What the loader has put on the device itself may be queued on the current stream."""
-        others = (leaf for leaf in objects(batch, is_encoded) if not is_encoded(leaf))
+        others = (leaf for leaf in leaves if not is_encoded(leaf))
         if self._stream is not None and any(t.is_cuda for leaf in others for t in tensors(leaf)):
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
@@ -369,9 +390,9 @@ class Engine:
             self._rooms.append([])
             self._spawn("decode", _lane_loop, self._lanes[-1], self._rooms[-1])
 
-    def _learn(self, slot: Slot, packed: list[EncodedImages], waited: float) -> None:
-        slot.images = count_images(slot.source)
-        slot.encoded = bool(packed)
+    def _learn(self, slot: Slot, leaves: list[Any], waited: float) -> None:
+        packed = packed_of(leaves)
+        slot.images, slot.encoded = count_images(leaves), bool(packed)
         counts = [(len(images), images.ready) for images in packed]
         if packed:
             everything, on_cpu = map(sum, zip(*counts, strict=True))

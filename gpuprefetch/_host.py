@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from gpuprefetch._batch import map_leaves, select
+from gpuprefetch._batch import map_leaves, objects
 from gpuprefetch._budget import lay_out, positions_to_decode
 from gpuprefetch._encoded import EncodedImage, EncodedImages, Layout, is_encoded, pack, packing
 from gpuprefetch._format import ImageHeader, blank, cuts_quietly, decode_cpu, read_header
@@ -422,14 +422,14 @@ class HostStage:
                     if self.packer.moves:
                         refuse_unfollowed(batch, samples)
                     return batch
-                batch, packed = pack_lists(mark(batch, samples), self.packer)
+                batch, leaves = pack_lists(mark(batch, samples), self.packer)
             except (TypeError, RuntimeError) as error:
                 for words, hint in _HINTS.items():
                     if re.search(words, str(error)):
                         error.add_note(hint)
                 raise
         targets = fate(batch, samples)
-        for images in packed:
+        for images in packed_of(leaves):
             images.targets = targets
         return batch
 
@@ -446,14 +446,19 @@ class HostStage:
 
 def encoded_leaves(batch: Any) -> list[EncodedImages]:
     """The packed encoded images of a batch."""
-    return [leaf for leaf in select(batch, is_encoded) if isinstance(leaf, EncodedImages)]
+    return packed_of(objects(batch, is_encoded))
 
 
-def pack_lists(batch: Any, packer: Packer) -> tuple[Any, list[EncodedImages]]:
+def packed_of(leaves: Iterable[Any]) -> list[EncodedImages]:
+    """The packed encoded images among the leaves of a batch."""
+    return [leaf for leaf in leaves if isinstance(leaf, EncodedImages)]
+
+
+def pack_lists(batch: Any, packer: Packer) -> tuple[Any, list[Any]]:
     """Pack what a collate function of the user's left as images or lists of them.
 
     Returns:
-        The batch, and the packed images in it.
+        The batch, and its leaves that are no plain values.
     """
 
     def is_packed(leaf: Any) -> bool:
@@ -464,8 +469,8 @@ def pack_lists(batch: Any, packer: Packer) -> tuple[Any, list[EncodedImages]]:
             return leaf
         return packer([leaf] if isinstance(leaf, EncodedImage) else list(leaf))
 
-    found = select(batch, is_encoded)
-    if not all(map(is_packed, found)):
+    leaves = list(objects(batch, is_encoded))
+    if any(is_encoded(leaf) and not is_packed(leaf) for leaf in leaves):
         batch = map_leaves(pack_leaf, batch, is_encoded)
-        found = select(batch, is_encoded)
-    return batch, found
+        leaves = list(objects(batch, is_encoded))
+    return batch, leaves

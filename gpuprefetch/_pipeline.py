@@ -32,7 +32,14 @@ from gpuprefetch._host import Packer
 from gpuprefetch._random import Keys, SeededDraws, fold
 from gpuprefetch._resample import HAS_TRITON, Coloring, Launches, Table, resample
 from gpuprefetch._stats import Stage, Stats
-from gpuprefetch._stream import mark, mark_reader, queue_wait, upload, wait_for_reader
+from gpuprefetch._stream import (
+    current_stream,
+    mark,
+    mark_reader,
+    queue_wait,
+    upload,
+    wait_for_reader,
+)
 from gpuprefetch._targets import (
     PerSample,
     is_per_sample,
@@ -456,7 +463,7 @@ class ImageJob:
         device, head = pipeline.device, pipeline.head
         size, plan = head.size, images.plan
         if device.type == "cuda":
-            self._stream = torch.cuda.current_stream(device)
+            self._stream = current_stream(device)
         if plan is None or limit is not None:
             words = images.words() if plan and plan.table else None
             plan = lay_out(images, size, words, limit)
@@ -614,7 +621,7 @@ class ImageJob:
     def _wait_for_room(self) -> None:
         """Until the result is reserved, in the order of streams."""
         if self._reserved is not None:
-            queue_wait(torch.cuda.current_stream(self.out.device), self._reserved)
+            queue_wait(current_stream(self.out.device), self._reserved)
 
     def _launch(self, launch: Callable[[], None]) -> None:
         """Queue a launch that reads decoded images on the current stream."""

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -70,6 +70,19 @@ def current_handle(device: torch.device) -> int:
         return torch.cuda.current_stream(device).cuda_stream
     handle: int = raw(device.index)
     return handle
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """As torch's, which runs a dozen Python functions for it, and makes an object each time."""
+    if device.index is None:
+        return torch.cuda.current_stream(device)
+    return _stream_of(device, current_handle(device))
+
+
+@lru_cache
+def _stream_of(device: torch.device, handle: int) -> torch.cuda.Stream:
+    """The current stream of a device, which has this ``handle``."""
+    return torch.cuda.current_stream(device)
 
 
 def record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
@@ -197,7 +210,7 @@ def _is_current(stream: torch.cuda.Stream) -> bool:
     """Whether ``stream`` is this thread's, and takes work rather than captures it."""
     return (
         torch.cuda.current_device() == stream.device.index
-        and torch.cuda.current_stream(stream.device) == stream
+        and current_handle(stream.device) == stream.cuda_stream
         and not torch.cuda.is_current_stream_capturing()
     )
 
@@ -272,7 +285,7 @@ def handoff(
         device: the CUDA device of the batch.
         handovers: settled before each batch, and at the end; None to mark the batch at once.
     """
-    stream = torch.cuda.current_stream(device)
+    stream = current_stream(device)
     queue_wait(stream, ready)
     kept = []
     for part in tensors(batch):
@@ -315,9 +328,11 @@ def own_modes(
     ]
     if torch.is_inference_mode_enabled():  # the loop may train with a later batch
         left.append(torch.inference_mode(False))
-    if stream is not None and not left and torch.cuda.current_device() == device.index:
+    if stream is None:
+        return _all_of([*left, torch.no_grad()]) if left else torch.no_grad()
+    if not left and torch.cuda.current_device() == device.index:
         return _Switched(stream)
-    return _all_of([*left, torch.no_grad(), *([] if stream is None else [using(stream)])])
+    return _all_of([*left, torch.no_grad(), using(stream)])
 
 
 class _Switched:  # a context manager without a generator: it is entered for each batch
@@ -331,7 +346,7 @@ class _Switched:  # a context manager without a generator: it is entered for eac
 
     def __enter__(self) -> None:
         self._no_grad.__enter__()
-        self._before = torch.cuda.current_stream(self._stream.device)
+        self._before = current_stream(self._stream.device)
         torch.cuda.set_stream(self._stream)
 
     def __exit__(self, *error: Any) -> None:
@@ -361,7 +376,7 @@ def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
         return False
     # The first is that of a step that has been waited for: it serves once more.
     event = steps.popleft() if len(steps) > RUN_AHEAD else torch.cuda.Event(blocking=True)
-    record(event, torch.cuda.current_stream(device))
+    record(event, current_stream(device))
     steps.append(event)
     if len(steps) <= RUN_AHEAD or has_come(steps[0]):
         return False
@@ -387,7 +402,7 @@ def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 def mark_reader(follower: torch.cuda.Stream) -> None:
     """Note that what is queued on the current stream reads decoded images; ``follower`` waits."""
-    queue_wait(follower, mark(torch.cuda.current_stream(follower.device)))
+    queue_wait(follower, mark(current_stream(follower.device)))
 
 
 def wait_for_reader(device: torch.device) -> None:

@@ -28,7 +28,7 @@ from gpuprefetch import (
 )
 from gpuprefetch._balance import Balancer
 from gpuprefetch._budget import Cost
-from gpuprefetch._engine import JOIN_SECONDS, Engine
+from gpuprefetch._engine import JOIN_SECONDS, Engine, Flag
 from gpuprefetch._pipeline import Pipeline, Work
 from gpuprefetch._prefetcher import _garbage_kept_from_forks
 from gpuprefetch._resume import Source
@@ -137,6 +137,20 @@ class Batches:
 
 def prefetcher_of(batches, **options):
     return DataPrefetcher(Batches(batches), device="cpu", **options)
+
+
+def test_a_flag_lets_all_through_who_wait_for_it():
+    flag, through = Flag(), []
+    threads = [threading.Thread(target=lambda: through.append(flag.wait())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert not flag.is_set() and not through
+    for _ in range(2):  # by whoever is first
+        flag.set()
+    for thread in threads:
+        thread.join(SECONDS)
+    flag.wait()
+    assert flag.is_set() and len(through) == 8
 
 
 def test_an_error_on_the_gpu_reaches_a_loop_that_waits(fetched):

@@ -71,6 +71,15 @@ def test_the_handle_of_the_current_stream():
 
 
 @pytest.mark.gpu
+def test_the_current_stream_is_torchs():
+    count = torch.cuda.device_count()
+    for stream in [torch.cuda.Stream(device=i) for i in range(count)] * 2:
+        with torch.cuda.stream(stream):
+            for device in [*(torch.device("cuda", i) for i in range(count)), torch.device("cuda")]:
+                assert _stream.current_stream(device) == torch.cuda.current_stream(device)
+
+
+@pytest.mark.gpu
 def test_handoff():
     assert corrupted(wait=True, record=True) == 0
 
@@ -311,7 +320,7 @@ def test_a_fork_destroys_no_event_of_another_thread(monkeypatch, keep):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(_stream, "_marks", {})
     stream = SimpleNamespace(device="here", cuda_stream=1, wait_event=bool)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(_stream, "current_stream", lambda device: stream)
     local, ready, over = threading.local(), threading.Event(), threading.Event()
 
     def lane():
@@ -348,6 +357,7 @@ class Ready:
 
 
 STREAM = SimpleNamespace(device=torch.device("cuda", 0), cuda_stream=1)
+OTHER = SimpleNamespace(device=torch.device("cuda", 0), cuda_stream=2)
 
 
 @pytest.fixture
@@ -355,7 +365,8 @@ def current(monkeypatch):
     """What this thread works on, with CUDA or without; and the marked bytes."""
     now = SimpleNamespace(stream=STREAM, device=0, capturing=False, marked=[])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: now.device)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now.stream)
+    monkeypatch.setattr(_stream, "current_stream", lambda device: now.stream)
+    monkeypatch.setattr(_stream, "current_handle", lambda device: now.stream.cuda_stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
     monkeypatch.setattr(torch.cuda, "Event", Ready)
 
@@ -426,7 +437,7 @@ def test_a_batch_of_several_is_over_with_the_last(current):
     assert not current.marked
 
 
-@pytest.mark.parametrize("other", [{"stream": None}, {"device": 1}, {"capturing": True}])
+@pytest.mark.parametrize("other", [{"stream": OTHER}, {"device": 1}, {"capturing": True}])
 def test_a_batch_that_dies_elsewhere_is_marked(current, other):
     handovers, tensor = Handovers(), torch.empty(8)
     handovers.add([tensor], STREAM)
