@@ -86,7 +86,7 @@ class Slot:
         result: what the loop gets.
         error: instead of a result.
         event: recorded behind the result.
-        done: there is a result or an error.
+        done: set when there is a result or an error.
     """
 
     number: int

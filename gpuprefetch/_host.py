@@ -461,16 +461,16 @@ def pack_lists(batch: Any, packer: Packer) -> tuple[Any, list[Any]]:
         The batch, and its leaves that are no plain values.
     """
 
-    def is_packed(leaf: Any) -> bool:
-        return isinstance(leaf, EncodedImages) and leaf.prepared
+    def is_loose(leaf: Any) -> bool:
+        return is_encoded(leaf) and not (isinstance(leaf, EncodedImages) and leaf.prepared)
 
     def pack_leaf(leaf: Any) -> Any:
-        if is_packed(leaf) or not is_encoded(leaf):
+        if not is_loose(leaf):
             return leaf
         return packer([leaf] if isinstance(leaf, EncodedImage) else list(leaf))
 
     leaves = list(objects(batch, is_encoded))
-    if any(is_encoded(leaf) and not is_packed(leaf) for leaf in leaves):
+    if any(map(is_loose, leaves)):
         batch = map_leaves(pack_leaf, batch, is_encoded)
         leaves = list(objects(batch, is_encoded))
     return batch, leaves

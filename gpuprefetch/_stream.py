@@ -81,7 +81,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 @lru_cache
 def _stream_of(device: torch.device, handle: int) -> torch.cuda.Stream:
-    """The current stream of a device, which has this ``handle``."""
+    """The current stream of a device, which has this ``handle``; one with it later is the same."""
     return torch.cuda.current_stream(device)
 
 
