@@ -33,6 +33,7 @@ LATE, CUT = 0.05, 0.5
 LEAST, MOST = 0.1, 1.0  # what counts of one wait, in periods: not a jitter, nor all of a long pause
 # A batch at the start; later, in the time that a cut takes to show.
 RISE, RISE_AGAIN = 0.05, 0.05
+FEW = 4  # periods; fewer say nothing
 # The share, all of that at first, is tried at 0 to LEVELS parts of it, for WINDOW batches each. It
 # changes for a GAIN over the window before, WINS times in a row: the windows of a busy machine
 # differ by some percent. A try that begins with a LOSS is ended early. The first ones are STEP
@@ -107,6 +108,11 @@ class Balancer:
         return self._periods[-1] if self._periods else 0.0
 
     @property
+    def pace(self) -> float:
+        """Median of the latest periods; 0 while there are few."""
+        return median(self._periods) if len(self._periods) >= FEW else 0.0
+
+    @property
     def trying(self) -> bool:
         """Whether what comes now need not be what comes in the long run."""
         return not self.fixed and (self._level != self._best or self._settling > 0)
@@ -142,9 +148,8 @@ class Balancer:
         """
         if decoded and decode_seconds:
             self._carried.append(decoded / images * (images / decode_seconds) ** (1 / WORK))
-        if self.fixed or len(self._periods) < 4:
+        if self.fixed or not (period := self.pace):
             return
-        period = median(self._periods)
         self._unseen -= 1
         if self._unseen < 0:
             self._waits.append(min(max(waited / period, LEAST), MOST) - LEAST)

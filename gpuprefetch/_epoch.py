@@ -67,8 +67,6 @@ class Epoch:
                     slot = self._engine.take(used, ahead=ahead)
                 if not ahead:
                     self._engine.let_fetch()
-            if ahead:
-                self._engine.spare()
             now = time.perf_counter()
             self._stats.seconds += now - (started if self._last is None else self._last)
         except BaseException as stopped:

@@ -929,47 +929,88 @@ def test_never_more_than_two_threads_decode():
     assert most == [_budget.LANES]
 
 
-def test_lanes_wait_while_the_loop_launches_and_has_a_batch_to_spare(monkeypatch):
+class Lane:
+    """An engine with nothing but a lane, whose loop takes a step of so many seconds."""
+
+    def __init__(self, pace):
+        self.ran = queue.SimpleQueue()
+        self.engine = object.__new__(_engine.Engine)
+        vars(self.engine).update(
+            device=torch.device("meta"),
+            balancer=SimpleNamespace(pace=pace),
+            _on_cuda=True,
+            _stopping=False,
+            _asked=1,
+            _changed=threading.Condition(),
+            _gate=_engine.Gate(),
+            _spent=collections.deque(),
+            _given=queue.SimpleQueue(),
+            _parts=collections.deque(),
+            _pipeline=SimpleNamespace(memory_budget=1, try_cuts=lambda: None),
+            _slots=[],
+            _run_part=lambda slot, part: self.ran.put(time.perf_counter()),
+        )
+        reference = lambda: self.engine  # noqa: E731
+        self._thread = threading.Thread(target=_engine._lane_loop, args=(reference, None, []))
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self.engine._stopping = True
+        self.engine._gate.open()
+        self.engine._given.put(None)
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def give(self):
+        self.engine._parts.append((None, None))
+        self.engine._given.put(None)
+
+    def seconds(self):
+        """From the begin of the loop's step to that of the decode that comes with it."""
+        self.engine._gate.open()
+        self.engine._hold_back()
+        began = time.perf_counter()
+        self.give()
+        return self.ran.get(timeout=10) - began
+
+
+@pytest.fixture
+def lanes_without_cuda(monkeypatch):
     monkeypatch.setattr(_engine, "using", lambda stream: contextlib.nullcontext())
-    ran = queue.SimpleQueue()
-    engine = object.__new__(_engine.Engine)
-    vars(engine).update(
-        device=torch.device("meta"),
-        _on_cuda=True,
-        _stopping=False,
-        _changed=threading.Condition(),
-        _gate=threading.Event(),
-        _given=queue.SimpleQueue(),
-        _parts=collections.deque(),
-        _pipeline=SimpleNamespace(memory_budget=1, try_cuts=lambda: None),
-        _slots=[_engine.Slot(0)],
-        _run_part=lambda slot, part: ran.put(part),
-    )
-    engine._gate.set()
-    lane = threading.Thread(target=_engine._lane_loop, args=(lambda: engine, None, []))
-    lane.start()
-    engine.spare()  # the next batch is not ready: no time to lose
-    engine._parts.append((None, "first"))
-    engine._given.put(None)
-    assert ran.get(timeout=10) == "first"
-    engine._slots[0].done.set()
-    engine.spare()
-    engine._parts.append((None, "second"))
-    engine._given.put(None)
-    with pytest.raises(queue.Empty):
-        ran.get(timeout=0.2)
-    with engine.waiting():
-        assert ran.get(timeout=10) == "second"
-    engine._stopping = True
-    engine._given.put(None)
-    lane.join(10)
-    assert not lane.is_alive()
+
+
+def test_a_decode_begins_in_the_latter_part_of_the_step(lanes_without_cuda):
+    with Lane(pace=0.4) as lane:
+        assert 0.19 < lane.seconds() < 0.35  # half of the step, but for the clock
+        lane.engine._spent.append(0.25)  # and so the next one takes until the end of the step
+        assert 0.12 < lane.seconds() < 0.3
+        lane.engine._spent.append(0.5)
+        assert lane.seconds() < 0.1
+
+
+def test_a_decode_that_is_late_or_of_an_unknown_loop_begins_at_once(lanes_without_cuda):
+    with Lane(pace=0.0) as lane:
+        assert lane.seconds() < 0.2
+        lane.engine.balancer.pace = 30.0
+        lane.engine._slots.append(_engine.Slot(0))
+        assert lane.seconds() < 5
+        lane.engine._slots[0].done.set()
+        lane.engine._hold_back()
+        lane.give()
+        with pytest.raises(queue.Empty):
+            lane.ran.get(timeout=0.2)
+        with lane.engine.waiting():  # the loop is back
+            lane.ran.get(timeout=10)
 
 
 def test_a_lane_that_waits_holds_no_epoch(monkeypatch):
     monkeypatch.setattr(_engine, "using", lambda stream: contextlib.nullcontext())
     engine = object.__new__(_engine.Engine)
-    gate, given = threading.Event(), queue.SimpleQueue()
+    gate, given = _engine.Gate(), queue.SimpleQueue()
+    gate.close(60)
     vars(engine).update(
         _gate=gate,
         _given=given,
@@ -986,7 +1027,7 @@ def test_a_lane_that_waits_holds_no_epoch(monkeypatch):
     del engine
     gc.collect()
     assert dropped() is None
-    gate.set()
+    gate.open()
     lane.join(10)
     assert not lane.is_alive()
 
@@ -994,9 +1035,9 @@ def test_a_lane_that_waits_holds_no_epoch(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.alone  # where the GPU is slow to decode, no batch is ready early
 @pytest.mark.parametrize("gate", ["ours", "none"])
-def test_the_decode_begins_while_the_loop_waits_for_the_gpu(files, monkeypatch, gate):
+def test_no_decode_begins_with_the_step(files, monkeypatch, gate):
     if gate == "none":  # guards the test
-        monkeypatch.setattr(_engine.Engine, "spare", lambda engine: None)
+        monkeypatch.setattr(_engine.Engine, "_hold_back", lambda engine: None)
     loader = DataLoader(Photos(files * 12), 8, num_workers=2, pin_memory=True)
     prefetcher = DataPrefetcher(loader, transforms=SMALL, cpu_share=0.0, device_prefetch_size=2)
     decoder = prefetcher._pipeline.decoder
@@ -1013,8 +1054,8 @@ def test_the_decode_begins_while_the_loop_waits_for_the_gpu(files, monkeypatch, 
         time.sleep(0.02)
         launching.clear()
     assert len(begun) == 12 * len(files) // 8
-    # The first ones are begun before the GPU has anything to do.
-    assert sum(begun[4:]) < 4 if gate == "ours" else sum(begun[4:]) > len(begun[4:]) // 2
+    # The first ones are begun before it is known what a step takes.
+    assert sum(begun[8:]) < 4 if gate == "ours" else sum(begun[8:]) > len(begun[8:]) // 2
 
 
 def test_an_error_without_words_may_be_a_shortage(monkeypatch):
