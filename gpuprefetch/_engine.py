@@ -695,7 +695,7 @@ class Engine:
 # Note [When to decode]
 # What nvJPEG takes of the model's time depends on what the GPU does meanwhile. 128 photos beside a
 # compiled ResNet-18 whose step takes 14.2 ms on an H200 made it 14.8 to 14.9 where the decode began
-# with the step, or up to a quarter of it later, and 14.6 where it began behind two fifths of it (one
+# with the step, or up to a quarter of it later, and 14.6 where it began behind two fifths (one
 # process, two rounds; the host was ahead and waited for the GPU). The same step as one CUDA graph
 # lost 0.2 ms: the rest is lost between kernels, of which the end of the forward pass and the
 # beginning of the backward pass have the most. So a batch that is not late is decoded in the latter
