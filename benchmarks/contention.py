@@ -122,12 +122,26 @@ def measure(
     variants: list[tuple[float | str, str]],
     settings: dict[str, Any],
     timing: dict[str, float],
+    stream: str,
 ) -> dict[str, Any]:
     """All variants, in this process."""
-    shared = loaders.Settings(**settings)
-    resident = iter(loaders.build("synthetic", shared, {}))
-    import gpuprefetch  # before there is a context: it prepares the environment
+    import gpuprefetch  # noqa: F401  # before there is a context: it prepares the environment
 
+    with train.stream_of(stream, settings["device"]):
+        return measure_here(model, mode, variants, loaders.Settings(**settings), timing)
+
+
+def measure_here(
+    model: str,
+    mode: str,
+    variants: list[tuple[float | str, str]],
+    shared: loaders.Settings,
+    timing: dict[str, float],
+) -> dict[str, Any]:
+    """The same, on the current stream."""
+    from gpuprefetch import DataPrefetcher
+
+    resident = iter(loaders.build("synthetic", shared, {}))
     step = train.make_step(model, mode, shared.device)
     run(resident, step, timing["warmup"], shared.device)
     with Sleeps() as sleeps:
@@ -144,7 +158,7 @@ def measure(
     results: list[dict[str, Any]] = []
     for share, without in variants:
         batches = loaders.build("gpuprefetch", shared, {"cpu_share": share})
-        assert isinstance(batches, gpuprefetch.DataPrefetcher)
+        assert isinstance(batches, DataPrefetcher)
         leave_out(batches, without.split(","))
         iterator = iter(batches)
         run(iterator, step, timing["warmup"], shared.device)
@@ -184,6 +198,7 @@ def main() -> None:
     parser.add_argument(
         "--without", nargs="+", default=WITHOUT[:1], help=f"{known}; or several: a,b"
     )
+    parser.add_argument("--stream", default="own", choices=train.STREAMS, help="of the training")
     args = harness.parse_arguments(parser)
     if unknown := {part for parts in args.without for part in parts.split(",")} - {*WITHOUT}:
         parser.error(f"--without takes {known}, got {', '.join(sorted(unknown))}")
@@ -198,6 +213,7 @@ def main() -> None:
         "variants": [(share, without) for share in shares for without in args.without],
         "settings": harness.settings(args),
         "timing": {"warmup": args.warmup, "seconds": args.seconds},
+        "stream": args.stream,
     }
     result = harness.run_child(__file__, task, device=device, timeout=args.timeout)
     variants = result.pop("variants", [])

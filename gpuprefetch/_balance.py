@@ -109,8 +109,9 @@ class Balancer:
 
     @property
     def pace(self) -> float:
-        """Median of the latest periods; 0 while there are few."""
-        return median(self._periods) if len(self._periods) >= FEW else 0.0
+        """A period that a quarter of the latest ones are below; 0 while there are few."""
+        count = len(self._periods)
+        return sorted(self._periods)[count // 4] if count >= FEW else 0.0
 
     @property
     def trying(self) -> bool:
@@ -148,8 +149,9 @@ class Balancer:
         """
         if decoded and decode_seconds:
             self._carried.append(decoded / images * (images / decode_seconds) ** (1 / WORK))
-        if self.fixed or not (period := self.pace):
+        if self.fixed or len(self._periods) < FEW:
             return
+        period = median(self._periods)
         self._unseen -= 1
         if self._unseen < 0:
             self._waits.append(min(max(waited / period, LEAST), MOST) - LEAST)

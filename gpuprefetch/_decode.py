@@ -61,9 +61,7 @@ from gpuprefetch._stream import current_handle
 #     loader (half of the images decoded by the workers, another machine, medians of three rounds).
 #   - a second thread is there for a loop that does little but wait: see Note [Memory for speed].
 #     It launches its images while the other is in nvJPEG, and is let in beside it while the loop
-#     waits, for the GPU or for its batch, and launches nothing. A loop that had to wait
-#     for the GPU, and has the batch after this one ready, is left alone until it is back: it will
-#     wait again (Engine.spare).
+#     waits, for the GPU or for its batch, and launches nothing.
 #   - a tensor that goes into TorchScript has a second owner there: of one that only Python owns
 #     torch takes the lock to let it go (Buffer).
 #   - a batch that the loop has done with goes back to the allocator when the GPU has as well, so

@@ -291,3 +291,17 @@ def test_a_loop_that_does_little_but_wait(monkeypatch):
     for _ in range(_balance.OFTEN):
         balancer.loop_waited(0.0152)
     assert not balancer.starved
+
+
+def test_the_pace_is_that_of_the_loops_shorter_steps():
+    balancer = Balancer(torch.zeros(1, dtype=torch.float64), LOADER, fixed=True)
+    for _ in range(_balance.FEW - 1):
+        balancer.handed_over(0.1)
+    assert balancer.pace == 0.0  # it is not known yet
+    balancer.handed_over(0.1)
+    assert balancer.pace == 0.1
+    balancer.handed_over(30.0)  # a validation
+    assert balancer.pace == 0.1
+    for i in range(16):  # gradients are accumulated
+        balancer.handed_over((0.1, 0.01)[i % 2])
+    assert balancer.pace == 0.01
