@@ -983,12 +983,12 @@ def lanes_without_cuda(monkeypatch):
 
 
 def test_a_decode_begins_in_the_latter_part_of_the_step(lanes_without_cuda):
-    with Lane(pace=0.4) as lane:
-        assert 0.19 < lane.seconds() < 0.35  # half of the step, but for the clock
-        lane.engine._spent.append(0.25)  # and so the next one takes until the end of the step
-        assert 0.12 < lane.seconds() < 0.3
-        lane.engine._spent.append(0.5)
-        assert lane.seconds() < 0.1
+    with Lane(pace=1.0) as lane:
+        assert lane.seconds() > 0.49  # half of the step, but for the clock
+        lane.engine._spent.append(0.7)  # and so the next one takes until the end of the step
+        assert 0.24 < lane.seconds() < 0.49
+        lane.engine._spent.append(1.0)  # of several, the longest counts
+        assert lane.seconds() < 0.24
 
 
 def test_a_decode_that_is_late_or_of_an_unknown_loop_begins_at_once(lanes_without_cuda):
