@@ -699,9 +699,9 @@ class Engine:
 # process, two rounds; the host was ahead and waited for the GPU). The same step as one CUDA graph
 # lost 0.2 ms, and that is what the model's kernels took longer; the rest is lost between them. So a
 # batch that is not late is decoded in the latter part of the loop's step, and early enough to be
-# ready when the loop comes back; if the loop comes earlier, from then on. Behind the loader, 45 % of
-# the photos decoded by the workers, the step took 15.1 ms so, and 15.3 where each decode began with
-# it (one process, medians of eight rounds); where the host held the GPU back, both took 15.4.
+# ready when the loop comes back; if it comes earlier, from then on. Behind the loader, workers
+# decoding 45 % of the photos, the step took 15.1 ms so, and 15.3 where each decode began with it
+# (one process, medians of eight rounds); where the host held the GPU back, both took 15.4.
 
 # Note [Threads hold no epoch]
 # A transform, or a collate function, may lead to the iterator of the loop, as where all of them are
