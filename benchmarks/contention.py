@@ -33,6 +33,8 @@ import torch
 import train
 from sleeps import Sleeps
 
+import gpuprefetch  # before the context: it prepares the environment
+
 WITHOUT = ["nothing", "decode", "launch", "handovers"]
 FIELDS = ["user_ms", "system_ms", "queued_ms", "sleeps", "preemptions"]
 
@@ -116,31 +118,20 @@ def run(
     return waits, hosts, time.perf_counter() - begin
 
 
-def measure(
-    model: str,
-    mode: str,
-    variants: list[tuple[float | str, str]],
-    settings: dict[str, Any],
-    timing: dict[str, float],
-    stream: str,
-) -> dict[str, Any]:
-    """All variants, in this process."""
-    import gpuprefetch  # noqa: F401  # before there is a context: it prepares the environment
-
+def measure(stream: str, settings: dict[str, Any], **task: Any) -> dict[str, Any]:
+    """All variants, in this process, with the training on one of ``train.STREAMS``."""
     with train.stream_of(stream, settings["device"]):
-        return measure_here(model, mode, variants, loaders.Settings(**settings), timing)
+        return run_variants(shared=loaders.Settings(**settings), **task)
 
 
-def measure_here(
+def run_variants(
     model: str,
     mode: str,
     variants: list[tuple[float | str, str]],
     shared: loaders.Settings,
     timing: dict[str, float],
 ) -> dict[str, Any]:
-    """The same, on the current stream."""
-    from gpuprefetch import DataPrefetcher
-
+    """All variants, on the current stream."""
     resident = iter(loaders.build("synthetic", shared, {}))
     step = train.make_step(model, mode, shared.device)
     run(resident, step, timing["warmup"], shared.device)
@@ -158,7 +149,7 @@ def measure_here(
     results: list[dict[str, Any]] = []
     for share, without in variants:
         batches = loaders.build("gpuprefetch", shared, {"cpu_share": share})
-        assert isinstance(batches, DataPrefetcher)
+        assert isinstance(batches, gpuprefetch.DataPrefetcher)
         leave_out(batches, without.split(","))
         iterator = iter(batches)
         run(iterator, step, timing["warmup"], shared.device)

@@ -490,7 +490,9 @@ class Engine:
 
     def _hold_back(self) -> None:
         """Let the next decode wait for its time in the step that begins; ``_changed`` is held."""
-        if self.lean or any(not slot.done.is_set() for slot in self._slots):
+        if not self._on_cuda or self.lean:  # no lane, or one that waits for memory
+            return
+        if any(not slot.done.is_set() for slot in self._slots):
             return
         pace = self.balancer.pace
         seconds = min(BEGIN_BY * pace, END_BY * pace - max(self._spent, default=0.0))
