@@ -43,6 +43,9 @@ class Library:
 
         return call
 
+    def stream(self, handle):
+        return SimpleNamespace(synchronize=lambda: self.log.append(f"wait for {handle}"))
+
     def CreateEx(self, backend, allocator, pinned, flags, handle):
         assert (backend, allocator, pinned, flags) == (3, None, None, 0)
         handle._obj.value = next(self.made)
@@ -84,8 +87,10 @@ def library(monkeypatch):
     fake = Library()
     monkeypatch.setattr(_nvjpeg, "_library", lambda: fake)
     monkeypatch.setattr(_nvjpeg, "_idle", type(_nvjpeg._idle)(list))
-    stream = SimpleNamespace(cuda_stream=7, synchronize=lambda: fake.log.append("synchronize"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    current = SimpleNamespace(cuda_stream=7, synchronize=lambda: fake.log.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", fake.stream)
+    fake.current = current
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     _nvjpeg.available.cache_clear()
     yield fake
@@ -184,6 +189,35 @@ def test_two_threads_have_a_decoder_each(library):
     assert library.log.count("nvjpegCreateEx") == 2
 
 
+def test_a_decoder_that_changes_streams_waits(library):
+    decoder, data = NvjpegDecoder(CPU), encoded()
+    packed(decoder, data)
+    packed(decoder, data)
+    assert "wait for 7" not in library.log
+    library.current.cuda_stream = 8
+    packed(decoder, data)
+    assert library.log[-3:] == [
+        "wait for 7",
+        "nvjpegDecodeBatchedInitialize",
+        "nvjpegDecodeBatched",
+    ]
+    decoder(data)  # which waits itself, and leaves nothing under way
+    library.current.cuda_stream = 9
+    packed(decoder, data)
+    assert library.log.count("nvjpegCreateEx") == 1
+    assert [words for words in library.log if words.startswith("wait")] == ["wait for 7"]
+
+
+def test_a_thread_gets_its_decoder_back(library):
+    with _nvjpeg.lease(CPU) as one, _nvjpeg.lease(CPU) as other:
+        one.stream, other.stream = 7, 8
+    for stream, expected in [(8, other), (7, one), (7, one), (8, other)]:
+        library.current.cuda_stream = stream
+        with _nvjpeg.lease(CPU) as decoder:
+            assert decoder is expected
+    assert library.log.count("nvjpegCreateEx") == 2
+
+
 @pytest.mark.parametrize("maps", [None, "7f00-7f01 r--p 0 0:0 0 /lib/libc.so.6\n"])
 def test_no_library(monkeypatch, tmp_path, maps):
     # As on another platform, or with a TorchCodec that was built for the CPU.
@@ -228,3 +262,26 @@ def test_what_the_engines_refuse_leaves_the_next_call_alone():
         with pytest.raises(RuntimeError, match="nvjpeg"):
             packed(decoder, broken, device=device)
         assert torch.equal(packed(decoder, data, device=device), expected)
+
+
+@pytest.mark.gpu
+def test_a_call_on_another_stream_waits_for_the_one_before():
+    device = torch.device("cuda", 0)
+    if not _nvjpeg.available(device):
+        pytest.skip("no JPEG engines")
+    data, (busy, other) = encoded(), (torch.cuda.Stream(), torch.cuda.Stream())
+    files, call = flat(data), call_of(data)
+    outs = torch.zeros((3, call.size), dtype=torch.uint8, device=device)
+    expected = pixels(NvjpegDecoder(device)(data))
+    torch.cuda.synchronize()
+    with _nvjpeg.lease(device) as decoder:
+        with torch.cuda.stream(busy):
+            torch.cuda._sleep(1_000_000_000)
+        for out, stream in zip(outs, [busy, busy, other], strict=True):
+            assert not busy.query()  # nvJPEG does not wait itself
+            order = _nvjpeg.place_order(call.order, files.data_ptr() + 12, out.data_ptr())
+            decoder.decode(order, stream.cuda_stream)
+        assert busy.query()
+        torch.cuda.synchronize()
+    for out in outs:
+        assert torch.equal(out, expected)
