@@ -90,6 +90,7 @@ def measure(
     seconds: float,
     repeats: int,
     warmup_steps: int = 0,
+    burst: int = 1,
 ) -> dict[str, Any]:
     """Rate of ``step(*batch)`` over an endless loader.
 
@@ -101,6 +102,8 @@ def measure(
         seconds: measured, in ``repeats`` windows.
         repeats: windows that median and spread are taken over.
         warmup_steps: taken at least, to empty what was prefetched during the compilation.
+        burst: a window has a multiple of so many steps: workers that are slower than the loop hand
+            over a batch each, one behind the other, and then nothing for a while.
     """
     iterator, throttle = iter(batches), Throttle(device)
     first = next(iterator)
@@ -119,7 +122,7 @@ def measure(
     cpu_before, begin = cpu_seconds(), time.monotonic()
     marks.add()
     for _ in range(repeats):
-        window = _window(iterator, step, throttle, seconds / repeats)
+        window = _window(iterator, step, throttle, seconds / repeats, burst)
         marks.add()
         for column, value in zip((images, steps, waits), window, strict=True):
             column.append(value)
@@ -159,12 +162,16 @@ class Throttle:
 
 
 def _window(
-    iterator: Iterator[Any], step: Callable[..., Any], throttle: Throttle, seconds: float
+    iterator: Iterator[Any],
+    step: Callable[..., Any],
+    throttle: Throttle,
+    seconds: float,
+    burst: int,
 ) -> tuple[int, int, float]:
     """Images, steps and seconds in ``next`` of one window."""
     images = steps = 0
     waited, deadline = 0.0, time.perf_counter() + seconds
-    while time.perf_counter() < deadline:
+    while time.perf_counter() < deadline or steps % burst:
         throttle.wait()
         begin = time.perf_counter()
         batch = next(iterator)

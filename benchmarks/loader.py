@@ -138,6 +138,7 @@ def measure(
         batches = loaders.build(loader, shared, options)
     else:
         batches = STAGE_FACTORIES[loader](shared, **options)
+    timing = timing | {"burst": max(shared.workers, 1)}
     result = clock.measure(batches, lambda *batch: None, device=shared.device, **timing)
     if hasattr(batches, "stats"):
         result["stats"] = batches.stats.as_dict()

@@ -1,6 +1,7 @@
 """The benchmark scripts run, at tiny size and on the CPU."""
 
 import ctypes
+import itertools
 import json
 import os
 import subprocess
@@ -379,6 +380,26 @@ def test_memory_stage_by_stage(settings):
     assert all(used["device_gib"] == 0.0 for used in found["stages"].values())  # no device
     result = {"what": "stages", "model": "a", "loader": "gpuprefetch", **found}
     assert "| a: **gpuprefetch** | 0.00 (0.00) |" in table.memory_tables([{"results": [result]}])[0]
+
+
+@pytest.mark.parametrize("burst", [1, 8])
+def test_windows_hold_whole_bursts(burst):
+    import clock
+    import torch
+
+    batch = torch.zeros(1, 3, 2, 2).contiguous(memory_format=torch.channels_last), torch.ones(1)
+
+    def batches():  # as of eight workers: eight of them, and then nothing
+        begin = time.perf_counter()
+        for number in itertools.count():
+            at = begin + 0.2 * (number // 8) + 0.0125 * (number % 8)
+            time.sleep(max(at - time.perf_counter(), 0.0))
+            yield batch
+
+    timing = {"warmup": 0.0, "warmup_steps": 8, "seconds": 0.75, "repeats": 3, "burst": burst}
+    result = clock.measure(batches(), lambda *batch: None, device="cpu", **timing)
+    rates = result["images_per_second"]["values"]
+    assert all(rate == pytest.approx(40, rel=0.1) for rate in rates) == (burst == 8)
 
 
 def test_cpu_seconds_count_children():
