@@ -90,7 +90,7 @@ def measure(
     seconds: float,
     repeats: int,
     warmup_steps: int = 0,
-    burst: int = 1,
+    workers: int = 0,
 ) -> dict[str, Any]:
     """Rate of ``step(*batch)`` over an endless loader.
 
@@ -102,8 +102,8 @@ def measure(
         seconds: measured, in ``repeats`` windows.
         repeats: windows that median and spread are taken over.
         warmup_steps: taken at least, to empty what was prefetched during the compilation.
-        burst: a window has a multiple of so many steps: workers that are slower than the loop hand
-            over a batch each, one behind the other, and then nothing for a while.
+        workers: of the loader. A window has a multiple of so many steps: workers that are slower
+            than the loop hand over a batch each, one behind the other, and then none for a while.
     """
     iterator, throttle = iter(batches), Throttle(device)
     first = next(iterator)
@@ -122,7 +122,7 @@ def measure(
     cpu_before, begin = cpu_seconds(), time.monotonic()
     marks.add()
     for _ in range(repeats):
-        window = _window(iterator, step, throttle, seconds / repeats, burst)
+        window = _window(iterator, step, throttle, seconds / repeats, max(workers, 1))
         marks.add()
         for column, value in zip((images, steps, waits), window, strict=True):
             column.append(value)
@@ -166,12 +166,12 @@ def _window(
     step: Callable[..., Any],
     throttle: Throttle,
     seconds: float,
-    burst: int,
+    multiple: int,
 ) -> tuple[int, int, float]:
-    """Images, steps and seconds in ``next`` of one window."""
+    """Images, steps, a ``multiple`` of so many, and seconds in ``next`` of one window."""
     images = steps = 0
     waited, deadline = 0.0, time.perf_counter() + seconds
-    while time.perf_counter() < deadline or steps % burst:
+    while time.perf_counter() < deadline or steps % multiple:
         throttle.wait()
         begin = time.perf_counter()
         batch = next(iterator)

@@ -138,8 +138,9 @@ def measure(
         batches = loaders.build(loader, shared, options)
     else:
         batches = STAGE_FACTORIES[loader](shared, **options)
-    timing = timing | {"burst": max(shared.workers, 1)}
-    result = clock.measure(batches, lambda *batch: None, device=shared.device, **timing)
+    result = clock.measure(
+        batches, lambda *batch: None, device=shared.device, workers=shared.workers, **timing
+    )
     if hasattr(batches, "stats"):
         result["stats"] = batches.stats.as_dict()
     return result

@@ -92,10 +92,11 @@ def measure(
     batches = loaders.build(loader, shared, options)  # first: it may prepare the environment
     # The DataLoader filled its queue during the compilation: do not measure that.
     timing = timing | {"warmup_steps": 3 * shared.workers if timing["warmup"] >= 1 else 1}
-    timing = timing | {"burst": max(shared.workers, 1)}
     with stream_of(stream, shared.device):
         step = make_step(model, mode, shared.device)
-        result = clock.measure(batches, step, device=shared.device, **timing)
+        result = clock.measure(
+            batches, step, device=shared.device, workers=shared.workers, **timing
+        )
     import torch
 
     if hasattr(batches, "stats"):

@@ -1006,8 +1006,7 @@ def test_a_decode_that_is_late_or_of_an_unknown_loop_begins_at_once(lanes_withou
             lane.ran.get(timeout=10)
 
 
-def test_a_lane_that_waits_holds_no_epoch(monkeypatch):
-    monkeypatch.setattr(_engine, "using", lambda stream: contextlib.nullcontext())
+def test_a_lane_that_waits_holds_no_epoch(lanes_without_cuda):
     engine = object.__new__(_engine.Engine)
     gate, given = _engine.Gate(), queue.SimpleQueue()
     gate.close(60)
