@@ -180,12 +180,12 @@ _choosing = threading.Lock()
 
 # Note [A decoder changes streams]
 # nvJPEG's decoder has memory of its own for what it was asked last, and a call returns before that
-# is through. Two threads, each with a stream, that took the same two decoders as they came, in
-# epochs of 20 calls of 32 photos, came to a call that never returned in the 11th and in the 38th
-# epoch, in two of four processes on an H200: one thread of the host at full load, nothing left for
-# the GPU to do, and the decoder just come from the other stream, where its last call was under way.
-# Two processes that waited for the stream behind each call had none in 90 epochs each. So a thread
-# gets the decoder back that it had, and one that comes from another stream waits for that.
+# is through. Two threads, each with a stream, that took the same two decoders as they came, came to
+# a call that never returned: one thread of the host at full load, nothing left for the GPU to do,
+# and the decoder just come from the other stream, where its last call was under way. So a thread
+# gets the decoder back that it had, and one that comes from another stream waits for that. Epochs
+# of 20 calls of 32 photos on an H200, the two ways at once on one machine: three processes of three
+# were stuck within five epochs without this, and none of three within 84 with it.
 
 
 @cache
