@@ -101,7 +101,8 @@ def train_rows(documents: list[Document]) -> dict[tuple[str, str], dict[str, Row
     for document in documents:
         for row in train.summary(document["results"]):
             table.setdefault((row["model"], row["mode"]), {})[row["loader"]] = row
-    return table
+    modes = list(train.MODES)
+    return {key: table[key] for key in sorted(table, key=lambda key: (key[0], modes.index(key[1])))}
 
 
 def rate(row: Row | None) -> str:
@@ -215,7 +216,7 @@ def memory_tables(documents: list[Document]) -> list[str]:
     idle = {r["loader"]: r for r in results if r["what"] == "idle" and "error" not in r}
     tables = []
     if largest:
-        models = list(dict.fromkeys(model for model, _ in largest))
+        models = sorted({model for model, _ in largest})
         present = sorted({loader for _, loader in largest}, key=order)
         cap = next(iter(largest.values()))["cap_gib"]
         rows = []
