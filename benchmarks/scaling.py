@@ -4,7 +4,8 @@
     torchrun --standalone --nproc-per-node=2 benchmarks/scaling.py --data PHOTOS --output x2.json
 
 The rates are of all processes together. DistributedDataParallel keeps them in step, so steps are
-counted, not seconds. With one process there is none, as in the training example.
+counted, not seconds. With one process there is none, as in the training example. The step runs on a
+stream of its own, as in train.py.
 """
 
 import argparse
@@ -40,13 +41,14 @@ def measure(batches: loaders.Batches, step: Any, args: argparse.Namespace) -> di
 def run(args: argparse.Namespace) -> None:
     document = harness.Document("scaling", args, harness.Device())
     settings = loaders.Settings(**harness.settings(args))
-    for model in args.models:
-        step = train.make_step(model, "eager", args.device, wrapped)
-        for spec in args.loaders:
-            loader, options = loaders.parse(spec)
-            measured = measure(loaders.build(loader, settings, options), step, args)
-            if RANK == 0:
-                document.add({"model": model, "loader": spec, "processes": WORLD, **measured})
+    with train.stream_of("own", args.device):
+        for model in args.models:
+            step = train.make_step(model, "eager", args.device, wrapped)
+            for spec in args.loaders:
+                loader, options = loaders.parse(spec)
+                measured = measure(loaders.build(loader, settings, options), step, args)
+                if RANK == 0:
+                    document.add({"model": model, "loader": spec, "processes": WORLD, **measured})
 
 
 def main() -> None:
