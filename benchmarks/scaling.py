@@ -24,12 +24,17 @@ import gpuprefetch  # noqa: F401  # before the context: it prepares the environm
 
 
 def wrapped(model: torch.nn.Module) -> torch.nn.Module:
-    return DistributedDataParallel(model) if WORLD > 1 else model
+    """As the training example has it."""
+    if WORLD == 1:
+        return model
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
-def measure(batches: loaders.Batches, step: Any, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    batches: loaders.Batches, step: Any, args: argparse.Namespace, *, warmup_steps: int
+) -> dict[str, Any]:
     """Rate of ``step(*batch)`` on all processes, in ``repeats`` windows of ``steps`` each."""
-    windows = [args.warmup_steps, *[args.steps] * args.repeats]
+    windows = [warmup_steps, *[args.steps] * args.repeats]
     seconds = clock.time_steps(batches, step, device=args.device, windows=windows)
     images = WORLD * args.batch_size * args.steps
     return {
@@ -46,7 +51,10 @@ def run(args: argparse.Namespace) -> None:
             step = train.make_step(model, "eager", args.device, wrapped)
             for spec in args.loaders:
                 loader, options = loaders.parse(spec)
-                measured = measure(loaders.build(loader, settings, options), step, args)
+                batches = loaders.build(loader, settings, options)
+                # A resident batch has nothing to settle.
+                warmup_steps = args.steps if loader == "synthetic" else args.warmup_steps
+                measured = measure(batches, step, args, warmup_steps=warmup_steps)
                 if RANK == 0:
                     document.add({"model": model, "loader": spec, "processes": WORLD, **measured})
 

@@ -350,7 +350,12 @@ def wrap(model, args):
     """Return the model as the training step calls it; its weights are the ones of ``model``."""
     if WORLD_SIZE > 1:
         on_gpu = args.device.type == "cuda"
-        model = DistributedDataParallel(model, device_ids=[LOCAL_RANK] if on_gpu else None)
+        model = DistributedDataParallel(
+            model,
+            device_ids=[LOCAL_RANK] if on_gpu else None,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # share_buffers does that before they are used
+        )
     return torch.compile(model) if args.compile else model
 
 
