@@ -27,7 +27,9 @@ def wrapped(model: torch.nn.Module) -> torch.nn.Module:
     """As the training example has it."""
     if WORLD == 1:
         return model
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parallel.broadcast_buffers = False  # as an argument it has another name since torch 2.15
+    return parallel
 
 
 def measure(
@@ -37,10 +39,19 @@ def measure(
     windows = [warmup_steps, *[args.steps] * args.repeats]
     seconds = clock.time_steps(batches, step, device=args.device, windows=windows)
     images = WORLD * args.batch_size * args.steps
-    return {
+    result = {
         "images_per_second": clock.quartiles([images / s for s in seconds]),
         "step_ms": statistics.median(1000 * s / args.steps for s in seconds),
     }
+    if hasattr(batches, "stats"):
+        result["stats"] = batches.stats.as_dict()  # of the first rank
+    return result
+
+
+def choose_algorithms(model: str, settings: loaders.Settings) -> None:
+    """Take a step that waits for no other rank: in the first one cuDNN times its algorithms."""
+    train.make_step(model, "eager", settings.device)(*next(iter(loaders.synthetic(settings))))
+    clock.synchronize(settings.device)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -48,6 +59,7 @@ def run(args: argparse.Namespace) -> None:
     settings = loaders.Settings(**harness.settings(args))
     with train.stream_of("own", args.device):
         for model in args.models:
+            choose_algorithms(model, settings)
             step = train.make_step(model, "eager", args.device, wrapped)
             for spec in args.loaders:
                 loader, options = loaders.parse(spec)

@@ -350,12 +350,10 @@ def wrap(model, args):
     """Return the model as the training step calls it; its weights are the ones of ``model``."""
     if WORLD_SIZE > 1:
         on_gpu = args.device.type == "cuda"
-        model = DistributedDataParallel(
-            model,
-            device_ids=[LOCAL_RANK] if on_gpu else None,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # share_buffers does that before they are used
-        )
+        device_ids = [LOCAL_RANK] if on_gpu else None
+        model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+        # As an argument it has another name since torch 2.15. See share_buffers.
+        model.broadcast_buffers = False
     return torch.compile(model) if args.compile else model
 
 
