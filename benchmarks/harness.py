@@ -60,7 +60,12 @@ def argument_parser(description: str | None, *, timed: bool = True) -> argparse.
 
 
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse them, and have SIGTERM, as ``timeout`` sends it, end the script as Ctrl-C does.
+
+    Else a child would live on, with its memory of the GPU, beside what is measured next.
+    """
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if getattr(args, "quick", False):
         args.warmup, args.seconds, args.repeats = args.warmup / 3, args.seconds / 3, 3
     args.device = "cpu" if args.cpu else "cuda"
@@ -134,8 +139,8 @@ def run_child(
     """Run ``script --child TASK`` and return what its measurement returned.
 
     ``gpu_peak_gib`` is the most memory in use on the whole device while the child lived, beyond
-    what was in use before it started; ``gpu_steady_gib`` the same within the measured seconds. A
-    child that fails gives ``{"error": the end of its stderr}``.
+    what was in use before it started, ``gpu_before_gib``; ``gpu_steady_gib`` the same within the
+    measured seconds. A child that fails gives ``{"error": the end of its stderr}``.
     """
     variables = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
     # One cache for all children: only the first one of a model compiles.
@@ -175,7 +180,8 @@ def run_child(
 def _memory(
     samples: list[tuple[float, int]], before: int, measured: list[float] | None
 ) -> dict[str, float]:
-    memory = {"gpu_peak_gib": (max(used for _, used in samples) - before) / GIB}
+    peak = max(used for _, used in samples)
+    memory = {"gpu_before_gib": before / GIB, "gpu_peak_gib": (peak - before) / GIB}
     if measured:
         steady = [used for at, used in samples if measured[0] <= at <= measured[1]]
         memory["gpu_steady_gib"] = (max(steady, default=before) - before) / GIB

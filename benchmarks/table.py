@@ -77,21 +77,23 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def caption(documents: list[Document], links: str) -> str:
-    """Where and how a table was measured."""
+def caption(documents: list[Document], links: str, *, latest: bool = False) -> str:
+    """Where and how a table was measured; with the command of the ``latest`` document alone."""
     newest = documents[-1]
     metadata, photos, parameters = newest["metadata"], newest["photos"], newest["parameters"]
     versions = metadata["versions"]
     packages = {"torch": "torch", "nvidia-dali-cuda130": "DALI", "timm": "timm"}
     named = [f"{label} {versions[key]}" for key, label in packages.items() if versions.get(key)]
     files = ", ".join(f"[{d['file']}]({links}{d['file']})" for d in documents)
-    commands = ", ".join(dict.fromkeys(f"`{d['metadata']['command']}`" for d in documents))
+    shown = documents[-1:] if latest else documents
+    commands = ", ".join(dict.fromkeys(f"`{d['metadata']['command']}`" for d in shown))
+    alike = " and the like, each in its file" if len(shown) < len(documents) else ""
     return (
         f"{metadata['gpu'] or metadata['cpu']}, {metadata['affinity']} CPU cores, batch "
         f"{parameters['batch_size']}, bf16, channels_last, {photos['files']:,} files "
         f"({photos['distinct']} photos of {photos['mean_width']} x {photos['mean_height']} and "
         f"{photos['mean_bytes'] / 1000:.0f} KB on average, repeated), {', '.join(named)}; "
-        f"from {files}, measured with {commands}."
+        f"from {files}, measured with {commands}{alike}."
     )
 
 
@@ -264,7 +266,8 @@ def front_page(documents: list[Document]) -> str:
     if not (first := foremost(documents)):
         return ""
     plot = "![Share of the ceiling that each loader reaches](docs/results.svg)"
-    return "\n\n".join([train_table(first), plot, caption(first, "benchmarks/results/")])
+    where = caption(first, "benchmarks/results/", latest=True)
+    return "\n\n".join([train_table(first), plot, where])
 
 
 def all_results(documents: list[Document], runs: list[Document]) -> str:

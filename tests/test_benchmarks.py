@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -71,6 +72,40 @@ def test_train(photos, tmp_path, monkeypatch, capsys):
         assert result["images_per_second"]["median"] > 0
         assert result["first_batch"]["shape"] == [4, 3, 32, 32]
         assert result["first_batch"]["dtype"] == "torch.bfloat16"
+
+
+TERMINATED = """
+import os, sys, time
+from pathlib import Path
+import harness
+
+if sys.argv[1] == "--child":
+    Path(sys.argv[0]).with_suffix(".pid").write_text(str(os.getpid()))
+    time.sleep(100)
+if sys.argv.pop(1) == "with":
+    harness.parse_arguments(harness.argument_parser(None))
+harness.run_child(__file__, {}, device=harness.Device())
+"""
+
+
+@pytest.mark.parametrize("handled", ["with", "without"])
+def test_a_script_that_is_terminated_leaves_no_child(handled, tmp_path):
+    script, noted = tmp_path / "script.py", tmp_path / "script.pid"
+    script.write_text(TERMINATED)
+    path = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(script), handled, "--data", str(tmp_path)]
+    parent = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path})
+    deadline = time.monotonic() + 30
+    while not (noted.exists() and noted.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child = int(noted.read_text())
+    parent.terminate()
+    parent.wait(30)
+    if handled == "with":
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+    else:
+        os.kill(child, signal.SIGKILL)  # guards the test: the child is there without it
 
 
 def test_scaling(photos, tmp_path, monkeypatch):
