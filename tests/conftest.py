@@ -1,5 +1,6 @@
 """Devices the tests run on, and JPEG files drawn for them."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -35,6 +36,19 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish():
+    # Many tests collect garbage, and would look through all of what has been imported each time.
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def nothing_frozen():
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     return torch.device(request.param)
@@ -55,6 +69,15 @@ def scripts():
 def kernel_device():
     """Where Triton kernels run here: compiled on CUDA, interpreted on CPU."""
     return torch.device("cuda" if HAS_CUDA else "cpu")
+
+
+@pytest.fixture
+def large_tiles(monkeypatch):
+    """Fewer programs' work: Triton's interpreter takes as long for a tile of any size."""
+    from gpuprefetch import _resample
+
+    if not HAS_CUDA:
+        monkeypatch.setattr(_resample, "ROWS", 8)
 
 
 def draw_photo(height, width, seed):

@@ -859,6 +859,7 @@ def test_a_loader_that_hangs_holds_no_lock(fetched, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.usefixtures("nothing_frozen")
 def test_two_threads_may_fork_at_a_time():
     begun, read, write = threading.Barrier(2), *os.pipe()
 

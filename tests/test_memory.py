@@ -612,6 +612,7 @@ def launched(monkeypatch):
 
 
 @interpreted
+@pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("most", [3, 7])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_each_group_of_a_batch_fills_its_rows(monkeypatch, launched, share, most):
@@ -630,6 +631,7 @@ def test_each_group_of_a_batch_fills_its_rows(monkeypatch, launched, share, most
 
 
 @interpreted
+@pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("refused", [False, True])
 def test_files_cut_below_their_crop_give_the_same(monkeypatch, refused):
     shapes = [(480, 32), (430, 31), (340, 20), (270, 19), (440, 31), (64, 48), (90, 90)]
