@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,7 @@ def argument_parser(description: str | None, *, timed: bool = True) -> argparse.
 
 
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse them, and have SIGTERM, as ``timeout`` sends it, end the script as Ctrl-C does.
-
-    Else a child would live on, with its memory of the GPU, beside what is measured next.
-    """
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if getattr(args, "quick", False):
         args.warmup, args.seconds, args.repeats = args.warmup / 3, args.seconds / 3, 3
     args.device = "cpu" if args.cpu else "cuda"
@@ -128,6 +123,20 @@ class Device:
         return {"gpu": name.value.decode() or None, "driver": driver.value.decode() or None}
 
 
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM, as ``timeout`` sends it, is an exception inside of it, as Ctrl-C is.
+
+    Else a child would live on, with its memory of the GPU, beside what is measured next.
+    """
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@ended_by_sigterm()
 def run_child(
     script: str,
     task: dict[str, Any],

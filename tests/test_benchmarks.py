@@ -82,9 +82,8 @@ import harness
 if sys.argv[1] == "--child":
     Path(sys.argv[0]).with_suffix(".pid").write_text(str(os.getpid()))
     time.sleep(100)
-if sys.argv.pop(1) == "with":
-    harness.parse_arguments(harness.argument_parser(None))
-harness.run_child(__file__, {}, device=harness.Device())
+run_child = harness.run_child if sys.argv[1] == "with" else harness.run_child.__wrapped__
+run_child(__file__, {}, device=harness.Device())
 """
 
 
@@ -93,7 +92,7 @@ def test_a_script_that_is_terminated_leaves_no_child(handled, tmp_path):
     script, noted = tmp_path / "script.py", tmp_path / "script.pid"
     script.write_text(TERMINATED)
     path = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(script), handled, "--data", str(tmp_path)]
+    command = [sys.executable, str(script), handled]
     parent = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path})
     deadline = time.monotonic() + 30
     while not (noted.exists() and noted.read_text()) and time.monotonic() < deadline:
