@@ -40,6 +40,9 @@ def pytest_collection_finish():
     # Many tests collect garbage, and would look through all of what has been imported each time.
     gc.collect()
     gc.freeze()
+    # Python goes by what is not frozen: it would look through all of that more often than before,
+    # and in whatever thread.
+    gc.set_threshold(*gc.get_threshold()[:2], 1000)
 
 
 @pytest.fixture
