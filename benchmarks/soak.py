@@ -201,13 +201,9 @@ def memory(device: str, workers: int, epochs: int, epoch_batches: int) -> dict[s
     """What the process holds after each epoch, and how much it varies once it is warm."""
     import kornia.augmentation as K
 
-    from gpuprefetch import RandomResizedCrop, _balance
-    from gpuprefetch._turns import turns
+    from gpuprefetch import RandomResizedCrop
 
     prepare()
-    if device == "cuda":  # the second decoder comes once: now, and not in some later epoch
-        turns[torch.device("cuda", torch.cuda.current_device())].level = 5
-        _balance.OFTEN = 0
     # Each batch takes the same memory, so that any rise is one. Of random sizes and flips now and
     # then one takes more than all before, and torch's allocator another 2 MiB.
     files, flip = draw_pictures((300, 301)), K.RandomHorizontalFlip(p=1.0)

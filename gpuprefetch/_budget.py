@@ -19,8 +19,6 @@ _UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 BLOCK = 512  # torch's caching allocator rounds up to it
 LARGE = 10 << 20  # below it, images share its segments; from there on each gets one of its own
 
-# Decode threads, each with a stream of its own. While one is in nvJPEG the other resamples.
-LANES = 2
 # Images and decoded bytes of one decode call: 3 bytes a pixel until it is resampled, and where
 # nvJPEG is not called directly for a moment twice that. Each call fills and
 # empties the engines, which takes a millisecond: 256 of ImageNet's photos are usually one.
@@ -245,4 +243,4 @@ def cost_of(batch: Any, size: tuple[int, int] | None, dtype: torch.dtype | None)
             height, width = leaf.sizes[i].tolist()
             largest, name = int(sizes.max()), leaf.paths[i] or f"sample {leaf.indices[i]}"
             name = f"{name!r} of {width} x {height} pixels"
-    return Cost(fixed, sum(sorted(calls)[-LANES:]), largest, name, divisible)
+    return Cost(fixed, max(calls), largest, name, divisible)

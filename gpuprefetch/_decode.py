@@ -17,7 +17,6 @@ from gpuprefetch import _nvjpeg
 from gpuprefetch._budget import SUB_BATCH_BYTES, UPLOAD_BYTES, in_rooms
 from gpuprefetch._encoded import Call, EncodedImages
 from gpuprefetch._format import decode_cpu, same_rows, trial_files
-from gpuprefetch._stream import current_handle
 
 # Note [Decoded memory]
 # A decoded image lives in a block of the caching allocator's pool of the stream it was decoded on.
@@ -83,14 +82,19 @@ _thread = threading.local()  # the memory that a decode thread packs into, call 
 
 
 @contextlib.contextmanager
-def packing_into(room: list[torch.Tensor]) -> Iterator[None]:
-    """Have :func:`place` give one place in this thread, which lies in ``room``."""
-    _thread.room = room
+def packing_into() -> Iterator[None]:
+    """Have :func:`place` give one place in this thread."""
+    _thread.room = []
     try:
         yield
     finally:
         del _thread.room
-        room.clear()
+
+
+def free_scratch() -> None:
+    """Give back the place of this thread, until one is asked for again."""
+    if hasattr(_thread, "room"):
+        _thread.room.clear()
 
 
 def place(size: int, device: torch.device) -> torch.Tensor:
@@ -243,7 +247,7 @@ class NvjpegDecoder(TorchCodecDecoder):
         files, pictures = data.data_ptr() + first + call.start, out.data_ptr() + at
         order = _nvjpeg.place_order(call.order, files, pictures)
         with _nvjpeg.lease(self._device) as decoder:
-            decoder.decode(order, current_handle(self._device))
+            decoder.decode(order, torch.cuda.current_stream(self._device).cuda_stream)
         return True
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:

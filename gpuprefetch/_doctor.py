@@ -398,7 +398,7 @@ def _with(
         share, before = loader._pipeline.packer.share.clone().share_memory_(), loader._balancer
         if cpu_share is not None:
             share.fill_(cpu_share)
-        fixed = cpu_share is not None or (before.fixed and before._cores > 0)
+        fixed = cpu_share is not None or before.chosen
         clone._balancer = Balancer(share, clone, fixed=fixed)
         packer = replace(loader._pipeline.packer, share=share)
         clone._pipeline = replace(loader._pipeline, packer=packer, bad_images={}, stats=Stats())

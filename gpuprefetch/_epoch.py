@@ -1,36 +1,289 @@
-"""The iterator over one epoch: hands batches to the loop, and ends with it."""
+"""One epoch: a thread prepares its batches ahead of the loop, in order, and hands them over."""
 
 from __future__ import annotations
 
+import _thread
+import contextlib
+import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gpuprefetch._engine import Engine
-from gpuprefetch._pipeline import EMPTY
+from gpuprefetch._budget import NO_COST, READY, READY_BYTES, Cost
+from gpuprefetch._pipeline import EMPTY, Pipeline
+from gpuprefetch._resume import Source
+from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stage
-from gpuprefetch._stream import handoff, throttle
+from gpuprefetch._stream import SideStream, handoff, throttle
+
+# A thread whose loader hangs is abandoned after this time when the loop is left.
+JOIN_SECONDS = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A batch between the loader and the loop.
+
+    Attributes:
+        number: of the batch in its epoch.
+        batch: what the loader gave.
+        images: that it has.
+        state: the loader's, after the batch.
+        cost: bytes on the device.
+        fetched: when it came from the loader, by :func:`time.perf_counter`.
+        ready: whether there is a result or an error.
+        result: what the loop gets.
+        error: raised in the loop in place of a result.
+        event: recorded after the result.
+        waited: seconds that the loop waited for the result, after the batch had come.
+    """
+
+    number: int
+    batch: Any = None
+    images: int = 0
+    state: Any = None
+    cost: Cost = NO_COST
+    fetched: float = 0.0
+    ready: bool = False
+    result: Any = None
+    error: BaseException | None = None
+    event: torch.cuda.Event | None = None
+    waited: float = 0.0
+
+
+class Lookahead:
+    """Prepares the batches of one epoch, up to ``depth`` of them ahead of the loop.
+
+    Its thread fetches a batch, waits for room, runs the pipeline on the side stream, and records an
+    event. Only that thread adds slots, and only the loop takes them. Without a thread the loop does
+    the same work when it asks for a batch.
+
+    Args:
+        pipeline: what happens to each batch.
+        source: the loader's batches.
+        epoch: number of the epoch, for the pipeline.
+        depth: batches that are ready or in preparation; None goes by the size of the first one.
+        threaded: whether there is a thread.
+        check: gets each batch as it comes from the loader.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        source: Source,
+        *,
+        epoch: int,
+        depth: int | None,
+        threaded: bool,
+        check: Callable[[Any], None],
+    ) -> None:
+        self.pipeline, self.device, self.place = pipeline, pipeline.device, source.place
+        self._source, self._epoch, self._depth, self._check = source, epoch, depth, check
+        self._stream = SideStream(self.device)
+        # Guards the slots and ``_stopping``.
+        self._changed = threading.Condition()
+        self._slots: deque[Slot] = deque()
+        self._stopping = False
+        # What the host gave for batches that were handed over. The GPU may still read it.
+        self._uploads: deque[tuple[torch.cuda.Event, Any]] = deque()
+        self._number: int = source.place["batches"]
+        # Whoever reads the loader holds it. The end waits for it: the next epoch may be served by
+        # the same workers.
+        self._reading = threading.RLock()
+        self._ending, self._ended = threading.RLock(), False
+        self._pid, self._user = os.getpid(), threading.get_ident()
+        self._thread: threading.Thread | None = None
+        if threaded:
+            serve = threading.Thread(target=self._serve, name="gpuprefetch", daemon=True)
+            try:
+                serve.start()
+            except RuntimeError:  # not everywhere are there as many threads as one asks for
+                self.close()
+                raise
+            self._thread = serve
+
+    def _serve(self) -> None:
+        """What the thread does."""
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # a new thread is on the first GPU
+            with self.pipeline.scratch():
+                while self._step():
+                    pass
+        except BaseException as error:  # the loop might wait for ever
+            self._add(Slot(self._number, error=error, ready=True))
+
+    def _step(self) -> bool:
+        """Prepare one batch; whether another one may follow."""
+        slot = self._fetch()
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or self._has_room(slot))
+        self._add(slot)
+        if self._stopping:
+            slot.error = None  # breaks the cycle with the frame of _fetch
+            return False
+        if slot.error is None:
+            self._prepare(slot)
+        return slot.error is None
+
+    def _add(self, slot: Slot) -> None:
+        with self._changed:
+            self._slots.append(slot)
+            self._changed.notify_all()
+
+    def _has_room(self, slot: Slot) -> bool:
+        """Whether a batch need not wait: a single one may take the whole memory budget."""
+        depth = self._depth
+        if depth is None:
+            depth = self._depth = max(min(READY, READY_BYTES // max(slot.cost.fixed, 1)), 1)
+        budget = self.pipeline.memory_budget
+        if not self._slots or budget is None:
+            return len(self._slots) < depth
+        used = sum(other.cost.fixed for other in self._slots)
+        fits = used + slot.cost.fixed + slot.cost.decoded <= budget
+        return len(self._slots) < depth and fits
+
+    def _fetch(self) -> Slot:
+        """Take a batch from the loader."""
+        slot = Slot(self._number)
+        self._number += 1
+        try:
+            with self._reading:
+                if self._stopping:
+                    raise StopIteration
+                with Stage(self.pipeline.stats, "fetch") as fetch:
+                    batch, slot.state = next(self._source)
+                received = self.pipeline.receive(batch, slot.number, fetch.seconds)
+                slot.batch, slot.images, slot.cost = received
+                self._check(slot.batch)
+                self._stream.wait_for_loader(slot.batch)
+            slot.fetched = time.perf_counter()
+        except BaseException as error:
+            # Nobody looks into the end of an epoch, and its frames hold the loader's iterator.
+            slot.error = error.with_traceback(None) if isinstance(error, StopIteration) else error
+            slot.ready = True
+        return slot
+
+    def _prepare(self, slot: Slot) -> None:
+        """Run the pipeline on the side stream."""
+        try:
+            while self._uploads and self._uploads[0][0].query():
+                self._uploads.popleft()
+            with self._stream.current():
+                slot.result = self.pipeline.run(slot.batch, slot.number, self._epoch, slot.cost)
+            slot.event = self._stream.record()
+        except BaseException as error:
+            slot.error = error
+        with self._changed:
+            slot.ready = True
+            self._changed.notify_all()
+
+    def take(self) -> Slot:
+        """The next batch in order, as soon as its work has been queued.
+
+        Raises:
+            StopIteration: if another thread has closed the epoch.
+        """
+        self._user, asked = threading.get_ident(), time.perf_counter()
+        if self._thread is None:
+            slot = self._fetch()
+            if slot.error is None:
+                self._prepare(slot)
+        else:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._stopping or (self._slots and self._slots[0].ready)
+                )
+                if self._stopping:
+                    raise StopIteration
+                slot = self._slots.popleft()
+                self._changed.notify_all()
+            if slot.fetched < asked:  # else the loader was late
+                slot.waited = time.perf_counter() - asked
+        if slot.event is not None:
+            self._uploads.append((slot.event, slot.batch))
+        return slot
+
+    def close(self) -> None:
+        """End the thread, give the stream back and drop every batch that was not handed over.
+
+        Whoever else calls it waits as well. If it is interrupted it goes on in a thread.
+        """
+        if os.getpid() != self._pid:
+            return  # a forked worker collects garbage of ours: thread and stream are not its own
+        try:
+            with self._changed:
+                self._stopping = True
+                self._changed.notify_all()
+            self._end()
+        except BaseException as error:
+            if isinstance(error, Exception):  # what failed there would fail for ever
+                raise
+            self._close_apart(self._end)
+            raise
+
+    @staticmethod
+    def finalize(lookahead: Lookahead) -> None:
+        """Close it from where the garbage collector runs, which may be any thread."""
+        here = threading.get_ident()
+        forked = os.getpid() != lookahead._pid
+        if forked or here in (lookahead._user, threading.main_thread().ident):
+            lookahead.close()
+        else:  # which the end may have to wait for
+            lookahead._close_apart(lookahead.close)
+
+    def _close_apart(self, close: Callable[[], None]) -> None:
+        # To start a threading.Thread takes a lock, which its owner may be collecting with.
+        with contextlib.suppress(RuntimeError):  # the interpreter ends
+            _thread.start_new_thread(close, ())
+
+    def _end(self) -> None:
+        with self._ending:
+            if self._ended:
+                return
+            if self._thread is not None:
+                self._thread.join(JOIN_SECONDS)
+            alive = self._thread is not None and self._thread.is_alive()
+            with contextlib.suppress(RuntimeError):  # of a broken context: the next call tells
+                self._stream.end(again=not alive)  # see Note [Stream handoff], 3
+            for slot in self._slots:
+                slot.error = None  # as in _step
+            self._slots.clear()
+            self._uploads.clear()
+            idle = self._reading.acquire(timeout=0 if alive else JOIN_SECONDS)
+            try:
+                self._source.close(abandoned=not idle)
+            finally:
+                if idle:
+                    self._reading.release()
+            unmap_dead()
+            self._ended = True
 
 
 class Epoch:
-    """Iterator over one epoch."""
+    """Iterator over one epoch.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._stats = engine, engine.stats
-        # Shared with the prefetcher, which must not keep the iterator alive.
+    Attributes:
+        close: ends the epoch; also called when the iterator is dropped, and at interpreter exit.
+        use: "unused", "used", or "dropped" before it was used. The prefetcher shares it, and must
+            not keep the iterator alive.
+    """
+
+    def __init__(self, lookahead: Lookahead) -> None:
+        self._lookahead, self._stats = lookahead, lookahead.pipeline.stats
         self.use = ["unused"]
         self._steps: deque[torch.cuda.Event] = deque()
         self._last: float | None = None
         self._failed = False
-        # Runs also at garbage collection and at interpreter exit. See Note [Threads hold no epoch].
-        self.close = weakref.finalize(self, _end, weakref.ref(engine), self.use)
+        # A transform that leads to this iterator keeps it alive: its thread holds the transform.
+        self.close = weakref.finalize(self, _end, lookahead, self.use)
         self._alone = threading.RLock()  # several threads may share the iterator
-        engine.start()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -58,51 +311,56 @@ class Epoch:
             raise StopIteration
         self.use[0] = "used"
         try:
-            started = time.perf_counter()
-            with self._engine.waiting():
-                ahead = throttle(self._steps, self._engine.device)
-                self._engine.handovers.settle()  # the next batch takes the memory
-                with Stage(self._stats, "wait"):
-                    used = self._steps[-1] if self._steps else None
-                    slot = self._engine.take(used, ahead=ahead)
-                if not ahead:
-                    self._engine.let_fetch()
-            now = time.perf_counter()
-            self._stats.seconds += now - (started if self._last is None else self._last)
+            slot = self._take()
         except BaseException as stopped:
             self._failed = not isinstance(stopped, StopIteration)
             self.close()
             raise
         if slot.error is not None:
-            self.close()
-            error = slot.error
-            if isinstance(error, StopIteration) and slot.source is not None:
-                # Not the loader's, and no end of the epoch.
-                error = RuntimeError("a transform, or on_error, raised StopIteration")
-                error.__cause__ = slot.error
-            slot.error = slot.source = None
-            self._failed = not isinstance(error, StopIteration)
-            if self._failed:
-                error.add_note(f"raised by the prefetcher while it prepared batch {slot.number}")
-            try:
-                raise error
-            finally:
-                del error  # breaks the cycle between the exception and this frame
+            self._raise(slot)
         self._stats.batches += slot.result is not EMPTY
         self._stats.images += slot.images
-        self._engine.place.update(batches=slot.number + 1, loader=slot.state)
-        if self._last is not None:
-            self._engine.balancer.handed_over(now - self._last)
-        self._last = now
+        self._lookahead.place.update(batches=slot.number + 1, loader=slot.state)
         if slot.event is not None:
             with Stage(self._stats, "handoff"):
-                # Where memory is short, a batch goes back as soon as the loop drops it.
-                handovers = None if self._engine.lean else self._engine.handovers
-                handoff(slot.result, slot.event, self._engine.device, handovers)
+                handoff(slot.result, slot.event, self._lookahead.device)
         return slot.result
 
+    def _take(self) -> Slot:
+        """The next slot, and the time that the loop took since the last one."""
+        started, device = time.perf_counter(), self._lookahead.device
+        ahead = throttle(self._steps, device)
+        with Stage(self._stats, "wait"):
+            slot = self._lookahead.take()
+        now = time.perf_counter()
+        self._stats.seconds += now - (started if self._last is None else self._last)
+        if self._last is not None and slot.error is None:
+            busy = ahead and slot.waited and not torch.cuda.current_stream(device).query()
+            waited = 0.0 if busy else slot.waited  # the GPU has work left
+            self._lookahead.pipeline.handed_over(now - self._last, waited)
+        self._last = now
+        return slot
 
-def _end(reference: weakref.ref[Engine], use: list[str]) -> None:
+    def _raise(self, slot: Slot) -> None:
+        self.close()
+        error = slot.error
+        assert error is not None
+        if isinstance(error, StopIteration) and slot.batch is not None:
+            # Not the loader's, and no end of the epoch.
+            stopped = error
+            error = RuntimeError("a transform, or on_error, raised StopIteration")
+            error.__cause__ = stopped
+            del stopped
+        slot.error = slot.batch = None
+        self._failed = not isinstance(error, StopIteration)
+        if self._failed:
+            error.add_note(f"raised by the prefetcher while it prepared batch {slot.number}")
+        try:
+            raise error
+        finally:
+            del error  # breaks the cycle between the exception and this frame
+
+
+def _end(lookahead: Lookahead, use: list[str]) -> None:
     use[0] = "dropped" if use[0] == "unused" else use[0]
-    if (engine := reference()) is not None:  # else it was dropped as well, and ends itself
-        engine.end()
+    Lookahead.finalize(lookahead)

@@ -27,8 +27,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuprefetch._stream import current_handle
-
 # Of its enumerations.
 _HARDWARE, _RGB, _RGBI, _ALLOCATOR_FAILURE = 3, 3, 5, 5
 _STATUS = {
@@ -206,7 +204,7 @@ def available(device: torch.device) -> bool:
 
 def _take_idle(device: torch.device) -> Decoder | None:
     """A decoder of the current stream, else one of another, if there is any."""
-    stream = current_handle(device)
+    stream = torch.cuda.current_stream(device).cuda_stream
     with _choosing:
         idle = _idle[device]
         decoder = next((d for d in idle if d.stream == stream), idle[-1] if idle else None)

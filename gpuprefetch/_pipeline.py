@@ -7,7 +7,7 @@ and in which order batches are handed over, is the prefetcher's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpuprefetch._balance import Balancer
 from gpuprefetch._batch import map_leaves, moves_itself, objects, to_device
 from gpuprefetch._budget import (
     LARGE,
@@ -26,20 +27,22 @@ from gpuprefetch._budget import (
     lay_out,
     readable,
 )
-from gpuprefetch._decode import ImageDecoder, claim, decode_packed, decode_part, gives_rows, place
+from gpuprefetch._decode import (
+    ImageDecoder,
+    claim,
+    decode_packed,
+    decode_part,
+    free_scratch,
+    gives_rows,
+    packing_into,
+    place,
+)
 from gpuprefetch._encoded import Call, Copy, EncodedImages, is_encoded
-from gpuprefetch._host import Packer
+from gpuprefetch._host import Packer, pack_lists, packed_of
 from gpuprefetch._random import Keys, SeededDraws, fold
 from gpuprefetch._resample import HAS_TRITON, Coloring, Launches, Table, resample
 from gpuprefetch._stats import Stage, Stats
-from gpuprefetch._stream import (
-    current_stream,
-    mark,
-    mark_reader,
-    queue_wait,
-    upload,
-    wait_for_reader,
-)
+from gpuprefetch._stream import mark_reader, wait_for_reader
 from gpuprefetch._targets import (
     PerSample,
     is_per_sample,
@@ -51,7 +54,6 @@ from gpuprefetch._targets import (
     wrap_like,
 )
 from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_size
-from gpuprefetch._turns import turns
 
 EMPTY = object()  # stands for a batch of which no image is left
 ALIGNED = 16  # bytes: Triton compiles another kernel for an odd address
@@ -92,15 +94,10 @@ class Work:
         parts: what any thread may run, each with a stream of its own current. They take a function
             that frees device memory, for a decode that runs out of it.
         finish: runs behind all parts, with the stream of the batch current, and gives the batch.
-        decoded_bytes: the most that decoded images of the batch take at a time.
-        is_done: asked behind all parts, whether nothing is left to queue: :attr:`finish` then only
-            gives the batch, on any stream.
     """
 
     parts: list[Part]
     finish: Callable[[], Any]
-    decoded_bytes: int = 0
-    is_done: Callable[[], bool] = bool
 
 
 @dataclass
@@ -120,6 +117,8 @@ class Pipeline:
         bad_images: those that were tolerated, by what tells files apart.
         after: gets each finished batch and a seed, and gives what the loop sees.
         stats: counts the time of each step.
+        balancer: steers how many of the images the workers decode.
+        shares: of the images that the workers decoded, by the number of the batch.
         memory_budget: bytes for batches on their way, see :func:`gpuprefetch._budget.cost_of`.
         only: the one row of a batch that is handed over, behind all transforms; None for all.
         job: makes the work of each leaf of encoded images.
@@ -137,6 +136,8 @@ class Pipeline:
     bad_images: dict[object, BadImage] = field(default_factory=dict)
     after: Callable[[Any, int], Any] | None = None
     stats: Stats = field(default_factory=Stats)
+    balancer: Balancer | None = None
+    shares: dict[int, float] = field(default_factory=dict)
     memory_budget: int | None = None
     only: int | None = None
     job: Callable[[Pipeline, EncodedImages], ImageJob] = field(
@@ -147,11 +148,69 @@ class Pipeline:
         """What a batch takes on the device."""
         return cost_of(batch, self.head.size, self.dtype)
 
-    def try_cuts(self) -> None:
-        """Let workers cut files, if the GPU's decoder takes that; for a thread that decodes."""
-        if self.decoder is not None and self.head.size is not None and not self.packer.cuts:
-            with turns[self.device]:
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[None]:
+        """What a thread that prepares batches keeps meanwhile: memory to decode into."""
+        with packing_into() if self.memory_budget is None else contextlib.nullcontext():
+            if self.decoder is not None and self.head.size is not None and not self.packer.cuts:
                 self.packer.cuts.numpy()[0] = gives_rows(self.decoder, self.device)
+            yield
+
+    def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int, Cost]:
+        """Pack the encoded images of a batch, and count it.
+
+        Args:
+            batch: as the loader gives it.
+            number: of the batch in its epoch.
+            waited: seconds for which the loader let us wait.
+
+        Returns:
+            The batch, the number of its images, and its cost.
+        """
+        self.packer.begin()
+        batch, leaves = pack_lists(batch, self.packer)
+        packed = packed_of(leaves)
+        for images in packed:
+            self.shares[number] = images.share
+            self.stats.count(images)
+        if packed and self.balancer is not None:
+            self.balancer.fetched(waited)
+            self.stats.share = self.balancer.value
+        return batch, count_images(leaves), self.cost(batch)
+
+    def handed_over(self, period: float, waited: float) -> None:
+        """Learn from a batch as it goes to the loop.
+
+        Args:
+            period: seconds since the one before.
+            waited: seconds of them for which the loop had nothing to do until it was prepared.
+        """
+        if self.balancer is not None:
+            self.balancer.handed_over(period, waited)
+
+    def run(self, batch: Any, number: int, epoch: int, cost: Cost) -> Any:
+        """Prepare a batch on the current stream; arguments as for :meth:`start`.
+
+        Returns:
+            The batch for the loop, or EMPTY.
+        """
+        try:
+            work = self.start(batch, number, epoch, cost)
+        except torch.OutOfMemoryError:
+            work = None  # and not again in here, where the exception holds what was allocated
+        if work is None:
+            self.make_room()
+            work = self.start(batch, number, epoch, cost)
+        for part in work.parts:
+            part(self.make_room)
+        return work.finish()
+
+    def make_room(self) -> None:
+        """Give back what can be spared of the device's memory."""
+        self.stats.out_of_memory += 1
+        free_scratch()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def start(self, batch: Any, number: int, epoch: int, cost: Cost) -> Work:
         """Queue the copies of a batch on the current stream and lay out the rest of its work.
@@ -186,17 +245,10 @@ class Pipeline:
             if limit is not None:
                 parts = [partial(_one_by_one, parts)]
             finish = partial(self._finish, moved, jobs, seed)
-            size = cost.decoded if limit is None else limit
-            is_done = partial(self._is_done, jobs)
-            return Work(parts, self._with_after(finish, seed), size, is_done)
+            return Work(parts, self._with_after(finish, seed))
         if self.head.names or self.tail or self.dtype or self.memory_format:
             finish = partial(self._transform_tensors, moved, seed)
         return Work([], self._with_after(finish, seed))
-
-    def _is_done(self, jobs: list[ImageJob]) -> bool:
-        if self.tail or self.after is not None or self.only is not None:
-            return False
-        return not any(job.images.errors for job in jobs)
 
     def _with_after(self, finish: Callable[[], Any], seed: Callable[[], int]) -> Callable[[], Any]:
         return finish if self.after is None else partial(self._run_after, finish, seed)
@@ -444,11 +496,9 @@ class ImageJob:
         self.images = images
         self.out: Any = [None] * len(images)
         self._pipeline = pipeline
-        self._stream: torch.cuda.Stream | None = None  # of the batch
-        self._reserved: torch.cuda.Event | None = None
         self._launches: Launches | None = None
-        # What the launches read, from where on and up to where, and whether it is the batch's own.
-        self._numbers: tuple[torch.Tensor, int, int, bool] | None = None
+        # What the launches read, from where on and up to where.
+        self._numbers: tuple[torch.Tensor, int, int] | None = None
         if pipeline.head.names or pipeline.tail:
             require_fixed_size(pipeline.head, pipeline.tail)
 
@@ -462,8 +512,6 @@ class ImageJob:
         pipeline, images = self._pipeline, self.images
         device, head = pipeline.device, pipeline.head
         size, plan = head.size, images.plan
-        if device.type == "cuda":
-            self._stream = current_stream(device)
         if plan is None or limit is not None:
             words = images.words() if plan and plan.table else None
             plan = lay_out(images, size, words, limit)
@@ -482,8 +530,6 @@ class ImageJob:
         layout = pipeline.memory_format or torch.contiguous_format
         shape = len(images), 3, *size
         self.out = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
-        if self._stream is not None:
-            self._reserved = mark(self._stream)
         table = plan.table if HAS_TRITON and dtype != torch.float64 else None
         return [
             partial(self._decode, call=call, launch=None if table is None else (table, number))
@@ -547,42 +593,42 @@ class ImageJob:
     def _decode_packed(self, call: Call, table: Table, number: int) -> bool:
         """Whether it was done in one piece: see Note [The training thread's locks]."""
         pipeline, images = self._pipeline, self.images
-        numbers, first, last, ours = self._read_by(table)
+        numbers, first, last = self._read_by(table)
         pixels = -(-(last - first) // ALIGNED) * ALIGNED
         decodes = len(call.positions) > 0
-        turn = turns[pipeline.device] if decodes else contextlib.nullcontext()
-        with turn, Stage(pipeline.stats, "decode" if decodes else "resample"):
+        with Stage(pipeline.stats, "decode" if decodes else "resample"):
             flat = place(pixels + call.copied + call.size, pipeline.device)
             self._wait_for_reader()
             # Nobody but torch keeps what is not in the batch until it is on the device.
-            upload(numbers, first, last, flat, 0, pinned=ours and images.is_pinned)
+            flat[: last - first].copy_(numbers[first:last], non_blocking=True)
             if call.copy is not None:
-                upload(*images.held_copy(call.copy), flat, pixels, pinned=images.is_pinned)
+                held, start, stop = images.held_copy(call.copy)
+                copied = flat[pixels : pixels + call.copied]
+                copied.copy_(held[start:stop], non_blocking=True)
             if decodes:
                 assert pipeline.decoder is not None
                 at = pixels + call.copied
                 if not decode_packed(pipeline.decoder, images, call, flat, at):
                     return False
         with Stage(pipeline.stats, "resample"):
-            self._wait_for_room()
             assert self._launches is not None
             address = flat.data_ptr()
-            self._launch(partial(self._launches.launch, number, address + pixels, address))
+            self._launches.launch(number, address + pixels, address)
             self._mark_reader()
         return True
 
-    def _read_by(self, table: Table) -> tuple[torch.Tensor, int, int, bool]:
+    def _read_by(self, table: Table) -> tuple[torch.Tensor, int, int]:
         """What holds the numbers that the launches of a table read, see ``_numbers``."""
         if self._numbers is None:
             head = self._pipeline.head
             self._launches = Launches(table, self.out, torch.uint8, head.interpolation)
             if table.words is None:
-                self._numbers = *self.images.held_numbers(), True
+                self._numbers = self.images.held_numbers()
             else:
                 coloring = Coloring(torch.uint8, self.out.dtype, head.mean, head.std)
                 numbers = Launches.numbers(table, 3, coloring)
                 numbers = numbers.pin_memory() if self.images.is_pinned else numbers
-                self._numbers = numbers, 0, len(numbers), False
+                self._numbers = numbers, 0, len(numbers)
         return self._numbers
 
     def _decode_apart(self, call: Call, *, together: bool = True) -> None:
@@ -605,8 +651,7 @@ class ImageJob:
                 for i, image in decoded.items():
                     self.out[i] = image
             elif decoded:
-                self._wait_for_room()
-                self._launch(partial(self._resample, np.array([*decoded]), [*decoded.values()]))
+                self._resample(np.array([*decoded]), [*decoded.values()])
             self._mark_reader()
 
     def _copy_apart(self, copy: Copy) -> None:
@@ -614,28 +659,18 @@ class ImageJob:
         pixels = held[first:last].to(self.out.device, non_blocking=True)
         views = self.images.views(copy.positions, pixels, copy.start)
         with Stage(self._pipeline.stats, "resample"):
-            self._wait_for_room()
-            self._launch(partial(self._resample, copy.positions, views))
+            self._resample(copy.positions, views)
             self._mark_reader()
 
-    def _wait_for_room(self) -> None:
-        """Until the result is reserved, in the order of streams."""
-        if self._reserved is not None:
-            queue_wait(current_stream(self.out.device), self._reserved)
-
-    def _launch(self, launch: Callable[[], None]) -> None:
-        """Queue a launch that reads decoded images on the current stream."""
-        launch()
-
     def _mark_reader(self) -> None:
-        """Have the batch wait for what was launched, and the next decode of this thread, too."""
-        if self._stream is not None:
-            mark_reader(self._stream)
+        """Have the next decode wait for what was launched."""
+        if self._pipeline.device.type == "cuda":
+            mark_reader(self._pipeline.device)
 
     def _wait_for_reader(self) -> None:
-        """Until no kernel on this thread's stream reads decoded images any more."""
-        if self._stream is not None:
-            wait_for_reader(self._stream.device)
+        """Until no kernel on this stream reads decoded images any more."""
+        if self._pipeline.device.type == "cuda":
+            wait_for_reader(self._pipeline.device)
 
     def _too_large(self, position: int) -> torch.OutOfMemoryError:
         device, (height, width) = self._pipeline.device, self.images.sizes[position].tolist()

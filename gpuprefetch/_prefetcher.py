@@ -22,8 +22,7 @@ from gpuprefetch._budget import parse_bytes
 from gpuprefetch._connections import tell
 from gpuprefetch._decode import BACKENDS
 from gpuprefetch._encoded import EncodedImageFolder
-from gpuprefetch._engine import Engine
-from gpuprefetch._epoch import Epoch
+from gpuprefetch._epoch import Epoch, Lookahead
 from gpuprefetch._format import load_decoders
 from gpuprefetch._host import GROWTH, HostStage, Packer, encoded_leaves
 from gpuprefetch._pipeline import BadImage, Pipeline
@@ -33,7 +32,7 @@ from gpuprefetch._resume import Source, changed, in_order, kind, owners
 from gpuprefetch._targets import moves_pixels
 from gpuprefetch._transforms import Transform, read_transforms, require_fixed_size
 
-_running: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()  # by loader
+_running: weakref.WeakValueDictionary[int, Lookahead] = weakref.WeakValueDictionary()  # by loader
 
 
 def _resolve_device(device: torch.device | str | int | None) -> torch.device:
@@ -270,21 +269,19 @@ class DataPrefetcher:
         self._place = source.place
         self._place["epoch"] = epoch
         self._balancer.begin()
-        engine = Engine(
-            pipeline,
+        lookahead = Lookahead(
+            replace(pipeline, balancer=self._balancer, shares=notes.shares),
             source,
-            depth=self._depth if self.device.type == "cuda" else 1,
             epoch=epoch,
-            # Without workers the dataset runs in this process: on the caller's thread it keeps the
+            depth=self._depth,
+            # Without workers the dataset runs in this process. On the caller's thread it keeps the
             # order of random numbers it would have without us. On the CPU there is nothing to run
             # ahead of.
-            fetch_ahead=self.device.type == "cuda" and getattr(loader, "num_workers", 0) > 0,
-            balancer=self._balancer,
+            threaded=self.device.type == "cuda" and getattr(loader, "num_workers", 0) > 0,
             check=self._first_batch,
-            shares=notes.shares,
         )
-        iterator = Epoch(engine)
-        self._use, _running[id(loader)] = iterator.use, engine
+        iterator = Epoch(lookahead)
+        self._use, _running[id(loader)] = iterator.use, lookahead
         return iterator
 
     def _source(self, loader: Any, resumed: dict[str, Any] | None, notes: Notes) -> Source:

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from typing import Any
@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from gpuprefetch._budget import Cost
 from gpuprefetch._decode import BACKENDS, ImageDecoder
 from gpuprefetch._encoded import Call, EncodedImage
-from gpuprefetch._pipeline import ImageJob, Part, Pipeline, Work
+from gpuprefetch._pipeline import ImageJob, Pipeline, Work
 from gpuprefetch._prefetcher import DataPrefetcher, _resolve_device
-from gpuprefetch._stream import Handovers, handoff, lease_stream, return_stream, using
+from gpuprefetch._stream import handoff, lease_stream, return_stream
 from gpuprefetch._transforms import Resize
 
 SLEEP_CYCLES = 8_000_000  # 4 to 6 ms: the next decode of IMAGES images is through well within them
@@ -244,19 +244,8 @@ class _LatePipeline(Pipeline):
 class _CarelessJob(ImageJob):
     """Lets the decoded images go while the launch that reads them is still queued."""
 
-    def begin(self, limit: int | None = None) -> list[Part]:
-        parts = super().begin(limit)
-        self._reserved = None  # nor does the decode thread wait for room on another stream
-        return parts
-
     def _wait_for_reader(self) -> None:
         pass
-
-    def _launch(self, launch: Callable[[], None]) -> None:
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with using(self._stream):
-            super()._launch(launch)
 
 
 class _Course:
@@ -318,21 +307,16 @@ class _Noted(ImageDecoder):
 
 
 def _check_handoff(order: str, pictures: Sequence[torch.Tensor], rounds: int) -> Check:
-    """Made on a side stream, read on the current one; unsafe is without a word of that.
-
-    The memory of every other batch is marked, and that of the rest followed: see Note [Handed over]
-    of _stream.py.
-    """
+    """Made on a side stream, read on the current one; unsafe is without a word of that."""
     witness = _Witness(rounds)
     seen = torch.empty_like(pictures[0])
-    side, handovers = lease_stream(seen.device, "batch"), Handovers()
+    side = lease_stream(seen.device)
     for number in range(rounds):
-        handovers.settle()
         with torch.cuda.stream(side):
             batch = [picture.clone() for picture in pictures[number % SETS]]
             ready = side.record_event()
         if order == "library":
-            handoff(batch, ready, seen.device, handovers if number % 2 else None)
+            handoff(batch, ready, seen.device)
         else:
             torch.cuda.current_stream().wait_event(ready)
         witness.note_addresses(batch)
@@ -340,7 +324,6 @@ def _check_handoff(order: str, pictures: Sequence[torch.Tensor], rounds: int) ->
         torch.stack(batch, out=seen)
         del batch
         witness.judge(seen, pictures[number % SETS])
-    handovers.settle(all_of_them=True)
     torch.cuda.synchronize()
-    return_stream(side, "batch")
+    return_stream(side)
     return witness.check("handoff", order)

@@ -6,12 +6,15 @@ import os
 import threading
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 # Enters in 0.2 us where record_function takes 5 us, with nobody profiling.
 from torch._C._profiler import _RecordFunctionFast
+
+if TYPE_CHECKING:
+    from gpuprefetch._encoded import EncodedImages
 
 _NVTX: Any = getattr(torch._C, "_nvtx", None)  # not in a torch without CUDA
 _lock = threading.Lock()  # two decode threads add to one counter
@@ -122,6 +125,16 @@ class Stats:
     seconds: float = 0.0
     share: float = 0.0
     out_of_memory: int = 0
+
+    def count(self, images: EncodedImages) -> None:
+        """Add what the workers did for a batch of encoded images."""
+        self.cpu_images += images.ready
+        self.gpu_images += len(images) - images.ready
+        self.encoded_bytes += images.encoded_bytes
+        self.read_seconds += images.read_seconds
+        self.worker_decode_seconds += images.decode_seconds
+        self.collate_seconds += images.collate_seconds
+        self.pin_seconds += images.pin_seconds
 
     def reset(self) -> None:
         """Start counting again."""

@@ -8,17 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
-
-from gpuprefetch import _budget
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -127,116 +123,11 @@ def test_scaling(photos, tmp_path, monkeypatch):
     assert f"| {one:,.0f} (1.000) | {1.5 * one:,.0f} (0.750) |" in text
 
 
-def test_variants(photos, tmp_path, monkeypatch, capsys):
-    import variants
-
-    used = []
-    build = variants.loaders.build
-
-    def noted(loader, settings, options):
-        used.append((options, _budget.READY))
-        return build(loader, settings, options)
-
-    monkeypatch.setattr(variants.loaders, "build", noted)
-    output = tmp_path / "variants.json"
-    tried = ['{"options": {"seed": 1}}', '{"constants": {"_budget.READY": 7}}']
-    steps = "--warmup-steps 1 --steps 1 --rounds 2 --model squeezenet1_1"
-    args = ["--data", str(photos), "--output", str(output), *TINY, *steps.split()]
-    monkeypatch.setattr(sys, "argv", ["variants.py", *args, "--variants", *tried])
-    variants.main()
-    ready = _budget.READY
-    assert used == [({"seed": 1}, ready), ({}, 7), ({}, 7), ({"seed": 1}, ready)]
-    resident, *found = json.loads(output.read_text())["results"]
-    for result in found:
-        assert result["step_ms"]["median"] > 0
-        ratio = resident["step_ms"]["median"] / result["step_ms"]["median"]
-        assert result["of_the_ceiling"] == pytest.approx(ratio)
-    assert capsys.readouterr().out.count("round ") == 4
-
-
-def test_settling(photos, tmp_path, monkeypatch, capsys):
-    import settling
-
-    output = tmp_path / "settling.json"
-    steps = "--steps 2 --seconds 0.5 --model squeezenet1_1"
-    args = ["--data", str(photos), "--output", str(output), *TINY, *steps.split()]
-    monkeypatch.setattr(sys, "argv", ["settling.py", *args])
-    settling.main()
-    rows = json.loads(output.read_text())["results"]
-    assert capsys.readouterr().out.count("step_ms") == len(rows) > 0
-    seconds = [row["seconds"] for row in rows]
-    assert seconds == sorted(seconds)
-    assert seconds[-1] > 0.5
-    # On the CPU a step has ended when it returns: the rows take what passes between them.
-    assert sum(2 * row["step_ms"] / 1000 for row in rows) == pytest.approx(seconds[-1], rel=0.2)
-    for row in rows:
-        assert 0 <= row["wait_ms"] <= row["step_ms"]
-        assert (row["cpu_share"], row["decode_us_per_image"]) == (1.0, None)
-        assert row["memory_level"] == "level 0"
-
-
-@pytest.mark.slow
-def test_contention(photos, tmp_path, monkeypatch, capsys):
-    import contention
-
-    output = tmp_path / "contention.json"
-    words = "--warmup 0 --seconds 0.1 --model squeezenet1_1 --mode eager --shares 0 auto".split()
-    args = ["contention.py", "--data", str(photos), *TINY, *words]
-    monkeypatch.setattr(sys, "argv", [*args, "--without", "decode"])
-    with pytest.raises(SystemExit):
-        contention.main()
-    assert "not with --cpu" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", [*args, "--output", str(output)])
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)  # for the child
-    contention.main()
-    results = json.loads(output.read_text())["results"]
-    assert [result["share"] for result in results] == [0.0, "auto"]
-    for result in results:
-        assert result["host_ms"] > 0
-        assert any(name.startswith("MainThread") for name in result["threads"])
-        lock = result["python_lock_ms"]
-        assert lock is None or 0 <= lock < result["step_ms"]
-
-
 def hold(seconds, ended):
     """Python's lock, for so long and without a break; what ``ended`` waits for comes first."""
     libc = ctypes.PyDLL(None)  # unlike CDLL, keeps Python's lock
     libc.write(ended, b"x", 1)
     libc.usleep(int(seconds * 1e6))
-
-
-def test_sleeps_for_pythons_lock_are_told_from_others():
-    import sleeps
-
-    other = threading.Lock()
-    other.acquire()
-    with sleeps.Sleeps() as alone:
-        other.acquire(timeout=0.3)
-    if alone.python is None:
-        pytest.skip("needs Linux, and that one process may watch another")
-    reader, writer = os.pipe()
-    with sleeps.Sleeps() as beside, ThreadPoolExecutor(1) as pool:
-        started = time.perf_counter()
-        for _ in range(5):
-            holder = pool.submit(hold, 0.1, writer)
-            os.read(reader, 1)  # comes back without the lock, and finds it taken
-            holder.result()
-        seconds = time.perf_counter() - started
-    os.close(reader)
-    os.close(writer)
-    assert alone.python < 0.1
-    assert beside.python > 0.5  # 0.99 where nothing else runs
-    assert beside.count * seconds >= 4  # one of the five may be missed
-
-
-def test_sleeps_that_cannot_be_watched_are_none(monkeypatch):
-    import sleeps
-
-    monkeypatch.setattr(sleeps.threading, "get_native_id", lambda: 2**22)  # above any thread's
-    with sleeps.Sleeps() as nobody:
-        pass
-    assert nobody.python is nobody.count is None
 
 
 @pytest.mark.slow

@@ -279,12 +279,12 @@ iterator = iter(prefetcher_of(Files()))
 next(iterator)
 held = threading.Event()
 
-def hold(engine):  # as a thread of the epoch may do in the moment of a fork
-    with engine._changed:
+def hold(epoch):  # as a thread of the epoch may do in the moment of a fork
+    with epoch._changed:
         held.set()
         time.sleep(2)
 
-threading.Thread(target=hold, args=(iterator._engine,)).start()
+threading.Thread(target=hold, args=(iterator._lookahead,)).start()
 held.wait()
 cycle = [iterator]
 cycle.append(cycle)

@@ -1,10 +1,7 @@
 """Large photos go through little memory, and what cannot go through says so with its sizes."""
 
-import collections
 import contextlib
-import gc
 import pickle
-import queue
 import struct
 import threading
 import time
@@ -27,22 +24,20 @@ from gpuprefetch import (
     EncodedImage,
     RandomResizedCrop,
     Resize,
-    _balance,
     _budget,
     _decode,
-    _engine,
+    _epoch,
     _pipeline,
     _resample,
     _selfcheck,
-    _turns,
 )
-from gpuprefetch._budget import Cost, parse_bytes, readable
+from gpuprefetch._budget import parse_bytes, readable
 from gpuprefetch._decode import ImageDecoder, NvjpegDecoder
 from gpuprefetch._encoded import Call, EncodedImages, pack
+from gpuprefetch._epoch import Lookahead
 from gpuprefetch._format import decode_cpu, read_header
 from gpuprefetch._host import Packer
 from gpuprefetch._resample import Launches
-from gpuprefetch._resume import Source
 from gpuprefetch._transforms import read_transforms
 
 KIB = 1024
@@ -191,228 +186,12 @@ def test_what_the_launches_read_lies_behind_the_pixels(files):
     assert np.array_equal(pickle.loads(pickle.dumps(kept)).words(), apart.words())
 
 
-def late_engine(monkeypatch, files, idle=(True,), free=(_turns.SPARE_BYTES,), **options):
-    """An engine whose loop learns of late batches, on a GPU that is idle and has free memory."""
-    monkeypatch.setattr(_engine, "turns", collections.defaultdict(_turns.Turns))
-    stream = SimpleNamespace(query=lambda: idle[0])
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0] - 5, 10**12))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 12)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
-    engine = engine_of(prefetcher_of(files, FakeDecoder(), **options), depth=None)
-    engine._fetch_ahead = True
-    return engine, _engine.turns[engine.device]
-
-
-@pytest.mark.parametrize("budget", [None, "1GiB"])
-def test_batches_that_are_often_late_get_more_memory(files, monkeypatch, budget):
-    idle = [True]
-    engine, turn = late_engine(monkeypatch, files, idle, memory_budget=budget)
-
-    def wait(seconds, batches, *, ahead=False):
-        for _ in range(batches):
-            engine._learn_wait(seconds, ahead=ahead)
-        return turn.level, engine.lean, engine._depth, turn.several
-
-    _, second, third = _turns.LATE
-    idle[0] = False
-    engine.balancer._periods.append(0.3)
-    assert wait(1.0, _turns.SHOWN) == (0, True, 0, False)
-    assert wait(1.0, _turns.FIRST - _turns.SHOWN) == (2, False, 1, False)
-    assert wait(0.0005, 100) == (2, False, 1, False)
-    assert wait(1.0, 100, ahead=True) == (2, False, 1, False)  # and will be again
-    assert wait(0.0, 100) == (2, False, 1, False)
-    idle[0] = True
-    assert wait(1.0, second, ahead=True) == (3, False, 2, False)
-    idle[0] = False
-    assert wait(1.0, 100, ahead=True) == (3, False, 2, False)  # the GPU has enough to do
-    assert wait(0.0005, 100) == (3, False, 2, False)
-    assert wait(0.11, 1000) == (3, False, 2, False)  # as before
-    idle[0] = True
-    assert wait(0.09, 1000) == (3, False, 2, False)  # it does more than to wait
-    often = _balance.OFTEN
-    assert wait(0.11, often + third - 2) == (3, False, 2, False)
-    assert wait(0.11, 1) == (4, False, 2, True)
-    assert wait(1.0, 1000) == (4, False, 2, True)
-
-
-def test_no_more_memory_where_little_is_free(files, monkeypatch):
-    free = [_turns.SPARE_BYTES - 1]
-    engine, turn = late_engine(monkeypatch, files, free=free)
-    for _ in range(_turns.FIRST + 10 * sum(_turns.LATE)):
-        engine._learn_wait(1.0, ahead=False)
-    assert turn.level == 1
-    free[0] += 1
-    for level, late in enumerate(_turns.LATE[:2], 1):
-        assert turn.level == level
-        for _ in range(late):
-            engine._learn_wait(1.0, ahead=False)
-    assert turn.level == 3
-
-
-def test_no_batch_ahead_where_the_next_one_does_not_fit(files, monkeypatch):
-    needed = 12345 + 678 + _turns.SPARE_FOR_NEXT
-    free = [needed - 1]
-    engine, turn = late_engine(monkeypatch, files, free=free)
-    engine._usual = _budget.Cost(fixed=12345, decoded=678)
-    for _ in range(_turns.SHOWN + 10):
-        engine._learn_wait(0.0, ahead=True)
-    assert (turn.level, engine._depth) == (0, 0)
-    engine._wanted = True
-    assert engine._depth == 1
-    free[0] += 1
-    engine._learn_wait(0.0, ahead=True)
-    engine._wanted = False
-    assert (turn.level, engine._depth) == (1, 1)
-
-
-def test_what_is_late_in_a_try_does_not_count(files, monkeypatch):
-    engine, turn = late_engine(monkeypatch, files)
-    balancer = engine.balancer
-    balancer.fixed, balancer._settling = False, 0
-    for level, settling in [(balancer._best - 1, 0), (balancer._best, 1)]:
-        balancer._level, balancer._settling = level, settling
-        for _ in range(_turns.FIRST + 10 * sum(_turns.LATE)):
-            engine._learn_wait(1.0, ahead=False)
-        assert turn.level == 2
-    balancer._settling = 0
-    for _ in range(_turns.LATE[1]):
-        engine._learn_wait(1.0, ahead=False)
-    assert turn.level == 3
-
-
-def test_a_size_that_was_asked_for_stays(files, monkeypatch):
-    engine, turn = late_engine(monkeypatch, files)
-    engine._asked = 3
-    for turn.level in range(5):
-        assert (engine._depth, engine.lean) == (3, False)
-    engine._asked, turn.level = None, 0
-    engine._fetch_ahead = False  # what it has not begun, the loop would wait for
-    assert engine._depth == 2
-
-
-def test_the_loop_may_wait_for_its_loader(files, monkeypatch):
-    engine, _ = late_engine(monkeypatch, files)
-    engine._on_cuda, waits = True, []
-    monkeypatch.setattr(engine, "_learn_wait", lambda seconds, *, ahead: waits.append(seconds))
-
-    def give(slot, fetched):
-        time.sleep(0.2)
-        slot.fetched = fetched or time.perf_counter()
-        slot.done.set()
-        with engine._changed:
-            engine._slots.append(slot)
-            engine._changed.notify_all()
-
-    for fetched in (time.perf_counter(), None):
-        thread = threading.Thread(target=give, args=(_engine.Slot(0), fetched))
-        thread.start()
-        engine.take()
-        thread.join()
-    assert 0.15 < waits[0] < 5
-    assert waits[1] == 0
-
-
-class Used:
-    """An event behind what the loop does with a batch."""
-
-    def __init__(self):
-        self.done, self.waited = threading.Event(), False
-
-    def query(self):
-        return self.done.is_set()
-
-    def synchronize(self):
-        self.waited = True
-        assert self.done.wait(10)
-
-
-def test_a_batch_is_begun_when_the_one_before_has_been_used(files, monkeypatch):
-    engine, _ = late_engine(monkeypatch, files)
-    monkeypatch.setattr(_engine, "REST_SECONDS", 5.0)
-    used, batch = Used(), torch.zeros(3)
-    engine._used = used, weakref.ref(batch)
-    thread = threading.Thread(target=engine._wait_for_used)
-    thread.start()
-    with engine._changed:  # the loop need not wait for that
-        assert engine._changed.wait_for(lambda: engine._resting, 10)
-    thread.join(0.1)
-    assert thread.is_alive()
-    assert used.waited
-    used.done.set()
-    thread.join(0.1)
-    assert thread.is_alive()  # the loop still has it
-    del batch
-    thread.join(10)
-    assert not thread.is_alive()
-    kept = torch.zeros(3)
-    engine._used = used, weakref.ref(kept)
-    monkeypatch.setattr(_engine, "REST_SECONDS", 0.1)
-    engine._wait_for_used()  # not for ever: the loop may keep its batches
-
-
 class Tensors(Dataset):
     def __len__(self):
         return 96
 
     def __getitem__(self, index):
         return torch.full((1 << 18,), index, dtype=torch.float32)
-
-
-def tensors_at_level(monkeypatch, level):
-    """Batches of 4 MiB, at this level for good."""
-    made = collections.defaultdict(_turns.Turns)
-    monkeypatch.setattr(_engine, "turns", made)
-    monkeypatch.setattr(_turns, "FIRST", 10**6)
-    monkeypatch.setattr(_turns, "SHOWN", 10**6)
-    prefetcher = DataPrefetcher(DataLoader(Tensors(), 4, num_workers=1, pin_memory=True))
-    made[prefetcher.device].level = level
-    return prefetcher
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("level", "blocks"), [(1, 2), (2, 3), (3, 4)])
-def test_batches_at_a_time(monkeypatch, level, blocks):
-    # One at work, one that the loop has queued behind it, and what is on its way.
-    addresses, sums = [], []
-    for batch in tensors_at_level(monkeypatch, level):
-        addresses.append(batch.data_ptr())
-        torch.cuda._sleep(40_000_000)  # about 20 ms
-        sums.append(batch.sum())
-    # With more than two, one may be begun before the loop has let go of the one that it had.
-    assert len(set(addresses[4:])) in ([blocks] if level == 1 else [blocks, blocks + 1])
-    assert [int(s) for s in sums] == [(16 * i + 6) << 18 for i in range(24)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("level", "held"), [(0, 1), (1, 2)])
-def test_batches_held_while_the_loop_takes_a_step(monkeypatch, level, held):
-    before, used, sums = torch.cuda.memory_allocated(), [], []
-    for batch in tensors_at_level(monkeypatch, level):
-        sums.append(int(batch.sum()))
-        time.sleep(0.03)  # for a thread that has the next one
-        used.append(round((torch.cuda.memory_allocated() - before) / 2**22))
-    assert used[4:-4] == [held] * 16
-    assert sums == [(16 * i + 6) << 18 for i in range(24)]
-
-
-def test_one_thread_decodes_until_there_is_a_second_decoder(files, monkeypatch):
-    engine, turn = late_engine(monkeypatch, files)
-    monkeypatch.setattr(_engine, "lease_stream", lambda device, role: role)
-    monkeypatch.setattr(engine, "_spawn", lambda *args: None)
-    engine.balancer._periods.append(0.3)
-    for turn.level in range(5):
-        engine._start_lanes()
-        assert len(engine._lanes) == len(engine._rooms) == 1  # it does not wait
-    for turn.level in (3, 4):
-        for _ in range(_balance.OFTEN):
-            engine.balancer.loop_waited(0.11)
-        engine._start_lanes()
-        assert len(engine._lanes) == len(engine._rooms) == (2 if turn.level == 4 else 1)
-        for _ in range(2 * _balance.OFTEN):
-            engine.balancer.loop_waited(0.09)
-        assert not engine.balancer.starved
-    engine._ended = True  # its lanes are no streams
 
 
 def test_a_photo_that_does_not_fit_is_named_with_both_sizes(files, launches):
@@ -454,54 +233,46 @@ def test_wrong_sizes(budget):
     ("depth", "ready", "kept"), [(None, 3.0, 2), (None, 1.9, 1), (None, 0.1, 1), (3, 0.1, 3)]
 )
 def test_fewer_large_batches_are_kept_ready(files, monkeypatch, depth, ready, kept):
-    monkeypatch.setattr(_engine, "READY_BYTES", int(ready * FINISHED))
-    prefetcher = prefetcher_of(files, FakeDecoder(), device_prefetch_size=depth)
-    engine = engine_of(prefetcher, prefetcher._loader, depth=prefetcher._depth)
-    assert engine.take().error is None
-    # Those that it has begun before the loop waited, less the one that it took.
-    assert len(engine._slots) == kept - 1
-    engine.close()
+    monkeypatch.setattr(_epoch, "READY_BYTES", int(ready * FINISHED))
+    assert batches_ahead(files, kept, device_prefetch_size=depth) == kept
 
 
-def engine_of(prefetcher, source=(), depth=1):
-    """What runs an epoch, without its threads."""
-    return _engine.Engine(
-        prefetcher._pipeline,
-        Source(source),
-        depth=depth,
-        epoch=0,
-        fetch_ahead=False,
-        balancer=prefetcher._balancer,
-        check=lambda batch: None,
-        shares={},
+@pytest.mark.parametrize(("room", "kept"), [(3, 2), (1.5, 1), (0.1, 1)])
+def test_batches_in_flight_fit_into_the_budget(files, room, kept):
+    # What is ready has been resampled, and the next one is decoded beside it.
+    budget = FINISHED + 16 * DECODED + int((room - 1) * FINISHED)
+    assert batches_ahead(files, kept, device_prefetch_size=2, memory_budget=budget) == kept
+
+
+def batches_ahead(files, expected, **options):
+    """How many of them are prepared before the loop has taken one."""
+    prefetcher = prefetcher_of(files, FakeDecoder(), **options)
+    source = _epoch.Source(prefetcher._loader)
+    pipeline = prefetcher._pipeline
+    lookahead = Lookahead(
+        pipeline, source, epoch=0, depth=prefetcher._depth, threaded=True, check=lambda batch: None
     )
+    deadline = time.monotonic() + 10
+    while len(lookahead._slots) < expected and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)  # for one too many
+    count = len(lookahead._slots)
+    lookahead.close()
+    return count
 
 
-def started(budget, depth, costs):
-    """The engine, after as many batches as it starts before one has been handed over."""
-    prefetcher = DataPrefetcher([], device="cpu", memory_budget=budget)
-    engine = engine_of(prefetcher, depth=depth)
-    for number, cost in enumerate(costs):
-        slot = _engine.Slot(number)
-        slot.cost = cost
-        if not engine._has_room(slot):
-            break
-        slot.work = _pipeline.Work([], lambda: None, decoded_bytes=cost.decoded)
-        engine._slots.append(slot)
-    return engine
-
-
-@pytest.mark.parametrize(("budget", "batches"), [(None, 3), (120, 3), (119, 2), (79, 1), (39, 1)])
-def test_batches_in_flight_adapt(budget, batches):
-    cost = Cost(fixed=10, decoded=30)
-    engine = started(budget, 3, [cost] * 4)
-    assert len(engine._slots) == batches
-    if budget == 79:
-        waiting = _engine.Slot(1)
-        waiting.cost = Cost(fixed=10, decoded=59)
-        assert not engine._has_room(waiting)
-        engine._slots[0].work = None  # it is finished, and its images are resampled
-        assert engine._has_room(waiting)
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth", [1, 2])
+def test_batches_at_a_time(depth):
+    # One at work, one that the loop has queued after it, and what is ready or in preparation.
+    before, used, sums = torch.cuda.memory_allocated(), [], []
+    loader = DataLoader(Tensors(), 4, num_workers=1, pin_memory=True)
+    for batch in DataPrefetcher(loader, device_prefetch_size=depth):
+        torch.cuda._sleep(40_000_000)  # about 20 ms
+        sums.append(batch.sum())
+        used.append(round((torch.cuda.memory_allocated() - before) / 2**22))
+    assert max(used) <= depth + 2
+    assert [int(s) for s in sums] == [(16 * i + 6) << 18 for i in range(24)]
 
 
 def test_out_of_memory_in_a_large_call_makes_it_smaller(files, launches):
@@ -836,26 +607,24 @@ def test_what_a_queued_launch_reads_is_waited_for_before_anything_lies_there(mon
         monkeypatch.setattr(owner, name, call)
 
     noted(_pipeline.ImageJob, "_wait_for_reader")
-    noted(_pipeline, "upload")
     noted(OperatorDecoder, "packed")
-    noted(_pipeline.ImageJob, "_launch")
+    noted(Launches, "launch")
     files = [pictures.encode_jpeg(pictures.draw(24, 32, seed=i)) for i in range(4)]
     planned_batch(monkeypatch, files, OperatorDecoder("cpu"), share=0.5)
-    # What the launch reads, and what the workers decoded.
-    assert done == ["_wait_for_reader", "upload", "upload", "packed", "_launch"]
+    assert done == ["_wait_for_reader", "packed", "launch"]
 
 
 def test_a_thread_has_the_same_place_again(monkeypatch):
-    cpu, room = torch.device("cpu"), []
-    place = partial(_decode.place, device=cpu)
-    with _decode.packing_into(room):
+    place = partial(_decode.place, device=torch.device("cpu"))
+    with _decode.packing_into():
+        room = _decode._thread.room
         first = place(1000)
         assert len(first) == _budget.ROOM_BYTES
         assert place(5) is place(_budget.ROOM_BYTES) is room[0] is first
         photo = _budget.in_rooms(_budget.SUB_BATCH_BYTES + _budget.UPLOAD_BYTES) + 1
         assert len(place(photo)) == photo  # of one image, which is not kept
         assert room[0] is first
-        room.clear()  # as where memory is short
+        _decode.free_scratch()  # as where memory is short
         assert place(1000) is room[0]
         emptied = []
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(len(room)))
@@ -863,200 +632,7 @@ def test_a_thread_has_the_same_place_again(monkeypatch):
         room.clear()
         assert [len(place(size)) for size in (2000, 3000, 4000, 100)] == [2000, 4000, 4000, 4000]
         assert emptied == [0]  # the smaller place was given back
-    assert room == []
     assert len(place(1000)) == 1000
-
-
-def test_one_thread_at_a_time_decodes_unless_a_loop_waits_that_often_has_to():
-    turns, inside, most = _turns.Turns(), [], []
-    may_end = threading.Event()
-    turns.level = 3
-    for _ in range(_turns.FIRST):
-        turns.learn(late=True)
-    (*_, enough) = _turns.LATE
-    often = [True] * (enough - 1) + [False] * _turns.TOLERATED
-    for late in often + [False] * (_turns.TOLERATED - 1) * enough:
-        assert not turns.learn(late=late)
-
-    def decode():
-        with turns:
-            inside.append(1)
-            most.append(len(inside))
-            may_end.wait(10)
-            inside.pop()
-
-    threads = [threading.Thread(target=decode) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    with turns.hurried():
-        time.sleep(0.1)
-    assert most == [1]
-    for late in [True] * enough + [False] * 9:  # for good
-        turns.level += turns.learn(late=late)
-    time.sleep(0.1)
-    assert most == [1]
-    with turns.hurried():
-        deadline = time.monotonic() + 10
-        while len(most) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert most == [1, 2]
-    may_end.set()
-    for thread in threads:
-        thread.join()
-    with turns:  # nobody is left inside, and nobody waits
-        pass
-    assert (turns._inside, turns._waiting) == (0, 0)
-
-
-def test_never_more_than_two_threads_decode():
-    turns, inside, most, lock = _turns.Turns(), [0], [0], threading.Lock()
-    turns.level = 4
-
-    def decode():
-        for _ in range(20):
-            with turns:
-                with lock:
-                    inside[0] += 1
-                    most[0] = max(most[0], inside[0])
-                time.sleep(0.001)
-                with lock:
-                    inside[0] -= 1
-
-    threads = [threading.Thread(target=decode) for _ in range(4)]  # of two prefetchers
-    for thread in threads:
-        thread.start()
-    with turns.hurried():
-        for thread in threads:
-            thread.join()
-    assert most == [_budget.LANES]
-
-
-class Lane:
-    """An engine with nothing but a lane, whose loop takes a step of so many seconds."""
-
-    def __init__(self, pace):
-        self.ran = queue.SimpleQueue()
-        self.engine = object.__new__(_engine.Engine)
-        vars(self.engine).update(
-            device=torch.device("meta"),
-            balancer=SimpleNamespace(pace=pace),
-            _on_cuda=True,
-            _stopping=False,
-            _asked=1,
-            _changed=threading.Condition(),
-            _gate=_engine.Gate(),
-            _spent=collections.deque(),
-            _given=queue.SimpleQueue(),
-            _parts=collections.deque(),
-            _pipeline=SimpleNamespace(memory_budget=1, try_cuts=lambda: None),
-            _slots=[],
-            _run_part=lambda slot, part: self.ran.put(time.perf_counter()),
-        )
-        reference = lambda: self.engine  # noqa: E731
-        self._thread = threading.Thread(target=_engine._lane_loop, args=(reference, None, []))
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error):
-        self.engine._stopping = True
-        self.engine._gate.open()
-        self.engine._given.put(None)
-        self._thread.join(10)
-        assert not self._thread.is_alive()
-
-    def give(self):
-        self.engine._parts.append((None, None))
-        self.engine._given.put(None)
-
-    def seconds(self):
-        """From the begin of the loop's step to that of the decode that comes with it."""
-        self.engine._gate.open()
-        self.engine._hold_back()
-        began = time.perf_counter()
-        self.give()
-        return self.ran.get(timeout=10) - began
-
-
-@pytest.fixture
-def lanes_without_cuda(monkeypatch):
-    monkeypatch.setattr(_engine, "using", lambda stream: contextlib.nullcontext())
-
-
-def test_a_decode_begins_in_the_latter_part_of_the_step(lanes_without_cuda):
-    with Lane(pace=1.0) as lane:
-        assert lane.seconds() > 0.49  # half of the step, but for the clock
-        lane.engine._spent.append(0.7)  # and so the next one takes until the end of the step
-        assert 0.24 < lane.seconds() < 0.49
-        lane.engine._spent.append(1.0)  # of several, the longest counts
-        assert lane.seconds() < 0.24
-
-
-def test_a_decode_that_is_late_or_of_an_unknown_loop_begins_at_once(lanes_without_cuda):
-    with Lane(pace=0.0) as lane:
-        assert lane.seconds() < 0.2
-        lane.engine.balancer.pace = 30.0
-        lane.engine._slots.append(_engine.Slot(0))
-        assert lane.seconds() < 5
-        lane.engine._slots[0].done.set()
-        lane.engine._hold_back()
-        lane.give()
-        with pytest.raises(queue.Empty):
-            lane.ran.get(timeout=0.2)
-        with lane.engine.waiting():  # the loop is back
-            lane.ran.get(timeout=10)
-
-
-def test_a_lane_that_waits_holds_no_epoch(lanes_without_cuda):
-    engine = object.__new__(_engine.Engine)
-    gate, given = _engine.Gate(), queue.SimpleQueue()
-    gate.close(60)
-    vars(engine).update(
-        _gate=gate,
-        _given=given,
-        _parts=collections.deque([(None, engine)]),  # as what leads to it
-        _pipeline=SimpleNamespace(memory_budget=1, try_cuts=lambda: None),
-    )
-    lane = threading.Thread(target=_engine._lane_loop, args=(weakref.ref(engine), None, []))
-    lane.start()
-    given.put(None)
-    deadline = time.monotonic() + 10
-    while not given.empty() and time.monotonic() < deadline:  # it is at the gate
-        time.sleep(0.01)
-    dropped = weakref.ref(engine)
-    del engine
-    gc.collect()
-    assert dropped() is None
-    gate.open()
-    lane.join(10)
-    assert not lane.is_alive()
-
-
-@pytest.mark.gpu
-@pytest.mark.alone  # where the GPU is slow to decode, no batch is ready early
-@pytest.mark.parametrize("gate", ["ours", "none"])
-def test_no_decode_begins_with_the_step(files, monkeypatch, gate):
-    if gate == "none":  # guards the test
-        monkeypatch.setattr(_engine.Engine, "_hold_back", lambda engine: None)
-    loader = DataLoader(Photos(files * 12), 8, num_workers=2, pin_memory=True)
-    prefetcher = DataPrefetcher(loader, transforms=SMALL, cpu_share=0.0, device_prefetch_size=2)
-    decoder = prefetcher._pipeline.decoder
-    packed, launching, begun = decoder.packed, threading.Event(), []
-
-    def noted(*args, **options):
-        begun.append(launching.is_set())
-        return packed(*args, **options)
-
-    decoder.packed = noted
-    for _ in prefetcher:
-        launching.set()
-        torch.cuda._sleep(100_000_000)  # about 50 ms
-        time.sleep(0.02)
-        launching.clear()
-    assert len(begun) == 12 * len(files) // 8
-    # The first ones are begun before it is known what a step takes.
-    assert sum(begun[8:]) < 4 if gate == "ours" else sum(begun[8:]) > len(begun[8:]) // 2
 
 
 def test_an_error_without_words_may_be_a_shortage(monkeypatch):
@@ -1203,65 +779,6 @@ def test_a_bad_file_is_found_in_parts_too(files, launches):
     assert torch.equal(images_of(prefetcher), torch.cat([good[:1], good[2:]]))
 
 
-@pytest.mark.parametrize(
-    ("transforms", "bad", "done"),
-    [([], False, True), ([lambda images: images], False, False), ([], True, False)],
-)
-def test_whether_work_is_left_behind_the_decode(files, launches, transforms, bad, done):
-    some = [b"no picture" if bad else files[0], *files[1:8]]
-    given = {"transforms": [*SMALL, *transforms], "on_error": "skip"}
-    prefetcher = prefetcher_of(some, FakeDecoder(), **given)
-    engine = engine_of(prefetcher, prefetcher._loader)
-    work = engine._begin(engine._fetch())
-    for part in work.parts:
-        part(lambda: None)
-    assert work.is_done() is done
-
-
-def run_with_two_lanes(files, decoder, permits):
-    prefetcher = prefetcher_of(files, decoder, batch_size=24)
-    engine = engine_of(prefetcher, prefetcher._loader)
-    engine._permits = queue.SimpleQueue()
-    for _ in range(permits):
-        engine._permits.put(None)
-    slot = engine._fetch()
-    slot.work = engine._begin(slot)
-    engine._slots.append(slot)
-    parts, slot.remaining = list(slot.work.parts), len(slot.work.parts)
-    assert len(parts) == 24
-
-    def lane():
-        while parts:
-            engine._run_part(slot, parts.pop())
-
-    lanes = [threading.Thread(target=lane) for _ in range(_budget.LANES)]
-    for thread in lanes:
-        thread.start()
-    for thread in lanes:
-        thread.join()
-    return slot
-
-
-def test_two_lanes_that_are_short_of_memory_take_turns(files, launches, monkeypatch):
-    expected = images_of(prefetcher_of(files, FakeDecoder()))
-    monkeypatch.setattr(_budget, "SUB_BATCH", 1)
-    for _ in range(10):
-        decoder = FakeDecoder(DECODED, seconds=0.002)
-        slot = run_with_two_lanes(files, decoder, _budget.LANES)
-        assert slot.error is None
-        assert torch.equal(slot.result[0], expected)
-        assert decoder.peak == DECODED
-        assert decoder.refused
-
-
-def test_two_lanes_would_take_each_others_memory(files, launches, monkeypatch):
-    # Guards the test above: with permits for everybody at any time nobody is alone.
-    monkeypatch.setattr(_budget, "SUB_BATCH", 1)
-    decoders = (FakeDecoder(DECODED, seconds=0.002) for _ in range(10))
-    errors = [run_with_two_lanes(files, decoder, 10**4).error for decoder in decoders]
-    assert any(isinstance(error, torch.OutOfMemoryError) for error in errors)
-
-
 def late_epoch(files, job=_pipeline.ImageJob, **options):
     loader = DataLoader(Photos(files), batch_size=8, pin_memory=True)
     transforms = [Resize((256, 384))]
@@ -1275,44 +792,17 @@ def late_epoch(files, job=_pipeline.ImageJob, **options):
 def test_a_part_waits_for_the_reader_of_the_one_before(monkeypatch, job):
     files = [pictures.encode_jpeg(pictures.draw(512, 768, seed=seed)) for seed in range(8)]
     expected = late_epoch(files)
-    launch = _pipeline.ImageJob._launch
+    launch = Launches.launch
 
-    def late(self, what):
+    def late(self, *args):
         # 40 ms: the next part is decoded well within them, with other tests on the GPU, too.
         torch.cuda._sleep(80_000_000)
-        launch(self, what)
+        launch(self, *args)
 
-    monkeypatch.setattr(_pipeline.ImageJob, "_launch", late)
+    monkeypatch.setattr(Launches, "launch", late)
     got = late_epoch(files, job, memory_budget="14MiB")  # the result takes 9, a photo 1.1
     # Without waiting, parts really are overwritten.
     assert torch.equal(got, expected) == (job is _pipeline.ImageJob)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("workers", [0, 2])
-def test_two_decoders_give_the_same_images(files, monkeypatch, workers):
-    loader = DataLoader(Photos(files * 16), batch_size=32, pin_memory=True, num_workers=workers)
-
-    def epoch():
-        made = collections.defaultdict(_turns.Turns)
-        monkeypatch.setattr(_pipeline, "turns", made)
-        monkeypatch.setattr(_engine, "turns", made)
-        prefetcher = DataPrefetcher(loader, transforms=[Resize((64, 96))], cpu_share=0.0)
-        images = images_of(prefetcher)
-        (turn,) = made.values()
-        return images, turn.several
-
-    monkeypatch.setattr(_budget, "SUB_BATCH_BYTES", 8 * DECODED)
-    monkeypatch.setattr(_turns, "FIRST", 10**6)
-    images, hurried = epoch()
-    assert not hurried
-    monkeypatch.setattr(_turns, "LATE", (0, 0, 0))
-    monkeypatch.setattr(_balance, "OFTEN", 0)
-    monkeypatch.setattr(_turns, "FIRST", 0)
-    monkeypatch.setattr(_turns, "SHOWN", 0)
-    in_a_hurry, hurried = epoch()
-    assert hurried
-    assert torch.equal(in_a_hurry, images)
 
 
 @pytest.mark.gpu
@@ -1355,9 +845,9 @@ def epoch(count, **options):
 BUDGETED = (
     BIG
     + """
-# Two decode threads have a photo each; the peak does not follow the batch of 17 GiB.
+# A call has one photo; the peak does not follow the batch of 17 GiB.
 whole, most, _ = epoch(256)
-assert most < 2 * 72_000_000 + 5 * whole.nbytes, most
+assert most < 72_000_000 + 5 * whole.nbytes + (120 << 20), most
 for budget in (2 << 30, 100 << 20):
     parts, peak, _ = epoch(256, memory_budget=budget)
     assert torch.equal(parts, whole)
@@ -1377,9 +867,6 @@ nothing_left()
 SHORT = (
     BIG
     + """
-from gpuprefetch._turns import turns
-from gpuprefetch import _balance
-turns[torch.device("cuda", 0)].level, _balance.OFTEN = 4, 0  # two threads decode
 whole, most, repeated = epoch(48)
 assert repeated == 0
 gc.collect()
@@ -1387,7 +874,7 @@ torch.cuda.empty_cache()
 free, total = torch.cuda.mem_get_info()
 reserved = torch.cuda.memory_reserved()
 torch.cuda.set_per_process_memory_fraction((reserved + (110 << 20)) / total)  # for one photo
-for _ in range(5):  # whether both threads want memory at once is chance
+if True:
     parts, peak, repeated = epoch(48)
     levels = (parts - whole).abs().amax((1, 2, 3)) * 255  # up to 3 where the CPU decoded a photo
     assert torch.equal(parts, whole), (repeated, levels.tolist())

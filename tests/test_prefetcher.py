@@ -481,11 +481,11 @@ def test_dropping_the_prefetcher_ends_the_epoch_of_its_next(device, workers):
     loader = loader_of(Numbers(20, "tensor"), device, num_workers=workers)
     prefetcher = DataPrefetcher(loader, device=device)
     prefetcher.next()
-    iterator, threads = weakref.ref(prefetcher._manual), prefetcher._manual._engine._threads
+    iterator = weakref.ref(prefetcher._manual)
     del prefetcher
     gc.collect()
     assert iterator() is None
-    assert not any(thread.is_alive() for thread in threads)
+    assert not any(thread.name == "gpuprefetch" for thread in threading.enumerate())
 
 
 def test_a_shallow_copy_has_epochs_of_its_own(photo_folder):

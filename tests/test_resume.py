@@ -29,7 +29,7 @@ from gpuprefetch import (
     DataPrefetcher,
     EncodedImageFolder,
     RandomResizedCrop,
-    _engine,
+    _epoch,
     _prefetcher,
     _replay,
 )
@@ -126,12 +126,12 @@ def ahead(request, device, monkeypatch):
     if request.param and device.type == "cuda":
         pytest.skip("a GPU does so anyway")
 
-    class Ahead(_engine.Engine):
+    class Ahead(_epoch.Lookahead):
         def __init__(self, *args, **options):
-            super().__init__(*args, **options | {"depth": 3, "fetch_ahead": True})
+            super().__init__(*args, **options | {"depth": 3, "threaded": True})
 
     if request.param:
-        monkeypatch.setattr(_prefetcher, "Engine", Ahead)
+        monkeypatch.setattr(_prefetcher, "Lookahead", Ahead)
     return request.param
 
 
@@ -165,9 +165,9 @@ def test_the_loaders_own_state_would_lose_batches(device, ahead):
     prefetcher = DataPrefetcher(stateful(shuffle=True), device="cpu")
     iterator = iter(prefetcher)
     next(iterator)
-    while len(iterator._engine._slots) < 3:
+    while len(iterator._lookahead._slots) < 3:
         time.sleep(0.01)
-    state = prefetcher.state_dict() | {"loader": iterator._engine._source._state()}
+    state = prefetcher.state_dict() | {"loader": iterator._lookahead._source._state()}
     rest = [values(batch) for batch in iterator]
     prefetcher.load_state_dict(state)
     assert [values(batch) for batch in prefetcher] in (rest[3:], rest[4:])

@@ -1,0 +1,531 @@
+"""An epoch with its thread, run on the CPU, where it has one only here; and without."""
+
+import contextlib
+import functools
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from queue import SimpleQueue
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from gpuprefetch import DataPrefetcher, EncodedImage, _epoch, _prefetcher, _stats
+from gpuprefetch._epoch import JOIN_SECONDS, Lookahead
+from gpuprefetch._prefetcher import _garbage_kept_from_forks
+from gpuprefetch._stream import lease_stream, return_stream
+
+SECONDS = 20  # for what takes milliseconds; a hang takes for ever
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "gpuprefetch"]
+
+
+@pytest.fixture(autouse=True)
+def threads_end():
+    yield
+    until(lambda: not threads())
+
+
+def until(condition):
+    """Wait for another thread to bring it about."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def within(seconds, function):
+    """What ``function`` returns or raises, in a thread of its own."""
+    found = []
+
+    def run():
+        try:
+            found.append(function())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert found, "it hangs"
+    return found[0]
+
+
+@pytest.fixture
+def threaded(monkeypatch):
+    ahead = functools.partial(Lookahead)
+
+    def make(*args, **options):
+        return ahead(*args, **options | {"threaded": True})
+
+    monkeypatch.setattr(_prefetcher, "Lookahead", make)
+
+
+@pytest.fixture(params=["threaded", "in the loop"])
+def either(request):
+    if request.param == "threaded":
+        request.getfixturevalue("threaded")
+    return request.param
+
+
+class Batches:
+    """A loader of what a generator function gives."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __iter__(self):
+        return self.function()
+
+
+def prefetcher_of(batches, **options):
+    return DataPrefetcher(Batches(batches), device="cpu", **options)
+
+
+def pictures(*values):
+    """A generator function of batches of one small picture."""
+    return lambda: (torch.full((1, 3, 2, 2), value) for value in values)
+
+
+def values(batches):
+    return [float(batch[0, 0, 0, 0]) for batch in batches]
+
+
+class Slow(Dataset):
+    def __init__(self, seconds, at=None):
+        self.seconds, self.at = seconds, at
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if self.at in (None, index):
+            time.sleep(self.seconds)
+        return index
+
+
+def test_batches_come_in_order_epoch_after_epoch(either):
+    for depth in (None, 1, 5):
+        prefetcher = prefetcher_of(lambda: iter(range(7)), device_prefetch_size=depth)
+        assert [*prefetcher] == [*prefetcher] == [*range(7)]
+        assert [*prefetcher_of(lambda: iter(()))] == []
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_so_many_batches_are_fetched_ahead(threaded, depth):
+    fetched = []
+
+    def batches():
+        for number in range(9):
+            fetched.append(number)
+            yield number
+
+    iterator = iter(prefetcher_of(batches, device_prefetch_size=depth))
+    for number in range(3):
+        # That many are ready, and one more waits for its room.
+        until(lambda count=number + depth + 1: len(fetched) == count)
+        time.sleep(0.02)
+        assert len(fetched) == number + depth + 1
+        assert next(iterator) == number
+    iterator.close()
+
+
+@pytest.mark.parametrize("where", ["loader", "transform"])
+def test_an_error_comes_after_the_batches_before_it(either, where):
+    def batches():
+        yield from pictures(0, 1)()
+        if where == "loader":
+            raise OSError("a bad disk")
+        yield from pictures(2, 3)()
+
+    def transform(images):
+        if images.max() == 2:
+            raise OSError("a bad disk")
+        return images
+
+    iterator = iter(prefetcher_of(batches, transforms=[transform]))
+    assert values([next(iterator), next(iterator)]) == [0, 1]
+    with pytest.raises(OSError, match="a bad disk"):
+        next(iterator)
+    with pytest.raises(RuntimeError, match="an error has ended this epoch"):
+        next(iterator)
+
+
+def test_an_error_that_was_fetched_ahead_keeps_no_epoch_alive(either):
+    raised = threading.Event()
+
+    def batches():
+        yield 0
+        raised.set()
+        raise LookupError("no sample")
+
+    iterator = iter(prefetcher_of(batches))
+    assert next(iterator) == 0
+    if either == "threaded":
+        assert raised.wait(SECONDS)
+        time.sleep(0.02)
+    ended = weakref.ref(iterator)
+    del iterator
+    assert ended() is None
+
+
+def test_what_was_handed_over_is_not_kept(threaded):
+    class Batch:
+        pass
+
+    iterator = iter(prefetcher_of(lambda: (Batch() for _ in range(5))))
+    for _ in range(3):
+        batch = weakref.ref(next(iterator))
+        assert batch() is None
+    iterator.close()
+
+
+def test_a_thread_that_cannot_start_leaves_nothing(threaded, monkeypatch):
+    closed = []
+
+    def batches():
+        try:
+            yield 0
+        finally:
+            closed.append(True)
+
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    loader = Batches(batches)
+    prefetcher = DataPrefetcher(loader, device="cpu")
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        iter(prefetcher)
+    monkeypatch.undo()
+    assert [*DataPrefetcher(loader, device="cpu")] == [0]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_whatever_ends_the_loader_reaches_the_loop(either, error):
+    def batches():
+        yield 0
+        raise error
+
+    iterator = iter(prefetcher_of(batches))
+    assert next(iterator) == 0
+    with pytest.raises(error):
+        next(iterator)
+
+
+def test_whoever_closes_an_epoch_waits_for_its_end(threaded):
+    release = threading.Event()
+
+    def batches():
+        yield 0
+        release.wait(SECONDS)
+        yield 1
+
+    iterator = iter(prefetcher_of(batches))
+    next(iterator)
+    closing = threading.Thread(target=iterator._lookahead.close)
+    closing.start()
+    time.sleep(0.05)
+    assert closing.is_alive() and threads()
+    threading.Timer(0.1, release.set).start()
+    iterator._lookahead.close()
+    assert not threads()
+    closing.join(SECONDS)
+
+
+def test_a_loop_that_waits_when_another_thread_ends_the_epoch(threaded):
+    release = threading.Event()
+
+    def batches():
+        yield 0
+        release.wait(SECONDS)
+        yield 1
+
+    iterator = iter(prefetcher_of(batches))
+    next(iterator)
+    threading.Timer(0.1, iterator._lookahead.close).start()
+    threading.Timer(0.2, release.set).start()
+    with pytest.raises(StopIteration):  # not for ever
+        raise within(SECONDS, lambda: next(iterator))
+
+
+def test_an_end_that_is_interrupted_goes_on(threaded, monkeypatch):
+    release = threading.Event()
+
+    def batches():
+        yield 0
+        release.wait(SECONDS)
+        yield 1
+
+    iterator = iter(prefetcher_of(batches))
+    next(iterator)
+    (thread,), interrupts = threads(), [KeyboardInterrupt()]
+    join = thread.join
+
+    def interrupted(timeout=None):
+        if interrupts:
+            raise interrupts.pop()
+        join(timeout)
+
+    monkeypatch.setattr(thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        iterator.close()
+    release.set()
+    until(lambda: iterator._lookahead._ended)
+
+
+def test_a_loader_that_hangs_is_abandoned(threaded, monkeypatch):
+    monkeypatch.setattr(_epoch, "JOIN_SECONDS", 0.2)
+    release = threading.Event()
+
+    def batches():
+        yield 0
+        release.wait(SECONDS)
+        yield 1
+
+    prefetcher = prefetcher_of(batches)
+    iterator = iter(prefetcher)
+    next(iterator)
+    began = time.monotonic()
+    iterator.close()
+    assert time.monotonic() - began < 5
+    assert threads()
+    release.set()
+
+
+def test_the_collector_may_run_in_a_thread_that_the_epoch_waits_for(threaded):
+    dropped, seconds = threading.Event(), []
+
+    def batches():  # as the DataLoader's, which come from its pin thread
+        pinned = SimpleQueue()
+
+        def pin():
+            pinned.put(0)
+            dropped.wait()
+            begin = time.monotonic()
+            gc.collect()
+            seconds.append(time.monotonic() - begin)
+            pinned.put(1)
+            pinned.put(None)  # the end
+
+        threading.Thread(target=pin).start()
+        return iter(pinned.get, None)
+
+    gc.collect()
+    gc.disable()
+    try:
+        iterator = iter(prefetcher_of(batches))
+        assert next(iterator) == 0
+        ended = weakref.ref(iterator)
+        cycle = [iterator]
+        cycle.append(cycle)
+        del iterator, cycle
+        dropped.set()
+        until(lambda: not threads())
+        assert ended() is None
+        assert seconds[0] < JOIN_SECONDS / 2
+    finally:
+        gc.enable()
+
+
+def test_the_collector_may_run_while_streams_are_leased():
+    from types import SimpleNamespace
+
+    from gpuprefetch import _stream
+
+    stream = SimpleNamespace(device="meta")
+
+    def collected():
+        with _stream._lock:  # what an epoch does that ends here
+            return_stream(stream)
+        return lease_stream(torch.device("meta"))
+
+    assert within(SECONDS, collected) is stream
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pause", [0.0, 0.07])
+def test_persistent_workers_serve_one_epoch_at_a_time(threaded, pause):
+    loader = DataLoader(Slow(0.05), num_workers=2, persistent_workers=True)
+    prefetcher = DataPrefetcher(loader, device="cpu")
+    other = iter(prefetcher)
+    next(other)
+    time.sleep(pause)  # its thread waits for the next batch then, or for room
+    assert within(SECONDS, lambda: torch.cat(list(prefetcher)).tolist()) == [*range(12)]
+    assert next(other, None) is None
+
+
+class Waits(Sampler):
+    """The numbers of :class:`Slow`, after a while."""
+
+    def __iter__(self):
+        time.sleep(0.2)
+        return iter(range(12))
+
+    def __len__(self):
+        return 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", [None, Waits()], ids=["next", "iter"])
+def test_persistent_workers_whose_epochs_begin_in_two_threads(either, sampler):
+    """The one begins while the other waits for a batch, or begins itself."""
+    loader = DataLoader(Slow(0.3, at=0), sampler=sampler, num_workers=2, persistent_workers=True)
+    prefetcher = DataPrefetcher(loader, device="cpu")
+
+    def numbers():
+        return torch.tensor([*prefetcher]).tolist()
+
+    had = []
+    other = threading.Thread(target=lambda: had.extend(numbers()))
+    other.start()
+    until(lambda: prefetcher._epoch > 0)
+    time.sleep(0.05)
+    assert within(SECONDS, numbers) == [*range(12)]
+    other.join(SECONDS)
+    assert had == [*range(len(had))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_that_an_abandoned_thread_waits_for(threaded, monkeypatch, persistent):
+    monkeypatch.setattr(_epoch, "JOIN_SECONDS", 0.2)
+    loader = DataLoader(Slow(1.5, at=2), num_workers=2, persistent_workers=persistent)
+    prefetcher = DataPrefetcher(loader, device="cpu")
+    for _ in prefetcher:
+        time.sleep(0.2)
+        break
+    assert within(SECONDS, lambda: torch.cat(list(prefetcher)).tolist()) == [*range(12)]
+
+
+def test_a_broken_context_does_not_keep_an_epoch_from_its_end(threaded, monkeypatch):
+    def broken(stream, *, again):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(_epoch.SideStream, "end", broken)
+    iterator = iter(prefetcher_of(lambda: iter(range(4))))
+    next(iterator)
+    iterator.close()
+    assert not threads()
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.usefixtures("nothing_frozen")
+def test_two_threads_may_fork_at_a_time():
+    begun, read, write = threading.Barrier(2), *os.pipe()
+
+    def fork(kept):
+        begun.wait(SECONDS)
+        with _garbage_kept_from_forks() if kept else contextlib.nullcontext():
+            child = None
+            while child is None:
+                with contextlib.suppress(RuntimeError):  # filelock refuses one while another forks
+                    child = os.fork()
+            if not child:
+                os.write(write, bytes([kept, gc.get_freeze_count() > 0, gc.isenabled()]))
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+
+    assert gc.isenabled()
+    before = gc.get_freeze_count()
+    for other in (True, False):
+        thread = threading.Thread(target=fork, args=(other,))
+        thread.start()
+        within(SECONDS, lambda: fork(True))
+        thread.join(SECONDS)
+        told = os.read(read, 6)
+        frozen = {bytes([True, True, True]), bytes([other, other or before > 0, True])}
+        assert {told[:3], told[3:]} == frozen
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == before
+
+
+def test_ctrl_c_behind_a_fork_stops_neither_the_collector_nor_the_next_fork():
+    def forks(*interrupted):
+        with _garbage_kept_from_forks():
+            for cut in interrupted:
+                _prefetcher._before_fork()
+                if not cut:
+                    _prefetcher._behind_fork()
+
+    assert gc.isenabled()
+    for interrupted in ([True], [True, False], [True, True], [False]):
+        forks(*interrupted)
+        assert gc.isenabled()
+        assert within(SECONDS, lambda: (forks(False), "done")) == (None, "done")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_while_another_thread_is_about_to_fork():
+    about, done = threading.Event(), threading.Event()
+
+    def fork():
+        with _garbage_kept_from_forks():
+            _prefetcher._before_fork()
+            about.set()
+            done.wait(SECONDS)
+            _prefetcher._behind_fork()
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    about.wait(SECONDS)
+    assert not gc.isenabled()
+    if not (child := os.fork()):
+        os._exit(not (gc.isenabled() and _prefetcher._forking.acquire(timeout=5)))
+    done.set()
+    thread.join(SECONDS)
+    assert os.waitpid(child, 0)[1] == 0
+    assert gc.isenabled()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_while_a_thread_counts():
+    with _stats._lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(5)  # ends the child if it hangs
+            with _stats.Stage(_stats.Stats(), "wait"):
+                pass
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+class Numbered(Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        return EncodedImage(bytes([index]) * 5000, index)
+
+
+def keep(batches, right):
+    """In a third process: are they still what they were, when the worker has gone on?"""
+    received = []
+    while (batch := batches.get()) is not None:
+        received.append(batch)
+        time.sleep(0.02)
+    spans = [(batch.span(i), batch.indices[i]) for batch in received for i in range(len(batch))]
+    right.put(sum(bool((span == index).all()) for span, index in spans))
+
+
+def test_a_batch_that_is_passed_on_to_a_third_process():
+    context = torch.multiprocessing.get_context("fork")
+    batches, right = context.Queue(), context.Queue()
+    process = context.Process(target=keep, args=(batches, right), daemon=True)
+    process.start()
+    for batch in DataLoader(Numbered(), batch_size=4, num_workers=1):
+        batches.put(batch)
+    batches.put(None)
+    assert right.get(timeout=SECONDS) == 96
+    process.join()
