@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
-import pickle
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -148,13 +147,6 @@ class Plan:
     table: Table | None = None
 
 
-# What of a batch is read where a file is bad, or where it takes another way than most. Between
-# processes it travels in one piece that whoever asks for it unpickles: else the process that trains
-# would make of each batch twice as many objects, with Python's lock.
-_SELDOM = frozenset("spans indices paths decoded sizes transposed heights rows samples".split())
-SELDOM_BYTES = 512  # of an image: these take 200, of which a path is 40
-
-
 @dataclass(slots=True)
 class EncodedImages:
     """A batch of N encoded images in one flat buffer.
@@ -222,17 +214,6 @@ class EncodedImages:
     numbers: tuple[int, int] | None = None
     out: torch.Tensor | None = None
     pinned: torch.Tensor | None = None
-    _rest: bytes | int | None = field(init=False, default=None, repr=False, compare=False)
-
-    def __getstate__(self) -> Any:
-        state: Any = object.__getstate__(self)
-        slots, rest = state[1], self._rest
-        if rest is None:
-            rest = pickle.dumps({name: slots.pop(name) for name in _SELDOM}, protocol=5)
-            slots["_rest"] = len(rest) if self.buffer.stow(rest) else rest
-        elif isinstance(rest, int):  # behind the buffer, which is about to be copied
-            slots["_rest"] = self.buffer.stowed(rest)
-        return state
 
     @property
     def data(self) -> torch.Tensor:
@@ -298,13 +279,6 @@ class EncodedImages:
         return self.count
 
     def __getattr__(self, name: str) -> Any:
-        if name in _SELDOM:  # not unpickled yet
-            if (rest := self._rest) is not None:
-                data = self.buffer.stowed(rest) if isinstance(rest, int) else rest
-                for attribute, value in pickle.loads(data).items():
-                    setattr(self, attribute, value)
-                self._rest = None  # behind them: threads may ask at the same time
-            return object.__getattribute__(self, name)
         raise AttributeError(
             f"EncodedImages has no attribute {name!r}: its images are not decoded yet. Wrap the "
             "loader that gave it in DataPrefetcher(loader, transforms=[...])."
@@ -413,7 +387,7 @@ class Layout:
         stops[order] = np.cumsum(lengths[order])
         self.spans = np.stack([stops - lengths, stops], axis=1)
         used = int(lengths.sum())
-        self.buffer = Buffer.empty(used + behind, room, SELDOM_BYTES * len(lengths))
+        self.buffer = Buffer.empty(used + behind, room)
         self.numbers = (used, used + behind) if behind else None
         self.boundary = int(lengths[~decoded].sum())
         data = self.buffer.tensor.numpy()

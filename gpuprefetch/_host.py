@@ -5,7 +5,6 @@ It runs inside the DataLoader's own collate, in worker processes, and never touc
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import threading
@@ -25,7 +24,6 @@ from gpuprefetch._batch import map_leaves, objects
 from gpuprefetch._budget import lay_out, positions_to_decode
 from gpuprefetch._encoded import EncodedImage, EncodedImages, Layout, is_encoded, pack, packing
 from gpuprefetch._format import ImageHeader, blank, cuts_quietly, decode_cpu, read_header
-from gpuprefetch._idle import ForEach, IdleThread, for_each
 from gpuprefetch._random import Keys, fold
 from gpuprefetch._resample import (
     Coloring,
@@ -41,7 +39,6 @@ from gpuprefetch._targets import FollowedImage, fate, follow, images_of, mark, r
 from gpuprefetch._transforms import Head
 
 # Added to the workers' priority number: the training thread launches kernels, they only decode.
-# What takes most of their time has idle priority besides.
 NICENESS = 10
 # Up to this many pixels for each of the result, a decoded image is left to the GPU to resample: to
 # copy them takes less of a core than to resample them there.
@@ -108,7 +105,6 @@ class Packer:
             fewer rows than they hold. See Note [Rows that nobody reads].
         in_worker: whether this is a worker process, which may leave out such rows, too.
         moves: whether a transform, fused or behind the head, moves pixels.
-        for_each: calls a function with each image, or what belongs to it.
     """
 
     head: Head
@@ -123,7 +119,6 @@ class Packer:
     cuts: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     in_worker: bool = False
     moves: bool = False
-    for_each: ForEach = for_each
     _share: float | None = field(init=False, default=None)
     _packed: Counter[Any] = field(init=False, default_factory=Counter)
     _samples: Sequence[Any] = ()
@@ -182,9 +177,11 @@ class Packer:
             picture = picture.permute(1, 2, 0) if interleaved else picture
             layout.parts[i].reshape(picture.shape)[:] = picture.numpy()
 
-        self.for_each(copy, np.flatnonzero(whole & ~ours).tolist())
+        for i in np.flatnonzero(whole & ~ours).tolist():
+            copy(i)
         started = time.perf_counter()
-        self.for_each(decode, np.flatnonzero(ours).tolist())
+        for i in np.flatnonzero(ours).tolist():
+            decode(i)
         seconds = time.perf_counter() - started
         orientation[decoded] = 1  # they have been turned upright
         transposed = orientation >= 5
@@ -276,13 +273,11 @@ class Packer:
         """Headers, orientations ``(N,)``, sizes ``(N, 2)`` behind these, and errors."""
         headers, errors = [_UNREADABLE] * len(images), {}
 
-        def read(i: int) -> None:
+        for i, image in enumerate(images):
             try:
-                headers[i] = read_header(images[i].data)
+                headers[i] = read_header(image.data)
             except ValueError as error:
                 errors[i] = str(error)
-
-        self.for_each(read, range(len(images)))
         orientation = np.array([h.orientation if self.apply_exif else 1 for h in headers])
         sizes = np.array([(h.height, h.width) for h in headers], dtype=np.int64)
         upright = np.where(orientation[:, None] >= 5, sizes[:, ::-1], sizes)
@@ -439,8 +434,6 @@ class HostStage:
         self.packer.in_worker = True
         if self.packer.on_gpu:
             os.nice(NICENESS)
-            with contextlib.suppress(AttributeError, OSError):  # not on every platform
-                self.packer.for_each = IdleThread().for_each
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 

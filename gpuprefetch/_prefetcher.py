@@ -529,9 +529,7 @@ class _FirstBatch:
             )
 
 
-# ``ours``: what this thread forks are workers of ours; ``now``: it forks one.
-_forks = threading.local()
-_forking, _paused = threading.RLock(), False  # whether the collector waits for a fork
+_forking = threading.local()  # whether this thread forks workers of ours
 
 
 @contextlib.contextmanager
@@ -540,52 +538,28 @@ def _garbage_kept_from_forks() -> Iterator[None]:
 
     An exception that left an epoch is in a cycle with frames that hold pinned memory and CUDA
     events. A forked worker that collects them calls CUDA, which a fork must not, and aborts. So it
-    begins with gc.freeze(); in this process the collector goes on as it was.
+    begins with gc.freeze(), and nothing is collected before that.
     """
-    before, _forks.ours = getattr(_forks, "ours", False), True
+    enabled = gc.isenabled()
+    gc.disable()
+    _forking.collects = enabled
     try:
         yield
     finally:
-        _behind_fork()  # Ctrl-C may have cut it short, and Python drops that there
-        _forks.ours = before
+        del _forking.collects
+        if enabled:
+            gc.enable()
 
 
-def _before_fork() -> None:
-    global _paused
-    if getattr(_forks, "ours", False):
-        _forks.now = True
-        _forking.acquire()
-        _paused |= gc.isenabled()
-        gc.disable()  # nor before the worker has frozen anything
-
-
-def _behind_fork() -> None:
-    if getattr(_forks, "now", False):
-        _go_on()
-        with contextlib.suppress(RuntimeError):  # it is not, or no longer, this thread's
-            while True:
-                _forking.release()
-        _forks.now = False
-
-
-def _in_fork() -> None:
-    global _forking
-    if getattr(_forks, "ours", False):
+def _freeze_in_fork() -> None:
+    if (collects := getattr(_forking, "collects", None)) is not None:
         gc.freeze()
-    _forks.ours = _forks.now = False
-    _forking = threading.RLock()
-    _go_on()  # also where another thread was about to fork
-
-
-def _go_on() -> None:
-    global _paused
-    if _paused:
-        gc.enable()
-    _paused = False
+        if collects:
+            gc.enable()
 
 
 if hasattr(os, "register_at_fork"):  # not on every platform
-    os.register_at_fork(before=_before_fork, after_in_parent=_behind_fork, after_in_child=_in_fork)
+    os.register_at_fork(after_in_child=_freeze_in_fork)
 
 
 def _with_collate(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:

@@ -55,7 +55,6 @@ class _Mapping:
         self.memory = memory
         self.state: npt.NDArray[np.uint8] = memory[:1].numpy()
         self.pinned: bool | None = None
-        self._owner = memory[:0]  # a second one: see Note [The training thread's locks]
 
     def pin(self) -> bool:
         """Page-lock the slab, once; whether it is."""
@@ -111,7 +110,7 @@ class Buffer:
         size: in bytes.
     """
 
-    __slots__ = ("_mapping", "_owner", "_reader", "_slab", "memory", "size", "start")
+    __slots__ = ("_mapping", "_reader", "_slab", "memory", "size", "start")
 
     def __init__(
         self,
@@ -123,22 +122,19 @@ class Buffer:
         self.memory, self._slab, self._mapping = memory, slab, mapping
         self.start = 0 if slab is None and mapping is None else HEADER
         self.size = memory.numel() if size is None else size
-        # A second owner, as a mapping has.
-        self._owner = memory[:0] if mapping is None else None
         self._reader = os.getpid()
 
     @staticmethod
-    def empty(size: int, room: int = 0, behind: int = 0) -> Buffer:
+    def empty(size: int, room: int = 0) -> Buffer:
         """A buffer that is not initialized; in a worker in a slab where one is free.
 
         Args:
             size: of it.
             room: that later ones are likely to need.
-            behind: bytes of a slab that are left for :meth:`stow`.
         """
         if get_worker_info() is None:
             return Buffer(torch.empty(size, dtype=torch.uint8))
-        slab = _take(size + behind, room)
+        slab = _take(size, room)
         if slab is None:
             return Buffer(_shared(max(size, 1)), size)
         return Buffer(slab.memory, size, slab)
@@ -147,20 +143,6 @@ class Buffer:
     def tensor(self) -> torch.Tensor:
         """``(size,)`` uint8 on the CPU, a view of the buffer."""
         return self.memory[self.start : self.start + self.size]
-
-    def stow(self, data: bytes) -> bool:
-        """Put ``data`` behind the buffer, for the parent; False where there is no room."""
-        first = self.start + self.size
-        last = first + len(data)
-        if self._slab is None or last > self.memory.numel():
-            return False
-        self.memory.numpy()[first:last] = np.frombuffer(data, np.uint8)
-        return True
-
-    def stowed(self, size: int) -> bytes:
-        """What :meth:`stow` has put there."""
-        first = self.start + self.size
-        return self.memory.numpy()[first : first + size].tobytes()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Buffer, (self.tensor.clone(),)

@@ -16,7 +16,7 @@ from torch._C._profiler import _RecordFunctionFast
 if TYPE_CHECKING:
     from gpuprefetch._encoded import EncodedImages
 
-_NVTX: Any = getattr(torch._C, "_nvtx", None)  # not in a torch without CUDA
+_NVTX: Any = torch.cuda.nvtx if torch.version.cuda else None
 _lock = threading.Lock()  # two decode threads add to one counter
 
 
@@ -43,16 +43,17 @@ class Stage:
         seconds: that it took, once it is left.
     """
 
-    __slots__ = ("_counter", "_range", "_started", "_stats", "seconds")
+    __slots__ = ("_counter", "_name", "_range", "_started", "_stats", "seconds")
 
     def __init__(self, stats: Stats, name: str) -> None:
         self._stats, self._counter = stats, name + "_seconds"
-        self._range = "gpuprefetch." + name, _RecordFunctionFast("gpuprefetch." + name)
+        self._name = "gpuprefetch." + name
+        self._range = _RecordFunctionFast(self._name)
 
     def __enter__(self) -> Stage:
         if _NVTX is not None:
-            _NVTX.rangePushA(self._range[0])
-        self._range[1].__enter__()
+            _NVTX.range_push(self._name)
+        self._range.__enter__()
         self._started = time.perf_counter()
         return self
 
@@ -60,9 +61,9 @@ class Stage:
         self.seconds = time.perf_counter() - self._started
         with _lock:
             setattr(self._stats, self._counter, getattr(self._stats, self._counter) + self.seconds)
-        self._range[1].__exit__(*error)
+        self._range.__exit__(*error)
         if _NVTX is not None:
-            _NVTX.rangePop()
+            _NVTX.range_pop()
 
 
 @dataclass

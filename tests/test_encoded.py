@@ -288,12 +288,6 @@ def test_files_of_a_size_are_neighbors(monkeypatch, most, count):
             assert decode_cpu(piece).shape[1:] == (height, width)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_letting_go_of_a_buffer_does_not_take_pythons_lock(photo_folder, workers):
-    for images, _ in DataLoader(EncodedImageFolder(photo_folder), num_workers=workers):
-        assert images.buffer.memory._use_count() > 1
-
-
 def test_what_no_worker_could_decode_is_not_cut(monkeypatch):
     def refuse(*args, **options):
         raise ValueError("a bad file")
@@ -472,16 +466,6 @@ def test_encoded_images_anywhere_in_a_sample(photo_folder, device):
         assert not torch.equal(one, two)  # two views are augmented apart
         assert len(batch["meta"]["name"]) == 8
         assert batch["meta"]["target"].device.type == device.type
-
-
-@pytest.mark.parametrize("collate", [None, list])
-def test_the_balancer_learns_of_whole_batches(photo_folder, monkeypatch, collate):
-    loader = loader_of(Pairs(EncodedImageFolder(photo_folder)), "cpu", collate_fn=collate)
-    prefetcher = DataPrefetcher(loader, device="cpu", transforms=[Resize((16, 16))])
-    learned = []
-    monkeypatch.setattr(prefetcher._balancer, "observe", lambda *batch: learned.append(batch[:2]))
-    list(prefetcher)
-    assert learned == [(16, 16)] * 3  # two views of eight, and all of them decoded in the workers
 
 
 @pytest.mark.parametrize("collate", [None, list])

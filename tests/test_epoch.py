@@ -1,7 +1,5 @@
 """An epoch with its thread, run on the CPU, where it has one only here; and without."""
 
-import contextlib
-import functools
 import gc
 import os
 import signal
@@ -59,10 +57,8 @@ def within(seconds, function):
 
 @pytest.fixture
 def threaded(monkeypatch):
-    ahead = functools.partial(Lookahead)
-
     def make(*args, **options):
-        return ahead(*args, **options | {"threaded": True})
+        return Lookahead(*args, **options | {"threaded": True})
 
     monkeypatch.setattr(_prefetcher, "Lookahead", make)
 
@@ -420,72 +416,28 @@ def test_a_broken_context_does_not_keep_an_epoch_from_its_end(threaded, monkeypa
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.usefixtures("nothing_frozen")
-def test_two_threads_may_fork_at_a_time():
-    begun, read, write = threading.Barrier(2), *os.pipe()
+@pytest.mark.parametrize("collects", [True, False])
+def test_who_is_forked_for_an_epoch_begins_with_a_frozen_heap(collects):
+    def told(child):
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    def fork(kept):
-        begun.wait(SECONDS)
-        with _garbage_kept_from_forks() if kept else contextlib.nullcontext():
-            child = None
-            while child is None:
-                with contextlib.suppress(RuntimeError):  # filelock refuses one while another forks
-                    child = os.fork()
-            if not child:
-                os.write(write, bytes([kept, gc.get_freeze_count() > 0, gc.isenabled()]))
-                os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+    def state():
+        return 2 * (gc.get_freeze_count() > 0) + gc.isenabled()
 
-    assert gc.isenabled()
-    before = gc.get_freeze_count()
-    for other in (True, False):
-        thread = threading.Thread(target=fork, args=(other,))
-        thread.start()
-        within(SECONDS, lambda: fork(True))
-        thread.join(SECONDS)
-        told = os.read(read, 6)
-        frozen = {bytes([True, True, True]), bytes([other, other or before > 0, True])}
-        assert {told[:3], told[3:]} == frozen
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == before
-
-
-def test_ctrl_c_behind_a_fork_stops_neither_the_collector_nor_the_next_fork():
-    def forks(*interrupted):
+    if not collects:
+        gc.disable()
+    try:
+        before = gc.get_freeze_count()
         with _garbage_kept_from_forks():
-            for cut in interrupted:
-                _prefetcher._before_fork()
-                if not cut:
-                    _prefetcher._behind_fork()
-
-    assert gc.isenabled()
-    for interrupted in ([True], [True, False], [True, True], [False]):
-        forks(*interrupted)
-        assert gc.isenabled()
-        assert within(SECONDS, lambda: (forks(False), "done")) == (None, "done")
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_while_another_thread_is_about_to_fork():
-    about, done = threading.Event(), threading.Event()
-
-    def fork():
-        with _garbage_kept_from_forks():
-            _prefetcher._before_fork()
-            about.set()
-            done.wait(SECONDS)
-            _prefetcher._behind_fork()
-
-    thread = threading.Thread(target=fork)
-    thread.start()
-    about.wait(SECONDS)
-    assert not gc.isenabled()
-    if not (child := os.fork()):
-        os._exit(not (gc.isenabled() and _prefetcher._forking.acquire(timeout=5)))
-    done.set()
-    thread.join(SECONDS)
-    assert os.waitpid(child, 0)[1] == 0
-    assert gc.isenabled()
+            if not (child := os.fork()):
+                os._exit(state())
+        assert told(child) == 2 + collects
+        assert gc.isenabled() == collects and gc.get_freeze_count() == before
+        if not (child := os.fork()):  # somebody else's
+            os._exit(state())
+        assert told(child) == 2 * (before > 0) + collects
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
