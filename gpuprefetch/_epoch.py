@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from gpuprefetch._engine import Engine
-from gpuprefetch._pipeline import EMPTY
+from gpuprefetch._pipeline import BadImageError, Empty
 from gpuprefetch._stats import Stage
 from gpuprefetch._stream import handoff, throttle
 
@@ -27,6 +28,10 @@ class Epoch:
         self._steps: deque[torch.cuda.Event] = deque()
         self._last: float | None = None
         self._failed = False
+        # Whether the loop has had a batch, also before a resume; what was left out without one.
+        self._given = engine.place["batches"] > 0
+        self._empty: Empty | None = None
+        self._skipped = 0
         # Runs also at garbage collection and at interpreter exit. See Note [Threads hold no epoch].
         self.close = weakref.finalize(self, _end, weakref.ref(engine), self.use)
         self._alone = threading.RLock()  # several threads may share the iterator
@@ -37,8 +42,25 @@ class Epoch:
 
     def __next__(self) -> Any:
         with self._alone:
-            while (batch := self._next()) is EMPTY:
-                pass
+            try:
+                while isinstance(batch := self._next(), Empty):
+                    self._skipped += batch.images
+                    self._empty, first = batch, self._empty is None
+                    if first:
+                        warnings.warn(
+                            f"on_error has left out all {batch.images} images of a batch, and the "
+                            f"loop gets none for it, the last: {batch.last}",
+                            stacklevel=2,
+                        )
+            except StopIteration:
+                if self._empty is None or self._given:
+                    raise
+                self._failed = True
+                raise BadImageError(
+                    f"on_error has left out all {self._skipped} images of the epoch, the last: "
+                    f"{self._empty.last}"
+                ) from None
+            self._given = True
             return batch
 
     def __reduce__(self) -> Any:
@@ -88,7 +110,7 @@ class Epoch:
                 raise error
             finally:
                 del error  # breaks the cycle between the exception and this frame
-        self._stats.batches += slot.result is not EMPTY
+        self._stats.batches += not isinstance(slot.result, Empty)
         self._stats.images += slot.images
         self._engine.place.update(batches=slot.number + 1, loader=slot.state)
         if self._last is not None:

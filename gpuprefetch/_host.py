@@ -438,8 +438,9 @@ class HostStage:
         self._settled = True
         self.packer.in_worker = True
         if self.packer.on_gpu:
-            os.nice(NICENESS)
             with contextlib.suppress(AttributeError, OSError):  # not on every platform
+                os.nice(NICENESS)
+            with contextlib.suppress(AttributeError, OSError):  # likewise
                 self.packer.for_each = IdleThread().for_each
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 

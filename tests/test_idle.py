@@ -1,6 +1,7 @@
 """What the workers decode yields its core to whoever wants it, and is done all the same."""
 
 import os
+import sys
 import threading
 import time
 
@@ -9,7 +10,8 @@ import torch
 from pictures import draw, encode_jpeg
 from torch.utils.data import DataLoader, default_collate
 
-from gpuprefetch import EncodedImage, _host, _idle
+from gpuprefetch import EncodedImage, _host, _idle, _slab
+from gpuprefetch._balance import usable_cores
 from gpuprefetch._host import HostStage, Packer
 from gpuprefetch._idle import FAIR, PAUSE, IdleThread
 from gpuprefetch._transforms import Head
@@ -166,3 +168,22 @@ def test_workers_decode_with_idle_priority_where_a_gpu_has_to_be_fed(monkeypatch
     batches = [images for images, _ in loader]
     assert sum(int(images.decoded.sum()) for images in batches) == (8 if on_gpu else 16)
     assert decoded.tolist() == ([0, 8] if on_gpu else [16, 0])
+
+
+def test_workers_where_unix_is_not(monkeypatch):
+    """On Windows, as far as it can be told from elsewhere; macOS lacks some of these as well."""
+    for module, name in (
+        *((os, name) for name in ("nice", "sched_getaffinity", "sched_setscheduler", "confstr")),
+        (time, "pthread_getcpuclockid"),
+    ):
+        monkeypatch.delattr(module, name, raising=False)
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("signal 0 is Ctrl-C there"))
+    epoch, share = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0.5, dtype=torch.float64)
+    stage = HostStage(default_collate, Packer(Head(), True, False, 0, epoch, share))
+    photos = [(EncodedImage(encode_jpeg(draw(40, 30, seed=i)), i), i) for i in range(8)]
+    loader = DataLoader(photos, 4, num_workers=1, collate_fn=stage)
+    for _ in range(2):  # the slabs of the first epoch's worker are unmapped in the second
+        assert [int(images.decoded.sum()) for images, _ in loader] == [2, 2]
+    assert len({worker for worker, _ in _slab._mapped}) == 1
+    assert usable_cores() >= 1
