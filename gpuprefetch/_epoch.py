@@ -7,6 +7,7 @@ import contextlib
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from gpuprefetch._budget import NO_COST, READY, READY_BYTES, Cost
-from gpuprefetch._pipeline import EMPTY, Pipeline
+from gpuprefetch._pipeline import BadImageError, Empty, Pipeline
 from gpuprefetch._resume import Source
 from gpuprefetch._slab import unmap_dead
 from gpuprefetch._stats import Stage
@@ -281,6 +282,10 @@ class Epoch:
         self._steps: deque[torch.cuda.Event] = deque()
         self._last: float | None = None
         self._failed = False
+        # Whether the loop has had a batch, also before a resume; what was left out without one.
+        self._given = lookahead.place["batches"] > 0
+        self._empty: Empty | None = None
+        self._skipped = 0
         # A transform that leads to this iterator keeps it alive: its thread holds the transform.
         self.close = weakref.finalize(self, _end, lookahead, self.use)
         self._alone = threading.RLock()  # several threads may share the iterator
@@ -290,8 +295,25 @@ class Epoch:
 
     def __next__(self) -> Any:
         with self._alone:
-            while (batch := self._next()) is EMPTY:
-                pass
+            try:
+                while isinstance(batch := self._next(), Empty):
+                    self._skipped += batch.images
+                    self._empty, first = batch, self._empty is None
+                    if first:
+                        warnings.warn(
+                            f"on_error has left out all {batch.images} images of a batch, and the "
+                            f"loop gets none for it, the last: {batch.last}",
+                            stacklevel=2,
+                        )
+            except StopIteration:
+                if self._empty is None or self._given:
+                    raise
+                self._failed = True
+                raise BadImageError(
+                    f"on_error has left out all {self._skipped} images of the epoch, the last: "
+                    f"{self._empty.last}"
+                ) from None
+            self._given = True
             return batch
 
     def __reduce__(self) -> Any:
@@ -318,7 +340,7 @@ class Epoch:
             raise
         if slot.error is not None:
             self._raise(slot)
-        self._stats.batches += slot.result is not EMPTY
+        self._stats.batches += not isinstance(slot.result, Empty)
         self._stats.images += slot.images
         self._lookahead.place.update(batches=slot.number + 1, loader=slot.state)
         if slot.event is not None:

@@ -5,6 +5,7 @@ It runs inside the DataLoader's own collate, in worker processes, and never touc
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -433,7 +434,8 @@ class HostStage:
         self._settled = True
         self.packer.in_worker = True
         if self.packer.on_gpu:
-            os.nice(NICENESS)
+            with contextlib.suppress(AttributeError):  # not on Windows
+                os.nice(NICENESS)
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 

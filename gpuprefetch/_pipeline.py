@@ -55,7 +55,6 @@ from gpuprefetch._targets import (
 )
 from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_size
 
-EMPTY = object()  # stands for a batch of which no image is left
 ALIGNED = 16  # bytes: Triton compiles another kernel for an odd address
 
 
@@ -81,6 +80,14 @@ class BadImage:
         named = f"(sample {self.index} of the dataset)" if self.index >= 0 else ""
         words = ("cannot decode", repr(self.path) if self.path else "", named)
         return f"{' '.join(filter(None, words))}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Empty:
+    """Stands for a batch of so many images of which none is left, and names the last."""
+
+    images: int
+    last: BadImage
 
 
 Part = Callable[[Callable[[], None]], None]
@@ -192,7 +199,7 @@ class Pipeline:
         """Prepare a batch on the current stream; arguments as for :meth:`start`.
 
         Returns:
-            The batch for the loop, or EMPTY.
+            The batch for the loop, or :class:`Empty`.
         """
         try:
             work = self.start(batch, number, epoch, cost)
@@ -255,7 +262,7 @@ class Pipeline:
 
     def _run_after(self, finish: Callable[[], Any], seed: Callable[[], int]) -> Any:
         assert self.after is not None
-        if (batch := finish()) is EMPTY:
+        if isinstance(batch := finish(), Empty):
             return batch
         with Stage(self.stats, "tail"):
             return self.after(batch, _derive(seed(), -2))
@@ -263,7 +270,7 @@ class Pipeline:
     def _finish(self, batch: Any, jobs: list[ImageJob], seed: Callable[[], int]) -> Any:
         rows = self._rows_to_keep(jobs)
         if rows is not None and not len(rows):
-            return EMPTY
+            return Empty(len(jobs[0].images), _bad_images(jobs)[-1])
         count, targets = len(jobs[0].images), jobs[0].images.targets
         if rows is not None or self.only is not None:
             _refuse_fewer_rows(batch, jobs[0].images.samples)
@@ -359,10 +366,8 @@ class Pipeline:
         bad = sorted({i for job in jobs for i in job.images.errors})
         if not bad:
             return None
-        for job in jobs:
-            for i, reason in sorted(job.images.errors.items()):
-                last = BadImage(int(job.images.indices[i]), job.images.paths[i], reason)
-                self._tolerate(last)
+        for last in _bad_images(jobs):
+            self._tolerate(last)
         first = jobs[0].images
         count = len(first)
         if any(
@@ -395,6 +400,14 @@ class Pipeline:
         self.stats.bad_images += 1
         if self.max_bad is not None and len(self.bad_images) > self.max_bad:
             raise BadImageError(f"more than max_bad={self.max_bad} bad images, the last: {bad}")
+
+
+def _bad_images(jobs: Sequence[ImageJob]) -> list[BadImage]:
+    return [
+        BadImage(int(job.images.indices[i]), job.images.paths[i], reason)
+        for job in jobs
+        for i, reason in sorted(job.images.errors.items())
+    ]
 
 
 @lru_cache

@@ -26,6 +26,7 @@ from gpuprefetch._epoch import Epoch, Lookahead
 from gpuprefetch._format import load_decoders
 from gpuprefetch._host import GROWTH, HostStage, Packer, encoded_leaves
 from gpuprefetch._pipeline import BadImage, Pipeline
+from gpuprefetch._ranks import INTO_PREPARED, same_on_ranks
 from gpuprefetch._replay import KEPT, Notes, has_indices, note, noted, replay, stands_alone
 from gpuprefetch._resample import FLOAT_DTYPES
 from gpuprefetch._resume import Source, changed, in_order, kind, owners
@@ -147,9 +148,8 @@ class DataPrefetcher:
             )
         if hasattr(loader, "base_dataloader"):  # its end would come before ours, ahead of the loop
             raise TypeError(
-                "what accelerator.prepare() returns counts the batches of the loop: put the "
-                "prefetcher into it, prepared.base_dataloader = "
-                "DataPrefetcher(prepared.base_dataloader, device=accelerator.device)."
+                "what accelerate has prepared counts the batches of the loop and is not wrapped: "
+                f"{INTO_PREPARED}."
             )
         size = device_prefetch_size
         if size is not None and (not isinstance(size, int) or size < 1):
@@ -220,6 +220,7 @@ class DataPrefetcher:
         self._epoch = 0
         self._persistent: DataLoader[Any] | None = None
         self._first_batch = _FirstBatch(self.device)
+        self._told_of_ranks = False
         self._manual: Epoch | None = None
         self._manual_length = 2
         self._place: dict[str, Any] = {"epoch": 0, "batches": 0}
@@ -248,6 +249,9 @@ class DataPrefetcher:
         return list(self._pipeline.bad_images.values())
 
     def __iter__(self) -> Iterator[Any]:
+        if not self._told_of_ranks and (words := same_on_ranks(self, self._loader)):
+            self._told_of_ranks = True
+            warnings.warn(words, stacklevel=2)
         with self._beginning:
             return self._begin()
 

@@ -8,9 +8,10 @@ from the training thread. A slab stays mapped on both sides and travels by its n
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable
-from multiprocessing import util
+from multiprocessing import active_children, util
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -214,7 +215,10 @@ def unmap_dead() -> None:
     """Drop the slabs of workers that are gone."""
     for pid in {pid for pid, _ in list(_mapped)}:  # a copy: other threads receive slabs meanwhile
         try:
-            os.kill(pid, 0)
+            if sys.platform != "win32":
+                os.kill(pid, 0)
+            elif all(child.pid != pid for child in active_children()):  # signal 0 is Ctrl-C there
+                raise ProcessLookupError
         except ProcessLookupError:
             for key in [key for key in list(_mapped) if key[0] == pid]:
                 _mapped.pop(key, None)

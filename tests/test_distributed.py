@@ -2,14 +2,24 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import kornia.augmentation as K
 import pytest
 import torch
-from torch.utils.data import DataLoader
+import torch.distributed as dist
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop
 
@@ -52,6 +62,129 @@ def test_two_processes(tmp_path):
     assert {result["processes"] for result in results.values()} == {2}
     noticed = [mistake for result in results.values() for mistake in result["mistakes"]]
     assert len(noticed) == len(results) + 1  # one each, two of the union
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """This process as the first of two, as far as it is asked."""
+    for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 0}.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+
+
+def told(loader):
+    """What two epochs of a prefetcher warn of, where they point here."""
+    prefetcher = loader if isinstance(loader, DataPrefetcher) else DataPrefetcher(loader, **CPU)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert sum(map(len, prefetcher)) > 0
+    return [str(warning.message) for warning in found if warning.filename == __file__]
+
+
+CPU = {"device": "cpu"}
+DATA = range(7)
+
+
+def stateful():
+    return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(DATA, 2, True)
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DataLoader(DATA, 2), "a SequentialSampler"),
+        (lambda: DataLoader(DATA, 2, shuffle=True), "a RandomSampler"),
+        (lambda: DataLoader([torch.zeros(2)], batch_size=None), "a SequentialSampler"),
+        (lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 2, True)), "a R"),
+        (stateful, "a RandomSampler"),
+    ],
+)
+def test_ranks_that_read_everything_are_told_once(two_ranks, make, words):
+    (message,) = told(loader := make())
+    for part in (
+        words,
+        "sampler=DistributedSampler(dataset",
+        "Lightning",
+        "prepared.base_dataloader = DataPrefetcher(prepared.base_dataloader",
+    ):
+        assert part in message
+    # The line that silences it, as it is written there.
+    silence = re.search(r"warnings\.filterwarnings\('ignore', '(.*)'\)", message)[1]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", silence)
+        assert len(list(DataPrefetcher(loader, **CPU))) == len(loader)
+
+
+class Own(RandomSampler):
+    """May well give each rank another part."""
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(DATA)  # may share out by the rank
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 2, 0)),
+        DataLoader(DATA, 2, sampler=range(0, 7, 2)),
+        DataLoader(DATA, 2, sampler=Own(DATA)),
+        DataLoader(DATA, batch_sampler=[[0, 1], [4, 5]]),  # its `sampler` is one that nobody uses
+        DataLoader(Endless(), 2),
+        [torch.zeros(2)],
+    ],
+)
+def test_ranks_that_may_share_samples_out_are_not_told(two_ranks, loader):
+    assert told(loader) == []
+
+
+@pytest.mark.parametrize("kind", ["weighted", "replacement"])
+def test_ranks_that_draw_alike_are_told(two_ranks, kind):
+    def loader(**options):
+        if kind == "weighted":
+            return DataLoader(DATA, 2, sampler=WeightedRandomSampler([1.0] * 7, 7, **options))
+        return DataLoader(DATA, 2, sampler=RandomSampler(DATA, True, **options))
+
+    before = torch.get_rng_state()
+    try:
+        torch.default_generator.manual_seed(torch.Generator().initial_seed())  # as torch begins
+        (message,) = told(loader())
+        assert "Every rank draws the same samples" in message
+        assert told(loader(generator=torch.Generator().manual_seed(3))) == []
+        torch.manual_seed(3)  # of this rank, and perhaps no other
+        assert told(loader()) == []
+    finally:
+        torch.set_rng_state(before)
+
+
+def test_one_rank_alone_is_told_nothing(monkeypatch, two_ranks):
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)  # the first one says it for all
+    assert told(DataLoader(DATA, 2)) == []
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    assert told(DataLoader(DATA, 2)) == []
+
+
+def test_what_accelerate_shares_out_is_not_told(monkeypatch):
+    Accelerator = pytest.importorskip("accelerate").Accelerator
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    accelerator = Accelerator(cpu=True)  # a single process: before two are pretended
+    prepared = DataLoaderDispatcher(DATA, batch_size=2)  # one rank reads, with torch's samplers
+    prepared.base_dataloader = DataPrefetcher(prepared.base_dataloader, **CPU)
+    for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 0}.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    assert sum(map(len, prepared)) == 7
+    # It is no DataLoader to accelerate, which hands it back.
+    prefetcher = DataPrefetcher(DataLoader(DATA, 2), **CPU)
+    assert accelerator.prepare(prefetcher) is prefetcher
+    (message,) = told(prefetcher)
+    with pytest.raises(TypeError) as error:
+        DataPrefetcher(prepared, **CPU)
+    shared = re.search(r"put the prefetcher into .*?device\)", str(error.value))[0]
+    assert shared in message
 
 
 @pytest.fixture(scope="module")

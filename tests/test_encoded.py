@@ -3,7 +3,9 @@
 import copy
 import gc
 import io
+import os
 import pickle
+import sys
 import threading
 import traceback
 from array import array
@@ -42,11 +44,14 @@ from gpuprefetch import (
     Resize,
     _budget,
     _host,
+    _slab,
 )
+from gpuprefetch._balance import usable_cores
 from gpuprefetch._format import decode_cpu, read_header
+from gpuprefetch._host import HostStage, Packer
 from gpuprefetch._resample import resample
 from gpuprefetch._targets import FollowedImage
-from gpuprefetch._transforms import read_transforms
+from gpuprefetch._transforms import Head, read_transforms
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Share of values that may differ from the CPU decoder's by more than 3 levels: the IDCT and the
@@ -943,9 +948,43 @@ def test_a_rotten_dataset_is_an_error(photo_folder):
     options = {"device": "cpu", "transforms": [Resize((16, 16))]}
     with pytest.raises(BadImageError, match="all 8 images"):
         list(DataPrefetcher(loader_of(hopeless, "cpu"), on_error="replace", **options))
-    prefetcher = DataPrefetcher(loader_of(hopeless, "cpu"), on_error="skip", **options)
-    assert list(prefetcher) == []  # a batch of which nothing is left is skipped as a whole
+
+
+@pytest.mark.parametrize("on_error", ["skip", lambda bad: None])
+def test_an_epoch_of_bad_files_is_an_error(photo_folder, on_error):
+    folder = EncodedImageFolder(photo_folder)
+    loader = loader_of(Damaged(folder, dict.fromkeys(range(24), b"x")), "cpu", num_workers=0)
+    options = {"device": "cpu", "transforms": [Resize((16, 16))], "on_error": on_error}
+    prefetcher = DataPrefetcher(loader, **options)
+    for _ in range(2):  # each epoch says so, also where its files are known to be bad
+        with (
+            pytest.warns(UserWarning, match=r"left out all 8 images of a batch.*\(sample 7 of"),
+            pytest.raises(
+                BadImageError, match=r"all 24 images of the epoch.*\(sample 23 of"
+            ) as error,
+        ):
+            list(prefetcher)
     assert len(prefetcher.bad_images) == 24
+    assert str(folder.samples[23][0]) in str(error.value)
+    with pytest.warns(UserWarning, match="left out"), pytest.raises(BadImageError):
+        prefetcher.next()
+    assert list(DataPrefetcher(DataLoader([]), **options)) == []  # nothing was left out there
+
+
+def test_a_batch_of_bad_files_is_skipped_with_a_warning(photo_folder):
+    files = Damaged(EncodedImageFolder(photo_folder), dict.fromkeys(range(8, 24), b"x"))
+    options = {"device": "cpu", "transforms": [Resize((16, 16))], "on_error": "skip"}
+    prefetcher, resumed = (
+        DataPrefetcher(loader_of(files, "cpu", num_workers=0), **options) for _ in range(2)
+    )
+    epoch = iter(prefetcher)
+    assert next(epoch)[1].tolist() == list(range(8))
+    resumed.load_state_dict(prefetcher.state_dict())
+    for rest in (epoch, resumed):  # the epoch was not empty, whoever had its good batches
+        with pytest.warns(UserWarning, match=r"all 8 images of a batch.*\(sample 15 of") as told:
+            assert list(rest) == []
+        assert len(told) == 1  # of two batches
+        assert told[0].filename == __file__
 
 
 def test_a_bad_file_counts_once(photo_folder):
@@ -963,11 +1002,12 @@ def test_a_bad_file_counts_once(photo_folder):
 def test_bad_files_without_a_name_count_each():
     nameless = DataLoader([EncodedImage(b"bad")] * 6, batch_size=2)
     options = {"device": "cpu", "transforms": [Resize((16, 16))], "on_error": "skip"}
-    with pytest.raises(BadImageError, match="more than max_bad=5"):
+    with pytest.warns(UserWarning), pytest.raises(BadImageError, match="more than max_bad=5"):
         list(DataPrefetcher(nameless, max_bad=5, **options))
     named = DataLoader([EncodedImage(b"bad", -1, path) for path in "aba"], batch_size=2)
     prefetcher = DataPrefetcher(named, max_bad=2, **options)
-    assert list(prefetcher) == []
+    with pytest.warns(UserWarning), pytest.raises(BadImageError, match="all 3 images of the epoch"):
+        list(prefetcher)
     assert [bad.path for bad in prefetcher.bad_images] == ["a", "b"]
 
 
@@ -1048,3 +1088,19 @@ def test_backends_agree(photo_folder, decoder):
     got = torch.cat([i for i, _ in DataPrefetcher(loader, decoder=decoder, **options)])
     want = torch.cat([i for i, _ in DataPrefetcher(loader, device="cpu", **options)])
     assert ((got.cpu() - want).abs() * 255 > GPU_LEVELS).float().mean() <= GPU_SHARE
+
+
+def test_workers_where_unix_is_not(monkeypatch):
+    """On Windows, as far as it can be told from elsewhere; macOS lacks some of these as well."""
+    for name in ("nice", "sched_getaffinity"):
+        monkeypatch.delattr(os, name, raising=False)
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("signal 0 is Ctrl-C there"))
+    epoch, share = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0.5, dtype=torch.float64)
+    stage = HostStage(default_collate, Packer(Head(), True, False, 0, epoch, share))
+    photos = [(EncodedImage(pictures.encode_jpeg(pictures.draw(40, 30)), i), i) for i in range(8)]
+    loader = DataLoader(photos, 4, num_workers=1, collate_fn=stage)
+    for _ in range(2):  # the slabs of the first epoch's worker are unmapped in the second
+        assert [int(images.decoded.sum()) for images, _ in loader] == [2, 2]
+    assert len({worker for worker, _ in _slab._mapped}) == 1
+    assert usable_cores() >= 1

@@ -22,6 +22,22 @@ FOLDER = ROOT / "examples" / "frameworks"
 RANKS = 2
 COUNT = 18  # pictures of each split: not a multiple of what the ranks take at once
 
+START = """
+import contextlib, gc, json, pathlib, sys, torch.distributed as dist, warnings
+import gpuprefetch
+from gpuprefetch import DataPrefetcher
+from torch.utils.data import DataLoader
+
+@contextlib.contextmanager
+def told():
+    words = []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield words
+    words += [str(w.message) for w in found if str(w.message).startswith("Every rank")]
+
+"""
+
 LIGHTNING = """
 import lightning as L, torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -52,34 +68,53 @@ def fit(path=None):
     trainer.fit(model, datamodule=Images(root, batch_size=2, num_workers=0, size=8), ckpt_path=path)
     return model.train_seen, model.val_seen
 
-train, val = fit()
+with told() as recipe:
+    train, val = fit()
 steps = len(train)
 resumed = {n: fit(f"{root}/saved/step={n}.ckpt")[0] for n in (2, steps // 2)}
 result["lightning"] = {"train": train, "val": val, "resumed": resumed}
+
+class Plain(L.LightningDataModule):  # Lightning adds a sampler to what is a DataLoader
+    def train_dataloader(self):
+        from torchvision import datasets, transforms as T
+        folder = datasets.ImageFolder(root + "/train", T.Compose([T.Resize((8, 8)), T.ToTensor()]))
+        loader = DataLoader(folder, 2, shuffle=True)
+        return gpuprefetch.accelerate(loader, device="cpu", print_plan=False)
+
+with told() as words:
+    L.Trainer(
+        max_steps=1, accelerator="cpu", devices=ranks, strategy="ddp", logger=False,
+        enable_progress_bar=False, enable_checkpointing=False,
+    ).fit(Counting(), datamodule=Plain())
+result["lightning"]["told"] = recipe, words
 """
 
 ACCELERATE = """
 import torch, with_accelerate
 from accelerate import Accelerator
-from torch.utils.data import DataLoader
 from gpuprefetch import EncodedImageFolder, Resize
 accelerator = Accelerator(gradient_accumulation_steps=2)
 dataset, epochs = EncodedImageFolder(root + "/train"), []
 model = accelerator.prepare(torch.nn.Linear(3, 1))
-for shuffle in (False, True):
-    # No workers: forked beside gloo's threads, one in twenty hangs in CPython 3.11's own code.
-    loader = DataLoader(dataset, 4, shuffle=shuffle, num_workers=0)
-    loader = with_accelerate.prepare(accelerator, loader, [Resize((8, 8))])
-    for epoch in range(2):
-        mine, gathered, synced = [], [], []
-        for images, target in loader:
-            assert images.device.type == "cpu" and images.shape[1:] == (3, 8, 8)
-            with accelerator.accumulate(model):
-                synced.append(accelerator.sync_gradients)
-            mine += target.tolist()
-            gathered += accelerator.gather_for_metrics(target).tolist()
-        epochs.append({"mine": mine, "gathered": gathered, "synced": synced})
+with told() as words:
+    for shuffle in (False, True):
+        # No workers: forked beside gloo's threads, one in twenty hangs in CPython 3.11's own code.
+        loader = DataLoader(dataset, 4, shuffle=shuffle, num_workers=0)
+        loader = with_accelerate.prepare(accelerator, loader, [Resize((8, 8))])
+        for epoch in range(2):
+            mine, gathered, synced = [], [], []
+            for images, target in loader:
+                assert images.device.type == "cpu" and images.shape[1:] == (3, 8, 8)
+                with accelerator.accumulate(model):
+                    synced.append(accelerator.sync_gradients)
+                mine += target.tolist()
+                gathered += accelerator.gather_for_metrics(target).tolist()
+            epochs.append({"mine": mine, "gathered": gathered, "synced": synced})
+with told() as unlike:
+    prepared = accelerator.prepare(DataPrefetcher(DataLoader(range(6), 2), device="cpu"))
+    assert len(list(prepared)) == 3  # everything, also on this rank
 result["accelerate"] = epochs
+result["accelerate_told"] = words, unlike
 with_accelerate.main(root, epochs=1, batch_size=8, num_workers=0, size=32)
 """
 
@@ -104,8 +139,7 @@ def ranks(folder, tmp_path_factory):
     # exit. One process in a hundred aborted there.
     code = f"def run():\n{textwrap.indent(code, '    ')}\nrun()\n"
     folder_out = tmp_path_factory.mktemp("ranks")
-    start = "import gc, json, pathlib, sys, torch.distributed as dist\n"
-    start += f"root, ranks, result = {str(folder)!r}, {RANKS}, {{}}\n"
+    start = f"{START}root, ranks, result = {str(folder)!r}, {RANKS}, {{}}\n"
     ending = "\npathlib.Path(sys.argv[1]).write_text(json.dumps(result))\n"
     ending += "gc.collect()\ndist.barrier()\ndist.destroy_process_group()\n"
     with socket.socket() as free:
@@ -161,6 +195,10 @@ def test_lightning_with_two_processes(request):
     assert orders[0] != orders[1]  # Lightning numbered the sampler's epochs
     val = sorted(n for r in results for n in r["val"])
     assert val == sorted([*range(COUNT)] * 2)
+    recipe, words = results[0]["told"]
+    assert not recipe
+    assert len(words) == 1
+    assert words[0].startswith("Every rank reads the whole dataset")
     for result in results:
         for done, rest in result["resumed"].items():
             assert rest == result["train"][int(done) :]
@@ -169,7 +207,11 @@ def test_lightning_with_two_processes(request):
 @pytest.mark.slow
 def test_accelerate_with_two_processes(request):
     pytest.importorskip("accelerate")
-    results = [result["accelerate"] for result in request.getfixturevalue("ranks")]
+    ranks = request.getfixturevalue("ranks")
+    results = [result["accelerate"] for result in ranks]
+    recipe, (words,) = ranks[0]["accelerate_told"]
+    assert not recipe
+    assert "prepared.base_dataloader = DataPrefetcher" in words
     for epochs in zip(*results, strict=True):
         for epoch in epochs:
             assert sorted(epoch["gathered"]) == list(range(COUNT))

@@ -1,0 +1,71 @@
+"""Whether several ranks surely train on the same samples, because nobody shares these out."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from gpuprefetch._resume import sampler_of
+
+# Of accelerator.prepare(), to whoever took the two in another order.
+INTO_PREPARED = (
+    "put the prefetcher into what accelerator.prepare(loader) returns: prepared.base_dataloader = "
+    "DataPrefetcher(prepared.base_dataloader, device=accelerator.device)"
+)
+
+
+def same_on_ranks(prefetcher: Any, loader: Any) -> str | None:
+    """What to tell the first of several ranks that read the same; None where all may be well.
+
+    Nothing is known of iterable datasets and of samplers other than torch's and torchdata's: they
+    may share samples out themselves.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_rank():
+        return None
+    if dist.get_world_size() < 2 or not isinstance(loader, DataLoader):
+        return None
+    sampler = getattr(loader, sampler_of(loader))
+    if _is_exactly(sampler, "BatchSampler"):
+        sampler = sampler.sampler
+    # The sampler of a loader with another batch sampler is none that it uses.
+    if not _is_exactly(sampler, "RandomSampler", "SequentialSampler", "WeightedRandomSampler"):
+        return None
+    if _is_prepared(prefetcher):
+        return None
+    name, ranks = type(sampler).__name__, dist.get_world_size()
+    if hasattr(sampler, "weights") or getattr(sampler, "replacement", False):
+        if (
+            sampler.generator is not None
+            or torch.initial_seed() != torch.Generator().initial_seed()
+        ):
+            return None
+        return (
+            f"Every rank draws the same samples: torch has not been seeded, and of {ranks} ranks "
+            f"each has a {name}. Let it have generator=torch.Generator().manual_seed(seed + rank), "
+            "or call torch.manual_seed(seed + rank)."
+        )
+    return (
+        f"Every rank reads the whole dataset: there are {ranks} of them, and each DataLoader has a "
+        f"{name}. Build it with sampler=DistributedSampler(dataset, shuffle=...), also for "
+        "Lightning, which adds one to a DataLoader only. With Hugging Face accelerate "
+        f"{INTO_PREPARED}. Where a rank's dataset is its part already, or each is to read all: "
+        "warnings.filterwarnings('ignore', 'Every rank reads')."
+    )
+
+
+def _is_exactly(sampler: Any, *names: str) -> bool:
+    """Whether it is of one of torch's classes, or torchdata's: others may be of a subclass."""
+    modules = (torch.utils.data, sys.modules.get("torchdata.stateful_dataloader.sampler"))
+    return type(sampler) in [getattr(module, name, None) for module in modules for name in names]
+
+
+def _is_prepared(prefetcher: Any) -> bool:
+    """Whether accelerate iterates it, which shards what it prepares, or has one rank read it."""
+    if (accelerate := sys.modules.get("accelerate.state")) is None:
+        return False
+    active = accelerate.GradientState().active_dataloader
+    return getattr(active, "base_dataloader", None) is prefetcher
