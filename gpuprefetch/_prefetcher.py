@@ -27,7 +27,7 @@ from gpuprefetch._epoch import Epoch
 from gpuprefetch._format import load_decoders
 from gpuprefetch._host import GROWTH, HostStage, Packer, encoded_leaves
 from gpuprefetch._pipeline import BadImage, Pipeline
-from gpuprefetch._replay import KEPT, Notes, has_indices, note, noted, replay, stands_alone
+from gpuprefetch._replay import KEPT, Notes, has_indices, note, noted, rank_of, replay, stands_alone
 from gpuprefetch._resample import FLOAT_DTYPES
 from gpuprefetch._resume import Source, changed, in_order, kind, owners
 from gpuprefetch._targets import moves_pixels
@@ -302,6 +302,7 @@ class DataPrefetcher:
 
     def _prepared_loader(self, epoch: int) -> tuple[Iterable[Any], Pipeline]:
         """The loader with our packing in its collate; the user's own object is left as it is."""
+        self._pipeline.packer.rank = rank_of(self._loader)
         if not isinstance(self._loader, DataLoader):
             return self._loader, self._with_epoch(epoch)
         if self._loader.persistent_workers:
