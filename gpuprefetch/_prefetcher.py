@@ -89,8 +89,10 @@ class DataPrefetcher:
         cpu_share: share of the JPEGs that the workers decode, those with the least to decode first,
             0.0 to 1.0, or "auto" for what idle cores can carry, balanced while running.
         seed: of the random parameters of the transforms; None takes ``torch.initial_seed()``. Those
-            of encoded images are a function of (seed, epoch, sample), whatever the batch size and
-            number of workers, those of tensors of (seed, epoch, number of the batch, row).
+            of encoded images are a function of (seed, epoch, sample, which repeat of it in the
+            epoch), whatever the batch size and number of workers, those of tensors of (seed,
+            epoch, number of the batch, row). The rank counts as well, unless the sampler is known
+            to share samples out among ranks.
         on_error: for a file that cannot be decoded: "raise" :class:`BadImageError`, "skip" the
             sample, "replace" it by another one of the batch, target included, or a callable that
             gets the :class:`BadImage`, after which it is skipped.
@@ -410,7 +412,7 @@ class DataPrefetcher:
     def replay(self, index: int, epoch: int | None = None) -> Any:
         """What the model saw of a sample, bit for bit: its batch is prepared once more.
 
-        The head's parameters are a function of (seed, epoch, sample), those of the transforms
+        The head's parameters are a function of (seed, epoch, sample, repeat), those of transforms
         behind it of (seed, epoch, number of the batch), so the whole batch is read, decoded by the
         same decoders and transformed. Its samples are known for the two latest epochs of this
         prefetcher, one that :meth:`load_state_dict` went on with included (its batches before that

@@ -168,7 +168,9 @@ def test_without_an_order_of_the_batches(file, reference):
 
 def test_views_of_repeats(file):
     prefetcher = prefetcher_of(Viewed(file), sampler=drawn())
-    views = [(int(n), p) for batch in prefetcher for i in (0, 1) for n, p in zip(batch[2], batch[i])]
+    views = [
+        (int(n), p) for batch in prefetcher for i in (0, 1) for n, p in zip(batch[2], batch[i])
+    ]
     assert identical(views)[0] == 0
 
 
@@ -194,10 +196,12 @@ def test_keys_of_any_kind(file):
 
 
 def test_each_epoch_counts_anew(file):
-    prefetcher = prefetcher_of(Same(file))
-    one_iterator = prefetcher_of(Same(file), kind=OneIterator)
+    options = {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 1}
+    prefetcher = prefetcher_of(Same(file), batch_size=1)
+    one_iterator = prefetcher_of(Same(file), batch_size=1, kind=OneIterator, **options)
     for _ in range(3):
-        assert_same(seen_by(one_iterator), seen_by(prefetcher))
+        # Its first batch has been read within the epoch before.
+        assert_same(seen_by(one_iterator)[1:], seen_by(prefetcher)[1:])
 
 
 class Repeated(Sampler):
@@ -259,6 +263,17 @@ def test_samples_that_ranks_share_out_are_the_same_on_each(file, plain, kind):
     assert all(torch.equal(picture, plain[number]) for number, picture in union)
 
 
+def test_ranks_that_share_out_repeats(file):
+    module = pytest.importorskip("accelerate.data_loader")
+    union = []
+    for rank in range(2):
+        shard = module.BatchSamplerShard(BatchSampler(drawn(), 2, False), 2, rank)
+        shard.rank = rank  # as torch.distributed would say
+        union += seen_by(prefetcher_of(Same(file), batch_sampler=shard, batch_size=1))
+    assert len(union) == DRAWN
+    assert identical(union)[0] == 0
+
+
 class Ranked(BatchSampler):
     """Says a rank, as torch.distributed would."""
 
@@ -307,13 +322,12 @@ def test_replay(file, sampler):
 
 
 def test_replay_beside_a_repeat(file):
-    # Both batches hold repeats, of one that is replayed as well.
-    sampler = [0, 1, 0, 1, 0, 2, 1, 3]
-    prefetcher = prefetcher_of(Same(file), sampler=sampler)
-    seen = seen_by(prefetcher)
-    for number in range(4):
-        first = next(picture for one, picture in seen if one == number)
-        assert torch.equal(prefetcher.replay(number)[0][0], first)
+    # Its parameters are those of the batch's first image, which is a repeat.
+    crop = K.RandomResizedCrop((8, 8), same_on_batch=True)
+    prefetcher = prefetcher_of(Same(file), batch_size=2, sampler=[0, 1, 0, 2], transforms=[crop])
+    (_, first), *_, (_, picture) = seen_by(prefetcher)
+    assert torch.equal(prefetcher.replay(2)[0][0], picture)
+    assert not torch.equal(first, picture)
 
 
 def test_a_sampler_without_replacement_may_repeat(file):
