@@ -143,7 +143,7 @@ def test_whatever_the_batches(file, reference, batch_size, workers):
         (Viewed, {}),
         (Followed, {}),
         (lambda file: list(islice(Same(file), COUNT)), {}),  # the same object each time
-        (lambda file: {number: sample for number, sample in enumerate(Same(file))}, {}),
+        (lambda file: dict(enumerate(Same(file))), {}),
         (Same, {"collate_fn": renewed}),
         (Same, {"batch_size": None}),
         (Same, {"batch_size": None, "num_workers": 1}),
@@ -168,9 +168,9 @@ def test_without_an_order_of_the_batches(file, reference):
 
 def test_views_of_repeats(file):
     prefetcher = prefetcher_of(Viewed(file), sampler=drawn())
-    views = [
-        (int(n), p) for batch in prefetcher for i in (0, 1) for n, p in zip(batch[2], batch[i])
-    ]
+    views = []
+    for first, second, index in prefetcher:
+        views += unpacked([(first, index), (second, index)])
     assert identical(views)[0] == 0
 
 
