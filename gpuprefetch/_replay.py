@@ -262,7 +262,7 @@ def _shares_out(sampler: Any, *, replaced: bool) -> bool:
     kinds += [torchdata.StatefulDistributedSampler] if torchdata is not None else []
     if isinstance(sampler, DistributedSampler):
         return any(type(sampler).__iter__ is kind.__iter__ for kind in kinds)
-    return isinstance(sampler, range) and sampler.step > 1
+    return isinstance(sampler, range)
 
 
 def noted(loader: Any) -> NotedSampler | None:
