@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import threading
 import time
 import zlib
@@ -56,33 +57,46 @@ GROWTH = 3
 _UNREADABLE = ImageHeader("unknown", 2**15, 2**15, 1, False, ())
 
 
-def sample_keys(
-    seed: int, epoch: int, images: Sequence[EncodedImage], packed: Counter[Any]
-) -> Keys:
-    """One key per image, a function of (seed, epoch, sample) wherever and in whichever batch it is.
+# Repeats of the batch that this process is about to read, by the token of its stage.
+_expected: dict[bytes, Sequence[int]] = {}
 
-    Several images of one sample get different parameters, and so does a sample that a batch holds
-    twice, as samplers with replacement or repeated augmentation draw it.
+
+def sample_keys(
+    seed: int,
+    epoch: int,
+    images: Sequence[EncodedImage],
+    packed: Counter[Any],
+    repeats: Sequence[int] | None = None,
+) -> Keys:
+    """One key per image, a function of (seed, epoch, sample, repeat) in whichever batch it is.
+
+    Several images of one sample get different parameters. So do the repeats of a sample, as
+    samplers with replacement or repeated augmentation give it; where their numbers are not known,
+    only within one batch.
 
     Args:
         seed: of all random parameters.
         epoch: likewise.
         images: that are packed together.
         packed: how often each sample was in what has been packed of the batch so far; counts on.
+        repeats: of each image's sample, which repeat this is; None where that is not known.
     """
     here: Counter[Any] = Counter()
-    names, views, repeats = [], [], []
-    for image in images:
+    names, views, same = [], [], []
+    known = repeats or [0] * len(images)
+    for image, repeat in zip(images, known, strict=True):
         name = image.index
         if name < 0:
             name = zlib.crc32(os.fsencode(image.path) if image.path else image.data) - 2**33
-        sample = name, image.path  # datasets that were concatenated may number alike
+        sample = name, image.path, repeat  # datasets that were concatenated may number alike
         names.append(name)
         views.append(packed[sample])
-        repeats.append(here[sample])
+        same.append(here[sample])
         here[sample] += 1
     packed.update(here.keys())
-    return fold(fold(fold(fold(seed, epoch), names), views), repeats)
+    keys = fold(fold(fold(fold(seed, epoch), names), views), same)
+    numbers = np.array(known, dtype=np.int64)
+    return np.where(numbers, fold(keys, -numbers), keys)  # those from 0 on are the transforms'
 
 
 @dataclass(slots=True)
@@ -106,6 +120,7 @@ class Packer:
             fewer rows than they hold. See Note [Rows that nobody reads].
         in_worker: whether this is a worker process, which may leave out such rows, too.
         moves: whether a transform, fused or behind the head, moves pixels.
+        rank: of this process among those that may be given the same samples, else 0.
     """
 
     head: Head
@@ -120,9 +135,11 @@ class Packer:
     cuts: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     in_worker: bool = False
     moves: bool = False
+    rank: int = 0
     _share: float | None = field(init=False, default=None)
     _packed: Counter[Any] = field(init=False, default_factory=Counter)
     _samples: Sequence[Any] = ()
+    _repeats: Sequence[int] = ()
     _owners: dict[int, int] | None = field(init=False, default=None)
     _last: float = field(init=False, default_factory=time.perf_counter)
     _following: bool = False
@@ -132,7 +149,7 @@ class Packer:
         epoch, share = int(self.epoch), self._share
         if share is None:
             self._share = share = float(self.share)
-        keys = sample_keys(self.seed, epoch, images, self._packed)
+        keys = sample_keys(self.seed, epoch, images, self._packed, self._repeats_of(images))
         headers, orientation, sizes, errors = self._read(images)
         rows = self._draw(images, sizes, keys)
         for_gpu = np.array([header.gpu and self.on_gpu for header in headers])
@@ -244,11 +261,14 @@ class Packer:
             return 0.0
         return (max(made) - min(made)) * len(made) / (len(made) - 1)
 
-    def begin(self, samples: Sequence[Any] = ()) -> None:
-        """Begin a batch of these samples, whose images may be packed in several calls."""
+    def begin(self, samples: Sequence[Any] = (), repeats: Sequence[int] = ()) -> None:
+        """Begin a batch of these samples, whose images may be packed in several calls.
+
+        ``repeats`` says how often the epoch has had each of them before; empty is not known.
+        """
         self._share = None  # one for all of them, as the balancer may change it meanwhile
         self._packed.clear()
-        self._samples, self._owners = samples, None
+        self._samples, self._repeats, self._owners = samples, repeats, None
 
     def _samples_of(self, images: Sequence[EncodedImage]) -> list[int]:
         if self._owners is None:  # looked for where there are images, not in every sample
@@ -258,12 +278,25 @@ class Packer:
                     self._owners[image] = i if self._owners.get(image, i) == i else -1
         return [self._owners.get(id(image), -1) for image in images]
 
+    def _repeats_of(self, images: Sequence[EncodedImage]) -> list[int]:
+        """Which repeat of its sample each image is of, apart from those of other ranks."""
+        owners, count = [-1] * len(images), len(self._repeats)
+        if count == 1:
+            owners = [0] * len(images)
+        elif count and count == len(self._samples):
+            owners = self._samples_of(images)
+            if count == len(images):  # new ones of the collate function's keep the order
+                owners = [i if owner < 0 else owner for i, owner in enumerate(owners)]
+        apart = self.rank << 32
+        return [apart + (self._repeats[i] if i >= 0 else 0) for i in owners]
+
     def follow(self, samples: Any) -> Any:
         """Samples with boxes, masks and points moved as the head is going to move their image."""
 
         def draw(images: Sequence[EncodedImage]) -> tuple[Any, Any, dict[int, str]]:
             _, _, sizes, errors = self._read(images)
-            keys = sample_keys(self.seed, int(self.epoch), images, Counter())
+            repeats = self._repeats_of(images)
+            keys = sample_keys(self.seed, int(self.epoch), images, Counter(), repeats)
             return self.head.draw(sizes, fold(keys, 0)), sizes, errors
 
         followed = follow(samples, self.head.size, draw)
@@ -388,22 +421,56 @@ _HINTS = {
 }
 
 
+class Announced(list[Any]):
+    """A batch of keys on its way to a worker, which unpickles them as what the sampler gave.
+
+    A worker unpickles a batch right before it reads the samples, and only one at a time.
+    """
+
+    __slots__ = ("announced",)
+
+    def __init__(self, keys: Any, listed: Sequence[Any], token: bytes, repeats: Any) -> None:
+        super().__init__(listed)
+        self.announced = keys, token, repeats
+
+    def __reduce__(self) -> Any:
+        return _announce, self.announced
+
+
+def _announce(keys: Any, token: bytes, repeats: Sequence[int]) -> Any:
+    _expected[token] = repeats
+    return keys
+
+
 @dataclass(slots=True)
 class HostStage:
-    """The collate function a prefetcher gives its loader: the user's, with our packing inside."""
+    """The collate function a prefetcher gives its loader: the user's, with our packing inside.
+
+    Attributes:
+        collate_fn: the user's.
+        packer: packs encoded images.
+        token: tells the stage apart from others, also in its copies in workers.
+    """
 
     collate_fn: Callable[[Any], Any]
     packer: Packer
+    token: bytes = field(default_factory=secrets.token_bytes)
     _settled: bool = False
     _home: int = field(default_factory=os.getpid)
+
+    def expect(self, repeats: Sequence[int]) -> None:
+        """Say of each sample of the batch to come how often the epoch has had it before."""
+        _expected[self.token] = repeats
 
     def __call__(self, samples: Any) -> Any:
         # A worker of somebody else's may have a prefetcher of its own, without workers.
         in_worker = get_worker_info() is not None and os.getpid() != self._home
         if in_worker and not self._settled:
             self._settle()
+        repeats = _expected.pop(self.token, ())
+        self.packer.begin(samples if isinstance(samples, list) else [samples], repeats)
         samples = self.packer.follow(samples)
-        self.packer.begin(samples if isinstance(samples, list) else [samples])
+        self.packer.begin(samples if isinstance(samples, list) else [samples], repeats)
         try:
             batch = self._collated(samples)
         finally:

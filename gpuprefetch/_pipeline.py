@@ -231,7 +231,8 @@ class Pipeline:
         Raises:
             ValueError: if the batch, or one image of it, does not fit into ``memory_budget``.
         """
-        seed = partial(_derive, _epoch_keys(self.packer.seed, epoch), number)
+        apart = number + (self.packer.rank << 32)
+        seed = partial(_derive, _epoch_keys(self.packer.seed, epoch), apart)
         jobs: list[ImageJob] = []
         limit = cost.limit(self.memory_budget)
 

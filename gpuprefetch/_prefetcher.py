@@ -27,7 +27,7 @@ from gpuprefetch._format import load_decoders
 from gpuprefetch._host import GROWTH, HostStage, Packer, encoded_leaves
 from gpuprefetch._pipeline import BadImage, Pipeline
 from gpuprefetch._ranks import INTO_PREPARED, same_on_ranks
-from gpuprefetch._replay import KEPT, Notes, has_indices, note, noted, replay, stands_alone
+from gpuprefetch._replay import KEPT, Notes, has_indices, note, noted, rank_of, replay, stands_alone
 from gpuprefetch._resample import FLOAT_DTYPES
 from gpuprefetch._resume import Source, changed, in_order, kind, owners
 from gpuprefetch._targets import moves_pixels
@@ -89,8 +89,10 @@ class DataPrefetcher:
         cpu_share: share of the JPEGs that the workers decode, those with the least to decode first,
             0.0 to 1.0, or "auto" for what idle cores can carry, balanced while running.
         seed: of the random parameters of the transforms; None takes ``torch.initial_seed()``. Those
-            of encoded images are a function of (seed, epoch, sample), whatever the batch size and
-            number of workers, those of tensors of (seed, epoch, number of the batch, row).
+            of encoded images are a function of (seed, epoch, sample, which repeat of it in the
+            epoch), whatever the batch size and number of workers, those of tensors of (seed,
+            epoch, number of the batch, row). The rank counts as well, unless the sampler is known
+            to share samples out among ranks.
         on_error: for a file that cannot be decoded: "raise" :class:`BadImageError`, "skip" the
             sample, "replace" it by another one of the batch, target included, or a callable that
             gets the :class:`BadImage`, after which it is skipped.
@@ -303,6 +305,7 @@ class DataPrefetcher:
 
     def _prepared_loader(self, epoch: int) -> tuple[Iterable[Any], Pipeline]:
         """The loader with our packing in its collate; the user's own object is left as it is."""
+        self._pipeline.packer.rank = rank_of(self._loader)
         if not isinstance(self._loader, DataLoader):
             return self._loader, self._with_epoch(epoch)
         if self._loader.persistent_workers:
@@ -410,7 +413,7 @@ class DataPrefetcher:
     def replay(self, index: int, epoch: int | None = None) -> Any:
         """What the model saw of a sample, bit for bit: its batch is prepared once more.
 
-        The head's parameters are a function of (seed, epoch, sample), those of the transforms
+        The head's parameters are a function of (seed, epoch, sample, repeat), those of transforms
         behind it of (seed, epoch, number of the batch), so the whole batch is read, decoded by the
         same decoders and transformed. Its samples are known for the two latest epochs of this
         prefetcher, one that :meth:`load_state_dict` went on with included (its batches before that

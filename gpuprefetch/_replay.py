@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import operator
+import sys
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+)
 
 from gpuprefetch._encoded import EncodedImages
-from gpuprefetch._host import HostStage, encoded_leaves
+from gpuprefetch._host import Announced, HostStage, encoded_leaves
 from gpuprefetch._pipeline import BadImage, BadImageError, Pipeline
-from gpuprefetch._resume import in_order, sampler_of
+from gpuprefetch._resume import _samplers, in_order, sampler_of
 from gpuprefetch._stream import own_modes
 
-# Epochs whose batches are noted: 8 bytes a sample and OVERHEAD a batch, 10 MB of an epoch of
-# ImageNet. Of one that does not end the latest batches, of at least half of MOST bytes.
+# Epochs whose batches are noted: 8 bytes a sample (16 in a batch with repeats) and OVERHEAD a
+# batch, 10 MB of an epoch of ImageNet. Of one that does not end the latest batches, of at least
+# half of MOST bytes.
 KEPT, MOST, OVERHEAD = 2, 128 << 20, 128
 
 
@@ -33,29 +44,33 @@ class Notes:
         seed: of its random parameters.
         kept: the number of a batch, that and all later ones that the sampler gave, which are ahead
             of the loop, and in front of each of them and behind the last a checksum of the samples
-            so far, None where not all are integers. One tuple, for another thread may read it.
+            so far, None where not all are integers, and of each batch the repeats of its samples,
+            empty where there are none. One tuple, for another thread may read it.
         shares: of the JPEGs that the workers decoded, by the number of the batch.
         place: of its :class:`Source`.
     """
 
     seed: int
-    kept: tuple[int, list[Sequence[Any]], list[Any]] = field(default_factory=lambda: (0, [], [0]))
+    kept: tuple[int, list[Sequence[Any]], list[Any], list[Sequence[int]]] = field(
+        default_factory=lambda: (0, [], [0], [])
+    )
     shares: dict[int, float] = field(default_factory=dict)
     place: dict[str, Any] = field(default_factory=lambda: {"batches": 0})
     _bytes: int = 0
 
-    def add(self, batch: Any) -> None:
+    def add(self, batch: Any, repeats: Sequence[int] = ()) -> None:
         """Note the sampler's next batch, or sample, whatever that is."""
-        first, batches, sums = self.kept
+        first, batches, sums, repeated = self.kept
         noted: Any = _listed(batch)
         batches.append(noted)
+        repeated.append(repeats)
         known = isinstance(noted, array) and sums[-1] is not None
         sums.append(zlib.crc32(noted, sums[-1]) if known else None)
-        self._bytes += 8 * len(noted) + OVERHEAD
+        self._bytes += _cost(noted, repeats)
         old = min(len(batches) // 2, self.place["batches"] - first)
         if self._bytes > MOST and old > 0:
-            self._bytes -= sum(8 * len(one) + OVERHEAD for one in batches[:old])
-            self.kept = first + old, batches[old:], sums[old:]
+            self._bytes -= sum(map(_cost, batches[:old], repeated[:old]))
+            self.kept = first + old, batches[old:], sums[old:], repeated[old:]
             for number in [number for number in self.shares if number < first + old]:
                 del self.shares[number]
 
@@ -65,7 +80,7 @@ class Notes:
         The checksum is None where they are not all known, or not all integers.
         """
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        first, _, sums = self.kept
+        first, _, sums, _ = self.kept
         had = self.place["batches"] - first
         return rank, sums[had] if 0 <= had < len(sums) else None
 
@@ -76,7 +91,7 @@ class Notes:
         rank, before = self.place["drawn"]
         here, now = self.drawn()
         # Lightning has the state of rank 0 loaded by all.
-        first, batches, _ = self.kept
+        first, batches, _, _ = self.kept
         given = first + len(batches)
         if rank == here and (now != before or given < self.place["batches"]):
             raise ValueError(
@@ -87,9 +102,13 @@ class Notes:
             )
 
 
+def _cost(noted: Sequence[Any], repeats: Sequence[int]) -> int:
+    return 8 * (len(noted) + len(repeats)) + OVERHEAD
+
+
 def _listed(batch: Any) -> Sequence[Any]:
     """The samples of a batch, in an array if they are integers."""
-    if isinstance(batch, Iterator):  # to be read by the dataset
+    if isinstance(batch, (Iterator, str)):  # to be read by the dataset
         return [batch]
     for listed in (lambda: array("q", [operator.index(batch)]), lambda: array("q", batch)):
         with suppress(TypeError, ValueError, OverflowError):
@@ -100,22 +119,85 @@ def _listed(batch: Any) -> Sequence[Any]:
         return [batch]
 
 
+def _origin(dataset: Any, key: Any) -> tuple[Any, Any]:
+    """Whose sample it is, and which, behind torch's own views of datasets."""
+    while type(dataset) in (Subset, ConcatDataset):
+        if type(dataset) is Subset:
+            dataset, key = dataset.dataset, operator.index(dataset.indices[key])
+        else:
+            key += len(dataset) if key < 0 else 0
+            number = bisect_right(dataset.cumulative_sizes, key)
+            key -= dataset.cumulative_sizes[number - 1] if number else 0
+            dataset = dataset.datasets[number]
+    return dataset, key
+
+
+class Repeats:
+    """Counts the samples of an epoch: 4 bytes for each that a dataset has."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset, self._views = dataset, type(dataset) in (Subset, ConcatDataset)
+        self._counts: dict[int, Any] = {}  # by the identity of a dataset
+        self._others: Counter[Any] = Counter()  # what is not in its range
+
+    def add(self, keys: Iterable[Any]) -> Sequence[int]:
+        """Count a batch: how often each of its samples came before it; empty where none did."""
+        repeats = array("q", map(self._add, keys))
+        return repeats if any(repeats) else ()
+
+    def _add(self, key: Any) -> int:
+        dataset = self._dataset
+        try:
+            if self._views:
+                dataset, key = _origin(dataset, key)
+            counts = self._counts.get(id(dataset))
+            if counts is None:
+                counts = self._counts[id(dataset)] = _zeros(dataset)
+            before: int = counts[key]
+            counts[key] = before + 1
+        except (IndexError, TypeError):
+            if not isinstance(key, Hashable):
+                return 0
+            before = self._others[id(dataset), key]
+            self._others[id(dataset), key] += 1
+        return before
+
+
+def _zeros(dataset: Any) -> memoryview:
+    try:
+        # Memory that is not there before it is written to.
+        return np.zeros(len(dataset), dtype=np.uint32).data
+    except Exception:  # it need not have a length
+        return memoryview(b"")
+
+
 class NotedSampler:
     """What gives a loader its batches, or the keys that its dataset makes them of; notes them."""
 
-    def __init__(self, sampler: Any, *, batches: bool) -> None:
-        self._sampler, self._batches = sampler, batches
+    def __init__(self, loader: DataLoader[Any], name: str) -> None:
+        self._sampler, self._batches = getattr(loader, name), name == "batch_sampler"
+        self._stage: Any = loader.collate_fn
+        self._dataset, self._workers = loader.dataset, loader.num_workers
         self.notes = Notes(0)
 
     def __iter__(self) -> Iterator[Any]:
         return self._noted(self.notes)
 
     def _noted(self, notes: Notes) -> Iterator[Any]:
+        epoch, counted = notes, Repeats(self._dataset)
         for batch in self._sampler:
             if self._batches and isinstance(batch, Iterator):
                 batch = list(batch)  # read once, here
-            notes.add(batch)
-            yield batch
+            if epoch is not self.notes:  # the iterator of an earlier one goes on
+                epoch, counted = self.notes, Repeats(self._dataset)
+            keys = _listed(batch)
+            repeats = counted.add(keys)
+            notes.add(keys, repeats)
+            if self._workers:
+                yield Announced(batch, keys, self._stage.token, repeats)
+            else:
+                self._stage.expect(repeats)
+                yield batch
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -127,31 +209,60 @@ class NotedSampler:
 
 
 def has_indices(loader: Any) -> bool:
-    """Whether a loader makes its batches of samples that can be read again."""
-    return _has_order(loader) and loader.batch_sampler is not None
+    """Whether a loader makes its batches of samples that can be read again.
+
+    Without an order it is not known which batch has come as which.
+    """
+    return _has_keys(loader) and in_order(loader) and loader.batch_sampler is not None
 
 
-def _has_order(loader: Any) -> bool:
-    """Whether a sampler says what the batches of a loader are, one after the other.
+def _has_keys(loader: Any) -> bool:
+    """Whether a sampler that may be wrapped says what the batches of a loader are.
 
     One with a state of its own (torchdata's) counts what its sampler gives: that one is let alone.
-    Without an order it is not known which batch has come as which.
     """
     return (
         isinstance(loader, DataLoader)
         and not hasattr(loader, "state_dict")
         and not isinstance(loader.dataset, IterableDataset)
-        and in_order(loader)
     )
 
 
 def note(loader: DataLoader[Any]) -> None:
     """Let a loader of ours note its batches, where a sampler gives them."""
-    if _has_order(loader):
+    if _has_keys(loader):
         name = sampler_of(loader)
         # DataLoader forbids the change after its construction, not the value.
-        batches = name == "batch_sampler"
-        vars(loader)[name] = NotedSampler(getattr(loader, name), batches=batches)
+        vars(loader)[name] = NotedSampler(loader, name)
+
+
+def rank_of(loader: Any) -> int:
+    """The rank of this process if other ranks may be given the same samples, else 0.
+
+    Samples that are known to be shared out keep their parameters on whichever rank they fall.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return 0
+    samplers = list(_samplers(loader))
+    replaced = any(getattr(sampler, "replacement", False) for sampler in samplers)
+    if any(_shares_out(sampler, replaced=replaced) for sampler in samplers):
+        return 0
+    ranks = [getattr(sampler, "rank", None) for sampler in samplers]
+    here = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return next((rank for rank in ranks if isinstance(rank, int)), here)
+
+
+def _shares_out(sampler: Any, *, replaced: bool) -> bool:
+    """Whether no other rank gets the samples of this one, but for padding."""
+    accelerate = sys.modules.get("accelerate.data_loader")  # without it nobody has its samplers
+    if accelerate is not None and isinstance(sampler, accelerate.BatchSamplerShard):
+        return not replaced
+    torchdata = sys.modules.get("torchdata.stateful_dataloader.sampler")
+    kinds: list[Any] = [DistributedSampler]
+    kinds += [torchdata.StatefulDistributedSampler] if torchdata is not None else []
+    if isinstance(sampler, DistributedSampler):
+        return any(type(sampler).__iter__ is kind.__iter__ for kind in kinds)
+    return isinstance(sampler, range)
 
 
 def noted(loader: Any) -> NotedSampler | None:
@@ -167,7 +278,7 @@ def replay(
 
     ``fixed`` says that the workers' share of the decoding stays as it is.
     """
-    first, batches, _ = notes.kept
+    first, batches, _, repeats = notes.kept
     had = enumerate(batches[: max(notes.place["batches"] - first, 0)], first)
     number, indices = next((item for item in had if index in item[1]), (None, ()))
     if number is None:
@@ -185,12 +296,15 @@ def replay(
         seed=notes.seed,
         epoch=torch.tensor([epoch]),
         share=torch.tensor([share], dtype=torch.float64),
+        rank=rank_of(loader),
     )
     on_error = pipeline.on_error if isinstance(pipeline.on_error, str) else "skip"
     pipeline = replace(pipeline, packer=packer, on_error=on_error, bad_images={}, max_bad=None)
     fetch = getattr(loader.dataset, "__getitems__", None)  # which torch's fetcher prefers
     samples = fetch(list(indices)) if fetch else [loader.dataset[i] for i in indices]
-    batch = HostStage(loader.collate_fn, packer)(samples)
+    stage = HostStage(loader.collate_fn, packer)
+    stage.expect(repeats[number - first])
+    batch = stage(samples)
     images = encoded_leaves(batch)
     pipeline.only = row = _row_of(position, len(indices), images)
     cuda = pipeline.device.type == "cuda"

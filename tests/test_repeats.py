@@ -1,0 +1,336 @@
+"""Each repeat of a sample in an epoch is another picture, whichever batch or rank it falls on."""
+
+import io
+from dataclasses import replace
+from itertools import combinations, islice
+
+import kornia.augmentation as K
+import pytest
+import torch
+from one_iterator import OneIterator
+from PIL import Image
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    Subset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from gpuprefetch import DataPrefetcher, EncodedImage, RandomResizedCrop
+
+COUNT, DRAWN = 6, 40
+
+
+@pytest.fixture(scope="module")
+def file():
+    torch.manual_seed(0)
+    pixels = torch.randint(256, (24, 32, 3), dtype=torch.uint8).numpy()
+    Image.fromarray(pixels).save(written := io.BytesIO(), "JPEG")
+    return written.getvalue()
+
+
+class Same(Dataset):
+    """One picture throughout, so that a sample's draw alone makes it another."""
+
+    def __init__(self, file, count=COUNT):
+        self.file, self.count = file, count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        return EncodedImage(self.file, index), index
+
+
+class Together(Same):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Viewed(Same):
+    def __getitem__(self, index):
+        image, _ = super().__getitem__(index)
+        return image, replace(image), index
+
+
+class Followed(Same):
+    """With a mask, which the image's sampling is drawn ahead for."""
+
+    def __getitem__(self, index):
+        from torchvision import tv_tensors
+
+        mask = tv_tensors.Mask(torch.ones(1, 24, 32, dtype=torch.uint8))
+        return EncodedImage(self.file, index), mask, index
+
+
+def renewed(samples):
+    samples = [(replace(image), index) for image, index in samples]
+    return default_collate(samples)
+
+
+def drawn(seed=3, count=DRAWN):
+    generator = torch.Generator().manual_seed(seed)
+    return WeightedRandomSampler(torch.arange(1.0, COUNT + 1), count, generator=generator)
+
+
+def prefetcher_of(dataset, *, transforms=None, kind=DataLoader, **options):
+    transforms = transforms or [RandomResizedCrop(8)]
+    loader = kind(dataset, **{"batch_size": 4} | options)
+    return DataPrefetcher(loader, device="cpu", transforms=transforms, seed=5)
+
+
+def seen_by(prefetcher):
+    """Samples and their pictures, in order."""
+    return list(unpacked(prefetcher))
+
+
+def unpacked(batches):
+    for image, *_, index in batches:
+        yield from zip(torch.as_tensor(index).view(-1).tolist(), image, strict=True)
+
+
+def assert_same(seen, expected):
+    assert [number for number, _ in seen] == [number for number, _ in expected]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(seen, expected, strict=True))
+
+
+def identical(seen):
+    """How many pairs of the same sample have the same picture, and how many there are."""
+    pairs = [(a[1], b[1]) for a, b in combinations(seen, 2) if a[0] == b[0]]
+    return sum(torch.equal(a, b) for a, b in pairs), len(pairs)
+
+
+@pytest.fixture(scope="module")
+def reference(file):
+    return seen_by(prefetcher_of(Same(file), sampler=drawn()))
+
+
+@pytest.fixture(scope="module")
+def plain(file):
+    """What each sample has been without repeats, by sample."""
+    return dict(seen_by(prefetcher_of(Same(file))))
+
+
+def test_no_two_repeats_are_the_same_picture(reference, plain):
+    same, pairs = identical(reference)
+    assert same == 0
+    assert pairs > 100
+    first = dict(reversed(reference))
+    assert all(torch.equal(first[number], plain[number]) for number in first)
+    # Guards the tests of this file: the picture is a function of what it is drawn for.
+    assert identical([*reference, *reference])[0] == len(reference)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [2, 7])
+def test_whatever_the_batches(file, reference, batch_size, workers):
+    options = {"batch_size": batch_size, "num_workers": workers}
+    assert_same(seen_by(prefetcher_of(Same(file), sampler=drawn(), **options)), reference)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Together, {}),
+        (Viewed, {}),
+        (Followed, {}),
+        (lambda file: list(islice(Same(file), COUNT)), {}),  # the same object each time
+        (lambda file: dict(enumerate(Same(file))), {}),
+        (Same, {"collate_fn": renewed}),
+        (Same, {"batch_size": None}),
+        (Same, {"batch_size": None, "num_workers": 1}),
+        (Together, {"num_workers": 1, "persistent_workers": True}),
+    ],
+)
+def test_however_samples_are_made(file, reference, dataset, options):
+    if options.get("batch_size", 0) is None:
+        options = options | {"collate_fn": lambda sample: default_collate([sample])}
+    sampler = drawn()
+    seen = seen_by(prefetcher_of(dataset(file), sampler=sampler, **options))
+    assert_same(seen, reference)
+
+
+def test_without_an_order_of_the_batches(file, reference):
+    options = {"num_workers": 2, "in_order": False}
+    seen = seen_by(prefetcher_of(Same(file), sampler=drawn(), **options))
+    assert identical(seen)[0] == 0
+    by_bytes = [sorted((n, p.numpy().tobytes()) for n, p in each) for each in (seen, reference)]
+    assert by_bytes[0] == by_bytes[1]
+
+
+def test_views_of_repeats(file):
+    prefetcher = prefetcher_of(Viewed(file), sampler=drawn())
+    views = []
+    for first, second, index in prefetcher:
+        views += unpacked([(first, index), (second, index)])
+    assert identical(views)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "repeat",
+    [
+        lambda data: Subset(data, [*range(COUNT)] * 2),
+        lambda data: ConcatDataset([data, Subset(data, range(COUNT))]),
+    ],
+)
+def test_datasets_that_repeat(file, plain, repeat):
+    seen = seen_by(prefetcher_of(repeat(Same(file)), batch_size=4))
+    assert [number for number, _ in seen] == [*range(COUNT)] * 2
+    assert_same(seen[:COUNT], [*plain.items()])
+    assert identical(seen)[0] == 0
+
+
+def test_keys_of_any_kind(file):
+    names = [f"sample {number}" for number in range(COUNT)]
+    dataset = dict(zip(names, Same(file), strict=False))
+    seen = seen_by(prefetcher_of(dataset, sampler=names * 2))
+    assert identical(seen) == (0, COUNT)
+
+
+def test_each_epoch_counts_anew(file):
+    options = {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 1}
+    prefetcher = prefetcher_of(Same(file), batch_size=1)
+    one_iterator = prefetcher_of(Same(file), batch_size=1, kind=OneIterator, **options)
+    for _ in range(3):
+        # Its first batch has been read within the epoch before.
+        assert_same(seen_by(one_iterator)[1:], seen_by(prefetcher)[1:])
+
+
+class Repeated(Sampler):
+    """Gives the repeats of a sample to ranks in turn, as torchvision's and timm's."""
+
+    def __init__(self, world_size, rank, repeats=3):
+        self.world_size, self.rank, self.repeats = world_size, rank, repeats
+
+    def __iter__(self):
+        order = [number for number in range(COUNT) for _ in range(self.repeats)]
+        return iter(order[self.rank :: self.world_size])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_repeated_augmentation(file, plain, world_size):
+    ranks = [
+        seen_by(prefetcher_of(Same(file), sampler=Repeated(world_size, rank)))
+        for rank in range(world_size)
+    ]
+    assert identical([one for rank in ranks for one in rank]) == (0, 3 * COUNT)
+    first = dict(reversed(ranks[0]))
+    assert all(torch.equal(first[number], plain[number]) for number in first)
+
+
+def test_transforms_after_the_fused_ones_differ_on_ranks(file):
+    transforms = [K.Resize((8, 8)), K.ColorJitter(0.5, 0.5, 0.5, 0.1)]
+    ranks = [
+        seen_by(prefetcher_of(Same(file), transforms=transforms, sampler=Repeated(3, rank)))
+        for rank in range(3)
+    ]
+    assert identical([one for rank in ranks for one in rank]) == (0, 3 * COUNT)
+
+
+def samplers_of_ranks(kind, count):
+    for rank in range(2):
+        if kind == "torch":
+            yield {"sampler": DistributedSampler(range(count), 2, rank, shuffle=False)}
+        elif kind == "range":
+            yield {"sampler": range(rank, count, 2)}
+        elif kind == "torchdata":
+            module = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+            yield {"sampler": module.StatefulDistributedSampler(range(count), 2, rank)}
+        else:
+            module = pytest.importorskip("accelerate.data_loader")
+            batches = BatchSampler(range(count), 4, False)
+            shard = module.BatchSamplerShard(batches, 2, rank)
+            shard.rank = rank  # as torch.distributed would say
+            yield {"batch_sampler": shard, "batch_size": 1}
+
+
+@pytest.mark.parametrize("kind", ["torch", "range", "torchdata", "accelerate"])
+def test_samples_that_ranks_share_out_are_the_same_on_each(file, plain, kind):
+    union = []
+    for options in samplers_of_ranks(kind, COUNT):
+        if kind == "range":
+            options = {"batch_sampler": Ranked(options["sampler"]), "batch_size": 1}
+        union += seen_by(prefetcher_of(Same(file), **options))
+    assert {number for number, _ in union} == set(range(COUNT))
+    assert all(torch.equal(picture, plain[number]) for number, picture in union)
+
+
+def test_ranks_that_share_out_repeats(file):
+    module = pytest.importorskip("accelerate.data_loader")
+    union = []
+    for rank in range(2):
+        shard = module.BatchSamplerShard(BatchSampler(drawn(), 2, False), 2, rank)
+        shard.rank = rank  # as torch.distributed would say
+        union += seen_by(prefetcher_of(Same(file), batch_sampler=shard, batch_size=1))
+    assert len(union) == DRAWN
+    assert identical(union)[0] == 0
+
+
+class Ranked(BatchSampler):
+    """Says a rank, as torch.distributed would."""
+
+    def __init__(self, sampler):
+        super().__init__(sampler, 4, drop_last=False)
+        self.rank = sampler.start
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_in_the_middle(file, workers):
+    def prefetcher(seed):
+        return prefetcher_of(Same(file), sampler=drawn(seed), num_workers=workers)
+
+    first, resumed = prefetcher(3), prefetcher(4)
+    batches, state = [], None
+    for number, batch in enumerate(first):
+        batches.append(batch)
+        if number == 3:
+            state = first.state_dict()
+    resumed.load_state_dict(state)
+    rest = seen_by(resumed)
+    assert len(rest) == DRAWN - 16
+    assert_same(rest, [*unpacked(batches[4:])])
+
+
+def test_the_state_of_rank_0_does_not_make_others_draw_as_it(file):
+    ranks = [prefetcher_of(Same(file), sampler=Repeated(3, rank)) for rank in range(2)]
+    state = None
+    for _ in zip(ranks[0], range(1), strict=False):
+        state = ranks[0].state_dict()
+    whole = seen_by(ranks[1])
+    resumed = prefetcher_of(Same(file), sampler=Repeated(3, 1))
+    resumed.load_state_dict(state)
+    assert_same(seen_by(resumed), whole[4:])
+
+
+@pytest.mark.parametrize("sampler", [drawn, lambda: Repeated(3, 2, repeats=9)])
+def test_replay(file, sampler):
+    prefetcher = prefetcher_of(Same(file), sampler=sampler())
+    firsts = [dict(reversed(seen_by(prefetcher))) for _ in range(4)]
+    for epoch in (0, 3):  # of the former the batches are not known any more
+        for number, picture in firsts[epoch].items():
+            image, index = prefetcher.replay(number, epoch)
+            assert index.tolist() == [number]
+            assert torch.equal(image[0], picture)
+
+
+def test_replay_beside_a_repeat(file):
+    # Its parameters are those of the batch's first image, which is a repeat.
+    crop = K.RandomResizedCrop((8, 8), same_on_batch=True)
+    prefetcher = prefetcher_of(Same(file), batch_size=2, sampler=[0, 1, 0, 2], transforms=[crop])
+    (_, first), *_, (_, picture) = seen_by(prefetcher)
+    assert torch.equal(prefetcher.replay(2)[0][0], picture)
+    assert not torch.equal(first, picture)
+
+
+def test_a_sampler_without_replacement_may_repeat(file):
+    sampler = RandomSampler(range(COUNT), num_samples=4 * COUNT)
+    same, pairs = identical(seen_by(prefetcher_of(Same(file), sampler=sampler)))
+    assert (same, pairs) == (0, 6 * COUNT)
