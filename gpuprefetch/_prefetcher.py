@@ -79,15 +79,14 @@ class DataPrefetcher:
             before ``Normalize``; what follows runs on its result.
         dtype: of the images after that head; float32 by default.
         memory_format: of the images after that head; contiguous by default.
-        device_prefetch_size: batches kept ready or in preparation on the device; None for one, in
-            the memory of the batch that the loop has used up where that is early enough, for two
-            where the GPU would wait else and they take no more than 512 MiB, and for none where the
-            loop leaves no room for the next one.
+        device_prefetch_size: batches kept ready or in preparation on the device; None for two, or
+            one where two would take more than 512 MiB. Without workers, and on a CPU, a batch is
+            prepared when the loop asks for it.
         decoder: "nvjpeg" on the GPU, called directly or by way of "torchcodec" or "torchvision";
             "cpu" (TorchCodec in the workers), or "auto": nvjpeg on CUDA, else cpu.
         apply_exif: whether pictures are turned upright; False agrees with PIL and ``ImageFolder``.
         cpu_share: share of the JPEGs that the workers decode, those with the least to decode first,
-            0.0 to 1.0, or "auto" for what idle cores can carry, balanced while running.
+            0.0 to 1.0, or "auto": none, and more while the loop waits for the GPU's decoder.
         seed: of the random parameters of the transforms; None takes ``torch.initial_seed()``. Those
             of encoded images are a function of (seed, epoch, sample, which repeat of it in the
             epoch), whatever the batch size and number of workers, those of tensors of (seed,
