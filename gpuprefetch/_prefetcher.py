@@ -84,7 +84,8 @@ class DataPrefetcher:
             where the GPU would wait else and they take no more than 512 MiB, and for none where the
             loop leaves no room for the next one.
         decoder: "nvjpeg" on the GPU, called directly or by way of "torchcodec" or "torchvision";
-            "cpu" (TorchCodec in the workers), or "auto": nvjpeg on CUDA, else cpu.
+            "cpu" (TorchCodec in the workers), or "auto": nvjpeg on CUDA where there is nvJPEG, else
+            cpu; :func:`explain` says which.
         apply_exif: whether pictures are turned upright; False agrees with PIL and ``ImageFolder``.
         cpu_share: share of the JPEGs that the workers decode, those with the least to decode first,
             0.0 to 1.0, or "auto" for what idle cores can carry, balanced while running.
@@ -232,7 +233,8 @@ class DataPrefetcher:
         self._loader = loader  # from here on its attributes are set there
 
     def _backend(self, decoder: str) -> Any:
-        if decoder == "auto":
+        auto = decoder == "auto"
+        if auto:
             decoder = "nvjpeg" if self.device.type == "cuda" else "cpu"
         if decoder == "cpu":
             return None
@@ -241,7 +243,15 @@ class DataPrefetcher:
             raise ValueError(f"decoder must be one of {names}, got {decoder!r}.")
         if self.device.type != "cuda":
             raise ValueError(f'decoder={decoder!r} needs a CUDA device; use "auto" or "cpu" here.')
-        return BACKENDS[decoder](self.device)
+        backend = BACKENDS[decoder](self.device)
+        if not (missing := backend.missing()):
+            return backend
+        if auto:
+            return None
+        raise ValueError(
+            f"decoder={decoder!r} can decode nothing on {self.device}: {missing}. Use "
+            '"auto" or "cpu", which decodes in the workers.'
+        )
 
     @property
     def bad_images(self) -> list[BadImage]:
