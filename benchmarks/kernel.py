@@ -114,6 +114,38 @@ def kornia_sides(images, args):
         )
 
 
+def with_canaries(images, rows, args):
+    """The launch of RGB images that lie one after the other, without canaries and with them.
+
+    As in a prefetcher, but the table is on the device already.
+    """
+    flat = torch.cat([image.permute(1, 2, 0).flatten() for image in images])
+    sizes = np.array([image.shape[1:] for image in images])
+    ends, size = np.cumsum(3 * sizes.prod(axis=1)), (args.size,) * 2
+    plain, count = np.zeros(len(images), dtype=bool), len(images)
+    words = _resample.plan_rows(rows.numpy(), sizes, plain, size, args.interpolation, True)
+    offsets = ends - 3 * sizes.prod(axis=1)
+    table = _resample.arrange(words, np.arange(count), offsets, [count], size)
+    out = torch.empty((count, 3, *size), dtype=args.dtype, device=args.device)
+    out = out.contiguous(memory_format=torch.channels_last)
+    launches = _resample.Launches(table, out, torch.uint8, args.interpolation)
+    numbers = launches.numbers(table, 3, _resample.Coloring(torch.uint8, args.dtype, MEAN, STD))
+    numbers = numbers.to(args.device)
+    survived = torch.zeros(count, dtype=torch.uint8, pin_memory=args.device == "cuda")
+    given = 0, flat.data_ptr(), numbers.data_ptr()
+    looking = survived.data_ptr()
+
+    def launch(address=0):  # which holds what the addresses are of
+        assert len(flat) and len(numbers) and len(survived)
+        launches.launch(*given, survived=address)
+
+    return {
+        "launch": launch,
+        "launch that looks for canaries": lambda: launch(looking),
+        "setting canaries": lambda: launches.set_canaries(*given),
+    }
+
+
 def measure(run, args):
     """Median and spread of the time of one run, on a cold L2 cache.
 
@@ -244,6 +276,8 @@ def main(arguments=None):
         report["sweep"] = sweep(fused, args)
     else:
         sides = {"memory floor (copy)": lambda: target.copy_(half), "fused": fused}
+        if _resample.HAS_TRITON and args.device == "cuda":
+            sides |= with_canaries(images, rows, args)
         if not args.fused_only:
             sides["loop of interpolate(antialias)"] = interpolate_loop(images, boxes, args)
             sides |= dict(kornia_sides(images, args))

@@ -17,6 +17,7 @@ from gpuprefetch import _nvjpeg
 from gpuprefetch._budget import SUB_BATCH_BYTES, UPLOAD_BYTES, in_rooms
 from gpuprefetch._encoded import Call, EncodedImages
 from gpuprefetch._format import decode_cpu, same_rows, trial_files
+from gpuprefetch._stats import Stats
 
 # Note [Decoded memory]
 # A decoded image lives in a block of the caching allocator's pool of the stream it was decoded on.
@@ -24,13 +25,34 @@ from gpuprefetch._format import decode_cpu, same_rows, trial_files
 # decoder that writes from a stream of its own breaks that order: it overwrites memory that a queued
 # kernel still reads.
 #   - torchvision's CUDA decoder does so (pytorch/vision#9606).
-#   - TorchCodec >= 0.17 decodes in the order of the current stream (0.16 did not,
-#     meta-pytorch/torchcodec#1634), and so does nvJPEG itself. Called directly it is not through
-#     when it returns: it reads the last files of a call yet, which lie in the batch's buffer, and
-#     that is kept until the batch is on the device (Engine._sources).
-# Whatever they promise, a decode thread decodes nothing until the launch that reads its images, or
-# their packed copy, has completed (ImageJob._wait_for_reader); the other thread does meanwhile.
-# gpuprefetch.selfcheck() tries it on the machine at hand; tests/test_selfcheck.py fails without it.
+#   - nvJPEG's engines do so: they write while kernels that were queued before on the same stream
+#     still wait (meta-pytorch/torchcodec#1634: 100 calls of 100). An event that the stream waits
+#     for does not help; a wait of the host does. TorchCodec 0.17 waits by itself, 0.16 did not.
+#     What is queued after the call does come after it.
+#   - nvJPEG is not through when the call returns: it still reads the last files, which lie in the
+#     batch's buffer. That is kept until the batch is on the device (Engine._sources).
+# What protects us is the host: a decode thread decodes nothing until the launch that reads its
+# images, or their packed copy, has completed (ImageJob._wait_for_reader). The other thread decodes
+# meanwhile. gpuprefetch.selfcheck() tries both on the machine at hand; tests/test_selfcheck.py
+# fails without the wait.
+
+
+# Note [Canaries]
+# On RTX 50xx nvJPEG's engines have been seen to skip a picture and report success
+# (MrNeRF/LichtFeld-Studio#616, #1924). In memory that is used again that picture would be an
+# earlier photo under this label. So the first and the last pixel that the launch will read of each
+# picture are set to a color beforehand, and the launch flags the pictures that still have it at
+# either. Those are decoded once more, one by one, and in the end on the CPU. A photo that has this
+# color there is merely decoded twice.
+#   - The engines do not keep the stream's order, so the host waits for the canaries before it
+#     calls them: one tiny kernel after the upload of the launch table.
+#   - The flags lie in pinned memory, and a launch writes none where all is well. The decode thread
+#     waits for its launch before the batch counts as done: a wait that came before its next decode
+#     otherwise.
+#   - Where pictures get memory of their own (_nvjpeg.decode) it is all of that color.
+#   - TorchCodec and torchvision allocate the pictures themselves, uninitialized: there is nothing
+#     to set before, so a picture skipped there is not noticed. They are the default only where a
+#     GPU has no engines.
 
 
 # Note [The training thread's locks]
@@ -49,11 +71,12 @@ from gpuprefetch._format import decode_cpu, same_rows, trial_files
 #     of it comes from memory, and costs twice what it costs in a loop of its own: of 0.74 ms by
 #     that measure 0.55 were left when permits and events cost no Python any more, and a finished
 #     batch asked for no stream (one core, beside faked CUDA, the caches emptied before each part).
-#   - it takes the lock three times a call, not nine: to get it, behind the decode and behind the
-#     launch. The driver itself records events, asks for them, queues waits and copies
-#     pinned memory, called with the lock held (_stream.py). What the workers decoded of a batch is
-#     one copy, what they left one call, if it is not too large, and both are one launch: so next()
-#     takes the training thread 1.5 ms of such a step, and 1.8 with a launch for each.
+#   - it takes the lock five times a call, not nine: to get it, after the canaries, the decode and
+#     the launch, and once that has completed. The driver itself records events, asks for them,
+#     queues waits and copies pinned memory, called with the lock held (_stream.py). Of a batch what
+#     the workers decoded is one copy, what they left one call, if it is not too large, and both are
+#     one launch: so next() takes the training thread 1.5 ms of such a step, and 1.8 with a launch
+#     for each.
 #   - one thread decodes. Each image takes a copy, a launch and an event in nvJPEG, and a second
 #     thread that contends for the driver slows the training thread by more than it adds: with a
 #     call for each batch the step took 16.7 ms with one thread and 18.9 with two, 14.3 without a
@@ -162,10 +185,33 @@ class ImageDecoder:
 
     # Of torch's registry, and what registers it.
     module, operator = "", ""
+    library = "nvJPEG"  # that decodes
 
     def __init__(self, device: torch.device) -> None:
         # One spelling of the device for ever: torchvision leaks its decoder when it changes.
         self._device = device
+
+    def missing(self) -> str:
+        """Why it can decode nothing here, "" where it can: it tries."""
+        if torch.version.hip:
+            return "torch is built for ROCm, and nvJPEG is NVIDIA's"
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that torchvision's is deprecated
+                with torch.device("cpu"):
+                    files, _ = trial_files()
+                pictures = self(files)
+            torch.cuda.current_stream(self._device).synchronize()  # then they may be let go
+            del pictures
+        except Exception as error:
+            short = isinstance(error, torch.OutOfMemoryError) or _NOT_STARTED.search(str(error))
+            return "" if short else f"{self.library} fails: {_first_line(error)}"
+        return ""
+
+    @property
+    def way(self) -> str:
+        """What decodes, in words."""
+        return self.library
 
     @property
     def packs(self) -> bool:
@@ -174,7 +220,10 @@ class ImageDecoder:
 
     @property
     def copies(self) -> bool:
-        """Whether images are there twice while they are :meth:`packed`."""
+        """Whether images are there twice while they are :meth:`packed`.
+
+        Where they are not, nothing is written to the place of an image that was skipped.
+        """
         return True
 
     def packed(
@@ -221,6 +270,7 @@ class TorchCodecDecoder(ImageDecoder):
     """TorchCodec's batched nvJPEG decode; EXIF orientations were hidden from it beforehand."""
 
     module, operator = "torchcodec.decoders", "torchcodec_ns.decode_jpegs_cuda"
+    library = "TorchCodec's nvJPEG"
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         from torchcodec.decoders import decode_jpeg
@@ -230,6 +280,25 @@ class TorchCodecDecoder(ImageDecoder):
 
 class NvjpegDecoder(TorchCodecDecoder):
     """nvJPEG's JPEG engines without TorchCodec between; TorchCodec where a GPU has none of them."""
+
+    def missing(self) -> str:
+        # Without a trial, which takes memory of the GPU: the loader may have no photos.
+        with contextlib.suppress(Exception):  # of a broken TorchCodec: the trial says what
+            if not torch.version.hip and _nvjpeg.installed():
+                return ""
+        return super().missing()
+
+    @property
+    def way(self) -> str:
+        if not _nvjpeg.available(self._device):
+            return (
+                f"{self.library} in CUDA kernels, as no JPEG engine can be used: the GPU has none, "
+                'or the container lacks the driver\'s capability "video"'
+            )
+        with _nvjpeg.lease(self._device) as decoder:
+            engines, cores = decoder.engines()
+        count = f"{engines} " if engines else ""
+        return f"nvJPEG's {count}JPEG engines" + (f" of {cores} cores" if cores > 1 else "")
 
     @property
     def packs(self) -> bool:
@@ -260,6 +329,7 @@ class TorchvisionDecoder(ImageDecoder):
     """torchvision's batched nvJPEG decode on a drained stream. See Note [Decoded memory]."""
 
     module, operator = "torchvision.io", "image.decode_jpegs_cuda"
+    library = "torchvision's nvJPEG"
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         from torchvision.io import ImageReadMode, decode_jpeg
@@ -273,6 +343,16 @@ BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
     "torchcodec": TorchCodecDecoder,
     "torchvision": TorchvisionDecoder,
 }
+
+
+def decoded_by(decoder: ImageDecoder | None, device: torch.device) -> str:
+    """What decodes the photos of a prefetcher with this decoder on a device, in words."""
+    if decoder is not None:
+        return decoder.way
+    reason = "no CUDA device is used"
+    if device.type == "cuda":
+        reason = NvjpegDecoder(device).missing() or 'decoder="cpu"'
+    return f"the CPU, in the workers: {reason}"
 
 
 _tried: dict[tuple[type, torch.device], bool] = {}
@@ -316,15 +396,24 @@ def claim(size: int, device: torch.device, error: RuntimeError | None = None) ->
         torch.empty(size, dtype=torch.uint8, device=device)
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 @contextlib.contextmanager
-def _may_refuse(size: int, device: torch.device) -> Iterator[None]:
-    """Where a decoder may refuse its files, but may not lack the memory of so many bytes."""
+def _may_refuse(size: int, device: torch.device) -> Iterator[list[str]]:
+    """Where a decoder may refuse its files, but may not lack the memory of so many bytes.
+
+    Gives a list that gets the reason.
+    """
+    reasons: list[str] = []
     try:
-        yield
+        yield reasons
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         claim(size, device, error)
+        reasons.append(_first_line(error))
 
 
 def decode_packed(
@@ -344,6 +433,7 @@ def decode_part(
     images: EncodedImages,
     call: Call,
     device: torch.device,
+    stats: Stats,
     *,
     together: bool = True,
 ) -> list[torch.Tensor | None]:
@@ -354,6 +444,7 @@ def decode_part(
         images: the batch; a file that cannot be decoded gets an entry in its ``errors``.
         call: which of them.
         device: of the decoder.
+        stats: count what the decoder skips or refuses.
         together: whether to try them in one call first.
 
     Returns:
@@ -364,11 +455,15 @@ def decode_part(
     if together:
         files = images.data[call.start : call.start + sum(lengths)]
         with _may_refuse(call.size, device):
-            decoded = decoder(list(files.split(lengths)))
+            try:
+                decoded = decoder(list(files.split(lengths)))
+            except _nvjpeg.SkippedError as error:
+                stats.add("missed_images", error.count)
+                raise
             if [image.shape for image in decoded] == shapes:
                 return decoded  # type: ignore[return-value]
     return [
-        _decode_one(decoder, images, i, shape, device)
+        _decode_one(decoder, images, i, shape, device, stats)
         for i, shape in zip(call.positions.tolist(), shapes, strict=True)
     ]
 
@@ -379,12 +474,14 @@ def _decode_one(
     position: int,
     shape: tuple[int, int, int],
     device: torch.device,
+    stats: Stats,
 ) -> torch.Tensor | None:
     file = images.span(position)
-    with _may_refuse(prod(shape), device):
+    with _may_refuse(prod(shape), device) as reasons:
         (image,) = decoder([file])
         if image.shape == shape:
             return image
+        reasons.append(f"decoded to {tuple(image.shape)}, its header says {shape}")
     try:
         # The second opinion: a file that only the GPU's decoder dislikes is not a bad file.
         image = decode_cpu(images.file(position))[:, : shape[1]]
@@ -394,4 +491,5 @@ def _decode_one(
     if image.shape != shape:
         images.errors[position] = f"decoded to {tuple(image.shape)}, its header says {shape}"
         return None
+    stats.fell_back(reasons[0])
     return image.contiguous().to(device)

@@ -22,6 +22,7 @@ from gpuprefetch._accelerate import accelerate
 from gpuprefetch._balance import Balancer, usable_cores
 from gpuprefetch._batch import tensors, to_device
 from gpuprefetch._convert import UnsupportedTransformError
+from gpuprefetch._decode import decoded_by
 from gpuprefetch._pipeline import count_images
 from gpuprefetch._prefetcher import DataPrefetcher, _resolve_device
 from gpuprefetch._resume import changed, sampler_of
@@ -87,7 +88,7 @@ class DoctorReport:
         changes: that helped, one on top of the other.
         tried: without a gain.
         after: the diagnosis with all changes; None without any.
-        notes: what could not be tried.
+        notes: what decodes encoded images, and what could not be tried.
         where: loader, device and cores.
         workers: of the loader as it came.
     """
@@ -217,6 +218,7 @@ class _Clinic:
     device: torch.device
     seconds: float
     ceiling: _Run | None = None
+    encoded: bool = False  # whether the batches have encoded images
     tried: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -238,6 +240,9 @@ class _Clinic:
             changes.append(change)
             now = self._diagnose(loader)
         decodes = isinstance(loader, DataPrefetcher) and loader._pipeline.decoder is not None
+        if self.encoded and isinstance(loader, DataPrefetcher):
+            by = decoded_by(loader._pipeline.decoder, loader.device)
+            self.notes.append(f"encoded images are decoded by {by}")
         # Neither can be tried: they take effect when CUDA starts, and where the model is made.
         if decodes and (reason := _connections.shortage()):
             self.notes.append(reason)
@@ -264,6 +269,7 @@ class _Clinic:
         lost = loop.seconds - self.ceiling.seconds
         late = "reading" if reading > 0.5 else "CPU decode"
         if isinstance(loader, DataPrefetcher):
+            self.encoded = probed.stats.gpu_images + probed.stats.cpu_images > 0
             on_device = "GPU decode" if probed.stats.gpu_images else "transfer"
             if probed.stats.fetch_seconds < 0.5 * probed.stats.seconds:
                 late = on_device if self.device.type == "cuda" else "GPU decode"

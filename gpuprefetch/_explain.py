@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gpuprefetch._convert import convert_transforms, flatten, in_columns, is_on_device, name_of
+from gpuprefetch._decode import decoded_by
 from gpuprefetch._per_image import DRAWN
 from gpuprefetch._prefetcher import DataPrefetcher
 from gpuprefetch._random import SeededDraws
@@ -24,7 +25,9 @@ def explain(transforms_or_prefetcher: Any) -> str:
             of two black images on the CPU, to see what it gives.
 
     Returns:
-        A line per step, with where it runs, what it gives, and why it is not fused.
+        A line per step, with where it runs, what it gives, and why it is not fused. Of a prefetcher
+        the first line says what decodes encoded images: JPEG engines and how many, the GPU without
+        them, or the CPU and why.
 
     Example:
         >>> print(explain([gpuprefetch.RandomResizedCrop(224), K.RandomHorizontalFlip(), blur]))
@@ -32,7 +35,8 @@ def explain(transforms_or_prefetcher: Any) -> str:
     given = transforms_or_prefetcher
     if isinstance(given, DataPrefetcher):
         pipeline = given._pipeline
-        return _explain(pipeline.head, pipeline.tail, pipeline.dtype, pipeline.memory_format)
+        given = pipeline.head, pipeline.tail, pipeline.dtype, pipeline.memory_format
+        return _explain(*given, decode=f"by {decoded_by(pipeline.decoder, pipeline.device)}")
     ops = list(flatten(given))
     # torchvision's may stand in a prefetcher's list, too.
     if not any(map(is_on_device, ops)) and any(name_of(op) is not None for op in ops):
@@ -45,8 +49,9 @@ def _explain(
     tail: Sequence[Transform],
     dtype: torch.dtype | None = None,
     memory_format: torch.memory_format | None = None,
+    decode: str = "",
 ) -> str:
-    rows = [("decode", "uint8 (3, H, W), each image its own size", "")]
+    rows = [("decode", "uint8 (3, H, W), each image its own size", decode)]
     images = None
     if head.size is not None:
         images = torch.zeros((2, 3, *head.size), dtype=dtype or torch.float32)

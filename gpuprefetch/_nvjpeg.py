@@ -27,6 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpuprefetch._resample import CANARY
+
 # Of its enumerations.
 _HARDWARE, _RGB, _RGBI, _ALLOCATOR_FAILURE = 3, 3, 5, 5
 _STATUS = {
@@ -74,6 +76,23 @@ def _library() -> Any:
     return library
 
 
+def installed() -> bool:
+    """Whether TorchCodec brings nvJPEG; imports TorchCodec."""
+    return _library() is not None
+
+
+class SkippedError(RuntimeError):
+    """nvJPEG reported success and left pictures out.
+
+    Attributes:
+        count: how many.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"nvJPEG skipped {count} pictures and reported success")
+        self.count = count
+
+
 class Decoder:
     """A decoder of nvJPEG's with its memory; for one thread at a time, on the current device.
 
@@ -101,6 +120,14 @@ class Decoder:
         """Give its memory back; nothing that it was asked for may be under way."""
         _library().nvjpegJpegStateDestroy(self._state)
         _library().nvjpegDestroy(self._handle)
+
+    def engines(self) -> tuple[int, int]:
+        """JPEG engines of the GPU, and cores of each; zeros where the library does not tell."""
+        engines, cores = ctypes.c_uint(), ctypes.c_uint()
+        ask = getattr(_library(), "nvjpegGetHardwareDecoderInfo", None)  # not in all versions
+        if ask is None or ask(self._handle, ctypes.byref(engines), ctypes.byref(cores)):
+            return 0, 0
+        return engines.value, cores.value
 
     def size(self, file: torch.Tensor) -> tuple[int, int]:
         """Height and width of the picture in a file, ``(bytes,)`` uint8 on the CPU."""
@@ -239,17 +266,25 @@ def decode(files: Sequence[torch.Tensor], device: torch.device) -> list[torch.Te
 
     Raises:
         torch.OutOfMemoryError: if there is no room.
+        SkippedError: if pictures were left out. See Note [Canaries].
         RuntimeError: if any of the files cannot be decoded.
     """
     stream = torch.cuda.current_stream(device)
+    color = torch.tensor([*CANARY.to_bytes(3, "little")], dtype=torch.uint8)
+    canary = color.to(device, non_blocking=True)
     with lease(device) as decoder:
         sizes = [decoder.size(file) for file in files]
-        images = [torch.empty((3, *size), dtype=torch.uint8, device=device) for size in sizes]
+        images = [canary[:, None, None].repeat(1, *size) for size in sizes]
+        stream.synchronize()  # the engines do not wait for it. See Note [Decoded memory]
         planes = np.zeros((len(files), 2, _PLANES), dtype=np.int64)
         planes[:, 0, :3] = [[plane.data_ptr() for plane in image] for image in images]
         planes[:, 1, :3] = [[width] for _, width in sizes]
         given = [f.data_ptr() for f in files], [len(f) for f in files], planes.reshape(-1)
         decoder.decode(np.concatenate(given), stream.cuda_stream, planes=True)
+        corners = torch.stack([image[:, i, i] for image in images for i in (0, -1)])
+        survived = (corners == canary).all(1).view(-1, 2).any(1).to("cpu", non_blocking=True)
         stream.synchronize()  # as the files may be gone then
         decoder.stream = None
+    if skipped := int(survived.sum()):
+        raise SkippedError(skipped)
     return images

@@ -612,9 +612,23 @@ class ImageJob:
         decodes = len(call.positions) > 0
         with Stage(pipeline.stats, "decode" if decodes else "resample"):
             flat = place(pixels + call.copied + call.size, pipeline.device)
+            address = flat.data_ptr()
             self._wait_for_reader()
             # Nobody but torch keeps what is not in the batch until it is on the device.
             flat[: last - first].copy_(numbers[first:last], non_blocking=True)
+            assert self._launches is not None
+            launch = partial(self._launches.launch, number, address + pixels, address)
+            survived = None
+            if decodes and pipeline.decoder is not None and not pipeline.decoder.copies:
+                # See Note [Canaries].
+                pinned = pipeline.device.type == "cuda"
+                survived = torch.zeros(
+                    len(images), dtype=torch.uint8, device="cpu", pin_memory=pinned
+                )
+                launch = partial(launch, survived=survived.data_ptr())
+                self._launches.set_canaries(number, address + pixels, address)
+                self._mark_reader()
+                self._wait_for_reader()
             if call.copy is not None:
                 held, start, stop = images.held_copy(call.copy)
                 copied = flat[pixels : pixels + call.copied]
@@ -625,10 +639,15 @@ class ImageJob:
                 if not decode_packed(pipeline.decoder, images, call, flat, at):
                     return False
         with Stage(pipeline.stats, "resample"):
-            assert self._launches is not None
-            address = flat.data_ptr()
-            self._launches.launch(number, address + pixels, address)
+            launch()
             self._mark_reader()
+        if survived is not None:
+            with Stage(pipeline.stats, "decode"):
+                self._wait_for_reader()
+            missed = call.positions[survived.numpy()[call.positions] > 0]
+            if len(missed):
+                pipeline.stats.add("missed_images", len(missed))
+                self._decode_apart(images.call(missed), together=False)
         return True
 
     def _read_by(self, table: Table) -> tuple[torch.Tensor, int, int]:
@@ -656,7 +675,12 @@ class ImageJob:
             self._wait_for_reader()
         with Stage(pipeline.stats, "decode"):
             images = decode_part(
-                pipeline.decoder, self.images, call, pipeline.device, together=together
+                pipeline.decoder,
+                self.images,
+                call,
+                pipeline.device,
+                pipeline.stats,
+                together=together,
             )
             pairs = zip(call.positions.tolist(), images, strict=True)
             decoded = {i: image for i, image in pairs if image is not None}

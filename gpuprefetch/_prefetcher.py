@@ -83,7 +83,8 @@ class DataPrefetcher:
             one where two would take more than 512 MiB. Without workers, and on a CPU, a batch is
             prepared when the loop asks for it.
         decoder: "nvjpeg" on the GPU, called directly or by way of "torchcodec" or "torchvision";
-            "cpu" (TorchCodec in the workers), or "auto": nvjpeg on CUDA, else cpu.
+            "cpu" (TorchCodec in the workers), or "auto": nvjpeg on CUDA where there is nvJPEG, else
+            cpu; :func:`explain` says which.
         apply_exif: whether pictures are turned upright; False agrees with PIL and ``ImageFolder``.
         cpu_share: share of the JPEGs that the workers decode, those with the least to decode first,
             0.0 to 1.0, or "auto": none, and more while the loop waits for the GPU's decoder.
@@ -233,7 +234,8 @@ class DataPrefetcher:
         self._loader = loader  # from here on its attributes are set there
 
     def _backend(self, decoder: str) -> Any:
-        if decoder == "auto":
+        auto = decoder == "auto"
+        if auto:
             decoder = "nvjpeg" if self.device.type == "cuda" else "cpu"
         if decoder == "cpu":
             return None
@@ -242,7 +244,15 @@ class DataPrefetcher:
             raise ValueError(f"decoder must be one of {names}, got {decoder!r}.")
         if self.device.type != "cuda":
             raise ValueError(f'decoder={decoder!r} needs a CUDA device; use "auto" or "cpu" here.')
-        return BACKENDS[decoder](self.device)
+        backend = BACKENDS[decoder](self.device)
+        if not (missing := backend.missing()):
+            return backend
+        if auto:
+            return None
+        raise ValueError(
+            f"decoder={decoder!r} can decode nothing on {self.device}: {missing}. Use "
+            '"auto" or "cpu", which decodes in the workers.'
+        )
 
     @property
     def bad_images(self) -> list[BadImage]:

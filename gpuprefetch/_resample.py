@@ -42,6 +42,10 @@ STRIPS = 8
 NUM_WARPS = 1
 MAX_REGISTERS: int | None = None
 
+# The color of a picture that no decoder has written yet, red in the lowest byte. See Note
+# [Canaries] in _decode.py.
+CANARY = 0x05FC03
+
 # Finished pictures that the eager twin takes together: few calls, in what a core's cache holds.
 GROUP = 4
 
@@ -630,7 +634,14 @@ class Launches:
         aligned = out.data_ptr() % 16 == 0, NUM_WARPS, MAX_REGISTERS
         self._known = out.device, out.dtype, self._sizes, aligned, self._constants
 
-    def launch(self, number: int, address: int, numbers: int) -> None:
+    def set_canaries(self, number: int, address: int, numbers: int) -> None:
+        """Color the corners of what :meth:`launch` will read of each image, ``(H, W, 3)`` uint8."""
+        first, last = self._firsts[number : number + 2]
+        given = address, numbers
+        key = "canary", *_alike(given), self._known
+        _run(_canary_kernel, (last - first, 1, 1), (*given, first, CANARY, _FIELDS), key, 1, None)
+
+    def launch(self, number: int, address: int, numbers: int, survived: int = 0) -> None:
         """Resample the images of a launch on the current stream.
 
         The device of the batch must be the current one: Triton launches there.
@@ -639,23 +650,44 @@ class Launches:
             number: of the launch.
             address: of its images.
             numbers: the address of what :meth:`numbers` gave.
+            survived: the address of a byte for each row of the result, in pinned memory, say. That
+                of an image which still has a canary is set to 1, others stay. 0 for none.
         """
         first, last = self._firsts[number : number + 2]
         across, down, groups = self._tiles
         grid, step = (across, down, (last - first) * groups), self._steps[number]
-        arguments = address, numbers, first, self._out, *self._sizes, step, *self._constants
-        key = step, address % 16, numbers % 16, address >> 31 == 0, numbers >> 31 == 0, self._known
-        if (kernel := _compiled.get(key)) is not None:
-            kernel[grid](*arguments)
-            return
-        options = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": True}
-        if (kernel := _resample_kernel[grid](*arguments, **options)) is not None:
-            _compiled[key] = kernel
+        canary = CANARY if survived else 0
+        given = address, numbers, survived
+        arguments = *given[:2], first, self._out, *self._sizes, survived, step, canary
+        arguments += self._constants
+        key = step, canary, *_alike(given), self._known
+        _run(_resample_kernel, grid, arguments, key, NUM_WARPS, MAX_REGISTERS)
 
 
 # What Triton made, by all that it makes another kernel for. To find it there takes Triton 100 us a
 # launch, with Python's lock; Triton's interpreter makes none.
 _compiled: dict[Any, Any] = {}
+
+
+def _alike(addresses: Sequence[int]) -> tuple[Any, ...]:
+    """What Triton makes another kernel for in addresses."""
+    return *(a % 16 for a in addresses), *(a >> 31 == 0 for a in addresses)
+
+
+def _run(
+    jitted: Any,
+    grid: tuple[int, int, int],
+    arguments: tuple[Any, ...],
+    key: tuple[Any, ...],
+    warps: int,
+    registers: int | None,
+) -> None:
+    if (kernel := _compiled.get(key)) is not None:
+        kernel[grid](*arguments)
+        return
+    options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": True}
+    if (kernel := jitted[grid](*arguments, **options)) is not None:
+        _compiled[key] = kernel
 
 
 def _padded(words: _Ints, size: tuple[int, int]) -> bool:
@@ -699,7 +731,9 @@ if triton is not None:
         stride_x,
         height,
         width,
+        survived,
         STRIDE_X: tl.constexpr,
+        CANARY: tl.constexpr,  # 0: there are none
         CHANNELS: tl.constexpr,
         SOURCE: tl.constexpr,
         BICUBIC: tl.constexpr,
@@ -735,7 +769,14 @@ if triton is not None:
         source_stride_x = tl.load(ints_ptr + 3)
         if STRIDE_X > 0:
             source_stride_x = STRIDE_X
-        out_ptr += tl.load(ints_ptr + 4) * stride_n
+        place = tl.load(ints_ptr + 4)
+        if CANARY > 0:
+            if tl.program_id(0) + tl.program_id(1) == 0:
+                corners, colors, mask = _corners(address, ints_ptr, CANARY)
+                other = tl.where(tl.load(corners, mask) == colors, 0, 1)
+                differs = tl.min(tl.max(tl.where(mask, other, 0), axis=1), axis=0)
+                tl.store((survived + place).to(tl.pointer_type(tl.uint8)), 1, differs == 0)
+        out_ptr += place * stride_n
         taps_x = tl.load(ints_ptr + 5).to(tl.int32)
 
         # Coordinates stay float64 until they are relative to a tap: float32 alone would be off by
@@ -819,6 +860,26 @@ if triton is not None:
             tl.store(pixel_ptr + c1 * stride_c, tl.reshape(green, [ROWS * COLS]).to(dtype), mask)
             tl.store(pixel_ptr + c2 * stride_c, tl.reshape(blue, [ROWS * COLS]).to(dtype), mask)
             start += ROWS
+
+    @triton.jit(do_not_specialize=["from_image"])  # type: ignore[untyped-decorator]
+    def _canary_kernel(  # type: ignore[no-untyped-def]
+        address, numbers, from_image, CANARY: tl.constexpr, FIELDS: tl.constexpr
+    ):
+        row = 2 * 3 + (from_image + tl.program_id(0)) * FIELDS
+        ints_ptr = numbers.to(tl.pointer_type(tl.int64)) + row
+        corners, colors, mask = _corners(address, ints_ptr, CANARY)
+        tl.store(corners, colors, mask)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _corners(address, ints_ptr, CANARY: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Of the first and the last pixel of a box: (2, 4) pointers, colors, and a mask."""
+        last, channel = tl.arange(0, 2)[:, None], tl.arange(0, 4)[None, :]
+        y, x = tl.load(ints_ptr + 14 + last) - last, tl.load(ints_ptr + 18 + last) - last
+        offset = y * tl.load(ints_ptr + 2) + x * tl.load(ints_ptr + 3)
+        offset += channel * tl.load(ints_ptr + 1) + tl.load(ints_ptr)
+        colors = ((CANARY >> (8 * channel)) & 255).to(tl.uint8)
+        corners = (address + offset).to(tl.pointer_type(tl.uint8))
+        return corners, tl.broadcast_to(colors, [2, 4]), tl.broadcast_to(channel < 3, [2, 4])
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _sum_rows(  # type: ignore[no-untyped-def]

@@ -2,7 +2,8 @@
 
 It is the race of Note [Decoded memory], provoked: images are read behind a kernel that sleeps,
 their memory is freed meanwhile, and the next images are made. Every check also runs in an unsafe
-order, which shows whether a wrong image would have been noticed.
+order, which shows whether a wrong image would have been noticed. Beside that: whether nvJPEG's
+engines keep the order of their stream here, and whether they skip pictures. See Note [Canaries].
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
+from gpuprefetch import _nvjpeg
 from gpuprefetch._budget import Cost
 from gpuprefetch._decode import BACKENDS, ImageDecoder
 from gpuprefetch._encoded import Call, EncodedImage
 from gpuprefetch._pipeline import ImageJob, Pipeline, Work
 from gpuprefetch._prefetcher import DataPrefetcher, _resolve_device
-from gpuprefetch._stream import handoff, lease_stream, return_stream
+from gpuprefetch._stream import handoff, lease_stream, return_stream, using
 from gpuprefetch._transforms import Resize
 
 SLEEP_CYCLES = 8_000_000  # 4 to 6 ms: the next decode of IMAGES images is through well within them
@@ -76,11 +79,17 @@ class SelfcheckReport:
         device: name of the GPU.
         versions: of torch, CUDA, and the decoders.
         checks: of each backend and order.
+        overtaking: calls of nvJPEG, of 20, that wrote before what their stream had queued was
+            through, from which the host's wait protects; None where no JPEG engine is used.
+        missed: pictures of ``checks`` that the engines reported as decoded and did not write; they
+            were decoded again.
     """
 
     device: str
     versions: dict[str, str]
     checks: list[Check]
+    overtaking: int | None = None
+    missed: int = 0
 
     @property
     def ok(self) -> bool:
@@ -102,6 +111,7 @@ class SelfcheckReport:
                 "gpu": self.device,
                 "versions": self.versions,
             },
+            "engines": {"overtaking": self.overtaking, "missed": self.missed},
             "results": [asdict(check) | {"verdict": check.verdict} for check in self.checks],
         }
 
@@ -116,6 +126,13 @@ class SelfcheckReport:
             + c.verdict
             for c in self.checks
         ]
+        if self.overtaking is None:
+            lines.append("JPEG engines: none are used, so neither order nor skips were looked for")
+        else:
+            lines.append(
+                f"JPEG engines: {self.overtaking} of {UNSAFE_ROUNDS} calls overtook their stream, "
+                f"for which the host waits; {self.missed} pictures skipped and decoded again"
+            )
         if self.ok:
             lines.append("ok: no image was overwritten, and the test notices when one is")
         elif any(c.corrupted for c in self.checks if c.order == "library"):
@@ -146,7 +163,7 @@ def selfcheck(
         raise ValueError(
             f"rounds must be at least {UNSAFE_ROUNDS} to prove anything, got {rounds}."
         )
-    checks = []
+    checks, missed = [], 0
     with torch.cuda.device(chosen), torch.no_grad(), warnings.catch_warnings():
         # That torchvision's decoder is deprecated, or memory not pinned, is no news here.
         warnings.simplefilter("ignore")
@@ -159,10 +176,36 @@ def selfcheck(
                 checks.append(Check(name, "library", error=reason))
                 continue
             checks += [course.check("library", rounds), course.control()]
+            missed += course.missed
         pictures = [torch.rand(IMAGES, 3, *SIZE, device=chosen) for _ in range(SETS)]
         checks.append(_check_handoff("library", pictures, rounds))
         checks.append(_check_handoff("unsafe", pictures, UNSAFE_ROUNDS))
-    return SelfcheckReport(torch.cuda.get_device_name(chosen), _versions(), checks)
+        overtaking = _overtaking(files[0], chosen)
+    name = torch.cuda.get_device_name(chosen)
+    return SelfcheckReport(name, _versions(), checks, overtaking, missed)
+
+
+def _overtaking(images: Sequence[EncodedImage], device: torch.device) -> int | None:
+    """Calls of nvJPEG, of UNSAFE_ROUNDS, that decoded before what was queued on their stream."""
+    if torch.version.hip or not _nvjpeg.installed() or not _nvjpeg.available(device):
+        return None
+    files = [torch.frombuffer(image.data, dtype=torch.uint8) for image in images]
+    data, count = torch.cat(files).pin_memory(), 0
+    out = torch.empty((len(files), 3 * SIZE[0] * SIZE[1]), dtype=torch.uint8, device=device)
+    order = _nvjpeg.order_for(np.array([(len(file), *SIZE) for file in files]).T)
+    order = _nvjpeg.place_order(order, data.data_ptr(), out.data_ptr())
+    stream = lease_stream(device)
+    for _ in range(UNSAFE_ROUNDS):
+        torch.cuda.synchronize(device)
+        with using(stream):
+            torch.cuda._sleep(SLEEP_CYCLES)
+            out.zero_()  # which lies over what was decoded before it
+            with _nvjpeg.lease(device) as decoder:
+                decoder.decode(order, stream.cuda_stream)
+        torch.cuda.synchronize(device)
+        count += not bool(out.any(dim=1).all())
+    return_stream(stream)
+    return count
 
 
 def _cuda_device(device: torch.device | str | int | None) -> torch.device:
@@ -253,7 +296,7 @@ class _Course:
 
     def __init__(self, backend: str, device: torch.device, files: list[list[EncodedImage]]) -> None:
         self._backend, self._device, self._files = backend, device, files
-        self._expected = []
+        self._expected, self.missed = [], 0
         for batch in files:
             (undisturbed,) = self._prefetcher([batch])
             self._expected.append(undisturbed)
@@ -282,28 +325,37 @@ class _Course:
         witness = _Witness(rounds)
         prefetcher = self._prefetcher([self._files[number % SETS] for number in range(rounds)])
         parts = {f.name: getattr(prefetcher._pipeline, f.name) for f in fields(Pipeline)}
-        parts["decoder"] = _Noted(parts["decoder"], witness)
-        parts["job"] = ImageJob if order == "library" else _CarelessJob
+        careful = order == "library"
+        parts["decoder"] = _Noted(parts["decoder"], witness, canaries=careful)
+        parts["job"] = ImageJob if careful else _CarelessJob
         prefetcher._pipeline = _LatePipeline(**parts, sleep=factor * SLEEP_CYCLES)
         for number, seen in enumerate(prefetcher):
             witness.judge(seen, self._expected[number % SETS])
             del seen
+        self.missed += prefetcher.stats.missed_images
         return witness.check(self._backend, order)
 
 
 class _Noted(ImageDecoder):
-    """A decoder that notes where its images lie."""
+    """A decoder that notes where its images lie; one by one it decodes without being noted.
 
-    def __init__(self, decoder: ImageDecoder, witness: _Witness) -> None:
+    Without the host's waits canaries would be set when a picture is there already.
+    """
+
+    def __init__(self, decoder: ImageDecoder, witness: _Witness, *, canaries: bool) -> None:
         self.module, self.operator, self._witness = decoder.module, decoder.operator, witness
-        self._packed = decoder.packed
+        self._decoder, self._canaries = decoder, canaries
+
+    @property
+    def copies(self) -> bool:
+        return self._decoder.copies or not self._canaries
 
     def packed(self, data: torch.Tensor, call: Call, out: torch.Tensor, **options: Any) -> bool:
         self._witness.note_addresses([out])
-        return self._packed(data, call, out, **options)
+        return self._decoder.packed(data, call, out, **options)
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
-        raise RuntimeError("the images could not be decoded together")
+        return self._decoder(data)
 
 
 def _check_handoff(order: str, pictures: Sequence[torch.Tensor], rounds: int) -> Check:

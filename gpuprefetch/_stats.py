@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 _NVTX: Any = torch.cuda.nvtx if torch.version.cuda else None
 _lock = threading.Lock()  # two decode threads add to one counter
+
+# More photos than this part that the GPU's decoder refuses, and more than a few, are told about.
+TOLERATED, FEW = 0.01, 10
 
 
 def _forked() -> None:
@@ -59,8 +63,7 @@ class Stage:
 
     def __exit__(self, *error: Any) -> None:
         self.seconds = time.perf_counter() - self._started
-        with _lock:
-            setattr(self._stats, self._counter, getattr(self._stats, self._counter) + self.seconds)
+        self._stats.add(self._counter, self.seconds)
         self._range.__exit__(*error)
         if _NVTX is not None:
             _NVTX.range_pop()
@@ -79,8 +82,12 @@ class Stats:
         batches: handed to the loop.
         images: in them, as the loader gave them.
         bad_images: skipped or replaced.
-        gpu_images: decoded on the GPU.
+        gpu_images: left to the GPU's decoder.
         cpu_images: decoded by the workers.
+        fallback_images: of the GPU's, those that its decoder did not take and the decode thread
+            has decoded on the CPU, one by one. One warning tells of more than 1 %.
+        missed_images: of the GPU's, those that its decoder reported as decoded and did not write;
+            they are decoded again.
         encoded_bytes: of the files left to the GPU and the pixels decoded by the workers.
         read_seconds: the dataset took, all workers together: reading, and what else it does. The
             time of a batch's first image is not known; it is taken to be the mean of the others.
@@ -89,8 +96,8 @@ class Stats:
         pin_seconds: of the DataLoader's pin thread.
         fetch_seconds: the prefetcher waited for the wrapped loader.
         copy_seconds: queueing the copies of tensors to the device; long where they are not pinned.
-        decode_seconds: of the decode threads, both together, in the GPU's decoder, and before that
-            until the GPU has run the fused head for what they decoded last.
+        decode_seconds: of the decode threads, both together, in the GPU's decoder, and until the
+            GPU has run the fused head for what they decoded.
         resample_seconds: queueing the fused head; and that wait, for photos that are handed over in
             sizes of their own, and where a call is repeated file by file.
         tail_seconds: queueing the transforms behind it.
@@ -111,6 +118,8 @@ class Stats:
     bad_images: int = 0
     gpu_images: int = 0
     cpu_images: int = 0
+    fallback_images: int = 0
+    missed_images: int = 0
     encoded_bytes: int = 0
     read_seconds: float = 0.0
     worker_decode_seconds: float = 0.0
@@ -127,6 +136,8 @@ class Stats:
     share: float = 0.0
     out_of_memory: int = 0
 
+    _told = False  # no counter
+
     def count(self, images: EncodedImages) -> None:
         """Add what the workers did for a batch of encoded images."""
         self.cpu_images += images.ready
@@ -136,6 +147,26 @@ class Stats:
         self.worker_decode_seconds += images.decode_seconds
         self.collate_seconds += images.collate_seconds
         self.pin_seconds += images.pin_seconds
+
+    def add(self, counter: str, value: float) -> None:
+        """Add to a counter, from any thread."""
+        with _lock:
+            setattr(self, counter, getattr(self, counter) + value)
+
+    def fell_back(self, reason: str) -> None:
+        """Count a photo that the decode thread has decoded on the CPU; warns once of many."""
+        with _lock:
+            self.fallback_images += 1
+            count, known = self.fallback_images, self._told
+            self._told = known or count > max(FEW, TOLERATED * self.gpu_images)
+        if self._told and not known:
+            warnings.warn(
+                f"The GPU's decoder did not take {count} of {self.gpu_images} photos so far, and "
+                "each was decoded on the CPU, one by one, which is slow. The last reason: "
+                f'{reason}. If it goes on, decoder="cpu" decodes in the workers. '
+                "stats.fallback_images counts such photos.",
+                stacklevel=2,
+            )
 
     def reset(self) -> None:
         """Start counting again."""

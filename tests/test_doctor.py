@@ -240,7 +240,9 @@ def test_a_step_on_the_default_stream(photo_folder, monkeypatch, bound, handle):
     loader = DataPrefetcher(
         loader_of(EncodedImageFolder(photo_folder)), device="cpu", transforms=head
     )
-    loader._pipeline.decoder = object()
+    loader._pipeline.decoder = SimpleNamespace(way="7 JPEG engines")
+    clinic.encoded = True
     notes = clinic.examine(loader, tune=False).notes
+    assert "encoded images are decoded by 7 JPEG engines" in notes
     assert any("set_stream" in note for note in notes) == (bound == "GPU decode" and not handle)
     assert set(devices) <= {clinic.device}

@@ -24,6 +24,7 @@ from gpuprefetch import (
     EncodedImage,
     RandomResizedCrop,
     Resize,
+    Stats,
     _budget,
     _decode,
     _epoch,
@@ -369,9 +370,9 @@ def launched(monkeypatch):
     launch, resample = Launches.launch, _pipeline.resample
     sizes = SimpleNamespace(laid_out=[], apart=[])
 
-    def laid_out(self, number, address, numbers):
+    def laid_out(self, number, address, numbers, **options):
         sizes.laid_out.append(self._firsts[number + 1] - self._firsts[number])
-        launch(self, number, address, numbers)
+        launch(self, number, address, numbers, **options)
 
     def apart(images, *args, **options):
         sizes.apart.append(len(images))
@@ -593,8 +594,13 @@ def test_a_call_is_decoded_into_one_piece():
     assert not decoder.packed(flat, Call(np.arange(4), 5, layout), got, at=3)
 
 
+class InPlace(OperatorDecoder):
+    copies = False
+
+
 @interpreted
-def test_what_a_queued_launch_reads_is_waited_for_before_anything_lies_there(monkeypatch):
+@pytest.mark.parametrize("decoder", [OperatorDecoder, InPlace])
+def test_what_is_waited_for_before_anything_lies_there(monkeypatch, decoder):
     done = []
 
     def noted(owner, name):
@@ -609,9 +615,14 @@ def test_what_a_queued_launch_reads_is_waited_for_before_anything_lies_there(mon
     noted(_pipeline.ImageJob, "_wait_for_reader")
     noted(OperatorDecoder, "packed")
     noted(Launches, "launch")
-    files = [pictures.encode_jpeg(pictures.draw(24, 32, seed=i)) for i in range(4)]
-    planned_batch(monkeypatch, files, OperatorDecoder("cpu"), share=0.5)
-    assert done == ["_wait_for_reader", "packed", "launch"]
+    noted(Launches, "set_canaries")
+    files = [pictures.encode_jpeg(pictures.draw(16, 16, seed=i)) for i in range(2)]
+    planned_batch(monkeypatch, files, decoder("cpu"), share=0.5)
+    expected = ["_wait_for_reader", "packed", "launch"]
+    if decoder is InPlace:  # for the canaries, before the decode, and for what the launch found
+        expected[1:1] = ["set_canaries", "_wait_for_reader"]
+        expected.append("_wait_for_reader")
+    assert done == expected
 
 
 def test_a_thread_has_the_same_place_again(monkeypatch):
@@ -656,15 +667,15 @@ def test_an_error_without_words_may_be_a_shortage(monkeypatch):
         transposed=np.zeros(2, bool),
     )
     both, cpu = images.call(np.array([0, 1])), torch.device("cpu")
-    out = torch.empty(both.size, dtype=torch.uint8)
+    out, stats = torch.empty(both.size, dtype=torch.uint8), Stats()
     assert not _decode.decode_packed(Wordless(cpu), images, both, out, 0)
-    for image in _decode.decode_part(Wordless(cpu), images, both, cpu):
+    for image in _decode.decode_part(Wordless(cpu), images, both, cpu, stats):
         assert image.shape == (3, 8, 16)  # a second opinion
     monkeypatch.setattr(_decode, "claim", full)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         _decode.decode_packed(Wordless(cpu), images, both, out, 0)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        _decode.decode_part(Wordless(cpu), images, both, cpu)
+        _decode.decode_part(Wordless(cpu), images, both, cpu, stats)
     assert claimed == [(2 * 3 * 8 * 16, "API call failed")] * 2
     assert images.errors == {}
 
@@ -733,6 +744,7 @@ def test_a_broken_device_makes_no_file_bad(monkeypatch):
             images,
             images.call(np.array([0])),
             torch.device("cpu"),
+            Stats(),
         )
     assert images.errors == {}
 
@@ -765,6 +777,29 @@ def test_what_the_decoder_does_not_take_gets_a_second_opinion(files, launches, e
     expected = images_of(prefetcher_of(files[:8], FakeDecoder()))
     got = images_of(prefetcher_of(marked, Refusing(b"a mark", error)))
     assert torch.equal(got, expected)
+
+
+def test_photos_that_the_decoder_does_not_take_are_counted_and_told_about(files, launches):
+    broken = [*files, files[1][:400] + b"\xff\xd8" * 20 + files[1][440:]]
+    decoder = Refusing(b"\xff\xd8", RuntimeError("built for the CPU\nat ..."))
+    prefetcher = prefetcher_of(broken, decoder, on_error="skip")
+    with pytest.warns(
+        UserWarning, match=r"not take 11 of 16 photos.* reason: built for the CPU. If"
+    ):
+        got = images_of(prefetcher)
+    assert torch.equal(got, images_of(prefetcher_of(files, FakeDecoder())))
+    assert (prefetcher.stats.fallback_images, prefetcher.stats.bad_images) == (24, 1)
+    prefetcher.stats.reset()
+    images_of(prefetcher)  # it is told once
+    assert prefetcher.stats.fallback_images == 24
+
+
+def test_a_few_photos_that_the_decoder_does_not_take_are_no_news():
+    stats = Stats(gpu_images=10_000)
+    for _ in range(100):
+        stats.fell_back("unsupported")
+    with pytest.warns(UserWarning, match="101 of 10000"):
+        stats.fell_back("unsupported")
 
 
 def test_a_bad_file_is_found_in_parts_too(files, launches):

@@ -1,4 +1,5 @@
 import contextlib
+import copy
 import ctypes
 import itertools
 from types import SimpleNamespace
@@ -8,8 +9,16 @@ import pictures
 import pytest
 import torch
 
-from gpuprefetch import _nvjpeg
-from gpuprefetch._decode import NvjpegDecoder, TorchCodecDecoder
+from gpuprefetch import (
+    CenterCrop,
+    DataPrefetcher,
+    EncodedImage,
+    _decode,
+    _nvjpeg,
+    _resample,
+    explain,
+)
+from gpuprefetch._decode import NvjpegDecoder, TorchCodecDecoder, TorchvisionDecoder
 from gpuprefetch._encoded import Call
 from gpuprefetch._format import decode_cpu, read_header
 
@@ -30,6 +39,7 @@ class Library:
 
     def __init__(self):
         self.status, self.made, self.asked, self.log = {}, itertools.count(1), 0, []
+        self.skips = False  # pictures in planes
 
     def __getattr__(self, name):
         if not name.startswith("nvjpeg"):
@@ -57,6 +67,10 @@ class Library:
             ctypes.c_int32.from_address(place).value = value
         return 0
 
+    def GetHardwareDecoderInfo(self, handle, engines, cores):
+        engines._obj.value, cores._obj.value = 7, 1
+        return 0
+
     def DecodeBatchedInitialize(self, handle, state, count, threads, output):
         assert threads == 1
         self.asked, self.kind = count, output
@@ -64,6 +78,8 @@ class Library:
 
     def DecodeBatched(self, handle, state, files, lengths, images, stream):
         count = self.asked
+        if self.skips and self.kind == 3:
+            return 0
         images = numbers_at(images, 8 * count).reshape(count, 2, 4)
         planar = {3: True, 5: False}[self.kind]
         places = zip(numbers_at(files, count), numbers_at(lengths, count), strict=True)
@@ -216,6 +232,167 @@ def test_a_thread_gets_its_decoder_back(library):
         with _nvjpeg.lease(CPU) as decoder:
             assert decoder is expected
     assert library.log.count("nvjpegCreateEx") == 2
+
+
+class Skipping(NvjpegDecoder):
+    """nvJPEG as seen on RTX 50xx: leaves a picture of each call out, and reports success."""
+
+    def packed(self, data, call, out, **options):
+        count = len(call.positions)
+        files, pictures = call.order[: 2 * count].reshape(2, count), call.order[2 * count :]
+        some = [i for i, position in enumerate(call.positions) if position != 1]
+        given = copy.copy(call)
+        pictures = pictures.reshape(count, -1)[some].reshape(-1)
+        given.order = np.concatenate([files[:, some].reshape(-1), pictures])
+        return super().packed(data, given, out, **options)
+
+
+class Unguarded(Skipping):
+    copies = True  # as if the pictures were not decoded into their places
+
+
+def batches_of(decoder, device):
+    """Two batches of two photos, of the same shapes, decoded into the same memory.
+
+    By the workers where ``decoder`` is None.
+    """
+    shapes = [(16, 18), (17, 16)]
+    batches = [
+        [EncodedImage(pictures.encode_jpeg(pictures.draw(*hw, seed=seed + hw[0]))) for hw in shapes]
+        for seed in (0, 50)
+    ]
+    options = {"device": device, "transforms": [CenterCrop((6, 5))], "cpu_share": 0.0}
+    prefetcher = DataPrefetcher(batches, **options)
+    if decoder is not None:
+        prefetcher._pipeline.decoder = decoder(device)
+        prefetcher._pipeline.packer.on_gpu, prefetcher._pipeline.packer.output = True, None
+    with _decode.packing_into([]):
+        return torch.stack([images.cpu() for images in prefetcher]), prefetcher.stats
+
+
+@pytest.fixture
+def engines(device, request):
+    """A device with JPEG engines, or the CPU taken for one."""
+    if device.type == "cpu":
+        if torch.cuda.is_available():
+            pytest.skip("Triton compiles: the GPU's test does it")
+        request.getfixturevalue("library")
+    elif not _nvjpeg.available(device := torch.device("cuda", 0)):
+        pytest.skip("no JPEG engines")
+    return device
+
+
+@pytest.fixture
+def one_program(monkeypatch):
+    """For each image: Triton's interpreter takes as long for a program of any size."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(_resample, "ROWS", 16)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not pin its memory")
+@pytest.mark.usefixtures("one_program")
+def test_a_skipped_picture_is_decoded_again(engines):
+    # The CPU's way rounds to whole levels.
+    expected, _ = batches_of(None if engines.type == "cpu" else NvjpegDecoder, engines)
+    got, stats = batches_of(Skipping, engines)
+    assert (got - expected).abs().max() * 255 < 1
+    assert (stats.missed_images, stats.fallback_images) == (2, 0)
+    # Without canaries two photos are what lay there before, in silence.
+    got, stats = batches_of(Unguarded, engines)
+    assert torch.equal(got[1, 1], got[0, 1])
+    assert (expected[1, 1] - expected[0, 1]).abs().max() * 255 > 10
+    assert (got - expected)[:, 0].abs().max() * 255 < 1
+    assert stats.missed_images == 0
+
+
+@pytest.mark.usefixtures("one_program")
+def test_a_picture_that_is_skipped_again_is_decoded_on_the_cpu(library):
+    library.skips = True
+    got, stats = batches_of(Skipping, CPU)
+    assert (got - batches_of(None, CPU)[0]).abs().max() * 255 < 1
+    assert (stats.missed_images, stats.fallback_images) == (2, 2)
+
+
+def test_a_picture_of_its_own_memory_that_is_skipped(library):
+    library.skips = True
+    data = encoded()
+    with pytest.raises(_nvjpeg.SkippedError, match="skipped 1 pictures"):
+        NvjpegDecoder(CPU)(data[:1])
+    prefetcher = DataPrefetcher([[EncodedImage(data[0])]], device="cpu", cpu_share=0.0)
+    prefetcher._pipeline.decoder = NvjpegDecoder(CPU)
+    prefetcher._pipeline.packer.on_gpu, prefetcher._pipeline.packer.output = True, None
+    ((image,),) = prefetcher
+    assert torch.equal(image, decode_cpu(data[0]))
+    assert (prefetcher.stats.missed_images, prefetcher.stats.fallback_images) == (1, 1)
+
+
+def refusing(reason):
+    def decode(self, data):
+        raise RuntimeError(reason)
+
+    return decode
+
+
+@pytest.fixture
+def gpu_without_nvjpeg(monkeypatch):
+    """A machine with a CUDA device, and a TorchCodec that was built for the CPU."""
+    monkeypatch.setattr(_nvjpeg, "_library", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    reason = "no CUDA in this build\nException raised from ..."
+    for decoder in (TorchCodecDecoder, TorchvisionDecoder):
+        monkeypatch.setattr(decoder, "__call__", refusing(reason))
+
+
+@pytest.mark.usefixtures("gpu_without_nvjpeg")
+@pytest.mark.parametrize("rocm", [False, True])
+def test_without_nvjpeg_the_workers_decode(monkeypatch, rocm):
+    reason = "TorchCodec's nvJPEG fails: no CUDA in this build"
+    if rocm:
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+        reason = "torch is built for ROCm"
+    prefetcher = DataPrefetcher([], device="cuda:0")
+    assert not prefetcher._pipeline.packer.on_gpu
+    assert f"by the CPU, in the workers: {reason}" in explain(prefetcher)
+    for name in ("nvjpeg", "torchcodec", "torchvision"):
+        with pytest.raises(ValueError, match=f'\'{name}\' can decode nothing .* "auto" or "cpu"'):
+            DataPrefetcher([], device="cuda:0", decoder=name)
+    assert 'workers: decoder="cpu"' not in explain(prefetcher)
+
+
+def test_what_decodes_in_words(library):
+    cuda = torch.device("cuda", 0)
+    assert _decode.decoded_by(NvjpegDecoder(CPU), cuda) == "nvJPEG's 7 JPEG engines"
+    assert _decode.decoded_by(None, cuda) == 'the CPU, in the workers: decoder="cpu"'
+    assert "in the workers: no CUDA device" in explain(DataPrefetcher([], device="cpu"))
+    library.status = {"nvjpegGetHardwareDecoderInfo": 9}
+    assert NvjpegDecoder(CPU).way == "nvJPEG's JPEG engines"
+    library.status = {"nvjpegCreateEx": 7}
+    _nvjpeg.available.cache_clear()
+    assert "in CUDA kernels, as no JPEG engine can be used" in NvjpegDecoder(CPU).way
+    # No trial, and no memory of the GPU, where the library is there.
+    library.log.clear()
+    assert NvjpegDecoder(CPU).missing() == ""
+    assert library.log == []
+
+
+def test_a_decoder_short_of_memory_is_not_missing(monkeypatch):
+    for error in (torch.OutOfMemoryError("no room"), RuntimeError("Failed to create nvjpeg state")):
+
+        def decode(self, data, error=error):
+            raise error
+
+        monkeypatch.setattr(TorchCodecDecoder, "__call__", decode)
+        assert TorchCodecDecoder(CPU).missing() == ""
+
+
+@pytest.mark.gpu
+def test_what_decodes_on_this_gpu():
+    device = torch.device("cuda", 0)
+    assert NvjpegDecoder(device).missing() == TorchCodecDecoder(device).missing() == ""
+    text = explain(DataPrefetcher([], device=device))
+    assert f"by {NvjpegDecoder(device).way}" in text
+    assert ("JPEG engines" in text) == _nvjpeg.available(device)
 
 
 @pytest.mark.parametrize("maps", [None, "7f00-7f01 r--p 0 0:0 0 /lib/libc.so.6\n"])

@@ -521,14 +521,18 @@ def test_positions_scatter_into_a_larger_batch(run, kernel_device):
             resample_reference(images, rows, (2, 2), out=out, positions=wrong)
 
 
-def laid_out(size, interpolation="bilinear", device="cpu"):
-    """Three images in one piece, with a launch for each, and how they are sampled one by one."""
+def laid_out(size, interpolation="bilinear", device="cpu", top=0):
+    """Three images in one piece, with a launch for each, and how they are sampled one by one.
+
+    Rows above ``top`` are not read.
+    """
     # The second one with its axes changed.
     images = [picture(h, w, seed=h).to(device) for h, w in [(9, 14), (17, 5), (6, 11)]]
     views = [images[0], images[1].mT, images[2]]
     transposed = np.array([False, True, False])
     sizes = np.array([view.shape[1:] for view in views])
-    rows = np.stack([_half_pixel_rows(shape, size) for shape in sizes])
+    rows = np.stack([_half_pixel_rows(shape - (top, 0), size) for shape in sizes])
+    rows[:, 0, [0, 2, 3]] += top
     plan = _resample.plan_rows(rows, sizes, transposed, size, interpolation, True)
     flat = torch.cat([image.permute(1, 2, 0).flatten() for image in images])
     places = np.array([2, 0, 3])
@@ -556,6 +560,44 @@ def test_a_plan_gives_what_the_images_give(interpolation, kernel_device):
             launches.launch(number, shifted.data_ptr() + shift, numbers.data_ptr())
         assert torch.equal(out[[2, 0, 3]], want)
         assert bool((out[1] == -9).all())
+
+
+@pytest.mark.usefixtures("large_tiles")
+def test_a_launch_tells_the_images_that_still_have_a_canary(kernel_device):
+    flat, table, views, _ = laid_out((6, 7), device=kernel_device, top=2)
+    out = torch.zeros((4, 3, 6, 7), device=kernel_device)
+    launches = _resample.Launches(table, out, torch.uint8, "bilinear")
+    coloring = _resample.Coloring(torch.uint8, torch.float32)
+    numbers = launches.numbers(table, 3, coloring).to(kernel_device)
+    corners = flat.cpu().clone()
+    starts = np.cumsum([0, *(view.numel() for view in views)]).tolist()
+    color = torch.tensor([_resample.CANARY >> shift & 255 for shift in (0, 8, 16)])
+    for start, view, turned in zip(starts, views, (False, True, False), strict=False):
+        stored = corners[start : start + view.numel()]
+        stored = stored.view(*(view.mT if turned else view).shape[1:], 3)
+        seen = stored.transpose(0, 1) if turned else stored
+        seen[2, 0] = seen[-1, -1] = color
+    given = flat.data_ptr(), numbers.data_ptr()
+    pinned = kernel_device.type == "cuda"
+
+    def survived():
+        flags = torch.zeros(4, dtype=torch.uint8, pin_memory=pinned)
+        for number in range(3):
+            launches.launch(number, *given, survived=flags.data_ptr())
+        if pinned:
+            torch.cuda.synchronize()
+        return flags.tolist()
+
+    before = flat.clone()
+    assert survived() == [0, 0, 0, 0]
+    for number in range(3):
+        launches.set_canaries(number, *given)
+    assert torch.equal(flat.cpu(), corners)
+    assert survived() == [1, 0, 1, 1]  # rows of the result
+    half = starts[1] // 2
+    flat[:half] = before[:half]  # one was written in part, another as a whole
+    flat[starts[1] : starts[2]] = before[starts[1] : starts[2]]
+    assert survived() == [0, 0, 1, 1]
 
 
 class FakeKernel:

@@ -34,6 +34,14 @@ def test_report(checks, ok, verdict):
     assert ("FAILED" in str(report)) is not ok
 
 
+def test_report_tells_what_the_engines_do():
+    report = SelfcheckReport("a GPU", {"torch": "2"}, [OURS, CAUGHT], overtaking=20, missed=3)
+    assert "20 of 20 calls overtook their stream" in str(report)
+    assert "3 pictures skipped and decoded again" in str(report)
+    assert report.as_dict()["engines"] == {"overtaking": 20, "missed": 3}
+    assert "none are used" in str(SelfcheckReport("a GPU", {}, [OURS, CAUGHT]))
+
+
 def test_report_as_json(tmp_path, monkeypatch):
     report = SelfcheckReport("a GPU", {"torch": "2"}, [OURS, CAUGHT])
     monkeypatch.setattr(_selfcheck, "selfcheck", lambda device, rounds: report)
@@ -84,6 +92,7 @@ def test_the_librarys_order_is_safe():
             assert line.endswith("safe"), printed
         if line.startswith(("torchvision  unsafe", "handoff      unsafe")):
             assert line.endswith("caught"), printed
+    assert "0 pictures skipped" in printed or "none are used" in printed
     assert "torchcodec   library" in printed
     assert "torchvision  library" in printed
 
