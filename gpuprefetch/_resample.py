@@ -597,8 +597,7 @@ def _made_for(
 class Launches:
     """The samplings of a batch on the GPU, and the launches that carry them out.
 
-    One copy brings all that the kernel reads but the addresses of the images. A launch takes the
-    host next to nothing: it may run on a thread that the training thread waits for.
+    One copy brings all that the kernel reads but the addresses of the images.
 
     Args:
         table: of the images.
@@ -631,15 +630,11 @@ class Launches:
         how = out.shape[1:], source, out.dtype, interpolation, table.padded
         self._tiles, self._constants = _made_for(*how, ROWS, COLS, STRIPS)
         self._sizes = *out.stride(), *out.shape[2:]
-        aligned = out.data_ptr() % 16 == 0, NUM_WARPS, MAX_REGISTERS
-        self._known = out.device, out.dtype, self._sizes, aligned, self._constants
 
     def set_canaries(self, number: int, address: int, numbers: int) -> None:
         """Color the corners of what :meth:`launch` will read of each image, ``(H, W, 3)`` uint8."""
         first, last = self._firsts[number : number + 2]
-        given = address, numbers
-        key = "canary", *_alike(given), self._known
-        _run(_canary_kernel, (last - first, 1, 1), (*given, first, CANARY, _FIELDS), key, 1, None)
+        _canary_kernel[(last - first,)](address, numbers, first, CANARY, _FIELDS, num_warps=1)
 
     def launch(self, number: int, address: int, numbers: int, survived: int = 0) -> None:
         """Resample the images of a launch on the current stream.
@@ -656,38 +651,20 @@ class Launches:
         first, last = self._firsts[number : number + 2]
         across, down, groups = self._tiles
         grid, step = (across, down, (last - first) * groups), self._steps[number]
-        canary = CANARY if survived else 0
-        given = address, numbers, survived
-        arguments = *given[:2], first, self._out, *self._sizes, survived, step, canary
-        arguments += self._constants
-        key = step, canary, *_alike(given), self._known
-        _run(_resample_kernel, grid, arguments, key, NUM_WARPS, MAX_REGISTERS)
-
-
-# What Triton made, by all that it makes another kernel for. To find it there takes Triton 100 us a
-# launch, with Python's lock; Triton's interpreter makes none.
-_compiled: dict[Any, Any] = {}
-
-
-def _alike(addresses: Sequence[int]) -> tuple[Any, ...]:
-    """What Triton makes another kernel for in addresses."""
-    return *(a % 16 for a in addresses), *(a >> 31 == 0 for a in addresses)
-
-
-def _run(
-    jitted: Any,
-    grid: tuple[int, int, int],
-    arguments: tuple[Any, ...],
-    key: tuple[Any, ...],
-    warps: int,
-    registers: int | None,
-) -> None:
-    if (kernel := _compiled.get(key)) is not None:
-        kernel[grid](*arguments)
-        return
-    options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": True}
-    if (kernel := jitted[grid](*arguments, **options)) is not None:
-        _compiled[key] = kernel
+        _resample_kernel[grid](
+            address,
+            numbers,
+            first,
+            self._out,
+            *self._sizes,
+            survived,
+            step,
+            CANARY if survived else 0,
+            *self._constants,
+            num_warps=NUM_WARPS,
+            maxnreg=MAX_REGISTERS,
+            enable_fp_fusion=True,
+        )
 
 
 def _padded(words: _Ints, size: tuple[int, int]) -> bool:

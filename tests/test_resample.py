@@ -3,7 +3,6 @@
 import itertools
 import re
 import runpy
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -600,58 +599,6 @@ def test_a_launch_tells_the_images_that_still_have_a_canary(kernel_device):
     assert survived() == [0, 0, 1, 1]
 
 
-class FakeKernel:
-    """Notes its launches; the first of it gives ``made``, as Triton gives what it has compiled."""
-
-    def __init__(self, made=None):
-        self.made, self.launched = made, []
-
-    def __getitem__(self, grid):
-        def run(*arguments, **options):
-            self.launched.append((grid, arguments))
-            return self.made
-
-        return run
-
-
-def test_triton_is_asked_for_a_kernel_once(monkeypatch):
-    compiled = FakeKernel()
-    asked = FakeKernel(compiled)
-    monkeypatch.setattr(_resample, "_resample_kernel", asked)
-    monkeypatch.setattr(_resample, "_compiled", {})
-    _, table, _, _ = laid_out((6, 7))
-    address = 7 << 40
-
-    def launch(number, address, dtype=torch.float32, size=(6, 7), table=table, rows=6, **options):
-        out = torch.empty(4, 3, *size, dtype=dtype).to(**options)[:, :, :rows]
-        launches = _resample.Launches(table, out, torch.uint8, "bilinear")
-        launches.launch(number, address, numbers[0])
-
-    numbers = [5 << 40]
-    launch(0, address)
-    launch(0, address + 16)
-    assert len(asked.launched) == len(compiled.launched) == 1
-    # What Triton was given, in the same order, but for the addresses of images and result.
-    (grid, first), (again, second) = asked.launched[0], compiled.launched[0]
-    assert grid == again
-    assert (first[0], second[0]) == (address, address + 16)
-    assert (*first[1:3], *first[4:]) == (*second[1:3], *second[4:])
-    assert first[1] == numbers[0]
-    others = [
-        (1, address),  # other strides of the image
-        (0, address + 1),
-        (0, 4096),  # in 32 bits
-        (0, address, torch.bfloat16),
-        (0, address, torch.float32, (6, 9)),
-        (0, address, torch.float32, (6, 7), replace(table, padded=True)),
-        (0, address, torch.float32, (6, 7), table, 5),  # with the same strides
-    ]
-    for count, other in enumerate(others, 2):
-        launch(*other)
-        launch(*other)
-        assert len(asked.launched) == len(compiled.launched) == count, other
-    launch(0, address, memory_format=torch.channels_last)
-    assert len(asked.launched) == 2 + len(others)
 
 
 def _half_pixel_rows(size, result):
