@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache
 from math import prod
 
 import torch
@@ -30,11 +28,11 @@ from gpuprefetch._stats import Stats
 #     for does not help; a wait of the host does. TorchCodec 0.17 waits by itself, 0.16 did not.
 #     What is queued after the call does come after it.
 #   - nvJPEG is not through when the call returns: it still reads the last files, which lie in the
-#     batch's buffer. That is kept until the batch is on the device (Engine._sources).
-# What protects us is the host: a decode thread decodes nothing until the launch that reads its
-# images, or their packed copy, has completed (ImageJob._wait_for_reader). The other thread decodes
-# meanwhile. gpuprefetch.selfcheck() tries both on the machine at hand; tests/test_selfcheck.py
-# fails without the wait.
+#     batch's buffer. That is kept until the batch is on the device (Lookahead._uploads).
+# What protects us is the host: the prefetch thread decodes nothing until the launch that reads its
+# images, or their packed copy, has completed (ImageJob._wait_for_reader).
+# gpuprefetch.selfcheck() tries both on the machine at hand, and tests/test_selfcheck.py fails
+# without the wait.
 
 
 # Note [Canaries]
@@ -46,7 +44,7 @@ from gpuprefetch._stats import Stats
 # color there is merely decoded twice.
 #   - The engines do not keep the stream's order, so the host waits for the canaries before it
 #     calls them: one tiny kernel after the upload of the launch table.
-#   - The flags lie in pinned memory, and a launch writes none where all is well. The decode thread
+#   - The flags lie in pinned memory, and a launch writes none where all is well. The thread
 #     waits for its launch before the batch counts as done: a wait that came before its next decode
 #     otherwise.
 #   - Where pictures get memory of their own (_nvjpeg.decode) it is all of that color.
@@ -55,53 +53,14 @@ from gpuprefetch._stats import Stats
 #     GPU has no engines.
 
 
-# Note [The training thread's locks]
-# The training thread takes and gives up two locks hundreds of times a step, Python's and the CUDA
-# driver's, and sleeps whenever another thread has one of them. Measured on an H200 with 16 cores,
-# ResNet-18 compiled, batches of 256, 40 % of the images decoded by the workers: the host took 18 ms
-# for a step whose kernels take 14. Most of that is Python's: the training thread slept for it 17
-# times a step, 0.13 ms each. A thread that runs next to nothing in Python still takes the lock
-# each time it comes back from a call that gives it up, as most of torch's do. So
-#   - decoding makes no Python object per image. Torch gives up Python's lock, and takes it again,
-#     for each tensor that Python drops: three an image, the file, its view and the picture. What
-#     is to be resampled is decoded by one call of nvJPEG's, or in TorchScript, without the lock,
-#     and comes back as one tensor. All that can be known of a call before is worked out by the
-#     worker (Call, Plan): what nvJPEG is given of the files lacks nothing but the addresses.
-#   - what a decode thread does in Python it does once in a step, behind megabytes of files, so all
-#     of it comes from memory, and costs twice what it costs in a loop of its own: of 0.74 ms by
-#     that measure 0.55 were left when permits and events cost no Python any more, and a finished
-#     batch asked for no stream (one core, beside faked CUDA, the caches emptied before each part).
-#   - it takes the lock five times a call, not nine: to get it, after the canaries, the decode and
-#     the launch, and once that has completed. The driver itself records events, asks for them,
-#     queues waits and copies pinned memory, called with the lock held (_stream.py). Of a batch what
-#     the workers decoded is one copy, what they left one call, if it is not too large, and both are
-#     one launch: so next() takes the training thread 1.5 ms of such a step, and 1.8 with a launch
-#     for each.
-#   - one thread decodes. Each image takes a copy, a launch and an event in nvJPEG, and a second
-#     thread that contends for the driver slows the training thread by more than it adds: with a
-#     call for each batch the step took 16.7 ms with one thread and 18.9 with two, 14.3 without a
-#     loader (half of the images decoded by the workers, another machine, medians of three rounds).
-#   - a second thread is there for a loop that does little but wait: see Note [Memory for speed].
-#     It launches its images while the other is in nvJPEG, and is let in beside it while the loop
-#     waits, for the GPU or for its batch, and launches nothing.
-#   - a tensor that goes into TorchScript has a second owner there: of one that only Python owns
-#     torch takes the lock to let it go (Buffer).
-#   - a batch that the loop has done with goes back to the allocator when the GPU has as well, so
-#     that the allocator waits for nothing while the training allocates: see Note [Handed over].
-#   - a launch on the default stream has the driver's lock to itself, one on any other stream shares
-#     it. Stacks of a step of 17 ms, half of the images decoded by the workers: on the default
-#     stream the host waited 1.2 ms for it, and the decode thread 1.8; on a stream of the training's
-#     own 0.1 ms each. That is the user's to choose: docs/tuning.md.
-#   - what a launch reads of a batch lies in the worker's buffer (EncodedImages.numbers), and Triton
-#     is asked for each kernel once: the process that trains makes next to nothing of either.
-#   - a loop that need not wait for the GPU gets the next batch under way itself, so that it and the
-#     thread that fetches do not take the lock from each other in turns. It also fetches the batch
-#     behind that, if it is there (Source.ready): 15.3 to 15.6 ms a step where 40 % of the images
-#     were decoded by the workers, and 16.9 without; where 15 % were, no difference was seen. Else
-#     that thread does, later in the step, if the loop is not back before (_engine.PAUSE). Where the
-#     loop might wait in that, or run what is not ours, it waits for that thread (Engine.let_fetch).
+# Note [One call for a batch]
+# The thread that trains shares the GIL and the CUDA driver's lock with the prefetch thread. Three
+# Python objects an image (the file, its view, the picture) would take the GIL thousands of times a
+# step. So all that nvJPEG is given of the files is worked out by the worker (Call, Plan), but for
+# the addresses. One ctypes call, which drops the GIL, decodes the batch into one piece of memory,
+# and one launch reads it there.
 
-_thread = threading.local()  # the memory that a decode thread packs into, call after call
+_thread = threading.local()  # the memory that a prefetch thread decodes into, call after call
 
 
 @contextlib.contextmanager
@@ -133,47 +92,8 @@ def place(size: int, device: torch.device) -> torch.Tensor:
         room.clear()
         if outgrown:  # there will be none any more that its block fits
             torch.cuda.empty_cache()
-        block = torch.empty(in_rooms(size), dtype=torch.uint8, device=device)
-        room += block, block[:0]  # see Buffer for the second
-    return room[0]  # whole: the thread then makes no Python object of it, which costs the lock
-
-
-RGB = 3  # ImageReadMode.RGB, in TorchCodec and torchvision alike
-
-_PACKED = """
-def packed(
-    data: Tensor, start: int, lengths: List[int], heights: List[int], widths: List[int],
-    device: Device, place: Tensor, at: int
-) -> bool:
-    files = data[start : start + sum(lengths)].split_with_sizes(lengths)
-    images = {decode}(files, {mode}, device)
-    for i in range(len(lengths)):
-        image = images[i]
-        if image.size(1) != heights[i] or image.size(2) != widths[i]:
-            return False
-        size = image.numel()
-        pixels = place[at : at + size].view([heights[i], widths[i], 3])
-        pixels.copy_(image.permute(1, 2, 0))
-        at += size
-    return True
-"""
-
-
-@cache
-def _packed(module: str, operator: str) -> Callable[..., bool] | None:
-    importlib.import_module(module)  # registers the operator
-    try:
-        source = _PACKED.format(decode=f"torch.ops.{operator}", mode=RGB)
-        compiled: Callable[..., bool] = torch.jit.CompilationUnit(source).packed
-    except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
-        warnings.warn(
-            f"gpuprefetch decodes through Python, which slows the training thread: {reason}. "
-            f"Another version of {module.partition('.')[0]} may have the operator.",
-            stacklevel=2,
-        )
-        return None
-    return compiled
+        room.append(torch.empty(in_rooms(size), dtype=torch.uint8, device=device))
+    return room[0]
 
 
 class ImageDecoder:
@@ -183,9 +103,8 @@ class ImageDecoder:
         device: a CUDA device.
     """
 
-    # Of torch's registry, and what registers it.
-    module, operator = "", ""
     library = "nvJPEG"  # that decodes
+    canaries = True  # whether :meth:`packed` images that were skipped are looked for
 
     def __init__(self, device: torch.device) -> None:
         # One spelling of the device for ever: torchvision leaks its decoder when it changes.
@@ -215,41 +134,29 @@ class ImageDecoder:
 
     @property
     def packs(self) -> bool:
-        """Whether there is a way to :meth:`packed`; warns once where there is none."""
-        return _packed(self.module, self.operator) is not None
-
-    @property
-    def copies(self) -> bool:
-        """Whether images are there twice while they are :meth:`packed`.
-
-        Where they are not, nothing is written to the place of an image that was skipped.
-        """
-        return True
+        """Whether there is a way to :meth:`packed`."""
+        return False
 
     def packed(
         self, data: torch.Tensor, call: Call, out: torch.Tensor, *, first: int = 0, at: int = 0
-    ) -> bool:
-        """Decode without a Python object per image. See Note [The training thread's locks].
+    ) -> None:
+        """Decode without a Python object per image. See Note [One call for a batch].
+
+        Nothing is written to the place of an image that was skipped.
 
         Args:
             data: flat uint8 on the CPU.
             call: the files in it.
-            out: flat uint8 on the device, for the images, one behind the other, each ``(H, W, 3)``
+            out: flat uint8 on the device, for the images, one after the other, each ``(H, W, 3)``
                 as workers write theirs. Nothing that is queued reads what lies there: see Note
                 [Decoded memory].
             first: where in ``data`` the buffer begins that the call is of.
             at: where in ``out`` the images begin.
 
-        Returns:
-            False if an image has another size.
-
         Raises:
             RuntimeError: if any of the files cannot be decoded.
         """
-        decode = _packed(self.module, self.operator)
-        assert decode is not None, "see packs"
-        # No tensor: to let go of one that Python has, too, takes the lock.
-        return decode(data, first + call.start, *call.layout.tolist(), self._device, out, at)
+        raise NotImplementedError
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         """Decode.
@@ -269,7 +176,6 @@ class ImageDecoder:
 class TorchCodecDecoder(ImageDecoder):
     """TorchCodec's batched nvJPEG decode; EXIF orientations were hidden from it beforehand."""
 
-    module, operator = "torchcodec.decoders", "torchcodec_ns.decode_jpegs_cuda"
     library = "TorchCodec's nvJPEG"
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -302,22 +208,15 @@ class NvjpegDecoder(TorchCodecDecoder):
 
     @property
     def packs(self) -> bool:
-        return _nvjpeg.available(self._device) or super().packs
-
-    @property
-    def copies(self) -> bool:
-        return not _nvjpeg.available(self._device)
+        return _nvjpeg.available(self._device)
 
     def packed(
         self, data: torch.Tensor, call: Call, out: torch.Tensor, *, first: int = 0, at: int = 0
-    ) -> bool:
-        if not _nvjpeg.available(self._device):
-            return super().packed(data, call, out, first=first, at=at)
+    ) -> None:
         files, pictures = data.data_ptr() + first + call.start, out.data_ptr() + at
         order = _nvjpeg.place_order(call.order, files, pictures)
         with _nvjpeg.lease(self._device) as decoder:
             decoder.decode(order, torch.cuda.current_stream(self._device).cuda_stream)
-        return True
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         if not _nvjpeg.available(self._device):
@@ -328,7 +227,6 @@ class NvjpegDecoder(TorchCodecDecoder):
 class TorchvisionDecoder(ImageDecoder):
     """torchvision's batched nvJPEG decode on a drained stream. See Note [Decoded memory]."""
 
-    module, operator = "torchvision.io", "image.decode_jpegs_cuda"
     library = "torchvision's nvJPEG"
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -424,7 +322,8 @@ def decode_packed(
     Arguments are those of :func:`decode_part` and :meth:`ImageDecoder.packed`.
     """
     with _may_refuse(call.size, out.device):
-        return decoder.packed(images.buffer.memory, call, out, first=images.buffer.start, at=at)
+        decoder.packed(images.buffer.memory, call, out, first=images.buffer.start, at=at)
+        return True
     return False
 
 

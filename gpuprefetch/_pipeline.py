@@ -598,14 +598,12 @@ class ImageJob:
         claim(in_rooms(large) if len(sizes) > 1 else large, self._pipeline.device)
 
     def _packs(self, call: Call) -> bool:
-        """Whether to decode into one piece: a single image not where that copies it."""
-        decoder, count = self._pipeline.decoder, len(call.positions)
-        if not count or decoder is None:
-            return not count
-        return decoder.packs and (count > 1 or call.copy is not None or not decoder.copies)
+        """Whether to decode into one piece."""
+        decoder = self._pipeline.decoder
+        return not len(call.positions) or (decoder is not None and decoder.packs)
 
     def _decode_packed(self, call: Call, table: Table, number: int) -> bool:
-        """Whether it was done in one piece: see Note [The training thread's locks]."""
+        """Whether it was done in one piece: see Note [One call for a batch]."""
         pipeline, images = self._pipeline, self.images
         numbers, first, last = self._read_by(table)
         pixels = -(-(last - first) // ALIGNED) * ALIGNED
@@ -619,7 +617,7 @@ class ImageJob:
             assert self._launches is not None
             launch = partial(self._launches.launch, number, address + pixels, address)
             survived = None
-            if decodes and pipeline.decoder is not None and not pipeline.decoder.copies:
+            if decodes and pipeline.decoder is not None and pipeline.decoder.canaries:
                 # See Note [Canaries].
                 pinned = pipeline.device.type == "cuda"
                 survived = torch.zeros(

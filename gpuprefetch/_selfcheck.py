@@ -343,16 +343,15 @@ class _Noted(ImageDecoder):
     """
 
     def __init__(self, decoder: ImageDecoder, witness: _Witness, *, canaries: bool) -> None:
-        self.module, self.operator, self._witness = decoder.module, decoder.operator, witness
-        self._decoder, self._canaries = decoder, canaries
+        self._decoder, self._witness, self.canaries = decoder, witness, canaries
 
     @property
-    def copies(self) -> bool:
-        return self._decoder.copies or not self._canaries
+    def packs(self) -> bool:
+        return self._decoder.packs
 
-    def packed(self, data: torch.Tensor, call: Call, out: torch.Tensor, **options: Any) -> bool:
+    def packed(self, data: torch.Tensor, call: Call, out: torch.Tensor, **options: Any) -> None:
         self._witness.note_addresses([out])
-        return self._decoder.packed(data, call, out, **options)
+        self._decoder.packed(data, call, out, **options)
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         return self._decoder(data)

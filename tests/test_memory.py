@@ -1,6 +1,5 @@
 """Large photos go through little memory, and what cannot go through says so with its sizes."""
 
-import contextlib
 import pickle
 import struct
 import threading
@@ -34,7 +33,7 @@ from gpuprefetch import (
 )
 from gpuprefetch._budget import parse_bytes, readable
 from gpuprefetch._decode import ImageDecoder, NvjpegDecoder
-from gpuprefetch._encoded import Call, EncodedImages, pack
+from gpuprefetch._encoded import EncodedImages, pack
 from gpuprefetch._epoch import Lookahead
 from gpuprefetch._format import decode_cpu, read_header
 from gpuprefetch._host import Packer
@@ -325,25 +324,23 @@ def test_out_of_memory_for_good_is_an_error_with_its_sizes(files, launches):
     assert len(images_of(prefetcher)) == 24  # it goes on
 
 
-asked: list[int] = []  # files of each call of the operator
+class PackedDecoder(ImageDecoder):
+    """Decodes a call into one piece, as nvJPEG does; file by file where that fails."""
 
+    packs = True
 
-@torch.library.custom_op("gpuprefetch_tests::decode_jpegs", mutates_args=())
-def decode_jpegs(files: list[torch.Tensor], mode: int, device: torch.device) -> list[torch.Tensor]:
-    """On the CPU, in the place of the operators that decode on a GPU."""
-    asked.append(len(files))
-    if any(file[-1] != 0xD9 for file in files):
-        raise RuntimeError("no end of image")
-    return [decode_cpu(file).contiguous() for file in files]
-
-
-class OperatorDecoder(ImageDecoder):
-    """Decodes in TorchScript, as the GPU's decoders do; file by file where that fails."""
-
-    module, operator = "torch", "gpuprefetch_tests.decode_jpegs"
+    def packed(self, data, call, out, *, first=0, at=0):
+        lengths, *_ = call.layout.tolist()
+        begin = first + call.start
+        for file in data[begin : begin + sum(lengths)].split(lengths):
+            picture = self([file])[0].permute(1, 2, 0).flatten()
+            out[at : at + len(picture)] = picture
+            at += len(picture)
 
     def __call__(self, data):
-        return decode_jpegs(data, 3, self._device)
+        if any(file[-1] != 0xD9 for file in data):
+            raise RuntimeError("no end of image")
+        return [decode_cpu(file).contiguous() for file in data]
 
 
 def planned_batch(monkeypatch, files, decoder, share=0.0, *, cuts=False, **options):
@@ -394,7 +391,7 @@ def test_each_group_of_a_batch_fills_its_rows(monkeypatch, launched, share, most
     expected = planned_batch(monkeypatch, files, None)
     monkeypatch.setattr(_budget, "UPLOAD_BYTES", 2 * 24 * 32 * 3)
     monkeypatch.setattr(_budget, "SUB_BATCH", most)
-    got = planned_batch(monkeypatch, files, OperatorDecoder("cpu"), share)
+    got = planned_batch(monkeypatch, files, PackedDecoder("cpu"), share)
     assert sum(launched.laid_out) == 7
     assert len(launched.laid_out) == 1 + (share > 0 or most == 3)
     assert launched.apart == []
@@ -414,7 +411,7 @@ def test_files_cut_below_their_crop_give_the_same(monkeypatch, refused):
     ]
     rows = []
 
-    class Decoder(OperatorDecoder):
+    class Decoder(PackedDecoder):
         def __call__(self, data):
             if refused:
                 raise RuntimeError("a GPU without engines")
@@ -514,49 +511,43 @@ def test_cut_files_change_no_pixel(monkeypatch):
     assert torch.equal(cut, whole)
 
 
-class Shrinking(OperatorDecoder):
-    """Another shape than the headers say."""
-
-    def packed(self, data, call, out, **options):
-        layout = call.layout.copy()
-        layout[1:, 0] = 1
-        return super().packed(data, replace(call, layout=layout), out, **options)
-
-
-class Unknown(OperatorDecoder):
-    operator = "gpuprefetch_tests.no_such_operator"
-
-
 @interpreted
-@pytest.mark.parametrize("decoder", [OperatorDecoder, Shrinking, Unknown])
-def test_what_cannot_be_packed_is_decoded_apart(monkeypatch, launched, decoder):
+def test_what_cannot_be_packed_is_decoded_apart(monkeypatch, launched):
     files = [pictures.encode_jpeg(pictures.draw(24, 32, seed=i)) for i in range(4)]
     expected = planned_batch(monkeypatch, files, None)
-    if decoder is OperatorDecoder:
-        files[1] += b"\0\0"  # the operator's own complaint
+    files[1] += b"\0\0"  # the fake's own complaint
     monkeypatch.setattr(_budget, "SUB_BATCH", 2)
-    told = pytest.warns(UserWarning, match="decodes through Python.* version of torch ")
-    with told if decoder is Unknown else contextlib.nullcontext():
-        got = planned_batch(monkeypatch, files, decoder("cpu"))
-    assert launched.apart == ([2] if decoder is OperatorDecoder else [2, 2])
-    assert launched.laid_out == ([2] if decoder is OperatorDecoder else [])
+    got = planned_batch(monkeypatch, files, PackedDecoder("cpu"))
+    assert (launched.apart, launched.laid_out) == ([2], [2])
     assert (got - expected).abs().max() * 255 < 1
 
 
 @interpreted
-@pytest.mark.parametrize("copies", [True, False])
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_single_photo_is_there_once(monkeypatch, launched, count, copies):
-    class Decoder(OperatorDecoder):
-        pass
+@pytest.mark.parametrize("canaries", [True, False])
+def test_what_is_waited_for_before_anything_lies_there(monkeypatch, canaries):
+    done = []
 
-    Decoder.copies = copies
-    files = [pictures.encode_jpeg(pictures.draw(24, 32, seed=i)) for i in range(count)]
-    expected = planned_batch(monkeypatch, files, None)
-    got = planned_batch(monkeypatch, files, Decoder("cpu"))
-    alone = count == 1 and copies
-    assert (launched.apart, launched.laid_out) == (([1], []) if alone else ([], [count]))
-    assert (got - expected).abs().max() * 255 < 1
+    def noted(owner, name):
+        function = getattr(owner, name)
+
+        def call(*args, **options):
+            done.append(name)
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(_pipeline.ImageJob, "_wait_for_reader")
+    noted(PackedDecoder, "packed")
+    noted(Launches, "launch")
+    noted(Launches, "set_canaries")
+    monkeypatch.setattr(PackedDecoder, "canaries", canaries)
+    files = [pictures.encode_jpeg(pictures.draw(16, 16, seed=i)) for i in range(2)]
+    planned_batch(monkeypatch, files, PackedDecoder("cpu"), share=0.5)
+    expected = ["_wait_for_reader", "packed", "launch"]
+    if canaries:  # before the decode, and for what the launch found
+        expected[1:1] = ["set_canaries", "_wait_for_reader"]
+        expected.append("_wait_for_reader")
+    assert done == expected
 
 
 def test_rooms_are_as_large_as_calls():
@@ -574,55 +565,6 @@ def test_rooms_are_as_large_as_calls():
     sizes[:] = room + 1
     assert np.array_equal(_budget._cut(sizes, room), np.arange(len(sizes)))
     assert _budget.in_rooms(room + 1) == room + _budget.ROOM_BYTES
-
-
-def test_a_call_is_decoded_into_one_piece():
-    asked.clear()
-    decoder = OperatorDecoder("cpu")
-    shapes = [(24, 32), (8, 9), (40, 20), (17, 19)]
-    files = [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
-    data = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
-    layout = np.array([(len(d), *hw) for d, hw in zip(data, shapes, strict=True)]).T
-    flat = torch.cat([torch.zeros(5, dtype=torch.uint8), *data])
-    expected = torch.cat([decode_cpu(d).permute(1, 2, 0).flatten() for d in data])
-    got = torch.full((3 + len(expected) + 4,), 77, dtype=torch.uint8)
-    assert decoder.packed(flat, Call(np.arange(4), 5, layout), got, at=3)
-    assert torch.equal(got[3:-4], expected)
-    assert set(got[:3].tolist() + got[-4:].tolist()) == {77}
-    assert asked == [4]
-    layout[1:, 3] = layout[:0:-1, 3]  # not what its header says
-    assert not decoder.packed(flat, Call(np.arange(4), 5, layout), got, at=3)
-
-
-class InPlace(OperatorDecoder):
-    copies = False
-
-
-@interpreted
-@pytest.mark.parametrize("decoder", [OperatorDecoder, InPlace])
-def test_what_is_waited_for_before_anything_lies_there(monkeypatch, decoder):
-    done = []
-
-    def noted(owner, name):
-        function = getattr(owner, name)
-
-        def call(*args, **options):
-            done.append(name)
-            return function(*args, **options)
-
-        monkeypatch.setattr(owner, name, call)
-
-    noted(_pipeline.ImageJob, "_wait_for_reader")
-    noted(OperatorDecoder, "packed")
-    noted(Launches, "launch")
-    noted(Launches, "set_canaries")
-    files = [pictures.encode_jpeg(pictures.draw(16, 16, seed=i)) for i in range(2)]
-    planned_batch(monkeypatch, files, decoder("cpu"), share=0.5)
-    expected = ["_wait_for_reader", "packed", "launch"]
-    if decoder is InPlace:  # for the canaries, before the decode, and for what the launch found
-        expected[1:1] = ["set_canaries", "_wait_for_reader"]
-        expected.append("_wait_for_reader")
-    assert done == expected
 
 
 def test_a_thread_has_the_same_place_again(monkeypatch):
@@ -780,7 +722,7 @@ def test_what_the_decoder_does_not_take_gets_a_second_opinion(files, launches, e
 
 
 def test_photos_that_the_decoder_does_not_take_are_counted_and_told_about(files, launches):
-    broken = [*files, files[1][:400] + b"\xff\xd8" * 20 + files[1][440:]]
+    broken = [files[1][:400] + b"\xff\xd8" * 20 + files[1][440:], *files]
     decoder = Refusing(b"\xff\xd8", RuntimeError("built for the CPU\nat ..."))
     prefetcher = prefetcher_of(broken, decoder, on_error="skip")
     with pytest.warns(

@@ -136,7 +136,8 @@ def packed(decoder, data, shapes=SHAPES, device=CPU):
     """A call's images in one piece, which begins behind 9 bytes and leaves some."""
     call = call_of(data, shapes)
     out = torch.full((9 + call.size + 4,), 77, dtype=torch.uint8, device=device)
-    assert decoder.packed(flat(data), call, out, first=7, at=9)
+    assert decoder.packs
+    decoder.packed(flat(data), call, out, first=7, at=9)
     assert bool((out[:9] == 77).all())
     assert bool((out[-4:] == 77).all())
     return out[9:-4]
@@ -145,7 +146,6 @@ def packed(decoder, data, shapes=SHAPES, device=CPU):
 def test_a_call_goes_to_one_place(library):
     decoder, data = NvjpegDecoder(CPU), encoded()
     assert decoder.packs
-    assert not decoder.copies
     assert torch.equal(packed(decoder, data), pixels(map(decode_cpu, data)))
     packed(decoder, data[:2], SHAPES[:2])
     assert library.log.count("nvjpegCreateEx") == 1
@@ -187,13 +187,11 @@ def test_without_engines_torchcodec_decodes(library, monkeypatch, there):
     else:
         monkeypatch.setattr(_nvjpeg, "_library", lambda: None)
     asked = []
-    monkeypatch.setattr(TorchCodecDecoder, "packed", lambda *_, **options: asked.append(options))
     monkeypatch.setattr(TorchCodecDecoder, "__call__", lambda _, data: asked.append(len(data)))
     decoder, data = NvjpegDecoder(CPU), encoded()
-    decoder.packed(flat(data), call_of(data), torch.empty(0), first=7, at=9)
     decoder(data)
-    assert asked == [{"first": 7, "at": 9}, 4]
-    assert decoder.copies
+    assert asked == [4]
+    assert not decoder.packs
     assert library.log.count("nvjpegCreateEx") == there
 
 
@@ -248,7 +246,7 @@ class Skipping(NvjpegDecoder):
 
 
 class Unguarded(Skipping):
-    copies = True  # as if the pictures were not decoded into their places
+    canaries = False
 
 
 def batches_of(decoder, device):
@@ -266,7 +264,7 @@ def batches_of(decoder, device):
     if decoder is not None:
         prefetcher._pipeline.decoder = decoder(device)
         prefetcher._pipeline.packer.on_gpu, prefetcher._pipeline.packer.output = True, None
-    with _decode.packing_into([]):
+    with _decode.packing_into():
         return torch.stack([images.cpu() for images in prefetcher]), prefetcher.stats
 
 

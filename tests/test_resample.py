@@ -599,8 +599,6 @@ def test_a_launch_tells_the_images_that_still_have_a_canary(kernel_device):
     assert survived() == [0, 0, 1, 1]
 
 
-
-
 def _half_pixel_rows(size, result):
     scale = np.array(size) / result
     return np.array(
