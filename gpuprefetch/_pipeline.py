@@ -52,6 +52,7 @@ from gpuprefetch._targets import (
 )
 from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_size
 from gpuprefetch._turns import turns
+from gpuprefetch._values import Values
 
 EMPTY = object()  # stands for a batch of which no image is left
 ALIGNED = 16  # bytes: Triton compiles another kernel for an odd address
@@ -122,6 +123,7 @@ class Pipeline:
         stats: counts the time of each step.
         memory_budget: bytes for batches on their way, see :func:`gpuprefetch._budget.cost_of`.
         only: the one row of a batch that is handed over, behind all transforms; None for all.
+        values: looks at what reaches the transforms.
         job: makes the work of each leaf of encoded images.
     """
 
@@ -139,6 +141,7 @@ class Pipeline:
     stats: Stats = field(default_factory=Stats)
     memory_budget: int | None = None
     only: int | None = None
+    values: Values = field(default_factory=Values)
     job: Callable[[Pipeline, EncodedImages], ImageJob] = field(
         default_factory=lambda: ImageJob, repr=False
     )
@@ -181,6 +184,7 @@ class Pipeline:
         if self.packer.moves and not any(job.images.targets for job in jobs):
             refuse_unfollowed(moved)
         if jobs:
+            self.values.begin()
             with Stage(self.stats, "resample"):
                 parts = [part for job in jobs for part in job.begin(limit)]
             if limit is not None:
@@ -236,7 +240,7 @@ class Pipeline:
                 )
             job = jobs[0]
             with Stage(self.stats, "tail"), SeededDraws(seed()):
-                job.out, batch = run_tail(self.tail, job.out, batch, targets)
+                job.out, batch = run_tail(self.tail, job.out, batch, targets, self.values.reach)
         only, left = None, count if rows is None else len(rows)
         if self.only is not None:
             kept = torch.arange(count) if rows is None else rows
@@ -268,6 +272,7 @@ class Pipeline:
                     "like (N, H, W, C), as NumPy and albumentations have them. Let the dataset "
                     "return torch.from_numpy(image).permute(2, 0, 1), or ToTensorV2 do so."
                 )
+            self.values.begin(leaf)
             with Stage(self.stats, "resample"):
                 leaf = self._run_head(leaf, seed)
             return self._run_tail(leaf, seed)
@@ -299,6 +304,7 @@ class Pipeline:
             return images
         with Stage(self.stats, "tail"), SeededDraws(seed):
             for transform in self.tail:
+                self.values.reach(transform, images)
                 images = run(transform, images)
         return images
 
