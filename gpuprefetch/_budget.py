@@ -15,7 +15,11 @@ from gpuprefetch._batch import objects, tensors
 from gpuprefetch._encoded import Call, Copy, EncodedImages, Plan, is_encoded
 from gpuprefetch._resample import arrange
 
-_UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
+_UNITS = {
+    "B": 1,
+    **{f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", 1)},
+    **{f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT", 1)},
+}
 BLOCK = 512  # torch's caching allocator rounds up to it
 LARGE = 10 << 20  # below it, images share its segments; from there on each gets one of its own
 
@@ -34,7 +38,7 @@ READY, READY_BYTES = 2, 512 << 20
 
 
 def parse_bytes(budget: str | int | None) -> int | None:
-    """Bytes of "2GiB", "512 MiB" or an int.
+    """Bytes of "2GiB" (2**31), "2GB" (2 * 10**9), "512 mb" or an int.
 
     Raises:
         ValueError: if it is no such size, or not positive.
@@ -43,19 +47,20 @@ def parse_bytes(budget: str | int | None) -> int | None:
         return None
     if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
         return budget
-    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", str(budget))
-    if found and (size := int(float(found[1]) * 2 ** _UNITS[found[2]])):
+    units = {unit.lower(): size for unit, size in _UNITS.items()}
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(units)})", str(budget).lower())
+    if found and (size := int(float(found[1]) * units[found[2]])):
         return size
     raise ValueError(
-        'memory_budget is a size such as "2GiB" or "512MiB", a positive number of bytes, or None '
-        f"for no limit, got {budget!r}."
+        'memory_budget is a size such as "2GiB", "2GB" or "512MiB", a positive number of bytes, or '
+        f"None for no limit, got {budget!r}."
     )
 
 
 def readable(size: int) -> str:
     """A size in words, as in "1.5 GiB"."""
-    unit = next((unit for unit in ("GiB", "MiB", "KiB") if size >= 2 ** _UNITS[unit]), "B")
-    return f"{size / 2 ** _UNITS[unit]:.4g} {unit}"
+    unit = next((unit for unit in ("GiB", "MiB", "KiB") if size >= _UNITS[unit]), "B")
+    return f"{size / _UNITS[unit]:.4g} {unit}"
 
 
 def positions_to_decode(images: EncodedImages) -> npt.NDArray[np.int64]:

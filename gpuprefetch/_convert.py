@@ -13,12 +13,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
-from gpuprefetch._per_image import KNOWN, Apply, Choice, Loop, ToFloat, ToUint8, per_image
+from gpuprefetch._per_image import (
+    ALONE,
+    DRAWN,
+    KNOWN,
+    OF_OTHERS,
+    Apply,
+    Choice,
+    Loop,
+    Steps,
+    ToFloat,
+    ToUint8,
+    per_image,
+)
 from gpuprefetch._timm import TimmAugment, from_timm, why_not
 from gpuprefetch._transforms import (
     CenterCrop,
+    Head,
     RandomResizedCrop,
     Resize,
     Transform,
@@ -47,6 +61,7 @@ _RESIZE_FILTERS = ("nearest", "nearest-exact", "bilinear", "bicubic")
 # tensors, next to themselves on PIL images. Ops that are not here gave the same pixels.
 _UNROUNDED = "0.3 levels: not rounded to uint8 on the way"
 _CLIPPED = "clipped to [0, 1], torchvision's floats are not"
+_TIES = "where two pixels are equally near it may be the other"
 _DIFFERS = {
     "ColorJitter": "0.3 levels, 0.4 with hue: PIL's hue has 8 bits",
     "RandomRotation": "0.01 levels, bilinear 0.5: rounding of coordinates",
@@ -148,6 +163,62 @@ def convert(pipeline: Any, *, batched: torch.Tensor | None = None, pictures: boo
     return converter.finish()
 
 
+def read_list(transforms: Any) -> tuple[Head, list[Transform]]:
+    """:func:`read_transforms`, with a draw for each image where torchvision's would share one.
+
+    Raises:
+        ValueError: likewise, and for what torchvision or timm have for PIL images only.
+    """
+    head, tail = read_transforms(transforms)
+    return head, [each for transform in tail for each in _in_list(transform)]
+
+
+def _in_list(transform: Transform) -> list[Transform]:
+    """What runs in a list for a transform: itself if it draws nothing, or is not torchvision's."""
+    ops = [*flatten(transform)]
+    names = [_refuse_in_list(op) for op in ops]
+    if ALONE.intersection(names) or any(getattr(op, "expand", False) for op in ops):
+        return [Loop(transform)]  # of the sizes that one draws, the next may make one again
+    if name_of(transform) == "Compose" and None not in names:
+        return [*map(_drawing, ops)]
+    if not DRAWN.intersection(names):
+        return [transform]
+    if ops[0] is transform:
+        return [_drawing(transform)]
+    return [Steps(transform, [*map(_drawing, ops)])]
+
+
+def _refuse_in_list(op: Any) -> str | None:
+    """The name of an op, as what it stands for."""
+    name, known = type(op).__name__, from_timm(op)
+    if name_of(op) in ("CutMix", "MixUp"):
+        raise ValueError(
+            f"torchvision's {name} mixes the images of a batch, and its targets are not in the "
+            "transforms. Mix in the training step, or in a collate_fn with accelerate."
+        )
+    if name in ("ToTensor", "PILToTensor") and type(op).__module__ in _V1:
+        raise ValueError(
+            f"{name} takes PIL images, and in transforms images are tensors, in [0, 1] behind a "
+            "crop or a resize. Leave it out."
+        )
+    if known is not op and type(known) is TimmAugment:
+        raise ValueError(
+            f"timm's {name} is for uint8 images of one size. Put it behind the crop in a pipeline "
+            "for transforms=convert_transforms(pipeline), which brings them to that."
+        )
+    return name_of(known)
+
+
+def _drawing(op: Any) -> Any:
+    op = from_timm(op)
+    if name_of(op) not in DRAWN:
+        return op
+    try:
+        return _on_batch(twin(op), any_callable=True)
+    except UnsupportedTransformError:  # it holds what may give an image another shape
+        return Loop(twin(op))
+
+
 def flatten(pipeline: Any) -> Iterator[Any]:
     """The ops of nested ``Compose``, ``Sequential``, lists and torchvision's presets, in order."""
     name = type(pipeline).__name__
@@ -182,15 +253,18 @@ def is_on_device(op: Any) -> bool:
 
 def twin(op: Any) -> Any:
     """The v2 form of a v1 op, which holds its arguments under their names; else the op."""
-    from torchvision.transforms import v2
-
     if type(op).__module__ not in _V1:
         return op
+    from torchvision.transforms import v2
+
     form = getattr(v2, type(op).__name__)
     names = inspect.signature(form).parameters
     if not all(hasattr(op, name) for name in names):
         return op  # a Lambda: nothing that could move
-    return form(**{name: getattr(op, name) for name in names})
+    arguments = {name: getattr(op, name) for name in names}
+    if form is v2.Normalize:  # v1 takes a number for all channels
+        arguments |= {name: np.ravel(arguments[name]).tolist() for name in ("mean", "std")}
+    return form(**arguments)
 
 
 def fixes_size(op: Any) -> bool:
@@ -326,13 +400,18 @@ class _Converter:
         if name == "RandomCrop":
             black = op.padding_mode == "constant" and op.fill in (0, None)
             return RandomCrop(op) if black else None
-        if name not in _CROPS or _filter_of(op) not in ("bilinear", "bicubic") or not op.size:
+        if name not in _CROPS or _filter_of(op) not in _RESIZE_FILTERS:
             return None
-        if getattr(op, "max_size", None) or (self.is_tensor and not op.antialias):
+        if self.is_tensor and not op.antialias and "nearest" not in _filter_of(op):
             return None
+        # PIL's takes the pixel at the center.
+        how = (
+            _filter_of(op) if self.is_tensor else _filter_of(op).replace("nearest", "nearest-exact")
+        )
         if name == "Resize":
-            return Resize(op.size[0] if len(op.size) == 1 else op.size, _filter_of(op))
-        return RandomResizedCrop(op.size, op.scale, op.ratio, _filter_of(op))
+            size = op.size[0] if op.size and len(op.size) == 1 else op.size
+            return Resize(size, how, op.max_size)
+        return RandomResizedCrop(op.size, op.scale, op.ratio, how)
 
     def _fuses(self, module: Transform) -> bool:
         return not read_transforms([*self.transforms, module])[1]
@@ -346,9 +425,11 @@ class _Converter:
                 _refuse(delayed, f"it comes before {name}", early=True)
         self.sized |= fixes_size(op)
         self.holds_float = True  # the launch gives that, whatever it is given
-        rounded = name in ("RandomResizedCrop", "Resize") and not self.is_float
+        resizes = name in ("RandomResizedCrop", "Resize")
+        nearest = resizes and "nearest" in _filter_of(op)
         clipped = _filter_of(op) == "bicubic" and self.is_float
-        note = _UNROUNDED if rounded else _CLIPPED if clipped else ""
+        note = _CLIPPED if clipped else _UNROUNDED if resizes and not self.is_float else ""
+        note = ("" if self.is_tensor else _TIES) if nearest else note
         self._add(op, module, "fused launch", note)
 
     def _take_delayed(self) -> None:
@@ -376,7 +457,7 @@ class _Converter:
                 from torchvision.transforms import InterpolationMode
 
                 op.interpolation = InterpolationMode.NEAREST_EXACT  # to the center, as PIL's is
-                note = note or "where two pixels are equally near it may be the other"
+                note = note or _TIES
         module = _on_batch(op)
         where = "on the batch" if name == "TimmAugment" else "torchvision v2 on the batch"
         if isinstance(module, Loop):
@@ -391,33 +472,46 @@ class _Converter:
         if self._for_launch(op) is not None:
             return "it resizes, or crops, images that are resized, padded or normalized already"
         return (
-            "the fused launch takes bilinear or bicubic filters with antialias, no max_size, and "
-            "padding that is black"
+            "the fused launch takes the nearest pixel, or bilinear or bicubic filters with "
+            "antialias, and padding that is black"
         )
 
 
-def _on_batch(op: Any) -> torch.nn.Module:
+def _on_batch(op: Any, *, any_callable: bool = False) -> torch.nn.Module:
+    """``any_callable`` leaves what is not torchvision's as it is."""
     name = type(op).__name__
+    if name not in OF_OTHERS:
+        return per_image(op)
     if name == "RandomApply":
-        return Apply(_inner(op.transforms), op.p)
-    if name == "RandomChoice":
-        return Choice([_inner(choice) for choice in op.transforms], op.p)
-    return per_image(op)
+        return Apply(_inner(op.transforms, any_callable), op.p, op)
+    choices = [_inner(choice, any_callable) for choice in op.transforms]
+    return Choice(choices, op.p if name == "RandomChoice" else None, op)
 
 
-def _inner(transforms: Any) -> list[torch.nn.Module]:
+def _inner(transforms: Any, any_callable: bool) -> list[torch.nn.Module]:
+    from torchvision.transforms import v2
+
     ops = [twin(op) for op in flatten(transforms)]
     for op in ops:
+        if name_of(op) is None and any_callable:
+            continue
         _check_on_batch(op)
         sizes = type(op).__name__ in _CROPS | {"Pad"}
         if sizes or getattr(op, "num_output_channels", 3) != 3:
             _refuse(op, "by chance it would give images of different shapes")
-    return [_on_batch(op) for op in ops]
+    return [
+        _on_batch(op, any_callable=any_callable)
+        if name_of(op) is not None
+        else op
+        if isinstance(op, torch.nn.Module)
+        else v2.Lambda(op)
+        for op in ops
+    ]
 
 
 def _check_on_batch(op: Any) -> None:
     name = name_of(op)
-    if name is None or name not in KNOWN | {"RandomApply", "RandomChoice"}:
+    if name is None or name not in KNOWN | OF_OTHERS:
         _refuse(op, "it is not among the ops that can run on a batch")
     if getattr(op, "expand", False):
         _refuse(op, "expand=True gives images of different sizes")

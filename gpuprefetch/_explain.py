@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 
-from gpuprefetch._convert import convert_transforms, flatten, in_columns, is_on_device, name_of
+from gpuprefetch._convert import (
+    convert_transforms,
+    flatten,
+    in_columns,
+    is_on_device,
+    name_of,
+    read_list,
+)
 from gpuprefetch._decode import decoded_by
-from gpuprefetch._per_image import DRAWN
 from gpuprefetch._prefetcher import DataPrefetcher
 from gpuprefetch._random import SeededDraws
 from gpuprefetch._stream import own_modes
@@ -41,7 +47,7 @@ def explain(transforms_or_prefetcher: Any) -> str:
     # torchvision's may stand in a prefetcher's list, too.
     if not any(map(is_on_device, ops)) and any(name_of(op) is not None for op in ops):
         given = convert_transforms(given)
-    return _explain(*read_transforms(given))
+    return _explain(*read_list(given))
 
 
 def _explain(
@@ -98,8 +104,6 @@ def _why(transform: Any, head: Head) -> str:
         if head.mean is not None:
             return "it comes behind Normalize, where the launch takes flips only"
         return "the images are resized or padded already, and two resamplings are not one"
-    if module.startswith("torchvision.") and name in DRAWN:
-        return "as it is, torchvision's draw once a batch; see convert_transforms()"
     if not module.startswith("kornia."):
         return "the launch takes kornia's and gpuprefetch's crops, resizes, flips and Normalize"
     if name in ("RandomCrop", "CenterCrop", "RandomResizedCrop", "Resize", "Normalize"):

@@ -25,13 +25,15 @@ from gpuprefetch._batch import map_leaves
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _PerImage(torch.nn.Module):
+class PerImage(torch.nn.Module):
+    """What stands for ``op``, under its name."""
+
     def __init__(self, op: Any) -> None:
         super().__init__()
-        self.op = op
+        self.op, self.__name__ = op, type(self if op is None else op).__name__
 
 
-class Loop(_PerImage):
+class Loop(PerImage):
     """One call per image; shape, dtype and range are what torchvision makes of them."""
 
     def __init__(self, op: Any) -> None:
@@ -44,10 +46,30 @@ class Loop(_PerImage):
             ).to(like.device, non_blocking=True)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self.op(image) for image in images.unbind()])
+        done = [self.op(image) for image in images.unbind()]
+        if len({image.shape for image in done}) > 1:
+            raise ValueError(
+                f"{self.__name__} draws for each image, and gave shapes that no batch can hold. "
+                "Put it into a v2.Compose with a v2.Resize((height, width)) behind it, or for one "
+                "draw a batch into a function: lambda images: op(images)."
+            )
+        return torch.stack(done)
 
 
-class Switch(_PerImage):
+class Steps(Loop):
+    """A Compose of torchvision: its transforms, one behind the other, in their form for a batch."""
+
+    def __init__(self, op: Any, steps: Sequence[Transform]) -> None:
+        super().__init__(op)
+        self.steps = steps
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        for step in self.steps:
+            images = step(images)
+        return images
+
+
+class Switch(PerImage):
     """One call for the images whose draw says so."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -57,7 +79,7 @@ class Switch(_PerImage):
         return self.op.transform(images, self.op.make_params([images]))  # type: ignore[no-any-return]
 
 
-class Policy(_PerImage):
+class Policy(PerImage):
     """RandAugment and its kin: one call for the images that drew the same operation."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -84,32 +106,44 @@ class Policy(_PerImage):
         )
 
 
-class Apply(torch.nn.Module):
+class Apply(PerImage):
     """RandomApply: a list of transforms on the images whose draw says so."""
 
-    def __init__(self, transforms: Sequence[torch.nn.Module], p: float) -> None:
-        super().__init__()
+    def __init__(self, transforms: Sequence[torch.nn.Module], p: float, op: Any = None) -> None:
+        super().__init__(op)
         self.transforms, self.p = torch.nn.Sequential(*transforms), p
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return _on_rows(images, _drawn(len(images), self.p), self.transforms)
 
 
-class Choice(torch.nn.Module):
-    """RandomChoice: each image goes through one of several lists."""
+class Choice(PerImage):
+    """RandomChoice and RandomOrder: each image goes through one of several lists, or through all.
 
-    def __init__(self, choices: Sequence[Sequence[torch.nn.Module]], p: Sequence[float]) -> None:
-        super().__init__()
+    ``p`` are the chances of the lists; None for all of them, in an order that is drawn.
+    """
+
+    def __init__(
+        self,
+        choices: Sequence[Sequence[torch.nn.Module]],
+        p: Sequence[float] | None,
+        op: Any = None,
+    ) -> None:
+        super().__init__(op)
         self.choices = torch.nn.ModuleList(torch.nn.Sequential(*choice) for choice in choices)
-        self.p = list(p)
+        self.p = p
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        drawn = torch.multinomial(torch.tensor(self.p), len(images), replacement=True)
-        chains = [[(choice, None)] for choice in drawn.tolist()]
+        if self.p is None:
+            drawn = torch.stack([torch.randperm(len(self.choices)) for _ in images])
+        else:
+            chances = torch.tensor(list(self.p))
+            drawn = torch.multinomial(chances, len(images), replacement=True)[:, None]
+        chains = [[(choice, None) for choice in row] for row in drawn.tolist()]
         return run_chains(images, chains, lambda choice, _, some: self.choices[choice](some))
 
 
-class ColorJitter(_PerImage):
+class ColorJitter(PerImage):
     """ColorJitter in sixteen calls a batch: factors and order are each image's own."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -176,7 +210,7 @@ def _hue(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 _ADJUSTMENTS = (_brightness, _contrast, _saturation, _hue)
 
 
-class GaussianBlur(_PerImage):
+class GaussianBlur(PerImage):
     """GaussianBlur in two convolutions a batch: every image has its own kernel."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -229,7 +263,7 @@ class Cast:
         return map_leaves(cast, images)
 
 
-_WRAPPERS: dict[str, type[_PerImage]] = {
+_WRAPPERS: dict[str, type[PerImage]] = {
     "ColorJitter": ColorJitter,
     "GaussianBlur": GaussianBlur,
     **dict.fromkeys(("AutoAugment", "RandAugment", "TrivialAugmentWide"), Policy),
@@ -246,7 +280,12 @@ _WRAPPERS: dict[str, type[_PerImage]] = {
         Loop,
     ),
 }
-DRAWN = _WRAPPERS.keys()
+# They give sizes that they draw, or take what no pipeline has on the device: an image at a time.
+ALONE = frozenset(
+    "JPEG RandomIoUCrop RandomResize RandomShortestSize RandomZoomOut ScaleJitter".split()
+)
+OF_OTHERS = frozenset("RandomApply RandomChoice RandomOrder".split())
+DRAWN = _WRAPPERS.keys() | ALONE | OF_OTHERS
 # They take a batch as they are: nothing is drawn, or for each image.
 _AS_THEY_ARE = (
     "CenterCrop ConvertImageDtype Grayscale Identity Normalize Pad RGB Resize TimmAugment ToDtype"
@@ -258,9 +297,9 @@ def per_image(op: Any) -> torch.nn.Module:
     """A torchvision v2 transform as a callable on ``(N, C, H, W)`` that draws for each image.
 
     Args:
-        op: of the exact types named above.
+        op: of one of the exact types named above.
     """
-    wrapper = _WRAPPERS.get(type(op).__name__)
+    wrapper = _WRAPPERS.get(type(op).__name__, Loop if type(op).__name__ in DRAWN else None)
     return op if wrapper is None else wrapper(op)
 
 

@@ -54,6 +54,7 @@ from gpuprefetch._targets import (
     wrap_like,
 )
 from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_size
+from gpuprefetch._values import Values
 
 ALIGNED = 16  # bytes: Triton compiles another kernel for an odd address
 
@@ -128,6 +129,7 @@ class Pipeline:
         shares: of the images that the workers decoded, by the number of the batch.
         memory_budget: bytes for batches on their way, see :func:`gpuprefetch._budget.cost_of`.
         only: the one row of a batch that is handed over, behind all transforms; None for all.
+        values: looks at what reaches the transforms.
         job: makes the work of each leaf of encoded images.
     """
 
@@ -147,6 +149,7 @@ class Pipeline:
     shares: dict[int, float] = field(default_factory=dict)
     memory_budget: int | None = None
     only: int | None = None
+    values: Values = field(default_factory=Values)
     job: Callable[[Pipeline, EncodedImages], ImageJob] = field(
         default_factory=lambda: ImageJob, repr=False
     )
@@ -248,6 +251,7 @@ class Pipeline:
         if self.packer.moves and not any(job.images.targets for job in jobs):
             refuse_unfollowed(moved)
         if jobs:
+            self.values.begin()
             with Stage(self.stats, "resample"):
                 parts = [part for job in jobs for part in job.begin(limit)]
             if limit is not None:
@@ -296,7 +300,7 @@ class Pipeline:
                 )
             job = jobs[0]
             with Stage(self.stats, "tail"), SeededDraws(seed()):
-                job.out, batch = run_tail(self.tail, job.out, batch, targets)
+                job.out, batch = run_tail(self.tail, job.out, batch, targets, self.values.reach)
         only, left = None, count if rows is None else len(rows)
         if self.only is not None:
             kept = torch.arange(count) if rows is None else rows
@@ -328,6 +332,7 @@ class Pipeline:
                     "like (N, H, W, C), as NumPy and albumentations have them. Let the dataset "
                     "return torch.from_numpy(image).permute(2, 0, 1), or ToTensorV2 do so."
                 )
+            self.values.begin(leaf)
             with Stage(self.stats, "resample"):
                 leaf = self._run_head(leaf, seed)
             return self._run_tail(leaf, seed)
@@ -359,6 +364,7 @@ class Pipeline:
             return images
         with Stage(self.stats, "tail"), SeededDraws(seed):
             for transform in self.tail:
+                self.values.reach(transform, images)
                 images = run(transform, images)
         return images
 

@@ -20,6 +20,7 @@ from gpuprefetch._balance import Balancer
 from gpuprefetch._batch import tensors
 from gpuprefetch._budget import parse_bytes
 from gpuprefetch._connections import tell
+from gpuprefetch._convert import read_list
 from gpuprefetch._decode import BACKENDS
 from gpuprefetch._encoded import EncodedImageFolder
 from gpuprefetch._epoch import Epoch, Lookahead
@@ -31,7 +32,8 @@ from gpuprefetch._replay import KEPT, Notes, has_indices, note, noted, rank_of, 
 from gpuprefetch._resample import FLOAT_DTYPES
 from gpuprefetch._resume import Source, changed, in_order, kind, owners
 from gpuprefetch._targets import moves_pixels
-from gpuprefetch._transforms import Transform, read_transforms, require_fixed_size
+from gpuprefetch._transforms import Transform, require_fixed_size
+from gpuprefetch._values import Values
 
 _running: weakref.WeakValueDictionary[int, Lookahead] = weakref.WeakValueDictionary()  # by loader
 
@@ -73,10 +75,11 @@ class DataPrefetcher:
         loader: a ``DataLoader``, or any iterable of batches that can be iterated again.
         device: CUDA device, its index, or "cpu"; None is CUDA where there is one, else the CPU,
             which gives the same results without streams.
-        transforms: list of kornia augmentation modules, this library's own, and callables on an
-            ``(N, C, H, W)`` batch. The head of the list (crop or resize, flips, ``Normalize``) runs
-            as one launch, also on decoded images of different sizes, and gives values in [0, 1]
-            before ``Normalize``; what follows runs on its result.
+        transforms: list of kornia augmentation modules, torchvision's, this library's own, and
+            callables on an ``(N, C, H, W)`` batch; all but these callables draw for each image. The
+            head of the list (crop or resize, flips, ``Normalize``) runs as one launch, also on
+            decoded images of different sizes, and gives values in [0, 1] before ``Normalize``; what
+            follows runs on its result.
         dtype: of the images after that head; float32 by default.
         memory_format: of the images after that head; contiguous by default.
         device_prefetch_size: batches kept ready or in preparation on the device; None for two, or
@@ -99,7 +102,7 @@ class DataPrefetcher:
         max_bad: how many bad files are tolerated before :class:`BadImageError` is raised anyway.
             One that several epochs come upon, by index and path, counts once.
         memory_budget: of the device, for batches that are on their way to the loop: "2GiB",
-            "512MiB", or bytes; None for no limit. It counts decoded images, and the tensors of a
+            "2GB", or bytes; None for no limit. It counts decoded images, and the tensors of a
             batch (with the images behind the fused head) until the batch is handed over; fewer
             batches are kept ready, and decoded in smaller parts, where they would pass it. It does
             not count the decoder's own memory, what the transforms behind the head allocate, nor
@@ -178,7 +181,7 @@ class DataPrefetcher:
         if seed is not None and not hasattr(seed, "__index__"):
             raise ValueError(f"seed is an int, or None, got {seed!r}.")
         self.device = _resolve_device(device)
-        head, tail = read_transforms(transforms)
+        head, tail = read_list(transforms)
         if dtype == torch.uint8 and (head.mean or head.std):
             raise ValueError(
                 "dtype=torch.uint8 is for values of 0 to 255, and Normalize gives others. Leave "
@@ -215,6 +218,7 @@ class DataPrefetcher:
             on_error,
             max_bad,
             memory_budget=parse_bytes(memory_budget),
+            values=Values(head.normalize, tail),
         )
         self.stats = self._pipeline.stats
         self._balancer = Balancer(share, loader, fixed=cpu_share != "auto" or backend is None)

@@ -27,8 +27,12 @@ _Doubles = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
 _ChannelValues = Sequence[float] | torch.Tensor | None
 
-# Radius of each filter in source pixels, before antialiasing widens it.
-_SUPPORT = {"bilinear": 1.0, "bicubic": 2.0}
+# Radius of each filter in source pixels, before antialiasing widens it. The nearest pixel has half
+# of one to each side.
+_SUPPORT = {"nearest": 0.5, "bilinear": 1.0, "bicubic": 2.0}
+# Where the center lies between two pixels, "nearest" takes the second one, as PIL and torch do.
+# Such a tie is an exact fraction, and this is more than rounding in float64 takes away from it.
+_TIE = 1e-6
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # A program makes STRIPS strips of ROWS x COLS output pixels. A strip sums its source rows, filtered
@@ -84,7 +88,8 @@ def resample(
         sampling: ``(N, 2, 6)`` float64 on the CPU: ``(origin, step, lo, hi, first, last)`` for the
             y and the x axis of every image.
         size: ``(H, W)`` of the result.
-        interpolation: ``"bilinear"``, or ``"bicubic"`` as in PIL: a = -0.5, and ``uint8`` sources
+        interpolation: ``"nearest"`` (the pixel at the center, without antialias), ``"bilinear"``,
+            or ``"bicubic"`` as in PIL: a = -0.5, and ``uint8`` sources
             are clamped to their range along x and then along y. Pillow 13 takes tall ones along y
             first, which shows where bicubic overshoots at edges.
         antialias: Whether to widen the filter to ``|step|`` where an image shrinks, as PIL does.
@@ -138,7 +143,7 @@ def resample_uint8(
         rows: ``(2, 6)`` float64, one row of :func:`resample`'s ``sampling``. It is the caller's to
             check them, with :func:`check_rows` for a whole batch.
         size: ``(H, W)`` of the result.
-        interpolation: ``"bilinear"`` or ``"bicubic"``.
+        interpolation: ``"nearest"``, ``"bilinear"`` or ``"bicubic"``.
         antialias: Whether to widen the filter where the image shrinks.
 
     Returns:
@@ -151,7 +156,8 @@ def resample_uint8(
         raise ValueError(f"image must be uint8 on the CPU, got {image.dtype} on {image.device}")
     windows = [_window(row, antialias) for row in rows.tolist()]
     # Without antialias torch's bicubic is not PIL's (a = -0.75).
-    if None in windows or (interpolation == "bicubic" and not antialias):
+    exact = interpolation == "nearest" or (interpolation == "bicubic" and not antialias)
+    if None in windows or exact:
         return resample_reference(
             [image],
             rows[None],
@@ -283,10 +289,13 @@ def _taps(
     origin, step, lo, hi, first, last = row
     if first == last:  # all is padding, whose centers may be anywhere
         origin, step = lo, 0.0
-    scale = max(abs(step), 1.0) if antialias else 1.0
+    nearest = interpolation == "nearest"
+    scale = max(abs(step), 1.0) if antialias and not nearest else 1.0
     radius = _SUPPORT[interpolation] * scale
     index = np.arange(size)
     center = origin + step * index.clip(first, last - 1)[:, None]
+    if nearest:
+        center = np.floor(center + (0.5 + _TIE)).clip(lo, hi - 1)
     taps = np.floor(center - radius) + 1 + np.arange(math.ceil(2 * radius))
     distance = np.abs(taps - center) / scale
     if interpolation == "bicubic":
@@ -482,7 +491,7 @@ def plan_rows(
         sizes: ``(N, 2)`` int64, height and width of the images to be.
         transposed: ``(N,)`` bool, whether an image will lie in memory with its axes changed.
         size: ``(H, W)`` of the result.
-        interpolation: ``"bilinear"`` or ``"bicubic"``.
+        interpolation: ``"nearest"``, ``"bilinear"`` or ``"bicubic"``.
         antialias: Whether to widen the filter where the image shrinks.
 
     Returns:
@@ -591,7 +600,9 @@ def _made_for(
     bicubic = interpolation == "bicubic"
     kind = getattr(tl, str(source).removeprefix("torch."))
     clamp, rounds = bicubic and source == torch.uint8, dtype == torch.uint8
-    return tiles, (channels, kind, bicubic, clamp, padded, rounds, _FIELDS, rows, cols, strips)
+    tie = 0.5 + _TIE if interpolation == "nearest" else 0.0
+    filters = bicubic, tie, clamp
+    return tiles, (channels, kind, *filters, padded, rounds, _FIELDS, rows, cols, strips)
 
 
 class Launches:
@@ -678,7 +689,8 @@ def _plan(strides: _Ints, rows: _Doubles, interpolation: str, antialias: bool) -
     words = np.zeros((len(rows), _FIELDS), np.int64)
     empty, box = rows[..., 4] == rows[..., 5], rows[..., 2:4]  # as in _taps
     origin, step = np.where(empty, box[..., 0], rows[..., 0]), np.where(empty, 0, rows[..., 1])
-    stretch = np.maximum(np.abs(step), 1) if antialias else np.ones_like(step)
+    widens = antialias and interpolation != "nearest"
+    stretch = np.maximum(np.abs(step), 1) if widens else np.ones_like(step)
     # Pixels that are only moved take part alone, so a finished picture costs one read each.
     moved = (np.abs(step) == 1) & (origin == np.floor(origin))
     radius = np.where(moved, 0.5, _SUPPORT[interpolation] * stretch)
@@ -714,6 +726,7 @@ if triton is not None:
         CHANNELS: tl.constexpr,
         SOURCE: tl.constexpr,
         BICUBIC: tl.constexpr,
+        TIE: tl.constexpr,  # 0: no pixel is taken alone
         CLAMP: tl.constexpr,
         PADDED: tl.constexpr,
         ROUND: tl.constexpr,
@@ -764,6 +777,8 @@ if triton is not None:
         left = tl.program_id(0) * COLS
         cols = left + tl.arange(0, COLS)[None, :]
         center = origin + step * _clamp(cols, first, last - 1)
+        if TIE > 0:
+            center = _clamp(tl.floor(center + TIE), lo, hi - 1)
         tap = _clamp(tl.floor(center - radius).to(tl.int32) + 1, lo, hi - taps_x)
         tap_x = ((tap - center) * squeeze).to(tl.float32)
         squeeze_x = squeeze.to(tl.float32)
@@ -792,6 +807,12 @@ if triton is not None:
             end = tl.minimum(tl.ceil(high).to(tl.int32), hi)
             tap_y = ((begin - (origin + step * near)) * squeeze).to(tl.float32)
             tap_y -= (_clamp(rows, first, last - 1) - near) * (step * squeeze).to(tl.float32)
+            if TIE > 0:
+                center_y = origin + step * _clamp(rows, first, last - 1)
+                center_y = _clamp(tl.floor(center_y + TIE), lo, hi - 1)
+                begin = tl.min(center_y).to(tl.int32)
+                end = tl.max(center_y).to(tl.int32) + 1
+                tap_y = (begin - center_y).to(tl.float32)
 
             red = tl.zeros([ROWS, COLS], tl.float32)
             green = tl.zeros([ROWS, COLS], tl.float32)

@@ -23,7 +23,7 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 
 from gpuprefetch._batch import children_of, leaves, map_leaves, moves_itself, objects, select
 from gpuprefetch._encoded import EncodedImage, EncodedImages
-from gpuprefetch._per_image import Loop, Policy, Switch
+from gpuprefetch._per_image import Apply, Choice, Loop, PerImage, Policy, Switch
 from gpuprefetch._timm import TimmAugment
 from gpuprefetch._transforms import _FusedTransform, apply_head
 
@@ -318,6 +318,8 @@ def _movers(transform: Any) -> Iterator[str]:
     if isinstance(transform, TimmAugment) and "affine" in transform.kinds:
         yield type(transform).__name__
     held = transform.children() if isinstance(transform, torch.nn.Module) else ()
+    if isinstance(transform, PerImage) and transform.op is not None:
+        held = iter([transform.op])
     listed = getattr(transform, "transforms", ())
     for each in (*held, *(listed if isinstance(listed, (list, tuple)) else ())):
         yield from _movers(each)
@@ -363,13 +365,16 @@ def _holds_stacked(batch: Any, samples: Sequence[Any]) -> bool:
     )
 
 
-def run_tail(tail: Sequence[Any], images: Any, batch: Any, fate: str) -> tuple[Any, Any]:
+def run_tail(
+    tail: Sequence[Any], images: Any, batch: Any, fate: str, look: Callable[[Any, Any], None]
+) -> tuple[Any, Any]:
     """Run transforms on ``(N, C, H, W)`` images and their batch with boxes, masks or points.
 
     This library's transforms and kornia's augmentations run on the whole of it, torchvision's v2
     transforms sample by sample, and move the targets too, also those of an ``nn.Sequential``. Any
     other callable gets the images alone. ``fate`` is what :func:`fate` said of the batch, in which
-    everything with an entry per sample is a :class:`PerSample`.
+    everything with an entry per sample is a :class:`PerSample`. ``look`` gets each transform and
+    its images beforehand.
 
     Raises:
         ValueError: for a transform that would move the images alone.
@@ -378,6 +383,7 @@ def run_tail(tail: Sequence[Any], images: Any, batch: Any, fate: str) -> tuple[A
     samples: Samples = [list(parts) for parts in zip(*columns, strict=True)]
     names = _names(batch, columns)
     for transform in tail:
+        look(transform, images)
         runner = _runner(transform, names)
         if runner is None:
             images = run(transform, images)
@@ -433,9 +439,34 @@ def run(transform: Any, images: Any) -> Any:
         form = f"{images.dtype} {tuple(images.shape)}" if kind == "Tensor" else f"a {kind}"
         error.add_note(f"raised by the transform {name}, which got {form}")
         raise
+    _check_result(name, images, result)
+    return result
+
+
+def _check_result(name: str, images: Any, result: Any) -> None:
     if result is None:
         raise TypeError(f"the transform {name} returned None. Let it return the images.")
-    return result
+    made = leaves(result)
+    foreign = [leaf for leaf in made if type(leaf).__module__.startswith(("numpy", "PIL."))]
+    if foreign and not any(isinstance(leaf, torch.Tensor) for leaf in made):
+        raise TypeError(
+            f"the transform {name} returned {type(foreign[0]).__module__}."
+            f"{type(foreign[0]).__name__}, and the loop gets tensors on the device. Let it return "
+            "torch.from_numpy(result).to(images.device), as (N, C, H, W), or run it in the dataset."
+        )
+    if not isinstance(images, torch.Tensor) or not isinstance(result, torch.Tensor):
+        return
+    if result.device != images.device:
+        raise ValueError(
+            f"the transform {name} returned images on {result.device}, and the loop gets them on "
+            f"{images.device}. Leave out what moves them, as .cpu() or .to(device)."
+        )
+    count, left = len(images), len(result) if result.dim() else 0
+    if left < count or (count and left % count):
+        raise ValueError(
+            f"the transform {name} returned {left} images of {count}, and the targets beside them "
+            "stay as they are. Let it return one of each, or the same number of each."
+        )
 
 
 def _names(batch: Any, columns: Sequence[Any]) -> list[Any]:
@@ -451,7 +482,12 @@ def _runner(transform: Any, names: Sequence[Any]) -> Callable[[Any, Samples], An
 
     ``names`` are those of the parts of a target, where samples are dicts.
     """
-    transform = transform.op if isinstance(transform, (Loop, Policy, Switch)) else transform
+    if isinstance(transform, (Loop, Policy, Switch)) or (
+        isinstance(transform, (Apply, Choice))
+        and transform.op is not None
+        and moves_pixels([transform])
+    ):
+        transform = transform.op
     v2 = sys.modules.get("torchvision.transforms.v2")
     if v2 is not None and isinstance(transform, v2.Transform):
         return partial(_run_each, transform, names)

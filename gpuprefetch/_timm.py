@@ -34,12 +34,12 @@ def is_timm(thing: Any, name: str) -> bool:
 
 def from_timm(op: Any) -> Any:
     """What one of timm's transforms stands for; the op itself where there is nothing."""
-    from torchvision import transforms as v1
-    from torchvision.transforms import v2
-
     name = type(op).__name__
     if not is_timm(op, name):
         return op
+    from torchvision import transforms as v1
+    from torchvision.transforms import v2
+
     if name == "MaybeToTensor":
         return v1.ToTensor()
     if name in ("MaybePILToTensor", "ToNumpy"):

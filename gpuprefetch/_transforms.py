@@ -63,11 +63,17 @@ class Sampling:
         low = np.maximum(self.low, np.minimum(a, b))
         return replace(self, low=low, high=np.minimum(self.high, np.maximum(a, b) + 1))
 
-    def resize(self, size: Floats, *, align_corners: bool = False) -> Sampling:
-        """Stretch the image to ``size``, on the half-pixel grid or from corner to corner."""
+    def resize(
+        self, size: Floats, *, align_corners: bool = False, first_pixel: bool = False
+    ) -> Sampling:
+        """Stretch the image to ``size``, on the half-pixel grid or from corner to corner.
+
+        With ``first_pixel`` the grid begins at the border: torch's "nearest" takes the first of the
+        pixels that become one.
+        """
         corners = (self.length - 1) / np.maximum(size - 1, 1)
         scale = corners if align_corners else self.length / size
-        shift = 0.0 if align_corners else 0.5 * scale - 0.5
+        shift = 0.0 if align_corners else -0.5 if first_pixel else 0.5 * scale - 0.5
         return replace(
             self,
             origin=self.origin + self.step * shift,
@@ -103,6 +109,19 @@ def _pair(size: int | Sequence[int], name: str) -> Size:
     if len(pair) != 2 or not all(isinstance(s, (int, np.integer)) and s > 0 for s in pair):
         raise ValueError(f"{name}(size=...) takes a positive int or (height, width), got {size!r}.")
     return int(pair[0]), int(pair[1])
+
+
+_FILTERS = ("nearest", "nearest-exact", "bilinear", "bicubic")
+_OF_PIL = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}
+
+
+def _filter(interpolation: Any) -> str:
+    """The name of a filter, which torchvision's InterpolationMode and PIL's Resampling have too."""
+    name = getattr(interpolation, "value", interpolation)
+    name = _OF_PIL.get(name, name) if isinstance(name, int) else name
+    if name not in _FILTERS:
+        raise ValueError(f"interpolation must be one of {_FILTERS}, got {interpolation!r}.")
+    return str(name)
 
 
 def _drawn(keys: Keys, count: int, *, same_on_batch: bool) -> Floats:
@@ -141,25 +160,38 @@ class _ResizedCrop:
             start = np.where(found[:, None], start, np.floor((sampling.length - box) / 2))
         cropped = sampling.crop(start, box).clip()
         size = np.full_like(sampling.length, self.size)
-        return cropped.resize(size, align_corners=self.align_corners)
+        first_pixel = self.interpolation == "nearest"
+        return cropped.resize(size, align_corners=self.align_corners, first_pixel=first_pixel)
+
+
+def _scaled(length: Floats, one: Floats, to: float) -> Floats:
+    """Sizes with the side ``one`` of ``length`` brought to ``to``, and the other after it."""
+    # Truncated, not rounded, as torchvision and kornia do.
+    return np.where(length == one, float(to), np.floor(to * length / one))
 
 
 @dataclass(frozen=True, slots=True)
 class _Resize:
-    size: int | Size  # an int is the shorter side
+    size: int | Size | None  # an int is the shorter side
     interpolation: str = "bilinear"
     antialias: bool = True
     align_corners: bool = False
+    max_size: int | None = None  # of the longer side; it is that where there is no size
 
     def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
+        size = sampling.length
         if isinstance(self.size, tuple):
-            size = np.full_like(sampling.length, self.size)
-        else:
-            short = sampling.length.min(axis=1, keepdims=True)
-            # Truncated, not rounded, as torchvision and kornia do.
-            size = np.floor(self.size * sampling.length / short)
-            size = np.where(sampling.length == short, float(self.size), size)
-        return sampling.clip().resize(size, align_corners=self.align_corners)
+            size = np.full_like(size, self.size)
+        elif self.size is not None:
+            size = _scaled(size, size.min(axis=1, keepdims=True), self.size)
+        if self.max_size is not None:
+            long = size.max(axis=1, keepdims=True)
+            limited = np.maximum(_scaled(size, long, self.max_size), 1)
+            size = np.where((long > self.max_size) | (self.size is None), limited, size)
+        first_pixel = self.interpolation == "nearest"
+        return sampling.clip().resize(
+            size, align_corners=self.align_corners, first_pixel=first_pixel
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +263,7 @@ class Head:
     Attributes:
         ops: what moves the sampling map, in the list's order.
         size: ``(height, width)`` of the result, None where the list does not fix it.
-        interpolation: ``"bilinear"`` or ``"bicubic"``.
+        interpolation: ``"nearest"``, ``"bilinear"`` or ``"bicubic"``.
         antialias: whether shrinking widens the filter, as PIL does.
         mean: per channel, in [0, 1] units; None without a Normalize.
         std: likewise.
@@ -245,6 +277,11 @@ class Head:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     names: tuple[str, ...] = ()
+
+    @property
+    def normalize(self) -> tuple[list[float], list[float]] | None:
+        """``mean`` and ``std``; None without a Normalize."""
+        return None if self.mean is None or self.std is None else ([*self.mean], [*self.std])
 
     def sample(self, sizes: npt.ArrayLike, keys: Keys) -> Sampling:
         """The sampling of images of ``sizes`` ``(N, 2)`` with ``(N,)`` keys."""
@@ -264,11 +301,6 @@ class _FusedTransform(torch.nn.Module):
     def __init__(self, op: Any) -> None:
         super().__init__()
         self.op = op
-        interpolation = getattr(op, "interpolation", "bilinear")
-        if interpolation not in ("bilinear", "bicubic"):
-            raise ValueError(
-                f'interpolation must be "bilinear" or "bicubic", got {interpolation!r}.'
-            )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Transform a batch of equal-size images.
@@ -309,7 +341,8 @@ class RandomResizedCrop(_FusedTransform):
         size: result, an int for a square or ``(height, width)``, in pixels.
         scale: range of the crop's share of the area; a draw above 1 fits no image and is repeated.
         ratio: range of width / height.
-        interpolation: ``"bilinear"`` or ``"bicubic"``.
+        interpolation: ``"bilinear"``, ``"bicubic"``, ``"nearest"`` (torch's) or ``"nearest-exact"``
+            (PIL's NEAREST), or torchvision's ``InterpolationMode``.
 
     Raises:
         ValueError: for a size, range or interpolation that is not one of these.
@@ -320,7 +353,7 @@ class RandomResizedCrop(_FusedTransform):
         size: int | Sequence[int],
         scale: tuple[float, float] = (0.08, 1.0),
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
-        interpolation: str = "bilinear",
+        interpolation: Any = "bilinear",
     ) -> None:
         for name, value, least in (("scale", scale, 0.0), ("ratio", ratio, math.ulp(0.0))):
             if np.shape(value) != (2,) or not least <= value[0] <= value[1] < math.inf:
@@ -329,7 +362,7 @@ class RandomResizedCrop(_FusedTransform):
                     f"{name} must be (low, high) with 0 {above} low <= high, got {value!r}."
                 )
         pair = _pair(size, "RandomResizedCrop")
-        super().__init__(_ResizedCrop(pair, tuple(scale), tuple(ratio), interpolation))
+        super().__init__(_ResizedCrop(pair, tuple(scale), tuple(ratio), _filter(interpolation)))
 
 
 class Resize(_FusedTransform):
@@ -338,15 +371,29 @@ class Resize(_FusedTransform):
     Args:
         size: an int is the shorter side, the longer one follows (truncated, as in torchvision);
             ``(height, width)`` is the exact result. In pixels.
-        interpolation: ``"bilinear"`` or ``"bicubic"``.
+        interpolation: ``"bilinear"``, ``"bicubic"``, ``"nearest"`` (torch's) or ``"nearest-exact"``
+            (PIL's NEAREST), or torchvision's ``InterpolationMode``.
+        max_size: the longer side at most, in pixels, for an int ``size``; with ``size=None`` the
+            longer side.
 
     Raises:
         ValueError: for a size or interpolation that is not one of these.
     """
 
-    def __init__(self, size: int | Sequence[int], interpolation: str = "bilinear") -> None:
-        pair = _pair(size, "Resize")
-        super().__init__(_Resize(pair if isinstance(size, Sequence) else pair[0], interpolation))
+    def __init__(
+        self,
+        size: int | Sequence[int] | None,
+        interpolation: Any = "bilinear",
+        max_size: int | None = None,
+    ) -> None:
+        pair = None if size is None and max_size else _pair(size, "Resize")  # type: ignore[arg-type]
+        exact = pair if isinstance(size, Sequence) or pair is None else pair[0]
+        if max_size is not None and (isinstance(exact, tuple) or max_size <= (exact or 0)):
+            raise ValueError(
+                "Resize(max_size=...) takes the longer side at most, above an int size, got "
+                f"size={size!r} and max_size={max_size!r}."
+            )
+        super().__init__(_Resize(exact, _filter(interpolation), max_size=max_size))
 
 
 class CenterCrop(_FusedTransform):
@@ -427,7 +474,8 @@ def _extended(head: Head, transform: Any) -> Head | None:
     if any(isinstance(done, _RESIZES) or getattr(done, "pad", False) for done in head.ops):
         return None  # two resamplings in a row are not one
     size = op.size if isinstance(op.size, tuple) else None
-    return replace(longer, size=size, interpolation=op.interpolation, antialias=op.antialias)
+    interpolation = op.interpolation.removesuffix("-exact")  # what differs is the sampling
+    return replace(longer, size=size, interpolation=interpolation, antialias=op.antialias)
 
 
 Transform = Callable[..., Any]
@@ -489,9 +537,9 @@ def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
         return
     stop, hint = ", ".join(head.names) or "an empty list", ""
     if tail:
-        first = type(tail[0]).__name__
+        first = getattr(tail[0], "__name__", type(tail[0]).__name__)
         stop = f"{first} behind {stop}" if head.names else f"{first} comes first and"
-        if type(tail[0]).__module__.startswith("torchvision."):
+        if type(getattr(tail[0], "op", tail[0])).__module__.startswith("torchvision."):
             hint = " gpuprefetch.convert_transforms() makes such a list of torchvision's pipelines."
     raise ValueError(
         f"Decoded photos have different sizes, and {stop} does not give them the one that "

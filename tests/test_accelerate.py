@@ -279,6 +279,9 @@ HEAD = {
         0.5,
     ),
     "Resize": (lambda T: T.Resize((48, 61)), 0.5),
+    "Resize max_size": (lambda T: T.Compose([T.Resize(48, max_size=60), T.CenterCrop(48)]), 0.5),
+    "Resize nearest": (lambda T: T.Resize((48, 61), NEAREST), 0.1),  # for ties
+    "RandomResizedCrop nearest": (lambda T: T.RandomResizedCrop(48, interpolation=NEAREST), 0.1),
     "CenterCrop": (lambda T: T.CenterCrop(48), 1e-5),
     "CenterCrop pads": (lambda T: T.CenterCrop((300, 210)), 1e-5),
     "RandomCrop": (lambda T: T.RandomCrop(48), 1e-5),
@@ -310,6 +313,7 @@ TAIL = {
     "AugMix": (lambda T: T.AugMix(), 0.1),
     "RandomApply": (lambda T: T.RandomApply([T.ColorJitter(0.4), T.GaussianBlur(3)], 0.5), 0.5),
     "RandomChoice": (lambda T: T.RandomChoice([T.RandomInvert(1), T.Grayscale(3)]), 0.6),
+    "RandomOrder": (lambda T: T.RandomOrder([T.RandomInvert(1), T.RandomSolarize(99, 1)]), 0),
     "Compose": (lambda T: T.Compose([T.Compose([T.RandomInvert(0.5)])]), 0),
     "Pad": (lambda T: T.Pad(3), 0),
     "Resize again": (lambda T: T.Resize(40), 1.0),
@@ -338,6 +342,13 @@ def test_the_nearest_pixel_of_a_tensor_is_torchvisions(folder):
     assert alone(folder, ops)["Resize"].mean == 0
     ties = convert([v2.CenterCrop(160), v2.Resize(48, NEAREST), v2.PILToTensor()]).steps[1]
     assert "equally near" in ties.note
+
+
+@pytest.mark.parametrize("mean", [0.5, torch.tensor(0.5), [0.5], (0.4, 0.5, 0.6)])
+def test_normalize_takes_a_number_for_all_channels(folder, mean):
+    loader = loader_of(folder, [v1.CenterCrop(24), v1.ToTensor(), v1.Normalize(mean, 0.25)])
+    for (want, _), (got, _) in zip(loader, accelerate(loader, **CPU), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_parity_of_a_flip_behind_normalize(folder):
@@ -549,7 +560,6 @@ REFUSED = {
     "Lambda .* not among the ops": [v2.CenterCrop(9), v2.Lambda(abs), v2.ToImage()],
     "function .* not one of torchvision": [v2.CenterCrop(9), batch, v2.ToImage()],
     "Resize .*'lanczos'": [v2.Resize((9, 9), InterpolationMode.LANCZOS), v2.ToImage()],
-    "Resize .* max_size": [v2.Resize(9, max_size=12), v2.CenterCrop(9), v2.ToImage()],
     "RandomResizedCrop .* antialias": [v2.ToImage(), v2.RandomResizedCrop(9, antialias=False)],
     "RandomResizedCrop .* with antialias": [
         v2.ToImage(), v2.RandomResizedCrop(9, antialias=None)  # which is False for tensors
@@ -1016,9 +1026,6 @@ def test_explain_takes_what_a_prefetcher_takes():
     for ops in ([gpuprefetch.Resize((9, 9)), jitter, noise], [K.Resize((9, 9)), noise]):
         *_, last = explain(ops).splitlines()
         assert last.startswith("GaussianNoise") and "float32 (N, 3, 9, 9)" in last
-    assert "torchvision's draw once a batch" in explain([gpuprefetch.Resize((9, 9)), noise])
-    gray = v2.Grayscale(3)
-    assert "draw once" not in explain([gpuprefetch.Resize((9, 9)), gray])
     converted = convert_transforms([v2.CenterCrop(9), v2.ColorJitter(0.1), v2.ToImage()])
     assert "uint8 (N, 3, 9, 9)" in explain(converted)
 

@@ -104,6 +104,25 @@ def test_kernel_matches_twin(kernel_device, request, size, interpolation, antial
     assert_as_good_as_eager(result, images, sampling, size, **options)
 
 
+@pytest.mark.usefixtures("large_tiles")
+def test_the_nearest_pixel(kernel_device):
+    size = SIZES[1]
+    cases = everything(size)
+    images, sampling = batch(cases, kernel_device)
+    options = {"interpolation": "nearest", "dtype": torch.uint8}
+    result = launch(images, sampling, size, **options)
+    for image, rows, got in zip(images, sampling, result, strict=True):
+        want = image.cpu()
+        for dim, (origin, step, lo, hi, first, last) in zip((1, 2), rows, strict=True):
+            index = np.arange(size[dim - 1])
+            pixel = np.floor(origin + step * index.clip(first, last - 1) + 0.5 + 1e-9)
+            want = want.index_select(dim, torch.from_numpy(pixel.clip(lo, hi - 1)).long())
+            outside = torch.from_numpy((index < first) | (index >= last))
+            want = want.masked_fill(outside[:, None] if dim == 1 else outside, 0)
+        assert torch.equal(got, want)
+        assert torch.equal(resample_uint8(image.cpu(), rows, size, interpolation="nearest"), want)
+
+
 def test_kernel_comparison_can_fail(kernel_device):
     images, sampling = batch(everything((4, 16))[:1], kernel_device)
     result = launch(images, sampling, (4, 16))
@@ -472,7 +491,7 @@ def rows_with(**changes):
         ({"sampling": rows_with(first=9)}, "sampling[0, 1]"),
         ({"sampling": rows_with(origin=2.0)}, "within half a pixel of the box"),
         ({"sampling": rows_with(step=np.nan)}, "sampling[0, 1]"),
-        ({"interpolation": "nearest"}, "one of ['bilinear', 'bicubic'], got 'nearest'"),
+        ({"interpolation": "lanczos"}, "one of ['nearest', 'bilinear', 'bicubic'], got 'lanczos'"),
         ({"dtype": torch.int64}, "dtype must be uint8 or floating point"),
         ({"mean": [0.5, 0.5]}, "mean must have 3 values"),
         ({"std": MEAN, "dtype": torch.uint8}, "std needs a floating-point dtype"),

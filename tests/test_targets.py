@@ -264,6 +264,12 @@ TAILS = {
         v2.Resize((80, 60)),
     ],
     "torchvision flips": [v2.Compose([v2.RandomVerticalFlip(), v2.RandomHorizontalFlip()])],
+    "torchvision in containers": [
+        v1.RandomHorizontalFlip(),
+        v2.RandomApply([v2.RandomVerticalFlip(1.0)]),
+        v2.RandomOrder([v2.RandomHorizontalFlip(), v2.Resize((80, 60))]),
+        v2.Compose([v2.RandomChoice([v2.RandomHorizontalFlip(1.0), v2.Identity()])]),
+    ],
     "converted": [per_image(v2.RandomAffine(0, translate=(0.1, 0.1)))],
     "callable": [lambda images: images / 2 + 0.3],
     "own resize and crop": [torch.nn.Identity(), Resize(90), CenterCrop((84, 90))],
@@ -751,7 +757,7 @@ REFUSED = {
         {},
         "Apply holds RandomRotation, which moves images alone",
     ),
-    "v1": (Squares(2), [v1.RandomHorizontalFlip()], {}, "RandomHorizontalFlip moves images alone"),
+    "v1": (Squares(2), [v1.Pad(1), v1.Resize(9)], {}, "Pad moves images alone"),
     "own module": (Squares(2), [Own()], {}, "Own holds RandomRotation, which moves images alone"),
     "own flip": (Squares(2), [OwnFlip()], {}, "OwnFlip moves images alone"),
     "jigsaw": (Squares(2), [K.RandomJigsaw()], {}, "kornia's RandomJigsaw takes no boxes, masks"),
@@ -806,10 +812,10 @@ def test_a_transform_runs_for_one_thread_at_a_time(monkeypatch, guarded):
 
 
 def test_a_transform_that_fails_is_named():
-    to_tensor = v1.ToTensor()  # which takes no tensor
-    with pytest.raises(TypeError) as caught:
-        list(prefetcher(Squares(2, empty=False), [Resize((40, 30)), to_tensor]))
-    note = "raised by the transform ToTensor, which got torch.float32 (2, 3, 40, 30)"
+    to_picture = v1.ToPILImage()  # which takes no batch
+    with pytest.raises(ValueError, match="2/3 dim") as caught:
+        list(prefetcher(Squares(2, empty=False), [Resize((40, 30)), to_picture]))
+    note = "raised by the transform ToPILImage, which got torch.float32 (2, 3, 40, 30)"
     assert note in caught.value.__notes__
 
 

@@ -115,6 +115,33 @@ def test_resize_shorter_side_truncates_as_torchvision():
         assert tuple(sampling.length[0].astype(int)) == tuple(want)
 
 
+@pytest.mark.parametrize(("size", "max_size"), [(37, 60), (37, 200), (None, 60)])
+def test_resize_keeps_the_longer_side_below_max_size_as_torchvision(size, max_size):
+    sizes = [(101, 203), (203, 101), (77, 77), (20, 203), (40, 64)]
+    head, _ = read_transforms([Resize(size, max_size=max_size)])
+    lengths = head.ops[0](Sampling.identity(sizes), fold(0, np.zeros(5, int))).length.astype(int)
+    for canvas, got in zip(sizes, lengths.tolist(), strict=True):
+        want = F.resize(torch.zeros(1, *canvas), size and [size], max_size=max_size).shape[-2:]
+        assert tuple(got) == tuple(want)
+
+
+@pytest.mark.parametrize("mode", [v2.InterpolationMode.NEAREST, v2.InterpolationMode.NEAREST_EXACT])
+def test_the_nearest_pixel_is_torchvisions(mode):
+    images = photos()
+    transforms = [Resize(29, mode), CenterCrop(24), K.RandomHorizontalFlip(1.0)]
+    for image, got in zip(images, run(transforms, images)[0], strict=True):
+        want = F.center_crop(F.resize(image, [29], mode), [24]).flip(-1)
+        assert torch.equal((got * 255).round().to(torch.uint8), want)
+
+
+@pytest.mark.parametrize("make", [Resize, RandomResizedCrop])
+def test_filters_may_be_named_as_torchvision_and_pil_name_them(make):
+    for name in ("BICUBIC", "BILINEAR"):
+        same = [name.lower(), v2.InterpolationMode[name], Image.Resampling[name]]
+        assert len({make(8, interpolation=value).op for value in same}) == 1
+    assert make(8, interpolation=Image.Resampling.NEAREST).op.interpolation == "nearest-exact"
+
+
 def test_crop_then_resize_does_not_blend_what_was_cut():
     image = torch.zeros(3, 40, 40, dtype=torch.uint8)
     image[:, 10:30, 10:30] = 255
@@ -269,7 +296,9 @@ def test_head_without_a_size_keeps_that_of_the_batch():
         lambda: RandomResizedCrop(8, scale=(0.5, 0.1)),
         lambda: RandomResizedCrop(8, ratio=(0.0, 1.0)),
         lambda: Resize(2.5),
-        lambda: Resize(8, interpolation="nearest"),
+        lambda: Resize(8, interpolation="lanczos"),
+        lambda: Resize((8, 9), max_size=12),
+        lambda: Resize(8, max_size=8),
         lambda: CenterCrop("8"),
     ],
 )

@@ -1,0 +1,168 @@
+"""Values that an op of a list is not for, as 0 to 255 for a Normalize in [0, 1] units.
+
+What is certain is an error. What is only likely is a warning, on the first batch that reaches the
+op: to look at values makes the host wait for the device.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpuprefetch._convert import is_on_device, name_of
+from gpuprefetch._per_image import PerImage
+
+Constants = tuple[list[float], list[float]]
+
+# Filters and noise leave [0, 1] by less than this on each side; what is normalized, or in 0 to 255,
+# by more.
+LOW, HIGH = -0.5, 2.0
+# No mean of images in [0, 1] is above 1, and no std above 0.5. A Normalize that undoes another one
+# has a large std, 1 / std of the other, but a negative mean.
+CERTAIN_MEAN, CERTAIN_STD = 2.0, 10.0
+
+# They clamp to [0, 1], or count levels in it.
+_UNIT_OPS = frozenset(
+    "AugMix AutoAugment ColorJiggle ColorJitter RandAugment RandomAdjustSharpness"
+    " RandomAutoContrast RandomAutocontrast RandomBrightness RandomClahe RandomContrast"
+    " RandomEqualize RandomGamma RandomHue RandomInvert RandomPhotometricDistort RandomPosterize"
+    " RandomSaturation RandomSharpness RandomSolarize TrivialAugment TrivialAugmentWide".split()
+)
+
+
+def _is_known(op: Any) -> bool:
+    return name_of(op) is not None or is_on_device(op)
+
+
+def constants(op: Any) -> Constants | None:
+    """Mean and std of a Normalize of torchvision or kornia; None for anything else."""
+    if type(op).__name__ != "Normalize" or not _is_known(op):
+        return None
+    held = getattr(op, "flags", None) or {"mean": op.mean, "std": op.std}
+    mean, std = (
+        np.ravel(torch.as_tensor(held[name]).tolist()).tolist() for name in ("mean", "std")
+    )
+    return mean, std
+
+
+class Values:
+    """Looks at the values that reach the ops of a list, at each op once.
+
+    Args:
+        fused: mean and std of a fused Normalize, if there is one.
+        tail: the transforms behind the fused ones.
+
+    Raises:
+        ValueError: if a std is 0, or images are normalized twice.
+    """
+
+    def __init__(self, fused: Constants | None = None, tail: Sequence[Any] = ()) -> None:
+        self._fused, self._seen = fused, set[int]()
+        self._began = False
+        self._scaled = False  # the source was uint8, so the list began with values in [0, 1]
+        self._tail = [op.op if isinstance(op, PerImage) else op for op in tail]
+        normalized = fused is not None
+        for op in self._tail:
+            if (found := constants(op)) is None:
+                normalized &= _is_known(op) and type(op).__name__ != "Denormalize"
+                continue
+            mean, std = found
+            if 0.0 in std:
+                raise ValueError(f"Normalize divides by std, which must not be 0, got {std}.")
+            undoes = min(mean) < 0 or max(mean) == 0
+            if normalized and not undoes:
+                raise ValueError(
+                    "transforms normalize twice, and the second Normalize gets values that are not "
+                    f"in [0, 1] any more. Leave one of them out, as that with mean {mean}."
+                )
+            normalized = not undoes
+
+    def begin(self, images: torch.Tensor | None = None) -> None:
+        """Look at the images that the list begins with; None for decoded ones.
+
+        Raises:
+            ValueError: if the values are certainly not what a fused Normalize is for.
+        """
+        if self._began:
+            return
+        values = (0.0, 1.0)
+        if images is not None and images.is_floating_point():
+            values = _range(images) if self._fused is not None else values
+        else:
+            self._scaled = True
+        self._began = True
+        if self._fused is not None:
+            self._normalized(self._fused, *values)
+
+    def reach(self, transform: Any, images: Any) -> None:
+        """Look at images that a transform behind the fused ones gets.
+
+        Raises:
+            TypeError: if uint8 images reach a Normalize.
+            ValueError: if the values are certainly not what the transform is for.
+        """
+        if id(transform) in self._seen or not isinstance(images, torch.Tensor):
+            return
+        self._seen.add(id(transform))
+        op = transform.op if isinstance(transform, PerImage) else transform
+        normalize, name = constants(op), type(op).__name__
+        if normalize is not None and not images.is_floating_point():
+            raise TypeError(
+                f"Normalize takes floating point, and {images.dtype} reaches it. Put "
+                "v2.ToDtype(torch.float32, scale=True) before it, and leave dtype=torch.uint8 out."
+            )
+        if name == "ToDtype" and _is_known(op):
+            self._cast(op, images)
+        elif normalize is not None:
+            self._normalized(normalize, *_range(images))
+        elif name in _UNIT_OPS and _is_known(op) and images.is_floating_point():
+            low, high = _range(images)
+            if not LOW <= low <= high <= HIGH:
+                _warn(f"{name} is for values in [0, 1], and gets {low:.4g} to {high:.4g}", name)
+
+    def _normalized(self, normalize: Constants, low: float, high: float) -> None:
+        mean, std = normalize
+        if LOW <= low <= high <= HIGH:
+            certain = max(mean) > CERTAIN_MEAN or (min(mean) >= 0 and max(std) > CERTAIN_STD)
+            text = (
+                f"Normalize with mean {mean} and std {std} is for values of 0 to 255, and images "
+                "are in [0, 1] here. Divide both by 255"
+            )
+            if certain and self._scaled:
+                raise ValueError(f"{text}.")
+            if certain or max(mean) > 1:
+                _warn(text, "Normalize")
+        elif max(mean) <= 1 and 0 <= min(mean) and max(mean) > 0 and max(std) <= 1:
+            _warn(
+                f"Normalize with mean {mean} is for values in [0, 1], and gets {low:.4g} to "
+                f"{high:.4g}",
+                "Normalize",
+            )
+
+    def _cast(self, op: Any, images: torch.Tensor) -> None:
+        dtype = op.dtype
+        if isinstance(dtype, dict):
+            dtype = dtype.get(torch.Tensor, dtype.get("others"))
+        if op.scale or dtype is None or dtype.is_floating_point == images.is_floating_point():
+            return
+        if dtype.is_floating_point and any(map(constants, self._tail)):
+            return  # which is looked at
+        if dtype.is_floating_point or _range(images)[1] <= HIGH:
+            _warn(f"ToDtype leaves values as they are. For {dtype} it takes scale=True", "ToDtype")
+
+
+def _range(images: torch.Tensor) -> tuple[float, float]:
+    if not images.numel():
+        return 0.0, 1.0
+    low, high = images.detach().aminmax()
+    return float(low), float(high)
+
+
+def _warn(text: str, name: str) -> None:
+    warnings.warn(
+        f"{text}. If that is meant, call the {name} from a function in the list.", stacklevel=2
+    )

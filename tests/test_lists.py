@@ -1,0 +1,232 @@
+"""What a list in ``transforms`` means: torchvision's draws for each image, and likely mistakes."""
+
+import kornia.augmentation as K
+import pictures
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchvision import transforms as v1
+from torchvision.transforms import v2
+
+import gpuprefetch
+from gpuprefetch import DataPrefetcher, EncodedImage
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SEVERAL = 64
+
+
+def noise(count=SEVERAL, dtype=torch.uint8):
+    images = torch.randint(0, 256, (count, 3, 6, 8), generator=torch.Generator().manual_seed(0))
+    return images.to(dtype)
+
+
+def run(transforms, images=None, **options):
+    """The batch that a prefetcher with these transforms makes of ``images``."""
+    loader = [noise(4) if images is None else images]
+    return next(
+        iter(DataPrefetcher(loader, transforms=transforms, device="cpu", seed=0, **options))
+    )
+
+
+class Files(torch.utils.data.Dataset):
+    def __len__(self):
+        return SEVERAL
+
+    def __getitem__(self, index):
+        return EncodedImage(pictures.encode(pictures.draw(6, 8, seed=index), "PNG"), index)
+
+
+def of_files(transforms):
+    loader = DataLoader(Files(), batch_size=SEVERAL)
+    return next(iter(DataPrefetcher(loader, transforms=transforms, device="cpu", seed=0)))
+
+
+FLIPS = {
+    "v1": v1.RandomHorizontalFlip(),
+    "v2": v2.RandomHorizontalFlip(),
+    "Compose": v2.Compose([v2.Identity(), v1.Compose([v2.RandomHorizontalFlip()])]),
+    "Compose with a function": v2.Compose([v2.RandomHorizontalFlip(), lambda images: images]),
+    "Sequential": torch.nn.Sequential(torch.nn.Sequential(v2.RandomHorizontalFlip())),
+    "RandomApply": v2.RandomApply([v2.RandomHorizontalFlip(1.0)]),
+    "RandomApply, v1": v1.RandomApply([v1.RandomHorizontalFlip(1.0)]),
+    "RandomApply of a function": v2.RandomApply([lambda images: images.flip(-1)]),
+    "RandomChoice": v2.RandomChoice([v2.RandomHorizontalFlip(1.0), v2.Identity()]),
+    "RandomOrder": v2.RandomOrder([v2.RandomHorizontalFlip(), v2.Identity()]),
+    "one shape of several ops": v2.RandomApply([v2.RandomHorizontalFlip(1.0), v2.Resize((6, 8))]),
+    "drawn sizes": v2.Compose(
+        [v2.RandomResize(9, 20), v2.RandomHorizontalFlip(), v2.Resize((6, 8))]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLIPS)
+def test_torchvisions_ops_draw_for_each_image(name):
+    images = noise()
+    if name == "drawn sizes":  # which leave no pixel as it was, so with slopes to tell flips by
+        images = (torch.arange(8.0) * 30).expand(SEVERAL, 3, 6, 8).to(torch.uint8)
+    flipped = 0
+    for image, got in zip(images, run([FLIPS[name]], images), strict=True):
+        nearest = torch.stack([image, image.flip(-1)]).int().sub(got.int()).abs().amax((1, 2, 3))
+        assert nearest.min() <= (20 if name == "drawn sizes" else 0)
+        flipped += int(nearest.argmin())
+    assert 16 <= flipped <= 48  # 4 standard deviations of 64 draws
+
+
+def test_they_draw_for_each_decoded_image():
+    head = [gpuprefetch.Resize((6, 8))]
+    plain, images = of_files(head), of_files([*head, v2.RandomHorizontalFlip()])
+    flipped = [torch.equal(got, image.flip(-1)) for image, got in zip(plain, images, strict=True)]
+    assert all(
+        flip or torch.equal(got, image)
+        for image, got, flip in zip(plain, images, flipped, strict=True)
+    )
+    assert 16 <= sum(flipped) <= 48
+
+
+def test_a_random_order_is_each_images_own():
+    images = torch.full((SEVERAL, 3, 2, 2), 100, dtype=torch.uint8)
+    ops = [v2.RandomInvert(1.0), v2.RandomSolarize(128, 1.0)]
+    orders = {int(v2.Compose(order)(images[0])[0, 0, 0]) for order in (ops, ops[::-1])}
+    for T in (v1, v2):
+        assert set(run([T.RandomOrder(ops)], images)[:, 0, 0, 0].tolist()) == orders == {100, 155}
+
+
+@pytest.mark.parametrize(
+    "op", [v2.Normalize(MEAN, STD), v2.Pad(2), v2.CenterCrop(4), v2.Grayscale(3)]
+)
+def test_what_draws_nothing_stays_as_it_is(op):
+    images = noise(4, torch.float32) / 255
+    assert torch.equal(run([op], images), op(images))
+    assert DataPrefetcher([images], transforms=[op], device="cpu")._pipeline.tail == [op]
+
+
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        (v2.CutMix(num_classes=3), "CutMix mixes the images of a batch.*Mix in the training step"),
+        (v2.Compose([v2.MixUp(num_classes=3)]), "MixUp mixes the images"),
+        (v1.ToTensor(), r"ToTensor takes PIL images, .* Leave it out"),
+    ],
+)
+def test_what_has_no_place_in_a_list_is_refused(op, text):
+    with pytest.raises(ValueError, match=text):
+        DataPrefetcher([noise()], transforms=[op], device="cpu")
+
+
+def test_timms_policies_are_sent_to_the_converter():
+    timm = pytest.importorskip("timm.data")
+    op = timm.rand_augment_transform("rand-m9", {})
+    with pytest.raises(ValueError, match=r"timm's RandAugment .*=convert_transforms\(pipeline\)"):
+        DataPrefetcher([noise()], transforms=[op], device="cpu")
+    erasing = timm.random_erasing.RandomErasing(0.5, device="cpu")
+    erased = run([erasing], torch.ones(SEVERAL, 3, 16, 16)).amin((1, 2, 3)) == 0
+    assert 16 <= erased.sum() <= 48
+
+
+def test_drawn_sizes_that_no_batch_can_hold_are_refused():
+    with pytest.raises(ValueError, match=r"RandomResize draws for each .* lambda images: op"):
+        run([v2.RandomResize(9, 40)], noise())
+
+
+# --- values -------------------------------------------------------------------------------------
+
+CROP = gpuprefetch.Resize((6, 8))
+IN_255 = [MEAN_255 := [m * 255 for m in MEAN], STD_255 := [s * 255 for s in STD]]
+
+
+@pytest.mark.parametrize(
+    "normalize",
+    [
+        K.Normalize(torch.tensor(MEAN_255), torch.tensor(STD_255)),
+        v2.Normalize(MEAN_255, STD_255),
+        v1.Normalize(MEAN_255, STD_255),
+        v2.Compose([v2.RandomHorizontalFlip(), v2.Normalize(MEAN_255, STD_255)]),
+        v2.Normalize([0.0], [255.0]),
+    ],
+    ids=["kornia", "v2", "v1", "Compose", "scale"],
+)
+def test_a_normalize_for_levels_is_refused_for_images_in_0_to_1(normalize):
+    text = "is for values of 0 to 255, and images are in .*Divide both by 255"
+    with pytest.raises(ValueError, match=text):
+        of_files([CROP, normalize])
+    with pytest.raises(ValueError, match=text):
+        run([CROP, normalize])
+    with pytest.warns(UserWarning, match=text):  # whose own scale is not known
+        run([CROP, normalize], torch.rand(4, 3, 6, 8))
+    run([CROP, normalize], noise(4, torch.float32))  # for which it is meant
+
+
+ONE = K.Normalize(torch.tensor(MEAN), torch.tensor(STD))
+TWO = v2.Normalize(MEAN, STD)
+BACK = v2.Normalize([-m / s for m, s in zip(MEAN, STD, strict=True)], [1 / s for s in STD])
+
+
+def test_two_normalizes_are_refused_unless_something_undoes_one():
+    for twice in ([CROP, ONE, TWO], [CROP, TWO, v2.RandomHorizontalFlip(), v1.Normalize(0.5, 0.5)]):
+        with pytest.raises(ValueError, match="normalize twice"):
+            DataPrefetcher([1], transforms=twice, device="cpu")
+    back = [CROP, ONE, BACK]
+    torch.testing.assert_close(run(back), noise(4) / 255, atol=1e-5, rtol=0)
+    for once in ([*back, TWO], [CROP, ONE, lambda images: BACK(images), TWO]):
+        torch.testing.assert_close(run(once), run([CROP, ONE]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("transforms", "images", "text"),
+    [
+        ([CROP, ONE], noise(4, torch.float32), "values in .*gets 0 to 255"),
+        ([TWO], noise(4, torch.float32), "values in .*gets 0 to 255"),
+        ([v2.ToDtype(torch.float32), TWO], noise(4), "values in .*gets 0 to 255"),
+        ([v2.ToDtype(torch.float32)], noise(4), "scale=True"),
+        ([CROP, v2.ToDtype(torch.uint8)], noise(4), "scale=True"),
+        ([v2.ColorJitter(0.4)], noise(4, torch.float32), r"ColorJitter is for .*gets 0 to 255"),
+        ([K.RandomGamma()], noise(4, torch.float32), r"RandomGamma is for values in \[0, 1\]"),
+        ([CROP, ONE, K.ColorJitter(0.4)], noise(4), r"ColorJitter is for .*gets -2"),
+    ],
+)
+def test_values_that_are_likely_wrong_are_told_once(transforms, images, text):
+    loader = DataPrefetcher([images, images], transforms=transforms, device="cpu")
+    with pytest.warns(UserWarning, match=text) as told:
+        list(loader)
+    assert len(told) == 1
+    list(loader)
+
+
+def test_values_of_the_right_range_are_not_told():
+    for transforms in ([CROP, K.ColorJitter(0.4), ONE], [v2.ToDtype(torch.float32, True), TWO]):
+        run(transforms)
+    run([v2.ToDtype(torch.float32), v2.Normalize(MEAN_255, STD_255)])
+    run([CROP, v2.ToDtype(torch.uint8, scale=True), v2.ColorJitter(0.4)])
+
+
+def test_normalize_of_integers_or_by_zero_is_refused():
+    for normalize in (TWO, K.Normalize(torch.tensor(MEAN), torch.tensor(STD), p=0.5)):
+        with pytest.raises(TypeError, match=r"takes floating point, and torch\.uint8"):
+            run([CROP, v2.Identity(), normalize], dtype=torch.uint8)
+    with pytest.raises(ValueError, match="must not be 0"):
+        DataPrefetcher([1], transforms=[CROP, v2.Normalize(MEAN, (0.2, 0.0, 0.2))], device="cpu")
+
+
+@pytest.mark.parametrize("normalize", [K.Normalize, v2.Normalize], ids=["kornia", "v2"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_normalize_of_other_channels_is_refused(normalize, count):
+    values = torch.full((count,), 0.5)
+    with pytest.raises((ValueError, RuntimeError), match=r"3 values|size of tensor"):
+        run([CROP, normalize(values, values)])
+
+
+@pytest.mark.parametrize(
+    ("transform", "error", "text"),
+    [
+        (lambda images: images.numpy(), TypeError, r"numpy.ndarray.*torch.from_numpy\(result\)"),
+        (lambda images: [*map(v2.ToPILImage(), images)], TypeError, "PIL.Image.Image"),
+        (lambda images: None, TypeError, "returned None"),
+        (lambda images: images[:3], ValueError, "3 images of 4"),
+        (lambda images: images.to("meta"), ValueError, r"images on meta.*Leave out .*\.cpu\(\)"),
+    ],
+    ids=["numpy", "pil", "none", "fewer", "device"],
+)
+def test_a_function_returns_images_on_the_device(transform, error, text):
+    with pytest.raises(error, match=text):
+        run([transform])
+    assert run([lambda images: torch.cat([images, images])]).shape[0] == 8  # views
