@@ -353,7 +353,8 @@ def test_parity_of_a_flip_behind_normalize(folder):
 @pytest.mark.parametrize("name", TAIL)
 def test_tail_op_against_torchvision(folder, name, version):
     make, bound = TAIL[name]
-    ops = [version.CenterCrop(100), version.RandomInvert(0.0), make(version), version.PILToTensor()]
+    side = 160 if name in ("RandomPerspective", "RandomRotation bilinear") else 100  # less border
+    ops = [version.CenterCrop(side), version.RandomInvert(0), make(version), version.PILToTensor()]
     plan = convert(ops)
     # Of v1 it is the conversion that differs: a few images show it.
     report = parity(loader_of(folder, ops), 8 if version is v2 else 2, device="cpu")
