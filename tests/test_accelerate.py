@@ -121,8 +121,8 @@ def test_published_pipelines_move_with_no_other_change(folder, name):
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_published_pipelines_agree_with_the_same_parameters(folder, name):
-    report = parity(DataLoader(ImageFolder(folder, PIPELINES[name])), 12, device="cpu")
-    assert report.count == 12
+    report = parity(DataLoader(ImageFolder(folder, PIPELINES[name])), 6, device="cpu")
+    assert report.count == 6
     # Equalize and posterize make several levels of one that the launch did not round.
     assert report.mean <= (1 if name.startswith("examples") or "val" in name else 1.5)
 
@@ -323,7 +323,7 @@ TAIL = {
 
 
 def alone(folder, ops):
-    report = parity(loader_of(folder, ops), 8, device="cpu")
+    report = parity(loader_of(folder, ops), 4, device="cpu")
     return {row.name: row for row in report.rows}
 
 
@@ -364,9 +364,11 @@ def test_parity_of_a_flip_behind_normalize(folder):
 @pytest.mark.parametrize("name", TAIL)
 def test_tail_op_against_torchvision(folder, name, version):
     make, bound = TAIL[name]
-    ops = [version.CenterCrop(160), version.RandomInvert(0.0), make(version), version.PILToTensor()]
+    side = 160 if name in ("RandomPerspective", "RandomRotation bilinear") else 100  # less border
+    ops = [version.CenterCrop(side), version.RandomInvert(0), make(version), version.PILToTensor()]
     plan = convert(ops)
-    report = parity(loader_of(folder, ops), 8, device="cpu")
+    # Of v1 it is the conversion that differs: a few images show it.
+    report = parity(loader_of(folder, ops), 8 if version is v2 else 2, device="cpu")
     assert plan.transforms[-1] is plan.steps[-2].module  # uint8 to the end, as the pipeline
     assert report.rows[3].mean <= bound
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pickle
-import subprocess
 import sys
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import MutableMapping
@@ -12,6 +11,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
+from children import Child
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
@@ -304,6 +304,4 @@ print(len(_slab.kept))
 
 def test_batches_of_a_worker_that_are_kept_to_the_exit():
     # Whatever refers to them: a module may end before they do, and its names are None then.
-    command = [sys.executable, "-c", KEPT_TO_THE_END]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("2\n", "")
+    assert Child(KEPT_TO_THE_END).communicate() == ["2\n", ""]

@@ -1,6 +1,5 @@
 """The benchmark scripts run, at tiny size and on the CPU."""
 
-import ctypes
 import itertools
 import json
 import os
@@ -50,7 +49,7 @@ def test_train(photos, tmp_path, monkeypatch, capsys):
     import train
 
     output = tmp_path / "train.json"
-    timing = "--warmup 0 --seconds 0.2 --repeats 2 --models squeezenet1_1 --modes eager --quick"
+    timing = "--warmup 0 --seconds 0.1 --repeats 2 --models squeezenet1_1 --modes eager --quick"
     loaders = "--loaders gpuprefetch torchvision:no=1"
     args = ["--data", str(photos), "--output", str(output), *TINY, *timing.split()]
     monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "train.py"), *args, *loaders.split()])
@@ -121,13 +120,6 @@ def test_scaling(photos, tmp_path, monkeypatch):
     two = {**ours, "processes": 2, "images_per_second": {"median": 1.5 * one}}
     text = table.scaling_table([document, {**document, "results": [two]}])
     assert f"| {one:,.0f} (1.000) | {1.5 * one:,.0f} (0.750) |" in text
-
-
-def hold(seconds, ended):
-    """Python's lock, for so long and without a break; what ``ended`` waits for comes first."""
-    libc = ctypes.PyDLL(None)  # unlike CDLL, keeps Python's lock
-    libc.write(ended, b"x", 1)
-    libc.usleep(int(seconds * 1e6))
 
 
 @pytest.mark.slow

@@ -148,9 +148,17 @@ def test_decoded_pixels_are_pils(photo_folder, device, exif):
     assert index == len(dataset)
 
 
-@pytest.mark.parametrize("exif", [False, True])
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("exif", "share", "layout"),
+    [
+        (False, 0.0, torch.contiguous_format),
+        (True, 0.0, torch.channels_last),
+        (True, 0.5, torch.contiguous_format),
+        (False, 0.5, torch.channels_last),
+        (False, 1.0, torch.contiguous_format),
+        (True, 1.0, torch.channels_last),
+    ],
+)
 def test_validation_pixels_are_torchvisions(photo_folder, device, exif, share, layout):
     dataset = EncodedImageFolder(photo_folder)
     prefetcher = DataPrefetcher(
@@ -1052,9 +1060,10 @@ def test_a_bad_image_among_samples_apart_is_an_error(photo_folder, views, on_err
         list(prefetcher)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("names", [False, True])
-@pytest.mark.parametrize("on_error", ["skip", "replace"])
+@pytest.mark.parametrize(
+    ("size", "names", "on_error"),
+    [(2, False, "skip"), (2, True, "replace"), (4, True, "skip"), (4, False, "replace")],
+)
 def test_a_bad_image_that_is_there_twice(photo_folder, size, names, on_error):
     def twice(samples):
         images, targets = default_collate([sample for sample in samples for _ in range(2)])

@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from children import Child, free_port
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "imagenet"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
 TINY = ["--image-size", "32", "--batch-size", "4", "--workers", "0", "--limit-batches", "3"]
+QUICK = ["--model", "squeezenet1_1"]
+MODEL = "mobilenet_v3_small"  # with batch statistics, and with dropout
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,9 @@ def draw(train):
 def folder(tmp_path_factory, draw):
     """20 training pictures, and 19 for validation, which no batch size or world size divides."""
     folder = tmp_path_factory.mktemp("example") / "pictures"
-    draw.write_folder(folder, train_per_class=2, val_per_class=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draw, "SIDES", (60, 120))
+        draw.write_folder(folder, train_per_class=2, val_per_class=2)
     next(folder.rglob("val/*/*.JPEG")).unlink()
     return folder
 
@@ -59,7 +61,7 @@ def run(train, folder, tmp_path, monkeypatch, capfd):
 
 @pytest.mark.parametrize("loader", ["gpuprefetch", "torchvision"])
 def test_resumed_run_ends_with_the_same_weights(train, run, loader, monkeypatch):
-    arguments = ["--loader", loader, "--epochs", "2"]
+    arguments = [*QUICK, "--loader", loader, "--epochs", "2", "--limit-batches", "2"]
     summary, checkpoint = run(*arguments)
     assert checkpoint["epoch"] == 2
     assert summary["loader"] == loader
@@ -91,7 +93,7 @@ def test_resumed_in_the_middle_of_an_epoch(train, run, device, monkeypatch):
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
         monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     # A model that draws random numbers itself, in its dropout, and is deterministic on a GPU.
-    model = ["--model", "mobilenet_v3_small", "--epochs", "2"]
+    model = ["--model", MODEL, "--epochs", "2"]
     # Without workers all pictures are the GPU's, which the CPU's decoder would not equal.
     workers = "1" if device.type == "cpu" else "0"
     arguments = [*model, "--workers", workers, "--checkpoint-steps", "1"]
@@ -133,22 +135,28 @@ def test_without_data_it_trains_on_a_drawn_folder(draw, run, tmp_path, monkeypat
     monkeypatch.setattr(draw.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(draw, "TRAIN_PER_CLASS", 1)
     monkeypatch.setattr(draw, "VAL_PER_CLASS", 1)
-    summary, _ = run("--epochs", "1", "--summary", "summary.json", data=None)
+    summary, _ = run(*QUICK, "--epochs", "1", "--summary", "summary.json", data=None)
     assert json.loads(Path("summary.json").read_text()) == summary
     assert len(list(tmp_path.rglob("*.JPEG"))) == 20
 
 
 def test_two_processes_count_every_validation_image_once(train, folder, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     # No --limit-batches: one rank has 10 validation images, the other 9.
-    command += [EXAMPLE / "train.py", folder, *TINY[:-2], "--epochs", "1", "--checkpoint-steps=1"]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    words = [folder, *TINY[:-2], "--epochs", "1", "--checkpoint-steps", "1", "--model", MODEL]
+    code = f"import runpy; runpy.run_path({str(EXAMPLE / 'train.py')!r}, run_name='__main__')"
     # On the CPU everywhere: a machine need not have a GPU for each of the two.
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("epoch 1:") == 1  # rank 0 alone writes
-    summary = json.loads(done.stdout.splitlines()[-1])
+    variables = {"PYTHONPATH": str(EXAMPLE), "CUDA_VISIBLE_DEVICES": "", "LOCAL_WORLD_SIZE": "2"}
+    variables |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    options = {"folder": tmp_path, "modules": ["torchvision", "kornia.augmentation"]}
+    children = [
+        Child(code, *map(str, words), **options, **variables, RANK=rank, LOCAL_RANK=rank)
+        for rank in "01"
+    ]
+    (out, err), (nothing, other) = (child.communicate(200) for child in children)
+    assert [child.returncode for child in children] == [0, 0], err + other
+    assert out.count("epoch 1:") == 1
+    assert nothing == ""  # rank 0 alone writes
+    summary = json.loads(out.splitlines()[-1])
     assert summary["world_size"] == 2
     assert str(folder.parent) not in summary["command"]
     expected = accuracy(train, folder, tmp_path / "checkpoint.pt")
@@ -159,7 +167,7 @@ def accuracy(train, folder, checkpoint):
     """Top-1 and top-5, one image at a time."""
     args = train.parse_args([str(folder), *TINY])
     images = ImageFolder(folder / "val", train.pil_transforms(args, "val"))
-    model = torchvision.models.resnet18(num_classes=10)
+    model = torchvision.models.get_model(MODEL, num_classes=10)
     model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
     with torch.no_grad():
         ranked = [model.eval()(image[None])[0].argsort(descending=True) for image, _ in images]

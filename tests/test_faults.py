@@ -6,14 +6,13 @@ Every fault runs in a child process, in a session of its own: what the child lea
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from children import Child
 
-ROOT = Path(__file__).parent.parent
-SECONDS = 60  # for a child, most of it the import of torch on a busy machine
+SECONDS = 60  # for a child, on a busy machine
 PRELUDE = '''
 import gc, io, itertools, os, signal, sys, threading, time, warnings
 import numpy as np
@@ -119,16 +118,7 @@ def left_behind(session):
 
 
 def child_of(code, device):
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + code, device.type],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
+    return Child(PRELUDE + code, device.type, forked=device.type == "cpu")
 
 
 def ended(child, seconds=SECONDS):
@@ -246,13 +236,13 @@ for workers in (0, 2):
 # Two at once, in threads.
 seen = {}
 def consume(name, prefetcher):
-    seen[name] = [int(t[0]) for _ in range(3) for _, t in prefetcher]
+    seen[name] = [int(t[0]) for _ in range(2) for _, t in prefetcher]
 threads = [threading.Thread(target=consume, args=(n, prefetcher_of(Files()))) for n in "ab"]
 for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
-assert seen["a"] == seen["b"] == [0, 4, 8, 12] * 3, seen
+assert seen["a"] == seen["b"] == [0, 4, 8, 12] * 2, seen
 nothing_left()
 
 # An iterator in a reference cycle, as an exception's traceback makes them.
@@ -398,7 +388,7 @@ for images, target in prefetcher_of(Files(10_000, slow), {workers}):
 )
 def test_ctrl_c(device, sample, step, workers, group):
     child = child_of(INTERRUPTED.format(sample=sample, step=step, workers=workers), device)
-    assert child.stdout.readline() == "batch\n"
+    assert child.first_line() == "batch"
     time.sleep(0.2)
     started = time.monotonic()
     # A terminal sends it to the workers as well, a supervisor to the process alone.

@@ -5,13 +5,12 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from children import Child, free_port
 from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -139,47 +138,39 @@ def ranks(folder, tmp_path_factory):
     # exit. One process in a hundred aborted there.
     code = f"def run():\n{textwrap.indent(code, '    ')}\nrun()\n"
     folder_out = tmp_path_factory.mktemp("ranks")
-    start = f"{START}root, ranks, result = {str(folder)!r}, {RANKS}, {{}}\n"
+    start = (
+        "import faulthandler, warnings\nfaulthandler.enable()\nwarnings.simplefilter('ignore')\n"
+        + START
+    )
+    start += f"root, ranks, result = {str(folder)!r}, {RANKS}, {{}}\n"
     ending = "\npathlib.Path(sys.argv[1]).write_text(json.dumps(result))\n"
     ending += "gc.collect()\ndist.barrier()\ndist.destroy_process_group()\n"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    processes, inherited = [], os.environ.get("PYTHONPATH", "")
-    for rank in range(RANKS):
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(FOLDER), inherited]),
-            "CUDA_VISIBLE_DEVICES": "",  # gloo, also where there are GPUs
-            "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(RANKS),
-            "ACCELERATE_USE_CPU": "true",
-        }
-        command = [
-            sys.executable,
-            "-X",
-            "faulthandler",
-            "-W",
-            "ignore",
-            "-c",
+    variables = {
+        "PYTHONPATH": str(FOLDER),
+        "CUDA_VISIBLE_DEVICES": "",  # gloo, also where there are GPUs
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "WORLD_SIZE": str(RANKS),
+        "ACCELERATE_USE_CPU": "true",
+    }
+    children = [
+        Child(
             start + code + ending,
-        ]
-        command.append(str(folder_out / f"{rank}.json"))
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        processes.append(subprocess.Popen(command, env=environment, cwd=folder_out, **streams))
+            str(folder_out / f"{rank}.json"),
+            modules=[name for name in parts if importlib.util.find_spec(name)],
+            folder=folder_out,
+            **variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(RANKS)
+    ]
     try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
+        outputs = [child.communicate(240) for child in children]
     except subprocess.TimeoutExpired:
-        for process in processes:
-            process.send_signal(signal.SIGABRT)  # prints each thread's stack
-        outputs = [process.communicate()[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(process.returncode for process in processes), "\n".join(outputs)
+        for child in children:
+            if child.poll() is None:
+                os.kill(child.pid, signal.SIGABRT)  # prints each thread's stack
+        outputs = [child.communicate() for child in children]
+    assert not any(child.returncode for child in children), "\n".join(map(str, outputs))
     return [json.loads((folder_out / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
@@ -297,11 +288,10 @@ assert fit(2, overfit_batches=2) == short
 
 def test_lightning_numbers_the_epochs(tmp_path):
     pytest.importorskip("lightning", exc_type=ImportError)
-    path = os.pathsep.join([str(FOLDER), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", FITS, str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    options = {"PYTHONPATH": str(FOLDER), "CUDA_VISIBLE_DEVICES": "", "modules": ["lightning"]}
+    child = Child(FITS, str(tmp_path), **options)
+    _, err = child.communicate(240)
+    assert child.returncode == 0, err
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
