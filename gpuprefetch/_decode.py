@@ -16,7 +16,7 @@ import torch
 from gpuprefetch import _nvjpeg
 from gpuprefetch._budget import SUB_BATCH_BYTES, UPLOAD_BYTES, in_rooms
 from gpuprefetch._encoded import Call, EncodedImages
-from gpuprefetch._format import decode_cpu, same_rows, trial_files
+from gpuprefetch._format import decode_cpu
 
 # Note [Decoded memory]
 # A decoded image lives in a block of the caching allocator's pool of the stream it was decoded on.
@@ -275,28 +275,6 @@ BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
 }
 
 
-_tried: dict[tuple[type, torch.device], bool] = {}
-
-
-def gives_rows(decoder: ImageDecoder, device: torch.device) -> bool:
-    """Whether files that promise fewer rows than they hold give these, bit by bit; tried once.
-
-    See Note [Rows that nobody reads].
-    """
-    kind = type(decoder), device
-    if kind not in _tried:
-        try:
-            whole, cut = map(decoder, trial_files())
-            # Not with item(), which torch.cuda.set_sync_debug_mode() is there to find.
-            same = same_rows(whole, cut).to("cpu", non_blocking=True)
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).record_event().synchronize()
-            _tried[kind] = bool(same)
-        except Exception:  # what is wrong with it shows where it decodes whole files
-            _tried[kind] = False
-    return _tried[kind]
-
-
 # What TorchCodec and torchvision say where nvJPEG cannot begin, whatever the file: as when 16
 # processes share a GPU, with most of its memory free.
 _NOT_STARTED = re.compile(r"Failed to (?:create|initialize) .*")
@@ -387,7 +365,7 @@ def _decode_one(
             return image
     try:
         # The second opinion: a file that only the GPU's decoder dislikes is not a bad file.
-        image = decode_cpu(images.file(position))[:, : shape[1]]
+        image = decode_cpu(file)
     except (ValueError, RuntimeError) as error:
         images.errors[position] = str(error)
         return None

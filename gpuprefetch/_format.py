@@ -12,8 +12,6 @@ from functools import cache, lru_cache
 import numpy as np
 import torch
 
-from gpuprefetch._stderr import Hush
-
 # PIL's threshold for DecompressionBombError, twice Image.MAX_IMAGE_PIXELS.
 MAX_PIXELS = 178_956_970
 # Of all scans of a JPEG: each, if only of 12 bytes, takes a decoder over the whole picture, 35 ns a
@@ -35,9 +33,6 @@ class ImageHeader:
         exif: Byte spans ``[start, stop)`` in a JPEG. With zeros written over them no decoder finds
             an orientation, and the pixels stay the same. Empty for the other formats: only
             :func:`decode_cpu` decodes those, and it leaves their metadata out.
-        height_at: Where the file says its height, if decoders may be told a smaller one; 0 else.
-            See Note [Rows that nobody reads].
-        unit: Rows of pixels that are coded together.
     """
 
     format: str
@@ -46,16 +41,6 @@ class ImageHeader:
     orientation: int = 1
     gpu: bool = False
     exif: tuple[tuple[int, int], ...] = ()
-    height_at: int = 0
-    unit: int = 8
-
-    def rows_above(self, bottom: int) -> int:
-        """How many rows of the stored picture are to be decoded for those above ``bottom``."""
-        if not self.height_at:
-            return self.height
-        below = self.unit // 8 if self.unit > 8 else 0  # of chroma, which is interpolated
-        rows = -(-(bottom + below) // self.unit) * self.unit
-        return min(max(rows, _LEAST_ROWS), self.height)
 
 
 def read_header(data: bytes | memoryview) -> ImageHeader:
@@ -88,7 +73,6 @@ def decode_cpu(
     header: ImageHeader | None = None,
     *,
     apply_exif: bool = False,
-    rows: int | None = None,
 ) -> torch.Tensor:
     """Decode one image on the CPU, as ``PIL.Image.open(file).convert("RGB")`` does.
 
@@ -103,9 +87,6 @@ def decode_cpu(
         apply_exif: Turn the picture upright, as ``PIL.ImageOps.exif_transpose`` does with an EXIF
             orientation. One that is written in XMP only, or as a number of another type than EXIF
             gives it (SHORT, or LONG as some write), is not looked for.
-        rows: Of the stored picture, which is not turned then, that are wanted: others may be left
-            out, as many as :meth:`ImageHeader.rows_above` allows. See Note [Rows that nobody
-            reads].
 
     Returns:
         ``(3, H, W)`` uint8, of any strides.
@@ -115,20 +96,16 @@ def decode_cpu(
     """
     data = data.numpy().tobytes() if isinstance(data, torch.Tensor) else bytes(data)
     header = header or read_header(data)
-    wanted = header.height if rows is None or not header.height_at else min(rows, header.height)
-    hush = _hush() if wanted < header.height else None
     try:
-        with contextlib.nullcontext(False) if hush is None else hush() as hushed:
-            height = wanted if hushed else header.height
-            image = _decode(data, header, height)
+        image = _decode(data, header)
     except (IndexError, RuntimeError) as error:
         # TorchCodec's messages begin with the C++ function, file and line.
         reason = re.sub(r"^.*\.cpp:\d+, ", "", str(error).partition("\n")[0])
         raise ValueError(f"broken or truncated {header.format} image: {reason}") from error
-    if image.shape != (3, height, header.width):
+    if image.shape != (3, header.height, header.width):
         raise ValueError(
             f"broken {header.format} image: it was decoded to {tuple(image.shape)}, "
-            f"but its header says {header.width} x {height} pixels"
+            f"but its header says {header.width} x {header.height} pixels"
         )
     return upright(image, header.orientation) if apply_exif else image
 
@@ -145,7 +122,7 @@ def load_decoders() -> None:
     with contextlib.suppress(Exception):  # for a loader without images; others will be told
         from PIL import Image
 
-        Image.preinit()  # GIF, and JPEG for trial_files()
+        Image.preinit()  # GIF
         from torchcodec import decoders  # noqa: F401  # as _decode() does, in the same order
 
 
@@ -188,15 +165,13 @@ def _detect_format(data: bytes) -> str:
     raise ValueError(f"not a JPEG, PNG, WebP or GIF file: {begins}")
 
 
-def _decode(data: bytes, header: ImageHeader, rows: int) -> torch.Tensor:
-    """Return ``rows`` of the first frame, ``(3, rows, W)`` uint8, as it is stored."""
+def _decode(data: bytes, header: ImageHeader) -> torch.Tensor:
+    """Return the first frame, ``(3, H, W)`` uint8, as it is stored."""
     if header.format == "gif":
         return _decode_gif(data)
     from torchcodec import decoders
 
     encoded = blank(_BARE[header.format](data), header.exif)
-    if rows < header.height:
-        struct.pack_into(">H", encoded, header.height_at, rows)
     decode = getattr(decoders, f"decode_{header.format}")
     image: torch.Tensor = decode(torch.frombuffer(encoded, dtype=torch.uint8), output_dtype="auto")
     if image.dtype == torch.uint16:
@@ -206,80 +181,6 @@ def _decode(data: bytes, header: ImageHeader, rows: int) -> torch.Tensor:
         deep = np.minimum(deep, 255) if encoded[25] == 0 else deep >> 8
         image = torch.from_numpy(deep.astype(np.uint8))
     return image[0] if image.ndim == 4 else image
-
-
-# Note [Rows that nobody reads]
-# A baseline JPEG is coded from top to bottom, and no row depends on those below it, but that chroma
-# of half the height is interpolated between two of its rows. What lies below a crop (of ImageNet's
-# photos, a seventh of the rows) need not be decoded: a file whose header says a smaller height
-# gives what is above that, bit by bit the same.
-#   - For the GPU the worker writes it into the batch's copy of the file (EncodedImages.cut). nvJPEG
-#     gave the same for 126 photos on an H200, in a tenth less time. What it makes of such files
-#     elsewhere is documented nowhere: it is tried first on each GPU (_decode.gives_rows).
-#   - What the workers decode takes a tenth less, too; but libjpeg has a word for the bytes that are
-#     left: see Note [Bytes that are left].
-# Whole are files with restart markers, of which there would be too many, or with a sampling that
-# was not tried. So few rows that the GPU's engines might leave them to other code, with other
-# rounding, are not asked for.
-_CUT_SAMPLINGS = {b"\x11\x11\x11", b"\x21\x11\x11", b"\x22\x11\x11"}
-_LEAST_ROWS = 128
-
-
-def trial_files() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """JPEGs of noise, one of each sampling, and the same ones cut."""
-    from PIL import Image
-
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randint(256, (192, 128, 3), dtype=torch.uint8, generator=generator)
-    whole, cut = [], []
-    for subsampling in range(len(_CUT_SAMPLINGS)):
-        file = io.BytesIO()
-        Image.fromarray(noise.numpy()).save(file, "JPEG", quality=90, subsampling=subsampling)
-        whole.append(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
-        cut.append(whole[-1].clone())
-        place = read_header(file.getvalue()).height_at
-        cut[-1][place : place + 2] = torch.tensor([0, _LEAST_ROWS])
-    return whole, cut
-
-
-def same_rows(whole: Sequence[torch.Tensor], cut: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whether that is so of the pictures of :func:`trial_files`: a bool on their device.
-
-    Raises:
-        ValueError: if those that were cut have other rows than they should.
-    """
-    if any(picture.size(1) != _LEAST_ROWS for picture in cut):
-        raise ValueError(f"not {_LEAST_ROWS} rows")
-    rows = _LEAST_ROWS - 2  # the last may lack the chroma below them
-    pairs = zip(whole, cut, strict=True)
-    return torch.stack([(a[:, :rows] == b[:, :rows]).all() for a, b in pairs]).all()
-
-
-@cache
-def _hush() -> Hush | None:
-    try:
-        return Hush()
-    except (OSError, AttributeError, ValueError):
-        return None
-
-
-@cache
-def cuts_quietly() -> bool:
-    """Whether :func:`decode_cpu` leaves out rows in this process, the others stay, and none hears.
-
-    It is tried once. See Note [Bytes that are left].
-    """
-    if (hush := _hush()) is None:
-        return False
-    try:
-        for file in trial_files()[0]:
-            heard = hush.heard
-            same = same_rows([decode_cpu(file)], [decode_cpu(file, rows=_LEAST_ROWS)])
-            if hush.heard != heard + 1 or not same:
-                return False
-    except Exception:  # what is wrong shows where whole files are decoded
-        return False
-    return True
 
 
 _FORTY_TWO = (b"*\0", b"\0*")
@@ -355,10 +256,7 @@ def _read_jpeg(data: bytes) -> ImageHeader:
         )
     app1 = found.get(_APP1, [])
     orientation, exif = _read_app1(data, app1, later) if app1 or later else (1, ())
-    frame = frames[0][0]
-    cuts = gpu and _DRI not in found and data[frame + 7 : frames[0][1] : 3] in _CUT_SAMPLINGS
-    place, unit = (frame + 1, 8 * (data[frame + 7] & 15)) if cuts else (0, 8)
-    return ImageHeader("jpeg", height, width, orientation, gpu, exif, place, unit)
+    return ImageHeader("jpeg", height, width, orientation, gpu, exif)
 
 
 # No segment follows the others: libjpeg skips or refuses them.

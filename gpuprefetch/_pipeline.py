@@ -33,7 +33,6 @@ from gpuprefetch._decode import (
     decode_packed,
     decode_part,
     free_scratch,
-    gives_rows,
     packing_into,
     place,
 )
@@ -152,8 +151,6 @@ class Pipeline:
     def scratch(self) -> Iterator[None]:
         """What a thread that prepares batches keeps meanwhile: memory to decode into."""
         with packing_into() if self.memory_budget is None else contextlib.nullcontext():
-            if self.decoder is not None and self.head.size is not None and not self.packer.cuts:
-                self.packer.cuts.numpy()[0] = gives_rows(self.decoder, self.device)
             yield
 
     def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int, Cost]:

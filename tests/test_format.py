@@ -205,33 +205,6 @@ def test_pixels_and_header_are_pils(image_format, kind):
     assert pickle.loads(pickle.dumps(header)) == header
 
 
-TALL = pictures.draw(400, 64)
-
-
-@pytest.mark.parametrize(
-    ("options", "bottom", "rows"),
-    [
-        *(({"subsampling": "4:4:4"}, bottom, rows)
-          for bottom, rows in ((1, 128), (128, 128), (129, 136), (392, 392), (393, 400))),
-        *(({"subsampling": "4:2:2"}, bottom, rows) for bottom, rows in ((128, 128), (129, 136))),
-        *(({"subsampling": "4:2:0"}, bottom, rows) for bottom, rows in (
-            (1, 128), (126, 128), (127, 144), (128, 144), (382, 384), (383, 400))),
-        *((options, 1, 400) for options in (
-            {"progressive": True}, {"restart_marker_rows": 1}, {"subsampling": "4:1:1"},
-            {"subsampling": "4:4:0"}, {"keep_rgb": True, "subsampling": "4:4:4"})),
-    ],
-)  # fmt: skip
-def test_rows_above(options, bottom, rows):
-    data = bytearray(pictures.encode_jpeg(TALL, **options))
-    header = read_header(data)
-    assert header.rows_above(bottom) == rows
-    assert bool(header.height_at) == (rows != header.height or bottom > 1)
-    if header.height_at:
-        whole = decode_cpu(data)
-        struct.pack_into(">H", data, header.height_at, rows)
-        assert torch.equal(decode_cpu(data)[:, :bottom], whole[:, :bottom])
-
-
 def test_drawn_files_are_what_they_claim():
     # guards the test above: two decoders may agree on a file that was written wrongly
     for kind in ("4:4:0", "4:1:1"):
