@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import threading
 import warnings
@@ -14,7 +15,7 @@ import torch
 from gpuprefetch import _nvjpeg
 from gpuprefetch._budget import SUB_BATCH_BYTES, UPLOAD_BYTES, in_rooms
 from gpuprefetch._encoded import Call, EncodedImages
-from gpuprefetch._format import decode_cpu, same_rows, trial_files
+from gpuprefetch._format import decode_cpu
 from gpuprefetch._stats import Stats
 
 # Note [Decoded memory]
@@ -117,9 +118,7 @@ class ImageDecoder:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that torchvision's is deprecated
-                with torch.device("cpu"):
-                    files, _ = trial_files()
-                pictures = self(files)
+                pictures = self([_trial_file()])
             torch.cuda.current_stream(self._device).synchronize()  # then they may be let go
             del pictures
         except Exception as error:
@@ -243,6 +242,14 @@ BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
 }
 
 
+def _trial_file() -> torch.Tensor:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), "orange").save(file, "JPEG")
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
 def decoded_by(decoder: ImageDecoder | None, device: torch.device) -> str:
     """What decodes the photos of a prefetcher with this decoder on a device, in words."""
     if decoder is not None:
@@ -251,28 +258,6 @@ def decoded_by(decoder: ImageDecoder | None, device: torch.device) -> str:
     if device.type == "cuda":
         reason = NvjpegDecoder(device).missing() or 'decoder="cpu"'
     return f"the CPU, in the workers: {reason}"
-
-
-_tried: dict[tuple[type, torch.device], bool] = {}
-
-
-def gives_rows(decoder: ImageDecoder, device: torch.device) -> bool:
-    """Whether files that promise fewer rows than they hold give these, bit by bit; tried once.
-
-    See Note [Rows that nobody reads].
-    """
-    kind = type(decoder), device
-    if kind not in _tried:
-        try:
-            whole, cut = map(decoder, trial_files())
-            # Not with item(), which torch.cuda.set_sync_debug_mode() is there to find.
-            same = same_rows(whole, cut).to("cpu", non_blocking=True)
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).record_event().synchronize()
-            _tried[kind] = bool(same)
-        except Exception:  # what is wrong with it shows where it decodes whole files
-            _tried[kind] = False
-    return _tried[kind]
 
 
 # What TorchCodec and torchvision say where nvJPEG cannot begin, whatever the file: as when 16
@@ -383,7 +368,7 @@ def _decode_one(
         reasons.append(f"decoded to {tuple(image.shape)}, its header says {shape}")
     try:
         # The second opinion: a file that only the GPU's decoder dislikes is not a bad file.
-        image = decode_cpu(images.file(position))[:, : shape[1]]
+        image = decode_cpu(file)
     except (ValueError, RuntimeError) as error:
         images.errors[position] = str(error)
         return None

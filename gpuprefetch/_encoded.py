@@ -163,8 +163,6 @@ class EncodedImages:
         paths: of the files.
         decoded: ``(N,)`` bool, whether a worker has decoded the image.
         sizes: ``(N, 2)`` int64, height and width of the image, decoded or not yet.
-        heights: ``(N, 2)`` int64, where in the file its height stands, and what it was, if the GPU
-            is told a smaller one; zeros else. See Note [Rows that nobody reads].
         interleaved: whether the decoded pixels lie as decoders write them, ``(H, W, 3)``, and not
             as planes, ``(3, H, W)``.
         transposed: ``(N,)`` bool, whether rows and columns of the decoded image change places.
@@ -197,7 +195,6 @@ class EncodedImages:
     decoded: npt.NDArray[np.bool_]
     sizes: npt.NDArray[np.int64]
     transposed: npt.NDArray[np.bool_]
-    heights: npt.NDArray[np.int64]
     interleaved: bool = False
     rows: npt.NDArray[np.float64] | None = None
     plan: Plan | None = None
@@ -287,26 +284,8 @@ class EncodedImages:
     def __getitem__(self, position: int) -> EncodedImage:
         """A copy of the encoded image at ``position``, one that no worker has decoded."""
         # A view would change once the batch is dropped: see Buffer.
-        return EncodedImage(self.file(position), int(self.indices[position]), self.paths[position])
-
-    def file(self, position: int) -> torch.Tensor:
-        """``(bytes,)`` uint8, a copy of an image that no worker has decoded, with all its rows."""
-        file, (place, height) = self.span(position).clone(), self.heights[position].tolist()
-        if place:
-            file[place], file[place + 1] = height >> 8, height & 0xFF
-        return file
-
-    def cut(
-        self,
-        positions: npt.NDArray[np.int64],
-        places: npt.NDArray[np.int64],
-        rows: npt.NDArray[np.int64],
-    ) -> None:
-        """Leave ``rows`` of some images to the GPU, whose files say the height at ``places``."""
-        self.heights[positions] = np.stack([places, self.sizes[positions, 0]], axis=1)
-        self.sizes[positions, 0] = rows
-        data, at = self.data.numpy(), self.spans[positions, 0] + places
-        data[at], data[at + 1] = rows >> 8, rows & 0xFF
+        file = self.span(position).clone()
+        return EncodedImage(file, int(self.indices[position]), self.paths[position])
 
     def span(self, position: int) -> torch.Tensor:
         """``(bytes,)`` uint8, a view of the image's part of the buffer."""
@@ -420,7 +399,6 @@ def pack(
         [image.path for image in images],
         numbers=layout.numbers,
         **{"decoded": decoded, "sizes": unread, "transposed": unread[:, 0] > 0} | known,
-        heights=np.zeros_like(unread),
     )
 
 

@@ -4,15 +4,14 @@ import contextlib
 import io
 import re
 import struct
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
-
-from gpuprefetch._stderr import Hush
 
 # PIL's threshold for DecompressionBombError, twice Image.MAX_IMAGE_PIXELS.
 MAX_PIXELS = 178_956_970
@@ -26,18 +25,15 @@ class ImageHeader:
     """What the bytes of an encoded image say about it.
 
     Attributes:
-        format: ``"jpeg"``, ``"png"``, ``"webp"`` or ``"gif"``, by content and not by file name.
+        format: PIL's name for it in lower case, as ``"jpeg"``; by content and not by file name.
         height: Of the picture as it is stored, before its orientation is applied.
         width: As ``height``.
-        orientation: EXIF orientation, 1 to 8; 1 where it is absent or broken.
+        orientation: EXIF orientation, 1 to 8; 1 where it is absent or broken, and for a TIFF,
+            which PIL turns upright whenever it decodes one.
         gpu: Whether the file is one whose nvJPEG hardware decode gives libjpeg's picture. See
             Note [Files for the GPU].
         exif: Byte spans ``[start, stop)`` in a JPEG. With zeros written over them no decoder finds
-            an orientation, and the pixels stay the same. Empty for the other formats: only
-            :func:`decode_cpu` decodes those, and it leaves their metadata out.
-        height_at: Where the file says its height, if decoders may be told a smaller one; 0 else.
-            See Note [Rows that nobody reads].
-        unit: Rows of pixels that are coded together.
+            an orientation, and the pixels stay the same. Empty for the other formats.
     """
 
     format: str
@@ -46,16 +42,6 @@ class ImageHeader:
     orientation: int = 1
     gpu: bool = False
     exif: tuple[tuple[int, int], ...] = ()
-    height_at: int = 0
-    unit: int = 8
-
-    def rows_above(self, bottom: int) -> int:
-        """How many rows of the stored picture are to be decoded for those above ``bottom``."""
-        if not self.height_at:
-            return self.height
-        below = self.unit // 8 if self.unit > 8 else 0  # of chroma, which is interpolated
-        rows = -(-(bottom + below) // self.unit) * self.unit
-        return min(max(rows, _LEAST_ROWS), self.height)
 
 
 def read_header(data: bytes | memoryview) -> ImageHeader:
@@ -65,13 +51,13 @@ def read_header(data: bytes | memoryview) -> ImageHeader:
         data: A whole encoded file. A ``memoryview`` is copied once.
 
     Raises:
-        ValueError: if the bytes are no JPEG, PNG, WebP or GIF, if their header is broken or cut
-            off, or if the picture has no pixels or more than ``MAX_PIXELS``, or, as a JPEG of many
-            scans, more than ``MAX_SCANNED_PIXELS``.
+        ValueError: if the bytes are neither a JPEG nor what PIL reads, if their header is broken or
+            truncated, or if the picture has no pixels or more than ``MAX_PIXELS``, or, as a JPEG of
+            many scans, more than ``MAX_SCANNED_PIXELS``.
     """
     data = bytes(data)
     try:
-        header = _READERS[_detect_format(data)](data)
+        header = (_read_jpeg if data.startswith(_JPEG) else _read_other)(data)
     except (IndexError, struct.error) as error:
         raise ValueError(f"broken or truncated header, in a file of {len(data)} bytes") from error
     pixels = header.height * header.width
@@ -88,24 +74,19 @@ def decode_cpu(
     header: ImageHeader | None = None,
     *,
     apply_exif: bool = False,
-    rows: int | None = None,
 ) -> torch.Tensor:
     """Decode one image on the CPU, as ``PIL.Image.open(file).convert("RGB")`` does.
 
-    The pixels are PIL's, bit for bit: transparency is dropped, not blended; of an animation the
-    first frame is decoded; 16-bit colors keep their high byte and 16-bit gray is clipped to 255.
-    PIL raises on some damage that is not noticed here: to what is left out of a PNG or a WebP
-    (broken metadata, later frames).
+    The pixels are PIL's, bit for bit: TorchCodec decodes JPEG to the same ones, and PIL itself
+    every other format. Transparency is dropped, not blended; of an animation the first frame is
+    decoded.
 
     Args:
         data: A whole encoded file; a tensor is ``(n_bytes,)`` uint8 on the CPU. It is only read.
         header: What :func:`read_header` gave for it, where that is known.
-        apply_exif: Turn the picture upright, as ``PIL.ImageOps.exif_transpose`` does with an EXIF
-            orientation. One that is written in XMP only, or as a number of another type than EXIF
-            gives it (SHORT, or LONG as some write), is not looked for.
-        rows: Of the stored picture, which is not turned then, that are wanted: others may be left
-            out, as many as :meth:`ImageHeader.rows_above` allows. See Note [Rows that nobody
-            reads].
+        apply_exif: Turn the picture upright, as ``PIL.ImageOps.exif_transpose`` does. In a JPEG, an
+            orientation that is written in XMP only, or as a number of another type than EXIF gives
+            it (SHORT, or LONG as some write), is not looked for.
 
     Returns:
         ``(3, H, W)`` uint8, of any strides.
@@ -115,20 +96,11 @@ def decode_cpu(
     """
     data = data.numpy().tobytes() if isinstance(data, torch.Tensor) else bytes(data)
     header = header or read_header(data)
-    wanted = header.height if rows is None or not header.height_at else min(rows, header.height)
-    hush = _hush() if wanted < header.height else None
-    try:
-        with contextlib.nullcontext(False) if hush is None else hush() as hushed:
-            height = wanted if hushed else header.height
-            image = _decode(data, header, height)
-    except (IndexError, RuntimeError) as error:
-        # TorchCodec's messages begin with the C++ function, file and line.
-        reason = re.sub(r"^.*\.cpp:\d+, ", "", str(error).partition("\n")[0])
-        raise ValueError(f"broken or truncated {header.format} image: {reason}") from error
-    if image.shape != (3, height, header.width):
+    image = _decode_jpeg(data, header) if header.format == "jpeg" else _decode_other(data)
+    if image.shape != (3, header.height, header.width):
         raise ValueError(
             f"broken {header.format} image: it was decoded to {tuple(image.shape)}, "
-            f"but its header says {header.width} x {height} pixels"
+            f"but its header says {header.width} x {header.height} pixels"
         )
     return upright(image, header.orientation) if apply_exif else image
 
@@ -145,8 +117,10 @@ def load_decoders() -> None:
     with contextlib.suppress(Exception):  # for a loader without images; others will be told
         from PIL import Image
 
-        Image.preinit()  # GIF, and JPEG for trial_files()
-        from torchcodec import decoders  # noqa: F401  # as _decode() does, in the same order
+        Image.init()
+        # MAX_PIXELS says what is too large. A filter for each call would not be thread-safe.
+        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+        from torchcodec import decoders  # noqa: F401  # as _decode_jpeg() does
 
 
 def blank(data: bytes | memoryview, spans: Sequence[tuple[int, int]]) -> bytearray:
@@ -175,111 +149,72 @@ def upright(image: torch.Tensor, orientation: int) -> torch.Tensor:
     return image.flip(dims) if dims else image
 
 
-def _detect_format(data: bytes) -> str:
-    if data.startswith(b"\xff\xd8\xff"):
-        return "jpeg"
-    if data.startswith(_PNG_SIGNATURE):
-        return "png"
-    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
-        return "webp"
-    if data.startswith((b"GIF87a", b"GIF89a")):
-        return "gif"
-    begins = f"it begins with {data[:12]!r}" if data else "it is empty"
-    raise ValueError(f"not a JPEG, PNG, WebP or GIF file: {begins}")
-
-
-def _decode(data: bytes, header: ImageHeader, rows: int) -> torch.Tensor:
-    """Return ``rows`` of the first frame, ``(3, rows, W)`` uint8, as it is stored."""
-    if header.format == "gif":
-        return _decode_gif(data)
+def _decode_jpeg(data: bytes, header: ImageHeader) -> torch.Tensor:
     from torchcodec import decoders
 
-    encoded = blank(_BARE[header.format](data), header.exif)
-    if rows < header.height:
-        struct.pack_into(">H", encoded, header.height_at, rows)
-    decode = getattr(decoders, f"decode_{header.format}")
-    image: torch.Tensor = decode(torch.frombuffer(encoded, dtype=torch.uint8), output_dtype="auto")
-    if image.dtype == torch.uint16:
-        # A PNG. TorchCodec's own conversion would round; PIL clips gray (color type 0) and takes
-        # the high byte of colors.
-        deep = image.numpy()
-        deep = np.minimum(deep, 255) if encoded[25] == 0 else deep >> 8
-        image = torch.from_numpy(deep.astype(np.uint8))
-    return image[0] if image.ndim == 4 else image
+    encoded = torch.frombuffer(blank(data, header.exif), dtype=torch.uint8)
+    try:
+        image: torch.Tensor = decoders.decode_jpeg(encoded)
+    except RuntimeError as error:
+        # TorchCodec's messages begin with the C++ function, file and line.
+        reason = re.sub(r"^.*\.cpp:\d+, ", "", str(error).partition("\n")[0])
+        raise ValueError(f"broken or truncated jpeg image: {reason}") from error
+    return image
 
 
-# Note [Rows that nobody reads]
-# A baseline JPEG is coded from top to bottom, and no row depends on those below it, but that chroma
-# of half the height is interpolated between two of its rows. What lies below a crop (of ImageNet's
-# photos, a seventh of the rows) need not be decoded: a file whose header says a smaller height
-# gives what is above that, bit by bit the same.
-#   - For the GPU the worker writes it into the batch's copy of the file (EncodedImages.cut). nvJPEG
-#     gave the same for 126 photos on an H200, in a tenth less time. What it makes of such files
-#     elsewhere is documented nowhere: it is tried first on each GPU (_decode.gives_rows).
-#   - What the workers decode takes a tenth less, too; but libjpeg has a word for the bytes that are
-#     left: see Note [Bytes that are left].
-# Whole are files with restart markers, of which there would be too many, or with a sampling that
-# was not tried. So few rows that the GPU's engines might leave them to other code, with other
-# rounding, are not asked for.
-_CUT_SAMPLINGS = {b"\x11\x11\x11", b"\x21\x11\x11", b"\x22\x11\x11"}
-_LEAST_ROWS = 128
+# Other formats: all of it is PIL's.
 
 
-def trial_files() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """JPEGs of noise, one of each sampling, and the same ones cut."""
+@contextlib.contextmanager
+def _opened(data: bytes) -> Iterator[Any]:
+    """A ``PIL.Image.Image``; whatever PIL raises of it is a ValueError."""
+    load_decoders()
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(data)) as picture:
+            yield picture
+    except UnidentifiedImageError:
+        begins = f"it begins with {data[:12]!r}" if data else "it is empty"
+        raise ValueError(
+            "neither a JPEG nor another image that Pillow reads (PNG, WebP, GIF, BMP, TIFF, ...), "
+            f"or its header is broken: {begins}"
+        ) from None
+    except Exception as error:  # which kinds PIL raises of damaged files is not documented
+        raise ValueError(f"broken or truncated image: {type(error).__name__}: {error}") from error
+
+
+def _read_other(data: bytes) -> ImageHeader:
     from PIL import Image
 
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randint(256, (192, 128, 3), dtype=torch.uint8, generator=generator)
-    whole, cut = [], []
-    for subsampling in range(len(_CUT_SAMPLINGS)):
-        file = io.BytesIO()
-        Image.fromarray(noise.numpy()).save(file, "JPEG", quality=90, subsampling=subsampling)
-        whole.append(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
-        cut.append(whole[-1].clone())
-        place = read_header(file.getvalue()).height_at
-        cut[-1][place : place + 2] = torch.tensor([0, _LEAST_ROWS])
-    return whole, cut
+    with _opened(data) as picture:
+        kind, (width, height), orientation = picture.format.lower(), picture.size, 1
+        with contextlib.suppress(Exception):  # broken metadata
+            if kind == "png" and not _ends_with_pixels(data):
+                picture.load()  # and what follows them
+            # PngImageFile.getexif() decodes every picture that has none.
+            found = Image.Image.getexif(picture).get(0x0112, 1)
+            orientation = int(found) if found in range(1, 9) else 1
+        if kind == "tiff":  # PIL turns it when it decodes it, and before 11.1 its size only then
+            width, height = picture.tag_v2[256], picture.tag_v2[257]
+            if orientation >= 5:
+                width, height = height, width
+            orientation = 1
+    return ImageHeader(kind, height, width, orientation)
 
 
-def same_rows(whole: Sequence[torch.Tensor], cut: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whether that is so of the pictures of :func:`trial_files`: a bool on their device.
-
-    Raises:
-        ValueError: if those that were cut have other rows than they should.
-    """
-    if any(picture.size(1) != _LEAST_ROWS for picture in cut):
-        raise ValueError(f"not {_LEAST_ROWS} rows")
-    rows = _LEAST_ROWS - 2  # the last may lack the chroma below them
-    pairs = zip(whole, cut, strict=True)
-    return torch.stack([(a[:, :rows] == b[:, :rows]).all() for a, b in pairs]).all()
+def _ends_with_pixels(png: bytes) -> bool:
+    last = png.rfind(b"IDAT")
+    end = last + 8 + int.from_bytes(png[last - 4 : last])
+    return png[end + 4 : end + 8] == b"IEND"
 
 
-@cache
-def _hush() -> Hush | None:
-    try:
-        return Hush()
-    except (OSError, AttributeError, ValueError):
-        return None
-
-
-@cache
-def cuts_quietly() -> bool:
-    """Whether :func:`decode_cpu` leaves out rows in this process, the others stay, and none hears.
-
-    It is tried once. See Note [Bytes that are left].
-    """
-    if (hush := _hush()) is None:
-        return False
-    try:
-        for file in trial_files()[0]:
-            heard = hush.heard
-            same = same_rows([decode_cpu(file)], [decode_cpu(file, rows=_LEAST_ROWS)])
-            if hush.heard != heard + 1 or not same:
-                return False
-    except Exception:  # what is wrong shows where whole files are decoded
-        return False
-    return True
+def _decode_other(data: bytes) -> torch.Tensor:
+    with _opened(data) as picture:
+        picture.load()
+        picture.info.pop("transparency", None)  # convert() drops it with a warning
+        pixels = np.array(picture.convert("RGB"))
+    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 _FORTY_TWO = (b"*\0", b"\0*")
@@ -306,6 +241,7 @@ def _read_orientation(exif: bytes) -> int:
 
 # JPEG
 
+_JPEG = b"\xff\xd8\xff"
 _SOF0, _DHT, _EOI, _SOS, _DQT, _DRI = 0xC0, 0xC4, 0xD9, 0xDA, 0xDB, 0xDD
 _APP0, _APP1, _APP2, _APP14, _COM = 0xE0, 0xE1, 0xE2, 0xEE, 0xFE
 _FRAME_HEADERS = {*range(0xC0, 0xD0)} - {_DHT, 0xC8, 0xCC}
@@ -355,10 +291,7 @@ def _read_jpeg(data: bytes) -> ImageHeader:
         )
     app1 = found.get(_APP1, [])
     orientation, exif = _read_app1(data, app1, later) if app1 or later else (1, ())
-    frame = frames[0][0]
-    cuts = gpu and _DRI not in found and data[frame + 7 : frames[0][1] : 3] in _CUT_SAMPLINGS
-    place, unit = (frame + 1, 8 * (data[frame + 7] & 15)) if cuts else (0, 8)
-    return ImageHeader("jpeg", height, width, orientation, gpu, exif, place, unit)
+    return ImageHeader("jpeg", height, width, orientation, gpu, exif)
 
 
 # No segment follows the others: libjpeg skips or refuses them.
@@ -514,151 +447,3 @@ def _is_ycbcr(data: bytes, found: _Segments, ids: bytes) -> bool:
     whole = (a for a, b in found.get(_APP14, ()) if data.startswith(b"Adobe", a) and b - a >= 12)
     adobe = {data[a + 11] for a in whole}
     return adobe <= {1} and ids != b"RGB" and (jfif or adobe == {1} or ids == b"\1\2\3")
-
-
-# PNG
-
-_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_PNG_END = b"\0\0\0\0IEND\xae\x42\x60\x82"
-_RAW_EXIF = b"Raw profile type exif\0"  # ImageMagick's: hexadecimal, from the fourth line on
-
-
-def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Yield type and payload's span of each chunk that begins in the file."""
-    pos = len(_PNG_SIGNATURE)
-    while pos + 8 <= len(data):
-        length, kind = struct.unpack_from(">I4s", data, pos)
-        yield kind, pos + 8, pos + 8 + length
-        pos += length + 12
-
-
-def _read_png(data: bytes) -> ImageHeader:
-    chunks = _png_chunks(data)
-    kind, start, _ = next(chunks, (b"nothing", 0, 0))
-    if kind != b"IHDR":
-        raise ValueError(f"broken PNG: {kind!r} instead of its header chunk")
-    width, height = struct.unpack_from(">II", data, start)
-    exif = raw = b""
-    for kind, start, stop in chunks:
-        if kind == b"IEND":
-            break
-        if kind == b"eXIf":
-            exif = data[start:stop]
-        elif kind in (b"tEXt", b"zTXt") and data.startswith(_RAW_EXIF, start):
-            text = data[start + len(_RAW_EXIF) : stop]
-            with contextlib.suppress(ValueError, IndexError, zlib.error):
-                if kind == b"zTXt":
-                    text = zlib.decompressobj().decompress(text[1:], 1 << 20)
-                raw = bytes.fromhex(text.split(b"\n", 3)[3].decode())
-    return ImageHeader("png", height, width, _read_orientation(exif or raw))
-
-
-def _bare_png(data: bytes) -> bytes:
-    """Return the file without metadata and transparency: header, palette and image data."""
-    kept, first, last = [_PNG_SIGNATURE], 0, 0
-    whole = data[16:24] + bytes(8)  # what an animation says of its first frame: size and offset
-    for kind, start, stop in _png_chunks(data):
-        if kind == b"IDAT":
-            first, last = first or start - 8, stop + 4
-        elif first:
-            break
-        elif zlib.crc32(data[start - 4 : stop]).to_bytes(4) != data[stop : stop + 4]:
-            raise ValueError(f"broken or truncated PNG: wrong checksum of its {kind!r} chunk")
-        elif kind == b"fdAT" or (kind == b"fcTL" and data[start + 4 : start + 20] != whole):
-            raise ValueError(f"broken PNG: its picture begins with a {kind!r} chunk of another one")
-        elif kind in (b"IHDR", b"PLTE"):
-            kept.append(data[start - 8 : stop + 4])
-    return b"".join([*kept, data[first:last], _PNG_END])
-
-
-# WebP
-
-
-def _webp_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Yield type and payload's span of each chunk."""
-    size = 8 + int.from_bytes(data[4:8], "little")
-    if size > len(data):
-        raise ValueError(f"truncated WebP: {len(data)} of {size} bytes")
-    pos = 12
-    while pos + 8 <= size:
-        kind, length = struct.unpack_from("<4sI", data, pos)
-        if pos + 8 + length > size:
-            raise ValueError(f"broken WebP: its {kind!r} chunk ends beyond the file")
-        yield kind, pos + 8, pos + 8 + length
-        pos += 8 + length + length % 2
-
-
-def _read_webp(data: bytes) -> ImageHeader:
-    chunks = _webp_chunks(data)
-    kind, start, _ = next(chunks, (b"nothing", 0, 0))
-    if kind == b"VP8X":
-        width = 1 + int.from_bytes(data[start + 4 : start + 7], "little")
-        height = 1 + int.from_bytes(data[start + 7 : start + 10], "little")
-    elif kind == b"VP8L":
-        (bits,) = struct.unpack_from("<I", data, start + 1)
-        width, height = 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-    elif kind == b"VP8 ":
-        width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, start + 6))
-    else:
-        raise ValueError(f"broken WebP: {kind!r} instead of its first chunk")
-    flagged = kind == b"VP8X" and data[start] & 8  # nobody looks for EXIF data without the flag
-    exif = (data[first:last] for kind, first, last in chunks if flagged and kind == b"EXIF")
-    return ImageHeader("webp", height, width, _read_orientation(next(exif, b"")))
-
-
-def _bare_webp(data: bytes) -> bytes:
-    """Return the file without metadata and, of an animation, without all frames but the first."""
-    kept = []
-    for kind, start, stop in _webp_chunks(data):
-        if kind in (b"VP8X", b"ALPH", b"VP8 ", b"VP8L", b"ANIM", b"ANMF"):
-            kept.append(data[start - 8 : stop + (stop - start) % 2])
-        if kind == b"ANMF":
-            break
-    body = b"WEBP" + b"".join(kept)
-    return b"RIFF" + struct.pack("<I", len(body)) + body
-
-
-# GIF
-
-
-def _read_gif(data: bytes) -> ImageHeader:
-    """For PIL the picture is the screen, and what of the first frame lies beyond it."""
-    width, height, flags = struct.unpack_from("<HHB", data, 6)
-    pos = 13 + (6 << (flags & 7) if flags & 0x80 else 0)  # behind the palette
-    while (introducer := data[pos]) != ord(","):
-        if introducer == ord(";"):
-            raise ValueError("broken GIF: it holds no image")
-        pos += 1
-        if introducer == ord("!"):
-            pos += 1
-            while length := data[pos]:
-                pos += length + 1
-            pos += 1
-    left, top, frame_width, frame_height = struct.unpack_from("<HHHH", data, pos + 1)
-    return ImageHeader("gif", max(height, top + frame_height), max(width, left + frame_width))
-
-
-def _decode_gif(data: bytes) -> torch.Tensor:
-    """PIL itself: what it makes of palettes, transparency and the background is its own."""
-    from PIL.GifImagePlugin import GifImageFile
-
-    try:
-        with GifImageFile(io.BytesIO(data)) as picture:
-            pixels = np.array(picture.convert("RGB"))
-    except Exception as error:  # which kinds PIL raises of damaged files is not documented
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
-    return torch.from_numpy(pixels).permute(2, 0, 1)
-
-
-_READERS: dict[str, Callable[[bytes], ImageHeader]] = {
-    "jpeg": _read_jpeg,
-    "png": _read_png,
-    "webp": _read_webp,
-    "gif": _read_gif,
-}
-# A file that holds the picture (the first, of an animation) and nothing that would change it.
-_BARE: dict[str, Callable[[bytes], bytes]] = {
-    "jpeg": bytes,
-    "png": _bare_png,
-    "webp": _bare_webp,
-}

@@ -23,9 +23,9 @@ import torch
 from torch.utils.data import get_worker_info
 
 from gpuprefetch._batch import map_leaves, objects
-from gpuprefetch._budget import lay_out, positions_to_decode
+from gpuprefetch._budget import lay_out
 from gpuprefetch._encoded import EncodedImage, EncodedImages, Layout, is_encoded, pack, packing
-from gpuprefetch._format import ImageHeader, blank, cuts_quietly, decode_cpu, read_header
+from gpuprefetch._format import ImageHeader, blank, decode_cpu, read_header
 from gpuprefetch._random import Keys, fold
 from gpuprefetch._resample import (
     Coloring,
@@ -116,9 +116,6 @@ class Packer:
         growth: bytes to expect of later batches for each byte of their files; 0 for no more than
             this one takes.
         dtype: of the result on a device.
-        cuts: ``(1,)`` bool in shared memory, whether the GPU's decoder takes files that promise
-            fewer rows than they hold. See Note [Rows that nobody reads].
-        in_worker: whether this is a worker process, which may leave out such rows, too.
         moves: whether a transform, fused or behind the head, moves pixels.
         rank: of this process among those that may be given the same samples, else 0.
     """
@@ -132,8 +129,6 @@ class Packer:
     output: tuple[torch.dtype, torch.memory_format] | None = None
     growth: int = 0
     dtype: torch.dtype = torch.float32
-    cuts: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
-    in_worker: bool = False
     moves: bool = False
     rank: int = 0
     _share: float | None = field(init=False, default=None)
@@ -153,19 +148,11 @@ class Packer:
         headers, orientation, sizes, errors = self._read(images)
         rows = self._draw(images, sizes, keys)
         for_gpu = np.array([header.gpu and self.on_gpu for header in headers])
-        heights = np.array([header.height for header in headers], dtype=np.int64)
-        # See Note [Rows that nobody reads].
-        bottoms = heights if rows is None else np.where(orientation == 1, rows[:, 0, 3], heights)
-        pairs = zip(headers, bottoms.astype(int).tolist(), strict=True)
-        kept = np.array([header.rows_above(bottom) for header, bottom in pairs], dtype=np.int64)
         files = np.array([len(image.data) for image in images])
-        on_cpu = ~for_gpu | self._cheapest(files * kept / heights, for_gpu, share)
+        on_cpu = ~for_gpu | self._smallest(files, for_gpu, share)
         if self.head.size is None:  # no sampling that could turn the picture
             on_cpu |= orientation != 1
 
-        here = heights
-        if self.in_worker and (kept < heights)[on_cpu].any() and cuts_quietly():
-            here = kept
         fused = self.on_gpu and self.head.size is not None
         # As on the GPU; to turn a picture into planes takes a tenth of its decode.
         interleaved = fused or (self.output is not None and self.output[1] == torch.channels_last)
@@ -175,7 +162,7 @@ class Packer:
         layout = Layout(
             np.where(ours, 3 * pixels, files) * whole,
             ours,
-            (kept if self.cuts else heights) * sizes.prod(axis=1) / heights,
+            sizes.prod(axis=1),
             room=self.growth * int(files.sum()),
             behind=Launches.room(len(images), 3) if fused else 0,
         )
@@ -187,7 +174,7 @@ class Packer:
         def decode(i: int) -> None:
             try:
                 row = None if rows is None else rows[i]
-                picture = self._decode(images[i], headers[i], row, int(here[i]), bool(crops[i]))
+                picture = self._decode(images[i], headers[i], row, bool(crops[i]))
             except (ValueError, RuntimeError) as error:
                 errors[i], layout.spans[i] = str(error), 0
                 return
@@ -224,11 +211,6 @@ class Packer:
         )
         if fused:
             assert self.head.size is not None
-            if self.cuts:
-                left = positions_to_decode(batch)
-                left = left[kept[left] < heights[left]]
-                places = np.array([headers[i].height_at for i in left.tolist()], dtype=np.int64)
-                batch.cut(left, places, kept[left])
             way = (self.head.size, self.head.interpolation, self.head.antialias)
             words = plan_rows(rows, batch.sizes, transposed, *way)
             batch.plan = lay_out(batch, self.head.size, words)
@@ -241,17 +223,16 @@ class Packer:
         return batch
 
     @staticmethod
-    def _cheapest(work: Any, where: Any, share: float) -> Any:
-        """Our share of the images ``where`` the GPU could decode them: those with the least to do.
+    def _smallest(files: Any, where: Any, share: float) -> Any:
+        """Our share of the images ``where`` the GPU could decode them: those of the fewest bytes.
 
         To decode one costs the GPU about the same whatever its size (small launches and copies) and
-        a core in proportion to the bytes of its rows: 30 % of ImageNet's files make 12 % of the
-        cores' work.
+        a core in proportion to its bytes: 30 % of ImageNet's files make 12 % of the cores' work.
         """
         positions = np.flatnonzero(where)
         count = int(share * len(positions) + 0.5)
-        chosen = np.zeros(len(work), dtype=bool)
-        chosen[positions[np.argsort(work[positions], kind="stable")[:count]]] = True
+        chosen = np.zeros(len(files), dtype=bool)
+        chosen[positions[np.argsort(files[positions], kind="stable")[:count]]] = True
         return chosen
 
     def _read_seconds(self, images: Sequence[EncodedImage]) -> float:
@@ -346,13 +327,10 @@ class Packer:
         return crops, np.where(crops, area, finished)
 
     def _decode(
-        self, image: EncodedImage, header: ImageHeader, row: Any, rows: int, crop: bool
+        self, image: EncodedImage, header: ImageHeader, row: Any, crop: bool
     ) -> torch.Tensor:
-        """Decode an image to what it becomes, and fit its sampling ``row`` to that.
-
-        So many stored ``rows`` are enough for it.
-        """
-        picture = decode_cpu(image.data, header, apply_exif=self.apply_exif, rows=rows)
+        """Decode an image to what it becomes, and fit its sampling ``row`` to that."""
+        picture = decode_cpu(image.data, header, apply_exif=self.apply_exif)
         if row is None or self.head.size is None:
             return picture
         if crop:
@@ -499,7 +477,6 @@ class HostStage:
     def _settle(self) -> None:
         """Once in a worker: end with the parent, and let the training thread go first."""
         self._settled = True
-        self.packer.in_worker = True
         if self.packer.on_gpu:
             with contextlib.suppress(AttributeError):  # not on Windows
                 os.nice(NICENESS)

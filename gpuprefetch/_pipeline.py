@@ -7,7 +7,7 @@ and in which order batches are handed over, is the prefetcher's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -33,7 +33,6 @@ from gpuprefetch._decode import (
     decode_packed,
     decode_part,
     free_scratch,
-    gives_rows,
     packing_into,
     place,
 )
@@ -158,13 +157,9 @@ class Pipeline:
         """What a batch takes on the device."""
         return cost_of(batch, self.head.size, self.dtype)
 
-    @contextlib.contextmanager
-    def scratch(self) -> Iterator[None]:
+    def scratch(self) -> contextlib.AbstractContextManager[None]:
         """What a thread that prepares batches keeps meanwhile: memory to decode into."""
-        with packing_into() if self.memory_budget is None else contextlib.nullcontext():
-            if self.decoder is not None and self.head.size is not None and not self.packer.cuts:
-                self.packer.cuts.numpy()[0] = gives_rows(self.decoder, self.device)
-            yield
+        return packing_into() if self.memory_budget is None else contextlib.nullcontext()
 
     def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int, Cost]:
         """Pack the encoded images of a batch, and count it.

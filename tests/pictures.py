@@ -13,11 +13,6 @@ from PIL import Image
 # JPEG samplings that PIL does not write: the one that is written instead, and the factors of luma,
 # (horizontal, vertical), in both. See encode_jpeg().
 _RELABELED = {"4:4:0": ("4:2:2", (2, 1), (1, 2)), "4:1:1": ("4:2:0", (2, 2), (4, 1))}
-# Adam7: (first row, first column, row step, column step) of each pass
-_PASSES = (
-    (0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4),
-    (2, 0, 4, 2), (0, 1, 2, 2), (1, 0, 2, 1),
-)  # fmt: skip
 
 
 def draw(height, width, channels=3, seed=0):
@@ -91,38 +86,9 @@ def encode_cmyk_jpeg(picture, *, ycck=False, **options):
     return data.replace(b"Adobe\0\x64\0\0\0\0\0", b"Adobe\0\x64\0\0\0\0\2") if ycck else data
 
 
-def encode_png(pixels, color_type, *, bit_depth=8, palette=None, interlaced=False, chunks=()):
-    """Write a PNG of any kind the format has; PIL writes but a few of them.
-
-    Args:
-        pixels: ``(H, W)`` or ``(H, W, C)``, samples of ``bit_depth`` bits.
-        color_type: 0 gray, 2 RGB, 3 palette, 4 gray and alpha, 6 RGBA.
-        bit_depth: Of each sample; 1, 2, 4, 8 or 16.
-        palette: ``(n, 3)`` uint8.
-        interlaced: Write the seven passes of Adam7.
-        chunks: Further ``(type, payload)`` to put before the image data.
-    """
-    height, width = pixels.shape[:2]
-    header = struct.pack(">IIBBBBB", width, height, bit_depth, color_type, 0, 0, interlaced)
-    passes = [pixels[y::dy, x::dx] for y, x, dy, dx in _PASSES] if interlaced else [pixels]
-    rows = b"".join(_png_rows(part, bit_depth) for part in passes if part.size)
-    parts = [(b"IHDR", header)]
-    if palette is not None:
-        parts.append((b"PLTE", palette.tobytes()))
-    parts += [*chunks, (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*part) for part in parts)
-
-
 def png_chunk(kind, payload):
     checksum = zlib.crc32(kind + payload)
     return struct.pack(">I", len(payload)) + kind + payload + struct.pack(">I", checksum)
-
-
-def _png_rows(pixels, bit_depth):
-    samples = pixels.reshape(len(pixels), -1)
-    bits = samples[..., None] >> np.arange(bit_depth)[::-1] & 1
-    packed = np.packbits(bits.reshape(len(samples), -1).astype(np.uint8), axis=1)
-    return np.pad(packed, ((0, 0), (1, 0))).tobytes()  # filter 0 before each row
 
 
 def exif(orientation, *, byte_order=">", kind=3):

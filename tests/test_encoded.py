@@ -47,7 +47,7 @@ from gpuprefetch import (
     _slab,
 )
 from gpuprefetch._balance import usable_cores
-from gpuprefetch._format import decode_cpu, read_header
+from gpuprefetch._format import decode_cpu
 from gpuprefetch._host import HostStage, Packer
 from gpuprefetch._resample import resample
 from gpuprefetch._targets import FollowedImage
@@ -235,43 +235,6 @@ def test_workers_take_the_smallest_files(photo_folder):
     assert weights[taken].max() <= weights[left & ~taken].min()
 
 
-@pytest.mark.parametrize("exif", [False, True])
-def test_the_gpu_gets_files_cut_below_their_crop(exif):
-    files = [
-        pictures.encode_jpeg(
-            pictures.draw(150 + 40 * i, 60),
-            subsampling=("4:4:4", "4:2:0", "4:2:2")[i % 3],
-            orientation=(None, None, 1, 3, 6)[i % 5],
-            progressive=i == 7,
-        )
-        for i in range(15)
-    ]
-    files = [EncodedImage(file, i) for i, file in enumerate(files)]
-    head, _ = read_transforms([RandomResizedCrop((24, 32), scale=(0.05, 0.5))])
-
-    def packed(cuts):
-        packer = _host.Packer(head, True, exif, 7, torch.zeros(1, dtype=torch.int64), torch.ones(1))
-        packer.share.fill_(0.3)
-        packer.cuts.fill_(cuts)
-        return packer(files)
-
-    whole, cut = packed(False), packed(True)
-    left = np.flatnonzero(~whole.decoded)
-    assert (cut.decoded == whole.decoded).all()
-    assert (cut.rows[left] == whole.rows[left]).all()
-    fewer = left[cut.sizes[left, 0] < whole.sizes[left, 0]]
-    assert len(fewer) >= 3
-    if exif:  # those that are turned keep their rows
-        assert {read_header(files[i].data).orientation for i in fewer} == {1}
-    for i in left:
-        stored, cut_down = (decode_cpu(batch.span(i)) for batch in (whole, cut))
-        assert cut_down.shape[1:] == tuple(cut.call(np.array([i])).layout[1:, 0])
-        needed = int(whole.rows[i, 0, 3])
-        assert cut_down.size(1) == stored.size(1) or cut_down.size(1) >= needed
-        assert torch.equal(cut_down[:, :needed], stored[:, :needed])
-        assert torch.equal(torch.as_tensor(cut[i].data), torch.as_tensor(whole[i].data))
-
-
 @pytest.mark.parametrize(("most", "count"), [(4, 3), (16, 1)])
 def test_files_of_a_size_are_neighbors(monkeypatch, most, count):
     monkeypatch.setattr(_budget, "SUB_BATCH", most)
@@ -281,16 +244,13 @@ def test_files_of_a_size_are_neighbors(monkeypatch, most, count):
     head, _ = read_transforms([RandomResizedCrop((24, 32), scale=(0.05, 0.5))])
     epoch, share = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0.25)
     packer = _host.Packer(head, True, False, 7, epoch, share)
-    packer.cuts.fill_(True)
     batch = packer([EncodedImage(file, i) for i, file in enumerate(files)])
     assert batch.plan is not None
     calls = batch.plan.calls
     positions = np.concatenate([call.positions for call in calls])
     assert len(calls) == count
     assert sorted(positions) == [i for i in range(17) if i != 5 and not batch.decoded[i]]
-    rows = batch.sizes[positions, 0]  # of 50 pixels each, cut below their crop
-    assert (np.diff(rows) <= 0).all()
-    assert (rows < [int(read_header(files[i]).height) for i in positions]).any()
+    assert (np.diff(batch.sizes[positions, 0]) <= 0).all()  # rows of 50 pixels each
     for call in calls:
         lengths, *sizes = call.layout.tolist()
         stop = call.start + sum(lengths)
@@ -299,24 +259,6 @@ def test_files_of_a_size_are_neighbors(monkeypatch, most, count):
             assert torch.equal(piece, batch.span(i))
             assert len(piece) == len(files[i])
             assert decode_cpu(piece).shape[1:] == (height, width)
-
-
-def test_what_no_worker_could_decode_is_not_cut(monkeypatch):
-    def refuse(*args, **options):
-        raise ValueError("a bad file")
-
-    monkeypatch.setattr(_host, "decode_cpu", refuse)
-    head, _ = read_transforms([RandomResizedCrop((24, 32), scale=(0.1, 0.1))])
-    packer = _host.Packer(head, True, False, 7, torch.zeros(1, dtype=torch.int64), torch.ones(1))
-    packer.share.fill_(0.5)
-    packer.cuts.fill_(True)
-    batch = packer(
-        [EncodedImage(pictures.encode_jpeg(pictures.draw(300, 90)), i) for i in range(8)]
-    )
-    assert len(batch.errors) == 4
-    good = np.setdiff1d(np.arange(8), [*batch.errors])
-    assert (batch.sizes[good, 0] < 300).any()
-    assert (batch.sizes[[*batch.errors], 0] == 300).all()
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

@@ -1,7 +1,6 @@
 """Large photos go through little memory, and what cannot go through says so with its sizes."""
 
 import pickle
-import struct
 import threading
 import time
 import weakref
@@ -21,7 +20,6 @@ from gpuprefetch import (
     BadImageError,
     DataPrefetcher,
     EncodedImage,
-    RandomResizedCrop,
     Resize,
     Stats,
     _budget,
@@ -32,10 +30,10 @@ from gpuprefetch import (
     _selfcheck,
 )
 from gpuprefetch._budget import parse_bytes, readable
-from gpuprefetch._decode import ImageDecoder, NvjpegDecoder
+from gpuprefetch._decode import ImageDecoder
 from gpuprefetch._encoded import EncodedImages, pack
 from gpuprefetch._epoch import Lookahead
-from gpuprefetch._format import decode_cpu, read_header
+from gpuprefetch._format import decode_cpu
 from gpuprefetch._host import Packer
 from gpuprefetch._resample import Launches
 from gpuprefetch._transforms import read_transforms
@@ -353,13 +351,12 @@ class PackedDecoder(ImageDecoder):
         return [decode_cpu(file).contiguous() for file in data]
 
 
-def planned_batch(monkeypatch, files, decoder, share=0.0, *, cuts=False, **options):
+def planned_batch(monkeypatch, files, decoder, share=0.0, **options):
     """The GPU's way through a batch, with the kernel in Triton's interpreter."""
     monkeypatch.setattr(_resample, "ROWS", 16)  # at a time: it takes as long for 2
     images = [[EncodedImage(file, i) for i, file in enumerate(files)]]
     options = {"transforms": [Resize((12, 16))], "cpu_share": share, "device": "cpu"} | options
     prefetcher = DataPrefetcher(images, **options)
-    prefetcher._pipeline.packer.cuts.fill_(cuts)
     if decoder is not None:
         prefetcher._pipeline.decoder = decoder
         prefetcher._pipeline.packer.on_gpu, prefetcher._pipeline.packer.output = True, None
@@ -406,118 +403,6 @@ def test_each_group_of_a_batch_fills_its_rows(monkeypatch, launched, share, most
     assert launched.apart == []
     # The CPU path rounds to whole levels on its way.
     assert (got - expected).abs().max() * 255 < 1
-
-
-@interpreted
-@pytest.mark.usefixtures("large_tiles")
-@pytest.mark.parametrize("refused", [False, True])
-def test_files_cut_below_their_crop_give_the_same(monkeypatch, refused):
-    shapes = [(480, 32), (430, 31), (340, 20), (270, 19), (440, 31), (64, 48), (90, 90)]
-    kinds = ["4:4:4", "4:2:0", "4:2:2"]
-    files = [
-        pictures.encode_jpeg(pictures.draw(*hw, seed=i), subsampling=kinds[i % 3])
-        for i, hw in enumerate(shapes)
-    ]
-    rows = []
-
-    class Decoder(PackedDecoder):
-        def __call__(self, data):
-            if refused:
-                raise RuntimeError("a GPU without engines")
-            return super().__call__(data)
-
-        def packed(self, data, call, out, **options):
-            rows.extend(call.layout[1].tolist())
-            return not refused and super().packed(data, call, out, **options)
-
-    def batch(cuts):
-        options = {"transforms": [RandomResizedCrop((12, 16), scale=(0.1, 0.4))], "cuts": cuts}
-        return planned_batch(monkeypatch, files, Decoder("cpu"), **options)
-
-    whole, cut = batch(cuts=False), batch(cuts=True)
-    assert sum(rows[7:]) < 0.9 * sum(rows[:7]) == 0.9 * sum(height for height, _ in shapes)
-    assert torch.equal(whole, cut)
-
-
-class Flawed(ImageDecoder):
-    """Gives other rows of files that were cut, or none."""
-
-    def __init__(self, flaw):
-        self.flaw, self.calls = flaw, 0
-
-    def __call__(self, data):
-        self.calls += 1
-        if self.calls == 2 and self.flaw == "refuses":
-            raise RuntimeError("bytes are left")
-        images = [decode_cpu(file).clone() for file in data]
-        if self.calls == 2 and self.flaw == "another pixel":
-            images[-1][1, 60, 127] += 1
-        return images
-
-
-@pytest.mark.parametrize("flaw", [None, "refuses", "another pixel"])
-def test_whether_a_decoder_takes_cut_files_is_tried_once(monkeypatch, flaw):
-    monkeypatch.setattr(_decode, "_tried", {})
-    decoder, cpu = Flawed(flaw), torch.device("cpu")
-    assert [_decode.gives_rows(decoder, cpu) for _ in range(3)] == 3 * [flaw is None]
-    assert decoder.calls == 2
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:.*deprecated")
-@pytest.mark.parametrize("backend", ["nvjpeg", "torchcodec", "torchvision"])
-def test_the_gpus_decoder_gives_the_rows_of_cut_files(monkeypatch, backend):
-    monkeypatch.setattr(_decode, "_tried", {})  # with a warning made an error it was refused
-    device = torch.device("cuda")
-    decoder = _decode.BACKENDS[backend](device)
-    assert _decode.gives_rows(decoder, device)
-    rng = np.random.default_rng(0)
-    files, cut, needed = [], [], []
-    for i in range(120):
-        picture = pictures.draw(*rng.integers(16, 700, 2), seed=i)
-        kind, quality = ("4:4:4", "4:2:2", "4:2:0")[i % 3], int(rng.integers(20, 98))
-        files.append(pictures.encode_jpeg(picture, subsampling=kind, quality=quality))
-        needed.append(int(rng.integers(1, len(picture) + 1)))
-        header = read_header(files[-1])
-        cut.append(bytearray(files[-1]))
-        struct.pack_into(">H", cut[-1], header.height_at, header.rows_above(needed[-1]))
-    whole, cut = (
-        decoder([torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in some])
-        for some in (files, cut)
-    )
-    assert sum(image.size(1) for image in cut) < 0.8 * sum(image.size(1) for image in whole)
-    for a, b, rows in zip(whole, cut, needed, strict=True):
-        assert torch.equal(a[:, :rows], b[:, :rows])
-
-
-@pytest.mark.gpu
-def test_cut_files_change_no_pixel(monkeypatch):
-    files = [pictures.encode_jpeg(pictures.draw(300 + i, 200, seed=i)) for i in range(64)]
-    loader = DataLoader(Photos(files), batch_size=8, pin_memory=True)
-    decoded, packed = [], NvjpegDecoder.packed
-
-    def watched(self, data, call, *args, **options):
-        decoded.append(call.size)
-        return packed(self, data, call, *args, **options)
-
-    def epoch(cuts):
-        with monkeypatch.context() as patch:
-            patch.setattr(NvjpegDecoder, "packed", watched)
-            if not cuts:
-                patch.setattr(_pipeline, "gives_rows", lambda *_: False)
-            options = {"transforms": [RandomResizedCrop((32, 48))], "cpu_share": 0.0, "seed": 3}
-            prefetcher = DataPrefetcher(loader, **options)
-            prefetcher._pipeline.packer.cuts.fill_(cuts)
-            images = images_of(prefetcher)
-            assert prefetcher._pipeline.packer.cuts.item() is cuts
-        size = sum(decoded)
-        decoded.clear()
-        return images, size
-
-    cut, less = epoch(cuts=True)
-    whole, size = epoch(cuts=False)
-    assert less < 0.95 * size
-    assert torch.equal(cut, whole)
 
 
 @interpreted
