@@ -19,13 +19,14 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from gpuprefetch._guard import Encoded, begin_reading
 from gpuprefetch._nvjpeg import order_for
 from gpuprefetch._resample import Coloring, Launches, Table, by_place
 from gpuprefetch._slab import Buffer
 
 
-@dataclass(slots=True)
-class EncodedImage:
+@dataclass(slots=True, repr=False)
+class EncodedImage(Encoded):
     """The bytes of one image file, as a dataset hands them out in place of a decoded image.
 
     The DataLoader's default collate packs them into :class:`EncodedImages`; nothing else is needed.
@@ -47,6 +48,7 @@ class EncodedImage:
     _made: float = field(init=False, repr=False, compare=False)  # when: tells how long reading took
 
     def __post_init__(self) -> None:
+        begin_reading()
         self._made = time.perf_counter()
         try:
             struct.pack("q", self.index)
@@ -72,6 +74,10 @@ class EncodedImage:
                 f"EncodedImage takes a file's bytes, got {type(self.data).__name__}. "
                 "Read the file first, as in EncodedImage(Path(path).read_bytes(), index, path)."
             )
+
+    def __repr__(self) -> str:
+        what = f"{len(self.data):,} bytes, index={self.index}, path={self.path!r}"
+        return f"{type(self).__name__}({what})"
 
     def __getstate__(self) -> Any:
         state: Any = object.__getstate__(self)
@@ -155,8 +161,8 @@ _SELDOM = frozenset("spans indices paths decoded sizes transposed heights rows s
 SELDOM_BYTES = 512  # of an image: these take 200, of which a path is 40
 
 
-@dataclass(slots=True)
-class EncodedImages:
+@dataclass(slots=True, repr=False)
+class EncodedImages(Encoded):
     """A batch of N encoded images in one flat buffer.
 
     Attributes:
@@ -297,6 +303,9 @@ class EncodedImages:
     def __len__(self) -> int:
         return self.count
 
+    def __repr__(self) -> str:
+        return f"EncodedImages({len(self)} images, {self.encoded_bytes:,} bytes)"
+
     def __getattr__(self, name: str) -> Any:
         if name in _SELDOM:  # not unpickled yet
             if (rest := self._rest) is not None:
@@ -305,10 +314,7 @@ class EncodedImages:
                     setattr(self, attribute, value)
                 self._rest = None  # behind them: threads may ask at the same time
             return object.__getattribute__(self, name)
-        raise AttributeError(
-            f"EncodedImages has no attribute {name!r}: its images are not decoded yet. Wrap the "
-            "loader that gave it in DataPrefetcher(loader, transforms=[...])."
-        )
+        return Encoded.__getattr__(self, name)
 
     def __getitem__(self, position: int) -> EncodedImage:
         """A copy of the encoded image at ``position``, one that no worker has decoded."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gpuprefetch._apart import Apart
 from gpuprefetch._balance import Balancer
 from gpuprefetch._batch import tensors
 from gpuprefetch._budget import LANES, NO_COST, READY, READY_BYTES, Cost
@@ -596,7 +597,8 @@ class Engine:
         slot = self._held
         if slot is None or not self._fetch_ahead or not slot.encoded or self.lean:
             return False
-        return not (self._pipeline.tail or self._pipeline.after) and self._has_room(slot)
+        late = isinstance(slot.source, Apart)
+        return not (self._pipeline.tail or late) and self._has_room(slot)
 
     def _learn_wait(self, seconds: float, *, ahead: bool) -> None:
         """Give batches on their way more memory: where there is room, and then where they are late.

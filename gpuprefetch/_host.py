@@ -21,10 +21,12 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from gpuprefetch._apart import comes_of_mixing, set_apart
 from gpuprefetch._batch import map_leaves, objects
 from gpuprefetch._budget import lay_out, positions_to_decode
 from gpuprefetch._encoded import EncodedImage, EncodedImages, Layout, is_encoded, pack, packing
 from gpuprefetch._format import ImageHeader, blank, cuts_quietly, decode_cpu, read_header
+from gpuprefetch._guard import UndecodedError, end_reading
 from gpuprefetch._idle import ForEach, IdleThread, for_each
 from gpuprefetch._random import Keys, fold
 from gpuprefetch._resample import (
@@ -106,6 +108,8 @@ class Packer:
         dtype: of the result on a device.
         cuts: ``(1,)`` bool in shared memory, whether the GPU's decoder takes files that promise
             fewer rows than they hold. See Note [Rows that nobody reads].
+        late: ``(1,)`` bool in shared memory, whether the collate function runs after the
+            transforms. One that mixes images sets it where it first meets encoded ones.
         in_worker: whether this is a worker process, which may leave out such rows, too.
         moves: whether a transform, fused or behind the head, moves pixels.
         for_each: calls a function with each image, or what belongs to it.
@@ -121,6 +125,7 @@ class Packer:
     growth: int = 0
     dtype: torch.dtype = torch.float32
     cuts: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
+    late: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     in_worker: bool = False
     moves: bool = False
     for_each: ForEach = for_each
@@ -407,7 +412,7 @@ class HostStage:
         if in_worker and not self._settled:
             self._settle()
         samples = self.packer.follow(samples)
-        self.packer.begin(samples if isinstance(samples, list) else [samples])
+        self._begin(samples)
         try:
             batch = self._collated(samples)
         finally:
@@ -417,7 +422,7 @@ class HostStage:
     def _collated(self, samples: Any) -> Any:
         with packing(self.packer):
             try:
-                batch = self.collate_fn(samples)
+                batch = self._collate(samples)
                 if not images_of(batch):
                     if self.packer.moves:
                         refuse_unfollowed(batch, samples)
@@ -432,6 +437,20 @@ class HostStage:
         for images in packed_of(leaves):
             images.targets = targets
         return batch
+
+    def _collate(self, samples: Any) -> Any:
+        if not self.packer.late:
+            try:
+                return self.collate_fn(samples)
+            except UndecodedError as error:
+                if not (isinstance(samples, list) and comes_of_mixing(error)):
+                    raise
+            self.packer.late.fill_(True)
+            self._begin(samples)  # what has been packed is packed anew
+        return set_apart(samples)
+
+    def _begin(self, samples: Any) -> None:
+        self.packer.begin(samples if isinstance(samples, list) else [samples])
 
     def _settle(self) -> None:
         """Once in a worker: end with the parent, and let the training thread go first."""
@@ -469,6 +488,8 @@ def pack_lists(batch: Any, packer: Packer) -> tuple[Any, list[Any]]:
             return leaf
         return packer([leaf] if isinstance(leaf, EncodedImage) else list(leaf))
 
+    if not packer.in_worker:
+        end_reading()
     leaves = list(objects(batch, is_encoded))
     if any(map(is_loose, leaves)):
         batch = map_leaves(pack_leaf, batch, is_encoded)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpuprefetch._apart import Apart
 from gpuprefetch._batch import map_leaves, moves_itself, objects, to_device
 from gpuprefetch._budget import (
     LARGE,
@@ -50,7 +51,7 @@ from gpuprefetch._targets import (
     unstack,
     wrap_like,
 )
-from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_size
+from gpuprefetch._transforms import Head, Transform, apply_head, is_kornia, require_fixed_size
 from gpuprefetch._turns import turns
 
 EMPTY = object()  # stands for a batch of which no image is left
@@ -118,7 +119,7 @@ class Pipeline:
         on_error: "raise", "skip", "replace", or a callable that gets each :class:`BadImage`.
         max_bad: how many bad files are tolerated; None for any number.
         bad_images: those that were tolerated, by what tells files apart.
-        after: gets each finished batch and a seed, and gives what the loop sees.
+        after: gets each finished :class:`Apart` batch and a seed, and gives what the loop sees.
         stats: counts the time of each step.
         memory_budget: bytes for batches on their way, see :func:`gpuprefetch._budget.cost_of`.
         only: the one row of a batch that is handed over, behind all transforms; None for all.
@@ -188,18 +189,18 @@ class Pipeline:
             finish = partial(self._finish, moved, jobs, seed)
             size = cost.decoded if limit is None else limit
             is_done = partial(self._is_done, jobs)
-            return Work(parts, self._with_after(finish, seed), size, is_done)
+            if isinstance(batch, Apart):
+                return Work(parts, partial(self._run_after, finish, seed), size)
+            return Work(parts, finish, size, is_done)
         if self.head.names or self.tail or self.dtype or self.memory_format:
             finish = partial(self._transform_tensors, moved, seed)
-        return Work([], self._with_after(finish, seed))
+        apart = isinstance(batch, Apart)
+        return Work([], partial(self._run_after, finish, seed) if apart else finish)
 
     def _is_done(self, jobs: list[ImageJob]) -> bool:
-        if self.tail or self.after is not None or self.only is not None:
+        if self.tail or self.only is not None:
             return False
         return not any(job.images.errors for job in jobs)
-
-    def _with_after(self, finish: Callable[[], Any], seed: Callable[[], int]) -> Callable[[], Any]:
-        return finish if self.after is None else partial(self._run_after, finish, seed)
 
     def _run_after(self, finish: Callable[[], Any], seed: Callable[[], int]) -> Any:
         assert self.after is not None
@@ -282,7 +283,7 @@ class Pipeline:
         return result
 
     def _run_head(self, images: torch.Tensor, seed: int) -> torch.Tensor:
-        kornia_next = bool(self.tail) and type(self.tail[0]).__module__.startswith("kornia.")
+        kornia_next = bool(self.tail) and is_kornia(self.tail[0])
         to_floats = kornia_next and not images.is_floating_point()
         if self.head.names or to_floats or self.dtype == torch.uint8:
             keys = fold(seed, np.arange(len(images)))

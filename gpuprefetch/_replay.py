@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
+from gpuprefetch._apart import Apart
 from gpuprefetch._encoded import EncodedImages
 from gpuprefetch._host import HostStage, encoded_leaves
 from gpuprefetch._pipeline import BadImage, BadImageError, Pipeline
@@ -191,6 +192,8 @@ def replay(
     fetch = getattr(loader.dataset, "__getitems__", None)  # which torch's fetcher prefers
     samples = fetch(list(indices)) if fetch else [loader.dataset[i] for i in indices]
     batch = HostStage(loader.collate_fn, packer)(samples)
+    if isinstance(batch, Apart):
+        raise ValueError("a sample cannot be told apart after a collate_fn that mixes them.")
     images = encoded_leaves(batch)
     pipeline.only = row = _row_of(position, len(indices), images)
     cuda = pipeline.device.type == "cuda"
