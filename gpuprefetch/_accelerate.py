@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType
+from types import CellType, FunctionType, new_class
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
-from gpuprefetch._batch import map_leaves, select, to_device
+from gpuprefetch._apart import image_of, is_image
+from gpuprefetch._batch import select
 from gpuprefetch._convert import (
     Plan,
     Step,
@@ -28,6 +31,7 @@ from gpuprefetch._convert import (
     flatten,
 )
 from gpuprefetch._encoded import EncodedImage, EncodedImageFolder, read_file
+from gpuprefetch._guard import Encoded, UndecodedError, begin_reading, end_reading
 from gpuprefetch._per_image import Cast
 from gpuprefetch._prefetcher import DataPrefetcher
 from gpuprefetch._random import SeededDraws
@@ -57,8 +61,9 @@ def accelerate(
 
     Returns:
         A prefetcher that gives the loader's batches, in its order and with its samples and
-        targets, the images transformed on the device with draws of their own. A ``collate_fn`` of
-        the user's (MixUp, CutMix) runs on the device, on the transformed images.
+        targets, the images transformed on the device with draws of their own. Its ``dataset`` is
+        the loader's own, whose samples are decoded. A ``collate_fn`` of the user's (MixUp, CutMix)
+        runs on the device, on the transformed images.
 
     Raises:
         TypeError: for a loader or dataset that is none of these.
@@ -77,34 +82,37 @@ def accelerate(
         if not keep_unknown:
             raise
         plan, keep = _split(pipeline, folders[0])
-    moved = _with_dataset(
-        loader, view_of(loader.dataset, _worker_part(pipeline[:keep]) if keep else None)
-    )
+    _refuse_under_way(loader)
     asked = ("transforms", "dtype", "memory_format")
     changes = bool(plan.transforms) or any(prefetcher_options.get(name) for name in asked)
-    count = _probe(moved.dataset, encoded=not keep, needed=not keep or bool(plan.transforms))
+    part = _worker_part(pipeline[:keep], [_Kept] if changes else []) if keep else None
+    view = view_of(loader.dataset, part)
+    count = _probe(view, encoded=not keep, needed=not keep or bool(plan.transforms))
     if keep and changes and count > 1:
         raise TypeError(
             f"A sample holds {count} tensors of three dimensions, and behind keep_unknown=True the "
             "device can tell the image of one only. Replace what cannot move, or return one."
         )
-    prefetcher = _Accelerated(moved, plan, prefetcher_options, apart=not keep or count == 1)
+    apart = not keep or count == 1
+    prefetcher = _Accelerated(loader, plan, prefetcher_options, view=view, apart=apart)
     if print_plan:
         print(prefetcher.describe(decodes_on_workers=keep > 0))
     return prefetcher
 
 
 class _Accelerated(DataPrefetcher):
-    """A prefetcher that knows its plan, and runs a collate function of the user's at the end."""
+    """A prefetcher that knows its plan, and its loader's own dataset."""
 
     def __init__(
-        self, loader: DataLoader[Any], plan: Plan, options: dict[str, Any], *, apart: bool
+        self,
+        loader: DataLoader[Any],
+        plan: Plan,
+        options: dict[str, Any],
+        *,
+        view: Any,
+        apart: bool,
     ) -> None:
-        self.plan = plan
-        own_collate = apart and loader.collate_fn is not default_collate
-        self._collate = loader.collate_fn if own_collate else None
-        if self._collate is not None:
-            loader.collate_fn = _set_apart
+        self.plan, self._dataset = plan, loader.dataset
         own = options.pop("transforms", None) or ()
         self._own = [own] if callable(own) else [*own]
         transforms = [*plan.transforms, *self._own]
@@ -112,81 +120,43 @@ class _Accelerated(DataPrefetcher):
             # Between the launch and the ops behind it values must not be rounded to bfloat16.
             cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
             transforms += [cast] if cast.dtype or cast.memory_format else []
-        super().__init__(loader, transforms=transforms, **options)
-        if self._collate is not None:
-            self._pipeline.after = partial(_collated, self._collate, self.device)
+        super().__init__(changed(loader, dataset=view), transforms=transforms, **options)
+        self._pipeline.packer.late.fill_(apart and loader.collate_fn is not default_collate)
+
+    @property
+    def dataset(self) -> Any:
+        """The loader's own, which gives decoded samples; the workers read a view of it."""
+        return self._dataset
 
     def describe(self, *, decodes_on_workers: bool) -> str:
         """Where everything runs now, a line per op."""
         on_gpu = self._pipeline.decoder is not None and not decodes_on_workers
         decode = "GPU, a share of it worker CPU (cpu_share)" if on_gpu else "worker CPU"
         collate = "worker CPU"
-        if self._collate is not None:
-            name = getattr(self._collate, "__name__", type(self._collate).__name__)
+        if self._pipeline.packer.late:
+            fn = self.collate_fn
+            name = getattr(fn, "__name__", type(fn).__name__)
             collate = f"{name}, on the transformed images on {self.device}"
         own = ", ".join(getattr(op, "__name__", type(op).__name__) for op in self._own)
         behind = f"\n  behind them: {own}" if own else ""
         return f"accelerate: decode: {decode}\n{self.plan}{behind}\n  collate: {collate}"
 
-    def replay(self, index: int, epoch: int | None = None) -> Any:
-        """As of any prefetcher, without a collate function of the user's."""
-        if self._pipeline.after is not None:
-            raise ValueError("a sample cannot be told apart behind a collate_fn that mixes them.")
-        return super().replay(index, epoch)
+
+@dataclass(slots=True)
+class _Kept(Encoded):
+    """The pixels of a picture halfway through its transforms: nothing else may change them."""
+
+    pixels: torch.Tensor
+
+    def __post_init__(self) -> None:
+        begin_reading()
 
 
-class _Hole:
-    """Where a sample's image was; the class itself, which pickles to itself."""
+def _collate_kept(images: list[_Kept], *, collate_fn_map: Any = None) -> Any:
+    return default_collate([image.pixels for image in images])
 
 
-def is_image(leaf: Any) -> bool:
-    return isinstance(leaf, EncodedImage) or (isinstance(leaf, torch.Tensor) and leaf.dim() == 3)
-
-
-def image_of(sample: Any) -> Any:
-    """The image of a sample: the encoded one, else the first 3-D tensor; None without any."""
-    images = select(sample, is_image)
-    encoded = (image for image in images if isinstance(image, EncodedImage))
-    return next(encoded, images[0] if images else None)
-
-
-def _set_apart(samples: list[Any]) -> tuple[Any, Any]:
-    """Collate the images, and keep the rest of the samples for the user's own collate function.
-
-    Returns:
-        The images, and an array ``(N,)`` of samples with a hole in each: an array has one row per
-        image, so a bad image takes its sample along.
-    """
-    images = [image_of(sample) for sample in samples]
-    count = sum(isinstance(image, EncodedImage) for image in select(samples[0], is_image))
-    if count > 1:
-        raise TypeError(
-            f"accelerate takes one image a sample where the loader has a collate_fn, got {count}. "
-            "Leave collate_fn out: the default one takes any number."
-        )
-    rest = np.empty(len(samples), dtype=object)
-    for i, (sample, image) in enumerate(zip(samples, images, strict=True)):
-        rest[i] = _exchanged(sample, image, _Hole)
-    return default_collate(images), rest
-
-
-def _collated(collate: Callable[[Any], Any], device: torch.device, batch: Any, seed: int) -> Any:
-    """What the user's collate function makes of the transformed images."""
-    images, samples = batch
-    if not isinstance(images, torch.Tensor) or len(images) != len(samples):
-        count = len(images) if isinstance(images, torch.Tensor) else type(images).__name__
-        raise ValueError(
-            f"The collate_fn gets each of {len(samples)} samples with its image, and transforms "
-            f"made {count} of them. Leave collate_fn out, or let transforms give (N, C, H, W)."
-        )
-    put_back = zip(images.unbind(), samples.tolist(), strict=True)
-    with SeededDraws(seed):
-        batch = collate([_exchanged(sample, _Hole, image) for image, sample in put_back])
-    return to_device(batch, device)
-
-
-def _exchanged(sample: Any, old: Any, new: Any) -> Any:
-    return map_leaves(lambda leaf: new if leaf is old else leaf, sample, is_image)
+default_collate_fn_map[_Kept] = _collate_kept
 
 
 def read_encoded(path: Any) -> EncodedImage:
@@ -199,11 +169,11 @@ def _unchanged(image: Any) -> Any:
     return image
 
 
-def _worker_part(ops: list[Any]) -> Any:
-    """The ops that stay in the workers, behind a decode; gives uint8 or float tensors."""
+def _worker_part(ops: list[Any], last: Sequence[Any] = ()) -> Any:
+    """The ops that stay in the workers, after a decode; gives uint8 or float tensors."""
     from torchvision.transforms import v2
 
-    return v2.Compose([*ops, v2.PILToTensor()])  # which lets tensors pass
+    return v2.Compose([*ops, v2.PILToTensor(), *last])  # which lets tensors pass
 
 
 def folders_of(loader: Any) -> list[Any]:
@@ -229,7 +199,6 @@ def folders_of(loader: Any) -> list[Any]:
 
 
 def _bottom(dataset: Any) -> list[Any]:
-    from torch.utils.data import ConcatDataset, Subset
     from torchvision.datasets import DatasetFolder
 
     if isinstance(dataset, Subset):
@@ -252,23 +221,49 @@ def _bottom(dataset: Any) -> list[Any]:
 
 
 def view_of(dataset: Any, transform: Any) -> Any:
-    """A copy of ``dataset`` with another transform; None leaves its files encoded."""
-    dataset = copy.copy(dataset)
-    if hasattr(dataset, "datasets"):
-        dataset.datasets = [view_of(part, transform) for part in dataset.datasets]
-    elif hasattr(dataset, "dataset"):
-        dataset.dataset = view_of(dataset.dataset, transform)
-    else:
-        # A dataset may call it without asking whether it is there.
-        dataset.transform = transform or _unchanged
-        if transform is None and is_timm(dataset, "ImageDataset"):
-            dataset.reader, dataset.load_bytes = EncodedReader(dataset.reader), True
-        elif transform is None:
-            dataset.loader = read_encoded
-    return dataset
+    """``dataset`` with another transform, and its state; None leaves its files encoded."""
+    if isinstance(dataset, ConcatDataset):
+        return _view(dataset, {"datasets": [view_of(part, transform) for part in dataset.datasets]})
+    if isinstance(dataset, Subset):
+        return _view(dataset, {"dataset": view_of(dataset.dataset, transform)})
+    # A dataset may call it without asking whether it is there.
+    instead: dict[str, Any] = {"transform": transform or _unchanged}
+    if transform is None and is_timm(dataset, "ImageDataset"):
+        instead |= {"reader": EncodedReader(dataset.reader), "load_bytes": True}
+    elif transform is None:
+        instead["loader"] = read_encoded
+    return _view(dataset, instead)
 
 
-def _with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
+def _view(dataset: Any, instead: dict[str, Any]) -> Any:
+    """A second face of a dataset, which shares all of its state but has ``instead`` for some.
+
+    Raises:
+        TypeError: where it is read after the dataset was given another one of these.
+    """
+    kind, seen = type(dataset), {name: vars(dataset).get(name) for name in instead}
+
+    def read(name: str, view: Any) -> Any:
+        if vars(view).get(name) is not seen[name]:
+            raise TypeError(f"dataset.{name} is another one since accelerate(). Call it again.")
+        return instead[name]
+
+    def reduced(view: Any, protocol: Any) -> Any:
+        bare = copy.copy(dataset)
+        for name in seen:  # which may be what cannot be pickled
+            vars(bare).pop(name, None)
+        return _view, (bare, instead)
+
+    faces: dict[str, Any] = {name: property(partial(read, name)) for name in instead}
+    faces["__reduce_ex__"] = reduced
+    view: Any = object.__new__(
+        new_class(kind.__name__, (kind,), exec_body=lambda ns: ns.update(faces))
+    )
+    view.__dict__ = vars(dataset)
+    return view
+
+
+def _refuse_under_way(loader: DataLoader[Any]) -> None:
     under_way = [n for n, v in vars(loader).items() if n != "_iterator" and isinstance(v, Iterator)]
     if under_way:
         raise TypeError(
@@ -276,7 +271,6 @@ def _with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
             "which goes on giving that one's samples. Use a DataLoader, with "
             "persistent_workers=True for workers that live on."
         )
-    return changed(loader, dataset=dataset)  # as long as its own, for the sampler's sake
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -375,8 +369,12 @@ def _probe(dataset: Any, *, encoded: bool, needed: bool) -> int:
     try:
         with SeededDraws(0):
             sample = dataset[0]
+    except UndecodedError:
+        raise  # which says more
     except (AttributeError, TypeError) as error:
         raise TypeError(f"{type(dataset).__name__}.__getitem__ failed on a file: {hint}") from error
+    finally:
+        end_reading()
     image = image_of(sample)
     if needed and (image is None or (encoded and not isinstance(image, EncodedImage))):
         raise TypeError(f"{type(dataset).__name__}.__getitem__ gave no encoded file: {hint}")

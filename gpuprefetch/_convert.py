@@ -11,6 +11,7 @@ import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -42,13 +43,9 @@ from gpuprefetch._transforms import (
     read_transforms,
 )
 
-_V1 = ("torchvision.transforms.transforms", "torchvision.transforms.autoaugment")
 CONVERSIONS = frozenset(
     "ToTensor PILToTensor ToImage ToPureTensor ToDtype ConvertImageDtype".split()
 )
-_NESTED = frozenset("Compose Sequential ModuleList".split())
-# Of torchvision's references/classification: they hold a Compose.
-_PRESETS = frozenset(("ClassificationPresetTrain", "ClassificationPresetEval"))
 _CROPS = frozenset("RandomResizedCrop Resize CenterCrop RandomCrop".split())
 # Linear in each pixel: before a bilinear resize or behind it is the same up to rounding.
 _LINEAR = frozenset("Normalize Grayscale RandomGrayscale RandomInvert".split())
@@ -190,13 +187,15 @@ def _in_list(transform: Transform) -> list[Transform]:
 
 def _refuse_in_list(op: Any) -> str | None:
     """The name of an op, as what it stands for."""
+    from torchvision import transforms as v1
+
     name, known = type(op).__name__, from_timm(op)
     if name_of(op) in ("CutMix", "MixUp"):
         raise ValueError(
             f"torchvision's {name} mixes the images of a batch, and its targets are not in the "
             "transforms. Mix in the training step, or in a collate_fn with accelerate."
         )
-    if name in ("ToTensor", "PILToTensor") and type(op).__module__ in _V1:
+    if type(op) in (v1.ToTensor, v1.PILToTensor):
         raise ValueError(
             f"{name} takes PIL images, and in transforms images are tensors, in [0, 1] behind a "
             "crop or a resize. Leave it out."
@@ -220,30 +219,53 @@ def _drawing(op: Any) -> Any:
 
 
 def flatten(pipeline: Any) -> Iterator[Any]:
-    """The ops of nested ``Compose``, ``Sequential``, lists and torchvision's presets, in order."""
-    name = type(pipeline).__name__
-    if name in _PRESETS:
-        yield from flatten(pipeline.transforms)
-    elif name == "ImageClassification" and type(pipeline).__module__.startswith("torchvision."):
-        from torchvision.transforms import v2
+    """The ops of nested ``Compose``, ``Sequential``, lists and torchvision's presets, in order.
 
+    A class of somebody's own is an op, whatever it is called: it may do more than call its parts.
+    """
+    from torchvision.transforms import _presets, v2
+    from torchvision.transforms import transforms as v1
+
+    kind = type(pipeline)
+    if kind in (v1.Compose, v2.Compose) or _only_calls_transforms(kind):
+        yield from flatten(pipeline.transforms)
+    elif kind is _presets.ImageClassification:
         yield v2.Resize(pipeline.resize_size, pipeline.interpolation)
         yield v2.CenterCrop(pipeline.crop_size)
         yield v2.PILToTensor()
         yield v2.ToDtype(torch.float32, scale=True)
         yield v2.Normalize(pipeline.mean, pipeline.std)
-    elif name in _NESTED or isinstance(pipeline, (list, tuple)):
-        for op in getattr(pipeline, "transforms", pipeline):
+    elif kind in (list, tuple, torch.nn.Sequential, torch.nn.ModuleList):
+        for op in pipeline:
             yield from flatten(op)
     else:
         yield pipeline
 
 
+def _call(self: Any, img: Any) -> Any:
+    return self.transforms(img)
+
+
+def _only_calls_transforms(kind: type) -> bool:
+    """Whether a class is called as those of torchvision's references are, which people copy.
+
+    The compiled code says so, whatever the class is named: one more line makes another.
+    """
+    own = inspect.getattr_static(kind, "__call__", None)
+    if not isinstance(own, FunctionType):
+        return False
+    mine = _call.__code__
+    return (own.__code__.co_code, own.__code__.co_names) == (mine.co_code, mine.co_names)
+
+
 def name_of(op: Any) -> str | None:
     """Name of an op that we know; None for a subclass and whatever else there is."""
-    module = type(op).__module__
-    known = module in _V1 or module.startswith("torchvision.transforms.v2.")
-    return type(op).__name__ if known or type(op) is TimmAugment else None
+    from torchvision import transforms as v1
+    from torchvision.transforms import v2
+
+    kind = type(op)
+    known = kind in (getattr(v1, kind.__name__, None), getattr(v2, kind.__name__, None))
+    return kind.__name__ if known or kind is TimmAugment else None
 
 
 def is_on_device(op: Any) -> bool:
@@ -253,11 +275,13 @@ def is_on_device(op: Any) -> bool:
 
 def twin(op: Any) -> Any:
     """The v2 form of a v1 op, which holds its arguments under their names; else the op."""
-    if type(op).__module__ not in _V1:
-        return op
+    from torchvision import transforms as v1
     from torchvision.transforms import v2
 
-    form = getattr(v2, type(op).__name__)
+    name = type(op).__name__
+    if type(op) is not getattr(v1, name, None):
+        return op
+    form = getattr(v2, name)
     names = inspect.signature(form).parameters
     if not all(hasattr(op, name) for name in names):
         return op  # a Lambda: nothing that could move

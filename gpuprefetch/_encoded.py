@@ -18,13 +18,14 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from gpuprefetch._guard import Encoded, begin_reading
 from gpuprefetch._nvjpeg import order_for
 from gpuprefetch._resample import Coloring, Launches, Table, by_place
 from gpuprefetch._slab import Buffer
 
 
-@dataclass(slots=True)
-class EncodedImage:
+@dataclass(slots=True, repr=False)
+class EncodedImage(Encoded):
     """The bytes of one image file, as a dataset hands them out in place of a decoded image.
 
     The DataLoader's default collate packs them into :class:`EncodedImages`; nothing else is needed.
@@ -46,6 +47,7 @@ class EncodedImage:
     _made: float = field(init=False, repr=False, compare=False)  # when: tells how long reading took
 
     def __post_init__(self) -> None:
+        begin_reading()
         self._made = time.perf_counter()
         try:
             struct.pack("q", self.index)
@@ -71,6 +73,10 @@ class EncodedImage:
                 f"EncodedImage takes a file's bytes, got {type(self.data).__name__}. "
                 "Read the file first, as in EncodedImage(Path(path).read_bytes(), index, path)."
             )
+
+    def __repr__(self) -> str:
+        what = f"{len(self.data):,} bytes, index={self.index}, path={self.path!r}"
+        return f"{type(self).__name__}({what})"
 
     def __getstate__(self) -> Any:
         state: Any = object.__getstate__(self)
@@ -147,8 +153,8 @@ class Plan:
     table: Table | None = None
 
 
-@dataclass(slots=True)
-class EncodedImages:
+@dataclass(slots=True, repr=False)
+class EncodedImages(Encoded):
     """A batch of N encoded images in one flat buffer.
 
     Attributes:
@@ -275,11 +281,11 @@ class EncodedImages:
     def __len__(self) -> int:
         return self.count
 
+    def __repr__(self) -> str:
+        return f"EncodedImages({len(self)} images, {self.encoded_bytes:,} bytes)"
+
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"EncodedImages has no attribute {name!r}: its images are not decoded yet. Wrap the "
-            "loader that gave it in DataPrefetcher(loader, transforms=[...])."
-        )
+        return Encoded.__getattr__(self, name)
 
     def __getitem__(self, position: int) -> EncodedImage:
         """A copy of the encoded image at ``position``, one that no worker has decoded."""

@@ -22,10 +22,12 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from gpuprefetch._apart import comes_of_mixing, set_apart
 from gpuprefetch._batch import map_leaves, objects
 from gpuprefetch._budget import lay_out
 from gpuprefetch._encoded import EncodedImage, EncodedImages, Layout, is_encoded, pack, packing
 from gpuprefetch._format import ImageHeader, blank, decode_cpu, read_header
+from gpuprefetch._guard import UndecodedError, end_reading
 from gpuprefetch._random import Keys, fold
 from gpuprefetch._resample import (
     Coloring,
@@ -116,6 +118,8 @@ class Packer:
         growth: bytes to expect of later batches for each byte of their files; 0 for no more than
             this one takes.
         dtype: of the result on a device.
+        late: ``(1,)`` bool in shared memory, whether the collate function runs after the
+            transforms. One that mixes images sets it where it first meets encoded ones.
         moves: whether a transform, fused or behind the head, moves pixels.
         rank: of this process among those that may be given the same samples, else 0.
     """
@@ -129,6 +133,7 @@ class Packer:
     output: tuple[torch.dtype, torch.memory_format] | None = None
     growth: int = 0
     dtype: torch.dtype = torch.float32
+    late: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     moves: bool = False
     rank: int = 0
     _share: float | None = field(init=False, default=None)
@@ -446,19 +451,19 @@ class HostStage:
         if in_worker and not self._settled:
             self._settle()
         repeats = _expected.pop(self.token, ())
-        self.packer.begin(samples if isinstance(samples, list) else [samples], repeats)
+        self._begin(samples, repeats)
         samples = self.packer.follow(samples)
-        self.packer.begin(samples if isinstance(samples, list) else [samples], repeats)
+        self._begin(samples, repeats)
         try:
-            batch = self._collated(samples)
+            batch = self._collated(samples, repeats)
         finally:
             self.packer.begin()  # keeps no samples
         return map_leaves(by_value, batch, is_encoded) if in_worker else batch
 
-    def _collated(self, samples: Any) -> Any:
+    def _collated(self, samples: Any, repeats: Sequence[int]) -> Any:
         with packing(self.packer):
             try:
-                batch = self.collate_fn(samples)
+                batch = self._collate(samples, repeats)
                 if not images_of(batch):
                     if self.packer.moves:
                         refuse_unfollowed(batch, samples)
@@ -473,6 +478,20 @@ class HostStage:
         for images in packed_of(leaves):
             images.targets = targets
         return batch
+
+    def _collate(self, samples: Any, repeats: Sequence[int]) -> Any:
+        if not self.packer.late:
+            try:
+                return self.collate_fn(samples)
+            except UndecodedError as error:
+                if not (isinstance(samples, list) and comes_of_mixing(error)):
+                    raise
+            self.packer.late.fill_(True)
+            self._begin(samples, repeats)  # what has been packed is packed anew
+        return set_apart(samples)
+
+    def _begin(self, samples: Any, repeats: Sequence[int]) -> None:
+        self.packer.begin(samples if isinstance(samples, list) else [samples], repeats)
 
     def _settle(self) -> None:
         """Once in a worker: end with the parent, and let the training thread go first."""
@@ -508,6 +527,8 @@ def pack_lists(batch: Any, packer: Packer) -> tuple[Any, list[Any]]:
             return leaf
         return packer([leaf] if isinstance(leaf, EncodedImage) else list(leaf))
 
+    if get_worker_info() is None:
+        end_reading()
     leaves = list(objects(batch, is_encoded))
     if any(map(is_loose, leaves)):
         batch = map_leaves(pack_leaf, batch, is_encoded)

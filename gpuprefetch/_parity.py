@@ -12,13 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from gpuprefetch._accelerate import (
-    check_loaders,
-    folders_of,
-    image_of,
-    pipeline_of,
-    view_of,
-)
+from gpuprefetch._accelerate import check_loaders, folders_of, pipeline_of, view_of
+from gpuprefetch._apart import image_of
 from gpuprefetch._convert import CONVERSIONS, Plan, convert
 from gpuprefetch._prefetcher import DataPrefetcher
 from gpuprefetch._random import SeededDraws, fold

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpuprefetch._apart import Apart
 from gpuprefetch._balance import Balancer
 from gpuprefetch._batch import map_leaves, moves_itself, objects, to_device
 from gpuprefetch._budget import (
@@ -52,7 +53,7 @@ from gpuprefetch._targets import (
     unstack,
     wrap_like,
 )
-from gpuprefetch._transforms import Head, Transform, apply_head, require_fixed_size
+from gpuprefetch._transforms import Head, Transform, apply_head, is_kornia, require_fixed_size
 from gpuprefetch._values import Values
 
 ALIGNED = 16  # bytes: Triton compiles another kernel for an odd address
@@ -122,7 +123,7 @@ class Pipeline:
         on_error: "raise", "skip", "replace", or a callable that gets each :class:`BadImage`.
         max_bad: how many bad files are tolerated; None for any number.
         bad_images: those that were tolerated, by what tells files apart.
-        after: gets each finished batch and a seed, and gives what the loop sees.
+        after: gets each finished :class:`Apart` batch and a seed, and gives what the loop sees.
         stats: counts the time of each step.
         balancer: steers how many of the images the workers decode.
         shares: of the images that the workers decoded, by the number of the batch.
@@ -252,13 +253,13 @@ class Pipeline:
             if limit is not None:
                 parts = [partial(_one_by_one, parts)]
             finish = partial(self._finish, moved, jobs, seed)
-            return Work(parts, self._with_after(finish, seed))
+            if isinstance(batch, Apart):
+                finish = partial(self._run_after, finish, seed)
+            return Work(parts, finish)
         if self.head.names or self.tail or self.dtype or self.memory_format:
             finish = partial(self._transform_tensors, moved, seed)
-        return Work([], self._with_after(finish, seed))
-
-    def _with_after(self, finish: Callable[[], Any], seed: Callable[[], int]) -> Callable[[], Any]:
-        return finish if self.after is None else partial(self._run_after, finish, seed)
+        apart = isinstance(batch, Apart)
+        return Work([], partial(self._run_after, finish, seed) if apart else finish)
 
     def _run_after(self, finish: Callable[[], Any], seed: Callable[[], int]) -> Any:
         assert self.after is not None
@@ -342,7 +343,7 @@ class Pipeline:
         return result
 
     def _run_head(self, images: torch.Tensor, seed: int) -> torch.Tensor:
-        kornia_next = bool(self.tail) and type(self.tail[0]).__module__.startswith("kornia.")
+        kornia_next = bool(self.tail) and is_kornia(self.tail[0])
         to_floats = kornia_next and not images.is_floating_point()
         if self.head.names or to_floats or self.dtype == torch.uint8:
             keys = fold(seed, np.arange(len(images)))

@@ -11,11 +11,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from gpuprefetch._apart import collate_apart
 from gpuprefetch._balance import Balancer
 from gpuprefetch._batch import tensors
 from gpuprefetch._budget import parse_bytes
@@ -321,6 +323,7 @@ class DataPrefetcher:
         self._pipeline.packer.rank = rank_of(self._loader)
         if not isinstance(self._loader, DataLoader):
             return self._loader, self._with_epoch(epoch)
+        self._pipeline.after = partial(collate_apart, self._loader.collate_fn, self.device)
         if self._loader.persistent_workers:
             if (running := _running.get(id(self._persistent))) is not None:
                 running.close()  # its thread may be waiting for the same workers
@@ -587,7 +590,8 @@ def _with_collate(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
     if hasattr(loader, "next_iter_state"):
         loader.next_iter_state = None  # a StatefulDataLoader's: good for one epoch, the clone's
         vars(clone)["_initial_iter_for_state_dict"] = False  # of the iterator that it leaves here
-    packer.share.share_memory_()  # not in a deep copy of the prefetcher
+    for shared in (packer.share, packer.late):
+        shared.share_memory_()  # not in a deep copy of the prefetcher
     clone.collate_fn = HostStage(loader.collate_fn, packer)
     note(clone)
     return clone

@@ -24,6 +24,7 @@ from torch.utils.data import (
     Subset,
 )
 
+from gpuprefetch._apart import Apart
 from gpuprefetch._encoded import EncodedImages
 from gpuprefetch._host import Announced, HostStage, encoded_leaves
 from gpuprefetch._pipeline import BadImage, BadImageError, Pipeline
@@ -305,6 +306,8 @@ def replay(
     stage = HostStage(loader.collate_fn, packer)
     stage.expect(repeats[number - first])
     batch = stage(samples)
+    if isinstance(batch, Apart):
+        raise ValueError("a sample cannot be told apart after a collate_fn that mixes them.")
     images = encoded_leaves(batch)
     pipeline.only = row = _row_of(position, len(indices), images)
     cuda = pipeline.device.type == "cuda"

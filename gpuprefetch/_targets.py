@@ -25,7 +25,7 @@ from gpuprefetch._batch import children_of, leaves, map_leaves, moves_itself, ob
 from gpuprefetch._encoded import EncodedImage, EncodedImages
 from gpuprefetch._per_image import Apply, Choice, Loop, PerImage, Policy, Switch
 from gpuprefetch._timm import TimmAugment
-from gpuprefetch._transforms import _FusedTransform, apply_head
+from gpuprefetch._transforms import apply_head, is_fused
 
 # Note [Coordinates]
 # Pixel k reaches from k to k + 1, for boxes and points alike, as in COCO and torchvision's models.
@@ -491,7 +491,7 @@ def _runner(transform: Any, names: Sequence[Any]) -> Callable[[Any, Samples], An
     v2 = sys.modules.get("torchvision.transforms.v2")
     if v2 is not None and isinstance(transform, v2.Transform):
         return partial(_run_each, transform, names)
-    if isinstance(transform, _FusedTransform):
+    if is_fused(transform):
         return partial(_run_fused, transform)
     module, name = type(transform).__module__, type(transform).__name__
     if module.startswith("kornia.augmentation."):

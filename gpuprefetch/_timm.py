@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
@@ -29,7 +30,9 @@ _FACTORS = frozenset(("Brightness", "Color", "Contrast", "Sharpness"))
 
 def is_timm(thing: Any, name: str) -> bool:
     """Whether ``thing`` is of timm's class ``name``; timm need not be there."""
-    return type(thing).__name__ == name and type(thing).__module__.startswith("timm.data.")
+    kind = type(thing)
+    is_theirs = kind.__module__.startswith("timm.data.") and kind.__name__ == name
+    return is_theirs and getattr(sys.modules.get(kind.__module__), name, None) is kind
 
 
 def from_timm(op: Any) -> Any:
@@ -65,6 +68,11 @@ def why_not(op: Any) -> str:
     if is_timm(op, "RandAugment") or is_timm(op, "AutoAugment"):
         unknown = ", ".join(sorted(TimmAugment(op).unknown))
         return f"it draws {unknown}, of which there is no form for a batch"
+    if hasattr(op, "transforms"):
+        return (
+            "it is a class of your own, which may do more than call its `transforms`. If it does "
+            "not, give these in place of it"
+        )
     return "it is not one of torchvision's own, nor among those of timm's that are known"
 
 

@@ -7,6 +7,7 @@ list of them composes into one map, and one resampling launch carries it out.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -322,7 +323,8 @@ class _FusedTransform(torch.nn.Module):
 
     def draw(self, count: int) -> tuple[Head, Keys]:
         """What :func:`apply_head` needs for ``count`` images, with torch's random numbers."""
-        head, _ = read_transforms([self])
+        head = _extended(Head(), self, self.op)
+        assert head is not None  # one op alone always fits
         return head, fold(int(torch.randint(2**62, ())), np.arange(count))
 
     def extra_repr(self) -> str:
@@ -410,6 +412,17 @@ class CenterCrop(_FusedTransform):
         super().__init__(_CenterCrop(_pair(size, "CenterCrop"), pad=True))
 
 
+def is_fused(transform: Any) -> bool:
+    """Whether a transform is this library's own; a subclass that does something else is not."""
+    kind = type(transform)
+    return isinstance(transform, _FusedTransform) and kind.forward is _FusedTransform.forward
+
+
+def is_kornia(transform: Any) -> bool:
+    """Whether a transform is of kornia's, or of a class derived from one."""
+    return any(kind.__module__.startswith("kornia.") for kind in type(transform).__mro__)
+
+
 def _kornia_op(transform: Any) -> HeadOp | None:
     """The fused form of a kornia module; None where it has none, and for anything else."""
     if not type(transform).__module__.startswith("kornia."):
@@ -451,8 +464,11 @@ def _kornia_op(transform: Any) -> HeadOp | None:
 _RESIZES = (_ResizedCrop, _Resize)
 
 
-def _extended(head: Head, transform: Any) -> Head | None:
-    """The head with one more transform; None where they do not compose into one resampling."""
+def _extended(head: Head, transform: Any, op: Any = None) -> Head | None:
+    """The head with one more transform; None where they do not compose into one resampling.
+
+    ``op`` is its form in the head, where that is known.
+    """
     names = (*head.names, type(transform).__name__)
     if names[-1] == "Normalize" and type(transform).__module__.startswith("kornia.augmentation."):
         if head.mean is not None or float(transform.p) != 1.0:
@@ -464,8 +480,7 @@ def _extended(head: Head, transform: Any) -> Head | None:
         if 0.0 in std:
             raise ValueError(f"Normalize divides by std, which must not be 0, got {std}.")
         return replace(head, mean=mean, std=std, names=names)
-    fused = isinstance(transform, _FusedTransform)
-    op: Any = transform.op if fused else _kornia_op(transform)
+    op = op or (transform.op if is_fused(transform) else _kornia_op(transform))
     if op is None or (head.mean is not None and not isinstance(op, _Flip)):
         return None  # padding and blending come before the normalization they would change
     longer = replace(head, ops=(*head.ops, op), names=names)
@@ -521,10 +536,10 @@ def _flat(transforms: Iterable[Any]) -> Iterator[Any]:
 
 def _mixing(transform: Any) -> Iterator[str]:
     """The names of kornia's ops, within ``transform``, that make one image of several."""
-    for op in transform.modules() if isinstance(transform, torch.nn.Module) else ():
-        name, module = type(op).__name__, type(op).__module__
-        if module.startswith("kornia.augmentation._2d.mix.") and name != "RandomJigsaw":
-            yield name
+    K: Any = sys.modules.get("kornia.augmentation")  # nobody has any before it is imported
+    for op in transform.modules() if K and isinstance(transform, torch.nn.Module) else ():
+        if isinstance(op, K.MixAugmentationBaseV2) and not isinstance(op, K.RandomJigsaw):
+            yield type(op).__name__
 
 
 def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
