@@ -70,8 +70,17 @@ class Epoch:
             now = time.perf_counter()
             self._stats.seconds += now - (started if self._last is None else self._last)
         except BaseException as stopped:
-            self._failed = not isinstance(stopped, StopIteration)
+            ended = isinstance(stopped, StopIteration)
+            taken = ended and self.close.alive  # by a later epoch, which did not end this one
+            self._failed = taken or not ended
             self.close()
+            if taken:
+                raise RuntimeError(
+                    "a second iter() of the prefetcher has ended this epoch, and its later batches "
+                    "are gone: persistent workers serve one epoch at a time. For two at once "
+                    "iterate copy.copy(prefetcher) as well, which has workers of its own, or leave "
+                    "persistent_workers out."
+                ) from None
             raise
         if slot.error is not None:
             self.close()
@@ -82,7 +91,10 @@ class Epoch:
                 error.__cause__ = slot.error
             slot.error = slot.source = None
             self._failed = not isinstance(error, StopIteration)
-            if self._failed:
+            if isinstance(error, StopIteration):
+                self._engine.place.update(ended=True, loader=error.value)
+                error = StopIteration()
+            else:
                 error.add_note(f"raised by the prefetcher while it prepared batch {slot.number}")
             try:
                 raise error

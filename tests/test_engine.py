@@ -466,7 +466,9 @@ def test_another_thread_ends_an_epoch_whose_loop_gets_a_batch_under_way(ahead, m
         return modes(engine)
 
     monkeypatch.setattr(Engine, "_batch_stream", end_first)
-    seen = [number for _, number in at_ease(iterator)]  # and no error
+    seen = []
+    with pytest.raises(RuntimeError, match=r"a second iter\(\)"):  # as that closes its engine
+        seen.extend(number for _, number in at_ease(iterator))
     assert ended and len(seen) < 6
     assert not engine._slots
 
@@ -480,7 +482,8 @@ def test_persistent_workers_serve_one_epoch_at_a_time(fetched, pause):
     next(other)
     time.sleep(pause)  # its thread waits for the next batch then, or for room
     assert within(SECONDS, lambda: torch.cat(list(prefetcher)).tolist()) == [*range(12)]
-    assert next(other, None) is None
+    with pytest.raises(RuntimeError, match=r"second iter\(\) of the prefetcher has ended"):
+        next(other)
 
 
 class Waits(Sampler):
@@ -509,7 +512,13 @@ def test_persistent_workers_whose_epochs_begin_in_two_threads(request, engine, s
 
     def race(begun):
         had = []
-        other = threading.Thread(target=lambda: had.extend(numbers()))
+
+        def beside():
+            with contextlib.suppress(RuntimeError):  # its workers have been taken
+                for batch in prefetcher:
+                    had.extend(batch.tolist())
+
+        other = threading.Thread(target=beside)
         other.start()
         until(lambda: prefetcher._epoch > begun)
         time.sleep(0.05)
@@ -526,7 +535,12 @@ def test_persistent_workers_that_the_loop_of_another_thread_waits_for(beside, mo
     monkeypatch.setattr(_engine, "JOIN_SECONDS", 0.2)
     loader = DataLoader(Slow(1.5, at=2), num_workers=2, persistent_workers=True)
     prefetcher = DataPrefetcher(loader, device="cpu")
-    other = threading.Thread(target=within, args=(SECONDS, lambda: list(prefetcher)))
+
+    def beside():
+        with pytest.raises(RuntimeError, match=r"a second iter\(\)"):
+            list(prefetcher)
+
+    other = threading.Thread(target=within, args=(SECONDS, beside))
     other.start()
     time.sleep(0.2)
     assert within(SECONDS, lambda: torch.cat(list(prefetcher)).tolist()) == [*range(12)]
@@ -773,7 +787,7 @@ def test_an_epoch_that_another_thread_ends(fetched, monkeypatch, begun):
         until(lambda: engine._slots if begun else engine._wanted)
         time.sleep(0.1)  # the loop waits, too
         threading.Timer(0.1, release.set).start()
-        engine.close()
+        iterator.close()
 
     threading.Thread(target=end).start()
     with pytest.raises(StopIteration):  # not for ever
