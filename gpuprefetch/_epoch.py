@@ -335,8 +335,17 @@ class Epoch:
         try:
             slot = self._take()
         except BaseException as stopped:
-            self._failed = not isinstance(stopped, StopIteration)
+            ended = isinstance(stopped, StopIteration)
+            taken = ended and self.close.alive  # by a later epoch, which did not end this one
+            self._failed = taken or not ended
             self.close()
+            if taken:
+                raise RuntimeError(
+                    "a second iter() of the prefetcher has ended this epoch, and its later batches "
+                    "are gone: persistent workers serve one epoch at a time. For two at once "
+                    "iterate copy.copy(prefetcher) as well, which has workers of its own, or leave "
+                    "persistent_workers out."
+                ) from None
             raise
         if slot.error is not None:
             self._raise(slot)
@@ -375,7 +384,10 @@ class Epoch:
             del stopped
         slot.error = slot.batch = None
         self._failed = not isinstance(error, StopIteration)
-        if self._failed:
+        if isinstance(error, StopIteration):
+            self._lookahead.place.update(ended=True, loader=error.value)
+            error = StopIteration()
+        else:
             error.add_note(f"raised by the prefetcher while it prepared batch {slot.number}")
         try:
             raise error

@@ -32,7 +32,16 @@ from gpuprefetch._pipeline import BadImage, Pipeline
 from gpuprefetch._ranks import INTO_PREPARED, same_on_ranks
 from gpuprefetch._replay import KEPT, Notes, has_indices, note, noted, rank_of, replay, stands_alone
 from gpuprefetch._resample import FLOAT_DTYPES
-from gpuprefetch._resume import Source, changed, in_order, kind, owners
+from gpuprefetch._resume import (
+    Source,
+    beginning,
+    changed,
+    in_order,
+    is_stateful,
+    kind,
+    own_state,
+    owners,
+)
 from gpuprefetch._targets import moves_pixels
 from gpuprefetch._transforms import Transform, require_fixed_size
 from gpuprefetch._values import Values
@@ -378,24 +387,45 @@ class DataPrefetcher:
     def state_dict(self) -> dict[str, Any]:
         """Where the latest epoch stands: what the loop has had, not what is under way to it.
 
-        A state taken behind the last batch of an epoch resumes with nothing left of it. Of the
-        dataset only torchdata's ``StatefulDataLoader`` saves anything: random numbers that another
-        one draws in its workers are not repeated.
+        Once the loop has come to the end of the epoch, and before the first one, it is the
+        beginning of the next epoch, with the order that is drawn now. A state taken in the loop
+        after the last batch resumes with nothing left of the epoch. It can be written as JSON,
+        unless the loader's own state cannot. Of the dataset only torchdata's
+        ``StatefulDataLoader`` saves anything, which starts its workers for a state before the first
+        epoch: random numbers that another dataset draws in its workers are not repeated.
 
         Raises:
-            ValueError: behind a batch of a loader with ``in_order=False``.
+            ValueError: after a batch of a loader with ``in_order=False``, before the epoch's end.
         """
-        if self._place["batches"] and not in_order(self._loader):
+        place = self._place
+        if "ended" in place or "random_states" not in place:
+            place = self._next_place()
+        elif place["batches"] and not in_order(self._loader):
             raise ValueError(
-                f"the loop has had {self._place['batches']} batches, but with in_order=False it is "
+                f"the loop has had {place['batches']} batches, but with in_order=False it is "
                 "not known which: to resume would leave some out and repeat others. Give the "
                 "DataLoader in_order=True, or save no state of it."
             )
-        state = self._place | {"seed": self._pipeline.packer.seed, "kind": self._kind}
-        notes = self._notes.get(self._place["epoch"])
-        if notes is not None and notes.place is self._place:  # else loaded, with its own
+        state = place | {"seed": self._pipeline.packer.seed, "kind": self._kind}
+        notes = self._notes.get(place["epoch"])
+        if notes is not None and notes.place is place:  # else loaded, with its own
             state["drawn"] = notes.drawn()
         return state
+
+    def _next_place(self) -> dict[str, Any]:
+        """Where the next epoch begins."""
+        loader: Any = self._loader
+        if isinstance(loader, DataLoader):
+            loader = changed(loader)  # an iterator that state_dict() makes is not the user's
+        going_on = loader if self._persistent is None else self._persistent
+        place = beginning(going_on) | {"epoch": self._epoch}
+        if "ended" in self._place:
+            return place | {"loader": self._place["loader"]}
+        place["loader"] = own_state(loader)
+        if place["loader"] is not None:
+            # Another iterator would draw other seeds for its workers.
+            self._place, self._resume = place, True
+        return place
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter()`` go on where :meth:`state_dict` was taken.
@@ -403,13 +433,21 @@ class DataPrefetcher:
         The batches are those of the uninterrupted epoch, also with other workers or another
         ``device_prefetch_size``, but not with another batch size, nor, of an iterable dataset
         without a state of its own, with another number of workers. An order of integers that the
-        sampler does not draw again is a ``ValueError`` of that ``iter()``.
+        sampler does not draw again is a ``ValueError`` of that ``iter()``. The order is drawn from
+        the saved random state, and torch's default generator goes on as it was, unless it is in
+        that state or a dataset restores it itself. A state of a stateful loader that was taken
+        without the prefetcher begins an epoch there.
 
         Raises:
             ValueError: if ``state`` does not come from :meth:`state_dict`, or from that of another
                 kind of loader.
         """
         if not isinstance(state, dict) or not {"epoch", "batches", "seed"} <= state.keys():
+            if isinstance(state, dict) and is_stateful(self._loader):  # the loader's own
+                self._loader.load_state_dict(state)  # type: ignore[attr-defined]
+                self._place, self._resume = {"epoch": self._epoch, "batches": 0}, False
+                self._manual, self._use = None, ["used"]
+                return
             raise ValueError(f"state must come from DataPrefetcher.state_dict(), got {state!r}.")
         # A state of an older version does not know of shared samples, which are named first.
         if not self._kind.endswith(state.get("kind", "")):
@@ -485,7 +523,7 @@ class DataPrefetcher:
         self._epoch, self._use = epoch, ["used"]
         if self._manual is not None and not self._manual.close.alive:
             self._manual = None
-        if epoch != self._place["epoch"]:
+        if epoch != self._place["epoch"] and "ended" not in self._place:
             self._place, self._resume = {"epoch": epoch, "batches": 0}, False
         for owner in owners(self._loader):
             owner.set_epoch(epoch)

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset
 def kind(loader: Any) -> str:
     """What of a loader must be the same for one's state to mean something to another."""
     batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    own = "a" if _is_stateful(loader) else "no"
+    own = "a" if is_stateful(loader) else "no"
     shared = ""
-    if isinstance(getattr(loader, "dataset", None), IterableDataset) and not _is_stateful(loader):
+    if isinstance(getattr(loader, "dataset", None), IterableDataset) and not is_stateful(loader):
         # The workers share its samples out, and each makes batches of what it has.
         shared = f"samples shared out to {max(getattr(loader, 'num_workers', 0), 1)} workers, "
     generators = len(_generators(loader))
@@ -27,10 +27,10 @@ def kind(loader: Any) -> str:
 def in_order(loader: Any) -> bool:
     """Whether the number of a batch says which of the sampler's it is, or the loader knows."""
     workers = getattr(loader, "num_workers", 0)
-    return workers < 2 or getattr(loader, "in_order", True) or _is_stateful(loader)
+    return workers < 2 or getattr(loader, "in_order", True) or is_stateful(loader)
 
 
-def _is_stateful(loader: Any) -> bool:
+def is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
@@ -77,19 +77,52 @@ def owners(loader: Any) -> list[Any]:
     return [owner for owner in each if callable(getattr(owner, "set_epoch", None))]
 
 
+def beginning(loader: Any) -> dict[str, Any]:
+    """The place of an epoch of ``loader`` that begins now, without the loader's own state."""
+    states = [torch.get_rng_state(), *(g.get_state() for g in _generators(loader))]
+    continued = isinstance(loader, DataLoader) and (
+        loader._iterator is not None or isinstance(loader.generator, _SeedApart)
+    )
+    epochs = [getattr(owner, "epoch", None) for owner in owners(loader)]
+    return {
+        "batches": 0,
+        "random_states": [state.numpy().tobytes().hex() for state in states],
+        "continued": continued,
+        "epochs": [e if type(e) is int else None for e in epochs],
+    }
+
+
+def own_state(loader: Any) -> Any:
+    """The state of a loader that has one, else None."""
+    if not is_stateful(loader):
+        return None
+    state = loader.state_dict()
+    # What workers send is a copy already. In this process a dataset may hand out live objects.
+    return state if getattr(loader, "num_workers", 0) else copy.deepcopy(state)
+
+
+def _decoded(state: str | torch.Tensor) -> torch.Tensor:
+    if isinstance(state, torch.Tensor):  # of an older version; torch.load may have moved it
+        return state.cpu()
+    return torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
+
+
 @contextlib.contextmanager
-def _drawn_from(loader: Any, states: list[torch.Tensor]) -> Iterator[None]:
-    """Draw from the saved states; torch's own goes on behind as if nothing had been drawn."""
+def _drawn_from(loader: Any, saved: list[Any]) -> Iterator[list[torch.Tensor]]:
+    """Draw from the saved states; torch's own then is what it was, unless the list is cleared."""
+    states = [_decoded(state) for state in saved]
     before = torch.get_rng_state()
-    states = [state.cpu() for state in states]  # torch.load may have moved them
+    # Where the caller has restored it, these draws count: the next epoch would repeat the order.
+    undone = [] if torch.equal(before, states[0]) else [before]
     torch.set_rng_state(states[0])
     # A sampler may have made one since: that draws a seed of its own for each epoch.
     for generator, state in zip(_generators(loader), states[1:], strict=False):
         generator.set_state(state)
     try:
-        yield
+        yield undone
     finally:
-        torch.set_rng_state(before)
+        for state in undone:
+            torch.set_rng_state(state)
 
 
 class _SeedApart(torch.Generator):
@@ -138,9 +171,9 @@ class Source:
 
     Attributes:
         place: where the epoch begins: ``batches`` that the loop has had, the loader's own state
-            behind them as ``loader``, the generators' ``random_states`` that the order is drawn
-            from, torch's own first, whether it is ``continued`` by workers of an epoch before, and
-            the samplers' ``epochs``, None where one does not tell its own.
+            after them as ``loader``, the generators' ``random_states`` that the order is drawn
+            from, torch's own first, in hexadecimal digits, whether it is ``continued`` by workers
+            of an epoch before, and the samplers' ``epochs``, None where one does not tell its own.
     """
 
     def __init__(self, loader: Any, resumed: dict[str, Any] | None = None) -> None:
@@ -148,8 +181,17 @@ class Source:
         self._iterator: Iterator[Any]
         if resumed:
             self.place = dict(resumed)
-            with _drawn_from(loader, resumed["random_states"]):
-                self._resume()
+            saved, left, ordered = resumed["random_states"], None, True
+            if is_stateful(loader) and isinstance(loader, DataLoader) and not loader.num_workers:
+                # Its dataset may restore torch's generator, which then stays as it is.
+                if ordered := not isinstance(loader.dataset, IterableDataset):
+                    left = self._left_by_a_trial()
+                else:
+                    saved = [torch.get_rng_state()]
+            with _drawn_from(loader, saved) as undone:
+                self._resume(ordered)
+                if left is not None and torch.equal(left, torch.get_rng_state()):
+                    undone.clear()
                 try:
                     # A loader without workers draws its order with the first batch: here.
                     self._ahead = list(islice(self, 1))
@@ -157,30 +199,33 @@ class Source:
                     self.close()
                     raise
             return
-        states = [torch.get_rng_state(), *(g.get_state() for g in _generators(loader))]
-        continued = isinstance(loader, DataLoader) and (
-            loader._iterator is not None or isinstance(loader.generator, _SeedApart)
-        )
-        epochs = [getattr(owner, "epoch", None) for owner in owners(loader)]
-        self.place = {
-            "batches": 0,
-            "random_states": states,
-            "continued": continued,
-            "epochs": [e if type(e) is int else None for e in epochs],
-        }
+        self.place = beginning(loader)
         self._iterator = iter(loader)
-        self.place["loader"] = self._state()
+        self.place["loader"] = own_state(loader)
 
-    def _resume(self) -> None:
+    def _left_by_a_trial(self) -> torch.Tensor:
+        """What torch's generator is after a resume that did not begin with the saved state.
+
+        Where it is the same after one that did, the dataset has restored it.
+        """
+        loader, before = self._loader, torch.get_rng_state()
+        self._resume(True)
+        left = torch.get_rng_state()
+        torch.set_rng_state(before)
+        self._loader = loader
+        return left
+
+    def _resume(self, ordered: bool) -> None:
         loader, done = self._loader, self.place["batches"]
-        stateful, skipped = _is_stateful(loader), 0
+        stateful, skipped = is_stateful(loader), 0
         if isinstance(loader, DataLoader):
-            self._loader = rest = changed(loader)
+            lasting = stateful and loader.persistent_workers  # they keep their datasets' states
+            self._loader = rest = loader if lasting else changed(loader)
             seed = hash((torch.initial_seed(), self.place["epoch"], done))
             apart = _SeedApart().manual_seed(seed)
-            if self.place["continued"]:
+            if self.place["continued"] or not ordered:
                 rest.generator = apart
-            if loader.persistent_workers:
+            if loader.persistent_workers and not lasting:
                 loader.generator = apart  # for the next epoch, which starts its workers anew
         if stateful:
             self._loader.load_state_dict(copy.deepcopy(self.place["loader"]))
@@ -196,22 +241,22 @@ class Source:
         self._iterator = iter(self._loader)
         next(islice(self._iterator, skipped, skipped), None)
 
-    def _state(self) -> Any:
-        if not _is_stateful(self._loader):
-            return None
-        state = self._loader.state_dict()
-        # What workers send is a copy already. In this process a dataset may hand out live objects.
-        return state if getattr(self._loader, "num_workers", 0) else copy.deepcopy(state)
-
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> tuple[Any, Any]:
-        """The next batch and the loader's state behind it."""
+        """The next batch and the loader's state after it.
+
+        Raises:
+            StopIteration: with the state as its value, which begins the next epoch.
+        """
         if self._ahead:
             return self._ahead.pop()
-        batch = _next_of(self._iterator)
-        return batch, self._state()
+        try:
+            batch = _next_of(self._iterator)
+        except StopIteration:
+            raise StopIteration(own_state(self._loader)) from None
+        return batch, own_state(self._loader)
 
     @property
     def ready(self) -> bool:
@@ -223,7 +268,7 @@ class Source:
         if len(task) == 1:  # or it may be what torch's thread has pinned
             came = list(getattr(workers._data_queue, "queue", ()))  # that thread appends to it
             arrived = number in (item[0] for item in came)
-        return arrived and not _is_stateful(self._loader)  # whose state may take long
+        return arrived and not is_stateful(self._loader)  # whose state may take long
 
     def close(self, *, abandoned: bool = False) -> None:
         """Shut down the workers, unless they are persistent and nobody else waits for them.

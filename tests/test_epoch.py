@@ -1,5 +1,6 @@
 """An epoch with its thread, run on the CPU, where it has one only here; and without."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -245,7 +246,7 @@ def test_a_loop_that_waits_when_another_thread_ends_the_epoch(threaded):
 
     iterator = iter(prefetcher_of(batches))
     next(iterator)
-    threading.Timer(0.1, iterator._lookahead.close).start()
+    threading.Timer(0.1, iterator.close).start()
     threading.Timer(0.2, release.set).start()
     with pytest.raises(StopIteration):  # not for ever
         raise within(SECONDS, lambda: next(iterator))
@@ -354,7 +355,8 @@ def test_persistent_workers_serve_one_epoch_at_a_time(threaded, pause):
     next(other)
     time.sleep(pause)  # its thread waits for the next batch then, or for room
     assert within(SECONDS, lambda: torch.cat(list(prefetcher)).tolist()) == [*range(12)]
-    assert next(other, None) is None
+    with pytest.raises(RuntimeError, match=r"second iter\(\) of the prefetcher has ended"):
+        next(other)
 
 
 class Waits(Sampler):
@@ -379,7 +381,13 @@ def test_persistent_workers_whose_epochs_begin_in_two_threads(either, sampler):
         return torch.tensor([*prefetcher]).tolist()
 
     had = []
-    other = threading.Thread(target=lambda: had.extend(numbers()))
+
+    def beside():
+        with contextlib.suppress(RuntimeError):  # its workers have been taken
+            for batch in prefetcher:
+                had.extend(batch.tolist())
+
+    other = threading.Thread(target=beside)
     other.start()
     until(lambda: prefetcher._epoch > 0)
     time.sleep(0.05)

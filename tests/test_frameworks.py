@@ -222,6 +222,32 @@ def test_a_prefetcher_goes_into_what_accelerate_prepares():
     assert sum(map(len, prepared)) == 42
 
 
+# torchdata 0.11 calls a function that torch 2.15 warns of.
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize(("seen", "left"), [(3, 7), (None, 10)])  # None: the loop comes to its end
+def test_accelerate_saves_where_an_epoch_stands(tmp_path, seen, left):
+    accelerate = pytest.importorskip("accelerate")
+    pytest.importorskip("torchdata.stateful_dataloader")
+
+    def prepared():
+        options = accelerate.DataLoaderConfiguration(use_stateful_dataloader=True)
+        accelerator = accelerate.Accelerator(cpu=True, dataloader_config=options)
+        train, val = accelerator.prepare(DataLoader(range(40), 4), DataLoader(range(8), 4))
+        for loader in (train, val):
+            loader.base_dataloader = DataPrefetcher(loader.base_dataloader, device="cpu")
+        return accelerator, train, val
+
+    accelerator, train, _ = prepared()
+    for number, _ in enumerate(train, 1):
+        if number == seen:
+            break
+    accelerator.save_state(tmp_path)
+    accelerator, train, val = prepared()
+    accelerator.load_state(tmp_path)
+    assert [len(list(train)) for _ in range(2)] == [left, 10]
+    assert len(list(val)) == 2  # which had no epoch
+
+
 def test_lightning_recipe_without_a_length(monkeypatch):
     pytest.importorskip("lightning", exc_type=ImportError)
     monkeypatch.syspath_prepend(FOLDER)
