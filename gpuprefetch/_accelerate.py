@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from gpuprefetch._apart import image_of, is_image
-from gpuprefetch._batch import select
+from gpuprefetch._batch import map_leaves, select
 from gpuprefetch._convert import (
     Plan,
     Step,
@@ -85,7 +85,7 @@ def accelerate(
     _refuse_under_way(loader)
     asked = ("transforms", "dtype", "memory_format")
     changes = bool(plan.transforms) or any(prefetcher_options.get(name) for name in asked)
-    part = _worker_part(pipeline[:keep], [_Kept] if changes else []) if keep else None
+    part = _worker_part(pipeline[:keep], [_keep] if changes else []) if keep else None
     view = view_of(loader.dataset, part)
     count = _probe(view, encoded=not keep, needed=not keep or bool(plan.transforms))
     if keep and changes and count > 1:
@@ -150,6 +150,11 @@ class _Kept(Encoded):
 
     def __post_init__(self) -> None:
         begin_reading()
+
+
+def _keep(made: Any) -> Any:
+    """What the workers' part made of a picture, each tensor apart."""
+    return map_leaves(lambda leaf: _Kept(leaf) if isinstance(leaf, torch.Tensor) else leaf, made)
 
 
 def _collate_kept(images: list[_Kept], *, collate_fn_map: Any = None) -> Any:

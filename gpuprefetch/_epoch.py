@@ -194,6 +194,8 @@ class Lookahead:
         self._user, asked = threading.get_ident(), time.perf_counter()
         if self._thread is None:
             slot = self._fetch()
+            if self._stopping:
+                raise StopIteration
             if slot.error is None:
                 self._prepare(slot)
         else:

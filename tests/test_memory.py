@@ -231,9 +231,9 @@ def test_sizes(budget, size):
     assert size is None or decimal or parse_bytes(readable(size)) == size
 
 
-@pytest.mark.parametrize("budget", [0, -1, True, 1.5, "2", "2GB", "GiB", "0MiB", "-1MiB"])
+@pytest.mark.parametrize("budget", [0, -1, True, 1.5, "2", "GiB", "0MiB", "-1MiB"])
 def test_wrong_sizes(budget):
-    with pytest.raises(ValueError, match=r'such as "2GiB" .* got'):
+    with pytest.raises(ValueError, match=r'such as "2GiB", .* got'):
         DataPrefetcher([], device="cpu", memory_budget=budget)
 
 
