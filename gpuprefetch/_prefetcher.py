@@ -529,7 +529,8 @@ class DataPrefetcher:
             owner.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
+        # Torch warns of an iterable dataset that turns out longer than its loader was told here.
+        return len(self._loader if self._persistent is None else self._persistent)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # also keeps copy and pickle from recursing before _loader is set

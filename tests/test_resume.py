@@ -1043,3 +1043,11 @@ def test_a_second_epoch_of_persistent_workers_tells_the_first():
             prefetcher.next()
     prefetcher.set_epoch(0)
     assert values(prefetcher.next()) == values(manual)
+
+
+def test_persistent_workers_know_that_the_length_was_asked_for():
+    prefetcher = DataPrefetcher(DataLoader(Longer(), batch_size=1, **PERSISTENT), device="cpu")
+    assert len(list(prefetcher)) == 4  # nobody had asked
+    assert len(prefetcher) == 2
+    with pytest.warns(UserWarning, match="reported to be 2"):
+        assert len(list(prefetcher)) == 4
