@@ -661,7 +661,9 @@ class Launches:
         """
         first, last = self._firsts[number : number + 2]
         across, down, groups = self._tiles
-        grid, step = (across, down, (last - first) * groups), self._steps[number]
+        layers, step = (last - first) * groups, self._steps[number]
+        checks = -(-(last - first) // (across * down)) if survived else 0
+        grid = across, down, layers + checks
         _resample_kernel[grid](
             address,
             numbers,
@@ -669,6 +671,7 @@ class Launches:
             self._out,
             *self._sizes,
             survived,
+            layers,
             step,
             CANARY if survived else 0,
             *self._constants,
@@ -708,7 +711,7 @@ def _plan(strides: _Ints, rows: _Doubles, interpolation: str, antialias: bool) -
 
 if triton is not None:
 
-    @triton.jit(do_not_specialize=["from_image"])  # type: ignore[untyped-decorator]
+    @triton.jit(do_not_specialize=["from_image", "layers"])  # type: ignore[untyped-decorator]
     def _resample_kernel(  # type: ignore[no-untyped-def]
         address,
         numbers,
@@ -721,6 +724,7 @@ if triton is not None:
         height,
         width,
         survived,
+        layers,
         STRIDE_X: tl.constexpr,
         CANARY: tl.constexpr,  # 0: there are none
         CHANNELS: tl.constexpr,
@@ -740,6 +744,16 @@ if triton is not None:
         # Three channels share their weights. Where the channels do not divide by three, the last
         # group repeats one, and writes the same values twice.
         GROUPS: tl.constexpr = (CHANNELS + 2) // 3
+        if CANARY > 0:
+            # Programs of their own: within the others this would take registers from each of them.
+            beyond = tl.program_id(2) - layers
+            if beyond >= 0:
+                image = beyond * tl.num_programs(1) + tl.program_id(1)
+                image = image * tl.num_programs(0) + tl.program_id(0)
+                if image < layers // GROUPS:
+                    ints_ptr += 2 * CHANNELS + (from_image + image) * FIELDS
+                    _find_canary(address, ints_ptr, survived, CANARY)
+                return
         c0 = tl.program_id(2) % GROUPS * 3
         c1 = tl.minimum(c0 + 1, CHANNELS - 1)
         c2 = tl.minimum(c0 + 2, CHANNELS - 1)
@@ -760,12 +774,6 @@ if triton is not None:
         if STRIDE_X > 0:
             source_stride_x = STRIDE_X
         place = tl.load(ints_ptr + 4)
-        if CANARY > 0:
-            if tl.program_id(0) + tl.program_id(1) == 0:
-                corners, colors, mask = _corners(address, ints_ptr, CANARY)
-                other = tl.where(tl.load(corners, mask) == colors, 0, 1)
-                differs = tl.min(tl.max(tl.where(mask, other, 0), axis=1), axis=0)
-                tl.store((survived + place).to(tl.pointer_type(tl.uint8)), 1, differs == 0)
         out_ptr += place * stride_n
         taps_x = tl.load(ints_ptr + 5).to(tl.int32)
 
@@ -867,6 +875,14 @@ if triton is not None:
         ints_ptr = numbers.to(tl.pointer_type(tl.int64)) + row
         corners, colors, mask = _corners(address, ints_ptr, CANARY)
         tl.store(corners, colors, mask)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _find_canary(address, ints_ptr, survived, CANARY: tl.constexpr):  # type: ignore[no-untyped-def]
+        corners, colors, mask = _corners(address, ints_ptr, CANARY)
+        other = tl.where(tl.load(corners, mask) == colors, 0, 1)
+        differs = tl.min(tl.max(tl.where(mask, other, 0), axis=1), axis=0)
+        place = tl.load(ints_ptr + 4)
+        tl.store((survived + place).to(tl.pointer_type(tl.uint8)), 1, differs == 0)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _corners(address, ints_ptr, CANARY: tl.constexpr):  # type: ignore[no-untyped-def]

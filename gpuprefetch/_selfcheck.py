@@ -337,7 +337,7 @@ class _Course:
 
 
 class _Noted(ImageDecoder):
-    """A decoder that notes where its images lie; one by one it decodes without being noted.
+    """A decoder that notes where its images lie.
 
     Without the host's waits canaries would be set when a picture is there already.
     """
@@ -354,7 +354,9 @@ class _Noted(ImageDecoder):
         self._decoder.packed(data, call, out, **options)
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
-        return self._decoder(data)
+        images = self._decoder(data)
+        self._witness.note_addresses(images)
+        return images
 
 
 def _check_handoff(order: str, pictures: Sequence[torch.Tensor], rounds: int) -> Check:

@@ -665,10 +665,10 @@ def test_a_part_waits_for_the_reader_of_the_one_before(monkeypatch, job):
     expected = late_epoch(files)
     launch = Launches.launch
 
-    def late(self, *args):
+    def late(self, *args, **options):
         # 40 ms: the next part is decoded well within them, with other tests on the GPU, too.
         torch.cuda._sleep(80_000_000)
-        launch(self, *args)
+        launch(self, *args, **options)
 
     monkeypatch.setattr(Launches, "launch", late)
     got = late_epoch(files, job, memory_budget="14MiB")  # the result takes 9, a photo 1.1
@@ -678,13 +678,24 @@ def test_a_part_waits_for_the_reader_of_the_one_before(monkeypatch, job):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*deprecated")
-@pytest.mark.parametrize("backend", ["nvjpeg", "torchcodec", "torchvision"])
-def test_good_photos_are_decoded_without_a_python_object_each(monkeypatch, backend):
+@pytest.mark.parametrize("backend", ["torchcodec", "torchvision"])
+def test_backends_give_the_same(backend):
+    files = [pictures.encode_jpeg(pictures.draw(200 + i, 300, seed=i)) for i in range(24)]
+    loader = DataLoader(Photos(files), batch_size=8, pin_memory=True)
+    options = {"transforms": [Resize((64, 96))], "cpu_share": 0.0}
+    expected, got = (
+        images_of(DataPrefetcher(loader, decoder=name, **options)) for name in ("nvjpeg", backend)
+    )
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+def test_good_photos_are_decoded_without_a_python_object_each(monkeypatch):
     files = [pictures.encode_jpeg(pictures.draw(200 + i, 300, seed=i)) for i in range(24)]
     loader = DataLoader(Photos(files), batch_size=8, pin_memory=True)
 
     def epoch():
-        options = {"transforms": [Resize((64, 96))], "cpu_share": 0.0, "decoder": backend}
+        options = {"transforms": [Resize((64, 96))], "cpu_share": 0.0}
         return images_of(DataPrefetcher(loader, **options))
 
     with monkeypatch.context() as patch:
@@ -745,15 +756,10 @@ torch.cuda.empty_cache()
 free, total = torch.cuda.mem_get_info()
 reserved = torch.cuda.memory_reserved()
 torch.cuda.set_per_process_memory_fraction((reserved + (110 << 20)) / total)  # for one photo
-if True:
-    parts, peak, repeated = epoch(48)
-    levels = (parts - whole).abs().amax((1, 2, 3)) * 255  # up to 3 where the CPU decoded a photo
-    assert torch.equal(parts, whole), (repeated, levels.tolist())
-    assert peak < 110 << 20 < most, (peak, most)
-    if repeated > 0:
-        break
-assert repeated > 0
-print("repeated", repeated)
+parts, peak, repeated = epoch(48)
+levels = (parts - whole).abs().amax((1, 2, 3)) * 255  # up to 3 where the CPU decoded a photo
+assert torch.equal(parts, whole), (repeated, levels.tolist())
+assert peak < 110 << 20, peak
 torch.cuda.empty_cache()
 torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (40 << 20)) / total)
 try:
@@ -767,7 +773,7 @@ nothing_left()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("code", "lines"), [(BUDGETED, 3), (SHORT, 2)])
+@pytest.mark.parametrize(("code", "lines"), [(BUDGETED, 3), (SHORT, 1)])
 def test_photos_of_24_megapixels_on_a_gpu(code, lines):
     child = test_faults.child_of(code, torch.device("cuda"))
     out, err = test_faults.ended(child, seconds=180)
