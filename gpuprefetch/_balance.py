@@ -14,10 +14,12 @@ RESERVED_CORES = 3
 WINDOW, FEW = 32, 8
 # The loop waits for decode, or workers are late, where that takes more than this part of the time.
 WAITED, LATE = 0.05, 0.05
-# A rise adds as much to the share as the loop waits of its time, within these bounds. It is kept
-# where the loop's period is shorter by GAIN: windows of a busy machine differ by some percent.
-LEAST, MOST, GAIN = 0.05, 0.25, 0.02
-LONGEST = 64  # windows until the next try; the pause doubles after each try that did not help
+# A rise adds as much to the share as the loop waits of its time, within these bounds. Where decode
+# is the limit the loop's period is then shorter by about as much. Half of that keeps the rise.
+LEAST, MOST, KEEPS = 0.05, 0.25, 0.5
+# Windows before the first try, in which a model warms up. The pause doubles after each try that
+# did not help, up to LONGEST.
+FIRST, LONGEST = 4, 64
 
 
 def usable_cores() -> int:
@@ -54,7 +56,7 @@ class Balancer:
         # A new share shows when the batches that were under way are through.
         self._under_way = workers * (getattr(loader, "prefetch_factor", None) or 2) + 4
         self._tried: tuple[float, float] | None = None  # share and period before the latest rise
-        self._pause, self._patience = 0, 1
+        self._pause, self._patience = FIRST, 1
         self.begin()
 
     @property
@@ -101,7 +103,7 @@ class Balancer:
         """Decide after a window with this median period, of which the loop ``waited`` a part."""
         if self._tried is not None:
             (share, before), self._tried = self._tried, None
-            if period > (1 - GAIN) * before:
+            if period > (1 - KEEPS * (self.value - share)) * before:
                 self._give_up(share)
                 return
             self._patience = 1
