@@ -32,9 +32,6 @@ UPLOAD_BYTES = 32 << 20
 # Memory that is taken again and again is asked for in few sizes, for the allocator keeps a block of
 # each: multiples of this.
 ROOM_BYTES = 40 << 20
-# Batches that are ready or in preparation at most, by default, and what they may take together: of
-# large ones, whose step is long enough to prepare the next, one is enough.
-READY, READY_BYTES = 2, 512 << 20
 
 
 def parse_bytes(budget: str | int | None) -> int | None:
@@ -213,9 +210,6 @@ class Cost:
                 "Take a larger budget, or smaller batches."
             )
         return budget - self.fixed
-
-
-NO_COST = Cost()
 
 
 def cost_of(batch: Any, size: tuple[int, int] | None, dtype: torch.dtype | None) -> Cost:

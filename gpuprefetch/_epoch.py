@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from gpuprefetch._budget import NO_COST, READY, READY_BYTES, Cost
-from gpuprefetch._pipeline import BadImageError, Empty, Pipeline
 from gpuprefetch._resume import Source
-from gpuprefetch._slab import unmap_dead
-from gpuprefetch._stats import Stage
+from gpuprefetch._stage import Cost, Empty, Stage
+from gpuprefetch._stats import Timed
 from gpuprefetch._stream import SideStream, handoff, throttle
 
+# Batches that are ready or in preparation at most, by default, and what they may take together. The
+# step of a large batch is long enough to prepare the next one.
+READY, READY_BYTES = 2, 512 << 20
 # A thread whose loader hangs is abandoned after this time when the loop is left.
 JOIN_SECONDS = 10.0
 
@@ -49,7 +50,7 @@ class Slot:
     batch: Any = None
     images: int = 0
     state: Any = None
-    cost: Cost = NO_COST
+    cost: Cost | None = None
     fetched: float = 0.0
     ready: bool = False
     result: Any = None
@@ -61,14 +62,14 @@ class Slot:
 class Lookahead:
     """Prepares the batches of one epoch, up to ``depth`` of them ahead of the loop.
 
-    Its thread fetches a batch, waits for room, runs the pipeline on the side stream, and records an
+    Its thread fetches a batch, waits for room, runs the stage on the side stream, and records an
     event. Only that thread adds slots, and only the loop takes them. Without a thread the loop does
     the same work when it asks for a batch.
 
     Args:
-        pipeline: what happens to each batch.
+        stage: prepares each batch.
         source: the loader's batches.
-        epoch: number of the epoch, for the pipeline.
+        epoch: number of the epoch, for the stage.
         depth: batches that are ready or in preparation; None goes by the size of the first one.
         threaded: whether there is a thread.
         check: gets each batch as it comes from the loader.
@@ -76,7 +77,7 @@ class Lookahead:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        stage: Stage,
         source: Source,
         *,
         epoch: int,
@@ -84,7 +85,7 @@ class Lookahead:
         threaded: bool,
         check: Callable[[Any], None],
     ) -> None:
-        self.pipeline, self.device, self.place = pipeline, pipeline.device, source.place
+        self.stage, self.device, self.place = stage, stage.device, source.place
         self._source, self._epoch, self._depth, self._check = source, epoch, depth, check
         self._stream = SideStream(self.device)
         # Guards the slots and ``_stopping``.
@@ -114,7 +115,7 @@ class Lookahead:
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # a new thread is on the first GPU
-            with self.pipeline.scratch():
+            with self.stage.scratch():
                 while self._step():
                     pass
         except BaseException as error:  # the loop might wait for ever
@@ -142,11 +143,12 @@ class Lookahead:
         """Whether a batch need not wait: a single one may take the whole memory budget."""
         depth = self._depth
         if depth is None:
-            depth = self._depth = max(min(READY, READY_BYTES // max(slot.cost.fixed, 1)), 1)
-        budget = self.pipeline.memory_budget
-        if not self._slots or budget is None:
+            depth = READY if slot.cost is None else READY_BYTES // max(slot.cost.fixed, 1)
+            depth = self._depth = max(min(READY, depth), 1)
+        budget = self.stage.memory_budget
+        if not self._slots or budget is None or slot.cost is None:
             return len(self._slots) < depth
-        used = sum(other.cost.fixed for other in self._slots)
+        used = sum(other.cost.fixed for other in self._slots if other.cost is not None)
         fits = used + slot.cost.fixed + slot.cost.decoded <= budget
         return len(self._slots) < depth and fits
 
@@ -158,9 +160,9 @@ class Lookahead:
             with self._reading:
                 if self._stopping:
                     raise StopIteration
-                with Stage(self.pipeline.stats, "fetch") as fetch:
+                with Timed(self.stage.stats, "fetch") as fetch:
                     batch, slot.state = next(self._source)
-                received = self.pipeline.receive(batch, slot.number, fetch.seconds)
+                received = self.stage.receive(batch, slot.number, fetch.seconds)
                 slot.batch, slot.images, slot.cost = received
                 self._check(slot.batch)
                 self._stream.wait_for_loader(slot.batch)
@@ -172,12 +174,12 @@ class Lookahead:
         return slot
 
     def _prepare(self, slot: Slot) -> None:
-        """Run the pipeline on the side stream."""
+        """Run the stage on the side stream."""
         try:
             while self._uploads and self._uploads[0][0].query():
                 self._uploads.popleft()
             with self._stream.current():
-                slot.result = self.pipeline.run(slot.batch, slot.number, self._epoch, slot.cost)
+                slot.result = self.stage.run(slot.batch, slot.number, self._epoch, slot.cost)
             slot.event = self._stream.record()
         except BaseException as error:
             slot.error = error
@@ -265,7 +267,7 @@ class Lookahead:
             finally:
                 if idle:
                     self._reading.release()
-            unmap_dead()
+            self.stage.close()
             self._ended = True
 
 
@@ -279,7 +281,7 @@ class Epoch:
     """
 
     def __init__(self, lookahead: Lookahead) -> None:
-        self._lookahead, self._stats = lookahead, lookahead.pipeline.stats
+        self._lookahead, self._stats = lookahead, lookahead.stage.stats
         self.use = ["unused"]
         self._steps: deque[torch.cuda.Event] = deque()
         self._last: float | None = None
@@ -311,7 +313,7 @@ class Epoch:
                 if self._empty is None or self._given:
                     raise
                 self._failed = True
-                raise BadImageError(
+                raise self._empty.error(
                     f"on_error has left out all {self._skipped} images of the epoch, the last: "
                     f"{self._empty.last}"
                 ) from None
@@ -355,7 +357,7 @@ class Epoch:
         self._stats.images += slot.images
         self._lookahead.place.update(batches=slot.number + 1, loader=slot.state)
         if slot.event is not None:
-            with Stage(self._stats, "handoff"):
+            with Timed(self._stats, "handoff"):
                 handoff(slot.result, slot.event, self._lookahead.device)
         return slot.result
 
@@ -363,14 +365,14 @@ class Epoch:
         """The next slot, and the time that the loop took since the last one."""
         started, device = time.perf_counter(), self._lookahead.device
         ahead = throttle(self._steps, device)
-        with Stage(self._stats, "wait"):
+        with Timed(self._stats, "wait"):
             slot = self._lookahead.take()
         now = time.perf_counter()
         self._stats.seconds += now - (started if self._last is None else self._last)
         if self._last is not None and slot.error is None:
             busy = ahead and slot.waited and not torch.cuda.current_stream(device).query()
             waited = 0.0 if busy else slot.waited  # the GPU has work left
-            self._lookahead.pipeline.handed_over(now - self._last, waited)
+            self._lookahead.stage.handed_over(now - self._last, waited)
         self._last = now
         return slot
 

@@ -66,9 +66,6 @@ def _library() -> Any:
         lines = Path("/proc/self/maps").read_text().splitlines()
         paths = [line.split(maxsplit=5)[-1] for line in lines if "/libnvjpeg" in line]
         library = ctypes.CDLL(paths[0])
-        # It takes no time but where memory grows, and Python's lock is not given up for it.
-        name = "nvjpegDecodeBatchedInitialize"
-        setattr(library, name, getattr(ctypes.PyDLL(paths[0]), name))
         for name, arguments in _ARGUMENTS.items():
             getattr(library, name).argtypes = arguments
     except (OSError, IndexError, AttributeError):  # another platform, or a build for the CPU

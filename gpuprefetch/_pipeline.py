@@ -41,7 +41,9 @@ from gpuprefetch._encoded import Call, Copy, EncodedImages, is_encoded
 from gpuprefetch._host import Packer, pack_lists, packed_of
 from gpuprefetch._random import Keys, SeededDraws, fold
 from gpuprefetch._resample import HAS_TRITON, Coloring, Launches, Table, resample
-from gpuprefetch._stats import Stage, Stats
+from gpuprefetch._slab import unmap_dead
+from gpuprefetch._stage import Empty
+from gpuprefetch._stats import Stats, Timed
 from gpuprefetch._stream import mark_reader, wait_for_reader
 from gpuprefetch._targets import (
     PerSample,
@@ -81,14 +83,6 @@ class BadImage:
         named = f"(sample {self.index} of the dataset)" if self.index >= 0 else ""
         words = ("cannot decode", repr(self.path) if self.path else "", named)
         return f"{' '.join(filter(None, words))}: {self.reason}"
-
-
-@dataclass(frozen=True, slots=True)
-class Empty:
-    """Stands for a batch of so many images of which none is left, and names the last."""
-
-    images: int
-    last: BadImage
 
 
 Part = Callable[[Callable[[], None]], None]
@@ -178,7 +172,7 @@ class Pipeline:
         packed = packed_of(leaves)
         for images in packed:
             self.shares[number] = images.share
-            self.stats.count(images)
+            self._count(images)
         if packed and self.balancer is not None:
             self.balancer.fetched(waited)
             self.stats.share = self.balancer.value
@@ -211,6 +205,21 @@ class Pipeline:
             part(self.make_room)
         return work.finish()
 
+    def _count(self, images: EncodedImages) -> None:
+        """Count what the workers did for a batch."""
+        stats = self.stats
+        stats.cpu_images += images.ready
+        stats.gpu_images += len(images) - images.ready
+        stats.encoded_bytes += images.encoded_bytes
+        stats.read_seconds += images.read_seconds
+        stats.worker_decode_seconds += images.decode_seconds
+        stats.collate_seconds += images.collate_seconds
+        stats.pin_seconds += images.pin_seconds
+
+    def close(self) -> None:
+        """Unmap what workers that are gone have shared."""
+        unmap_dead()
+
     def make_room(self) -> None:
         """Give back what can be spared of the device's memory."""
         self.stats.out_of_memory += 1
@@ -241,14 +250,14 @@ class Pipeline:
             jobs.append(self.job(self, leaf))
             return jobs[-1]
 
-        with Stage(self.stats, "copy"):
+        with Timed(self.stats, "copy"):
             moved = map_leaves(move, batch, is_encoded)
         finish: Callable[[], Any] = lambda: moved  # noqa: E731
         if self.packer.moves and not any(job.images.targets for job in jobs):
             refuse_unfollowed(moved)
         if jobs:
             self.values.begin()
-            with Stage(self.stats, "resample"):
+            with Timed(self.stats, "resample"):
                 parts = [part for job in jobs for part in job.begin(limit)]
             if limit is not None:
                 parts = [partial(_one_by_one, parts)]
@@ -265,13 +274,13 @@ class Pipeline:
         assert self.after is not None
         if isinstance(batch := finish(), Empty):
             return batch
-        with Stage(self.stats, "tail"):
+        with Timed(self.stats, "tail"):
             return self.after(batch, _derive(seed(), -2))
 
     def _finish(self, batch: Any, jobs: list[ImageJob], seed: Callable[[], int]) -> Any:
         rows = self._rows_to_keep(jobs)
         if rows is not None and not len(rows):
-            return Empty(len(jobs[0].images), _bad_images(jobs)[-1])
+            return Empty(len(jobs[0].images), str(_bad_images(jobs)[-1]), BadImageError)
         count, targets = len(jobs[0].images), jobs[0].images.targets
         if rows is not None or self.only is not None:
             _refuse_fewer_rows(batch, jobs[0].images.samples)
@@ -295,7 +304,7 @@ class Pipeline:
                     "need one batch. Use collate_fn=lambda samples: tuple(zip(*samples))."
                 )
             job = jobs[0]
-            with Stage(self.stats, "tail"), SeededDraws(seed()):
+            with Timed(self.stats, "tail"), SeededDraws(seed()):
                 job.out, batch = run_tail(self.tail, job.out, batch, targets, self.values.reach)
         only, left = None, count if rows is None else len(rows)
         if self.only is not None:
@@ -329,7 +338,7 @@ class Pipeline:
                     "return torch.from_numpy(image).permute(2, 0, 1), or ToTensorV2 do so."
                 )
             self.values.begin(leaf)
-            with Stage(self.stats, "resample"):
+            with Timed(self.stats, "resample"):
                 leaf = self._run_head(leaf, seed)
             return self._run_tail(leaf, seed)
 
@@ -358,7 +367,7 @@ class Pipeline:
     def _run_tail(self, images: Any, seed: int) -> Any:
         if not self.tail:
             return images
-        with Stage(self.stats, "tail"), SeededDraws(seed):
+        with Timed(self.stats, "tail"), SeededDraws(seed):
             for transform in self.tail:
                 self.values.reach(transform, images)
                 images = run(transform, images)
@@ -610,7 +619,7 @@ class ImageJob:
         numbers, first, last = self._read_by(table)
         pixels = -(-(last - first) // ALIGNED) * ALIGNED
         decodes = len(call.positions) > 0
-        with Stage(pipeline.stats, "decode" if decodes else "resample"):
+        with Timed(pipeline.stats, "decode" if decodes else "resample"):
             flat = place(pixels + call.copied + call.size, pipeline.device)
             address = flat.data_ptr()
             self._wait_for_reader()
@@ -638,11 +647,11 @@ class ImageJob:
                 at = pixels + call.copied
                 if not decode_packed(pipeline.decoder, images, call, flat, at):
                     return False
-        with Stage(pipeline.stats, "resample"):
+        with Timed(pipeline.stats, "resample"):
             launch()
             self._mark_reader()
         if survived is not None:
-            with Stage(pipeline.stats, "decode"):
+            with Timed(pipeline.stats, "decode"):
                 self._wait_for_reader()
             missed = call.positions[survived.numpy()[call.positions] > 0]
             if len(missed):
@@ -671,9 +680,9 @@ class ImageJob:
         if not len(call.positions):
             return
         assert pipeline.decoder is not None, "without one, the packer leaves nothing to decode"
-        with Stage(pipeline.stats, "resample"):
+        with Timed(pipeline.stats, "resample"):
             self._wait_for_reader()
-        with Stage(pipeline.stats, "decode"):
+        with Timed(pipeline.stats, "decode"):
             images = decode_part(
                 pipeline.decoder,
                 self.images,
@@ -684,7 +693,7 @@ class ImageJob:
             )
             pairs = zip(call.positions.tolist(), images, strict=True)
             decoded = {i: image for i, image in pairs if image is not None}
-        with Stage(pipeline.stats, "resample"):
+        with Timed(pipeline.stats, "resample"):
             if pipeline.head.size is None:
                 for i, image in decoded.items():
                     self.out[i] = image
@@ -696,7 +705,7 @@ class ImageJob:
         held, first, last = self.images.held_copy(copy)
         pixels = held[first:last].to(self.out.device, non_blocking=True)
         views = self.images.views(copy.positions, pixels, copy.start)
-        with Stage(self._pipeline.stats, "resample"):
+        with Timed(self._pipeline.stats, "resample"):
             self._resample(copy.positions, views)
             self._mark_reader()
 

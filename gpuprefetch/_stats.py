@@ -7,15 +7,12 @@ import threading
 import time
 import warnings
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 # Enters in 0.2 us where record_function takes 5 us, with nobody profiling.
 from torch._C._profiler import _RecordFunctionFast
-
-if TYPE_CHECKING:
-    from gpuprefetch._encoded import EncodedImages
 
 _NVTX: Any = torch.cuda.nvtx if torch.version.cuda else None
 _lock = threading.Lock()  # two decode threads add to one counter
@@ -33,7 +30,7 @@ if hasattr(os, "register_at_fork"):  # not on every platform
     os.register_at_fork(after_in_child=_forked)
 
 
-class Stage:
+class Timed:
     """Count the host's seconds of what runs inside, and name it in Nsight and PyTorch's profiler.
 
     PyTorch's profiler shows the threads it was not started on with
@@ -54,7 +51,7 @@ class Stage:
         self._name = "gpuprefetch." + name
         self._range = _RecordFunctionFast(self._name)
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> Timed:
         if _NVTX is not None:
             _NVTX.range_push(self._name)
         self._range.__enter__()
@@ -137,16 +134,6 @@ class Stats:
     out_of_memory: int = 0
 
     _told = False  # no counter
-
-    def count(self, images: EncodedImages) -> None:
-        """Add what the workers did for a batch of encoded images."""
-        self.cpu_images += images.ready
-        self.gpu_images += len(images) - images.ready
-        self.encoded_bytes += images.encoded_bytes
-        self.read_seconds += images.read_seconds
-        self.worker_decode_seconds += images.decode_seconds
-        self.collate_seconds += images.collate_seconds
-        self.pin_seconds += images.pin_seconds
 
     def add(self, counter: str, value: float) -> None:
         """Add to a counter, from any thread."""

@@ -455,7 +455,7 @@ def test_a_fork_while_a_thread_counts():
         child = os.fork()
         if not child:
             signal.alarm(5)  # ends the child if it hangs
-            with _stats.Stage(_stats.Stats(), "wait"):
+            with _stats.Timed(_stats.Stats(), "wait"):
                 pass
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

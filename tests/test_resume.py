@@ -1,6 +1,5 @@
 """A resumed epoch gives the batches that the uninterrupted one would have given, each once."""
 
-import collections
 import copy
 import gc
 import io
@@ -8,7 +7,6 @@ import json
 import random
 import time
 from itertools import chain, islice
-from types import SimpleNamespace
 
 import kornia.augmentation as K
 import numpy as np
@@ -503,26 +501,6 @@ def test_a_state_that_is_loaded_is_not_mixed_up_with_an_epoch_before():
     assert len(list(second)) == 9
 
 
-@pytest.mark.parametrize("pins", [False, True])
-def test_whether_the_next_batch_is_there(pins):
-    """By what torch's DataLoader knows of its batches: 3 is the next, 4 came before it."""
-    arrived = SimpleNamespace(queue=collections.deque()) if pins else object()
-    tasks = {3: (0,), 4: (1, "batch")}
-    source = Source([])
-    source._iterator = SimpleNamespace(_rcvd_idx=3, _task_info=tasks, _data_queue=arrived)
-    assert not source.ready
-    if pins:
-        arrived.queue.append((5, "another"))
-        assert not source.ready
-        arrived.queue.append((3, "batch"))
-        assert source.ready
-    tasks[3] = (0, "batch")
-    assert source.ready
-    source._loader = SimpleNamespace(state_dict=dict, load_state_dict=dict)
-    assert not source.ready
-    assert not Source([1, 2]).ready
-
-
 class SlowFirst(Dataset):
     def __len__(self):
         return 8
@@ -530,17 +508,6 @@ class SlowFirst(Dataset):
     def __getitem__(self, index):
         time.sleep(0.5 * (index == 0))
         return index
-
-
-def test_torchs_loader_says_what_came_before_its_turn():
-    source = Source(DataLoader(SlowFirst(), batch_size=2, num_workers=2))
-    assert not source.ready
-    assert next(source)[0].tolist() == [0, 1]
-    assert source.ready  # the other worker's, while the first one slept
-    assert next(source)[0].tolist() == [2, 3]
-    assert [batch.tolist() for batch, _ in source] == [[4, 5], [6, 7]]
-    assert not source.ready
-    source.close()
 
 
 @pytest.mark.gpu
@@ -814,27 +781,6 @@ class Longer(IterableDataset):
 
     def __iter__(self):
         return iter(range(4))
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_torch_makes_no_label_for_its_profiler(monkeypatch, workers):
-    iterator = torch.utils.data.dataloader._BaseDataLoaderIter
-    labelled, marked = iterator.__next__, []
-
-    def noted(self):
-        marked.append(self)
-        return labelled(self)
-
-    monkeypatch.setattr(iterator, "__next__", noted)
-    loader = DataLoader(list(range(5)), batch_size=2, num_workers=workers)
-    assert [batch.tolist() for batch, _ in Source(loader)] == [[0, 1], [2, 3], [4]]
-    assert marked == []
-    # Of an iterable dataset it says there that it is longer than it should be.
-    longer = DataLoader(Longer(), batch_size=1, num_workers=workers)
-    assert len(longer) == 2
-    with pytest.warns(UserWarning, match="reported to be 2"):
-        assert len(list(Source(longer))) == 4
-    assert len(marked) == 5
 
 
 def saved(state):

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, Stats
-from gpuprefetch._stats import Stage
+from gpuprefetch._stats import Timed
 
 WORKER_STAGES = ("read", "worker_decode", "collate")
 STAGES = ("fetch", "copy", "resample", "tail", "wait")
@@ -87,7 +87,7 @@ def test_accounting_is_nearly_free():
     def account():
         started = time.thread_time()
         for _ in range(10 * batches):  # a batch has about ten stages
-            with Stage(stats, "decode"):
+            with Timed(stats, "decode"):
                 pass
         return (time.thread_time() - started) / batches
 

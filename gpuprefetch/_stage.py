@@ -1,0 +1,84 @@
+"""The seam: what an epoch asks of whoever knows what is in a batch."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from gpuprefetch._stats import Stats
+
+
+class Cost(Protocol):
+    """Bytes on the device of one batch.
+
+    Attributes:
+        fixed: until it is handed over.
+        decoded: beside that, while it is prepared.
+    """
+
+    @property
+    def fixed(self) -> int: ...
+
+    @property
+    def decoded(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Empty:
+    """Stands for a batch of which nothing is left.
+
+    Attributes:
+        images: that it had.
+        last: what was left out last, in words.
+        error: raised where all batches of an epoch are empty.
+    """
+
+    images: int
+    last: str
+    error: type[Exception]
+
+
+class Stage(Protocol):
+    """Prepares batches.
+
+    Attributes:
+        device: where batches go.
+        stats: counts the time of each step.
+        memory_budget: bytes for all batches that are ready or in preparation; None for no limit.
+    """
+
+    device: torch.device
+    stats: Stats
+    memory_budget: int | None
+
+    def scratch(self) -> contextlib.AbstractContextManager[None]:
+        """What a thread that prepares batches keeps meanwhile."""
+
+    def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int, Cost]:
+        """Take a batch from the loader.
+
+        Args:
+            batch: as the loader gives it.
+            number: of the batch in its epoch.
+            waited: seconds for which the loader let us wait.
+
+        Returns:
+            What :meth:`run` gets, the number of its images, and its cost.
+        """
+
+    def run(self, batch: Any, number: int, epoch: int, cost: Any) -> Any:
+        """Prepare a batch on the current stream: the batch for the loop, or :class:`Empty`."""
+
+    def handed_over(self, period: float, waited: float) -> None:
+        """Learn from a batch as it goes to the loop.
+
+        Args:
+            period: seconds since the one before.
+            waited: seconds of them for which the loop had nothing to do until it was prepared.
+        """
+
+    def close(self) -> None:
+        """Called when an epoch has ended."""
