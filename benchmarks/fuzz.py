@@ -336,7 +336,7 @@ def _compare(ours: Any, theirs: Any, levels: int, share: float) -> str:
 
 
 def _decode_cpu(data: bytes) -> Any:
-    from gpuprefetch._format import decode_cpu
+    from gpuprefetch.images.header import decode_cpu
 
     return decode_cpu(data)
 

@@ -16,9 +16,9 @@ from torchcodec.decoders import decode_jpeg
 from torchvision.transforms.v2 import functional as F
 
 from gpuprefetch import CenterCrop, RandomResizedCrop, Resize
-from gpuprefetch._random import fold
-from gpuprefetch._resample import resample, resample_reference
-from gpuprefetch._transforms import read_transforms
+from gpuprefetch.transforms.head import read_transforms
+from gpuprefetch.transforms.launch import resample, resample_reference
+from gpuprefetch.transforms.random import fold
 
 SIZE = (224, 224)
 

@@ -119,7 +119,7 @@ def as_it_is(batch: Any) -> Any:
 
 def skeleton(structure: Any) -> Any:
     """The structure with a (dtype, shape) in place of each tensor."""
-    from gpuprefetch._batch import map_leaves
+    from gpuprefetch.core.nested import map_leaves
 
     return map_leaves(
         lambda leaf: (leaf.dtype, leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, structure
@@ -140,7 +140,7 @@ def prefetcher_of(dataset: Any, device: str, workers: int, **options: Any) -> An
 def integrity(device: str, workers: int, batches: int, seconds: float) -> dict[str, Any]:
     """Batches until ``batches`` or ``seconds`` are reached, and how many came out wrong."""
     from gpuprefetch import EncodedImage
-    from gpuprefetch._batch import tensors
+    from gpuprefetch.core.nested import tensors
 
     prepare()
     files = draw_pictures()

@@ -54,7 +54,7 @@ class TimedCollate:
 def record(model: str, settings: loaders.Settings, steps: int) -> dict[str, Any]:
     """Train from the start of an epoch under the profiler; returns the bars of a late step."""
     from gpuprefetch import DataPrefetcher, EncodedImageFolder
-    from gpuprefetch._pipeline import Pipeline
+    from gpuprefetch.images.stage import Pipeline
 
     step = train.make_step(model, "eager", settings.device)
     batches = iter(loaders.gpuprefetch(settings))

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def _selfcheck(args: argparse.Namespace) -> Any:
-    from gpuprefetch._selfcheck import selfcheck
+    from gpuprefetch.insight.selfcheck import selfcheck
 
     return selfcheck(args.device, args.rounds)
 
@@ -24,7 +24,7 @@ def _doctor(args: argparse.Namespace) -> Any:
     from torchvision.transforms import v2
 
     import gpuprefetch
-    from gpuprefetch._prefetcher import _resolve_device
+    from gpuprefetch.prefetcher import _resolve_device
 
     if args.model not in list_models():
         raise ValueError(

@@ -77,7 +77,7 @@ def kernel_device():
 @pytest.fixture
 def large_tiles(monkeypatch):
     """Fewer programs' work: Triton's interpreter takes as long for a tile of any size."""
-    from gpuprefetch import _resample
+    from gpuprefetch.transforms import launch as _resample
 
     if not HAS_CUDA:
         monkeypatch.setattr(_resample, "ROWS", 8)

@@ -29,14 +29,20 @@ from torchvision.datasets.folder import default_loader
 from torchvision.transforms import InterpolationMode, v2
 
 import gpuprefetch
-from gpuprefetch import DataPrefetcher, EncodedImageFolder, _per_image
-from gpuprefetch._accelerate import accelerate, pipeline_of, view_of
-from gpuprefetch._convert import UnsupportedTransformError, convert, convert_transforms, flatten
-from gpuprefetch._explain import explain
-from gpuprefetch._parity import parity
-from gpuprefetch._random import SeededDraws, fold
-from gpuprefetch._timm import from_timm
-from gpuprefetch._transforms import Sampling, read_transforms
+from gpuprefetch import DataPrefetcher, EncodedImageFolder
+from gpuprefetch.migrate.accelerate import accelerate, pipeline_of, view_of
+from gpuprefetch.migrate.explain import explain
+from gpuprefetch.migrate.parity import parity
+from gpuprefetch.transforms import per_image as _per_image
+from gpuprefetch.transforms.convert import (
+    UnsupportedTransformError,
+    convert,
+    convert_transforms,
+    flatten,
+)
+from gpuprefetch.transforms.head import Sampling, read_transforms
+from gpuprefetch.transforms.random import SeededDraws, fold
+from gpuprefetch.transforms.timm import from_timm
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BILINEAR, BICUBIC = InterpolationMode.BILINEAR, InterpolationMode.BICUBIC

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gpuprefetch import _balance
-from gpuprefetch._balance import FEW, WINDOW, Balancer
+from gpuprefetch.images import share as _balance
+from gpuprefetch.images.share import FEW, WINDOW, Balancer
 
 
 class Loader:

@@ -15,8 +15,9 @@ from children import Child
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from gpuprefetch import DataPrefetcher, _slab
-from gpuprefetch._batch import leaves, map_leaves, objects, tensors, to_device
+from gpuprefetch import DataPrefetcher
+from gpuprefetch.core.nested import leaves, map_leaves, objects, tensors, to_device
+from gpuprefetch.images import slab as _slab
 
 Point = namedtuple("Point", "x y")
 
@@ -294,7 +295,8 @@ def test_workers_send_what_the_collate_function_gave():
 
 KEPT_TO_THE_END = """
 from torch.utils.data import DataLoader
-from gpuprefetch import EncodedImage, _slab
+from gpuprefetch import EncodedImage
+from gpuprefetch.images import slab as _slab
 
 _slab.kept = list(DataLoader([EncodedImage(b"abc")] * 4, batch_size=2, num_workers=1))
 assert _slab.kept[0].buffer._mapping is not None

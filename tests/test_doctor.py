@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, _doctor, doctor
+from gpuprefetch import (
+    DataPrefetcher,
+    EncodedImageFolder,
+    RandomResizedCrop,
+    doctor,
+)
 from gpuprefetch.__main__ import main
+from gpuprefetch.insight import doctor as _doctor
 
 # Sleeps stand for disks and models: they take the same time on a busy machine.
 pytestmark = pytest.mark.filterwarnings("ignore:.*worker processes:UserWarning")

@@ -42,16 +42,16 @@ from gpuprefetch import (
     EncodedImages,
     RandomResizedCrop,
     Resize,
-    _budget,
-    _host,
-    _slab,
 )
-from gpuprefetch._balance import usable_cores
-from gpuprefetch._format import decode_cpu
-from gpuprefetch._host import HostStage, Packer
-from gpuprefetch._resample import resample
-from gpuprefetch._targets import FollowedImage
-from gpuprefetch._transforms import Head, read_transforms
+from gpuprefetch.images import plan as _budget
+from gpuprefetch.images import slab as _slab
+from gpuprefetch.images import worker as _host
+from gpuprefetch.images.header import decode_cpu
+from gpuprefetch.images.share import usable_cores
+from gpuprefetch.images.targets import FollowedImage
+from gpuprefetch.images.worker import HostStage, Packer
+from gpuprefetch.transforms.head import Head, read_transforms
+from gpuprefetch.transforms.launch import resample
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Share of values that may differ from the CPU decoder's by more than 3 levels: the IDCT and the

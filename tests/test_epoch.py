@@ -13,10 +13,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from gpuprefetch import DataPrefetcher, EncodedImage, _epoch, _prefetcher, _stats
-from gpuprefetch._epoch import JOIN_SECONDS, Lookahead
-from gpuprefetch._prefetcher import _garbage_kept_from_forks
-from gpuprefetch._stream import lease_stream, return_stream
+from gpuprefetch import DataPrefetcher, EncodedImage
+from gpuprefetch import prefetcher as _prefetcher
+from gpuprefetch.core import epoch as _epoch
+from gpuprefetch.core import stats as _stats
+from gpuprefetch.core.epoch import JOIN_SECONDS, Lookahead
+from gpuprefetch.core.streams import lease_stream, return_stream
+from gpuprefetch.prefetcher import _garbage_kept_from_forks
 
 SECONDS = 20  # for what takes milliseconds; a hang takes for ever
 
@@ -334,7 +337,7 @@ def test_the_collector_may_run_in_a_thread_that_the_epoch_waits_for(threaded):
 def test_the_collector_may_run_while_streams_are_leased():
     from types import SimpleNamespace
 
-    from gpuprefetch import _stream
+    from gpuprefetch.core import streams as _stream
 
     stream = SimpleNamespace(device="meta")
 

@@ -19,7 +19,12 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
-from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, Resize
+from gpuprefetch import (
+    BadImageError,
+    DataPrefetcher,
+    EncodedImage,
+    Resize,
+)
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
@@ -189,7 +194,8 @@ def in_the_loop(got):
 expect("loop", KeyError, "the loop's own", [0], in_the_loop)
 
 # The decoder itself: ours is a bug or a broken installation, and no bad image.
-from gpuprefetch import _decode, _host
+from gpuprefetch.images import decode as _decode
+from gpuprefetch.images import worker as _host
 
 def no_decoder(*args, **options):
     raise ImportError("no decoder")

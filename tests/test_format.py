@@ -12,8 +12,8 @@ import torch
 from PIL import Image, ImageOps
 from torchcodec import decoders
 
-from gpuprefetch import _format
-from gpuprefetch._format import ImageHeader, decode_cpu, read_header, upright
+from gpuprefetch.images import header as _format
+from gpuprefetch.images.header import ImageHeader, decode_cpu, read_header, upright
 
 RGB = pictures.draw(61, 83)
 GRAY = pictures.draw(61, 83, 1)

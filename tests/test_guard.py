@@ -17,7 +17,12 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 import gpuprefetch
-from gpuprefetch import DataPrefetcher, EncodedImage, EncodedImageFolder, accelerate
+from gpuprefetch import (
+    DataPrefetcher,
+    EncodedImage,
+    EncodedImageFolder,
+    accelerate,
+)
 from gpuprefetch import convert_transforms as converted
 
 CPU = {"device": "cpu", "print_plan": False}

@@ -22,21 +22,21 @@ from gpuprefetch import (
     EncodedImage,
     Resize,
     Stats,
-    _budget,
-    _decode,
-    _epoch,
-    _pipeline,
-    _resample,
-    _selfcheck,
 )
-from gpuprefetch._budget import parse_bytes, readable
-from gpuprefetch._decode import ImageDecoder
-from gpuprefetch._encoded import EncodedImages, pack
-from gpuprefetch._epoch import Lookahead
-from gpuprefetch._format import decode_cpu
-from gpuprefetch._host import Packer
-from gpuprefetch._resample import Launches
-from gpuprefetch._transforms import read_transforms
+from gpuprefetch.core import epoch as _epoch
+from gpuprefetch.core.epoch import Lookahead
+from gpuprefetch.images import decode as _decode
+from gpuprefetch.images import plan as _budget
+from gpuprefetch.images import stage as _pipeline
+from gpuprefetch.images.decode import ImageDecoder
+from gpuprefetch.images.encoded import EncodedImages, pack
+from gpuprefetch.images.header import decode_cpu
+from gpuprefetch.images.plan import parse_bytes, readable
+from gpuprefetch.images.worker import Packer
+from gpuprefetch.insight import selfcheck as _selfcheck
+from gpuprefetch.transforms import launch as _resample
+from gpuprefetch.transforms.head import read_transforms
+from gpuprefetch.transforms.launch import Launches
 
 KIB = 1024
 SIZE = (4, 5)

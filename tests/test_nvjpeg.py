@@ -13,14 +13,14 @@ from gpuprefetch import (
     CenterCrop,
     DataPrefetcher,
     EncodedImage,
-    _decode,
-    _nvjpeg,
-    _resample,
     explain,
 )
-from gpuprefetch._decode import NvjpegDecoder, TorchCodecDecoder, TorchvisionDecoder
-from gpuprefetch._encoded import Call
-from gpuprefetch._format import decode_cpu, read_header
+from gpuprefetch.images import decode as _decode
+from gpuprefetch.images import nvjpeg as _nvjpeg
+from gpuprefetch.images.decode import NvjpegDecoder, TorchCodecDecoder, TorchvisionDecoder
+from gpuprefetch.images.encoded import Call
+from gpuprefetch.images.header import decode_cpu, read_header
+from gpuprefetch.transforms import launch as _resample
 
 CPU = torch.device("cpu")
 SHAPES = [(24, 32), (17, 19), (40, 20), (33, 65)]

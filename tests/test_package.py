@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -24,9 +25,24 @@ def tracked_files():
 
 
 def test_public_names_are_one_sorted_list():
-    public = {name for name in vars(gpuprefetch) if not name.startswith("_")}
+    names = {name for name in vars(gpuprefetch) if not name.startswith("_")}
+    public = {name for name in names if not isinstance(getattr(gpuprefetch, name), ModuleType)}
     assert public == set(gpuprefetch.__all__)
     assert gpuprefetch.__all__ == sorted(gpuprefetch.__all__)
+
+
+# Each may import what stands before it, and itself.
+FLOORS = ["core", "transforms", "images", "prefetcher", "migrate", "insight"]
+
+
+def test_imports_run_downwards():
+    package = Path(gpuprefetch.__file__).parent
+    for floor, name in enumerate(FLOORS):
+        files = [*(package / name).glob("*.py")] or [package / f"{name}.py"]
+        for file in files:
+            found = re.findall(r"from gpuprefetch\.?(\w*)[\w.]* import (\w+)", file.read_text())
+            used = {first or second for first, second in found} - {"connections"}
+            assert used <= {*FLOORS[: floor + 1]}, (file, used)
 
 
 def test_importing_is_free():

@@ -22,9 +22,9 @@ from gpuprefetch import (
     EncodedImageFolder,
     RandomResizedCrop,
     Resize,
-    _prefetcher,
 )
-from gpuprefetch._batch import leaves
+from gpuprefetch import prefetcher as _prefetcher
+from gpuprefetch.core.nested import leaves
 
 Pair = namedtuple("Pair", "image target")
 
@@ -539,7 +539,8 @@ def test_a_spent_iterator_stays_spent(device):
 EXIT = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from gpuprefetch import DataPrefetcher, _prefetcher
+from gpuprefetch import DataPrefetcher
+from gpuprefetch import prefetcher as _prefetcher
 loader = DataLoader(TensorDataset(torch.arange(64)), batch_size=4, num_workers=2)
 import warnings; warnings.simplefilter("ignore")
 iterator = iter(DataPrefetcher(loader))

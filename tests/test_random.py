@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpuprefetch._random import SeededDraws, fold, uniform
+from gpuprefetch.transforms.random import SeededDraws, fold, uniform
 
 
 def test_a_key_gives_the_same_numbers_alone_or_in_a_batch():

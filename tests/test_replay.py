@@ -17,9 +17,15 @@ from torch.utils.data import (
     default_collate,
 )
 
-from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, EncodedImageFolder, Resize
+from gpuprefetch import (
+    BadImageError,
+    DataPrefetcher,
+    EncodedImage,
+    EncodedImageFolder,
+    Resize,
+)
 from gpuprefetch import RandomResizedCrop as Crop
-from gpuprefetch._host import HostStage
+from gpuprefetch.images.worker import HostStage
 
 CROP = [Crop(16)]
 JITTER = K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.7)

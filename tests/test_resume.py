@@ -25,15 +25,11 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from gpuprefetch import (
-    DataPrefetcher,
-    EncodedImageFolder,
-    RandomResizedCrop,
-    _epoch,
-    _prefetcher,
-    _replay,
-)
-from gpuprefetch._resume import Source, own_state
+from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop
+from gpuprefetch import prefetcher as _prefetcher
+from gpuprefetch.core import epoch as _epoch
+from gpuprefetch.core.source import Source, own_state
+from gpuprefetch.images import replay as _replay
 
 # torchdata 0.11 calls a function that torch 2.15 warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from gpuprefetch import _selfcheck
 from gpuprefetch.__main__ import main
-from gpuprefetch._selfcheck import Check, SelfcheckReport, selfcheck
+from gpuprefetch.insight import selfcheck as _selfcheck
+from gpuprefetch.insight.selfcheck import Check, SelfcheckReport, selfcheck
 
 OURS = Check("torchcodec", "library", rounds=100, reused=99)
 CAUGHT = Check("torchvision", "unsafe", rounds=20, reused=19, corrupted=18)
@@ -98,7 +98,7 @@ def test_the_librarys_order_is_safe():
 
 
 UNPROTECTED = """
-from gpuprefetch import _selfcheck
+from gpuprefetch.insight import selfcheck as _selfcheck
 
 _selfcheck.ImageJob = _selfcheck._CarelessJob
 # Other programs may be on the GPU, and then a decode takes longer than a sleep of 5 ms.

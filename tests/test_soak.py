@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from gpuprefetch import EncodedImage, _slab
+from gpuprefetch import EncodedImage
+from gpuprefetch.images import slab as _slab
 
 pytestmark = pytest.mark.usefixtures("scripts")
 
@@ -51,7 +52,7 @@ def test_wrong_batches_are_noticed(device, monkeypatch, one_thread, fault):
             yield batch
 
     def soak_tensors(batch):
-        from gpuprefetch._batch import tensors
+        from gpuprefetch.core.nested import tensors
 
         return list(tensors(batch["structure"]))
 

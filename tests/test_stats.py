@@ -10,8 +10,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, Stats
-from gpuprefetch._stats import Timed
+from gpuprefetch import (
+    DataPrefetcher,
+    EncodedImageFolder,
+    RandomResizedCrop,
+    Stats,
+)
+from gpuprefetch.core.stats import Timed
 
 WORKER_STAGES = ("read", "worker_decode", "collate")
 STAGES = ("fetch", "copy", "resample", "tail", "wait")

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpuprefetch import DataPrefetcher, _stream
-from gpuprefetch._stream import handoff, lease_stream, mark_reader, return_stream
+from gpuprefetch import DataPrefetcher
+from gpuprefetch.core import streams as _stream
+from gpuprefetch.core.streams import handoff, lease_stream, mark_reader, return_stream
 
 SHAPE = (64, 3, 224, 224)
 SLEEP_CYCLES = 20_000_000  # about 10 ms: the reader and the writer surely overlap in it

@@ -29,14 +29,14 @@ from gpuprefetch import (
     EncodedImage,
     RandomResizedCrop,
     Resize,
-    _targets,
     convert_transforms,
 )
-from gpuprefetch._convert import RandomCrop
-from gpuprefetch._host import HostStage, Packer, sample_keys
-from gpuprefetch._per_image import Apply, Choice, per_image
-from gpuprefetch._random import fold
-from gpuprefetch._transforms import read_transforms
+from gpuprefetch.images import targets as _targets
+from gpuprefetch.images.worker import HostStage, Packer, sample_keys
+from gpuprefetch.transforms.convert import RandomCrop
+from gpuprefetch.transforms.head import read_transforms
+from gpuprefetch.transforms.per_image import Apply, Choice, per_image
+from gpuprefetch.transforms.random import fold
 
 SEED = 3
 # torchvision computes in float32, at coordinates below 200, through up to four ops.

@@ -33,7 +33,12 @@ from torchvision.ops import Conv2dNormActivation
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-from gpuprefetch import DataPrefetcher, EncodedImage, RandomResizedCrop, Resize
+from gpuprefetch import (
+    DataPrefetcher,
+    EncodedImage,
+    RandomResizedCrop,
+    Resize,
+)
 
 # What stands in for an argument that is left out: torchvision's SSDlite for photos, and for the
 # drawn pictures a small SSD that learns them in two minutes on two CPU cores.

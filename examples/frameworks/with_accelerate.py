@@ -16,7 +16,13 @@ import torchvision
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from gpuprefetch import CenterCrop, DataPrefetcher, EncodedImageFolder, RandomResizedCrop, Resize
+from gpuprefetch import (
+    CenterCrop,
+    DataPrefetcher,
+    EncodedImageFolder,
+    RandomResizedCrop,
+    Resize,
+)
 
 MEAN, STD = torch.tensor((0.485, 0.456, 0.406)), torch.tensor((0.229, 0.224, 0.225))
 

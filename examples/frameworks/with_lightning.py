@@ -17,7 +17,13 @@ import torch
 import torchvision
 from torch.utils.data import DataLoader, DistributedSampler
 
-from gpuprefetch import CenterCrop, DataPrefetcher, EncodedImageFolder, RandomResizedCrop, Resize
+from gpuprefetch import (
+    CenterCrop,
+    DataPrefetcher,
+    EncodedImageFolder,
+    RandomResizedCrop,
+    Resize,
+)
 
 MEAN, STD = torch.tensor((0.485, 0.456, 0.406)), torch.tensor((0.229, 0.224, 0.225))
 

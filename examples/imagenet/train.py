@@ -40,7 +40,13 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 import gpuprefetch
-from gpuprefetch import CenterCrop, DataPrefetcher, EncodedImageFolder, RandomResizedCrop, Resize
+from gpuprefetch import (
+    CenterCrop,
+    DataPrefetcher,
+    EncodedImageFolder,
+    RandomResizedCrop,
+    Resize,
+)
 
 # What stands in for an argument that is left out. The drawn folder holds few and simple pictures:
 # many small steps on most of each picture learn them in a minute on two CPU cores.

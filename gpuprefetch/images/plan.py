@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuprefetch._batch import objects, tensors
-from gpuprefetch._encoded import Call, Copy, EncodedImages, Plan, is_encoded
-from gpuprefetch._resample import arrange
+from gpuprefetch.core.nested import objects, tensors
+from gpuprefetch.images.encoded import Call, Copy, EncodedImages, Plan, is_encoded
+from gpuprefetch.transforms.launch import arrange
 
 _UNITS = {
     "B": 1,
@@ -143,7 +143,7 @@ def lay_out(
     Args:
         images: the batch.
         size: ``(H, W)`` of the result; None where it has none.
-        words: ``(N, words)`` int64 of :func:`gpuprefetch._resample.plan_rows`, if there are any.
+        words: ``(N, words)`` int64 of :func:`.launch.plan_rows`, if there are any.
         limit: bytes that a decode call may take; None for no limit.
     """
     calls = _calls(images, limit, with_pixels=size is not None)

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from gpuprefetch._batch import map_leaves, select, to_device
-from gpuprefetch._encoded import EncodedImage
-from gpuprefetch._guard import is_marked
-from gpuprefetch._random import SeededDraws
-from gpuprefetch._timm import is_timm
+from gpuprefetch.core.nested import map_leaves, select, to_device
+from gpuprefetch.images.encoded import EncodedImage
+from gpuprefetch.images.guard import is_marked
+from gpuprefetch.transforms.random import SeededDraws
+from gpuprefetch.transforms.timm import is_timm
 
 
 class Apart(NamedTuple):

@@ -24,12 +24,12 @@ from torch.utils.data import (
     Subset,
 )
 
-from gpuprefetch._apart import Apart
-from gpuprefetch._encoded import EncodedImages
-from gpuprefetch._host import Announced, HostStage, encoded_leaves
-from gpuprefetch._pipeline import BadImage, BadImageError, Pipeline
-from gpuprefetch._resume import _samplers, in_order, sampler_of
-from gpuprefetch._stream import own_modes
+from gpuprefetch.core.source import _samplers, in_order, sampler_of
+from gpuprefetch.core.streams import own_modes
+from gpuprefetch.images.apart import Apart
+from gpuprefetch.images.encoded import EncodedImages
+from gpuprefetch.images.stage import BadImage, BadImageError, Pipeline
+from gpuprefetch.images.worker import Announced, HostStage, encoded_leaves
 
 # Epochs whose batches are noted: 8 bytes a sample (16 in a batch with repeats) and OVERHEAD a
 # batch, 10 MB of an epoch of ImageNet. Of one that does not end the latest batches, of at least

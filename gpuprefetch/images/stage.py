@@ -16,19 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuprefetch._apart import Apart
-from gpuprefetch._balance import Balancer
-from gpuprefetch._batch import map_leaves, moves_itself, objects, to_device
-from gpuprefetch._budget import (
-    LARGE,
-    Cost,
-    cost_of,
-    decoded_bytes,
-    in_rooms,
-    lay_out,
-    readable,
-)
-from gpuprefetch._decode import (
+from gpuprefetch.core.nested import map_leaves, moves_itself, objects, to_device
+from gpuprefetch.core.stage import Empty
+from gpuprefetch.core.stats import Stats, Timed
+from gpuprefetch.core.streams import mark_reader, wait_for_reader
+from gpuprefetch.images.apart import Apart
+from gpuprefetch.images.decode import (
     ImageDecoder,
     claim,
     decode_packed,
@@ -37,15 +30,19 @@ from gpuprefetch._decode import (
     packing_into,
     place,
 )
-from gpuprefetch._encoded import Call, Copy, EncodedImages, is_encoded
-from gpuprefetch._host import Packer, pack_lists, packed_of
-from gpuprefetch._random import Keys, SeededDraws, fold
-from gpuprefetch._resample import HAS_TRITON, Coloring, Launches, Table, resample
-from gpuprefetch._slab import unmap_dead
-from gpuprefetch._stage import Empty
-from gpuprefetch._stats import Stats, Timed
-from gpuprefetch._stream import mark_reader, wait_for_reader
-from gpuprefetch._targets import (
+from gpuprefetch.images.encoded import Call, Copy, EncodedImages, is_encoded
+from gpuprefetch.images.plan import (
+    LARGE,
+    Cost,
+    cost_of,
+    decoded_bytes,
+    in_rooms,
+    lay_out,
+    readable,
+)
+from gpuprefetch.images.share import Balancer
+from gpuprefetch.images.slab import unmap_dead
+from gpuprefetch.images.targets import (
     PerSample,
     is_per_sample,
     refuse_unfollowed,
@@ -55,8 +52,11 @@ from gpuprefetch._targets import (
     unstack,
     wrap_like,
 )
-from gpuprefetch._transforms import Head, Transform, apply_head, is_kornia, require_fixed_size
-from gpuprefetch._values import Values
+from gpuprefetch.images.worker import Packer, pack_lists, packed_of
+from gpuprefetch.transforms.head import Head, Transform, apply_head, is_kornia, require_fixed_size
+from gpuprefetch.transforms.launch import HAS_TRITON, Coloring, Launches, Table, resample
+from gpuprefetch.transforms.random import Keys, SeededDraws, fold
+from gpuprefetch.transforms.values import Values
 
 ALIGNED = 16  # bytes: Triton compiles another kernel for an odd address
 
@@ -121,7 +121,7 @@ class Pipeline:
         stats: counts the time of each step.
         balancer: steers how many of the images the workers decode.
         shares: of the images that the workers decoded, by the number of the batch.
-        memory_budget: bytes for batches on their way, see :func:`gpuprefetch._budget.cost_of`.
+        memory_budget: bytes for batches on their way, see :func:`gpuprefetch.images.plan.cost_of`.
         only: the one row of a batch that is handed over, behind all transforms; None for all.
         values: looks at what reaches the transforms.
         job: makes the work of each leaf of encoded images.

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from gpuprefetch import _nvjpeg
-from gpuprefetch._budget import Cost
-from gpuprefetch._decode import BACKENDS, ImageDecoder
-from gpuprefetch._encoded import Call, EncodedImage
-from gpuprefetch._pipeline import ImageJob, Pipeline, Work
-from gpuprefetch._prefetcher import DataPrefetcher, _resolve_device
-from gpuprefetch._stream import handoff, lease_stream, return_stream, using
-from gpuprefetch._transforms import Resize
+from gpuprefetch.core.streams import handoff, lease_stream, return_stream, using
+from gpuprefetch.images import nvjpeg
+from gpuprefetch.images.decode import BACKENDS, ImageDecoder
+from gpuprefetch.images.encoded import Call, EncodedImage
+from gpuprefetch.images.plan import Cost
+from gpuprefetch.images.stage import ImageJob, Pipeline, Work
+from gpuprefetch.prefetcher import DataPrefetcher, _resolve_device
+from gpuprefetch.transforms.head import Resize
 
 SLEEP_CYCLES = 8_000_000  # 4 to 6 ms: the next decode of IMAGES images is through well within them
 UNSAFE_ROUNDS = 20
@@ -187,20 +187,20 @@ def selfcheck(
 
 def _overtaking(images: Sequence[EncodedImage], device: torch.device) -> int | None:
     """Calls of nvJPEG, of UNSAFE_ROUNDS, that decoded before what was queued on their stream."""
-    if torch.version.hip or not _nvjpeg.installed() or not _nvjpeg.available(device):
+    if torch.version.hip or not nvjpeg.installed() or not nvjpeg.available(device):
         return None
     files = [torch.frombuffer(image.data, dtype=torch.uint8) for image in images]
     data, count = torch.cat(files).pin_memory(), 0
     out = torch.empty((len(files), 3 * SIZE[0] * SIZE[1]), dtype=torch.uint8, device=device)
-    order = _nvjpeg.order_for(np.array([(len(file), *SIZE) for file in files]).T)
-    order = _nvjpeg.place_order(order, data.data_ptr(), out.data_ptr())
+    order = nvjpeg.order_for(np.array([(len(file), *SIZE) for file in files]).T)
+    order = nvjpeg.place_order(order, data.data_ptr(), out.data_ptr())
     stream = lease_stream(device)
     for _ in range(UNSAFE_ROUNDS):
         torch.cuda.synchronize(device)
         with using(stream):
             torch.cuda._sleep(SLEEP_CYCLES)
             out.zero_()  # which lies over what was decoded before it
-            with _nvjpeg.lease(device) as decoder:
+            with nvjpeg.lease(device) as decoder:
                 decoder.decode(order, stream.cuda_stream)
         torch.cuda.synchronize(device)
         count += not bool(out.any(dim=1).all())

@@ -17,22 +17,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from gpuprefetch._apart import collate_apart
-from gpuprefetch._balance import Balancer
-from gpuprefetch._batch import tensors
-from gpuprefetch._budget import parse_bytes
-from gpuprefetch._connections import tell
-from gpuprefetch._convert import read_list
-from gpuprefetch._decode import BACKENDS
-from gpuprefetch._encoded import EncodedImageFolder
-from gpuprefetch._epoch import Epoch, Lookahead
-from gpuprefetch._format import load_decoders
-from gpuprefetch._host import GROWTH, HostStage, Packer, encoded_leaves
-from gpuprefetch._pipeline import BadImage, Pipeline
-from gpuprefetch._ranks import INTO_PREPARED, same_on_ranks
-from gpuprefetch._replay import KEPT, Notes, has_indices, note, noted, rank_of, replay, stands_alone
-from gpuprefetch._resample import FLOAT_DTYPES
-from gpuprefetch._resume import (
+from gpuprefetch.connections import tell
+from gpuprefetch.core.epoch import Epoch, Lookahead
+from gpuprefetch.core.nested import tensors
+from gpuprefetch.core.ranks import INTO_PREPARED, same_on_ranks
+from gpuprefetch.core.source import (
     Source,
     beginning,
     changed,
@@ -42,9 +31,29 @@ from gpuprefetch._resume import (
     own_state,
     owners,
 )
-from gpuprefetch._targets import moves_pixels
-from gpuprefetch._transforms import Transform, require_fixed_size
-from gpuprefetch._values import Values
+from gpuprefetch.images.apart import collate_apart
+from gpuprefetch.images.decode import BACKENDS
+from gpuprefetch.images.encoded import EncodedImageFolder
+from gpuprefetch.images.header import load_decoders
+from gpuprefetch.images.plan import parse_bytes
+from gpuprefetch.images.replay import (
+    KEPT,
+    Notes,
+    has_indices,
+    note,
+    noted,
+    rank_of,
+    replay,
+    stands_alone,
+)
+from gpuprefetch.images.share import Balancer
+from gpuprefetch.images.stage import BadImage, Pipeline
+from gpuprefetch.images.targets import moves_pixels
+from gpuprefetch.images.worker import GROWTH, HostStage, Packer, encoded_leaves
+from gpuprefetch.transforms.convert import read_list
+from gpuprefetch.transforms.head import Transform, require_fixed_size
+from gpuprefetch.transforms.launch import FLOAT_DTYPES
+from gpuprefetch.transforms.values import Values
 
 _running: weakref.WeakValueDictionary[int, Lookahead] = weakref.WeakValueDictionary()  # by loader
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from gpuprefetch._resume import Source
-from gpuprefetch._stage import Cost, Empty, Stage
-from gpuprefetch._stats import Timed
-from gpuprefetch._stream import SideStream, handoff, throttle
+from gpuprefetch.core.source import Source
+from gpuprefetch.core.stage import Cost, Empty, Stage
+from gpuprefetch.core.stats import Timed
+from gpuprefetch.core.streams import SideStream, handoff, throttle
 
 # Batches that are ready or in preparation at most, by default, and what they may take together. The
 # step of a large batch is long enough to prepare the next one.

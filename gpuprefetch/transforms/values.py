@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuprefetch._convert import is_on_device, name_of
-from gpuprefetch._per_image import PerImage
+from gpuprefetch.transforms.convert import is_on_device, name_of
+from gpuprefetch.transforms.per_image import PerImage
 
 Constants = tuple[list[float], list[float]]
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-from gpuprefetch._convert import (
+from gpuprefetch.core.streams import own_modes
+from gpuprefetch.images.decode import decoded_by
+from gpuprefetch.prefetcher import DataPrefetcher
+from gpuprefetch.transforms.convert import (
     convert_transforms,
     flatten,
     in_columns,
@@ -15,11 +18,8 @@ from gpuprefetch._convert import (
     name_of,
     read_list,
 )
-from gpuprefetch._decode import decoded_by
-from gpuprefetch._prefetcher import DataPrefetcher
-from gpuprefetch._random import SeededDraws
-from gpuprefetch._stream import own_modes
-from gpuprefetch._transforms import Head, Transform, _FusedTransform, read_transforms
+from gpuprefetch.transforms.head import Head, Transform, _FusedTransform, read_transforms
+from gpuprefetch.transforms.random import SeededDraws
 
 
 def explain(transforms_or_prefetcher: Any) -> str:

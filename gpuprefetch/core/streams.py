@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gpuprefetch._batch import tensors
+from gpuprefetch.core.nested import tensors
 
 # Steps that the loop may be ahead of the GPU. Without a bound the host queues many, and each of
 # them keeps its batch in memory. One is enough to keep the GPU busy.

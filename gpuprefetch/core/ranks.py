@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from gpuprefetch._resume import sampler_of
+from gpuprefetch.core.source import sampler_of
 
 # Of accelerator.prepare(), to whoever took the two in another order.
 INTO_PREPARED = (

@@ -12,11 +12,11 @@ from math import prod
 
 import torch
 
-from gpuprefetch import _nvjpeg
-from gpuprefetch._budget import SUB_BATCH_BYTES, UPLOAD_BYTES, in_rooms
-from gpuprefetch._encoded import Call, EncodedImages
-from gpuprefetch._format import decode_cpu
-from gpuprefetch._stats import Stats
+from gpuprefetch.core.stats import Stats
+from gpuprefetch.images import nvjpeg
+from gpuprefetch.images.encoded import Call, EncodedImages
+from gpuprefetch.images.header import decode_cpu
+from gpuprefetch.images.plan import SUB_BATCH_BYTES, UPLOAD_BYTES, in_rooms
 
 # Note [Decoded memory]
 # A decoded image lives in a block of the caching allocator's pool of the stream it was decoded on.
@@ -48,7 +48,7 @@ from gpuprefetch._stats import Stats
 #   - The flags lie in pinned memory, and a launch writes none where all is well. The thread
 #     waits for its launch before the batch counts as done: a wait that came before its next decode
 #     otherwise.
-#   - Where pictures get memory of their own (_nvjpeg.decode) it is all of that color.
+#   - Where pictures get memory of their own (nvjpeg.decode) it is all of that color.
 #   - TorchCodec and torchvision allocate the pictures themselves, uninitialized: there is nothing
 #     to set before, so a picture skipped there is not noticed. They are the default only where a
 #     GPU has no engines.
@@ -189,38 +189,38 @@ class NvjpegDecoder(TorchCodecDecoder):
     def missing(self) -> str:
         # Without a trial, which takes memory of the GPU: the loader may have no photos.
         with contextlib.suppress(Exception):  # of a broken TorchCodec: the trial says what
-            if not torch.version.hip and _nvjpeg.installed():
+            if not torch.version.hip and nvjpeg.installed():
                 return ""
         return super().missing()
 
     @property
     def way(self) -> str:
-        if not _nvjpeg.available(self._device):
+        if not nvjpeg.available(self._device):
             return (
                 f"{self.library} in CUDA kernels, as no JPEG engine can be used: the GPU has none, "
                 'or the container lacks the driver\'s capability "video"'
             )
-        with _nvjpeg.lease(self._device) as decoder:
+        with nvjpeg.lease(self._device) as decoder:
             engines, cores = decoder.engines()
         count = f"{engines} " if engines else ""
         return f"nvJPEG's {count}JPEG engines" + (f" of {cores} cores" if cores > 1 else "")
 
     @property
     def packs(self) -> bool:
-        return _nvjpeg.available(self._device)
+        return nvjpeg.available(self._device)
 
     def packed(
         self, data: torch.Tensor, call: Call, out: torch.Tensor, *, first: int = 0, at: int = 0
     ) -> None:
         files, pictures = data.data_ptr() + first + call.start, out.data_ptr() + at
-        order = _nvjpeg.place_order(call.order, files, pictures)
-        with _nvjpeg.lease(self._device) as decoder:
+        order = nvjpeg.place_order(call.order, files, pictures)
+        with nvjpeg.lease(self._device) as decoder:
             decoder.decode(order, torch.cuda.current_stream(self._device).cuda_stream)
 
     def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
-        if not _nvjpeg.available(self._device):
+        if not nvjpeg.available(self._device):
             return super().__call__(data)
-        return _nvjpeg.decode(data, self._device)
+        return nvjpeg.decode(data, self._device)
 
 
 class TorchvisionDecoder(ImageDecoder):
@@ -341,7 +341,7 @@ def decode_part(
         with _may_refuse(call.size, device):
             try:
                 decoded = decoder(list(files.split(lengths)))
-            except _nvjpeg.SkippedError as error:
+            except nvjpeg.SkippedError as error:
                 stats.add("missed_images", error.count)
                 raise
             if [image.shape for image in decoded] == shapes:

@@ -21,11 +21,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from gpuprefetch._batch import children_of, leaves, map_leaves, moves_itself, objects, select
-from gpuprefetch._encoded import EncodedImage, EncodedImages
-from gpuprefetch._per_image import Apply, Choice, Loop, PerImage, Policy, Switch
-from gpuprefetch._timm import TimmAugment
-from gpuprefetch._transforms import apply_head, is_fused
+from gpuprefetch.core.nested import children_of, leaves, map_leaves, moves_itself, objects, select
+from gpuprefetch.images.encoded import EncodedImage, EncodedImages
+from gpuprefetch.transforms.head import apply_head, is_fused
+from gpuprefetch.transforms.per_image import Apply, Choice, Loop, PerImage, Policy, Switch
+from gpuprefetch.transforms.timm import TimmAugment
 
 # Note [Coordinates]
 # Pixel k reaches from k to k + 1, for boxes and points alike, as in COCO and torchvision's models.
@@ -299,8 +299,9 @@ def unstack(batch: Any, count: int) -> Any:
 
 
 _MOVERS = tuple(
-    "gpuprefetch._convert. gpuprefetch._transforms. kornia.augmentation._2d.geometric."
-    " kornia.augmentation._2d.mix. kornia.geometry. torchvision.transforms.autoaugment."
+    "gpuprefetch.transforms.convert. gpuprefetch.transforms.head."
+    " kornia.augmentation._2d.geometric. kornia.augmentation._2d.mix. kornia.geometry."
+    " torchvision.transforms.autoaugment."
     " torchvision.transforms.v2._auto_augment. torchvision.transforms.v2._geometry."
     " torchvision.transforms._presets.ImageClassification".split()
 )

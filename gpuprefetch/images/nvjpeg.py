@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuprefetch._resample import CANARY
+from gpuprefetch.transforms.launch import CANARY
 
 # Of its enumerations.
 _HARDWARE, _RGB, _RGBI, _ALLOCATOR_FAILURE = 3, 3, 5, 5

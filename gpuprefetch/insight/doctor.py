@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from gpuprefetch import _connections
-from gpuprefetch._accelerate import accelerate
-from gpuprefetch._balance import Balancer, usable_cores
-from gpuprefetch._batch import tensors, to_device
-from gpuprefetch._convert import UnsupportedTransformError
-from gpuprefetch._decode import decoded_by
-from gpuprefetch._pipeline import count_images
-from gpuprefetch._prefetcher import DataPrefetcher, _resolve_device
-from gpuprefetch._resume import changed, sampler_of
-from gpuprefetch._stats import Stats
-from gpuprefetch._stream import on_default_stream, throttle
+from gpuprefetch import connections
+from gpuprefetch.core.nested import tensors, to_device
+from gpuprefetch.core.source import changed, sampler_of
+from gpuprefetch.core.stats import Stats
+from gpuprefetch.core.streams import on_default_stream, throttle
+from gpuprefetch.images.decode import decoded_by
+from gpuprefetch.images.share import Balancer, usable_cores
+from gpuprefetch.images.stage import count_images
+from gpuprefetch.migrate.accelerate import accelerate
+from gpuprefetch.prefetcher import DataPrefetcher, _resolve_device
+from gpuprefetch.transforms.convert import UnsupportedTransformError
 
 # Below this gain two runs are called equal: what a few seconds on a shared machine can tell apart.
 SMALL = 1.1
@@ -244,7 +244,7 @@ class _Clinic:
             by = decoded_by(loader._pipeline.decoder, loader.device)
             self.notes.append(f"encoded images are decoded by {by}")
         # Neither can be tried: they take effect when CUDA starts, and where the model is made.
-        if decodes and (reason := _connections.shortage()):
+        if decodes and (reason := connections.shortage()):
             self.notes.append(reason)
         if decodes and found.bound == "GPU decode" and on_default_stream(self.device):
             self.notes.append(_DEFAULT_STREAM)

@@ -22,14 +22,30 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from gpuprefetch._apart import comes_of_mixing, set_apart
-from gpuprefetch._batch import map_leaves, objects
-from gpuprefetch._budget import lay_out
-from gpuprefetch._encoded import EncodedImage, EncodedImages, Layout, is_encoded, pack, packing
-from gpuprefetch._format import ImageHeader, blank, decode_cpu, read_header
-from gpuprefetch._guard import UndecodedError, end_reading
-from gpuprefetch._random import Keys, fold
-from gpuprefetch._resample import (
+from gpuprefetch.core.nested import map_leaves, objects
+from gpuprefetch.images.apart import comes_of_mixing, set_apart
+from gpuprefetch.images.encoded import (
+    EncodedImage,
+    EncodedImages,
+    Layout,
+    is_encoded,
+    pack,
+    packing,
+)
+from gpuprefetch.images.guard import UndecodedError, end_reading
+from gpuprefetch.images.header import ImageHeader, blank, decode_cpu, read_header
+from gpuprefetch.images.plan import lay_out
+from gpuprefetch.images.slab import by_value
+from gpuprefetch.images.targets import (
+    FollowedImage,
+    fate,
+    follow,
+    images_of,
+    mark,
+    refuse_unfollowed,
+)
+from gpuprefetch.transforms.head import Head
+from gpuprefetch.transforms.launch import (
     Coloring,
     Launches,
     check_rows,
@@ -38,9 +54,7 @@ from gpuprefetch._resample import (
     resample,
     resample_uint8,
 )
-from gpuprefetch._slab import by_value
-from gpuprefetch._targets import FollowedImage, fate, follow, images_of, mark, refuse_unfollowed
-from gpuprefetch._transforms import Head
+from gpuprefetch.transforms.random import Keys, fold
 
 # Added to the workers' priority number: the training thread launches kernels, they only decode.
 NICENESS = 10

@@ -18,10 +18,10 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from gpuprefetch._guard import Encoded, begin_reading
-from gpuprefetch._nvjpeg import order_for
-from gpuprefetch._resample import Coloring, Launches, Table, by_place
-from gpuprefetch._slab import Buffer
+from gpuprefetch.images.guard import Encoded, begin_reading
+from gpuprefetch.images.nvjpeg import order_for
+from gpuprefetch.images.slab import Buffer
+from gpuprefetch.transforms.launch import Coloring, Launches, Table, by_place
 
 
 @dataclass(slots=True, repr=False)
@@ -112,7 +112,7 @@ class Call:
         copy: the pixels; they lie before the decoded images. None for none.
         size: bytes of all images that are decoded.
         largest: bytes of the largest one.
-        order: for nvJPEG (:func:`gpuprefetch._nvjpeg.order_for`); made in the worker.
+        order: for nvJPEG (:func:`gpuprefetch.images.nvjpeg.order_for`); made in the worker.
     """
 
     positions: npt.NDArray[np.int64]
@@ -173,17 +173,17 @@ class EncodedImages(Encoded):
             as planes, ``(3, H, W)``.
         transposed: ``(N,)`` bool, whether rows and columns of the decoded image change places.
         rows: ``(N, 2, 6)`` float64, the sampling of the fused head; None where it was not drawn.
-        plan: of the way to the GPU (:func:`gpuprefetch._budget.lay_out`); None for another way.
+        plan: of the way to the GPU (:func:`gpuprefetch.images.plan.lay_out`); None for another way.
         errors: position in the batch -> why the image cannot be decoded.
         samples: of the batch, each image's; -1 where the collate function made a new image.
-        prepared: whether headers were read, see :class:`gpuprefetch._host.Packer`.
+        prepared: whether headers were read, see :class:`gpuprefetch.images.worker.Packer`.
         epoch: whose random parameters ``rows`` holds.
         share: of the baseline JPEGs that the worker was to decode.
         read_seconds: the worker spent in the dataset.
         decode_seconds: it spent decoding.
         collate_seconds: it spent on the rest of the batch.
         pin_seconds: the DataLoader's pin thread took.
-        targets: what became of boxes, masks and points, see :func:`gpuprefetch._targets.fate`.
+        targets: what became of boxes, masks and points, see :func:`.targets.fate`.
         numbers: where in the buffer, behind the pixels, lies what the launches of the plan read;
             None where there is no room for it.
         out: the finished batch, where no device is to make it.

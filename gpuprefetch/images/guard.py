@@ -14,7 +14,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gpuprefetch._batch import select
+from gpuprefetch.core.nested import select
 
 _WHERE = (
     "Transforms belong in DataPrefetcher(loader, transforms=[...]), which runs them on the decoded "

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from gpuprefetch._batch import map_leaves
+from gpuprefetch.core.nested import map_leaves
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 

@@ -17,7 +17,18 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from gpuprefetch._per_image import (
+from gpuprefetch.transforms.head import (
+    CenterCrop,
+    Head,
+    RandomResizedCrop,
+    Resize,
+    Transform,
+    _FusedTransform,
+    _pair,
+    _RandomCrop,
+    read_transforms,
+)
+from gpuprefetch.transforms.per_image import (
     ALONE,
     DRAWN,
     KNOWN,
@@ -30,18 +41,7 @@ from gpuprefetch._per_image import (
     ToUint8,
     per_image,
 )
-from gpuprefetch._timm import TimmAugment, from_timm, why_not
-from gpuprefetch._transforms import (
-    CenterCrop,
-    Head,
-    RandomResizedCrop,
-    Resize,
-    Transform,
-    _FusedTransform,
-    _pair,
-    _RandomCrop,
-    read_transforms,
-)
+from gpuprefetch.transforms.timm import TimmAugment, from_timm, why_not
 
 CONVERSIONS = frozenset(
     "ToTensor PILToTensor ToImage ToPureTensor ToDtype ConvertImageDtype".split()

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType, new_class
+from types import CellType, FunctionType, SimpleNamespace, new_class
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,13 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from gpuprefetch._apart import image_of, is_image
-from gpuprefetch._batch import map_leaves, select
-from gpuprefetch._convert import (
+from gpuprefetch.core.nested import map_leaves, select
+from gpuprefetch.core.source import changed
+from gpuprefetch.images.apart import image_of, is_image
+from gpuprefetch.images.encoded import EncodedImage, EncodedImageFolder, read_file
+from gpuprefetch.images.guard import Encoded, UndecodedError, begin_reading, end_reading
+from gpuprefetch.prefetcher import DataPrefetcher
+from gpuprefetch.transforms.convert import (
     Plan,
     Step,
     UnsupportedTransformError,
@@ -30,14 +34,10 @@ from gpuprefetch._convert import (
     fixes_size,
     flatten,
 )
-from gpuprefetch._encoded import EncodedImage, EncodedImageFolder, read_file
-from gpuprefetch._guard import Encoded, UndecodedError, begin_reading, end_reading
-from gpuprefetch._per_image import Cast
-from gpuprefetch._prefetcher import DataPrefetcher
-from gpuprefetch._random import SeededDraws
-from gpuprefetch._resume import changed
-from gpuprefetch._timm import EncodedReader, is_timm
-from gpuprefetch._transforms import read_transforms
+from gpuprefetch.transforms.head import read_transforms
+from gpuprefetch.transforms.per_image import Cast
+from gpuprefetch.transforms.random import SeededDraws
+from gpuprefetch.transforms.timm import is_timm
 
 
 def accelerate(
@@ -179,6 +179,27 @@ def _worker_part(ops: list[Any], last: Sequence[Any] = ()) -> Any:
     from torchvision.transforms import v2
 
     return v2.Compose([*ops, v2.PILToTensor(), *last])  # which lets tensors pass
+
+
+class EncodedReader:
+    """A reader of timm's whose files are :class:`EncodedImage` when ``ImageDataset`` reads them."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        file, *rest = self._reader[index]
+        with file:
+            image = EncodedImage(file.read(), index, self.filename(index, absolute=True))
+        return SimpleNamespace(read=lambda: image), *rest
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # before _reader is set, in copies and pickles
+            raise AttributeError(name)
+        return getattr(self._reader, name)
 
 
 def folders_of(loader: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gpuprefetch._stats import Stats
+from gpuprefetch.core.stats import Stats
 
 
 class Cost(Protocol):

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from gpuprefetch._accelerate import check_loaders, folders_of, pipeline_of, view_of
-from gpuprefetch._apart import image_of
-from gpuprefetch._convert import CONVERSIONS, Plan, convert
-from gpuprefetch._prefetcher import DataPrefetcher
-from gpuprefetch._random import SeededDraws, fold
-from gpuprefetch._resample import resample
-from gpuprefetch._transforms import Sampling, read_transforms
+from gpuprefetch.images.apart import image_of
+from gpuprefetch.migrate.accelerate import check_loaders, folders_of, pipeline_of, view_of
+from gpuprefetch.prefetcher import DataPrefetcher
+from gpuprefetch.transforms.convert import CONVERSIONS, Plan, convert
+from gpuprefetch.transforms.head import Sampling, read_transforms
+from gpuprefetch.transforms.launch import resample
+from gpuprefetch.transforms.random import SeededDraws, fold
 
 # Images that a report keeps for its picture.
 KEPT = 4

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuprefetch._random import Keys, fold, uniform
-from gpuprefetch._resample import resample
+from gpuprefetch.transforms.launch import resample
+from gpuprefetch.transforms.random import Keys, fold, uniform
 
 Size = tuple[int, int]
 Floats = npt.NDArray[np.float64]
@@ -95,7 +95,7 @@ class Sampling:
         )
 
     def rows(self) -> Floats:
-        """``(N, 2, 6)`` float64, what :func:`gpuprefetch._resample.resample` reads."""
+        """``(N, 2, 6)`` float64, what :func:`gpuprefetch.transforms.launch.resample` reads."""
         columns = (self.origin, self.step, self.low, self.high, self.first, self.last)
         return np.stack(columns, axis=-1)
 

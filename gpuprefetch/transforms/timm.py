@@ -6,13 +6,11 @@ import math
 import sys
 from collections.abc import Callable
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from gpuprefetch._encoded import EncodedImage
-from gpuprefetch._per_image import (
+from gpuprefetch.transforms.per_image import (
     _blend,
     _brightness,
     _column,
@@ -229,24 +227,3 @@ def _affine(
     )
     filling = fill.to(device, non_blocking=True).view(-1, 3, 1, 1)
     return torch.where(inside, sampled.round_().clamp_(0, 255), filling).to(images.dtype)
-
-
-class EncodedReader:
-    """A reader of timm's whose files are :class:`EncodedImage` when ``ImageDataset`` reads them."""
-
-    def __init__(self, reader: Any) -> None:
-        self._reader = reader
-
-    def __getitem__(self, index: int) -> tuple[Any, ...]:
-        file, *rest = self._reader[index]
-        with file:
-            image = EncodedImage(file.read(), index, self.filename(index, absolute=True))
-        return SimpleNamespace(read=lambda: image), *rest
-
-    def __len__(self) -> int:
-        return len(self._reader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # before _reader is set, in copies and pickles
-            raise AttributeError(name)
-        return getattr(self._reader, name)

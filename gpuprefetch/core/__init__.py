@@ -1,0 +1,1 @@
+"""Epochs: order, one prefetch thread, hand-off between streams, resume. Knows no images."""
