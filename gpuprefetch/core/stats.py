@@ -15,7 +15,7 @@ import torch
 from torch._C._profiler import _RecordFunctionFast
 
 _NVTX: Any = torch.cuda.nvtx if torch.version.cuda else None
-_lock = threading.Lock()  # two decode threads add to one counter
+_lock = threading.Lock()  # the loop's thread and the prefetch thread add to one counter
 
 # More photos than this part that the GPU's decoder refuses, and more than a few, are told about.
 TOLERATED, FEW = 0.01, 10
@@ -81,8 +81,8 @@ class Stats:
         bad_images: skipped or replaced.
         gpu_images: left to the GPU's decoder.
         cpu_images: decoded by the workers.
-        fallback_images: of the GPU's, those that its decoder did not take and the decode thread
-            has decoded on the CPU, one by one. One warning tells of more than 1 %.
+        fallback_images: of the GPU's, those that its decoder did not take and the prefetch
+            thread has decoded on the CPU, one by one. One warning tells of more than 1 %.
         missed_images: of the GPU's, those that its decoder reported as decoded and did not write;
             they are decoded again.
         encoded_bytes: of the files left to the GPU and the pixels decoded by the workers.
@@ -93,8 +93,8 @@ class Stats:
         pin_seconds: of the DataLoader's pin thread.
         fetch_seconds: the prefetcher waited for the wrapped loader.
         copy_seconds: queueing the copies of tensors to the device; long where they are not pinned.
-        decode_seconds: of the decode threads, both together, in the GPU's decoder, and until the
-            GPU has run the fused head for what they decoded.
+        decode_seconds: of the prefetch thread in the GPU's decoder, and until the GPU has run the
+            fused head for what it decoded.
         resample_seconds: queueing the fused head; and that wait, for photos that are handed over in
             sizes of their own, and where a call is repeated file by file.
         tail_seconds: queueing the transforms behind it.
@@ -141,7 +141,7 @@ class Stats:
             setattr(self, counter, getattr(self, counter) + value)
 
     def fell_back(self, reason: str) -> None:
-        """Count a photo that the decode thread has decoded on the CPU; warns once of many."""
+        """Count a photo that the prefetch thread has decoded on the CPU; warns once of many."""
         with _lock:
             self.fallback_images += 1
             count, known = self.fallback_images, self._told

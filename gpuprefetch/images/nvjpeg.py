@@ -4,11 +4,8 @@ It is the library that TorchCodec decodes with, called without TorchCodec betwee
 file three times and gives each picture memory of its own, which is copied into one piece and has to
 be there twice: beside a compiled ResNet-18 on an H200 it took 92 us for a photo, and this takes 61,
 with the same pixels (one process, calls of 128 photos, medians of three rounds; 77 and 48 on an
-idle GPU). What it takes of the training goes by the number of photos, not by their sizes: 128 make
-a step of 14.3 ms one of 14.9, and so they do where it decodes just their crops
-(nvjpegDecodeBatchedEx, the same pixels), planes, or into memory made beforehand, and with its flags
-for less memory. See Note [When to decode]. NVIDIA documents the functions:
-https://docs.nvidia.com/cuda/nvjpeg.
+idle GPU). What it costs the training goes by the number of photos, not by their sizes. NVIDIA
+documents the functions: https://docs.nvidia.com/cuda/nvjpeg.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From a host batch to a device batch: move tensors, decode, resample, transform.
 
-A batch becomes a few parts that any thread may run, and a finish behind them. Which threads do,
-and in which order batches are handed over, is the prefetcher's.
+It is the stage of an epoch whose batches hold images. A batch becomes a few parts, each a decode
+and a launch, and a finish after them, all on one stream.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class Work:
     """One batch on its way.
 
     Attributes:
-        parts: what any thread may run, each with a stream of its own current. They take a function
-            that frees device memory, for a decode that runs out of it.
-        finish: runs behind all parts, with the stream of the batch current, and gives the batch.
+        parts: to be run first. They take a function that frees device memory, for a decode that
+            runs out of it.
+        finish: runs after all parts, and gives the batch.
     """
 
     parts: list[Part]

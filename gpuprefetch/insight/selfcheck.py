@@ -253,7 +253,7 @@ class _Witness:
         torch.cuda.synchronize()
 
     def note_addresses(self, images: Sequence[torch.Tensor]) -> None:
-        """Remember where the images of a round lie; decode threads call it."""
+        """Remember where the images of a round lie."""
         addresses = {image.data_ptr() for image in images}
         with self._lock:
             self._reused += not addresses.isdisjoint(self._addresses)
