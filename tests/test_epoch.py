@@ -11,6 +11,7 @@ from queue import SimpleQueue
 
 import pytest
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from gpuprefetch import DataPrefetcher, EncodedImage, _epoch, _prefetcher, _stats
@@ -183,6 +184,16 @@ def test_what_was_handed_over_is_not_kept(threaded):
     iterator.close()
 
 
+def test_a_loop_whose_thread_has_made_an_encoded_image_calls_modules_as_ever(threaded):
+    """Without the hook that each call would pay for: the thread that reads is another."""
+    iterator = iter(prefetcher_of(lambda: iter(range(3))))
+    EncodedImage(b"file", 0)
+    assert _has_any_global_hook()
+    next(iterator)
+    assert not _has_any_global_hook()
+    iterator.close()
+
+
 def test_a_thread_that_cannot_start_leaves_nothing(threaded, monkeypatch):
     closed = []
 
@@ -195,13 +206,30 @@ def test_a_thread_that_cannot_start_leaves_nothing(threaded, monkeypatch):
     def refused(thread):
         raise RuntimeError("can't start new thread")
 
-    loader = Batches(batches)
-    prefetcher = DataPrefetcher(loader, device="cpu")
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        iter(prefetcher)
-    monkeypatch.undo()
-    assert [*DataPrefetcher(loader, device="cpu")] == [0]
+    prefetcher = DataPrefetcher(Batches(batches), device="cpu")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            iter(prefetcher)
+    assert [*prefetcher] == [0]
+    assert prefetcher.state_dict()["epoch"] == 1  # the one that could not begin is no epoch
+
+
+def test_a_thread_whose_start_is_interrupted_ends(threaded, monkeypatch):
+    """Ctrl-C in the line after the start: nobody has the iterator."""
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        raise KeyboardInterrupt
+
+    prefetcher = prefetcher_of(lambda: iter(range(9)))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            iter(prefetcher)
+    assert not threads()
+    assert [*prefetcher] == [*range(9)]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])

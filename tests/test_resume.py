@@ -312,6 +312,26 @@ def test_a_state_before_the_first_batch_is_not_lost_with_an_unused_iterator():
     assert [values(batch) for batch in second] == [values(batch) for batch in iterator]
 
 
+def test_a_state_after_an_iterator_that_was_dropped_unused():
+    first, second = (DataPrefetcher(numbers(shuffle=True), device="cpu") for _ in range(2))
+    for epoch in range(2):
+        iter(first)  # dropped at once, with the order that it has drawn
+        state = first.state_dict()
+        assert (state["epoch"], state["batches"]) == (epoch, 0)
+        second.load_state_dict(state)
+        expected = [values(batch) for batch in first]
+        assert [values(batch) for batch in second] == expected
+
+
+def test_the_state_of_a_copy_is_its_own():
+    prefetcher = DataPrefetcher(numbers(), device="cpu")
+    iterator = iter(prefetcher)
+    next(iterator)
+    copied = copy.copy(prefetcher)
+    next(iterator)
+    assert copied.state_dict()["batches"] == 1
+
+
 @pytest.mark.parametrize(("epoch", "left"), [(0, 4), (1, 10)])
 def test_set_epoch_behind_an_unused_iterator_leaves_what_was_to_be_resumed(epoch, left):
     prefetcher = DataPrefetcher(numbers(), device="cpu")
