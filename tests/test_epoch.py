@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import os
-import signal
 import threading
 import time
 import weakref
@@ -14,7 +13,7 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from gpuprefetch import DataPrefetcher, EncodedImage, _epoch, _prefetcher, _stats
+from gpuprefetch import DataPrefetcher, EncodedImage, _epoch, _prefetcher
 from gpuprefetch._epoch import JOIN_SECONDS, Lookahead
 from gpuprefetch._prefetcher import _garbage_kept_from_forks
 from gpuprefetch._stream import lease_stream, return_stream
@@ -359,6 +358,29 @@ def test_the_collector_may_run_in_a_thread_that_the_epoch_waits_for(threaded):
         gc.enable()
 
 
+def test_the_collector_may_run_while_something_is_counted(threaded):
+    release = threading.Event()
+
+    def batches():
+        yield 0
+        release.wait(SECONDS)
+        yield 1
+
+    class Drops(float):
+        def __radd__(self, other):
+            release.set()
+            iterators.clear()  # its thread counts the seconds of a fetch before it ends
+            return other
+
+    prefetcher = prefetcher_of(batches)
+    iterators = [iter(prefetcher)]
+    next(iterators[0])
+    began = time.monotonic()
+    prefetcher.stats.add("wait_seconds", Drops())
+    assert time.monotonic() - began < JOIN_SECONDS / 2
+    assert not threads()
+
+
 def test_the_collector_may_run_while_streams_are_leased():
     from types import SimpleNamespace
 
@@ -474,19 +496,6 @@ def test_who_is_forked_for_an_epoch_begins_with_a_frozen_heap(collects):
         assert told(child) == 2 * (before > 0) + collects
     finally:
         gc.enable()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_while_a_thread_counts():
-    with _stats._lock:
-        child = os.fork()
-        if not child:
-            signal.alarm(5)  # ends the child if it hangs
-            with _stats.Stage(_stats.Stats(), "wait"):
-                pass
-            os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 class Numbered(Dataset):
