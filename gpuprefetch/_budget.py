@@ -165,7 +165,7 @@ def lay_out(
 
 
 def in_rooms(size: int) -> int:
-    """The room for ``size`` bytes of images on their way through a decode thread."""
+    """The room for ``size`` bytes of images on their way to the resampling."""
     return -(-size // ROOM_BYTES) * ROOM_BYTES
 
 

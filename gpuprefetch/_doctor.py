@@ -152,7 +152,7 @@ _ADVICE = {
 }
 
 _DEFAULT_STREAM = (
-    "the step runs on CUDA's default stream, whose launches wait for those of the decode thread. "
+    "the step runs on CUDA's default stream, whose launches wait for those of the prefetch thread. "
     "It may be faster on a stream of its own: torch.cuda.set_stream(torch.cuda.Stream()) before "
     "the model is made."
 )

@@ -7,7 +7,7 @@ with the same pixels (one process, calls of 128 photos, medians of three rounds;
 idle GPU). What it takes of the training goes by the number of photos, not by their sizes: 128 make
 a step of 14.3 ms one of 14.9, and so they do where it decodes just their crops
 (nvjpegDecodeBatchedEx, the same pixels), planes, or into memory made beforehand, and with its flags
-for less memory. See Note [When to decode]. NVIDIA documents the functions:
+for less memory. NVIDIA documents the functions:
 https://docs.nvidia.com/cuda/nvjpeg.
 """
 
@@ -66,7 +66,7 @@ def _library() -> Any:
         lines = Path("/proc/self/maps").read_text().splitlines()
         paths = [line.split(maxsplit=5)[-1] for line in lines if "/libnvjpeg" in line]
         library = ctypes.CDLL(paths[0])
-        # It takes no time but where memory grows, and Python's lock is not given up for it.
+        # It takes no time but where memory grows, and the GIL is not given up for it.
         name = "nvjpegDecodeBatchedInitialize"
         setattr(library, name, getattr(ctypes.PyDLL(paths[0]), name))
         for name, arguments in _ARGUMENTS.items():

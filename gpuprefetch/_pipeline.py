@@ -1,7 +1,6 @@
 """From a host batch to a device batch: move tensors, decode, resample, transform.
 
-A batch becomes a few parts that any thread may run, and a finish behind them. Which threads do,
-and in which order batches are handed over, is the prefetcher's.
+Which thread does it, and when a batch is handed over, is the prefetcher's.
 """
 
 from __future__ import annotations
@@ -91,20 +90,16 @@ class Empty:
     last: BadImage
 
 
-Part = Callable[[Callable[[], None]], None]
-
-
 @dataclass(slots=True)
 class Work:
     """One batch on its way.
 
     Attributes:
-        parts: what any thread may run, each with a stream of its own current. They take a function
-            that frees device memory, for a decode that runs out of it.
-        finish: runs behind all parts, with the stream of the batch current, and gives the batch.
+        parts: the decode of its images, a call each.
+        finish: runs after all parts and gives the batch.
     """
 
-    parts: list[Part]
+    parts: list[Callable[[], None]]
     finish: Callable[[], Any]
 
 
@@ -208,7 +203,7 @@ class Pipeline:
             self.make_room()
             work = self.start(batch, number, epoch, cost)
         for part in work.parts:
-            part(self.make_room)
+            part()
         return work.finish()
 
     def make_room(self) -> None:
@@ -250,8 +245,6 @@ class Pipeline:
             self.values.begin()
             with Stage(self.stats, "resample"):
                 parts = [part for job in jobs for part in job.begin(limit)]
-            if limit is not None:
-                parts = [partial(_one_by_one, parts)]
             finish = partial(self._finish, moved, jobs, seed)
             if isinstance(batch, Apart):
                 finish = partial(self._run_after, finish, seed)
@@ -423,12 +416,6 @@ def _derive(keys: Keys | int, data: int) -> int:
     return int(fold(keys, data)[()] >> np.uint64(1))
 
 
-def _one_by_one(parts: Sequence[Part], make_room: Callable[[], None]) -> None:
-    """Decode a batch whose decoded images do not fit into memory together."""
-    for part in parts:
-        part(make_room)
-
-
 def _take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
     """Select rows of whatever has one entry per sample."""
     kind: Any = type(leaf)
@@ -518,7 +505,7 @@ class ImageJob:
         if pipeline.head.names or pipeline.tail:
             require_fixed_size(pipeline.head, pipeline.tail)
 
-    def begin(self, limit: int | None = None) -> list[Part]:
+    def begin(self, limit: int | None = None) -> list[Callable[[], None]]:
         """On the stream of the batch: reserve the result.
 
         Returns:
@@ -553,17 +540,11 @@ class ImageJob:
         ]
 
     def _decode(
-        self,
-        make_room: Callable[[], None],
-        *,
-        call: Call,
-        launch: tuple[Table, int] | None = None,
-        again: bool = False,
+        self, *, call: Call, launch: tuple[Table, int] | None = None, again: bool = False
     ) -> None:
         """Decode and resample a sub-batch; out of memory, make room and take smaller ones.
 
         Args:
-            make_room: frees memory.
             call: its images.
             launch: of all of them, if it was planned: its table, and its number in that.
             again: whether it is one image, or one copy, that has had a try.
@@ -581,12 +562,12 @@ class ImageJob:
                 raise self._too_large(int(call.positions[0])) from error
         else:
             return
-        make_room()
+        self._pipeline.make_room()
         pieces = [] if call.copy is None else [self.images.call(call.positions[:0], call.copy)]
         halves = np.array_split(call.positions, 2)
         pieces += [self.images.call(half) for half in halves if len(half)]
         for piece in pieces:
-            self._decode(make_room, call=piece, again=len(pieces) == 1)
+            self._decode(call=piece, again=len(pieces) == 1)
 
     def _claim(self, call: Call) -> None:
         """Ask for the memory of large images beforehand.

@@ -148,8 +148,8 @@ class _Rest:
 def _next_of(iterator: Any) -> Any:
     """The next batch of a DataLoader's iterator, or of any.
 
-    Torch's own marks each for its profiler, in which the thread that trains gives up Python's lock
-    several times: in all half of the 0.4 ms that it takes that thread to fetch a batch.
+    Torch's own marks each for its profiler, in which a thread gives up the GIL several times: half
+    of the 0.4 ms that it takes to fetch a batch.
     """
     torchs = type(iterator).__module__ == DataLoader.__module__ and hasattr(iterator, "_next_data")
     # It also warns of an iterable dataset that is longer than it says.
@@ -257,18 +257,6 @@ class Source:
         except StopIteration:
             raise StopIteration(own_state(self._loader)) from None
         return batch, own_state(self._loader)
-
-    @property
-    def ready(self) -> bool:
-        """Whether the workers' next batch is there: nobody waits for it, and no dataset runs."""
-        workers: Any = self._iterator
-        number = getattr(workers, "_rcvd_idx", None)
-        task = getattr(workers, "_task_info", {}).get(number, ())
-        arrived = len(task) > 1  # before another one
-        if len(task) == 1:  # or it may be what torch's thread has pinned
-            came = list(getattr(workers._data_queue, "queue", ()))  # that thread appends to it
-            arrived = number in (item[0] for item in came)
-        return arrived and not is_stateful(self._loader)  # whose state may take long
 
     def close(self, *, abandoned: bool = False) -> None:
         """Shut down the workers, unless they are persistent and nobody else waits for them.

@@ -25,7 +25,7 @@ HEADER = 64
 # Slabs of one worker. Only as many are made as are in flight; a batch beyond has its own memory.
 LIMIT = 8
 # Bytes of a tensor that is sent by value. To open the shared memory of one costs the parent 0.4 ms,
-# with Python's lock, and a file descriptor; to copy these some microseconds.
+# with the GIL, and a file descriptor; to copy these some microseconds.
 SMALL = 16 << 10
 # Room for a larger batch: the parent page-locks each new slab, milliseconds in which the training
 # thread cannot launch.
@@ -106,7 +106,7 @@ class Buffer:
 
     Attributes:
         memory: what the buffer lies in. The parent has one for each slab, and makes no tensor of
-            a batch: each takes torch, and Python's lock, several times.
+            a batch: each takes torch, and the GIL, several times.
         start: of the buffer in that.
         size: in bytes.
     """

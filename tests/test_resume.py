@@ -1,6 +1,5 @@
 """A resumed epoch gives the batches that the uninterrupted one would have given, each once."""
 
-import collections
 import copy
 import gc
 import io
@@ -8,7 +7,6 @@ import json
 import random
 import time
 from itertools import chain, islice
-from types import SimpleNamespace
 
 import kornia.augmentation as K
 import numpy as np
@@ -521,59 +519,6 @@ def test_a_state_that_is_loaded_is_not_mixed_up_with_an_epoch_before():
     assert second.state_dict() == state
     random.seed(1)
     assert len(list(second)) == 9
-
-
-@pytest.mark.parametrize("pins", [False, True])
-def test_whether_the_next_batch_is_there(pins):
-    """By what torch's DataLoader knows of its batches: 3 is the next, 4 came before it."""
-    arrived = SimpleNamespace(queue=collections.deque()) if pins else object()
-    tasks = {3: (0,), 4: (1, "batch")}
-    source = Source([])
-    source._iterator = SimpleNamespace(_rcvd_idx=3, _task_info=tasks, _data_queue=arrived)
-    assert not source.ready
-    if pins:
-        arrived.queue.append((5, "another"))
-        assert not source.ready
-        arrived.queue.append((3, "batch"))
-        assert source.ready
-    tasks[3] = (0, "batch")
-    assert source.ready
-    source._loader = SimpleNamespace(state_dict=dict, load_state_dict=dict)
-    assert not source.ready
-    assert not Source([1, 2]).ready
-
-
-class SlowFirst(Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        time.sleep(0.5 * (index == 0))
-        return index
-
-
-def test_torchs_loader_says_what_came_before_its_turn():
-    source = Source(DataLoader(SlowFirst(), batch_size=2, num_workers=2))
-    assert not source.ready
-    assert next(source)[0].tolist() == [0, 1]
-    assert source.ready  # the other worker's, while the first one slept
-    assert next(source)[0].tolist() == [2, 3]
-    assert [batch.tolist() for batch, _ in source] == [[4, 5], [6, 7]]
-    assert not source.ready
-    source.close()
-
-
-@pytest.mark.gpu
-def test_torchs_loader_says_what_its_thread_has_pinned():
-    source = Source(DataLoader(SlowFirst(), batch_size=2, num_workers=2, pin_memory=True))
-    for first in range(0, 8, 2):
-        deadline = time.monotonic() + 20
-        while not source.ready:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        assert next(source)[0].tolist() == [first, first + 1]
-    assert not source.ready
-    source.close()
 
 
 class Skipping:
