@@ -291,9 +291,7 @@ class DataPrefetcher:
             return self._begin()
 
     def _begin(self) -> Epoch:
-        if self._use[0] == "dropped":
-            # Unused, as by Lightning, which makes one iterator to see whether it can: no epoch.
-            self._epoch, self._resume = self._place["epoch"], self._resumed
+        self._forget_unused()
         epoch, self._epoch = self._epoch, self._epoch + 1
         resumed = self._place if self._resume else None
         self._resumed, self._resume = self._resume, False
@@ -321,7 +319,20 @@ class DataPrefetcher:
         )
         iterator = Epoch(lookahead)
         self._use, _running[id(loader)] = iterator.use, lookahead
+        try:
+            lookahead.start()
+        except BaseException:
+            iterator.close()  # unused: the next one begins the same epoch
+            raise
         return iterator
+
+    def _forget_unused(self) -> None:
+        """No epoch is one whose iterator was dropped unused, as by Lightning's look at a loader."""
+        if self._use[0] == "dropped":
+            self._use = ["used"]
+            self._epoch, self._resume = self._place["epoch"], self._resumed
+            if not self._resumed:  # the next one draws its order anew
+                self._place = {"epoch": self._epoch, "batches": 0}
 
     def _source(self, loader: Any, resumed: dict[str, Any] | None, notes: Notes) -> Source:
         notes.place = resumed or notes.place  # what is left out is noted as well
@@ -406,6 +417,7 @@ class DataPrefetcher:
         Raises:
             ValueError: after a batch of a loader with ``in_order=False``, before the epoch's end.
         """
+        self._forget_unused()
         place = self._place
         if "ended" in place or "random_states" not in place:
             place = self._next_place()
@@ -527,8 +539,7 @@ class DataPrefetcher:
         Behind an error :meth:`next` begins it.
         """
         epoch = operator.index(epoch)  # an int, which torch.load takes back, also of numpy's
-        if self._use[0] == "dropped":
-            self._resume = self._resumed  # as in __iter__: what it left is still to be resumed
+        self._forget_unused()
         self._epoch, self._use = epoch, ["used"]
         if self._manual is not None and not self._manual.close.alive:
             self._manual = None
@@ -561,7 +572,7 @@ class DataPrefetcher:
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins a new epoch, with workers of its own.
         pipeline = self._with_epoch(self._epoch)
-        own = {"_pipeline": pipeline, "_notes": dict(self._notes)}
+        own = {"_pipeline": pipeline, "_notes": dict(self._notes), "_place": dict(self._place)}
         state = vars(self) | own | {"_manual": None, "_persistent": None}
         del state["_beginning"]
         return state

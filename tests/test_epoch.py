@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import os
-import signal
 import threading
 import time
 import weakref
@@ -11,12 +10,12 @@ from queue import SimpleQueue
 
 import pytest
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from gpuprefetch import DataPrefetcher, EncodedImage
 from gpuprefetch import prefetcher as _prefetcher
 from gpuprefetch.core import epoch as _epoch
-from gpuprefetch.core import stats as _stats
 from gpuprefetch.core.epoch import JOIN_SECONDS, Lookahead
 from gpuprefetch.core.streams import lease_stream, return_stream
 from gpuprefetch.prefetcher import _garbage_kept_from_forks
@@ -186,6 +185,16 @@ def test_what_was_handed_over_is_not_kept(threaded):
     iterator.close()
 
 
+def test_a_loop_whose_thread_has_made_an_encoded_image_calls_modules_as_ever(threaded):
+    """Without the hook that each call would pay for: the thread that reads is another."""
+    iterator = iter(prefetcher_of(lambda: iter(range(3))))
+    EncodedImage(b"file", 0)
+    assert _has_any_global_hook()
+    next(iterator)
+    assert not _has_any_global_hook()
+    iterator.close()
+
+
 def test_a_thread_that_cannot_start_leaves_nothing(threaded, monkeypatch):
     closed = []
 
@@ -198,13 +207,30 @@ def test_a_thread_that_cannot_start_leaves_nothing(threaded, monkeypatch):
     def refused(thread):
         raise RuntimeError("can't start new thread")
 
-    loader = Batches(batches)
-    prefetcher = DataPrefetcher(loader, device="cpu")
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        iter(prefetcher)
-    monkeypatch.undo()
-    assert [*DataPrefetcher(loader, device="cpu")] == [0]
+    prefetcher = DataPrefetcher(Batches(batches), device="cpu")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            iter(prefetcher)
+    assert [*prefetcher] == [0]
+    assert prefetcher.state_dict()["epoch"] == 1  # the one that could not begin is no epoch
+
+
+def test_a_thread_whose_start_is_interrupted_ends(threaded, monkeypatch):
+    """Ctrl-C in the line after the start: nobody has the iterator."""
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        raise KeyboardInterrupt
+
+    prefetcher = prefetcher_of(lambda: iter(range(9)))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            iter(prefetcher)
+    assert not threads()
+    assert [*prefetcher] == [*range(9)]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
@@ -334,6 +360,29 @@ def test_the_collector_may_run_in_a_thread_that_the_epoch_waits_for(threaded):
         gc.enable()
 
 
+def test_the_collector_may_run_while_something_is_counted(threaded):
+    release = threading.Event()
+
+    def batches():
+        yield 0
+        release.wait(SECONDS)
+        yield 1
+
+    class Drops(float):
+        def __radd__(self, other):
+            release.set()
+            iterators.clear()  # its thread counts the seconds of a fetch before it ends
+            return other
+
+    prefetcher = prefetcher_of(batches)
+    iterators = [iter(prefetcher)]
+    next(iterators[0])
+    began = time.monotonic()
+    prefetcher.stats.add("wait_seconds", Drops())
+    assert time.monotonic() - began < JOIN_SECONDS / 2
+    assert not threads()
+
+
 def test_the_collector_may_run_while_streams_are_leased():
     from types import SimpleNamespace
 
@@ -449,19 +498,6 @@ def test_who_is_forked_for_an_epoch_begins_with_a_frozen_heap(collects):
         assert told(child) == 2 * (before > 0) + collects
     finally:
         gc.enable()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_while_a_thread_counts():
-    with _stats._lock:
-        child = os.fork()
-        if not child:
-            signal.alarm(5)  # ends the child if it hangs
-            with _stats.Timed(_stats.Stats(), "wait"):
-                pass
-            os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 class Numbered(Dataset):

@@ -260,6 +260,7 @@ def batches_ahead(files, expected, **options):
     lookahead = Lookahead(
         pipeline, source, epoch=0, depth=prefetcher._depth, threaded=True, check=lambda batch: None
     )
+    lookahead.start()
     deadline = time.monotonic() + 10
     while len(lookahead._slots) < expected and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -28,7 +28,7 @@ from torch.utils.data import (
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop
 from gpuprefetch import prefetcher as _prefetcher
 from gpuprefetch.core import epoch as _epoch
-from gpuprefetch.core.source import Source, own_state
+from gpuprefetch.core.source import own_state
 from gpuprefetch.images import replay as _replay
 
 # torchdata 0.11 calls a function that torch 2.15 warns of.
@@ -306,6 +306,26 @@ def test_a_state_before_the_first_batch_is_not_lost_with_an_unused_iterator():
     assert [values(batch) for batch in second] == [values(batch) for batch in iterator]
 
 
+def test_a_state_after_an_iterator_that_was_dropped_unused():
+    first, second = (DataPrefetcher(numbers(shuffle=True), device="cpu") for _ in range(2))
+    for epoch in range(2):
+        iter(first)  # dropped at once, with the order that it has drawn
+        state = first.state_dict()
+        assert (state["epoch"], state["batches"]) == (epoch, 0)
+        second.load_state_dict(state)
+        expected = [values(batch) for batch in first]
+        assert [values(batch) for batch in second] == expected
+
+
+def test_the_state_of_a_copy_is_its_own():
+    prefetcher = DataPrefetcher(numbers(), device="cpu")
+    iterator = iter(prefetcher)
+    next(iterator)
+    copied = copy.copy(prefetcher)
+    next(iterator)
+    assert copied.state_dict()["batches"] == 1
+
+
 @pytest.mark.parametrize(("epoch", "left"), [(0, 4), (1, 10)])
 def test_set_epoch_behind_an_unused_iterator_leaves_what_was_to_be_resumed(epoch, left):
     prefetcher = DataPrefetcher(numbers(), device="cpu")
@@ -495,28 +515,6 @@ def test_a_state_that_is_loaded_is_not_mixed_up_with_an_epoch_before():
     assert second.state_dict() == state
     random.seed(1)
     assert len(list(second)) == 9
-
-
-class SlowFirst(Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        time.sleep(0.5 * (index == 0))
-        return index
-
-
-@pytest.mark.gpu
-def test_torchs_loader_says_what_its_thread_has_pinned():
-    source = Source(DataLoader(SlowFirst(), batch_size=2, num_workers=2, pin_memory=True))
-    for first in range(0, 8, 2):
-        deadline = time.monotonic() + 20
-        while not source.ready:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        assert next(source)[0].tolist() == [first, first + 1]
-    assert not source.ready
-    source.close()
 
 
 class Skipping:

@@ -102,13 +102,16 @@ class Lookahead:
         self._pid, self._user = os.getpid(), threading.get_ident()
         self._thread: threading.Thread | None = None
         if threaded:
-            serve = threading.Thread(target=self._serve, name="gpuprefetch", daemon=True)
-            try:
-                serve.start()
-            except RuntimeError:  # not everywhere are there as many threads as one asks for
-                self.close()
-                raise
-            self._thread = serve
+            self._thread = threading.Thread(target=self._serve, name="gpuprefetch", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, once whoever closes the epoch knows of it.
+
+        Raises:
+            RuntimeError: if there are as many threads as there may be.
+        """
+        if self._thread is not None:
+            self._thread.start()
 
     def _serve(self) -> None:
         """What the thread does."""
@@ -194,6 +197,7 @@ class Lookahead:
             StopIteration: if another thread has closed the epoch.
         """
         self._user, asked = threading.get_ident(), time.perf_counter()
+        self.stage.asked()
         if self._thread is None:
             slot = self._fetch()
             if self._stopping:
@@ -253,7 +257,8 @@ class Lookahead:
             if self._ended:
                 return
             if self._thread is not None:
-                self._thread.join(JOIN_SECONDS)
+                with contextlib.suppress(RuntimeError):  # it could not start
+                    self._thread.join(JOIN_SECONDS)
             alive = self._thread is not None and self._thread.is_alive()
             with contextlib.suppress(RuntimeError):  # of a broken context: the next call tells
                 self._stream.end(again=not alive)  # see Note [Stream handoff], 3

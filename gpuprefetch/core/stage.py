@@ -57,6 +57,9 @@ class Stage(Protocol):
     def scratch(self) -> contextlib.AbstractContextManager[None]:
         """What a thread that prepares batches keeps meanwhile."""
 
+    def asked(self) -> None:
+        """Called in the loop's thread when it asks for a batch."""
+
     def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int, Cost]:
         """Take a batch from the loader.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 import warnings
 from dataclasses import asdict, dataclass
@@ -15,19 +13,9 @@ import torch
 from torch._C._profiler import _RecordFunctionFast
 
 _NVTX: Any = torch.cuda.nvtx if torch.version.cuda else None
-_lock = threading.Lock()  # the loop's thread and the prefetch thread add to one counter
 
 # More photos than this part that the GPU's decoder refuses, and more than a few, are told about.
 TOLERATED, FEW = 0.01, 10
-
-
-def _forked() -> None:
-    global _lock
-    _lock = threading.Lock()  # whoever had it is not here
-
-
-if hasattr(os, "register_at_fork"):  # not on every platform
-    os.register_at_fork(after_in_child=_forked)
 
 
 class Timed:
@@ -81,8 +69,8 @@ class Stats:
         bad_images: skipped or replaced.
         gpu_images: left to the GPU's decoder.
         cpu_images: decoded by the workers.
-        fallback_images: of the GPU's, those that its decoder did not take and the prefetch
-            thread has decoded on the CPU, one by one. One warning tells of more than 1 %.
+        fallback_images: of the GPU's, those that its decoder did not take and the prefetch thread
+            has decoded on the CPU, one by one. One warning tells of more than 1 %.
         missed_images: of the GPU's, those that its decoder reported as decoded and did not write;
             they are decoded again.
         encoded_bytes: of the files left to the GPU and the pixels decoded by the workers.
@@ -93,8 +81,8 @@ class Stats:
         pin_seconds: of the DataLoader's pin thread.
         fetch_seconds: the prefetcher waited for the wrapped loader.
         copy_seconds: queueing the copies of tensors to the device; long where they are not pinned.
-        decode_seconds: of the prefetch thread in the GPU's decoder, and until the GPU has run the
-            fused head for what it decoded.
+        decode_seconds: in the GPU's decoder, and until the GPU has run the fused head for what it
+            decoded.
         resample_seconds: queueing the fused head; and that wait, for photos that are handed over in
             sizes of their own, and where a call is repeated file by file.
         tail_seconds: queueing the transforms behind it.
@@ -136,16 +124,17 @@ class Stats:
     _told = False  # no counter
 
     def add(self, counter: str, value: float) -> None:
-        """Add to a counter, from any thread."""
-        with _lock:
-            setattr(self, counter, getattr(self, counter) + value)
+        """Add to a counter, of which each is one thread's but for ``replay`` and copies.
+
+        There is no lock: the garbage collector may run in here, and wait for an epoch's thread.
+        """
+        setattr(self, counter, getattr(self, counter) + value)
 
     def fell_back(self, reason: str) -> None:
         """Count a photo that the prefetch thread has decoded on the CPU; warns once of many."""
-        with _lock:
-            self.fallback_images += 1
-            count, known = self.fallback_images, self._told
-            self._told = known or count > max(FEW, TOLERATED * self.gpu_images)
+        self.fallback_images += 1
+        count, known = self.fallback_images, self._told
+        self._told = known or count > max(FEW, TOLERATED * self.gpu_images)
         if self._told and not known:
             warnings.warn(
                 f"The GPU's decoder did not take {count} of {self.gpu_images} photos so far, and "

@@ -314,7 +314,7 @@ def replay(
     with own_modes(pipeline.device), torch.cuda.device(pipeline.device) if cuda else nullcontext():
         work = pipeline.start(batch, number, epoch, pipeline.cost(batch))
         for part in work.parts:
-            part(pipeline.make_room)
+            part()
         for leaf in images:
             if row in leaf.errors:
                 bad = BadImage(index, leaf.paths[row], leaf.errors[row])

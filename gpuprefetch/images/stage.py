@@ -31,6 +31,7 @@ from gpuprefetch.images.decode import (
     place,
 )
 from gpuprefetch.images.encoded import Call, Copy, EncodedImages, is_encoded
+from gpuprefetch.images.guard import end_reading
 from gpuprefetch.images.plan import (
     LARGE,
     Cost,
@@ -85,20 +86,16 @@ class BadImage:
         return f"{' '.join(filter(None, words))}: {self.reason}"
 
 
-Part = Callable[[Callable[[], None]], None]
-
-
 @dataclass(slots=True)
 class Work:
     """One batch on its way.
 
     Attributes:
-        parts: to be run first. They take a function that frees device memory, for a decode that
-            runs out of it.
-        finish: runs after all parts, and gives the batch.
+        parts: the decode of its images, a call each.
+        finish: runs after all parts and gives the batch.
     """
 
-    parts: list[Part]
+    parts: list[Callable[[], None]]
     finish: Callable[[], Any]
 
 
@@ -202,7 +199,7 @@ class Pipeline:
             self.make_room()
             work = self.start(batch, number, epoch, cost)
         for part in work.parts:
-            part(self.make_room)
+            part()
         return work.finish()
 
     def _count(self, images: EncodedImages) -> None:
@@ -215,6 +212,10 @@ class Pipeline:
         stats.worker_decode_seconds += images.decode_seconds
         stats.collate_seconds += images.collate_seconds
         stats.pin_seconds += images.pin_seconds
+
+    def asked(self) -> None:
+        """Nothing refuses encoded images that the loop has looked at once it goes on."""
+        end_reading()
 
     def close(self) -> None:
         """Unmap what workers that are gone have shared."""
@@ -259,8 +260,6 @@ class Pipeline:
             self.values.begin()
             with Timed(self.stats, "resample"):
                 parts = [part for job in jobs for part in job.begin(limit)]
-            if limit is not None:
-                parts = [partial(_one_by_one, parts)]
             finish = partial(self._finish, moved, jobs, seed)
             if isinstance(batch, Apart):
                 finish = partial(self._run_after, finish, seed)
@@ -432,12 +431,6 @@ def _derive(keys: Keys | int, data: int) -> int:
     return int(fold(keys, data)[()] >> np.uint64(1))
 
 
-def _one_by_one(parts: Sequence[Part], make_room: Callable[[], None]) -> None:
-    """Decode a batch whose decoded images do not fit into memory together."""
-    for part in parts:
-        part(make_room)
-
-
 def _take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
     """Select rows of whatever has one entry per sample."""
     kind: Any = type(leaf)
@@ -527,7 +520,7 @@ class ImageJob:
         if pipeline.head.names or pipeline.tail:
             require_fixed_size(pipeline.head, pipeline.tail)
 
-    def begin(self, limit: int | None = None) -> list[Part]:
+    def begin(self, limit: int | None = None) -> list[Callable[[], None]]:
         """On the stream of the batch: reserve the result.
 
         Returns:
@@ -562,17 +555,11 @@ class ImageJob:
         ]
 
     def _decode(
-        self,
-        make_room: Callable[[], None],
-        *,
-        call: Call,
-        launch: tuple[Table, int] | None = None,
-        again: bool = False,
+        self, *, call: Call, launch: tuple[Table, int] | None = None, again: bool = False
     ) -> None:
         """Decode and resample a sub-batch; out of memory, make room and take smaller ones.
 
         Args:
-            make_room: frees memory.
             call: its images.
             launch: of all of them, if it was planned: its table, and its number in that.
             again: whether it is one image, or one copy, that has had a try.
@@ -590,12 +577,12 @@ class ImageJob:
                 raise self._too_large(int(call.positions[0])) from error
         else:
             return
-        make_room()
+        self._pipeline.make_room()
         pieces = [] if call.copy is None else [self.images.call(call.positions[:0], call.copy)]
         halves = np.array_split(call.positions, 2)
         pieces += [self.images.call(half) for half in halves if len(half)]
         for piece in pieces:
-            self._decode(make_room, call=piece, again=len(pieces) == 1)
+            self._decode(call=piece, again=len(pieces) == 1)
 
     def _claim(self, call: Call) -> None:
         """Ask for the memory of large images beforehand.

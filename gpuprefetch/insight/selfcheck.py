@@ -9,7 +9,6 @@ engines keep the order of their stream here, and whether they skip pictures. See
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
 from collections import deque
 from collections.abc import Sequence
@@ -248,16 +247,14 @@ class _Witness:
         self._wrong = torch.zeros(rounds, dtype=torch.bool, device="cuda")
         self._rounds = self._reused = 0
         self._addresses: set[int] = set()
-        self._lock = threading.Lock()
         self._pending: deque[torch.cuda.Event] = deque()
         torch.cuda.synchronize()
 
     def note_addresses(self, images: Sequence[torch.Tensor]) -> None:
         """Remember where the images of a round lie."""
         addresses = {image.data_ptr() for image in images}
-        with self._lock:
-            self._reused += not addresses.isdisjoint(self._addresses)
-            self._addresses |= addresses
+        self._reused += not addresses.isdisjoint(self._addresses)
+        self._addresses |= addresses
 
     def judge(self, seen: torch.Tensor, expected: torch.Tensor) -> None:
         """Queue the comparison on the current stream; at most AHEAD rounds are then under way."""
