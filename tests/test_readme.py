@@ -255,3 +255,10 @@ def test_commands_of_the_pages_exist(command):
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^):]+)\)", README))
 def test_links_lead_somewhere(link):
     assert (ROOT / link).exists()
+
+
+@pytest.mark.parametrize(
+    "file", sorted(set(re.findall(r"`(\w+/\w+\.py)`", "".join(DOCS.values()))))
+)
+def test_files_that_the_pages_name_exist(file):
+    assert (ROOT / file).exists()
