@@ -427,7 +427,8 @@ class DataPrefetcher:
                 "not known which: to resume would leave some out and repeat others. Give the "
                 "DataLoader in_order=True, or save no state of it."
             )
-        state = place | {"seed": self._pipeline.packer.seed, "kind": self._kind}
+        packer = self._pipeline.packer
+        state = place | {"seed": packer.seed, "kind": self._kind, "late": bool(packer.late)}
         notes = self._notes.get(place["epoch"])
         if notes is not None and notes.place is place:  # else loaded, with its own
             state["drawn"] = notes.drawn()
@@ -477,7 +478,9 @@ class DataPrefetcher:
                 "Build it as it was."
             )
         self._manual = None
-        self._pipeline.packer.seed = state["seed"]
+        packer = self._pipeline.packer
+        packer.seed = state["seed"]
+        packer.late.fill_(state.get("late", packer.late))
         self._persistent = None  # its workers may have another seed
         self.set_epoch(state["epoch"])
         for owner, epoch in zip(owners(self._loader), state.get("epochs", ()), strict=False):

@@ -232,6 +232,28 @@ def test_timms_collate_that_rounds_is_not_moved(folder):
         list(DataPrefetcher(loader, transforms=CROP, device="cpu"))
 
 
+def test_a_resumed_epoch_mixes_the_batches_that_the_uninterrupted_one_would_have(folder):
+    mix = v2.MixUp(num_classes=COUNT)
+
+    def sometimes(samples):
+        batch = default_collate(samples)
+        return mix(*batch) if torch.rand(()) < 0.5 else batch
+
+    def made():
+        loader = DataLoader(Numbered(folder), 1, collate_fn=sometimes)
+        return DataPrefetcher(loader, transforms=CROP, device="cpu", seed=3)
+
+    prefetcher = made()
+    mixed = [labels.dim() == 2 for _, labels in [*prefetcher, *prefetcher]]
+    assert {*mixed} == {True, False}
+    for _ in range(4):  # each may agree by chance
+        iterator, resumed = iter(prefetcher), made()
+        next(iterator)
+        resumed.load_state_dict(prefetcher.state_dict())
+        for want, got in zip(iterator, resumed, strict=True):
+            assert all(map(torch.equal, want, got))
+
+
 def test_a_bad_image_takes_its_sample_out_of_a_mix(folder):
     def broken(image, target):
         return (EncodedImage(b"no picture", target) if target == 1 else image), target
