@@ -1,6 +1,6 @@
 """Wrap a PyTorch DataLoader in one line: prefetch to the GPU, decode and augment there."""
 
-from gpuprefetch import connections as connections# first: it must precede any CUDA context
+from gpuprefetch import connections as connections  # first: it must precede any CUDA context
 from gpuprefetch.core.stats import Stats
 from gpuprefetch.images.encoded import EncodedImage, EncodedImageFolder, EncodedImages
 from gpuprefetch.images.stage import BadImage, BadImageError
