@@ -265,6 +265,24 @@ def test_whoever_closes_an_epoch_waits_for_its_end(threaded):
     closing.join(SECONDS)
 
 
+def test_the_end_waits_for_a_batch_that_the_loop_prepares():
+    begun, done = threading.Event(), []
+
+    def transform(images):
+        begun.set()
+        time.sleep(0.2)
+        done.append(True)
+        return images
+
+    iterator = iter(prefetcher_of(pictures(0, 1), transforms=[transform]))
+    loop = threading.Thread(target=lambda: next(iterator, None))
+    loop.start()
+    assert begun.wait(SECONDS)
+    iterator._lookahead.close()
+    assert done
+    loop.join(SECONDS)
+
+
 def test_a_loop_that_waits_when_another_thread_ends_the_epoch(threaded):
     release = threading.Event()
 

@@ -95,8 +95,8 @@ class Lookahead:
         # What the host gave for batches that were handed over. The GPU may still read it.
         self._uploads: deque[tuple[torch.cuda.Event, Any]] = deque()
         self._number: int = source.place["batches"]
-        # Whoever reads the loader holds it. The end waits for it: the next epoch may be served by
-        # the same workers.
+        # Whoever reads the loader holds it; without a thread, also while a batch is prepared. The
+        # end waits for it: another epoch may be served by the same workers and stream.
         self._reading = threading.RLock()
         self._ending, self._ended = threading.RLock(), False
         self._pid, self._user = os.getpid(), threading.get_ident()
@@ -199,11 +199,12 @@ class Lookahead:
         self._user, asked = threading.get_ident(), time.perf_counter()
         self.stage.asked()
         if self._thread is None:
-            slot = self._fetch()
-            if self._stopping:
-                raise StopIteration
-            if slot.error is None:
-                self._prepare(slot)
+            with self._reading:
+                slot = self._fetch()
+                if self._stopping:
+                    raise StopIteration
+                if slot.error is None:
+                    self._prepare(slot)
         else:
             with self._changed:
                 self._changed.wait_for(
@@ -260,14 +261,14 @@ class Lookahead:
                 with contextlib.suppress(RuntimeError):  # it could not start
                     self._thread.join(JOIN_SECONDS)
             alive = self._thread is not None and self._thread.is_alive()
-            with contextlib.suppress(RuntimeError):  # of a broken context: the next call tells
-                self._stream.end(again=not alive)  # see Note [Stream handoff], 3
-            for slot in self._slots:
-                slot.error = None  # as in _step
-            self._slots.clear()
-            self._uploads.clear()
             idle = self._reading.acquire(timeout=0 if alive else JOIN_SECONDS)
             try:
+                with contextlib.suppress(RuntimeError):  # of a broken context: the next call tells
+                    self._stream.end(again=idle and not alive)  # see Note [Stream handoff], 3
+                for slot in self._slots:
+                    slot.error = None  # as in _step
+                self._slots.clear()
+                self._uploads.clear()
                 self._source.close(abandoned=not idle)
             finally:
                 if idle:
