@@ -32,6 +32,7 @@ from gpuprefetch.core.source import (
     owners,
 )
 from gpuprefetch.images.apart import collate_apart
+from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.decode import BACKENDS
 from gpuprefetch.images.encoded import EncodedImageFolder
 from gpuprefetch.images.header import load_decoders
@@ -47,7 +48,7 @@ from gpuprefetch.images.replay import (
     stands_alone,
 )
 from gpuprefetch.images.share import Balancer
-from gpuprefetch.images.stage import BadImage, Pipeline
+from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.targets import moves_pixels
 from gpuprefetch.images.worker import GROWTH, HostStage, Packer, encoded_leaves
 from gpuprefetch.transforms.convert import read_list

@@ -26,8 +26,8 @@ from gpuprefetch import (
 from gpuprefetch.core import epoch as _epoch
 from gpuprefetch.core.epoch import Lookahead
 from gpuprefetch.images import decode as _decode
+from gpuprefetch.images import job as _job
 from gpuprefetch.images import plan as _budget
-from gpuprefetch.images import stage as _pipeline
 from gpuprefetch.images.decode import ImageDecoder
 from gpuprefetch.images.encoded import EncodedImages, pack
 from gpuprefetch.images.header import decode_cpu
@@ -94,14 +94,14 @@ class FakeDecoder:
 @pytest.fixture
 def launches(monkeypatch):
     """Sizes of the launches; by the eager twin, which the interpreter need not slow down."""
-    sizes, resample = [], _pipeline.resample
+    sizes, resample = [], _job.resample
 
     def counted(images, *args, **options):
         sizes.append(len(images))
         return resample(images, *args, **options)
 
-    monkeypatch.setattr(_pipeline, "HAS_TRITON", False)
-    monkeypatch.setattr(_pipeline, "resample", counted)
+    monkeypatch.setattr(_job, "HAS_TRITON", False)
+    monkeypatch.setattr(_job, "resample", counted)
     return sizes
 
 
@@ -306,7 +306,7 @@ def test_out_of_memory_frees_what_is_decoded(files, launches):
 
 def test_no_room_for_the_result_at_first(files, launches, monkeypatch):
     expected = images_of(prefetcher_of(files, FakeDecoder()))
-    begin, tries = _pipeline.ImageJob.begin, []
+    begin, tries = _job.ImageJob.begin, []
 
     def full(job, limit):
         tries.append(len(job.images))
@@ -314,7 +314,7 @@ def test_no_room_for_the_result_at_first(files, launches, monkeypatch):
             raise torch.OutOfMemoryError("no memory left for the result")
         return begin(job, limit)
 
-    monkeypatch.setattr(_pipeline.ImageJob, "begin", full)
+    monkeypatch.setattr(_job.ImageJob, "begin", full)
     prefetcher = prefetcher_of(files, FakeDecoder())
     assert torch.equal(images_of(prefetcher), expected)
     assert tries == [8, 8, 8, 8]
@@ -372,7 +372,7 @@ interpreted = pytest.mark.skipif(
 @pytest.fixture
 def launched(monkeypatch):
     """How the images of a batch were launched: in groups laid out before, or apart."""
-    launch, resample = Launches.launch, _pipeline.resample
+    launch, resample = Launches.launch, _job.resample
     sizes = SimpleNamespace(laid_out=[], apart=[])
 
     def laid_out(self, number, address, numbers, **options):
@@ -384,7 +384,7 @@ def launched(monkeypatch):
         resample(images, *args, **options)
 
     monkeypatch.setattr(Launches, "launch", laid_out)
-    monkeypatch.setattr(_pipeline, "resample", apart)
+    monkeypatch.setattr(_job, "resample", apart)
     return sizes
 
 
@@ -431,7 +431,7 @@ def test_what_is_waited_for_before_anything_lies_there(monkeypatch, canaries):
 
         monkeypatch.setattr(owner, name, call)
 
-    noted(_pipeline.ImageJob, "_wait_for_reader")
+    noted(_job.ImageJob, "_wait_for_reader")
     noted(PackedDecoder, "packed")
     noted(Launches, "launch")
     noted(Launches, "set_canaries")
@@ -651,7 +651,7 @@ def test_a_bad_file_is_found_in_parts_too(files, launches):
     assert torch.equal(images_of(prefetcher), torch.cat([good[:1], good[2:]]))
 
 
-def late_epoch(files, job=_pipeline.ImageJob, **options):
+def late_epoch(files, job=_job.ImageJob, **options):
     loader = DataLoader(Photos(files), batch_size=8, pin_memory=True)
     transforms = [Resize((256, 384))]
     prefetcher = DataPrefetcher(loader, transforms=transforms, cpu_share=0.0, **options)
@@ -660,7 +660,7 @@ def late_epoch(files, job=_pipeline.ImageJob, **options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("job", [_pipeline.ImageJob, _selfcheck._CarelessJob])
+@pytest.mark.parametrize("job", [_job.ImageJob, _selfcheck._CarelessJob])
 def test_a_part_waits_for_the_reader_of_the_one_before(monkeypatch, job):
     files = [pictures.encode_jpeg(pictures.draw(512, 768, seed=seed)) for seed in range(8)]
     expected = late_epoch(files)
@@ -674,7 +674,7 @@ def test_a_part_waits_for_the_reader_of_the_one_before(monkeypatch, job):
     monkeypatch.setattr(Launches, "launch", late)
     got = late_epoch(files, job, memory_budget="14MiB")  # the result takes 9, a photo 1.1
     # Without waiting, parts really are overwritten.
-    assert torch.equal(got, expected) == (job is _pipeline.ImageJob)
+    assert torch.equal(got, expected) == (job is _job.ImageJob)
 
 
 @pytest.mark.gpu
@@ -700,9 +700,9 @@ def test_good_photos_are_decoded_without_a_python_object_each(monkeypatch):
         return images_of(DataPrefetcher(loader, **options))
 
     with monkeypatch.context() as patch:
-        patch.setattr(_pipeline.ImageJob, "_decode_packed", lambda *_: False)
+        patch.setattr(_job.ImageJob, "_decode_packed", lambda *_: False)
         apart = epoch()
-    monkeypatch.setattr(_pipeline.ImageJob, "_decode_apart", None)
+    monkeypatch.setattr(_job.ImageJob, "_decode_apart", None)
     assert torch.equal(epoch(), apart)
 
 

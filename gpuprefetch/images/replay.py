@@ -27,8 +27,9 @@ from torch.utils.data import (
 from gpuprefetch.core.source import _samplers, in_order, sampler_of
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import Apart
+from gpuprefetch.images.bad import BadImage, BadImageError
 from gpuprefetch.images.encoded import EncodedImages
-from gpuprefetch.images.stage import BadImage, BadImageError, Pipeline
+from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.worker import Announced, HostStage, encoded_leaves
 
 # Epochs whose batches are noted: 8 bytes a sample (16 in a batch with repeats) and OVERHEAD a

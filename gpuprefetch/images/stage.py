@@ -7,83 +7,45 @@ and a launch, and a finish after them, all on one stream.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from gpuprefetch.core.nested import map_leaves, moves_itself, objects, to_device
+from gpuprefetch.core.nested import map_leaves, objects, to_device
 from gpuprefetch.core.stage import Empty
 from gpuprefetch.core.stats import Stats, Timed
-from gpuprefetch.core.streams import mark_reader, wait_for_reader
 from gpuprefetch.images.apart import Apart
+from gpuprefetch.images.bad import BadImage, BadImageError
 from gpuprefetch.images.decode import (
     ImageDecoder,
-    claim,
-    decode_packed,
-    decode_part,
     free_scratch,
     packing_into,
-    place,
 )
-from gpuprefetch.images.encoded import Call, Copy, EncodedImages, is_encoded
+from gpuprefetch.images.encoded import EncodedImages, is_encoded
 from gpuprefetch.images.guard import end_reading
+from gpuprefetch.images.job import ImageJob
 from gpuprefetch.images.plan import (
-    LARGE,
     Cost,
     cost_of,
-    decoded_bytes,
-    in_rooms,
-    lay_out,
-    readable,
 )
+from gpuprefetch.images.rows import is_column, refuse_fewer_rows, take_rows
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.slab import unmap_dead
 from gpuprefetch.images.targets import (
-    PerSample,
-    is_per_sample,
     refuse_unfollowed,
     run,
     run_tail,
     unmark,
     unstack,
-    wrap_like,
 )
 from gpuprefetch.images.worker import Packer, pack_lists, packed_of
-from gpuprefetch.transforms.head import Head, Transform, apply_head, is_kornia, require_fixed_size
-from gpuprefetch.transforms.launch import HAS_TRITON, Coloring, Launches, Table, resample
+from gpuprefetch.transforms.head import Head, Transform, apply_head, is_kornia
 from gpuprefetch.transforms.random import Keys, SeededDraws, fold
 from gpuprefetch.transforms.values import Values
-
-ALIGNED = 16  # bytes: Triton compiles another kernel for an odd address
-
-
-class BadImageError(ValueError):
-    """A file that cannot be decoded; the message names its path, its index and the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class BadImage:
-    """A file that could not be decoded.
-
-    Attributes:
-        index: of the sample in its dataset; negative where it is not known.
-        path: of the file.
-        reason: the decoder's.
-    """
-
-    index: int
-    path: str
-    reason: str
-
-    def __str__(self) -> str:
-        named = f"(sample {self.index} of the dataset)" if self.index >= 0 else ""
-        words = ("cannot decode", repr(self.path) if self.path else "", named)
-        return f"{' '.join(filter(None, words))}: {self.reason}"
 
 
 @dataclass(slots=True)
@@ -282,17 +244,17 @@ class Pipeline:
             return Empty(len(jobs[0].images), str(_bad_images(jobs)[-1]), BadImageError)
         count, targets = len(jobs[0].images), jobs[0].images.targets
         if rows is not None or self.only is not None:
-            _refuse_fewer_rows(batch, jobs[0].images.samples)
+            refuse_fewer_rows(batch, jobs[0].images.samples)
 
         batch = unstack(batch, count) if targets and self.tail else batch
         if rows is not None:
 
             def keep(leaf: Any) -> Any:
-                return leaf if isinstance(leaf, ImageJob) else _take_rows(leaf, rows, count)
+                return leaf if isinstance(leaf, ImageJob) else take_rows(leaf, rows, count)
 
-            batch = map_leaves(keep, batch, partial(_is_column, count=count))
+            batch = map_leaves(keep, batch, partial(is_column, count=count))
             for job in jobs:
-                job.out = _take_rows(job.out, rows, count)
+                job.out = take_rows(job.out, rows, count)
         if self.tail and not targets:  # each view of a sample gets draws of its own
             for number, job in enumerate(jobs):
                 job.out = self._run_tail(job.out, _derive(seed(), number) if number else seed())
@@ -309,14 +271,14 @@ class Pipeline:
         if self.only is not None:
             kept = torch.arange(count) if rows is None else rows
             only = kept.eq(self.only).nonzero()[:1, 0]
-        column = partial(_is_column, count=left)
+        column = partial(is_column, count=left)
         return map_leaves(partial(self._result, only=only, count=left), batch, column)
 
     def _result(self, leaf: Any, *, only: torch.Tensor | None, count: int) -> Any:
         """What is handed over of a leaf; of one row alone where ``only`` says which."""
         result = leaf.out if isinstance(leaf, ImageJob) else leaf
         if only is not None:
-            take = partial(_take_rows, rows=only, count=count)
+            take = partial(take_rows, rows=only, count=count)
             # A list of images of their own sizes has an entry per sample, several outputs have not.
             several = isinstance(leaf, ImageJob) and self.tail
             result = map_leaves(take, result) if several else take(result)
@@ -429,311 +391,6 @@ def _epoch_keys(seed: int, epoch: int) -> Keys:
 def _derive(keys: Keys | int, data: int) -> int:
     """A seed for torch's generators."""
     return int(fold(keys, data)[()] >> np.uint64(1))
-
-
-def _take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
-    """Select rows of whatever has one entry per sample."""
-    kind: Any = type(leaf)
-    if isinstance(leaf, torch.Tensor):
-        if not leaf.dim() or leaf.size(0) != count:
-            return leaf
-        if leaf.layout is torch.sparse_coo:
-            return leaf.index_select(0, rows.to(leaf.device))
-        if leaf.layout is torch.strided and not leaf.is_nested:
-            return wrap_like(leaf[rows.to(leaf.device)], leaf)  # indexing keeps the memory format
-        kind = f"a {'nested' if leaf.is_nested else leaf.layout} tensor"
-    elif isinstance(leaf, np.ndarray):
-        return leaf[rows.numpy()] if leaf.ndim and len(leaf) == count else leaf
-    elif not moves_itself(leaf):
-        text = isinstance(leaf, (str, bytes, bytearray))
-        if text or not isinstance(leaf, Sequence) or len(leaf) != count:
-            return leaf
-        if isinstance(leaf, (list, tuple)):
-            taken = [leaf[i] for i in rows.tolist()]
-            return leaf.of(taken) if isinstance(leaf, PerSample) else type(leaf)(taken)
-    raise ValueError(
-        f"on_error and replay take rows out of dense and COO tensors, arrays and lists, and {kind} "
-        "is none. Let the collate function give what it holds, in a list or a dict."
-    )
-
-
-def _refuse_fewer_rows(batch: Any, samples: Sequence[int]) -> None:
-    """Refuse a batch with several images of a sample in one tensor, and one row of the rest."""
-    known = [sample for sample in samples if sample >= 0]
-    if (count := len(set(known))) == len(known):
-        return
-
-    def is_column(node: Any) -> bool:
-        return _is_column(node, count=count) and not all(_has_rows(e, len(samples)) for e in node)
-
-    if any(_has_rows(leaf, count) for leaf in objects(batch, is_column)):
-        raise ValueError(
-            "on_error and replay take rows out of the batch, and the collate function has made "
-            f"{len(samples)} images of {count} samples beside {count} rows of the rest. Let it "
-            "repeat these too, or give each view of the samples as a tensor of its own."
-        )
-
-
-def _is_column(batch: Any, *, count: int) -> bool:
-    """Whether a list has an entry per sample, and is no list of columns that have.
-
-    Such are the names that the default collate leaves, and captions, boxes or dicts that differ in
-    number from sample to sample.
-    """
-    if is_per_sample(batch):
-        return True
-    if type(batch) not in (list, tuple) or len(batch) != count:
-        return False
-    if any(isinstance(leaf, ImageJob) for leaf in objects(batch)):
-        return False
-    tensors = [isinstance(entry, (torch.Tensor, np.ndarray)) for entry in batch]
-    return any(tensors) == all(tensors) and not all(_has_rows(entry, count) for entry in batch)
-
-
-def _has_rows(entry: Any, count: int) -> bool:
-    """Whether whatever is in ``entry`` has ``count`` rows, as after the default collate."""
-    if isinstance(entry, (torch.Tensor, np.ndarray)):
-        return entry.ndim > 0 and len(entry) == count
-    if isinstance(entry, Mapping):
-        entry = list(entry.values())
-    elif not isinstance(entry, (list, tuple)):
-        return False
-    elif len(entry) == count:
-        return True
-    return len(entry) > 0 and all(_has_rows(part, count) for part in entry)
-
-
-class ImageJob:
-    """The encoded images of one batch, on their way into one tensor.
-
-    Decoded images, or their packed copy, are let go behind the launch that reads them, and what
-    they lay in is not decoded into before that launch has completed. See Note [Decoded memory].
-    """
-
-    def __init__(self, pipeline: Pipeline, images: EncodedImages) -> None:
-        self.images = images
-        self.out: Any = [None] * len(images)
-        self._pipeline = pipeline
-        self._launches: Launches | None = None
-        # What the launches read, from where on and up to where.
-        self._numbers: tuple[torch.Tensor, int, int] | None = None
-        if pipeline.head.names or pipeline.tail:
-            require_fixed_size(pipeline.head, pipeline.tail)
-
-    def begin(self, limit: int | None = None) -> list[Callable[[], None]]:
-        """On the stream of the batch: reserve the result.
-
-        Returns:
-            The decode of each sub-batch, with pixels that workers decoded; none takes more than
-            ``limit`` bytes.
-        """
-        pipeline, images = self._pipeline, self.images
-        device, head = pipeline.device, pipeline.head
-        size, plan = head.size, images.plan
-        if plan is None or limit is not None:
-            words = images.words() if plan and plan.table else None
-            plan = lay_out(images, size, words, limit)
-        if size is None:
-            # The pixels themselves are the result, and the buffer is the worker's.
-            ready = np.flatnonzero(images.decoded)
-            pixels = images.pixels.to(device, non_blocking=True, copy=True)
-            for i, image in zip(ready.tolist(), images.views(ready, pixels), strict=True):
-                self.out[i] = image
-            return [partial(self._decode, call=call) for call in plan.calls]
-        if images.out is not None:  # on the CPU, with what the workers decoded
-            self.out = images.out
-            left = [call for call in plan.calls if len(call.positions)]
-            return [partial(self._decode, call=replace(call, copy=None)) for call in left]
-        dtype = pipeline.dtype or torch.float32
-        layout = pipeline.memory_format or torch.contiguous_format
-        shape = len(images), 3, *size
-        self.out = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
-        table = plan.table if HAS_TRITON and dtype != torch.float64 else None
-        return [
-            partial(self._decode, call=call, launch=None if table is None else (table, number))
-            for number, call in enumerate(plan.calls)
-        ]
-
-    def _decode(
-        self, *, call: Call, launch: tuple[Table, int] | None = None, again: bool = False
-    ) -> None:
-        """Decode and resample a sub-batch; out of memory, make room and take smaller ones.
-
-        Args:
-            call: its images.
-            launch: of all of them, if it was planned: its table, and its number in that.
-            again: whether it is one image, or one copy, that has had a try.
-        """
-        try:
-            self._claim(call)
-            if launch is None or not self._packs(call):
-                self._decode_apart(call)
-            elif not self._decode_packed(call, *launch):
-                self._decode_apart(call, together=False)
-        except torch.OutOfMemoryError as error:
-            if again:
-                if not len(call.positions):
-                    raise
-                raise self._too_large(int(call.positions[0])) from error
-        else:
-            return
-        self._pipeline.make_room()
-        pieces = [] if call.copy is None else [self.images.call(call.positions[:0], call.copy)]
-        halves = np.array_split(call.positions, 2)
-        pieces += [self.images.call(half) for half in halves if len(half)]
-        for piece in pieces:
-            self._decode(call=piece, again=len(pieces) == 1)
-
-    def _claim(self, call: Call) -> None:
-        """Ask for the memory of large images beforehand.
-
-        A decoder that runs out of memory is destroyed; making another takes half a second.
-        """
-        if call.largest < LARGE:
-            return
-        sizes = call.decoded_sizes
-        large = int(sizes[sizes >= LARGE].sum())
-        claim(in_rooms(large) if len(sizes) > 1 else large, self._pipeline.device)
-
-    def _packs(self, call: Call) -> bool:
-        """Whether to decode into one piece."""
-        decoder = self._pipeline.decoder
-        return not len(call.positions) or (decoder is not None and decoder.packs)
-
-    def _decode_packed(self, call: Call, table: Table, number: int) -> bool:
-        """Whether it was done in one piece: see Note [One call for a batch]."""
-        pipeline, images = self._pipeline, self.images
-        numbers, first, last = self._read_by(table)
-        pixels = -(-(last - first) // ALIGNED) * ALIGNED
-        decodes = len(call.positions) > 0
-        with Timed(pipeline.stats, "decode" if decodes else "resample"):
-            flat = place(pixels + call.copied + call.size, pipeline.device)
-            address = flat.data_ptr()
-            self._wait_for_reader()
-            # Nobody but torch keeps what is not in the batch until it is on the device.
-            flat[: last - first].copy_(numbers[first:last], non_blocking=True)
-            assert self._launches is not None
-            launch = partial(self._launches.launch, number, address + pixels, address)
-            survived = None
-            if decodes and pipeline.decoder is not None and pipeline.decoder.canaries:
-                # See Note [Canaries].
-                pinned = pipeline.device.type == "cuda"
-                survived = torch.zeros(
-                    len(images), dtype=torch.uint8, device="cpu", pin_memory=pinned
-                )
-                launch = partial(launch, survived=survived.data_ptr())
-                self._launches.set_canaries(number, address + pixels, address)
-                self._mark_reader()
-                self._wait_for_reader()
-            if call.copy is not None:
-                held, start, stop = images.held_copy(call.copy)
-                copied = flat[pixels : pixels + call.copied]
-                copied.copy_(held[start:stop], non_blocking=True)
-            if decodes:
-                assert pipeline.decoder is not None
-                at = pixels + call.copied
-                if not decode_packed(pipeline.decoder, images, call, flat, at):
-                    return False
-        with Timed(pipeline.stats, "resample"):
-            launch()
-            self._mark_reader()
-        if survived is not None:
-            with Timed(pipeline.stats, "decode"):
-                self._wait_for_reader()
-            missed = call.positions[survived.numpy()[call.positions] > 0]
-            if len(missed):
-                pipeline.stats.add("missed_images", len(missed))
-                self._decode_apart(images.call(missed), together=False)
-        return True
-
-    def _read_by(self, table: Table) -> tuple[torch.Tensor, int, int]:
-        """What holds the numbers that the launches of a table read, see ``_numbers``."""
-        if self._numbers is None:
-            head = self._pipeline.head
-            self._launches = Launches(table, self.out, torch.uint8, head.interpolation)
-            if table.words is None:
-                self._numbers = self.images.held_numbers()
-            else:
-                coloring = Coloring(torch.uint8, self.out.dtype, head.mean, head.std)
-                numbers = Launches.numbers(table, 3, coloring)
-                numbers = numbers.pin_memory() if self.images.is_pinned else numbers
-                self._numbers = numbers, 0, len(numbers)
-        return self._numbers
-
-    def _decode_apart(self, call: Call, *, together: bool = True) -> None:
-        pipeline = self._pipeline
-        if call.copy is not None:
-            self._copy_apart(call.copy)
-        if not len(call.positions):
-            return
-        assert pipeline.decoder is not None, "without one, the packer leaves nothing to decode"
-        with Timed(pipeline.stats, "resample"):
-            self._wait_for_reader()
-        with Timed(pipeline.stats, "decode"):
-            images = decode_part(
-                pipeline.decoder,
-                self.images,
-                call,
-                pipeline.device,
-                pipeline.stats,
-                together=together,
-            )
-            pairs = zip(call.positions.tolist(), images, strict=True)
-            decoded = {i: image for i, image in pairs if image is not None}
-        with Timed(pipeline.stats, "resample"):
-            if pipeline.head.size is None:
-                for i, image in decoded.items():
-                    self.out[i] = image
-            elif decoded:
-                self._resample(np.array([*decoded]), [*decoded.values()])
-            self._mark_reader()
-
-    def _copy_apart(self, copy: Copy) -> None:
-        held, first, last = self.images.held_copy(copy)
-        pixels = held[first:last].to(self.out.device, non_blocking=True)
-        views = self.images.views(copy.positions, pixels, copy.start)
-        with Timed(self._pipeline.stats, "resample"):
-            self._resample(copy.positions, views)
-            self._mark_reader()
-
-    def _mark_reader(self) -> None:
-        """Have the next decode wait for what was launched."""
-        if self._pipeline.device.type == "cuda":
-            mark_reader(self._pipeline.device)
-
-    def _wait_for_reader(self) -> None:
-        """Until no kernel on this stream reads decoded images any more."""
-        if self._pipeline.device.type == "cuda":
-            wait_for_reader(self._pipeline.device)
-
-    def _too_large(self, position: int) -> torch.OutOfMemoryError:
-        device, (height, width) = self._pipeline.device, self.images.sizes[position].tolist()
-        size = readable(int(decoded_bytes(self.images, np.array([position]))[0]))
-        reason = f"out of memory on {device}, also alone; its {width} x {height} pixels take {size}"
-        if device.type == "cuda":
-            free, total = map(readable, torch.cuda.mem_get_info(device))
-            used = readable(torch.cuda.memory_allocated(device))
-            reason += f", {free} of {total} are free, and torch has {used} in use"
-        bad = BadImage(int(self.images.indices[position]), self.images.paths[position], reason)
-        return torch.OutOfMemoryError(f"{bad}. Take smaller batches, or leave it to the workers.")
-
-    def _resample(self, positions: npt.NDArray[np.int64], images: Sequence[torch.Tensor]) -> None:
-        """Queue the fused head of some decoded images on the current stream."""
-        batch, head = self.images, self._pipeline.head
-        assert batch.rows is not None
-        turned = batch.transposed[positions].tolist()
-        resample(
-            [image.mT if turn else image for image, turn in zip(images, turned, strict=True)],
-            batch.rows[positions],
-            head.size,  # type: ignore[arg-type]
-            antialias=head.antialias,
-            dtype=self.out.dtype,
-            out=self.out,
-            positions=positions.tolist(),
-            interpolation=head.interpolation,
-            mean=head.mean,
-            std=head.std,
-        )
 
 
 def count_images(batch: Any) -> int:

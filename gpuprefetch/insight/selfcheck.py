@@ -24,8 +24,9 @@ from gpuprefetch.core.streams import handoff, lease_stream, return_stream, using
 from gpuprefetch.images import nvjpeg
 from gpuprefetch.images.decode import BACKENDS, ImageDecoder
 from gpuprefetch.images.encoded import Call, EncodedImage
+from gpuprefetch.images.job import ImageJob
 from gpuprefetch.images.plan import Cost
-from gpuprefetch.images.stage import ImageJob, Pipeline, Work
+from gpuprefetch.images.stage import Pipeline, Work
 from gpuprefetch.prefetcher import DataPrefetcher, _resolve_device
 from gpuprefetch.transforms.head import Resize
 

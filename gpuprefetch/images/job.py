@@ -1,0 +1,270 @@
+"""The encoded images of one batch on their way into one tensor: decode calls and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpuprefetch.core.stats import Timed
+from gpuprefetch.core.streams import mark_reader, wait_for_reader
+from gpuprefetch.images.bad import BadImage
+from gpuprefetch.images.decode import (
+    claim,
+    decode_packed,
+    decode_part,
+    place,
+)
+from gpuprefetch.images.encoded import Call, Copy, EncodedImages
+from gpuprefetch.images.plan import (
+    LARGE,
+    decoded_bytes,
+    in_rooms,
+    lay_out,
+    readable,
+)
+from gpuprefetch.transforms.head import require_fixed_size
+from gpuprefetch.transforms.launch import HAS_TRITON, Coloring, Launches, Table, resample
+
+if TYPE_CHECKING:
+    from gpuprefetch.images.stage import Pipeline
+
+ALIGNED = 16  # bytes: Triton compiles another kernel for an odd address
+
+
+class ImageJob:
+    """The encoded images of one batch, on their way into one tensor.
+
+    Decoded images, or their packed copy, are let go behind the launch that reads them, and what
+    they lay in is not decoded into before that launch has completed. See Note [Decoded memory].
+    """
+
+    def __init__(self, pipeline: Pipeline, images: EncodedImages) -> None:
+        self.images = images
+        self.out: Any = [None] * len(images)
+        self._pipeline = pipeline
+        self._launches: Launches | None = None
+        # What the launches read, from where on and up to where.
+        self._numbers: tuple[torch.Tensor, int, int] | None = None
+        if pipeline.head.names or pipeline.tail:
+            require_fixed_size(pipeline.head, pipeline.tail)
+
+    def begin(self, limit: int | None = None) -> list[Callable[[], None]]:
+        """On the stream of the batch: reserve the result.
+
+        Returns:
+            The decode of each sub-batch, with pixels that workers decoded; none takes more than
+            ``limit`` bytes.
+        """
+        pipeline, images = self._pipeline, self.images
+        device, head = pipeline.device, pipeline.head
+        size, plan = head.size, images.plan
+        if plan is None or limit is not None:
+            words = images.words() if plan and plan.table else None
+            plan = lay_out(images, size, words, limit)
+        if size is None:
+            # The pixels themselves are the result, and the buffer is the worker's.
+            ready = np.flatnonzero(images.decoded)
+            pixels = images.pixels.to(device, non_blocking=True, copy=True)
+            for i, image in zip(ready.tolist(), images.views(ready, pixels), strict=True):
+                self.out[i] = image
+            return [partial(self._decode, call=call) for call in plan.calls]
+        if images.out is not None:  # on the CPU, with what the workers decoded
+            self.out = images.out
+            left = [call for call in plan.calls if len(call.positions)]
+            return [partial(self._decode, call=replace(call, copy=None)) for call in left]
+        dtype = pipeline.dtype or torch.float32
+        layout = pipeline.memory_format or torch.contiguous_format
+        shape = len(images), 3, *size
+        self.out = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
+        table = plan.table if HAS_TRITON and dtype != torch.float64 else None
+        return [
+            partial(self._decode, call=call, launch=None if table is None else (table, number))
+            for number, call in enumerate(plan.calls)
+        ]
+
+    def _decode(
+        self, *, call: Call, launch: tuple[Table, int] | None = None, again: bool = False
+    ) -> None:
+        """Decode and resample a sub-batch; out of memory, make room and take smaller ones.
+
+        Args:
+            call: its images.
+            launch: of all of them, if it was planned: its table, and its number in that.
+            again: whether it is one image, or one copy, that has had a try.
+        """
+        try:
+            self._claim(call)
+            if launch is None or not self._packs(call):
+                self._decode_apart(call)
+            elif not self._decode_packed(call, *launch):
+                self._decode_apart(call, together=False)
+        except torch.OutOfMemoryError as error:
+            if again:
+                if not len(call.positions):
+                    raise
+                raise self._too_large(int(call.positions[0])) from error
+        else:
+            return
+        self._pipeline.make_room()
+        pieces = [] if call.copy is None else [self.images.call(call.positions[:0], call.copy)]
+        halves = np.array_split(call.positions, 2)
+        pieces += [self.images.call(half) for half in halves if len(half)]
+        for piece in pieces:
+            self._decode(call=piece, again=len(pieces) == 1)
+
+    def _claim(self, call: Call) -> None:
+        """Ask for the memory of large images beforehand.
+
+        A decoder that runs out of memory is destroyed; making another takes half a second.
+        """
+        if call.largest < LARGE:
+            return
+        sizes = call.decoded_sizes
+        large = int(sizes[sizes >= LARGE].sum())
+        claim(in_rooms(large) if len(sizes) > 1 else large, self._pipeline.device)
+
+    def _packs(self, call: Call) -> bool:
+        """Whether to decode into one piece."""
+        decoder = self._pipeline.decoder
+        return not len(call.positions) or (decoder is not None and decoder.packs)
+
+    def _decode_packed(self, call: Call, table: Table, number: int) -> bool:
+        """Whether it was done in one piece: see Note [One call for a batch]."""
+        pipeline, images = self._pipeline, self.images
+        numbers, first, last = self._read_by(table)
+        pixels = -(-(last - first) // ALIGNED) * ALIGNED
+        decodes = len(call.positions) > 0
+        with Timed(pipeline.stats, "decode" if decodes else "resample"):
+            flat = place(pixels + call.copied + call.size, pipeline.device)
+            address = flat.data_ptr()
+            self._wait_for_reader()
+            # Nobody but torch keeps what is not in the batch until it is on the device.
+            flat[: last - first].copy_(numbers[first:last], non_blocking=True)
+            assert self._launches is not None
+            launch = partial(self._launches.launch, number, address + pixels, address)
+            survived = None
+            if decodes and pipeline.decoder is not None and pipeline.decoder.canaries:
+                # See Note [Canaries].
+                pinned = pipeline.device.type == "cuda"
+                survived = torch.zeros(
+                    len(images), dtype=torch.uint8, device="cpu", pin_memory=pinned
+                )
+                launch = partial(launch, survived=survived.data_ptr())
+                self._launches.set_canaries(number, address + pixels, address)
+                self._mark_reader()
+                self._wait_for_reader()
+            if call.copy is not None:
+                held, start, stop = images.held_copy(call.copy)
+                copied = flat[pixels : pixels + call.copied]
+                copied.copy_(held[start:stop], non_blocking=True)
+            if decodes:
+                assert pipeline.decoder is not None
+                at = pixels + call.copied
+                if not decode_packed(pipeline.decoder, images, call, flat, at):
+                    return False
+        with Timed(pipeline.stats, "resample"):
+            launch()
+            self._mark_reader()
+        if survived is not None:
+            with Timed(pipeline.stats, "decode"):
+                self._wait_for_reader()
+            missed = call.positions[survived.numpy()[call.positions] > 0]
+            if len(missed):
+                pipeline.stats.add("missed_images", len(missed))
+                self._decode_apart(images.call(missed), together=False)
+        return True
+
+    def _read_by(self, table: Table) -> tuple[torch.Tensor, int, int]:
+        """What holds the numbers that the launches of a table read, see ``_numbers``."""
+        if self._numbers is None:
+            head = self._pipeline.head
+            self._launches = Launches(table, self.out, torch.uint8, head.interpolation)
+            if table.words is None:
+                self._numbers = self.images.held_numbers()
+            else:
+                coloring = Coloring(torch.uint8, self.out.dtype, head.mean, head.std)
+                numbers = Launches.numbers(table, 3, coloring)
+                numbers = numbers.pin_memory() if self.images.is_pinned else numbers
+                self._numbers = numbers, 0, len(numbers)
+        return self._numbers
+
+    def _decode_apart(self, call: Call, *, together: bool = True) -> None:
+        pipeline = self._pipeline
+        if call.copy is not None:
+            self._copy_apart(call.copy)
+        if not len(call.positions):
+            return
+        assert pipeline.decoder is not None, "without one, the packer leaves nothing to decode"
+        with Timed(pipeline.stats, "resample"):
+            self._wait_for_reader()
+        with Timed(pipeline.stats, "decode"):
+            images = decode_part(
+                pipeline.decoder,
+                self.images,
+                call,
+                pipeline.device,
+                pipeline.stats,
+                together=together,
+            )
+            pairs = zip(call.positions.tolist(), images, strict=True)
+            decoded = {i: image for i, image in pairs if image is not None}
+        with Timed(pipeline.stats, "resample"):
+            if pipeline.head.size is None:
+                for i, image in decoded.items():
+                    self.out[i] = image
+            elif decoded:
+                self._resample(np.array([*decoded]), [*decoded.values()])
+            self._mark_reader()
+
+    def _copy_apart(self, copy: Copy) -> None:
+        held, first, last = self.images.held_copy(copy)
+        pixels = held[first:last].to(self.out.device, non_blocking=True)
+        views = self.images.views(copy.positions, pixels, copy.start)
+        with Timed(self._pipeline.stats, "resample"):
+            self._resample(copy.positions, views)
+            self._mark_reader()
+
+    def _mark_reader(self) -> None:
+        """Have the next decode wait for what was launched."""
+        if self._pipeline.device.type == "cuda":
+            mark_reader(self._pipeline.device)
+
+    def _wait_for_reader(self) -> None:
+        """Until no kernel on this stream reads decoded images any more."""
+        if self._pipeline.device.type == "cuda":
+            wait_for_reader(self._pipeline.device)
+
+    def _too_large(self, position: int) -> torch.OutOfMemoryError:
+        device, (height, width) = self._pipeline.device, self.images.sizes[position].tolist()
+        size = readable(int(decoded_bytes(self.images, np.array([position]))[0]))
+        reason = f"out of memory on {device}, also alone; its {width} x {height} pixels take {size}"
+        if device.type == "cuda":
+            free, total = map(readable, torch.cuda.mem_get_info(device))
+            used = readable(torch.cuda.memory_allocated(device))
+            reason += f", {free} of {total} are free, and torch has {used} in use"
+        bad = BadImage(int(self.images.indices[position]), self.images.paths[position], reason)
+        return torch.OutOfMemoryError(f"{bad}. Take smaller batches, or leave it to the workers.")
+
+    def _resample(self, positions: npt.NDArray[np.int64], images: Sequence[torch.Tensor]) -> None:
+        """Queue the fused head of some decoded images on the current stream."""
+        batch, head = self.images, self._pipeline.head
+        assert batch.rows is not None
+        turned = batch.transposed[positions].tolist()
+        resample(
+            [image.mT if turn else image for image, turn in zip(images, turned, strict=True)],
+            batch.rows[positions],
+            head.size,  # type: ignore[arg-type]
+            antialias=head.antialias,
+            dtype=self.out.dtype,
+            out=self.out,
+            positions=positions.tolist(),
+            interpolation=head.interpolation,
+            mean=head.mean,
+            std=head.std,
+        )

@@ -1,0 +1,89 @@
+"""Kept rows: what is taken out of a batch where images are left out, replaced or replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpuprefetch.core.nested import moves_itself, objects
+from gpuprefetch.images.job import ImageJob
+from gpuprefetch.images.targets import (
+    PerSample,
+    is_per_sample,
+    wrap_like,
+)
+
+
+def take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
+    """Select rows of whatever has one entry per sample."""
+    kind: Any = type(leaf)
+    if isinstance(leaf, torch.Tensor):
+        if not leaf.dim() or leaf.size(0) != count:
+            return leaf
+        if leaf.layout is torch.sparse_coo:
+            return leaf.index_select(0, rows.to(leaf.device))
+        if leaf.layout is torch.strided and not leaf.is_nested:
+            return wrap_like(leaf[rows.to(leaf.device)], leaf)  # indexing keeps the memory format
+        kind = f"a {'nested' if leaf.is_nested else leaf.layout} tensor"
+    elif isinstance(leaf, np.ndarray):
+        return leaf[rows.numpy()] if leaf.ndim and len(leaf) == count else leaf
+    elif not moves_itself(leaf):
+        text = isinstance(leaf, (str, bytes, bytearray))
+        if text or not isinstance(leaf, Sequence) or len(leaf) != count:
+            return leaf
+        if isinstance(leaf, (list, tuple)):
+            taken = [leaf[i] for i in rows.tolist()]
+            return leaf.of(taken) if isinstance(leaf, PerSample) else type(leaf)(taken)
+    raise ValueError(
+        f"on_error and replay take rows out of dense and COO tensors, arrays and lists, and {kind} "
+        "is none. Let the collate function give what it holds, in a list or a dict."
+    )
+
+
+def refuse_fewer_rows(batch: Any, samples: Sequence[int]) -> None:
+    """Refuse a batch with several images of a sample in one tensor, and one row of the rest."""
+    known = [sample for sample in samples if sample >= 0]
+    if (count := len(set(known))) == len(known):
+        return
+
+    def is_rest(node: Any) -> bool:
+        return is_column(node, count=count) and not all(_has_rows(e, len(samples)) for e in node)
+
+    if any(_has_rows(leaf, count) for leaf in objects(batch, is_rest)):
+        raise ValueError(
+            "on_error and replay take rows out of the batch, and the collate function has made "
+            f"{len(samples)} images of {count} samples beside {count} rows of the rest. Let it "
+            "repeat these too, or give each view of the samples as a tensor of its own."
+        )
+
+
+def is_column(batch: Any, *, count: int) -> bool:
+    """Whether a list has an entry per sample, and is no list of columns that have.
+
+    Such are the names that the default collate leaves, and captions, boxes or dicts that differ in
+    number from sample to sample.
+    """
+    if is_per_sample(batch):
+        return True
+    if type(batch) not in (list, tuple) or len(batch) != count:
+        return False
+    if any(isinstance(leaf, ImageJob) for leaf in objects(batch)):
+        return False
+    tensors = [isinstance(entry, (torch.Tensor, np.ndarray)) for entry in batch]
+    return any(tensors) == all(tensors) and not all(_has_rows(entry, count) for entry in batch)
+
+
+def _has_rows(entry: Any, count: int) -> bool:
+    """Whether whatever is in ``entry`` has ``count`` rows, as after the default collate."""
+    if isinstance(entry, (torch.Tensor, np.ndarray)):
+        return entry.ndim > 0 and len(entry) == count
+    if isinstance(entry, Mapping):
+        entry = list(entry.values())
+    elif not isinstance(entry, (list, tuple)):
+        return False
+    elif len(entry) == count:
+        return True
+    return len(entry) > 0 and all(_has_rows(part, count) for part in entry)
