@@ -22,7 +22,7 @@ def one_thread(monkeypatch):
 def test_a_slice(device):
     import soak
 
-    size = "--batches 300 --epochs 10 --epoch-batches 4 --workers 1"
+    size = "--batches 120 --epochs 7 --epoch-batches 3 --workers 1"
     if device.type == "cuda":
         size = "--batches 2000 --epochs 20 --epoch-batches 20 --workers 4"
     words = [*size.split(), *(["--cpu"] if device.type == "cpu" else [])]
