@@ -3,6 +3,7 @@
 import copy
 import pickle
 import random
+import threading
 
 import kornia.augmentation as K
 import numpy as np
@@ -155,6 +156,11 @@ def test_a_model_is_let_alone_between_batches(folder):
     loader = DataLoader(ImageFolder(folder, v1.Compose(PIPELINE)), 3)
     accelerate(loader, **CPU)  # which reads a sample
     assert identity(kept) is kept
+    reader = threading.Thread(target=EncodedImage, args=(b"12",))
+    reader.start()
+    reader.join()
+    next(iter(wrapped(Numbered(folder))))
+    assert identity(kept) is kept  # a thread that has ended reads no more
 
 
 # --- what mixes images in a collate function ----------------------------------------------------

@@ -37,7 +37,7 @@ class Slot:
         batch: what the loader gave.
         images: that it has.
         state: the loader's, after the batch.
-        cost: bytes on the device.
+        cost: bytes on the device, where they count.
         fetched: when it came from the loader, by :func:`time.perf_counter`.
         ready: whether there is a result or an error.
         result: what the loop gets.
@@ -165,8 +165,10 @@ class Lookahead:
                     raise StopIteration
                 with Timed(self.stage.stats, "fetch") as fetch:
                     batch, slot.state = next(self._source)
-                received = self.stage.receive(batch, slot.number, fetch.seconds)
-                slot.batch, slot.images, slot.cost = received
+                slot.batch, slot.images = self.stage.receive(batch, slot.number, fetch.seconds)
+                chooses = self._thread is not None and self._depth is None
+                if chooses or self.stage.memory_budget is not None:
+                    slot.cost = self.stage.cost(slot.batch)
                 self._check(slot.batch)
                 self._stream.wait_for_loader(slot.batch)
             slot.fetched = time.perf_counter()

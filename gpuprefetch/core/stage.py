@@ -60,7 +60,7 @@ class Stage(Protocol):
     def asked(self) -> None:
         """Called in the loop's thread when it asks for a batch."""
 
-    def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int, Cost]:
+    def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int]:
         """Take a batch from the loader.
 
         Args:
@@ -69,11 +69,17 @@ class Stage(Protocol):
             waited: seconds for which the loader let us wait.
 
         Returns:
-            What :meth:`run` gets, the number of its images, and its cost.
+            What :meth:`run` gets, and the number of its images.
         """
 
+    def cost(self, batch: Any) -> Cost:
+        """What a batch from :meth:`receive` takes; asked for where it counts."""
+
     def run(self, batch: Any, number: int, epoch: int, cost: Any) -> Any:
-        """Prepare a batch on the current stream: the batch for the loop, or :class:`Empty`."""
+        """Prepare a batch on the current stream: the batch for the loop, or :class:`Empty`.
+
+        Its cost is None where nobody asked for it.
+        """
 
     def handed_over(self, period: float, waited: float) -> None:
         """Learn from a batch as it goes to the loop.

@@ -73,6 +73,8 @@ def begin_reading() -> None:
 def end_reading() -> None:
     """This thread has its samples, and may run a model."""
     _readers.discard(threading.get_ident())
+    if _hooks:  # nor does a thread that has ended
+        _readers.intersection_update(thread.ident for thread in threading.enumerate())
     while _hooks and not _readers:
         _hooks.pop().remove()
 

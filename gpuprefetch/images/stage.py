@@ -115,17 +115,8 @@ class Pipeline:
         """What a thread that prepares batches keeps meanwhile: memory to decode into."""
         return packing_into() if self.memory_budget is None else contextlib.nullcontext()
 
-    def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int, Cost]:
-        """Pack the encoded images of a batch, and count it.
-
-        Args:
-            batch: as the loader gives it.
-            number: of the batch in its epoch.
-            waited: seconds for which the loader let us wait.
-
-        Returns:
-            The batch, the number of its images, and its cost.
-        """
+    def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int]:
+        """Pack the encoded images of a batch, and count it. See :class:`.core.stage.Stage`."""
         self.packer.begin()
         batch, leaves = pack_lists(batch, self.packer)
         packed = packed_of(leaves)
@@ -135,19 +126,14 @@ class Pipeline:
         if packed and self.balancer is not None:
             self.balancer.fetched(waited)
             self.stats.share = self.balancer.value
-        return batch, count_images(leaves), self.cost(batch)
+        return batch, count_images(leaves)
 
     def handed_over(self, period: float, waited: float) -> None:
-        """Learn from a batch as it goes to the loop.
-
-        Args:
-            period: seconds since the one before.
-            waited: seconds of them for which the loop had nothing to do until it was prepared.
-        """
+        """Learn from a batch as it goes to the loop. See :class:`.core.stage.Stage`."""
         if self.balancer is not None:
             self.balancer.handed_over(period, waited)
 
-    def run(self, batch: Any, number: int, epoch: int, cost: Cost) -> Any:
+    def run(self, batch: Any, number: int, epoch: int, cost: Cost | None) -> Any:
         """Prepare a batch on the current stream; arguments as for :meth:`start`.
 
         Returns:
@@ -190,22 +176,22 @@ class Pipeline:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def start(self, batch: Any, number: int, epoch: int, cost: Cost) -> Work:
+    def start(self, batch: Any, number: int, epoch: int, cost: Cost | None) -> Work:
         """Queue the copies of a batch on the current stream and lay out the rest of its work.
 
         Args:
             batch: as the loader gives it, its encoded images packed.
             number: of the batch in its epoch; keys the tail's random numbers.
             epoch: likewise.
-            cost: of the batch, which counts where there is a ``memory_budget``.
+            cost: of the batch; None where there is no ``memory_budget``.
 
         Raises:
             ValueError: if the batch, or one image of it, does not fit into ``memory_budget``.
         """
-        apart = number + (self.packer.rank << 32)
-        seed = partial(_derive, _epoch_keys(self.packer.seed, epoch), apart)
+        key = number + (self.packer.rank << 32)
+        seed = partial(_derive, _epoch_keys(self.packer.seed, epoch), key)
         jobs: list[ImageJob] = []
-        limit = cost.limit(self.memory_budget)
+        limit = None if cost is None else cost.limit(self.memory_budget)
 
         def move(leaf: Any) -> Any:
             if not isinstance(leaf, EncodedImages):
@@ -215,6 +201,7 @@ class Pipeline:
 
         with Timed(self.stats, "copy"):
             moved = map_leaves(move, batch, is_encoded)
+        parts: list[Callable[[], None]] = []
         finish: Callable[[], Any] = lambda: moved  # noqa: E731
         if self.packer.moves and not any(job.images.targets for job in jobs):
             refuse_unfollowed(moved)
@@ -223,13 +210,11 @@ class Pipeline:
             with Timed(self.stats, "resample"):
                 parts = [part for job in jobs for part in job.begin(limit)]
             finish = partial(self._finish, moved, jobs, seed)
-            if isinstance(batch, Apart):
-                finish = partial(self._run_after, finish, seed)
-            return Work(parts, finish)
-        if self.head.names or self.tail or self.dtype or self.memory_format:
+        elif self.head.names or self.tail or self.dtype or self.memory_format:
             finish = partial(self._transform_tensors, moved, seed)
-        apart = isinstance(batch, Apart)
-        return Work([], partial(self._run_after, finish, seed) if apart else finish)
+        if isinstance(batch, Apart):
+            finish = partial(self._run_after, finish, seed)
+        return Work(parts, finish)
 
     def _run_after(self, finish: Callable[[], Any], seed: Callable[[], int]) -> Any:
         assert self.after is not None

@@ -277,7 +277,7 @@ class _LatePipeline(Pipeline):
 
     sleep: int = 0
 
-    def start(self, batch: Any, number: int, epoch: int, cost: Cost) -> Work:
+    def start(self, batch: Any, number: int, epoch: int, cost: Cost | None) -> Work:
         torch.cuda._sleep(self.sleep)  # on the batches' stream
         return super().start(batch, number, epoch, cost)
 
