@@ -43,13 +43,14 @@ from gpuprefetch import (
     RandomResizedCrop,
     Resize,
 )
+from gpuprefetch.images import packer as _packer
 from gpuprefetch.images import plan as _budget
 from gpuprefetch.images import slab as _slab
-from gpuprefetch.images import worker as _host
 from gpuprefetch.images.header import decode_cpu
+from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.share import usable_cores
 from gpuprefetch.images.targets import FollowedImage
-from gpuprefetch.images.worker import HostStage, Packer
+from gpuprefetch.images.worker import HostStage
 from gpuprefetch.transforms.head import Head, read_transforms
 from gpuprefetch.transforms.launch import resample
 
@@ -189,14 +190,14 @@ def test_validation_pixels_are_torchvisions(photo_folder, device, exif, share, l
 @pytest.mark.parametrize("exif", [False, True])
 @pytest.mark.parametrize("limit", [0, 4, 10**9])
 def test_what_workers_ship_for_the_gpu_reads_the_same(photo_folder, monkeypatch, exif, limit):
-    monkeypatch.setattr(_host, "SHIPPED", limit)
+    monkeypatch.setattr(_packer, "SHIPPED", limit)
     dataset = EncodedImageFolder(photo_folder)
     files = [dataset[i][0] for i in range(len(dataset))]
     head, _ = read_transforms([RandomResizedCrop((40, 48)), K.RandomHorizontalFlip()])
 
     def pictures(share, on_gpu):
         epoch, shared = torch.zeros(1, dtype=torch.int64), torch.tensor([share])
-        return _host.Packer(head, on_gpu, exif, 7, epoch, shared)(files)
+        return _packer.Packer(head, on_gpu, exif, 7, epoch, shared)(files)
 
     whole, shipped = pictures(0.0, True), pictures(1.0, True)
     assert shipped.decoded.all()
@@ -228,8 +229,8 @@ def test_workers_take_the_smallest_files(photo_folder):
     files = [dataset[i][0] for i in range(len(dataset))]
     head, _ = read_transforms([Resize((16, 16))])
     epoch, nothing = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
-    left = ~_host.Packer(head, True, False, 7, epoch, nothing)(files).decoded
-    taken = _host.Packer(head, True, False, 7, epoch, nothing + 0.25)(files).decoded & left
+    left = ~_packer.Packer(head, True, False, 7, epoch, nothing)(files).decoded
+    taken = _packer.Packer(head, True, False, 7, epoch, nothing + 0.25)(files).decoded & left
     weights = np.array([len(file.data) for file in files])
     assert taken.sum() == round(0.25 * left.sum())
     assert weights[taken].max() <= weights[left & ~taken].min()
@@ -243,7 +244,7 @@ def test_files_of_a_size_are_neighbors(monkeypatch, most, count):
     files.insert(5, b"no picture")
     head, _ = read_transforms([RandomResizedCrop((24, 32), scale=(0.05, 0.5))])
     epoch, share = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0.25)
-    packer = _host.Packer(head, True, False, 7, epoch, share)
+    packer = _packer.Packer(head, True, False, 7, epoch, share)
     batch = packer([EncodedImage(file, i) for i, file in enumerate(files)])
     assert batch.plan is not None
     calls = batch.plan.calls
@@ -270,7 +271,7 @@ def test_what_a_worker_cannot_decode_leaves_the_others_their_places(monkeypatch,
     head, _ = read_transforms([] if size is None else [RandomResizedCrop(size)])
 
     def packed():
-        packer = _host.Packer(
+        packer = _packer.Packer(
             head, on_gpu, False, 7, torch.zeros(1, dtype=torch.int64), torch.ones(1)
         )
         packer.share.fill_(0.6)
@@ -286,7 +287,7 @@ def test_what_a_worker_cannot_decode_leaves_the_others_their_places(monkeypatch,
             raise ValueError("a bad file")
         return decode_cpu(data, *args, **options)
 
-    monkeypatch.setattr(_host, "decode_cpu", refuse)
+    monkeypatch.setattr(_packer, "decode_cpu", refuse)
     batch = packed()
     assert batch.errors == dict.fromkeys(bad, "a bad file")
     assert {*np.flatnonzero(whole.decoded & ~batch.decoded)} == {*bad}
@@ -480,7 +481,7 @@ def test_a_collate_function_may_discard_and_copy_a_batch(photo_folder, collate):
     folder = EncodedImageFolder(photo_folder)
     loader = loader_of(folder, "cpu", batch_size=2, num_workers=1, collate_fn=collate)
     for number, (images, _) in enumerate(loader):
-        assert images.buffer._mapping is not None  # a slab, of which there are but a few
+        assert images.buffer.memory.is_shared()
         for i in range(2):
             assert bytes(images[i].data) == folder[2 * number + i][0].data
     assert number == 11

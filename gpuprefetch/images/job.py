@@ -20,7 +20,7 @@ from gpuprefetch.images.decode import (
     decode_part,
     place,
 )
-from gpuprefetch.images.encoded import Call, Copy, EncodedImages
+from gpuprefetch.images.encoded import Call, Copy, PreparedImages
 from gpuprefetch.images.plan import (
     LARGE,
     decoded_bytes,
@@ -44,7 +44,7 @@ class ImageJob:
     they lay in is not decoded into before that launch has completed. See Note [Decoded memory].
     """
 
-    def __init__(self, pipeline: Pipeline, images: EncodedImages) -> None:
+    def __init__(self, pipeline: Pipeline, images: PreparedImages) -> None:
         self.images = images
         self.out: Any = [None] * len(images)
         self._pipeline = pipeline
@@ -64,9 +64,8 @@ class ImageJob:
         pipeline, images = self._pipeline, self.images
         device, head = pipeline.device, pipeline.head
         size, plan = head.size, images.plan
-        if plan is None or limit is not None:
-            words = images.words() if plan and plan.table else None
-            plan = lay_out(images, size, words, limit)
+        if limit is not None:
+            plan = lay_out(images, size, images.words() if plan.table else None, limit)
         if size is None:
             # The pixels themselves are the result, and the buffer is the worker's.
             ready = np.flatnonzero(images.decoded)

@@ -25,9 +25,10 @@ from gpuprefetch.images.decode import (
     free_scratch,
     packing_into,
 )
-from gpuprefetch.images.encoded import EncodedImages, is_encoded
+from gpuprefetch.images.encoded import PreparedImages, is_encoded
 from gpuprefetch.images.guard import end_reading
 from gpuprefetch.images.job import ImageJob
+from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.plan import (
     Cost,
     cost_of,
@@ -42,7 +43,7 @@ from gpuprefetch.images.targets import (
     unmark,
     unstack,
 )
-from gpuprefetch.images.worker import Packer, pack_lists, packed_of
+from gpuprefetch.images.worker import pack_lists, packed_of
 from gpuprefetch.transforms.head import Head, Transform, apply_head, is_kornia
 from gpuprefetch.transforms.random import Keys, SeededDraws, fold
 from gpuprefetch.transforms.values import Values
@@ -103,7 +104,7 @@ class Pipeline:
     memory_budget: int | None = None
     only: int | None = None
     values: Values = field(default_factory=Values)
-    job: Callable[[Pipeline, EncodedImages], ImageJob] = field(
+    job: Callable[[Pipeline, PreparedImages], ImageJob] = field(
         default_factory=lambda: ImageJob, repr=False
     )
 
@@ -117,8 +118,7 @@ class Pipeline:
 
     def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int]:
         """Pack the encoded images of a batch, and count it. See :class:`.core.stage.Stage`."""
-        self.packer.begin()
-        batch, leaves = pack_lists(batch, self.packer)
+        batch, leaves = pack_lists(batch, self.packer.begin())
         packed = packed_of(leaves)
         for images in packed:
             self.shares[number] = images.share
@@ -150,7 +150,7 @@ class Pipeline:
             part()
         return work.finish()
 
-    def _count(self, images: EncodedImages) -> None:
+    def _count(self, images: PreparedImages) -> None:
         """Count what the workers did for a batch."""
         stats = self.stats
         stats.cpu_images += images.ready
@@ -194,7 +194,7 @@ class Pipeline:
         limit = None if cost is None else cost.limit(self.memory_budget)
 
         def move(leaf: Any) -> Any:
-            if not isinstance(leaf, EncodedImages):
+            if not isinstance(leaf, PreparedImages):
                 return to_device(leaf, self.device)
             jobs.append(self.job(self, leaf))
             return jobs[-1]
@@ -381,7 +381,7 @@ def _derive(keys: Keys | int, data: int) -> int:
 def count_images(batch: Any) -> int:
     """The samples of a batch: the length of its first tensor or packed images; 0 without any."""
     for leaf in objects(batch, is_encoded):
-        if isinstance(leaf, EncodedImages):
+        if isinstance(leaf, PreparedImages):
             return len(leaf)
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return leaf.size(0)  # which a nested tensor has, and no length
