@@ -175,10 +175,7 @@ def _send(buffer: Buffer) -> tuple[Any, ...]:
     if slab is None and not buffer.start:
         return Buffer, (buffer.memory, buffer.size)
     if slab is None:
-        raise RuntimeError(
-            "A worker sent the same batch of encoded images twice. Let the collate function make "
-            "each batch anew, or send copy.deepcopy(images)."
-        )
+        return _refuse, ()  # in the parent: an error in here would leave it waiting
     if slab.key[0] != os.getpid():  # passed on by the parent: the worker fills it again
         return buffer.__reduce__()
     memory = None if slab.sent else slab.memory
@@ -187,6 +184,13 @@ def _send(buffer: Buffer) -> tuple[Any, ...]:
 
 
 ForkingPickler.register(Buffer, _send)
+
+
+def _refuse() -> None:
+    raise RuntimeError(
+        "A worker sent the same batch of encoded images twice, whose memory it has given away. Let "
+        "the collate function make each batch anew, or return copy.deepcopy(images)."
+    )
 
 
 def _receive(key: tuple[int, int], memory: torch.Tensor | None, size: int) -> Buffer:
