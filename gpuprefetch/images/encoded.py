@@ -31,7 +31,8 @@ class EncodedImage(Encoded):
     The DataLoader's default collate packs them into :class:`EncodedImages`; nothing else is needed.
 
     Args:
-        data: the file's bytes; bytes, bytearray, memoryview, or a 1-D uint8 tensor or array.
+        data: the file's bytes; bytes, bytearray, or a memoryview, a 1-D uint8 tensor or array,
+            which are copied.
         index: of the sample in its dataset. Random parameters are keyed to it and error messages
             name it; -1 where there is none, then ``path`` or the bytes themselves take its place.
         path: where the bytes come from, for error messages.
@@ -63,11 +64,9 @@ class EncodedImage(Encoded):
                     f"EncodedImage takes a file's bytes as 1-D uint8, got {array.dtype} of shape "
                     f"{array.shape}. Decoded pixels do not belong in it: return them as a tensor."
                 )
-            self.data = np.ascontiguousarray(array).data
+            self.data = array.tobytes()
         elif isinstance(self.data, memoryview):
-            view = self.data
-            if not (view.c_contiguous and view.ndim == view.itemsize == 1):
-                self.data = view.tobytes()
+            self.data = self.data.tobytes()
         elif not isinstance(self.data, (bytes, bytearray)):
             raise TypeError(
                 f"EncodedImage takes a file's bytes, got {type(self.data).__name__}. "
@@ -77,12 +76,6 @@ class EncodedImage(Encoded):
     def __repr__(self) -> str:
         what = f"{len(self.data):,} bytes, index={self.index}, path={self.path!r}"
         return f"{type(self).__name__}({what})"
-
-    def __getstate__(self) -> Any:
-        state: Any = object.__getstate__(self)
-        if isinstance(self.data, memoryview):  # which cannot be pickled
-            state[1]["data"] = self.data.tobytes()  # among the slots
-        return state
 
 
 @dataclass(slots=True)
@@ -218,7 +211,7 @@ class EncodedImages(Encoded):
     def __getitem__(self, position: int) -> EncodedImage:
         """A copy of the encoded image at ``position``, one that no worker has decoded."""
         # A view would change once the batch is dropped: see Buffer.
-        file = self.span(position).clone()
+        file = self.span(position).numpy().tobytes()
         return EncodedImage(file, int(self.indices[position]), self.paths[position])
 
     def span(self, position: int) -> torch.Tensor:
