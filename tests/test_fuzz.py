@@ -43,7 +43,7 @@ def test_crashes_and_hangs_are_noticed():
 def test_fewer_cases_rather_than_longer():
     import fuzz
 
-    counts = fuzz.attack(**TASK, first=0, last=1_000, until=0.0, trap={})["counts"]
+    counts = fuzz.attack(**TASK, first=0, last=93, until=0.0, trap={})["counts"]
     assert sum(count for name, count in counts.items() if not name.startswith("good")) == 31
 
 
