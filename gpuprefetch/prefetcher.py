@@ -34,7 +34,7 @@ from gpuprefetch.core.source import (
 from gpuprefetch.images.apart import collate_apart
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.decode import BACKENDS
-from gpuprefetch.images.encoded import EncodedImageFolder
+from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.images.header import load_decoders
 from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.plan import parse_bytes

@@ -201,9 +201,64 @@ class Packer:
         crops = (0 < area) & (area <= SHIPPED * finished) & self.on_gpu
         return crops, np.where(crops, area, finished)
 
-    def decode(self, image: EncodedImage, header: ImageHeader, row: Any, crop: bool) -> Any:
-        """Decode an image to what it becomes, and fit its sampling ``row`` to that."""
-        picture = decode_cpu(image.data, header, apply_exif=self.apply_exif)
+    def allocate(
+        self, images: Sequence[EncodedImage], headers: Headers, rows: Any, share: float
+    ) -> tuple[EncodedImages, Any]:
+        """Lay out a batch of which we decode a share; and which of its images become crops."""
+        files = np.array([len(image.data) for image in images])
+        ours = self.divide(headers, files, share)
+        crops, pixels = self.become(headers.sizes, rows)
+        orientation = np.where(ours, 1, headers.orientation)  # what is decoded here is turned here
+        if rows is not None:
+            _mirror(rows, headers.sizes, _MIRRORED[orientation - 1])
+        fused = self.on_gpu and self.head.size is not None
+        batch = allocate(
+            images,
+            np.where(ours, 3 * pixels, files) * headers.whole,
+            ours,
+            work=headers.sizes.prod(axis=1),
+            room=Launches.room(len(images), 3) if fused else 0,
+            sizes=headers.sizes,
+            transposed=orientation >= 5,
+            # As on the GPU; to turn a picture into planes takes a tenth of its decode.
+            interleaved=fused
+            or (self.output is not None and self.output[1] == torch.channels_last),
+            errors=headers.errors,
+        )
+        return batch, crops
+
+    def copy(self, images: Sequence[EncodedImage], headers: Headers, batch: EncodedImages) -> None:
+        """Copy the files that are not decoded here into the batch."""
+        parts = batch.parts()
+        for i in np.flatnonzero(headers.whole & ~batch.decoded).tolist():
+            file, exif = images[i].data, headers.each[i].exif
+            parts[i][:] = np.frombuffer(blank(file, exif) if exif else file, dtype=np.uint8)
+
+    def decode(
+        self,
+        images: Sequence[EncodedImage],
+        headers: Headers,
+        rows: Any,
+        crops: Any,
+        batch: EncodedImages,
+    ) -> float:
+        """Decode the others into the batch; the seconds that took."""
+        parts, started = batch.parts(), time.perf_counter()
+        for i in np.flatnonzero(batch.decoded).tolist():
+            row = None if rows is None else rows[i]
+            try:
+                picture = decode_cpu(images[i].data, headers.each[i], apply_exif=self.apply_exif)
+                picture = self._fit(picture, row, bool(crops[i]))
+            except (ValueError, RuntimeError) as error:
+                batch.errors[i], batch.decoded[i], batch.spans[i] = str(error), False, 0
+                continue
+            batch.sizes[i] = picture.shape[-2:]
+            picture = picture.permute(1, 2, 0) if batch.interleaved else picture
+            parts[i].reshape(picture.shape)[:] = picture.numpy()
+        return time.perf_counter() - started
+
+    def _fit(self, picture: torch.Tensor, row: Any, crop: bool) -> torch.Tensor:
+        """What a decoded picture becomes; its sampling ``row`` is made to fit that."""
         if row is None or self.head.size is None:
             return picture
         if crop:
@@ -278,41 +333,9 @@ class Packing:
         packer, began = self._packer, time.perf_counter()
         headers = Headers.of(images, apply_exif=packer.apply_exif)
         rows = self._draw(images, headers)
-        files = np.array([len(image.data) for image in images])
-        ours = packer.divide(headers, files, self._share)
-        crops, pixels = packer.become(headers.sizes, rows)
-        orientation = np.where(ours, 1, headers.orientation)  # what is decoded here is turned here
-        fused = packer.on_gpu and packer.head.size is not None
-        batch = allocate(
-            images,
-            np.where(ours, 3 * pixels, files) * headers.whole,
-            ours,
-            work=headers.sizes.prod(axis=1),
-            room=Launches.room(len(images), 3) if fused else 0,
-            sizes=headers.sizes,
-            transposed=orientation >= 5,
-            # As on the GPU; to turn a picture into planes takes a tenth of its decode.
-            interleaved=fused
-            or (packer.output is not None and packer.output[1] == torch.channels_last),
-            errors=headers.errors,
-        )
-        parts = batch.parts()
-        for i in np.flatnonzero(headers.whole & ~ours).tolist():
-            parts[i][:] = np.frombuffer(blank(images[i].data, headers.each[i].exif), dtype=np.uint8)
-        started = time.perf_counter()
-        for i in np.flatnonzero(ours).tolist():
-            row = None if rows is None else rows[i]
-            try:
-                picture = packer.decode(images[i], headers.each[i], row, bool(crops[i]))
-            except (ValueError, RuntimeError) as error:
-                batch.errors[i], batch.decoded[i], batch.spans[i] = str(error), False, 0
-                continue
-            batch.sizes[i] = picture.shape[-2:]
-            picture = picture.permute(1, 2, 0) if batch.interleaved else picture
-            parts[i].reshape(picture.shape)[:] = picture.numpy()
-        decode_seconds = time.perf_counter() - started
-        if rows is not None:
-            _mirror(rows, batch.sizes, _MIRRORED[orientation - 1])
+        batch, crops = packer.allocate(images, headers, rows, self._share)
+        packer.copy(images, headers, batch)
+        decode_seconds = packer.decode(images, headers, rows, crops, batch)
         plan, numbers = packer.plan(batch, rows)
         out, read_seconds = packer.finish(batch, rows), packer.read_seconds(images)
         packer._last = time.perf_counter()
@@ -339,11 +362,8 @@ class Packing:
 
         def draw(images: Sequence[EncodedImage]) -> tuple[Any, Any, dict[int, str]]:
             headers = Headers.of(images, apply_exif=packer.apply_exif)
-            return (
-                packer.head.draw(headers.sizes, self._keys(images)),
-                headers.sizes,
-                headers.errors,
-            )
+            rows = packer.head.draw(headers.sizes, self._keys(images))
+            return rows, headers.sizes, headers.errors
 
         followed = follow(samples, packer.head.size, draw)
         if followed is samples:
