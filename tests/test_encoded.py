@@ -5,7 +5,6 @@ import gc
 import io
 import os
 import pickle
-import threading
 import traceback
 from array import array
 from collections import UserList, deque
@@ -599,22 +598,6 @@ def test_a_bad_image_beside_rows_that_are_not_known(photo_folder, kind):
 def test_what_has_no_entry_per_sample_stays_beside_a_bad_image(photo_folder, text):
     for _, _, kept in beside(photo_folder, lambda _: text, "skip", batch_size=3):
         assert kept is text
-
-
-@pytest.mark.filterwarnings("ignore:.*does not pin")
-def test_dropping_the_iterator_ends_the_threads_at_once(photo_folder, device):
-    # The end of the loader has been fetched ahead, too, on a GPU.
-    folder = EncodedImageFolder(photo_folder)
-    batches = [default_collate([folder[i] for i in range(4)])]
-    gc.collect()
-    gc.disable()
-    before = {*threading.enumerate()}  # one of an earlier test, of idle priority, may have no core
-    try:
-        next(iter(DataPrefetcher(batches, device=device, transforms=[Resize((8, 9))])))
-        threads = {*threading.enumerate()} - before
-        assert not [thread for thread in threads if thread.name.startswith("gpuprefetch")]
-    finally:
-        gc.enable()
 
 
 def test_several_outputs(photo_folder, device):

@@ -320,14 +320,13 @@ def allocate(
         images: of the batch.
         lengths: ``(N,)``, bytes of each part.
         decoded: ``(N,)`` bool, which parts are pixels.
-        work: ``(N,)``, of the GPU with each file; those with the most lie first. nvJPEG gives the
-            engines files in turns, and waits for one that is not through with the file before:
-            with neighbors of a size it is. On an H200, beside training, an image takes 102 us so,
-            and 110 in any order.
+        work: ``(N,)``, of the GPU with each file.
         room: bytes after the pixels.
         known: more attributes of the batch.
     """
-    # Decoded ones as they come: see plan.uploads().
+    # Files with the most work lie first: nvJPEG gives the engines files in turns, and waits for one
+    # that is not through with the file before. On an H200, beside training, an image takes 102 us
+    # so, and 110 in any order. Decoded ones lie as they come: see plan.uploads().
     order = np.lexsort((np.where(decoded, 0, -work), decoded))
     stops = np.empty_like(lengths)
     stops[order] = np.cumsum(lengths[order])

@@ -48,40 +48,28 @@ _MIRRORED = np.array([(False, False), (False, True), (True, True), (True, False)
 _UNREADABLE = ImageHeader("unknown", 2**15, 2**15, 1, False, ())
 
 
-@dataclass(slots=True)
 class Headers:
     """What the headers of N images say.
 
     Attributes:
         each: the headers.
+        errors: position -> why the image cannot be decoded.
+        whole: ``(N,)`` bool, which have no error.
         orientation: ``(N,)``, EXIF's; 1 where it is not to be applied.
         sizes: ``(N, 2)`` int64, height and width after it.
-        errors: position -> why the image cannot be decoded.
     """
 
-    each: list[ImageHeader]
-    orientation: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    errors: dict[int, str]
-
-    @staticmethod
-    def of(images: Sequence[EncodedImage], *, apply_exif: bool) -> Headers:
-        """Read them."""
-        each, errors = [_UNREADABLE] * len(images), {}
+    def __init__(self, images: Sequence[EncodedImage], *, apply_exif: bool) -> None:
+        self.each, self.errors = [_UNREADABLE] * len(images), dict[int, str]()
         for i, image in enumerate(images):
             try:
-                each[i] = read_header(image.data)
+                self.each[i] = read_header(image.data)
             except ValueError as error:
-                errors[i] = str(error)
-        orientation = np.array([h.orientation if apply_exif else 1 for h in each])
-        sizes = np.array([(h.height, h.width) for h in each], dtype=np.int64)
-        upright = np.where(orientation[:, None] >= 5, sizes[:, ::-1], sizes)
-        return Headers(each, orientation, upright, errors)
-
-    @property
-    def whole(self) -> npt.NDArray[np.bool_]:
-        """``(N,)`` bool, which have no error."""
-        return np.array([i not in self.errors for i in range(len(self.each))])
+                self.errors[i] = str(error)
+        self.whole = np.array([i not in self.errors for i in range(len(images))])
+        self.orientation = np.array([h.orientation if apply_exif else 1 for h in self.each])
+        sizes = np.array([(h.height, h.width) for h in self.each], dtype=np.int64)
+        self.sizes = np.where(self.orientation[:, None] >= 5, sizes[:, ::-1], sizes)
 
 
 def sample_keys(
@@ -94,15 +82,9 @@ def sample_keys(
     """One key per image, a function of (seed, epoch, sample, repeat) in whichever batch it is.
 
     Several images of one sample get different parameters. So do the repeats of a sample, as
-    samplers with replacement or repeated augmentation give it; where their numbers are not known,
-    only within one batch.
-
-    Args:
-        seed: of all random parameters.
-        epoch: likewise.
-        images: that are packed together.
-        packed: how often each sample was in what has been packed of the batch so far; counts on.
-        repeats: of each image's sample, which repeat this is; None where that is not known.
+    samplers with replacement or repeated augmentation give it; where ``repeats`` does not tell
+    which repeat each image's sample is, only within one batch. ``packed`` counts on how often each
+    sample was in what has been packed of the batch so far.
     """
     here: Counter[Any] = Counter()
     names, views, same = [], [], []
@@ -331,7 +313,7 @@ class Packing:
     def __call__(self, images: Sequence[EncodedImage]) -> PreparedImages:
         """Prepare images: read their headers, draw, decode some of them, pack all, plan."""
         packer, began = self._packer, time.perf_counter()
-        headers = Headers.of(images, apply_exif=packer.apply_exif)
+        headers = Headers(images, apply_exif=packer.apply_exif)
         rows = self._draw(images, headers)
         batch, crops = packer.allocate(images, headers, rows, self._share)
         packer.copy(images, headers, batch)
@@ -361,7 +343,7 @@ class Packing:
         packer = self._packer
 
         def draw(images: Sequence[EncodedImage]) -> tuple[Any, Any, dict[int, str]]:
-            headers = Headers.of(images, apply_exif=packer.apply_exif)
+            headers = Headers(images, apply_exif=packer.apply_exif)
             rows = packer.head.draw(headers.sizes, self._keys(images))
             return rows, headers.sizes, headers.errors
 
