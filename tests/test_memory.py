@@ -143,11 +143,15 @@ def test_a_batch_that_does_not_fit_is_decoded_in_parts(files, launches, room):
 
 
 @pytest.mark.parametrize(
-    ("images", "most", "calls"),
-    [(2, 1000, [2]), (64, 1000, [64]), (65, 1000, [33, 32]), (140, 1000, [47, 47, 46]),
-     (5, 1.4, [1] * 5), (7, 3, [3, 3, 1]), (8, 7, [4, 4]), (3, 0.5, [1] * 3), (0, 1, [])],
+    ("images", "most", "large", "calls"),
+    [(2, 1000, 0, [2]), (64, 1000, 0, [64]), (65, 1000, 0, [33, 32]),
+     (140, 1000, 0, [47, 47, 46]), (0, 1, 0, []),
+     # Large ones: seven engines get one each, or as many rounds as there is room for.
+     (30, 3, 9, [7, 7, 7, 7, 2]), (100, 40, 40, [28, 28, 28, 16]), (5, 1.4, 9, [5]),
+     (8, 7, 9, [7, 1]), (7, 3, 3, [3, 3, 1]), (3, 0.5, 0.5, [1] * 3)],
 )  # fmt: skip
-def test_decode_calls_are_about_equal_and_bounded(monkeypatch, images, most, calls):
+def test_decode_calls_are_about_equal_and_bounded(monkeypatch, images, most, large, calls):
+    monkeypatch.setattr(_budget, "LARGE_CALL_BYTES", int(large * 512))
     monkeypatch.setattr(_budget, "SUB_BATCH", 64)
     monkeypatch.setattr(_budget, "SUB_BATCH_BYTES", int(most * 512))
     sizes = np.full((images, 2), (8, 16))  # 384 bytes decoded, in a block of 512
@@ -449,15 +453,16 @@ def test_rooms_are_as_large_as_calls():
     rng = np.random.default_rng(0)
     sizes = rng.gamma(2.0, 300e3, 20000).astype(int)  # photos of 0.6 MB, and some of several MB
     room = _budget.SUB_BATCH_BYTES
-    cuts = _budget._cut(sizes, room)
+    cuts = _budget._cut(sizes)
     calls = np.add.reduceat(sizes, cuts)
     assert room * 0.75 < calls.max() <= room
     assert {_budget.in_rooms(int(size)) for size in calls} <= {room - _budget.ROOM_BYTES, room}
     sizes[rng.random(len(sizes)) < 0.1] = 6 << 20
-    assert np.add.reduceat(sizes, _budget._cut(sizes, room)).max() <= room
+    assert np.add.reduceat(sizes, _budget._cut(sizes)).max() <= room
     sizes[:] = 9 << 20
-    assert _budget._cut(sizes, room)[1] == 13
+    assert _budget._cut(sizes, room)[1] == 13 // 7 * 7
     sizes[:] = room + 1
+    assert _budget._cut(sizes)[1] == _budget.LARGE_CALL_BYTES // (room + 1)
     assert np.array_equal(_budget._cut(sizes, room), np.arange(len(sizes)))
     assert _budget.in_rooms(room + 1) == room + _budget.ROOM_BYTES
 
@@ -465,21 +470,20 @@ def test_rooms_are_as_large_as_calls():
 def test_a_thread_has_the_same_place_again(monkeypatch):
     place = partial(_decode.place, device=torch.device("cpu"))
     with _decode.packing_into():
-        room = _decode._thread.room
         first = place(1000)
         assert len(first) == _budget.ROOM_BYTES
-        assert place(5) is place(_budget.ROOM_BYTES) is room[0] is first
-        photo = _budget.in_rooms(_budget.SUB_BATCH_BYTES + _budget.UPLOAD_BYTES) + 1
+        assert place(5) is place(_budget.ROOM_BYTES) is first
+        photo = _budget.in_rooms(_budget.LARGE_CALL_BYTES + _budget.UPLOAD_BYTES) + 1
         assert len(place(photo)) == photo  # of one image, which is not kept
-        assert room[0] is first
+        assert place(5) is first
         _decode.free_scratch()  # as where memory is short
-        assert place(1000) is room[0]
+        assert place(1000) is not first
         emptied = []
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(len(room)))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
         monkeypatch.setattr(_budget, "ROOM_BYTES", 2000)
-        room.clear()
+        _decode.free_scratch()
         assert [len(place(size)) for size in (2000, 3000, 4000, 100)] == [2000, 4000, 4000, 4000]
-        assert emptied == [0]  # the smaller place was given back
+        assert emptied == [True]  # the smaller place was given back
     assert len(place(1000)) == 1000
 
 

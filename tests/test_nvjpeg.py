@@ -40,6 +40,7 @@ class Library:
     def __init__(self):
         self.status, self.made, self.asked, self.log = {}, itertools.count(1), 0, []
         self.skips = False  # pictures in planes
+        self.engines = True
 
     def __getattr__(self, name):
         if not name.startswith("nvjpeg"):
@@ -57,7 +58,10 @@ class Library:
         return SimpleNamespace(synchronize=lambda: self.log.append(f"wait for {handle}"))
 
     def CreateEx(self, backend, allocator, pinned, flags, handle):
-        assert (backend, allocator, pinned, flags) == (3, None, None, 0)
+        assert backend in (2, 3)
+        assert (allocator, pinned, flags) == (None, None, 0)
+        if backend == 3 and not self.engines:
+            return 7
         handle._obj.value = next(self.made)
         return 0
 
@@ -108,9 +112,9 @@ def library(monkeypatch):
     monkeypatch.setattr(torch.cuda, "ExternalStream", fake.stream)
     fake.current = current
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    _nvjpeg.available.cache_clear()
+    _nvjpeg.backend_of.cache_clear()
     yield fake
-    _nvjpeg.available.cache_clear()
+    _nvjpeg.backend_of.cache_clear()
 
 
 def encoded(shapes=SHAPES):
@@ -180,8 +184,20 @@ def test_no_room_for_a_decoder(library, where):
     assert NvjpegDecoder(CPU).packs  # it is tried again
 
 
+def test_without_engines_cuda_kernels_decode_on_several_streams(library):
+    library.engines = False
+    decoder, data = NvjpegDecoder(CPU), encoded()
+    assert torch.equal(packed(decoder, data), pixels(map(decode_cpu, data)))
+    assert "in CUDA kernels, as no JPEG engine can be used" in decoder.way
+    assert (decoder.streams, decoder.canaries) == (3, False)
+    assert library.log.count("nvjpegCreateEx") == 2
+    library.engines = True
+    _nvjpeg.backend_of.cache_clear()
+    assert (decoder.streams, decoder.canaries) == (1, True)
+
+
 @pytest.mark.parametrize("there", [False, True])
-def test_without_engines_torchcodec_decodes(library, monkeypatch, there):
+def test_where_nvjpeg_cannot_be_called_torchcodec_decodes(library, monkeypatch, there):
     if there:
         library.status = {"nvjpegCreateEx": 7}
     else:
@@ -192,7 +208,6 @@ def test_without_engines_torchcodec_decodes(library, monkeypatch, there):
     decoder(data)
     assert asked == [4]
     assert not decoder.packs
-    assert library.log.count("nvjpegCreateEx") == there
 
 
 def test_two_threads_have_a_decoder_each(library):
@@ -365,8 +380,8 @@ def test_what_decodes_in_words(library):
     assert "in the workers: no CUDA device" in explain(DataPrefetcher([], device="cpu"))
     library.status = {"nvjpegGetHardwareDecoderInfo": 9}
     assert NvjpegDecoder(CPU).way == "nvJPEG's JPEG engines"
-    library.status = {"nvjpegCreateEx": 7}
-    _nvjpeg.available.cache_clear()
+    library.engines = False
+    _nvjpeg.backend_of.cache_clear()
     assert "in CUDA kernels, as no JPEG engine can be used" in NvjpegDecoder(CPU).way
     # No trial, and no memory of the GPU, where the library is there.
     library.log.clear()
@@ -390,7 +405,7 @@ def test_what_decodes_on_this_gpu():
     assert NvjpegDecoder(device).missing() == TorchCodecDecoder(device).missing() == ""
     text = explain(DataPrefetcher([], device=device))
     assert f"by {NvjpegDecoder(device).way}" in text
-    assert ("JPEG engines" in text) == _nvjpeg.available(device)
+    assert ("nvJPEG in CUDA kernels" in text) != _nvjpeg.has_engines(device)
 
 
 @pytest.mark.parametrize("maps", [None, "7f00-7f01 r--p 0 0:0 0 /lib/libc.so.6\n"])
@@ -460,3 +475,29 @@ def test_a_call_on_another_stream_waits_for_the_one_before():
         torch.cuda.synchronize()
     for out in outs:
         assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_batches_side_by_side_without_engines(monkeypatch, tmp_path):
+    """CUDA kernels decode three batches at once, while the loop keeps the GPU busy."""
+    shapes = [(200 + 7 * (i % 9), 300 - 5 * (i % 7)) for i in range(64)]
+    files = [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
+    batches = [[EncodedImage(file, i) for i, file in enumerate(files)] for _ in range(12)]
+
+    def run():
+        loader = DataPrefetcher(
+            batches, transforms=[RandomResizedCrop(64)], seed=3, device="cuda", cpu_share=0.0
+        )
+        busy, got = torch.rand(4096, 4096, device="cuda"), []
+        for images in loader:
+            busy @ busy  # reads of this batch wait for it
+            got.append((images[0] if isinstance(images, (list, tuple)) else images).float() + 0)
+        return torch.stack(got)
+
+    want = run()
+    monkeypatch.setattr(_nvjpeg, "_idle", type(_nvjpeg._idle)(list))
+    monkeypatch.setattr(_nvjpeg, "backend_of", lambda device: _nvjpeg._GPU_HYBRID)
+    got = run()
+    # Another inverse DCT: levels differ by a few.
+    assert ((got - want).abs() * 255 < 3).float().mean() > 0.99
+    assert torch.equal(got, run())

@@ -16,7 +16,7 @@ from gpuprefetch.core.stats import Stats
 from gpuprefetch.images import nvjpeg
 from gpuprefetch.images.encoded import Call, EncodedImages
 from gpuprefetch.images.header import decode_cpu
-from gpuprefetch.images.plan import SUB_BATCH_BYTES, UPLOAD_BYTES, in_rooms
+from gpuprefetch.images.plan import LARGE_CALL_BYTES, UPLOAD_BYTES, in_rooms
 
 # Note [Decoded memory]
 # A decoded image lives in a block of the caching allocator's pool of the stream it was decoded on.
@@ -66,18 +66,18 @@ _thread = threading.local()  # the memory that a prefetch thread decodes into, c
 
 @contextlib.contextmanager
 def packing_into() -> Iterator[None]:
-    """Have :func:`place` give one place in this thread."""
-    _thread.room = []
+    """Have :func:`place` give one place for each stream in this thread."""
+    _thread.rooms = {}
     try:
         yield
     finally:
-        del _thread.room
+        del _thread.rooms
 
 
 def free_scratch() -> None:
-    """Give back the place of this thread, until one is asked for again."""
-    if hasattr(_thread, "room"):
-        _thread.room.clear()
+    """Give back the places of this thread, until one is asked for again."""
+    if hasattr(_thread, "rooms"):
+        _thread.rooms.clear()
 
 
 def place(size: int, device: torch.device) -> torch.Tensor:
@@ -85,16 +85,15 @@ def place(size: int, device: torch.device) -> torch.Tensor:
 
     Where the thread keeps a place (:func:`packing_into`) it is that, and good until the next call.
     """
-    room: list[torch.Tensor] | None = getattr(_thread, "room", None)
-    if room is None or size > in_rooms(SUB_BATCH_BYTES + UPLOAD_BYTES):  # for one image
+    rooms: dict[int, torch.Tensor] | None = getattr(_thread, "rooms", None)
+    if rooms is None or size > in_rooms(LARGE_CALL_BYTES + UPLOAD_BYTES):  # for one image
         return torch.empty([size], dtype=torch.uint8, device=device)
-    if not room or room[0].numel() < size:
-        outgrown = bool(room)
-        room.clear()
-        if outgrown:  # there will be none any more that its block fits
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if stream not in rooms or rooms[stream].numel() < size:
+        if rooms.pop(stream, None) is not None:  # nothing will fit its block any more
             torch.cuda.empty_cache()
-        room.append(torch.empty(in_rooms(size), dtype=torch.uint8, device=device))
-    return room[0]
+        rooms[stream] = torch.empty(in_rooms(size), dtype=torch.uint8, device=device)
+    return rooms[stream]
 
 
 class ImageDecoder:
@@ -105,7 +104,6 @@ class ImageDecoder:
     """
 
     library = "nvJPEG"  # that decodes
-    canaries = True  # whether :meth:`packed` images that were skipped are looked for
 
     def __init__(self, device: torch.device) -> None:
         # One spelling of the device for ever: torchvision leaks its decoder when it changes.
@@ -135,6 +133,16 @@ class ImageDecoder:
     def packs(self) -> bool:
         """Whether there is a way to :meth:`packed`."""
         return False
+
+    @property
+    def canaries(self) -> bool:
+        """Whether :meth:`packed` images that were skipped are looked for."""
+        return True
+
+    @property
+    def streams(self) -> int:
+        """Batches that are best decoded side by side."""
+        return 1
 
     def packed(
         self, data: torch.Tensor, call: Call, out: torch.Tensor, *, first: int = 0, at: int = 0
@@ -184,7 +192,7 @@ class TorchCodecDecoder(ImageDecoder):
 
 
 class NvjpegDecoder(TorchCodecDecoder):
-    """nvJPEG's JPEG engines without TorchCodec between; TorchCodec where a GPU has none of them."""
+    """nvJPEG without TorchCodec between, and TorchCodec where it brings no nvJPEG."""
 
     def missing(self) -> str:
         # Without a trial, which takes memory of the GPU: the loader may have no photos.
@@ -196,14 +204,24 @@ class NvjpegDecoder(TorchCodecDecoder):
     @property
     def way(self) -> str:
         if not nvjpeg.available(self._device):
+            return self.library
+        if not nvjpeg.has_engines(self._device):
             return (
-                f"{self.library} in CUDA kernels, as no JPEG engine can be used: the GPU has none, "
-                'or the container lacks the driver\'s capability "video"'
+                "nvJPEG in CUDA kernels, as no JPEG engine can be used: the GPU has none, or the "
+                'container lacks the driver\'s capability "video"'
             )
         with nvjpeg.lease(self._device) as decoder:
             engines, cores = decoder.engines()
         count = f"{engines} " if engines else ""
         return f"nvJPEG's {count}JPEG engines" + (f" of {cores} cores" if cores > 1 else "")
+
+    @property
+    def canaries(self) -> bool:
+        return nvjpeg.has_engines(self._device)  # only they have been seen to skip pictures
+
+    @property
+    def streams(self) -> int:
+        return 1 if nvjpeg.has_engines(self._device) else 3
 
     @property
     def packs(self) -> bool:

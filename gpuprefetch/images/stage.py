@@ -82,6 +82,7 @@ class Pipeline:
         shares: of the images that the workers decoded, by the number of the batch.
         memory_budget: bytes for batches on their way, see :func:`gpuprefetch.images.plan.cost_of`.
         only: the one row of a batch that is handed over, behind all transforms; None for all.
+        streams: batches that are decoded side by side, once the first has been.
         values: looks at what reaches the transforms.
         job: makes the work of each leaf of encoded images.
     """
@@ -101,6 +102,7 @@ class Pipeline:
     balancer: Balancer | None = None
     shares: dict[int, float] = field(default_factory=dict)
     memory_budget: int | None = None
+    streams: int = 1
     only: int | None = None
     values: Values = field(default_factory=Values)
     job: Callable[[Pipeline, EncodedImages], ImageJob] = field(

@@ -341,7 +341,11 @@ class _Noted(ImageDecoder):
     """
 
     def __init__(self, decoder: ImageDecoder, witness: _Witness, *, canaries: bool) -> None:
-        self._decoder, self._witness, self.canaries = decoder, witness, canaries
+        self._decoder, self._witness, self._canaries = decoder, witness, canaries
+
+    @property
+    def canaries(self) -> bool:
+        return self._canaries
 
     @property
     def packs(self) -> bool:
