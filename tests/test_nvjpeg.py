@@ -8,11 +8,14 @@ import numpy as np
 import pictures
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from gpuprefetch import (
     CenterCrop,
     DataPrefetcher,
     EncodedImage,
+    EncodedImageFolder,
+    RandomResizedCrop,
     explain,
 )
 from gpuprefetch.images import decode as _decode
@@ -480,19 +483,23 @@ def test_a_call_on_another_stream_waits_for_the_one_before():
 @pytest.mark.gpu
 def test_batches_side_by_side_without_engines(monkeypatch, tmp_path):
     """CUDA kernels decode three batches at once, while the loop keeps the GPU busy."""
-    shapes = [(200 + 7 * (i % 9), 300 - 5 * (i % 7)) for i in range(64)]
-    files = [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
-    batches = [[EncodedImage(file, i) for i, file in enumerate(files)] for _ in range(12)]
+    (tmp_path / "a").mkdir()
+    for i in range(640):
+        file = pictures.encode_jpeg(
+            pictures.draw(200 + 7 * (i % 9), 300 - 5 * (i % 7), seed=i % 32)
+        )
+        (tmp_path / "a" / f"{i:03d}.jpg").write_bytes(file)
+    loader = DataLoader(EncodedImageFolder(tmp_path), 64, num_workers=2, pin_memory=True)
 
     def run():
-        loader = DataPrefetcher(
-            batches, transforms=[RandomResizedCrop(64)], seed=3, device="cuda", cpu_share=0.0
-        )
         busy, got = torch.rand(4096, 4096, device="cuda"), []
-        for images in loader:
-            busy @ busy  # reads of this batch wait for it
-            got.append((images[0] if isinstance(images, (list, tuple)) else images).float() + 0)
-        return torch.stack(got)
+        for images, _ in DataPrefetcher(
+            loader, transforms=[RandomResizedCrop(64)], seed=3, cpu_share=0.0
+        ):
+            for _ in range(5):
+                busy @ busy  # reads of this batch wait for it
+            got.append(images + 0)
+        return torch.cat(got)
 
     want = run()
     monkeypatch.setattr(_nvjpeg, "_idle", type(_nvjpeg._idle)(list))
