@@ -474,9 +474,7 @@ def test_batches_side_by_side_without_engines(monkeypatch, tmp_path):
     """CUDA kernels decode three batches at once, while the loop keeps the GPU busy."""
     (tmp_path / "a").mkdir()
     for i in range(640):
-        file = pictures.encode_jpeg(
-            pictures.draw(200 + 7 * (i % 9), 300 - 5 * (i % 7), seed=i % 32)
-        )
+        picture = pictures.draw(200 + 7 * (i % 9), 300 - 5 * (i % 7), seed=i % 32)
         (tmp_path / "a" / f"{i:03d}.jpg").write_bytes(pictures.encode_jpeg(picture))
     loader = DataLoader(EncodedImageFolder(tmp_path), 64, num_workers=2, pin_memory=True)
 

@@ -168,8 +168,7 @@ class ImageJob:
                 at = pixels + call.copied
                 if not decode_packed(pipeline.decoder, images, call, flat, at):
                     return False
-                if pipeline.memory_budget is None:
-                    pipeline.streams = pipeline.decoder.streams
+                pipeline.decodes_on(pipeline.decoder.streams)
         with Timed(pipeline.stats, "resample"):
             launch()
             self._mark_reader()
