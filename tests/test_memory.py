@@ -63,7 +63,7 @@ def files():
     return [pictures.encode_jpeg(pictures.draw(64, 128, seed=i)) for i in range(24)]
 
 
-class FakeDecoder:
+class FakeDecoder(ImageDecoder):
     """Decodes on the CPU as the GPU's decoder would: into memory that has an end."""
 
     def __init__(self, capacity=10**9, largest_call=10**9, seconds=0):
@@ -443,9 +443,8 @@ def test_what_is_waited_for_before_anything_lies_there(monkeypatch, canaries):
     files = [pictures.encode_jpeg(pictures.draw(16, 16, seed=i)) for i in range(2)]
     planned_batch(monkeypatch, files, PackedDecoder("cpu"), share=0.5)
     expected = ["_wait_for_reader", "packed", "launch"]
-    if canaries:  # before the decode, and for what the launch found
-        expected[1:1] = ["set_canaries", "_wait_for_reader"]
-        expected.append("_wait_for_reader")
+    if canaries:  # which are waited for before the decode, as for what the launch found
+        expected = ["set_canaries", *expected, "_wait_for_reader"]
     assert done == expected
 
 
@@ -467,24 +466,22 @@ def test_rooms_are_as_large_as_calls():
     assert _budget.in_rooms(room + 1) == room + _budget.ROOM_BYTES
 
 
-def test_a_thread_has_the_same_place_again(monkeypatch):
-    place = partial(_decode.place, device=torch.device("cpu"))
-    with _decode.packing_into():
-        first = place(1000)
-        assert len(first) == _budget.ROOM_BYTES
-        assert place(5) is place(_budget.ROOM_BYTES) is first
-        photo = _budget.in_rooms(_budget.LARGE_CALL_BYTES + _budget.UPLOAD_BYTES) + 1
-        assert len(place(photo)) == photo  # of one image, which is not kept
-        assert place(5) is first
-        _decode.free_scratch()  # as where memory is short
-        assert place(1000) is not first
-        emptied = []
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-        monkeypatch.setattr(_budget, "ROOM_BYTES", 2000)
-        _decode.free_scratch()
-        assert [len(place(size)) for size in (2000, 3000, 4000, 100)] == [2000, 4000, 4000, 4000]
-        assert emptied == [True]  # the smaller place was given back
-    assert len(place(1000)) == 1000
+def test_a_stream_has_the_same_place_again(monkeypatch):
+    scratch = {}
+    place = partial(_decode.place, device=torch.device("cpu"), scratch=scratch)
+    first = place(1000)
+    assert len(first) == _budget.ROOM_BYTES
+    assert place(5) is place(_budget.ROOM_BYTES) is first
+    photo = _budget.in_rooms(_budget.LARGE_CALL_BYTES + _budget.UPLOAD_BYTES) + 1
+    assert len(place(photo)) == photo  # of one image, which is not kept
+    assert place(5) is first
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    monkeypatch.setattr(_budget, "ROOM_BYTES", 2000)
+    scratch.clear()  # as where memory is short
+    assert [len(place(size)) for size in (2000, 3000, 4000, 100)] == [2000, 4000, 4000, 4000]
+    assert emptied == [True]  # the smaller place was given back
+    assert len(place(1000, scratch=None)) == 1000
 
 
 def test_an_error_without_words_may_be_a_shortage(monkeypatch):

@@ -7,7 +7,7 @@ and a launch, and a finish after them, all on one stream.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -20,28 +20,15 @@ from gpuprefetch.core.stage import Empty
 from gpuprefetch.core.stats import Stats, Timed
 from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImage, BadImageError
-from gpuprefetch.images.decode import (
-    ImageDecoder,
-    free_scratch,
-    packing_into,
-)
+from gpuprefetch.images.decode import ImageDecoder
 from gpuprefetch.images.encoded import EncodedImages, is_encoded
 from gpuprefetch.images.guard import end_reading
 from gpuprefetch.images.job import ImageJob
-from gpuprefetch.images.plan import (
-    Cost,
-    cost_of,
-)
+from gpuprefetch.images.plan import Cost, cost_of
 from gpuprefetch.images.rows import is_column, refuse_fewer_rows, take_rows
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.slab import unmap_dead
-from gpuprefetch.images.targets import (
-    refuse_unfollowed,
-    run,
-    run_tail,
-    unmark,
-    unstack,
-)
+from gpuprefetch.images.targets import refuse_unfollowed, run, run_tail, unmark, unstack
 from gpuprefetch.images.worker import Packer, pack_lists, packed_of
 from gpuprefetch.transforms.head import Head, Transform, apply_head, is_kornia
 from gpuprefetch.transforms.random import Keys, SeededDraws, fold
@@ -83,6 +70,7 @@ class Pipeline:
         memory_budget: bytes for batches on their way, see :func:`gpuprefetch.images.plan.cost_of`.
         only: the one row of a batch that is handed over, behind all transforms; None for all.
         streams: batches that are decoded side by side, once the first has been.
+        rooms: see :func:`.decode.place`.
         values: looks at what reaches the transforms.
         job: makes the work of each leaf of encoded images.
     """
@@ -104,6 +92,7 @@ class Pipeline:
     memory_budget: int | None = None
     streams: int = 1
     only: int | None = None
+    rooms: dict[int, torch.Tensor] | None = None
     values: Values = field(default_factory=Values)
     job: Callable[[Pipeline, EncodedImages], ImageJob] = field(
         default_factory=lambda: ImageJob, repr=False
@@ -113,9 +102,14 @@ class Pipeline:
         """What a batch takes on the device."""
         return cost_of(batch, self.head.size, self.dtype)
 
-    def scratch(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[None]:
         """What a thread that prepares batches keeps meanwhile: memory to decode into."""
-        return packing_into() if self.memory_budget is None else contextlib.nullcontext()
+        self.rooms = {} if self.memory_budget is None else None
+        try:
+            yield
+        finally:
+            self.rooms = None
 
     def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int]:
         """Pack the encoded images of a batch, and count it. See :class:`.core.stage.Stage`."""
@@ -174,7 +168,8 @@ class Pipeline:
     def make_room(self) -> None:
         """Give back what can be spared of the device's memory."""
         self.stats.out_of_memory += 1
-        free_scratch()
+        if self.rooms:
+            self.rooms.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
