@@ -22,7 +22,7 @@ from gpuprefetch.images import decode as _decode
 from gpuprefetch.images import nvjpeg as _nvjpeg
 from gpuprefetch.images.decode import NvjpegDecoder, TorchCodecDecoder, TorchvisionDecoder
 from gpuprefetch.images.encoded import Call
-from gpuprefetch.images.header import decode_cpu, read_header
+from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.transforms import launch as _resample
 
 CPU = torch.device("cpu")
