@@ -6,6 +6,7 @@ import io
 import json
 import random
 import time
+from array import array
 from itertools import chain, islice
 
 import kornia.augmentation as K
@@ -614,7 +615,7 @@ class Endless(Sampler):
 def test_of_an_epoch_without_end_the_latest_samples_are_noted(monkeypatch):
     whole = _replay.Notes(0, place={"batches": 301})
     for number in range(301):
-        whole.add([(4 * number + k) % 40 for k in range(4)])
+        whole.add(array("q", [(4 * number + k) % 40 for k in range(4)]))
     monkeypatch.setattr(_replay, "MOST", 3000)
     made = [DataPrefetcher(numbers(sampler=lambda _: Endless()), device="cpu") for _ in range(2)]
     for i, _ in enumerate(made[0]):
