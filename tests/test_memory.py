@@ -162,6 +162,30 @@ def test_decode_calls_are_about_equal_and_bounded(monkeypatch, images, most, lar
     assert [i for call in cut for i in call] == list(range(images))
 
 
+@pytest.mark.parametrize(
+    ("megapixels", "images", "limit", "calls"),
+    [(12, 128, None, [7] * 18 + [2]), (12, 16, None, [7, 7, 2]), (12, 3, None, [3]),
+     (12, 16, 256 << 20, [7, 7, 2]), (12, 16, 80 << 20, [2] * 8), (24, 16, None, [7, 7, 2]),
+     (48, 8, None, [3, 3, 2]), (2, 256, None, [14] * 18 + [4]), (0.19, 256, None, [128, 128])],
+)  # fmt: skip
+def test_large_photos_keep_seven_engines_busy(megapixels, images, limit, calls):
+    sizes = np.full((images, 2), (1000, int(megapixels * 1000)))
+    spans = np.stack([np.arange(images), np.arange(1, images + 1)], axis=1)
+    batch = SimpleNamespace(decoded=np.zeros(images, bool), errors={}, sizes=sizes, spans=spans)
+    assert [len(call) for call in _budget.sub_batches(batch, limit)] == calls
+
+
+def test_a_budget_counts_what_a_decoder_copies(files):
+    costs = []
+    for decoder in FakeDecoder(), PackedDecoder("cpu"):
+        pipeline = prefetcher_of(files, decoder)._pipeline
+        (batch,) = DataLoader(Photos(files[:8]), batch_size=8)
+        costs.append(pipeline.cost(pipeline.receive(batch, 0, 0.0)[0]))
+    copied, once = costs
+    assert (copied.decoded, once.decoded) == (2 * 8 * DECODED, 8 * DECODED)
+    assert copied.fixed == once.fixed == FINISHED
+
+
 def test_what_the_launches_read_lies_behind_the_pixels(files):
     head, _ = read_transforms(SMALL)
     share, epoch = torch.tensor([0.5]), torch.zeros(1, dtype=torch.int64)

@@ -55,7 +55,8 @@ class ImageJob:
         size, plan = head.size, images.plan
         if plan is None or limit is not None:
             words = images.words() if plan and plan.table else None
-            plan = lay_out(images, size, words, limit)
+            most = None if limit is None else limit // pipeline.copies
+            plan = lay_out(images, size, words, most)
         if size is None:
             # The pixels themselves are the result, and the buffer is the worker's.
             ready = np.flatnonzero(images.decoded)
@@ -187,7 +188,7 @@ class ImageJob:
         with Timed(pipeline.stats, "resample"):
             if pipeline.head.size is None:
                 for i, image in decoded.items():
-                    self.out[i] = image
+                    self.out[i] = image.contiguous()  # else one would keep all in memory
             elif decoded:
                 self._resample(np.array([*decoded]), [*decoded.values()])
             self._mark_reader()

@@ -100,7 +100,12 @@ class Pipeline:
 
     def cost(self, batch: Any) -> Cost:
         """What a batch takes on the device."""
-        return cost_of(batch, self.head.size, self.dtype)
+        return cost_of(batch, self.head.size, self.dtype, self.copies)
+
+    @property
+    def copies(self) -> int:
+        """Of decoded images at the end of a call: TorchCodec's and torchvision's are copied."""
+        return 1 if self.decoder is None or self.decoder.packs else 2
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[None]:
