@@ -365,13 +365,11 @@ def test_what_decodes_in_words(library):
 
 
 def test_a_decoder_short_of_memory_is_not_missing(monkeypatch):
-    for error in (torch.OutOfMemoryError("no room"), RuntimeError("Failed to create nvjpeg state")):
+    def decode(self, data):
+        raise torch.OutOfMemoryError("no room")
 
-        def decode(self, data, error=error):
-            raise error
-
-        monkeypatch.setattr(TorchCodecDecoder, "__call__", decode)
-        assert TorchCodecDecoder(CPU).missing() == ""
+    monkeypatch.setattr(TorchCodecDecoder, "__call__", decode)
+    assert TorchCodecDecoder(CPU).missing() == ""
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
@@ -101,9 +100,10 @@ class ImageDecoder:
                 pictures = self([_trial_file()])
             torch.cuda.current_stream(self._device).synchronize()  # then they may be let go
             del pictures
+        except torch.OutOfMemoryError:
+            return ""
         except Exception as error:
-            short = isinstance(error, torch.OutOfMemoryError) or _NOT_STARTED.search(str(error))
-            return "" if short else f"{self.library} fails: {_first_line(error)}"
+            return f"{self.library} fails: {_first_line(error)}"
         return ""
 
     @property
@@ -277,34 +277,22 @@ def decoded_by(decoder: ImageDecoder | None, device: torch.device) -> str:
     return f"the CPU, in the workers: {reason}"
 
 
-# What TorchCodec and torchvision say where nvJPEG cannot begin, whatever the file: as when 16
-# processes share a GPU, with most of its memory free.
-_NOT_STARTED = re.compile(r"Failed to (?:create|initialize) .*")
-
-
-def claim(size: int, device: torch.device, error: RuntimeError | None = None) -> None:
-    """Raise torch's own error where there is no room for ``size`` bytes, or for the decoder.
-
-    TorchCodec passes on the allocator's ``error`` without its type, and with torch 2.11 without its
-    words: it could be a bad file as well.
-    """
-    if (found := _NOT_STARTED.search(str(error))) is not None:
-        raise torch.OutOfMemoryError(
-            f"nvJPEG on {device}: {found[0]}. Fewer processes on the GPU leave more for each."
-        ) from error
-    if device.type == "cuda":
-        torch.empty(size, dtype=torch.uint8, device=device)
-
-
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def claim(size: int, device: torch.device) -> None:
+    """Raise torch's own error where there is no room for ``size`` bytes."""
+    if device.type == "cuda":
+        torch.empty(size, dtype=torch.uint8, device=device)
 
 
 @contextlib.contextmanager
 def _may_refuse(size: int, device: torch.device) -> Iterator[list[str]]:
     """Where a decoder may refuse its files, but may not lack the memory of so many bytes.
 
-    Gives a list that gets the reason.
+    TorchCodec passes on the allocator's error without its type, and with torch 2.11 without its
+    words: it could be a bad file as well. Gives a list that gets the reason.
     """
     reasons: list[str] = []
     try:
@@ -312,7 +300,7 @@ def _may_refuse(size: int, device: torch.device) -> Iterator[list[str]]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        claim(size, device, error)
+        claim(size, device)
         reasons.append(_first_line(error))
 
 

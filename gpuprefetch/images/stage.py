@@ -55,10 +55,10 @@ class Pipeline:
     Attributes:
         device: where batches go.
         head: the fused transforms.
-        tail: transforms that run on the batch behind them.
+        tail: transforms that run on the batch after them.
         packer: prepares encoded images that no worker of ours has seen.
         decoder: backend for the images left to the GPU; None on the CPU.
-        dtype: of the images behind the head; None for float32.
+        dtype: of the images after the fused transforms; None for float32.
         memory_format: likewise; None for contiguous.
         on_error: "raise", "skip", "replace", or a callable that gets each :class:`BadImage`.
         max_bad: how many bad files are tolerated; None for any number.
@@ -68,7 +68,7 @@ class Pipeline:
         balancer: steers how many of the images the workers decode.
         shares: of the images that the workers decoded, by the number of the batch.
         memory_budget: bytes for batches on their way, see :func:`gpuprefetch.images.plan.cost_of`.
-        only: the one row of a batch that is handed over, behind all transforms; None for all.
+        only: the one row of a batch that is handed over, after all transforms; None for all.
         streams: batches that are decoded side by side, once the first has been.
         rooms: see :func:`.decode.place`.
         values: looks at what reaches the transforms.
@@ -235,11 +235,8 @@ class Pipeline:
 
         batch = unstack(batch, count) if targets and self.tail else batch
         if rows is not None:
-
-            def keep(leaf: Any) -> Any:
-                return leaf if isinstance(leaf, ImageJob) else take_rows(leaf, rows, count)
-
-            batch = map_leaves(keep, batch, partial(is_column, count=count))
+            rest = partial(_take_rest, rows=rows, count=count)
+            batch = map_leaves(rest, batch, partial(is_column, count=count))
             for job in jobs:
                 job.out = take_rows(job.out, rows, count)
         if self.tail and not targets:  # each view of a sample gets draws of its own
@@ -248,8 +245,8 @@ class Pipeline:
         elif self.tail:
             if len(jobs) > 1:
                 raise ValueError(
-                    "The collate function leaves samples apart, and the transforms behind the head "
-                    "need one batch. Use collate_fn=lambda samples: tuple(zip(*samples))."
+                    "The collate function leaves samples apart, and the transforms after the fused "
+                    "ones need one batch. Use collate_fn=lambda samples: tuple(zip(*samples))."
                 )
             job = jobs[0]
             with Timed(self.stats, "tail"), SeededDraws(seed()):
@@ -272,7 +269,8 @@ class Pipeline:
         return unmark(result)
 
     def _transform_tensors(self, batch: Any, draw_seed: Callable[[], int]) -> Any:
-        done, seed = False, draw_seed()
+        """Transform the first leaf that holds images."""
+        seed, done = draw_seed(), False
 
         def transform(leaf: Any) -> Any:
             nonlocal done
@@ -328,26 +326,22 @@ class Pipeline:
             return None
         for last in _bad_images(jobs):
             self._tolerate(last)
-        first = jobs[0].images
-        count = len(first)
-        if any(
-            len(job.images) != len(first) or job.images.samples != first.samples for job in jobs
-        ):
+        samples = jobs[0].images.samples
+        count = len(jobs[0].images)
+        if any(len(job.images) != count or job.images.samples != samples for job in jobs):
             raise BadImageError(
-                f"{last}. on_error cannot leave it out: the collate function "
-                "leaves samples apart, or has another number of images for each: let it keep the "
-                "images together, one of each sample, as torch's default one does."
+                f"{last}. on_error cannot leave it out: the collate function leaves samples apart, "
+                "or has another number of images for each. Let it keep the images together, one of "
+                "each sample, as torch's default one does."
             )
-        good = np.setdiff1d(np.arange(count), bad)
-        if self.on_error == "replace":
-            if not len(good):
-                raise BadImageError(f"all {count} images of a batch are bad, the last: {last}")
-            rows = np.arange(count)
-            rows[bad] = good[
-                np.searchsorted(good, bad) % len(good)
-            ]  # the next good one fills the slot
-            return torch.from_numpy(rows)
-        return torch.from_numpy(good)
+        rows = np.arange(count)
+        good = np.setdiff1d(rows, bad)
+        if self.on_error != "replace":
+            return torch.from_numpy(good)
+        if not len(good):
+            raise BadImageError(f"all {count} images of a batch are bad, the last: {last}")
+        rows[bad] = good[np.searchsorted(good, bad) % len(good)]  # the next good one
+        return torch.from_numpy(rows)
 
     def _tolerate(self, bad: BadImage) -> None:
         if self.on_error == "raise":
@@ -360,6 +354,10 @@ class Pipeline:
         self.stats.bad_images += 1
         if self.max_bad is not None and len(self.bad_images) > self.max_bad:
             raise BadImageError(f"more than max_bad={self.max_bad} bad images, the last: {bad}")
+
+
+def _take_rest(leaf: Any, *, rows: torch.Tensor, count: int) -> Any:
+    return leaf if isinstance(leaf, ImageJob) else take_rows(leaf, rows, count)
 
 
 def _bad_images(jobs: Sequence[ImageJob]) -> list[BadImage]:
