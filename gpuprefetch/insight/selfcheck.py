@@ -355,9 +355,9 @@ class _Noted(ImageDecoder):
         self._witness.note_addresses([out])
         self._decoder.packed(data, call, out, **options)
 
-    def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(self, data: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         images = self._decoder(data)
-        self._witness.note_addresses(images)
+        self._witness.note_addresses([image for image in images if image is not None])
         return images
 
 
