@@ -16,7 +16,7 @@ from gpuprefetch.core.streams import mark_reader, wait_for_reader
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.decode import claim, decode_packed, decode_part, place
 from gpuprefetch.images.encoded import Call, Copy, EncodedImages
-from gpuprefetch.images.plan import LARGE, lay_out, readable
+from gpuprefetch.images.plan import LARGE, LARGE_CALL_BYTES, lay_out, readable
 from gpuprefetch.transforms.head import require_fixed_size
 from gpuprefetch.transforms.launch import HAS_TRITON, Coloring, Launches, Table, resample
 

@@ -82,9 +82,9 @@ def sub_batches(
 ) -> list[npt.NDArray[np.int64]]:
     """Cut what is left to the device into decode calls of about equal size.
 
-    Each is SUB_BATCH images and ``room`` bytes at most, by default SUB_BATCH_BYTES. Of large images each is a whole number of
-    rounds of the ENGINES, LARGE_CALL_BYTES at most. Either has ``limit`` bytes at most, or is one
-    image.
+    Each is SUB_BATCH images and ``room`` bytes at most, by default SUB_BATCH_BYTES. Of large images
+    each is a whole number of rounds of the ENGINES, LARGE_CALL_BYTES at most. Either has ``limit``
+    bytes at most, or is one image.
     """
     positions = positions_to_decode(images)
     cuts = _cut(decoded_bytes(images, positions), limit, room or SUB_BATCH_BYTES)
@@ -130,7 +130,7 @@ def uploads(images: EncodedImages, limit: int | None = None) -> list[Copy]:
 
 
 def _calls(
-    images: EncodedImages, limit: int | None, room: int | None, *, with_pixels: bool
+    images: EncodedImages, limit: int | None, room: int | None = None, *, with_pixels: bool
 ) -> list[Call]:
     """What :func:`lay_out` plans: each copy with a call, or where memory is short apart."""
     copies = uploads(images, limit) if with_pixels else []
