@@ -82,8 +82,8 @@ def sub_batches(
 ) -> list[npt.NDArray[np.int64]]:
     """Cut what is left to the device into decode calls of about equal size.
 
-    Each is SUB_BATCH images and ``room`` bytes at most, by default SUB_BATCH_BYTES. Of large images
-    each is a whole number of rounds of the ENGINES, LARGE_CALL_BYTES at most. Either has ``limit``
+    Each is SUB_BATCH images and SUB_BATCH_BYTES at most, or with more ``room`` as many times that. Of
+    large images each is a whole number of rounds of the ENGINES, LARGE_CALL_BYTES at most. Either has ``limit``
     bytes at most, or is one image.
     """
     positions = positions_to_decode(images)
@@ -94,14 +94,15 @@ def sub_batches(
 def _cut(sizes: npt.NDArray[np.int64], limit: int | None, room: int) -> list[int]:
     """Where the calls begin for images of these ``sizes``: see :func:`sub_batches`."""
     most = room if limit is None else min(limit, room)
-    loads = np.maximum(sizes / most, 1 / SUB_BATCH)
+    number = SUB_BATCH * max(room // SUB_BATCH_BYTES, 1)
+    loads = np.maximum(sizes / most, 1 / number)
     calls = max(np.ceil(loads.sum() - 1e-9), 1)
     if calls > 1 and FEW * sizes.mean() > most:  # a whole number of rounds of the engines
         together = max(len(sizes) // int(calls) // ENGINES, 1) * ENGINES
         most = LARGE_CALL_BYTES if limit is None else min(limit, LARGE_CALL_BYTES)
         target = np.inf
     else:
-        together, target = SUB_BATCH, loads.sum() / calls - 1e-9
+        together, target = number, loads.sum() / calls - 1e-9
     used, load, cuts = 0, 0.0, list[int]()
     for i, (size, more) in enumerate(zip(sizes.tolist(), loads.tolist(), strict=True)):
         if not i or used + size > most or load >= target or i - cuts[-1] >= together:
