@@ -82,9 +82,9 @@ def sub_batches(
 ) -> list[npt.NDArray[np.int64]]:
     """Cut what is left to the device into decode calls of about equal size.
 
-    Each is SUB_BATCH images and SUB_BATCH_BYTES at most, or with more ``room`` as many times that. Of
-    large images each is a whole number of rounds of the ENGINES, LARGE_CALL_BYTES at most. Either has ``limit``
-    bytes at most, or is one image.
+    Each is SUB_BATCH images and SUB_BATCH_BYTES at most, or with more ``room`` as many times that.
+    Of large images each is a whole number of rounds of the ENGINES, LARGE_CALL_BYTES at most.
+    Either has ``limit`` bytes at most, or is one image.
     """
     positions = positions_to_decode(images)
     cuts = _cut(decoded_bytes(images, positions), limit, room or SUB_BATCH_BYTES)
