@@ -87,7 +87,7 @@ class Lookahead:
     ) -> None:
         self.stage, self.device, self.place = stage, stage.device, source.place
         self._source, self._epoch, self._depth, self._check = source, epoch, depth, check
-        self._stream = SideStream(self.device)
+        self._streams = [SideStream(self.device)]
         # Guards the slots and ``_stopping``.
         self._changed = threading.Condition()
         self._slots: deque[Slot] = deque()
@@ -148,6 +148,7 @@ class Lookahead:
         if depth is None:
             depth = READY if slot.cost is None else READY_BYTES // max(slot.cost.fixed, 1)
             depth = self._depth = max(min(READY, depth), 1)
+        depth = max(depth, self.stage.streams)
         budget = self.stage.memory_budget
         if not self._slots or budget is None or slot.cost is None:
             return len(self._slots) < depth
@@ -170,7 +171,7 @@ class Lookahead:
                 if chooses or self.stage.memory_budget is not None:
                     slot.cost = self.stage.cost(slot.batch)
                 self._check(slot.batch)
-                self._stream.wait_for_loader(slot.batch)
+                self._stream_of(slot).wait_for_loader(slot.batch)
             slot.fetched = time.perf_counter()
         except BaseException as error:
             # Nobody looks into the end of an epoch, and its frames hold the loader's iterator.
@@ -178,14 +179,21 @@ class Lookahead:
             slot.ready = True
         return slot
 
+    def _stream_of(self, slot: Slot) -> SideStream:
+        """The side stream of a batch: the next of as many as there are batches side by side."""
+        lane = slot.number % self.stage.streams
+        while len(self._streams) <= lane:
+            self._streams.append(SideStream(self.device))
+        return self._streams[lane]
+
     def _prepare(self, slot: Slot) -> None:
-        """Run the stage on the side stream."""
+        """Run the stage on the batch's side stream."""
         try:
             while self._uploads and self._uploads[0][0].query():
                 self._uploads.popleft()
-            with self._stream.current():
+            with (stream := self._stream_of(slot)).current():
                 slot.result = self.stage.run(slot.batch, slot.number, self._epoch, slot.cost)
-            slot.event = self._stream.record()
+            slot.event = stream.record()
         except BaseException as error:
             slot.error = error
         with self._changed:
@@ -266,7 +274,8 @@ class Lookahead:
             idle = self._reading.acquire(timeout=0 if alive else JOIN_SECONDS)
             try:
                 with contextlib.suppress(RuntimeError):  # of a broken context: the next call tells
-                    self._stream.end(again=idle and not alive)  # see Note [Stream handoff], 3
+                    for stream in self._streams:  # see Note [Stream handoff], 3
+                        stream.end(again=idle and not alive)
                 for slot in self._slots:
                     slot.error = None  # as in _step
                 self._slots.clear()

@@ -48,11 +48,13 @@ class Stage(Protocol):
         device: where batches go.
         stats: counts the time of each step.
         memory_budget: bytes for all batches that are ready or in preparation; None for no limit.
+        streams: batches that are prepared side by side. It may grow within an epoch.
     """
 
     device: torch.device
     stats: Stats
     memory_budget: int | None
+    streams: int
 
     def scratch(self) -> contextlib.AbstractContextManager[None]:
         """What a thread that prepares batches keeps meanwhile."""

@@ -4,97 +4,77 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
-import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
+import numpy as np
 import torch
 
 from gpuprefetch.core.stats import Stats
 from gpuprefetch.images import nvjpeg
 from gpuprefetch.images.encoded import Call, EncodedImages
-from gpuprefetch.images.header import decode_cpu
-from gpuprefetch.images.plan import SUB_BATCH_BYTES, UPLOAD_BYTES, in_rooms
+from gpuprefetch.images.header import decode_cpu, read_header
+from gpuprefetch.images.plan import LARGE_CALL_BYTES, UPLOAD_BYTES, in_rooms
+from gpuprefetch.transforms.launch import CANARY
 
 # Note [Decoded memory]
-# A decoded image lives in a block of the caching allocator's pool of the stream it was decoded on.
-# The allocator gives a freed block to the next decode on that stream at once, in stream order. A
-# decoder that writes from a stream of its own breaks that order: it overwrites memory that a queued
-# kernel still reads.
-#   - torchvision's CUDA decoder does so (pytorch/vision#9606).
-#   - nvJPEG's engines do so: they write while kernels that were queued before on the same stream
-#     still wait (meta-pytorch/torchcodec#1634: 100 calls of 100). An event that the stream waits
-#     for does not help; a wait of the host does. TorchCodec 0.17 waits by itself, 0.16 did not.
-#     What is queued after the call does come after it.
+# A decoded image lies in memory that earlier images lay in: in the scratch of its stream, or in a
+# block that the allocator gives to the next decode on that stream. Both keep the stream's order. A
+# decoder that does not overwrites memory that a queued kernel still reads.
+#   - torchvision's CUDA decoder writes from a stream of its own (pytorch/vision#9606).
+#   - nvJPEG's engines write while kernels that were queued before on the same stream still wait
+#     (meta-pytorch/torchcodec#1634: 100 calls of 100). An event that the stream waits for does not
+#     help; a wait of the host does. TorchCodec 0.17 waits by itself, 0.16 did not. What is queued
+#     after the call does come after it.
 #   - nvJPEG is not through when the call returns: it still reads the last files, which lie in the
 #     batch's buffer. That is kept until the batch is on the device (Lookahead._uploads).
-# What protects us is the host: the prefetch thread decodes nothing until the launch that reads its
-# images, or their packed copy, has completed (ImageJob._wait_for_reader).
+# The host protects us: the prefetch thread decodes nothing until the launch that reads its images,
+# or their packed copy, has completed (ImageJob._wait_for_reader).
 # gpuprefetch.selfcheck() tries both on the machine at hand, and tests/test_selfcheck.py fails
 # without the wait.
 
 
 # Note [Canaries]
 # On RTX 50xx nvJPEG's engines have been seen to skip a picture and report success
-# (MrNeRF/LichtFeld-Studio#616, #1924). In memory that is used again that picture would be an
-# earlier photo under this label. So the first and the last pixel that the launch will read of each
-# picture are set to a color beforehand, and the launch flags the pictures that still have it at
-# either. Those are decoded once more, one by one, and in the end on the CPU. A photo that has this
-# color there is merely decoded twice.
+# (MrNeRF/LichtFeld-Studio#616, #1924). In scratch memory that picture would be an earlier photo
+# under this label. So the first and the last pixel that the launch will read of each picture are
+# set to a color beforehand, and the launch flags the pictures that still have it at either. Those
+# are decoded once more, one by one, and in the end on the CPU. A photo that has this color there is
+# merely decoded twice.
 #   - The engines do not keep the stream's order, so the host waits for the canaries before it
-#     calls them: one tiny kernel after the upload of the launch table.
+#     calls them. They are set after the last reader on the stream: the wait is for both.
 #   - The flags lie in pinned memory, and a launch writes none where all is well. The thread
-#     waits for its launch before the batch counts as done: a wait that came before its next decode
-#     otherwise.
-#   - Where pictures get memory of their own (nvjpeg.decode) it is all of that color.
-#   - TorchCodec and torchvision allocate the pictures themselves, uninitialized: there is nothing
-#     to set before, so a picture skipped there is not noticed. They are the default only where a
-#     GPU has no engines.
+#     waits for its launch before the batch counts as done.
+#   - Pictures with memory of their own lie in what was that color all over.
+#   - TorchCodec and torchvision allocate the pictures themselves, uninitialized. A picture skipped
+#     there is not noticed.
 
 
 # Note [One call for a batch]
 # The thread that trains shares the GIL and the CUDA driver's lock with the prefetch thread. Three
 # Python objects an image (the file, its view, the picture) would take the GIL thousands of times a
-# step. So all that nvJPEG is given of the files is worked out by the worker (Call, Plan), but for
-# the addresses. One ctypes call, which drops the GIL, decodes the batch into one piece of memory,
-# and one launch reads it there.
-
-_thread = threading.local()  # the memory that a prefetch thread decodes into, call after call
+# step. So the worker works out all that nvJPEG is given of the files (Call, Plan), but for the
+# addresses. One ctypes call, which drops the GIL, decodes the batch into one piece of memory, and
+# one launch reads it there.
 
 
-@contextlib.contextmanager
-def packing_into() -> Iterator[None]:
-    """Have :func:`place` give one place in this thread."""
-    _thread.room = []
-    try:
-        yield
-    finally:
-        del _thread.room
-
-
-def free_scratch() -> None:
-    """Give back the place of this thread, until one is asked for again."""
-    if hasattr(_thread, "room"):
-        _thread.room.clear()
-
-
-def place(size: int, device: torch.device) -> torch.Tensor:
+def place(size: int, device: torch.device, scratch: dict[int, torch.Tensor] | None) -> torch.Tensor:
     """1-D uint8 of ``size`` bytes or more on the device, not initialized, to decode into.
 
-    Where the thread keeps a place (:func:`packing_into`) it is that, and good until the next call.
+    Args:
+        size: bytes.
+        device: of the current stream.
+        scratch: kept from call to call, by the handle of the stream; None to keep nothing.
     """
-    room: list[torch.Tensor] | None = getattr(_thread, "room", None)
-    if room is None or size > in_rooms(SUB_BATCH_BYTES + UPLOAD_BYTES):  # for one image
+    if scratch is None or size > in_rooms(LARGE_CALL_BYTES + UPLOAD_BYTES):  # for one image
         return torch.empty([size], dtype=torch.uint8, device=device)
-    if not room or room[0].numel() < size:
-        outgrown = bool(room)
-        room.clear()
-        if outgrown:  # there will be none any more that its block fits
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if stream not in scratch or scratch[stream].numel() < size:
+        if scratch.pop(stream, None) is not None:  # nothing will fit its block any more
             torch.cuda.empty_cache()
-        room.append(torch.empty(in_rooms(size), dtype=torch.uint8, device=device))
-    return room[0]
+        scratch[stream] = torch.empty(in_rooms(size), dtype=torch.uint8, device=device)
+    return scratch[stream]
 
 
 class ImageDecoder:
@@ -105,7 +85,6 @@ class ImageDecoder:
     """
 
     library = "nvJPEG"  # that decodes
-    canaries = True  # whether :meth:`packed` images that were skipped are looked for
 
     def __init__(self, device: torch.device) -> None:
         # One spelling of the device for ever: torchvision leaks its decoder when it changes.
@@ -121,9 +100,10 @@ class ImageDecoder:
                 pictures = self([_trial_file()])
             torch.cuda.current_stream(self._device).synchronize()  # then they may be let go
             del pictures
+        except torch.OutOfMemoryError:
+            return ""
         except Exception as error:
-            short = isinstance(error, torch.OutOfMemoryError) or _NOT_STARTED.search(str(error))
-            return "" if short else f"{self.library} fails: {_first_line(error)}"
+            return f"{self.library} fails: {_first_line(error)}"
         return ""
 
     @property
@@ -136,12 +116,20 @@ class ImageDecoder:
         """Whether there is a way to :meth:`packed`."""
         return False
 
+    @property
+    def canaries(self) -> bool:
+        """Whether :meth:`packed` images that were skipped are looked for."""
+        return True
+
+    @property
+    def streams(self) -> int:
+        """Batches that are best decoded side by side."""
+        return 1
+
     def packed(
         self, data: torch.Tensor, call: Call, out: torch.Tensor, *, first: int = 0, at: int = 0
     ) -> None:
         """Decode without a Python object per image. See Note [One call for a batch].
-
-        Nothing is written to the place of an image that was skipped.
 
         Args:
             data: flat uint8 on the CPU.
@@ -157,14 +145,15 @@ class ImageDecoder:
         """
         raise NotImplementedError
 
-    def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Decode.
+    def __call__(self, data: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """Decode each file by itself.
 
         Args:
             data: N 1-D uint8 tensors on the CPU.
 
         Returns:
-            N ``(3, H, W)`` uint8 tensors on the device, EXIF orientation not applied.
+            N ``(3, H, W)`` uint8 tensors on the device, EXIF orientation not applied. None for one
+            that was left out.
 
         Raises:
             RuntimeError: if any of the files cannot be decoded.
@@ -177,14 +166,14 @@ class TorchCodecDecoder(ImageDecoder):
 
     library = "TorchCodec's nvJPEG"
 
-    def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(self, data: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         from torchcodec.decoders import decode_jpeg
 
         return list(decode_jpeg(data, mode="RGB", device=self._device))
 
 
 class NvjpegDecoder(TorchCodecDecoder):
-    """nvJPEG's JPEG engines without TorchCodec between; TorchCodec where a GPU has none of them."""
+    """nvJPEG without TorchCodec between, and TorchCodec where it brings no nvJPEG."""
 
     def missing(self) -> str:
         # Without a trial, which takes memory of the GPU: the loader may have no photos.
@@ -196,14 +185,23 @@ class NvjpegDecoder(TorchCodecDecoder):
     @property
     def way(self) -> str:
         if not nvjpeg.available(self._device):
+            return self.library
+        if not nvjpeg.has_engines(self._device):
             return (
-                f"{self.library} in CUDA kernels, as no JPEG engine can be used: the GPU has none, "
-                'or the container lacks the driver\'s capability "video"'
+                "nvJPEG in CUDA kernels, as no JPEG engine can be used: the GPU has none, or the "
+                'container lacks the driver\'s capability "video"'
             )
         with nvjpeg.lease(self._device) as decoder:
-            engines, cores = decoder.engines()
-        count = f"{engines} " if engines else ""
-        return f"nvJPEG's {count}JPEG engines" + (f" of {cores} cores" if cores > 1 else "")
+            engines = decoder.engines()
+        return f"nvJPEG's {engines} JPEG engines" if engines else "nvJPEG's JPEG engines"
+
+    @property
+    def canaries(self) -> bool:
+        return nvjpeg.has_engines(self._device)  # only they have been seen to skip pictures
+
+    @property
+    def streams(self) -> int:
+        return 1 if nvjpeg.has_engines(self._device) else 3
 
     @property
     def packs(self) -> bool:
@@ -217,10 +215,29 @@ class NvjpegDecoder(TorchCodecDecoder):
         with nvjpeg.lease(self._device) as decoder:
             decoder.decode(order, torch.cuda.current_stream(self._device).cuda_stream)
 
-    def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
-        if not nvjpeg.available(self._device):
+    def __call__(self, data: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        if not self.packs:
             return super().__call__(data)
-        return nvjpeg.decode(data, self._device)
+        headers = [read_header(bytes(file.numpy())) for file in data]
+        layout = np.array([(len(f), h.height, h.width) for f, h in zip(data, headers, strict=True)])
+        canary = torch.tensor([*CANARY.to_bytes(3, "little")], dtype=torch.uint8)
+        canary = canary.to(self._device)
+        sizes = layout[:, 1:].prod(axis=1)
+        flat = canary.repeat(int(sizes.sum()))  # see Note [Canaries]
+        order = nvjpeg.place_order(nvjpeg.order_for(layout.T), 0, flat.data_ptr())
+        order[: len(data)] = [file.data_ptr() for file in data]
+        stream = torch.cuda.current_stream(self._device)
+        stream.synchronize()  # the engines do not wait for it. See Note [Decoded memory]
+        with nvjpeg.lease(self._device) as decoder:
+            decoder.decode(order, stream.cuda_stream)
+        parts = zip(flat.split((3 * sizes).tolist()), layout[:, 1:].tolist(), strict=True)
+        images = [part.view(*size, 3).permute(2, 0, 1) for part, size in parts]
+        corners = torch.stack([image[:, i, i] for image in images for i in (0, -1)])
+        skipped = (corners == canary).all(1).view(-1, 2).any(1)
+        # The host waits for that, and the files may be gone then.
+        return [
+            None if gone else image for image, gone in zip(images, skipped.tolist(), strict=True)
+        ]
 
 
 class TorchvisionDecoder(ImageDecoder):
@@ -260,34 +277,22 @@ def decoded_by(decoder: ImageDecoder | None, device: torch.device) -> str:
     return f"the CPU, in the workers: {reason}"
 
 
-# What TorchCodec and torchvision say where nvJPEG cannot begin, whatever the file: as when 16
-# processes share a GPU, with most of its memory free.
-_NOT_STARTED = re.compile(r"Failed to (?:create|initialize) .*")
-
-
-def claim(size: int, device: torch.device, error: RuntimeError | None = None) -> None:
-    """Raise torch's own error where there is no room for ``size`` bytes, or for the decoder.
-
-    TorchCodec passes on the allocator's ``error`` without its type, and with torch 2.11 without its
-    words: it could be a bad file as well.
-    """
-    if (found := _NOT_STARTED.search(str(error))) is not None:
-        raise torch.OutOfMemoryError(
-            f"nvJPEG on {device}: {found[0]}. Fewer processes on the GPU leave more for each."
-        ) from error
-    if device.type == "cuda":
-        torch.empty(size, dtype=torch.uint8, device=device)
-
-
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def claim(size: int, device: torch.device) -> None:
+    """Raise torch's own error where there is no room for ``size`` bytes."""
+    if device.type == "cuda":
+        torch.empty(size, dtype=torch.uint8, device=device)
 
 
 @contextlib.contextmanager
 def _may_refuse(size: int, device: torch.device) -> Iterator[list[str]]:
     """Where a decoder may refuse its files, but may not lack the memory of so many bytes.
 
-    Gives a list that gets the reason.
+    TorchCodec passes on the allocator's error without its type, and with torch 2.11 without its
+    words: it could be a bad file as well. Gives a list that gets the reason.
     """
     reasons: list[str] = []
     try:
@@ -295,7 +300,7 @@ def _may_refuse(size: int, device: torch.device) -> Iterator[list[str]]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        claim(size, device, error)
+        claim(size, device)
         reasons.append(_first_line(error))
 
 
@@ -336,19 +341,17 @@ def decode_part(
     """
     lengths, *sizes = call.layout.tolist()
     shapes = [(3, height, width) for height, width in zip(*sizes, strict=True)]
+    decoded: Sequence[torch.Tensor | None] = [None] * len(shapes)
     if together:
         files = images.data[call.start : call.start + sum(lengths)]
         with _may_refuse(call.size, device):
-            try:
-                decoded = decoder(list(files.split(lengths)))
-            except nvjpeg.SkippedError as error:
-                stats.add("missed_images", error.count)
-                raise
-            if [image.shape for image in decoded] == shapes:
-                return decoded  # type: ignore[return-value]
+            decoded = decoder(list(files.split(lengths)))
+            stats.add("missed_images", sum(image is None for image in decoded))
     return [
-        _decode_one(decoder, images, i, shape, device, stats)
-        for i, shape in zip(call.positions.tolist(), shapes, strict=True)
+        image
+        if image is not None and image.shape == shape
+        else _decode_one(decoder, images, i, shape, device, stats)
+        for image, i, shape in zip(decoded, call.positions.tolist(), shapes, strict=True)
     ]
 
 
@@ -363,9 +366,9 @@ def _decode_one(
     file = images.span(position)
     with _may_refuse(prod(shape), device) as reasons:
         (image,) = decoder([file])
-        if image.shape == shape:
+        if image is not None and image.shape == shape:
             return image
-        reasons.append(f"decoded to {tuple(image.shape)}, its header says {shape}")
+        reasons.append(_wrong(image, shape))
     try:
         # The second opinion: a file that only the GPU's decoder dislikes is not a bad file.
         image = decode_cpu(file)
@@ -373,7 +376,13 @@ def _decode_one(
         images.errors[position] = str(error)
         return None
     if image.shape != shape:
-        images.errors[position] = f"decoded to {tuple(image.shape)}, its header says {shape}"
+        images.errors[position] = _wrong(image, shape)
         return None
     stats.fell_back(reasons[0])
     return image.contiguous().to(device)
+
+
+def _wrong(image: torch.Tensor | None, shape: tuple[int, ...]) -> str:
+    if image is None:
+        return "it was skipped"
+    return f"decoded to {tuple(image.shape)}, its header says {shape}"

@@ -14,20 +14,9 @@ import torch
 from gpuprefetch.core.stats import Timed
 from gpuprefetch.core.streams import mark_reader, wait_for_reader
 from gpuprefetch.images.bad import BadImage
-from gpuprefetch.images.decode import (
-    claim,
-    decode_packed,
-    decode_part,
-    place,
-)
+from gpuprefetch.images.decode import claim, decode_packed, decode_part, place
 from gpuprefetch.images.encoded import Call, Copy, PreparedImages
-from gpuprefetch.images.plan import (
-    LARGE,
-    decoded_bytes,
-    in_rooms,
-    lay_out,
-    readable,
-)
+from gpuprefetch.images.plan import LARGE, LARGE_CALL_BYTES, lay_out, readable
 from gpuprefetch.transforms.head import require_fixed_size
 from gpuprefetch.transforms.launch import HAS_TRITON, Coloring, Launches, Table, resample
 
@@ -40,8 +29,8 @@ ALIGNED = 16  # bytes: Triton compiles another kernel for an odd address
 class ImageJob:
     """The encoded images of one batch, on their way into one tensor.
 
-    Decoded images, or their packed copy, are let go behind the launch that reads them, and what
-    they lay in is not decoded into before that launch has completed. See Note [Decoded memory].
+    Decoded images, or their packed copy, are let go after the launch that reads them. Their memory
+    is not decoded into before that launch has completed. See Note [Decoded memory].
     """
 
     def __init__(self, pipeline: Pipeline, images: PreparedImages) -> None:
@@ -49,7 +38,7 @@ class ImageJob:
         self.out: Any = [None] * len(images)
         self._pipeline = pipeline
         self._launches: Launches | None = None
-        # What the launches read, from where on and up to where.
+        # The tensor that holds what the launches read, and where that starts and stops in it.
         self._numbers: tuple[torch.Tensor, int, int] | None = None
         if pipeline.head.names or pipeline.tail:
             require_fixed_size(pipeline.head, pipeline.tail)
@@ -64,8 +53,12 @@ class ImageJob:
         pipeline, images = self._pipeline, self.images
         device, head = pipeline.device, pipeline.head
         size, plan = head.size, images.plan
-        if limit is not None:
-            plan = lay_out(images, size, images.words() if plan.table else None, limit)
+        # Without engines a call takes as long whatever its size.
+        one_call = pipeline.streams > 1 and len(plan.calls) > 1
+        if limit is not None or one_call:
+            words = images.words() if plan.table else None
+            most = None if limit is None else limit // pipeline.copies
+            plan = lay_out(images, size, words, most, LARGE_CALL_BYTES if one_call else None)
         if size is None:
             # The pixels themselves are the result, and the buffer is the worker's.
             ready = np.flatnonzero(images.decoded)
@@ -98,7 +91,6 @@ class ImageJob:
             again: whether it is one image, or one copy, that has had a try.
         """
         try:
-            self._claim(call)
             if launch is None or not self._packs(call):
                 self._decode_apart(call)
             elif not self._decode_packed(call, *launch):
@@ -117,17 +109,6 @@ class ImageJob:
         for piece in pieces:
             self._decode(call=piece, again=len(pieces) == 1)
 
-    def _claim(self, call: Call) -> None:
-        """Ask for the memory of large images beforehand.
-
-        A decoder that runs out of memory is destroyed; making another takes half a second.
-        """
-        if call.largest < LARGE:
-            return
-        sizes = call.decoded_sizes
-        large = int(sizes[sizes >= LARGE].sum())
-        claim(in_rooms(large) if len(sizes) > 1 else large, self._pipeline.device)
-
     def _packs(self, call: Call) -> bool:
         """Whether to decode into one piece."""
         decoder = self._pipeline.decoder
@@ -136,39 +117,33 @@ class ImageJob:
     def _decode_packed(self, call: Call, table: Table, number: int) -> bool:
         """Whether it was done in one piece: see Note [One call for a batch]."""
         pipeline, images = self._pipeline, self.images
-        numbers, first, last = self._read_by(table)
+        decoder = pipeline.decoder if len(call.positions) else None
+        launches, numbers, first, last = self._read_by(table)
         pixels = -(-(last - first) // ALIGNED) * ALIGNED
-        decodes = len(call.positions) > 0
-        with Timed(pipeline.stats, "decode" if decodes else "resample"):
-            flat = place(pixels + call.copied + call.size, pipeline.device)
+        survived = None
+        with Timed(pipeline.stats, "resample" if decoder is None else "decode"):
+            flat = place(pixels + call.copied + call.size, pipeline.device, pipeline.rooms)
             address = flat.data_ptr()
-            self._wait_for_reader()
             # Nobody but torch keeps what is not in the batch until it is on the device.
             flat[: last - first].copy_(numbers[first:last], non_blocking=True)
-            assert self._launches is not None
-            launch = partial(self._launches.launch, number, address + pixels, address)
-            survived = None
-            if decodes and pipeline.decoder is not None and pipeline.decoder.canaries:
+            if decoder is not None and decoder.canaries:
                 # See Note [Canaries].
                 pinned = pipeline.device.type == "cuda"
-                survived = torch.zeros(
-                    len(images), dtype=torch.uint8, device="cpu", pin_memory=pinned
-                )
-                launch = partial(launch, survived=survived.data_ptr())
-                self._launches.set_canaries(number, address + pixels, address)
+                survived = torch.zeros(len(images), dtype=torch.uint8, pin_memory=pinned)
+                launches.set_canaries(number, address + pixels, address)
                 self._mark_reader()
-                self._wait_for_reader()
+            self._wait_for_reader()
             if call.copy is not None:
                 held, start, stop = images.held_copy(call.copy)
                 copied = flat[pixels : pixels + call.copied]
                 copied.copy_(held[start:stop], non_blocking=True)
-            if decodes:
-                assert pipeline.decoder is not None
-                at = pixels + call.copied
-                if not decode_packed(pipeline.decoder, images, call, flat, at):
+            if decoder is not None:
+                if not decode_packed(decoder, images, call, flat, pixels + call.copied):
                     return False
+                pipeline.decodes_on(decoder.streams)
         with Timed(pipeline.stats, "resample"):
-            launch()
+            flags = 0 if survived is None else survived.data_ptr()
+            launches.launch(number, address + pixels, address, survived=flags)
             self._mark_reader()
         if survived is not None:
             with Timed(pipeline.stats, "decode"):
@@ -179,9 +154,9 @@ class ImageJob:
                 self._decode_apart(images.call(missed), together=False)
         return True
 
-    def _read_by(self, table: Table) -> tuple[torch.Tensor, int, int]:
-        """What holds the numbers that the launches of a table read, see ``_numbers``."""
-        if self._numbers is None:
+    def _read_by(self, table: Table) -> tuple[Launches, torch.Tensor, int, int]:
+        """The launches of a table, and the numbers that they read, see ``_numbers``."""
+        if self._launches is None or self._numbers is None:
             head = self._pipeline.head
             self._launches = Launches(table, self.out, torch.uint8, head.interpolation)
             if table.words is None:
@@ -191,10 +166,10 @@ class ImageJob:
                 numbers = Launches.numbers(table, 3, coloring)
                 numbers = numbers.pin_memory() if self.images.is_pinned else numbers
                 self._numbers = numbers, 0, len(numbers)
-        return self._numbers
+        return self._launches, *self._numbers
 
     def _decode_apart(self, call: Call, *, together: bool = True) -> None:
-        pipeline = self._pipeline
+        pipeline, device = self._pipeline, self._pipeline.device
         if call.copy is not None:
             self._copy_apart(call.copy)
         if not len(call.positions):
@@ -203,20 +178,18 @@ class ImageJob:
         with Timed(pipeline.stats, "resample"):
             self._wait_for_reader()
         with Timed(pipeline.stats, "decode"):
+            if call.largest >= LARGE and not pipeline.decoder.packs:
+                # A decoder of others' that runs out of memory is gone; another takes half a second.
+                claim(call.size, device)
             images = decode_part(
-                pipeline.decoder,
-                self.images,
-                call,
-                pipeline.device,
-                pipeline.stats,
-                together=together,
+                pipeline.decoder, self.images, call, device, pipeline.stats, together=together
             )
             pairs = zip(call.positions.tolist(), images, strict=True)
             decoded = {i: image for i, image in pairs if image is not None}
         with Timed(pipeline.stats, "resample"):
             if pipeline.head.size is None:
                 for i, image in decoded.items():
-                    self.out[i] = image
+                    self.out[i] = image.contiguous()  # else one would keep all in memory
             elif decoded:
                 self._resample(np.array([*decoded]), [*decoded.values()])
             self._mark_reader()
@@ -241,7 +214,7 @@ class ImageJob:
 
     def _too_large(self, position: int) -> torch.OutOfMemoryError:
         device, (height, width) = self._pipeline.device, self.images.sizes[position].tolist()
-        size = readable(int(decoded_bytes(self.images, np.array([position]))[0]))
+        size = readable(3 * height * width)
         reason = f"out of memory on {device}, also alone; its {width} x {height} pixels take {size}"
         if device.type == "cuda":
             free, total = map(readable, torch.cuda.mem_get_info(device))

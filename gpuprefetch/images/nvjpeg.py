@@ -1,11 +1,13 @@
-"""nvJPEG's batched decode on the JPEG engines of a GPU, in one call into one piece of memory.
+"""nvJPEG's batched decode on a GPU's JPEG engines, in one call into one piece of memory.
 
-It is the library that TorchCodec decodes with, called without TorchCodec between. That parses each
-file three times and gives each picture memory of its own, which is copied into one piece and has to
-be there twice: beside a compiled ResNet-18 on an H200 it took 92 us for a photo, and this takes 61,
-with the same pixels (one process, calls of 128 photos, medians of three rounds; 77 and 48 on an
-idle GPU). What it costs the training goes by the number of photos, not by their sizes. NVIDIA
-documents the functions: https://docs.nvidia.com/cuda/nvjpeg.
+Without engines its CUDA kernels decode. A call then takes 56 to 61 ms for 64 to 256 of ImageNet's
+photos (an H100), since the kernels follow each file bit by bit, but calls on several streams run
+side by side: 4,150, 7,130, 9,980 and 12,600 photos a second on one to four streams.
+
+TorchCodec decodes with the same library, which is called here directly. TorchCodec parses each file
+three times and gives each picture memory of its own. Beside a compiled ResNet-18 on an H200 it took
+92 us for a photo, and this takes 61, with the same pixels. NVIDIA documents the functions:
+https://docs.nvidia.com/cuda/nvjpeg.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import ctypes
 import importlib
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,22 +26,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuprefetch.transforms.launch import CANARY
-
 # Of its enumerations.
-_HARDWARE, _RGB, _RGBI, _ALLOCATOR_FAILURE = 3, 3, 5, 5
-_STATUS = {
-    1: "not initialized",
-    2: "invalid parameter",
-    3: "bad JPEG",
-    4: "JPEG not supported",
-    5: "allocator failure",
-    6: "execution failed",
-    7: "no JPEG engines on this GPU",
-    8: "internal error",
-    9: "implementation not supported",
-    10: "incomplete bitstream",
-}
+_GPU_HYBRID, _HARDWARE = 2, 3
+_RGBI, _ALLOCATOR_FAILURE = 5, 5
+_STATUS = (
+    "success",
+    "not initialized",
+    "invalid parameter",
+    "bad JPEG",
+    "JPEG not supported",
+    "allocator failure",
+    "execution failed",
+    "no JPEG engines on this GPU",
+    "internal error",
+    "implementation not supported",
+    "incomplete bitstream",
+)
 _PLANES = 4  # of nvjpegImage_t: their addresses, and the bytes of a row of each
 _WORDS = 2 + 2 * _PLANES  # of 8 bytes, that are given of each file
 
@@ -49,7 +51,6 @@ _ARGUMENTS = {
     "nvjpegDestroy": [_POINTER],
     "nvjpegJpegStateCreate": [_POINTER, _POINTER],
     "nvjpegJpegStateDestroy": [_POINTER],
-    "nvjpegGetImageInfo": [_POINTER, _POINTER, ctypes.c_size_t, *4 * [_POINTER]],
     "nvjpegDecodeBatchedInitialize": [_POINTER, _POINTER, _INT, _INT, _INT],
     "nvjpegDecodeBatched": [*6 * [_POINTER]],
 }
@@ -75,32 +76,22 @@ def installed() -> bool:
     return _library() is not None
 
 
-class SkippedError(RuntimeError):
-    """nvJPEG reported success and left pictures out.
-
-    Attributes:
-        count: how many.
-    """
-
-    def __init__(self, count: int) -> None:
-        super().__init__(f"nvJPEG skipped {count} pictures and reported success")
-        self.count = count
-
-
 class Decoder:
     """A decoder of nvJPEG's with its memory; for one thread at a time, on the current device.
+
+    Args:
+        backend: of nvJPEG's enumeration.
 
     Raises:
         torch.OutOfMemoryError: if there is no room for it.
         RuntimeError: if it cannot be made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: int) -> None:
         self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
-        # Handle of the stream that may be at work for it, which is none that may be destroyed.
-        self.stream: int | None = None
+        self.stream: int | None = None  # the handle of the one stream that it is used on
         where = ctypes.byref(self._handle)
-        _check("nvjpegCreateEx", _library().nvjpegCreateEx(_HARDWARE, None, None, 0, where))
+        _check("nvjpegCreateEx", _library().nvjpegCreateEx(backend, None, None, 0, where))
         try:
             self._call("nvjpegJpegStateCreate", ctypes.byref(self._state))
         except RuntimeError:
@@ -115,33 +106,22 @@ class Decoder:
         _library().nvjpegJpegStateDestroy(self._state)
         _library().nvjpegDestroy(self._handle)
 
-    def engines(self) -> tuple[int, int]:
-        """JPEG engines of the GPU, and cores of each; zeros where the library does not tell."""
+    def engines(self) -> int:
+        """JPEG engines of the GPU; 0 where the library does not tell."""
         engines, cores = ctypes.c_uint(), ctypes.c_uint()
         ask = getattr(_library(), "nvjpegGetHardwareDecoderInfo", None)  # not in all versions
         if ask is None or ask(self._handle, ctypes.byref(engines), ctypes.byref(cores)):
-            return 0, 0
-        return engines.value, cores.value
+            return 0
+        return engines.value
 
-    def size(self, file: torch.Tensor) -> tuple[int, int]:
-        """Height and width of the picture in a file, ``(bytes,)`` uint8 on the CPU."""
-        found = np.zeros((4, _PLANES), dtype=np.int32)  # components, sampling, widths, heights
-        places = [row.ctypes.data for row in found]
-        self._call("nvjpegGetImageInfo", file.data_ptr(), file.numel(), *places)
-        return int(found[3, 0]), int(found[2, 0])
-
-    def decode(self, order: npt.NDArray[np.int64], stream: int, *, planes: bool = False) -> None:
+    def decode(self, order: npt.NDArray[np.int64], stream: int) -> None:
         """Queue the decode of some baseline JPEGs; the files are read until it has completed.
-
-        Waits for the stream of the call before, where that is another: see Note [A decoder changes
-        streams].
 
         Args:
             order: ``(10 * N,)`` int64: the addresses of N files on the CPU, their lengths, and an
                 nvjpegImage_t for each picture on the device, as :func:`place_order` gives them. It
                 writes as much as the files say: these had better be right.
-            stream: handle of the stream.
-            planes: whether pictures are ``(3, H, W)``, and not ``(H, W, 3)``.
+            stream: handle of the stream, the same in all calls. See Note [A stream's decoder].
 
         Raises:
             torch.OutOfMemoryError: if there is no room for what it needs besides.
@@ -149,16 +129,13 @@ class Decoder:
         """
         count, files = len(order) // _WORDS, order.ctypes.data
         lengths, images = files + 8 * count, files + 16 * count
-        kind = _RGB if planes else _RGBI
-        if self.stream not in (None, stream):
-            torch.cuda.ExternalStream(self.stream).synchronize()
         self.stream = stream
-        self._call("nvjpegDecodeBatchedInitialize", self._state, count, 1, kind)
+        self._call("nvjpegDecodeBatchedInitialize", self._state, count, 1, _RGBI)
         self._call("nvjpegDecodeBatched", self._state, files, lengths, images, stream)
 
 
 def order_for(layout: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """What nvJPEG is given to decode files that lie one behind the other, and so do the pictures.
+    """What nvJPEG is given to decode files that lie one after the other, and so do the pictures.
 
     Args:
         layout: ``(3, N)`` int64, of each file its length, and the height and width of the picture
@@ -186,99 +163,70 @@ def place_order(order: npt.NDArray[np.int64], files: int, out: int) -> npt.NDArr
 def _check(name: str, status: int) -> None:
     if not status:
         return
-    words = f"{name}: {_STATUS.get(status, f'status {status}')}"
+    words = f"{name}: {_STATUS[status] if status < len(_STATUS) else f'status {status}'}"
     if status == _ALLOCATOR_FAILURE:
         raise torch.OutOfMemoryError(f"CUDA out of memory. {words}")
     raise RuntimeError(words)
 
 
-# A decoder takes 50 MiB, the first one 80 more for nvJPEG's kernels, and a while to make: idle ones
-# are kept, as TorchCodec keeps its own.
+# Note [A stream's decoder]
+# A call returns before nvJPEG is through with it, and a decoder has memory of its own for its
+# latest call. Two threads that took the same two decoders as they came, each with its own stream,
+# came to a call that never returned: three processes of three within five epochs on an H200. So a
+# decoder is used on one stream only, and there are few of those.
+
+# A decoder takes 50 MiB, the first one 80 more for nvJPEG's kernels, and a while to make. Idle ones
+# are kept.
 _idle: defaultdict[torch.device, list[Decoder]] = defaultdict(list)
 _choosing = threading.Lock()
 
-# Note [A decoder changes streams]
-# nvJPEG's decoder has memory of its own for what it was asked last, and a call returns before that
-# is through. Two threads, each with a stream, that took the same two decoders as they came, came to
-# a call that never returned: one thread of the host at full load, nothing left for the GPU to do,
-# and the decoder just come from the other stream, where its last call was under way. So a thread
-# gets the decoder back that it had, and one that comes from another stream waits for that. Epochs
-# of 20 calls of 32 photos on an H200, the two ways at once on one machine: three processes of three
-# were stuck within five epochs without this, and none of three within 84 with it. TorchCodec, which
-# keeps decoders as well, waits for its stream before it puts one back.
-
 
 @cache
-def available(device: torch.device) -> bool:
-    """Whether a CUDA device has JPEG engines, and nvJPEG is there to use them; tried once."""
+def backend_of(device: torch.device) -> int | None:
+    """What nvJPEG decodes with on a CUDA device: its engines where it has some. Tried once."""
     if _library() is None:
-        return False
+        return None
     with torch.cuda.device(device):
-        try:
-            _idle[device].append(Decoder())
-        except torch.OutOfMemoryError:
-            raise  # and is tried again
-        except RuntimeError:
-            return False
-    return True
+        for backend in (_HARDWARE, _GPU_HYBRID):
+            try:
+                _idle[device].append(Decoder(backend))
+            except torch.OutOfMemoryError:
+                raise  # and is tried again
+            except RuntimeError:
+                continue
+            return backend
+    return None
 
 
-def _take_idle(device: torch.device) -> Decoder | None:
-    """A decoder of the current stream, else one of another, if there is any."""
-    stream = torch.cuda.current_stream(device).cuda_stream
-    with _choosing:
-        idle = _idle[device]
-        decoder = next((d for d in idle if d.stream == stream), idle[-1] if idle else None)
-        if decoder is not None:
-            idle.remove(decoder)
-    return decoder
+def available(device: torch.device) -> bool:
+    """Whether nvJPEG can be called directly on a CUDA device."""
+    return backend_of(device) is not None
+
+
+def has_engines(device: torch.device) -> bool:
+    """Whether a CUDA device has JPEG engines that nvJPEG can use."""
+    return backend_of(device) == _HARDWARE
 
 
 @contextlib.contextmanager
 def lease(device: torch.device) -> Iterator[Decoder]:
-    """A decoder of a device, which is current meanwhile; one that has failed is not used again."""
+    """A decoder for the current stream of a device, which is current meanwhile.
+
+    One that has failed is not used again.
+    """
+    backend = backend_of(device)
+    assert backend is not None  # callers ask whether it is available
     with torch.cuda.device(device):
-        decoder = _take_idle(device) or Decoder()
+        stream = torch.cuda.current_stream(device)
+        with _choosing:
+            known = (d for d in _idle[device] if d.stream in (None, stream.cuda_stream))
+            if (decoder := next(known, None)) is not None:
+                _idle[device].remove(decoder)
+        decoder = decoder or Decoder(backend)
         try:
             yield decoder
         except BaseException:
-            torch.cuda.current_stream(device).synchronize()
+            stream.synchronize()
             decoder.close()
             raise
         _idle[device].append(decoder)
-
-
-def decode(files: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Decode files in one call, each into memory of its own, and wait for the current stream.
-
-    Args:
-        files: N 1-D uint8 tensors on the CPU.
-        device: a CUDA device with engines, see :func:`available`.
-
-    Returns:
-        N ``(3, H, W)`` uint8 tensors on the device, EXIF orientation not applied.
-
-    Raises:
-        torch.OutOfMemoryError: if there is no room.
-        SkippedError: if pictures were left out. See Note [Canaries].
-        RuntimeError: if any of the files cannot be decoded.
-    """
-    stream = torch.cuda.current_stream(device)
-    color = torch.tensor([*CANARY.to_bytes(3, "little")], dtype=torch.uint8)
-    canary = color.to(device, non_blocking=True)
-    with lease(device) as decoder:
-        sizes = [decoder.size(file) for file in files]
-        images = [canary[:, None, None].repeat(1, *size) for size in sizes]
-        stream.synchronize()  # the engines do not wait for it. See Note [Decoded memory]
-        planes = np.zeros((len(files), 2, _PLANES), dtype=np.int64)
-        planes[:, 0, :3] = [[plane.data_ptr() for plane in image] for image in images]
-        planes[:, 1, :3] = [[width] for _, width in sizes]
-        given = [f.data_ptr() for f in files], [len(f) for f in files], planes.reshape(-1)
-        decoder.decode(np.concatenate(given), stream.cuda_stream, planes=True)
-        corners = torch.stack([image[:, i, i] for image in images for i in (0, -1)])
-        survived = (corners == canary).all(1).view(-1, 2).any(1).to("cpu", non_blocking=True)
-        stream.synchronize()  # as the files may be gone then
-        decoder.stream = None
-    if skipped := int(survived.sum()):
-        raise SkippedError(skipped)
-    return images

@@ -7,11 +7,11 @@ import sys
 import zlib
 from array import array
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,10 +32,30 @@ from gpuprefetch.images.encoded import PreparedImages
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.worker import Announced, HostStage, encoded_leaves
 
-# Epochs whose batches are noted: 8 bytes a sample (16 in a batch with repeats) and OVERHEAD a
-# batch, 10 MB of an epoch of ImageNet. Of one that does not end the latest batches, of at least
-# half of MOST bytes.
+# Epochs whose batches are noted, and the most bytes of notes about batches that the loop has had:
+# 8 bytes a sample and OVERHEAD a batch, 10 MB of an epoch of ImageNet.
 KEPT, MOST, OVERHEAD = 2, 128 << 20, 128
+
+
+class Noted(NamedTuple):
+    """What is known of a batch.
+
+    Attributes:
+        number: of the batch in its epoch.
+        keys: of its samples.
+        repeats: how often the epoch has had each before; empty where it has had none.
+        checksum: of all samples up to here; None where not all are integers.
+    """
+
+    number: int
+    keys: Sequence[Any]
+    repeats: Sequence[int]
+    checksum: int | None
+
+    @property
+    def bytes(self) -> int:
+        """About what the note takes."""
+        return 8 * (len(self.keys) + len(self.repeats)) + OVERHEAD
 
 
 @dataclass(slots=True)
@@ -44,37 +64,37 @@ class Notes:
 
     Attributes:
         seed: of its random parameters.
-        kept: the number of a batch, that and all later ones that the sampler gave, which are ahead
-            of the loop, and in front of each of them and behind the last a checksum of the samples
-            so far, None where not all are integers, and of each batch the repeats of its samples,
-            empty where there are none. One tuple, for another thread may read it.
-        shares: of the JPEGs that the workers decoded, by the number of the batch.
         place: of its :class:`Source`.
+        shares: of the JPEGs that the workers decoded, by the number of the batch.
+        batches: that the sampler gave. The last ones are ahead of the loop. The first are dropped
+            once all take more than MOST bytes.
+        given: how many there were.
     """
 
     seed: int
-    kept: tuple[int, list[Sequence[Any]], list[Any], list[Sequence[int]]] = field(
-        default_factory=lambda: (0, [], [0], [])
-    )
-    shares: dict[int, float] = field(default_factory=dict)
     place: dict[str, Any] = field(default_factory=lambda: {"batches": 0})
+    shares: dict[int, float] = field(default_factory=dict)
+    batches: deque[Noted] = field(default_factory=deque)
+    given: int = 0
     _bytes: int = 0
 
-    def add(self, batch: Any, repeats: Sequence[int] = ()) -> None:
-        """Note the sampler's next batch, or sample, whatever that is."""
-        first, batches, sums, repeated = self.kept
-        noted: Any = _listed(batch)
-        batches.append(noted)
-        repeated.append(repeats)
-        known = isinstance(noted, array) and sums[-1] is not None
-        sums.append(zlib.crc32(noted, sums[-1]) if known else None)
-        self._bytes += _cost(noted, repeats)
-        old = min(len(batches) // 2, self.place["batches"] - first)
-        if self._bytes > MOST and old > 0:
-            self._bytes -= sum(map(_cost, batches[:old], repeated[:old]))
-            self.kept = first + old, batches[old:], sums[old:], repeated[old:]
-            for number in [number for number in self.shares if number < first + old]:
-                del self.shares[number]
+    def add(self, keys: Sequence[Any], repeats: Sequence[int] = ()) -> None:
+        """Note the sampler's next batch."""
+        before = self.batches[-1].checksum if self.batches else 0
+        known = isinstance(keys, array) and before is not None
+        checksum = zlib.crc32(keys, before) if known else None  # type: ignore[arg-type]
+        self.batches.append(noted := Noted(self.given, keys, repeats, checksum))
+        self.given += 1
+        self._bytes += noted.bytes
+        while self._bytes > MOST and self.batches[0].number < self.place["batches"] - 1:
+            dropped = self.batches.popleft()
+            self._bytes -= dropped.bytes
+            self.shares.pop(dropped.number, None)
+
+    def had(self) -> list[Noted]:
+        """The batches that the loop has had."""
+        # In one step, as another thread may be adding.
+        return [noted for noted in list(self.batches) if noted.number < self.place["batches"]]
 
     def drawn(self) -> tuple[int, int | None]:
         """The process's rank and a checksum of the samples that the loop has had.
@@ -82,9 +102,11 @@ class Notes:
         The checksum is None where they are not all known, or not all integers.
         """
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        first, _, sums, _ = self.kept
-        had = self.place["batches"] - first
-        return rank, sums[had] if 0 <= had < len(sums) else None
+        if not self.place["batches"]:
+            return rank, 0
+        had = self.had()
+        known = had and had[-1].number == self.place["batches"] - 1
+        return rank, had[-1].checksum if known else None
 
     def refuse_another_order(self) -> None:
         """Compare what a resumed epoch has left out with what was drawn before."""
@@ -93,19 +115,13 @@ class Notes:
         rank, before = self.place["drawn"]
         here, now = self.drawn()
         # Lightning has the state of rank 0 loaded by all.
-        first, batches, _, _ = self.kept
-        given = first + len(batches)
-        if rank == here and (now != before or given < self.place["batches"]):
+        if rank == here and (now != before or self.given < self.place["batches"]):
             raise ValueError(
                 "the loader does not begin with the batches that it gave before the interruption. "
                 "What a sampler draws from torch's default generator or from its own `generator` "
                 "is drawn again, not what it draws from elsewhere, nor the order of a loader that "
                 "goes on with the iterator of an earlier epoch."
             )
-
-
-def _cost(noted: Sequence[Any], repeats: Sequence[int]) -> int:
-    return 8 * (len(noted) + len(repeats)) + OVERHEAD
 
 
 def _listed(batch: Any) -> Sequence[Any]:
@@ -122,7 +138,7 @@ def _listed(batch: Any) -> Sequence[Any]:
 
 
 def _origin(dataset: Any, key: Any) -> tuple[Any, Any]:
-    """Whose sample it is, and which, behind torch's own views of datasets."""
+    """The dataset that a sample is of, and its key there, through torch's views of datasets."""
     while type(dataset) in (Subset, ConcatDataset):
         if type(dataset) is Subset:
             dataset, key = dataset.dataset, operator.index(dataset.indices[key])
@@ -138,7 +154,7 @@ class Repeats:
     """Counts the samples of an epoch: 4 bytes for each that a dataset has."""
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset, self._views = dataset, type(dataset) in (Subset, ConcatDataset)
+        self._dataset = dataset
         self._counts: dict[int, Any] = {}  # by the identity of a dataset
         self._others: Counter[Any] = Counter()  # what is not in its range
 
@@ -150,27 +166,20 @@ class Repeats:
     def _add(self, key: Any) -> int:
         dataset = self._dataset
         try:
-            if self._views:
-                dataset, key = _origin(dataset, key)
-            counts = self._counts.get(id(dataset))
-            if counts is None:
-                counts = self._counts[id(dataset)] = _zeros(dataset)
-            before: int = counts[key]
-            counts[key] = before + 1
+            dataset, key = _origin(dataset, key)
+            if id(dataset) not in self._counts:
+                length = len(dataset) if hasattr(dataset, "__len__") else 0
+                # Memory that is not there before it is written to.
+                self._counts[id(dataset)] = np.zeros(length, dtype=np.uint32).data
+            counts, place = self._counts[id(dataset)], key
+            before = int(counts[key])
         except (IndexError, TypeError):
             if not isinstance(key, Hashable):
                 return 0
-            before = self._others[id(dataset), key]
-            self._others[id(dataset), key] += 1
+            counts, place = self._others, (id(dataset), key)
+            before = counts[place]
+        counts[place] = before + 1
         return before
-
-
-def _zeros(dataset: Any) -> memoryview:
-    try:
-        # Memory that is not there before it is written to.
-        return np.zeros(len(dataset), dtype=np.uint32).data
-    except Exception:  # it need not have a length
-        return memoryview(b"")
 
 
 class NotedSampler:
@@ -280,13 +289,12 @@ def replay(
 
     ``fixed`` says that the workers' share of the decoding stays as it is.
     """
-    first, batches, _, repeats = notes.kept
-    had = enumerate(batches[: max(notes.place["batches"] - first, 0)], first)
-    number, indices = next((item for item in had if index in item[1]), (None, ()))
-    if number is None:
-        since = f", of those since batch {first}" if first else ""
+    had = notes.had()
+    held = next((batch for batch in had if index in batch.keys), None)
+    if held is None:
+        since = f", of those since batch {had[0].number}" if had and had[0].number else ""
         raise LookupError(f"no batch of epoch {epoch}{since} has held sample {index!r} so far.")
-    position = list(indices).index(index)
+    number, indices = held.number, list(held.keys)
     if number not in notes.shares and not fixed:
         raise ValueError(
             f"which images of batch {number} the workers decoded is not known: it came before "
@@ -303,14 +311,14 @@ def replay(
     on_error = pipeline.on_error if isinstance(pipeline.on_error, str) else "skip"
     pipeline = replace(pipeline, packer=packer, on_error=on_error, bad_images={}, max_bad=None)
     fetch = getattr(loader.dataset, "__getitems__", None)  # which torch's fetcher prefers
-    samples = fetch(list(indices)) if fetch else [loader.dataset[i] for i in indices]
+    samples = fetch(indices) if fetch else [loader.dataset[i] for i in indices]
     stage = HostStage(loader.collate_fn, packer)
-    stage.expect(repeats[number - first])
+    stage.expect(held.repeats)
     batch = stage(samples)
     if isinstance(batch, Apart):
         raise ValueError("a sample cannot be told apart after a collate_fn that mixes them.")
     images = encoded_leaves(batch)
-    pipeline.only = row = _row_of(position, len(indices), images)
+    pipeline.only = row = _row_of(indices.index(index), len(indices), images)
     cuda = pipeline.device.type == "cuda"
     with own_modes(pipeline.device), torch.cuda.device(pipeline.device) if cuda else nullcontext():
         work = pipeline.start(batch, number, epoch, pipeline.cost(batch))

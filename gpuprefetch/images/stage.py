@@ -7,7 +7,7 @@ and a launch, and a finish after them, all on one stream.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -20,29 +20,16 @@ from gpuprefetch.core.stage import Empty
 from gpuprefetch.core.stats import Stats, Timed
 from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImage, BadImageError
-from gpuprefetch.images.decode import (
-    ImageDecoder,
-    free_scratch,
-    packing_into,
-)
+from gpuprefetch.images.decode import ImageDecoder
 from gpuprefetch.images.encoded import PreparedImages, is_encoded
 from gpuprefetch.images.guard import end_reading
 from gpuprefetch.images.job import ImageJob
 from gpuprefetch.images.packer import Packer
-from gpuprefetch.images.plan import (
-    Cost,
-    cost_of,
-)
+from gpuprefetch.images.plan import Cost, cost_of
 from gpuprefetch.images.rows import is_column, refuse_fewer_rows, take_rows
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.slab import unmap_dead
-from gpuprefetch.images.targets import (
-    refuse_unfollowed,
-    run,
-    run_tail,
-    unmark,
-    unstack,
-)
+from gpuprefetch.images.targets import refuse_unfollowed, run, run_tail, unmark, unstack
 from gpuprefetch.images.worker import pack_lists, packed_of
 from gpuprefetch.transforms.head import Head, Transform, apply_head, is_kornia
 from gpuprefetch.transforms.random import Keys, SeededDraws, fold
@@ -69,10 +56,10 @@ class Pipeline:
     Attributes:
         device: where batches go.
         head: the fused transforms.
-        tail: transforms that run on the batch behind them.
+        tail: transforms that run on the batch after them.
         packer: prepares encoded images that no worker of ours has seen.
         decoder: backend for the images left to the GPU; None on the CPU.
-        dtype: of the images behind the head; None for float32.
+        dtype: of the images after the fused transforms; None for float32.
         memory_format: likewise; None for contiguous.
         on_error: "raise", "skip", "replace", or a callable that gets each :class:`BadImage`.
         max_bad: how many bad files are tolerated; None for any number.
@@ -82,7 +69,9 @@ class Pipeline:
         balancer: steers how many of the images the workers decode.
         shares: of the images that the workers decoded, by the number of the batch.
         memory_budget: bytes for batches on their way, see :func:`gpuprefetch.images.plan.cost_of`.
-        only: the one row of a batch that is handed over, behind all transforms; None for all.
+        only: the one row of a batch that is handed over, after all transforms; None for all.
+        streams: batches that are decoded side by side, once the first has been.
+        rooms: see :func:`.decode.place`.
         values: looks at what reaches the transforms.
         job: makes the work of each leaf of encoded images.
     """
@@ -102,7 +91,9 @@ class Pipeline:
     balancer: Balancer | None = None
     shares: dict[int, float] = field(default_factory=dict)
     memory_budget: int | None = None
+    streams: int = 1
     only: int | None = None
+    rooms: dict[int, torch.Tensor] | None = None
     values: Values = field(default_factory=Values)
     job: Callable[[Pipeline, PreparedImages], ImageJob] = field(
         default_factory=lambda: ImageJob, repr=False
@@ -110,11 +101,21 @@ class Pipeline:
 
     def cost(self, batch: Any) -> Cost:
         """What a batch takes on the device."""
-        return cost_of(batch, self.head.size, self.dtype)
+        return cost_of(batch, self.head.size, self.dtype, self.copies)
 
-    def scratch(self) -> contextlib.AbstractContextManager[None]:
+    @property
+    def copies(self) -> int:
+        """Of decoded images at the end of a call: TorchCodec's and torchvision's are copied."""
+        return 1 if self.decoder is None or self.decoder.packs else 2
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[None]:
         """What a thread that prepares batches keeps meanwhile: memory to decode into."""
-        return packing_into() if self.memory_budget is None else contextlib.nullcontext()
+        self.rooms = {} if self.memory_budget is None else None
+        try:
+            yield
+        finally:
+            self.rooms = None
 
     def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int]:
         """Pack the encoded images of a batch, and count it. See :class:`.core.stage.Stage`."""
@@ -161,6 +162,15 @@ class Pipeline:
         stats.collate_seconds += images.collate_seconds
         stats.pin_seconds += images.pin_seconds
 
+    def decodes_on(self, streams: int) -> None:
+        """Learn from the first decode how many streams its decoder is for."""
+        if streams == 1 or self.streams == streams:
+            return
+        if self.memory_budget is None:
+            self.streams = streams
+        if self.balancer is not None:
+            self.balancer.start_without_engines()
+
     def asked(self) -> None:
         """Nothing refuses encoded images that the loop has looked at once it goes on."""
         end_reading()
@@ -172,7 +182,8 @@ class Pipeline:
     def make_room(self) -> None:
         """Give back what can be spared of the device's memory."""
         self.stats.out_of_memory += 1
-        free_scratch()
+        if self.rooms:
+            self.rooms.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -233,11 +244,8 @@ class Pipeline:
 
         batch = unstack(batch, count) if targets and self.tail else batch
         if rows is not None:
-
-            def keep(leaf: Any) -> Any:
-                return leaf if isinstance(leaf, ImageJob) else take_rows(leaf, rows, count)
-
-            batch = map_leaves(keep, batch, partial(is_column, count=count))
+            rest = partial(_take_rest, rows=rows, count=count)
+            batch = map_leaves(rest, batch, partial(is_column, count=count))
             for job in jobs:
                 job.out = take_rows(job.out, rows, count)
         if self.tail and not targets:  # each view of a sample gets draws of its own
@@ -246,8 +254,8 @@ class Pipeline:
         elif self.tail:
             if len(jobs) > 1:
                 raise ValueError(
-                    "The collate function leaves samples apart, and the transforms behind the head "
-                    "need one batch. Use collate_fn=lambda samples: tuple(zip(*samples))."
+                    "The collate function leaves samples apart, and the transforms after the fused "
+                    "ones need one batch. Use collate_fn=lambda samples: tuple(zip(*samples))."
                 )
             job = jobs[0]
             with Timed(self.stats, "tail"), SeededDraws(seed()):
@@ -270,7 +278,8 @@ class Pipeline:
         return unmark(result)
 
     def _transform_tensors(self, batch: Any, draw_seed: Callable[[], int]) -> Any:
-        done, seed = False, draw_seed()
+        """Transform the first leaf that holds images."""
+        seed, done = draw_seed(), False
 
         def transform(leaf: Any) -> Any:
             nonlocal done
@@ -326,26 +335,22 @@ class Pipeline:
             return None
         for last in _bad_images(jobs):
             self._tolerate(last)
-        first = jobs[0].images
-        count = len(first)
-        if any(
-            len(job.images) != len(first) or job.images.samples != first.samples for job in jobs
-        ):
+        samples = jobs[0].images.samples
+        count = len(jobs[0].images)
+        if any(len(job.images) != count or job.images.samples != samples for job in jobs):
             raise BadImageError(
-                f"{last}. on_error cannot leave it out: the collate function "
-                "leaves samples apart, or has another number of images for each: let it keep the "
-                "images together, one of each sample, as torch's default one does."
+                f"{last}. on_error cannot leave it out: the collate function leaves samples apart, "
+                "or has another number of images for each. Let it keep the images together, one of "
+                "each sample, as torch's default one does."
             )
-        good = np.setdiff1d(np.arange(count), bad)
-        if self.on_error == "replace":
-            if not len(good):
-                raise BadImageError(f"all {count} images of a batch are bad, the last: {last}")
-            rows = np.arange(count)
-            rows[bad] = good[
-                np.searchsorted(good, bad) % len(good)
-            ]  # the next good one fills the slot
-            return torch.from_numpy(rows)
-        return torch.from_numpy(good)
+        rows = np.arange(count)
+        good = np.setdiff1d(rows, bad)
+        if self.on_error != "replace":
+            return torch.from_numpy(good)
+        if not len(good):
+            raise BadImageError(f"all {count} images of a batch are bad, the last: {last}")
+        rows[bad] = good[np.searchsorted(good, bad) % len(good)]  # the next good one
+        return torch.from_numpy(rows)
 
     def _tolerate(self, bad: BadImage) -> None:
         if self.on_error == "raise":
@@ -358,6 +363,10 @@ class Pipeline:
         self.stats.bad_images += 1
         if self.max_bad is not None and len(self.bad_images) > self.max_bad:
             raise BadImageError(f"more than max_bad={self.max_bad} bad images, the last: {bad}")
+
+
+def _take_rest(leaf: Any, *, rows: torch.Tensor, count: int) -> Any:
+    return leaf if isinstance(leaf, ImageJob) else take_rows(leaf, rows, count)
 
 
 def _bad_images(jobs: Sequence[ImageJob]) -> list[BadImage]:

@@ -341,7 +341,11 @@ class _Noted(ImageDecoder):
     """
 
     def __init__(self, decoder: ImageDecoder, witness: _Witness, *, canaries: bool) -> None:
-        self._decoder, self._witness, self.canaries = decoder, witness, canaries
+        self._decoder, self._witness, self._canaries = decoder, witness, canaries
+
+    @property
+    def canaries(self) -> bool:
+        return self._canaries
 
     @property
     def packs(self) -> bool:
@@ -351,9 +355,9 @@ class _Noted(ImageDecoder):
         self._witness.note_addresses([out])
         self._decoder.packed(data, call, out, **options)
 
-    def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(self, data: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         images = self._decoder(data)
-        self._witness.note_addresses(images)
+        self._witness.note_addresses([image for image in images if image is not None])
         return images
 
 
