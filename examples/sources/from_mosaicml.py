@@ -1,11 +1,11 @@
 """MosaicML Streaming's MDS shards, from a folder or an object store.
 
     python from_mosaicml.py                            # on shards that it draws itself
-    python from_mosaicml.py s3://bucket/train /tmp/mds
+    python from_mosaicml.py s3://bucket/train FOLDER
 
-The library downloads shards ahead into the second folder, shares samples between ranks and workers,
-and shuffles. The columns here are a file's bytes and a label; change ``__getitem__`` where yours are
-others.
+The library downloads shards ahead into the second folder, shares samples between ranks and
+workers, and shuffles. The columns here are a file's bytes and a label; change ``__getitem__`` where
+yours are others.
 """
 
 import sys
