@@ -11,6 +11,7 @@ from gpuprefetch.migrate.accelerate import accelerate
 from gpuprefetch.migrate.explain import explain
 from gpuprefetch.migrate.parity import ParityReport, parity
 from gpuprefetch.prefetcher import DataPrefetcher
+from gpuprefetch.preprocess import preprocess
 from gpuprefetch.transforms.convert import UnsupportedTransformError, convert_transforms
 from gpuprefetch.transforms.head import CenterCrop, RandomResizedCrop, Resize
 
@@ -35,5 +36,6 @@ __all__ = [
     "doctor",
     "explain",
     "parity",
+    "preprocess",
     "selfcheck",
 ]

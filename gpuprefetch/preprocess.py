@@ -1,0 +1,60 @@
+"""The transforms of a loader on a few files: for serving, notebooks and scripts that predict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpuprefetch.images.encoded import EncodedImage
+from gpuprefetch.prefetcher import DataPrefetcher
+
+
+def preprocess(
+    files: Sequence[Any],
+    transforms: Sequence[Any] = (),
+    *,
+    device: torch.device | str | None = None,
+    apply_exif: bool = False,
+) -> Any:
+    """Decode and transform some image files as :class:`DataPrefetcher` does, in one batch.
+
+    Args:
+        files: N of them: bytes, paths, or :class:`EncodedImage`.
+        transforms: as for :class:`DataPrefetcher`.
+        device: likewise.
+        apply_exif: likewise.
+
+    Returns:
+        ``(N, 3, H, W)`` on the device, as the transforms make it: what a loader gives for these
+        files. Without transforms a list of N ``(3, H, W)`` uint8 tensors.
+
+    Raises:
+        TypeError: for a single file in place of several, or for what is no file.
+        ValueError: without any file.
+        BadImageError: for a file that cannot be decoded.
+    """
+    if isinstance(files, (str, bytes, bytearray, PathLike, EncodedImage)):
+        raise TypeError(
+            f"preprocess takes a list of files, got one {type(files).__name__}: "
+            "preprocess([file], transforms)."
+        )
+    images = [_encoded(file, index) for index, file in enumerate(files)]
+    if not images:
+        raise ValueError("preprocess takes at least one file, got none.")
+    loader = DataPrefetcher(
+        [images], transforms=list(transforms), device=device, apply_exif=apply_exif
+    )
+    (batch,) = loader
+    return batch
+
+
+def _encoded(file: Any, index: int) -> EncodedImage:
+    if isinstance(file, EncodedImage):
+        return file
+    if isinstance(file, (str, PathLike)):
+        return EncodedImage(Path(file).read_bytes(), index, str(file))
+    return EncodedImage(file, index)
