@@ -178,7 +178,7 @@ class NvjpegDecoder(TorchCodecDecoder):
     def missing(self) -> str:
         # Without a trial, which takes memory of the GPU: the loader may have no photos.
         with contextlib.suppress(Exception):  # of a broken TorchCodec: the trial says what
-            if not torch.version.hip and nvjpeg.installed():
+            if not torch.version.hip and nvjpeg.library() is not None:
                 return ""
         return super().missing()
 
