@@ -721,8 +721,6 @@ nothing_left()
 @pytest.mark.gpu
 @pytest.mark.parametrize(("code", "lines"), [(BUDGETED, 3), (SHORT, 1)])
 def test_photos_of_24_megapixels_on_a_gpu(code, lines):
-    child = test_faults.child_of(code, torch.device("cuda"))
-    out, err = test_faults.ended(child, seconds=180)
-    assert child.returncode == 0, err
-    assert out.splitlines()[-1] == "named"
-    assert len(out.splitlines()) == lines
+    printed = test_faults.run(code, torch.device("cuda"), seconds=180).splitlines()
+    assert printed[-1] == "named"
+    assert len(printed) == lines
