@@ -3,7 +3,8 @@
 from gpuprefetch import connections as connections  # first: it must precede any CUDA context
 from gpuprefetch.core.stats import Stats
 from gpuprefetch.images.bad import BadImage, BadImageError
-from gpuprefetch.images.encoded import EncodedImage, EncodedImageFolder, EncodedImages
+from gpuprefetch.images.encoded import EncodedImage, EncodedImages
+from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.insight.doctor import DoctorReport, doctor
 from gpuprefetch.insight.selfcheck import SelfcheckReport, selfcheck
 from gpuprefetch.migrate.accelerate import accelerate

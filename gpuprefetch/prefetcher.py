@@ -34,8 +34,9 @@ from gpuprefetch.core.source import (
 from gpuprefetch.images.apart import collate_apart
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.decode import BACKENDS
-from gpuprefetch.images.encoded import EncodedImageFolder
+from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.images.header import load_decoders
+from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.plan import parse_bytes
 from gpuprefetch.images.replay import (
     KEPT,
@@ -50,7 +51,7 @@ from gpuprefetch.images.replay import (
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.targets import moves_pixels
-from gpuprefetch.images.worker import GROWTH, HostStage, Packer, encoded_leaves
+from gpuprefetch.images.worker import HostStage, encoded_leaves
 from gpuprefetch.transforms.convert import read_list
 from gpuprefetch.transforms.head import Transform, require_fixed_size
 from gpuprefetch.transforms.launch import FLOAT_DTYPES
@@ -224,7 +225,6 @@ class DataPrefetcher:
             output=(dtype or torch.float32, memory_format or torch.contiguous_format)
             if self.device.type == "cpu"
             else None,
-            growth=GROWTH if backend is not None and cpu_share == "auto" else 0,
             dtype=dtype or torch.float32,
             moves=moves_pixels([*head.ops, *tail]),
         )

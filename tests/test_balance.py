@@ -1,10 +1,11 @@
 """The workers' share of the decoding, in loops that are simulated batch by batch."""
 
+import os
+
 import pytest
 import torch
 
-from gpuprefetch.images import share as _balance
-from gpuprefetch.images.share import FEW, WINDOW, Balancer
+from gpuprefetch.images.share import FEW, WINDOW, Balancer, usable_cores
 
 
 class Loader:
@@ -13,7 +14,8 @@ class Loader:
 
 @pytest.fixture(autouse=True)
 def cores(monkeypatch):
-    monkeypatch.setattr(_balance, "usable_cores", lambda: 16)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16), raising=False)
 
 
 def balancer_of(share=0.0, **options):
@@ -78,14 +80,13 @@ def test_the_first_batches_of_an_epoch_may_be_late():
 def test_a_fixed_share_and_a_small_machine_stay_as_they_are(monkeypatch):
     waits = (lambda share: 0.05), (lambda share: 0.04)
     assert set(run(balancer_of(0.3, fixed=True), 500, *waits)) == {0.3}
-    monkeypatch.setattr(_balance, "usable_cores", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     balancer = balancer_of()
     assert set(run(balancer, 500, *waits)) == {0.0}
     assert balancer.fixed and not balancer.chosen
 
 
 def test_cores_are_shared_between_ranks(monkeypatch):
-    monkeypatch.undo()
-    alone = _balance.usable_cores()
+    assert usable_cores() == 16
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert _balance.usable_cores() == alone // 2
+    assert usable_cores() == 8

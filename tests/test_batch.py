@@ -299,7 +299,7 @@ from gpuprefetch import EncodedImage
 from gpuprefetch.images import slab as _slab
 
 _slab.kept = list(DataLoader([EncodedImage(b"abc")] * 4, batch_size=2, num_workers=1))
-assert _slab.kept[0].buffer._mapping is not None
+assert _slab.kept[0].buffer.memory.is_shared()
 print(len(_slab.kept))
 """
 

@@ -204,12 +204,12 @@ expect("loop", KeyError, "the loop's own", [0], in_the_loop)
 
 # The decoder itself: ours is a bug or a broken installation, and no bad image.
 from gpuprefetch.images import decode as _decode
-from gpuprefetch.images import worker as _host
+from gpuprefetch.images import packer as _packer
 
 def no_decoder(*args, **options):
     raise ImportError("no decoder")
 
-_host.decode_cpu = no_decoder
+_packer.decode_cpu = no_decoder
 for backend in _decode.BACKENDS.values():
     backend.packed = backend.__call__ = no_decoder
 expect("decode", ImportError, "no decoder", [], loop(prefetcher_of(Files())))

@@ -84,7 +84,7 @@ def test_a_module_that_gets_an_encoded_image_is_named(folder, name):
         list(wrapped(Numbered(folder, CALLED[name])))
 
 
-def test_a_module_is_named_in_a_worker_and_in_every_sample(folder):
+def test_a_module_is_named_in_a_worker_in_every_sample_and_in_a_collate_function(folder):
     def only_the_last(image, target):
         return (v2.RandomHorizontalFlip(1.0)(image) if target == COUNT - 1 else image), target
 
@@ -92,15 +92,10 @@ def test_a_module_is_named_in_a_worker_and_in_every_sample(folder):
     assert next(batches)[1].tolist() == [0, 1, 2]
     with pytest.raises(TypeError, match="RandomHorizontalFlip was called with an encoded image"):
         next(batches)
-
-
-def test_a_module_in_a_collate_function_is_named(folder):
-    def collate(samples):
-        images, target = default_collate(samples)
-        return v2.GaussianBlur(3)(images), target
-
     with pytest.raises(TypeError, match="GaussianBlur was called with an encoded image"):
-        list(wrapped(Numbered(folder), collate))
+        list(
+            wrapped(Numbered(folder), lambda samples: v2.GaussianBlur(3)(default_collate(samples)))
+        )
 
 
 @pytest.mark.parametrize(
@@ -176,7 +171,6 @@ def timm_mixup(**options):
 
 
 MIXES = {
-    "MixUp": lambda: v2.MixUp(num_classes=COUNT),
     "either": lambda: v2.RandomChoice([v2.MixUp(num_classes=COUNT), v2.CutMix(num_classes=COUNT)]),
     "in a Compose": lambda: v2.Compose([v2.MixUp(num_classes=COUNT)]),
 }
@@ -275,7 +269,7 @@ def test_a_bad_image_takes_its_sample_out_of_a_mix(folder):
     assert sizes == [(2, [0, 2]), (3, [3, 4, 5])]
 
 
-# --- transforms of a dataset of one's own, behind accelerate ------------------------------------
+# --- transforms of a dataset of one's own, under accelerate ------------------------------------
 
 
 class Split(Subset):

@@ -4,10 +4,8 @@ import pickle
 import threading
 import time
 import weakref
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pictures
@@ -29,13 +27,13 @@ from gpuprefetch.images import decode as _decode
 from gpuprefetch.images import job as _job
 from gpuprefetch.images import plan as _budget
 from gpuprefetch.images.decode import ImageDecoder
-from gpuprefetch.images.encoded import EncodedImages, pack
+from gpuprefetch.images.encoded import pack
 from gpuprefetch.images.header import decode_cpu
+from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.plan import parse_bytes, readable
-from gpuprefetch.images.worker import Packer
 from gpuprefetch.insight import selfcheck as _selfcheck
 from gpuprefetch.transforms.head import read_transforms
-from gpuprefetch.transforms.launch import Launches
+from gpuprefetch.transforms.launch import Launches, by_place, plan_rows
 
 KIB = 1024
 SIZE = (4, 5)
@@ -159,30 +157,23 @@ def test_a_budget_counts_what_a_decoder_copies(files):
     assert copied.fixed == once.fixed == FINISHED
 
 
-def test_what_the_launches_read_lies_behind_the_pixels(files):
+def test_what_the_launches_read_lies_after_the_pixels(files):
     head, _ = read_transforms(SMALL)
     share, epoch = torch.tensor([0.5]), torch.zeros(1, dtype=torch.int64)
-    packed = []
-    with mock.patch.object(EncodedImages, "keep_numbers", lambda batch, coloring: None):
-        packed.append(Packer(head, True, False, 0, epoch, share)([*map(EncodedImage, files)]))
-    packed.append(Packer(head, True, False, 0, epoch, share)([*map(EncodedImage, files)]))
-    apart, kept = packed
-    assert apart.decoded.sum() == len(files) // 2
+    kept = Packer(head, True, False, 0, epoch, share)([*map(EncodedImage, files)])
+    assert kept.decoded.sum() == len(files) // 2
     assert kept.plan.table.words is None
     first, last = kept.numbers
-    assert kept.spans[kept.decoded].max() + kept.boundary == first
+    assert kept.spans[kept.decoded].max() + kept.boundary == kept.encoded_bytes == first
     assert last == len(kept.buffer.tensor)
-    assert np.array_equal(kept.words(), apart.words())
     held, start, stop = kept.held_numbers()
-    # Where the buffer cannot be pinned, a copy of its end is.
-    copied = replace(kept, pinned=kept.buffer.tensor[kept.boundary :].clone())
-    assert torch.equal(copied.pixels, kept.pixels)
-    assert copied.boundary + len(copied.pixels) == kept.encoded_bytes == first
-    other, *place = copied.held_numbers()
-    assert other is copied.pinned
-    assert torch.equal(other[slice(*place)], held[start:stop])
-    assert np.array_equal(copied.words(), apart.words())
-    assert np.array_equal(pickle.loads(pickle.dumps(kept)).words(), apart.words())
+    assert torch.equal(held[start:stop], kept.buffer.tensor[first:last])
+    planned = plan_rows(
+        kept.rows, kept.sizes, kept.transposed, head.size, head.interpolation, head.antialias
+    )
+    again = _budget.lay_out(kept, head.size, planned)
+    assert np.array_equal(kept.words(), by_place(again.table.words, len(kept)))
+    assert np.array_equal(pickle.loads(pickle.dumps(kept)).words(), kept.words())
 
 
 class Tensors(Dataset):

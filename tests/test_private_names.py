@@ -44,7 +44,6 @@ NAMES = {
     "torch._C._profiler._RecordFunctionFast": lambda: torch._C._profiler._RecordFunctionFast,
     "torch._sample_dirichlet": lambda: torch._sample_dirichlet,
     "torch._standard_gamma": lambda: torch._standard_gamma,
-    "torch.UntypedStorage._new_shared": lambda: torch.UntypedStorage._new_shared,
     "torch.utils.data._utils.collate": lambda: torch.utils.data._utils.collate.collate_tensor_fn,
     "torch.cuda._sleep": lambda: hasattr(torch.cuda, "_sleep") or not torch.version.cuda,
     "DataLoader._iterator": lambda: hasattr(DataLoader([0]), "_iterator"),

@@ -32,7 +32,8 @@ from gpuprefetch import (
     convert_transforms,
 )
 from gpuprefetch.images import targets as _targets
-from gpuprefetch.images.worker import HostStage, Packer, sample_keys
+from gpuprefetch.images.packer import Packer, sample_keys
+from gpuprefetch.images.worker import HostStage
 from gpuprefetch.transforms.convert import RandomCrop
 from gpuprefetch.transforms.head import read_transforms
 from gpuprefetch.transforms.per_image import Apply, Choice, per_image

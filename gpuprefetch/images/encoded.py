@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import os
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from gpuprefetch.images.guard import Encoded, begin_reading
 from gpuprefetch.images.nvjpeg import order_for
 from gpuprefetch.images.slab import Buffer
-from gpuprefetch.transforms.launch import Coloring, Launches, Table, by_place
+from gpuprefetch.transforms.launch import Launches, Table, by_place
 
 
 @dataclass(slots=True, repr=False)
@@ -31,7 +28,8 @@ class EncodedImage(Encoded):
     The DataLoader's default collate packs them into :class:`EncodedImages`; nothing else is needed.
 
     Args:
-        data: the file's bytes; bytes, bytearray, memoryview, or a 1-D uint8 tensor or array.
+        data: the file's bytes; bytes, bytearray, or a memoryview, a 1-D uint8 tensor or array,
+            which are copied.
         index: of the sample in its dataset. Random parameters are keyed to it and error messages
             name it; -1 where there is none, then ``path`` or the bytes themselves take its place.
         path: where the bytes come from, for error messages.
@@ -63,11 +61,9 @@ class EncodedImage(Encoded):
                     f"EncodedImage takes a file's bytes as 1-D uint8, got {array.dtype} of shape "
                     f"{array.shape}. Decoded pixels do not belong in it: return them as a tensor."
                 )
-            self.data = np.ascontiguousarray(array).data
+            self.data = array.tobytes()
         elif isinstance(self.data, memoryview):
-            view = self.data
-            if not (view.c_contiguous and view.ndim == view.itemsize == 1):
-                self.data = view.tobytes()
+            self.data = self.data.tobytes()
         elif not isinstance(self.data, (bytes, bytearray)):
             raise TypeError(
                 f"EncodedImage takes a file's bytes, got {type(self.data).__name__}. "
@@ -78,19 +74,13 @@ class EncodedImage(Encoded):
         what = f"{len(self.data):,} bytes, index={self.index}, path={self.path!r}"
         return f"{type(self).__name__}({what})"
 
-    def __getstate__(self) -> Any:
-        state: Any = object.__getstate__(self)
-        if isinstance(self.data, memoryview):  # which cannot be pickled
-            state[1]["data"] = self.data.tobytes()  # among the slots
-        return state
-
 
 @dataclass(slots=True)
 class Copy:
     """Pixels of a batch that are copied together.
 
     Attributes:
-        positions: in the batch of the images that workers decoded, one behind the other.
+        positions: in the batch of the images that workers decoded, one after the other.
         start: of the first in the batch's pixels.
         stop: of the last.
     """
@@ -106,7 +96,7 @@ class Call:
 
     Attributes:
         positions: of the N files in the batch, in the order of its buffer.
-        start: of the first in its buffer, where the others lie behind it without a gap.
+        start: of the first in its buffer, which the others follow without a gap.
         layout: ``(3, N)`` int64, of each file its length, and the height and width of the image in
             it. The sampling was drawn for these, which headers promise: others would be misread.
         copy: the pixels; they lie before the decoded images. None for none.
@@ -146,55 +136,39 @@ class Plan:
 
     Attributes:
         calls: all of them, decode call by decode call.
-        table: of a launch behind each call; None where they cannot be planned.
+        table: of a launch after each call; None where they cannot be planned.
     """
 
     calls: list[Call]
     table: Table | None = None
 
 
-@dataclass(slots=True, repr=False)
+@dataclass(kw_only=True, repr=False)
 class EncodedImages(Encoded):
     """A batch of N encoded images in one flat buffer.
 
     Attributes:
-        buffer: the files' bytes and, behind them, uint8 pixels of every image that a worker has
+        buffer: the files' bytes and, after them, uint8 pixels of every image that a worker has
             decoded already, or room for those of one that it could not decode.
         boundary: where the pixels start in the buffer.
-        count: N.
-        ready: how many of them a worker has decoded.
+        encoded_bytes: where they stop.
         spans: ``(N, 2)`` int64, where each image starts and stops in ``pixels`` if it was decoded,
             in ``data`` otherwise.
         indices: ``(N,)`` int64, of the samples in their dataset.
         paths: of the files.
         decoded: ``(N,)`` bool, whether a worker has decoded the image.
-        sizes: ``(N, 2)`` int64, height and width of the image, decoded or not yet.
+        sizes: ``(N, 2)`` int64, height and width of the image, decoded or not yet; 0 where no
+            header was read.
+        transposed: ``(N,)`` bool, whether rows and columns of the decoded image change places.
         interleaved: whether the decoded pixels lie as decoders write them, ``(H, W, 3)``, and not
             as planes, ``(3, H, W)``.
-        transposed: ``(N,)`` bool, whether rows and columns of the decoded image change places.
-        rows: ``(N, 2, 6)`` float64, the sampling of the fused head; None where it was not drawn.
-        plan: of the way to the GPU (:func:`gpuprefetch.images.plan.lay_out`); None for another way.
         errors: position in the batch -> why the image cannot be decoded.
-        samples: of the batch, each image's; -1 where the collate function made a new image.
-        prepared: whether headers were read, see :class:`gpuprefetch.images.worker.Packer`.
-        epoch: whose random parameters ``rows`` holds.
-        share: of the baseline JPEGs that the worker was to decode.
-        read_seconds: the worker spent in the dataset.
-        decode_seconds: it spent decoding.
-        collate_seconds: it spent on the rest of the batch.
         pin_seconds: the DataLoader's pin thread took.
-        targets: what became of boxes, masks and points, see :func:`.targets.fate`.
-        numbers: where in the buffer, behind the pixels, lies what the launches of the plan read;
-            None where there is no room for it.
-        out: the finished batch, where no device is to make it.
-        pinned: a copy of the buffer in pinned memory, from the pixels on, where the buffer itself
-            cannot be pinned.
     """
 
     buffer: Buffer
     boundary: int
-    count: int
-    ready: int
+    encoded_bytes: int
     spans: npt.NDArray[np.int64]
     indices: npt.NDArray[np.int64]
     paths: list[str]
@@ -202,21 +176,8 @@ class EncodedImages(Encoded):
     sizes: npt.NDArray[np.int64]
     transposed: npt.NDArray[np.bool_]
     interleaved: bool = False
-    rows: npt.NDArray[np.float64] | None = None
-    plan: Plan | None = None
     errors: dict[int, str] = field(default_factory=dict)
-    samples: list[int] = field(default_factory=list)
-    prepared: bool = False
-    epoch: int = 0
-    share: float = 0.0
-    read_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    collate_seconds: float = 0.0
     pin_seconds: float = 0.0
-    targets: str = ""
-    numbers: tuple[int, int] | None = None
-    out: torch.Tensor | None = None
-    pinned: torch.Tensor | None = None
 
     @property
     def data(self) -> torch.Tensor:
@@ -225,72 +186,29 @@ class EncodedImages(Encoded):
 
     @property
     def pixels(self) -> torch.Tensor:
-        """``(bytes,)`` uint8 on the CPU, the decoded pixels; pinned where the loader pins."""
-        held, start = self.held_pixels()
-        return held[start : start + self.encoded_bytes - self.boundary]
+        """``(bytes,)`` uint8 on the CPU, the decoded pixels."""
+        return self.buffer.tensor[self.boundary : self.encoded_bytes]
 
     @property
-    def encoded_bytes(self) -> int:
-        """Bytes of :attr:`data` and :attr:`pixels`."""
-        return self.buffer.size if self.numbers is None else self.numbers[0]
-
-    def held_pixels(self) -> tuple[torch.Tensor, int]:
-        """What holds :attr:`pixels`, and where they start in it: without a view, a new object."""
-        if self.pinned is not None:
-            return self.pinned, 0
-        return self.buffer.memory, self.buffer.start + self.boundary
-
-    def keep_numbers(self, coloring: Coloring) -> None:
-        """Put what the launches read into the buffer, in place of the plan's words."""
-        assert self.plan is not None and self.numbers is not None
-        table, (first, _) = self.plan.table, self.numbers
-        if table is None:
-            self.numbers = first, first
-        else:
-            numbers = Launches.numbers(table, 3, coloring)
-            last = first + len(numbers)
-            self.numbers, self.buffer.tensor[first:last] = (first, last), numbers
-            self.plan = replace(self.plan, table=replace(table, words=None))
-
-    def words(self) -> npt.NDArray[np.int64]:
-        """What the launches read of each image, ``(N, words)``, in the order of the batch."""
-        assert self.plan is not None and self.plan.table is not None
-        words = self.plan.table.words
-        if words is None:
-            held, first, last = self.held_numbers()
-            words = Launches.words(held[first:last], 3)
-        return by_place(words, len(self))
-
-    def held_numbers(self) -> tuple[torch.Tensor, int, int]:
-        """What holds :attr:`numbers`, and where they start and stop in it."""
-        assert self.numbers is not None
-        held, start = self.held_pixels()
-        start -= self.boundary
-        return held, start + self.numbers[0], start + self.numbers[1]
-
-    def held_copy(self, copy: Copy) -> tuple[torch.Tensor, int, int]:
-        """What holds the pixels of a copy, and where they start and stop in it."""
-        held, start = self.held_pixels()
-        return held, start + copy.start, start + copy.stop
+    def ready(self) -> int:
+        """How many of the images a worker has decoded."""
+        return int(self.decoded.sum())
 
     @property
     def is_pinned(self) -> bool:
-        """Whether :meth:`held_pixels` gives pinned memory."""
-        return self.pinned is not None or self.buffer.is_pinned
+        """Whether the buffer lies in pinned memory."""
+        return self.buffer.is_pinned
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.indices)
 
     def __repr__(self) -> str:
         return f"EncodedImages({len(self)} images, {self.encoded_bytes:,} bytes)"
 
-    def __getattr__(self, name: str) -> Any:
-        return Encoded.__getattr__(self, name)
-
     def __getitem__(self, position: int) -> EncodedImage:
         """A copy of the encoded image at ``position``, one that no worker has decoded."""
         # A view would change once the batch is dropped: see Buffer.
-        file = self.span(position).clone()
+        file = self.span(position).numpy().tobytes()
         return EncodedImage(file, int(self.indices[position]), self.paths[position])
 
     def span(self, position: int) -> torch.Tensor:
@@ -298,12 +216,22 @@ class EncodedImages(Encoded):
         start, stop = self.spans[position]
         return (self.pixels if self.decoded[position] else self.data)[start:stop]
 
+    def parts(self) -> list[npt.NDArray[np.uint8]]:
+        """The parts of all images, as :meth:`span` has them, to be written to."""
+        flat, starts = self.buffer.tensor.numpy(), np.where(self.decoded, self.boundary, 0)
+        return [flat[start:stop] for start, stop in (self.spans + starts[:, None]).tolist()]
+
     def call(self, positions: npt.NDArray[np.int64], copy: Copy | None = None) -> Call:
         """To decode some images together: all between the first and the last that no worker did."""
         spans, sizes = self.spans[positions], self.sizes[positions]
         stored = np.where(self.transposed[positions, None], sizes[:, ::-1], sizes)
         layout = np.stack([spans[:, 1] - spans[:, 0], *stored.T])
         return Call(positions, int(spans[0, 0]) if len(spans) else 0, layout, copy)
+
+    def held_copy(self, copy: Copy) -> tuple[torch.Tensor, int, int]:
+        """What holds the pixels of a copy, and where they start and stop in it."""
+        pixels = self.buffer.start + self.boundary
+        return self.buffer.memory, pixels + copy.start, pixels + copy.stop
 
     def views(
         self, positions: npt.NDArray[np.int64], pixels: torch.Tensor, start: int = 0
@@ -318,15 +246,53 @@ class EncodedImages(Encoded):
     def pin_memory(self, device: Any = None) -> EncodedImages:
         """The batch in pinned memory; the DataLoader's pin thread calls it.
 
-        A worker's slab is pinned where it lies. nvJPEG copies each file to the GPU by itself, and
-        from pageable memory that takes a call of 13 us rather than 3, in which the training thread
-        cannot launch. Elsewhere the pixels alone are worth a pinned copy.
+        nvJPEG copies each file to the GPU by itself, and from pageable memory that takes a call of
+        13 us rather than 3, in which the training thread cannot launch.
         """
         started = time.perf_counter()
-        if not self.buffer.pin():
-            self.pinned = self.buffer.tensor[self.boundary :].pin_memory()
+        self.buffer = self.buffer.pinned()
         self.pin_seconds = time.perf_counter() - started
         return self
+
+
+@dataclass(kw_only=True, repr=False)
+class PreparedImages(EncodedImages):
+    """Encoded images that a :class:`gpuprefetch.images.worker.Packer` has prepared for the device.
+
+    Attributes:
+        rows: ``(N, 2, 6)`` float64, the sampling of the fused head; None for a head without one.
+        plan: of the way to the GPU.
+        numbers: where in the buffer, after the pixels, what the launches of the plan read starts
+            and stops.
+        out: the finished batch, where no device is to make it.
+        samples: of the batch, each image's; -1 where the collate function made a new image.
+        share: of the baseline JPEGs that the worker was to decode.
+        read_seconds: the worker spent in the dataset.
+        decode_seconds: it spent decoding.
+        collate_seconds: it spent on the rest of the batch.
+        targets: what became of boxes, masks and points, see :func:`.targets.fate`.
+    """
+
+    rows: npt.NDArray[np.float64] | None
+    plan: Plan
+    numbers: tuple[int, int]
+    out: torch.Tensor | None
+    samples: list[int]
+    share: float
+    read_seconds: float
+    decode_seconds: float
+    collate_seconds: float
+    targets: str = ""
+
+    def words(self) -> npt.NDArray[np.int64]:
+        """What the launches read of each image, ``(N, words)``, in the order of the batch."""
+        first, last = self.numbers
+        return by_place(Launches.words(self.buffer.tensor[first:last], 3), len(self))
+
+    def held_numbers(self) -> tuple[torch.Tensor, int, int]:
+        """What holds :attr:`numbers`, and where they start and stop in it."""
+        first, last = self.numbers
+        return self.buffer.memory, self.buffer.start + first, self.buffer.start + last
 
 
 def is_encoded(batch: Any) -> bool:
@@ -339,73 +305,53 @@ def is_encoded(batch: Any) -> bool:
     )
 
 
-class Layout:
-    """One buffer for the parts of a batch: encoded files and, behind them, decoded pixels.
+def allocate(
+    images: Sequence[EncodedImage],
+    lengths: npt.NDArray[np.int64],
+    decoded: npt.NDArray[np.bool_],
+    *,
+    work: npt.NDArray[Any] | int = 0,
+    room: int = 0,
+    **known: Any,
+) -> EncodedImages:
+    """Lay out a batch whose :meth:`EncodedImages.parts` are still to be written.
 
     Args:
-        lengths: bytes of each part.
+        images: of the batch.
+        lengths: ``(N,)``, bytes of each part.
         decoded: ``(N,)`` bool, which parts are pixels.
-        work: ``(N,)``, of the GPU with each file; those with the most lie first. nvJPEG gives the
-            engines files in turns, and waits for one that is not through with the file before:
-            with neighbors of a size it is. On an H200, beside training, an image takes 102 us so,
-            and 110 in any order.
-        room: for the buffers of later batches.
-        behind: bytes there are to be for :attr:`EncodedImages.numbers`.
-
-    Attributes:
-        parts: a writable view of each.
-        buffer, boundary, spans, numbers: as those of :class:`EncodedImages`.
+        work: ``(N,)``, of the GPU with each file.
+        room: bytes after the pixels.
+        known: more attributes of the batch.
     """
-
-    def __init__(
-        self,
-        lengths: npt.NDArray[np.int64],
-        decoded: npt.NDArray[np.bool_],
-        work: npt.NDArray[Any] | int = 0,
-        *,
-        room: int = 0,
-        behind: int = 0,
-    ) -> None:
-        # Decoded ones as they come: see uploads().
-        order = np.lexsort((np.where(decoded, 0, -work), decoded))
-        stops = np.empty_like(lengths)
-        stops[order] = np.cumsum(lengths[order])
-        self.spans = np.stack([stops - lengths, stops], axis=1)
-        used = int(lengths.sum())
-        self.buffer = Buffer.empty(used + behind, room)
-        self.numbers = (used, used + behind) if behind else None
-        self.boundary = int(lengths[~decoded].sum())
-        data = self.buffer.tensor.numpy()
-        self.parts = [data[start:stop] for start, stop in self.spans.tolist()]
-        self.spans[decoded] -= self.boundary
-
-
-def pack(
-    images: Sequence[EncodedImage], layout: Layout | None = None, **known: Any
-) -> EncodedImages:
-    """Make a batch of what lies in a ``layout``; ``known`` are more of its attributes.
-
-    Without one it packs the images as they are: what the default collate does where no prefetcher
-    has its say.
-    """
-    decoded = np.zeros(len(images), dtype=bool)
-    if layout is None:
-        files = [np.frombuffer(image.data, dtype=np.uint8) for image in images]
-        layout = Layout(np.array([len(file) for file in files], dtype=np.int64), decoded)
-        for part, file in zip(layout.parts, files, strict=True):
-            part[:] = file
+    # Files with the most work lie first: nvJPEG gives the engines files in turns, and waits for one
+    # that is not through with the file before. On an H200, beside training, an image takes 102 us
+    # so, and 110 in any order. Decoded ones lie as they come: see plan.uploads().
+    order = np.lexsort((np.where(decoded, 0, -work), decoded))
+    stops = np.empty_like(lengths)
+    stops[order] = np.cumsum(lengths[order])
+    boundary, size = int(lengths[~decoded].sum()), int(lengths.sum())
     unread = np.zeros((len(images), 2), dtype=np.int64)
     return EncodedImages(
-        layout.buffer,
-        layout.boundary,
-        len(images),
-        int(np.sum(known.get("decoded", 0))),
-        layout.spans,
-        np.array([image.index for image in images], dtype=np.int64),
-        [image.path for image in images],
-        numbers=layout.numbers,
-        **{"decoded": decoded, "sizes": unread, "transposed": unread[:, 0] > 0} | known,
+        buffer=Buffer.empty(size + room),
+        boundary=boundary,
+        encoded_bytes=size,
+        spans=np.stack([stops - lengths, stops], axis=1) - np.where(decoded, boundary, 0)[:, None],
+        indices=np.array([image.index for image in images], dtype=np.int64),
+        paths=[image.path for image in images],
+        decoded=decoded,
+        **{"sizes": unread, "transposed": np.zeros(len(images), dtype=bool)} | known,
     )
+
+
+def pack(images: Sequence[EncodedImage], **known: Any) -> EncodedImages:
+    """Pack images as they are: what the default collate does where no prefetcher has its say."""
+    files = [np.frombuffer(image.data, dtype=np.uint8) for image in images]
+    lengths = np.array([len(file) for file in files], dtype=np.int64)
+    batch = allocate(images, lengths, np.zeros(len(images), dtype=bool), **known)
+    for part, file in zip(batch.parts(), files, strict=True):
+        part[:] = file
+    return batch
 
 
 Pack = Callable[[Sequence[EncodedImage]], EncodedImages]
@@ -413,7 +359,7 @@ _pack: contextvars.ContextVar[Pack] = contextvars.ContextVar("gpuprefetch_pack",
 
 
 @contextlib.contextmanager
-def packing(fn: Pack) -> Iterator[None]:
+def packing_with(fn: Pack) -> Iterator[None]:
     """Make the default collate pack with ``fn``: how a prefetcher reaches the workers."""
     token = _pack.set(fn)
     try:
@@ -429,79 +375,3 @@ def collate_encoded(images: Sequence[EncodedImage], *, collate_fn_map: Any = Non
 
 # torch's own extension point: the default collate knows the type wherever this is imported.
 default_collate_fn_map[EncodedImage] = collate_encoded
-
-
-def read_file(path: str | os.PathLike[str]) -> bytes:
-    """What a file holds. For a photo, Path.read_bytes takes half as long again."""
-    with open(path, "rb", buffering=0) as file:  # noqa: PTH123
-        return file.read()
-
-
-class EncodedImageFolder(Dataset[tuple[EncodedImage, Any]]):
-    """torchvision's ``ImageFolder`` with encoded bytes for samples: ``root/class/.../file.jpg``.
-
-    Args:
-        root: the folder whose sub-folders are the classes.
-        transform: None; transforms are the prefetcher's.
-        target_transform: called with each target.
-        is_valid_file: says of a path whether it is a sample; by default the extension does.
-        allow_empty: whether a class folder may be empty.
-
-    Attributes:
-        classes: sorted class names.
-        class_to_idx: class name -> index.
-        samples: (path, class index) of every sample.
-        targets: class index of every sample.
-
-    Raises:
-        FileNotFoundError: if ``root`` has no class folders, or a class has no sample.
-        TypeError: for a ``transform``.
-    """
-
-    def __init__(
-        self,
-        root: str | Path,
-        transform: None = None,
-        *,
-        target_transform: Callable[[Any], Any] | None = None,
-        is_valid_file: Callable[[str], bool] | None = None,
-        allow_empty: bool = False,
-    ) -> None:
-        from torchvision.datasets import ImageFolder
-
-        if transform is not None:
-            raise TypeError(
-                "EncodedImageFolder gives images that are not decoded. Give transforms to "
-                "DataPrefetcher(loader, transforms=[...]), or move an ImageFolder with its "
-                "transform over with gpuprefetch.accelerate(loader)."
-            )
-        options: Any = {"is_valid_file": is_valid_file, "allow_empty": allow_empty}
-        try:
-            folder = ImageFolder(str(root), **options)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"{error} EncodedImageFolder takes root/class/.../file.jpg. For a folder without "
-                "classes write a Dataset of EncodedImage(path.read_bytes(), index, str(path))."
-            ) from error
-        self.root = folder.root
-        self.classes: list[str] = folder.classes
-        self.class_to_idx: dict[str, int] = folder.class_to_idx
-        self.samples: list[tuple[str, int]] = folder.samples
-        self.imgs = self.samples
-        self.targets: list[int] = folder.targets
-        self.extensions = folder.extensions
-        self.target_transform = target_transform
-
-    def __getitem__(self, index: int) -> tuple[EncodedImage, Any]:
-        path, target = self.samples[index]
-        position = index if index >= 0 else len(self) + index
-        image = EncodedImage(read_file(path), int(position), path)
-        return image, target if self.target_transform is None else self.target_transform(target)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __repr__(self) -> str:
-        return (
-            f"EncodedImageFolder({self.root!r}, {len(self)} samples, {len(self.classes)} classes)"
-        )

@@ -85,8 +85,7 @@ def decode_cpu(
         data: A whole encoded file; a tensor is ``(n_bytes,)`` uint8 on the CPU. It is only read.
         header: What :func:`read_header` gave for it, where that is known.
         apply_exif: Turn the picture upright, as ``PIL.ImageOps.exif_transpose`` does. In a JPEG, an
-            orientation that is written in XMP only, or as a number of another type than EXIF gives
-            it (SHORT, or LONG as some write), is not looked for.
+            orientation that is written in XMP only is not looked for.
 
     Returns:
         ``(3, H, W)`` uint8, of any strides.
@@ -120,6 +119,8 @@ def load_decoders() -> None:
         Image.init()
         # MAX_PIXELS says what is too large. A filter for each call would not be thread-safe.
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+        # Nor is a broken orientation worth a line of every worker's.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.TiffImagePlugin")
         from torchcodec import decoders  # noqa: F401  # as _decode_jpeg() does
 
 
@@ -141,8 +142,6 @@ def upright(image: torch.Tensor, orientation: int) -> torch.Tensor:
     Returns:
         ``(..., H, W)``, or ``(..., W, H)`` for orientations 5 to 8; ``image`` itself for 1.
     """
-    if orientation not in range(1, 9):
-        raise ValueError(f"orientation must be EXIF's, from 1 to 8, got {orientation}")
     if orientation >= 5:
         image = image.mT
     dims = ((), (-1,), (-2, -1), (-2,))[(orientation - 1) % 4]
@@ -193,8 +192,7 @@ def _read_other(data: bytes) -> ImageHeader:
             if kind == "png" and not _ends_with_pixels(data):
                 picture.load()  # and what follows them
             # PngImageFile.getexif() decodes every picture that has none.
-            found = Image.Image.getexif(picture).get(0x0112, 1)
-            orientation = int(found) if found in range(1, 9) else 1
+            orientation = _orientation(Image.Image.getexif(picture))
         if kind == "tiff":  # PIL turns it when it decodes it, and before 11.1 its size only then
             width, height = picture.tag_v2[256], picture.tag_v2[257]
             if orientation >= 5:
@@ -217,26 +215,10 @@ def _decode_other(data: bytes) -> torch.Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-_FORTY_TWO = (b"*\0", b"\0*")
-
-
-def _read_orientation(exif: bytes) -> int:
-    """Return the orientation in EXIF data, with or without the "Exif" identifier before them."""
-    exif = exif.removeprefix(b"Exif\0\0")
-    order = {b"II": "<", b"MM": ">"}.get(exif[:2])
-    if order is None or exif[2:4] not in _FORTY_TWO:
-        return 1
-    try:
-        (directory,) = struct.unpack_from(order + "I", exif, 4)
-        (n_entries,) = struct.unpack_from(order + "H", exif, directory)
-        for entry in range(directory + 2, directory + 2 + 12 * n_entries, 12):
-            tag, kind, count = struct.unpack_from(order + "HHI", exif, entry)
-            if tag == 0x0112 and count == 1 and kind in (3, 4):  # a SHORT, or a LONG as some write
-                (value,) = struct.unpack_from(order + "HI"[kind - 3], exif, entry + 8)
-                return value if 1 <= value <= 8 else 1
-    except struct.error:  # it ends too early
-        pass
-    return 1
+def _orientation(exif: Any) -> int:
+    """The orientation in a ``PIL.Image.Exif``; 1 where it has none that exists."""
+    found = exif.get(0x0112, 1)
+    return int(found) if found in range(1, 9) else 1
 
 
 # JPEG
@@ -247,6 +229,7 @@ _APP0, _APP1, _APP2, _APP14, _COM = 0xE0, 0xE1, 0xE2, 0xEE, 0xFE
 _FRAME_HEADERS = {*range(0xC0, 0xD0)} - {_DHT, 0xC8, 0xCC}
 _NO_SEGMENT = {0x00, 0x01, *range(0xD0, 0xD9), 0xFF}  # no length follows these
 _IRREGULAR = 0
+_FORTY_TWO = (b"*\0", b"\0*")
 
 _Spans = list[tuple[int, int]]
 _Segments = dict[int, _Spans]
@@ -282,8 +265,8 @@ def _read_jpeg(data: bytes) -> ImageHeader:
         raise ValueError(f"broken JPEG: {len(frames)} frame headers instead of one")
     height, width = struct.unpack_from(">HH", data, frames[0][0] + 1)
     gpu = height in _GPU_SIDES and width in _GPU_SIDES and _decodes_on_gpu(data, found)
-    # A file for the GPU has one scan, and nothing behind it.
-    scans, later = (1, []) if gpu else _behind_first_scan(data, found[_SOS][0][1])
+    # A file for the GPU has one scan, and nothing after it.
+    scans, later = (1, []) if gpu else _after_first_scan(data, found[_SOS][0][1])
     if scans > 1 and scans * height * width > MAX_SCANNED_PIXELS:
         raise ValueError(
             f"a JPEG with {scans} scans of {height * width} pixels is outside the limit of "
@@ -298,10 +281,10 @@ def _read_jpeg(data: bytes) -> ImageHeader:
 _LATER_MARKERS = re.compile(rb"\xff[\xc0-\xcf\xd9-\xfe]")
 
 
-def _behind_first_scan(data: bytes, pos: int) -> tuple[int, _Spans]:
-    """Return the number of scans, and the APP1 segments behind the first, up to the image's end.
+def _after_first_scan(data: bytes, pos: int) -> tuple[int, _Spans]:
+    """Return the number of scans, and the APP1 segments after the first, up to the image's end.
 
-    Behind its end a phone may have put a film, in which anything looks like a marker.
+    After its end a phone may have put a film, in which anything looks like a marker.
     """
     scans, app1 = 1, []
     data += b"\0\0"  # the last marker may have no length
@@ -324,12 +307,18 @@ def _read_app1(
     """Return the orientation, and the spans of all that a decoder could take for one.
 
     PIL and TorchCodec's CUDA decoder look for the "Exif" identifier, TorchCodec's CPU decoder takes
-    the first APP1 segment whatever its identifier, also one of the later ones behind the first
+    the first APP1 segment whatever its identifier, also one of the later ones after the first
     scan; all of them need the 42 of the TIFF header. PIL joins what several segments hold.
     """
-    exif = b"".join(data[a + 6 : b] for a, b in segments if data.startswith(b"Exif\0\0", a, b))
+    from PIL import Image
+
+    orientation, found = 1, Image.Exif()
+    held = b"".join(data[a + 6 : b] for a, b in segments if data.startswith(b"Exif\0\0", a, b))
+    with contextlib.suppress(Exception):  # broken metadata
+        found.load(held)
+        orientation = _orientation(found)
     forty_twos = [a for a, b in segments + later if data[a + 8 : min(a + 10, b)] in _FORTY_TWO]
-    return _read_orientation(exif), tuple((start, start + 10) for start in forty_twos)
+    return orientation, tuple((start, start + 10) for start in forty_twos)
 
 
 # Note [Files for the GPU]
@@ -341,7 +330,7 @@ def _read_app1(
 #   2. Gray, or YCbCr by libjpeg's rules (JFIF, Adobe's transform, the component ids), none of which
 #      says RGB.
 #   3. The four common chroma samplings. Even gray has a sampling, and others than 1 x 1 exist.
-#   4. Nothing between the segments, none of an unknown kind, no second picture behind the first (an
+#   4. Nothing between the segments, none of an unknown kind, no second picture after the first (an
 #      index of those, "MPF", would tell).
 #   5. In the compressed data no marker but the restarts, each in its turn and as many as the size
 #      asks for, and the end of the image at their end. Of damaged photos that got here without this

@@ -15,7 +15,7 @@ from gpuprefetch.core.stats import Timed
 from gpuprefetch.core.streams import mark_reader, wait_for_reader
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.decode import claim, decode_packed, decode_part, place
-from gpuprefetch.images.encoded import Call, Copy, EncodedImages
+from gpuprefetch.images.encoded import Call, Copy, PreparedImages
 from gpuprefetch.images.plan import LARGE, lay_out, readable
 from gpuprefetch.transforms.head import require_fixed_size
 from gpuprefetch.transforms.launch import HAS_TRITON, Coloring, Launches, Table, resample
@@ -33,7 +33,7 @@ class ImageJob:
     is not decoded into before that launch has completed. See Note [Decoded memory].
     """
 
-    def __init__(self, pipeline: Pipeline, images: EncodedImages) -> None:
+    def __init__(self, pipeline: Pipeline, images: PreparedImages) -> None:
         self.images = images
         self.out: Any = [None] * len(images)
         self._pipeline = pipeline
@@ -53,10 +53,9 @@ class ImageJob:
         pipeline, images = self._pipeline, self.images
         device, head = pipeline.device, pipeline.head
         size, plan = head.size, images.plan
-        if plan is None or limit is not None:
-            words = images.words() if plan and plan.table else None
-            most = None if limit is None else limit // pipeline.copies
-            plan = lay_out(images, size, words, most)
+        if limit is not None:
+            words = images.words() if plan.table else None
+            plan = lay_out(images, size, words, limit // pipeline.copies)
         if size is None:
             # The pixels themselves are the result, and the buffer is the worker's.
             ready = np.flatnonzero(images.decoded)

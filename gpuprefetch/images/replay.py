@@ -28,7 +28,7 @@ from gpuprefetch.core.source import _samplers, in_order, sampler_of
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImage, BadImageError
-from gpuprefetch.images.encoded import EncodedImages
+from gpuprefetch.images.encoded import PreparedImages
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.worker import Announced, HostStage, encoded_leaves
 
@@ -334,7 +334,7 @@ def replay(
     return result
 
 
-def _row_of(position: int, count: int, images: Sequence[EncodedImages]) -> int:
+def _row_of(position: int, count: int, images: Sequence[PreparedImages]) -> int:
     """Where the collate function has put a sample, given its place among ``count``."""
     if not images:
         raise ValueError("replay is for encoded images, and the dataset gave none.")

@@ -1,14 +1,15 @@
-"""Shared buffers that workers fill again and again, mapped by the parent once.
+"""Slabs: shared memory that a worker fills again and again, and its parent pins in place.
 
 A DataLoader worker sends each batch in new shared memory: pages to clear for the worker, to map for
-the parent, and to unmap under its interpreter lock, 4 ms for the 25 MB of a batch of photos, taken
-from the training thread. A slab stays mapped on both sides and travels by its name.
+the parent, and to unmap with the GIL, 4 ms for the 25 MB of a batch of photos, taken from the
+training thread. A slab stays mapped on both sides and travels by its name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
+import shutil
 import weakref
 from collections.abc import Callable
 from multiprocessing import active_children, util
@@ -30,42 +31,53 @@ SMALL = 16 << 10
 # Room for a larger batch: the parent page-locks each new slab, milliseconds in which the training
 # thread cannot launch.
 SLACK = 1.25
-MOST_ROOM = 64 << 20  # beyond what a batch takes, whatever is expected of later ones
 
 
-def _shared(size: int) -> torch.Tensor:
-    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-    return empty.set_(torch.UntypedStorage._new_shared(size, device="cpu"))
+def share(tensor: torch.Tensor) -> torch.Tensor:
+    """Move a new tensor into shared memory.
+
+    Raises:
+        RuntimeError: if there is too little of it.
+    """
+    try:
+        return tensor.share_memory_()  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        left = ""
+        with contextlib.suppress(OSError):  # not on every platform
+            total, _, free = shutil.disk_usage("/dev/shm")
+            left = f", and /dev/shm has {free >> 20} of {total >> 20} MiB left"
+        raise RuntimeError(
+            f"A worker needs {-(-tensor.nbytes >> 20)} MiB of shared memory for a batch{left} "
+            f"({error}). Start the container with more, as in docker run --shm-size=16g, or with "
+            "--ipc=host, or lower the DataLoader's num_workers, prefetch_factor or batch_size."
+        ) from error
 
 
 class _Slab:
-    """A slab as its worker sees it."""
+    """A slab, as its worker or the parent sees it.
 
-    def __init__(self, number: int, size: int) -> None:
-        self.key = (os.getpid(), number)
-        self.memory = _shared(HEADER + size)
-        self.state: npt.NDArray[np.uint8] = self.memory[:1].numpy()
-        self.state[0] = 0
+    Attributes:
+        key: the worker's process, and which of its slabs it is.
+        memory: 1-D uint8, the header and the data.
+        busy: ``(1,)`` uint8, whether the parent still reads the data.
+        sent: whether the parent has it; the worker's.
+    """
+
+    def __init__(self, key: tuple[int, int], memory: torch.Tensor) -> None:
+        self.key, self.memory = key, memory
+        self.busy: npt.NDArray[np.uint8] = memory[:1].numpy()
         self.sent = False
-
-
-class _Mapping:
-    """A slab as the parent sees it."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.state: npt.NDArray[np.uint8] = memory[:1].numpy()
-        self.pinned: bool | None = None
+        self._pinned: bool | None = None
 
     def pin(self) -> bool:
-        """Page-lock the slab, once; whether it is."""
-        if self.pinned is None:
+        """Page-lock it, once; whether it is."""
+        if self._pinned is None:
             start, size = self.memory.data_ptr(), self.memory.numel()
-            self.pinned = not int(torch.cuda.cudart().cudaHostRegister(start, size, 0))
-            if self.pinned:
+            self._pinned = not int(torch.cuda.cudart().cudaHostRegister(start, size, 0))
+            if self._pinned:
                 # The memory lives as long as the function that unlocks it.
                 weakref.finalize(self, _unpin, self.memory, os.getpid()).atexit = False
-        return self.pinned
+        return self._pinned
 
 
 def _unpin(memory: torch.Tensor, owner: int) -> None:
@@ -74,23 +86,23 @@ def _unpin(memory: torch.Tensor, owner: int) -> None:
 
 
 _ring: list[_Slab] = []  # this worker's
-_mapped: dict[tuple[int, int], _Mapping] = {}  # the parent's
+_mapped: dict[tuple[int, int], _Slab] = {}  # the parent's
 
 
-def _take(size: int, room: int) -> _Slab | None:
-    room = max(int(size * SLACK), min(room, size + MOST_ROOM))
-    free = [slab for slab in _ring if not slab.state[0]]
+def _take(size: int) -> _Slab | None:
+    """A slab of this worker's that the parent does not read; None where all are in flight."""
+    free = [slab for slab in _ring if not slab.busy[0]]
     slab = next((slab for slab in free if slab.memory.numel() >= HEADER + size), None)
-    if slab is None and free:
-        slab = _Slab(free[0].key[1], room)  # takes the name and the place of a small one
-        _ring[_ring.index(free[0])] = slab
-    elif slab is None and len(_ring) < LIMIT:
+    if slab is None and (free or len(_ring) < LIMIT):
+        # One that is too small gives its name and its place to a larger one.
+        number = _ring.index(free[0]) if free else len(_ring)
         if not _ring:  # a worker ends without the interpreter's end, which would give them back
             util.Finalize(None, _ring.clear, exitpriority=0)
-        slab = _Slab(len(_ring), room)
-        _ring.append(slab)
+        memory = torch.empty(HEADER + int(size * SLACK), dtype=torch.uint8, device="cpu")
+        slab = _Slab((os.getpid(), number), share(memory))
+        _ring[number : number + 1] = [slab]
     if slab is not None:
-        slab.state[0] = 1
+        slab.busy[0] = 1
     return slab
 
 
@@ -103,42 +115,36 @@ class Buffer:
     Args:
         memory: 1-D uint8 on the CPU, and no view of another tensor.
         size: of the buffer in it; None for all of it.
+        slab: whose memory it is, if any.
 
     Attributes:
         memory: what the buffer lies in. The parent has one for each slab, and makes no tensor of
             a batch: each takes the GIL several times.
         start: of the buffer in that.
         size: in bytes.
+        is_pinned: whether :meth:`pinned` has given it.
     """
 
-    __slots__ = ("_mapping", "_reader", "_slab", "memory", "size", "start")
+    __slots__ = ("_reader", "_slab", "is_pinned", "memory", "size", "start")
 
     def __init__(
-        self,
-        memory: torch.Tensor,
-        size: int | None = None,
-        slab: _Slab | None = None,
-        mapping: _Mapping | None = None,
+        self, memory: torch.Tensor, size: int | None = None, slab: _Slab | None = None
     ) -> None:
-        self.memory, self._slab, self._mapping = memory, slab, mapping
-        self.start = 0 if slab is None and mapping is None else HEADER
+        self.memory, self._slab = memory, slab
+        self.start = 0 if slab is None else HEADER
         self.size = memory.numel() if size is None else size
+        self.is_pinned = False
         self._reader = os.getpid()
 
     @staticmethod
-    def empty(size: int, room: int = 0) -> Buffer:
-        """A buffer that is not initialized; in a worker in a slab where one is free.
-
-        Args:
-            size: of it.
-            room: that later ones are likely to need.
-        """
-        if get_worker_info() is None:
-            return Buffer(torch.empty(size, dtype=torch.uint8))
-        slab = _take(size, room)
-        if slab is None:
-            return Buffer(_shared(max(size, 1)), size)
-        return Buffer(slab.memory, size, slab)
+    def empty(size: int) -> Buffer:
+        """A buffer that is not initialized; in a worker in a slab where one is free."""
+        in_worker = get_worker_info() is not None
+        slab = _take(size) if in_worker else None
+        if slab is not None:
+            return Buffer(slab.memory, size, slab)
+        memory = torch.empty(max(size, 1), dtype=torch.uint8, device="cpu")
+        return Buffer(share(memory) if in_worker else memory, size)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -148,44 +154,66 @@ class Buffer:
     def __reduce__(self) -> tuple[Any, ...]:
         return Buffer, (self.tensor.clone(),)
 
-    def pin(self) -> bool:
-        """Page-lock the buffer where it lies; False where that cannot be done."""
-        return self._mapping is not None and self._mapping.pin()
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether :meth:`pin` has been called, and could be."""
-        return self._mapping is not None and bool(self._mapping.pinned)
+    def pinned(self) -> Buffer:
+        """The buffer in pinned memory: where it lies if that is a slab, else a copy."""
+        if self._slab is None or not self._slab.pin():
+            buffer = Buffer(self.tensor.pin_memory())
+        else:
+            buffer = self
+        buffer.is_pinned = True
+        return buffer
 
     def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:  # os is gone at exit
         # A worker forked later has a copy of this object: not to free what the parent reads.
-        owned = self._mapping or self._slab  # a slab that was not sent
-        if owned is not None and self._reader == getpid():
-            owned.state[0] = 0
+        if self._slab is not None and self._reader == getpid():
+            self._slab.busy[0] = 0
 
 
 def _send(buffer: Buffer) -> tuple[Any, ...]:
     """How a buffer is pickled for another process; copies and files take ``__reduce__``."""
-    slab, buffer._slab = buffer._slab, None
-    if buffer._mapping is not None:  # passed on by the parent: the worker fills it again
-        return Buffer, (buffer.tensor.clone(),)
-    if slab is None:
+    slab = buffer._slab
+    if slab is None and not buffer.start:
         return Buffer, (buffer.memory, buffer.size)
+    if slab is None:
+        return _refuse, ()  # in the parent: an error in here would leave it waiting
+    if slab.key[0] != os.getpid():  # passed on by the parent: the worker fills it again
+        return buffer.__reduce__()
     memory = None if slab.sent else slab.memory
-    slab.sent = True
+    buffer._slab, slab.sent = None, True  # the parent's from now on
     return _receive, (slab.key, memory, buffer.size)
 
 
 ForkingPickler.register(Buffer, _send)
 
 
+def _refuse() -> None:
+    raise RuntimeError(
+        "A worker sent the same batch of encoded images twice, whose memory it has given away. Let "
+        "the collate function make each batch anew, or return copy.deepcopy(images)."
+    )
+
+
+def _receive(key: tuple[int, int], memory: torch.Tensor | None, size: int) -> Buffer:
+    if memory is not None:
+        unmap_dead()  # here too: a loader without a prefetcher has nobody else to do it
+        _mapped[key] = _Slab(key, memory)
+    slab = _mapped[key]
+    return Buffer(slab.memory, size, slab)
+
+
+def unmap_dead() -> None:
+    """Drop the slabs of workers that are gone."""
+    alive = {child.pid for child in active_children()}
+    for key in list(_mapped):  # a copy: other threads receive slabs meanwhile
+        if key[0] not in alive:
+            _mapped.pop(key, None)
+
+
 class _Value:
     """A tensor on its way to another process, where it arrives as what it is."""
 
-    __slots__ = ("array",)
-
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        self.array = array
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.array = tensor.numpy()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return torch.from_numpy, (self.array,)
@@ -193,34 +221,9 @@ class _Value:
 
 def by_value(leaf: Any) -> Any:
     """What to send of a batch's leaf: a small tensor without shared memory, others as they are."""
-    if type(leaf) is not torch.Tensor or leaf.device.type != "cpu" or leaf.requires_grad:
-        return leaf
-    if leaf.layout != torch.strided or leaf.nbytes > SMALL or not leaf.is_contiguous():
+    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.nbytes > SMALL:
         return leaf
     try:
-        return _Value(leaf.numpy())
-    except (TypeError, RuntimeError):  # bfloat16, for one, and lazy conjugates
+        return _Value(leaf) if leaf.is_contiguous() else leaf
+    except (TypeError, RuntimeError):  # another device, gradients, bfloat16, lazy conjugates
         return leaf
-
-
-def _receive(key: tuple[int, int], memory: torch.Tensor | None, size: int) -> Buffer:
-    if memory is not None:
-        unmap_dead()  # here too: a loader without a prefetcher has nobody else to do it
-        _mapped[key] = _Mapping(memory)
-    mapping = _mapped[key]
-    return Buffer(mapping.memory, size, mapping=mapping)
-
-
-def unmap_dead() -> None:
-    """Drop the slabs of workers that are gone."""
-    for pid in {pid for pid, _ in list(_mapped)}:  # a copy: other threads receive slabs meanwhile
-        try:
-            if sys.platform != "win32":
-                os.kill(pid, 0)
-            elif all(child.pid != pid for child in active_children()):  # signal 0 is Ctrl-C there
-                raise ProcessLookupError
-        except ProcessLookupError:
-            for key in [key for key in list(_mapped) if key[0] == pid]:
-                _mapped.pop(key, None)
-        except PermissionError:  # not ours any more, but somebody's
-            continue

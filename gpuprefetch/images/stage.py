@@ -21,15 +21,16 @@ from gpuprefetch.core.stats import Stats, Timed
 from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImage, BadImageError
 from gpuprefetch.images.decode import ImageDecoder
-from gpuprefetch.images.encoded import EncodedImages, is_encoded
+from gpuprefetch.images.encoded import PreparedImages, is_encoded
 from gpuprefetch.images.guard import end_reading
 from gpuprefetch.images.job import ImageJob
+from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.plan import Cost, cost_of
 from gpuprefetch.images.rows import is_column, refuse_fewer_rows, take_rows
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.slab import unmap_dead
 from gpuprefetch.images.targets import refuse_unfollowed, run, run_tail, unmark, unstack
-from gpuprefetch.images.worker import Packer, pack_lists, packed_of
+from gpuprefetch.images.worker import pack_lists, packed_of
 from gpuprefetch.transforms.head import Head, Transform, apply_head, is_kornia
 from gpuprefetch.transforms.random import Keys, SeededDraws, fold
 from gpuprefetch.transforms.values import Values
@@ -94,7 +95,7 @@ class Pipeline:
     only: int | None = None
     rooms: dict[int, torch.Tensor] | None = None
     values: Values = field(default_factory=Values)
-    job: Callable[[Pipeline, EncodedImages], ImageJob] = field(
+    job: Callable[[Pipeline, PreparedImages], ImageJob] = field(
         default_factory=lambda: ImageJob, repr=False
     )
 
@@ -118,8 +119,7 @@ class Pipeline:
 
     def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int]:
         """Pack the encoded images of a batch, and count it. See :class:`.core.stage.Stage`."""
-        self.packer.begin()
-        batch, leaves = pack_lists(batch, self.packer)
+        batch, leaves = pack_lists(batch, self.packer.begin())
         packed = packed_of(leaves)
         for images in packed:
             self.shares[number] = images.share
@@ -151,7 +151,7 @@ class Pipeline:
             part()
         return work.finish()
 
-    def _count(self, images: EncodedImages) -> None:
+    def _count(self, images: PreparedImages) -> None:
         """Count what the workers did for a batch."""
         stats = self.stats
         stats.cpu_images += images.ready
@@ -196,7 +196,7 @@ class Pipeline:
         limit = None if cost is None else cost.limit(self.memory_budget)
 
         def move(leaf: Any) -> Any:
-            if not isinstance(leaf, EncodedImages):
+            if not isinstance(leaf, PreparedImages):
                 return to_device(leaf, self.device)
             jobs.append(self.job(self, leaf))
             return jobs[-1]
@@ -381,7 +381,7 @@ def _derive(keys: Keys | int, data: int) -> int:
 def count_images(batch: Any) -> int:
     """The samples of a batch: the length of its first tensor or packed images; 0 without any."""
     for leaf in objects(batch, is_encoded):
-        if isinstance(leaf, EncodedImages):
+        if isinstance(leaf, PreparedImages):
             return len(leaf)
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return leaf.size(0)  # which a nested tensor has, and no length

@@ -23,7 +23,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from gpuprefetch.core.nested import map_leaves, select
 from gpuprefetch.core.source import changed
 from gpuprefetch.images.apart import image_of, is_image
-from gpuprefetch.images.encoded import EncodedImage, EncodedImageFolder, read_file
+from gpuprefetch.images.encoded import EncodedImage
+from gpuprefetch.images.folder import EncodedImageFolder, read_file
 from gpuprefetch.images.guard import Encoded, UndecodedError, begin_reading, end_reading
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.convert import (

@@ -1,0 +1,414 @@
+"""Encoded images become a batch for the device: headers, draws, a share of the decoding, a plan.
+
+It runs inside the DataLoader's own collate, in worker processes, and never touches CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import get_worker_info
+
+from gpuprefetch.images.encoded import EncodedImage, EncodedImages, Plan, PreparedImages, allocate
+from gpuprefetch.images.header import ImageHeader, blank, decode_cpu, read_header
+from gpuprefetch.images.plan import lay_out
+from gpuprefetch.images.slab import share
+from gpuprefetch.images.targets import FollowedImage, follow, images_of
+from gpuprefetch.transforms.head import Head
+from gpuprefetch.transforms.launch import (
+    Coloring,
+    Launches,
+    check_rows,
+    finished_row,
+    plan_rows,
+    resample,
+    resample_uint8,
+)
+from gpuprefetch.transforms.random import Keys, fold
+
+# Up to this many pixels for each of the result, a decoded image is left to the GPU to resample: to
+# copy them takes less of a core than to resample them there.
+SHIPPED = 4
+# Which axes (y, x) of the stored image are mirrored, for EXIF orientations 1 to 4 and 5 to 8; the
+# latter change rows and columns before that.
+_MIRRORED = np.array([(False, False), (False, True), (True, True), (True, False)] * 2)
+
+# Stands in for a header that could not be read; large, so that no crop refuses it.
+_UNREADABLE = ImageHeader("unknown", 2**15, 2**15, 1, False, ())
+
+
+class Headers:
+    """What the headers of N images say.
+
+    Attributes:
+        each: the headers.
+        errors: position -> why the image cannot be decoded.
+        whole: ``(N,)`` bool, which have no error.
+        orientation: ``(N,)``, EXIF's; 1 where it is not to be applied.
+        sizes: ``(N, 2)`` int64, height and width after it.
+    """
+
+    def __init__(self, images: Sequence[EncodedImage], *, apply_exif: bool) -> None:
+        self.each, self.errors = [_UNREADABLE] * len(images), dict[int, str]()
+        for i, image in enumerate(images):
+            try:
+                self.each[i] = read_header(image.data)
+            except ValueError as error:
+                self.errors[i] = str(error)
+        self.whole = np.array([i not in self.errors for i in range(len(images))])
+        self.orientation = np.array([h.orientation if apply_exif else 1 for h in self.each])
+        sizes = np.array([(h.height, h.width) for h in self.each], dtype=np.int64)
+        self.sizes = np.where(self.orientation[:, None] >= 5, sizes[:, ::-1], sizes)
+
+
+def sample_keys(
+    seed: int,
+    epoch: int,
+    images: Sequence[EncodedImage],
+    packed: Counter[Any],
+    repeats: Sequence[int] | None = None,
+) -> Keys:
+    """One key per image, a function of (seed, epoch, sample, repeat) in whichever batch it is.
+
+    Several images of one sample get different parameters. So do the repeats of a sample, as
+    samplers with replacement or repeated augmentation give it; where ``repeats`` does not tell
+    which repeat each image's sample is, only within one batch. ``packed`` counts on how often each
+    sample was in what has been packed of the batch so far.
+    """
+    here: Counter[Any] = Counter()
+    names, views, same = [], [], []
+    known = repeats or [0] * len(images)
+    for image, repeat in zip(images, known, strict=True):
+        name = image.index
+        if name < 0:
+            name = zlib.crc32(os.fsencode(image.path) if image.path else image.data) - 2**33
+        sample = name, image.path, repeat  # datasets that were concatenated may number alike
+        names.append(name)
+        views.append(packed[sample])
+        same.append(here[sample])
+        here[sample] += 1
+    packed.update(here.keys())
+    keys = fold(fold(fold(fold(seed, epoch), names), views), same)
+    numbers = np.array(known, dtype=np.int64)
+    return np.where(numbers, fold(keys, -numbers), keys)  # those from 0 on are the transforms'
+
+
+@dataclass(slots=True)
+class Packer:
+    """Prepares batches of encoded images for the device; what is the same for all of them.
+
+    Attributes:
+        head: the fused transforms whose parameters are drawn here.
+        on_gpu: whether baseline JPEGs are left to the GPU.
+        apply_exif: whether pictures are turned upright.
+        seed: of all random parameters.
+        epoch: likewise.
+        share: ``(1,)`` float64 in shared memory, of the baseline JPEGs that are decoded here.
+        output: dtype and memory format of the result, where it is made here; None leaves that to
+            the device. Without one it is made here: a worker runs its share of it in one thread,
+            and in the loop's process many threads would wait for cores that the workers have.
+        dtype: of the result on a device.
+        late: ``(1,)`` bool in shared memory, whether the collate function runs after the
+            transforms. One that mixes images sets it where it first meets encoded ones.
+        moves: whether a transform, fused or after the head, moves pixels.
+        rank: of this process among those that may be given the same samples, else 0.
+    """
+
+    head: Head
+    on_gpu: bool
+    apply_exif: bool
+    seed: int
+    epoch: torch.Tensor
+    share: torch.Tensor
+    output: tuple[torch.dtype, torch.memory_format] | None = None
+    dtype: torch.dtype = torch.float32
+    late: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
+    moves: bool = False
+    rank: int = 0
+    _last: float = field(init=False, default_factory=time.perf_counter)
+
+    def begin(self, samples: Sequence[Any] = (), repeats: Sequence[int] = ()) -> Packing:
+        """Begin a batch of these samples, whose images may be packed in several calls.
+
+        ``repeats`` says how often the epoch has had each of them before; empty is not known.
+        """
+        return Packing(self, samples, repeats)
+
+    def __call__(self, images: Sequence[EncodedImage]) -> PreparedImages:
+        """Prepare a batch of these images."""
+        return self.begin()(images)
+
+    def read_seconds(self, images: Sequence[EncodedImage]) -> float:
+        """What the dataset took; 0 for images that it has kept from before the last batch."""
+        made = [image._made for image in images]
+        if len(made) < 2 or min(made) < self._last:
+            return 0.0
+        return (max(made) - min(made)) * len(made) / (len(made) - 1)
+
+    def divide(self, headers: Headers, files: npt.NDArray[np.int64], share: float) -> Any:
+        """``(N,)`` bool, which images are decoded here.
+
+        Those are what the GPU does not take, and of the rest a share, the files of fewest bytes. To
+        decode one costs the GPU about the same whatever its size (small launches and copies) and a
+        core in proportion to its bytes: 30 % of ImageNet's files make 12 % of the cores' work.
+        """
+        chosen = np.array([not (header.gpu and self.on_gpu) for header in headers.each])
+        for_gpu = np.flatnonzero(~chosen)
+        count = int(share * len(for_gpu) + 0.5)
+        chosen[for_gpu[np.argsort(files[for_gpu], kind="stable")[:count]]] = True
+        if self.head.size is None:  # no sampling that could turn the picture
+            chosen |= headers.orientation != 1
+        return chosen & headers.whole
+
+    def become(self, sizes: npt.NDArray[np.int64], rows: Any) -> tuple[Any, Any]:
+        """Which images become the crop that their sampling reads, and pixels of what each does.
+
+        Others become the result of their sampling, or where they have none stay what they are.
+        """
+        if rows is None or self.head.size is None:
+            return np.zeros(len(sizes), dtype=bool), sizes.prod(axis=1)
+        finished = prod(self.head.size)
+        area = np.diff(rows[:, :, 2:4].astype(int)).prod(axis=(1, 2))
+        crops = (0 < area) & (area <= SHIPPED * finished) & self.on_gpu
+        return crops, np.where(crops, area, finished)
+
+    def allocate(
+        self, images: Sequence[EncodedImage], headers: Headers, rows: Any, share: float
+    ) -> tuple[EncodedImages, Any]:
+        """Lay out a batch of which we decode a share; and which of its images become crops."""
+        files = np.array([len(image.data) for image in images])
+        ours = self.divide(headers, files, share)
+        crops, pixels = self.become(headers.sizes, rows)
+        orientation = np.where(ours, 1, headers.orientation)  # what is decoded here is turned here
+        if rows is not None:
+            _mirror(rows, headers.sizes, _MIRRORED[orientation - 1])
+        fused = self.on_gpu and self.head.size is not None
+        batch = allocate(
+            images,
+            np.where(ours, 3 * pixels, files) * headers.whole,
+            ours,
+            work=headers.sizes.prod(axis=1),
+            room=Launches.room(len(images), 3) if fused else 0,
+            sizes=headers.sizes,
+            transposed=orientation >= 5,
+            # As on the GPU; to turn a picture into planes takes a tenth of its decode.
+            interleaved=fused
+            or (self.output is not None and self.output[1] == torch.channels_last),
+            errors=headers.errors,
+        )
+        return batch, crops
+
+    def copy(self, images: Sequence[EncodedImage], headers: Headers, batch: EncodedImages) -> None:
+        """Copy the files that are not decoded here into the batch."""
+        parts = batch.parts()
+        for i in np.flatnonzero(headers.whole & ~batch.decoded).tolist():
+            file, exif = images[i].data, headers.each[i].exif
+            parts[i][:] = np.frombuffer(blank(file, exif) if exif else file, dtype=np.uint8)
+
+    def decode(
+        self,
+        images: Sequence[EncodedImage],
+        headers: Headers,
+        rows: Any,
+        crops: Any,
+        batch: EncodedImages,
+    ) -> float:
+        """Decode the others into the batch; the seconds that took."""
+        parts, started = batch.parts(), time.perf_counter()
+        for i in np.flatnonzero(batch.decoded).tolist():
+            row = None if rows is None else rows[i]
+            try:
+                picture = decode_cpu(images[i].data, headers.each[i], apply_exif=self.apply_exif)
+                picture = self._fit(picture, row, bool(crops[i]))
+            except (ValueError, RuntimeError) as error:
+                batch.errors[i], batch.decoded[i], batch.spans[i] = str(error), False, 0
+                continue
+            batch.sizes[i] = picture.shape[-2:]
+            picture = picture.permute(1, 2, 0) if batch.interleaved else picture
+            parts[i].reshape(picture.shape)[:] = picture.numpy()
+        return time.perf_counter() - started
+
+    def _fit(self, picture: torch.Tensor, row: Any, crop: bool) -> torch.Tensor:
+        """What a decoded picture becomes; its sampling ``row`` is made to fit that."""
+        if row is None or self.head.size is None:
+            return picture
+        if crop:
+            (top, left), (bottom, right) = row[:, 2:4].T.astype(int)
+            row[:, [0, 2, 3]] -= row[:, 2:3]  # origin, low and high
+            return picture[:, top:bottom, left:right]
+        way: Any = {"interpolation": self.head.interpolation, "antialias": self.head.antialias}
+        picture = resample_uint8(picture, row, self.head.size, **way)
+        row[:] = finished_row(self.head.size)
+        return picture
+
+    def plan(self, batch: EncodedImages, rows: Any) -> tuple[Plan, tuple[int, int]]:
+        """Plan a batch, and put what its launches read into its buffer, after the pixels."""
+        head, first = self.head, batch.encoded_bytes
+        if not self.on_gpu or head.size is None:
+            return lay_out(batch, head.size), (first, first)
+        way = head.size, head.interpolation, head.antialias
+        plan = lay_out(batch, head.size, plan_rows(rows, batch.sizes, batch.transposed, *way))
+        if plan.table is None:  # nothing in the batch can be decoded
+            return plan, (first, first)
+        coloring = Coloring(torch.uint8, self.dtype, head.mean, head.std)
+        numbers = Launches.numbers(plan.table, 3, coloring)
+        last = first + len(numbers)
+        batch.buffer.tensor[first:last] = numbers
+        return replace(plan, table=replace(plan.table, words=None)), (first, last)
+
+    def finish(self, batch: EncodedImages, rows: Any) -> torch.Tensor | None:
+        """Run the fused head here, where ``output`` asks for it: ``(N, C, H, W)``."""
+        head = self.head
+        if self.output is None or head.size is None:
+            return None
+        dtype, memory_format = self.output
+        shape = len(batch), 3, *head.size
+        out = torch.empty(shape, dtype=dtype, device="cpu", memory_format=memory_format)
+        if get_worker_info() is not None:
+            share(out)  # torch would do so as it sends it
+        ready = np.flatnonzero(batch.decoded)
+        if len(ready):
+            resample(
+                batch.views(ready, batch.pixels),
+                rows[ready],
+                head.size,
+                interpolation=head.interpolation,
+                antialias=head.antialias,
+                mean=head.mean,
+                std=head.std,
+                dtype=dtype,
+                out=out,
+                positions=ready.tolist(),
+            )
+        return out
+
+
+class Packing:
+    """Packs the images of one batch, in one call or in several; arguments as of Packer.begin."""
+
+    def __init__(
+        self,
+        packer: Packer,
+        samples: Sequence[Any],
+        repeats: Sequence[int],
+        *,
+        following: bool = False,
+    ) -> None:
+        self._packer, self._samples, self._repeats = packer, samples, repeats
+        self._following = following
+        self._share = float(packer.share)  # one for all of it: the balancer may change it meanwhile
+        self._packed: Counter[Any] = Counter()
+
+    def __call__(self, images: Sequence[EncodedImage]) -> PreparedImages:
+        """Prepare images: read their headers, draw, decode some of them, pack all, plan."""
+        packer, began = self._packer, time.perf_counter()
+        headers = Headers(images, apply_exif=packer.apply_exif)
+        rows = self._draw(images, headers)
+        batch, crops = packer.allocate(images, headers, rows, self._share)
+        packer.copy(images, headers, batch)
+        decode_seconds = packer.decode(images, headers, rows, crops, batch)
+        plan, numbers = packer.plan(batch, rows)
+        out, read_seconds = packer.finish(batch, rows), packer.read_seconds(images)
+        packer._last = time.perf_counter()
+        return PreparedImages(
+            **vars(batch),
+            rows=rows,
+            plan=plan,
+            numbers=numbers,
+            out=out,
+            samples=self._samples_of(images),
+            share=self._share,
+            read_seconds=read_seconds,
+            decode_seconds=decode_seconds,
+            collate_seconds=packer._last - began - decode_seconds,
+        )
+
+    def follow(self, samples: Any) -> tuple[Any, Packing]:
+        """Move boxes, masks and points as the head is going to move their image.
+
+        Returns:
+            The samples, and what packs their images.
+        """
+        packer = self._packer
+
+        def draw(images: Sequence[EncodedImage]) -> tuple[Any, Any, dict[int, str]]:
+            headers = Headers(images, apply_exif=packer.apply_exif)
+            rows = packer.head.draw(headers.sizes, self._keys(images))
+            return rows, headers.sizes, headers.errors
+
+        followed = follow(samples, packer.head.size, draw)
+        if followed is samples:
+            return samples, self
+        return followed, Packing(packer, as_list(followed), self._repeats, following=True)
+
+    def anew(self) -> Packing:
+        """For the same batch, as if nothing of it had been packed."""
+        return Packing(self._packer, self._samples, self._repeats, following=self._following)
+
+    def _draw(self, images: Sequence[EncodedImage], headers: Headers) -> Any:
+        head = self._packer.head
+        if head.size is None:
+            return None
+        if self._following:
+            followed: list[Any] = [i.row for i in images if isinstance(i, FollowedImage)]
+            if len(followed) < len(images):
+                raise ValueError(
+                    "The collate function made new EncodedImages, but boxes, masks or points have "
+                    "been moved with those of the samples. Let it pass these on."
+                )
+            rows = np.stack(followed)
+        else:
+            rows = head.draw(headers.sizes, self._keys(images))
+        check_rows(rows, headers.sizes, head.size)
+        return rows
+
+    def _keys(self, images: Sequence[EncodedImage]) -> Keys:
+        packer, repeats = self._packer, self._repeats_of(images)
+        return fold(sample_keys(packer.seed, int(packer.epoch), images, self._packed, repeats), 0)
+
+    @cached_property
+    def _owners(self) -> dict[int, int]:
+        """The sample of each image, by its identity; -1 where it is of several."""
+        owners: dict[int, int] = {}
+        for i, sample in enumerate(self._samples):
+            for image in map(id, images_of(sample)):
+                owners[image] = i if owners.get(image, i) == i else -1
+        return owners
+
+    def _samples_of(self, images: Sequence[EncodedImage]) -> list[int]:
+        return [self._owners.get(id(image), -1) for image in images]
+
+    def _repeats_of(self, images: Sequence[EncodedImage]) -> list[int]:
+        """Which repeat of its sample each image is of, apart from those of other ranks."""
+        owners, count = [-1] * len(images), len(self._repeats)
+        if count == 1:
+            owners = [0] * len(images)
+        elif count and count == len(self._samples):
+            owners = self._samples_of(images)
+            if count == len(images):  # new ones of the collate function's keep the order
+                owners = [i if owner < 0 else owner for i, owner in enumerate(owners)]
+        apart = self._packer.rank << 32
+        return [apart + (self._repeats[i] if i >= 0 else 0) for i in owners]
+
+
+def as_list(samples: Any) -> Sequence[Any]:
+    """What a dataset gave: a list of samples, or one sample."""
+    return samples if isinstance(samples, list) else [samples]
+
+
+def _mirror(rows: Any, sizes: Any, where: Any) -> None:
+    """Rewrite the sampling of upright pictures for the stored ones, mirrored ``where`` it says."""
+    length, (origin, step, low, high, first, last) = sizes[where], rows[where].T
+    mirrored = [length - 1 - origin, -step, length - high, length - low, first, last]
+    rows[where] = np.stack(mirrored, axis=1)
