@@ -328,7 +328,7 @@ def test_out_of_memory_for_good_is_an_error_with_its_sizes(files):
 class PackedDecoder(ImageDecoder):
     """Decodes a call into one piece, as nvJPEG does; file by file where that fails."""
 
-    packs, canaries = True, True
+    packs, canaries, copies = True, True, 1
 
     def __init__(self, device):
         super().__init__(device)

@@ -117,6 +117,11 @@ class ImageDecoder:
         return False
 
     @property
+    def copies(self) -> int:
+        """How often the images of a call are in memory at its end."""
+        return 2
+
+    @property
     def canaries(self) -> bool:
         """Whether :meth:`packed` images that were skipped are looked for."""
         return True
@@ -206,6 +211,10 @@ class NvjpegDecoder(TorchCodecDecoder):
     @property
     def packs(self) -> bool:
         return nvjpeg.available(self._device)
+
+    @property
+    def copies(self) -> int:
+        return 2 if nvjpeg.library() is None else 1  # without a trial, which needs memory
 
     def packed(
         self, data: torch.Tensor, call: Call, out: torch.Tensor, *, first: int = 0, at: int = 0
