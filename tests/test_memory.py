@@ -426,17 +426,17 @@ def test_rooms_are_as_large_as_calls():
     rng = np.random.default_rng(0)
     sizes = rng.gamma(2.0, 300e3, 20000).astype(int)  # photos of 0.6 MB, and some of several MB
     room = _budget.SUB_BATCH_BYTES
-    cuts = _budget._cut(sizes)
+    cuts = _budget._cut(sizes, None, room)
     calls = np.add.reduceat(sizes, cuts)
     assert room * 0.75 < calls.max() <= room
     assert {_budget.in_rooms(int(size)) for size in calls} <= {room - _budget.ROOM_BYTES, room}
     sizes[rng.random(len(sizes)) < 0.1] = 6 << 20
-    assert np.add.reduceat(sizes, _budget._cut(sizes)).max() <= room
+    assert np.add.reduceat(sizes, _budget._cut(sizes, None, room)).max() <= room
     sizes[:] = 9 << 20
-    assert _budget._cut(sizes, room)[1] == 13 // 7 * 7
+    assert _budget._cut(sizes, room, room)[1] == 13 // 7 * 7
     sizes[:] = room + 1
-    assert _budget._cut(sizes)[1] == _budget.LARGE_CALL_BYTES // (room + 1)
-    assert np.array_equal(_budget._cut(sizes, room), np.arange(len(sizes)))
+    assert _budget._cut(sizes, None, room)[1] == _budget.LARGE_CALL_BYTES // (room + 1)
+    assert np.array_equal(_budget._cut(sizes, room, room), np.arange(len(sizes)))
     assert _budget.in_rooms(room + 1) == room + _budget.ROOM_BYTES
 
 

@@ -16,7 +16,7 @@ from gpuprefetch.core.streams import mark_reader, wait_for_reader
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.decode import claim, decode_packed, decode_part, place
 from gpuprefetch.images.encoded import Call, Copy, PreparedImages
-from gpuprefetch.images.plan import LARGE, lay_out, readable
+from gpuprefetch.images.plan import LARGE, LARGE_CALL_BYTES, lay_out, readable
 from gpuprefetch.transforms.head import require_fixed_size
 from gpuprefetch.transforms.launch import HAS_TRITON, Coloring, Launches, Table, resample
 
@@ -53,9 +53,12 @@ class ImageJob:
         pipeline, images = self._pipeline, self.images
         device, head = pipeline.device, pipeline.head
         size, plan = head.size, images.plan
-        if limit is not None:
+        # Without engines a call takes as long whatever its size.
+        room = LARGE_CALL_BYTES if pipeline.streams > 1 and len(plan.calls) > 1 else None
+        if limit is not None or room is not None:
             words = images.words() if plan.table else None
-            plan = lay_out(images, size, words, limit // pipeline.copies)
+            most = None if limit is None else limit // pipeline.copies
+            plan = lay_out(images, size, words, most, room)
         if size is None:
             # The pixels themselves are the result, and the buffer is the worker's.
             ready = np.flatnonzero(images.decoded)
@@ -137,8 +140,7 @@ class ImageJob:
             if decoder is not None:
                 if not decode_packed(decoder, images, call, flat, pixels + call.copied):
                     return False
-                if pipeline.memory_budget is None:
-                    pipeline.streams = decoder.streams
+                pipeline.decodes_on(decoder.streams)
         with Timed(pipeline.stats, "resample"):
             flags = 0 if survived is None else survived.data_ptr()
             launches.launch(number, address + pixels, address, survived=flags)

@@ -77,21 +77,23 @@ def decoded_bytes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> np
     return -(-size // BLOCK) * BLOCK
 
 
-def sub_batches(images: EncodedImages, limit: int | None = None) -> list[npt.NDArray[np.int64]]:
+def sub_batches(
+    images: EncodedImages, limit: int | None = None, room: int | None = None
+) -> list[npt.NDArray[np.int64]]:
     """Cut what is left to the device into decode calls of about equal size.
 
-    Each is SUB_BATCH images and SUB_BATCH_BYTES at most. Of large images each is a whole number of
-    rounds of the ENGINES, LARGE_CALL_BYTES at most. Either has ``limit`` bytes at most, or is one
-    image.
+    Each is SUB_BATCH images and ``room`` bytes at most, by default SUB_BATCH_BYTES. Of large images
+    each is a whole number of rounds of the ENGINES, LARGE_CALL_BYTES at most. Either has ``limit``
+    bytes at most, or is one image.
     """
     positions = positions_to_decode(images)
-    cuts = _cut(decoded_bytes(images, positions), limit)
+    cuts = _cut(decoded_bytes(images, positions), limit, room or SUB_BATCH_BYTES)
     return np.split(positions, cuts[1:]) if cuts else []
 
 
-def _cut(sizes: npt.NDArray[np.int64], limit: int | None = None) -> list[int]:
+def _cut(sizes: npt.NDArray[np.int64], limit: int | None, room: int) -> list[int]:
     """Where the calls begin for images of these ``sizes``: see :func:`sub_batches`."""
-    most = SUB_BATCH_BYTES if limit is None else min(limit, SUB_BATCH_BYTES)
+    most = room if limit is None else min(limit, room)
     loads = np.maximum(sizes / most, 1 / SUB_BATCH)
     calls = max(np.ceil(loads.sum() - 1e-9), 1)
     if calls > 1 and FEW * sizes.mean() > most:  # a whole number of rounds of the engines
@@ -127,10 +129,12 @@ def uploads(images: EncodedImages, limit: int | None = None) -> list[Copy]:
     ]
 
 
-def _calls(images: EncodedImages, limit: int | None, *, with_pixels: bool) -> list[Call]:
+def _calls(
+    images: EncodedImages, limit: int | None, room: int | None = None, *, with_pixels: bool
+) -> list[Call]:
     """What :func:`lay_out` plans: each copy with a call, or where memory is short apart."""
     copies = uploads(images, limit) if with_pixels else []
-    files, none = sub_batches(images, limit), np.zeros(0, dtype=np.int64)
+    files, none = sub_batches(images, limit, room), np.zeros(0, dtype=np.int64)
     if limit is not None:
         return [*map(images.call, files), *(images.call(none, copy) for copy in copies)]
     pairs = zip_longest(files, copies)
@@ -142,6 +146,7 @@ def lay_out(
     size: tuple[int, int] | None = None,
     words: npt.NDArray[np.int64] | None = None,
     limit: int | None = None,
+    room: int | None = None,
 ) -> Plan:
     """Plan a batch: in the worker, unless a memory budget asks for less at a time.
 
@@ -150,8 +155,9 @@ def lay_out(
         size: ``(H, W)`` of the result; None where it has none.
         words: ``(N, words)`` int64 of :func:`.launch.plan_rows`, if there are any.
         limit: bytes of the images of a decode call; None for no limit.
+        room: the same, where there is no limit; None is SUB_BATCH_BYTES.
     """
-    calls = _calls(images, limit, with_pixels=size is not None)
+    calls = _calls(images, limit, room, with_pixels=size is not None)
     if size is None or words is None or not calls:
         return Plan(calls)
     groups, offsets = [], []

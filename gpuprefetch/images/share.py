@@ -52,7 +52,8 @@ class Balancer:
         workers = getattr(loader, "num_workers", 0)
         self.share = share
         self.chosen = fixed
-        self.fixed = fixed or min(workers, usable_cores() - RESERVED_CORES) <= 0
+        self._spare = min(workers, usable_cores() - RESERVED_CORES)
+        self.fixed = fixed or self._spare <= 0
         # A new share shows when the batches that were under way are through.
         self._under_way = workers * (getattr(loader, "prefetch_factor", None) or 2) + 4
         self._tried: tuple[float, float] | None = None  # share and period before the latest rise
@@ -63,6 +64,11 @@ class Balancer:
     def value(self) -> float:
         """The share."""
         return float(self.share[0])
+
+    def start_without_engines(self) -> None:
+        """Have the idle cores decode from the start: CUDA kernels decode as much as five cores."""
+        if not self.fixed and not self.value:
+            self._set(self._spare / (self._spare + 5))
 
     def begin(self) -> None:
         """Leave out the first batches of an epoch, which are always late."""

@@ -162,6 +162,15 @@ class Pipeline:
         stats.collate_seconds += images.collate_seconds
         stats.pin_seconds += images.pin_seconds
 
+    def decodes_on(self, streams: int) -> None:
+        """Learn from the first decode how many streams its decoder is for."""
+        if streams == 1 or self.streams == streams:
+            return
+        if self.memory_budget is None:
+            self.streams = streams
+        if self.balancer is not None:
+            self.balancer.start_without_engines()
+
     def asked(self) -> None:
         """Nothing refuses encoded images that the loop has looked at once it goes on."""
         end_reading()
