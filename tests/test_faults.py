@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from children import Child
 
 SECONDS = 60  # for a child, on a busy machine
@@ -144,6 +145,14 @@ def ended(child, seconds=SECONDS):
     return out, err
 
 
+def run(code, device, returncode=0, seconds=SECONDS):
+    """What a child printed that ended as it should."""
+    child = child_of(code, device)
+    out, err = ended(child, seconds)
+    assert child.returncode == returncode, err
+    return out
+
+
 EXCEPTIONS = """
 loop(prefetcher_of(Files(8), 2))([])  # a GPU's context and decoders are not what is timed
 for workers in (0, 2):
@@ -209,11 +218,9 @@ print("end")
 
 
 def test_exceptions(device):
-    child = child_of(EXCEPTIONS, device)
-    out, err = ended(child)
-    assert child.returncode == 0, err
-    assert out.splitlines()[-1] == "end"
-    assert len(out.splitlines()) == 12
+    lines = run(EXCEPTIONS, device).splitlines()
+    assert lines[-1] == "end"
+    assert len(lines) == 12
 
 
 ENDINGS = """
@@ -263,10 +270,7 @@ print("end")
 
 
 def test_ways_to_stop(device):
-    child = child_of(ENDINGS, device)
-    out, err = ended(child)
-    assert child.returncode == 0, err
-    assert out == "end\n"
+    assert run(ENDINGS, device) == "end\n"
 
 
 COLLECTED = """
@@ -292,10 +296,7 @@ print([int(target[0]) for _, target in prefetcher_of(files)])
 
 def test_a_worker_collects_the_garbage_of_its_parent(device):
     # A forked worker must leave the parent's threads, locks and streams alone.
-    child = child_of(COLLECTED, device)
-    out, err = ended(child)
-    assert child.returncode == 0, err
-    assert out == "[0, 4, 8, 12]\n"
+    assert run(COLLECTED, device) == "[0, 4, 8, 12]\n"
 
 
 IMPORTING = """
@@ -328,10 +329,7 @@ print(*found)
 
 def test_workers_are_not_forked_from_an_import(device):
     # They would wait for ever for a lock of a thread that they do not have.
-    child = child_of(IMPORTING, device)
-    out, err = ended(child)
-    assert child.returncode == 0, err
-    assert out == "[0, 4, 8, 12]\n[0]\n"
+    assert run(IMPORTING, device) == "[0, 4, 8, 12]\n[0]\n"
 
 
 ORPHANS = """
@@ -344,10 +342,7 @@ for images, target in DataPrefetcher(loader, device=DEVICE, transforms=[Resize((
 
 
 def test_the_workers_end_when_their_parent_is_killed(device):
-    child = child_of(ORPHANS, device)
-    out, err = ended(child)
-    assert child.returncode == -signal.SIGKILL, err
-    assert out == "2048\n"
+    assert run(ORPHANS, device, returncode=-signal.SIGKILL) == "2048\n"
 
 
 KILLED = """
@@ -370,10 +365,7 @@ nothing_left()
 
 
 def test_a_killed_worker(device):
-    child = child_of(KILLED, device)
-    out, err = ended(child)
-    assert child.returncode == 0, err
-    assert out.startswith("ok"), out + err
+    assert run(KILLED, device).startswith("ok")
 
 
 INTERRUPTED = """
@@ -419,10 +411,7 @@ print("left", round(time.monotonic() - started), flush=True)
 
 def test_leaving_a_loader_that_hangs(device):
     # The worker will not come back: it is given up and killed, as the DataLoader does.
-    child = child_of(STUCK, device)
-    out, err = ended(child)
-    assert child.returncode == 0, err
-    assert out.startswith("left"), out
+    assert run(STUCK, device).startswith("left")
 
 
 OUT_OF_MEMORY = """
@@ -447,9 +436,4 @@ nothing_left()
 
 @pytest.mark.gpu
 def test_out_of_gpu_memory():
-    import torch
-
-    child = child_of(OUT_OF_MEMORY, torch.device("cuda"))
-    out, err = ended(child)
-    assert child.returncode == 0, err
-    assert out == "ok out of memory\n"
+    assert run(OUT_OF_MEMORY, torch.device("cuda")) == "ok out of memory\n"

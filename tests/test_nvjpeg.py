@@ -23,7 +23,6 @@ from gpuprefetch.images import nvjpeg as _nvjpeg
 from gpuprefetch.images.decode import NvjpegDecoder, TorchCodecDecoder, TorchvisionDecoder
 from gpuprefetch.images.encoded import Call
 from gpuprefetch.images.header import decode_cpu
-from gpuprefetch.transforms import launch as _resample
 
 CPU = torch.device("cpu")
 SHAPES = [(24, 32), (17, 19), (40, 20), (33, 65)]
@@ -93,14 +92,15 @@ class Library:
 def library(monkeypatch):
     """On a CPU that is taken for a GPU with engines."""
     fake = Library()
-    monkeypatch.setattr(_nvjpeg, "_library", lambda: fake)
-    monkeypatch.setattr(_nvjpeg, "_idle", type(_nvjpeg._idle)(list))
+    monkeypatch.setattr(_nvjpeg, "library", lambda: fake)
+    _nvjpeg._idle.clear()
     current = SimpleNamespace(cuda_stream=7, synchronize=lambda: fake.log.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     fake.current = current
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     _nvjpeg.backend_of.cache_clear()
     yield fake
+    _nvjpeg._idle.clear()
     _nvjpeg.backend_of.cache_clear()
 
 
@@ -187,7 +187,7 @@ def test_where_nvjpeg_cannot_be_called_torchcodec_decodes(library, monkeypatch, 
     if there:
         library.status = {"nvjpegCreateEx": 7}
     else:
-        monkeypatch.setattr(_nvjpeg, "_library", lambda: None)
+        monkeypatch.setattr(_nvjpeg, "library", lambda: None)
     asked = []
     monkeypatch.setattr(TorchCodecDecoder, "__call__", lambda _, data: asked.append(len(data)))
     decoder, data = NvjpegDecoder(CPU), encoded()
@@ -271,15 +271,8 @@ def engines(device, request):
     return device
 
 
-@pytest.fixture
-def one_program(monkeypatch):
-    """For each image: Triton's interpreter takes as long for a program of any size."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(_resample, "ROWS", 16)
-
-
 @pytest.mark.filterwarnings("ignore:.*does not pin its memory")
-@pytest.mark.usefixtures("one_program")
+@pytest.mark.usefixtures("large_tiles")
 def test_a_skipped_picture_is_decoded_again(engines):
     # The CPU's way rounds to whole levels.
     expected, _ = batches_of(None if engines.type == "cpu" else NvjpegDecoder, engines)
@@ -294,8 +287,7 @@ def test_a_skipped_picture_is_decoded_again(engines):
     assert stats.missed_images == 0
 
 
-@pytest.mark.usefixtures("one_program")
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("large_tiles", "library")
 def test_a_picture_that_is_skipped_again_is_decoded_on_the_cpu():
     got, stats = batches_of(SkippingAgain, CPU)
     assert (got - batches_of(None, CPU)[0]).abs().max() * 255 < 1
@@ -324,7 +316,7 @@ def refusing(reason):
 @pytest.fixture
 def gpu_without_nvjpeg(monkeypatch):
     """A machine with a CUDA device, and a TorchCodec that was built for the CPU."""
-    monkeypatch.setattr(_nvjpeg, "_library", lambda: None)
+    monkeypatch.setattr(_nvjpeg, "library", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     reason = "no CUDA in this build\nException raised from ..."
@@ -388,7 +380,7 @@ def test_no_library(monkeypatch, tmp_path, maps):
     if maps is not None:
         path.write_text(maps)
     monkeypatch.setattr(_nvjpeg, "Path", lambda name: path)
-    assert _nvjpeg._library.__wrapped__() is None
+    assert _nvjpeg.library.__wrapped__() is None
 
 
 @pytest.mark.gpu
@@ -449,9 +441,10 @@ def test_batches_side_by_side_without_engines(monkeypatch, tmp_path):
         return torch.cat(got)
 
     want = run()
-    monkeypatch.setattr(_nvjpeg, "_idle", type(_nvjpeg._idle)(list))
+    _nvjpeg._idle.clear()
     monkeypatch.setattr(_nvjpeg, "backend_of", lambda device: _nvjpeg._GPU_HYBRID)
     got = run()
     # Another inverse DCT: levels differ by a few.
     assert ((got - want).abs() * 255 < 3).float().mean() > 0.99
     assert torch.equal(got, run())
+    _nvjpeg._idle.clear()

@@ -22,7 +22,7 @@ def one_thread(monkeypatch):
 def test_a_slice(device):
     import soak
 
-    size = "--batches 120 --epochs 7 --epoch-batches 3 --workers 1"
+    size = "--batches 50 --epochs 5 --epoch-batches 3 --workers 1"
     if device.type == "cuda":
         size = "--batches 2000 --epochs 20 --epoch-batches 20 --workers 4"
     words = [*size.split(), *(["--cpu"] if device.type == "cpu" else [])]
@@ -76,7 +76,7 @@ def test_growth_is_noticed(device, monkeypatch, one_thread):
         return whole(device)
 
     monkeypatch.setattr(soak, "holdings", leaking)
-    result = soak.memory(device.type, 0, 10, 1)
+    result = soak.memory(device.type, 0, 6, 1)
     for file in files:
         file.close()
     assert result["spread"]["file_descriptors"] > soak.FLAT

@@ -117,6 +117,11 @@ class ImageDecoder:
         return False
 
     @property
+    def copies(self) -> int:
+        """How often the images of a call are in memory at its end."""
+        return 2
+
+    @property
     def canaries(self) -> bool:
         """Whether :meth:`packed` images that were skipped are looked for."""
         return True
@@ -178,7 +183,7 @@ class NvjpegDecoder(TorchCodecDecoder):
     def missing(self) -> str:
         # Without a trial, which takes memory of the GPU: the loader may have no photos.
         with contextlib.suppress(Exception):  # of a broken TorchCodec: the trial says what
-            if not torch.version.hip and nvjpeg.installed():
+            if not torch.version.hip and nvjpeg.library() is not None:
                 return ""
         return super().missing()
 
@@ -206,6 +211,10 @@ class NvjpegDecoder(TorchCodecDecoder):
     @property
     def packs(self) -> bool:
         return nvjpeg.available(self._device)
+
+    @property
+    def copies(self) -> int:
+        return 2 if nvjpeg.library() is None else 1  # without a trial, which needs memory
 
     def packed(
         self, data: torch.Tensor, call: Call, out: torch.Tensor, *, first: int = 0, at: int = 0

@@ -54,11 +54,11 @@ class ImageJob:
         device, head = pipeline.device, pipeline.head
         size, plan = head.size, images.plan
         # Without engines a call takes as long whatever its size.
-        one_call = pipeline.streams > 1 and len(plan.calls) > 1
-        if limit is not None or one_call:
+        room = LARGE_CALL_BYTES if pipeline.streams > 1 and len(plan.calls) > 1 else None
+        if limit is not None or room is not None:
             words = images.words() if plan.table else None
             most = None if limit is None else limit // pipeline.copies
-            plan = lay_out(images, size, words, most, LARGE_CALL_BYTES if one_call else None)
+            plan = lay_out(images, size, words, most, room)
         if size is None:
             # The pixels themselves are the result, and the buffer is the worker's.
             ready = np.flatnonzero(images.decoded)

@@ -57,23 +57,18 @@ _ARGUMENTS = {
 
 
 @cache
-def _library() -> Any:
-    """The nvJPEG that TorchCodec brings; None where it does not."""
+def library() -> Any:
+    """The nvJPEG that TorchCodec brings; None where it does not. Imports TorchCodec."""
     importlib.import_module("torchcodec.decoders")
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
         paths = [line.split(maxsplit=5)[-1] for line in lines if "/libnvjpeg" in line]
-        library = ctypes.CDLL(paths[0])
+        found = ctypes.CDLL(paths[0])
         for name, arguments in _ARGUMENTS.items():
-            getattr(library, name).argtypes = arguments
+            getattr(found, name).argtypes = arguments
     except (OSError, IndexError, AttributeError):  # another platform, or a build for the CPU
         return None
-    return library
-
-
-def installed() -> bool:
-    """Whether TorchCodec brings nvJPEG; imports TorchCodec."""
-    return _library() is not None
+    return found
 
 
 class Decoder:
@@ -91,25 +86,25 @@ class Decoder:
         self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
         self.stream: int | None = None  # the handle of the one stream that it is used on
         where = ctypes.byref(self._handle)
-        _check("nvjpegCreateEx", _library().nvjpegCreateEx(backend, None, None, 0, where))
+        _check("nvjpegCreateEx", library().nvjpegCreateEx(backend, None, None, 0, where))
         try:
             self._call("nvjpegJpegStateCreate", ctypes.byref(self._state))
         except RuntimeError:
-            _library().nvjpegDestroy(self._handle)
+            library().nvjpegDestroy(self._handle)
             raise
 
     def _call(self, name: str, *arguments: Any) -> None:
-        _check(name, getattr(_library(), name)(self._handle, *arguments))
+        _check(name, getattr(library(), name)(self._handle, *arguments))
 
     def close(self) -> None:
         """Give its memory back; nothing that it was asked for may be under way."""
-        _library().nvjpegJpegStateDestroy(self._state)
-        _library().nvjpegDestroy(self._handle)
+        library().nvjpegJpegStateDestroy(self._state)
+        library().nvjpegDestroy(self._handle)
 
     def engines(self) -> int:
         """JPEG engines of the GPU; 0 where the library does not tell."""
         engines, cores = ctypes.c_uint(), ctypes.c_uint()
-        ask = getattr(_library(), "nvjpegGetHardwareDecoderInfo", None)  # not in all versions
+        ask = getattr(library(), "nvjpegGetHardwareDecoderInfo", None)  # not in all versions
         if ask is None or ask(self._handle, ctypes.byref(engines), ctypes.byref(cores)):
             return 0
         return engines.value
@@ -184,7 +179,7 @@ _choosing = threading.Lock()
 @cache
 def backend_of(device: torch.device) -> int | None:
     """What nvJPEG decodes with on a CUDA device: its engines where it has some. Tried once."""
-    if _library() is None:
+    if library() is None:
         return None
     with torch.cuda.device(device):
         for backend in (_HARDWARE, _GPU_HYBRID):

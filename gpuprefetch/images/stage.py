@@ -105,8 +105,8 @@ class Pipeline:
 
     @property
     def copies(self) -> int:
-        """Of decoded images at the end of a call: TorchCodec's and torchvision's are copied."""
-        return 1 if self.decoder is None or self.decoder.packs else 2
+        """How often decoded images are in memory at the end of a call."""
+        return 1 if self.decoder is None else self.decoder.copies
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[None]:

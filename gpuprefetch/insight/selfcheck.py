@@ -187,7 +187,7 @@ def selfcheck(
 
 def _overtaking(images: Sequence[EncodedImage], device: torch.device) -> int | None:
     """Calls of nvJPEG, of UNSAFE_ROUNDS, that decoded before what was queued on their stream."""
-    if torch.version.hip or not nvjpeg.installed() or not nvjpeg.available(device):
+    if torch.version.hip or not nvjpeg.has_engines(device):
         return None
     files = [torch.frombuffer(image.data, dtype=torch.uint8) for image in images]
     data, count = torch.cat(files).pin_memory(), 0
