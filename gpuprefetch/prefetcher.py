@@ -319,7 +319,7 @@ class DataPrefetcher:
             check=self._first_batch,
         )
         iterator = Epoch(lookahead)
-        self._use, _running[id(loader)] = iterator.use, lookahead
+        self._use, _running[id(loader)] = lookahead.use, lookahead
         try:
             lookahead.start()
         except BaseException:
