@@ -17,8 +17,8 @@ from gpuprefetch import DataPrefetcher, EncodedImage
 from gpuprefetch import prefetcher as _prefetcher
 from gpuprefetch.core import epoch as _epoch
 from gpuprefetch.core.epoch import JOIN_SECONDS, Lookahead
+from gpuprefetch.core.forks import garbage_stays_here
 from gpuprefetch.core.streams import lease_stream, return_stream
-from gpuprefetch.prefetcher import _garbage_kept_from_forks
 
 SECONDS = 20  # for what takes milliseconds; a hang takes for ever
 
@@ -459,7 +459,7 @@ def test_persistent_workers_whose_epochs_begin_in_two_threads(either, sampler):
 
     other = threading.Thread(target=beside)
     other.start()
-    until(lambda: prefetcher._epoch > 0)
+    until(lambda: prefetcher._progress.epoch > 0)
     time.sleep(0.05)
     assert within(SECONDS, numbers) == [*range(12)]
     other.join(SECONDS)
@@ -506,7 +506,7 @@ def test_who_is_forked_for_an_epoch_begins_with_a_frozen_heap(collects):
         gc.disable()
     try:
         before = gc.get_freeze_count()
-        with _garbage_kept_from_forks():
+        with garbage_stays_here():
             if not (child := os.fork()):
                 os._exit(state())
         assert told(child) == 2 + collects

@@ -366,7 +366,7 @@ def test_garbage_is_collected_over_many_short_epochs():
 
 def test_workers_would_collect_the_garbage_of_their_parent(tmp_path, monkeypatch):
     # Guards the test above: without the guard a forked worker does collect it.
-    monkeypatch.setattr(_prefetcher, "_garbage_kept_from_forks", contextlib.nullcontext)
+    monkeypatch.setattr(_prefetcher, "garbage_stays_here", contextlib.nullcontext)
     assert len(collectors(tmp_path, torch.device("cpu"))) == 2
 
 

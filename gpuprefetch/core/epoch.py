@@ -83,8 +83,8 @@ class Lookahead:
         self._stopping = False
         # What the host gave for batches that were handed over. The GPU may still read it.
         self._uploads: deque[tuple[torch.cuda.Event, Any]] = deque()
-        # Without a thread, held by the loop while it prepares a batch. The end waits for it: another
-        # epoch may use the same workers and stream.
+        # Without a thread the loop holds it while it prepares a batch. The end waits for it, since
+        # another epoch may use the same workers and stream.
         self._preparing = threading.RLock()
         self._ending, self._ended = threading.RLock(), False
         self._pid, self._user = os.getpid(), threading.get_ident()
@@ -388,4 +388,3 @@ class Epoch:
             raise
         finally:
             del error  # breaks the cycle between the exception and this frame
-
