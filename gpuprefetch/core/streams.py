@@ -12,8 +12,8 @@ import torch
 
 from gpuprefetch.core.nested import tensors
 
-# Steps that the loop may be ahead of the GPU. Without a bound the host queues many, and each of
-# them keeps its batch in memory. One is enough to keep the GPU busy.
+# Steps that the loop may be ahead of the GPU: each keeps its batch in memory, and one is enough to
+# keep the GPU busy.
 RUN_AHEAD = 1
 
 # Note [Stream handoff]
@@ -33,10 +33,7 @@ RUN_AHEAD = 1
 def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
     """Make ``batch`` safe to use on the current stream of ``device``. See Note [Stream handoff].
 
-    Args:
-        batch: nested batch whose tensors were produced on a side stream.
-        ready: recorded on that side stream after the last work of the batch.
-        device: the CUDA device of the batch.
+    ``ready`` was recorded on its side stream after the last work of the batch.
     """
     stream = torch.cuda.current_stream(device)
     stream.wait_event(ready)
@@ -48,9 +45,7 @@ def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
 def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
     """Wait until the current stream of ``device`` is at most RUN_AHEAD steps behind the host.
 
-    Args:
-        steps: kept by the caller from one step to the next.
-        device: on a CPU there is nothing to wait for.
+    The caller keeps ``steps`` from one step to the next.
 
     Returns:
         Whether it had to wait: the host is faster than the GPU.
@@ -106,8 +101,8 @@ _lock = threading.RLock()  # the garbage collector may end an epoch within it
 def lease_stream(device: torch.device) -> torch.cuda.Stream:
     """Take a side stream of ``device`` that nobody else uses, a new one only where none is idle.
 
-    The allocator keeps a pool of blocks per stream for the life of the process, so a new stream per
-    epoch would strand the memory of the last one.
+    The allocator keeps a pool of blocks per stream, so a new stream per epoch would strand the
+    memory of the last one.
     """
     with _lock:
         return _idle[device].pop() if _idle[device] else torch.cuda.Stream(device)
@@ -147,11 +142,7 @@ class SideStream:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def end(self, *, again: bool) -> None:
-        """Wait for what is queued; with ``again`` another epoch may use the stream.
-
-        Raises:
-            RuntimeError: if the context is broken.
-        """
+        """Wait for what is queued; with ``again`` another epoch may use the stream."""
         if self._stream is not None:
             self._stream.synchronize()
             if again:
