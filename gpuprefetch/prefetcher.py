@@ -253,8 +253,9 @@ class DataPrefetcher:
         if not loader.persistent_workers:
             pipeline = self._with_epoch(epoch)
             return with_packing(loader, pipeline.packer), pipeline
-        if (running := _running.get(id(self._persistent))) is not None:
-            running.close()  # its thread may be waiting for the same workers
+        running = _running.get(id(self._persistent))
+        if running is not None and not running.close():  # its thread waits for the same workers
+            self._persistent = None
         # These workers live on: the epoch reaches them through shared memory.
         pipeline.packer.epoch.share_memory_().fill_(epoch)  # not in a deep copy of us
         loaded = getattr(loader, "next_iter_state", None) is not None  # torchdata's

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import os
 import threading
@@ -83,10 +82,8 @@ class Lookahead:
         self._stopping = False
         # What the host gave for batches that were handed over. The GPU may still read it.
         self._uploads: deque[tuple[torch.cuda.Event, Any]] = deque()
-        # Without a thread the loop holds it while it prepares a batch. The end waits for it, since
-        # another epoch may use the same workers and stream.
-        self._preparing = threading.RLock()
-        self._ending, self._ended = threading.RLock(), False
+        # Held while a batch is prepared in the loop, and by the clean-up.
+        self._busy = threading.RLock()
         self._pid, self._user = os.getpid(), threading.get_ident()
         self._thread: threading.Thread | None = None
         if threaded:
@@ -111,6 +108,9 @@ class Lookahead:
                     pass
         except BaseException as error:  # the loop might wait for ever
             self._add(Slot(self._number, error=error, ready=True))
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping)
+        self._clean_up()
 
     def _step(self) -> bool:
         """Prepare one batch; whether another one may follow."""
@@ -118,10 +118,7 @@ class Lookahead:
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or self._has_room(slot))
         self._add(slot)
-        if self._stopping:
-            slot.error = None  # breaks the cycle with the frame of _fetch
-            return False
-        if slot.error is None:
+        if slot.error is None and not self._stopping:
             self._prepare(slot)
         return slot.error is None
 
@@ -185,80 +182,66 @@ class Lookahead:
         self._user, asked = threading.get_ident(), time.perf_counter()
         self.stage.asked()
         if self._thread is None:
-            with self._preparing:
-                if self._stopping:
-                    raise StopIteration
-                slot = self._fetch()
-                if slot.error is None:
-                    self._prepare(slot)
-        else:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._stopping or (self._slots and self._slots[0].ready)
-                )
-                if self._stopping:
-                    raise StopIteration
-                slot = self._slots.popleft()
-                self._changed.notify_all()
-            if slot.fetched < asked:  # else the loader was late
-                slot.waited = time.perf_counter() - asked
+            with self._busy:
+                if not self._stopping:
+                    self._step()
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or (self._slots and self._slots[0].ready))
+            if self._stopping:
+                raise StopIteration
+            slot = self._slots.popleft()
+            self._changed.notify_all()
+        if slot.fetched < asked:  # else the loader was late
+            slot.waited = time.perf_counter() - asked
         if slot.event is not None:
             self._uploads.append((slot.event, slot.batch))
         return slot
 
-    def close(self) -> None:
-        """End the thread, give the stream back and drop every batch that was not handed over.
+    def close(self) -> bool:
+        """End the epoch and wait for its thread, which drops what was not handed over.
 
-        Whoever else calls it waits as well. If it is interrupted it goes on in a thread.
+        Returns:
+            Whether it has ended. A thread whose loader hangs goes on when that gives a batch.
         """
         if os.getpid() != self._pid:
-            return  # a forked worker collects garbage of ours: thread and stream are not its own
-        try:
-            with self._changed:
-                self._stopping = True
-                self._changed.notify_all()
-            self._end()
-        except (KeyboardInterrupt, SystemExit):
-            _apart(self.close)
-            raise
+            return True  # a forked worker collects garbage of ours: nothing of it is its own
+        self._stop()
+        if self._thread is None or self._thread.ident is None:  # which could not start
+            return self._clean_up()
+        with contextlib.suppress(RuntimeError):  # it starts at this moment
+            self._thread.join(JOIN_SECONDS)
+        return not self._thread.is_alive()
 
     def drop(self) -> None:
         """Close it from where the garbage collector runs, which may be any thread."""
         self.use[0] = "dropped" if self.use[0] == "unused" else self.use[0]
-        if threading.get_ident() in (self._user, threading.main_thread().ident):
+        safe = threading.get_ident() in (self._user, threading.main_thread().ident)
+        if safe or self._thread is None:
             self.close()
-        elif os.getpid() == self._pid:  # the end may have to wait for this thread
-            _apart(self.close)
+        elif os.getpid() == self._pid:  # its thread may wait for this one
+            self._stop()
 
-    def _end(self) -> None:
-        with self._ending:
-            if self._ended:
-                return
-            alive = False
-            if self._thread is not None:
-                with contextlib.suppress(RuntimeError):  # it could not start
-                    self._thread.join(JOIN_SECONDS)
-                alive = self._thread.is_alive()
-            over = not alive and self._preparing.acquire(timeout=JOIN_SECONDS)
-            try:
-                with contextlib.suppress(RuntimeError):  # of a broken context: the next call tells
-                    self._stream.end(again=over)  # see Note [Stream handoff], 3
-                for slot in self._slots:
-                    slot.error = None  # as in _step
-                self._slots.clear()
-                self._uploads.clear()
-                self._source.close(abandoned=not over)
-            finally:
-                if over:
-                    self._preparing.release()
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def _clean_up(self) -> bool:
+        """Give the stream back, and drop every batch that was not handed over."""
+        if not self._busy.acquire(timeout=JOIN_SECONDS):
+            return False  # a loop without a thread hangs
+        try:
+            with contextlib.suppress(RuntimeError):  # of a broken context: the next call tells
+                self._stream.end()  # see Note [Stream handoff], 3
+            for slot in self._slots:
+                slot.error = None  # breaks the cycle with the frame of _fetch
+            self._slots.clear()
+            self._uploads.clear()
+            self._source.close()
             self.stage.close()
-            self._ended = True
-
-
-def _apart(close: Callable[[], None]) -> None:
-    # To start a threading.Thread takes a lock, which its owner may be collecting with.
-    with contextlib.suppress(RuntimeError):  # the interpreter ends
-        _thread.start_new_thread(close, ())
+        finally:
+            self._busy.release()
+        return True
 
 
 class Epoch:

@@ -235,17 +235,11 @@ class Source:
             raise StopIteration(own_state(self._loader)) from None
         return batch, own_state(self._loader)
 
-    def close(self, *, abandoned: bool = False) -> None:
-        """Shut down the workers, unless they are persistent.
-
-        Args:
-            abandoned: whether a thread still waits for them. They then end with that thread.
-        """
+    def close(self) -> None:
+        """Shut down the workers, unless they are persistent."""
         iterator, self._iterator = self._iterator, iter(())
-        if abandoned and getattr(self._loader, "_iterator", None) is iterator:
-            self._loader._iterator = None  # the next epoch makes another
         self._loader, self._ahead = None, []
         # Not left to the garbage collector: an exception from a worker is in a cycle with the
         # loader's iterator. Collected with its queues, that waits 5 s for each worker in vain.
-        if not abandoned and not getattr(iterator, "_persistent_workers", True):
+        if not getattr(iterator, "_persistent_workers", True):
             getattr(iterator, "_shutdown_workers", lambda: None)()

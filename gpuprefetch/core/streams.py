@@ -141,12 +141,12 @@ class SideStream:
         if self._stream is not None and any(tensor.is_cuda for tensor in tensors(batch)):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def end(self, *, again: bool) -> None:
-        """Wait for what is queued; with ``again`` another epoch may use the stream."""
-        if self._stream is not None:
-            self._stream.synchronize()
-            if again:
-                return_stream(self._stream)
+    def end(self) -> None:
+        """Wait for what is queued; another epoch may use the stream then."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.synchronize()
+            return_stream(stream)
 
 
 # The launch that reads the scratch memory of each stream, the latest one. Not in a threading.local:
