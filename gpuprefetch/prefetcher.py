@@ -162,7 +162,7 @@ class DataPrefetcher:
                 f"device_prefetch_size is in batches, 1 or more, or None, got {size!r}."
             )
         self.device = _resolve_device(device)
-        self._pipeline = build_stage(
+        self._pipeline, balancer = build_stage(
             loader,
             self.device,
             transforms=transforms,
@@ -176,8 +176,7 @@ class DataPrefetcher:
             max_bad=max_bad,
             memory_budget=memory_budget,
         )
-        assert self._pipeline.balancer is not None
-        self.stats, self._balancer = self._pipeline.stats, self._pipeline.balancer
+        self.stats, self._balancer = self._pipeline.stats, balancer
         self._depth, self._first_batch = device_prefetch_size, FirstBatch(self.device)
         self._progress = Progress()
         self._beginning = threading.RLock()  # one thread at a time begins an epoch
@@ -208,17 +207,16 @@ class DataPrefetcher:
         notes = self._note(loader, epoch)
         notes.place = resumed or notes.place  # what is left out is noted as well
         load_decoders()
+        source = None
         try:
             with garbage_stays_here():
                 source = Source(loader, resumed)
             notes.place = source.place
             if noted(loader) is not None:
-                try:
-                    notes.refuse_another_order()
-                except ValueError:
-                    source.close()
-                    raise
+                notes.refuse_another_order()
         except BaseException:
+            if source is not None:
+                source.close()
             progress.failed()
             raise
         self._balancer.begin()
@@ -227,9 +225,8 @@ class DataPrefetcher:
             source,
             epoch=epoch,
             depth=self._depth,
-            # Without workers the dataset runs in this process. On the caller's thread it keeps the
-            # order of random numbers it would have without us. On the CPU there is nothing to run
-            # ahead of.
+            # Without workers the dataset runs in this process, and draws its random numbers in the
+            # caller's thread as without us. On the CPU there is nothing to run ahead of.
             threaded=self.device.type == "cuda" and getattr(loader, "num_workers", 0) > 0,
             check=self._first_batch,
         )

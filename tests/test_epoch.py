@@ -275,6 +275,7 @@ def test_the_end_waits_for_a_batch_that_the_loop_prepares():
         return images
 
     iterator = iter(prefetcher_of(pictures(0, 1), transforms=[transform]))
+
     def go_on():
         with contextlib.suppress(RuntimeError):  # the epoch has been taken
             next(iterator)

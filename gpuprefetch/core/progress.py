@@ -65,14 +65,9 @@ class Progress:
         self.place, self.resumes = dict(state), "random_states" in state
 
     def save(self, loader: Any, going_on: Any) -> dict[str, Any]:
-        """Where the latest epoch stands, or where the next one begins.
+        """Where the latest epoch of a loader stands, or where the next one begins.
 
-        Args:
-            loader: the user's.
-            going_on: the copy of it whose workers live on; None without one.
-
-        Raises:
-            ValueError: if it is not known which batches the loop has had.
+        ``going_on`` is a copy of the loader whose workers live on.
         """
         self.forget_unused()
         place = self.place

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 def kind(loader: Any) -> str:
-    """What of a loader must be the same for one's state to mean something to another."""
+    """What two loaders must have in common for one's state to mean something to the other."""
     batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     own, shared = "a" if is_stateful(loader) else "no", ""
     if isinstance(getattr(loader, "dataset", None), IterableDataset) and not is_stateful(loader):
@@ -152,17 +152,14 @@ class _Rest:
 class Source:
     """The batches of an epoch, each with the state that the loader itself has after it, or None.
 
-    Args:
-        loader: any iterable; a stateful one has ``state_dict`` and ``load_state_dict``.
-        resumed: the ``place`` of an earlier epoch, to go on there, in the order it had. A
-            stateful loader does so by itself. Of a map-style dataset nothing is read that was left
-            out; of an iterable one, and by a DataLoader with an ``__iter__`` of its own, the
-            batches are read and dropped.
+    With the ``place`` of an earlier epoch it goes on there, in the same order. A stateful loader
+    does so by itself. A map-style dataset reads nothing that was left out. An iterable one, and a
+    DataLoader with an ``__iter__`` of its own, read those batches once more.
 
     Attributes:
         place: where the epoch begins: ``batches`` that the loop has had, the loader's own state
-            after them as ``loader``, the generators' ``random_states`` that the order is drawn
-            from, torch's own first, in hexadecimal digits, whether it is ``continued`` by workers
+            after them as ``loader``, the ``random_states`` that the order is drawn from, torch's
+            own and the generators', in hexadecimal digits, whether it is ``continued`` by workers
             of an epoch before, and the samplers' ``epochs``, None where one does not tell its own.
     """
 
@@ -187,12 +184,7 @@ class Source:
                 raise
 
     def _resume(self, loader: Any, *, apart: bool) -> None:
-        """Begin the iterator after the batches that the loop has had.
-
-        Args:
-            loader: of those batches.
-            apart: whether workers draw their seed apart from the order.
-        """
+        """Begin after the batches that the loop has had; ``apart`` is the seed of the workers."""
         done, skipped, rest = self.place["batches"], 0, loader
         stateful, plain = is_stateful(loader), isinstance(loader, DataLoader)
         if plain and not (stateful and loader.persistent_workers):  # those keep datasets' states

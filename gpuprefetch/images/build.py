@@ -42,8 +42,10 @@ def build_stage(
     on_error: str | Callable[[BadImage], Any],
     max_bad: int | None,
     memory_budget: str | int | None,
-) -> Pipeline:
-    """The stage for batches of ``loader``; arguments as for :class:`gpuprefetch.DataPrefetcher`.
+) -> tuple[Pipeline, Balancer]:
+    """The stage for batches of ``loader``, and what steers the workers' share of its epochs.
+
+    The arguments are those of :class:`gpuprefetch.DataPrefetcher`.
 
     Raises:
         TypeError: for a transform that is not callable.
@@ -72,7 +74,7 @@ def build_stage(
         dtype=dtype or torch.float32,
         moves=moves_pixels([*head.ops, *tail]),
     )
-    return Pipeline(
+    stage = Pipeline(
         device,
         head,
         tail,
@@ -82,10 +84,10 @@ def build_stage(
         memory_format,
         on_error,
         max_bad,
-        balancer=Balancer(share, loader, fixed=cpu_share != "auto" or backend is None),
         memory_budget=parse_bytes(memory_budget),
         values=Values(head.normalize, tail),
     )
+    return stage, Balancer(share, loader, fixed=cpu_share != "auto" or backend is None)
 
 
 def _check_output(dtype: Any, memory_format: Any) -> None:
