@@ -166,6 +166,7 @@ class Source:
     def __init__(self, loader: Any, resumed: dict[str, Any] | None = None) -> None:
         self._loader, self._ahead = loader, list[tuple[Any, Any]]()
         self._iterator: Iterator[Any] = iter(())
+        self._alone = False  # whether the workers are of this epoch, whatever they are
         if not resumed:
             self.place = beginning(loader)
             self._iterator = iter(loader)
@@ -188,7 +189,7 @@ class Source:
         done, skipped, rest = self.place["batches"], 0, loader
         stateful, plain = is_stateful(loader), isinstance(loader, DataLoader)
         if plain and not (stateful and loader.persistent_workers):  # those keep datasets' states
-            rest = changed(loader)
+            rest, self._alone = changed(loader), True
         if plain:
             seeds = _SeedApart().manual_seed(
                 hash((torch.initial_seed(), self.place["epoch"], done))
@@ -228,10 +229,10 @@ class Source:
         return batch, own_state(self._loader)
 
     def close(self) -> None:
-        """Shut down the workers, unless they are persistent."""
+        """Shut down the workers, unless they are persistent and serve more epochs."""
         iterator, self._iterator = self._iterator, iter(())
         self._loader, self._ahead = None, []
         # Not left to the garbage collector: an exception from a worker is in a cycle with the
         # loader's iterator. Collected with its queues, that waits 5 s for each worker in vain.
-        if not getattr(iterator, "_persistent_workers", True):
+        if self._alone or not getattr(iterator, "_persistent_workers", True):
             getattr(iterator, "_shutdown_workers", lambda: None)()
