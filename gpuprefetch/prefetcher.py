@@ -107,8 +107,7 @@ class DataPrefetcher:
             two would need more than 512 MiB. Without workers, and on a CPU, a batch is prepared
             when the loop asks for it.
         decoder: "nvjpeg" on the GPU, called directly or by way of "torchcodec" or "torchvision";
-            "cpu" in the workers; "auto" is nvjpeg where there is one, else cpu, as :func:`explain`
-            says.
+            "cpu" in the workers; "auto" is nvjpeg where it is found, else cpu (:func:`explain`).
         apply_exif: whether pictures are turned upright. False agrees with PIL and ``ImageFolder``.
         cpu_share: share of the JPEGs that the workers decode, 0.0 to 1.0, the smallest first.
             "auto" is none, and more while the loop waits for the GPU's decoder.
@@ -387,8 +386,7 @@ class DataPrefetcher:
             )
         if epoch is None:
             places = [*(notes.place for notes in self._notes.values()), self._progress.place]
-            used = [place["epoch"] for place in places if place["batches"]]
-            if not used:
+            if not (used := [place["epoch"] for place in places if place["batches"]]):
                 raise LookupError("no batch of any epoch has been handed over so far.")
             epoch = used[-1]
         notes, fixed = self._notes.get(epoch), self._balancer.fixed
@@ -426,10 +424,9 @@ class DataPrefetcher:
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = vars(self)
-        if name.startswith("_") or name in own or hasattr(type(self), name):
-            object.__setattr__(self, name, value)
-        elif hasattr(own.get("_loader"), name):  # read from there; it says what may be changed
-            setattr(self._loader, name, value)
+        ours = name.startswith("_") or name in own or hasattr(type(self), name)
+        if not ours and hasattr(own.get("_loader"), name):
+            setattr(self._loader, name, value)  # read from there; it says what may be changed
         else:
             object.__setattr__(self, name, value)
 
@@ -441,8 +438,8 @@ class DataPrefetcher:
         progress = copy.copy(self._progress)
         progress.place = dict(progress.place)
         state = vars(self) | {"_progress": progress, "_notes": dict(self._notes)}
-        state |= {"_pipeline": self._with_epoch(progress.epoch)}
-        state |= {"_manual": None, "_persistent": None}
+        state |= {"_pipeline": self._with_epoch(progress.epoch), "_manual": None}
+        state["_persistent"] = None
         del state["_beginning"]
         return state
 

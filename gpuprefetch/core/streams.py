@@ -24,7 +24,7 @@ RUN_AHEAD = 1
 #      the stream a block was allocated on. Without the mark it gives the block to the next batch as
 #      soon as the caller drops this one, while the queued training step still reads it.
 #   3. A batch that is dropped before it was handed over has no such mark, so the side stream is
-#      synchronized before its memory goes back (Lookahead.close).
+#      synchronized before its memory goes back (Lookahead._clean_up).
 #   4. Tensors that the loader itself has put on the device are queued on the stream that is current
 #      where it runs. The side stream waits for that (SideStream.wait_for_loader).
 # tests/test_stream.py fails when 1, 2 or 4 is left out.
