@@ -120,9 +120,9 @@ class DataPrefetcher:
         max_bad: bad files that are tolerated, each counted once; None is any number. One more
             raises :class:`BadImageError`.
         memory_budget: device memory for batches on their way to the loop: "2GiB", "2GB", or bytes.
-            Decoded images count, and the tensors of a batch until its hand-over. Batches that need
-            more are decoded in smaller parts, and fewer are kept ready. The decoder's own memory
-            does not count, nor what later transforms allocate and what torch's allocator keeps.
+            Decoded images count, and the tensors of a batch until its hand-over; the decoder's own
+            memory and what later transforms allocate do not. Batches that need more are decoded in
+            smaller parts, and fewer are kept ready.
 
     Attributes:
         stats: counters, see :class:`Stats`.
@@ -181,7 +181,7 @@ class DataPrefetcher:
         self._beginning = threading.RLock()  # one thread at a time begins an epoch
         self._persistent: DataLoader[Any] | None = None  # the copy whose workers live on
         self._notes: dict[int, Notes] = {}  # by epoch
-        self._manual: Epoch | None = None  # the iterator of next()
+        self._manual: Epoch | None = None  # the iterator of next(), and the length of its batches
         self._manual_length = 2
         self._told_of_ranks = False
         self._kind = kind(loader)  # before a sampler makes its generator
@@ -323,11 +323,10 @@ class DataPrefetcher:
 
         The batches are those of the uninterrupted epoch, also with other workers or another
         ``device_prefetch_size``. The batch size must be the same, and for an iterable dataset
-        without a state of its own the number of workers. The order is drawn from the saved random
-        state. If it differs from the order so far, that ``iter()`` raises ``ValueError``. Torch's
-        default generator goes on as it was, unless it is in the saved state already or the dataset
-        has a state of its own in this process. A ``StatefulDataLoader``'s own state begins an epoch
-        there.
+        without a state of its own the number of workers. The order is drawn once more. If it is not
+        the saved one, that ``iter()`` raises ``ValueError``. Torch's default generator goes on as
+        it was, unless it is in the saved state already or the dataset has a state of its own in
+        this process. A ``StatefulDataLoader``'s own state begins an epoch there.
 
         Raises:
             ValueError: if ``state`` does not come from :meth:`state_dict`, or from that of another

@@ -271,10 +271,8 @@ def test_nested_and_simultaneous_iteration(device):
     prefetcher = DataPrefetcher(loader_of(Numbers(8), device, num_workers=1), device=device)
     pairs = [(int(a[0]), int(b[0])) for _, a in prefetcher for _, b in prefetcher]
     assert pairs == [(0, 0), (0, 4), (4, 0), (4, 4)]
-    assert [int(a[1][0]) - int(b[1][0]) for a, b in zip(prefetcher, prefetcher, strict=True)] == [
-        0,
-        0,
-    ]
+    both = zip(prefetcher, prefetcher, strict=True)
+    assert [(int(a[1][0]), int(b[1][0])) for a, b in both] == [(0, 0), (4, 4)]
 
 
 class Garbage:
@@ -488,7 +486,6 @@ def test_the_interpreter_exits_with_an_epoch_under_way(ending):
     ("arguments", "error", "text"),
     [
         ({"loader": Numbers()}, TypeError, "wraps a DataLoader"),
-        ({"loader": 3}, TypeError, "wraps a DataLoader"),
         ({"loader": Stream()}, TypeError, "that takes batch_size=None"),
         ({"loader": "train"}, TypeError, "wraps a DataLoader"),
         ({"loader": DataLoader}, TypeError, "wraps a DataLoader"),
@@ -501,7 +498,6 @@ def test_the_interpreter_exits_with_an_epoch_under_way(ending):
         ({"device": "meta"}, ValueError, "CUDA or CPU"),
         ({"device": "gpu"}, ValueError, "device must be .* got 'gpu'"),
         ({"device": -1}, ValueError, "device must be .* got -1"),
-        ({"device": 1.5}, ValueError, r"device must be .* got 1\.5"),
         ({"device": True}, ValueError, "device must be .* got True"),
         ({"decoder": "pil"}, ValueError, "decoder must be one of"),
         ({"decoder": "torchcodec", "device": "cpu"}, ValueError, "needs a CUDA device"),
@@ -510,14 +506,11 @@ def test_the_interpreter_exits_with_an_epoch_under_way(ending):
         ({"max_bad": "3"}, ValueError, "max_bad is a number"),
         ({"max_bad": -1}, ValueError, "max_bad is a number"),
         ({"dtype": "float16"}, ValueError, "dtype must be torch.uint8 or a floating-point one"),
-        ({"dtype": torch.int32}, ValueError, "dtype must be torch.uint8 or a floating-point one"),
         ({"dtype": torch.float8_e4m3fn}, ValueError, "floating-point one of 16 bits or more"),
-        ({"memory_format": torch.channels_last_3d}, ValueError, "memory_format is .* got"),
         ({"memory_format": torch.preserve_format}, ValueError, "memory_format is .* got"),
         ({"memory_format": "channels_last"}, ValueError, "memory_format is .* got"),
         ({"apply_exif": "no"}, ValueError, "apply_exif must be True or False"),
         ({"seed": "3"}, ValueError, "seed is an int"),
-        ({"seed": 1.5}, ValueError, "seed is an int"),
         ({"transforms": [3]}, TypeError, "callables"),
         ({"transforms": [torch.nn.Identity]}, TypeError, "Pass an instance"),
     ],

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,8 +93,9 @@ def own_modes(device: torch.device) -> Iterator[None]:
         yield
 
 
-_idle: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
-_lock = threading.RLock()  # the garbage collector may end an epoch within it
+# Without a lock: the garbage collector may run in here and wait for the thread of an epoch, which
+# gives its stream back.
+_idle: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
 def lease_stream(device: torch.device) -> torch.cuda.Stream:
@@ -104,14 +104,15 @@ def lease_stream(device: torch.device) -> torch.cuda.Stream:
     The allocator keeps a pool of blocks per stream, so a new stream per epoch would strand the
     memory of the last one.
     """
-    with _lock:
-        return _idle[device].pop() if _idle[device] else torch.cuda.Stream(device)
+    try:
+        return _idle[device].pop()
+    except (KeyError, IndexError):
+        return torch.cuda.Stream(device)
 
 
 def return_stream(stream: torch.cuda.Stream) -> None:
     """Give a leased stream back. Its work must have completed."""
-    with _lock:
-        _idle[torch.device(stream.device)].append(stream)
+    _idle.setdefault(torch.device(stream.device), []).append(stream)
 
 
 class SideStream:
