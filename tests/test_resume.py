@@ -32,7 +32,10 @@ from gpuprefetch.core.source import own_state
 from gpuprefetch.images import replay as _replay
 
 # torchdata 0.11 calls a function that torch 2.15 warns of.
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The wrapped loader does not pin:UserWarning"),
+]
 
 
 class Counting(IterableDataset):
@@ -159,10 +162,7 @@ def ahead(request, device, monkeypatch):
 @pytest.mark.parametrize("name", list(LOADERS))
 def test_the_rest_of_the_epoch_is_the_same(name, device, ahead):
     torch.manual_seed(5)
-    options = {"device": device}
-    prefetcher = DataPrefetcher(LOADERS[name](), **options)
-    if device.type == "cuda":
-        prefetcher._first_batch.seen = True  # these loaders are not pinned
+    prefetcher = DataPrefetcher(LOADERS[name](), device=device)
     list(prefetcher)
     whole, state = [], None
     for number, batch in enumerate(prefetcher):
@@ -170,8 +170,7 @@ def test_the_rest_of_the_epoch_is_the_same(name, device, ahead):
         if number == 2:
             state = prefetcher.state_dict()
     torch.manual_seed(99)
-    resumed = DataPrefetcher(LOADERS[name](), device_prefetch_size=3, **options)
-    resumed._first_batch.seen = True
+    resumed = DataPrefetcher(LOADERS[name](), device_prefetch_size=3, device=device)
     before = torch.get_rng_state()
     resumed.load_state_dict(state)
     rest = listed(resumed)
