@@ -162,9 +162,9 @@ def test_lists_of_plain_values_are_not_looked_through():
     )
     calls = 0
 
-    def count(frame, event, arg):
+    def count(frame, event, arg):  # but for imports, which compile patterns
         nonlocal calls
-        calls += event == "call"
+        calls += event == "call" and "gpuprefetch" in frame.f_code.co_filename
 
     sys.setprofile(count)
     try:
@@ -172,7 +172,7 @@ def test_lists_of_plain_values_are_not_looked_through():
     finally:
         sys.setprofile(None)
     assert len(images) == len(targets) == 64
-    assert calls < 64 * 8 * 124  # numbers: to look at each of them once would take more
+    assert calls < 64 * 8 * 124 / 2  # numbers: to look at each of them once would take more
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

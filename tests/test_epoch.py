@@ -17,8 +17,7 @@ from gpuprefetch import DataPrefetcher, EncodedImage
 from gpuprefetch import prefetcher as _prefetcher
 from gpuprefetch.core import epoch as _epoch
 from gpuprefetch.core.epoch import JOIN_SECONDS, Lookahead
-from gpuprefetch.core.streams import lease_stream, return_stream
-from gpuprefetch.prefetcher import _garbage_kept_from_forks
+from gpuprefetch.core.forks import garbage_stays_here
 
 SECONDS = 20  # for what takes milliseconds; a hang takes for ever
 
@@ -73,6 +72,11 @@ def either(request):
     return request.param
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(_epoch, "JOIN_SECONDS", 0.2)
+
+
 class Batches:
     """A loader of what a generator function gives."""
 
@@ -87,13 +91,24 @@ def prefetcher_of(batches, **options):
     return DataPrefetcher(Batches(batches), device="cpu", **options)
 
 
+class Held:
+    """An epoch that has had its first batch; the second one comes when it is released."""
+
+    def __init__(self):
+        self.release = threading.Event()
+        self.prefetcher = prefetcher_of(self.batches)
+        self.iterator = iter(self.prefetcher)
+        assert next(self.iterator) == 0
+
+    def batches(self):
+        yield 0
+        self.release.wait(SECONDS)
+        yield 1
+
+
 def pictures(*values):
     """A generator function of batches of one small picture."""
     return lambda: (torch.full((1, 3, 2, 2), value) for value in values)
-
-
-def values(batches):
-    return [float(batch[0, 0, 0, 0]) for batch in batches]
 
 
 class Slow(Dataset):
@@ -149,10 +164,22 @@ def test_an_error_comes_after_the_batches_before_it(either, where):
         return images
 
     iterator = iter(prefetcher_of(batches, transforms=[transform]))
-    assert values([next(iterator), next(iterator)]) == [0, 1]
+    assert [float(next(iterator).max()) for _ in range(2)] == [0, 1]
     with pytest.raises(OSError, match="a bad disk"):
         next(iterator)
     with pytest.raises(RuntimeError, match="an error has ended this epoch"):
+        next(iterator)
+
+
+@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt, SystemExit, MemoryError])
+def test_whatever_ends_the_loader_reaches_the_loop(either, error):
+    def batches():
+        yield 0
+        raise error
+
+    iterator = iter(prefetcher_of(batches))
+    assert next(iterator) == 0
+    with pytest.raises(error):
         next(iterator)
 
 
@@ -195,72 +222,34 @@ def test_a_loop_whose_thread_has_made_an_encoded_image_calls_modules_as_ever(thr
     iterator.close()
 
 
-def test_a_thread_that_cannot_start_leaves_nothing(threaded, monkeypatch):
-    closed = []
-
-    def batches():
-        try:
-            yield 0
-        finally:
-            closed.append(True)
-
-    def refused(thread):
-        raise RuntimeError("can't start new thread")
-
-    prefetcher = DataPrefetcher(Batches(batches), device="cpu")
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refused)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            iter(prefetcher)
-    assert [*prefetcher] == [0]
-    assert prefetcher.state_dict()["epoch"] == 1  # the one that could not begin is no epoch
-
-
-def test_a_thread_whose_start_is_interrupted_ends(threaded, monkeypatch):
-    """Ctrl-C in the line after the start: nobody has the iterator."""
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_a_thread_whose_start_fails_leaves_nothing(threaded, monkeypatch, error):
+    """Or is interrupted, in the line after it: nobody has the iterator."""
     start = threading.Thread.start
 
-    def interrupted(thread):
-        start(thread)
-        raise KeyboardInterrupt
+    def failing(thread):
+        if isinstance(error, KeyboardInterrupt):
+            start(thread)
+        raise error
 
     prefetcher = prefetcher_of(lambda: iter(range(9)))
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "start", failing)
+        with pytest.raises(type(error)):
             iter(prefetcher)
     assert not threads()
     assert [*prefetcher] == [*range(9)]
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
-def test_whatever_ends_the_loader_reaches_the_loop(either, error):
-    def batches():
-        yield 0
-        raise error
-
-    iterator = iter(prefetcher_of(batches))
-    assert next(iterator) == 0
-    with pytest.raises(error):
-        next(iterator)
+    assert prefetcher.state_dict()["epoch"] == 1  # the one that could not begin is no epoch
 
 
 def test_whoever_closes_an_epoch_waits_for_its_end(threaded):
-    release = threading.Event()
-
-    def batches():
-        yield 0
-        release.wait(SECONDS)
-        yield 1
-
-    iterator = iter(prefetcher_of(batches))
-    next(iterator)
-    closing = threading.Thread(target=iterator._lookahead.close)
+    held = Held()
+    closing = threading.Thread(target=held.iterator._lookahead.close)
     closing.start()
     time.sleep(0.05)
     assert closing.is_alive() and threads()
-    threading.Timer(0.1, release.set).start()
-    iterator._lookahead.close()
+    threading.Timer(0.1, held.release.set).start()
+    held.iterator._lookahead.close()
     assert not threads()
     closing.join(SECONDS)
 
@@ -275,7 +264,12 @@ def test_the_end_waits_for_a_batch_that_the_loop_prepares():
         return images
 
     iterator = iter(prefetcher_of(pictures(0, 1), transforms=[transform]))
-    loop = threading.Thread(target=lambda: next(iterator, None))
+
+    def go_on():
+        with contextlib.suppress(RuntimeError):  # the epoch has been taken
+            next(iterator)
+
+    loop = threading.Thread(target=go_on)
     loop.start()
     assert begun.wait(SECONDS)
     iterator._lookahead.close()
@@ -284,63 +278,46 @@ def test_the_end_waits_for_a_batch_that_the_loop_prepares():
 
 
 def test_a_loop_that_waits_when_another_thread_ends_the_epoch(threaded):
-    release = threading.Event()
-
-    def batches():
-        yield 0
-        release.wait(SECONDS)
-        yield 1
-
-    iterator = iter(prefetcher_of(batches))
-    next(iterator)
-    threading.Timer(0.1, iterator.close).start()
-    threading.Timer(0.2, release.set).start()
+    held = Held()
+    threading.Timer(0.1, held.iterator.close).start()
+    threading.Timer(0.2, held.release.set).start()
     with pytest.raises(StopIteration):  # not for ever
-        raise within(SECONDS, lambda: next(iterator))
+        raise within(SECONDS, lambda: next(held.iterator))
 
 
 def test_an_end_that_is_interrupted_goes_on(threaded, monkeypatch):
-    release = threading.Event()
-
-    def batches():
-        yield 0
-        release.wait(SECONDS)
-        yield 1
-
-    iterator = iter(prefetcher_of(batches))
-    next(iterator)
-    (thread,), interrupts = threads(), [KeyboardInterrupt()]
-    join = thread.join
+    held = Held()
 
     def interrupted(timeout=None):
-        if interrupts:
-            raise interrupts.pop()
-        join(timeout)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(thread, "join", interrupted)
+    monkeypatch.setattr(threads()[0], "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        iterator.close()
-    release.set()
-    until(lambda: iterator._lookahead._ended)
+        held.iterator.close()
+    held.release.set()
+    until(lambda: not threads())
 
 
-def test_a_loader_that_hangs_is_abandoned(threaded, monkeypatch):
-    monkeypatch.setattr(_epoch, "JOIN_SECONDS", 0.2)
-    release = threading.Event()
-
-    def batches():
-        yield 0
-        release.wait(SECONDS)
-        yield 1
-
-    prefetcher = prefetcher_of(batches)
-    iterator = iter(prefetcher)
-    next(iterator)
+def test_a_loader_that_hangs_is_abandoned(threaded, impatient):
+    held = Held()
     began = time.monotonic()
-    iterator.close()
+    held.iterator.close()
     assert time.monotonic() - began < 5
     assert threads()
-    release.set()
+    held.release.set()
+
+
+def test_a_broken_context_does_not_keep_an_epoch_from_its_end(threaded, monkeypatch):
+    def broken(stream):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(_epoch.SideStream, "end", broken)
+    iterator = iter(prefetcher_of(lambda: iter(range(4))))
+    next(iterator)
+    iterator.close()
+    assert not threads()
+    with pytest.raises(StopIteration):
+        next(iterator)
 
 
 def test_the_collector_may_run_in_a_thread_that_the_epoch_waits_for(threaded):
@@ -379,41 +356,18 @@ def test_the_collector_may_run_in_a_thread_that_the_epoch_waits_for(threaded):
 
 
 def test_the_collector_may_run_while_something_is_counted(threaded):
-    release = threading.Event()
-
-    def batches():
-        yield 0
-        release.wait(SECONDS)
-        yield 1
+    held = Held()
 
     class Drops(float):
         def __radd__(self, other):
-            release.set()
-            iterators.clear()  # its thread counts the seconds of a fetch before it ends
+            held.release.set()
+            del held.iterator  # its thread counts the seconds of a fetch before it ends
             return other
 
-    prefetcher = prefetcher_of(batches)
-    iterators = [iter(prefetcher)]
-    next(iterators[0])
     began = time.monotonic()
-    prefetcher.stats.add("wait_seconds", Drops())
+    held.prefetcher.stats.add("wait_seconds", Drops())
     assert time.monotonic() - began < JOIN_SECONDS / 2
     assert not threads()
-
-
-def test_the_collector_may_run_while_streams_are_leased():
-    from types import SimpleNamespace
-
-    from gpuprefetch.core import streams as _stream
-
-    stream = SimpleNamespace(device="meta")
-
-    def collected():
-        with _stream._lock:  # what an epoch does that ends here
-            return_stream(stream)
-        return lease_stream(torch.device("meta"))
-
-    assert within(SECONDS, collected) is stream
 
 
 @pytest.mark.slow
@@ -445,50 +399,32 @@ class Waits(Sampler):
 def test_persistent_workers_whose_epochs_begin_in_two_threads(either, sampler):
     """The one begins while the other waits for a batch, or begins itself."""
     loader = DataLoader(Slow(0.3, at=0), sampler=sampler, num_workers=2, persistent_workers=True)
-    prefetcher = DataPrefetcher(loader, device="cpu")
-
-    def numbers():
-        return torch.tensor([*prefetcher]).tolist()
-
-    had = []
+    prefetcher, had, begun = DataPrefetcher(loader, device="cpu"), [], threading.Event()
 
     def beside():
+        begun.set()
         with contextlib.suppress(RuntimeError):  # its workers have been taken
             for batch in prefetcher:
                 had.extend(batch.tolist())
 
     other = threading.Thread(target=beside)
     other.start()
-    until(lambda: prefetcher._epoch > 0)
-    time.sleep(0.05)
-    assert within(SECONDS, numbers) == [*range(12)]
+    assert begun.wait(SECONDS)
+    time.sleep(0.1)
+    assert within(SECONDS, lambda: torch.cat([*prefetcher]).tolist()) == [*range(12)]
     other.join(SECONDS)
     assert had == [*range(len(had))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [True, False])
-def test_workers_that_an_abandoned_thread_waits_for(threaded, monkeypatch, persistent):
-    monkeypatch.setattr(_epoch, "JOIN_SECONDS", 0.2)
-    loader = DataLoader(Slow(1.5, at=2), num_workers=2, persistent_workers=persistent)
+def test_workers_that_an_abandoned_thread_waits_for(threaded, impatient, persistent):
+    loader = DataLoader(Slow(1, at=2), num_workers=2, persistent_workers=persistent)
     prefetcher = DataPrefetcher(loader, device="cpu")
     for _ in prefetcher:
-        time.sleep(0.2)
+        time.sleep(0.1)
         break
     assert within(SECONDS, lambda: torch.cat(list(prefetcher)).tolist()) == [*range(12)]
-
-
-def test_a_broken_context_does_not_keep_an_epoch_from_its_end(threaded, monkeypatch):
-    def broken(stream, *, again):
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    monkeypatch.setattr(_epoch.SideStream, "end", broken)
-    iterator = iter(prefetcher_of(lambda: iter(range(4))))
-    next(iterator)
-    iterator.close()
-    assert not threads()
-    with pytest.raises(StopIteration):
-        next(iterator)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
@@ -496,24 +432,19 @@ def test_a_broken_context_does_not_keep_an_epoch_from_its_end(threaded, monkeypa
 @pytest.mark.usefixtures("nothing_frozen")
 @pytest.mark.parametrize("collects", [True, False])
 def test_who_is_forked_for_an_epoch_begins_with_a_frozen_heap(collects):
-    def told(child):
+    def state_in_a_fork():
+        if not (child := os.fork()):
+            os._exit(2 * (gc.get_freeze_count() > 0) + gc.isenabled())
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-    def state():
-        return 2 * (gc.get_freeze_count() > 0) + gc.isenabled()
 
     if not collects:
         gc.disable()
     try:
         before = gc.get_freeze_count()
-        with _garbage_kept_from_forks():
-            if not (child := os.fork()):
-                os._exit(state())
-        assert told(child) == 2 + collects
+        with garbage_stays_here():
+            assert state_in_a_fork() == 2 + collects
         assert gc.isenabled() == collects and gc.get_freeze_count() == before
-        if not (child := os.fork()):  # somebody else's
-            os._exit(state())
-        assert told(child) == 2 * (before > 0) + collects
+        assert state_in_a_fork() == 2 * (before > 0) + collects  # somebody else's
     finally:
         gc.enable()
 
@@ -531,7 +462,7 @@ def keep(batches, right):
     received = []
     while (batch := batches.get()) is not None:
         received.append(batch)
-        time.sleep(0.02)
+        time.sleep(0.005)
     spans = [(batch.span(i), batch.indices[i]) for batch in received for i in range(len(batch))]
     right.put(sum(bool((span == index).all()) for span, index in spans))
 

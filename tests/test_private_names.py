@@ -51,7 +51,6 @@ NAMES = {
     "_shutdown_workers": lambda: hasattr(
         torchs._MultiProcessingDataLoaderIter, "_shutdown_workers"
     ),
-    "_workers_status": lambda: workers("_workers_status"),
     "StatefulDataLoader.next_iter_state": lambda: torchdatas("next_iter_state"),
     "_initial_iter_for_state_dict": lambda: torchdatas("_initial_iter_for_state_dict"),
     "torchvision.transforms._presets": torchvisions_presets,

@@ -33,7 +33,10 @@ from gpuprefetch.core.source import own_state
 from gpuprefetch.images import replay as _replay
 
 # torchdata 0.11 calls a function that torch 2.15 warns of.
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The wrapped loader does not pin:UserWarning"),
+]
 
 
 class Counting(IterableDataset):
@@ -117,6 +120,31 @@ def values(batch):
     return (batch[0] if isinstance(batch, list) else batch).tolist()
 
 
+def listed(batches):
+    return [values(batch) for batch in batches]
+
+
+def cpu(loader):
+    return DataPrefetcher(loader, device="cpu")
+
+
+def twice(make):
+    return cpu(make()), cpu(make())
+
+
+def assert_goes_on(first, resumed, batches=1):
+    """After so many batches of the one, the other gives the rest of its epoch."""
+    iterator = iter(first)
+    list(islice(iterator, batches))
+    resumed.load_state_dict(first.state_dict())
+    assert listed(resumed) == listed(iterator)
+
+
+def distributed():
+    data = TensorDataset(torch.arange(40))
+    return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0))
+
+
 @pytest.fixture(params=[False, True], ids=["", "ahead"])
 def ahead(request, device, monkeypatch):
     """Fetch ahead of the loop, as on a GPU."""
@@ -135,10 +163,7 @@ def ahead(request, device, monkeypatch):
 @pytest.mark.parametrize("name", list(LOADERS))
 def test_the_rest_of_the_epoch_is_the_same(name, device, ahead):
     torch.manual_seed(5)
-    options = {"device": device}
-    prefetcher = DataPrefetcher(LOADERS[name](), **options)
-    if device.type == "cuda":
-        prefetcher._first_batch.seen = True  # these loaders are not pinned
+    prefetcher = DataPrefetcher(LOADERS[name](), device=device)
     list(prefetcher)
     whole, state = [], None
     for number, batch in enumerate(prefetcher):
@@ -146,11 +171,10 @@ def test_the_rest_of_the_epoch_is_the_same(name, device, ahead):
         if number == 2:
             state = prefetcher.state_dict()
     torch.manual_seed(99)
-    resumed = DataPrefetcher(LOADERS[name](), device_prefetch_size=3, **options)
-    resumed._first_batch.seen = True
+    resumed = DataPrefetcher(LOADERS[name](), device_prefetch_size=3, device=device)
     before = torch.get_rng_state()
     resumed.load_state_dict(state)
-    rest = [values(batch) for batch in resumed]
+    rest = listed(resumed)
     assert rest == whole[3:]
     assert torch.equal(torch.get_rng_state(), before)  # the caller's generator is left alone
 
@@ -159,25 +183,25 @@ def test_the_rest_of_the_epoch_is_the_same(name, device, ahead):
 @pytest.mark.parametrize("ahead", [True], indirect=True)
 def test_the_loaders_own_state_would_lose_batches(device, ahead):
     # Guards the test above: batches are in flight when the state is taken.
-    prefetcher = DataPrefetcher(stateful(shuffle=True), device="cpu")
+    prefetcher = cpu(stateful(shuffle=True))
     iterator = iter(prefetcher)
     next(iterator)
     while len(iterator._lookahead._slots) < 3:
         time.sleep(0.01)
     state = prefetcher.state_dict() | {"loader": own_state(iterator._lookahead._source._loader)}
-    rest = [values(batch) for batch in iterator]
+    rest = listed(iterator)
     prefetcher.load_state_dict(state)
-    assert [values(batch) for batch in prefetcher] in (rest[3:], rest[4:])
+    assert listed(prefetcher) in (rest[3:], rest[4:])
 
 
 def test_a_resumed_epoch_is_resumed_again_and_the_next_ones_are_the_same():
     def prefetcher():
         generator = torch.Generator().manual_seed(3)
         options = {"num_workers": 1, "persistent_workers": True}
-        return DataPrefetcher(numbers(shuffle=True, generator=generator, **options), device="cpu")
+        return cpu(numbers(shuffle=True, generator=generator, **options))
 
     whole = prefetcher()
-    whole = [[values(batch) for batch in whole] for _ in range(4)]
+    whole = [listed(whole) for _ in range(4)]
     interrupted, seen = prefetcher(), []
     for stop in (3, 5, 18, 21, 40):  # in epochs 0, 0, 1, 2 and at the end
         while len(seen) < stop:
@@ -205,7 +229,7 @@ class Failing(Dataset):
 
 def test_a_resumed_epoch_that_fails_shuts_its_workers_down():
     def prefetcher(good):
-        return DataPrefetcher(DataLoader(Failing(good), batch_size=4, num_workers=1), device="cpu")
+        return cpu(DataLoader(Failing(good), batch_size=4, num_workers=1))
 
     first = prefetcher(40)
     next(iter(first))
@@ -219,28 +243,18 @@ def test_a_resumed_epoch_that_fails_shuts_its_workers_down():
         assert time.perf_counter() - started < 4  # it takes 5 s for a worker that nobody told
 
 
-def test_set_epoch_leaves_what_was_to_be_resumed():
-    prefetcher = DataPrefetcher(numbers(), device="cpu")
-    for _ in prefetcher:
-        state = prefetcher.state_dict()
-    for epoch, batches in [(0, 0), (1, 10)]:
-        prefetcher.load_state_dict(state)
-        prefetcher.set_epoch(epoch)
-        assert len(list(prefetcher)) == batches
-
-
 def test_a_stateful_loader_that_was_given_its_state_itself():
     loader = stateful()
     iterator = iter(loader)
     next(iterator)
     state = loader.state_dict()
     loader.load_state_dict(state)
-    prefetcher = DataPrefetcher(loader, device="cpu")
+    prefetcher = cpu(loader)
     assert [len(list(prefetcher)) for _ in range(2)] == [9, 10]
 
 
 def test_a_state_of_another_kind_of_loader_is_refused():
-    prefetcher = DataPrefetcher(numbers(), device="cpu")
+    prefetcher = cpu(numbers())
     list(prefetcher)
     state = prefetcher.state_dict()
     for other in (
@@ -248,45 +262,23 @@ def test_a_state_of_another_kind_of_loader_is_refused():
         numbers(shuffle=True, generator=torch.Generator()),
     ):
         with pytest.raises(ValueError, match="state is of a loader with batch_size=4, 0 gen"):
-            DataPrefetcher(other, device="cpu").load_state_dict(state)
+            cpu(other).load_state_dict(state)
 
 
 def test_without_an_order_there_is_no_state():
-    prefetcher = DataPrefetcher(numbers(num_workers=2, in_order=False), device="cpu")
+    prefetcher = cpu(numbers(num_workers=2, in_order=False))
     prefetcher.load_state_dict(prefetcher.state_dict())  # nothing is lost yet
     next(iterator := iter(prefetcher))
     with pytest.raises(ValueError, match="had 1 batches, but with in_order=False"):
         prefetcher.state_dict()
     iterator.close()
-    alone = DataPrefetcher(numbers(num_workers=1, in_order=False), device="cpu")
+    alone = cpu(numbers(num_workers=1, in_order=False))
     next(iter(alone))
     assert alone.state_dict()["batches"] == 1  # one worker keeps the order
 
 
-def test_the_manual_form_goes_back_too():
-    prefetcher = DataPrefetcher(numbers(), device="cpu")
-    prefetcher.next()
-    state = prefetcher.state_dict()
-    second = values(prefetcher.next())
-    prefetcher.next()
-    prefetcher.load_state_dict(state)
-    assert values(prefetcher.next()) == second
-
-
-def test_the_next_epoch_is_a_whole_one():
-    prefetcher = DataPrefetcher(numbers(), device="cpu")
-    iterator = iter(prefetcher)
-    next(iterator)
-    state = prefetcher.state_dict()
-    resumed = DataPrefetcher(numbers(), device="cpu")
-    resumed.load_state_dict(state)
-    assert len(list(resumed)) == 9
-    assert len(list(resumed)) == 10
-    assert resumed.state_dict()["epoch"] == 2
-
-
 def test_an_iterator_that_is_dropped_unused_is_no_epoch():
-    prefetcher = DataPrefetcher(numbers(), device="cpu")
+    prefetcher = cpu(numbers())
     next(iterator := iter(prefetcher))
     iter(prefetcher)  # dropped at once
     assert len(list(prefetcher)) == 10
@@ -300,26 +292,26 @@ def test_an_iterator_that_is_dropped_unused_is_no_epoch():
 
 
 def test_a_state_before_the_first_batch_is_not_lost_with_an_unused_iterator():
-    first, second = (DataPrefetcher(numbers(shuffle=True), device="cpu") for _ in range(2))
+    first, second = twice(lambda: numbers(shuffle=True))
     iterator = iter(first)
     second.load_state_dict(first.state_dict())
     iter(second)  # dropped at once
-    assert [values(batch) for batch in second] == [values(batch) for batch in iterator]
+    assert listed(second) == listed(iterator)
 
 
 def test_a_state_after_an_iterator_that_was_dropped_unused():
-    first, second = (DataPrefetcher(numbers(shuffle=True), device="cpu") for _ in range(2))
+    first, second = twice(lambda: numbers(shuffle=True))
     for epoch in range(2):
         iter(first)  # dropped at once, with the order that it has drawn
         state = first.state_dict()
         assert (state["epoch"], state["batches"]) == (epoch, 0)
         second.load_state_dict(state)
-        expected = [values(batch) for batch in first]
-        assert [values(batch) for batch in second] == expected
+        expected = listed(first)
+        assert listed(second) == expected
 
 
 def test_the_state_of_a_copy_is_its_own():
-    prefetcher = DataPrefetcher(numbers(), device="cpu")
+    prefetcher = cpu(numbers())
     iterator = iter(prefetcher)
     next(iterator)
     copied = copy.copy(prefetcher)
@@ -329,7 +321,7 @@ def test_the_state_of_a_copy_is_its_own():
 
 @pytest.mark.parametrize(("epoch", "left"), [(0, 4), (1, 10)])
 def test_set_epoch_behind_an_unused_iterator_leaves_what_was_to_be_resumed(epoch, left):
-    prefetcher = DataPrefetcher(numbers(), device="cpu")
+    prefetcher = cpu(numbers())
     for _ in islice(prefetcher, 6):
         state = prefetcher.state_dict()
     prefetcher.load_state_dict(state)
@@ -339,29 +331,16 @@ def test_set_epoch_behind_an_unused_iterator_leaves_what_was_to_be_resumed(epoch
     assert [len(list(prefetcher)) for _ in range(2)] == [left, 10]
 
 
-def test_a_state_before_the_first_epoch_and_a_wrong_one():
-    prefetcher = DataPrefetcher(numbers(), device="cpu")
-    state = prefetcher.state_dict()
-    prefetcher.load_state_dict(state)
-    assert len(list(prefetcher)) == 10
-    with pytest.raises(ValueError, match=r"must come from DataPrefetcher\.state_dict"):
-        prefetcher.load_state_dict({"model": 1})
-
-
-def test_a_distributed_sampler_gets_its_epoch_back():
-    def loader():
-        data = TensorDataset(torch.arange(40))
-        return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0))
-
-    prefetcher = DataPrefetcher(loader(), device="cpu")
-    prefetcher.set_epoch(7)
-    iterator = iter(prefetcher)
-    next(iterator)
-    state = prefetcher.state_dict()
-    rest = [values(batch) for batch in iterator]
-    resumed = DataPrefetcher(loader(), device="cpu")
-    resumed.load_state_dict(state)
-    assert [values(batch) for batch in resumed] == rest
+@pytest.mark.parametrize("whose", ["ours", "its own"])
+def test_a_distributed_sampler_gets_its_epoch_back(whose):
+    first, resumed = twice(distributed)
+    if whose == "ours":
+        first.set_epoch(7)
+    else:
+        list(first)
+        first.sampler.set_epoch(7)  # as in loops without a prefetcher
+    assert_goes_on(first, resumed)
+    assert resumed.sampler.epoch == 7
 
 
 @pytest.mark.parametrize("kind", ["plain", "stateful"])
@@ -393,15 +372,15 @@ def test_augmented_pictures_are_the_same(kind, photo_folder, device):
 
 
 def test_a_prefetcher_with_persistent_workers_goes_back():
-    prefetcher = DataPrefetcher(numbers(num_workers=1, persistent_workers=True), device="cpu")
+    prefetcher = cpu(numbers(num_workers=1, persistent_workers=True))
     iterator = iter(prefetcher)
     whole = [values(next(iterator)) for _ in range(4)]
     state = prefetcher.state_dict()
-    whole += [values(batch) for batch in iterator]
+    whole += listed(iterator)
     for _ in range(2):
         prefetcher.load_state_dict(state)
-        assert [values(batch) for batch in prefetcher] == whole[4:]
-    assert [values(batch) for batch in prefetcher] == whole
+        assert listed(prefetcher) == whole[4:]
+    assert listed(prefetcher) == whole
 
 
 PERSISTENT = {"num_workers": 1, "persistent_workers": True}
@@ -413,14 +392,10 @@ PERSISTENT = {"num_workers": 1, "persistent_workers": True}
     [(PERSISTENT, {}), (PERSISTENT, {"num_workers": 2}), ({}, PERSISTENT)],
 )
 def test_with_and_without_persistent_workers(before, after, epoch):
-    first = DataPrefetcher(numbers(shuffle=True, **before), device="cpu")
+    first, resumed = (cpu(numbers(shuffle=True, **options)) for options in (before, after))
     for _ in range(epoch):
         list(first)
-    iterator = iter(first)
-    next(iterator), next(iterator)
-    resumed = DataPrefetcher(numbers(shuffle=True, **after), device="cpu")
-    resumed.load_state_dict(first.state_dict())
-    assert [values(batch) for batch in resumed] == [values(batch) for batch in iterator]
+    assert_goes_on(first, resumed, 2)
 
 
 class Drawing(Dataset):
@@ -434,32 +409,16 @@ class Drawing(Dataset):
 
 
 def test_workers_that_start_where_others_live_on_draw_of_their_own():
-    first = DataPrefetcher(DataLoader(Drawing(), 4, **PERSISTENT), device="cpu")
+    first = cpu(DataLoader(Drawing(), 4, **PERSISTENT))
     list(first)
     drawn = []
     for batches in (1, 2):
         iterator = iter(first)
         list(islice(iterator, batches))
-        resumed = DataPrefetcher(DataLoader(Drawing(), 4, num_workers=1), device="cpu")
+        resumed = cpu(DataLoader(Drawing(), 4, num_workers=1))
         resumed.load_state_dict(first.state_dict())
         drawn.append(values(next(iter(resumed))))
     assert drawn[0] != drawn[1]
-
-
-def test_a_sampler_keeps_an_epoch_of_its_own():
-    def loader():
-        data = TensorDataset(torch.arange(40))
-        return DataLoader(data, 4, sampler=DistributedSampler(data, 2, 0))
-
-    first = DataPrefetcher(loader(), device="cpu")
-    list(first)
-    first.sampler.set_epoch(7)  # as in loops without a prefetcher
-    iterator = iter(first)
-    next(iterator)
-    resumed = DataPrefetcher(loader(), device="cpu")
-    resumed.load_state_dict(first.state_dict())
-    assert resumed.sampler.epoch == 7
-    assert [values(batch) for batch in resumed] == [values(batch) for batch in iterator]
 
 
 class Shuffled(Sampler):
@@ -473,11 +432,11 @@ class Shuffled(Sampler):
 
 
 def shuffled(**options):
-    return DataPrefetcher(numbers(sampler=lambda _: Shuffled(), **options), device="cpu")
+    return cpu(numbers(sampler=lambda _: Shuffled(), **options))
 
 
 def shuffled_rows(**options):
-    return DataPrefetcher(rows(lambda _: Shuffled(), **options), device="cpu")
+    return cpu(rows(lambda _: Shuffled(), **options))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -500,7 +459,7 @@ def test_an_order_that_is_not_drawn_again_is_refused(workers, ahead, shuffled):
     random.seed(1)
     again = shuffled()
     again.load_state_dict(state)
-    assert seen + [values(batch) for batch in again] == seen[:3] + [values(b) for b in iterator]
+    assert seen + listed(again) == seen[:3] + listed(iterator)
     again.load_state_dict(state)
     with pytest.raises(ValueError, match="does not begin"):
         list(again)
@@ -551,34 +510,27 @@ def test_generators_of_samplers_within_batch_samplers(kind, same):
     def prefetcher():
         made = torch.Generator().manual_seed(2) if kind == "within" else None
         sampler = (Seedable if kind == "seedable" else RandomSampler)(range(40), generator=made)
-        return DataPrefetcher(of_batch_sampler(sampler), device="cpu")
+        return cpu(of_batch_sampler(sampler))
 
     first = prefetcher()
     iterator = iter(first)
     had = [values(next(iterator)) for _ in range(3)]
     state = first.state_dict()
-    rest = [values(batch) for batch in iterator]
+    rest = listed(iterator)
     resumed = first if same else prefetcher()
     resumed.load_state_dict(state)
-    assert [values(batch) for batch in resumed] == rest
+    assert listed(resumed) == rest
     assert sorted(chain.from_iterable(had + rest)) == [*range(40)]
-
-
-def test_set_epoch_reaches_a_sampler_within_a_batch_sampler():
-    sampler = DistributedSampler(range(40), 1, 0)
-    prefetcher = DataPrefetcher(of_batch_sampler(sampler), device="cpu")
-    prefetcher.set_epoch(3)
-    assert sampler.epoch == 3
 
 
 def test_a_loader_whose_state_was_taken_before_its_first_epoch():
     loader = stateful(num_workers=0)
     loader.state_dict()
-    assert len(list(DataPrefetcher(loader, device="cpu"))) == 10
+    assert len(list(cpu(loader))) == 10
 
 
 def test_set_epoch_reaches_a_sampler_within_a_sampler():
-    prefetcher = DataPrefetcher(rows(lambda data: DistributedSampler(data, 1, 0)), device="cpu")
+    prefetcher = cpu(rows(lambda data: DistributedSampler(data, 1, 0)))
     orders = []
     for epoch in range(2):
         prefetcher.set_epoch(epoch)
@@ -597,12 +549,12 @@ def test_a_loader_that_resumes_by_itself(persistent):
     for _ in range(3):
         next(iterator)
     state = first.state_dict()
-    rest = [values(batch) for batch in iterator]
+    rest = listed(iterator)
     mine = loader()
-    prefetcher = DataPrefetcher(mine, device="cpu")
+    prefetcher = cpu(mine)
     assert len(list(prefetcher)) == 10
     mine.load_state_dict(state)
-    assert [values(batch) for batch in prefetcher] == rest
+    assert listed(prefetcher) == rest
     assert len(list(prefetcher)) == 10
 
 
@@ -617,7 +569,7 @@ def test_of_an_epoch_without_end_the_latest_samples_are_noted(monkeypatch):
     for number in range(301):
         whole.add(array("q", [(4 * number + k) % 40 for k in range(4)]))
     monkeypatch.setattr(_replay, "MOST", 3000)
-    made = [DataPrefetcher(numbers(sampler=lambda _: Endless()), device="cpu") for _ in range(2)]
+    made = [cpu(numbers(sampler=lambda _: Endless())) for _ in range(2)]
     for i, _ in enumerate(made[0]):
         (notes,) = made[0]._notes.values()
         assert sum(batch.bytes for batch in notes.batches) <= 3000
@@ -650,10 +602,7 @@ def test_a_sampler_of_samples_may_give_anything(kind):
         def __getitem__(self, key):
             return next(key) if hasattr(key, "__next__") else int(key)
 
-    def prefetcher():
-        return DataPrefetcher(DataLoader(Told(), None, sampler=Single(kind)), device="cpu")
-
-    first, resumed = prefetcher(), prefetcher()
+    first, resumed = twice(lambda: DataLoader(Told(), None, sampler=Single(kind)))
     list(islice(first, 3))
     resumed.load_state_dict(first.state_dict())
     assert [int(sample) for sample in resumed] == [*range(3, 40)]
@@ -662,10 +611,7 @@ def test_a_sampler_of_samples_may_give_anything(kind):
 def test_samples_that_are_no_integers_are_not_compared():
     names = [f"name {i}" for i in range(40)]
 
-    def prefetcher():
-        return DataPrefetcher(DataLoader({n: n for n in names}, 4, sampler=names), device="cpu")
-
-    first, resumed = prefetcher(), prefetcher()
+    first, resumed = twice(lambda: DataLoader({n: n for n in names}, 4, sampler=names))
     list(islice(first, 2))
     resumed.load_state_dict(first.state_dict())
     assert list(chain.from_iterable(resumed)) == names[8:]
@@ -675,8 +621,7 @@ def test_samples_that_are_no_integers_are_not_compared():
 @pytest.mark.parametrize("epochs", [0, 1])
 def test_an_order_that_is_not_known_is_refused(shuffle, epochs):
     # The iterator is older than our sampler, which notes the order.
-    loaders = (numbers(OneIteratorAtOnce, shuffle=shuffle) for _ in range(2))
-    first, resumed = (DataPrefetcher(loader, device="cpu") for loader in loaders)
+    first, resumed = twice(lambda: numbers(OneIteratorAtOnce, shuffle=shuffle))
     for _ in range(epochs):
         list(first)
     next(iter(first))
@@ -688,7 +633,7 @@ def test_an_order_that_is_not_known_is_refused(shuffle, epochs):
 
 def test_a_state_of_an_older_version():
     for loader in LOADERS["shuffled"], LOADERS["iterable"], LOADERS["stateful"]:
-        first, resumed = (DataPrefetcher(loader(), device="cpu") for _ in range(2))
+        first, resumed = twice(loader)
         iterator = iter(first)
         next(iterator)
         state = first.state_dict()
@@ -697,12 +642,12 @@ def test_a_state_of_an_older_version():
         state["random_states"] = [torch.frombuffer(s, dtype=torch.uint8) for s in states]
         state["kind"] = state["kind"].removeprefix("samples shared out to 1 workers, ")
         resumed.load_state_dict(state)
-        assert [values(batch) for batch in resumed] == [values(batch) for batch in iterator]
+        assert listed(resumed) == listed(iterator)
 
 
 def test_an_iterable_dataset_needs_as_many_workers():
     def prefetcher(workers):
-        return DataPrefetcher(DataLoader(Counting(), 4, num_workers=workers), device="cpu")
+        return cpu(DataLoader(Counting(), 4, num_workers=workers))
 
     first = prefetcher(2)
     next(iter(first))
@@ -720,11 +665,7 @@ def test_an_iterable_dataset_needs_as_many_workers():
 def test_a_resumed_epoch_of_persistent_workers_is_begun_a_second_time(how):
     dataset = Failing(40)
 
-    def prefetcher():
-        options = {"num_workers": 1, "persistent_workers": True, "shuffle": True}
-        return DataPrefetcher(DataLoader(dataset, 4, **options), device="cpu")
-
-    interrupted, resumed = prefetcher(), prefetcher()
+    interrupted, resumed = twice(lambda: DataLoader(dataset, 4, shuffle=True, **PERSISTENT))
     iterator = iter(interrupted)
     next(iterator)
     resumed.load_state_dict(interrupted.state_dict())
@@ -735,13 +676,13 @@ def test_a_resumed_epoch_of_persistent_workers_is_begun_a_second_time(how):
         dataset.good = 40
     else:
         iter(resumed)
-    assert [*map(values, resumed)] == [*map(values, iterator)]
+    assert listed(resumed) == listed(iterator)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_resumed_epoch_that_fails_at_once_can_be_tried_again(workers):
     dataset = Failing(40)
-    prefetcher = DataPrefetcher(DataLoader(dataset, 4, num_workers=workers), device="cpu")
+    prefetcher = cpu(DataLoader(dataset, 4, num_workers=workers))
     list(islice(prefetcher, 6))
     prefetcher.load_state_dict(prefetcher.state_dict())
     dataset.good = 0
@@ -790,17 +731,17 @@ ENDING += ("stateful", "stateful workers", "stateful dataset", *ELSEWHERE)
 def test_a_state_after_the_loop_begins_the_next_epoch(name):
     torch.manual_seed(5)
     make = LOADERS.get(name, lambda: DataLoader([], batch_size=4))
-    first = DataPrefetcher(make(), device="cpu")
-    epochs = [[values(batch) for batch in first]]
+    first = cpu(make())
+    epochs = [listed(first)]
     state = saved(first.state_dict())
     assert (state["epoch"], state["batches"]) == (1, 0)
-    epochs += [[values(batch) for batch in first] for _ in range(2)]
+    epochs += [listed(first) for _ in range(2)]
     torch.manual_seed(99)
-    resumed = DataPrefetcher(make(), device="cpu")
+    resumed = cpu(make())
     before = torch.get_rng_state()
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
-    second = [values(batch) for batch in resumed]
+    second = listed(resumed)
     if name in ELSEWHERE:
         second, epochs[1] = (sorted(chain.from_iterable(e)) for e in (second, epochs[1]))
     assert second == epochs[1]
@@ -811,22 +752,22 @@ def test_a_state_after_the_loop_begins_the_next_epoch(name):
 @pytest.mark.parametrize("name", ["shuffled", "generator", "stateful workers", "stateful dataset"])
 def test_a_state_before_the_first_epoch_begins_it(name):
     torch.manual_seed(5)
-    first = DataPrefetcher(LOADERS[name](), device="cpu")
+    first = cpu(LOADERS[name]())
     state = saved(first.state_dict())
     assert first.state_dict() == state
-    epoch = [values(batch) for batch in first]
+    epoch = listed(first)
     torch.manual_seed(99)
-    resumed = DataPrefetcher(LOADERS[name](), device="cpu")
+    resumed = cpu(LOADERS[name]())
     resumed.load_state_dict(state)
-    assert [values(batch) for batch in resumed] == epoch
+    assert listed(resumed) == epoch
     assert [len(list(prefetcher)) for prefetcher in (first, resumed)] == [len(epoch)] * 2
 
 
 def test_where_the_caller_restores_torchs_generator_no_order_comes_twice():
     def epochs(prefetcher, count):
-        return [[values(batch) for batch in prefetcher] for _ in range(count)]
+        return [listed(prefetcher) for _ in range(count)]
 
-    first, resumed = (DataPrefetcher(numbers(shuffle=True), device="cpu") for _ in range(2))
+    first, resumed = twice(lambda: numbers(shuffle=True))
     list(first)
     state, generator = first.state_dict(), torch.get_rng_state()
     expected = epochs(first, 3)
@@ -836,27 +777,29 @@ def test_where_the_caller_restores_torchs_generator_no_order_comes_twice():
     assert expected[0] != expected[1]
 
 
-def test_in_the_loop_the_end_is_not_known_yet():
-    prefetcher = DataPrefetcher(numbers(), device="cpu")
-    for _ in prefetcher:
-        state = prefetcher.state_dict()
-    prefetcher.load_state_dict(state)
-    assert [len(list(prefetcher)) for _ in range(2)] == [0, 10]
-
-
-def test_a_state_at_the_end_of_the_manual_form():
-    prefetcher = DataPrefetcher(numbers(), device="cpu")
+def test_the_manual_form_goes_back_too():
+    prefetcher = cpu(numbers())
+    first = values(prefetcher.next())
+    middle = prefetcher.state_dict()
+    second = values(prefetcher.next())
+    prefetcher.load_state_dict(middle)
+    assert values(prefetcher.next()) == second
     while prefetcher.next()[0] is not None:
         pass
-    state = prefetcher.state_dict()
-    assert (state["epoch"], state["batches"]) == (1, 0)
+    end = prefetcher.state_dict()
+    assert (end["epoch"], end["batches"]) == (1, 0)
     prefetcher.next()
-    prefetcher.load_state_dict(state)
-    assert values(prefetcher.next()) == [0, 1, 2, 3]
+    prefetcher.load_state_dict(end)
+    assert values(prefetcher.next()) == first
+
+
+def test_what_is_no_state_is_refused():
+    with pytest.raises(ValueError, match=r"must come from DataPrefetcher\.state_dict"):
+        cpu(numbers()).load_state_dict({"model": 1})
 
 
 def test_after_the_end_the_order_does_not_matter():
-    prefetcher = DataPrefetcher(numbers(num_workers=2, in_order=False), device="cpu")
+    prefetcher = cpu(numbers(num_workers=2, in_order=False))
     list(prefetcher)
     prefetcher.load_state_dict(prefetcher.state_dict())
     assert len(list(prefetcher)) == 10
@@ -864,11 +807,7 @@ def test_after_the_end_the_order_does_not_matter():
 
 @pytest.mark.parametrize("set_before_saving", [False, True])
 def test_the_next_epoch_has_the_next_number(set_before_saving):
-    def loader():
-        data = TensorDataset(torch.arange(40))
-        return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0))
-
-    first, resumed = (DataPrefetcher(loader(), device="cpu") for _ in range(2))
+    first, resumed = twice(distributed)
     first.set_epoch(7)
     list(first)
     if set_before_saving:
@@ -878,7 +817,7 @@ def test_the_next_epoch_has_the_next_number(set_before_saving):
     first.set_epoch(8)
     resumed.load_state_dict(state)
     resumed.set_epoch(8)
-    assert [values(batch) for batch in resumed] == [values(batch) for batch in first]
+    assert listed(resumed) == listed(first)
     resumed.load_state_dict(state)
     resumed.set_epoch(7)  # begins that one anew
     assert len(list(resumed)) == 5
@@ -929,15 +868,14 @@ class RestoringStream(IterableDataset, Restoring):
     ],
 )
 def test_a_dataset_restores_torchs_generator_itself(dataset, options, stop):
-    loaders = (stateful(dataset(), **options) for _ in range(2))
-    first, resumed = (DataPrefetcher(loader, device="cpu") for loader in loaders)
+    first, resumed = twice(lambda: stateful(dataset(), **options))
     iterator = iter(first)
     list(islice(iterator, stop))
     state = first.state_dict()
-    rest = [*map(values, iterator), *map(values, first)]
+    rest = listed(iterator) + listed(first)
     torch.manual_seed(99)
     resumed.load_state_dict(state)
-    assert [*map(values, resumed), *map(values, resumed)] == rest
+    assert listed(resumed) + listed(resumed) == rest
 
 
 def test_a_state_that_is_the_loaders_own():
@@ -945,16 +883,16 @@ def test_a_state_that_is_the_loaders_own():
     iterator = iter(loader)
     next(iterator)
     state = loader.state_dict()
-    rest = [values(batch) for batch in iterator]
-    prefetcher = DataPrefetcher(stateful(shuffle=True), device="cpu")
+    rest = listed(iterator)
+    prefetcher = cpu(stateful(shuffle=True))
     list(islice(prefetcher, 2))
     prefetcher.load_state_dict(state)
-    assert [values(batch) for batch in prefetcher] == rest
+    assert listed(prefetcher) == rest
     assert len(list(prefetcher)) == 10
 
 
 def test_a_second_epoch_of_persistent_workers_tells_the_first():
-    prefetcher = DataPrefetcher(numbers(**PERSISTENT), device="cpu")
+    prefetcher = cpu(numbers(**PERSISTENT))
     next(iter(prefetcher))  # as to look at a batch before the loop
     seen = []
     with pytest.raises(RuntimeError, match=r"a second iter\(\) .* copy\.copy\(prefetcher\)"):
@@ -981,7 +919,7 @@ def test_a_second_epoch_of_persistent_workers_tells_the_first():
 
 
 def test_persistent_workers_know_that_the_length_was_asked_for():
-    prefetcher = DataPrefetcher(DataLoader(Longer(), batch_size=1, **PERSISTENT), device="cpu")
+    prefetcher = cpu(DataLoader(Longer(), batch_size=1, **PERSISTENT))
     assert len(list(prefetcher)) == 4  # nobody had asked
     assert len(prefetcher) == 2
     with pytest.warns(UserWarning, match="reported to be 2"):

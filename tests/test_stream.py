@@ -141,7 +141,6 @@ def test_a_fork_destroys_no_event_of_another_thread(monkeypatch, keep):
                 destroyed.append(True)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(_stream, "_readers", {})
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=1))
     local, ready, over = threading.local(), threading.Event(), threading.Event()
 
@@ -160,5 +159,6 @@ def test_a_fork_destroys_no_event_of_another_thread(monkeypatch, keep):
         os._exit(len(destroyed))
     over.set()
     thread.join()
+    _stream._readers.clear()
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == (keep == "thread-local")

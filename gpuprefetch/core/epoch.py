@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import os
 import threading
@@ -21,8 +20,8 @@ from gpuprefetch.core.stage import Cost, Empty, Stage
 from gpuprefetch.core.stats import Timed
 from gpuprefetch.core.streams import SideStream, handoff, throttle
 
-# Batches that are ready or in preparation at most, by default, and what they may take together. The
-# step of a large batch is long enough to prepare the next one.
+# The default depth, and the bytes that so many batches may take together. The step of a large batch
+# is long enough to prepare the next one.
 READY, READY_BYTES = 2, 512 << 20
 # A thread whose loader hangs is abandoned after this time when the loop is left.
 JOIN_SECONDS = 10.0
@@ -30,33 +29,19 @@ JOIN_SECONDS = 10.0
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A batch between the loader and the loop.
+    """A batch between the loader and the loop."""
 
-    Attributes:
-        number: of the batch in its epoch.
-        batch: what the loader gave.
-        images: that it has.
-        state: the loader's, after the batch.
-        cost: bytes on the device, where they count.
-        fetched: when it came from the loader, by :func:`time.perf_counter`.
-        ready: whether there is a result or an error.
-        result: what the loop gets.
-        error: raised in the loop in place of a result.
-        event: recorded after the result.
-        waited: seconds that the loop waited for the result, after the batch had come.
-    """
-
-    number: int
-    batch: Any = None
+    number: int  # of the batch in its epoch
+    batch: Any = None  # what the loader gave
     images: int = 0
-    state: Any = None
-    cost: Cost | None = None
-    fetched: float = 0.0
-    ready: bool = False
+    state: Any = None  # of the loader, after the batch
+    cost: Cost | None = None  # bytes on the device, where they count
+    fetched: float = 0.0  # when the batch came from the loader
+    ready: bool = False  # whether there is a result or an error
     result: Any = None
-    error: BaseException | None = None
-    event: torch.cuda.Event | None = None
-    waited: float = 0.0
+    error: BaseException | None = None  # raised in the loop in place of a result
+    event: torch.cuda.Event | None = None  # recorded after the result
+    waited: float = 0.0  # seconds that the loop waited for the result, once the batch had come
 
 
 class Lookahead:
@@ -73,6 +58,9 @@ class Lookahead:
         depth: batches that are ready or in preparation; None goes by the size of the first one.
         threaded: whether there is a thread.
         check: gets each batch as it comes from the loader.
+
+    Attributes:
+        use: "unused", "used", or "dropped" before it was used; shared with the prefetcher.
     """
 
     def __init__(
@@ -87,18 +75,15 @@ class Lookahead:
     ) -> None:
         self.stage, self.device, self.place = stage, stage.device, source.place
         self._source, self._epoch, self._depth, self._check = source, epoch, depth, check
+        self._number, self.use = int(source.place["batches"]), ["unused"]
         self._streams = [SideStream(self.device)]
-        # Guards the slots and ``_stopping``.
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards the slots and _stopping
         self._slots: deque[Slot] = deque()
         self._stopping = False
         # What the host gave for batches that were handed over. The GPU may still read it.
         self._uploads: deque[tuple[torch.cuda.Event, Any]] = deque()
-        self._number: int = source.place["batches"]
-        # Whoever reads the loader holds it; without a thread, also while a batch is prepared. The
-        # end waits for it: another epoch may be served by the same workers and stream.
-        self._reading = threading.RLock()
-        self._ending, self._ended = threading.RLock(), False
+        # Held while a batch is prepared in the loop, and by the clean-up.
+        self._busy = threading.RLock()
         self._pid, self._user = os.getpid(), threading.get_ident()
         self._thread: threading.Thread | None = None
         if threaded:
@@ -119,10 +104,13 @@ class Lookahead:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # a new thread is on the first GPU
             with self.stage.scratch():
-                while self._step():
+                while not self._stopping and self._step():
                     pass
         except BaseException as error:  # the loop might wait for ever
             self._add(Slot(self._number, error=error, ready=True))
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping)
+        self._clean_up()
 
     def _step(self) -> bool:
         """Prepare one batch; whether another one may follow."""
@@ -130,10 +118,7 @@ class Lookahead:
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or self._has_room(slot))
         self._add(slot)
-        if self._stopping:
-            slot.error = None  # breaks the cycle with the frame of _fetch
-            return False
-        if slot.error is None:
+        if slot.error is None and not self._stopping:
             self._prepare(slot)
         return slot.error is None
 
@@ -144,11 +129,10 @@ class Lookahead:
 
     def _has_room(self, slot: Slot) -> bool:
         """Whether a batch need not wait: a single one may take the whole memory budget."""
-        depth = self._depth
-        if depth is None:
-            depth = READY if slot.cost is None else READY_BYTES // max(slot.cost.fixed, 1)
-            depth = self._depth = max(min(READY, depth), 1)
-        depth = max(depth, self.stage.streams)
+        if self._depth is None:
+            fitting = READY if slot.cost is None else READY_BYTES // max(slot.cost.fixed, 1)
+            self._depth = max(min(READY, fitting), 1)
+        depth = max(self._depth, self.stage.streams)
         budget = self.stage.memory_budget
         if not self._slots or budget is None or slot.cost is None:
             return len(self._slots) < depth
@@ -161,17 +145,14 @@ class Lookahead:
         slot = Slot(self._number)
         self._number += 1
         try:
-            with self._reading:
-                if self._stopping:
-                    raise StopIteration
-                with Timed(self.stage.stats, "fetch") as fetch:
-                    batch, slot.state = next(self._source)
-                slot.batch, slot.images = self.stage.receive(batch, slot.number, fetch.seconds)
-                chooses = self._thread is not None and self._depth is None
-                if chooses or self.stage.memory_budget is not None:
-                    slot.cost = self.stage.cost(slot.batch)
-                self._check(slot.batch)
-                self._stream_of(slot).wait_for_loader(slot.batch)
+            with Timed(self.stage.stats, "fetch") as fetch:
+                batch, slot.state = next(self._source)
+            slot.batch, slot.images = self.stage.receive(batch, slot.number, fetch.seconds)
+            chooses = self._thread is not None and self._depth is None
+            if chooses or self.stage.memory_budget is not None:
+                slot.cost = self.stage.cost(slot.batch)
+            self._check(slot.batch)
+            self._stream_of(slot).wait_for_loader(slot.batch)
             slot.fetched = time.perf_counter()
         except BaseException as error:
             # Nobody looks into the end of an epoch, and its frames hold the loader's iterator.
@@ -209,83 +190,67 @@ class Lookahead:
         self._user, asked = threading.get_ident(), time.perf_counter()
         self.stage.asked()
         if self._thread is None:
-            with self._reading:
-                slot = self._fetch()
-                if self._stopping:
-                    raise StopIteration
-                if slot.error is None:
-                    self._prepare(slot)
-        else:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._stopping or (self._slots and self._slots[0].ready)
-                )
-                if self._stopping:
-                    raise StopIteration
-                slot = self._slots.popleft()
-                self._changed.notify_all()
-            if slot.fetched < asked:  # else the loader was late
-                slot.waited = time.perf_counter() - asked
+            with self._busy:
+                if not self._stopping:
+                    self._step()
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or (self._slots and self._slots[0].ready))
+            if self._stopping:
+                raise StopIteration
+            slot = self._slots.popleft()
+            self._changed.notify_all()
+        if slot.fetched < asked:  # else the loader was late
+            slot.waited = time.perf_counter() - asked
         if slot.event is not None:
             self._uploads.append((slot.event, slot.batch))
         return slot
 
-    def close(self) -> None:
-        """End the thread, give the stream back and drop every batch that was not handed over.
+    def close(self) -> bool:
+        """End the epoch and wait for its thread, which drops what was not handed over.
 
-        Whoever else calls it waits as well. If it is interrupted it goes on in a thread.
+        Returns:
+            Whether it has ended. A thread whose loader hangs goes on when that gives a batch.
         """
         if os.getpid() != self._pid:
-            return  # a forked worker collects garbage of ours: thread and stream are not its own
-        try:
-            with self._changed:
-                self._stopping = True
-                self._changed.notify_all()
-            self._end()
-        except BaseException as error:
-            if isinstance(error, Exception):  # what failed there would fail for ever
-                raise
-            self._close_apart(self._end)
-            raise
+            return True  # a forked worker collects garbage of ours: nothing of it is its own
+        self._stop()
+        if self._thread is None or self._thread.ident is None:  # which could not start
+            return self._clean_up()
+        with contextlib.suppress(RuntimeError):  # it starts at this moment
+            self._thread.join(JOIN_SECONDS)
+        return not self._thread.is_alive()
 
-    @staticmethod
-    def finalize(lookahead: Lookahead) -> None:
+    def drop(self) -> None:
         """Close it from where the garbage collector runs, which may be any thread."""
-        here = threading.get_ident()
-        forked = os.getpid() != lookahead._pid
-        if forked or here in (lookahead._user, threading.main_thread().ident):
-            lookahead.close()
-        else:  # which the end may have to wait for
-            lookahead._close_apart(lookahead.close)
+        self.use[0] = "dropped" if self.use[0] == "unused" else self.use[0]
+        safe = threading.get_ident() in (self._user, threading.main_thread().ident)
+        if safe or self._thread is None:
+            self.close()
+        elif os.getpid() == self._pid:  # its thread may wait for this one
+            self._stop()
 
-    def _close_apart(self, close: Callable[[], None]) -> None:
-        # To start a threading.Thread takes a lock, which its owner may be collecting with.
-        with contextlib.suppress(RuntimeError):  # the interpreter ends
-            _thread.start_new_thread(close, ())
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
 
-    def _end(self) -> None:
-        with self._ending:
-            if self._ended:
-                return
-            if self._thread is not None:
-                with contextlib.suppress(RuntimeError):  # it could not start
-                    self._thread.join(JOIN_SECONDS)
-            alive = self._thread is not None and self._thread.is_alive()
-            idle = self._reading.acquire(timeout=0 if alive else JOIN_SECONDS)
-            try:
-                with contextlib.suppress(RuntimeError):  # of a broken context: the next call tells
-                    for stream in self._streams:  # see Note [Stream handoff], 3
-                        stream.end(again=idle and not alive)
-                for slot in self._slots:
-                    slot.error = None  # as in _step
-                self._slots.clear()
-                self._uploads.clear()
-                self._source.close(abandoned=not idle)
-            finally:
-                if idle:
-                    self._reading.release()
+    def _clean_up(self) -> bool:
+        """Give the stream back, and drop every batch that was not handed over."""
+        if not self._busy.acquire(timeout=JOIN_SECONDS):
+            return False  # a loop without a thread hangs
+        try:
+            with contextlib.suppress(RuntimeError):  # of a broken context: the next call tells
+                for stream in self._streams:
+                    stream.end()  # see Note [Stream handoff], 3
+            for slot in self._slots:
+                slot.error = None  # breaks the cycle with the frame of _fetch
+            self._slots.clear()
+            self._uploads.clear()
+            self._source.close()
             self.stage.close()
-            self._ended = True
+        finally:
+            self._busy.release()
+        return True
 
 
 class Epoch:
@@ -293,22 +258,19 @@ class Epoch:
 
     Attributes:
         close: ends the epoch; also called when the iterator is dropped, and at interpreter exit.
-        use: "unused", "used", or "dropped" before it was used. The prefetcher shares it, and must
-            not keep the iterator alive.
     """
 
     def __init__(self, lookahead: Lookahead) -> None:
         self._lookahead, self._stats = lookahead, lookahead.stage.stats
-        self.use = ["unused"]
         self._steps: deque[torch.cuda.Event] = deque()
         self._last: float | None = None
         self._failed = False
         # Whether the loop has had a batch, also before a resume; what was left out without one.
         self._given = lookahead.place["batches"] > 0
         self._empty: Empty | None = None
-        self._skipped = 0
+        self._left_out = 0
         # A transform that leads to this iterator keeps it alive: its thread holds the transform.
-        self.close = weakref.finalize(self, _end, lookahead, self.use)
+        self.close = weakref.finalize(self, lookahead.drop)
         self._alone = threading.RLock()  # several threads may share the iterator
 
     def __iter__(self) -> Iterator[Any]:
@@ -316,26 +278,16 @@ class Epoch:
 
     def __next__(self) -> Any:
         with self._alone:
-            try:
-                while isinstance(batch := self._next(), Empty):
-                    self._skipped += batch.images
-                    self._empty, first = batch, self._empty is None
-                    if first:
-                        warnings.warn(
-                            f"on_error has left out all {batch.images} images of a batch, and the "
-                            f"loop gets none for it, the last: {batch.last}",
-                            stacklevel=2,
-                        )
-            except StopIteration:
-                if self._empty is None or self._given:
-                    raise
-                self._failed = True
-                raise self._empty.error(
-                    f"on_error has left out all {self._skipped} images of the epoch, the last: "
-                    f"{self._empty.last}"
-                ) from None
+            while True:
+                slot = self._take()
+                if slot.error is not None:
+                    self._raise(slot)
+                if not isinstance(slot.result, Empty):
+                    break
+                self._leave_out(slot.result)
             self._given = True
-            return batch
+            self._stats.batches += 1
+            return slot.result
 
     def __reduce__(self) -> Any:
         raise NotImplementedError(
@@ -343,18 +295,19 @@ class Epoch:
             "state_dict() says where it stands"
         )
 
-    def _next(self) -> Any:
+    def _take(self) -> Slot:
+        """The next slot: counted, and safe to use on the current stream."""
         if not self.close.alive:
-            if self._failed:
-                raise RuntimeError(
-                    "an error has ended this epoch, and its later batches are gone. Begin a new "
-                    "one with iter(), or with set_epoch() for the prefetcher's own next(), or "
-                    "leave out what cannot be read in the dataset."
-                )
-            raise StopIteration
-        self.use[0] = "used"
+            if not self._failed:
+                raise StopIteration
+            raise RuntimeError(
+                "an error has ended this epoch, and its later batches are gone. Begin a new one "
+                "with iter(), or with set_epoch() for the prefetcher's own next(), or leave out "
+                "what cannot be read in the dataset."
+            )
+        self._lookahead.use[0] = "used"
         try:
-            slot = self._take()
+            slot = self._wait()
         except BaseException as stopped:
             ended = isinstance(stopped, StopIteration)
             taken = ended and self.close.alive  # by a later epoch, which did not end this one
@@ -368,18 +321,16 @@ class Epoch:
                     "persistent_workers out."
                 ) from None
             raise
-        if slot.error is not None:
-            self._raise(slot)
-        self._stats.batches += not isinstance(slot.result, Empty)
-        self._stats.images += slot.images
-        self._lookahead.place.update(batches=slot.number + 1, loader=slot.state)
+        if slot.error is None:
+            self._stats.images += slot.images
+            self._lookahead.place.update(batches=slot.number + 1, loader=slot.state)
         if slot.event is not None:
             with Timed(self._stats, "handoff"):
                 handoff(slot.result, slot.event, self._lookahead.device)
-        return slot.result
+        return slot
 
-    def _take(self) -> Slot:
-        """The next slot, and the time that the loop took since the last one."""
+    def _wait(self) -> Slot:
+        """Wait for the next slot; count the seconds since the last one."""
         started, device = time.perf_counter(), self._lookahead.device
         ahead = throttle(self._steps, device)
         with Timed(self._stats, "wait"):
@@ -393,29 +344,39 @@ class Epoch:
         self._last = now
         return slot
 
+    def _leave_out(self, batch: Empty) -> None:
+        """Tell of the first batch of an epoch that has nothing left."""
+        if self._empty is None:
+            warnings.warn(
+                f"on_error has left out all {batch.images} images of a batch, and the loop gets "
+                f"none for it, the last: {batch.last}",
+                stacklevel=3,
+            )
+        self._empty = batch
+        self._left_out += batch.images
+
     def _raise(self, slot: Slot) -> None:
+        """End the epoch, at its end or with an error."""
         self.close()
-        error = slot.error
+        error, slot.error = slot.error, None
         assert error is not None
-        if isinstance(error, StopIteration) and slot.batch is not None:
-            # Not the loader's, and no end of the epoch.
-            stopped = error
-            error = RuntimeError("a transform, or on_error, raised StopIteration")
-            error.__cause__ = stopped
-            del stopped
-        slot.error = slot.batch = None
-        self._failed = not isinstance(error, StopIteration)
-        if isinstance(error, StopIteration):
-            self._lookahead.place.update(ended=True, loader=error.value)
-            error = StopIteration()
-        else:
-            error.add_note(f"raised by the prefetcher while it prepared batch {slot.number}")
         try:
+            if not isinstance(error, StopIteration):
+                error.add_note(f"raised by the prefetcher while it prepared batch {slot.number}")
+            elif slot.batch is not None:  # not the loader's, and no end of the epoch
+                raise RuntimeError("a transform, or on_error, raised StopIteration") from error
+            else:
+                self._lookahead.place.update(ended=True, loader=error.value)
+                if self._empty is not None and not self._given:
+                    error = self._empty.error(
+                        f"on_error has left out all {self._left_out} images of the epoch, the "
+                        f"last: {self._empty.last}"
+                    )
+                else:
+                    error = StopIteration()
             raise error
+        except BaseException as raised:
+            self._failed = not isinstance(raised, StopIteration)
+            raise
         finally:
             del error  # breaks the cycle between the exception and this frame
-
-
-def _end(lookahead: Lookahead, use: list[str]) -> None:
-    use[0] = "dropped" if use[0] == "unused" else use[0]
-    Lookahead.finalize(lookahead)

@@ -11,11 +11,9 @@ import torch
 
 IsLeaf = Callable[[Any], bool] | None
 
-
 # Samples may hold thousands of plain values, as the polygons of COCO's annotations: they are told
 # apart by their type, and a list of nothing else at one go.
 _VALUES = {int, float, complex, bool, str, bytes, type(None)}
-_STRUCTURES = {list, tuple, dict}
 
 
 def children_of(batch: Any, is_leaf: IsLeaf) -> Sequence[Any] | None:
@@ -23,16 +21,15 @@ def children_of(batch: Any, is_leaf: IsLeaf) -> Sequence[Any] | None:
     kind = type(batch)
     if kind in _VALUES or kind is torch.Tensor or (is_leaf is not None and is_leaf(batch)):
         return None
-    if kind not in _STRUCTURES:
-        if moves_itself(batch):
-            return None  # also when it is a namedtuple (PackedSequence)
-        if not isinstance(batch, (list, tuple, Mapping)) and not _is_record(batch):
-            return None
+    if kind not in (list, tuple, dict) and moves_itself(batch):
+        return None  # also when it is a namedtuple (PackedSequence)
     if isinstance(batch, (list, tuple)):
         return batch
     if isinstance(batch, Mapping):
         return list(batch.values())
-    return [getattr(batch, name) for name in _fields(batch)]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, name) for name in _fields(batch)]
+    return None
 
 
 def _fields(record: Any) -> list[str]:
@@ -40,16 +37,12 @@ def _fields(record: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(record) if hasattr(record, field.name)]
 
 
-def _is_record(batch: Any) -> bool:
-    return dataclasses.is_dataclass(batch) and not isinstance(batch, type)
-
-
 def map_leaves(fn: Callable[[Any], Any], batch: Any, is_leaf: IsLeaf = None) -> Any:
-    """Rebuild ``batch`` with ``fn`` applied to every leaf.
+    """Rebuild ``batch`` with ``fn`` applied to every leaf that is no plain value.
 
     Args:
-        fn: called with each leaf that is no plain value (a number, str, bytes or None): tensors,
-            and everything else that is not a structure.
+        fn: called with tensors, and everything else that is not a structure; not with numbers, str,
+            bytes and None.
         batch: tuples, lists, namedtuples, mappings and dataclasses in any nesting.
         is_leaf: says of a structure that it is a leaf all the same.
 
@@ -71,8 +64,7 @@ def map_leaves(fn: Callable[[Any], Any], batch: Any, is_leaf: IsLeaf = None) -> 
         clone[:] = values
         return clone
     for name, value in zip(_fields(batch), values, strict=True):
-        # object.__setattr__ also reaches frozen and slotted dataclasses.
-        object.__setattr__(clone, name, value)
+        object.__setattr__(clone, name, value)  # also of frozen and slotted dataclasses
     return clone
 
 
@@ -102,7 +94,7 @@ def leaves(batch: Any, is_leaf: IsLeaf = None) -> Iterator[Any]:
 
 
 def objects(batch: Any, is_leaf: IsLeaf = None) -> Iterator[Any]:
-    """Yield the leaves of ``batch`` that :func:`map_leaves` calls its function with, in order."""
+    """Yield the leaves of ``batch`` in order, but for plain values."""
     children = children_of(batch, is_leaf)
     if children is None:
         if type(batch) not in _VALUES:
@@ -117,50 +109,43 @@ def select(batch: Any, wanted: Callable[[Any], bool]) -> list[Any]:
     return [leaf for leaf in objects(batch, wanted) if wanted(leaf)]
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy every tensor, and every object with a ``to`` method, to ``device`` without blocking.
-
-    Other leaves (str, int, None, numpy arrays) pass through as they are.
-    """
-    return map_leaves(lambda leaf: _leaf_to(leaf, device), batch)
-
-
 def moves_itself(leaf: Any) -> bool:
+    """Whether an object has a ``to`` method."""
     try:
-        to = getattr(leaf, "to", None)
+        return callable(getattr(leaf, "to", None)) and not isinstance(leaf, type)
     except Exception:  # as the KeyError of a dict with attributes
         return False
-    return callable(to) and not isinstance(leaf, type)
 
 
-def _leaf_to(leaf: Any, device: torch.device) -> Any:
-    if not moves_itself(leaf):
-        return leaf
-    try:
-        return leaf.to(device, non_blocking=True)
-    except TypeError:  # a user's own .to(device) need not know non_blocking
-        return leaf.to(device)
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Copy every tensor, and every object with a ``to`` method, to ``device`` without blocking."""
+
+    def move(leaf: Any) -> Any:
+        if not moves_itself(leaf):
+            return leaf
+        try:
+            return leaf.to(device, non_blocking=True)
+        except TypeError:  # a user's own .to(device) need not know non_blocking
+            return leaf.to(device)
+
+    return map_leaves(move, batch)
 
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
     """Yield every strided tensor of ``batch``, also inside objects that have a ``to`` method."""
     for leaf in objects(batch):
         if isinstance(leaf, torch.Tensor):
-            yield from _components(leaf)
+            yield from _strided(leaf)
         elif moves_itself(leaf):
-            yield from tensors(_attributes(leaf))
+            state: Any = object.__getstate__(leaf)
+            parts = filter(None, state if isinstance(state, tuple) else (state,))  # with slots
+            values = [value for part in parts for value in part.values()]
+            if isinstance(leaf, (dict, list, tuple)):
+                values += leaf.values() if isinstance(leaf, dict) else leaf
+            yield from tensors([value for value in values if value is not leaf])
 
 
-def _attributes(leaf: Any) -> list[Any]:
-    state: Any = object.__getstate__(leaf)
-    attributes, slots = state if isinstance(state, tuple) else (state, None)
-    values = [*(attributes or {}).values(), *(slots or {}).values()]
-    if isinstance(leaf, (dict, list, tuple)):
-        values += leaf.values() if isinstance(leaf, dict) else leaf
-    return [value for value in values if value is not leaf]
-
-
-def _components(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     # record_stream knows strided storage only; a sparse tensor is made of strided parts.
     if tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())

@@ -21,27 +21,24 @@ INTO_PREPARED = (
 def same_on_ranks(prefetcher: Any, loader: Any) -> str | None:
     """What to tell the first of several ranks that read the same; None where all may be well.
 
-    Nothing is known of iterable datasets and of samplers other than torch's and torchdata's: they
-    may share samples out themselves.
+    Iterable datasets, and samplers other than torch's and torchdata's, may share samples out.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_rank():
-        return None
-    if dist.get_world_size() < 2 or not isinstance(loader, DataLoader):
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks < 2 or dist.get_rank() or not isinstance(loader, DataLoader):
         return None
     sampler = getattr(loader, sampler_of(loader))
     if _is_exactly(sampler, "BatchSampler"):
         sampler = sampler.sampler
-    # The sampler of a loader with another batch sampler is none that it uses.
     if not _is_exactly(sampler, "RandomSampler", "SequentialSampler", "WeightedRandomSampler"):
         return None
-    if _is_prepared(prefetcher):
-        return None
-    name, ranks = type(sampler).__name__, dist.get_world_size()
+    if (accelerate := sys.modules.get("accelerate.state")) is not None:
+        active = accelerate.GradientState().active_dataloader
+        if getattr(active, "base_dataloader", None) is prefetcher:
+            return None  # accelerate iterates it: it shards, or one rank reads for all
+    name = type(sampler).__name__
     if hasattr(sampler, "weights") or getattr(sampler, "replacement", False):
-        if (
-            sampler.generator is not None
-            or torch.initial_seed() != torch.Generator().initial_seed()
-        ):
+        seeded = torch.initial_seed() != torch.Generator().initial_seed()
+        if seeded or sampler.generator is not None:
             return None
         return (
             f"Every rank draws the same samples: torch has not been seeded, and of {ranks} ranks "
@@ -58,14 +55,6 @@ def same_on_ranks(prefetcher: Any, loader: Any) -> str | None:
 
 
 def _is_exactly(sampler: Any, *names: str) -> bool:
-    """Whether it is of one of torch's classes, or torchdata's: others may be of a subclass."""
+    """Whether it is of one of torch's classes, or torchdata's: a subclass may share out."""
     modules = (torch.utils.data, sys.modules.get("torchdata.stateful_dataloader.sampler"))
     return type(sampler) in [getattr(module, name, None) for module in modules for name in names]
-
-
-def _is_prepared(prefetcher: Any) -> bool:
-    """Whether accelerate iterates it, which shards what it prepares, or has one rank read it."""
-    if (accelerate := sys.modules.get("accelerate.state")) is None:
-        return False
-    active = accelerate.GradientState().active_dataloader
-    return getattr(active, "base_dataloader", None) is prefetcher

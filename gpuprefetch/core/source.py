@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -13,10 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 def kind(loader: Any) -> str:
-    """What of a loader must be the same for one's state to mean something to another."""
+    """What two loaders must have in common for one's state to mean something to the other."""
     batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    own = "a" if is_stateful(loader) else "no"
-    shared = ""
+    own, shared = "a" if is_stateful(loader) else "no", ""
     if isinstance(getattr(loader, "dataset", None), IterableDataset) and not is_stateful(loader):
         # The workers share its samples out, and each makes batches of what it has.
         shared = f"samples shared out to {max(getattr(loader, 'num_workers', 0), 1)} workers, "
@@ -31,6 +30,7 @@ def in_order(loader: Any) -> bool:
 
 
 def is_stateful(loader: Any) -> bool:
+    """Whether a loader has a state of its own, as torchdata's ``StatefulDataLoader`` has."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
@@ -50,19 +50,15 @@ def sampler_of(loader: Any) -> str:
     return "sampler" if getattr(loader, "batch_sampler", None) is None else "batch_sampler"
 
 
-def _samplers(loader: Any) -> Iterator[Any]:
-    """The samplers of a loader and those within them.
-
-    As in torch's ``BatchSampler(sampler)`` and accelerate's ``SkipBatchSampler(batch_sampler)``.
-    """
-    found, seen = [loader], list[int]()
+def _samplers(loader: Any) -> list[Any]:
+    """The samplers of a loader and those within them, as in ``BatchSampler(sampler)``."""
+    found = [loader]
     for outer in found:  # which grows
         for name in ("sampler", "batch_sampler"):
             inner = getattr(outer, name, None)
-            if inner is not None and id(inner) not in seen:
-                seen.append(id(inner))
+            if inner is not None and not any(inner is other for other in found):
                 found.append(inner)
-    yield from found[1:]
+    return found[1:]
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
@@ -107,22 +103,30 @@ def _decoded(state: str | torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
 
 
-@contextlib.contextmanager
-def _drawn_from(loader: Any, saved: list[Any]) -> Iterator[list[torch.Tensor]]:
-    """Draw from the saved states; torch's own then is what it was, unless the list is cleared."""
-    states = [_decoded(state) for state in saved]
-    before = torch.get_rng_state()
-    # Where the caller has restored it, these draws count: the next epoch would repeat the order.
-    undone = [] if torch.equal(before, states[0]) else [before]
+def _restores(loader: Any) -> bool:
+    """Whether the dataset goes back to a state of its own here, perhaps torch's generator too."""
+    here = is_stateful(loader) and not getattr(loader, "num_workers", 0)
+    return here and hasattr(getattr(loader, "dataset", None), "load_state_dict")
+
+
+@contextmanager
+def _drawing_from(loader: Any, saved: list[Any]) -> Iterator[None]:
+    """Draw from the saved states; after that torch's own is what it was.
+
+    It stays if the caller has restored it: the next epoch would repeat the order. It also stays if
+    the dataset may have restored it.
+    """
+    before, states = torch.get_rng_state(), [_decoded(state) for state in saved]
+    undone = not _restores(loader) and not torch.equal(before, states[0])
     torch.set_rng_state(states[0])
     # A sampler may have made one since: that draws a seed of its own for each epoch.
     for generator, state in zip(_generators(loader), states[1:], strict=False):
         generator.set_state(state)
     try:
-        yield undone
+        yield
     finally:
-        for state in undone:
-            torch.set_rng_state(state)
+        if undone:
+            torch.set_rng_state(before)
 
 
 class _SeedApart(torch.Generator):
@@ -146,86 +150,65 @@ class _Rest:
 
 
 class Source:
-    """The batches of an epoch, each with the state that the loader itself has behind it, or None.
+    """The batches of an epoch, each with the state that the loader itself has after it, or None.
 
-    Args:
-        loader: any iterable; a stateful one has ``state_dict`` and ``load_state_dict``, as
-            torchdata's ``StatefulDataLoader`` has.
-        resumed: the ``place`` of an earlier epoch, to go on there, in the order it had. A
-            stateful loader does so by itself. Of a map-style dataset nothing is read that was left
-            out; of an iterable one, and by a DataLoader with an ``__iter__`` of its own, the
-            batches are read and dropped.
+    With the ``place`` of an earlier epoch it goes on there, in the same order. A stateful loader
+    does so by itself. A map-style dataset reads nothing that was left out. An iterable one, and a
+    DataLoader with an ``__iter__`` of its own, read those batches once more.
 
     Attributes:
         place: where the epoch begins: ``batches`` that the loop has had, the loader's own state
-            after them as ``loader``, the generators' ``random_states`` that the order is drawn
-            from, torch's own first, in hexadecimal digits, whether it is ``continued`` by workers
+            after them as ``loader``, the ``random_states`` that the order is drawn from, torch's
+            own and the generators', in hexadecimal digits, whether it is ``continued`` by workers
             of an epoch before, and the samplers' ``epochs``, None where one does not tell its own.
     """
 
     def __init__(self, loader: Any, resumed: dict[str, Any] | None = None) -> None:
         self._loader, self._ahead = loader, list[tuple[Any, Any]]()
-        self._iterator: Iterator[Any]
-        if resumed:
-            self.place = dict(resumed)
-            saved, left, ordered = resumed["random_states"], None, True
-            if is_stateful(loader) and isinstance(loader, DataLoader) and not loader.num_workers:
-                # Its dataset may restore torch's generator, which then stays as it is.
-                if ordered := not isinstance(loader.dataset, IterableDataset):
-                    left = self._left_by_a_trial()
-                else:
-                    saved = [torch.get_rng_state()]
-            with _drawn_from(loader, saved) as undone:
-                self._resume(ordered)
-                if left is not None and torch.equal(left, torch.get_rng_state()):
-                    undone.clear()
-                try:
-                    # A loader without workers draws its order with the first batch: here.
-                    self._ahead = list(islice(self, 1))
-                except BaseException:
-                    self.close()
-                    raise
+        self._iterator: Iterator[Any] = iter(())
+        self._alone = False  # whether the workers are of this epoch, whatever they are
+        if not resumed:
+            self.place = beginning(loader)
+            self._iterator = iter(loader)
+            self.place["loader"] = own_state(loader)
             return
-        self.place = beginning(loader)
-        self._iterator = iter(loader)
-        self.place["loader"] = own_state(loader)
+        self.place = dict(resumed)
+        # A stream that goes back by itself draws no order.
+        ordered = not (_restores(loader) and isinstance(loader.dataset, IterableDataset))
+        with _drawing_from(loader, resumed["random_states"]) if ordered else nullcontext():
+            try:
+                self._resume(loader, apart=resumed["continued"] or not ordered)
+                # A loader without workers draws its order with the first batch: here.
+                self._ahead = list(islice(self, 1))
+            except BaseException:
+                self.close()
+                raise
 
-    def _left_by_a_trial(self) -> torch.Tensor:
-        """What torch's generator is after a resume that did not begin with the saved state.
-
-        Where it is the same after one that did, the dataset has restored it.
-        """
-        loader, before = self._loader, torch.get_rng_state()
-        self._resume(True)
-        left = torch.get_rng_state()
-        torch.set_rng_state(before)
-        self._loader = loader
-        return left
-
-    def _resume(self, ordered: bool) -> None:
-        loader, done = self._loader, self.place["batches"]
-        stateful, skipped = is_stateful(loader), 0
-        if isinstance(loader, DataLoader):
-            lasting = stateful and loader.persistent_workers  # they keep their datasets' states
-            self._loader = rest = loader if lasting else changed(loader)
-            seed = hash((torch.initial_seed(), self.place["epoch"], done))
-            apart = _SeedApart().manual_seed(seed)
-            if self.place["continued"] or not ordered:
-                rest.generator = apart
-            if loader.persistent_workers and not lasting:
-                loader.generator = apart  # for the next epoch, which starts its workers anew
+    def _resume(self, loader: Any, *, apart: bool) -> None:
+        """Begin after the batches that the loop has had; ``apart`` is the seed of the workers."""
+        done, skipped, rest = self.place["batches"], 0, loader
+        stateful, plain = is_stateful(loader), isinstance(loader, DataLoader)
+        if plain and not (stateful and loader.persistent_workers):  # those keep datasets' states
+            rest, self._alone = changed(loader), True
+        if plain:
+            seeds = _SeedApart().manual_seed(
+                hash((torch.initial_seed(), self.place["epoch"], done))
+            )
+            rest.generator = seeds if apart else rest.generator
+            if loader.persistent_workers and rest is not loader:
+                loader.generator = seeds  # for the next epoch, which starts its workers anew
         if stateful:
-            self._loader.load_state_dict(copy.deepcopy(self.place["loader"]))
+            rest.load_state_dict(copy.deepcopy(self.place["loader"]))
         elif (
-            isinstance(loader, DataLoader)
+            plain
             and type(loader).__iter__ is DataLoader.__iter__  # else it may count its batches
             and not isinstance(loader.dataset, IterableDataset)
         ):
             name = sampler_of(loader)
-            self._loader = changed(rest, **{name: _Rest(getattr(loader, name), done)})
+            rest = changed(rest, **{name: _Rest(getattr(loader, name), done)})
         else:
             skipped = done
-        self._iterator = iter(self._loader)
+        self._loader, self._iterator = rest, iter(rest)
         next(islice(self._iterator, skipped, skipped), None)
 
     def __iter__(self) -> Iterator[Any]:
@@ -245,20 +228,11 @@ class Source:
             raise StopIteration(own_state(self._loader)) from None
         return batch, own_state(self._loader)
 
-    def close(self, *, abandoned: bool = False) -> None:
-        """Shut down the workers, unless they are persistent and nobody else waits for them.
-
-        Args:
-            abandoned: whether a thread does, one that was not waited for.
-        """
+    def close(self) -> None:
+        """Shut down the workers, unless they are persistent and serve more epochs."""
         iterator, self._iterator = self._iterator, iter(())
-        if abandoned and getattr(self._loader, "_iterator", None) is iterator:
-            self._loader._iterator = None  # the next epoch makes another
         self._loader, self._ahead = None, []
         # Not left to the garbage collector: an exception from a worker is in a cycle with the
         # loader's iterator. Collected with its queues, that waits 5 s for each worker in vain.
-        if abandoned or not getattr(iterator, "_persistent_workers", True):
+        if self._alone or not getattr(iterator, "_persistent_workers", True):
             getattr(iterator, "_shutdown_workers", lambda: None)()
-        if abandoned and hasattr(iterator, "_workers_status"):
-            # When it looks at them next it finds them dead. It would not ask for those shut down.
-            iterator._workers_status = [True] * len(iterator._workers_status)

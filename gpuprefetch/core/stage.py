@@ -12,12 +12,7 @@ from gpuprefetch.core.stats import Stats
 
 
 class Cost(Protocol):
-    """Bytes on the device of one batch.
-
-    Attributes:
-        fixed: until it is handed over.
-        decoded: beside that, while it is prepared.
-    """
+    """Bytes on the device of one batch: ``fixed`` until its hand-over, ``decoded`` beside that."""
 
     @property
     def fixed(self) -> int: ...
@@ -28,17 +23,11 @@ class Cost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """Stands for a batch of which nothing is left.
+    """Stands for a batch of which nothing is left."""
 
-    Attributes:
-        images: that it had.
-        last: what was left out last, in words.
-        error: raised where all batches of an epoch are empty.
-    """
-
-    images: int
-    last: str
-    error: type[Exception]
+    images: int  # that it had
+    last: str  # what was left out last, in words
+    error: type[Exception]  # raised where all batches of an epoch are empty
 
 
 class Stage(Protocol):
@@ -63,12 +52,7 @@ class Stage(Protocol):
         """Called in the loop's thread when it asks for a batch."""
 
     def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int]:
-        """Take a batch from the loader.
-
-        Args:
-            batch: as the loader gives it.
-            number: of the batch in its epoch.
-            waited: seconds for which the loader let us wait.
+        """Take the loader's batch of this number, which it let us wait for, in seconds.
 
         Returns:
             What :meth:`run` gets, and the number of its images.

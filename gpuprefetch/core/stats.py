@@ -21,9 +21,6 @@ TOLERATED, FEW = 0.01, 10
 class Timed:
     """Count the host's seconds of what runs inside, and name it in Nsight and PyTorch's profiler.
 
-    PyTorch's profiler shows the threads it was not started on with
-    ``experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True)``.
-
     Args:
         stats: whose ``{name}_seconds`` it adds to.
         name: of the stage; the range is called ``gpuprefetch.{name}``.
@@ -32,23 +29,22 @@ class Timed:
         seconds: that it took, once it is left.
     """
 
-    __slots__ = ("_counter", "_name", "_range", "_started", "_stats", "seconds")
+    __slots__ = ("_name", "_range", "_started", "_stats", "seconds")
 
     def __init__(self, stats: Stats, name: str) -> None:
-        self._stats, self._counter = stats, name + "_seconds"
-        self._name = "gpuprefetch." + name
-        self._range = _RecordFunctionFast(self._name)
+        self._stats, self._name = stats, name
+        self._range = _RecordFunctionFast("gpuprefetch." + name)
 
     def __enter__(self) -> Timed:
         if _NVTX is not None:
-            _NVTX.range_push(self._name)
+            _NVTX.range_push("gpuprefetch." + self._name)
         self._range.__enter__()
         self._started = time.perf_counter()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.seconds = time.perf_counter() - self._started
-        self._stats.add(self._counter, self.seconds)
+        self._stats.add(self._name + "_seconds", self.seconds)
         self._range.__exit__(*error)
         if _NVTX is not None:
             _NVTX.range_pop()
@@ -58,10 +54,11 @@ class Timed:
 class Stats:
     """Counters of a :class:`gpuprefetch.DataPrefetcher` since it was made, or since :meth:`reset`.
 
-    All times are seconds of the host's clock; a stage that queues work for the GPU is counted until
-    the work is queued, decoding until nvJPEG gives the images back. What the GPU does in between is
-    in a profiler's trace, where each stage is a range ``gpuprefetch.{stage}``. What workers and the
-    pin thread do is known for encoded images only: it travels with them.
+    All times are seconds of the host's clock. Work for the GPU counts until it is queued, decoding
+    until nvJPEG gives the images back. A profiler's trace shows the GPU's time: each stage is a
+    range ``gpuprefetch.{stage}``, in PyTorch's profiler with
+    ``experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True)``. Times of
+    workers and pin thread are known for encoded images only, with which they travel.
 
     Attributes:
         batches: handed to the loop.
@@ -69,28 +66,26 @@ class Stats:
         bad_images: skipped or replaced.
         gpu_images: left to the GPU's decoder.
         cpu_images: decoded by the workers.
-        fallback_images: of the GPU's, those that its decoder did not take and the prefetch thread
-            has decoded on the CPU, one by one. One warning tells of more than 1 %.
-        missed_images: of the GPU's, those that its decoder reported as decoded and did not write;
-            they are decoded again.
+        fallback_images: of the GPU's, those that its decoder did not take. The prefetch thread
+            decodes them on the CPU, one by one. One warning tells of more than 1 %.
+        missed_images: of the GPU's, those that its decoder skipped and that are decoded again.
         encoded_bytes: of the files left to the GPU and the pixels decoded by the workers.
-        read_seconds: the dataset took, all workers together: reading, and what else it does. The
-            time of a batch's first image is not known; it is taken to be the mean of the others.
-        worker_decode_seconds: decoding in the workers, all of them together.
+        read_seconds: in the dataset, all workers together; for each batch's first image the mean of
+            the others.
+        worker_decode_seconds: decoding in the workers, all together.
         collate_seconds: headers, random parameters and packing in the workers, all together.
         pin_seconds: of the DataLoader's pin thread.
         fetch_seconds: the prefetcher waited for the wrapped loader.
-        copy_seconds: queueing the copies of tensors to the device; long where they are not pinned.
-        decode_seconds: in the GPU's decoder, and until the GPU has run the fused head for what it
-            decoded.
-        resample_seconds: queueing the fused head; and that wait, for photos that are handed over in
-            sizes of their own, and where a call is repeated file by file.
-        tail_seconds: queueing the transforms behind it.
+        copy_seconds: queueing copies to the device; long if the tensors are not pinned.
+        decode_seconds: in the GPU's decoder, and until the GPU has run the fused transforms.
+        resample_seconds: queueing the fused transforms; and that wait, if photos keep their own
+            sizes or a call is repeated file by file.
+        tail_seconds: queueing the transforms after them.
         handoff_seconds: of the loop's thread, making a finished batch safe to use.
         wait_seconds: the loop waited for a batch that was not ready.
         seconds: of the loop, from asking for an epoch's first batch to the latest or the end.
         share: of the baseline JPEGs that the workers decode, at present.
-        out_of_memory: times that a decode ran out of GPU memory and was repeated in smaller parts.
+        out_of_memory: decodes that ran out of GPU memory and were repeated in smaller parts.
 
     Example:
         >>> for images, target in (bar := tqdm(prefetcher)):
@@ -133,16 +128,16 @@ class Stats:
     def fell_back(self, reason: str) -> None:
         """Count a photo that the prefetch thread has decoded on the CPU; warns once of many."""
         self.fallback_images += 1
-        count, known = self.fallback_images, self._told
-        self._told = known or count > max(FEW, TOLERATED * self.gpu_images)
-        if self._told and not known:
-            warnings.warn(
-                f"The GPU's decoder did not take {count} of {self.gpu_images} photos so far, and "
-                "each was decoded on the CPU, one by one, which is slow. The last reason: "
-                f'{reason}. If it goes on, decoder="cpu" decodes in the workers. '
-                "stats.fallback_images counts such photos.",
-                stacklevel=2,
-            )
+        if self._told or self.fallback_images <= max(FEW, TOLERATED * self.gpu_images):
+            return
+        self._told = True
+        warnings.warn(
+            f"The GPU's decoder did not take {self.fallback_images} of {self.gpu_images} photos so "
+            "far, and each was decoded on the CPU, one by one, which is slow. The last reason: "
+            f'{reason}. If it goes on, decoder="cpu" decodes in the workers. '
+            "stats.fallback_images counts such photos.",
+            stacklevel=2,
+        )
 
     def reset(self) -> None:
         """Start counting again."""
@@ -167,10 +162,9 @@ class Stats:
 
     def postfix(self) -> dict[str, str]:
         """Three figures for a progress bar: images/s, time spent waiting, images decoded on CPU."""
-        values = self.as_dict()
-        decoded_on_cpu = self.cpu_images / (self.cpu_images + self.gpu_images or 1)
+        values, decoded = self.as_dict(), self.cpu_images + self.gpu_images or 1
         return {
             "images/s": f"{values['images_per_second']:,.0f}",
             "wait": f"{values['wait_share']:.1%}",
-            "cpu": f"{decoded_on_cpu:.0%}",
+            "cpu": f"{self.cpu_images / decoded:.0%}",
         }

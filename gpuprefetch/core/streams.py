@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 
 from gpuprefetch.core.nested import tensors
 
-# Steps that the loop may be ahead of the GPU. Without a bound the host queues many, and each of
-# them keeps its batch in memory. One is enough to keep the GPU busy.
+# Steps that the loop may be ahead of the GPU: each keeps its batch in memory, and one is enough to
+# keep the GPU busy.
 RUN_AHEAD = 1
 
 # Note [Stream handoff]
@@ -24,7 +23,7 @@ RUN_AHEAD = 1
 #      the stream a block was allocated on. Without the mark it gives the block to the next batch as
 #      soon as the caller drops this one, while the queued training step still reads it.
 #   3. A batch that is dropped before it was handed over has no such mark, so the side stream is
-#      synchronized before its memory goes back (Lookahead.close).
+#      synchronized before its memory goes back (Lookahead._clean_up).
 #   4. Tensors that the loader itself has put on the device are queued on the stream that is current
 #      where it runs. The side stream waits for that (SideStream.wait_for_loader).
 # tests/test_stream.py fails when 1, 2 or 4 is left out.
@@ -33,10 +32,7 @@ RUN_AHEAD = 1
 def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
     """Make ``batch`` safe to use on the current stream of ``device``. See Note [Stream handoff].
 
-    Args:
-        batch: nested batch whose tensors were produced on a side stream.
-        ready: recorded on that side stream after the last work of the batch.
-        device: the CUDA device of the batch.
+    ``ready`` was recorded on its side stream after the last work of the batch.
     """
     stream = torch.cuda.current_stream(device)
     stream.wait_event(ready)
@@ -48,9 +44,7 @@ def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
 def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
     """Wait until the current stream of ``device`` is at most RUN_AHEAD steps behind the host.
 
-    Args:
-        steps: kept by the caller from one step to the next.
-        device: on a CPU there is nothing to wait for.
+    The caller keeps ``steps`` from one step to the next.
 
     Returns:
         Whether it had to wait: the host is faster than the GPU.
@@ -99,24 +93,26 @@ def own_modes(device: torch.device) -> Iterator[None]:
         yield
 
 
-_idle: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
-_lock = threading.RLock()  # the garbage collector may end an epoch within it
+# Without a lock: the garbage collector may run in here and wait for the thread of an epoch, which
+# gives its stream back.
+_idle: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
 def lease_stream(device: torch.device) -> torch.cuda.Stream:
     """Take a side stream of ``device`` that nobody else uses, a new one only where none is idle.
 
-    The allocator keeps a pool of blocks per stream for the life of the process, so a new stream per
-    epoch would strand the memory of the last one.
+    The allocator keeps a pool of blocks per stream, so a new stream per epoch would strand the
+    memory of the last one.
     """
-    with _lock:
-        return _idle[device].pop() if _idle[device] else torch.cuda.Stream(device)
+    try:
+        return _idle[device].pop()
+    except (KeyError, IndexError):
+        return torch.cuda.Stream(device)
 
 
 def return_stream(stream: torch.cuda.Stream) -> None:
     """Give a leased stream back. Its work must have completed."""
-    with _lock:
-        _idle[torch.device(stream.device)].append(stream)
+    _idle.setdefault(torch.device(stream.device), []).append(stream)
 
 
 class SideStream:
@@ -146,16 +142,12 @@ class SideStream:
         if self._stream is not None and any(tensor.is_cuda for tensor in tensors(batch)):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def end(self, *, again: bool) -> None:
-        """Wait for what is queued; with ``again`` another epoch may use the stream.
-
-        Raises:
-            RuntimeError: if the context is broken.
-        """
-        if self._stream is not None:
-            self._stream.synchronize()
-            if again:
-                return_stream(self._stream)
+    def end(self) -> None:
+        """Wait for what is queued; another epoch may use the stream then."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.synchronize()
+            return_stream(stream)
 
 
 # The launch that reads the scratch memory of each stream, the latest one. Not in a threading.local:

@@ -400,7 +400,7 @@ def _with(
     if isinstance(loader, DataPrefetcher):
         clone = copy.copy(loader)
         clone._loader = _with(loader._loader, times, **values)
-        clone._resume = False
+        clone._progress.resumes = False
         share, before = loader._pipeline.packer.share.clone().share_memory_(), loader._balancer
         if cpu_share is not None:
             share.fill_(cpu_share)

@@ -1,0 +1,39 @@
+"""Workers that are forked here leave this process's garbage alone."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+from collections.abc import Iterator
+
+_forking = threading.local()  # whether this thread forks workers of ours
+
+
+@contextlib.contextmanager
+def garbage_stays_here() -> Iterator[None]:
+    """Fork workers in it: they do not collect what this process left to its garbage collector.
+
+    An exception that left an epoch is in a cycle with frames that hold pinned memory and CUDA
+    events. A forked worker that collects them calls CUDA, which a fork must not, and aborts. So it
+    begins with gc.freeze(), and nothing is collected before that.
+    """
+    _forking.collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if _forking.__dict__.pop("collects"):
+            gc.enable()
+
+
+def _freeze_in_fork() -> None:
+    if (collects := getattr(_forking, "collects", None)) is not None:
+        gc.freeze()
+        if collects:
+            gc.enable()
+
+
+if hasattr(os, "register_at_fork"):  # not on every platform
+    os.register_at_fork(after_in_child=_freeze_in_fork)
