@@ -49,7 +49,7 @@ from gpuprefetch.images.replay import (
 )
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.stage import Pipeline
-from gpuprefetch.images.targets import moves_pixels
+from gpuprefetch.images.tail import moves_pixels
 from gpuprefetch.images.worker import GROWTH, HostStage, Packer, encoded_leaves
 from gpuprefetch.transforms.convert import read_list
 from gpuprefetch.transforms.head import Transform, require_fixed_size
