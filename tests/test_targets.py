@@ -1,10 +1,9 @@
 """Boxes, masks and points follow their image, whatever moves it and whoever decodes it."""
 
-import contextlib
 import io
 import threading
 import time
-from collections import Counter
+from dataclasses import dataclass
 
 import kornia.augmentation as K
 import numpy as np
@@ -31,13 +30,12 @@ from gpuprefetch import (
     Resize,
     convert_transforms,
 )
-from gpuprefetch.images import targets as _targets
-from gpuprefetch.images.packer import Packer, sample_keys
+from gpuprefetch.images.packer import Packer
+from gpuprefetch.images.tail import run
 from gpuprefetch.images.worker import HostStage
 from gpuprefetch.transforms.convert import RandomCrop
 from gpuprefetch.transforms.head import read_transforms
 from gpuprefetch.transforms.per_image import Apply, Choice, per_image
-from gpuprefetch.transforms.random import fold
 
 SEED = 3
 # torchvision computes in float32, at coordinates below 200, through up to four ops.
@@ -92,6 +90,22 @@ class Squares(Dataset):
         return EncodedImage(data, index, f"{index}.jpg"), target
 
 
+class With(Squares):
+    """Squares whose samples ``change`` gets."""
+
+    def __init__(self, change, count=2):
+        super().__init__(count, empty=False)
+        self.change = change
+
+    def __getitem__(self, index):
+        return self.change(*super().__getitem__(index))
+
+
+def with_mask(mask):
+    """One picture beside this mask."""
+    return With(lambda image, _: (image, {"masks": tv_tensors.Mask(mask)}), 1)
+
+
 def stored(picture, orientation):
     """What a camera stores for a viewer to see ``picture`` at this EXIF orientation."""
     rows = slice(None, None, -1 if orientation in (3, 4, 7, 8) else 1)
@@ -125,12 +139,6 @@ def samples_of(*arguments, **options):
 # ---- the head, against torchvision
 
 
-def crop_of(row):
-    """``(top, left, height, width, flipped)`` of a crop that a sampling row resizes and mirrors."""
-    (top, bottom), (left, right) = row[:, 2:4].astype(int)
-    return top, left, bottom - top, right - left, row[1, 1] < 0
-
-
 HEADS = {
     "resize": ([Resize((48, 70))], v2.Resize((48, 70))),
     "resize and crop": (
@@ -140,41 +148,56 @@ HEADS = {
     "crop": ([CenterCrop((60, 50))], v2.CenterCrop((60, 50))),
     "padding": ([CenterCrop(140)], v2.CenterCrop(140)),
     "random": ([RandomResizedCrop((50, 60), scale=(0.3, 1.0))], None),
-    "flipped": (
-        [RandomResizedCrop((50, 60), scale=(0.3, 1.0)), K.RandomHorizontalFlip(p=0.5)],
-        None,
-    ),
+    "flipped": ([RandomResizedCrop((50, 60), scale=(0.3, 1.0)), K.RandomHorizontalFlip()], None),
 }
+
+
+class Framed(Squares):
+    """With two corners of the picture, which tell the crop that was sampled."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        height, width = target["points"].canvas_size
+        corners = torch.tensor([[0.0, 0], [width, height]])
+        return image, target | {"corners": tv_tensors.wrap(corners, like=target["points"])}
+
+
+def as_torchvision(corners, whole):
+    """The crop that moved the corners of a ``whole`` picture so, as torchvision carries it out."""
+    height, width = corners.canvas_size
+    (left, top), (right, bottom) = torch.Tensor(corners).tolist()
+    if flipped := right < left:
+        left, right = width - left, width - right
+    y, x = whole[0] / (bottom - top), whole[1] / (right - left)
+    box = [round(value) for value in (-top * y, -left * x, height * y, width * x)]
+
+    def apply(value):
+        value = F.resized_crop(value, *box, [height, width], antialias=True)
+        return F.horizontal_flip(value) if flipped else value
+
+    return apply, flipped
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_head_agrees_with_torchvision(name):
     transforms, reference = HEADS[name]
-    head, _ = read_transforms(transforms)
-    dataset, flips = Squares(8, empty=False), 0
+    dataset, flips = Framed(8, empty=False), 0
     for index, (image, target) in enumerate(samples_of(dataset, transforms)):
         encoded, expected = dataset[index]
         picture = Image.open(io.BytesIO(encoded.data)).convert("RGB")
-        flipped, apply = False, reference
+        apply, flipped = reference, False
         if reference is None:
-            keys = sample_keys(SEED, 0, [encoded], Counter())
-            (row,) = head.draw([picture.size[::-1]], fold(keys, 0))
-            *box, flipped = crop_of(row)
+            apply, flipped = as_torchvision(target["corners"], picture.size[::-1])
             flips += flipped
-
-            def apply(value, box=box, flipped=flipped):
-                value = F.resized_crop(value, *map(int, box), head.size, antialias=True)
-                return F.horizontal_flip(value) if flipped else value
-
         # Within a level of PIL, and another for the rounding between resize and crop.
         assert (image * 255 - F.pil_to_tensor(apply(picture))).abs().max() <= 2
-        # torchvision pads pictures behind by the odd pixel, and boxes in front.
+        # torchvision pads pictures at the end by the odd pixel, and boxes at the start.
         tolerance = 1 if name == "padding" else POINT_TOLERANCE
         for key in ("boxes", "points"):
             want = apply(expected[key])
             if key == "points" and flipped:
                 want[..., 0] += 1  # torchvision mirrors points to W - 1 - x, boxes to W - x
-            assert target[key].canvas_size == want.canvas_size == head.size
+            assert target[key].canvas_size == want.canvas_size == image.shape[1:]
             torch.testing.assert_close(
                 torch.Tensor(target[key]), torch.Tensor(want), atol=tolerance, rtol=0
             )
@@ -197,11 +220,7 @@ def check_mask(mask, source, apply):
 def test_masks_are_nearest(size):
     mask = torch.randint(0, 9, (96, 130), generator=torch.Generator().manual_seed(0))
 
-    class One(Squares):
-        def __getitem__(self, index):
-            return super().__getitem__(0)[0], {"masks": tv_tensors.Mask(mask)}
-
-    ((_, target),) = samples_of(One(1), [Resize(size)])
+    ((_, target),) = samples_of(with_mask(mask), [Resize(size)])
     exact = F.resize(mask[None], size, InterpolationMode.NEAREST_EXACT)[0]
     assert target["masks"].dtype == torch.int64
     assert torch.equal(torch.Tensor(target["masks"]).long(), exact)
@@ -210,16 +229,15 @@ def test_masks_are_nearest(size):
 @pytest.mark.parametrize("box_format", ["XYWH", "CXCYWH"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_boxes_keep_their_format(box_format, dtype):
-    class Formatted(Squares):
-        def __getitem__(self, index):
-            image, target = super().__getitem__(index)
-            boxes = v2.ConvertBoundingBoxFormat(box_format)(target["boxes"])
-            boxes = tv_tensors.wrap(boxes.to(dtype), like=boxes)
-            return image, {"boxes": boxes}
+    def formatted(image, target):
+        boxes = v2.ConvertBoundingBoxFormat(box_format)(target["boxes"])
+        return image, {"boxes": tv_tensors.wrap(boxes.to(dtype), like=boxes)}
 
     transforms = [Resize((37, 61))]
     for (_, got), (_, want) in zip(
-        samples_of(Formatted(), transforms), samples_of(Squares(), transforms), strict=True
+        samples_of(With(formatted, 4), transforms),
+        samples_of(Squares(4, empty=False), transforms),
+        strict=True,
     ):
         assert got["boxes"].format.name == box_format
         assert got["boxes"].dtype == dtype
@@ -252,7 +270,7 @@ def check_square(image, target, tolerance=SQUARE_TOLERANCE):
 
 
 TAILS = {
-    "head alone": [],
+    "fused transforms alone": [],
     "kornia affine": [K.RandomAffine(0, translate=(0.1, 0.1), scale=(0.7, 1.0), p=0.7)],
     "kornia crop": [K.CenterCrop((84, 90)), K.RandomVerticalFlip(p=0.5)],
     "kornia resize": [K.Resize((60, 80), align_corners=True)],
@@ -290,24 +308,23 @@ TAILS = {
 }
 
 
+FUSED = [
+    [CenterCrop(140)],
+    [K.CenterCrop((84, 90)), K.RandomVerticalFlip()],
+    [K.RandomResizedCrop((90, 100), scale=(0.9, 1.0))],
+    [K.RandomCrop((84, 90)), K.RandomHorizontalFlip(), K.Resize((60, 80), align_corners=False)],
+]
+CROP = [RandomResizedCrop((96, 100), scale=(0.9, 1.0)), K.RandomHorizontalFlip()]
+
+
 @pytest.mark.parametrize(
-    "head",
-    [
-        [CenterCrop(140)],
-        [K.CenterCrop((84, 90)), K.RandomVerticalFlip()],
-        [K.RandomResizedCrop((90, 100), scale=(0.9, 1.0))],
-        [K.RandomCrop((84, 90)), K.RandomHorizontalFlip(), K.Resize((60, 80), align_corners=False)],
-    ],
+    "transforms",
+    [*FUSED, *([*CROP, *tail] for tail in TAILS.values())],
+    ids=[*map(str, range(len(FUSED))), *TAILS],
 )
-def test_targets_lie_on_the_picture_behind_any_head(head):
-    assert sum(check_square(*sample) for sample in samples_of(Squares(9), head)) == 6
-
-
-@pytest.mark.parametrize("name", TAILS)
-def test_targets_lie_on_the_picture(name):
-    head = [RandomResizedCrop((96, 100), scale=(0.9, 1.0)), K.RandomHorizontalFlip()]
-    found = [check_square(*sample) for sample in samples_of(Squares(12), head + TAILS[name])]
-    assert found == [index % 3 != 2 for index in range(12)]
+def test_targets_lie_on_the_picture(transforms):
+    found = [check_square(*sample) for sample in samples_of(Squares(6), transforms)]
+    assert found == [index % 3 != 2 for index in range(6)]
 
 
 def test_own_transforms_move_images_as_they_do_alone():
@@ -318,11 +335,7 @@ def test_own_transforms_move_images_as_they_do_alone():
     ]
     images = torch.stack([image for image, _ in samples_of(Squares(4, empty=False), transforms)])
 
-    class Alone(Squares):
-        def __getitem__(self, index):
-            return super().__getitem__(index)[0]
-
-    (alone,) = prefetcher(Alone(4), transforms, collate_fn=None)
+    (alone,) = prefetcher(With(lambda image, _: image, 4), transforms, collate_fn=None)
     assert torch.equal(images, alone)
 
 
@@ -343,11 +356,7 @@ def test_masks_of_any_dtype(dtype, tail):
     picture.flat[::7] = largest
     mask = torch.from_numpy(picture)
 
-    class One(Squares):
-        def __getitem__(self, index):
-            return super().__getitem__(0)[0], {"masks": tv_tensors.Mask(mask)}
-
-    ((_, target),) = samples_of(One(1), [CenterCrop((98, 132)), *tail])
+    ((_, target),) = samples_of(with_mask(mask), [CenterCrop((98, 132)), *tail])
     assert target["masks"].dtype == dtype
     expected = np.pad(picture, ((2, 2), (5, 5)) if len(target["masks"]) == 100 else 1)
     if tail and len(expected) != 100:
@@ -359,16 +368,14 @@ def test_boxes_and_points_of_a_picture_one_pixel_high():
     """kornia spreads the pixel over the picture, where aligned corners leave a step of 0."""
     picture = np.full((1, 30, 3), 255, np.uint8)
 
-    class Line(Squares):
-        def __getitem__(self, index):
-            size = {"canvas_size": (1, 30)}
-            boxes = tv_tensors.BoundingBoxes([[0.0, 0, 30, 1]], format="XYXY", **size)
-            points = tv_tensors.KeyPoints([[15.0, 0.5]], **size)
-            data = pictures.encode_jpeg(picture)
-            return EncodedImage(data, index), {"boxes": boxes, "points": points}
-
+    size = {"canvas_size": (1, 30)}
+    target = {
+        "boxes": tv_tensors.BoundingBoxes([[0.0, 0, 30, 1]], format="XYXY", **size),
+        "points": tv_tensors.KeyPoints([[15.0, 0.5]], **size),
+    }
+    line = [(EncodedImage(pictures.encode_jpeg(picture), 0), target)]
     for transforms in ([K.Resize((8, 12))], [K.Resize((8, 12)), K.RandomVerticalFlip(p=1.0)]):
-        ((_, target),) = samples_of(Line(1), transforms)
+        ((_, target),) = samples_of(line, transforms)
         x1, y1, x2, y2 = target["boxes"][0].tolist()
         assert (y1, y2) == (0, 8)
         assert 0 <= x1 < x2 <= 12
@@ -464,14 +471,6 @@ def test_boxes_cut_away_are_removed_with_their_labels(tail):
     assert 0 < gone < 12
 
 
-def test_sanitizing_in_the_list():
-    tail = [K.RandomAffine(0, translate=(0.9, 0.9), p=1.0), v2.SanitizeBoundingBoxes()]
-    samples = samples_of(Squares(12, empty=False), [Resize(64), CenterCrop(64), *tail])
-    counts = [len(target["boxes"]) for _, target in samples]
-    assert counts == [len(target["labels"]) for _, target in samples]
-    assert 0 < sum(counts) < 12
-
-
 class Dicts(Squares):
     """Each a dict, with an object that has no area beside its object."""
 
@@ -510,17 +509,12 @@ def test_sanitizing_samples_that_are_dicts(labels):
             assert torch.equal(after["boxes"][i], before["boxes"][i][[0, 2]])
 
 
-class Segmentation(Squares):
-    """(image, mask) alone: torch's default collate stacks what the head has made one size."""
-
-    def __getitem__(self, index):
-        image, target = super().__getitem__(index)
-        return image, tv_tensors.Mask(target["masks"][0].long()), str(index)
-
-
 @pytest.mark.parametrize("tail", [[], [K.RandomAffine(20, p=1.0)], [v2.RandomRotation(20)]])
 def test_default_collate_stacks_masks(tail):
-    dataset = Segmentation(4, empty=False)
+    def segmentation(image, target):
+        return image, tv_tensors.Mask(target["masks"][0].long()), str(image.index)
+
+    dataset = With(segmentation, 4)
     loader = prefetcher(dataset, [Resize((40, 60)), *tail], collate_fn=None)
     ((images, masks, names),) = loader
     assert isinstance(masks, tv_tensors.Mask)
@@ -553,6 +547,26 @@ def test_lists_of_fields():
         assert all(torch.equal(batch[key][i], target[key]) for key in target)
 
 
+def by_fields(samples):
+    images, targets = zipped(samples)
+    return default_collate(images), [[t["boxes"] for t in targets], [t["points"] for t in targets]]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_as_many_lists_as_samples_beside_packed_images(count):
+    """None of them is a sample's, also where there are as many of them."""
+    transforms, data = (
+        [Resize((40, 60)), K.RandomHorizontalFlip(p=1.0)],
+        Squares(count, empty=False),
+    )
+    ((images, (boxes, points)),) = prefetcher(data, transforms, collate_fn=by_fields)
+    want_images, want = zip(*samples_of(data, transforms), strict=True)
+    assert torch.equal(images, torch.stack(want_images))
+    for got, key in ((boxes, "boxes"), (points, "points")):
+        assert len(got) == count
+        assert all(torch.equal(a, b[key]) for a, b in zip(got, want, strict=True))
+
+
 class Damaged(Squares):
     def __getitem__(self, index):
         image, target = super().__getitem__(index)
@@ -572,28 +586,19 @@ def test_bad_images_take_their_targets_along(tail, on_error, names):
 
 
 def test_stacked_masks_of_a_batch_with_a_bad_image_are_masks():
-    class Masks(Damaged):
-        def __getitem__(self, index):
-            image, target = super().__getitem__(index)
-            return image, tv_tensors.Mask(target["masks"][0])
-
-    ((images, masks),) = prefetcher(
-        Masks(4, empty=False), [Resize((40, 60))], collate_fn=None, on_error="skip"
-    )
+    data = [
+        (image, tv_tensors.Mask(target["masks"][0]))
+        for image, target in map(Damaged(4, empty=False).__getitem__, range(4))
+    ]
+    ((images, masks),) = prefetcher(data, [Resize((40, 60))], collate_fn=None, on_error="skip")
     assert isinstance(masks, tv_tensors.Mask)
     assert len(images) == len(masks) == 2
 
 
-class Unread(Damaged):
-    """Gives None for a file that it cannot open, as many datasets do."""
-
-    def __getitem__(self, index):
-        return super().__getitem__(index) if index else None
-
-
 def test_samples_that_the_collate_function_leaves_out():
+    """Many datasets give None for a file that they cannot open."""
     ((images, targets),) = prefetcher(
-        Unread(5, empty=False),
+        [None, *map(Damaged(5, empty=False).__getitem__, range(1, 5))],
         [Resize((96, 96)), K.RandomHorizontalFlip(p=1.0)],
         collate_fn=lambda samples: zipped([sample for sample in samples if sample]),
         batch_size=5,
@@ -604,12 +609,12 @@ def test_samples_that_the_collate_function_leaves_out():
 
 
 def test_lists_of_a_bad_image_without_boxes():
-    class Captions(Damaged):
-        def __getitem__(self, index):
-            image, target = super().__getitem__(index)
-            return {"image": image, "caption": target["name"], "meta": (index, [target["name"]])}
+    def captions(image, target):
+        name = target["name"]
+        return {"image": image, "caption": name, "meta": (image.index, [name])}
 
-    (batch,) = prefetcher(Captions(4), [Resize(9), CenterCrop(9)], collate_fn=None, on_error="skip")
+    data = [captions(*Damaged(4)[index]) for index in range(4)]
+    (batch,) = prefetcher(data, [Resize(9), CenterCrop(9)], collate_fn=None, on_error="skip")
     assert batch["caption"] == ["0", "3"]
     assert batch["meta"][0].tolist() == [0, 3]
     assert batch["meta"][1] == [("0", "3")]
@@ -632,13 +637,9 @@ def beside_packed(samples):
 @pytest.mark.parametrize("names", NAMES)
 @pytest.mark.parametrize("collate", [default_collate, zipped, beside_packed])
 def test_as_many_strings_as_samples(names, collate):
-    class Named(Damaged):
-        def __getitem__(self, index):
-            return super().__getitem__(index)[0], NAMES[names](index)
-
-    batches = prefetcher(
-        Named(4), [Resize((9, 9))], collate_fn=collate, batch_size=2, on_error="skip"
-    )
+    data = [(Damaged(4)[index][0], NAMES[names](index)) for index in range(4)]
+    options = {"collate_fn": collate, "batch_size": 2, "on_error": "skip"}
+    batches = prefetcher(data, [Resize((9, 9))], **options)
     for (_, got), good in zip(batches, (0, 3), strict=True):
         ((_, want),) = [collate([(torch.zeros(1), NAMES[names](good))])]
         assert list(got) == list(want)
@@ -661,17 +662,6 @@ def test_a_sequence_that_moves_itself_stays_what_it_is(count):
 # ---- what cannot work
 
 
-class With(Squares):
-    """Squares whose samples ``change`` gets."""
-
-    def __init__(self, change):
-        super().__init__(2, empty=False)
-        self.change = change
-
-    def __getitem__(self, index):
-        return self.change(*super().__getitem__(index))
-
-
 def rotated(image, target):
     boxes = tv_tensors.BoundingBoxes(
         [[50.0, 50, 20, 10, 30]], format="CXCYWHR", canvas_size=(96, 130)
@@ -682,6 +672,11 @@ def rotated(image, target):
 
 def renewed(samples):
     return zipped([(EncodedImage(image.data, image.index), target) for image, target in samples])
+
+
+@dataclass
+class Record:
+    boxes: tv_tensors.BoundingBoxes
 
 
 class Own(torch.nn.Module):
@@ -776,6 +771,12 @@ REFUSED = {
     ),
     "apart": (Squares(2), [K.RandomAffine(9)], {"collate_fn": list}, "leaves samples apart"),
     "sizes": (Squares(2), [v2.RandomIoUCrop()], {}, "images of 2 shapes"),
+    "dataclass": (
+        With(lambda i, t: (i, Record(t["boxes"]))),
+        [v2.RandomHorizontalFlip()],
+        {},
+        "some in a Record. Return a dict",
+    ),
 }
 
 
@@ -796,20 +797,20 @@ class Keeping(torch.nn.Module):
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_a_transform_runs_for_one_thread_at_a_time(monkeypatch, guarded):
-    if not guarded:  # guards the test: then one of them gets what the other has drawn
-        monkeypatch.setattr(_targets, "alone", lambda transform: contextlib.nullcontext())
+def test_a_transform_runs_for_one_thread_at_a_time(guarded):
     keeping, got = Keeping(), {}
-    threads = [
-        threading.Thread(target=lambda n=n: got.update({n: _targets.run(keeping, n)}))
-        for n in range(3)
-    ]
+
+    def call(number):
+        # Unguarded it guards the test: one of them gets what another has sampled.
+        got[number] = run(keeping, number) if guarded else keeping(number)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert (got == {n: n for n in range(3)}) == guarded
-    assert _targets.run([1].__contains__, 1)  # what cannot be referred to weakly, either
+    assert (got == {number: number for number in range(3)}) == guarded
+    assert run([1].__contains__, 1)  # what cannot be referred to weakly, either
 
 
 def test_a_transform_that_fails_is_named():
@@ -850,38 +851,26 @@ def of_a_tensor(kind):
     return image, tv_tensors.KeyPoints([[1, 2]], canvas_size=(8, 8))
 
 
-@pytest.mark.parametrize("collate_fn", [None, list])
-@pytest.mark.parametrize("kind", ["mask", "boxes", "points"])
-def test_targets_that_the_default_collate_would_make_tensors_of(kind, collate_fn):
-    loader = DataLoader([of_a_tensor(kind)] * 2, 2, collate_fn=collate_fn)
-    for transforms in ([Resize(4)], [K.RandomHorizontalFlip(p=1.0)], [v2.RandomRotation(9)]):
-        with pytest.raises(ValueError, match="these came otherwise"):
-            next(iter(DataPrefetcher(loader, device="cpu", transforms=transforms)))
-    # What moves no pixels may have them beside it.
-    (batch,) = DataPrefetcher(
-        loader, device="cpu", transforms=[] if collate_fn else [K.RandomGamma()]
+def images_alone(samples):
+    return default_collate(
+        [sample["image"] if isinstance(sample, dict) else sample[0] for sample in samples]
     )
-    assert len(batch) == 2
 
 
 @pytest.mark.parametrize(
-    ("collate_fn", "refused"),
-    [
-        (lambda samples: default_collate(samples), True),
-        (lambda samples: [torch.stack(column) for column in zip(*samples, strict=True)], True),
-        (lambda samples: torch.stack([image for image, _ in samples]), False),
-        (lambda samples: (default_collate([s[0] for s in samples]), len(samples)), False),
-        (lambda samples: default_collate([(s[0], s[1].sum()) for s in samples]), False),
-    ],
+    "collate_fn", [None, list, lambda samples: default_collate(samples), images_alone]
 )
-def test_what_a_collate_function_makes_of_targets_decides(collate_fn, refused):
-    loader = DataLoader([of_a_tensor("mask")] * 2, 2, collate_fn=collate_fn)
-    prefetcher = DataPrefetcher(loader, device="cpu", transforms=[K.RandomHorizontalFlip(p=1.0)])
-    if refused:
-        with pytest.raises(ValueError, match="these came otherwise"):
-            next(iter(prefetcher))
-    else:
-        assert len(list(prefetcher)) == 1
+@pytest.mark.parametrize("kind", ["mask", "boxes", "points"])
+def test_targets_beside_images_that_the_dataset_decoded(kind, collate_fn):
+    loader = DataLoader([of_a_tensor(kind)] * 2, 2, collate_fn=collate_fn)
+    for transforms in ([Resize(4)], [K.RandomHorizontalFlip(p=1.0)], [v2.RandomRotation(9)]):
+        with pytest.raises(ValueError, match=r"these came otherwise.*plain tensors"):
+            next(iter(DataPrefetcher(loader, device="cpu", transforms=transforms)))
+    # What moves no pixels may have them beside it.
+    (batch,) = DataPrefetcher(
+        loader, device="cpu", transforms=[] if collate_fn is list else [K.RandomGamma()]
+    )
+    assert len(batch) == 2
 
 
 @pytest.mark.parametrize("transform", COLORS, ids=lambda transform: type(transform).__name__)

@@ -21,7 +21,7 @@ from gpuprefetch.images.plan import parse_bytes
 from gpuprefetch.images.replay import note
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.stage import Pipeline
-from gpuprefetch.images.targets import moves_pixels
+from gpuprefetch.images.tail import moves_pixels
 from gpuprefetch.images.worker import HostStage, encoded_leaves
 from gpuprefetch.transforms.convert import read_list
 from gpuprefetch.transforms.head import Head, Transform, require_fixed_size

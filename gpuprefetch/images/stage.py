@@ -29,7 +29,8 @@ from gpuprefetch.images.plan import Cost, cost_of
 from gpuprefetch.images.rows import is_column, refuse_fewer_rows, take_rows
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.slab import unmap_dead
-from gpuprefetch.images.targets import refuse_unfollowed, run, run_tail, unmark, unstack
+from gpuprefetch.images.tail import run, run_tail
+from gpuprefetch.images.targets import refuse_unfollowed, unmark, unstack
 from gpuprefetch.images.worker import pack_lists, packed_of
 from gpuprefetch.transforms.head import Head, Transform, apply_head, is_kornia
 from gpuprefetch.transforms.random import Keys, SeededDraws, fold

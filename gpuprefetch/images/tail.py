@@ -1,0 +1,328 @@
+"""Transforms after the fused ones, on a batch of images and on the targets beside them.
+
+Boxes, masks and points follow this library's transforms by arithmetic, torchvision's v2 transforms
+sample by sample, and kornia's by ``data_keys``. Other callables get the images alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from gpuprefetch.core.nested import children_of, leaves, map_leaves, select
+from gpuprefetch.images.targets import (
+    SIGNED,
+    at_points,
+    followers,
+    is_per_sample,
+    points_of,
+    sampled,
+    signed,
+)
+from gpuprefetch.transforms.head import apply_head, is_fused
+from gpuprefetch.transforms.per_image import Apply, Choice, Loop, PerImage, Policy, Switch
+from gpuprefetch.transforms.timm import TimmAugment
+
+Samples = list[dict[Any, Any]]  # of each sample the parts of its target
+Runner = Callable[[Any, Samples], Any]
+
+# --- Images alone ---
+
+_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+
+if hasattr(os, "register_at_fork"):  # not on every platform
+    os.register_at_fork(after_in_child=lambda: _locks.clear())  # whoever held one is not here
+
+
+def alone(transform: Any) -> contextlib.AbstractContextManager[Any]:
+    """Keep other threads from running the same transform.
+
+    kornia's keep what they have sampled, for the boxes of the images or for a second call.
+    Prefetchers may share a list, and ``replay`` runs one beside the epoch that it is asked in.
+    """
+    try:
+        return _locks.setdefault(transform, threading.RLock())
+    except TypeError:  # no weak reference to it, or no hash
+        return contextlib.nullcontext()
+
+
+def run(transform: Any, images: Any) -> Any:
+    """What a transform makes of a batch of images alone."""
+    name = getattr(transform, "__name__", type(transform).__name__)
+    try:
+        with alone(transform):
+            result = transform(images)
+    except Exception as error:
+        kind = type(images).__name__
+        form = f"{images.dtype} {tuple(images.shape)}" if kind == "Tensor" else f"a {kind}"
+        error.add_note(f"raised by the transform {name}, which got {form}")
+        raise
+    _check_result(name, images, result)
+    return result
+
+
+def _check_result(name: str, images: Any, result: Any) -> None:
+    if result is None:
+        raise TypeError(f"the transform {name} returned None. Let it return the images.")
+    made = leaves(result)
+    foreign = [leaf for leaf in made if type(leaf).__module__.startswith(("numpy", "PIL."))]
+    if foreign and not any(isinstance(leaf, torch.Tensor) for leaf in made):
+        raise TypeError(
+            f"the transform {name} returned {type(foreign[0]).__module__}."
+            f"{type(foreign[0]).__name__}, and the loop gets tensors on the device. Let it return "
+            "torch.from_numpy(result).to(images.device), as (N, C, H, W), or run it in the dataset."
+        )
+    if not isinstance(images, torch.Tensor) or not isinstance(result, torch.Tensor):
+        return
+    if result.device != images.device:
+        raise ValueError(
+            f"the transform {name} returned images on {result.device}, and the loop gets them on "
+            f"{images.device}. Leave out what moves them, as .cpu() or .to(device)."
+        )
+    count, left = len(images), len(result) if result.dim() else 0
+    if left < count or (count and left % count):
+        raise ValueError(
+            f"the transform {name} returned {left} images of {count}, and the targets beside them "
+            "stay as they are. Let it return one of each, or the same number of each."
+        )
+
+
+_MOVERS = tuple(
+    "gpuprefetch.transforms.convert. gpuprefetch.transforms.head."
+    " kornia.augmentation._2d.geometric. kornia.augmentation._2d.mix. kornia.geometry."
+    " torchvision.transforms.autoaugment."
+    " torchvision.transforms.v2._auto_augment. torchvision.transforms.v2._geometry."
+    " torchvision.transforms._presets.ImageClassification".split()
+)
+
+
+def _movers(transform: Any) -> Iterator[str]:
+    """The names of what moves pixels: a transform, or those that it is made of."""
+    for kind in type(transform).__mro__:
+        if kind.__module__ == "torchvision.transforms.transforms":
+            from torchvision.transforms import v2
+
+            kind = getattr(v2, kind.__name__, kind)  # v1 is one file; those of v2 tell what moves
+        if f"{kind.__module__}.{kind.__name__}".startswith(_MOVERS):
+            yield type(transform).__name__
+    if (known := _of_per_image(transform)) is not None:
+        held, _ = known
+    else:
+        held = [*transform.children()] if isinstance(transform, torch.nn.Module) else []
+    listed = getattr(transform, "transforms", ())
+    for each in (*held, *(listed if isinstance(listed, (list, tuple)) else ())):
+        yield from _movers(each)
+
+
+def moves_pixels(transforms: Iterable[Any]) -> bool:
+    """Whether one of the transforms is known to move pixels."""
+    return any(any(_movers(transform)) for transform in transforms)
+
+
+def run_tail(
+    tail: Sequence[Any], images: Any, batch: Any, fate: str, look: Callable[[Any, Any], None]
+) -> tuple[Any, Any]:
+    """Run transforms on images and on the boxes, masks and points beside them.
+
+    Args:
+        tail: the transforms.
+        images: ``(N, C, H, W)``.
+        batch: in which everything with an entry per sample is a :class:`PerSample`.
+        fate: what :func:`.targets.fate` said of the batch.
+        look: gets each transform and its images beforehand.
+
+    Raises:
+        ValueError: for a transform that would move the images alone.
+    """
+    names = {id(part): name for name, part in batch.items()} if isinstance(batch, dict) else {}
+    found = enumerate(select(batch, is_per_sample))
+    columns = {names.get(id(column), number): column for number, column in found}
+    samples: Samples = [
+        dict(zip(columns, parts, strict=True)) for parts in zip(*columns.values(), strict=True)
+    ]
+    for transform in tail:
+        look(transform, images)
+        runner = _runner(transform)
+        if runner is None:
+            images = run(transform, images)
+        elif fate == "kept":
+            with alone(transform):
+                images, samples = runner(images, samples)
+        else:
+            raise ValueError(
+                f"{type(transform).__name__} moves boxes, masks and points, but the collate_fn has "
+                "made plain tensors of some, dropped them, or put them into lists that do not tell "
+                "whose they are, or batch_size=None left nothing to collate. Use one that keeps "
+                "them, such as collate_fn=lambda samples: tuple(zip(*samples)), or leave it to the "
+                "dataset."
+            )
+    moved = {id(old): old.of(s[name] for s in samples) for name, old in columns.items()}
+    return images, map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch, is_per_sample)
+
+
+def _of_per_image(transform: Any) -> tuple[list[Any], Runner | None] | None:
+    """All that targets need of ``transforms/per_image.py`` and ``transforms/timm.py``.
+
+    Returns:
+        None for a transform of others. Else the transforms that it draws from, and what runs it on
+        images and targets, None where targets cannot follow.
+    """
+    if isinstance(transform, TimmAugment):
+        from torchvision.transforms import v2
+
+        return [v2.RandomAffine(0)] if "affine" in transform.kinds else [], None
+    if not isinstance(transform, PerImage):
+        return None
+    if transform.op is None:
+        return list(transform.children()), None
+    follow = isinstance(transform, (Loop, Policy, Switch, Apply, Choice))
+    return [transform.op], partial(_run_each, transform.op) if follow else None
+
+
+def _runner(transform: Any) -> Runner | None:
+    """How a transform takes images and targets; None where it gets the images alone."""
+    if (known := _of_per_image(transform)) is not None and known[1] is not None:
+        return known[1] if moves_pixels([transform]) else None
+    v2 = sys.modules.get("torchvision.transforms.v2")
+    if v2 is not None and isinstance(transform, v2.Transform):
+        return partial(_run_each, transform)
+    if is_fused(transform):
+        return partial(_run_fused, transform)
+    module, name = type(transform).__module__, type(transform).__name__
+    if module.startswith("kornia.augmentation."):
+        colors = ".intensity." in module and name != "RandomErasing"  # which erases masks as well
+        return None if colors else partial(_run_by_data_keys, transform)
+    if mover := next(_movers(transform), None):
+        moved = "moves images" if mover == name else f"holds {mover}, which moves images"
+        raise ValueError(
+            f"{module}.{name} {moved} alone, but the targets hold boxes, masks or points. Put ops "
+            "of gpuprefetch, kornia.augmentation or torchvision.transforms.v2 into the list itself."
+        )
+    return None
+
+
+def _run_fused(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
+    head, keys = transform.draw(len(images))
+    rows = head.draw([images.shape[-2:]] * len(images), keys)
+    images = apply_head(head, images, keys)
+    size = (images.shape[-2], images.shape[-1])
+
+    def moved(row: Any, leaf: Any) -> Any:
+        return sampled(leaf, row, size) if followers(leaf) else leaf
+
+    each = zip(rows, samples, strict=True)
+    return images, [map_leaves(partial(moved, row), parts) for row, parts in each]
+
+
+_IMAGE = "\0"  # its name in a sample for torchvision, which looks for labels by theirs
+_SEEN = (dict, list, tuple, OrderedDict, defaultdict)
+
+
+def _is_unseen(node: Any) -> bool:
+    """Whether torchvision's transforms do not look into a structure."""
+    plain = type(node) in _SEEN or hasattr(node, "_fields")
+    return not plain and children_of(node, None) is not None
+
+
+def _run_each(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
+    from torchvision.tv_tensors import Image
+
+    name = type(transform).__name__
+    for unseen in select(samples, _is_unseen):
+        if followers(unseen):
+            raise ValueError(
+                f"torchvision's {name} moves boxes, masks and points in dicts, lists and tuples, "
+                f"but the targets have some in a {type(unseen).__name__}. Return a dict."
+            )
+
+    def run_one(image: torch.Tensor, parts: dict[Any, Any]) -> tuple[Any, dict[Any, Any]]:
+        if all(isinstance(name, str) for name in parts):
+            moved = transform(parts | {_IMAGE: Image(image)})
+            return moved.pop(_IMAGE), moved
+        result, *values = transform(Image(image), *parts.values())
+        return result, dict(zip(parts, values, strict=True))
+
+    results, moved = zip(*map(run_one, images, samples), strict=True)
+    shapes = {tuple(image.shape) for image in results}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"{name} gave images of {len(shapes)} shapes, as {shapes.pop()}. "
+            "Put it into a v2.Compose with a v2.Resize((height, width)) after it."
+        )
+    return torch.stack([image.as_subclass(torch.Tensor) for image in results]), [*moved]
+
+
+def _run_by_data_keys(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
+    import kornia.augmentation as K
+    from torchvision.tv_tensors import Mask
+
+    targets = [followers(parts) for parts in samples]
+    points = [[points_of(leaf) for leaf in some if not isinstance(leaf, Mask)] for some in targets]
+    masks = [
+        [signed(leaf).reshape(-1, *leaf.shape[-2:]) for leaf in some if isinstance(leaf, Mask)]
+        for some in targets
+    ]
+    _check_kornia(transform, images.dtype, any(points))
+    # kornia takes no empty masks, so a blank one ends each list, and a point that nobody reads.
+    blank = images.new_zeros(1, *images.shape[-2:], dtype=torch.uint8)
+    origin = images.new_zeros(1, 2, dtype=torch.float64)
+    padded = pad_sequence([torch.cat([*some, origin]) for some in points], batch_first=True)
+    if not isinstance(transform, K.AugmentationSequential):
+        transform = K.AugmentationSequential(transform)
+    images, padded, layers = transform(
+        images,
+        padded - 0.5,  # see Note [Coordinates]
+        [torch.cat([*some, blank]) for some in masks],
+        data_keys=["input", "keypoints", "mask"],
+    )
+    canvas = (images.shape[-2], images.shape[-1])
+
+    def put_back(i: int, parts: dict[Any, Any]) -> Any:
+        lengths = [*map(len, points[i])]
+        some_points = iter(padded[i].split([*lengths, padded.shape[1] - sum(lengths)]))
+        some_masks = iter(layers[i].reshape(-1, *canvas).split([*map(len, masks[i]), 1]))
+
+        def moved(leaf: Any) -> Any:
+            if not followers(leaf):
+                return leaf
+            if not isinstance(leaf, Mask):
+                return at_points(leaf, next(some_points) + 0.5, canvas)
+            mask = next(some_masks).reshape(*leaf.shape[:-2], *canvas)
+            return Mask(mask.to(SIGNED.get(leaf.dtype, leaf.dtype)).view(leaf.dtype))
+
+        return map_leaves(moved, parts)
+
+    return images, [put_back(i, parts) for i, parts in enumerate(samples)]
+
+
+def _check_kornia(transform: Any, dtype: torch.dtype, has_points: bool) -> None:
+    """Refuse what kornia would not do to boxes, masks and points."""
+    import kornia.augmentation as K
+
+    for op in transform.modules():
+        name = type(op).__name__
+        if isinstance(op, K.MixAugmentationBaseV2):
+            raise ValueError(
+                f"kornia's {name} takes no boxes, masks or points along. Mix in the training step."
+            )
+        rigid = isinstance(op, K.RigidAffineAugmentationBase2D)
+        if has_points and isinstance(op, K.AugmentationBase2D) and not rigid:
+            raise ValueError(
+                f"kornia's {name} leaves boxes and points where they were. Leave it out, or give "
+                "masks alone."
+            )
+    if has_points and dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"kornia moves boxes and points in the dtype of the images, and {dtype} is too "
+            "coarse for that. Leave dtype out of DataPrefetcher and cast after it."
+        )
