@@ -301,6 +301,9 @@ class Document:
         """Write a result that may not be complete yet; once more, as it has become."""
         if not any(result is kept for kept in self.content["results"]):
             self.content["results"].append(result)
+        self.write()
+
+    def write(self) -> None:
         if self._path:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(self.content, indent=1) + "\n")

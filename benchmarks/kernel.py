@@ -24,7 +24,10 @@ from torch.nn import functional as F
 from gpuprefetch.transforms import launch
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-SIZES, SIZE_SHARES = [(375, 500), (333, 500), (500, 375), (281, 300), (1200, 1600)], [50, 20, 20, 8, 2]
+SIZES, SIZE_SHARES = (
+    [(375, 500), (333, 500), (500, 375), (281, 300), (1200, 1600)],
+    [50, 20, 20, 8, 2],
+)
 # Constants of the kernel, a group at a time, each from the best of the last.
 SWEEP = {
     ("COLS", "NUM_WARPS"): [(32, 1), (64, 1), (64, 2), (128, 2), (128, 4), (256, 4), (256, 8)],

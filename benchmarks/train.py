@@ -3,7 +3,7 @@
     python benchmarks/train.py --data PHOTOS --output a.json --models resnet18 --rounds 2
     python benchmarks/train.py --data PHOTOS --output a.json --models none --photos large
     python benchmarks/train.py --data PHOTOS --output a.json --engine none --cores 8
-    python benchmarks/train.py --data PHOTOS --output a.json --epochs 30 --files 3000 --batch-size 64
+    python benchmarks/train.py --data PHOTOS --epochs 30 --files 3000 --batch-size 64
     python benchmarks/train.py --data PHOTOS --package before=../checkout --rounds 4
 
 A cell is a model, a mode and all options. Its columns run in processes of their own, one after the
@@ -189,7 +189,7 @@ def run(args: argparse.Namespace, cell: dict[str, Any], document: harness.Docume
                 timeout=args.timeout,
             )
             what = {"column": name, "round": number, **cell}
-            for loop, found in result.pop("loops", dict.fromkeys(loops, {})).items():
+            for loop, found in result.pop("loops", {loop: {} for loop in loops}).items():
                 document.add({**what, "loop": loop, **found, **result})
 
 
