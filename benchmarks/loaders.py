@@ -354,6 +354,8 @@ def refuse_engines() -> None:
     from gpuprefetch.images import nvjpeg
 
     library = nvjpeg._library()
+    if library is None:
+        return
     create, hardware, not_supported = library.nvjpegCreateEx, 3, 7
 
     def refusing(backend: int, *arguments: Any) -> int:
