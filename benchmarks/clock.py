@@ -1,15 +1,20 @@
 """The rate of a loop over batches: windows, waits and CPU time, from inside the child process."""
 
-import collections
 import contextlib
 import os
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+
+# "step": the loop waits for the step before it. "item": it reads the loss of every step.
+LOOPS = ["step", "item"]
+# Settled: the rates of so many windows of so many seconds, one after the other, are this close.
+SETTLED_WINDOWS, SETTLED_SECONDS, SETTLED_WITHIN = 3, 1.0, 0.03
 
 
 def cpu_seconds() -> float:
@@ -67,18 +72,67 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def time_steps(
-    batches: Iterable[Any], step: Callable[..., Any], *, device: str, windows: Iterable[int]
-) -> list[float]:
-    """Seconds of windows of so many steps each; the first one is the warm-up and left out."""
-    iterator, throttle, marks = iter(batches), Throttle(device), Marks(device)
-    for steps in windows:
-        for _ in range(steps):
-            throttle.wait()
-            step(*next(iterator))
-        marks.add()
-    synchronize(device)
-    return marks.seconds()
+class Loop:
+    """Training steps on the batches of an iterator.
+
+    Args:
+        iterator: of ``(images, target)``.
+        step: called with each batch; returns the loss, or None.
+        device: ``"cuda"`` or ``"cpu"``.
+        kind: one of ``LOOPS``.
+        multiple: of so many steps is a window. Workers that are slower than the loop hand over a
+            batch each, one after the other, and then none for a while.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        step: Callable[..., Any],
+        device: str,
+        kind: str = "step",
+        multiple: int = 1,
+    ) -> None:
+        self._iterator, self._step, self._multiple = iterator, step, max(multiple, 1)
+        self._events = deque[Any]() if device == "cuda" and kind == "step" else None
+        self._reads_loss = kind == "item"
+        self.received = 0.0  # when the last batch was there, as time.perf_counter counts
+
+    def take(self) -> tuple[int, float]:
+        """One step: its images, and the seconds in ``next``."""
+        begin = time.perf_counter()
+        batch = next(self._iterator)
+        self.received = time.perf_counter()
+        loss = self._step(*batch)
+        if self._reads_loss and loss is not None:
+            loss.item()
+        if self._events is not None:  # the host goes on when the step before has ended
+            self._events.append(torch.cuda.Event(blocking=True))
+            self._events[-1].record()
+            if len(self._events) > 1:
+                self._events.popleft().synchronize()
+        return len(batch[1]), self.received - begin
+
+    def window(self, seconds: float) -> tuple[int, int, float]:
+        """Images, steps and seconds in ``next``."""
+        images = steps = 0
+        waits, deadline = 0.0, time.perf_counter() + seconds
+        while steps == 0 or time.perf_counter() < deadline or steps % self._multiple:
+            count, waited = self.take()
+            images, steps, waits = images + count, steps + 1, waits + waited
+        return images, steps, waits
+
+    def settle(self, least: float, most: float) -> dict[str, Any]:
+        """Go on until the rate stands still: for ``least`` to ``most`` seconds."""
+        begin, rates = time.perf_counter(), deque[float](maxlen=SETTLED_WINDOWS)
+        while True:
+            start = time.perf_counter()
+            images, _, _ = self.window(min(SETTLED_SECONDS, most))
+            rates.append(images / (time.perf_counter() - start))
+            close = max(rates) <= (1 + SETTLED_WITHIN) * min(rates)
+            settled = len(rates) == SETTLED_WINDOWS and close
+            took = time.perf_counter() - begin
+            if took >= most or (settled and took >= least):
+                return {"settled": settled, "settle_seconds": took}
 
 
 def measure(
@@ -86,108 +140,142 @@ def measure(
     step: Callable[..., Any],
     *,
     device: str,
-    warmup: float,
+    loops: list[str],
+    settle: tuple[float, float],
     seconds: float,
     repeats: int,
-    warmup_steps: int = 0,
-    workers: int = 0,
+    multiple: int = 1,
 ) -> dict[str, Any]:
-    """Rate of ``step(*batch)`` over an endless loader.
+    """Rate of ``step(*batch)`` over an endless loader, in one loop after the other.
 
     Args:
         batches: yields ``(images, target)``; must not end before the time is over.
-        step: called with each batch; its results are not synchronized.
+        step: called with each batch; returns the loss, or None.
         device: ``"cuda"`` or ``"cpu"``.
-        warmup: seconds after the first step, which compiles.
+        loops: of ``LOOPS``.
+        settle: seconds before each is measured, at least and at most.
         seconds: measured, in ``repeats`` windows.
         repeats: windows that median and spread are taken over.
-        warmup_steps: taken at least, to empty what was prefetched during the compilation.
-        workers: of the loader. A window has a multiple of so many steps: workers that are slower
-            than the loop hand over a batch each, one behind the other, and then none for a while.
+        multiple: see :class:`Loop`.
     """
-    iterator, throttle = iter(batches), Throttle(device)
+    iterator = iter(batches)
     first = next(iterator)
-    step(*first)
+    step(*first)  # compiles
     synchronize(device)
-    facts = _batch_facts(first)
+    facts = batch_facts(first)
     del first
-    warmup_end, taken = time.perf_counter() + warmup, 0
-    while time.perf_counter() < warmup_end or taken < warmup_steps:
-        throttle.wait()
-        step(*next(iterator))
-        taken += 1
+    found = {}
+    for kind in loops:
+        loop = Loop(iterator, step, device, kind, multiple)
+        settled = loop.settle(*settle)
+        found[kind] = {**settled, **_measured(loop, device, seconds, repeats)}
+    return {"first_batch": facts, "loops": found}
 
+
+def _measured(loop: Loop, device: str, seconds: float, repeats: int) -> dict[str, Any]:
     synchronize(device)
-    marks, images, steps, waits = Marks(device), [], [], []
+    marks, windows = Marks(device), []
     cpu_before, begin = cpu_seconds(), time.monotonic()
     marks.add()
     for _ in range(repeats):
-        window = _window(iterator, step, throttle, seconds / repeats, max(workers, 1))
+        windows.append(loop.window(seconds / repeats))
         marks.add()
-        for column, value in zip((images, steps, waits), window, strict=True):
-            column.append(value)
     synchronize(device)
     end, cpu = time.monotonic(), cpu_seconds() - cpu_before
+    images, steps, waits = zip(*windows, strict=True)
     durations = marks.seconds()
     return {
         "images_per_second": quartiles([n / s for n, s in zip(images, durations, strict=True)]),
         "images_per_second_overall": sum(images) / (end - begin),
-        "step_ms": statistics.median([1000 * s / n for s, n in zip(durations, steps, strict=True)]),
-        "wait_ms_per_step": statistics.median(
-            [1000 * w / n for w, n in zip(waits, steps, strict=True)]
-        ),
+        "wait_ms_per_step": 1000 * sum(waits) / sum(steps),
         "cpu_seconds_per_1000_images": 1000 * cpu / sum(images),
         "images": sum(images),
-        "first_batch": facts,
-        "measured": [begin, end],
     }
 
 
-class Throttle:
-    """Keeps the host at most two steps ahead of the device.
+def measure_epochs(
+    batches: Iterable[Any], step: Callable[..., Any], *, device: str, epochs: int, began: float
+) -> dict[str, Any]:
+    """Rate over whole epochs, all but the first one, and what lies between two of them.
 
-    Then a wait in ``next`` is a wait for data, and no loader's batches pile up behind queued steps.
+    ``began`` is when the process was started, as ``time.time`` counts.
     """
-
-    def __init__(self, device: str) -> None:
-        self._cuda, self._steps = device == "cuda", collections.deque[Any]()
-
-    def wait(self) -> None:
-        if not self._cuda:
-            return
-        self._steps.append(torch.cuda.Event(blocking=True))
-        self._steps[-1].record()
-        if len(self._steps) > 2:
-            self._steps.popleft().synchronize()
-
-
-def _window(
-    iterator: Iterator[Any],
-    step: Callable[..., Any],
-    throttle: Throttle,
-    seconds: float,
-    multiple: int,
-) -> tuple[int, int, float]:
-    """Images, steps, a ``multiple`` of so many, and seconds in ``next`` of one window."""
-    images = steps = 0
-    waited, deadline = 0.0, time.perf_counter() + seconds
-    while time.perf_counter() < deadline or steps % multiple:
-        throttle.wait()
-        begin = time.perf_counter()
-        batch = next(iterator)
-        waited += time.perf_counter() - begin
-        step(*batch)
-        images += len(batch[1])
-        steps += 1
-        del batch
-    return images, steps, waited
+    gaps, images, ended = [], 0, time.perf_counter()
+    before = time.time() - began  # of importing, and making loader and model
+    for epoch in range(epochs):
+        loop, steps = Loop(iter(batches), step, device), 0
+        with contextlib.suppress(StopIteration):
+            while True:
+                count, _ = loop.take()
+                steps, images = steps + 1, images + count
+                if steps == 1:
+                    gaps.append(loop.received - ended)
+                ended = time.perf_counter()
+        if epoch == 0:  # it warms up, and is left out
+            synchronize(device)
+            images, start, cpu_before = 0, time.perf_counter(), cpu_seconds()
+    synchronize(device)
+    seconds = time.perf_counter() - start
+    return {
+        "images_per_second": quartiles([images / seconds]),
+        "cpu_seconds_per_1000_images": 1000 * (cpu_seconds() - cpu_before) / images,
+        "between_epochs_ms": 1000 * statistics.median(gaps[1:]),
+        "first_batch_seconds": before + gaps[0],
+        "images": images,
+    }
 
 
-def _batch_facts(batch: tuple[Any, Any]) -> dict[str, Any] | None:
+def time_steps(
+    batches: Iterable[Any], step: Callable[..., Any], *, device: str, windows: Iterable[int]
+) -> list[float]:
+    """Seconds of windows of so many steps each; the first one is the warm-up and left out."""
+    loop, marks = Loop(iter(batches), step, device), Marks(device)
+    for steps in windows:
+        for _ in range(steps):
+            loop.take()
+        marks.add()
+    synchronize(device)
+    return marks.seconds()
+
+
+def time_calls(
+    run: Callable[[], Any], device: str, *, warmup: int, repeats: int, wall: bool = False
+) -> dict[str, float]:
+    """Median and spread of the time of one call, on a cold L2 cache.
+
+    On a GPU the device sleeps while the call is queued, so ``median_ms`` is the time that the
+    device needs, as where a loop queues ahead, plus whatever the host is slower than that.
+    ``host_ms`` is the time until the call returns. With ``wall`` it is the time until the GPU is
+    through, of calls on streams that torch does not know.
+    """
+    flush = torch.empty(256 << 20 if device == "cuda" else 0, dtype=torch.uint8, device=device)
+    times, host = [], []
+    for _ in range(warmup + repeats):
+        flush.zero_()
+        synchronize(device)
+        marks = Marks("cpu" if wall else device)
+        if device == "cuda" and not wall:
+            torch.cuda._sleep(5_000_000)
+        marks.add()
+        called = time.perf_counter()
+        run()
+        host.append((time.perf_counter() - called) * 1e3)
+        if wall:
+            synchronize(device)
+        marks.add()
+        synchronize(device)
+        times += [1e3 * seconds for seconds in marks.seconds()]
+    found = quartiles(times[warmup:])
+    return {
+        "median_ms": round(found["median"], 4),
+        "iqr_ms": round(found["q3"] - found["q1"], 4),
+        "host_ms": round(statistics.median(host[warmup:]), 4),
+    }
+
+
+def batch_facts(batch: tuple[Any, Any]) -> dict[str, Any]:
     """What the model got: the same on every side, or the comparison says nothing."""
     images, target = batch
-    if not isinstance(images, torch.Tensor):
-        return None  # a stage that makes no batch
     if not images.is_contiguous(memory_format=torch.channels_last):
         raise ValueError(f"images must be channels_last, got {images.stride() = }")
     values = images.cpu().float()  # on the GPU it would leave its mark in the peak memory

@@ -1,9 +1,9 @@
-"""What every benchmark shares: arguments, child processes, device memory and the JSON document.
+"""What benchmarks and checks share: arguments, child processes, device memory, the JSON document.
 
 Each measurement runs in a child process of its own, so that no loader inherits another one's CUDA
 context, allocator, threads or environment. The parent never touches CUDA: while a child runs it
-samples the memory in use on the whole device, and it writes the JSON after every child, so that an
-interrupted run keeps what it measured.
+samples the memory in use on the whole device. The JSON is written after every result, and a later
+command on the same machine and version goes on with it.
 """
 
 import argparse
@@ -26,9 +26,16 @@ from typing import Any
 
 import photos
 
+ROOT = Path(__file__).resolve().parents[1]
 RESULT = "RESULT "
 GIB = 1024**3
 PACKAGES = "torch torchvision torchcodec kornia triton nvidia-dali-cuda130 timm pillow".split()
+PACKAGES += ["cvcuda-cu13"]
+# Of --tiny: everything runs, and no number means anything.
+TINY = {"cpu": True, "files": 24, "batch_size": 4, "workers": 1, "size": 32}
+
+
+CORES = len(os.sched_getaffinity(0))  # before a benchmark takes fewer
 
 
 def cores() -> int:
@@ -36,33 +43,39 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def argument_parser(description: str | None, *, timed: bool = True) -> argparse.ArgumentParser:
-    """Arguments that mean the same in every benchmark, or in all that are ``timed``."""
+def output_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--commit", help="of this repository, where git cannot tell")
+    parser.add_argument("--output", type=Path, help="JSON file; a measurement goes on with it")
+
+
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """Arguments that mean the same in every benchmark of loaders."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, required=True, help="folder of JPEGs, searched deeply")
+    parser.add_argument("--data", type=Path, help="folder of JPEGs, searched deeply")
     parser.add_argument("--files", type=int, default=13_200, help="repeat the photos to this many")
     parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--workers", type=int, default=cores(), help="of each DataLoader")
-    parser.add_argument("--dali-threads", type=int, nargs="+", default=[8, 16], help="dali-tuned")
+    parser.add_argument("--workers", type=int, help="of each DataLoader; default: one for a core")
     parser.add_argument("--size", type=int, default=224, help="of the training images, in pixels")
-    if timed:
-        parser.add_argument("--warmup", type=float, default=8.0, help="seconds, after the 1st step")
-        parser.add_argument("--seconds", type=float, default=6.0, help="measured, over all repeats")
-        parser.add_argument("--repeats", type=int, default=5, help="windows in these seconds")
-        parser.add_argument("--quick", action="store_true", help="a third of the time, one ceiling")
-        parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one child")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one child")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU")
-    parser.add_argument("--commit", help="of this repository, where git cannot tell")
-    parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--tiny", action="store_true", help="try it out: small, on the CPU")
+    output_arguments(parser)
     return parser
 
 
-def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    args = parser.parse_args()
-    if getattr(args, "quick", False):
-        args.warmup, args.seconds, args.repeats = args.warmup / 3, args.seconds / 3, 3
+def parse_arguments(
+    parser: argparse.ArgumentParser, words: list[str] | None = None, **tiny: Any
+) -> argparse.Namespace:
+    """Parse; ``--tiny`` sets the arguments in ``tiny``, and those of ``TINY``."""
+    args = parser.parse_args(words)
+    if args.tiny:
+        vars(args).update(TINY | tiny)
+        args.data = args.data or photos.drawn()
+    if args.data is None:
+        parser.error("--data takes a folder of JPEGs; --tiny draws some")
+    args.workers = cores() if args.workers is None else args.workers
     args.device = "cpu" if args.cpu else "cuda"
     return args
 
@@ -143,20 +156,22 @@ def run_child(
     *,
     device: Device,
     environment: dict[str, str] | None = None,
+    package: str | Path = ROOT,
     timeout: float = 240.0,
 ) -> dict[str, Any]:
     """Run ``script --child TASK`` and return what its measurement returned.
 
     ``gpu_peak_gib`` is the most memory in use on the whole device while the child lived, beyond
-    what was in use before it started, ``gpu_before_gib``; ``gpu_steady_gib`` the same within the
-    measured seconds. A child that fails gives ``{"error": the end of its stderr}``.
+    what was in use before it started. A child that fails gives ``{"error": the end of its
+    stderr}``. ``package`` is the checkout that it imports gpuprefetch from.
     """
     variables = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
     # One cache for all children: only the first one of a model compiles.
     cache = Path(tempfile.gettempdir()) / "gpuprefetch-inductor"
     variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
-    variables.update(environment or {})
-    before, samples, start = device.settled_bytes(), [], time.monotonic()
+    path = [str(package), variables.get("PYTHONPATH", "")]
+    variables |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), **(environment or {})}
+    before, peak, start = device.settled_bytes(), 0, time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         child = subprocess.Popen(
             [sys.executable, script, "--child", json.dumps(task)],
@@ -167,7 +182,7 @@ def run_child(
         )
         try:
             while child.poll() is None and time.monotonic() - start < timeout:
-                samples.append((time.monotonic(), device.used_bytes()))
+                peak = max(peak, device.used_bytes() or 0)
                 time.sleep(0.05)
             timed_out = child.poll() is None
         finally:  # its DataLoader workers, too, are in its session
@@ -180,21 +195,7 @@ def run_child(
     if not results:
         return {"error": f"no result after {timeout} s\n{errors}" if timed_out else errors}
     result = json.loads(results[-1].removeprefix(RESULT))
-    if before is not None:
-        result.update(_memory(samples, before, result.get("measured")))
-    result.pop("measured", None)
-    return result
-
-
-def _memory(
-    samples: list[tuple[float, int]], before: int, measured: list[float] | None
-) -> dict[str, float]:
-    peak = max(used for _, used in samples)
-    memory = {"gpu_before_gib": before / GIB, "gpu_peak_gib": (peak - before) / GIB}
-    if measured:
-        steady = [used for at, used in samples if measured[0] <= at <= measured[1]]
-        memory["gpu_steady_gib"] = (max(steady, default=before) - before) / GIB
-    return memory
+    return result if before is None else {**result, "gpu_peak_gib": (peak - before) / GIB}
 
 
 def child_main(measurement: Callable[..., dict[str, Any]]) -> None:
@@ -206,23 +207,28 @@ def child_main(measurement: Callable[..., dict[str, Any]]) -> None:
     os._exit(0)
 
 
-def metadata(args: argparse.Namespace, device: Device) -> dict[str, Any]:
+def command(args: argparse.Namespace) -> str:
+    """The command line, without paths of the machine."""
     script, *words = sys.argv
-    if args.output:
+    if args.output and "--output" in words:
         at = words.index("--output")
         del words[at : at + 2]
     launcher = ["python"]
     if "WORLD_SIZE" in os.environ:
         launcher = ["torchrun", "--standalone", f"--nproc-per-node={os.environ['WORLD_SIZE']}"]
-    words = ["PHOTOS" if word == str(args.data) else word for word in words]
+    data = str(getattr(args, "data", None))
+    words = ["PHOTOS" if word == data else word for word in words]
+    return shlex.join([*launcher, "/".join(Path(script).parts[-2:]), *words])
+
+
+def machine(args: argparse.Namespace, device: Device) -> dict[str, Any]:
+    """Version and hardware: what is the same for all results of a document."""
     return {
-        "utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": args.commit or _commit(),
-        "command": shlex.join([*launcher, f"benchmarks/{Path(script).name}", *words]),
         **device.facts(),
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
-        "affinity": cores(),
+        "affinity": CORES,
         "python": platform.python_version(),
         "versions": {package: _version(package) for package in PACKAGES},
     }
@@ -236,10 +242,9 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     with contextlib.suppress(FileNotFoundError):  # no git here
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-        return found.stdout.strip() or None
+        return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return None
 
 
@@ -250,18 +255,40 @@ def _cpu_name() -> str:
 
 
 class Document:
-    """Results as they come, written to ``--output`` after each of them."""
+    """Results as they come, written to ``--output`` after each of them.
 
-    def __init__(self, benchmark: str, args: argparse.Namespace, device: Device) -> None:
-        hidden = {"data", "output", "commit", "cpu"}
+    Args:
+        benchmark: its name.
+        args: ``output`` and ``commit``; a file that is there is continued.
+        device: of this machine.
+        anew: replace the file instead.
+    """
+
+    def __init__(
+        self, benchmark: str, args: argparse.Namespace, device: Device, *, anew: bool = False
+    ) -> None:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        metadata = {"utc": now, "commands": [command(args)], **machine(args, device)}
         self._path = args.output
-        self.content: dict[str, Any] = {
-            "benchmark": benchmark,
-            "metadata": metadata(args, device),
-            "photos": photos.photo_facts(args.data, args.files),
-            "parameters": {k: v for k, v in vars(args).items() if k not in hidden},
-            "results": [],
+        self.content = {"benchmark": benchmark, "metadata": metadata, "results": []}
+        if not anew and self._path and self._path.exists():
+            self._continue(json.loads(self._path.read_text()))
+
+    def _continue(self, earlier: dict[str, Any]) -> None:
+        then, now = earlier.get("metadata", {}), self.content["metadata"]
+        same = {"benchmark": earlier.get("benchmark"), **then, "utc": 0, "commands": 0}
+        differing = {
+            key: (same.get(key), value)
+            for key, value in {**self.content, **now, "utc": 0, "commands": 0}.items()
+            if key not in ("metadata", "results") and same.get(key) != value
         }
+        if differing:
+            raise SystemExit(
+                f"{self._path} is of another machine or version, where {differing} (there, here) "
+                "differ: give --output another file"
+            )
+        then["commands"] += [c for c in now["commands"] if c not in then["commands"]]
+        self.content = earlier
 
     def add(self, result: dict[str, Any]) -> None:
         if "error" in result:  # the whole of it is for the terminal
@@ -274,6 +301,9 @@ class Document:
         """Write a result that may not be complete yet; once more, as it has become."""
         if not any(result is kept for kept in self.content["results"]):
             self.content["results"].append(result)
+        self.write()
+
+    def write(self) -> None:
         if self._path:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(self.content, indent=1) + "\n")
@@ -286,11 +316,8 @@ def _line(result: dict[str, Any]) -> str:
         if isinstance(value, str):
             words.append(value)
         elif isinstance(value, dict) and "median" in value:
-            median, q1, q3 = (value[name] for name in ("median", "q1", "q3"))
-            digits = 0 if median >= 100 else 2  # a rate, or milliseconds
-            words.append(f"{median:,.{digits}f} ({q1:,.{digits}f} to {q3:,.{digits}f})")
+            median, worst = value["median"], min(value["values"])
+            words.append(f"{median:,.{0 if median >= 100 else 2}f} (least {worst:,.0f})")
         elif isinstance(value, float):
             words.append(f"{key} {value:,.3f}")
-        elif value and key == "options":
-            words.append(", ".join(f"{option}={setting}" for option, setting in value.items()))
     return "  ".join(words)

@@ -81,17 +81,6 @@ class _Converted:
         return map(self.convert, self.loader)
 
 
-def synthetic(settings: Settings) -> Batches:
-    """One resident batch, again and again: the ceiling."""
-    shape = (settings.batch_size, 3, settings.size, settings.size)
-    images = torch.randn(shape, device=settings.device).to(
-        torch.bfloat16, memory_format=torch.channels_last
-    )
-    target = torch.randint(100, (settings.batch_size,), device=settings.device)
-    while True:
-        yield images, target
-
-
 class SameBatch:
     """A loader that is always ready: one batch, ``length`` times."""
 
@@ -105,6 +94,16 @@ class SameBatch:
         return repeat(self._batch, self._length)
 
 
+def synthetic(settings: Settings) -> Batches:
+    """One resident batch, again and again: the ceiling."""
+    shape = (settings.batch_size, 3, settings.size, settings.size)
+    images = torch.randn(shape, device=settings.device).to(
+        torch.bfloat16, memory_format=torch.channels_last
+    )
+    target = torch.randint(100, (settings.batch_size,), device=settings.device)
+    return SameBatch((images, target), settings.images // settings.batch_size)
+
+
 def ready(settings: Settings, **options: Any) -> Batches:
     """gpuprefetch around a loader of ready tensors that keeps up: what the wrapping costs."""
     from gpuprefetch import DataPrefetcher
@@ -116,8 +115,21 @@ def ready(settings: Settings, **options: Any) -> Batches:
     return DataPrefetcher(loader, device=settings.device, **options)
 
 
-def gpuprefetch_transforms(settings: Settings) -> list[Any]:
+def policy_of(name: str) -> list[Any]:
+    """torchvision's random policy of an image: "ra", "ta", "aa", or "" for none."""
+    from torchvision.transforms import v2
+
+    policies = {"ra": v2.RandAugment, "ta": v2.TrivialAugmentWide, "aa": v2.AutoAugment}
+    return [policies[name]()] if name else []
+
+
+def _as_the_model_wants(images: torch.Tensor) -> torch.Tensor:
+    return images.to(torch.bfloat16, memory_format=torch.channels_last)
+
+
+def gpuprefetch_transforms(settings: Settings, policy: str, erasing: float) -> list[Any]:
     from kornia import augmentation as K
+    from torchvision.transforms import v2
 
     from gpuprefetch import CenterCrop, RandomResizedCrop, Resize
 
@@ -125,30 +137,43 @@ def gpuprefetch_transforms(settings: Settings) -> list[Any]:
     if not settings.train:
         return [Resize(settings.resize), CenterCrop(settings.size), normalize]
     crop = RandomResizedCrop(settings.size, scale=SCALE, ratio=RATIO)
-    return [crop, K.RandomHorizontalFlip(p=0.5), normalize]
+    ops = [crop, K.RandomHorizontalFlip(p=0.5), *policy_of(policy), normalize]
+    ops += [v2.RandomErasing(erasing)] if erasing else []
+    return ops + [_as_the_model_wants] * bool(policy or erasing)
 
 
-def gpuprefetch(settings: Settings, **options: Any) -> Batches:
+def gpuprefetch(
+    settings: Settings, *, policy: str = "", erasing: float = 0.0, **options: Any
+) -> Batches:
+    """This library.
+
+    Args:
+        settings: see :class:`Settings`.
+        policy: see :func:`policy_of`.
+        erasing: probability of RandomErasing.
+        options: of DataPrefetcher.
+    """
     # Imported before there is a CUDA context: it prepares the environment for it.
     from gpuprefetch import DataPrefetcher, EncodedImageFolder
 
     return DataPrefetcher(
         data_loader(EncodedImageFolder(settings.data), settings),
         device=settings.device,
-        transforms=gpuprefetch_transforms(settings),
+        transforms=gpuprefetch_transforms(settings, policy, erasing),
         dtype=torch.bfloat16,
         memory_format=torch.channels_last,
         **options,
     )
 
 
-def torchvision(settings: Settings, *, backend: str = "pil") -> Batches:
+def torchvision(settings: Settings, *, backend: str = "pil", policy: str = "") -> Batches:
     """ImageFolder with the v2 transforms that torchvision documents, on uint8 tensors.
 
     Args:
         settings: see :class:`Settings`.
         backend: ``"pil"`` decodes as ImageFolder does by default, ``"tensor"`` with
             ``torchvision.io.decode_image``, which is faster.
+        policy: see :func:`policy_of`.
     """
     from torchvision.datasets import ImageFolder
     from torchvision.io import decode_image
@@ -158,6 +183,7 @@ def torchvision(settings: Settings, *, backend: str = "pil") -> Batches:
         crop = [
             v2.RandomResizedCrop(settings.size, scale=SCALE, ratio=RATIO, antialias=True),
             v2.RandomHorizontalFlip(),
+            *policy_of(policy),
         ]
     else:
         crop = [v2.Resize(settings.resize, antialias=True), v2.CenterCrop(settings.size)]
@@ -174,7 +200,7 @@ def _to_device(
     batch: tuple[torch.Tensor, torch.Tensor], device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     images, target = (tensor.to(device, non_blocking=True) for tensor in batch)
-    return images.to(torch.bfloat16, memory_format=torch.channels_last), target
+    return _as_the_model_wants(images), target
 
 
 def timm(settings: Settings) -> Batches:
@@ -200,8 +226,12 @@ def timm(settings: Settings) -> Batches:
     return _Converted(prefetched, partial(_to_device, device=settings.device))
 
 
-def dali(settings: Settings, *, threads: int = 8, fused: bool = True, **decoder: Any) -> Batches:
+def dali(
+    settings: Settings, *, threads: int = 8, fused: bool = True, policy: str = "", **decoder: Any
+) -> Batches:
     """DALI's own training pipeline: file reader, decode fused with the random crop, resize.
+
+    Its environment, ``ENVIRONMENT``, is part of the tuning: DALI neither sets nor documents it.
 
     DALI has no bfloat16 output; its cheapest way there is float16 in NHWC, which is channels_last
     once permuted, and one cast.
@@ -210,6 +240,7 @@ def dali(settings: Settings, *, threads: int = 8, fused: bool = True, **decoder:
         settings: see :class:`Settings`.
         threads: of the pipeline.
         fused: crop in the decoder, as DALI's examples do, or decode whole photos, then crop.
+        policy: see :func:`policy_of`; DALI's own of that name.
         decoder: further options of the decoder, such as ``hw_decoder_load``.
     """
     from nvidia.dali import fn, pipeline_def, types
@@ -219,12 +250,14 @@ def dali(settings: Settings, *, threads: int = 8, fused: bool = True, **decoder:
     decoder.update(device="mixed" if cuda else "cpu", output_type=types.RGB)
     crop = {"random_area": SCALE, "random_aspect_ratio": RATIO}
     size = [settings.size] * 2
+    augment = _dali_policy(policy) if policy else None
 
     @pipeline_def(
         batch_size=settings.batch_size,
         num_threads=threads,
         device_id=0 if cuda else None,
         seed=0,
+        enable_conditionals=bool(policy),
     )
     def pipeline() -> Any:
         files, target = fn.readers.file(
@@ -239,6 +272,8 @@ def dali(settings: Settings, *, threads: int = 8, fused: bool = True, **decoder:
         else:
             images = fn.decoders.image(files, **decoder)
             images = fn.resize(images, resize_shorter=settings.resize, antialias=True)
+        if augment is not None:
+            images = augment(images)
         images = fn.crop_mirror_normalize(
             images,
             crop=size,
@@ -252,14 +287,26 @@ def dali(settings: Settings, *, threads: int = 8, fused: bool = True, **decoder:
 
     # Without a reader's name it goes on for ever, around the files: no epoch ends while measured.
     epoch = None if settings.images == ENDLESS else "reader"
+    last = LastBatchPolicy.FILL if epoch is None else LastBatchPolicy.DROP
+    last = last if settings.train else LastBatchPolicy.PARTIAL
     iterator = DALIGenericIterator(
         pipeline(),
         ["images", "target"],
         reader_name=epoch,
         auto_reset=True,
-        last_batch_policy=LastBatchPolicy.FILL if settings.train else LastBatchPolicy.PARTIAL,
+        last_batch_policy=last,
     )
     return _Converted(iterator, _from_dali)
+
+
+def _dali_policy(name: str) -> Callable[[Any], Any]:
+    from nvidia.dali.auto_aug import auto_augment, rand_augment, trivial_augment
+
+    return {
+        "ra": partial(rand_augment.rand_augment, n=2, m=9),
+        "ta": trivial_augment.trivial_augment_wide,
+        "aa": auto_augment.auto_augment,
+    }[name]
 
 
 def _from_dali(batches: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -273,12 +320,11 @@ LOADERS: dict[str, Callable[..., Batches]] = {
     "ready": ready,
     "gpuprefetch": gpuprefetch,
     "dali": dali,
-    "dali-tuned": dali,
     "torchvision": torchvision,
     "timm": timm,
 }
 # A CUDA context has 8 work queues by default, and streams that share one wait for each other.
-ENVIRONMENT = {"dali-tuned": {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}}
+ENVIRONMENT = {"dali": {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}}
 
 
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
@@ -296,14 +342,23 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-def variants(spec: str, dali_threads: list[int]) -> list[dict[str, Any]]:
-    """Options to try for a loader; the best result counts."""
+def build(spec: str, settings: Settings) -> Batches:
+    """The batches of a loader with its options, as :func:`parse` reads them."""
     name, options = parse(spec)
-    if name != "dali-tuned" or "threads" in options:
-        return [options]
-    return [{"threads": threads, **options} for threads in dali_threads]
-
-
-def build(spec: str, settings: Settings, options: dict[str, Any]) -> Batches:
     torch.manual_seed(0)
-    return LOADERS[parse(spec)[0]](settings, **options)
+    return LOADERS[name](settings, **options)
+
+
+def refuse_engines() -> None:
+    """Have nvJPEG's hardware backend refused to this library, as on a GPU that has none."""
+    from gpuprefetch.images import nvjpeg
+
+    library = nvjpeg._library()
+    if library is None:
+        return
+    create, hardware, not_supported = library.nvjpegCreateEx, 3, 7
+
+    def refusing(backend: int, *arguments: Any) -> int:
+        return not_supported if backend == hardware else create(backend, *arguments)
+
+    library.nvjpegCreateEx = refusing

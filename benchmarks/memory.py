@@ -1,8 +1,8 @@
-"""GPU memory: the largest batch that trains under a cap, and what a loader adds, or holds idle.
+"""GPU memory: the largest batch that trains under a cap, and what a finished loader still holds.
 
     python benchmarks/memory.py --data PHOTOS --output benchmarks/results/memory.json
     python benchmarks/memory.py --data PHOTOS --models resnet50 --cap-gib 24 --resolution 0.02
-    python benchmarks/memory.py --data PHOTOS --what idle stages
+    python benchmarks/memory.py --data PHOTOS --what idle
 
 The cap holds for the whole device, context, decoders and pools outside torch's allocator included:
 a ballast tensor leaves what a GPU with ``--cap-gib`` of memory has. Every probe of the search is a
@@ -22,9 +22,9 @@ import loaders
 import torch
 import train
 
-DEFAULT_LOADERS = ["torchvision", "gpuprefetch", "dali-tuned"]
-DEFAULT_MODELS = ["resnet18", "resnet50", "shufflenet_v2_x0_5"]
-WHAT = ["largest", "idle", "stages"]
+COLUMNS = ["torchvision", "gpuprefetch", "dali"]
+MODELS = ["resnet18", "resnet50", "shufflenet_v2_x0_5"]
+WHAT = ["largest", "idle"]
 ESTIMATE_BATCHES = (32, 64)
 # In the words of torch, cuDNN and cuBLAS, C++, nvJPEG and DALI.
 OUT_OF_MEMORY = re.compile(
@@ -32,7 +32,6 @@ OUT_OF_MEMORY = re.compile(
     "|cuda allocation failed|can't allocate|could not allocate",
     re.IGNORECASE,
 )
-PROBE_SECONDS = 120.0
 
 
 def used_gib(device: str = "cuda") -> float:
@@ -42,6 +41,11 @@ def used_gib(device: str = "cuda") -> float:
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return (total - free) / harness.GIB
+
+
+def prepare(column: str) -> None:
+    if column.startswith("gpuprefetch"):
+        import gpuprefetch  # noqa: F401  # before the context: it prepares the environment
 
 
 def take_all_but(cap_gib: float) -> torch.Tensor:
@@ -57,23 +61,17 @@ def take_all_but(cap_gib: float) -> torch.Tensor:
 
 
 def probe(
-    model: str,
-    loader: str,
-    options: dict[str, Any],
-    settings: dict[str, Any],
-    cap_gib: float,
-    steps: int,
+    model: str, column: str, settings: dict[str, Any], cap_gib: float, steps: int
 ) -> dict[str, Any]:
     """Train a few steps under the cap: ``{"fits": True}``, or False where the memory ran out."""
     # No more batches than steps: a full queue of large ones would fill the host's shared memory.
     shared = loaders.Settings(**settings, images=steps * settings["batch_size"])
     ballast = None
     try:
-        if "gpuprefetch" in loader:
-            import gpuprefetch  # noqa: F401  # before the context: it prepares the environment
+        prepare(column)
         if shared.device == "cuda":
             ballast = take_all_but(cap_gib)
-        batches = loaders.build(loader, shared, options)
+        batches = loaders.build(column, shared)
         step = train.make_step(model, "eager", shared.device)
         # Trying algorithms takes workspace, more or less of it near the cap.
         torch.backends.cudnn.benchmark = False
@@ -134,17 +132,16 @@ def largest(fits: Callable[[int], bool], guess: int, resolution: float) -> int:
     return low
 
 
-def idle(loader: str, options: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+def idle(column: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Device memory beyond the context around two epochs of a validation loader.
 
     ``held_gib`` is what the finished loader still holds: it is referenced before, and gone after.
     """
     shared = loaders.Settings(**settings)
-    if "gpuprefetch" in loader:
-        import gpuprefetch  # noqa: F401  # before the context: it prepares the environment
+    prepare(column)
     torch.ones(1, device=shared.device)
     before, used = used_gib(shared.device), {}
-    batches = loaders.build(loader, shared, options)
+    batches = loaders.build(column, shared)
     for epoch in ("first", "second"):
         for _images, _target in batches:
             pass
@@ -163,41 +160,8 @@ def idle(loader: str, options: dict[str, Any], settings: dict[str, Any]) -> dict
     return {"held_gib": held, **used}
 
 
-def stages(
-    model: str, loader: str, options: dict[str, Any], settings: dict[str, Any], steps: int
-) -> dict[str, Any]:
-    """Device memory, stage by stage, and how much of it torch's allocator has."""
-    shared = loaders.Settings(**settings)
-    used: dict[str, dict[str, float]] = {}
-
-    def note(stage: str) -> None:
-        device = used_gib(shared.device)
-        torchs = torch.cuda.memory_reserved() / harness.GIB if shared.device == "cuda" else 0.0
-        used[stage] = {"device_gib": device, "torch_gib": torchs, "other_gib": device - torchs}
-
-    if "gpuprefetch" in loader:
-        import gpuprefetch  # noqa: F401  # before the context: it prepares the environment
-    torch.ones(1, device=shared.device)
-    note("context")
-    step = train.make_step(model, "eager", shared.device)
-    for images, target in islice(loaders.synthetic(shared), steps):
-        step(images, target)
-    note("training on a resident batch")
-    del images, target
-    batches = iter(loaders.build(loader, shared, options))
-    for stage, count in (("first batch", 1), ("batches, no model", steps)):
-        for _ in islice(batches, count):
-            pass
-        note(stage)
-    for images, target in islice(batches, steps):
-        step(images, target)
-    note("training")
-    return {"stages": used}
-
-
 def measure(what: str, **task: Any) -> dict[str, Any]:
-    kinds = {"probe": probe, "estimate": estimate, "idle": idle, "stages": stages}
-    return kinds[what](**task)
+    return {"probe": probe, "estimate": estimate, "idle": idle}[what](**task)
 
 
 Child = Callable[[dict[str, Any]], dict[str, Any]]
@@ -232,7 +196,7 @@ def search(
         fit = found["probed"][batch_size] = result.get("fits", False)
         found["batch_size"] = max(found["batch_size"], batch_size if fit else 0)
         keep(found)
-        print(f"  {task['loader']} at batch {batch_size}: {fit}", flush=True)
+        print(f"  {task['column']} at batch {batch_size}: {fit}", flush=True)
         return fit
 
     try:
@@ -242,18 +206,16 @@ def search(
         found["error"] = str(error)
 
 
-def main() -> None:
-    parser = harness.argument_parser(__doc__, timed=False)
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one child")
-    parser.add_argument("--models", nargs="+", default=DEFAULT_MODELS)
-    parser.add_argument("--loaders", nargs="+", default=DEFAULT_LOADERS)
+def main(words: list[str] | None = None) -> None:
+    parser = harness.argument_parser(__doc__)
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--columns", nargs="+", default=COLUMNS)
     parser.add_argument("--what", nargs="+", default=WHAT, choices=WHAT)
     parser.add_argument("--cap-gib", type=float, default=16.0)
     parser.add_argument("--resolution", type=float, default=0.01, help="of the largest batch")
     parser.add_argument("--guess", type=int, help="where the search starts, not at an estimate")
     parser.add_argument("--steps", type=int, default=6, help="that each probe trains")
-    parser.set_defaults(dali_threads=[8], timeout=PROBE_SECONDS)
-    args = harness.parse_arguments(parser)
+    args = harness.parse_arguments(parser, words)
     if args.cpu and "largest" in args.what:
         parser.error("there is no memory to cap on the CPU; with --cpu take --what idle")
     device = harness.Device()
@@ -261,32 +223,22 @@ def main() -> None:
     settings = harness.settings(args)
 
     def child(task: dict[str, Any]) -> dict[str, Any]:
-        name, _ = loaders.parse(task.get("loader", "synthetic"))
+        name, _ = loaders.parse(task.get("column", "synthetic"))
+        environment = loaders.ENVIRONMENT.get(name)
         return harness.run_child(
-            __file__,
-            task,
-            device=device,
-            environment=loaders.ENVIRONMENT.get(name),
-            timeout=args.timeout,
+            __file__, task, device=device, environment=environment, timeout=args.timeout
         )
 
-    compared = {loader: loaders.variants(loader, args.dali_threads)[0] for loader in args.loaders}
-    for loader, options in compared.items() if "idle" in args.what else ():
-        what = {"what": "idle", "loader": loader, "options": options}
+    for column in args.columns if "idle" in args.what else ():
+        what = {"what": "idle", "column": column}
         finite = {**settings, "train": False, "images": args.files}
         document.add({**what, **child({**what, "settings": finite})})
-    for model in args.models if "stages" in args.what else ():
-        for loader, options in compared.items():
-            what = {"what": "stages", "model": model, "loader": loader, "options": options}
-            task = {**what, "settings": settings, "steps": 8 * args.steps}
-            document.add({**what, **child(task)})
     for model in args.models if "largest" in args.what else ():
         task = {"model": model, "settings": settings, "cap_gib": args.cap_gib}
         guess = args.guess or child({**task, "what": "estimate"}).get("batch_size", args.batch_size)
-        for loader, options in compared.items():
-            probe_task = {**task, "loader": loader, "options": options, "steps": args.steps}
-            what = {"what": "largest", "model": model, "loader": loader, "options": options}
-            found = {**what, "cap_gib": args.cap_gib}
+        for column in args.columns:
+            probe_task = {**task, "column": column, "steps": args.steps}
+            found = {"what": "largest", "model": model, "column": column, "cap_gib": args.cap_gib}
             search(child, probe_task, guess, args.resolution, found, document.keep)
             guess = found["batch_size"] or guess  # the next loader's is not far
             document.add(found)

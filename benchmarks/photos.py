@@ -6,11 +6,41 @@ import os
 import shutil
 import statistics
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 IMAGE_SUFFIXES = {".jpg", ".jpeg"}
 CLASSES = 100
+LARGE, LARGE_BYTES, LARGE_COUNT = (4000, 3000), 2_800_000, 64
+
+
+def found(source: Path) -> list[Path]:
+    """The JPEGs in a folder and below, in order."""
+    photos = sorted(p for p in source.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+    if not photos:
+        raise ValueError(f"no JPEGs under {source}; --data takes a folder of .jpg or .jpeg files")
+    return photos
+
+
+def _digest(photos: list[Path], salt: object) -> str:
+    content = "\n".join(f"{p}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in photos)
+    return hashlib.sha256(f"{salt}\n{content}".encode()).hexdigest()[:12]
+
+
+@contextlib.contextmanager
+def _built(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes ``folder`` once it is whole."""
+    building = Path(tempfile.mkdtemp(prefix=folder.name))
+    yield building
+    with contextlib.suppress(OSError):  # another run was faster: its folder is the same
+        building.rename(folder)
+    if building.is_dir():
+        shutil.rmtree(building)
 
 
 def photo_folder(source: Path, files: int) -> Path:
@@ -20,26 +50,18 @@ def photo_folder(source: Path, files: int) -> Path:
     there. Neighbors in a class are different photos, so a reader with a small shuffle buffer (DALI)
     sees the same mix as one that shuffles all.
     """
-    photos = sorted(p for p in source.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
-    if not photos:
-        raise ValueError(f"no JPEGs under {source}; --data takes a folder of .jpg or .jpeg files")
-    content = "\n".join(f"{p}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in photos)
-    digest = hashlib.sha256(f"{files}\n{content}".encode()).hexdigest()[:12]
-    folder = Path(tempfile.gettempdir()) / f"gpuprefetch-photos-{digest}"
+    photos = found(source)
+    folder = Path(tempfile.gettempdir()) / f"gpuprefetch-photos-{_digest(photos, files)}"
     if folder.is_dir():
         return folder
-    building = Path(tempfile.mkdtemp(prefix=folder.name))
     first_copy: dict[Path, Path] = {}
     per_class = -(-files // CLASSES)
-    for index in range(files):
-        photo = photos[index % len(photos)]
-        link = building / f"class_{index // per_class:03d}" / f"{index:06d}_{photo.name}"
-        link.parent.mkdir(exist_ok=True)
-        _link(first_copy.setdefault(photo, link), photo, link)
-    with contextlib.suppress(OSError):  # another run was faster: its folder is the same
-        building.rename(folder)
-    if building.is_dir():
-        shutil.rmtree(building)
+    with _built(folder) as building:
+        for index in range(files):
+            photo = photos[index % len(photos)]
+            link = building / f"class_{index // per_class:03d}" / f"{index:06d}_{photo.name}"
+            link.parent.mkdir(exist_ok=True)
+            _link(first_copy.setdefault(photo, link), photo, link)
     return folder
 
 
@@ -52,12 +74,45 @@ def _link(copied: Path, photo: Path, link: Path) -> None:
     shutil.copyfile(photo, link)
 
 
-def photo_facts(source: Path, files: int) -> dict[str, Any]:
-    """Count, mean bytes and mean size of the photos, for the metadata."""
-    from PIL import Image
+def large(source: Path, count: int = LARGE_COUNT, size: tuple[int, int] = LARGE) -> Path:
+    """Photos of 12 megapixels, about 3 MB, 4:2:0, drawn from those under ``source``."""
+    photos = found(source)
+    photos = [photos[index % len(photos)] for index in range(count)]
+    folder = Path(tempfile.gettempdir()) / f"gpuprefetch-large-{_digest(photos, (count, size))}"
+    if folder.is_dir():
+        return folder
 
-    photos = [p for p in source.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES]
-    sizes = []
+    def draw(index: int) -> None:
+        # What enlarging smooths out comes back as grain, of which cameras have some as well.
+        grain = np.random.default_rng(index).normal(0, 5, (size[1], size[0], 1)).astype(np.float32)
+        with Image.open(photos[index]) as photo:
+            pixels = np.asarray(photo.convert("RGB").resize(size, Image.Resampling.BICUBIC))
+        picture = Image.fromarray((pixels + grain).clip(0, 255).astype(np.uint8))
+        path = building / f"{index:03d}.jpg"
+        for quality in range(60, 100, 5):
+            picture.save(path, quality=quality, subsampling="4:2:0")
+            if path.stat().st_size >= LARGE_BYTES * size[0] * size[1] / (LARGE[0] * LARGE[1]):
+                return
+
+    with _built(folder) as building, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(draw, range(count)))
+    return folder
+
+
+def drawn(count: int = 6) -> Path:
+    """A few small pictures, to try a script out."""
+    folder, rng = Path(tempfile.gettempdir()) / "gpuprefetch-drawn", np.random.default_rng(0)
+    if not folder.is_dir():
+        with _built(folder) as building:
+            for number in range(count):
+                pixels = rng.integers(0, 256, (40 + number, 60, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(building / f"{number}.JPEG")
+    return folder
+
+
+def photo_facts(source: Path, files: int) -> dict[str, Any]:
+    """Count, mean bytes and mean size of the photos."""
+    photos, sizes = found(source), []
     for photo in photos:
         with Image.open(photo) as image:
             sizes.append(image.size)

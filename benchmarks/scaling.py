@@ -9,7 +9,6 @@ stream of its own, as in train.py.
 """
 
 import argparse
-import statistics
 from typing import Any
 
 import clock
@@ -39,19 +38,10 @@ def measure(
     windows = [warmup_steps, *[args.steps] * args.repeats]
     seconds = clock.time_steps(batches, step, device=args.device, windows=windows)
     images = WORLD * args.batch_size * args.steps
-    result = {
-        "images_per_second": clock.quartiles([images / s for s in seconds]),
-        "step_ms": statistics.median(1000 * s / args.steps for s in seconds),
-    }
+    result = {"images_per_second": clock.quartiles([images / s for s in seconds])}
     if hasattr(batches, "stats"):
         result["stats"] = batches.stats.as_dict()  # of the first rank
     return result
-
-
-def choose_algorithms(model: str, settings: loaders.Settings) -> None:
-    """Take a step that waits for no other rank: in the first one cuDNN times its algorithms."""
-    train.make_step(model, "eager", settings.device)(*next(iter(loaders.synthetic(settings))))
-    clock.synchronize(settings.device)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -59,26 +49,29 @@ def run(args: argparse.Namespace) -> None:
     settings = loaders.Settings(**harness.settings(args))
     with train.stream_of("own", args.device):
         for model in args.models:
-            choose_algorithms(model, settings)
+            # In the first step cuDNN times its algorithms: in one that waits for no other rank.
+            train.make_step(model, "eager", args.device)(*next(iter(loaders.synthetic(settings))))
+            clock.synchronize(args.device)
             step = train.make_step(model, "eager", args.device, wrapped)
-            for spec in args.loaders:
-                loader, options = loaders.parse(spec)
-                batches = loaders.build(loader, settings, options)
+            for column in args.columns:
+                batches = loaders.build(column, settings)
                 # A resident batch has nothing to settle.
-                warmup_steps = args.steps if loader == "synthetic" else args.warmup_steps
+                warmup_steps = args.steps if column == "synthetic" else args.warmup_steps
                 measured = measure(batches, step, args, warmup_steps=warmup_steps)
+                what = {"model": model, "column": column, "processes": WORLD}
                 if RANK == 0:
-                    document.add({"model": model, "loader": spec, "processes": WORLD, **measured})
+                    document.add({**what, "batch_size": args.batch_size, **measured})
 
 
-def main() -> None:
-    parser = harness.argument_parser(__doc__, timed=False)
+def main(words: list[str] | None = None) -> None:
+    parser = harness.argument_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["resnet18", "resnet50"])
-    parser.add_argument("--loaders", nargs="+", default=["synthetic", "gpuprefetch"])
+    parser.add_argument("--columns", nargs="+", default=["synthetic", "gpuprefetch"])
     parser.add_argument("--warmup-steps", type=int, default=400)
     parser.add_argument("--steps", type=int, default=60, help="of each repeat")
     parser.add_argument("--repeats", type=int, default=5)
-    args = harness.parse_arguments(parser)
+    tiny = {"warmup_steps": 1, "steps": 2, "repeats": 2}
+    args = harness.parse_arguments(parser, words, **tiny)
     if RANK:
         args.output = None
     with process_group(args.cpu):

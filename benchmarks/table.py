@@ -2,49 +2,39 @@
 
 python benchmarks/table.py           # README.md, benchmarks/README.md and docs/results.svg
 python benchmarks/table.py --check   # fail where a README does not say what the JSON says
+
+A file of train.py is one machine. Every machine counts: a table has the median and the worst.
 """
 
 import argparse
 import json
+import statistics
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import train
-
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PLOT = ROOT / "docs" / "results.svg"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
+OURS, CONTROL, DALI = "gpuprefetch", "gpuprefetch:cpu_share=0.0", "dali"
 NAMES = {
-    "synthetic": "resident batch: the ceiling",
-    "ready": "gpuprefetch around ready tensors",
-    "gpuprefetch": "**gpuprefetch**",
-    "dali": "DALI, as shipped",
-    "dali-tuned": "DALI, tuned",
+    "synthetic": "resident batch",
+    OURS: "**gpuprefetch**",
+    CONTROL: "gpuprefetch, `cpu_share=0.0`",
+    DALI: "DALI, tuned",
     "torchvision": "DataLoader, torchvision v2",
-    "torchvision:backend=tensor": "DataLoader, torchvision v2, `decode_image`",
-    "timm": "timm PrefetchLoader",
 }
-COLORS = {"gpuprefetch": "#2a6f4e", "dali-tuned": "#8aa39b", "dali": "#b9c8c2"}
+PACKAGES = {"torch": "torch", "nvidia-dali-cuda130": "DALI"}
 
 Document = dict[str, Any]
-Row = dict[str, Any]
-
-
-def name(loader: str) -> str:
-    base, _, options = loader.partition(":")
-    return NAMES.get(loader) or f"{NAMES.get(base, base)}, `{options}`".replace("**", "")
-
-
-def order(loader: str) -> tuple[int, str]:
-    names = list(NAMES)
-    base = loader.partition(":")[0]
-    return (names.index(base) if base in names else len(names), loader)
+Figures = dict[str, float]  # of a column of a cell on one machine
+Machines = dict[str, dict[str, Figures]]  # file -> column -> figures
 
 
 def read(folder: Path) -> list[Document]:
-    """Documents by time; where two measured the same, the later one counts."""
+    """The documents of the benchmarks and checks, by time."""
     documents = []
     for path in sorted(folder.glob("*.json")):
         document = json.loads(path.read_text())
@@ -53,23 +43,9 @@ def read(folder: Path) -> list[Document]:
     return sorted(documents, key=lambda document: document["metadata"]["utc"])
 
 
-def groups(documents: list[Document], benchmark: str) -> list[list[Document]]:
-    """Documents of a benchmark that belong into one table: same GPU, cores and batch size."""
-    found: dict[tuple[Any, ...], list[Document]] = {}
-    for document in documents:
-        if document["benchmark"] == benchmark:
-            metadata, parameters = document["metadata"], document["parameters"]
-            key = (metadata["gpu"] or "", metadata["affinity"], parameters["batch_size"])
-            found.setdefault(key, []).append(document)
-    return [found[key] for key in sorted(found, reverse=True)]
-
-
-def foremost(documents: list[Document]) -> list[Document]:
-    """The training runs to show first: on the machine with the most cores, most models."""
-    found = groups(documents, "train")
-    cores = max((group[0]["metadata"]["affinity"] for group in found), default=0)
-    largest = [group for group in found if group[0]["metadata"]["affinity"] == cores]
-    return max(largest, key=lambda group: len(train_rows(group)), default=[])
+def of(documents: list[Document], benchmark: str) -> list[Document]:
+    """Those of a benchmark; "commands" tells them from files of earlier versions' scripts."""
+    return [d for d in documents if d["benchmark"] == benchmark and "commands" in d["metadata"]]
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -77,280 +53,268 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def caption(documents: list[Document], links: str, *, latest: bool = False) -> str:
-    """Where and how a table was measured; with the command of the ``latest`` document alone."""
-    newest = documents[-1]
-    metadata, photos, parameters = newest["metadata"], newest["photos"], newest["parameters"]
-    versions = metadata["versions"]
-    packages = {"torch": "torch", "nvidia-dali-cuda130": "DALI", "timm": "timm"}
-    named = [f"{label} {versions[key]}" for key, label in packages.items() if versions.get(key)]
-    files = ", ".join(f"[{d['file']}]({links}{d['file']})" for d in documents)
-    shown = documents[-1:] if latest else documents
-    commands = ", ".join(dict.fromkeys(f"`{d['metadata']['command']}`" for d in shown))
-    alike = " and the like, each in its file" if len(shown) < len(documents) else ""
-    return (
-        f"{metadata['gpu'] or metadata['cpu']}, {metadata['affinity']} CPU cores, batch "
-        f"{parameters['batch_size']}, bf16, channels_last, {photos['files']:,} files "
-        f"({photos['distinct']} photos of {photos['mean_width']} x {photos['mean_height']} and "
-        f"{photos['mean_bytes'] / 1000:.0f} KB on average, repeated), {', '.join(named)}; "
-        f"from {files}, measured with {commands}{alike}."
-    )
+def name(column: str) -> str:
+    return NAMES.get(column, f"`{column}`")
 
 
-def train_rows(documents: list[Document]) -> dict[tuple[str, str], dict[str, Row]]:
-    """(model, mode) to loader to its row; a later document replaces an earlier one's loader."""
-    table: dict[tuple[str, str], dict[str, Row]] = {}
-    for document in documents:
-        for row in train.summary(document["results"]):
-            table.setdefault((row["model"], row["mode"]), {})[row["loader"]] = row
-    modes = list(train.MODES)
-    return {key: table[key] for key in sorted(table, key=lambda key: (key[0], modes.index(key[1])))}
+def title(result: dict[str, Any], affinity: int) -> str:
+    """A cell in words: model and mode, and what is not as usual."""
+    no_model = result["model"] == "none"
+    words = ["no model" if no_model else f"{result['model']} {result['mode']}"]
+    words.append(f"batch {result['batch_size']}")
+    words += ["12 megapixels"] * (result["photos"] == "large")
+    words += ["no JPEG engines"] * (result["engine"] == "none")
+    words += [f"{result['cores']} cores"] * (result["cores"] != affinity)
+    words += [f"{result['epochs']} short epochs"] * bool(result["epochs"])
+    words += ["default stream"] * (result["stream"] == "default")
+    words += ["loss read each step"] * (result["loop"] == "item")
+    return ", ".join(words)
 
 
-def rate(row: Row | None) -> str:
-    if row is None:
-        return ""
-    ratio = f" ({row['ratio']:.3f})" if "ratio" in row and row["loader"] != "synthetic" else ""
-    return f"{row['rate']:,.0f}{ratio}"
-
-
-def train_table(documents: list[Document]) -> str:
-    """Images per second and, in brackets, the ratio to the ceiling of the same run."""
-    table = train_rows(documents)
-    columns = list(table)
-    present = sorted({loader for rows in table.values() for loader in rows}, key=order)
-    rows = [[name(loader), *(rate(table[c].get(loader)) for c in columns)] for loader in present]
-    return markdown(["images/s (of the ceiling)", *(" ".join(c) for c in columns)], rows)
-
-
-def details_table(documents: list[Document]) -> str:
-    """What else a step costs: waiting, spread, memory, CPU."""
-    lines = []
-    for (model, mode), rows in train_rows(documents).items():
-        for loader in sorted(rows, key=order):
-            best = rows[loader]["best"]
-            ceiling = rows.get("synthetic", rows[loader])["best"]
-            peak, floor = best.get("gpu_peak_gib"), ceiling.get("gpu_peak_gib")
-            speed = best["images_per_second"]
-            options = ", ".join(f"{key}={value}" for key, value in best["options"].items())
-            chosen = f" ({options})" if options and ":" not in loader else ""  # else it is the name
-            lines.append(
-                [
-                    f"{model} {mode}: {name(loader)}{chosen}",
-                    f"{speed['median']:,.0f}",
-                    f"{speed['q1']:,.0f} to {speed['q3']:,.0f}",
-                    f"{best['wait_ms_per_step']:.2f}",
-                    "" if peak is None else f"{peak:.2f}",
-                    "" if peak is None or floor is None else f"{peak - floor:+.2f}",
-                    f"{best['cpu_seconds_per_1000_images']:.2f}",
-                ]
-            )
-    header = ["", "images/s", "quartiles", "wait, ms per step", "peak GPU memory, GiB"]
-    header += ["beyond the ceiling's, GiB", "CPU seconds per 1,000 images"]
-    return markdown(header, lines)
-
-
-def runs_table(documents: list[Document]) -> str:
-    """Each training run on its own: how far beside DALI, tuned, and with how much memory."""
-    lines = []
-    for document in documents:
-        for (model, mode), rows in train_rows([document]).items():
-            dali = [row for loader, row in rows.items() if loader.startswith("dali-tuned")]
-            if "synthetic" not in rows or "gpuprefetch" not in rows:
-                continue
-            ours, other = rows["gpuprefetch"], max(dali, key=lambda row: row["rate"], default=None)
-            floor = rows["synthetic"]["best"].get("gpu_peak_gib")
-            beyond = [
-                f"{row['best']['gpu_peak_gib'] - floor:.2f}" if row and floor is not None else ""
-                for row in (ours, other)
-            ]
-            lines.append(
-                [
-                    f"[{document['metadata']['commit']}](results/{document['file']})",
-                    f"{model} {mode}",
-                    f"{ours['ratio']:.3f}",
-                    f"{other['ratio']:.3f}" if other else "",
-                    f"{ours['rate'] / other['rate']:.3f}" if other else "",
-                    *beyond,
-                ]
-            )
-    names = [name(loader).replace("**", "") for loader in ("gpuprefetch", "dali-tuned")]
-    header = ["version", "", *(f"{each}, of the ceiling" for each in names), "times DALI's"]
-    return markdown([*header, *(f"{each}, GiB beyond it" for each in names)], lines)
-
-
-def loader_table(documents: list[Document]) -> str:
-    best: dict[tuple[str, str], Row] = {}
-    for document in documents:
-        for result in document["results"]:
-            if "error" in result:
-                continue
-            label = result["loader"]
-            if result["stage"] != "all" and result["options"]:
-                label += ", " + ", ".join(f"{k} {v}" for k, v in result["options"].items())
-            key, speed = (result["stage"], label), result["images_per_second"]["median"]
-            same = best.get(key)
-            tuned = same is not None and same["document"] is document
-            if not tuned or speed > same["images_per_second"]["median"]:
-                best[key] = {**result, "document": document}
-    rows = [
-        [
-            name(label) if stage == "all" else f"stage: {label}",
-            f"{best[stage, label]['images_per_second']['median']:,.0f}",
-            f"{best[stage, label]['cpu_seconds_per_1000_images']:.2f}",
-        ]
-        for stage, label in sorted(best, key=lambda key: (key[0] != "all", order(key[1])))
-    ]
-    return markdown(["no model", "images/s", "CPU seconds per 1,000 images"], rows)
-
-
-def _largest(result: dict[str, Any] | None) -> str:
-    """What a search for the largest batch found, which may have been cut off."""
-    if result is None or not result.get("batch_size"):
-        return ""
-    least = "" if result.get("finished", True) else "at least "
-    return f"{least}{result['batch_size']:,}"
-
-
-def memory_tables(documents: list[Document]) -> list[str]:
-    results = [result for document in documents for result in document["results"]]
-    largest = {(r["model"], r["loader"]): r for r in results if r["what"] == "largest"}
-    idle = {r["loader"]: r for r in results if r["what"] == "idle" and "error" not in r}
-    tables = []
-    if largest:
-        models = sorted({model for model, _ in largest})
-        present = sorted({loader for _, loader in largest}, key=order)
-        cap = next(iter(largest.values()))["cap_gib"]
-        rows = []
-        for loader in present:
-            rows.append([name(loader), *(_largest(largest.get((m, loader))) for m in models)])
-        tables.append(markdown([f"largest batch in {cap:g} GiB", *models], rows))
-    if idle:
-        rows = [
-            [name(r["loader"]), f"{r['held_gib']:.3f}", f"{r['without_loader_gib']:.3f}"]
-            for r in sorted(idle.values(), key=lambda r: order(r["loader"]))
-        ]
-        header = ["GiB", "held by a finished validation loader", "and by the process without it"]
-        tables.append(markdown(header, rows))
-    stages = [r for r in results if r["what"] == "stages" and "error" not in r]
-    if stages:
-        header = ["device memory, GiB (of it torch's)", *stages[0]["stages"]]
-        rows = [
-            [f"{r['model']}: {name(r['loader'])}"]
-            + [f"{s['device_gib']:.2f} ({s['torch_gib']:.2f})" for s in r["stages"].values()]
-            for r in stages
-        ]
-        tables.append(markdown(header, rows))
-    return tables
-
-
-def scaling_table(documents: list[Document]) -> str:
-    """Images per second of all processes, and in brackets the share of as many times one's."""
-    rates: dict[tuple[str, str], dict[int, float]] = {}
-    for document in documents:
+def train_cells(documents: list[Document]) -> dict[str, Machines]:
+    """Title of a cell -> machine -> column -> figures, over all rounds."""
+    rounds: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+    for document in of(documents, "train"):
         for r in document["results"]:
-            of_loader = rates.setdefault((r["model"], r["loader"]), {})
-            of_loader[r["processes"]] = r["images_per_second"]["median"]
-    counts = sorted({count for found in rates.values() for count in found})
+            if "error" not in r and ": " not in r["column"]:  # of another version
+                cell = title(r, document["metadata"]["affinity"])
+                rounds[cell, document["file"], r["column"]].append(r)
+    cells: dict[str, Machines] = {}
+    for (cell, machine, column), results in rounds.items():
+        speeds = [r["images_per_second"] for r in results]
+        figures = {
+            "rate": statistics.fmean(speed["median"] for speed in speeds),
+            "slowest": min(min(speed["values"]) / speed["median"] for speed in speeds),
+            "cpu": statistics.fmean(r["cpu_seconds_per_1000_images"] for r in results),
+            "memory": max(r.get("gpu_peak_gib", 0.0) for r in results),
+            "between": statistics.fmean(r.get("between_epochs_ms", 0.0) for r in results),
+            "first": statistics.fmean(r.get("first_batch_seconds", 0.0) for r in results),
+        }
+        cells.setdefault(cell, {}).setdefault(machine, {})[column] = figures
+    return cells
+
+
+def ratios(machines: Machines, column: str, other: str) -> list[float]:
+    """Of the rates on each machine that has both."""
+    pairs = [
+        (m[column]["rate"], m[other]["rate"])
+        for m in machines.values()
+        if column in m and other in m
+    ]
+    return [rate / base for rate, base in pairs]
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    """The median and the worst."""
+    if not values:
+        return ""
+    return f"{statistics.median(values):.{digits}f} / {min(values):.{digits}f}"
+
+
+def summary_table(cells: dict[str, Machines]) -> str:
     rows = []
-    for (model, loader), found in rates.items():
-        cells = {count: f"{rate:,.0f}" for count, rate in found.items()}
-        if 1 in found:
-            cells = {n: f"{cells[n]} ({rate / (n * found[1]):.3f})" for n, rate in found.items()}
-        rows.append([f"{model}: {name(loader)}", *(cells.get(count, "") for count in counts)])
-    return markdown(["images/s (of as many times one GPU's)", *map(str, counts)], rows)
+    for cell, machines in cells.items():
+        rates = [m[OURS]["rate"] for m in machines.values() if OURS in m]
+        rows.append(
+            [
+                cell,
+                str(len(machines)),
+                f"{statistics.median(rates):,.0f}" if rates else "",
+                spread(ratios(machines, OURS, "synthetic")),
+                spread(ratios(machines, DALI, "synthetic")),
+                spread(ratios(machines, OURS, DALI)),
+                spread(ratios(machines, OURS, CONTROL)),
+            ]
+        )
+    header = ["median / worst machine", "machines", "images/s", "of the ceiling"]
+    header += ["DALI, of the ceiling", "**times DALI's**", "times `cpu_share=0.0`"]
+    return markdown(header, rows)
+
+
+def machines_table(cells: dict[str, Machines]) -> str:
+    """Every column of every cell on every machine."""
+    rows = []
+    for cell, machines in cells.items():
+        for machine, columns in machines.items():
+            ceiling = columns.get("synthetic")
+            for column, f in sorted(
+                columns.items(), key=lambda item: [*NAMES, item[0]].index(item[0])
+            ):
+                of_ceiling = f"{f['rate'] / ceiling['rate']:.3f}" if ceiling else ""
+                beyond = f["memory"] - (ceiling["memory"] if ceiling else 0.0)
+                epochs = f"{f['between']:.0f}, {f['first']:.1f}" if f["between"] else ""
+                figures = [f"{f['rate']:,.0f}", of_ceiling, f"{f['slowest']:.2f}"]
+                figures += [f"{f['cpu']:.2f}", f"{beyond:.2f}" if f["memory"] else "", epochs]
+                where = f"[{Path(machine).stem}](results/{machine})"
+                rows.append([f"{cell}: {name(column)}", where, *figures])
+    header = ["", "machine", "images/s", "of the ceiling", "slowest window, of the median"]
+    header += ["CPU seconds per 1,000 images", "GPU memory beyond the ceiling's, GiB"]
+    return markdown([*header, "ms between epochs, s to the first batch"], rows)
+
+
+def caption(documents: list[Document], links: str) -> str:
+    """The machines of a table, the photos, the versions and the commands."""
+    machines = []
+    for d in documents:
+        m = d["metadata"]
+        named = [
+            f"{label} {m['versions'][key]}"
+            for key, label in PACKAGES.items()
+            if m["versions"].get(key)
+        ]
+        words = [
+            m["gpu"] or "no GPU",
+            m["cpu"],
+            f"{m['affinity']} cores",
+            *named,
+            m["commit"] or "",
+        ]
+        machines.append(f"- [{Path(d['file']).stem}]({links}{d['file']}): {', '.join(words)}")
+    photos = documents[-1].get("photos", {}).items()
+    kinds = [
+        f"{kind}: {f['distinct']} photos of {f['mean_width']} x {f['mean_height']} and "
+        f"{f['mean_bytes'] / 1000:.0f} KB on average, repeated to {f['files']:,} files"
+        for kind, f in photos
+    ]
+    commands = dict.fromkeys(c for d in documents for c in d["metadata"]["commands"])
+    listed = "\n".join(f"- `{command}`" for command in commands)
+    return "\n\n".join(["\n".join(machines), *kinds, f"Measured with\n\n{listed}"])
+
+
+def pivot(corner: str, cells: dict[tuple[str, str], str]) -> str:
+    """A table of (row, column) to what stands there."""
+    rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
+    lines = [[row, *(cells.get((row, column), "") for column in columns)] for row in rows]
+    return markdown([corner, *columns], lines)
+
+
+def policy_table(results: list[dict[str, Any]]) -> str:
+    cells = {}
+    for r in results:
+        timed = f"{r['beyond_ms']:.2f} ({r['host_ms']:.2f})" if "beyond_ms" in r else None
+        if r["policy"] != "none":
+            cells[r["policy"], r["side"]] = timed or r["missing"]
+    return pivot("GPU ms beyond the list without it (ms of the host)", cells)
+
+
+def memory_table(results: list[dict[str, Any]]) -> str:
+    cells = {}
+    for r in results:
+        if r["what"] == "largest" and r.get("batch_size"):  # a search may have been cut off
+            least = "" if r["finished"] else "at least "
+            column = f"{r['model']}, largest batch in {r['cap_gib']:g} GiB"
+            cells[name(r["column"]), column] = f"{least}{r['batch_size']:,}"
+        elif r["what"] == "idle" and "error" not in r:
+            for key, column in (("held_gib", "GiB"), ("without_loader_gib", "GiB without it")):
+                column = f"a finished validation loader holds, {column}"
+                cells[name(r["column"]), column] = f"{r[key]:.3f}"
+    return pivot("", cells)
+
+
+def scaling_table(results: list[dict[str, Any]]) -> str:
+    """Images per second of all processes, and in brackets the share of as many times one's."""
+    rates = {
+        (r["model"], r["column"], r["processes"]): r["images_per_second"]["median"] for r in results
+    }
+    cells = {}
+    for (model, column, processes), rate in sorted(rates.items(), key=lambda item: item[0][2]):
+        one = rates.get((model, column, 1))
+        share = f" ({rate / (processes * one):.3f})" if one else ""
+        cells[f"{model}: {name(column)}", str(processes)] = f"{rate:,.0f}{share}"
+    return pivot("images/s (of as many times one GPU's)", cells)
+
+
+OTHERS = {
+    "policy": ("### Random policies", policy_table),
+    "memory": ("### GPU memory", memory_table),
+    "scaling": ("### Several GPUs", scaling_table),
+}
 
 
 def front_page(documents: list[Document]) -> str:
-    """The block of README.md: one training table."""
-    if not (first := foremost(documents)):
+    """The block of README.md; "" where nothing has been measured yet."""
+    if not (cells := train_cells(documents)):
         return ""
     plot = "![Share of the ceiling that each loader reaches](docs/results.svg)"
-    where = caption(first, "benchmarks/results/", latest=True)
-    return "\n\n".join([train_table(first), plot, where])
+    machines = [d["metadata"]["gpu"] or "no GPU" for d in of(documents, "train")]
+    counted = ", ".join(f"{machines.count(gpu)} x {gpu}" for gpu in dict.fromkeys(machines))
+    where = f"Machines: {counted}. [Every machine and command](benchmarks/README.md#results)."
+    return "\n\n".join([summary_table(cells), plot, where])
 
 
-def all_results(documents: list[Document], runs: list[Document]) -> str:
-    """The block of benchmarks/README.md; ``runs`` are those that no other table shows."""
+def all_results(documents: list[Document]) -> str:
+    """The block of benchmarks/README.md."""
     parts = []
-    for group in groups(documents, "train"):
-        cores, batch = group[0]["metadata"]["affinity"], group[0]["parameters"]["batch_size"]
-        heading = f"### Training, {cores} CPU cores, batch {batch}"
-        parts += [heading, train_table(group), details_table(group)]
-        parts.append(caption(group, "results/"))
-    trained = [d for d in documents + runs if d["benchmark"] == "train"]
-    if runs and trained:
-        trained.sort(key=lambda document: document["metadata"]["utc"])
-        parts += ["### Every training run, the latest last", runs_table(trained)]
-    for group in groups(documents, "loader"):
-        parts += ["### Loaders alone", loader_table(group), caption(group, "results/")]
-    for group in groups(documents, "memory"):
-        parts += ["### GPU memory", *memory_tables(group), caption(group, "results/")]
-    for group in groups(documents, "scaling"):
-        parts += ["### Several GPUs, eager", scaling_table(group), caption(group, "results/")]
+    if cells := train_cells(documents):
+        tables = [summary_table(cells), machines_table(cells)]
+        parts += ["### Training", *tables, caption(of(documents, "train"), "results/")]
+    for benchmark, (heading, table) in OTHERS.items():
+        groups: dict[str, list[Document]] = defaultdict(list)  # by GPU
+        for document in of(documents, benchmark):
+            groups[document["metadata"]["gpu"] or ""].append(document)
+        for found in groups.values():
+            results = [result for document in found for result in document["results"]]
+            parts += [heading, table(results), caption(found, "results/")]
     return "\n\n".join(parts)
 
 
 def replace_block(text: str, block: str, path: Path) -> str:
-    """``text`` with ``block`` between the two markers."""
+    """``text`` with ``block`` between the two markers; as it is where there is no block."""
     if text.count(START) != 1 or text.count(END) != 1:
         raise ValueError(f"{path.name} must contain {START} and {END}, once each")
     head, _, rest = text.partition(START)
-    tail = rest.partition(END)[2]
-    return f"{head}{START}\n{block}\n{END}{tail}" if block else f"{head}{START}\n{END}{tail}"
+    return f"{head}{START}\n{block}\n{END}{rest.partition(END)[2]}" if block else text
 
 
-def draw(documents: list[Document], path: Path) -> None:
-    """Bars of the ratio to the ceiling, one panel for each model and mode."""
+def draw(cells: dict[str, Machines], path: Path) -> None:
+    """A bar for the median machine and a dot for each, of the ceiling."""
     import matplotlib as mpl
 
     mpl.use("svg")
     mpl.rcParams.update({"svg.hashsalt": "gpuprefetch", "svg.fonttype": "none"})
     from matplotlib import pyplot as plt
 
-    table = train_rows(foremost(documents))
-    figure, axes = plt.subplots(
-        1, len(table), figsize=(3.2 * len(table) + 1.5, 2.8), sharey=True, squeeze=False
-    )
-    present = {loader for rows in table.values() for loader in rows} - {"synthetic"}
-    bars = sorted(present, key=order, reverse=True)
-    for axis, ((model, mode), rows) in zip(axes[0], table.items(), strict=True):
-        ratios = [rows[loader].get("ratio", 0.0) if loader in rows else 0.0 for loader in bars]
-        colors = [COLORS.get(loader.partition(":")[0], "#d5d5d5") for loader in bars]
-        drawn = axis.barh([name(loader).replace("*", "") for loader in bars], ratios, color=colors)
-        axis.bar_label(drawn, [f"{ratio:.2f}" if ratio else "" for ratio in ratios], padding=2)
-        axis.axvline(1.0, color="0.7", linewidth=0.8, zorder=0)
-        axis.set(title=f"{model}, {mode}", xlim=(0, 1.15), xlabel="of the ceiling")
-        axis.spines[["top", "right"]].set_visible(False)
+    colors = {OURS: "#2a6f4e", DALI: "#8aa39b"}
+    shown = {c: m for c, m in cells.items() if all(ratios(m, o, "synthetic") for o in colors)}
+    figure, axis = plt.subplots(figsize=(8, 0.6 * len(shown) + 1))
+    for place, machines in enumerate(shown.values()):
+        for number, (column, color) in enumerate(colors.items()):
+            found, at = ratios(machines, column, "synthetic"), place + 0.4 * number
+            label = name(column).replace("*", "") if place == 0 else None
+            axis.barh(at, statistics.median(found), 0.38, color=color, label=label)
+            axis.plot(found, [at] * len(found), ".", color="black", markersize=4)
+    axis.set_yticks([place + 0.2 for place in range(len(shown))], list(shown))
+    axis.axvline(1.0, color="0.7", linewidth=0.8, zorder=0)
+    axis.set(xlim=(0, 1.05), xlabel="of the ceiling")
+    axis.invert_yaxis()
+    axis.legend(loc="lower left")
+    axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    path.parent.mkdir(exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     documents = read(RESULTS)
-    runs = [{**run, "file": f"runs/{run['file']}"} for run in read(RESULTS / "runs")]
     blocks = {
         ROOT / "README.md": front_page(documents),
-        ROOT / "benchmarks" / "README.md": all_results(documents, runs),
+        ROOT / "benchmarks" / "README.md": all_results(documents),
     }
     stale = []
     for path, block in blocks.items():
-        text = path.read_text()
-        written = replace_block(text, block, path)
-        if written != text:
+        written = replace_block(path.read_text(), block, path)
+        if written != path.read_text():
             stale.append(path.name)
             if not args.check:
                 path.write_text(written)
     if args.check and stale:
         sys.exit(f"stale: {', '.join(stale)}; run python benchmarks/table.py")
-    if not args.check and groups(documents, "train"):
-        draw(documents, PLOT)
+    if not args.check and (cells := train_cells(documents)):
+        draw(cells, PLOT)
 
 
 if __name__ == "__main__":

@@ -59,12 +59,13 @@ def device(request):
 
 @pytest.fixture(scope="module")
 def scripts():
-    """The benchmarks, importable by name for one file: the examples have a train.py too."""
-    folder = Path(__file__).parents[1] / "benchmarks"
-    sys.path.insert(0, str(folder))
+    """The benchmarks and checks, importable by name for one file: the examples have a train.py."""
+    before = list(sys.path)
+    folders = [Path(__file__).parents[1] / "benchmarks", Path(__file__).parent / "checks"]
+    sys.path[:0] = map(str, folders)
     yield
-    sys.path.remove(str(folder))
-    for path in folder.glob("*.py"):
+    sys.path[:] = before
+    for path in (path for folder in folders for path in folder.glob("*.py")):
         sys.modules.pop(path.stem, None)
 
 

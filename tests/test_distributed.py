@@ -32,10 +32,10 @@ def needs_gpus(count):
 
 
 def torchrun(processes, folder, *words):
-    """The results of benchmarks/distributed.py, by the name of the check."""
+    """The results of tests/checks/distributed.py, by the name of the check."""
     output = folder / "distributed.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", ROOT / "benchmarks" / "distributed.py"]
+    command += [f"--nproc-per-node={processes}", ROOT / "tests" / "checks" / "distributed.py"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

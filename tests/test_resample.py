@@ -2,8 +2,6 @@
 
 import itertools
 import re
-import runpy
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -515,15 +513,6 @@ def test_errors(path, changes, message):
 def test_resample_uint8_takes_uint8():
     with pytest.raises(ValueError, match="image must be uint8 on the CPU"):
         resample_uint8(picture(8, 8).float(), rows_with()[0], (8, 8))
-
-
-def test_benchmark_runs(tmp_path):
-    script = Path(__file__).parents[1] / "benchmarks" / "kernel.py"
-    main = runpy.run_path(str(script))["main"]
-    arguments = ["--images=2", "--size=16", "--repeats=1", "--warmup=0", "--device=cpu"]
-    report = main([*arguments, "--fused-only", f"--output={tmp_path / 'kernel.json'}"])
-    assert report["results"]["fused"]["median_ms"] > 0
-    assert (tmp_path / "kernel.json").read_text().startswith("{")
 
 
 @pytest.mark.parametrize("run", ["twin", "kernel"])

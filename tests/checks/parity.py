@@ -1,6 +1,6 @@
 """How near accelerate comes to torchvision's, timm's and PyTorch's own pipelines, on photos.
 
-python benchmarks/parity.py --photos FOLDER --output benchmarks/results/parity.json
+python tests/checks/parity.py --photos FOLDER --output benchmarks/results/parity.json
 
 Every pipeline is run as it is, on PIL images, and as ``accelerate`` moves it, with the same random
 parameters. timm's are left out where it is not installed.
@@ -8,16 +8,11 @@ parameters. timm's are left out where it is not installed.
 
 import argparse
 import importlib.util
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import table
 import torch
-from harness import Device, metadata
-from photos import photo_folder
 from torch.utils.data import DataLoader
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
@@ -140,6 +135,8 @@ def measure(folder: Path, count: int, transform: Any, device: str | None) -> dic
 
 def markdown(results: dict[str, dict[str, Any]]) -> str:
     """The table of docs/migrate.md. "v2, pil" gives what "v1, pil" gives, and so on."""
+    from bench import table
+
     columns = ("geometric_mean_levels", "mean_levels", "worst_image_mean_levels")
     rows = [
         [name, *(f"{result[column]:.2f}" for column in columns)]
@@ -150,24 +147,25 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    from bench import harness, photos  # here: the tests take no more than the pipelines
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--photos", dest="data", type=Path, required=True)
     parser.add_argument("--count", type=int, default=128, help="photos compared")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--cpu", action="store_true", help="the new pipeline on the CPU too")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--commit", help="where there is no git")
+    harness.output_arguments(parser)
     args = parser.parse_args()
-    folder = photo_folder(args.data, args.count)
-    results = {}
+    document = harness.Document("parity", args, harness.Device(), anew=True)
+    folder = photos.photo_folder(args.data, args.count)
+    results: dict[str, dict[str, Any]] = {}
     for name, transform in pipelines(args.size).items():
         results[name] = measure(folder, args.count, transform, "cpu" if args.cpu else None)
         print(f"{name:45} {results[name]['mean_levels']:.3f}", flush=True)
     print(markdown(results))
-    text = json.dumps({"metadata": metadata(args, Device()), "results": results}, indent=2)
-    if args.output:
-        args.output.write_text(text + "\n")
+    document.content["results"] = results
+    document.write()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

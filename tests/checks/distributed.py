@@ -1,7 +1,7 @@
 """Does each of several processes get its own samples, on its own GPU, and train as one would?
 
-torchrun --standalone --nproc-per-node=2 benchmarks/distributed.py         # NCCL, a GPU each
-torchrun --standalone --nproc-per-node=2 benchmarks/distributed.py --cpu   # gloo
+torchrun --standalone --nproc-per-node=2 tests/checks/distributed.py         # NCCL, a GPU each
+torchrun --standalone --nproc-per-node=2 tests/checks/distributed.py --cpu   # gloo
 
 The number of pictures is a multiple neither of the batch size nor of the processes. Without
 ``drop_last`` a ``DistributedSampler`` repeats samples up to a multiple of the processes: the union
@@ -20,20 +20,19 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import fuzz
-import harness
 import torch
 import torch.distributed as dist
-from ranks import RANK, WORLD, process_group
+from bench import harness, ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from gpuprefetch import DataPrefetcher, EncodedImage, RandomResizedCrop
 
+RANK, WORLD = ranks.RANK, ranks.WORLD
 SEED = 5
 CLASSES = 10
 
@@ -268,8 +267,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=32, help="of the crops, in pixels")
     parser.add_argument("--workers", type=int, default=2, help="of each DataLoader")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU")
-    parser.add_argument("--commit", help="of this repository, where git cannot tell")
-    parser.add_argument("--output", type=Path, help="JSON file")
+    harness.output_arguments(parser)
     args = parser.parse_args(words)
     if args.pictures <= args.batch_size * WORLD:
         # In one batch a repeated sample gets other random numbers than the first time.
@@ -283,26 +281,14 @@ def main() -> None:
         torch.set_num_threads(1)
     else:
         torch.backends.cudnn.allow_tf32 = False
-    with process_group(args.cpu) as device:
+    with ranks.process_group(args.cpu) as device:
         results = run(args, device)
     if RANK == 0:
-        write(args, results)
+        document = harness.Document("distributed", args, harness.Device(), anew=True)
+        for result in results:
+            document.keep(result)
     bad = [r["check"] for r in results if not r["ok"] or "missed" in r["mistakes"].values()]
     sys.exit(f"failed: {', '.join(bad)}" if bad else 0)
-
-
-def write(args: argparse.Namespace, results: list[Result]) -> None:
-    if not args.output:
-        return
-    args.data = None
-    metadata = harness.metadata(args, harness.Device())
-    document = {
-        "benchmark": "distributed",
-        "metadata": metadata,
-        "parameters": {k: getattr(args, k) for k in ("pictures", "batch_size", "size", "workers")},
-        "results": results,
-    }
-    args.output.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
 """Write the table of docs/correctness.md from the JSON under benchmarks/results/.
 
-python benchmarks/correctness.py           # writes
-python benchmarks/correctness.py --check   # fails where the page does not say what the JSON says
+python tests/checks/correctness.py           # writes
+python tests/checks/correctness.py --check   # fails where the page does not say what the JSON says
 """
 
 import argparse
 import sys
 from typing import Any
 
-import table
+from bench import table
 
 PAGE = table.ROOT / "docs" / "correctness.md"
 
 Row = tuple[str, str]
+Document = dict[str, Any]
 
 
-def selfcheck_rows(document: table.Document) -> list[Row]:
+def selfcheck_rows(document: Document) -> list[Row]:
     rows = []
     for check in document["results"]:
         name = f"self-check, {check['backend']}, {check['order']} order"
@@ -27,7 +28,7 @@ def selfcheck_rows(document: table.Document) -> list[Row]:
     return rows
 
 
-def soak_rows(document: table.Document) -> list[Row]:
+def soak_rows(document: Document) -> list[Row]:
     rows = []
     for result in document["results"]:
         if result["what"] == "integrity":
@@ -47,7 +48,7 @@ def soak_rows(document: table.Document) -> list[Row]:
     return rows
 
 
-def fuzz_rows(document: table.Document) -> list[Row]:
+def fuzz_rows(document: Document) -> list[Row]:
     (result,) = document["results"]
     counts = {"same": 0, "differs": 0, "both_refuse": 0, "only_ours_reads": 0, **result["counts"]}
     path, other = ("GPU", "the CPU path") if result["device"] == "cuda" else ("CPU", "PIL")
@@ -68,7 +69,7 @@ def fuzz_rows(document: table.Document) -> list[Row]:
     ]
 
 
-def distributed_rows(document: table.Document) -> list[Row]:
+def distributed_rows(document: Document) -> list[Row]:
     rows = []
     for result in document["results"]:
         figures = {
@@ -94,7 +95,7 @@ ROWS = {
 }
 
 
-def block(documents: list[table.Document]) -> str:
+def block(documents: list[Document]) -> str:
     lines = ["| test | result | hardware | file |", "| --- | --- | --- | --- |"]
     for benchmark, rows in ROWS.items():
         for document in (d for d in documents if d["benchmark"] == benchmark):
@@ -120,7 +121,7 @@ def main() -> None:
     text = PAGE.read_text()
     written = table.replace_block(text, block(table.read(table.RESULTS)), PAGE)
     if check:
-        sys.exit("stale: run python benchmarks/correctness.py" if written != text else 0)
+        sys.exit("stale: run python tests/checks/correctness.py" if written != text else 0)
     PAGE.write_text(written)
 
 

@@ -1,7 +1,7 @@
 """Damaged pictures: none may crash or hang the process, and none may touch its neighbors.
 
-    python benchmarks/fuzz.py --cases 100000 --output benchmarks/results/fuzz-cpu.json
-    python benchmarks/fuzz.py --cases 20000 --device cuda --jobs 6 \\
+    python tests/checks/fuzz.py --cases 100000 --output benchmarks/results/fuzz-cpu.json
+    python tests/checks/fuzz.py --cases 20000 --device cuda --jobs 6 \\
         --output benchmarks/results/fuzz-gpu.json
 
 Every batch holds damaged files and a good one, and a batch of good ones follows it. The files are
@@ -28,8 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
+from bench import harness
 from PIL import Image
 
 GROUP = 31  # damaged files in a batch, beside a good one
@@ -230,46 +230,11 @@ class Attack:
             cpu_share=0.0,
             on_error="skip",
         )
-        # Why the GPU's decoder refused a good file, if ever it did.
-        self.refusals: list[str] = []
-        if device == "cuda":
-            pipeline = self.prefetcher._pipeline
-            pipeline.decoder = _listened(pipeline.decoder, set(self.files[:GOOD]), self.refusals)
 
     def __iter__(self) -> Iterator[dict[int, Any]]:
         """For each batch: case -> picture."""
         for images, cases in self.prefetcher:
             yield dict(zip(cases.tolist(), images, strict=True))
-
-
-def _listened(decoder: Any, good: set[bytes], refusals: list[str]) -> Any:
-    """The decoder, which notes why it refused one of the good files."""
-
-    class Listened(type(decoder)):  # type: ignore[misc]
-        def __call__(self, data: list[Any]) -> list[Any]:
-            try:
-                return super().__call__(data)  # type: ignore[no-any-return]
-            except RuntimeError as error:
-                if len(data) == 1 and data[0].numpy().tobytes() in good:
-                    refusals.append(f"{type(error).__name__}: {error}".partition("\n")[0])
-                raise
-
-    return Listened(decoder._device)
-
-
-def _how_wrong(cases: list[int], found: Any, reference: Any, on_cpu: Any) -> dict[str, Any]:
-    """In what the good pictures of a batch are not those of the first one."""
-    missing = [case for case in cases if case not in found]
-    wrong = [case for case in cases if case in found and not found[case].equal(reference[case])]
-    details: dict[str, Any] = {"missing": missing, "wrong": wrong}
-    if wrong:
-        levels = max(255 * float((found[c] - reference[c]).abs().max()) for c in wrong)
-        details["levels"] = round(levels, 2)
-        for name, pictures in (("found", found), ("reference", reference)):
-            # Of other decoders: how far they are from the CPU's.
-            off = max(255 * float((pictures[c].cpu() - on_cpu[c]).abs().max()) for c in wrong)
-            details[f"{name}_from_cpu"] = round(off, 2)
-    return details
 
 
 def attack(**task: Any) -> dict[str, Any]:
@@ -280,7 +245,7 @@ def attack(**task: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
     counts: Counter[str] = Counter(good_batches=0, good_wrong=0)
     differing: list[int] = []
-    wrong: list[dict[str, Any]] = []
+    wrong: list[int] = []  # the last case of each batch with a wrong good file
     runs = [Attack(task, task["device"])]
     if task["device"] == "cuda":
         runs.append(Attack(task, "cpu"))
@@ -296,8 +261,7 @@ def attack(**task: Any) -> dict[str, Any]:
         counts["good_batches"] += 1
         counts["good_wrong"] += not right
         if not right:
-            on_cpu = others[0] if others else found
-            wrong.append({"batch": max(cases), **_how_wrong(good, found, reference, on_cpu)})
+            wrong.append(max(cases))
         for case in (case for case in cases if case >= 0):
             if task["device"] == "cuda":
                 outcome = _compare(found.get(case), others[0].get(case), LEVELS, SHARE)
@@ -315,7 +279,6 @@ def attack(**task: Any) -> dict[str, Any]:
         "counts": counts,
         "differing": differing[:MAX_DIFFERING],
         "wrong": wrong[:MAX_DIFFERING],
-        "refusals": runs[0].refusals,
     }
 
 
@@ -354,7 +317,7 @@ def _decode_pil(data: bytes) -> Any:
 def run_range(task: dict[str, Any]) -> dict[str, Any]:
     """Run the cases in children; behind a crash or a hang the next child goes on."""
     counts: Counter[str] = Counter()
-    listed: dict[str, list[Any]] = {"differing": [], "wrong": [], "refusals": []}
+    listed: dict[str, list[Any]] = {"differing": [], "wrong": []}
     crashes: list[dict[str, Any]] = []
     first, last = task["first"], task["last"]
     while first < last and len(crashes) < MAX_CRASHES:
@@ -431,7 +394,6 @@ def fuzz(args: argparse.Namespace) -> dict[str, Any]:
         "crashes": crashes,
         "differing": [case for result in results for case in result["differing"]][:MAX_DIFFERING],
         "wrong": [batch for result in results for batch in result["wrong"]][:MAX_DIFFERING],
-        "good_refused": Counter(reason for result in results for reason in result["refusals"]),
         "seconds": round(time.monotonic() - started, 1),
     }
 
@@ -449,25 +411,16 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=HANGS_SECONDS, help="for a group")
     parser.add_argument("--seconds", type=float, help="fewer cases rather than longer")
     parser.add_argument("--trap", type=json.loads, default={}, help=argparse.SUPPRESS)
-    parser.add_argument("--commit", help="of this repository, where git cannot tell")
-    parser.add_argument("--output", type=Path, help="JSON file")
+    harness.output_arguments(parser)
     return parser.parse_args(words)
 
 
 def main() -> None:
     args = parse()
+    document = harness.Document("fuzz", args, harness.Device(), anew=True)
     result = fuzz(args)
-    hidden = {"data", "output", "commit", "trap"}
-    document = {
-        "benchmark": "fuzz",
-        "metadata": harness.metadata(args, harness.Device()),
-        "parameters": {k: v for k, v in vars(args).items() if k not in hidden},
-        "results": [result],
-    }
     print(json.dumps(result, indent=1))
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(document, indent=1) + "\n")
+    document.add(result)
     if result["crashes"] or result["counts"]["good_wrong"]:
         sys.exit(1)
 

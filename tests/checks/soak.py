@@ -1,7 +1,7 @@
 """Soak: many batches of random structure at random times, and memory that stays as it is.
 
-    python benchmarks/soak.py --output benchmarks/results/soak.json
-    python benchmarks/soak.py --cpu --batches 200 --epochs 12
+    python tests/checks/soak.py --output benchmarks/results/soak.json
+    python tests/checks/soak.py --cpu --batches 200 --epochs 12
 
 Two measurements, each in a process of its own. ``integrity``: every batch is checksummed on the
 device, by kernels queued behind random sleeps, and compared with the worker's checksum of the same
@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import gc
 import io
-import json
 import os
 import random
 import statistics
@@ -27,9 +26,9 @@ from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 import torch
+from bench import harness
 from torch.utils.data import DataLoader, Dataset
 
 PICTURES = 64
@@ -288,11 +287,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=max(harness.cores() - 2, 1))
     parser.add_argument("--cpu", action="store_true", help="run on the CPU")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one child")
-    parser.add_argument("--commit", help="of this repository, where git cannot tell")
-    parser.add_argument("--output", type=Path, help="JSON file")
-    args = parser.parse_args(words)
-    args.data = None
-    return args
+    harness.output_arguments(parser)
+    return parser.parse_args(words)
 
 
 def soak(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -321,18 +317,10 @@ def failed(result: dict[str, Any]) -> bool:
 
 def main() -> None:
     args = parse()
+    document = harness.Document("soak", args, harness.Device(), anew=True)
     results = soak(args)
-    hidden = {"data", "output", "commit", "cpu"}
-    document = {
-        "benchmark": "soak",
-        "metadata": harness.metadata(args, harness.Device()),
-        "parameters": {k: v for k, v in vars(args).items() if k not in hidden},
-        "results": results,
-    }
-    print(json.dumps(results))
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(document, indent=1) + "\n")
+    for result in results:
+        document.add(result)
     if any(failed(result) for result in results):
         sys.exit(1)
 

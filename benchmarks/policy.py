@@ -1,0 +1,208 @@
+"""GPU time of random policies, one draw an image, beyond the same list without them.
+
+    python benchmarks/policy.py --output benchmarks/results/policy-h100.json
+    python benchmarks/policy.py --policies RandAugment --sides gpuprefetch torchvision
+
+Every side takes 256 uint8 images of 224 x 224 on the GPU and gives normalized float32 ones. The
+sides are ``PerImage``; torchvision's v2 on one image after the other, on the GPU; CV-CUDA's
+``tv.Compose`` likewise, as it keeps torchvision's one draw a call; kornia's equivalent, in floating
+point; and DALI's, in a pipeline of its own. A row of a side that is not there says why.
+"""
+
+import argparse
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import clock
+import harness
+import torch
+from torchvision.transforms import v2
+
+import gpuprefetch  # before the context: it prepares the environment
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+TO_FLOAT = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+POLICIES: dict[str, Callable[[], Any]] = {
+    "RandAugment": lambda: v2.RandAugment(2, 9),
+    "TrivialAugmentWide": v2.TrivialAugmentWide,
+    "AutoAugment": v2.AutoAugment,
+    "ColorJitter": lambda: v2.ColorJitter(0.4, 0.4, 0.4, 0.1),
+    "RandomErasing": lambda: v2.RandomErasing(1.0),
+    "AugMix": v2.AugMix,
+    "GaussianBlur": lambda: v2.GaussianBlur(23),
+}
+
+Run = Callable[[], Any]
+
+
+class Missing(Exception):
+    """A side has no such policy, or is not installed."""
+
+
+def of_gpuprefetch(policy: str | None, images: torch.Tensor) -> Run:
+    if not hasattr(gpuprefetch, "PerImage"):
+        raise Missing("this version has no PerImage")
+    whole = gpuprefetch.PerImage([*([POLICIES[policy]()] if policy else []), *TO_FLOAT])
+    return lambda: whole(images)
+
+
+def _one_by_one(transform: Callable[[torch.Tensor], Any], images: torch.Tensor) -> Run:
+    return lambda: torch.stack([transform(image) for image in images])
+
+
+def of_torchvision(policy: str | None, images: torch.Tensor) -> Run:
+    ending = v2.Compose(TO_FLOAT)
+    if policy is None:
+        return lambda: ending(images)
+    every = _one_by_one(POLICIES[policy](), images)
+    return lambda: ending(every())
+
+
+def of_cvcuda(policy: str | None, images: torch.Tensor) -> Run:
+    try:
+        from cvcuda.tv import Compose
+    except ImportError as error:
+        raise Missing(f"not installed: {error}") from None
+    ending = v2.Compose(TO_FLOAT)
+    if policy is None:
+        return lambda: ending(images)
+    try:
+        every = _one_by_one(Compose([POLICIES[policy]()]), images)
+    except TypeError as error:
+        raise Missing(str(error)) from None
+    return lambda: ending(every())
+
+
+def of_kornia(policy: str | None, images: torch.Tensor) -> Run:
+    from kornia import augmentation as K
+    from kornia.augmentation import auto
+
+    made: dict[str, Callable[[], Any]] = {
+        "RandAugment": lambda: auto.RandAugment(n=2, m=9),
+        "TrivialAugmentWide": auto.TrivialAugment,
+        "AutoAugment": auto.AutoAugment,
+        "ColorJitter": lambda: K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=1.0),
+        "RandomErasing": lambda: K.RandomErasing(p=1.0),
+        "GaussianBlur": lambda: K.RandomGaussianBlur((23, 23), (0.1, 2.0), p=1.0),
+    }
+    if policy is not None and policy not in made:
+        raise Missing(f"kornia has no {policy}")
+    normalize = K.Normalize(torch.tensor(MEAN), torch.tensor(STD))
+    ops = ([made[policy]()] if policy else []) + [normalize]
+    whole = torch.nn.Sequential(*ops)
+    return lambda: whole(images.float() / 255)
+
+
+def of_dali(policy: str | None, images: torch.Tensor) -> Run:
+    try:
+        from nvidia.dali import fn, pipeline_def, types
+        from nvidia.dali.auto_aug import auto_augment, rand_augment, trivial_augment
+    except ImportError as error:
+        raise Missing(f"not installed: {error}") from None
+    uniform = fn.random.uniform
+
+    def jitter(batch: Any) -> Any:
+        factors = {name: uniform(range=(0.6, 1.4)) for name in ("brightness", "contrast")}
+        hue = uniform(range=(-36.0, 36.0))
+        return fn.color_twist(batch, saturation=uniform(range=(0.6, 1.4)), hue=hue, **factors)
+
+    def erasing(batch: Any) -> Any:
+        shape, anchor = uniform(range=(0.15, 0.5), shape=2), uniform(range=(0.0, 0.5), shape=2)
+        options = {"axes": (0, 1), "normalized_anchor": True, "normalized_shape": True}
+        return fn.erase(batch, anchor=anchor, shape=shape, **options)
+
+    made: dict[str, Callable[[Any], Any]] = {
+        "RandAugment": lambda batch: rand_augment.rand_augment(batch, n=2, m=9),
+        "TrivialAugmentWide": trivial_augment.trivial_augment_wide,
+        "AutoAugment": auto_augment.auto_augment,
+        "ColorJitter": jitter,
+        "RandomErasing": erasing,
+        "GaussianBlur": lambda batch: fn.gaussian_blur(
+            batch, window_size=23, sigma=uniform(range=(0.1, 2.0))
+        ),
+    }
+    if policy is not None and policy not in made:
+        raise Missing(f"DALI has no {policy}")
+    augment = made[policy] if policy else None
+    source = images.permute(0, 2, 3, 1).contiguous()  # (N, H, W, C), as DALI's decoder gives them
+
+    @pipeline_def(
+        batch_size=len(images),
+        num_threads=8,
+        device_id=0 if images.is_cuda else None,
+        prefetch_queue_depth=1,
+        exec_async=False,
+        exec_pipelined=False,
+        enable_conditionals=True,
+    )
+    def pipeline() -> Any:
+        where = "gpu" if images.is_cuda else "cpu"
+        batch = fn.external_source(source=lambda: source, device=where, layout="HWC", batch=True)
+        if augment is not None:
+            batch = augment(batch)
+        mean, std = ([255 * value for value in values] for values in (MEAN, STD))
+        return fn.crop_mirror_normalize(batch, mean=mean, std=std, dtype=types.FLOAT)
+
+    built = pipeline()
+    built.build()
+    return built.run
+
+
+SIDES: dict[str, Callable[[str | None, torch.Tensor], Run]] = {
+    "gpuprefetch": of_gpuprefetch,
+    "torchvision": of_torchvision,
+    "cvcuda": of_cvcuda,
+    "kornia": of_kornia,
+    "dali": of_dali,
+}
+
+
+def measure(side: str, policies: Iterable[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Milliseconds of a side's list without a policy, and of each policy beyond that."""
+    shape = (args.images, 3, args.size, args.size)
+    images = torch.randint(256, shape, dtype=torch.uint8, device=args.device)
+
+    def timed(policy: str | None) -> dict[str, Any]:
+        torch.manual_seed(0)
+        try:
+            run = SIDES[side](policy, images)
+            repeats = {"warmup": args.warmup, "repeats": args.repeats}
+            return clock.time_calls(run, args.device, wall=side == "dali", **repeats)
+        except Missing as error:
+            return {"missing": str(error)}
+        except Exception as error:  # of another library: the other rows are still measured
+            return {"missing": f"{type(error).__name__}: {error}".partition("\n")[0]}
+
+    without, rows = timed(None), []
+    for policy in policies:
+        row = timed(policy)
+        if "missing" not in row and "missing" not in without:
+            row["beyond_ms"] = round(row["median_ms"] - without["median_ms"], 4)
+        rows.append({"policy": policy, "side": side, "images": args.images, **row})
+    return [{"policy": "none", "side": side, "images": args.images, **without}, *rows]
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES))
+    parser.add_argument("--images", type=int, default=256)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="try it out: small, on the CPU")
+    harness.output_arguments(parser)
+    args = parser.parse_args(words)
+    args.device = "cuda"
+    if args.tiny:
+        vars(args).update(images=3, size=24, repeats=2, warmup=0, device="cpu")
+    document = harness.Document("policy", args, harness.Device(), anew=True)
+    for side in args.sides:
+        for result in measure(side, args.policies, args):
+            document.add(result)
+
+
+if __name__ == "__main__":
+    main()
