@@ -266,7 +266,7 @@ def engines(device, request):
         if torch.cuda.is_available():
             pytest.skip("Triton compiles: the GPU's test does it")
         request.getfixturevalue("library")
-    elif not _nvjpeg.available(device := torch.device("cuda", 0)):
+    elif not _nvjpeg.has_engines(device := torch.device("cuda", 0)):
         pytest.skip("no JPEG engines")
     return device
 
@@ -394,7 +394,7 @@ def test_pixels_are_torchcodecs(subsampling):
         picture = pictures.draw(*hw, channels=1 if gray else 3, seed=i)
         file = pictures.encode_jpeg(picture, subsampling="4:4:4" if gray else subsampling)
         files.append(torch.frombuffer(bytearray(file), dtype=torch.uint8))
-    if not _nvjpeg.available(device):
+    if not _nvjpeg.has_engines(device):
         pytest.skip("no JPEG engines")
     expected = TorchCodecDecoder(device)(files)
     decoder = NvjpegDecoder(device)
@@ -408,7 +408,7 @@ def test_pixels_are_torchcodecs(subsampling):
 @pytest.mark.gpu
 def test_what_the_engines_refuse_leaves_the_next_call_alone():
     device = torch.device("cuda", 0)
-    if not _nvjpeg.available(device):
+    if not _nvjpeg.has_engines(device):
         pytest.skip("no JPEG engines")
     decoder, data = NvjpegDecoder(device), encoded()
     broken = [*data[:2], torch.zeros(len(data[2]), dtype=torch.uint8), data[3]]

@@ -129,7 +129,8 @@ class ImageJob:
             if decoder is not None and decoder.canaries:
                 # See Note [Canaries].
                 pinned = pipeline.device.type == "cuda"
-                survived = torch.zeros(len(images), dtype=torch.uint8, pin_memory=pinned)
+                count = len(images)
+                survived = torch.zeros(count, dtype=torch.uint8, device="cpu", pin_memory=pinned)
                 launches.set_canaries(number, address + pixels, address)
                 self._mark_reader()
             self._wait_for_reader()
