@@ -70,6 +70,7 @@ if triton is not None:
         UINT8: tl.constexpr,
         MOVES: tl.constexpr,  # whether an image has its pixels moved in the first slot
         FINISH: tl.constexpr,
+        VECTOR: tl.constexpr,  # pixels of a row that begin at a multiple of their number
         BLOCK: tl.constexpr,
     ):
         """Slots of all images; in the first one an op may read other pixels."""
@@ -97,7 +98,7 @@ if triton is not None:
                 blurred_ptr += _arg(op_ptr, 4).to(tl.int64) * 3 * plane
                 planes = (blurred_ptr, plane, 1, height, width)
                 sigma, taps = _arg(op_ptr, 1), _arg(op_ptr, 3)
-                r, g, b = _blur(planes, sigma, taps, x, y, width, height, mask)
+                r, g, b = _blur(planes, sigma, taps, x, y, width, height, mask, VECTOR)
                 r, g, b = _rounded(r, g, b, UINT8)
             else:
                 r, g, b = _gather(image, op_ptr, code, fields_ptr, y, x, mask, UINT8)
@@ -230,7 +231,7 @@ if triton is not None:
         mask = pixel < plane
         x = pixel % width
         sigma, taps = _arg(op_ptr, 0), _arg(op_ptr, 2)
-        r, g, b = _blur(image, sigma, taps, pixel - x, x, 1, width, mask)
+        r, g, b = _blur(image, sigma, taps, pixel - x, x, 1, width, mask, 1)
         blurred_ptr += place.to(tl.int64) * 3 * plane + pixel
         tl.store(blurred_ptr, r, mask)
         tl.store(blurred_ptr + plane, g, mask)
@@ -412,7 +413,7 @@ if triton is not None:
     # --- Ops that read other pixels ---
 
     @triton.jit
-    def _blur(image, exponent, taps, across, along, stride, size, mask):
+    def _blur(image, exponent, taps, across, along, stride, size, mask, VECTOR: tl.constexpr):
         """A Gaussian along one axis, whose ends are mirrored."""
         r = tl.zeros(mask.shape, tl.float32)
         g, b = r, r
@@ -423,6 +424,8 @@ if triton is not None:
             weight = tl.exp(-(d * d).to(tl.float32) * exponent)
             at = tl.abs(along + d)
             at = (size - 1 - tl.abs(size - 1 - at)) * stride + across
+            if VECTOR > 1:
+                at = tl.max_contiguous(tl.multiple_of(at, VECTOR), VECTOR)
             red, green, blue = _load(image, at, mask)
             r, g, b = r + weight * red, g + weight * green, b + weight * blue
             norm += weight

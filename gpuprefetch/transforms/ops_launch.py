@@ -20,7 +20,7 @@ _ChannelValues = Sequence[float] | torch.Tensor | None
 
 _CODES = {name: op.code for name, op in OPS.items()}
 _MOVING = _CODES["HFLIP"]  # this one, and all after it, read other pixels
-_WITH_STATISTICS = [op.code for op in OPS.values() if op.statistics]
+_NEEDS_STATISTICS = np.array([op.statistics is not None for op in OPS.values()])
 
 
 @dataclass(slots=True)
@@ -68,7 +68,8 @@ def launch(
     if finish:  # what stands between them does nothing
         groups[-1].last, groups[-1].end = before, n_slots
     pairs = _pairs(groups, codes, params)
-    table = _table(program, codes, params, _colors(images, mean, std), pairs)
+    colors = _colors(images, mean, std) if finish else np.zeros(6, np.float32)
+    table = _table(program, codes, params, colors, pairs)
     tail = codes.size * kernel.FIELDS
     own = tail + 6
     starts = own if program.rows is None else own + count + pairs.size
@@ -137,6 +138,7 @@ def _launch(
         uint8,
         group.moves,
         finish,
+        1 if out.shape[3] % 4 else 4,
         kernel.BLOCK,
         num_warps=kernel.NUM_WARPS,
     )
@@ -153,10 +155,10 @@ def _strides(images: torch.Tensor) -> tuple[int, int, int]:
 
 def _groups(codes: _Ints) -> list[_Group]:
     """The launches: a new one where pixels move, and for statistics of what has moved."""
-    used, moves = np.any(codes > 0, axis=1), np.any(codes >= _MOVING, axis=1).tolist()
-    statistics = np.isin(codes, _WITH_STATISTICS).any(1).tolist()
+    moves = (codes.max(1, initial=0) >= _MOVING).tolist()
+    statistics = [row.any() for row in _NEEDS_STATISTICS[codes]]
     groups: list[_Group] = []
-    for slot in np.flatnonzero(used).tolist():
+    for slot in np.flatnonzero(codes.any(1)).tolist():
         if groups and not moves[slot] and not (statistics[slot] and groups[-1].moves):
             groups[-1].last = groups[-1].end = slot + 1
         else:
@@ -172,8 +174,8 @@ def _pairs(groups: list[_Group], codes: _Ints, params: _Singles) -> _Ints:
     pairs = [np.empty((0, 2), np.int32)]
     for group in groups:
         start = sum(map(len, pairs))
-        needs: npt.NDArray[np.bool_] = np.isin(codes[group.first : group.last], _WITH_STATISTICS)
-        order: npt.NDArray[np.int64] = needs.cumsum(0) * needs
+        needs = _NEEDS_STATISTICS[codes[group.first : group.last]]
+        order = needs.cumsum(0) * needs
         for turn in range(1, int(order.max(initial=0)) + 1):
             slot, image = np.nonzero(order == turn)
             slot += group.first
@@ -223,7 +225,7 @@ def _pack(program: Program, images: torch.Tensor, before: int) -> tuple[_Ints, _
     codes, args = program.ops.copy(), program.args
     params = args[..., : kernel.FIELDS - 1].astype(np.float32)
     names = list(OPS)
-    for code in np.unique(codes).tolist():
+    for code in np.bincount(codes.ravel()).nonzero()[0].tolist():
         name, at = names[code], np.equal(codes, code)
         mine = args[at]
         if channels == 1 and name in ("SATURATION", "HUE", "GRAYSCALE", "PERMUTE"):
@@ -255,6 +257,10 @@ def _as_uint8(values: _Doubles) -> _Doubles:
     return np.trunc(values) % 256
 
 
+def _no_nan(values: _Doubles) -> _Doubles:
+    return np.where(np.isnan(values), 0.0, values)
+
+
 def _coordinates(name: str, args: _Doubles, images: torch.Tensor) -> _Singles:
     """(K, 11): a matrix and its denominator on torch's grid from -1 to 1, then the fill."""
     height, width = images.shape[2:]
@@ -263,7 +269,7 @@ def _coordinates(name: str, args: _Doubles, images: torch.Tensor) -> _Singles:
     fills = {"AFFINE": 8, "ROTATE": 3, "PERSPECTIVE": 8, "ELASTIC": 1, "MATRIX": 6}
     fill = args[:, fills[family] : fills[family] + 3]
     if mode == "NEAREST" or family == "MATRIX":
-        fill = np.nan_to_num(fill)
+        fill = _no_nan(fill)
     if family == "MATRIX" and images.dtype == torch.uint8:
         fill = _as_uint8(fill)
     params[:, 8:11] = fill
@@ -289,7 +295,7 @@ def _affine_matrices(args: _Doubles, height: int, width: int) -> _Doubles:
     """From output to source, (K, 6), both in pixels from the middle, as torchvision has it."""
     angle, shear_x, shear_y = np.radians(args[:, [0, 4, 5]]).T
     scale = args[:, 3]
-    center = np.nan_to_num(args[:, 6:8] - (0.5 * width, 0.5 * height))
+    center = _no_nan(args[:, 6:8] - (0.5 * width, 0.5 * height))
     moved = (center + args[:, 1:3]).T
     a = np.cos(angle - shear_y) / np.cos(shear_y)
     b = -(a * np.tan(shear_x) + np.sin(angle))
