@@ -365,6 +365,7 @@ def test_nothing_to_do_gives_the_images():
         (torch.zeros(2, 3, 4, 4), {"finals": 1}, {}, "may erase"),
         (torch.zeros(2, 3, 4, 4), {}, {"dtype": torch.uint8}, "dtype must be"),
         (torch.zeros(2, 3, 4, 4), {}, {"mean": (0.5, 0.5)}, "mean must have 3 values"),
+        (torch.zeros(1, 3, 4, 4), {"rows": np.array([0, 1])}, {}, "rows must be of"),
         (torch.zeros(2, 3, 4, 1), {}, {}, "too small for a blur|Padding size"),
     ],
 )

@@ -384,6 +384,8 @@ def check(
             f"a program of {count} images must have ops (S, {count}) and args (S, {count}, "
             f"{ARGS}), got {ops.shape} and {program.args.shape}"
         )
+    if program.rows is not None and not ((0 <= program.rows) & (program.rows < len(images))).all():
+        raise ValueError(f"rows must be of the {len(images)} images, got {program.rows.tolist()}")
     erases = [OPS[name].code for name in ("IDENTITY", "ERASE", "ERASE_NOISE")]
     if program.finals and not np.isin(ops[len(ops) - program.finals :], erases).all():
         raise ValueError("slots after normalization may erase, and do nothing else")

@@ -246,6 +246,9 @@ def _pack(program: Program, images: torch.Tensor, before: int) -> tuple[_Ints, _
             at[before:] = False
             params[at, 4:7] = _as_uint8(args[at, 4:7])
         elif OPS[name].kind == "gather" and "_" in name:
+            n_fields = 0 if program.fields is None else len(program.fields)
+            if name.startswith("ELASTIC") and mine[:, 0].max() >= n_fields:
+                raise ValueError(f"ELASTIC ops refer to more than the {n_fields} fields there are")
             params[at] = _coordinates(name, mine, images)
             if name.startswith("ROTATE"):
                 codes[at] = code + _CODES["AFFINE_NEAREST"] - _CODES["ROTATE_NEAREST"]
