@@ -8,7 +8,7 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from gpuprefetch.transforms import ops, ops_kernel, ops_launch
+from gpuprefetch.transforms import ops, ops_kernel, ops_launch, ops_points
 
 pytestmark = pytest.mark.skipif(ops_kernel.triton is None, reason="needs Triton")
 
@@ -379,4 +379,4 @@ def test_what_does_not_fit(run, images, change, options, message):
 def test_kernels_know_the_codes():
     for name, op in ops.OPS.items():
         if not name.startswith("ROTATE"):
-            assert getattr(ops_kernel, name).value == op.code
+            assert getattr(ops_points, name).value == op.code
