@@ -35,6 +35,7 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch.core.nested import map_leaves
+from gpuprefetch.transforms.launch import HAS_TRITON
 
 ARGS = 12
 
@@ -132,7 +133,10 @@ def run(
     Raises:
         ValueError: if shapes, dtypes or codes do not fit together.
     """
-    return reference(images, program, mean=mean, std=std, dtype=dtype, memory_format=memory_format)
+    from gpuprefetch.transforms import ops_launch
+
+    by = ops_launch.launch if images.is_cuda and HAS_TRITON else reference
+    return by(images, program, mean=mean, std=std, dtype=dtype, memory_format=memory_format)
 
 
 # --- The eager twin ---
