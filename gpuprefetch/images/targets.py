@@ -24,8 +24,7 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 from gpuprefetch.core.nested import children_of, leaves, map_leaves, moves_itself, objects, select
 from gpuprefetch.images.encoded import EncodedImage, EncodedImages
 from gpuprefetch.transforms.head import apply_head, is_fused
-from gpuprefetch.transforms.per_image import Apply, Choice, Loop, PerImage, Policy, Switch
-from gpuprefetch.transforms.timm import TimmAugment
+from gpuprefetch.transforms.per_image import Loop, PerImage
 
 # Note [Coordinates]
 # Pixel k reaches from k to k + 1, for boxes and points alike, as in COCO and torchvision's models.
@@ -303,7 +302,7 @@ _MOVERS = tuple(
     " kornia.augmentation._2d.geometric. kornia.augmentation._2d.mix. kornia.geometry."
     " torchvision.transforms.autoaugment."
     " torchvision.transforms.v2._auto_augment. torchvision.transforms.v2._geometry."
-    " torchvision.transforms._presets.ImageClassification".split()
+    " torchvision.transforms._presets.ImageClassification timm.data.auto_augment.".split()
 )
 
 
@@ -316,10 +315,10 @@ def _movers(transform: Any) -> Iterator[str]:
             kind = getattr(v2, kind.__name__, kind)  # v1 is one file; those of v2 tell what moves
         if f"{kind.__module__}.{kind.__name__}".startswith(_MOVERS):
             yield type(transform).__name__
-    if isinstance(transform, TimmAugment) and "affine" in transform.kinds:
-        yield type(transform).__name__
     held = transform.children() if isinstance(transform, torch.nn.Module) else ()
-    if isinstance(transform, PerImage) and transform.op is not None:
+    if isinstance(transform, PerImage):
+        held = iter(transform.recipe.ops)
+    elif isinstance(transform, Loop):
         held = iter([transform.op])
     listed = getattr(transform, "transforms", ())
     for each in (*held, *(listed if isinstance(listed, (list, tuple)) else ())):
@@ -483,11 +482,9 @@ def _runner(transform: Any, names: Sequence[Any]) -> Callable[[Any, Samples], An
 
     ``names`` are those of the parts of a target, where samples are dicts.
     """
-    if isinstance(transform, (Loop, Policy, Switch)) or (
-        isinstance(transform, (Apply, Choice))
-        and transform.op is not None
-        and moves_pixels([transform])
-    ):
+    if isinstance(transform, PerImage):
+        return partial(_run_program, transform) if moves_pixels([transform]) else None
+    if isinstance(transform, Loop):
         transform = transform.op
     v2 = sys.modules.get("torchvision.transforms.v2")
     if v2 is not None and isinstance(transform, v2.Transform):
@@ -518,6 +515,16 @@ def _run_fused(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
 
     each = zip(rows, samples, strict=True)
     return images, [map_leaves(partial(moved, row), parts) for row, parts in each]
+
+
+def _run_program(transform: PerImage, images: torch.Tensor, samples: Samples) -> Any:
+    drawn = transform.draw(images)
+
+    def moved(row: int, leaf: Any) -> Any:
+        return transform.apply_one(leaf, drawn, row) if followers(leaf) else leaf
+
+    each = [map_leaves(partial(moved, row), parts) for row, parts in enumerate(samples)]
+    return transform.apply(images, drawn), each
 
 
 def _run_each(transform: Any, names: Sequence[Any], images: torch.Tensor, samples: Samples) -> Any:
