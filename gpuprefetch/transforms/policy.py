@@ -185,7 +185,7 @@ def _jitter(op: Any) -> Order:
 def _distort(op: Any) -> Distort:
     names = (*_ADJUSTMENTS, "contrast")
     adjust = [One(n.upper(), partial(_between, *getattr(op, n)), 1, op.p) for n in names]
-    return Distort(Row((*adjust, One("PERMUTE", _permuted, 3, op.p))))
+    return Distort((*adjust, One("PERMUTE", _permuted, 3, op.p)))
 
 
 def _gray(op: Any) -> One | None:

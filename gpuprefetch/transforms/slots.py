@@ -39,8 +39,12 @@ class Slots(Protocol):
     def slots(self) -> int:
         """How many."""
 
-    def draw(self, keys: Keys, picture: Picture) -> Drawn:
-        """The ops of the images with these ``(N,)`` keys."""
+    @property
+    def numbers(self) -> int:
+        """How many random numbers it takes for an image."""
+
+    def draw(self, u: Floats, picture: Picture) -> Drawn:
+        """The ops of N images from ``(numbers, N)`` uniform numbers in [0, 1)."""
 
 
 def nothing(u: Floats, picture: Picture) -> Columns:
@@ -65,87 +69,90 @@ class One:
     p: float = 1.0
     slots = 1
 
-    def draw(self, keys: Keys, picture: Picture) -> Drawn:
-        u = uniform(keys, 1 + self.draws).T
-        args = np.zeros((len(keys), 1, ARGS))
+    @property
+    def numbers(self) -> int:
+        return 1 + self.draws
+
+    def draw(self, u: Floats, picture: Picture) -> Drawn:
+        args = np.zeros((u.shape[1], 1, ARGS))
         for column, values in enumerate(self.sample(u[1:], picture)):
             args[:, 0, column] = values
-        codes = np.where(u[0] < self.p, OPS[self.name].code, 0)
-        return codes[:, None].astype(np.int32), args
+        code = np.int32(OPS[self.name].code)
+        return (u[0] < self.p)[:, None] * code, args
 
 
 @dataclass(frozen=True)
-class Row:
+class _Several:
+    parts: tuple[Slots, ...]
+
+    @property
+    def slots(self) -> int:
+        return sum(part.slots for part in self.parts)
+
+    @property
+    def numbers(self) -> int:
+        return 1 + sum(part.numbers for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Row(_Several):
     """Slots one after the other; ``p`` is the chance that an image goes through them at all."""
 
-    parts: tuple[Slots, ...]
     p: float = 1.0
 
-    @property
-    def slots(self) -> int:
-        return sum(part.slots for part in self.parts)
-
-    def draw(self, keys: Keys, picture: Picture) -> Drawn:
-        codes, args = together(self.parts, keys, picture)
-        if self.p < 1:
-            codes = np.where(uniform(fold(keys, -1), 1) < self.p, codes, 0)
-        return codes, args
+    def draw(self, u: Floats, picture: Picture) -> Drawn:
+        codes, args = together(self.parts, u[1:], picture)
+        return codes * (u[0] < self.p)[:, None], args
 
 
 @dataclass(frozen=True)
-class Order:
+class Order(_Several):
     """The same in an order that each image draws."""
 
-    parts: tuple[Slots, ...]
-
     @property
-    def slots(self) -> int:
-        return sum(part.slots for part in self.parts)
+    def numbers(self) -> int:
+        return len(self.parts) + sum(part.numbers for part in self.parts)
 
-    def draw(self, keys: Keys, picture: Picture) -> Drawn:
-        codes, args = together(self.parts, keys, picture)
-        ranks = uniform(fold(keys, -1), len(self.parts))
-        part_of = np.repeat(np.arange(len(self.parts)), [part.slots for part in self.parts])
-        order = np.argsort(ranks[:, part_of], axis=1, kind="stable")
-        args = np.take_along_axis(args, order[:, :, None], axis=1)
-        return np.take_along_axis(codes, order, axis=1), args
+    def draw(self, u: Floats, picture: Picture) -> Drawn:
+        count = len(self.parts)
+        codes, args = together(self.parts, u[count:], picture)
+        part_of = np.repeat(np.arange(count), [part.slots for part in self.parts])
+        order = np.argsort(u[part_of].T, axis=1, kind="stable")
+        rows = np.arange(len(order))[:, None]
+        return codes[rows, order], args[rows, order]
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(_Several):
     """Each image goes through one of the parts, chosen with the chances ``p``, which sum to 1."""
 
-    parts: tuple[Slots, ...]
     p: tuple[float, ...]
 
     @property
     def slots(self) -> int:
         return max(part.slots for part in self.parts)
 
-    def draw(self, keys: Keys, picture: Picture) -> Drawn:
-        choice = _chosen(uniform(fold(keys, -1), 1)[:, 0], self.p)
-        codes = np.zeros((len(keys), self.slots), dtype=np.int32)
-        args = np.zeros((len(keys), self.slots, ARGS))
+    def draw(self, u: Floats, picture: Picture) -> Drawn:
+        choice = np.searchsorted(np.cumsum(self.p)[:-1], u[0], side="right")
+        codes = np.zeros((u.shape[1], self.slots), dtype=np.int32)
+        args, first = np.zeros((*codes.shape, ARGS)), 1
         for number, part in enumerate(self.parts):
             rows = np.flatnonzero(choice == number)
-            chosen = part.draw(fold(keys[rows], number), picture)
+            chosen = part.draw(u[first : first + part.numbers, rows], picture)
             codes[rows, : part.slots], args[rows, : part.slots] = chosen
+            first += part.numbers
         return codes, args
 
 
 @dataclass(frozen=True)
-class Distort:
+class Distort(_Several):
     """RandomPhotometricDistort: its contrast comes before saturation and hue, or after them."""
 
-    row: Row  # brightness, contrast, saturation, hue, contrast, permutation
+    # Brightness, contrast, saturation, hue, contrast, permutation.
 
-    @property
-    def slots(self) -> int:
-        return self.row.slots
-
-    def draw(self, keys: Keys, picture: Picture) -> Drawn:
-        codes, args = self.row.draw(keys, picture)
-        before = uniform(fold(keys, -1), 1)[:, 0] < 0.5
+    def draw(self, u: Floats, picture: Picture) -> Drawn:
+        codes, args = together(self.parts, u[1:], picture)
+        before = u[0] < 0.5
         # Not two chances for contrast, but one, in one of two places.
         codes[:, 4] = np.where(before, 0, codes[:, 1])
         codes[:, 1] *= before
@@ -189,32 +196,35 @@ class Table:
     def slots(self) -> int:
         return self.layers * self.codes.shape[1]
 
-    def draw(self, keys: Keys, picture: Picture) -> Drawn:
-        count, (policies, steps) = len(keys), self.codes.shape
+    @property
+    def numbers(self) -> int:
+        chosen = self.layers if self.weights is None else len(self.codes)
+        return 5 * self.slots + chosen + 1
+
+    def draw(self, u: Floats, picture: Picture) -> Drawn:
+        count, (policies, steps) = u.shape[1], self.codes.shape
+        u, chance, depth = u[: 5 * self.slots], u[5 * self.slots : -1].T, u[-1:].T
         if self.weights is None:
-            chosen = (uniform(fold(keys, -1), self.layers) * policies).astype(np.int64)
+            chosen = (chance * policies).astype(np.int64)
         else:  # Efraimidis and Spirakis: the largest of u ** (1 / weight)
-            u = uniform(fold(keys, -1), policies)
-            chosen = np.argsort(np.log1p(-u) / -self.weights, axis=1)[:, : self.layers]
+            chosen = np.argsort(np.log1p(-chance) / -self.weights, axis=1)[:, : self.layers]
         entry = (chosen[:, :, None] * steps + np.arange(steps)).reshape(count, -1)
-        u = uniform(keys, 5 * self.slots).reshape(count, self.slots, 5)
+        runs, one, two, sign, other = u.reshape(5, self.slots, count).transpose(0, 2, 1)
         magnitudes = _magnitudes(self, picture)
         bins = magnitudes.shape[2]
-        bin_ = self._bins(entry, u[..., 1], u[..., 2], bins)
-        flat = magnitudes.reshape(-1, bins, 2)[entry, bin_, (u[..., 3] > 0.5).astype(np.int64)]
-        runs = u[..., 0] < self.chances.ravel()[entry]
+        chosen = self._bins(entry, one, two, bins)
+        values = magnitudes.reshape(-1, bins, 2)[entry, chosen, (sign > 0.5).astype(np.int64)]
+        kept = runs < self.chances.ravel()[entry]
         if self.most:
-            depth = np.floor(uniform(fold(keys, -2), 1) * self.layers)
-            runs &= np.repeat(np.arange(self.layers), steps) <= depth
+            kept &= np.repeat(np.arange(self.layers), steps) <= np.floor(depth * self.layers)
         codes = self.codes.ravel()[entry]
         if self.others is not None:
-            codes = np.where(u[..., 4] < 0.5, codes, self.others.ravel()[entry])
+            codes = np.where(other < 0.5, codes, self.others.ravel()[entry])
         args, column = self.args.reshape(-1, ARGS)[entry], self.columns.ravel()[entry]
-        np.put_along_axis(args, np.maximum(column, 0)[..., None], flat[..., None], axis=2)
-        turned = column == ROTATION
-        if turned.any():
-            args[turned, :6] = _rotation(flat[turned], picture)
-        return np.where(runs, codes, 0).astype(np.int32), args
+        np.put_along_axis(args, np.maximum(column, 0)[..., None], values[..., None], axis=2)
+        if (turned := column == ROTATION).any():
+            args[turned, :6] = _rotation(values[turned], picture)
+        return codes * kept, args
 
     def _bins(self, entry: Any, u: Floats, v: Floats, bins: int) -> npt.NDArray[np.int64]:
         if self.noise is None:
@@ -254,11 +264,10 @@ class Mix:
     def draw(self, keys: Keys, picture: Picture) -> tuple[Program, Floats]:
         """The chains, one after the other, and the weights ``(N, 1 + width)``, the image's first."""
         each = np.concatenate([fold(keys, number) for number in range(self.width)])
-        rows = np.tile(np.arange(len(keys)), self.width)
+        program = program_of([self.chain], each, picture)
+        program.rows = np.tile(np.arange(len(keys)), self.width)
         own = _dirichlet(fold(keys, -1), self.alpha, 2)
         weights = _dirichlet(fold(keys, -2), self.alpha, self.width) * own[:, 1:]
-        program = program_of([self.chain], each, picture)
-        program.rows = rows
         return program, np.concatenate([own[:, :1], weights], axis=1)
 
 
@@ -266,22 +275,22 @@ def program_of(
     parts: Sequence[Slots], keys: Keys, picture: Picture, finals: Sequence[Slots] = ()
 ) -> Program:
     """The program of a batch: the slots of ``parts``, and ``finals`` after normalization."""
-    codes, args = together([*parts, *finals], keys, picture)
+    every = (*parts, *finals)
+    u = np.ascontiguousarray(uniform(keys, sum(part.numbers for part in every)).T)
+    codes, args = together(every, u, picture)
     codes, args = np.ascontiguousarray(codes.T), np.ascontiguousarray(args.transpose(1, 0, 2))
     return Program(codes, args, sum(part.slots for part in finals))
 
 
-def together(parts: Sequence[Slots], keys: Keys, picture: Picture) -> Drawn:
+def together(parts: Sequence[Slots], u: Floats, picture: Picture) -> Drawn:
     """The slots of several parts, side by side."""
-    drawn = [part.draw(fold(keys, number), picture) for number, part in enumerate(parts)]
-    codes = [np.zeros((len(keys), 0), dtype=np.int32), *(codes for codes, _ in drawn)]
-    args = [np.zeros((len(keys), 0, ARGS)), *(args for _, args in drawn)]
-    return np.concatenate(codes, axis=1), np.concatenate(args, axis=1)
-
-
-def _chosen(u: Floats, p: Sequence[float]) -> npt.NDArray[np.int64]:
-    """Indices with the chances ``p``."""
-    return np.searchsorted(np.cumsum(p)[:-1], u, side="right").astype(np.int64)
+    codes, args = np.zeros((u.shape[1], 0), dtype=np.int32), np.zeros((u.shape[1], 0, ARGS))
+    drawn, first = [(codes, args)], 0
+    for part in parts:
+        drawn.append(part.draw(u[first : first + part.numbers], picture))
+        first += part.numbers
+    every_code, every_arg = zip(*drawn, strict=True)
+    return np.concatenate(every_code, axis=1), np.concatenate(every_arg, axis=1)
 
 
 def normal(u: Floats, v: Floats) -> Floats:
@@ -297,6 +306,8 @@ def _dirichlet(keys: Keys, alpha: float, count: int) -> Floats:
 
 def _gamma(keys: Keys, alpha: float) -> Floats:
     """``(N,)`` gamma numbers (Marsaglia and Tsang, 2000), for ``alpha`` below 1 by a power."""
+    if alpha == 1:
+        return np.asarray(-np.log1p(-uniform(keys, 1)[:, 0]))
     tries = 8  # each is taken with a chance of at least 0.95
     u = uniform(keys, 3 * tries + 1)
     d = alpha + (alpha < 1) - 1 / 3

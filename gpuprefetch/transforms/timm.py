@@ -152,6 +152,11 @@ def _table(op: Any, layers: int, *, most: bool = False) -> Table:
 
 def _magnitudes(policies: list[list[Any]], picture: Picture, *, drawn: bool) -> Floats:
     """Of each step what its levels make of it, with both signs."""
+    if picture.white != 255:
+        raise TypeError(
+            "timm's policies take uint8 images, and these are in floating point. Put them before "
+            "a conversion to float, or right after the crop in transforms."
+        )
     longest = max(map(len, policies))
     table = np.zeros((len(policies), longest, _BINS if drawn else 1, 2))
     for i, policy in enumerate(policies):
