@@ -150,20 +150,19 @@ def reference(
     """Eager twin of :func:`run`: torchvision's functions, image by image."""
     from torchvision.transforms.v2 import functional as F
 
-    _check(images, program)
-    dtype = _result_dtype(images, mean, std, dtype)
+    dtype = check(images, program, mean, std, dtype)
     rows = range(len(images)) if program.rows is None else program.rows.tolist()
     done = [apply_one(images[row], program, n) for n, row in enumerate(rows)]
     if dtype.is_floating_point:
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         done = [F.to_dtype(image, compute, scale=True) for image in done]
         if mean is not None or std is not None:
-            done = [F.normalize(image, *_colors(mean, std, images.shape[1])) for image in done]
+            done = [F.normalize(image, *colors_of(mean, std, images.shape[1])) for image in done]
     done = [apply_one(image.to(dtype), program, n, finals=True) for n, image in enumerate(done)]
     if not done:
         return images.new_empty((0, *images.shape[1:]), dtype=dtype)
     result = torch.stack(done)
-    return result.contiguous(memory_format=memory_format or _memory_format(images))
+    return result.contiguous(memory_format=memory_format or memory_format_of(images))
 
 
 def apply_one(inputs: Any, program: Program, row: int, *, finals: bool = False) -> Any:
@@ -360,7 +359,14 @@ def noise(seed: int, shape: Sequence[int]) -> torch.Tensor:
 # --- What comes in ---
 
 
-def _check(images: torch.Tensor, program: Program) -> None:
+def check(
+    images: torch.Tensor,
+    program: Program,
+    mean: _ChannelValues,
+    std: _ChannelValues,
+    dtype: torch.dtype | None,
+) -> torch.dtype:
+    """Refuse what does not fit together; return the dtype of the result."""
     ops, count = program.ops, len(images if program.rows is None else program.rows)
     if images.dim() != 4 or not (images.dtype == torch.uint8 or images.is_floating_point()):
         raise ValueError(
@@ -372,14 +378,9 @@ def _check(images: torch.Tensor, program: Program) -> None:
             f"a program of {count} images must have ops (S, {count}) and args (S, {count}, "
             f"{ARGS}), got {ops.shape} and {program.args.shape}"
         )
-    allowed = [OPS[name].code for name in ("IDENTITY", "ERASE", "ERASE_NOISE")]
-    if program.finals and not np.isin(ops[len(ops) - program.finals :], allowed).all():
+    erases = [OPS[name].code for name in ("IDENTITY", "ERASE", "ERASE_NOISE")]
+    if program.finals and not np.isin(ops[len(ops) - program.finals :], erases).all():
         raise ValueError("slots after normalization may erase, and do nothing else")
-
-
-def _result_dtype(
-    images: torch.Tensor, mean: _ChannelValues, std: _ChannelValues, dtype: torch.dtype | None
-) -> torch.dtype:
     normalized = mean is not None or std is not None
     if dtype is None:
         return torch.float32 if normalized and images.dtype == torch.uint8 else images.dtype
@@ -390,19 +391,19 @@ def _result_dtype(
     return dtype
 
 
-def _colors(
-    mean: _ChannelValues, std: _ChannelValues, channels: int
-) -> tuple[list[float], list[float]]:
+def colors_of(mean: _ChannelValues, std: _ChannelValues, channels: int) -> list[list[float]]:
+    """The mean and the std of every channel, as numbers."""
     colors = []
     for name, values, default in (("mean", mean, 0.0), ("std", std, 1.0)):
-        numbers = torch.as_tensor(default if values is None else values, dtype=torch.float64)
-        numbers = numbers.flatten().tolist()
+        given = torch.as_tensor(default if values is None else values, dtype=torch.float64)
+        numbers: list[float] = given.flatten().tolist()
         if len(numbers) not in (1, channels):
             raise ValueError(f"{name} must have {channels} values, one a channel, got {numbers}")
         colors.append(numbers if len(numbers) > 1 else numbers * channels)
-    return colors[0], colors[1]
+    return colors
 
 
-def _memory_format(images: torch.Tensor) -> torch.memory_format:
-    dense = images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
-    return torch.channels_last if dense else torch.contiguous_format
+def memory_format_of(images: torch.Tensor) -> torch.memory_format:
+    """The one of the two that images have."""
+    last = images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
+    return torch.channels_last if last else torch.contiguous_format
