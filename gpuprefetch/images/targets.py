@@ -521,10 +521,10 @@ def _run_program(transform: PerImage, images: torch.Tensor, samples: Samples) ->
     drawn = transform.draw(images)
 
     def moved(row: int, leaf: Any) -> Any:
-        return transform.apply_one(leaf, drawn, row) if followers(leaf) else leaf
+        return transform.carry_out_one(leaf, drawn, row) if followers(leaf) else leaf
 
     each = [map_leaves(partial(moved, row), parts) for row, parts in enumerate(samples)]
-    return transform.apply(images, drawn), each
+    return transform.carry_out(images, drawn), each
 
 
 def _run_each(transform: Any, names: Sequence[Any], images: torch.Tensor, samples: Samples) -> Any:

@@ -253,9 +253,9 @@ def _walk(
                     new = _State(first(new.image[None])[0])
             if isinstance(module, PerImage):  # drawn once, for both sides
                 parts = module.drawn(fold(number, [0]), before)
-                alone = old.then(op, module.apply(before[None], parts)[0])
-                new = new.then(op, module.apply(new.image[None], parts)[0])
-                old = old.then(op, module.apply_one(old.image, parts, 0))
+                alone = old.then(op, module.carry_out(before[None], parts)[0])
+                new = new.then(op, module.carry_out(new.image[None], parts)[0])
+                old = old.then(op, module.carry_out_one(old.image, parts, 0))
             else:
                 alone = old.then(op, drawn(module, before[None], number)[0])
                 new = new.then(op, drawn(module, new.image[None], number)[0])

@@ -339,9 +339,7 @@ class _Converter:
         if self.is_tensor and not op.antialias and "nearest" not in filter_of(op):
             return None
         # PIL's takes the pixel at the center.
-        how = (
-            filter_of(op) if self.is_tensor else filter_of(op).replace("nearest", "nearest-exact")
-        )
+        how = filter_of(op) if self.is_tensor else filter_of(op).replace("nearest", "nearest-exact")
         if name == "Resize":
             size = op.size[0] if op.size and len(op.size) == 1 else op.size
             return Resize(size, how, op.max_size)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,10 +95,6 @@ class Recipe:
     finals: tuple[Slots, ...] = ()
     cast: Cast = Cast(None, None)
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.steps or self.finals)
-
     def then(self, op: Any) -> Recipe | None:
         """The recipe with one more transform; None where it is not for one program."""
         longer = replace(self, ops=(*self.ops, op))
@@ -150,7 +145,8 @@ class Part:
         chains = run(images, self.program).view(len(others), *images.shape)
         for weight, chain in zip(others, chains, strict=True):
             total.addcmul_(chain, weight)
-        return total.to(images.dtype)
+        result: torch.Tensor = total.to(images.dtype)
+        return result
 
     def mixed_one(self, sample: Any, row: int) -> Any:
         """The same of one sample, an image with or without boxes, masks and points."""
@@ -163,13 +159,12 @@ class Part:
                 "AugMix mixes what it moves to different places, and boxes, masks or points "
                 "cannot follow. Leave it out where there are some."
             )
-        count, mine = len(self.weights), self.weights[row].tolist()
-        total = F.pil_to_tensor(sample) * mine[0] if hasattr(sample, "getbands") else sample * mine[0]
-        for number, weight in enumerate(mine[1:]):
-            chain = apply_one(sample, self.program, number * count + row)
-            total += weight * (F.pil_to_tensor(chain) if hasattr(chain, "getbands") else chain)
-        if hasattr(sample, "getbands"):
-            return F.to_pil_image(total.to(torch.uint8))
+        if hasattr(sample, "getbands"):  # a PIL image, of which torchvision makes a tensor as well
+            return F.to_pil_image(self.mixed_one(F.pil_to_tensor(sample), row))
+        own, *others = self.weights[row].tolist()
+        total = sample * own
+        for number, weight in enumerate(others):
+            total += weight * apply_one(sample, self.program, number * len(self.weights) + row)
         return total.to(sample.dtype)
 
 
@@ -232,12 +227,14 @@ class PerImage(torch.nn.Module):
         return self.__dict__ | {"recipe": self.recipe.ops}  # torchvision's tables do not pickle
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state | {"recipe": _read(state["recipe"])})
+        super().__setstate__(  # type: ignore[no-untyped-call]
+            state | {"recipe": _read(state["recipe"])}
+        )
 
     def extra_repr(self) -> str:
         return f"{self.op!r}" + ("" if self.seed is None else f", seed={self.seed}")
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Transform a batch.
 
@@ -252,7 +249,7 @@ class PerImage(torch.nn.Module):
             TypeError: for anything else.
         """
         _check(images)
-        return self.apply(images, self.draw(images))
+        return self.carry_out(images, self.draw(images))
 
     def draw(self, images: torch.Tensor) -> list[Part]:
         """What is done to these images, drawn on the CPU."""
@@ -265,7 +262,9 @@ class PerImage(torch.nn.Module):
     def drawn(self, keys: Keys, images: torch.Tensor) -> list[Part]:
         """What is done to images with these ``(N,)`` keys."""
         recipe, (channels, height, width) = self.recipe, images.shape[-3:]
-        floats = images.is_floating_point() if recipe.before is None else recipe.scaled
+        floats = images.is_floating_point()
+        if recipe.before is not None:
+            floats = isinstance(recipe.before, ToFloat)
         picture = Picture(height, width, channels, 1.0 if floats else 255.0)
         parts, row = list[Part](), list[Slots]()
         for number, step in enumerate(recipe.steps):
@@ -278,7 +277,7 @@ class PerImage(torch.nn.Module):
         last = row or recipe.finals or recipe.scaled or recipe.normalize or not parts
         return [*parts, Part(program_of(row, keys, picture, recipe.finals))] if last else parts
 
-    def apply(self, images: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
+    def carry_out(self, images: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
         """Carry out what :meth:`draw` drew for these images."""
         recipe = self.recipe
         images = images if recipe.before is None else recipe.before(images)
@@ -302,7 +301,7 @@ class PerImage(torch.nn.Module):
             memory_format=recipe.cast.memory_format,
         )
 
-    def apply_one(self, sample: Any, parts: Sequence[Part], row: int) -> Any:
+    def carry_out_one(self, sample: Any, parts: Sequence[Part], row: int) -> Any:
         """Do to one sample what they say of an image: move its boxes, masks and points as well.
 
         Conversions and Normalize are left out.
@@ -354,9 +353,7 @@ def _why_not(op: Any, recipe: Recipe) -> str:
     )
 
 
-def on_levels(
-    head: Any, tail: Sequence[Transform], cast: Cast
-) -> tuple[list[Transform], bool]:
+def on_levels(head: Any, tail: Sequence[Transform], cast: Cast) -> tuple[list[Transform], bool]:
     """Let the first program take uint8 of the fused transforms, and do what else they would.
 
     Args:
@@ -373,6 +370,7 @@ def on_levels(
     recipe = first.recipe
     given = isinstance(recipe.before, ToUint8)
     same = recipe.before is None and all(map(_is_same_on_levels, recipe.ops))
+    same = same and not all(type(op).__name__.endswith("Flip") for op in recipe.ops)
     if first.seed is not None or not recipe.steps or not (given or same):
         return [*tail], False
     scaled = recipe.scaled or not given
@@ -407,7 +405,8 @@ def grouped(transforms: Iterable[Transform]) -> list[Transform]:
 
 
 def _of_recipe(recipe: Recipe) -> list[Transform]:
-    return [*recipe.ops] if recipe.is_empty else [PerImage.of(recipe)]
+    draws = any(name_of(op) != "Grayscale" for op in recipe.ops if compiled(op) is not None)
+    return [PerImage.of(recipe)] if draws else [*recipe.ops]
 
 
 class Loop(torch.nn.Module):

@@ -87,15 +87,20 @@ def _blur(op: Any, u: Floats, picture: Picture) -> Columns:
 
 
 def _rotation(op: Any, u: Floats, picture: Picture) -> Columns:
-    (angle,) = _between(*op.degrees, u, picture)
-    return [angle, *(op.center or (math.nan, math.nan)), *_fill(op)]
+    return [
+        *_between(op.degrees[0], op.degrees[1], u, picture),
+        *(op.center or (math.nan, math.nan)),
+        *_fill(op),
+    ]
 
 
 def _affine(op: Any, u: Floats, picture: Picture) -> Columns:
     def drawn(number: int, bounds: Sequence[float]) -> Floats:
         return np.asarray(bounds[0] + (bounds[1] - bounds[0]) * u[number])
 
-    x, y = (share * side for share, side in zip(op.translate or (0, 0), picture[1::-1], strict=True))
+    x, y = (
+        share * side for share, side in zip(op.translate or (0, 0), picture[1::-1], strict=True)
+    )
     shear = op.shear or (0, 0)
     return [
         drawn(0, op.degrees),
@@ -289,7 +294,9 @@ def _magnitudes(
             make = _OF_MAGNITUDE[name][2]
             for k, number in enumerate(chosen):
                 value = 0.0 if values is None else float(values[number])
-                table[i, j, k] = [make(v, picture.white) for v in (-value if signed else value, value)]
+                table[i, j, k] = [
+                    make(v, picture.white) for v in (-value if signed else value, value)
+                ]
     return table
 
 

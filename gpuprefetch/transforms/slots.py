@@ -194,7 +194,7 @@ class Table:
 
     @property
     def slots(self) -> int:
-        return self.layers * self.codes.shape[1]
+        return self.layers * int(self.codes.shape[1])
 
     @property
     def numbers(self) -> int:
@@ -208,7 +208,7 @@ class Table:
             chosen = (chance * policies).astype(np.int64)
         else:  # Efraimidis and Spirakis: the largest of u ** (1 / weight)
             chosen = np.argsort(np.log1p(-chance) / -self.weights, axis=1)[:, : self.layers]
-        entry = (chosen[:, :, None] * steps + np.arange(steps)).reshape(count, -1)
+        entry = (chosen[:, :, None] * steps + np.arange(steps)).reshape(count, self.slots)
         runs, one, two, sign, other = u.reshape(5, self.slots, count).transpose(0, 2, 1)
         magnitudes = _magnitudes(self, picture)
         bins = magnitudes.shape[2]
@@ -262,7 +262,7 @@ class Mix:
     alpha: float
 
     def draw(self, keys: Keys, picture: Picture) -> tuple[Program, Floats]:
-        """The chains, one after the other, and the weights ``(N, 1 + width)``, the image's first."""
+        """The chains, one after the other, and the weights ``(N, 1 + width)``."""
         each = np.concatenate([fold(keys, number) for number in range(self.width)])
         program = program_of([self.chain], each, picture)
         program.rows = np.tile(np.arange(len(keys)), self.width)

@@ -126,7 +126,7 @@ def _table(op: Any, layers: int, *, most: bool = False) -> Table:
                 codes[i, j] = others[i, j] = OPS[_COLORS[kind]].code
                 args[i, j, 1] = 128  # what SOLARIZE_ADD leaves as it is
                 continue
-            # PIL's numbers; only two filters are offered, and of both one in each half of the draws.
+            # PIL's numbers. Two filters are offered; of both each has half of the draws.
             modes = each.kwargs["resample"]
             modes = modes if isinstance(modes, (tuple, list)) else (modes,)
             names = ["MATRIX_BICUBIC" if int(mode) == 3 else "MATRIX_BILINEAR" for mode in modes]
@@ -172,12 +172,12 @@ def _of_levels(op: Any, levels: Floats, picture: Picture) -> Floats:
     """As the op's own functions, which negate by chance, without the chance: ``(B, 2)``."""
     kind, signed = _kind(op), levels[:, None] / 10 * (-1, 1)
     if kind in ("Rotate", "ShearX", "ShearY"):
-        return signed * (30.0 if kind == "Rotate" else 0.3)
+        return np.asarray(signed * (30.0 if kind == "Rotate" else 0.3))
     if kind in _COLUMNS:
         if not kind.endswith("Rel"):
-            return signed * op.hparams["translate_const"]
+            return np.asarray(signed * op.hparams["translate_const"])
         size = picture.width if "X" in kind else picture.height
-        return signed * op.hparams.get("translate_pct", 0.45) * size
+        return np.asarray(signed * op.hparams.get("translate_pct", 0.45) * size)
     if op.name.endswith("Increasing") and kind in ("Brightness", "Color", "Contrast", "Sharpness"):
         return np.maximum(0.1, 1 + 0.9 * signed)
     if op.level_fn is None:

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from gpuprefetch.transforms.known import constants, is_on_device, name_of
@@ -113,7 +112,8 @@ class Values:
         if scaled:
             if normalize is not None:
                 self._normalized(normalize, 0.0, 1.0)
-        elif normalize is not None and not images.is_floating_point():
+            return
+        if normalize is not None and not images.is_floating_point():
             raise TypeError(
                 f"Normalize takes floating point, and {images.dtype} reaches it. Put "
                 "v2.ToDtype(torch.float32, scale=True) before it, and leave dtype=torch.uint8 out."
