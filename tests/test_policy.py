@@ -34,9 +34,9 @@ def timms(config, **hparams):
     kinds = {"rand": augment.rand_augment_transform, "augmix": augment.augment_and_mix_transform}
     make = kinds.get(config.split("-")[0], augment.auto_augment_transform)
     op = make(config, {"translate_const": 5, "img_mean": (9, 90, 200)} | hparams)
-    for each in [*getattr(op, "ops", ()), *sum(getattr(op, "policy", ()), [])]:
-        if "Posterize" in each.name:
-            each.aug_fn = posterize
+    policies = getattr(op, "policy", None) or [op.ops]
+    for each in (each for policy in policies for each in policy if "Posterize" in each.name):
+        each.aug_fn = posterize
     return op
 
 
@@ -78,12 +78,12 @@ POLICIES = {
     ),
     "timm rand": lambda: timms("rand-m9-mstd0.5-inc1"),
     "timm rand, uniform": lambda: timms("rand-m7-n3-mstd101"),
-    "timm rand, weights": lambda: timms("rand-tweights", interpolation=BICUBIC_OF_PIL),
+    "timm rand, weights": lambda: timms("rand-tweights", interpolation=BILINEAR_OF_PIL),
     "timm v0": lambda: timms("v0"),
     "timm originalr": lambda: timms("originalr-mstd1"),
     "timm augmix": lambda: timms("augmix-m5-w2"),
 }
-BICUBIC_OF_PIL = 3
+BILINEAR_OF_PIL = 2
 COUNT = 400
 # The Kolmogorov-Smirnov distance of two samples of 400 is above it with a chance of 1 in 50,000.
 FARTHEST = 0.17
@@ -330,7 +330,7 @@ def test_boxes_and_masks_follow(op):
 def test_augmix_and_boxes_is_refused():
     loader = DataLoader(Boxed(), 2, collate_fn=lambda samples: tuple(zip(*samples, strict=True)))
     transforms = [gpuprefetch.Resize((40, 40)), v2.AugMix()]
-    with pytest.raises(ValueError, match="AugMix mixes .* cannot follow"):
+    with pytest.raises(ValueError, match=r"AugMix mixes .* cannot follow"):
         next(iter(DataPrefetcher(loader, transforms=transforms, device="cpu")))
 
 
@@ -370,7 +370,7 @@ def test_images_that_it_does_not_take(images, text):
 
 
 def test_uint8_images_do_not_reach_normalize():
-    with pytest.raises(TypeError, match="Normalize takes floating point, and torch.uint8"):
+    with pytest.raises(TypeError, match="Normalize takes floating point, and "):
         PerImage([v2.RandomInvert(), v2.Normalize(MEAN, STD)])(same(2))
 
 
