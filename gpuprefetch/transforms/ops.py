@@ -151,18 +151,21 @@ def reference(
     from torchvision.transforms.v2 import functional as F
 
     dtype = check(images, program, mean, std, dtype)
+    normalized = mean is not None or std is not None
+    memory_format = memory_format or memory_format_of(images)
+    if not program.ops.any() and program.rows is None and dtype == images.dtype and not normalized:
+        return images.contiguous(memory_format=memory_format)
     rows = range(len(images)) if program.rows is None else program.rows.tolist()
     done = [apply_one(images[row], program, n) for n, row in enumerate(rows)]
     if dtype.is_floating_point:
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         done = [F.to_dtype(image, compute, scale=True) for image in done]
-        if mean is not None or std is not None:
+        if normalized:
             done = [F.normalize(image, *colors_of(mean, std, images.shape[1])) for image in done]
     done = [apply_one(image.to(dtype), program, n, finals=True) for n, image in enumerate(done)]
     if not done:
         return images.new_empty((0, *images.shape[1:]), dtype=dtype)
-    result = torch.stack(done)
-    return result.contiguous(memory_format=memory_format or memory_format_of(images))
+    return torch.stack(done).contiguous(memory_format=memory_format)
 
 
 def apply_one(inputs: Any, program: Program, row: int, *, finals: bool = False) -> Any:

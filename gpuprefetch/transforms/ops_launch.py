@@ -254,6 +254,7 @@ def _pack(program: Program, images: torch.Tensor, before: int) -> tuple[_Ints, _
             params[at] = _coordinates(name, mine, images)
             if name.startswith("ROTATE"):
                 codes[at] = code + _CODES["AFFINE_NEAREST"] - _CODES["ROTATE_NEAREST"]
+    params[codes == 0] = 0  # the kernels read a box there, too, and it must hold numbers
     return codes, params
 
 
