@@ -135,7 +135,7 @@ def test_a_wrong_op_is_seen(folder, monkeypatch):
     run = per_image.run
 
     def wrong(images, program, **form):
-        return run(images, replace(program, ops=program.ops[::-1]), **form)
+        return run(images, replace(program, args=program.args / 2), **form)
 
     monkeypatch.setattr(per_image, "run", wrong)
     assert parity(loader_of(folder, ops), 6, device="cpu").rows[2].mean > 5

@@ -885,7 +885,7 @@ def test_colors_leave_targets_where_they_are(transform):
 def test_targets_follow_timms_policies():
     augment = pytest.importorskip("timm.data.auto_augment")
     policy = augment.rand_augment_transform(
-        "rand-m9-p1.0", {"translate_const": 9, "img_mean": (9, 9, 9)}
+        "rand-m9-p1.0", {"translate_pct": 0.05, "img_mean": (9, 9, 9)}
     )
     policy.ops = [op for op in policy.ops if op.name.startswith(("Translate", "Color"))]
     tail = convert_transforms([v2.CenterCrop(150), policy, v2.PILToTensor()])[1:]

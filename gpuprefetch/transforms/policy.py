@@ -49,19 +49,16 @@ def compiled(op: Any) -> Slots | Mix | None:
         return None
     if hasattr(op, "interpolation") and filter_of(op) not in FILTERS:
         return None
+    if isinstance(getattr(op, "fill", None), dict):
+        return None  # one for images and another one for masks
     return COMPILERS[name](op)
 
 
 def _fill(op: Any) -> tuple[float, float, float]:
     """The three values around a picture that is moved; NaN for torchvision's None."""
-    import torch
-
-    fill = op.fill
-    if isinstance(fill, dict):
-        fill = fill.get(torch.Tensor, fill.get("others"))
-    if fill is None:
+    if op.fill is None:
         return (math.nan,) * 3
-    values = np.ravel(fill).astype(float).tolist()
+    values = np.ravel(op.fill).astype(float).tolist()
     values = values * 3 if len(values) == 1 else values
     return (values[0], values[1], values[2])
 

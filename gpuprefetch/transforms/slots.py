@@ -235,7 +235,7 @@ class Table:
             level = level * u
         else:
             level = level + deviation * normal(u, v)
-        return np.rint(np.clip(level / upper, 0, 1) * (bins - 1)).astype(np.int64)
+        return np.asarray(np.rint(np.clip(level / upper, 0, 1) * (bins - 1)), dtype=np.int64)
 
 
 ROTATION = -1
