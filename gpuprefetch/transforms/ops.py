@@ -343,19 +343,22 @@ def _sample_matrix(image: torch.Tensor, a: list[float], mode: str) -> torch.Tens
 
 def noise(seed: int, shape: Sequence[int]) -> torch.Tensor:
     """Standard normal float32 on the CPU from a seed: what ``tl.randn`` makes of it (Philox)."""
-    low = np.uint64(0xFFFFFFFF)
-    counter = [np.arange(int(np.prod(shape)), dtype=np.uint64), *[np.uint64(0)] * 3]
-    key = [seed & 0xFFFFFFFF, seed >> 32]
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    count = int(np.prod(shape))
+    a = np.arange(count, dtype=np.uint64)
+    b, c, d = np.zeros((3, count), np.uint64)
+    keys = np.array([seed, 0], np.uint64)
     for _ in range(10):
-        a, b = np.uint64(0xD2511F53) * counter[0], np.uint64(0xCD9E8D57) * counter[2]
-        first = (b >> np.uint64(32)) ^ counter[1] ^ np.uint64(key[0])
-        third = (a >> np.uint64(32)) ^ counter[3] ^ np.uint64(key[1])
-        counter = [first, b & low, third, a & low]
-        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    bits = [np.broadcast_to(c, counter[0].shape).astype(np.uint32).view(np.int32) for c in counter]
-    u, v = (
-        np.where(b < 0, ~b, b).astype(np.float32) * np.float32(4.6566127342e-10) for b in bits[:2]
-    )
+        left, right = np.uint64(0xD2511F53) * a, np.uint64(0xCD9E8D57) * c
+        a, b, c, d = (
+            (right >> half) ^ b ^ keys[0],
+            right & low,
+            (left >> half) ^ d ^ keys[1],
+            left & low,
+        )
+        keys = (keys + np.array([0x9E3779B9, 0xBB67AE85], np.uint64)) & low
+    bits = np.stack([a, b]).astype(np.uint32).view(np.int32)
+    u, v = np.where(bits < 0, ~bits, bits).astype(np.float32) * np.float32(4.6566127342e-10)
     radius = np.sqrt(np.float32(-2) * np.log(np.maximum(u, np.float32(1e-7))))
     return torch.from_numpy(radius * np.cos(np.float32(2 * np.pi) * v)).view(*shape)
 

@@ -1,8 +1,11 @@
 """The Triton kernels of :mod:`gpuprefetch.transforms.ops`.
 
 Colors are float32 in registers: 0 to 255 and whole for ``uint8`` images, else as they are. An
-image is handed on as (pointer, stride of channels, stride of pixels, height, width).
+image is handed on as (pointer, stride of channels, stride of pixels, height, width); one of a
+single channel has three at the same place, with a stride of 0.
 """
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from typing import Any
 
@@ -20,8 +23,6 @@ NUM_WARPS = 4
 STATISTICS_BLOCK = 2048
 STATISTICS_WARPS = 8
 
-# int32 words before the rows of the images: the scales of three channels, and their shifts.
-HEADER = 6
 # Words of an op: its code, then arguments in float32.
 FIELDS = 12
 # Floats of the statistics of a channel: the table of EQUALIZE, or up to two numbers.
@@ -36,18 +37,15 @@ if triton is not None:
     PERSPECTIVE_NEAREST, PERSPECTIVE_BILINEAR = map(tl.constexpr, range(21, 23))
     ELASTIC_NEAREST, ELASTIC_BILINEAR = map(tl.constexpr, range(23, 25))
     MATRIX_BILINEAR, MATRIX_BICUBIC, SHARPNESS, BLUR = map(tl.constexpr, range(25, 29))
-    _HEADER, _FIELDS, _BINS = map(tl.constexpr, (HEADER, FIELDS, BINS))
+    _FIELDS, _BINS = map(tl.constexpr, (FIELDS, BINS))
 
     def _kernel(fn: Any) -> Any:
-        """Counts and places change from batch to batch: nothing is compiled for their values."""
-        changing = "count n_slots pairs indirect start first last end".split()
-        return triton.jit(fn, do_not_specialize=[n for n in changing if n in _names(fn)])
-
-    def _names(fn: Any) -> Any:
-        return fn.__code__.co_varnames[: fn.__code__.co_argcount]
+        """Places change from batch to batch: nothing is compiled for their values."""
+        places = "n_slots tail rows pairs start first last end".split()
+        return triton.jit(fn, do_not_specialize=places)
 
     @_kernel
-    def ops_kernel(  # type: ignore[no-untyped-def]
+    def ops_kernel(
         source_ptr,
         table_ptr,
         out_ptr,
@@ -59,10 +57,10 @@ if triton is not None:
         stride_n,
         stride_c,
         stride_x,
-        count,
         n_slots,
+        tail,  # where, in the words of the table, the ops end
+        rows,  # where the images are listed that each result is made of
         pairs,
-        indirect,  # whether the table says which image a program reads
         out_n,
         out_c,
         out_x,
@@ -70,9 +68,9 @@ if triton is not None:
         last,  # of the slots before normalization
         end,
         UINT8: tl.constexpr,
-        CHANNELS: tl.constexpr,
         MOVES: tl.constexpr,  # whether an image has its pixels moved in the first slot
         FINISH: tl.constexpr,
+        VECTOR: tl.constexpr,  # pixels of a row that begin at a multiple of their number
         BLOCK: tl.constexpr,
     ):
         """Slots of all images; in the first one an op may read other pixels."""
@@ -81,54 +79,54 @@ if triton is not None:
         pixel = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
         mask = pixel < height * width
         y, x = pixel // width, pixel % width
-        op_ptr = table_ptr + _HEADER + count + (n.to(tl.int64) * n_slots + first) * _FIELDS
+        op_ptr = table_ptr + (n * n_slots + first) * _FIELDS
         # 64-bit: a batch may pass 2**31 values, an image may not.
-        source_ptr += _row(table_ptr, n, indirect) * stride_n
+        source_ptr += tl.load(table_ptr + rows + n).to(tl.int64) * stride_n
         image = (source_ptr, stride_c, stride_x, height, width)
 
         if MOVES:
             code = tl.load(op_ptr)
             if code < HFLIP:
-                r, g, b = _load(image, pixel, mask, CHANNELS)
+                r, g, b = _load(image, pixel, mask)
             elif code <= VFLIP:
                 across, down = y * width + width - 1 - x, (height - 1 - y) * width + x
-                r, g, b = _load(image, tl.where(code == HFLIP, across, down), mask, CHANNELS)
+                r, g, b = _load(image, tl.where(code == HFLIP, across, down), mask)
             elif code == SHARPNESS:
-                r, g, b = _sharpen(image, op_ptr, y, x, mask, UINT8, CHANNELS)
+                r, g, b = _sharpen(image, op_ptr, y, x, mask, UINT8)
             elif code == BLUR:
                 plane = height * width
-                blurred_ptr += _arg(op_ptr, 4).to(tl.int64) * CHANNELS * plane
+                blurred_ptr += _arg(op_ptr, 4).to(tl.int64) * 3 * plane
                 planes = (blurred_ptr, plane, 1, height, width)
                 sigma, taps = _arg(op_ptr, 1), _arg(op_ptr, 3)
-                r, g, b = _blur(planes, sigma, taps, x, y, width, height, mask, CHANNELS)
+                r, g, b = _blur(planes, sigma, taps, x, y, width, height, mask, VECTOR)
                 r, g, b = _rounded(r, g, b, UINT8)
             else:
-                r, g, b = _gather(image, op_ptr, code, fields_ptr, y, x, mask, UINT8, CHANNELS)
+                r, g, b = _gather(image, op_ptr, code, fields_ptr, y, x, mask, UINT8)
         else:
-            r, g, b = _load(image, pixel, mask, CHANNELS)
+            r, g, b = _load(image, pixel, mask)
 
         slot = first
         while slot < last:
-            r, g, b = _point(op_ptr, statistics_ptr, r, g, b, y, x, UINT8, CHANNELS)
+            r, g, b = _point(op_ptr, statistics_ptr, r, g, b, y, x, UINT8)
             op_ptr += _FIELDS
             slot += 1
         if FINISH:
-            r = r * _arg(table_ptr, -1) + _arg(table_ptr, 2)
-            g = g * _arg(table_ptr, 0) + _arg(table_ptr, 3)
-            b = b * _arg(table_ptr, 1) + _arg(table_ptr, 4)
+            colors_ptr = table_ptr + tail
+            r = r * _arg(colors_ptr, -1) + _arg(colors_ptr, 2)
+            g = g * _arg(colors_ptr, 0) + _arg(colors_ptr, 3)
+            b = b * _arg(colors_ptr, 1) + _arg(colors_ptr, 4)
             while slot < end:
                 r, g, b = _erase(tl.load(op_ptr), op_ptr, r, g, b, y, x, False)
                 op_ptr += _FIELDS
                 slot += 1
         kind = out_ptr.dtype.element_ty
         out_ptr += n.to(tl.int64) * out_n + pixel * out_x
-        tl.store(out_ptr, r.to(kind), mask)
-        if CHANNELS == 3:
-            tl.store(out_ptr + out_c, g.to(kind), mask)
-            tl.store(out_ptr + 2 * out_c, b.to(kind), mask)
+        tl.store(out_ptr + 2 * out_c, b.to(kind), mask)
+        tl.store(out_ptr + out_c, g.to(kind), mask)
+        tl.store(out_ptr, r.to(kind), mask)  # last: a single channel is the first one
 
     @_kernel
-    def statistics_kernel(  # type: ignore[no-untyped-def]
+    def statistics_kernel(
         source_ptr,
         table_ptr,
         statistics_ptr,
@@ -137,24 +135,23 @@ if triton is not None:
         stride_n,
         stride_c,
         stride_x,
-        count,
         n_slots,
+        tail,
+        rows,
         pairs,
-        indirect,
         start,
         first,
         UINT8: tl.constexpr,
-        CHANNELS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         """Statistics of one channel of an image, as it is before the slot that needs them."""
-        pair = start + tl.program_id(0) // CHANNELS
-        channel = tl.program_id(0) % CHANNELS
+        pair = start + tl.program_id(0) // 3
+        channel = tl.program_id(0) % 3
         pair_ptr = table_ptr + pairs + 2 * pair
         n, slot = tl.load(pair_ptr), tl.load(pair_ptr + 1)
-        ops_ptr = table_ptr + _HEADER + count + n.to(tl.int64) * n_slots * _FIELDS
+        ops_ptr = table_ptr + n * n_slots * _FIELDS
         code = tl.load(ops_ptr + slot * _FIELDS)
-        source_ptr += _row(table_ptr, n, indirect) * stride_n
+        source_ptr += tl.load(table_ptr + rows + n).to(tl.int64) * stride_n
         image = (source_ptr, stride_c, stride_x, height, width)
         size = height * width
         counts = tl.zeros([_BINS], tl.int32)
@@ -168,16 +165,14 @@ if triton is not None:
             pixel = begin + tl.arange(0, BLOCK)
             mask = pixel < size
             y, x = pixel // width, pixel % width
-            r, g, b = _load(image, pixel, mask, CHANNELS)
+            r, g, b = _load(image, pixel, mask)
             before = first
             while before < slot:
                 op_ptr = ops_ptr + before * _FIELDS
-                r, g, b = _point(op_ptr, statistics_ptr, r, g, b, y, x, UINT8, CHANNELS)
+                r, g, b = _point(op_ptr, statistics_ptr, r, g, b, y, x, UINT8)
                 before += 1
             if code == CONTRAST:
-                gray = r
-                if CHANNELS == 3:
-                    gray = _gray(r, g, b, UINT8)
+                gray = tl.where(stride_c == 0, r, _gray(r, g, b, UINT8))
                 total += tl.where(mask, gray, 0.0)
             else:
                 value = tl.where(channel == 0, r, tl.where(channel == 1, g, b))
@@ -207,7 +202,7 @@ if triton is not None:
             tl.store(statistics_ptr, tl.sum(total) / size)
 
     @_kernel
-    def blur_kernel(  # type: ignore[no-untyped-def]
+    def blur_kernel(
         source_ptr,
         table_ptr,
         blurred_ptr,
@@ -216,12 +211,11 @@ if triton is not None:
         stride_n,
         stride_c,
         stride_x,
-        count,
         n_slots,
+        tail,
+        rows,
         pairs,
-        indirect,
         start,
-        CHANNELS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         """The images of some pairs, blurred along x, in float32 planes one after the other."""
@@ -230,60 +224,50 @@ if triton is not None:
         place = tl.program_id(0) // tiles
         pair_ptr = table_ptr + pairs + 2 * (start + place)
         n, slot = tl.load(pair_ptr), tl.load(pair_ptr + 1)
-        op_ptr = table_ptr + _HEADER + count + (n.to(tl.int64) * n_slots + slot) * _FIELDS
-        source_ptr += _row(table_ptr, n, indirect) * stride_n
+        op_ptr = table_ptr + (n * n_slots + slot) * _FIELDS
+        source_ptr += tl.load(table_ptr + rows + n).to(tl.int64) * stride_n
         image = (source_ptr, stride_c, stride_x, height, width)
         pixel = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
         mask = pixel < plane
         x = pixel % width
         sigma, taps = _arg(op_ptr, 0), _arg(op_ptr, 2)
-        r, g, b = _blur(image, sigma, taps, pixel - x, x, 1, width, mask, CHANNELS)
-        blurred_ptr += place.to(tl.int64) * CHANNELS * plane + pixel
+        r, g, b = _blur(image, sigma, taps, pixel - x, x, 1, width, mask, 1)
+        blurred_ptr += place.to(tl.int64) * 3 * plane + pixel
         tl.store(blurred_ptr, r, mask)
-        if CHANNELS == 3:
-            tl.store(blurred_ptr + plane, g, mask)
-            tl.store(blurred_ptr + 2 * plane, b, mask)
+        tl.store(blurred_ptr + plane, g, mask)
+        tl.store(blurred_ptr + 2 * plane, b, mask)
 
     # --- What they share ---
 
     @triton.jit
-    def _arg(op_ptr, i):  # type: ignore[no-untyped-def]
+    def _arg(op_ptr, i):
         return tl.load(op_ptr + 1 + i).to(tl.float32, bitcast=True)
 
     @triton.jit
-    def _row(table_ptr, n, indirect):  # type: ignore[no-untyped-def]
-        row = n
-        if indirect != 0:
-            row = tl.load(table_ptr + _HEADER + n)
-        return row.to(tl.int64)
-
-    @triton.jit
-    def _load(image, at, mask, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _load(image, at, mask):
         ptr = image[0] + at * image[2]
         r = tl.load(ptr, mask, 0).to(tl.float32)
-        g, b = r, r
-        if CHANNELS == 3:
-            g = tl.load(ptr + image[1], mask, 0).to(tl.float32)
-            b = tl.load(ptr + 2 * image[1], mask, 0).to(tl.float32)
+        g = tl.load(ptr + image[1], mask, 0).to(tl.float32)
+        b = tl.load(ptr + 2 * image[1], mask, 0).to(tl.float32)
         return r, g, b
 
     @triton.jit
-    def _clamp(value, low, high):  # type: ignore[no-untyped-def]
+    def _clamp(value, low, high):
         return tl.minimum(tl.maximum(value, low), high)
 
     @triton.jit
-    def _round(value):  # type: ignore[no-untyped-def]
+    def _round(value):
         """To the nearest, of two the even one: beyond 2**23 float32 has whole numbers alone."""
         return (value + 12582912.0) - 12582912.0
 
     @triton.jit
-    def _rounded(r, g, b, UINT8: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _rounded(r, g, b, UINT8: tl.constexpr):
         if UINT8:
             return _round(r), _round(g), _round(b)
         return r, g, b
 
     @triton.jit
-    def _levels(r, g, b, UINT8: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _levels(r, g, b, UINT8: tl.constexpr):
         """In range; torchvision's cast to uint8 truncates."""
         white = 255.0 if UINT8 else 1.0
         r, g, b = _clamp(r, 0.0, white), _clamp(g, 0.0, white), _clamp(b, 0.0, white)
@@ -292,14 +276,14 @@ if triton is not None:
         return r, g, b
 
     @triton.jit
-    def _gray(r, g, b, UINT8: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _gray(r, g, b, UINT8: tl.constexpr):
         gray = r * 0.2989 + g * 0.587 + b * 0.114
         if UINT8:
             gray = tl.floor(gray)
         return gray
 
     @triton.jit
-    def _bin(value, UINT8: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _bin(value, UINT8: tl.constexpr):
         if not UINT8:
             value = _clamp(value * 255.999, 0.0, 255.0)
         return value.to(tl.int32)
@@ -307,9 +291,7 @@ if triton is not None:
     # --- Ops that take each pixel by itself ---
 
     @triton.jit
-    def _point(  # type: ignore[no-untyped-def]
-        op_ptr, statistics_ptr, r, g, b, y, x, UINT8: tl.constexpr, CHANNELS: tl.constexpr
-    ):
+    def _point(op_ptr, statistics_ptr, r, g, b, y, x, UINT8: tl.constexpr):
         code = tl.load(op_ptr)
         white = 255.0 if UINT8 else 1.0
         # Read in any case: no branch waits for them.
@@ -344,16 +326,13 @@ if triton is not None:
         elif code == INVERT:
             r, g, b = white - r, white - g, white - b
         elif code == AUTOCONTRAST:
-            r = _stretch(r, statistics_ptr)
-            if CHANNELS == 3:
-                g = _stretch(g, statistics_ptr + _BINS)
-                b = _stretch(b, statistics_ptr + 2 * _BINS)
+            r, g = _stretch(r, statistics_ptr), _stretch(g, statistics_ptr + _BINS)
+            b = _stretch(b, statistics_ptr + 2 * _BINS)
             r, g, b = _levels(r, g, b, UINT8)
         elif code == EQUALIZE:
             r = tl.load(statistics_ptr + _bin(r, UINT8))
-            if CHANNELS == 3:
-                g = tl.load(statistics_ptr + _BINS + _bin(g, UINT8))
-                b = tl.load(statistics_ptr + 2 * _BINS + _bin(b, UINT8))
+            g = tl.load(statistics_ptr + _BINS + _bin(g, UINT8))
+            b = tl.load(statistics_ptr + 2 * _BINS + _bin(b, UINT8))
         elif code == PERMUTE:
             red, green = _pick(r, g, b, a0), _pick(r, g, b, a1)
             b = _pick(r, g, b, a2)
@@ -363,22 +342,22 @@ if triton is not None:
         return r, g, b
 
     @triton.jit
-    def _posterize(value, levels, UINT8: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _posterize(value, levels, UINT8: tl.constexpr):
         if UINT8:  # a mask
             return (value.to(tl.int32) & levels.to(tl.int32)).to(tl.float32)
         return _clamp(tl.floor(value * levels), 0.0, levels - 1) * (1.0 / levels)
 
     @triton.jit
-    def _stretch(value, statistics_ptr):  # type: ignore[no-untyped-def]
+    def _stretch(value, statistics_ptr):
         least, scale = tl.load(statistics_ptr), tl.load(statistics_ptr + 1)
         return tl.div_rn(value - least, scale + tl.zeros_like(value))
 
     @triton.jit
-    def _pick(r, g, b, channel):  # type: ignore[no-untyped-def]
+    def _pick(r, g, b, channel):
         return tl.where(channel == 0.0, r, tl.where(channel == 1.0, g, b))
 
     @triton.jit
-    def _hue(r, g, b, shift, UINT8: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _hue(r, g, b, shift, UINT8: tl.constexpr):
         if UINT8:
             r, g, b = r * (1.0 / 255), g * (1.0 / 255), b * (1.0 / 255)
         most = tl.maximum(tl.maximum(r, g), b)
@@ -408,7 +387,7 @@ if triton is not None:
         return r, g, b
 
     @triton.jit
-    def _erase(code, op_ptr, r, g, b, y, x, UINT8: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _erase(code, op_ptr, r, g, b, y, x, UINT8: tl.constexpr):
         top, left = _arg(op_ptr, 0).to(tl.int32), _arg(op_ptr, 1).to(tl.int32)
         height, width = _arg(op_ptr, 2).to(tl.int32), _arg(op_ptr, 3).to(tl.int32)
         red, green, blue = _arg(op_ptr, 4), _arg(op_ptr, 5), _arg(op_ptr, 6)
@@ -425,7 +404,7 @@ if triton is not None:
         return r, g, b
 
     @triton.jit
-    def _noise(seed, offset, UINT8: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _noise(seed, offset, UINT8: tl.constexpr):
         value = tl.randn(seed, offset)
         if UINT8:  # torch's cast: towards zero, then around
             value = (value.to(tl.int32) & 255).to(tl.float32)
@@ -434,9 +413,7 @@ if triton is not None:
     # --- Ops that read other pixels ---
 
     @triton.jit
-    def _blur(  # type: ignore[no-untyped-def]
-        image, exponent, taps, across, along, stride, size, mask, CHANNELS: tl.constexpr
-    ):
+    def _blur(image, exponent, taps, across, along, stride, size, mask, VECTOR: tl.constexpr):
         """A Gaussian along one axis, whose ends are mirrored."""
         r = tl.zeros(mask.shape, tl.float32)
         g, b = r, r
@@ -447,24 +424,24 @@ if triton is not None:
             weight = tl.exp(-(d * d).to(tl.float32) * exponent)
             at = tl.abs(along + d)
             at = (size - 1 - tl.abs(size - 1 - at)) * stride + across
-            red, green, blue = _load(image, at, mask, CHANNELS)
+            if VECTOR > 1:
+                at = tl.max_contiguous(tl.multiple_of(at, VECTOR), VECTOR)
+            red, green, blue = _load(image, at, mask)
             r, g, b = r + weight * red, g + weight * green, b + weight * blue
             norm += weight
             d += 1
         return r / norm, g / norm, b / norm
 
     @triton.jit
-    def _sharpen(  # type: ignore[no-untyped-def]
-        image, op_ptr, y, x, mask, UINT8: tl.constexpr, CHANNELS: tl.constexpr
-    ):
+    def _sharpen(image, op_ptr, y, x, mask, UINT8: tl.constexpr):
         height, width = image[3], image[4]
-        r, g, b = _load(image, y * width + x, mask, CHANNELS)
+        r, g, b = _load(image, y * width + x, mask)
         inside = (y > 0) & (y < height - 1) & (x > 0) & (x < width - 1)
         red, green, blue = r * (4.0 / 13), g * (4.0 / 13), b * (4.0 / 13)
         i = 0
         while i < 9:
             at = (y + i // 3 - 1) * width + x + i % 3 - 1
-            r1, g1, b1 = _load(image, at, mask & inside, CHANNELS)
+            r1, g1, b1 = _load(image, at, mask & inside)
             red, green = red + r1 * (1.0 / 13), green + g1 * (1.0 / 13)
             blue += b1 * (1.0 / 13)
             i += 1
@@ -474,9 +451,7 @@ if triton is not None:
         return _levels(red, green, blue, UINT8)
 
     @triton.jit
-    def _gather(  # type: ignore[no-untyped-def]
-        image, op_ptr, code, fields_ptr, y, x, mask, UINT8: tl.constexpr, CHANNELS: tl.constexpr
-    ):
+    def _gather(image, op_ptr, code, fields_ptr, y, x, mask, UINT8: tl.constexpr):
         height, width = image[3], image[4]
         # In [-1, 1] as torch's grid_sample has it, and rounded as torchvision rounds on the way.
         if (code == ELASTIC_NEAREST) | (code == ELASTIC_BILINEAR):
@@ -499,7 +474,7 @@ if triton is not None:
         source_y = ((grid_y + 1.0) * height - 1.0) * 0.5
         repeats = code >= MATRIX_BILINEAR
         taps = tl.where(code == MATRIX_BICUBIC, 4, tl.where(repeats | (code % 2 == 0), 2, 1))
-        r, g, b, share = _sample(image, source_y, source_x, taps, repeats, mask, CHANNELS)
+        r, g, b, share = _sample(image, source_y, source_x, taps, repeats, mask)
         if repeats:
             inside = (grid_x >= -1.0) & (grid_x < 1.0) & (grid_y >= -1.0) & (grid_y < 1.0)
             share = tl.where(inside, 1.0, 0.0)
@@ -512,7 +487,7 @@ if triton is not None:
         return _rounded(r, g, b, UINT8)
 
     @triton.jit
-    def _sample(image, y, x, taps, repeats, mask, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _sample(image, y, x, taps, repeats, mask):
         """Colors between pixels, and the share of them that is from inside.
 
         Beyond the border the border repeats, or there is nothing.
@@ -531,14 +506,14 @@ if triton is not None:
             near_row, near_column = _clamp(row, 0.0, height - 1.0), _clamp(column, 0.0, width - 1.0)
             inside = (row == near_row) & (column == near_column)
             at = near_row.to(tl.int32) * width + near_column.to(tl.int32)
-            red, green, blue = _load(image, at, mask & (inside | repeats), CHANNELS)
+            red, green, blue = _load(image, at, mask & (inside | repeats))
             r, g, b = r + weight * red, g + weight * green, b + weight * blue
             share += tl.where(inside, weight, 0.0)
             i += 1
         return r, g, b, share
 
     @triton.jit
-    def _weight(distance, taps):  # type: ignore[no-untyped-def]
+    def _weight(distance, taps):
         distance = tl.abs(distance)
         weight = tl.maximum(1.0 - distance, 0.0)
         if taps == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ _ChannelValues = Sequence[float] | torch.Tensor | None
 
 _CODES = {name: op.code for name, op in OPS.items()}
 _MOVING = _CODES["HFLIP"]  # this one, and all after it, read other pixels
-_WITH_STATISTICS = [op.code for op in OPS.values() if op.statistics]
+_NEEDS_STATISTICS = np.array([op.statistics is not None for op in OPS.values()])
 
 
 @dataclass(slots=True)
@@ -67,70 +68,60 @@ def launch(
     if finish:  # what stands between them does nothing
         groups[-1].last, groups[-1].end = before, n_slots
     pairs = _pairs(groups, codes, params)
+    colors = _colors(images, mean, std) if finish else np.zeros(6, np.float32)
+    table = _table(program, codes, params, colors, pairs)
+    tail = codes.size * kernel.FIELDS
+    own = tail + 6
+    starts = own if program.rows is None else own + count + pairs.size
     if not (images.is_contiguous() or images.is_contiguous(memory_format=torch.channels_last)):
         images = images.contiguous()
-    source = images
     with torch.cuda.device_of(images):
-        table = _table(program, codes, params, pairs, _colors(images, mean, std))
         if images.is_cuda:
             table = table.pin_memory().to(images.device, non_blocking=True)
-        statistics = torch.empty(
-            (max(len(pairs), 1), 3, kernel.BINS), dtype=torch.float32, device=images.device
-        )
+        empty = partial(torch.empty, device=images.device)
+        shape = count, *images.shape[1:]
+        statistics = empty((max(len(pairs), 1), 3, kernel.BINS), dtype=torch.float32)
         fields = statistics if program.fields is None else program.fields.contiguous()
         for group in groups:
             final = group is groups[-1]
-            out = torch.empty(
-                (count, *images.shape[1:]),
-                dtype=dtype if final else images.dtype,
-                device=images.device,
-                memory_format=memory_format,
-            )
-            sizes = (*out.shape[2:], *_strides(source), count, n_slots, len(table) - pairs.size)
-            indirect = source is images and program.rows is not None
-            sizes = (*sizes, int(indirect))
-            _launch(source, out, table, statistics, fields, group, sizes, finish and final)
-            source = out
-    return source
+            kind = dtype if final else images.dtype
+            out = empty(shape, dtype=kind, memory_format=memory_format)
+            places = n_slots, tail, starts, own + count
+            _launch(images, table, out, statistics, fields, group, places, finish and final)
+            images, starts = out, own
+    return images
 
 
 def _launch(
     source: torch.Tensor,
-    out: torch.Tensor,
     table: torch.Tensor,
+    out: torch.Tensor,
     statistics: torch.Tensor,
     fields: torch.Tensor,
     group: _Group,
-    sizes: tuple[int, ...],
+    places: tuple[int, int, int, int],
     finish: bool,
 ) -> None:
-    uint8, channels, plane = source.dtype == torch.uint8, out.shape[1], out[0, 0].numel()
+    uint8, plane = source.dtype == torch.uint8, out[0, 0].numel()
     tiles = -(-plane // kernel.BLOCK)
+    common = *out.shape[2:], *_strides(source), *places
     for start, number in group.rounds:
-        kernel.statistics_kernel[(number * channels,)](
+        kernel.statistics_kernel[(number * 3,)](
             source,
             table,
             statistics,
-            *sizes,
+            *common,
             start,
             group.first,
             uint8,
-            channels,
             kernel.STATISTICS_BLOCK,
             num_warps=kernel.STATISTICS_WARPS,
         )
     blurred, (start, number) = statistics, group.blurred
     if number:
-        blurred = torch.empty(number * channels * plane, dtype=torch.float32, device=out.device)
+        blurred = torch.empty(number * 3 * plane, dtype=torch.float32, device=out.device)
         kernel.blur_kernel[(number * tiles,)](
-            source,
-            table,
-            blurred,
-            *sizes,
-            start,
-            channels,
-            kernel.BLOCK,
-            num_warps=kernel.NUM_WARPS,
+            source, table, blurred, *common, start, kernel.BLOCK, num_warps=kernel.NUM_WARPS
         )
     kernel.ops_kernel[(len(out) * tiles,)](
         source,
@@ -139,35 +130,35 @@ def _launch(
         statistics,
         blurred,
         fields,
-        *sizes,
+        *common,
         *_strides(out),
         group.first,
         group.last,
         group.end,
         uint8,
-        channels,
         group.moves,
         finish,
+        1 if out.shape[3] % 4 else 4,
         kernel.BLOCK,
         num_warps=kernel.NUM_WARPS,
     )
 
 
 def _strides(images: torch.Tensor) -> tuple[int, int, int]:
-    """Between images, channels and pixels: of a dimension of one, torch's say nothing."""
+    """Between images, channels and pixels; a single channel is read as three."""
     channels, height, width = images.shape[1:]
-    if images.is_contiguous():
-        return channels * height * width, height * width, 1
-    return channels * height * width, 1, channels
+    plane = height * width
+    if channels == 1:
+        return plane, 0, 1
+    return (3 * plane, plane, 1) if images.is_contiguous() else (3 * plane, 1, 3)
 
 
 def _groups(codes: _Ints) -> list[_Group]:
     """The launches: a new one where pixels move, and for statistics of what has moved."""
-    used = (codes > 0).any(1).tolist()
-    moves = (codes >= _MOVING).any(1).tolist()
-    statistics = np.isin(codes, _WITH_STATISTICS).any(1).tolist()
+    moves = (codes.max(1, initial=0) >= _MOVING).tolist()
+    statistics = [row.any() for row in _NEEDS_STATISTICS[codes]]
     groups: list[_Group] = []
-    for slot in np.flatnonzero(used).tolist():
+    for slot in np.flatnonzero(codes.any(1)).tolist():
         if groups and not moves[slot] and not (statistics[slot] and groups[-1].moves):
             groups[-1].last = groups[-1].end = slot + 1
         else:
@@ -183,7 +174,7 @@ def _pairs(groups: list[_Group], codes: _Ints, params: _Singles) -> _Ints:
     pairs = [np.empty((0, 2), np.int32)]
     for group in groups:
         start = sum(map(len, pairs))
-        needs = np.isin(codes[group.first : group.last], _WITH_STATISTICS)
+        needs = _NEEDS_STATISTICS[codes[group.first : group.last]]
         order = needs.cumsum(0) * needs
         for turn in range(1, int(order.max(initial=0)) + 1):
             slot, image = np.nonzero(order == turn)
@@ -208,15 +199,19 @@ def _colors(images: torch.Tensor, mean: _ChannelValues, std: _ChannelValues) -> 
 
 
 def _table(
-    program: Program, codes: _Ints, params: _Singles, pairs: _Ints, colors: _Singles
+    program: Program, codes: _Ints, params: _Singles, colors: _Singles, pairs: _Ints
 ) -> torch.Tensor:
-    """All that the kernels read but pixels, 1-D int32: colors, rows, ops, pairs."""
+    """All that the kernels read but pixels, 1-D int32.
+
+    Ops, colors, the rows as they are, pairs, and at last the rows that the results start from.
+    """
     slots, count = codes.shape
-    rows = np.arange(count) if program.rows is None else program.rows
     ops = np.empty((count, slots, kernel.FIELDS), np.int32)
     ops[..., 0] = codes.T
     ops[..., 1:] = params.view(np.int32).transpose(1, 0, 2)
-    parts = colors.view(np.int32), rows.astype(np.int32), ops.ravel(), pairs.ravel()
+    own = np.arange(count, dtype=np.int32)
+    rows = own[:0] if program.rows is None else program.rows.astype(np.int32)
+    parts = ops.ravel(), colors.view(np.int32), own, pairs.ravel(), rows
     return torch.from_numpy(np.concatenate(parts))
 
 
@@ -230,8 +225,8 @@ def _pack(program: Program, images: torch.Tensor, before: int) -> tuple[_Ints, _
     codes, args = program.ops.copy(), program.args
     params = args[..., : kernel.FIELDS - 1].astype(np.float32)
     names = list(OPS)
-    for code in np.unique(codes).tolist():
-        name, at = names[code], codes == code
+    for code in np.bincount(codes.ravel()).nonzero()[0].tolist():
+        name, at = names[code], np.equal(codes, code)
         mine = args[at]
         if channels == 1 and name in ("SATURATION", "HUE", "GRAYSCALE", "PERMUTE"):
             codes[at] = 0
@@ -259,7 +254,11 @@ def _pack(program: Program, images: torch.Tensor, before: int) -> tuple[_Ints, _
 
 
 def _as_uint8(values: _Doubles) -> _Doubles:
-    return np.trunc(values) % 256  # type: ignore[no-any-return]
+    return np.trunc(values) % 256
+
+
+def _no_nan(values: _Doubles) -> _Doubles:
+    return np.where(np.isnan(values), 0.0, values)
 
 
 def _coordinates(name: str, args: _Doubles, images: torch.Tensor) -> _Singles:
@@ -270,7 +269,7 @@ def _coordinates(name: str, args: _Doubles, images: torch.Tensor) -> _Singles:
     fills = {"AFFINE": 8, "ROTATE": 3, "PERSPECTIVE": 8, "ELASTIC": 1, "MATRIX": 6}
     fill = args[:, fills[family] : fills[family] + 3]
     if mode == "NEAREST" or family == "MATRIX":
-        fill = np.nan_to_num(fill)
+        fill = _no_nan(fill)
     if family == "MATRIX" and images.dtype == torch.uint8:
         fill = _as_uint8(fill)
     params[:, 8:11] = fill
@@ -296,7 +295,7 @@ def _affine_matrices(args: _Doubles, height: int, width: int) -> _Doubles:
     """From output to source, (K, 6), both in pixels from the middle, as torchvision has it."""
     angle, shear_x, shear_y = np.radians(args[:, [0, 4, 5]]).T
     scale = args[:, 3]
-    center = np.nan_to_num(args[:, 6:8] - (0.5 * width, 0.5 * height))
+    center = _no_nan(args[:, 6:8] - (0.5 * width, 0.5 * height))
     moved = (center + args[:, 1:3]).T
     a = np.cos(angle - shear_y) / np.cos(shear_y)
     b = -(a * np.tan(shear_x) + np.sin(angle))
