@@ -8,7 +8,7 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from gpuprefetch.transforms import ops, ops_kernel, ops_launch
+from gpuprefetch.transforms import ops, ops_kernel, ops_launch, ops_points
 
 pytestmark = pytest.mark.skipif(ops_kernel.triton is None, reason="needs Triton")
 
@@ -100,7 +100,10 @@ def fields_of(shape, device="cpu"):
 
 def both(images, program, device, **options):
     """What the twin and the kernels make of it, on the CPU."""
-    expected = ops.reference(images, program, **options)
+    # torchvision samples bfloat16 with coordinates in bfloat16, which are pixels off.
+    wide = images.float() if images.dtype == torch.bfloat16 else images
+    dtype = options.get("dtype") or images.dtype
+    expected = ops.reference(wide, program, **{**options, "dtype": dtype})
     if program.fields is not None:
         program.fields = program.fields.to(device)
     before = images.to(device)
@@ -112,7 +115,7 @@ def both(images, program, device, **options):
     return expected, result.cpu()
 
 
-def assert_near(result, expected, exact=0.99):
+def assert_near(result, expected, exact=0.98):  # a GPU fuses products and sums
     if expected.dtype == torch.uint8:
         distance = (result.int() - expected.int()).abs()
         wrong = (distance > 1).float().mean().item()
@@ -365,6 +368,7 @@ def test_nothing_to_do_gives_the_images():
         (torch.zeros(2, 3, 4, 4), {"finals": 1}, {}, "may erase"),
         (torch.zeros(2, 3, 4, 4), {}, {"dtype": torch.uint8}, "dtype must be"),
         (torch.zeros(2, 3, 4, 4), {}, {"mean": (0.5, 0.5)}, "mean must have 3 values"),
+        (torch.zeros(1, 3, 4, 4), {"rows": np.array([0, 1])}, {}, "rows must be of"),
         (torch.zeros(2, 3, 4, 1), {}, {}, "too small for a blur|Padding size"),
     ],
 )
@@ -378,4 +382,4 @@ def test_what_does_not_fit(run, images, change, options, message):
 def test_kernels_know_the_codes():
     for name, op in ops.OPS.items():
         if not name.startswith("ROTATE"):
-            assert getattr(ops_kernel, name).value == op.code
+            assert getattr(ops_points, name).value == op.code

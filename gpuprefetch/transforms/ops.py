@@ -35,6 +35,7 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch.core.nested import map_leaves
+from gpuprefetch.transforms.launch import HAS_TRITON
 
 ARGS = 12
 
@@ -132,7 +133,10 @@ def run(
     Raises:
         ValueError: if shapes, dtypes or codes do not fit together.
     """
-    return reference(images, program, mean=mean, std=std, dtype=dtype, memory_format=memory_format)
+    from gpuprefetch.transforms import ops_launch
+
+    by = ops_launch.launch if images.is_cuda and HAS_TRITON else reference
+    return by(images, program, mean=mean, std=std, dtype=dtype, memory_format=memory_format)
 
 
 # --- The eager twin ---
@@ -385,6 +389,8 @@ def check(
             f"a program of {count} images must have ops (S, {count}) and args (S, {count}, "
             f"{ARGS}), got {ops.shape} and {program.args.shape}"
         )
+    if program.rows is not None and not ((0 <= program.rows) & (program.rows < len(images))).all():
+        raise ValueError(f"rows must be of the {len(images)} images, got {program.rows.tolist()}")
     erases = [OPS[name].code for name in ("IDENTITY", "ERASE", "ERASE_NOISE")]
     if program.finals and not np.isin(ops[len(ops) - program.finals :], erases).all():
         raise ValueError("slots after normalization may erase, and do nothing else")

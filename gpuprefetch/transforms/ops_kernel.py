@@ -9,6 +9,8 @@ single channel has three at the same place, with a stride of 0.
 
 from typing import Any
 
+from gpuprefetch.transforms.ops_points import BINS, FIELDS
+
 try:
     import triton
     import triton.language as tl
@@ -23,21 +25,32 @@ NUM_WARPS = 4
 STATISTICS_BLOCK = 2048
 STATISTICS_WARPS = 8
 
-# Words of an op: its code, then arguments in float32.
-FIELDS = 12
-# Floats of the statistics of a channel: the table of EQUALIZE, or up to two numbers.
-BINS = 256
-
 if triton is not None:
-    # The launcher makes AFFINE of ROTATE.
-    IDENTITY, BRIGHTNESS, CONTRAST, SATURATION, HUE = map(tl.constexpr, range(5))
-    POSTERIZE, SOLARIZE, SOLARIZE_ADD, GRAYSCALE, INVERT = map(tl.constexpr, range(5, 10))
-    AUTOCONTRAST, EQUALIZE, PERMUTE, ERASE, ERASE_NOISE = map(tl.constexpr, range(10, 15))
-    HFLIP, VFLIP, AFFINE_NEAREST, AFFINE_BILINEAR = map(tl.constexpr, range(15, 19))
-    PERSPECTIVE_NEAREST, PERSPECTIVE_BILINEAR = map(tl.constexpr, range(21, 23))
-    ELASTIC_NEAREST, ELASTIC_BILINEAR = map(tl.constexpr, range(23, 25))
-    MATRIX_BILINEAR, MATRIX_BICUBIC, SHARPNESS, BLUR = map(tl.constexpr, range(25, 29))
-    _FIELDS, _BINS = map(tl.constexpr, (FIELDS, BINS))
+    from gpuprefetch.transforms.ops_points import (
+        AFFINE_BILINEAR,
+        AUTOCONTRAST,
+        BLUR,
+        CONTRAST,
+        ELASTIC_BILINEAR,
+        ELASTIC_NEAREST,
+        EQUALIZE,
+        HFLIP,
+        MATRIX_BICUBIC,
+        MATRIX_BILINEAR,
+        SHARPNESS,
+        VFLIP,
+        arg,
+        bin_of,
+        clamp,
+        erase,
+        gray_of,
+        levels,
+        nearest,
+        point,
+        rounded,
+    )
+
+    _FIELDS, _BINS = tl.constexpr(FIELDS), tl.constexpr(BINS)
 
     def _kernel(fn: Any) -> Any:
         """Places change from batch to batch: nothing is compiled for their values."""
@@ -95,11 +108,11 @@ if triton is not None:
                 r, g, b = _sharpen(image, op_ptr, y, x, mask, UINT8)
             elif code == BLUR:
                 plane = height * width
-                blurred_ptr += _arg(op_ptr, 4).to(tl.int64) * 3 * plane
+                blurred_ptr += arg(op_ptr, 4).to(tl.int64) * 3 * plane
                 planes = (blurred_ptr, plane, 1, height, width)
-                sigma, taps = _arg(op_ptr, 1), _arg(op_ptr, 3)
+                sigma, taps = arg(op_ptr, 1), arg(op_ptr, 3)
                 r, g, b = _blur(planes, sigma, taps, x, y, width, height, mask, VECTOR)
-                r, g, b = _rounded(r, g, b, UINT8)
+                r, g, b = rounded(r, g, b, UINT8)
             else:
                 r, g, b = _gather(image, op_ptr, code, fields_ptr, y, x, mask, UINT8)
         else:
@@ -107,16 +120,16 @@ if triton is not None:
 
         slot = first
         while slot < last:
-            r, g, b = _point(op_ptr, statistics_ptr, r, g, b, y, x, UINT8)
+            r, g, b = point(op_ptr, statistics_ptr, r, g, b, y, x, UINT8)
             op_ptr += _FIELDS
             slot += 1
         if FINISH:
             colors_ptr = table_ptr + tail
-            r = r * _arg(colors_ptr, -1) + _arg(colors_ptr, 2)
-            g = g * _arg(colors_ptr, 0) + _arg(colors_ptr, 3)
-            b = b * _arg(colors_ptr, 1) + _arg(colors_ptr, 4)
+            r = r * arg(colors_ptr, -1) + arg(colors_ptr, 2)
+            g = g * arg(colors_ptr, 0) + arg(colors_ptr, 3)
+            b = b * arg(colors_ptr, 1) + arg(colors_ptr, 4)
             while slot < end:
-                r, g, b = _erase(tl.load(op_ptr), op_ptr, r, g, b, y, x, False)
+                r, g, b = erase(tl.load(op_ptr), op_ptr, r, g, b, y, x, False)
                 op_ptr += _FIELDS
                 slot += 1
         kind = out_ptr.dtype.element_ty
@@ -169,15 +182,15 @@ if triton is not None:
             before = first
             while before < slot:
                 op_ptr = ops_ptr + before * _FIELDS
-                r, g, b = _point(op_ptr, statistics_ptr, r, g, b, y, x, UINT8)
+                r, g, b = point(op_ptr, statistics_ptr, r, g, b, y, x, UINT8)
                 before += 1
             if code == CONTRAST:
-                gray = tl.where(stride_c == 0, r, _gray(r, g, b, UINT8))
+                gray = tl.where(stride_c == 0, r, gray_of(r, g, b, UINT8))
                 total += tl.where(mask, gray, 0.0)
             else:
                 value = tl.where(channel == 0, r, tl.where(channel == 1, g, b))
                 if code == EQUALIZE:
-                    counts += tl.histogram(_bin(value, UINT8), _BINS, mask)
+                    counts += tl.histogram(bin_of(value, UINT8), _BINS, mask)
                 else:
                     low = tl.minimum(low, tl.where(mask, value, low))
                     high = tl.maximum(high, tl.where(mask, value, high))
@@ -230,18 +243,14 @@ if triton is not None:
         pixel = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
         mask = pixel < plane
         x = pixel % width
-        sigma, taps = _arg(op_ptr, 0), _arg(op_ptr, 2)
+        sigma, taps = arg(op_ptr, 0), arg(op_ptr, 2)
         r, g, b = _blur(image, sigma, taps, pixel - x, x, 1, width, mask, 1)
         blurred_ptr += place.to(tl.int64) * 3 * plane + pixel
         tl.store(blurred_ptr, r, mask)
         tl.store(blurred_ptr + plane, g, mask)
         tl.store(blurred_ptr + 2 * plane, b, mask)
 
-    # --- What they share ---
-
-    @triton.jit
-    def _arg(op_ptr, i):
-        return tl.load(op_ptr + 1 + i).to(tl.float32, bitcast=True)
+    # --- What reads pixels ---
 
     @triton.jit
     def _load(image, at, mask):
@@ -250,167 +259,6 @@ if triton is not None:
         g = tl.load(ptr + image[1], mask, 0).to(tl.float32)
         b = tl.load(ptr + 2 * image[1], mask, 0).to(tl.float32)
         return r, g, b
-
-    @triton.jit
-    def _clamp(value, low, high):
-        return tl.minimum(tl.maximum(value, low), high)
-
-    @triton.jit
-    def _round(value):
-        """To the nearest, of two the even one: beyond 2**23 float32 has whole numbers alone."""
-        return (value + 12582912.0) - 12582912.0
-
-    @triton.jit
-    def _rounded(r, g, b, UINT8: tl.constexpr):
-        if UINT8:
-            return _round(r), _round(g), _round(b)
-        return r, g, b
-
-    @triton.jit
-    def _levels(r, g, b, UINT8: tl.constexpr):
-        """In range; torchvision's cast to uint8 truncates."""
-        white = 255.0 if UINT8 else 1.0
-        r, g, b = _clamp(r, 0.0, white), _clamp(g, 0.0, white), _clamp(b, 0.0, white)
-        if UINT8:
-            return tl.floor(r), tl.floor(g), tl.floor(b)
-        return r, g, b
-
-    @triton.jit
-    def _gray(r, g, b, UINT8: tl.constexpr):
-        gray = r * 0.2989 + g * 0.587 + b * 0.114
-        if UINT8:
-            gray = tl.floor(gray)
-        return gray
-
-    @triton.jit
-    def _bin(value, UINT8: tl.constexpr):
-        if not UINT8:
-            value = _clamp(value * 255.999, 0.0, 255.0)
-        return value.to(tl.int32)
-
-    # --- Ops that take each pixel by itself ---
-
-    @triton.jit
-    def _point(op_ptr, statistics_ptr, r, g, b, y, x, UINT8: tl.constexpr):
-        code = tl.load(op_ptr)
-        white = 255.0 if UINT8 else 1.0
-        # Read in any case: no branch waits for them.
-        a0, a1, a2 = _arg(op_ptr, 0), _arg(op_ptr, 1), _arg(op_ptr, 2)
-        if (code == CONTRAST) | (code == AUTOCONTRAST) | (code == EQUALIZE):
-            statistics_ptr += a1.to(tl.int32) * 3 * _BINS
-        if (code == IDENTITY) | (code >= HFLIP):  # done where it was read
-            pass
-        elif code <= SATURATION:
-            other = tl.zeros_like(r)
-            if code == CONTRAST:
-                other += tl.load(statistics_ptr)
-            elif code == SATURATION:
-                other = _gray(r, g, b, UINT8)
-            other *= 1.0 - a0
-            r, g, b = _levels(r * a0 + other, g * a0 + other, b * a0 + other, UINT8)
-        elif code == HUE:
-            r, g, b = _hue(r, g, b, a0, UINT8)
-        elif code == POSTERIZE:
-            r, g = _posterize(r, a0, UINT8), _posterize(g, a0, UINT8)
-            b = _posterize(b, a0, UINT8)
-        elif code == SOLARIZE:
-            r, g = tl.where(r >= a0, white - r, r), tl.where(g >= a0, white - g, g)
-            b = tl.where(b >= a0, white - b, b)
-        elif code == SOLARIZE_ADD:
-            red, green, blue = _levels(r + a0, g + a0, b + a0, UINT8)
-            r, g = tl.where(r < a1, red, r), tl.where(g < a1, green, g)
-            b = tl.where(b < a1, blue, b)
-        elif code == GRAYSCALE:
-            r = _gray(r, g, b, UINT8)
-            g, b = r, r
-        elif code == INVERT:
-            r, g, b = white - r, white - g, white - b
-        elif code == AUTOCONTRAST:
-            r, g = _stretch(r, statistics_ptr), _stretch(g, statistics_ptr + _BINS)
-            b = _stretch(b, statistics_ptr + 2 * _BINS)
-            r, g, b = _levels(r, g, b, UINT8)
-        elif code == EQUALIZE:
-            r = tl.load(statistics_ptr + _bin(r, UINT8))
-            g = tl.load(statistics_ptr + _BINS + _bin(g, UINT8))
-            b = tl.load(statistics_ptr + 2 * _BINS + _bin(b, UINT8))
-        elif code == PERMUTE:
-            red, green = _pick(r, g, b, a0), _pick(r, g, b, a1)
-            b = _pick(r, g, b, a2)
-            r, g = red, green
-        else:
-            r, g, b = _erase(code, op_ptr, r, g, b, y, x, UINT8)
-        return r, g, b
-
-    @triton.jit
-    def _posterize(value, levels, UINT8: tl.constexpr):
-        if UINT8:  # a mask
-            return (value.to(tl.int32) & levels.to(tl.int32)).to(tl.float32)
-        return _clamp(tl.floor(value * levels), 0.0, levels - 1) * (1.0 / levels)
-
-    @triton.jit
-    def _stretch(value, statistics_ptr):
-        least, scale = tl.load(statistics_ptr), tl.load(statistics_ptr + 1)
-        return tl.div_rn(value - least, scale + tl.zeros_like(value))
-
-    @triton.jit
-    def _pick(r, g, b, channel):
-        return tl.where(channel == 0.0, r, tl.where(channel == 1.0, g, b))
-
-    @triton.jit
-    def _hue(r, g, b, shift, UINT8: tl.constexpr):
-        if UINT8:
-            r, g, b = r * (1.0 / 255), g * (1.0 / 255), b * (1.0 / 255)
-        most = tl.maximum(tl.maximum(r, g), b)
-        least = tl.minimum(tl.minimum(r, g), b)
-        gray = most == least
-        saturation = (most - least) / tl.where(gray, 1.0, most)
-        divisor = tl.where(gray, 1.0, most - least)
-        rc, gc, bc = (most - r) / divisor, (most - g) / divisor, (most - b) / divisor
-        hue = tl.where(most == g, 2.0 + rc - bc, 4.0 + gc - rc)
-        hue = tl.where(most == r, bc - gc, hue) * (1.0 / 6) + 1.0
-        hue = hue - tl.floor(hue) + shift
-        hue = 6.0 * (hue - tl.floor(hue))
-        sector = tl.floor(hue)
-        part = hue - sector
-        sector = tl.where(sector == 6.0, 0.0, sector)
-        q = _clamp((1.0 - saturation * part) * most, 0.0, 1.0)
-        t = _clamp((1.0 - saturation + saturation * part) * most, 0.0, 1.0)
-        p = _clamp((1.0 - saturation) * most, 0.0, 1.0)
-        r = tl.where((sector == 0.0) | (sector == 5.0), most, p)
-        r = tl.where(sector == 1.0, q, tl.where(sector == 4.0, t, r))
-        g = tl.where((sector == 1.0) | (sector == 2.0), most, p)
-        g = tl.where(sector == 3.0, q, tl.where(sector == 0.0, t, g))
-        b = tl.where((sector == 3.0) | (sector == 4.0), most, p)
-        b = tl.where(sector == 5.0, q, tl.where(sector == 2.0, t, b))
-        if UINT8:
-            r, g, b = tl.floor(r * 255.999), tl.floor(g * 255.999), tl.floor(b * 255.999)
-        return r, g, b
-
-    @triton.jit
-    def _erase(code, op_ptr, r, g, b, y, x, UINT8: tl.constexpr):
-        top, left = _arg(op_ptr, 0).to(tl.int32), _arg(op_ptr, 1).to(tl.int32)
-        height, width = _arg(op_ptr, 2).to(tl.int32), _arg(op_ptr, 3).to(tl.int32)
-        red, green, blue = _arg(op_ptr, 4), _arg(op_ptr, 5), _arg(op_ptr, 6)
-        inside = (y >= top) & (y < top + height) & (x >= left) & (x < left + width)
-        if code == ERASE:
-            r, g = tl.where(inside, red, r), tl.where(inside, green, g)
-            b = tl.where(inside, blue, b)
-        elif code == ERASE_NOISE:
-            at, size = (y - top) * width + x - left, height * width
-            seed = red.to(tl.int32)
-            r = tl.where(inside, _noise(seed, at, UINT8), r)
-            g = tl.where(inside, _noise(seed, at + size, UINT8), g)
-            b = tl.where(inside, _noise(seed, at + 2 * size, UINT8), b)
-        return r, g, b
-
-    @triton.jit
-    def _noise(seed, offset, UINT8: tl.constexpr):
-        value = tl.randn(seed, offset)
-        if UINT8:  # torch's cast: towards zero, then around
-            value = (value.to(tl.int32) & 255).to(tl.float32)
-        return value
-
-    # --- Ops that read other pixels ---
 
     @triton.jit
     def _blur(image, exponent, taps, across, along, stride, size, mask, VECTOR: tl.constexpr):
@@ -445,17 +293,17 @@ if triton is not None:
             red, green = red + r1 * (1.0 / 13), green + g1 * (1.0 / 13)
             blue += b1 * (1.0 / 13)
             i += 1
-        red, green, blue = _rounded(red, green, blue, UINT8)
-        share = tl.where(inside, 1.0 - _arg(op_ptr, 0), 0.0)
+        red, green, blue = rounded(red, green, blue, UINT8)
+        share = tl.where(inside, 1.0 - arg(op_ptr, 0), 0.0)
         red, green, blue = r + (red - r) * share, g + (green - g) * share, b + (blue - b) * share
-        return _levels(red, green, blue, UINT8)
+        return levels(red, green, blue, UINT8)
 
     @triton.jit
     def _gather(image, op_ptr, code, fields_ptr, y, x, mask, UINT8: tl.constexpr):
         height, width = image[3], image[4]
         # In [-1, 1] as torch's grid_sample has it, and rounded as torchvision rounds on the way.
         if (code == ELASTIC_NEAREST) | (code == ELASTIC_BILINEAR):
-            fields_ptr += _arg(op_ptr, 0).to(tl.int64) * height * width * 2
+            fields_ptr += arg(op_ptr, 0).to(tl.int64) * height * width * 2
             at = 2 * (y * width + x)
             grid_x = (2 * x + 1 - width).to(tl.float32) / width + tl.load(fields_ptr + at, mask, 0)
             grid_y = (2 * y + 1 - height).to(tl.float32) / height
@@ -464,9 +312,9 @@ if triton is not None:
             base_x, base_y = x + 0.5, y + 0.5
             if code <= AFFINE_BILINEAR:
                 base_x, base_y = base_x - 0.5 * width, base_y - 0.5 * height
-            scale = base_x * _arg(op_ptr, 6) + base_y * _arg(op_ptr, 7) + 1.0
-            grid_x = base_x * _arg(op_ptr, 0) + base_y * _arg(op_ptr, 1) + _arg(op_ptr, 2)
-            grid_y = base_x * _arg(op_ptr, 3) + base_y * _arg(op_ptr, 4) + _arg(op_ptr, 5)
+            scale = base_x * arg(op_ptr, 6) + base_y * arg(op_ptr, 7) + 1.0
+            grid_x = base_x * arg(op_ptr, 0) + base_y * arg(op_ptr, 1) + arg(op_ptr, 2)
+            grid_y = base_x * arg(op_ptr, 3) + base_y * arg(op_ptr, 4) + arg(op_ptr, 5)
             if code > AFFINE_BILINEAR:
                 grid_x = tl.div_rn(grid_x, scale) - 1.0
                 grid_y = tl.div_rn(grid_y, scale) - 1.0
@@ -479,12 +327,12 @@ if triton is not None:
             inside = (grid_x >= -1.0) & (grid_x < 1.0) & (grid_y >= -1.0) & (grid_y < 1.0)
             share = tl.where(inside, 1.0, 0.0)
             white = 255.0 if UINT8 else 1.0
-            r, g, b = _clamp(r, 0.0, white), _clamp(g, 0.0, white), _clamp(b, 0.0, white)
-        red, green, blue = _arg(op_ptr, 8), _arg(op_ptr, 9), _arg(op_ptr, 10)
+            r, g, b = clamp(r, 0.0, white), clamp(g, 0.0, white), clamp(b, 0.0, white)
+        red, green, blue = arg(op_ptr, 8), arg(op_ptr, 9), arg(op_ptr, 10)
         if red == red:  # not NaN: there is a fill
             r, g = (r - red) * share + red, (g - green) * share + green
             b = (b - blue) * share + blue
-        return _rounded(r, g, b, UINT8)
+        return rounded(r, g, b, UINT8)
 
     @triton.jit
     def _sample(image, y, x, taps, repeats, mask):
@@ -494,7 +342,7 @@ if triton is not None:
         """
         height, width = image[3], image[4]
         if taps == 1:
-            top, left = _round(y), _round(x)
+            top, left = nearest(y), nearest(x)
         else:
             top, left = tl.floor(y) - (taps // 2 - 1), tl.floor(x) - (taps // 2 - 1)
         r = tl.zeros_like(x)
@@ -503,7 +351,7 @@ if triton is not None:
         while i < taps * taps:  # in a loop: unrolled it takes all registers
             row, column = top + i // taps, left + i % taps
             weight = _weight(row - y, taps) * _weight(column - x, taps)
-            near_row, near_column = _clamp(row, 0.0, height - 1.0), _clamp(column, 0.0, width - 1.0)
+            near_row, near_column = clamp(row, 0.0, height - 1.0), clamp(column, 0.0, width - 1.0)
             inside = (row == near_row) & (column == near_column)
             at = near_row.to(tl.int32) * width + near_column.to(tl.int32)
             red, green, blue = _load(image, at, mask & (inside | repeats))

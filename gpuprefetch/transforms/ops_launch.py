@@ -12,6 +12,7 @@ import torch
 
 from gpuprefetch.transforms import ops_kernel as kernel
 from gpuprefetch.transforms.ops import OPS, Program, check, colors_of, memory_format_of
+from gpuprefetch.transforms.ops_points import BINS, FIELDS
 
 _Doubles = npt.NDArray[np.float64]
 _Singles = npt.NDArray[np.float32]
@@ -70,7 +71,7 @@ def launch(
     pairs = _pairs(groups, codes, params)
     colors = _colors(images, mean, std) if finish else np.zeros(6, np.float32)
     table = _table(program, codes, params, colors, pairs)
-    tail = codes.size * kernel.FIELDS
+    tail = codes.size * FIELDS
     own = tail + 6
     starts = own if program.rows is None else own + count + pairs.size
     if not (images.is_contiguous() or images.is_contiguous(memory_format=torch.channels_last)):
@@ -80,7 +81,7 @@ def launch(
             table = table.pin_memory().to(images.device, non_blocking=True)
         empty = partial(torch.empty, device=images.device)
         shape = count, *images.shape[1:]
-        statistics = empty((max(len(pairs), 1), 3, kernel.BINS), dtype=torch.float32)
+        statistics = empty((max(len(pairs), 1), 3, BINS), dtype=torch.float32)
         fields = statistics if program.fields is None else program.fields.contiguous()
         for group in groups:
             final = group is groups[-1]
@@ -206,7 +207,7 @@ def _table(
     Ops, colors, the rows as they are, pairs, and at last the rows that the results start from.
     """
     slots, count = codes.shape
-    ops = np.empty((count, slots, kernel.FIELDS), np.int32)
+    ops = np.empty((count, slots, FIELDS), np.int32)
     ops[..., 0] = codes.T
     ops[..., 1:] = params.view(np.int32).transpose(1, 0, 2)
     own = np.arange(count, dtype=np.int32)
@@ -223,7 +224,7 @@ def _pack(program: Program, images: torch.Tensor, before: int) -> tuple[_Ints, _
     channels, height, width = images.shape[1:]
     uint8 = images.dtype == torch.uint8
     codes, args = program.ops.copy(), program.args
-    params = args[..., : kernel.FIELDS - 1].astype(np.float32)
+    params = args[..., : FIELDS - 1].astype(np.float32)
     names = list(OPS)
     for code in np.bincount(codes.ravel()).nonzero()[0].tolist():
         name, at = names[code], np.equal(codes, code)
@@ -246,6 +247,9 @@ def _pack(program: Program, images: torch.Tensor, before: int) -> tuple[_Ints, _
             at[before:] = False
             params[at, 4:7] = _as_uint8(args[at, 4:7])
         elif OPS[name].kind == "gather" and "_" in name:
+            n_fields = 0 if program.fields is None else len(program.fields)
+            if name.startswith("ELASTIC") and mine[:, 0].max() >= n_fields:
+                raise ValueError(f"ELASTIC ops refer to more than the {n_fields} fields there are")
             params[at] = _coordinates(name, mine, images)
             if name.startswith("ROTATE"):
                 codes[at] = code + _CODES["AFFINE_NEAREST"] - _CODES["ROTATE_NEAREST"]
@@ -264,7 +268,7 @@ def _no_nan(values: _Doubles) -> _Doubles:
 def _coordinates(name: str, args: _Doubles, images: torch.Tensor) -> _Singles:
     """(K, 11): a matrix and its denominator on torch's grid from -1 to 1, then the fill."""
     height, width = images.shape[2:]
-    params = np.zeros((len(args), kernel.FIELDS - 1), np.float32)
+    params = np.zeros((len(args), FIELDS - 1), np.float32)
     family, mode = name.split("_")
     fills = {"AFFINE": 8, "ROTATE": 3, "PERSPECTIVE": 8, "ELASTIC": 1, "MATRIX": 6}
     fill = args[:, fills[family] : fills[family] + 3]
