@@ -101,9 +101,11 @@ def fields_of(shape, device="cpu"):
 def both(images, program, device, **options):
     """What the twin and the kernels make of it, on the CPU."""
     # torchvision samples bfloat16 with coordinates in bfloat16, which are pixels off.
-    wide = images.float() if images.dtype == torch.bfloat16 else images
-    dtype = options.get("dtype") or images.dtype
-    expected = ops.reference(wide, program, **{**options, "dtype": dtype})
+    if images.dtype == torch.bfloat16:
+        wide = {**options, "dtype": options.get("dtype") or images.dtype}
+        expected = ops.reference(images.float(), program, **wide)
+    else:
+        expected = ops.reference(images, program, **options)
     if program.fields is not None:
         program.fields = program.fields.to(device)
     before = images.to(device)
