@@ -152,6 +152,17 @@ def test_another_distribution_is_seen(one, other):
     assert max(distances(PerImage(one, seed=0)(same(COUNT)), theirs(other))) > FARTHEST
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_gpu_gives_what_the_cpu_gives(name):
+    images = torch.from_numpy(np.stack([draw(50, 41, seed=i) for i in range(32)]))
+    images = images.permute(0, 3, 1, 2).contiguous()
+    want = PerImage(POLICIES[name](), seed=0)(images).float()
+    got = PerImage(POLICIES[name](), seed=0)(images.cuda()).cpu().float()
+    # A level apart in one slot, two pixels equally near, or what equalize makes of that.
+    assert ((got - want).abs() > 2).float().mean() < 0.02
+
+
 STRONG = [
     v2.RandAugment(3),
     v2.ColorJitter(0.4, 0.4, 0.4, 0.1),
@@ -259,6 +270,21 @@ def test_a_run_of_policies_and_normalize_in_a_list_is_one_program(encoded, dtype
     text = gpuprefetch.explain(loader)
     assert "RandAugment, Normalize, RandomErasing" in text and "one program of 4 slots" in text
     assert "image by image" in gpuprefetch.explain([ops[0], v2.GaussianNoise()])
+
+
+def test_a_copy_of_a_prefetcher_keeps_its_program(encoded):
+    ops = [gpuprefetch.Resize((16, 16)), v2.RandAugment(), v2.RandomErasing(0.5)]
+    loader = DataPrefetcher(encoded, transforms=ops, device="cpu", dtype=torch.float16, seed=0)
+    (images, _), *_ = copy.deepcopy(loader)
+    assert images.dtype == torch.float16 and torch.equal(images, next(iter(loader))[0])
+
+
+def test_a_list_that_ends_in_uint8_keeps_its_layout(encoded):
+    ops = gpuprefetch.convert_transforms([v2.CenterCrop(16), v2.RandAugment(), v2.PILToTensor()])
+    form = {"device": "cpu", "memory_format": torch.channels_last}
+    images, _ = next(iter(DataPrefetcher(encoded, transforms=ops, **form)))
+    assert images.dtype == torch.uint8
+    assert images.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_the_fused_launch_gives_levels_only_where_an_op_does_the_same_on_them():

@@ -73,6 +73,9 @@ class Cast:
         return map_leaves(cast, images)
 
 
+_AS_IT_IS = Cast(None, None)
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """What transforms one after the other are compiled to.
@@ -93,12 +96,12 @@ class Recipe:
     scaled: bool = False
     normalize: tuple[list[float], list[float]] | None = None
     finals: tuple[Slots, ...] = ()
-    cast: Cast = Cast(None, None)
+    cast: Cast = _AS_IT_IS
 
     def then(self, op: Any) -> Recipe | None:
         """The recipe with one more transform; None where it is not for one program."""
         longer = replace(self, ops=(*self.ops, op))
-        if self.cast != Cast(None, None):
+        if self.cast != _AS_IT_IS:
             return None
         if isinstance(op, Cast):
             floating = op.dtype is None or op.dtype.is_floating_point
@@ -106,6 +109,8 @@ class Recipe:
         if isinstance(op, ToUint8):
             return None if self.ops else replace(longer, before=op)
         if isinstance(op, ToFloat) or _is_scaling(op):
+            if self.normalize is not None and not self.scaled:
+                return None
             before = self.before if self.ops else ToFloat()
             return replace(longer, before=before, scaled=True)
         if (found := constants(op)) is not None:
@@ -224,12 +229,13 @@ class PerImage(torch.nn.Module):
         self.calls = state["calls"]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"recipe": self.recipe.ops}  # torchvision's tables do not pickle
+        # torchvision's tables do not pickle: what is compiled is so again.
+        return self.__dict__ | {"recipe": replace(self.recipe, steps=(), finals=())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(  # type: ignore[no-untyped-call]
-            state | {"recipe": _read(state["recipe"])}
-        )
+        made = _read(state["recipe"].ops)
+        recipe = replace(state["recipe"], steps=made.steps, finals=made.finals)
+        super().__setstate__(state | {"recipe": recipe})  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         return f"{self.op!r}" + ("" if self.seed is None else f", seed={self.seed}")
@@ -275,6 +281,7 @@ class PerImage(torch.nn.Module):
             else:
                 row.append(step)
         last = row or recipe.finals or recipe.scaled or recipe.normalize or not parts
+        last = last or recipe.cast != _AS_IT_IS
         return [*parts, Part(program_of(row, keys, picture, recipe.finals))] if last else parts
 
     def carry_out(self, images: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
@@ -374,7 +381,8 @@ def on_levels(head: Any, tail: Sequence[Transform], cast: Cast) -> tuple[list[Tr
     if first.seed is not None or not recipe.steps or not (given or same):
         return [*tail], False
     scaled = recipe.scaled or not given
-    cast = cast if scaled and recipe.cast == Cast(None, None) else recipe.cast
+    cast = cast if scaled else Cast(None, cast.memory_format)
+    cast = cast if recipe.cast == _AS_IT_IS else recipe.cast
     return [PerImage.of(replace(recipe, scaled=scaled, cast=cast)), *tail[1:]], True
 
 
