@@ -216,7 +216,7 @@ def pil_transforms(args, split):
 
 
 def policies(args):
-    """Random transforms behind the flip, the same ones for both loaders: each image has a draw."""
+    """Random transforms after the flip, the same ones for both loaders: each image has a draw."""
     strength = args.color_jitter
     jitter = [v2.ColorJitter(strength, strength, strength)] if strength else []
     return jitter + ([POLICIES[args.auto_augment]()] if args.auto_augment else [])
