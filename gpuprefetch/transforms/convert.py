@@ -1,8 +1,8 @@
 """A torchvision pipeline, v1 or v2, as a transform list that does the same on the device.
 
 torchvision's own objects carry every parameter. What composes into one resampling becomes a part of
-the fused launch; random ops become programs, with one draw per image; others stay torchvision's. Up to
-its conversion to floating point a pipeline works on uint8, and so does its converted list.
+the fused launch. Random ops become programs, with one draw per image; others stay torchvision's. Up
+to its conversion to floating point a pipeline works on uint8, and so does its converted list.
 """
 
 from __future__ import annotations
