@@ -26,6 +26,7 @@ from gpuprefetch.images.worker import HostStage, encoded_leaves
 from gpuprefetch.transforms.convert import read_list
 from gpuprefetch.transforms.head import Head, Transform, require_fixed_size
 from gpuprefetch.transforms.launch import FLOAT_DTYPES
+from gpuprefetch.transforms.per_image import Cast, on_levels
 from gpuprefetch.transforms.values import Values
 
 
@@ -60,6 +61,9 @@ def build_stage(
         raise ValueError(f"seed is an int, or None, got {seed!r}.")
     head, tail = read_list(transforms)
     _check_transforms(loader, head, tail, dtype, memory_format)
+    tail, levels = on_levels(head, tail, Cast(dtype, memory_format))
+    if levels:
+        dtype, memory_format = torch.uint8, None
     backend = _backend(decoder, device)
     share = torch.tensor([_fixed_share(cpu_share)], dtype=torch.float64)
     output = dtype or torch.float32, memory_format or torch.contiguous_format

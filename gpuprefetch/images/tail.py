@@ -30,8 +30,7 @@ from gpuprefetch.images.targets import (
     signed,
 )
 from gpuprefetch.transforms.head import apply_head, is_fused
-from gpuprefetch.transforms.per_image import Apply, Choice, Loop, PerImage, Policy, Switch
-from gpuprefetch.transforms.timm import TimmAugment
+from gpuprefetch.transforms.per_image import Loop, PerImage
 
 Samples = list[dict[Any, Any]]  # of each sample the parts of its target
 Runner = Callable[[Any, Samples], Any]
@@ -102,7 +101,7 @@ _MOVERS = tuple(
     " kornia.augmentation._2d.geometric. kornia.augmentation._2d.mix. kornia.geometry."
     " torchvision.transforms.autoaugment."
     " torchvision.transforms.v2._auto_augment. torchvision.transforms.v2._geometry."
-    " torchvision.transforms._presets.ImageClassification".split()
+    " torchvision.transforms._presets.ImageClassification timm.data.auto_augment.".split()
 )
 
 
@@ -170,28 +169,23 @@ def run_tail(
     return images, map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch, is_per_sample)
 
 
-def _of_per_image(transform: Any) -> tuple[list[Any], Runner | None] | None:
-    """All that targets need of ``transforms/per_image.py`` and ``transforms/timm.py``.
+def _of_per_image(transform: Any) -> tuple[list[Any], Runner] | None:
+    """All that targets need of ``transforms/per_image.py``.
 
     Returns:
-        None for a transform of others. Else the transforms that it draws from, and what runs it on
-        images and targets, None where targets cannot follow.
+        None for a transform of others. Else the transforms that it is made of, and what runs it on
+        images and targets.
     """
-    if isinstance(transform, TimmAugment):
-        from torchvision.transforms import v2
-
-        return [v2.RandomAffine(0)] if "affine" in transform.kinds else [], None
-    if not isinstance(transform, PerImage):
-        return None
-    if transform.op is None:
-        return list(transform.children()), None
-    follow = isinstance(transform, (Loop, Policy, Switch, Apply, Choice))
-    return [transform.op], partial(_run_each, transform.op) if follow else None
+    if isinstance(transform, PerImage):
+        return list(transform.recipe.ops), partial(_run_program, transform)
+    if isinstance(transform, Loop):
+        return [transform.op], partial(_run_each, transform.op)
+    return None
 
 
 def _runner(transform: Any) -> Runner | None:
     """How a transform takes images and targets; None where it gets the images alone."""
-    if (known := _of_per_image(transform)) is not None and known[1] is not None:
+    if (known := _of_per_image(transform)) is not None:
         return known[1] if moves_pixels([transform]) else None
     v2 = sys.modules.get("torchvision.transforms.v2")
     if v2 is not None and isinstance(transform, v2.Transform):
@@ -222,6 +216,16 @@ def _run_fused(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
 
     each = zip(rows, samples, strict=True)
     return images, [map_leaves(partial(moved, row), parts) for row, parts in each]
+
+
+def _run_program(transform: PerImage, images: torch.Tensor, samples: Samples) -> Any:
+    sampled_ops = transform.draw(images)
+
+    def moved(row: int, leaf: Any) -> Any:
+        return transform.carry_out_one(leaf, sampled_ops, row) if followers(leaf) else leaf
+
+    each = [map_leaves(partial(moved, row), parts) for row, parts in enumerate(samples)]
+    return transform.carry_out(images, sampled_ops), each
 
 
 _IMAGE = "\0"  # its name in a sample for torchvision, which looks for labels by theirs

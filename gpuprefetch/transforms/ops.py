@@ -322,7 +322,8 @@ def _matrix(x: Any, a: list[float], mode: str, **_: Any) -> Any:
     from torchvision.transforms.v2 import functional as F
 
     if _is_target(x):
-        return F.perspective(x, None, None, _mode("nearest"), _fill(x, a[6:9]), [*a[:6], 0.0, 0.0])
+        # Not the fill of the picture: timm, whose op it is, knows no masks.
+        return F.perspective(x, None, None, _mode("nearest"), None, [*a[:6], 0.0, 0.0])
     return _as_tensor(partial(_sample_matrix, mode=mode.lower()), x, a)
 
 
