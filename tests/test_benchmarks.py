@@ -96,7 +96,9 @@ def test_columns_take_turns_and_a_file_is_continued(train_main, monkeypatch, tmp
     )
     assert ran[4:] == [old, old, ("dali", str(ROOT))]  # the one that failed, and what is new
     assert rest == [("old: gpuprefetch", 0), ("old: gpuprefetch", 1), ("dali", 1)]
-    assert len(found["metadata"]["commands"]) == 2
+    first, second = found["metadata"]["commands"]
+    assert first.startswith("python benchmarks/train.py --tiny")
+    assert second.endswith("--package old=PATH")
     monkeypatch.setattr(harness, "machine", lambda args, device: {"gpu": "another"})
     with pytest.raises(SystemExit, match="is of another machine or version"):
         train_main()
