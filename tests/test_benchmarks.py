@@ -390,6 +390,7 @@ def test_tables(documents):
     policy = {"policy": "RandAugment", "side": "dali", "beyond_ms": 1.5, "host_ms": 0.2}
     everything = table.all_results([*documents, machine("p.json", [policy], "policy")])
     assert "| [b](results/b.json) | 761 | 0.761 | 0.90 | 1.00 | 0.00 |" in everything
+    assert "- resnet18 eager, batch 256: DALI, tuned on a.json: none" in everything
     assert "| RandAugment | 1.50 (0.20) |" in everything
 
 
