@@ -275,7 +275,7 @@ def draw(cells: dict[str, Machines], path: Path) -> None:
     axis.axvline(1.0, color="0.7", linewidth=0.8, zorder=0)
     axis.set(xlim=(0, 1.05), xlabel="of the ceiling")
     axis.invert_yaxis()
-    axis.legend(loc="lower left")
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
