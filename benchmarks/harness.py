@@ -216,9 +216,11 @@ def command(args: argparse.Namespace) -> str:
     launcher = ["python"]
     if "WORLD_SIZE" in os.environ:
         launcher = ["torchrun", "--standalone", f"--nproc-per-node={os.environ['WORLD_SIZE']}"]
-    data = str(getattr(args, "data", None))
-    words = ["PHOTOS" if word == data else word for word in words]
-    return shlex.join([*launcher, "/".join(Path(script).parts[-2:]), *words])
+    hidden = {str(getattr(args, "data", None)): "PHOTOS"}
+    hidden |= {word: f"{word.partition('=')[0]}=PATH" for word in getattr(args, "package", [])}
+    path = Path(script).resolve()
+    script = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+    return shlex.join([*launcher, script, *(hidden.get(word, word) for word in words)])
 
 
 def machine(args: argparse.Namespace, device: Device) -> dict[str, Any]:

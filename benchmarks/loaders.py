@@ -246,10 +246,9 @@ def dali(
     from nvidia.dali import fn, pipeline_def, types
     from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
 
-    cuda = settings.device == "cuda"
+    cuda, train = settings.device == "cuda", settings.train
     decoder.update(device="mixed" if cuda else "cpu", output_type=types.RGB)
-    crop = {"random_area": SCALE, "random_aspect_ratio": RATIO}
-    size = [settings.size] * 2
+    decoded = _dali_images(settings, fused, decoder)
     augment = _dali_policy(policy) if policy else None
 
     @pipeline_def(
@@ -261,23 +260,14 @@ def dali(
     )
     def pipeline() -> Any:
         files, target = fn.readers.file(
-            file_root=settings.data, random_shuffle=settings.train, name="reader"
+            file_root=settings.data, random_shuffle=train, name="reader"
         )
-        if settings.train and fused:
-            images = fn.decoders.image_random_crop(files, **crop, **decoder)
-            images = fn.resize(images, size=size, antialias=True)
-        elif settings.train:
-            images = fn.decoders.image(files, **decoder)
-            images = fn.random_resized_crop(images, size=size, antialias=True, **crop)
-        else:
-            images = fn.decoders.image(files, **decoder)
-            images = fn.resize(images, resize_shorter=settings.resize, antialias=True)
-        if augment is not None:
-            images = augment(images)
+        images = decoded(files)
+        images = images if augment is None else augment(images)
         images = fn.crop_mirror_normalize(
             images,
-            crop=size,
-            mirror=fn.random.coin_flip(probability=0.5) if settings.train else 0,
+            crop=[settings.size] * 2,
+            mirror=fn.random.coin_flip(probability=0.5) if train else 0,
             mean=[255 * value for value in MEAN],
             std=[255 * value for value in STD],
             dtype=types.FLOAT16,
@@ -286,17 +276,34 @@ def dali(
         return images, target.gpu() if cuda else target
 
     # Without a reader's name it goes on for ever, around the files: no epoch ends while measured.
-    epoch = None if settings.images == ENDLESS else "reader"
-    last = LastBatchPolicy.FILL if epoch is None else LastBatchPolicy.DROP
-    last = last if settings.train else LastBatchPolicy.PARTIAL
+    endless = settings.images == ENDLESS
+    last = LastBatchPolicy.FILL if endless else LastBatchPolicy.DROP
     iterator = DALIGenericIterator(
         pipeline(),
         ["images", "target"],
-        reader_name=epoch,
+        reader_name=None if endless else "reader",
         auto_reset=True,
-        last_batch_policy=last,
+        last_batch_policy=last if train else LastBatchPolicy.PARTIAL,
     )
     return _Converted(iterator, _from_dali)
+
+
+def _dali_images(settings: Settings, fused: bool, decoder: dict[str, Any]) -> Callable[[Any], Any]:
+    """What decodes, crops and resizes, as part of a pipeline."""
+    from nvidia.dali import fn
+
+    crop = {"random_area": SCALE, "random_aspect_ratio": RATIO}
+    size = {"size": [settings.size] * 2, "antialias": True}
+
+    def decoded(files: Any) -> Any:
+        if not settings.train:
+            images = fn.decoders.image(files, **decoder)
+            return fn.resize(images, resize_shorter=settings.resize, antialias=True)
+        if not fused:
+            return fn.random_resized_crop(fn.decoders.image(files, **decoder), **size, **crop)
+        return fn.resize(fn.decoders.image_random_crop(files, **crop, **decoder), **size)
+
+    return decoded
 
 
 def _dali_policy(name: str) -> Callable[[Any], Any]:

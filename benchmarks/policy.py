@@ -125,6 +125,7 @@ def of_dali(policy: str | None, images: torch.Tensor) -> Run:
         raise Missing(f"DALI has no {policy}")
     augment = made[policy] if policy else None
     source = images.permute(0, 2, 3, 1).contiguous()  # (N, H, W, C), as DALI's decoder gives them
+    source = source if images.is_cuda else source.numpy()
 
     @pipeline_def(
         batch_size=len(images),

@@ -96,36 +96,22 @@ def train_cells(documents: list[Document]) -> dict[str, Machines]:
 
 def ratios(machines: Machines, column: str, other: str) -> list[float]:
     """Of the rates on each machine that has both."""
-    pairs = [
-        (m[column]["rate"], m[other]["rate"])
-        for m in machines.values()
-        if column in m and other in m
-    ]
-    return [rate / base for rate, base in pairs]
+    both = [m for m in machines.values() if column in m and other in m]
+    return [m[column]["rate"] / m[other]["rate"] for m in both]
 
 
-def spread(values: list[float], digits: int = 2) -> str:
+def spread(values: list[float]) -> str:
     """The median and the worst."""
-    if not values:
-        return ""
-    return f"{statistics.median(values):.{digits}f} / {min(values):.{digits}f}"
+    return f"{statistics.median(values):.2f} / {min(values):.2f}" if values else ""
 
 
 def summary_table(cells: dict[str, Machines]) -> str:
     rows = []
     for cell, machines in cells.items():
         rates = [m[OURS]["rate"] for m in machines.values() if OURS in m]
-        rows.append(
-            [
-                cell,
-                str(len(machines)),
-                f"{statistics.median(rates):,.0f}" if rates else "",
-                spread(ratios(machines, OURS, "synthetic")),
-                spread(ratios(machines, DALI, "synthetic")),
-                spread(ratios(machines, OURS, DALI)),
-                spread(ratios(machines, OURS, CONTROL)),
-            ]
-        )
+        compared = [(OURS, "synthetic"), (DALI, "synthetic"), (OURS, DALI), (OURS, CONTROL)]
+        row = [cell, str(len(machines)), f"{statistics.median(rates):,.0f}" if rates else ""]
+        rows.append(row + [spread(ratios(machines, *pair)) for pair in compared])
     header = ["median / worst machine", "machines", "images/s", "of the ceiling"]
     header += ["DALI, of the ceiling", "**times DALI's**", "times `cpu_share=0.0`"]
     return markdown(header, rows)
@@ -152,23 +138,24 @@ def machines_table(cells: dict[str, Machines]) -> str:
     return markdown([*header, "ms between epochs, s to the first batch"], rows)
 
 
+def failures(documents: list[Document]) -> str:
+    """The processes that failed, and how: a column without a number has one of them."""
+    found = [
+        f"- {title(r, d['metadata']['affinity'])}: {name(r['column'])} on {d['file']}: {r['error']}"
+        for d in of(documents, "train")
+        for r in d["results"]
+        if "error" in r
+    ]
+    return "\n".join(["Failed:", "", *dict.fromkeys(found)]) if found else ""
+
+
 def caption(documents: list[Document], links: str) -> str:
     """The machines of a table, the photos, the versions and the commands."""
     machines = []
     for d in documents:
-        m = d["metadata"]
-        named = [
-            f"{label} {m['versions'][key]}"
-            for key, label in PACKAGES.items()
-            if m["versions"].get(key)
-        ]
-        words = [
-            m["gpu"] or "no GPU",
-            m["cpu"],
-            f"{m['affinity']} cores",
-            *named,
-            m["commit"] or "",
-        ]
+        m, versions = d["metadata"], d["metadata"]["versions"]
+        words = [m["gpu"] or "no GPU", m["cpu"], f"{m['affinity']} cores", m["commit"] or ""]
+        words += [f"{PACKAGES[key]} {versions[key]}" for key in PACKAGES if versions.get(key)]
         machines.append(f"- [{Path(d['file']).stem}]({links}{d['file']}): {', '.join(words)}")
     photos = documents[-1].get("photos", {}).items()
     kinds = [
@@ -193,7 +180,7 @@ def policy_table(results: list[dict[str, Any]]) -> str:
     for r in results:
         timed = f"{r['beyond_ms']:.2f} ({r['host_ms']:.2f})" if "beyond_ms" in r else None
         if r["policy"] != "none":
-            cells[r["policy"], r["side"]] = timed or r["missing"]
+            cells[r["policy"], r["side"]] = timed or r.get("missing", "")
     return pivot("GPU ms beyond the list without it (ms of the host)", cells)
 
 
@@ -247,6 +234,7 @@ def all_results(documents: list[Document]) -> str:
     parts = []
     if cells := train_cells(documents):
         tables = [summary_table(cells), machines_table(cells)]
+        tables += filter(None, [failures(documents)])
         parts += ["### Training", *tables, caption(of(documents, "train"), "results/")]
     for benchmark, (heading, table) in OTHERS.items():
         groups: dict[str, list[Document]] = defaultdict(list)  # by GPU
@@ -287,7 +275,7 @@ def draw(cells: dict[str, Machines], path: Path) -> None:
     axis.axvline(1.0, color="0.7", linewidth=0.8, zorder=0)
     axis.set(xlim=(0, 1.05), xlabel="of the ceiling")
     axis.invert_yaxis()
-    axis.legend(loc="lower left")
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})

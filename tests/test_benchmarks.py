@@ -96,7 +96,9 @@ def test_columns_take_turns_and_a_file_is_continued(train_main, monkeypatch, tmp
     )
     assert ran[4:] == [old, old, ("dali", str(ROOT))]  # the one that failed, and what is new
     assert rest == [("old: gpuprefetch", 0), ("old: gpuprefetch", 1), ("dali", 1)]
-    assert len(found["metadata"]["commands"]) == 2
+    first, second = found["metadata"]["commands"]
+    assert first.startswith("python benchmarks/train.py --tiny")
+    assert second.endswith("--package old=PATH")
     monkeypatch.setattr(harness, "machine", lambda args, device: {"gpu": "another"})
     with pytest.raises(SystemExit, match="is of another machine or version"):
         train_main()
@@ -388,6 +390,7 @@ def test_tables(documents):
     policy = {"policy": "RandAugment", "side": "dali", "beyond_ms": 1.5, "host_ms": 0.2}
     everything = table.all_results([*documents, machine("p.json", [policy], "policy")])
     assert "| [b](results/b.json) | 761 | 0.761 | 0.90 | 1.00 | 0.00 |" in everything
+    assert "- resnet18 eager, batch 256: DALI, tuned on a.json: none" in everything
     assert "| RandAugment | 1.50 (0.20) |" in everything
 
 
