@@ -10,8 +10,10 @@ from gpuprefetch.migrate.accelerate import accelerate
 from gpuprefetch.migrate.explain import explain
 from gpuprefetch.migrate.parity import ParityReport, parity
 from gpuprefetch.prefetcher import DataPrefetcher
-from gpuprefetch.transforms.convert import UnsupportedTransformError, convert_transforms
+from gpuprefetch.transforms.convert import convert_transforms
 from gpuprefetch.transforms.head import CenterCrop, RandomResizedCrop, Resize
+from gpuprefetch.transforms.known import UnsupportedTransformError
+from gpuprefetch.transforms.per_image import PerImage
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "EncodedImageFolder",
     "EncodedImages",
     "ParityReport",
+    "PerImage",
     "RandomResizedCrop",
     "Resize",
     "SelfcheckReport",

@@ -54,6 +54,7 @@ from gpuprefetch.images.worker import GROWTH, HostStage, Packer, encoded_leaves
 from gpuprefetch.transforms.convert import read_list
 from gpuprefetch.transforms.head import Transform, require_fixed_size
 from gpuprefetch.transforms.launch import FLOAT_DTYPES
+from gpuprefetch.transforms.per_image import Cast, on_levels
 from gpuprefetch.transforms.values import Values
 
 _running: weakref.WeakValueDictionary[int, Lookahead] = weakref.WeakValueDictionary()  # by loader
@@ -211,6 +212,9 @@ class DataPrefetcher:
         asked = dtype not in (None, torch.uint8) or memory_format is torch.channels_last
         if (head.names or tail or asked) and _is_encoded_folder(getattr(loader, "dataset", None)):
             require_fixed_size(head, tail)
+        tail, levels = on_levels(head, tail, Cast(dtype, memory_format))
+        if levels:
+            dtype, memory_format = torch.uint8, None
         backend = self._backend(decoder)
         share = torch.zeros(1, dtype=torch.float64)
         share.fill_(_fixed_share(cpu_share))

@@ -132,6 +132,18 @@ def test_resumed_in_the_middle_of_an_epoch(train, run, device, monkeypatch):
         run(*model, "--loader", "torchvision", "--resume")
 
 
+@pytest.mark.parametrize("loader", ["gpuprefetch", "torchvision"])
+def test_the_reference_recipe_is_one_command(train, run, loader):
+    recipe = "--auto-augment ta_wide --random-erasing 0.5 --mixup 0.2 --cutmix 1 --color-jitter 0.2"
+    summary, _ = run(*QUICK, "--epochs", "1", "--loader", loader, *recipe.split())
+    assert summary["auto_augment"] == "ta_wide" and summary["mixup"] == 0.2
+    args = train.parse_args(recipe.split())
+    names = [type(op).__name__ for op in train.pil_transforms(args, "train").transforms]
+    here = [type(op).__name__ for op in train.device_transforms(args, "train")]
+    policies = ["ColorJitter", "TrivialAugmentWide", "Normalize", "RandomErasing"]
+    assert [name for name in names if name in policies] == policies == here[2:]
+
+
 def test_without_data_it_trains_on_a_drawn_folder(draw, run, tmp_path, monkeypatch):
     monkeypatch.setattr(draw.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(draw, "TRAIN_PER_CLASS", 1)

@@ -328,5 +328,5 @@ def test_timm(folder, monkeypatch, capsys):
     pytest.importorskip("timm")
     monkeypatch.syspath_prepend(FOLDER)
     importlib.import_module("with_timm").main(str(folder), epochs=1, batch_size=6, size=32)
-    assert "TimmAugment" in (text := capsys.readouterr().out)
+    assert "RandAugment" in (text := capsys.readouterr().out)
     assert "epoch 0: top-1" in text

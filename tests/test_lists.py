@@ -113,11 +113,12 @@ def test_what_has_no_place_in_a_list_is_refused(op, text):
         DataPrefetcher([noise()], transforms=[op], device="cpu")
 
 
-def test_timms_policies_are_sent_to_the_converter():
+def test_timms_policies_are_for_uint8():
     timm = pytest.importorskip("timm.data")
     op = timm.rand_augment_transform("rand-m9", {})
-    with pytest.raises(ValueError, match=r"timm's RandAugment .*=convert_transforms\(pipeline\)"):
-        DataPrefetcher([noise()], transforms=[op], device="cpu")
+    assert run([op], noise()).dtype == torch.uint8
+    with pytest.raises(TypeError, match=r"timm's policies take uint8 images"):
+        run([op], noise() / 255)
     erasing = timm.random_erasing.RandomErasing(0.5, device="cpu")
     erased = run([erasing], torch.ones(SEVERAL, 3, 16, 16)).amin((1, 2, 3)) == 0
     assert 16 <= erased.sum() <= 48

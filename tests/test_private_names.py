@@ -28,10 +28,10 @@ def torchdatas(name):
     return name in inspect.getsource(stateful.StatefulDataLoader)
 
 
-def policy(name):
+def policy(kind, name):
     from torchvision.transforms import v2
 
-    return hasattr(v2.RandAugment(), name)
+    return hasattr(getattr(v2, kind)(), name)
 
 
 def torchvisions_presets():
@@ -56,10 +56,9 @@ NAMES = {
     "StatefulDataLoader.next_iter_state": lambda: torchdatas("next_iter_state"),
     "_initial_iter_for_state_dict": lambda: torchdatas("_initial_iter_for_state_dict"),
     "torchvision.transforms._presets": torchvisions_presets,
-    "RandAugment._apply_image_or_video_transform": lambda: policy(
-        "_apply_image_or_video_transform"
-    ),
-    "RandAugment._fill": lambda: policy("_fill"),
+    "RandAugment._AUGMENTATION_SPACE": lambda: policy("RandAugment", "_AUGMENTATION_SPACE"),
+    "AugMix._PARTIAL_AUGMENTATION_SPACE": lambda: policy("AugMix", "_PARTIAL_AUGMENTATION_SPACE"),
+    "AutoAugment._policies": lambda: policy("AutoAugment", "_policies"),
 }
 
 

@@ -5,6 +5,7 @@
     python train.py DATA --loader torchvision        # the same, with PIL decoding in the workers
     python train.py DATA --checkpoint-steps 500      # not only after each epoch
     python train.py DATA --resume                    # go on from the checkpoint
+    python train.py DATA --auto-augment ta_wide --random-erasing 0.1 --mixup 0.2 --cutmix 1.0
     torchrun --nproc-per-node=8 train.py DATA        # every GPU of a machine; --nnodes for several
 
 The last line it prints is a summary of the run in JSON.
@@ -61,6 +62,14 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SEED = 0
 BAR_STEPS = 20  # from one update of the bar to the next: reading the loss waits for the device
 REPORTED_ARGUMENTS = ["model", "loader", "compile", "epochs", "batch_size", "image_size", "workers"]
+REPORTED_ARGUMENTS += ["auto_augment", "color_jitter", "random_erasing", "mixup", "cutmix"]
+# As in torchvision's references.
+POLICIES = {
+    "ta_wide": v2.TrivialAugmentWide,
+    "ra": v2.RandAugment,
+    "augmix": v2.AugMix,
+    "autoaugment": v2.AutoAugment,
+}
 
 # Set by torchrun.
 RANK = int(os.environ.get("RANK", 0))
@@ -94,6 +103,11 @@ def parse_args(argv):
     add("--batch-size", type=positive, help="of each process")
     add("--image-size", type=positive, help="height and width in pixels")
     add("--workers", type=int, default=default_workers(), help="of each DataLoader")
+    add("--auto-augment", choices=POLICIES, help="a policy for each training image")
+    add("--color-jitter", type=float, default=0.0, metavar="S", help="strength, 0.4 for example")
+    add("--random-erasing", type=float, default=0.0, metavar="P", help="share of images")
+    add("--mixup", type=float, default=0.0, metavar="A", help="alpha of MixUp")
+    add("--cutmix", type=float, default=0.0, metavar="A", help="alpha of CutMix")
     add("--compile", action="store_true")
     add("--checkpoint", type=Path, default="checkpoint.pt", help="written after each epoch")
     add("--checkpoint-steps", type=positive, metavar="N", help="write it every N steps too")
@@ -184,7 +198,8 @@ def device_transforms(args, split):
     size = (args.image_size, args.image_size)
     if split == "train":
         crop = RandomResizedCrop(size, scale=(args.min_area, 1.0))
-        return [crop, K.RandomHorizontalFlip(p=0.5), K.Normalize(MEAN, STD)]
+        head, normalize = [crop, K.RandomHorizontalFlip(p=0.5)], K.Normalize(MEAN, STD)
+        return [*head, *policies(args), normalize, *erasing(args)]
     return [Resize(shorter_side(args)), CenterCrop(size), K.Normalize(MEAN, STD)]
 
 
@@ -192,11 +207,23 @@ def pil_transforms(args, split):
     """Say :func:`device_transforms` as torchvision's training recipe does, for one PIL image."""
     if split == "train":
         crop = v2.RandomResizedCrop(args.image_size, scale=(args.min_area, 1.0))
-        ops = [crop, v2.RandomHorizontalFlip(p=0.5)]
+        ops, last = [crop, v2.RandomHorizontalFlip(p=0.5), *policies(args)], erasing(args)
     else:
+        last = []
         ops = [v2.Resize(shorter_side(args)), v2.CenterCrop(args.image_size)]
     to_float = v2.ToDtype(torch.float32, scale=True)
-    return v2.Compose([*ops, v2.PILToTensor(), to_float, v2.Normalize(MEAN, STD)])
+    return v2.Compose([*ops, v2.PILToTensor(), to_float, v2.Normalize(MEAN, STD), *last])
+
+
+def policies(args):
+    """Random transforms after the flip, the same ones for both loaders: each image has a draw."""
+    strength = args.color_jitter
+    jitter = [v2.ColorJitter(strength, strength, strength)] if strength else []
+    return jitter + ([POLICIES[args.auto_augment]()] if args.auto_augment else [])
+
+
+def erasing(args):
+    return [v2.RandomErasing(args.random_erasing)] if args.random_erasing else []
 
 
 def shorter_side(args):
@@ -270,12 +297,15 @@ class Learner:
         self.criterion = nn.CrossEntropyLoss(label_smoothing=LABEL_SMOOTHING)
         self.optimizer = build_optimizer(self.model, args)
         self.scheduler = LambdaLR(self.optimizer, lambda step: lr_factor(step, steps))
+        self.mix = build_mix(args, classes)
         self.epoch = 0
         self.best_top1 = 0.0
         self.midway = None  # where each rank stands in the epoch that was interrupted
 
     def step(self, images, target):
         """Train on one batch; returns its loss, on the device."""
+        if self.mix is not None:
+            images, target = self.mix(images, target)
         with self.autocast():
             loss = self.criterion(logits_of(self.step_model(images)), target)
         self.optimizer.zero_grad()
@@ -371,6 +401,13 @@ def build_optimizer(model, args):
     lr = LEARNING_RATE * args.batch_size * WORLD_SIZE
     fused = args.device.type == "cuda"
     return torch.optim.SGD(groups, lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, fused=fused)
+
+
+def build_mix(args, classes):
+    """Return what mixes the images and targets of a batch, one of the two where both are asked."""
+    kinds = [(v2.MixUp, args.mixup), (v2.CutMix, args.cutmix)]
+    mixes = [kind(alpha=alpha, num_classes=classes) for kind, alpha in kinds if alpha]
+    return v2.RandomChoice(mixes) if mixes else None
 
 
 def lr_factor(step, steps):

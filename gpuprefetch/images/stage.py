@@ -297,7 +297,10 @@ class Pipeline:
         to_floats = kornia_next and not images.is_floating_point()
         if self.head.names or to_floats or self.dtype == torch.uint8:
             keys = fold(seed, np.arange(len(images)))
-            return apply_head(self.head, images, keys, self.dtype, self.memory_format)
+            # uint8 is for decoded images alone where the first program takes that.
+            levels = self.dtype == torch.uint8 and images.is_floating_point() and bool(self.tail)
+            dtype = None if levels else self.dtype
+            return apply_head(self.head, images, keys, dtype, self.memory_format)
         if self.dtype and not images.is_floating_point():
             images = images.to(self.dtype) / 255
         return images.to(

@@ -30,8 +30,7 @@ from gpuprefetch.images.targets import (
     signed,
 )
 from gpuprefetch.transforms.head import apply_head, is_fused
-from gpuprefetch.transforms.per_image import Apply, Choice, Loop, PerImage, Policy, Switch
-from gpuprefetch.transforms.timm import TimmAugment
+from gpuprefetch.transforms.per_image import Loop, PerImage
 
 Samples = list[dict[Any, Any]]  # of each sample the parts of its target
 Runner = Callable[[Any, Samples], Any]
@@ -102,7 +101,7 @@ _MOVERS = tuple(
     " kornia.augmentation._2d.geometric. kornia.augmentation._2d.mix. kornia.geometry."
     " torchvision.transforms.autoaugment."
     " torchvision.transforms.v2._auto_augment. torchvision.transforms.v2._geometry."
-    " torchvision.transforms._presets.ImageClassification".split()
+    " torchvision.transforms._presets.ImageClassification timm.data.auto_augment.".split()
 )
 
 
@@ -171,21 +170,19 @@ def run_tail(
 
 
 def _of_per_image(transform: Any) -> tuple[list[Any], Runner | None] | None:
-    """All that targets need of ``transforms/per_image.py`` and ``transforms/timm.py``.
+    """All that targets need of ``transforms/per_image.py``.
 
     Returns:
         None for a transform of others. Else the transforms that it draws from, and what runs it on
         images and targets, None where targets cannot follow.
     """
-    if isinstance(transform, TimmAugment):
-        from torchvision.transforms import v2
-
-        return [v2.RandomAffine(0)] if "affine" in transform.kinds else [], None
-    if not isinstance(transform, PerImage):
+    if isinstance(transform, PerImage):
+        return [*transform.recipe.ops], partial(_run_program, transform)
+    if not isinstance(transform, Loop):
         return None
-    if transform.op is None:
-        return list(transform.children()), None
-    follow = isinstance(transform, (Loop, Policy, Switch, Apply, Choice))
+    from torchvision.transforms import v2
+
+    follow = isinstance(transform.op, v2.Transform)
     return [transform.op], partial(_run_each, transform.op) if follow else None
 
 
@@ -222,6 +219,16 @@ def _run_fused(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
 
     each = zip(rows, samples, strict=True)
     return images, [map_leaves(partial(moved, row), parts) for row, parts in each]
+
+
+def _run_program(transform: PerImage, images: torch.Tensor, samples: Samples) -> Any:
+    drawn = transform.draw(images)
+
+    def moved(row: int, leaf: Any) -> Any:
+        return transform.carry_out_one(leaf, drawn, row) if followers(leaf) else leaf
+
+    each = [map_leaves(partial(moved, row), parts) for row, parts in enumerate(samples)]
+    return transform.carry_out(images, drawn), each
 
 
 _IMAGE = "\0"  # its name in a sample for torchvision, which looks for labels by theirs

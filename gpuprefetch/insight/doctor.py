@@ -27,7 +27,7 @@ from gpuprefetch.images.share import Balancer, usable_cores
 from gpuprefetch.images.stage import count_images
 from gpuprefetch.migrate.accelerate import accelerate
 from gpuprefetch.prefetcher import DataPrefetcher, _resolve_device
-from gpuprefetch.transforms.convert import UnsupportedTransformError
+from gpuprefetch.transforms.known import UnsupportedTransformError
 
 # Below this gain two runs are called equal: what a few seconds on a shared machine can tell apart.
 SMALL = 1.1

@@ -26,15 +26,9 @@ from gpuprefetch.images.apart import image_of, is_image
 from gpuprefetch.images.encoded import EncodedImage, EncodedImageFolder, read_file
 from gpuprefetch.images.guard import Encoded, UndecodedError, begin_reading, end_reading
 from gpuprefetch.prefetcher import DataPrefetcher
-from gpuprefetch.transforms.convert import (
-    Plan,
-    Step,
-    UnsupportedTransformError,
-    convert,
-    fixes_size,
-    flatten,
-)
+from gpuprefetch.transforms.convert import Plan, Step, convert, fixes_size
 from gpuprefetch.transforms.head import read_transforms
+from gpuprefetch.transforms.known import UnsupportedTransformError, flatten
 from gpuprefetch.transforms.per_image import Cast
 from gpuprefetch.transforms.random import SeededDraws
 from gpuprefetch.transforms.timm import is_timm

@@ -10,15 +10,10 @@ import torch
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.decode import decoded_by
 from gpuprefetch.prefetcher import DataPrefetcher
-from gpuprefetch.transforms.convert import (
-    convert_transforms,
-    flatten,
-    in_columns,
-    is_on_device,
-    name_of,
-    read_list,
-)
+from gpuprefetch.transforms.convert import convert_transforms, in_columns, read_list
 from gpuprefetch.transforms.head import Head, Transform, _FusedTransform, read_transforms
+from gpuprefetch.transforms.known import flatten, is_on_device, name_of
+from gpuprefetch.transforms.per_image import Cast, Loop, PerImage, on_levels
 from gpuprefetch.transforms.random import SeededDraws
 
 
@@ -58,22 +53,30 @@ def _explain(
     decode: str = "",
 ) -> str:
     rows = [("decode", "uint8 (3, H, W), each image its own size", decode)]
+    tail, levels = on_levels(head, tail, Cast(dtype, memory_format))
+    dtype, memory_format = (torch.uint8, None) if levels else (dtype, memory_format)
     images = None
     if head.size is not None:
         images = torch.zeros((2, 3, *head.size), dtype=dtype or torch.float32)
         images = images.contiguous(memory_format=memory_format or torch.contiguous_format)
     if head.names:
-        what = "normalized" if head.mean else "in [0, 1]"
+        what = "in 0 to 255" if dtype == torch.uint8 else "in [0, 1]"
+        what = "normalized" if head.mean else what
         rows.append((", ".join(head.names), _form(images), f"one fused launch, {what}"))
     for position, transform in enumerate(tail):
-        reason = _why(transform, head) if not position else f"behind {_name(tail[0])}"
+        reason = _why(transform, head) if not position else f"after {_name(tail[0])}"
+        how = f"not fused: {reason}"
+        if isinstance(transform, PerImage):
+            how = f"one program of {transform.slots} slots, a draw for each image"
+        elif type(transform) is Loop:
+            how = "image by image, with a call for each: slow"
         images, form = _try(transform, images)
-        rows.append((_name(transform), form, f"not fused: {reason}"))
+        rows.append((_name(transform), form, how))
     return in_columns(rows)
 
 
 def _name(transform: Any) -> str:
-    if not isinstance(transform, _FusedTransform):
+    if not isinstance(transform, (_FusedTransform, PerImage)):
         transform = getattr(transform, "op", transform)  # of a torchvision op's wrapper
     return getattr(transform, "__name__", type(transform).__name__)
 

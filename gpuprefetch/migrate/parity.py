@@ -18,6 +18,7 @@ from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.convert import CONVERSIONS, Plan, convert
 from gpuprefetch.transforms.head import Sampling, read_transforms
 from gpuprefetch.transforms.launch import resample
+from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.random import SeededDraws, fold
 
 # Images that a report keeps for its picture.
@@ -250,9 +251,15 @@ def _walk(
                 # Our list may have a change of dtype before it that the pipeline has not.
                 while (first := tail.pop(0)) is not module:
                     new = _State(first(new.image[None])[0])
-            alone = old.then(op, drawn(module, before[None], number)[0])
-            new = new.then(op, drawn(module, new.image[None], number)[0])
-            old = old.then(op, drawn(op, old.image, number))
+            if isinstance(module, PerImage):  # drawn once, for both sides
+                parts = module.drawn(fold(number, [0]), before)
+                alone = old.then(op, module.carry_out(before[None], parts)[0])
+                new = new.then(op, module.carry_out(new.image[None], parts)[0])
+                old = old.then(op, module.carry_out_one(old.image, parts, 0))
+            else:
+                alone = old.then(op, drawn(module, before[None], number)[0])
+                new = new.then(op, drawn(module, new.image[None], number)[0])
+                old = old.then(op, drawn(op, old.image, number))
         yield old, alone, new
 
 

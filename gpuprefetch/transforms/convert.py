@@ -1,20 +1,17 @@
 """A torchvision pipeline, v1 or v2, as a transform list that does the same on the device.
 
 torchvision's own objects carry every parameter. What composes into one resampling becomes a part of
-the fused launch; every other op stays torchvision's, on the batch, with one draw per image. Up to
-its conversion to floating point a pipeline works on uint8, and so does its converted list.
+the fused launch. Random ops become programs, with one draw per image; others stay torchvision's. Up
+to its conversion to floating point a pipeline works on uint8, and so does its converted list.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import FunctionType
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from gpuprefetch.transforms.head import (
@@ -28,20 +25,17 @@ from gpuprefetch.transforms.head import (
     _RandomCrop,
     read_transforms,
 )
-from gpuprefetch.transforms.per_image import (
-    ALONE,
-    DRAWN,
-    KNOWN,
-    OF_OTHERS,
-    Apply,
-    Choice,
-    Loop,
-    Steps,
-    ToFloat,
-    ToUint8,
-    per_image,
+from gpuprefetch.transforms.known import (
+    UnsupportedTransformError,
+    filter_of,
+    flatten,
+    is_on_device,
+    name_of,
+    twin,
 )
-from gpuprefetch.transforms.timm import TimmAugment, from_timm, why_not
+from gpuprefetch.transforms.per_image import Loop, PerImage, Steps, ToFloat, ToUint8, grouped
+from gpuprefetch.transforms.policy import COMPILERS, FILTERS, compiled
+from gpuprefetch.transforms.timm import from_timm, is_augment, why_not
 
 CONVERSIONS = frozenset(
     "ToTensor PILToTensor ToImage ToPureTensor ToDtype ConvertImageDtype".split()
@@ -49,8 +43,19 @@ CONVERSIONS = frozenset(
 _CROPS = frozenset("RandomResizedCrop Resize CenterCrop RandomCrop".split())
 # Linear in each pixel: before a bilinear resize or behind it is the same up to rounding.
 _LINEAR = frozenset("Normalize Grayscale RandomGrayscale RandomInvert".split())
+# They give sizes that they draw, or take what no pipeline has on the device: an image at a time.
+_ALONE = frozenset(
+    "JPEG RandomIoUCrop RandomResize RandomShortestSize RandomZoomOut ScaleJitter".split()
+)
+_LOOPED = frozenset("ElasticTransform GaussianNoise RandomCrop RandomResizedCrop".split())
+# They take a batch as they are: nothing is drawn.
+_AS_THEY_ARE = frozenset(
+    "CenterCrop ConvertImageDtype Grayscale Identity Normalize Pad RGB Resize ToDtype".split()
+)
+_DRAWN = (COMPILERS.keys() | _LOOPED | _ALONE) - _AS_THEY_ARE
+_KNOWN = COMPILERS.keys() | _LOOPED | _AS_THEY_ARE
+_CONTAINERS = frozenset("RandomApply RandomChoice RandomOrder".split())
 # Where tensors know fewer filters than PIL: what torchvision takes for a tensor.
-_GRID_FILTERS = ("nearest", "bilinear")
 _RESIZE_FILTERS = ("nearest", "nearest-exact", "bilinear", "bicubic")
 
 # What differs with the same parameters, measured by parity() on photos of ImageNet at 224: mean
@@ -67,7 +72,6 @@ _DIFFERS = {
     "AutoAugment": "0.1 levels, bilinear 0.2: rounding of coordinates",
     "RandAugment": "0.1 levels, bilinear 0.3: rounding of coordinates",
     "TrivialAugmentWide": "0.1 levels: rounding of coordinates",
-    "TimmAugment": "0.2 levels: bicubic filter, rounding of coordinates",
     "RandomPhotometricDistort": "0.2 levels: PIL's hue has 8 bits",
     "RandomAutocontrast": "0.01 levels: truncated, PIL rounds",
     "Grayscale": "0.5 levels: truncated, PIL rounds",
@@ -77,13 +81,11 @@ _DIFFERS = {
 
 def _differs(op: Any) -> str:
     """The difference of an op on a batch; of a RandomApply or RandomChoice those of its ops."""
+    if is_augment(op):
+        return "0.2 levels: bicubic filter, rounding of coordinates"
     if (inner := getattr(op, "transforms", None)) is None:
         return _DIFFERS.get(type(op).__name__, "")
     return "; ".join(f"{type(o).__name__} {note}" for o in flatten(inner) if (note := _differs(o)))
-
-
-class UnsupportedTransformError(ValueError):
-    """An op of a pipeline that cannot move to the device; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,29 +169,27 @@ def read_list(transforms: Any) -> tuple[Head, list[Transform]]:
         ValueError: likewise, and for what torchvision or timm have for PIL images only.
     """
     head, tail = read_transforms(transforms)
-    return head, [each for transform in tail for each in _in_list(transform)]
+    return head, grouped(each for transform in tail for each in _in_list(transform))
 
 
 def _in_list(transform: Transform) -> list[Transform]:
     """What runs in a list for a transform: itself if it draws nothing, or is not torchvision's."""
     ops = [*flatten(transform)]
     names = [_refuse_in_list(op) for op in ops]
-    if ALONE.intersection(names) or any(getattr(op, "expand", False) for op in ops):
+    if _ALONE.intersection(names) or any(getattr(op, "expand", False) for op in ops):
         return [Loop(transform)]  # of the sizes that one draws, the next may make one again
-    if name_of(transform) == "Compose" and None not in names:
-        return [*map(_drawing, ops)]
-    if not DRAWN.intersection(names):
+    if not _DRAWN.intersection(names) and not any(map(is_augment, ops)):
         return [transform]
-    if ops[0] is transform:
-        return [_drawing(transform)]
-    return [Steps(transform, [*map(_drawing, ops)])]
+    if ops[0] is transform or (name_of(transform) == "Compose" and None not in names):
+        return [*map(_drawing, ops)]
+    return [Steps(transform, grouped(map(_drawing, ops)))]
 
 
 def _refuse_in_list(op: Any) -> str | None:
     """The name of an op, as what it stands for."""
     from torchvision import transforms as v1
 
-    name, known = type(op).__name__, from_timm(op)
+    name = type(op).__name__
     if name_of(op) in ("CutMix", "MixUp"):
         raise ValueError(
             f"torchvision's {name} mixes the images of a batch, and its targets are not in the "
@@ -197,98 +197,16 @@ def _refuse_in_list(op: Any) -> str | None:
         )
     if type(op) in (v1.ToTensor, v1.PILToTensor):
         raise ValueError(
-            f"{name} takes PIL images, and in transforms images are tensors, in [0, 1] behind a "
+            f"{name} takes PIL images, and in transforms images are tensors, in [0, 1] after a "
             "crop or a resize. Leave it out."
         )
-    if known is not op and type(known) is TimmAugment:
-        raise ValueError(
-            f"timm's {name} is for uint8 images of one size. Put it behind the crop in a pipeline "
-            "for transforms=convert_transforms(pipeline), which brings them to that."
-        )
-    return name_of(known)
+    return name_of(from_timm(op))
 
 
 def _drawing(op: Any) -> Any:
-    op = from_timm(op)
-    if name_of(op) not in DRAWN:
-        return op
-    try:
-        return _on_batch(twin(op), any_callable=True)
-    except UnsupportedTransformError:  # it holds what may give an image another shape
-        return Loop(twin(op))
-
-
-def flatten(pipeline: Any) -> Iterator[Any]:
-    """The ops of nested ``Compose``, ``Sequential``, lists and torchvision's presets, in order.
-
-    A class of somebody's own is an op, whatever it is called: it may do more than call its parts.
-    """
-    from torchvision.transforms import _presets, v2
-    from torchvision.transforms import transforms as v1
-
-    kind = type(pipeline)
-    if kind in (v1.Compose, v2.Compose) or _only_calls_transforms(kind):
-        yield from flatten(pipeline.transforms)
-    elif kind is _presets.ImageClassification:
-        yield v2.Resize(pipeline.resize_size, pipeline.interpolation)
-        yield v2.CenterCrop(pipeline.crop_size)
-        yield v2.PILToTensor()
-        yield v2.ToDtype(torch.float32, scale=True)
-        yield v2.Normalize(pipeline.mean, pipeline.std)
-    elif kind in (list, tuple, torch.nn.Sequential, torch.nn.ModuleList):
-        for op in pipeline:
-            yield from flatten(op)
-    else:
-        yield pipeline
-
-
-def _call(self: Any, img: Any) -> Any:
-    return self.transforms(img)
-
-
-def _only_calls_transforms(kind: type) -> bool:
-    """Whether a class is called as those of torchvision's references are, which people copy.
-
-    The compiled code says so, whatever the class is named: one more line makes another.
-    """
-    own = inspect.getattr_static(kind, "__call__", None)
-    if not isinstance(own, FunctionType):
-        return False
-    mine = _call.__code__
-    return (own.__code__.co_code, own.__code__.co_names) == (mine.co_code, mine.co_names)
-
-
-def name_of(op: Any) -> str | None:
-    """Name of an op that we know; None for a subclass and whatever else there is."""
-    from torchvision import transforms as v1
-    from torchvision.transforms import v2
-
-    kind = type(op)
-    known = kind in (getattr(v1, kind.__name__, None), getattr(v2, kind.__name__, None))
-    return kind.__name__ if known or kind is TimmAugment else None
-
-
-def is_on_device(op: Any) -> bool:
-    """Whether an op is kornia's or our own, which a prefetcher's list holds as it is."""
-    return type(op).__module__.startswith(("kornia.", "gpuprefetch."))
-
-
-def twin(op: Any) -> Any:
-    """The v2 form of a v1 op, which holds its arguments under their names; else the op."""
-    from torchvision import transforms as v1
-    from torchvision.transforms import v2
-
-    name = type(op).__name__
-    if type(op) is not getattr(v1, name, None):
-        return op
-    form = getattr(v2, name)
-    names = inspect.signature(form).parameters
-    if not all(hasattr(op, name) for name in names):
-        return op  # a Lambda: nothing that could move
-    arguments = {name: getattr(op, name) for name in names}
-    if form is v2.Normalize:  # v1 takes a number for all channels
-        arguments |= {name: np.ravel(arguments[name]).tolist() for name in ("mean", "std")}
-    return form(**arguments)
+    """An op that :func:`grouped` takes in, or what runs it."""
+    op = twin(from_timm(op))
+    return Loop(op) if compiled(op) is None and name_of(op) in _DRAWN else op
 
 
 def fixes_size(op: Any) -> bool:
@@ -297,14 +215,6 @@ def fixes_size(op: Any) -> bool:
     name, size = name_of(op), getattr(op, "size", None)
     exact = name != "Resize" or (isinstance(size, Sequence) and len(size) == 2)
     return name in _CROPS and exact
-
-
-def _filter_of(op: Any) -> str:
-    from PIL.Image import Resampling
-    from torchvision.transforms import InterpolationMode
-
-    mode = getattr(op, "interpolation", "bilinear")
-    return Resampling(mode).name.lower() if isinstance(mode, int) else InterpolationMode(mode).value
 
 
 class RandomCrop(_FusedTransform):
@@ -424,14 +334,12 @@ class _Converter:
         if name == "RandomCrop":
             black = op.padding_mode == "constant" and op.fill in (0, None)
             return RandomCrop(op) if black else None
-        if name not in _CROPS or _filter_of(op) not in _RESIZE_FILTERS:
+        if name not in _CROPS or filter_of(op) not in _RESIZE_FILTERS:
             return None
-        if self.is_tensor and not op.antialias and "nearest" not in _filter_of(op):
+        if self.is_tensor and not op.antialias and "nearest" not in filter_of(op):
             return None
         # PIL's takes the pixel at the center.
-        how = (
-            _filter_of(op) if self.is_tensor else _filter_of(op).replace("nearest", "nearest-exact")
-        )
+        how = filter_of(op) if self.is_tensor else filter_of(op).replace("nearest", "nearest-exact")
         if name == "Resize":
             size = op.size[0] if op.size and len(op.size) == 1 else op.size
             return Resize(size, how, op.max_size)
@@ -445,13 +353,13 @@ class _Converter:
         pads = name in ("CenterCrop", "RandomCrop")
         for delayed in self.delayed:
             # Black stays black in gray only; bicubic results are clipped.
-            if (pads and "Grayscale" not in type(delayed).__name__) or _filter_of(op) == "bicubic":
+            if (pads and "Grayscale" not in type(delayed).__name__) or filter_of(op) == "bicubic":
                 _refuse(delayed, f"it comes before {name}", early=True)
         self.sized |= fixes_size(op)
         self.holds_float = True  # the launch gives that, whatever it is given
         resizes = name in ("RandomResizedCrop", "Resize")
-        nearest = resizes and "nearest" in _filter_of(op)
-        clipped = _filter_of(op) == "bicubic" and self.is_float
+        nearest = resizes and "nearest" in filter_of(op)
+        clipped = filter_of(op) == "bicubic" and self.is_float
         note = _CLIPPED if clipped else _UNROUNDED if resizes and not self.is_float else ""
         note = ("" if self.is_tensor else _TIES) if nearest else note
         self._add(op, module, "fused launch", note)
@@ -477,15 +385,17 @@ class _Converter:
         if not self.is_tensor and hasattr(op, "antialias"):
             op = copy.copy(op)
             op.antialias = True  # PIL always does
-            if _filter_of(op) == "nearest":
+            if filter_of(op) == "nearest":
                 from torchvision.transforms import InterpolationMode
 
                 op.interpolation = InterpolationMode.NEAREST_EXACT  # to the center, as PIL's is
                 note = note or _TIES
-        module = _on_batch(op)
-        where = "on the batch" if name == "TimmAugment" else "torchvision v2 on the batch"
-        if isinstance(module, Loop):
-            where += ", image by image"
+        module, where = op, "torchvision v2 on the batch"
+        if compiled(op) is not None:
+            # Else the fused launch would give uint8, which this does not see.
+            module, where = PerImage([ToFloat(), op] if self.is_float else op), "one program"
+        elif name in _DRAWN:
+            module, where = Loop(op), f"{where}, image by image"
         if not (note or self.is_tensor):
             note = _differs(op)
         return self._add(source or op, module, where, note)
@@ -501,47 +411,21 @@ class _Converter:
         )
 
 
-def _on_batch(op: Any, *, any_callable: bool = False) -> torch.nn.Module:
-    """``any_callable`` leaves what is not torchvision's as it is."""
-    name = type(op).__name__
-    if name not in OF_OTHERS:
-        return per_image(op)
-    if name == "RandomApply":
-        return Apply(_inner(op.transforms, any_callable), op.p, op)
-    choices = [_inner(choice, any_callable) for choice in op.transforms]
-    return Choice(choices, op.p if name == "RandomChoice" else None, op)
-
-
-def _inner(transforms: Any, any_callable: bool) -> list[torch.nn.Module]:
-    from torchvision.transforms import v2
-
-    ops = [twin(op) for op in flatten(transforms)]
-    for op in ops:
-        if name_of(op) is None and any_callable:
-            continue
-        _check_on_batch(op)
-        sizes = type(op).__name__ in _CROPS | {"Pad"}
-        if sizes or getattr(op, "num_output_channels", 3) != 3:
-            _refuse(op, "by chance it would give images of different shapes")
-    return [
-        _on_batch(op, any_callable=any_callable)
-        if name_of(op) is not None
-        else op
-        if isinstance(op, torch.nn.Module)
-        else v2.Lambda(op)
-        for op in ops
-    ]
-
-
 def _check_on_batch(op: Any) -> None:
     name = name_of(op)
-    if name is None or name not in KNOWN | OF_OTHERS:
+    if name is None or (name not in _KNOWN and not is_augment(op)):
         _refuse(op, "it is not among the ops that can run on a batch")
     if getattr(op, "expand", False):
         _refuse(op, "expand=True gives images of different sizes")
-    accepted = _RESIZE_FILTERS if name in _CROPS else _GRID_FILTERS
-    if hasattr(op, "interpolation") and _filter_of(op) not in accepted:
-        _refuse(op, f"interpolation={_filter_of(op)!r} is for PIL images only")
+    accepted = _RESIZE_FILTERS if name in _CROPS else FILTERS
+    if hasattr(op, "interpolation") and filter_of(op) not in accepted:
+        _refuse(op, f"interpolation={filter_of(op)!r} is for PIL images only")
+    for inner in flatten(op.transforms) if name in _CONTAINERS else ():
+        inner = twin(inner)
+        _check_on_batch(inner)
+        sizes = type(inner).__name__ in _CROPS | {"Pad"}
+        if sizes or getattr(inner, "num_output_channels", 3) != 3:
+            _refuse(inner, "by chance it would give images of different shapes")
 
 
 def _refuse(op: Any, reason: str, *, early: bool = False) -> NoReturn:

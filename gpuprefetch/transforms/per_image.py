@@ -1,224 +1,34 @@
-"""torchvision's random transforms on a batch, each image with a draw of its own.
+"""Random transforms on a batch, each image with a draw of its own.
 
-torchvision v2 draws once per call, so a batch would share one draw. Here every image has its own,
-and images that drew the same share one call. A batch of one image draws what torchvision would from
-the same seed: that is how parity() compares the two.
-
-They take ``(N, C, H, W)``, uint8 or in [0, 1], leave it untouched, and give the same shape and
-dtype where they do not say otherwise.
+torchvision v2 draws once per call, so a batch would share one draw. :class:`PerImage` compiles
+transforms to slots, in which each image has an op of its own, and runs a launch per slot.
+What has no such form goes through :class:`Loop`, image by image.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from gpuprefetch.core.nested import map_leaves
+from gpuprefetch.transforms.known import (
+    UnsupportedTransformError,
+    constants,
+    flatten,
+    name_of,
+    twin,
+)
+from gpuprefetch.transforms.ops import Program, apply_one, run
+from gpuprefetch.transforms.policy import compiled
+from gpuprefetch.transforms.random import Keys, fold
+from gpuprefetch.transforms.slots import Floats, Mix, Picture, Slots, program_of
 
-Transform = Callable[[torch.Tensor], torch.Tensor]
-
-
-class PerImage(torch.nn.Module):
-    """What stands for ``op``, under its name."""
-
-    def __init__(self, op: Any) -> None:
-        super().__init__()
-        self.op, self.__name__ = op, type(self if op is None else op).__name__
-
-
-class Loop(PerImage):
-    """One call per image; shape, dtype and range are what torchvision makes of them."""
-
-    def __init__(self, op: Any) -> None:
-        super().__init__(copy.copy(op))
-        if type(op).__name__ == "AugMix":
-            # torchvision draws these on the image's device; from the CPU's generator they are the
-            # same everywhere.
-            self.op._sample_dirichlet = lambda like: torch._sample_dirichlet(
-                torch.full(like.shape, float(op.alpha))
-            ).to(like.device, non_blocking=True)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        done = [self.op(image) for image in images.unbind()]
-        if len({image.shape for image in done}) > 1:
-            raise ValueError(
-                f"{self.__name__} draws for each image, and gave shapes that no batch can hold. "
-                "Put it into a v2.Compose with a v2.Resize((height, width)) behind it, or for one "
-                "draw a batch into a function: lambda images: op(images)."
-            )
-        return torch.stack(done)
-
-
-class Steps(Loop):
-    """A Compose of torchvision: its transforms, one behind the other, in their form for a batch."""
-
-    def __init__(self, op: Any, steps: Sequence[Transform]) -> None:
-        super().__init__(op)
-        self.steps = steps
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        for step in self.steps:
-            images = step(images)
-        return images
-
-
-class Switch(PerImage):
-    """One call for the images whose draw says so."""
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return _on_rows(images, _drawn(len(images), self.op.p), self._do)
-
-    def _do(self, images: torch.Tensor) -> torch.Tensor:
-        return self.op.transform(images, self.op.make_params([images]))  # type: ignore[no-any-return]
-
-
-class Policy(PerImage):
-    """RandAugment and its kin: one call for the images that drew the same operation."""
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return run_chains(images, [self._draw(image) for image in images.unbind()], self._do)
-
-    def _draw(self, image: torch.Tensor) -> Chain:
-        """Let torchvision draw its operations, and write them down instead of doing them."""
-        chain: list[tuple[Hashable, None]] = []
-
-        def note(image: Any, name: str, magnitude: float, **_: Any) -> Any:
-            if name != "Identity":
-                chain.append(((name, magnitude), None))
-            return image
-
-        recorder = copy.copy(self.op)
-        recorder._apply_image_or_video_transform = note
-        recorder(image)
-        return chain
-
-    def _do(self, kind: tuple[str, float], _: Any, images: torch.Tensor) -> torch.Tensor:
-        op, (name, magnitude) = self.op, kind
-        return op._apply_image_or_video_transform(  # type: ignore[no-any-return]
-            images, name, magnitude, interpolation=op.interpolation, fill=op._fill
-        )
-
-
-class Apply(PerImage):
-    """RandomApply: a list of transforms on the images whose draw says so."""
-
-    def __init__(self, transforms: Sequence[torch.nn.Module], p: float, op: Any = None) -> None:
-        super().__init__(op)
-        self.transforms, self.p = torch.nn.Sequential(*transforms), p
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return _on_rows(images, _drawn(len(images), self.p), self.transforms)
-
-
-class Choice(PerImage):
-    """RandomChoice and RandomOrder: each image goes through one of several lists, or through all.
-
-    ``p`` are the chances of the lists; None for all of them, in an order that is drawn.
-    """
-
-    def __init__(
-        self,
-        choices: Sequence[Sequence[torch.nn.Module]],
-        p: Sequence[float] | None,
-        op: Any = None,
-    ) -> None:
-        super().__init__(op)
-        self.choices = torch.nn.ModuleList(torch.nn.Sequential(*choice) for choice in choices)
-        self.p = p
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if self.p is None:
-            drawn = torch.stack([torch.randperm(len(self.choices)) for _ in images])
-        else:
-            chances = torch.tensor(list(self.p))
-            drawn = torch.multinomial(chances, len(images), replacement=True)[:, None]
-        chains = [[(choice, None) for choice in row] for row in drawn.tolist()]
-        return run_chains(images, chains, lambda choice, _, some: self.choices[choice](some))
-
-
-class ColorJitter(PerImage):
-    """ColorJitter in sixteen calls a batch: factors and order are each image's own."""
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        orders, factors = self.draw(len(images))
-        chains = [
-            [(kind, some[i]) for kind in order if (some := factors[kind]) is not None]
-            for i, order in enumerate(orders)
-        ]
-        return run_chains(images, chains, _adjust)
-
-    def draw(self, count: int) -> tuple[list[list[int]], list[list[float] | None]]:
-        """For ``count`` images the order of the four adjustments, and ``count`` factors of each."""
-        orders = [torch.randperm(4).tolist() for _ in range(count)]
-        ranges = (self.op.brightness, self.op.contrast, self.op.saturation, self.op.hue)
-        factors = [r and torch.empty(count).uniform_(*r).tolist() for r in ranges]
-        return orders, factors
-
-
-def _adjust(kind: int, factors: list[float], images: torch.Tensor) -> torch.Tensor:
-    if images.shape[1] == 1 and _ADJUSTMENTS[kind] in (_saturation, _hue):
-        return images  # gray has neither
-    return _ADJUSTMENTS[kind](images, _column(factors, images))
-
-
-def _column(values: list[float], images: torch.Tensor) -> torch.Tensor:
-    """``(N, 1, 1, 1)``, a value for each image."""
-    return torch.tensor(values).view(-1, 1, 1, 1).to(images.device, non_blocking=True)
-
-
-def _gray(images: torch.Tensor) -> torch.Tensor:
-    from torchvision.transforms.v2 import functional as F
-
-    return F.rgb_to_grayscale(images, num_output_channels=1).float()  # type: ignore[no-any-return]
-
-
-def _blend(images: torch.Tensor, other: torch.Tensor | float, factor: torch.Tensor) -> torch.Tensor:
-    white = 1 if images.is_floating_point() else 255
-    # The cast truncates, in PIL and torchvision alike.
-    return (images * factor + other * (1 - factor)).clamp(0, white).to(images.dtype)
-
-
-def _brightness(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    return _blend(images, 0.0, factor)
-
-
-def _contrast(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    return _blend(images, _gray(images).mean((1, 2, 3), keepdim=True), factor)
-
-
-def _saturation(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    return _blend(images, _gray(images), factor)
-
-
-def _hue(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    from kornia.enhance import adjust_hue
-
-    integer = not images.is_floating_point()
-    rgb: torch.Tensor = adjust_hue(images / 255 if integer else images, 2 * math.pi * factor)
-    # As torchvision converts back: 256 bins of equal width.
-    return (rgb * (256 - 1e-3)).to(images.dtype) if integer else rgb
-
-
-# In the order in which ColorJitter numbers them.
-_ADJUSTMENTS = (_brightness, _contrast, _saturation, _hue)
-
-
-class GaussianBlur(PerImage):
-    """GaussianBlur in two convolutions a batch: every image has its own kernel."""
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        from kornia.filters import gaussian_blur2d
-
-        sigma = torch.empty(len(images), 1).uniform_(*self.op.sigma).expand(-1, 2)
-        blurred: torch.Tensor = gaussian_blur2d(images, tuple(self.op.kernel_size[::-1]), sigma)
-        return (blurred if images.is_floating_point() else blurred.round_()).to(images.dtype)
+Transform = Callable[..., Any]
 
 
 class ToUint8(torch.nn.Module):
@@ -263,78 +73,378 @@ class Cast:
         return map_leaves(cast, images)
 
 
-_WRAPPERS: dict[str, type[PerImage]] = {
-    "ColorJitter": ColorJitter,
-    "GaussianBlur": GaussianBlur,
-    **dict.fromkeys(("AutoAugment", "RandAugment", "TrivialAugmentWide"), Policy),
-    # Drawn: whether, and nothing else.
-    **dict.fromkeys(
-        "RandomHorizontalFlip RandomVerticalFlip RandomGrayscale RandomInvert RandomPosterize"
-        " RandomSolarize RandomAutocontrast RandomEqualize RandomAdjustSharpness".split(),
-        Switch,
-    ),
-    **dict.fromkeys(
-        "AugMix ElasticTransform GaussianNoise RandomAffine RandomChannelPermutation RandomCrop"
-        " RandomErasing RandomPerspective RandomPhotometricDistort RandomResizedCrop"
-        " RandomRotation".split(),
-        Loop,
-    ),
-}
-# They give sizes that they draw, or take what no pipeline has on the device: an image at a time.
-ALONE = frozenset(
-    "JPEG RandomIoUCrop RandomResize RandomShortestSize RandomZoomOut ScaleJitter".split()
-)
-OF_OTHERS = frozenset("RandomApply RandomChoice RandomOrder".split())
-DRAWN = _WRAPPERS.keys() | ALONE | OF_OTHERS
-# They take a batch as they are: nothing is drawn, or for each image.
-_AS_THEY_ARE = (
-    "CenterCrop ConvertImageDtype Grayscale Identity Normalize Pad RGB Resize TimmAugment ToDtype"
-)
-KNOWN = _WRAPPERS.keys() | _AS_THEY_ARE.split()
+_AS_IT_IS = Cast(None, None)
 
 
-def per_image(op: Any) -> torch.nn.Module:
-    """A torchvision v2 transform as a callable on ``(N, C, H, W)`` that draws for each image.
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What transforms one after the other are compiled to.
+
+    Attributes:
+        ops: the transforms.
+        steps: what they draw.
+        before: brings images to uint8 or floating point first; None leaves them as they come.
+        scaled: whether the result is in floating point, that of uint8 in [0, 1].
+        normalize: mean and std.
+        finals: what is drawn after that.
+        cast: dtype and memory format of the result.
+    """
+
+    ops: tuple[Any, ...] = ()
+    steps: tuple[Slots | Mix, ...] = ()
+    before: ToUint8 | ToFloat | None = None
+    scaled: bool = False
+    normalize: tuple[list[float], list[float]] | None = None
+    finals: tuple[Slots, ...] = ()
+    cast: Cast = _AS_IT_IS
+
+    def then(self, op: Any) -> Recipe | None:
+        """The recipe with one more transform; None where it is not for one program."""
+        longer = replace(self, ops=(*self.ops, op))
+        if self.cast != _AS_IT_IS:
+            return None
+        if isinstance(op, Cast):
+            floating = op.dtype is None or op.dtype.is_floating_point
+            return replace(longer, cast=op) if self.scaled and floating else None
+        if isinstance(op, ToUint8):
+            return None if self.ops else replace(longer, before=op)
+        if isinstance(op, ToFloat) or _is_scaling(op):
+            if self.normalize is not None and not self.scaled:
+                return None
+            before = self.before if self.ops else ToFloat()
+            return replace(longer, before=before, scaled=True)
+        if (found := constants(op)) is not None:
+            always = float(getattr(op, "p", 1.0)) == 1.0
+            takes = self.normalize is None and not self.finals and always and 0.0 not in found[1]
+            return replace(longer, normalize=found) if takes else None
+        if (slots := compiled(op)) is None:
+            return None
+        if self.normalize is None and not (self.scaled and self.steps):
+            return replace(longer, steps=(*self.steps, slots))
+        if isinstance(slots, Mix) or name_of(twin(op)) != "RandomErasing":
+            return None
+        return replace(longer, finals=(*self.finals, slots))
+
+
+def _is_scaling(op: Any) -> bool:
+    """Whether an op is torchvision's conversion to float32 in [0, 1]."""
+    if name_of(op) == "ConvertImageDtype":
+        return bool(op.dtype == torch.float32)
+    return name_of(op) == "ToDtype" and bool(op.dtype == torch.float32 and op.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A program of a batch, and for AugMix the weights ``(N, 1 + width)`` to mix its results."""
+
+    program: Program
+    weights: Floats | None = None
+
+    def mixed(self, images: torch.Tensor, **form: Any) -> torch.Tensor:
+        """The weighted mean of ``(N, C, H, W)`` images and of what the chains make of them."""
+        if self.weights is None:
+            return run(images, self.program, **form)
+        weights = torch.from_numpy(self.weights.T.astype(np.float32))
+        own, *others = weights.to(images.device, non_blocking=True).view(*weights.shape, 1, 1, 1)
+        total = images * own
+        chains = run(images, self.program).view(len(others), *images.shape)
+        for weight, chain in zip(others, chains, strict=True):
+            total.addcmul_(chain, weight)
+        result: torch.Tensor = total.to(images.dtype)
+        return result
+
+    def mixed_one(self, sample: Any, row: int) -> Any:
+        """The same of one sample, an image with or without boxes, masks and points."""
+        if self.weights is None:
+            return apply_one(sample, self.program, row)
+        from torchvision.transforms.v2 import functional as F
+
+        if not F.is_pure_tensor(sample) and not hasattr(sample, "getbands"):
+            raise ValueError(
+                "AugMix mixes what it moves to different places, and boxes, masks or points "
+                "cannot follow. Leave it out where there are some."
+            )
+        if hasattr(sample, "getbands"):  # a PIL image, of which torchvision makes a tensor as well
+            return F.to_pil_image(self.mixed_one(F.pil_to_tensor(sample), row))
+        own, *others = self.weights[row].tolist()
+        total = sample * own
+        for number, weight in enumerate(others):
+            total += weight * apply_one(sample, self.program, number * len(self.weights) + row)
+        return total.to(sample.dtype)
+
+
+class PerImage(torch.nn.Module):
+    """Random transforms of torchvision or timm on a batch, with one draw per image.
+
+    What is drawn has torchvision's (timm's) distribution, and the result its shape, dtype and
+    range. It runs on the device of the images: on CUDA in a launch or two, whatever is drawn, on
+    the CPU with torchvision's own functions.
 
     Args:
-        op: of one of the exact types named above.
+        transform: RandAugment, TrivialAugmentWide, AutoAugment, AugMix, ColorJitter,
+            RandomErasing, RandomAffine or another random transform that keeps the size of images;
+            RandomApply, RandomChoice, RandomOrder, ``Compose`` or a list of them; timm's
+            RandAugment, AutoAugment and AugMix. After them a conversion to float32 in [0, 1],
+            ``Normalize`` and RandomErasing may follow.
+        seed: of the draws. By default they come from torch's generator. With a seed each call has
+            the next draws of its own sequence, whose place is in the ``state_dict``. In a
+            prefetcher's list leave it out: draws are a function of the prefetcher's seed there.
+
+    Raises:
+        UnsupportedTransformError: for a transform that has no such form.
+
+    Example:
+        >>> augment = gpuprefetch.PerImage(v2.RandAugment())
+        >>> images = augment(images)  # (N, 3, H, W) uint8, on the GPU
     """
-    wrapper = _WRAPPERS.get(type(op).__name__, Loop if type(op).__name__ in DRAWN else None)
-    return op if wrapper is None else wrapper(op)
+
+    def __init__(self, transform: Any, *, seed: int | None = None) -> None:
+        super().__init__()
+        self.op, self.seed, self.calls = transform, seed, 0
+        self.recipe = _read(flatten(transform))
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> PerImage:
+        """What carries out a recipe."""
+        new = cls(())
+        new.recipe, new.op = recipe, list(recipe.ops)
+        return new
+
+    @property
+    def __name__(self) -> str:
+        names = (getattr(op, "__name__", type(op).__name__) for op in self.recipe.ops)
+        hidden = ("ToUint8", "ToFloat", "Cast")
+        return ", ".join(name for name in names if name not in hidden) or "PerImage"
+
+    @property
+    def slots(self) -> int:
+        """The longest way of an image: how many ops it may have."""
+        steps = (*self.recipe.steps, *self.recipe.finals)
+        return sum(s.chain.slots if isinstance(s, Mix) else s.slots for s in steps)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torchvision's tables do not pickle: what is compiled is so again.
+        return self.__dict__ | {"recipe": replace(self.recipe, steps=(), finals=())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        made = _read(state["recipe"].ops)
+        recipe = replace(state["recipe"], steps=made.steps, finals=made.finals)
+        super().__setstate__(state | {"recipe": recipe})  # type: ignore[no-untyped-call]
+
+    def extra_repr(self) -> str:
+        return f"{self.op!r}" + ("" if self.seed is None else f", seed={self.seed}")
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Transform a batch.
+
+        Args:
+            images: ``(N, C, H, W)``, C of 1 or 3, uint8 or in [0, 1] in floating point, on the
+                CPU or CUDA; left untouched.
+
+        Returns:
+            ``(N, C, H, W)`` of the same dtype, or what a conversion or Normalize makes of it.
+
+        Raises:
+            TypeError: for anything else.
+        """
+        _check(images)
+        return self.carry_out(images, self.draw(images))
+
+    def draw(self, images: torch.Tensor) -> list[Part]:
+        """What is done to these images, drawn on the CPU."""
+        if self.seed is None:
+            key: Keys | int = int(torch.randint(2**62, (), device="cpu"))
+        else:
+            key, self.calls = fold(self.seed, self.calls), self.calls + 1
+        return self.drawn(fold(key, np.arange(len(images))), images)
+
+    def drawn(self, keys: Keys, images: torch.Tensor) -> list[Part]:
+        """What is done to images with these ``(N,)`` keys."""
+        recipe, (channels, height, width) = self.recipe, images.shape[-3:]
+        floats = images.is_floating_point()
+        if recipe.before is not None:
+            floats = isinstance(recipe.before, ToFloat)
+        picture = Picture(height, width, channels, 1.0 if floats else 255.0)
+        parts, row = list[Part](), list[Slots]()
+        for number, step in enumerate(recipe.steps):
+            if isinstance(step, Mix):
+                parts += [Part(program_of(row, fold(keys, -1 - number), picture))] if row else []
+                parts.append(Part(*step.draw(fold(keys, number), picture)))
+                row = []
+            else:
+                row.append(step)
+        last = row or recipe.finals or recipe.scaled or recipe.normalize or not parts
+        last = last or recipe.cast != _AS_IT_IS
+        return [*parts, Part(program_of(row, keys, picture, recipe.finals))] if last else parts
+
+    def carry_out(self, images: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
+        """Carry out what :meth:`draw` drew for these images."""
+        recipe = self.recipe
+        images = images if recipe.before is None else recipe.before(images)
+        for part in parts[:-1]:
+            images = part.mixed(images)
+        if parts[-1].weights is not None:
+            return parts[-1].mixed(images)
+        if recipe.normalize is not None and not (recipe.scaled or images.is_floating_point()):
+            raise TypeError(
+                f"Normalize takes floating point, and {images.dtype} reaches it. Put "
+                "v2.ToDtype(torch.float32, scale=True) before it, and leave dtype=torch.uint8 out."
+            )
+        floats = torch.float32 if recipe.scaled and not images.is_floating_point() else None
+        mean, std = recipe.normalize or (None, None)
+        return run(
+            images,
+            parts[-1].program,
+            mean=mean,
+            std=std,
+            dtype=recipe.cast.dtype or floats,
+            memory_format=recipe.cast.memory_format,
+        )
+
+    def carry_out_one(self, sample: Any, parts: Sequence[Part], row: int) -> Any:
+        """Do to one sample what they say of an image: move its boxes, masks and points as well.
+
+        Conversions and Normalize are left out.
+        """
+        for part in parts:
+            sample = part.mixed_one(sample, row)
+            if part.program.finals:
+                sample = apply_one(sample, part.program, row, finals=True)
+        return sample
 
 
-def _drawn(count: int, p: float) -> list[int]:
-    """The rows that a chance of ``p`` selects."""
-    return (torch.rand(count) < p).nonzero()[:, 0].tolist()
+def _check(images: Any) -> None:
+    if not isinstance(images, torch.Tensor):
+        raise TypeError(
+            f"PerImage takes a batch of images as a tensor (N, C, H, W), got "
+            f"{type(images).__name__}. Call it after the DataLoader, or as "
+            "PerImage(...)(image[None])[0] on one image."
+        )
+    kinds = images.dtype == torch.uint8 or images.is_floating_point()
+    if images.dim() != 4 or images.shape[1] not in (1, 3) or not kinds:
+        raise TypeError(
+            "PerImage takes (N, C, H, W) with 1 or 3 channels, uint8 or floating point in [0, 1], "
+            f"got {images.dtype} {tuple(images.shape)}. Add a dimension to one image, image[None]; "
+            "bring others to (N, C, H, W) by permute(0, 3, 1, 2)."
+        )
+    if images.requires_grad:
+        raise TypeError("PerImage gives no gradient of its images. Call it on images.detach().")
 
 
-Chain = Sequence[tuple[Hashable, Any]]  # what is done to one image: kinds and their arguments
+def _read(ops: Iterable[Any]) -> Recipe:
+    recipe = Recipe()
+    for op in ops:
+        longer = recipe if name_of(op) == "Identity" else recipe.then(op)
+        if longer is None:
+            raise UnsupportedTransformError(_why_not(op, recipe))
+        recipe = longer
+    return recipe
 
 
-def run_chains(
-    images: torch.Tensor, chains: Sequence[Chain], run: Callable[..., torch.Tensor]
-) -> torch.Tensor:
-    """Do to each image what its chain says, with a call for all that have the same kind at a step.
+def _why_not(op: Any, recipe: Recipe) -> str:
+    name = type(op).__name__
+    after = " after Normalize or a conversion, where only RandomErasing may stand"
+    if compiled(op) is not None:
+        return f"{name} comes{after}. Put it before that."
+    return (
+        f"PerImage has no form of {name} for a batch{after if recipe.normalize else ''}. It takes "
+        "torchvision's and timm's own random transforms that keep the size of images: see "
+        "docs/transforms.md. Call others image by image: torch.stack([op(i) for i in images])."
+    )
+
+
+def on_levels(head: Any, tail: Sequence[Transform], cast: Cast) -> tuple[list[Transform], bool]:
+    """Let the first program take uint8 of the fused transforms, and do what else they would.
 
     Args:
-        images: ``(N, C, H, W)``, left untouched.
-        chains: N of them.
-        run: gets a kind, the arguments of the M images of that kind, and them.
+        head: the fused transforms.
+        tail: what runs after them.
+        cast: dtype and memory format of what the fused transforms give.
+
+    Returns:
+        The new tail, and whether the fused transforms are to give uint8.
     """
-    for steps in zip_longest(*chains):
-        groups: dict[Hashable, dict[int, Any]] = {}
-        for row, step in enumerate(steps):
-            if step is not None:
-                groups.setdefault(step[0], {})[row] = step[1]
-        for kind, some in groups.items():
-            images = _on_rows(images, list(some), partial(run, kind, list(some.values())))
-    return images
+    first = tail[0] if tail else None
+    if not isinstance(first, PerImage) or not head.names or head.mean or cast.dtype == torch.uint8:
+        return [*tail], False
+    recipe = first.recipe
+    given = isinstance(recipe.before, ToUint8)
+    same = recipe.before is None and all(map(_is_same_on_levels, recipe.ops))
+    same = same and not all(type(op).__name__.endswith("Flip") for op in recipe.ops)
+    if first.seed is not None or not recipe.steps or not (given or same):
+        return [*tail], False
+    scaled = recipe.scaled or not given
+    cast = cast if scaled else Cast(None, cast.memory_format)
+    cast = cast if recipe.cast == _AS_IT_IS else recipe.cast
+    return [PerImage.of(replace(recipe, scaled=scaled, cast=cast)), *tail[1:]], True
 
 
-def _on_rows(images: torch.Tensor, rows: Sequence[int], fn: Transform) -> torch.Tensor:
-    if not rows:
+def _is_same_on_levels(op: Any) -> bool:
+    """Whether an op does to 0..255 what it does to [0, 1]: all but those that are given a value."""
+    if hasattr(op, "transforms"):
+        return all(map(_is_same_on_levels, flatten(op.transforms)))
+    fill = getattr(op, "fill", None)
+    values = list(fill.values()) if isinstance(fill, dict) else [fill]
+    black = all(value is None or not np.any(value) for value in values)
+    return black and type(op).__name__ not in ("RandomErasing", "RandomSolarize")
+
+
+def grouped(transforms: Iterable[Transform]) -> list[Transform]:
+    """The list with each run of transforms that one program carries out in one PerImage."""
+    done, recipe = list[Transform](), Recipe()
+    for transform in transforms:
+        own = isinstance(transform, PerImage) and transform.seed is None
+        each = transform.recipe.ops if own else (transform,)  # type: ignore[attr-defined]
+        for op in each:
+            if (longer := recipe.then(op)) is None:
+                done += _of_recipe(recipe)
+                longer = Recipe().then(op)
+            if longer is None:
+                done.append(op)
+            recipe = longer or Recipe()
+    return done + _of_recipe(recipe)
+
+
+def _of_recipe(recipe: Recipe) -> list[Transform]:
+    draws = any(name_of(op) != "Grayscale" for op in recipe.ops if compiled(op) is not None)
+    return [PerImage.of(recipe)] if draws else [*recipe.ops]
+
+
+class Loop(torch.nn.Module):
+    """One call per image; shape, dtype and range are what torchvision makes of them."""
+
+    def __init__(self, op: Any) -> None:
+        super().__init__()
+        self.op, self.__name__ = copy.copy(op), type(op).__name__
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """``(N, C, H, W)``."""
+        done = [self.op(image[None]) for image in images.unbind()]
+        if len({image.shape for image in done}) > 1:
+            raise ValueError(
+                f"{self.__name__} draws for each image, and gave shapes that no batch can hold. "
+                "Put it into a v2.Compose with a v2.Resize((height, width)) behind it, or for one "
+                "draw a batch into a function: lambda images: op(images)."
+            )
+        return torch.cat(done)
+
+
+class Steps(Loop):
+    """A Compose of torchvision: its transforms, one after the other, in their form for a batch."""
+
+    def __init__(self, op: Any, steps: Sequence[Transform]) -> None:
+        super().__init__(op)
+        self.steps = steps
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """``(N, C, H, W)``."""
+        for step in self.steps:
+            images = step(images)
         return images
-    if len(rows) == len(images):
-        return fn(images)
-    index = torch.tensor(rows).to(images.device, non_blocking=True)
-    return images.index_copy(0, index, fn(images[index]))

@@ -1,29 +1,42 @@
-"""timm's transforms and datasets, as torchvision's or as what runs on a batch."""
+"""timm's transforms, as torchvision's or as slots with timm's own magnitudes."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
-from functools import cache
+from functools import partial
 from typing import Any
 
-import torch
+import numpy as np
 
-from gpuprefetch.transforms.per_image import (
-    _blend,
-    _brightness,
-    _column,
-    _contrast,
-    _saturation,
-    run_chains,
-)
+from gpuprefetch.transforms.ops import ARGS, OPS
+from gpuprefetch.transforms.slots import ROTATION, Floats, Mix, Picture, Table
 
-_GEOMETRIC = frozenset(
-    "Rotate ShearX ShearY TranslateX TranslateY TranslateXRel TranslateYRel".split()
-)
-_REACH = {"Rotate": 30.0, "ShearX": 0.3, "ShearY": 0.3}
-_FACTORS = frozenset(("Brightness", "Color", "Contrast", "Sharpness"))
+# Levels that are drawn from a range are drawn in thousandths of it.
+_BINS = 1001
+_COLORS = {
+    "AutoContrast": "AUTOCONTRAST",
+    "Brightness": "BRIGHTNESS",
+    "Color": "SATURATION",
+    "Contrast": "CONTRAST",
+    "Desaturate": "SATURATION",
+    "Equalize": "EQUALIZE",
+    "Invert": "INVERT",
+    "Posterize": "POSTERIZE",
+    "Sharpness": "SHARPNESS",
+    "Solarize": "SOLARIZE",
+    "SolarizeAdd": "SOLARIZE_ADD",
+}
+# Of the six numbers of a matrix the one that the magnitude is.
+_COLUMNS = {
+    "Rotate": ROTATION,
+    "ShearX": 1,
+    "ShearY": 3,
+    "TranslateX": 2,
+    "TranslateXRel": 2,
+    "TranslateY": 5,
+    "TranslateYRel": 5,
+}
 
 
 def is_timm(thing: Any, name: str) -> bool:
@@ -51,9 +64,6 @@ def from_timm(op: Any) -> Any:
         low, high = (math.exp(value) for value in op.log_aspect_ratio)
         value = "random" if op.per_pixel else 0.0
         return v2.RandomErasing(op.probability, (op.min_area, op.max_area), (low, high), value)
-    if name in ("RandAugment", "AutoAugment"):
-        augment = TimmAugment(op)
-        return op if augment.unknown else augment
     return op
 
 
@@ -63,8 +73,7 @@ def why_not(op: Any) -> str:
         return (
             "timm's moves with one box alone, black or noise (re_count=1, re_mode const or pixel)"
         )
-    if is_timm(op, "RandAugment") or is_timm(op, "AutoAugment"):
-        unknown = ", ".join(sorted(TimmAugment(op).unknown))
+    if unknown := ", ".join(sorted(_unknown(op))):
         return f"it draws {unknown}, of which there is no form for a batch"
     if hasattr(op, "transforms"):
         return (
@@ -74,156 +83,105 @@ def why_not(op: Any) -> str:
     return "it is not one of torchvision's own, nor among those of timm's that are known"
 
 
-class TimmAugment(torch.nn.Module):
-    """timm's RandAugment or AutoAugment with torch's random numbers, drawn for each image.
+def is_augment(op: Any) -> bool:
+    """Whether an op is timm's RandAugment, AutoAugment or AugMix, of ops that are known."""
+    return bool(_policies(op)) and not _unknown(op)
 
-    Called with a PIL image it runs timm's own functions, with a batch their twins below: from the
-    same seed on both sides, :func:`gpuprefetch.parity` compares the two.
-    """
 
-    def __init__(self, op: Any) -> None:
-        super().__init__()
-        random = hasattr(op, "ops")
-        self.policies = [[each] for each in op.ops] if random else op.policy
-        self.layers = op.num_layers if random else 1
-        weights = getattr(op, "choice_weights", None)
-        self.weights = None if weights is None else torch.as_tensor(weights)
-        self.kinds = {_kind(each) for policy in self.policies for each in policy}
-        self.unknown = self.kinds - _ops().keys() - {"affine"}
+def from_augment(op: Any) -> Table | Mix:
+    """The slots of what :func:`is_augment` says is one."""
+    if is_timm(op, "AugMixAugment"):
+        depth = op.depth if op.depth > 0 else 3
+        return Mix(_table(op, depth, most=op.depth <= 0), op.width, op.alpha)
+    return _table(op, getattr(op, "num_layers", 1))
 
-    def extra_repr(self) -> str:
-        return f"{self.policies}, layers={self.layers}"
 
-    def draw(self, count: int) -> list[list[tuple[Any, float, str]]]:
-        """For each of ``count`` images what is done to it: timm's op, its argument, the filter."""
-        if self.weights is None:
-            chosen = torch.randint(len(self.policies), (count, self.layers))
-        else:
-            chosen = torch.multinomial(self.weights.expand(count, -1), self.layers)
-        longest = max(map(len, self.policies))
-        shape = (count, self.layers, longest)
-        numbers, noise = torch.rand(*shape, 4).tolist(), torch.randn(shape).tolist()
-        return [
-            [
-                (op, _argument(op, spread, sign, noise[i][layer][j]), _filter(op, mode))
-                for layer, policy in enumerate(row)
-                for j, op in enumerate(self.policies[policy])
-                for chance, spread, sign, mode in [numbers[i][layer][j]]
-                if chance < op.prob
-            ]
-            for i, row in enumerate(chosen.tolist())
-        ]
+def _policies(op: Any) -> list[list[Any]]:
+    if is_timm(op, "AutoAugment"):
+        return list(op.policy)
+    names = ("RandAugment", "AugMixAugment")
+    return [[each] for each in op.ops] if any(is_timm(op, name) for name in names) else []
 
-    def forward(self, images: Any) -> Any:
-        """A PIL image, or ``(N, 3, H, W)`` uint8 of the same shape; it is left untouched."""
-        if not isinstance(images, torch.Tensor):
-            for op, argument, mode in self.draw(1)[0]:
-                arguments = () if op.level_fn is None else (argument,)
-                resample = {"bilinear": 2, "bicubic": 3}[mode]
-                images = op.aug_fn(images, *arguments, **op.kwargs | {"resample": resample})
-            return images
-        chains = [
-            [((_kind(op), mode), (op, argument)) for op, argument, mode in chain]
-            for chain in self.draw(len(images))
-        ]
-        return run_chains(images, chains, _do)
+
+def _unknown(op: Any) -> set[str]:
+    names = {_kind(each) for policy in _policies(op) for each in policy}
+    return names - _COLORS.keys() - _COLUMNS.keys()
 
 
 def _kind(op: Any) -> str:
-    if op.name in _GEOMETRIC:
-        return "affine"
     return str(op.name).removesuffix("Increasing").removesuffix("Original")
 
 
-def _filter(op: Any, chance: float) -> str:
-    modes = op.kwargs["resample"]
-    mode = modes[int(chance * len(modes))] if isinstance(modes, (tuple, list)) else modes
-    # The op's own functions take PIL's numbers; only two filters are offered.
-    return "bicubic" if op.name in _GEOMETRIC and int(mode) == 3 else "bilinear"
-
-
-def _argument(op: Any, spread: float, sign: float, noise: float) -> Any:
-    """As AugmentOp has it, but for where the random numbers come from."""
-    magnitude = op.magnitude
-    if op.magnitude_std == float("inf"):
-        magnitude = spread * magnitude
-    elif op.magnitude_std > 0:
-        magnitude += op.magnitude_std * noise
-    magnitude = max(0.0, min(magnitude, op.magnitude_max or 10.0))
-    signed = math.copysign(magnitude / 10, sign - 0.5)
-    if op.name in _REACH:
-        return signed * _REACH[op.name]
-    if op.name in _GEOMETRIC:
-        share = op.hparams.get("translate_pct", 0.45)
-        return signed * (share if op.name.endswith("Rel") else op.hparams["translate_const"])
-    if op.name.endswith("Increasing") and _kind(op) in _FACTORS:
-        return max(0.1, 1 + 0.9 * signed)
-    return op.level_fn(magnitude, op.hparams)[0] if op.level_fn else 0.0
-
-
-def _do(
-    kind: tuple[str, str], steps: list[tuple[Any, float]], images: torch.Tensor
-) -> torch.Tensor:
-    name, mode = kind
-    if name == "affine":
-        fill = torch.tensor([op.kwargs["fillcolor"] for op, _ in steps])
-        matrices = [_matrix(op.name, argument, images.shape[-2:]) for op, argument in steps]
-        return _affine(images, torch.tensor(matrices), mode, fill)
-    return _ops()[name](images, _column([argument for _, argument in steps], images))
-
-
-@cache
-def _ops() -> dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
-    """What each kind of op does to ``(N, 3, H, W)`` images with ``(N, 1, 1, 1)`` arguments."""
-    from torchvision.transforms.v2 import functional as F
-
-    def solarize_add(images: torch.Tensor, add: torch.Tensor) -> torch.Tensor:
-        brighter = (images + add).clamp_(max=255).to(images.dtype)
-        return torch.where(images < 128, brighter, images)
-
-    return {
-        "AutoContrast": lambda images, _: F.autocontrast(images),
-        "Brightness": _brightness,
-        "Color": _saturation,
-        "Contrast": _contrast,
-        "Desaturate": lambda images, factor: _saturation(images, (1 - factor).clamp(0, 1)),
-        "Equalize": lambda images, _: F.equalize(images),
-        "Invert": lambda images, _: F.invert(images),
-        "Posterize": lambda images, bits: images & (256 - 2 ** (8 - bits)).to(torch.uint8),
-        "Sharpness": lambda images, factor: _blend(images, F.adjust_sharpness(images, 0), factor),
-        "Solarize": lambda images, level: torch.where(images >= level, 255 - images, images),
-        "SolarizeAdd": solarize_add,
-    }
-
-
-def _matrix(name: str, value: float, size: Any) -> list[list[float]]:
-    """Output to input coordinates, in pixels from the corner: what PIL's ``transform`` takes."""
-    height, width = size
-    if name == "Rotate":
-        cos, sin = math.cos(math.radians(value)), math.sin(math.radians(value))
-        x, y = width / 2, height / 2
-        return [[cos, -sin, x - cos * x + sin * y], [sin, cos, y - sin * x - cos * y]]
-    shift = value * (width if "X" in name else height) if name.endswith("Rel") else value
-    along = [value, 0.0] if name.startswith("Shear") else [0.0, shift]
-    if "X" in name:
-        return [[1.0, *along], [0.0, 1.0, 0.0]]
-    return [[1.0, 0.0, 0.0], [along[0], 1.0, along[1]]]
-
-
-def _affine(
-    images: torch.Tensor, matrices: torch.Tensor, mode: str, fill: torch.Tensor
-) -> torch.Tensor:
-    """Sample each image through its ``(2, 3)`` matrix; ``fill`` ``(N, 3)`` where there is none."""
-    device, (height, width) = images.device, images.shape[-2:]
-    x = torch.arange(width, device=device) + 0.5
-    y = (torch.arange(height, device=device) + 0.5)[:, None]
-    # No matrix product: in TF32, which training often turns on, it is off by a tenth of a pixel.
-    m = matrices.to(device, non_blocking=True).view(-1, 2, 3, 1, 1)
-    source = (m[:, :, 0] * x + m[:, :, 1] * y + m[:, :, 2]).permute(0, 2, 3, 1)
-    size = torch.tensor([width, height]).to(device, non_blocking=True)
-    inside = ((source >= 0) & (source < size)).all(-1)[:, None]
-    sampled = torch.nn.functional.grid_sample(
-        images.float(), 2 * source / size - 1, mode, "border", align_corners=False
+def _table(op: Any, layers: int, *, most: bool = False) -> Table:
+    policies = _policies(op)
+    shape = (len(policies), max(map(len, policies)))
+    codes, others = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+    columns, args = np.zeros(shape, dtype=np.int64), np.zeros((*shape, ARGS))
+    chances, centers = np.zeros(shape), np.zeros(shape)
+    for i, policy in enumerate(policies):
+        for j, each in enumerate(policy):
+            chances[i, j], centers[i, j] = each.prob, each.magnitude
+            kind = _kind(each)
+            if kind in _COLORS:
+                codes[i, j] = others[i, j] = OPS[_COLORS[kind]].code
+                args[i, j, 1] = 128  # what SOLARIZE_ADD leaves as it is
+                continue
+            # PIL's numbers. Two filters are offered; of both each has half of the draws.
+            modes = each.kwargs["resample"]
+            modes = modes if isinstance(modes, (tuple, list)) else (modes,)
+            names = ["MATRIX_BICUBIC" if int(mode) == 3 else "MATRIX_BILINEAR" for mode in modes]
+            codes[i, j], others[i, j] = OPS[names[0]].code, OPS[names[-1]].code
+            columns[i, j] = _COLUMNS[kind]
+            args[i, j, :9] = (1, 0, 0, 0, 1, 0, *each.kwargs["fillcolor"])
+    first = policies[0][0]
+    deviation, upper = first.magnitude_std, first.magnitude_max or 10.0
+    weights = getattr(op, "choice_weights", None)
+    return Table(
+        codes,
+        args,
+        columns,
+        partial(_magnitudes, policies, drawn=deviation > 0),
+        chances,
+        layers,
+        None if weights is None else np.asarray(weights, dtype=np.float64),
+        most,
+        (centers, deviation, upper) if deviation > 0 else None,
+        others,
     )
-    filling = fill.to(device, non_blocking=True).view(-1, 3, 1, 1)
-    return torch.where(inside, sampled.round_().clamp_(0, 255), filling).to(images.dtype)
+
+
+def _magnitudes(policies: list[list[Any]], picture: Picture, *, drawn: bool) -> Floats:
+    """Of each step what its levels make of it, with both signs."""
+    if picture.white != 255:
+        raise TypeError(
+            "timm's policies take uint8 images, and these are in floating point. Put them before "
+            "a conversion to float, or right after the crop in transforms."
+        )
+    longest = max(map(len, policies))
+    table = np.zeros((len(policies), longest, _BINS if drawn else 1, 2))
+    for i, policy in enumerate(policies):
+        for j, op in enumerate(policy):
+            upper = op.magnitude_max or 10.0
+            fixed = [max(0.0, min(op.magnitude, upper))]
+            levels = np.linspace(0, upper, _BINS) if drawn else np.array(fixed)
+            table[i, j] = _of_levels(op, levels, picture)
+    return table
+
+
+def _of_levels(op: Any, levels: Floats, picture: Picture) -> Floats:
+    """As the op's own functions, which negate by chance, without the chance: ``(B, 2)``."""
+    kind, signed = _kind(op), levels[:, None] / 10 * (-1, 1)
+    if kind in ("Rotate", "ShearX", "ShearY"):
+        return np.asarray(signed * (30.0 if kind == "Rotate" else 0.3))
+    if kind in _COLUMNS:
+        if not kind.endswith("Rel"):
+            return np.asarray(signed * op.hparams["translate_const"])
+        size = picture.width if "X" in kind else picture.height
+        return np.asarray(signed * op.hparams.get("translate_pct", 0.45) * size)
+    if op.name.endswith("Increasing") and kind in ("Brightness", "Color", "Contrast", "Sharpness"):
+        return np.maximum(0.1, 1 + 0.9 * signed)
+    if op.level_fn is None:
+        return np.zeros_like(signed)
+    values = [op.level_fn(level, op.hparams)[0] for level in levels.tolist()]
+    column = np.array(values, dtype=np.float64)[:, None] * (1, 1)
+    return np.clip(1 - column, 0, 1) if kind == "Desaturate" else column

@@ -10,11 +10,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from gpuprefetch.transforms.convert import is_on_device, name_of
-from gpuprefetch.transforms.per_image import PerImage
+from gpuprefetch.transforms.known import constants, is_on_device, name_of
+from gpuprefetch.transforms.per_image import Loop, PerImage
 
 Constants = tuple[list[float], list[float]]
 
@@ -38,15 +37,11 @@ def _is_known(op: Any) -> bool:
     return name_of(op) is not None or is_on_device(op)
 
 
-def constants(op: Any) -> Constants | None:
-    """Mean and std of a Normalize of torchvision or kornia; None for anything else."""
-    if type(op).__name__ != "Normalize" or not _is_known(op):
-        return None
-    held = getattr(op, "flags", None) or {"mean": op.mean, "std": op.std}
-    mean, std = (
-        np.ravel(torch.as_tensor(held[name]).tolist()).tolist() for name in ("mean", "std")
-    )
-    return mean, std
+def _ops_of(transform: Any) -> Sequence[Any]:
+    """What a transform stands for."""
+    if isinstance(transform, PerImage):
+        return transform.recipe.ops
+    return [transform.op if isinstance(transform, Loop) else transform]
 
 
 class Values:
@@ -64,7 +59,7 @@ class Values:
         self._fused, self._seen = fused, set[int]()
         self._began = False
         self._scaled = False  # the source was uint8, so the list began with values in [0, 1]
-        self._tail = [op.op if isinstance(op, PerImage) else op for op in tail]
+        self._tail = [op for transform in tail for op in _ops_of(transform)]
         normalized = fused is not None
         for op in self._tail:
             if (found := constants(op)) is None:
@@ -108,8 +103,16 @@ class Values:
         if id(transform) in self._seen or not isinstance(images, torch.Tensor):
             return
         self._seen.add(id(transform))
-        op = transform.op if isinstance(transform, PerImage) else transform
+        scaled = isinstance(transform, PerImage) and transform.recipe.scaled
+        for op in _ops_of(transform):
+            self._look(op, images, scaled=scaled and not images.is_floating_point())
+
+    def _look(self, op: Any, images: torch.Tensor, *, scaled: bool) -> None:
         normalize, name = constants(op), type(op).__name__
+        if scaled:
+            if normalize is not None:
+                self._normalized(normalize, 0.0, 1.0)
+            return
         if normalize is not None and not images.is_floating_point():
             raise TypeError(
                 f"Normalize takes floating point, and {images.dtype} reaches it. Put "

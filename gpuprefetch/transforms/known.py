@@ -1,0 +1,112 @@
+"""Whose a transform is: torchvision's, kornia's, timm's, ours, or somebody's own; and what of."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpuprefetch.transforms.timm import is_augment
+
+
+class UnsupportedTransformError(ValueError):
+    """An op of a pipeline that cannot move to the device; the message says what to do."""
+
+
+def flatten(pipeline: Any) -> Iterator[Any]:
+    """The ops of nested ``Compose``, ``Sequential``, lists and torchvision's presets, in order.
+
+    A class of somebody's own is an op, whatever it is called: it may do more than call its parts.
+    """
+    from torchvision.transforms import _presets, v2
+    from torchvision.transforms import transforms as v1
+
+    kind = type(pipeline)
+    if kind in (v1.Compose, v2.Compose) or _only_calls_transforms(kind):
+        yield from flatten(pipeline.transforms)
+    elif kind is _presets.ImageClassification:
+        yield v2.Resize(pipeline.resize_size, pipeline.interpolation)
+        yield v2.CenterCrop(pipeline.crop_size)
+        yield v2.PILToTensor()
+        yield v2.ToDtype(torch.float32, scale=True)
+        yield v2.Normalize(pipeline.mean, pipeline.std)
+    elif kind in (list, tuple, torch.nn.Sequential, torch.nn.ModuleList):
+        for op in pipeline:
+            yield from flatten(op)
+    else:
+        yield pipeline
+
+
+def _call(self: Any, img: Any) -> Any:
+    return self.transforms(img)
+
+
+def _only_calls_transforms(kind: type) -> bool:
+    """Whether a class is called as those of torchvision's references are, which people copy.
+
+    The compiled code says so, whatever the class is named: one more line makes another.
+    """
+    own = inspect.getattr_static(kind, "__call__", None)
+    if not isinstance(own, FunctionType):
+        return False
+    mine = _call.__code__
+    return (own.__code__.co_code, own.__code__.co_names) == (mine.co_code, mine.co_names)
+
+
+def name_of(op: Any) -> str | None:
+    """Name of an op that we know; None for a subclass and whatever else there is."""
+    from torchvision import transforms as v1
+    from torchvision.transforms import v2
+
+    kind = type(op)
+    if is_augment(op):
+        return f"timm {kind.__name__}"
+    known = kind in (getattr(v1, kind.__name__, None), getattr(v2, kind.__name__, None))
+    return kind.__name__ if known else None
+
+
+def is_on_device(op: Any) -> bool:
+    """Whether an op is kornia's or our own, which a prefetcher's list holds as it is."""
+    return type(op).__module__.startswith(("kornia.", "gpuprefetch."))
+
+
+def twin(op: Any) -> Any:
+    """The v2 form of a v1 op, which holds its arguments under their names; else the op."""
+    from torchvision import transforms as v1
+    from torchvision.transforms import v2
+
+    name = type(op).__name__
+    if type(op) is not getattr(v1, name, None):
+        return op
+    form = getattr(v2, name)
+    names = inspect.signature(form).parameters
+    if not all(hasattr(op, name) for name in names):
+        return op  # a Lambda: nothing that could move
+    arguments = {name: getattr(op, name) for name in names}
+    if form is v2.Normalize:  # v1 takes a number for all channels
+        arguments |= {name: np.ravel(arguments[name]).tolist() for name in ("mean", "std")}
+    return form(**arguments)
+
+
+def filter_of(op: Any) -> str:
+    """The name of the filter that an op samples with."""
+    from PIL.Image import Resampling
+    from torchvision.transforms import InterpolationMode
+
+    mode = getattr(op, "interpolation", "bilinear")
+    return Resampling(mode).name.lower() if isinstance(mode, int) else InterpolationMode(mode).value
+
+
+def constants(op: Any) -> tuple[list[float], list[float]] | None:
+    """Mean and std of a Normalize of torchvision or kornia; None for anything else."""
+    if type(op).__name__ != "Normalize" or not (name_of(op) or is_on_device(op)):
+        return None
+    held = getattr(op, "flags", None) or {"mean": op.mean, "std": op.std}
+    mean, std = (
+        np.ravel(torch.as_tensor(held[name]).tolist()).tolist() for name in ("mean", "std")
+    )
+    return mean, std

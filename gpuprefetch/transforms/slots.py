@@ -1,0 +1,318 @@
+"""Slots: in each of them every image of a batch has an op, drawn in NumPy from the image's key.
+
+What a transform is compiled to is made of these. ``draw`` gives of N images with S slots the codes
+``(N, S)`` int32 and the arguments ``(N, S, ARGS)`` float64 of :mod:`gpuprefetch.transforms.ops`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gpuprefetch.transforms.ops import ARGS, OPS, Program
+from gpuprefetch.transforms.random import Keys, fold, uniform
+
+Floats = npt.NDArray[np.float64]
+Drawn = tuple[npt.NDArray[np.int32], Floats]
+Columns = Sequence[npt.ArrayLike]
+
+
+class Picture(NamedTuple):
+    """What arguments depend on, besides random numbers: the images' size, and their white."""
+
+    height: int
+    width: int
+    channels: int = 3
+    white: float = 255.0  # 1.0 in floating point
+
+
+class Slots(Protocol):
+    """Something that takes a number of slots."""
+
+    @property
+    def slots(self) -> int:
+        """How many."""
+
+    @property
+    def numbers(self) -> int:
+        """How many random numbers it takes for an image."""
+
+    def draw(self, u: Floats, picture: Picture) -> Drawn:
+        """The ops of N images from ``(numbers, N)`` uniform numbers in [0, 1)."""
+
+
+def nothing(u: Floats, picture: Picture) -> Columns:
+    """The arguments of an op that has none."""
+    return ()
+
+
+@dataclass(frozen=True)
+class One:
+    """One slot with one op, for each image with a chance of ``p``.
+
+    Attributes:
+        name: of the op.
+        sample: gives the columns of the arguments, from ``(draws, N)`` uniform numbers.
+        draws: how many numbers that takes.
+        p: the chance.
+    """
+
+    name: str
+    sample: Callable[[Floats, Picture], Columns] = nothing
+    draws: int = 0
+    p: float = 1.0
+    slots = 1
+
+    @property
+    def numbers(self) -> int:
+        return 1 + self.draws
+
+    def draw(self, u: Floats, picture: Picture) -> Drawn:
+        args = np.zeros((u.shape[1], 1, ARGS))
+        for column, values in enumerate(self.sample(u[1:], picture)):
+            args[:, 0, column] = values
+        code = np.int32(OPS[self.name].code)
+        return (u[0] < self.p)[:, None] * code, args
+
+
+@dataclass(frozen=True)
+class _Several:
+    parts: tuple[Slots, ...]
+
+    @property
+    def slots(self) -> int:
+        return sum(part.slots for part in self.parts)
+
+    @property
+    def numbers(self) -> int:
+        return 1 + sum(part.numbers for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Row(_Several):
+    """Slots one after the other; ``p`` is the chance that an image goes through them at all."""
+
+    p: float = 1.0
+
+    def draw(self, u: Floats, picture: Picture) -> Drawn:
+        codes, args = together(self.parts, u[1:], picture)
+        return codes * (u[0] < self.p)[:, None], args
+
+
+@dataclass(frozen=True)
+class Order(_Several):
+    """The same in an order that each image draws."""
+
+    @property
+    def numbers(self) -> int:
+        return len(self.parts) + sum(part.numbers for part in self.parts)
+
+    def draw(self, u: Floats, picture: Picture) -> Drawn:
+        count = len(self.parts)
+        codes, args = together(self.parts, u[count:], picture)
+        part_of = np.repeat(np.arange(count), [part.slots for part in self.parts])
+        order = np.argsort(u[part_of].T, axis=1, kind="stable")
+        rows = np.arange(len(order))[:, None]
+        return codes[rows, order], args[rows, order]
+
+
+@dataclass(frozen=True)
+class Choice(_Several):
+    """Each image goes through one of the parts, chosen with the chances ``p``, which sum to 1."""
+
+    p: tuple[float, ...]
+
+    @property
+    def slots(self) -> int:
+        return max(part.slots for part in self.parts)
+
+    def draw(self, u: Floats, picture: Picture) -> Drawn:
+        choice = np.searchsorted(np.cumsum(self.p)[:-1], u[0], side="right")
+        codes = np.zeros((u.shape[1], self.slots), dtype=np.int32)
+        args, first = np.zeros((*codes.shape, ARGS)), 1
+        for number, part in enumerate(self.parts):
+            rows = np.flatnonzero(choice == number)
+            chosen = part.draw(u[first : first + part.numbers, rows], picture)
+            codes[rows, : part.slots], args[rows, : part.slots] = chosen
+            first += part.numbers
+        return codes, args
+
+
+@dataclass(frozen=True)
+class Distort(_Several):
+    """RandomPhotometricDistort: its contrast comes before saturation and hue, or after them."""
+
+    # Brightness, contrast, saturation, hue, contrast, permutation.
+
+    def draw(self, u: Floats, picture: Picture) -> Drawn:
+        codes, args = together(self.parts, u[1:], picture)
+        before = u[0] < 0.5
+        # Not two chances for contrast, but one, in one of two places.
+        codes[:, 4] = np.where(before, 0, codes[:, 1])
+        codes[:, 1] *= before
+        args[:, 4] = args[:, 1]
+        return codes, args
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Slots with one of many ops each: RandAugment and its kin.
+
+    Of P policies with J steps each image draws one per layer; a step runs with its own chance.
+
+    Attributes:
+        codes: ``(P, J)`` int32, of the op.
+        args: ``(P, J, ARGS)``, the arguments that are not drawn.
+        columns: ``(P, J)`` int64, the argument that the magnitude is; :data:`ROTATION` where it is
+            the angle of a ``MATRIX`` op.
+        magnitudes: gives ``(P, J, B, 2)``, the magnitudes of B bins with one sign and the other.
+        chances: ``(P, J)``.
+        layers: how many policies are drawn.
+        weights: ``(P,)``, of the policies, drawn without replacement; None for equal chances.
+        most: the depth is drawn, from 1 to the number of layers.
+        noise: ``(centers (P, J), deviation, upper)`` of normal levels, which the bins divide;
+            deviation inf for uniform ones up to the center. None where all bins are equal.
+        others: ``(P, J)`` int32, the code of a step in half of its draws.
+    """
+
+    codes: npt.NDArray[np.int32]
+    args: Floats
+    columns: npt.NDArray[np.int64]
+    magnitudes: Callable[[Picture], Floats]
+    chances: Floats
+    layers: int
+    weights: Floats | None = None
+    most: bool = False
+    noise: tuple[Floats, float, float] | None = None
+    others: npt.NDArray[np.int32] | None = None
+
+    @property
+    def slots(self) -> int:
+        return self.layers * int(self.codes.shape[1])
+
+    @property
+    def numbers(self) -> int:
+        chosen = self.layers if self.weights is None else len(self.codes)
+        return 5 * self.slots + chosen + 1
+
+    def draw(self, u: Floats, picture: Picture) -> Drawn:
+        count, (policies, steps) = u.shape[1], self.codes.shape
+        u, chance, depth = u[: 5 * self.slots], u[5 * self.slots : -1].T, u[-1:].T
+        if self.weights is None:
+            chosen = (chance * policies).astype(np.int64)
+        else:  # Efraimidis and Spirakis: the largest of u ** (1 / weight)
+            chosen = np.argsort(np.log1p(-chance) / -self.weights, axis=1)[:, : self.layers]
+        entry = (chosen[:, :, None] * steps + np.arange(steps)).reshape(count, self.slots)
+        runs, one, two, sign, other = u.reshape(5, self.slots, count).transpose(0, 2, 1)
+        magnitudes = _magnitudes(self, picture)
+        bins = magnitudes.shape[2]
+        chosen = self._bins(entry, one, two, bins)
+        values = magnitudes.reshape(-1, bins, 2)[entry, chosen, (sign > 0.5).astype(np.int64)]
+        kept = runs < self.chances.ravel()[entry]
+        if self.most:
+            kept &= np.repeat(np.arange(self.layers), steps) <= np.floor(depth * self.layers)
+        codes = self.codes.ravel()[entry]
+        if self.others is not None:
+            codes = np.where(other < 0.5, codes, self.others.ravel()[entry])
+        args, column = self.args.reshape(-1, ARGS)[entry], self.columns.ravel()[entry]
+        np.put_along_axis(args, np.maximum(column, 0)[..., None], values[..., None], axis=2)
+        if (turned := column == ROTATION).any():
+            args[turned, :6] = _rotation(values[turned], picture)
+        return codes * kept, args
+
+    def _bins(self, entry: Any, u: Floats, v: Floats, bins: int) -> npt.NDArray[np.int64]:
+        if self.noise is None:
+            return (u * bins).astype(np.int64)
+        centers, deviation, upper = self.noise
+        level = centers.ravel()[entry]
+        if deviation == math.inf:
+            level = level * u
+        else:
+            level = level + deviation * normal(u, v)
+        return np.asarray(np.rint(np.clip(level / upper, 0, 1) * (bins - 1)), dtype=np.int64)
+
+
+ROTATION = -1
+
+
+@lru_cache(maxsize=16)
+def _magnitudes(table: Table, picture: Picture) -> Floats:
+    return table.magnitudes(picture)
+
+
+def _rotation(angle: Floats, picture: Picture) -> Floats:
+    """``(M, 6)``: from output to source coordinates, in pixels from the corner."""
+    cos, sin = np.cos(np.radians(angle)), np.sin(np.radians(angle))
+    x, y = picture.width / 2, picture.height / 2
+    return np.stack([cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y], axis=1)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """AugMix: the weighted mean of an image and of what ``width`` chains of ops make of it."""
+
+    chain: Table
+    width: int
+    alpha: float
+
+    def draw(self, keys: Keys, picture: Picture) -> tuple[Program, Floats]:
+        """The chains, one after the other, and the weights ``(N, 1 + width)``."""
+        each = np.concatenate([fold(keys, number) for number in range(self.width)])
+        program = program_of([self.chain], each, picture)
+        program.rows = np.tile(np.arange(len(keys)), self.width)
+        own = _dirichlet(fold(keys, -1), self.alpha, 2)
+        weights = _dirichlet(fold(keys, -2), self.alpha, self.width) * own[:, 1:]
+        return program, np.concatenate([own[:, :1], weights], axis=1)
+
+
+def program_of(
+    parts: Sequence[Slots], keys: Keys, picture: Picture, finals: Sequence[Slots] = ()
+) -> Program:
+    """The program of a batch: the slots of ``parts``, and ``finals`` after normalization."""
+    every = (*parts, *finals)
+    u = np.ascontiguousarray(uniform(keys, sum(part.numbers for part in every)).T)
+    codes, args = together(every, u, picture)
+    codes, args = np.ascontiguousarray(codes.T), np.ascontiguousarray(args.transpose(1, 0, 2))
+    return Program(codes, args, sum(part.slots for part in finals))
+
+
+def together(parts: Sequence[Slots], u: Floats, picture: Picture) -> Drawn:
+    """The slots of several parts, side by side."""
+    codes, args = np.zeros((u.shape[1], 0), dtype=np.int32), np.zeros((u.shape[1], 0, ARGS))
+    drawn, first = [(codes, args)], 0
+    for part in parts:
+        drawn.append(part.draw(u[first : first + part.numbers], picture))
+        first += part.numbers
+    every_code, every_arg = zip(*drawn, strict=True)
+    return np.concatenate(every_code, axis=1), np.concatenate(every_arg, axis=1)
+
+
+def normal(u: Floats, v: Floats) -> Floats:
+    """Normal numbers from uniform ones (Box and Muller)."""
+    return np.asarray(np.sqrt(-2 * np.log1p(-u)) * np.cos(2 * np.pi * v))
+
+
+def _dirichlet(keys: Keys, alpha: float, count: int) -> Floats:
+    """``(N, count)`` weights that sum to 1."""
+    gammas = np.stack([_gamma(fold(keys, number), alpha) for number in range(count)], axis=1)
+    return np.asarray(gammas / gammas.sum(axis=1, keepdims=True))
+
+
+def _gamma(keys: Keys, alpha: float) -> Floats:
+    """``(N,)`` gamma numbers (Marsaglia and Tsang, 2000), for ``alpha`` below 1 by a power."""
+    if alpha == 1:
+        return np.asarray(-np.log1p(-uniform(keys, 1)[:, 0]))
+    tries = 8  # each is taken with a chance of at least 0.95
+    u = uniform(keys, 3 * tries + 1)
+    d = alpha + (alpha < 1) - 1 / 3
+    x = normal(u[:, :tries], u[:, tries : 2 * tries])
+    v = np.maximum(1 + x / math.sqrt(9 * d), 1e-9) ** 3
+    taken = np.log1p(-u[:, 2 * tries : 3 * tries]) < x**2 / 2 + d - d * v + d * np.log(v)
+    gamma = d * v[np.arange(len(keys)), taken.argmax(axis=1)]
+    return np.asarray(gamma * (1 - u[:, -1]) ** (1 / alpha) if alpha < 1 else gamma)

@@ -1,0 +1,387 @@
+"""Programs of ops: the eager twin is torchvision, and the kernels are held to the twin."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import tv_tensors
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as F
+
+from gpuprefetch.transforms import ops, ops_kernel, ops_launch, ops_points
+
+pytestmark = pytest.mark.skipif(ops_kernel.triton is None, reason="needs Triton")
+
+NAN = float("nan")
+FILL = [10.0, 120.0, 250.0]
+# Of each op one or two sets of arguments; a value of 0 to 255 is scaled for other dtypes.
+ARGUMENTS = {
+    "IDENTITY": [[]],
+    "BRIGHTNESS": [[1.3], [0.4]],
+    "CONTRAST": [[1.5], [0.3]],
+    "SATURATION": [[1.9], [0.2]],
+    "HUE": [[0.2], [-0.5]],
+    "POSTERIZE": [[3], [8]],
+    "SOLARIZE": [[100.5], [256]],
+    "SOLARIZE_ADD": [[110, 128], [20, 200]],
+    "GRAYSCALE": [[]],
+    "INVERT": [[]],
+    "AUTOCONTRAST": [[]],
+    "EQUALIZE": [[]],
+    "PERMUTE": [[2, 0, 1], [0, 2, 1]],
+    "ERASE": [[2, 3, 7, 9, 10, 20, 200], [0, 0, 17, 5, 0, 0, 255]],
+    "ERASE_NOISE": [[2, 3, 7, 9, 77], [10, 0, 5, 8, 2**24 - 1]],
+    "HFLIP": [[]],
+    "VFLIP": [[]],
+    "AFFINE": [[20, 3, -2, 1.1, 5, 3, NAN, NAN, *FILL], [0, 0, 0, 1, 17, 0, 0, 0, NAN]],
+    "ROTATE": [[-30, NAN, NAN, *FILL], [77, 4, 11, NAN]],
+    "PERSPECTIVE": [
+        [1.1, 0.1, -2, 0.05, 0.9, 1, 0.001, 0.002, *FILL],
+        [0.9, 0, 1, 0, 1, 0, 0, 0.01, NAN],
+    ],
+    "ELASTIC": [[0, *FILL], [1, NAN]],
+    "MATRIX": [[0.9, 0.1, 1, -0.1, 1.1, 2, *FILL], [1, 0, 7.3, 0, 1, -2.1, *FILL]],
+    "SHARPNESS": [[1.9], [0.1]],
+    "BLUR": [[1, 1.5, 5, 3], [0.2, 2, 3, 7]],
+}
+SHAPES = [(4, 3, 16, 32), (3, 3, 17, 31)]
+FLOATS = [
+    torch.float32,
+    # The interpreter truncates float32 -> bfloat16, so only a GPU run says anything here.
+    pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
+]
+
+
+def family_of(name):
+    return name if name in ARGUMENTS else name.split("_")[0]
+
+
+def arguments_of(name, dtype=torch.uint8):
+    """The sets of arguments of an op, with values in the units of ``dtype``."""
+    family = family_of(name)
+    sets = [np.array(given, float) for given in ARGUMENTS[family]]
+    if dtype != torch.uint8:
+        for given in sets:
+            if family in ("AFFINE", "ROTATE", "PERSPECTIVE", "ELASTIC", "MATRIX"):
+                given[{"ROTATE": 3, "ELASTIC": 1, "MATRIX": 6}.get(family, 8) :] /= 255
+            elif family == "ERASE":
+                given[4:] /= 255
+            elif family in ("SOLARIZE", "SOLARIZE_ADD"):
+                given /= 255
+    return sets
+
+
+def program_of(slots, dtype=torch.uint8, **options):
+    """A program of rows of (name, index of the arguments), one row a slot."""
+    codes = np.array([[ops.OPS[name].code for name, _ in row] for row in slots], np.int32)
+    args = np.full((*codes.shape, ops.ARGS), NAN)
+    for s, row in enumerate(slots):
+        for n, (name, index) in enumerate(row):
+            sets = arguments_of(name, dtype)
+            given = sets[index % len(sets)]
+            args[s, n, : len(given)] = given
+    return ops.Program(codes, args, **options)
+
+
+def photos(shape, dtype=torch.uint8, seed=0):
+    """Smooth pictures with a dark and a bright end, each with colors of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    small = torch.rand(*shape[:2], 4, 6, generator=generator)
+    images = torch.nn.functional.interpolate(small, shape[2:], mode="bicubic")
+    images += 0.05 * torch.randn(shape, generator=generator)
+    images = images.clamp(0, 1) * torch.linspace(0.5, 1, shape[0])[:, None, None, None]
+    return (images * 255).to(torch.uint8) if dtype == torch.uint8 else images.to(dtype)
+
+
+def fields_of(shape, device="cpu"):
+    generator = torch.Generator().manual_seed(1)
+    return (0.3 * torch.rand(2, *shape[2:], 2, generator=generator) - 0.15).to(device)
+
+
+def both(images, program, device, **options):
+    """What the twin and the kernels make of it, on the CPU."""
+    # torchvision samples bfloat16 with coordinates in bfloat16, which are pixels off.
+    if images.dtype == torch.bfloat16:
+        wide = {**options, "dtype": options.get("dtype") or images.dtype}
+        expected = ops.reference(images.float(), program, **wide)
+    else:
+        expected = ops.reference(images, program, **options)
+    if program.fields is not None:
+        program.fields = program.fields.to(device)
+    before = images.to(device)
+    given = before.clone(memory_format=torch.preserve_format)
+    result = ops_launch.launch(given, program, **options)
+    assert torch.equal(given, before)
+    assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
+    assert result.stride() == expected.stride()
+    return expected, result.cpu()
+
+
+def assert_near(result, expected, exact=0.98):  # a GPU fuses products and sums
+    if expected.dtype == torch.uint8:
+        distance = (result.int() - expected.int()).abs()
+        wrong = (distance > 1).float().mean().item()
+        assert (distance == 0).float().mean().item() >= exact
+    else:
+        tolerance = 1e-4 if expected.dtype == torch.float32 else 2e-2
+        wrong = ((result - expected).abs() > tolerance).float().mean().item()
+    assert wrong <= 1e-3, wrong
+
+
+# --- The twin is torchvision ---
+
+
+def by_torchvision(name, image, a, fields):
+    family = family_of(name)
+    mode = InterpolationMode(name.split("_")[1].lower() if family != name else "nearest")
+    fill = {"AFFINE": 8, "ROTATE": 3, "PERSPECTIVE": 8, "ELASTIC": 1}.get(family)
+    fill = None if fill is None or a[fill] != a[fill] else a[fill : fill + 3]
+
+    limit = 256 if image.dtype == torch.uint8 else 256 / 255  # above the range
+
+    def center(values):
+        return None if values[0] != values[0] else values
+
+    return {
+        "IDENTITY": lambda: image,
+        "BRIGHTNESS": lambda: F.adjust_brightness(image, a[0]),
+        "CONTRAST": lambda: F.adjust_contrast(image, a[0]),
+        "SATURATION": lambda: F.adjust_saturation(image, a[0]),
+        "HUE": lambda: F.adjust_hue(image, a[0]),
+        "POSTERIZE": lambda: F.posterize(image, int(a[0])),
+        "SOLARIZE": lambda: F.solarize(image, a[0]) if a[0] != limit else image,
+        "GRAYSCALE": lambda: F.rgb_to_grayscale(image, 3),
+        "INVERT": lambda: F.invert(image),
+        "AUTOCONTRAST": lambda: F.autocontrast(image),
+        "EQUALIZE": lambda: F.equalize(image),
+        "PERMUTE": lambda: F.permute_channels(image, [int(c) for c in a[:3]]),
+        "ERASE": lambda: F.erase(image, *map(int, a[:4]), torch.tensor(a[4:7])[:, None, None]),
+        "HFLIP": lambda: F.horizontal_flip(image),
+        "VFLIP": lambda: F.vertical_flip(image),
+        "AFFINE": lambda: F.affine(
+            image, a[0], a[1:3], a[3], a[4:6], mode, fill, center=center(a[6:8])
+        ),
+        "ROTATE": lambda: F.rotate(image, a[0], mode, center=center(a[1:3]), fill=fill),
+        "PERSPECTIVE": lambda: F.perspective(image, None, None, mode, fill, coefficients=a[:8]),
+        "ELASTIC": lambda: F.elastic(image, fields[int(a[0])][None], mode, fill),
+        "SHARPNESS": lambda: F.adjust_sharpness(image, a[0]),
+        "BLUR": lambda: F.gaussian_blur(image, [int(a[2]), int(a[3])], a[:2]),
+    }[family]()
+
+
+OURS = ("SOLARIZE_ADD", "ERASE_NOISE", "MATRIX_BILINEAR", "MATRIX_BICUBIC")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("name", [name for name in ops.OPS if name not in OURS])
+def test_the_twin_is_torchvision(name, dtype):
+    images, fields = photos((2, 3, 17, 31), dtype), fields_of((2, 3, 17, 31))
+    program = program_of([[(name, 0), (name, 1)]], dtype, fields=fields)
+    result = ops.run(images, program)
+    for n, image in enumerate(images):
+        expected = by_torchvision(name, image, program.args[0, n].tolist(), fields)
+        assert torch.equal(result[n], expected)
+        assert result.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("MATRIX_BILINEAR", "BILINEAR"), ("MATRIX_BICUBIC", "BICUBIC")]
+)
+def test_matrix_is_pil(name, kind):
+    images = photos((1, 3, 33, 47))
+    program = program_of([[(name, 0)]])
+    result = ops.run(images, program)[0].permute(1, 2, 0).int()
+    picture = ops.apply_one(F.to_pil_image(images[0]), program, 0)
+    transform = Image.Transform.AFFINE, tuple(program.args[0, 0, :6])
+    fill = tuple(map(int, FILL))
+    pil = F.to_pil_image(images[0]).transform(
+        (47, 33), *transform, Image.Resampling[kind], fillcolor=fill
+    )
+    distance = (result - torch.from_numpy(np.array(pil)).int()).abs()
+    # torch's bicubic has another a than PIL's.
+    assert distance.float().mean() < (0.6 if kind == "BILINEAR" else 2.5)
+    assert torch.equal(torch.from_numpy(np.array(picture)).int(), result)
+
+
+def test_solarize_add_and_noise():
+    images = photos((1, 3, 17, 31))
+    result = ops.run(images, program_of([[("SOLARIZE_ADD", 0)]]))
+    expected = torch.where(images < 128, (images.int() + 110).clamp(max=255), images.int())
+    assert torch.equal(result.int(), expected)
+    noise = ops.noise(77, (3, 200, 200))
+    assert abs(noise.mean()) < 0.02
+    assert abs(noise.std() - 1) < 0.02
+    assert torch.equal(noise, ops.noise(77, (3, 200, 200)))
+    assert not torch.equal(noise, ops.noise(78, (3, 200, 200)))
+
+
+def test_one_sample_and_its_targets():
+    image = tv_tensors.Image(photos((1, 3, 17, 31))[0])
+    sample = {
+        "image": image,
+        "mask": tv_tensors.Mask(torch.arange(17 * 31, dtype=torch.uint8).view(1, 17, 31)),
+        "boxes": tv_tensors.BoundingBoxes([[1.0, 2, 9, 8]], format="XYXY", canvas_size=(17, 31)),
+        "label": torch.tensor(4),
+    }
+    program = program_of([[("INVERT", 0)], [("AFFINE_BILINEAR", 0)], [("HFLIP", 0)]])
+    result = ops.apply_one(sample, program, 0)
+    args = program.args[1, 0].tolist()
+    for key, fill in (("image", FILL), ("mask", FILL[:1]), ("boxes", None)):
+        x = F.invert(image) if key == "image" else sample[key]
+        mode = InterpolationMode.BILINEAR
+        x = F.affine(x, args[0], args[1:3], args[3], args[4:6], mode, fill)
+        assert torch.equal(result[key], F.horizontal_flip(x))
+        assert type(result[key]) is type(sample[key])
+    assert result["label"] is sample["label"]
+    for name in ops.OPS:  # whatever the kind of image
+        program = program_of([[(name, 0)]], fields=fields_of((1, 3, 17, 31)))
+        picture = ops.apply_one(F.to_pil_image(image), program, 0)
+        assert picture.size == (31, 17)
+        ops.apply_one(sample, program, 0)
+
+
+# --- The kernels are the twin ---
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, *FLOATS])
+@pytest.mark.parametrize("name", ops.OPS)
+def test_each_op(name, dtype, kernel_device):
+    shape = (2, 3, 15, 31)
+    images = photos(shape, dtype)
+    program = program_of([[(name, 0), (name, 1)]], dtype, fields=fields_of(shape))
+    expected, result = both(images, program, kernel_device)
+    assert_near(result, expected)
+    if name != "IDENTITY":  # guards the test itself
+        assert not torch.equal(result, images)
+        with pytest.raises(AssertionError):
+            assert_near(result, expected.flip(0))
+
+
+def mixed(count, n_slots, dtype, seed=0, **options):
+    """Each image of the batch has another op in each slot."""
+    generator = np.random.default_rng(seed)
+    names = np.array(list(ops.OPS))
+    slots = [
+        [(str(name), int(generator.integers(2))) for name in generator.choice(names, count, False)]
+        for _ in range(n_slots)
+    ]
+    return program_of(slots, dtype, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_batch_of_many_ops(shape, kernel_device):
+    shape = (9, *shape[1:])
+    images = photos(shape).to(memory_format=torch.channels_last)
+    program = mixed(9, 2, torch.uint8, fields=fields_of(shape))
+    # What comes after an op that shifts a threshold by a level may differ more.
+    assert_near(*both(images, program, kernel_device)[::-1], exact=0.95)
+
+
+FINISHES = [
+    (torch.uint8, {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}),
+    (torch.uint8, {"dtype": torch.float16, "memory_format": torch.channels_last}),
+    (torch.float32, {"std": 0.5, "memory_format": torch.channels_last}),
+    (torch.float32, {"mean": torch.tensor(0.5), "dtype": torch.float16}),
+]
+
+
+@pytest.mark.parametrize("finals", [0, 2])
+@pytest.mark.parametrize(("source", "options"), FINISHES)
+def test_the_last_launch_normalizes_and_erases(source, options, finals, kernel_device):
+    images = photos((3, 3, 17, 31), source)
+    erases = [[("ERASE", 1), ("IDENTITY", 0), ("ERASE_NOISE", 0)]] * 2
+    program = program_of([[("INVERT", 0)] * 3, *erases], torch.float32, finals=finals)
+    if not finals:
+        program.ops = program.ops[:1]
+        program.args = program.args[:1]
+    program.rows = np.array([2, 0, 2])
+    expected, result = both(images, program, kernel_device, **options)
+    assert result.dtype == options.get("dtype", torch.float32)
+    tolerance = 1e-4 if result.dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
+    if finals:
+        value = torch.tensor([0, 0, 1.0]).to(result.dtype)[:, None, None]
+        assert torch.equal(result[0, :, :, :5], value.expand(3, 17, 5))
+
+
+def test_gray_images(kernel_device):
+    names = "CONTRAST AUTOCONTRAST EQUALIZE SATURATION HUE GRAYSCALE AFFINE_BILINEAR SHARPNESS BLUR"
+    images = photos((9, 1, 17, 31))
+    program = program_of([[(name, 0) for name in names.split()]], fields=None)
+    program.args[0, 6, 9:11] = NAN  # a fill of one value
+    expected, result = both(images, program, kernel_device, mean=0.5)
+    assert ((result - expected).abs() < 1.5 / 255).float().mean() > 0.999
+
+
+class Launches:
+    """Counts the programs of the kernels."""
+
+    def __init__(self, monkeypatch):
+        self.grids = []
+        for name in ("ops_kernel", "statistics_kernel", "blur_kernel"):
+            monkeypatch.setattr(ops_kernel, name, self.recorder(name, getattr(ops_kernel, name)))
+
+    def recorder(self, name, kernel):
+        class Recorder:
+            def __getitem__(_, grid):
+                self.grids.append((name, grid[0]))
+                return kernel[grid]
+
+        return Recorder()
+
+
+@pytest.mark.parametrize(
+    ("slots", "grids"),
+    [
+        # Points share a launch, which one of statistics precedes where an image needs it.
+        (["HUE INVERT", "SATURATION HUE", "SOLARIZE INVERT"], [("ops", 2)]),
+        (["CONTRAST HUE", "HUE CONTRAST", "INVERT INVERT"], [("statistics", 6), ("ops", 2)]),
+        # Of an image that needs them twice, the second ones wait for the first.
+        (["CONTRAST HUE", "EQUALIZE HUE"], [("statistics", 3)] * 2 + [("ops", 2)]),
+        # Where pixels move a launch begins, and where statistics are of what has moved.
+        (["HFLIP INVERT", "INVERT INVERT"], [("ops", 2)]),
+        (["INVERT INVERT", "INVERT HFLIP"], [("ops", 2)] * 2),
+        (["HFLIP INVERT", "INVERT EQUALIZE"], [("ops", 2), ("statistics", 3), ("ops", 2)]),
+        (["IDENTITY BLUR", "IDENTITY IDENTITY"], [("blur", 1), ("ops", 2)]),
+        (["IDENTITY IDENTITY"], []),
+    ],
+)
+def test_launches(slots, grids, kernel_device, monkeypatch):
+    launches = Launches(monkeypatch)
+    images = photos((2, 3, 16, 32))
+    program = program_of([[(name, 0) for name in slot.split()] for slot in slots])
+    assert_near(*both(images, program, kernel_device)[::-1], exact=0.95)
+    assert launches.grids == [(f"{name}_kernel", number) for name, number in grids]
+
+
+def test_nothing_to_do_gives_the_images():
+    images = photos((2, 3, 16, 32))
+    program = program_of([[("IDENTITY", 0)] * 2])
+    assert ops.run(images, program) is images
+    assert ops_launch.launch(images, program) is images
+
+
+@pytest.mark.parametrize(
+    ("images", "change", "options", "message"),
+    [
+        (torch.zeros(2, 3, 4, 4, dtype=torch.int32), {}, {}, "uint8 or floating point"),
+        (torch.zeros(3, 4, 4), {}, {}, "uint8 or floating point"),
+        (torch.zeros(3, 3, 4, 4), {}, {}, "a program of 3 images"),
+        (torch.zeros(2, 3, 4, 4), {"finals": 1}, {}, "may erase"),
+        (torch.zeros(2, 3, 4, 4), {}, {"dtype": torch.uint8}, "dtype must be"),
+        (torch.zeros(2, 3, 4, 4), {}, {"mean": (0.5, 0.5)}, "mean must have 3 values"),
+        (torch.zeros(1, 3, 4, 4), {"rows": np.array([0, 1])}, {}, "rows must be of"),
+        (torch.zeros(2, 3, 4, 1), {}, {}, "too small for a blur|Padding size"),
+    ],
+)
+@pytest.mark.parametrize("run", [ops.reference, ops_launch.launch])
+def test_what_does_not_fit(run, images, change, options, message):
+    program = program_of([[("BLUR", 0)] * 2], **change)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        run(images, program, **options)
+
+
+def test_kernels_know_the_codes():
+    for name, op in ops.OPS.items():
+        if not name.startswith("ROTATE"):
+            assert getattr(ops_points, name).value == op.code

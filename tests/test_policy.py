@@ -1,0 +1,412 @@
+"""Random policies per image: drawn as torchvision and timm draw, repeatable, and on any loader."""
+
+import copy
+import pickle
+import random
+
+import kornia.augmentation as K
+import numpy as np
+import pytest
+import torch
+from pictures import draw
+from PIL import ImageOps
+from torch.utils.data import DataLoader
+from torchvision import transforms as v1
+from torchvision import tv_tensors
+from torchvision.transforms import InterpolationMode, v2
+
+import gpuprefetch
+from gpuprefetch import DataPrefetcher, PerImage, UnsupportedTransformError
+from gpuprefetch.transforms.random import SeededDraws
+
+BILINEAR, BICUBIC = InterpolationMode.BILINEAR, InterpolationMode.BICUBIC
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SIDE = 12
+PICTURE = torch.from_numpy(draw(SIDE, SIDE, seed=3)).permute(2, 0, 1)
+
+
+def same(count, image=PICTURE):
+    return image.expand(count, -1, -1, -1).contiguous()
+
+
+def timms(config, **hparams):
+    augment = pytest.importorskip("timm.data.auto_augment")
+    kinds = {"rand": augment.rand_augment_transform, "augmix": augment.augment_and_mix_transform}
+    make = kinds.get(config.split("-")[0], augment.auto_augment_transform)
+    op = make(config, {"translate_const": 5, "img_mean": (9, 90, 200)} | hparams)
+    policies = getattr(op, "policy", None) or [op.ops]
+    for each in (each for policy in policies for each in policy if "Posterize" in each.name):
+        each.aug_fn = posterize
+    return op
+
+
+def posterize(image, bits, **_):
+    """As timm's; Pillow refuses the 0 bits that it has now and then."""
+    return ImageOps.posterize(image, bits) if bits else image.point(lambda level: 0)
+
+
+INVERT, SOLARIZE = v2.RandomInvert(1.0), v2.RandomSolarize(99, 1.0)
+POLICIES = {
+    "RandAugment": lambda: v2.RandAugment(),
+    "RandAugment, fill": lambda: v2.RandAugment(3, 15, interpolation=BILINEAR, fill=[1, 99, 200]),
+    "TrivialAugmentWide": lambda: v2.TrivialAugmentWide(),
+    "AutoAugment": lambda: v2.AutoAugment(),
+    "AutoAugment, CIFAR10": lambda: v1.AutoAugment(v1.AutoAugmentPolicy.CIFAR10),
+    "AutoAugment, SVHN": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.SVHN),
+    "AugMix": lambda: v2.AugMix(),
+    "AugMix, few": lambda: v2.AugMix(7, 2, 2, 0.4, all_ops=False),
+    "ColorJitter": lambda: v2.ColorJitter(0.4, 0.4, 0.4, 0.2),
+    "RandomPhotometricDistort": lambda: v2.RandomPhotometricDistort(),
+    "GaussianBlur": lambda: v2.GaussianBlur((3, 5), (0.1, 3.0)),
+    "RandomChannelPermutation": lambda: v2.RandomChannelPermutation(),
+    "RandomRotation": lambda: v1.RandomRotation((-20, 70), fill=50),
+    "RandomAffine": lambda: v2.RandomAffine(30, (0.3, 0.1), (0.7, 1.3), (-9, 20, -5, 5), BILINEAR),
+    "RandomPerspective": lambda: v2.RandomPerspective(0.6, 0.7),
+    "RandomErasing": lambda: v2.RandomErasing(0.7, value=[9, 99, 199]),
+    "RandomErasing, noise": lambda: v2.RandomErasing(0.7, (0.1, 0.6), value="random"),
+    "RandomApply": lambda: v2.RandomApply([v1.ColorJitter(0.5), v2.RandomVerticalFlip()], 0.6),
+    "RandomChoice": lambda: v2.RandomChoice([INVERT, v2.RandAugment(), v2.Identity()], [3, 2, 1]),
+    "RandomOrder": lambda: v2.RandomOrder([INVERT, SOLARIZE, v2.RandomHorizontalFlip()]),
+    "switches": lambda: v2.Compose(
+        [
+            v2.RandomEqualize(0.3),
+            v2.RandomPosterize(2, 0.3),
+            v2.RandomAutocontrast(0.3),
+            v2.RandomGrayscale(0.3),
+            v2.RandomAdjustSharpness(3, 0.3),
+        ]
+    ),
+    "timm rand": lambda: timms("rand-m9-mstd0.5-inc1"),
+    "timm rand, uniform": lambda: timms("rand-m7-n3-mstd101"),
+    "timm rand, weights": lambda: timms("rand-tweights", interpolation=BILINEAR_OF_PIL),
+    "timm v0": lambda: timms("v0"),
+    "timm originalr": lambda: timms("originalr-mstd1"),
+    "timm augmix": lambda: timms("augmix-m5-w2"),
+}
+BILINEAR_OF_PIL = 2
+COUNT = 400
+# The Kolmogorov-Smirnov distance of two samples of 400 is above it with a chance of 1 in 50,000.
+FARTHEST = 0.17
+
+
+def statistics(images):
+    """``(4, N)``: mean, deviation, distance from the picture, and where on x it is bright."""
+    images, picture = images.double(), PICTURE.double()
+    columns = images.mean((1, 2)) + 1
+    center = (columns * torch.arange(SIDE)).sum(1) / columns.sum(1)
+    mean, deviation = images.mean((1, 2, 3)), images.std((1, 2, 3))
+    return torch.stack([mean, deviation, (images - picture).abs().mean((1, 2, 3)), center])
+
+
+def distances(ours, theirs):
+    """Of each statistic that of Kolmogorov and Smirnov; values within 0.6 levels are one."""
+    found = []
+    for a, b in zip(statistics(ours), statistics(theirs), strict=True):
+        step = 0.6 if len(found) < 3 else 0.05
+        a, b = (a / step).round(), (b / step).round()
+        grid = torch.cat([a, b]).unique()
+        below = [torch.searchsorted(x.sort().values, grid, right=True) / len(x) for x in (a, b)]
+        found.append(float((below[0] - below[1]).abs().max()))
+    return found
+
+
+def theirs(op, count=COUNT):
+    """``count`` draws of torchvision's or timm's own, one image at a time."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    if type(op).__module__.startswith("timm."):
+        picture = v2.functional.to_pil_image(PICTURE)
+        return torch.stack([v2.functional.pil_to_tensor(op(picture)) for _ in range(count)])
+    return torch.stack([op(PICTURE) for _ in range(count)])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for pictures of 144 pixels
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_its_distribution_is_the_original_ones(name):
+    op = POLICIES[name]()
+    ours = PerImage(op, seed=0)(same(COUNT))
+    assert ours.dtype == torch.uint8 and ours.shape == (COUNT, *PICTURE.shape)
+    assert max(distances(ours, theirs(op))) < FARTHEST, name
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (v2.RandAugment(2, 9), v2.RandAugment(2, 20)),
+        (v2.RandomApply([INVERT], 0.4), v2.RandomApply([INVERT], 0.6)),
+        (v2.RandomRotation(20), v2.RandomRotation(30)),
+        (v2.RandomOrder([INVERT, SOLARIZE]), v2.Compose([INVERT, SOLARIZE])),
+        (v2.AugMix(3), v2.AugMix(9)),
+    ],
+)
+def test_another_distribution_is_seen(one, other):
+    # Negative control of the test above.
+    assert max(distances(PerImage(one, seed=0)(same(COUNT)), theirs(other))) > FARTHEST
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_gpu_gives_what_the_cpu_gives(name):
+    images = torch.from_numpy(np.stack([draw(50, 41, seed=i) for i in range(32)]))
+    images = images.permute(0, 3, 1, 2).contiguous()
+    want = PerImage(POLICIES[name](), seed=0)(images).float()
+    got = PerImage(POLICIES[name](), seed=0)(images.cuda()).cpu().float()
+    # A level apart in one slot, two pixels equally near, or what equalize makes of that.
+    assert ((got - want).abs() > 2).float().mean() < 0.02
+
+
+STRONG = [
+    v2.RandAugment(3),
+    v2.ColorJitter(0.4, 0.4, 0.4, 0.1),
+    v2.RandomAffine(45, (0.2, 0.2), (0.5, 1.5)),
+    v2.RandomErasing(1.0, value="random"),
+    v2.AugMix(),
+]
+
+
+@pytest.mark.parametrize("op", STRONG, ids=lambda op: type(op).__name__)
+def test_every_image_draws_for_itself(op):
+    images = same(16)
+    torch.manual_seed(0)
+    results = PerImage(op)(images)
+    assert len({image.numpy().tobytes() for image in results}) >= 14
+    assert torch.equal(images, same(16))
+    alike = op(images)  # guards the test itself: torchvision draws once for a batch
+    assert len({image.numpy().tobytes() for image in alike}) < 14 or type(op) is v2.AugMix
+
+
+def test_draws_come_from_torchs_generator_or_from_a_seed():
+    images, op = same(8), v2.TrivialAugmentWide()
+    free = PerImage(op)
+    torch.manual_seed(5)
+    first, second = free(images), free(images)
+    torch.manual_seed(5)
+    assert torch.equal(free(images), first) and not torch.equal(first, second)
+    with SeededDraws(7):
+        keyed = free(images)
+    torch.manual_seed(0)
+    with SeededDraws(7):
+        assert torch.equal(free(images), keyed)
+
+    seeded = PerImage(op, seed=3)
+    state = torch.get_rng_state()
+    one, two = seeded(images), seeded(images)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(PerImage(op, seed=3)(images), one) and not torch.equal(one, two)
+    resumed = PerImage(op, seed=3)
+    resumed.load_state_dict({"_extra_state": {"calls": 1}})
+    assert torch.equal(resumed(images), two)
+    assert seeded.state_dict() == {"_extra_state": {"calls": 2}}
+    for copied in (copy.deepcopy(resumed), pickle.loads(pickle.dumps(resumed))):
+        assert torch.equal(copied(images), seeded(images))
+        seeded.calls = 2
+
+
+def test_an_image_is_drawn_from_its_place_in_the_batch():
+    op = v2.RandAugment()
+    whole = PerImage(op, seed=1)(same(6))
+    assert torch.equal(PerImage(op, seed=1)(same(4)), whole[:4])
+
+
+def test_floats_normalize_and_erasing_in_one_program():
+    ops = [v2.RandomHorizontalFlip(1.0), v2.ToDtype(torch.float32, scale=True)]
+    ops += [v2.Normalize(MEAN, STD), v2.RandomErasing(1.0, value=0.25)]
+    result = PerImage(v2.Compose(ops), seed=0)(same(4))
+    want = v2.functional.normalize(PICTURE.flip(-1) / 255, MEAN, STD)
+    erased = result == 0.25
+    assert result.dtype == torch.float32 and erased.any((1, 2, 3)).all()
+    torch.testing.assert_close(torch.where(erased, want, result), want.expand(4, -1, -1, -1))
+    floats = PerImage(v2.RandomSolarize(0.5, 1.0))(same(2) / 255)
+    torch.testing.assert_close(floats[0], v2.functional.solarize(PICTURE / 255, 0.5))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_an_empty_batch_and_gray_images(channels):
+    augment = PerImage([v2.RandAugment(), v2.ColorJitter(0.1, 0.1, 0.5, 0.3), v2.AugMix()])
+    for count in (0, 3):
+        images = same(count)[:, :channels]
+        assert augment(images).shape == images.shape
+    gray = same(3)[:, :1]
+    assert torch.equal(PerImage(v2.ColorJitter(0, 0, 0.5, 0.3))(gray), gray)
+
+
+# --- on any loader ---
+
+
+def test_after_a_plain_loader_and_in_a_compiled_step():
+    loader = DataLoader([PICTURE / 255] * 8, batch_size=4)
+    augment = PerImage([v2.RandomRotation(90, fill=0.5), v2.Normalize(MEAN, STD)], seed=0)
+    model = torch.nn.Conv2d(3, 1, 3)
+
+    def step(images):
+        return model(augment(images)).mean()
+
+    compiled = torch.compile(step, backend="eager")
+    losses = [compiled(images).item() for images in loader]
+    augment.calls = 0
+    assert losses == pytest.approx([step(images).item() for images in loader])
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_a_run_of_policies_and_normalize_in_a_list_is_one_program(encoded, dtype):
+    ops = [v2.RandomHorizontalFlip(), v2.RandAugment(), K.Normalize(MEAN, STD)]
+    ops = [gpuprefetch.Resize((16, 16)), *ops, v2.RandomErasing(0.5)]
+    form = {"dtype": dtype, "memory_format": torch.channels_last}
+    loader = DataPrefetcher(encoded, transforms=ops, device="cpu", seed=0, **form)
+    images = torch.cat([batch for batch, _ in loader])
+    assert images.dtype == (dtype or torch.float32) and images.shape[1:] == (3, 16, 16)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    again = DataPrefetcher(encoded, transforms=ops, device="cpu", seed=0, **form)
+    assert torch.equal(images, torch.cat([batch for batch, _ in again]))
+    text = gpuprefetch.explain(loader)
+    assert "RandAugment, Normalize, RandomErasing" in text and "one program of 4 slots" in text
+    assert "image by image" in gpuprefetch.explain([ops[0], v2.GaussianNoise()])
+
+
+def test_a_copy_of_a_prefetcher_keeps_its_program(encoded):
+    ops = [gpuprefetch.Resize((16, 16)), v2.RandAugment(), v2.RandomErasing(0.5)]
+    loader = DataPrefetcher(encoded, transforms=ops, device="cpu", dtype=torch.float16, seed=0)
+    (images, _), *_ = copy.deepcopy(loader)
+    assert images.dtype == torch.float16 and torch.equal(images, next(iter(loader))[0])
+
+
+def test_a_list_that_ends_in_uint8_keeps_its_layout(encoded):
+    ops = gpuprefetch.convert_transforms([v2.CenterCrop(16), v2.RandAugment(), v2.PILToTensor()])
+    form = {"device": "cpu", "memory_format": torch.channels_last}
+    images, _ = next(iter(DataPrefetcher(encoded, transforms=ops, **form)))
+    assert images.dtype == torch.uint8
+    assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_fused_launch_gives_levels_only_where_an_op_does_the_same_on_them():
+    head = gpuprefetch.Resize((9, 10))
+
+    def run(*ops):
+        return next(iter(DataPrefetcher([same(3)], transforms=[head, *ops], device="cpu")))
+
+    plain = run()
+    assert (plain * 255 - (plain * 255).round()).abs().max() > 0.1
+    torch.testing.assert_close(run(v2.RandomInvert(1.0)), 1 - plain, atol=0.502 / 255, rtol=0)
+    want = v2.functional.solarize(plain, 0.5)
+    torch.testing.assert_close(run(v2.RandomSolarize(0.5, 1.0)), want)
+    torch.testing.assert_close(run(v2.RandomHorizontalFlip(1.0)), plain.flip(-1))
+    tensors = DataPrefetcher([plain], transforms=[head, v2.RandomInvert(1.0)], device="cpu")
+    torch.testing.assert_close(next(iter(tensors)), 1 - plain)
+
+
+class Boxed(torch.utils.data.Dataset):
+    """A white square on black with its box, mask and corners, beside a label."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        from pictures import encode
+
+        picture = np.zeros((40, 40, 3), dtype=np.uint8)
+        picture[8:20, 10:26] = 255
+        box = tv_tensors.BoundingBoxes([[10, 8, 26, 20]], format="XYXY", canvas_size=(40, 40))
+        mask = tv_tensors.Mask(torch.from_numpy(picture[:, :, 0] // 255))
+        image = gpuprefetch.EncodedImage(encode(picture, "PNG"), index)
+        return image, {"boxes": box, "mask": mask, "label": torch.tensor(index)}
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        v2.RandomAffine(0, (0.25, 0.25), (0.8, 1.2)),
+        v2.TrivialAugmentWide(),
+        v2.RandomApply([v2.RandomHorizontalFlip(1.0), v2.RandomErasing(1.0, (0.02, 0.03))], 0.5),
+        v2.Compose([v2.RandomVerticalFlip(), v2.RandomPerspective(0.3, 1.0)]),
+    ],
+    ids=["affine", "policy", "apply", "compose"],
+)
+def test_boxes_and_masks_follow(op):
+    def collate(samples):
+        return tuple(zip(*samples, strict=True))
+
+    loader = DataLoader(Boxed(), batch_size=6, collate_fn=collate)
+    transforms = [gpuprefetch.Resize((40, 40)), op]
+    images, targets = next(
+        iter(DataPrefetcher(loader, transforms=transforms, device="cpu", seed=4))
+    )
+    moved = 0
+    for number, (image, target) in enumerate(zip(images, targets, strict=True)):
+        mask, (box,) = target["mask"], target["boxes"].tolist()
+        assert target["label"] == number
+        rows, columns = torch.nonzero(mask, as_tuple=True)
+        around = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+        assert max(abs(a - float(b)) for a, b in zip(box, around, strict=True)) <= 2.5
+        moved += box != [10, 8, 26, 20]
+        bright = (image.mean(0) > 0.5).float()
+        alike = [(bright != other).float().mean() for other in (mask, 1 - mask)]  # inverted by some
+        assert min(alike) < 0.08
+    assert moved
+
+
+def test_augmix_and_boxes_is_refused():
+    loader = DataLoader(Boxed(), 2, collate_fn=lambda samples: tuple(zip(*samples, strict=True)))
+    transforms = [gpuprefetch.Resize((40, 40)), v2.AugMix()]
+    with pytest.raises(ValueError, match=r"AugMix mixes .* cannot follow"):
+        next(iter(DataPrefetcher(loader, transforms=transforms, device="cpu")))
+
+
+# --- what it does not take ---
+
+
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        (v2.RandomResizedCrop(9), "no form of RandomResizedCrop .* image by image"),
+        (v2.RandomAffine(9, interpolation=BICUBIC), "no form of RandomAffine"),
+        (v2.RandomRotation(9, expand=True), "no form of RandomRotation"),
+        (v2.RandomApply([v2.GaussianNoise()]), "no form of RandomApply"),
+        (type("Mine", (v2.RandAugment,), {})(), "no form of Mine"),
+        (lambda images: images, "no form of function"),
+        ([v2.Normalize(MEAN, STD), v2.RandAugment()], "RandAugment comes after Normalize"),
+    ],
+)
+def test_a_transform_without_such_a_form_is_refused(op, text):
+    with pytest.raises(UnsupportedTransformError, match=text):
+        PerImage(op)
+
+
+@pytest.mark.parametrize(
+    ("images", "text"),
+    [
+        ([PICTURE], "tensor .* got list"),
+        (PICTURE, r"got torch.uint8 \(3, 12, 12\). Add a dimension"),
+        (same(2).permute(0, 2, 3, 1), "1 or 3 channels"),
+        (same(2).int(), "uint8 or floating point"),
+        ((same(2) / 255).requires_grad_(), "no gradient"),
+    ],
+)
+def test_images_that_it_does_not_take(images, text):
+    with pytest.raises(TypeError, match=text):
+        PerImage(v2.RandAugment())(images)
+
+
+def test_uint8_images_do_not_reach_normalize():
+    with pytest.raises(TypeError, match="Normalize takes floating point, and "):
+        PerImage([v2.RandomInvert(), v2.Normalize(MEAN, STD)])(same(2))
+
+
+@pytest.fixture
+def encoded():
+    dataset = [(gpuprefetch.EncodedImage(picture_file(i), i), i) for i in range(6)]
+    return DataLoader(dataset, batch_size=3)
+
+
+def picture_file(seed):
+    from pictures import encode
+
+    return encode(draw(24, 30, seed=seed), "PNG")
