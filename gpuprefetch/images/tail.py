@@ -177,15 +177,16 @@ def _of_per_image(transform: Any) -> tuple[list[Any], Runner | None] | None:
         None for a transform of others. Else the transforms that it draws from, and what runs it on
         images and targets, None where targets cannot follow.
     """
-    if isinstance(transform, TimmAugment):
-        from torchvision.transforms import v2
-
-        return [v2.RandomAffine(0)] if "affine" in transform.kinds else [], None
-    if not isinstance(transform, PerImage):
+    if not isinstance(transform, (PerImage, TimmAugment)):
         return None
+    from torchvision.transforms import v2
+
+    if isinstance(transform, TimmAugment):
+        return [v2.RandomAffine(0)] if "affine" in transform.kinds else [], None
     if transform.op is None:
-        return list(transform.children()), None
+        return [*transform.children()], None
     follow = isinstance(transform, (Loop, Policy, Switch, Apply, Choice))
+    follow = follow and isinstance(transform.op, v2.Transform)
     return [transform.op], partial(_run_each, transform.op) if follow else None
 
 
