@@ -58,6 +58,15 @@ def device(request):
 
 
 @pytest.fixture(scope="module")
+def one_thread():
+    """For models so small that more threads wait for each other, on a busy machine for long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
 def scripts():
     """The benchmarks and checks, importable by name for one file: the examples have a train.py."""
     before = list(sys.path)

@@ -15,6 +15,8 @@ pytest.importorskip("pycocotools")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "detection"
 TINY = ["--image-size", "64", "--batch-size", "4", "--workers", "0"]
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def train():

@@ -320,6 +320,7 @@ def test_lightning_numbers_the_epochs(tmp_path):
     assert child.returncode == 0, err
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*unclosed file")  # timm leaves that to PIL
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -447,18 +447,12 @@ def test_workers_agree_with_the_main_process():
         assert all(torch.equal(target[key], other[key]) for key in target)
 
 
-class Objects(Squares):
-    """Without points: v2.SanitizeBoundingBoxes would leave them, and their number, as they are."""
-
-    def __getitem__(self, index):
-        image, target = super().__getitem__(index)
-        del target["points"]
-        return image, target
-
-
 @pytest.mark.parametrize("tail", [[], [v2.Identity(), K.RandomHorizontalFlip(p=1.0)]])
 def test_boxes_cut_away_are_removed_with_their_labels(tail):
-    dataset, crop = Objects(12, empty=False), [RandomResizedCrop(40, scale=(0.02, 0.05)), *tail]
+    def without_points(image, target):  # v2.SanitizeBoundingBoxes would leave them
+        return image, {key: target[key] for key in ("boxes", "masks", "labels")}
+
+    dataset, crop = With(without_points, 12), [RandomResizedCrop(40, scale=(0.02, 0.05)), *tail]
     gone = 0
     for (_, whole), (_, clean) in zip(
         samples_of(dataset, crop), samples_of(dataset, crop, collate_fn=sanitized), strict=True
@@ -471,33 +465,21 @@ def test_boxes_cut_away_are_removed_with_their_labels(tail):
     assert 0 < gone < 12
 
 
-class Dicts(Squares):
-    """Each a dict, with an object that has no area beside its object."""
-
-    def __init__(self, labels):
-        super().__init__(4, empty=False)
-        self.labels = labels
-
-    def __getitem__(self, index):
-        image, target = super().__getitem__(index)
-        boxes = target["boxes"]
-        empty = torch.cat([boxes, boxes[:, [0, 1, 0, 1]], boxes])
-        return {
-            self.labels: torch.tensor([index, -1, index]),
-            "picture": image,
-            "name": str(index),
-            "boxes": tv_tensors.wrap(empty, like=boxes),
-        }
-
-
 def columns(samples):
     return {name: [sample[name] for sample in samples] for name in samples[0]}
 
 
 @pytest.mark.parametrize("labels", ["labels", "label", "class_labels", "gt_Labels"])
 def test_sanitizing_samples_that_are_dicts(labels):
+    def with_an_empty_box(image, target):
+        boxes = target["boxes"]
+        boxes = tv_tensors.wrap(torch.cat([boxes, boxes[:, [0, 1, 0, 1]], boxes]), like=boxes)
+        numbers = torch.tensor([image.index, -1, image.index])
+        return {labels: numbers, "picture": image, "name": str(image.index), "boxes": boxes}
+
+    dataset = With(with_an_empty_box, 4)
     whole, cut = (
-        list(prefetcher(Dicts(labels), tail, collate_fn=columns))
+        list(prefetcher(dataset, tail, collate_fn=columns))
         for tail in ([Resize((64, 64))], [Resize((64, 64)), v2.SanitizeBoundingBoxes()])
     )
     for before, after in zip(whole, cut, strict=True):
@@ -547,22 +529,22 @@ def test_lists_of_fields():
         assert all(torch.equal(batch[key][i], target[key]) for key in target)
 
 
+FIELDS = ("boxes", "masks", "points")
+
+
 def by_fields(samples):
     images, targets = zipped(samples)
-    return default_collate(images), [[t["boxes"] for t in targets], [t["points"] for t in targets]]
+    return default_collate(images), [[t[key] for t in targets] for key in FIELDS]
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_as_many_lists_as_samples_beside_packed_images(count):
     """None of them is a sample's, also where there are as many of them."""
-    transforms, data = (
-        [Resize((40, 60)), K.RandomHorizontalFlip(p=1.0)],
-        Squares(count, empty=False),
-    )
-    ((images, (boxes, points)),) = prefetcher(data, transforms, collate_fn=by_fields)
+    transforms, data = [Resize((40, 60)), K.RandomAffine(20, p=1.0)], Squares(count, empty=False)
+    ((images, fields),) = prefetcher(data, transforms, collate_fn=by_fields)
     want_images, want = zip(*samples_of(data, transforms), strict=True)
     assert torch.equal(images, torch.stack(want_images))
-    for got, key in ((boxes, "boxes"), (points, "points")):
+    for got, key in zip(fields, FIELDS, strict=True):
         assert len(got) == count
         assert all(torch.equal(a, b[key]) for a, b in zip(got, want, strict=True))
 
@@ -586,10 +568,8 @@ def test_bad_images_take_their_targets_along(tail, on_error, names):
 
 
 def test_stacked_masks_of_a_batch_with_a_bad_image_are_masks():
-    data = [
-        (image, tv_tensors.Mask(target["masks"][0]))
-        for image, target in map(Damaged(4, empty=False).__getitem__, range(4))
-    ]
+    data = [Damaged(4, empty=False)[index] for index in range(4)]
+    data = [(image, tv_tensors.Mask(target["masks"][0])) for image, target in data]
     ((images, masks),) = prefetcher(data, [Resize((40, 60))], collate_fn=None, on_error="skip")
     assert isinstance(masks, tv_tensors.Mask)
     assert len(images) == len(masks) == 2
@@ -598,7 +578,7 @@ def test_stacked_masks_of_a_batch_with_a_bad_image_are_masks():
 def test_samples_that_the_collate_function_leaves_out():
     """Many datasets give None for a file that they cannot open."""
     ((images, targets),) = prefetcher(
-        [None, *map(Damaged(5, empty=False).__getitem__, range(1, 5))],
+        [None, *(Damaged(5, empty=False)[index] for index in range(1, 5))],
         [Resize((96, 96)), K.RandomHorizontalFlip(p=1.0)],
         collate_fn=lambda samples: zipped([sample for sample in samples if sample]),
         batch_size=5,
@@ -728,54 +708,47 @@ COLORS = [
     lambda images: images / 2,
 ]
 
+REFUSED_TAILS = {
+    "leaves boxes and points where": [K.RandomElasticTransform()],
+    "Hflip moves images alone": [Hflip()],
+    "Pad moves images alone": [v1.Pad(1), v1.Resize(9)],
+    "Own holds RandomRotation, which moves images alone": [Own()],
+    "OwnFlip moves images alone": [OwnFlip()],
+    "kornia's RandomJigsaw takes no boxes, masks": [K.RandomJigsaw()],
+    "RandomJigsaw takes no boxes": [K.AugmentationSequential(K.RandomJigsaw())],
+    "images of 2 shapes": [v2.RandomIoUCrop()],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_TAILS)
+def test_transforms_that_targets_cannot_follow(message):
+    with pytest.raises(ValueError, match=message):
+        list(prefetcher(Squares(2), [Resize((40, 40)), *REFUSED_TAILS[message]]))
+
+
 REFUSED = {
-    "two images": (
-        With(lambda i, t: (i, i, t)),
-        [],
-        {},
-        "a sample has 2",
-    ),
-    "rotated": (With(rotated), [], {}, "CXCYWHR do not follow"),
-    "other canvas": (
-        With(lambda i, t: (i, {"masks": tv_tensors.Mask(t["masks"][:, 1:])})),
-        [],
-        {},
-        "Mask is for",
-    ),
-    "new images": (Squares(2), [], {"collate_fn": renewed}, "made new EncodedImages"),
-    "elastic": (Squares(2), [K.RandomElasticTransform()], {}, "leaves boxes and points where"),
-    "half": (Squares(2), [K.RandomAffine(9)], {"dtype": torch.bfloat16}, "too coarse"),
-    "kornia.geometry": (Squares(2), [Hflip()], {}, "images alone"),
-    "v1": (Squares(2), [v1.Pad(1), v1.Resize(9)], {}, "Pad moves images alone"),
-    "own module": (Squares(2), [Own()], {}, "Own holds RandomRotation, which moves images alone"),
-    "own flip": (Squares(2), [OwnFlip()], {}, "OwnFlip moves images alone"),
-    "jigsaw": (Squares(2), [K.RandomJigsaw()], {}, "kornia's RandomJigsaw takes no boxes, masks"),
-    "jigsaw within": (
-        Squares(2),
-        [K.AugmentationSequential(K.RandomJigsaw())],
-        {},
-        "kornia's RandomJigsaw takes no boxes, masks",
-    ),
-    "own, plain tensors": (
+    "a sample has 2": (With(lambda i, t: (i, i, t)), [], {}),
+    "CXCYWHR do not follow": (With(rotated), [], {}),
+    "Mask is for": (With(lambda i, t: (i, tv_tensors.Mask(t["masks"][:, 1:]))), [], {}),
+    "made new EncodedImages": (Squares(2), [], {"collate_fn": renewed}),
+    "too coarse": (Squares(2), [K.RandomAffine(9)], {"dtype": torch.bfloat16}),
+    "CenterCrop moves boxes": (
         Squares(2, empty=False),
         [torch.nn.Identity(), CenterCrop(9)],
         {"collate_fn": None},
-        "CenterCrop moves boxes",
     ),
-    "apart": (Squares(2), [K.RandomAffine(9)], {"collate_fn": list}, "leaves samples apart"),
-    "sizes": (Squares(2), [v2.RandomIoUCrop()], {}, "images of 2 shapes"),
-    "dataclass": (
+    "leaves samples apart": (Squares(2), [K.RandomAffine(9)], {"collate_fn": list}),
+    "some in a Record. Return a dict": (
         With(lambda i, t: (i, Record(t["boxes"]))),
-        [v2.RandomHorizontalFlip()],
+        [v2.SanitizeBoundingBoxes()],
         {},
-        "some in a Record. Return a dict",
     ),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals(name):
-    dataset, tail, options, message = REFUSED[name]
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals(message):
+    dataset, tail, options = REFUSED[message]
     with pytest.raises(ValueError, match=message):
         list(prefetcher(dataset, [Resize((40, 40)), *tail], **options))
 
@@ -845,14 +818,10 @@ def of_a_tensor(kind):
 
 
 def images_alone(samples):
-    return default_collate(
-        [sample["image"] if isinstance(sample, dict) else sample[0] for sample in samples]
-    )
+    return default_collate([s["image"] if isinstance(s, dict) else s[0] for s in samples])
 
 
-@pytest.mark.parametrize(
-    "collate_fn", [None, list, lambda samples: default_collate(samples), images_alone]
-)
+@pytest.mark.parametrize("collate_fn", [None, list, images_alone])
 @pytest.mark.parametrize("kind", ["mask", "boxes", "points"])
 def test_targets_beside_images_that_the_dataset_decoded(kind, collate_fn):
     loader = DataLoader([of_a_tensor(kind)] * 2, 2, collate_fn=collate_fn)

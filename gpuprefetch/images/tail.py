@@ -169,23 +169,26 @@ def run_tail(
     return images, map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch, is_per_sample)
 
 
-def _of_per_image(transform: Any) -> tuple[list[Any], Runner] | None:
+def _of_per_image(transform: Any) -> tuple[list[Any], Runner | None] | None:
     """All that targets need of ``transforms/per_image.py``.
 
     Returns:
-        None for a transform of others. Else the transforms that it is made of, and what runs it on
-        images and targets.
+        None for a transform of others. Else the transforms that it draws from, and what runs it on
+        images and targets, None where targets cannot follow.
     """
     if isinstance(transform, PerImage):
-        return list(transform.recipe.ops), partial(_run_program, transform)
-    if isinstance(transform, Loop):
-        return [transform.op], partial(_run_each, transform.op)
-    return None
+        return [*transform.recipe.ops], partial(_run_program, transform)
+    if not isinstance(transform, Loop):
+        return None
+    from torchvision.transforms import v2
+
+    follow = isinstance(transform.op, v2.Transform)
+    return [transform.op], partial(_run_each, transform.op) if follow else None
 
 
 def _runner(transform: Any) -> Runner | None:
     """How a transform takes images and targets; None where it gets the images alone."""
-    if (known := _of_per_image(transform)) is not None:
+    if (known := _of_per_image(transform)) is not None and known[1] is not None:
         return known[1] if moves_pixels([transform]) else None
     v2 = sys.modules.get("torchvision.transforms.v2")
     if v2 is not None and isinstance(transform, v2.Transform):
@@ -219,13 +222,13 @@ def _run_fused(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
 
 
 def _run_program(transform: PerImage, images: torch.Tensor, samples: Samples) -> Any:
-    sampled_ops = transform.draw(images)
+    drawn = transform.draw(images)
 
     def moved(row: int, leaf: Any) -> Any:
-        return transform.carry_out_one(leaf, sampled_ops, row) if followers(leaf) else leaf
+        return transform.carry_out_one(leaf, drawn, row) if followers(leaf) else leaf
 
     each = [map_leaves(partial(moved, row), parts) for row, parts in enumerate(samples)]
-    return transform.carry_out(images, sampled_ops), each
+    return transform.carry_out(images, drawn), each
 
 
 _IMAGE = "\0"  # its name in a sample for torchvision, which looks for labels by theirs
