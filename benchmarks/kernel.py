@@ -23,6 +23,8 @@ import torch
 from torch.nn import functional as F
 
 from gpuprefetch.transforms import launch as _resample
+from gpuprefetch.transforms.kernel import HAS_TRITON
+from gpuprefetch.transforms.reference import resample_reference
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SWEEP = {
@@ -182,9 +184,7 @@ def check(images, rows, args):
     some = slice(0, 16)
     fused = _resample.resample(images[some], rows[some], (args.size,) * 2, **options)
     cpu = [image.cpu() for image in images[some]]
-    exact = _resample.resample_reference(
-        cpu, rows[some], (args.size,) * 2, dtype=torch.float64, **options
-    )
+    exact = resample_reference(cpu, rows[some], (args.size,) * 2, dtype=torch.float64, **options)
     error = (fused.cpu() - exact).abs().max().item()
     if not error <= 1e-4:
         raise SystemExit(f"wrong by {error}: the launch is not timed")
@@ -276,7 +276,7 @@ def main(arguments=None):
         report["sweep"] = sweep(fused, args)
     else:
         sides = {"memory floor (copy)": lambda: target.copy_(half), "fused": fused}
-        if _resample.HAS_TRITON and args.device == "cuda":
+        if HAS_TRITON and args.device == "cuda":
             sides |= with_canaries(images, rows, args)
         if not args.fused_only:
             sides["loop of interpolate(antialias)"] = interpolate_loop(images, boxes, args)

@@ -17,8 +17,9 @@ from torchvision.transforms.v2 import functional as F
 
 from gpuprefetch import CenterCrop, RandomResizedCrop, Resize
 from gpuprefetch.transforms.head import read_transforms
-from gpuprefetch.transforms.launch import resample, resample_reference
+from gpuprefetch.transforms.launch import resample
 from gpuprefetch.transforms.random import fold
+from gpuprefetch.transforms.reference import resample_reference
 
 SIZE = (224, 224)
 

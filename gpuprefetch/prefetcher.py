@@ -53,7 +53,7 @@ from gpuprefetch.images.targets import moves_pixels
 from gpuprefetch.images.worker import GROWTH, HostStage, Packer, encoded_leaves
 from gpuprefetch.transforms.convert import read_list
 from gpuprefetch.transforms.head import Transform, require_fixed_size
-from gpuprefetch.transforms.launch import FLOAT_DTYPES
+from gpuprefetch.transforms.reference import FLOAT_DTYPES
 from gpuprefetch.transforms.values import Values
 
 _running: weakref.WeakValueDictionary[int, Lookahead] = weakref.WeakValueDictionary()  # by loader

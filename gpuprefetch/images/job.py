@@ -29,7 +29,8 @@ from gpuprefetch.images.plan import (
     readable,
 )
 from gpuprefetch.transforms.head import require_fixed_size
-from gpuprefetch.transforms.launch import HAS_TRITON, Coloring, Launches, Table, resample
+from gpuprefetch.transforms.kernel import HAS_TRITON
+from gpuprefetch.transforms.launch import Coloring, Launches, Table, resample
 
 if TYPE_CHECKING:
     from gpuprefetch.images.stage import Pipeline

@@ -45,16 +45,9 @@ from gpuprefetch.images.targets import (
     refuse_unfollowed,
 )
 from gpuprefetch.transforms.head import Head
-from gpuprefetch.transforms.launch import (
-    Coloring,
-    Launches,
-    check_rows,
-    finished_row,
-    plan_rows,
-    resample,
-    resample_uint8,
-)
+from gpuprefetch.transforms.launch import Coloring, Launches, plan_rows, resample
 from gpuprefetch.transforms.random import Keys, fold
+from gpuprefetch.transforms.reference import check_rows, finished_row, resample_uint8
 
 # Added to the workers' priority number: the training thread launches kernels, they only decode.
 NICENESS = 10
