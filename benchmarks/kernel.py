@@ -22,6 +22,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from gpuprefetch.transforms import launch
+from gpuprefetch.transforms.reference import resample_reference
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZES, SIZE_SHARES = (
@@ -113,7 +114,7 @@ def check(images: list[torch.Tensor], rows: torch.Tensor, args: Any) -> float:
     size, some = (args.size,) * 2, slice(0, 16)
     fused = launch.resample(images[some], rows[some], size, **options)
     cpu = [image.cpu() for image in images[some]]
-    exact = launch.resample_reference(cpu, rows[some], size, dtype=torch.float64, **options)
+    exact = resample_reference(cpu, rows[some], size, dtype=torch.float64, **options)
     error = (fused.cpu() - exact).abs().max().item()
     if not error <= 1e-4:
         raise SystemExit(f"wrong by {error}: the launch is not timed")

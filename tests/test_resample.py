@@ -12,7 +12,8 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 
 from gpuprefetch.transforms import launch as _resample
-from gpuprefetch.transforms.launch import resample, resample_reference, resample_uint8
+from gpuprefetch.transforms.launch import resample
+from gpuprefetch.transforms.reference import resample_reference, resample_uint8
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZES = [(4, 16), (5, 19)]  # the second divides nothing

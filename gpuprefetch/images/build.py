@@ -25,8 +25,8 @@ from gpuprefetch.images.tail import moves_pixels
 from gpuprefetch.images.worker import HostStage, encoded_leaves
 from gpuprefetch.transforms.convert import read_list
 from gpuprefetch.transforms.head import Head, Transform, require_fixed_size
-from gpuprefetch.transforms.launch import FLOAT_DTYPES
 from gpuprefetch.transforms.per_image import Cast, on_levels
+from gpuprefetch.transforms.reference import FLOAT_DTYPES
 from gpuprefetch.transforms.values import Values
 
 

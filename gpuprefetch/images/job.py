@@ -18,7 +18,8 @@ from gpuprefetch.images.decode import claim, decode_packed, decode_part, place
 from gpuprefetch.images.encoded import Call, Copy, PreparedImages
 from gpuprefetch.images.plan import LARGE, LARGE_CALL_BYTES, lay_out, readable
 from gpuprefetch.transforms.head import require_fixed_size
-from gpuprefetch.transforms.launch import HAS_TRITON, Coloring, Launches, Table, resample
+from gpuprefetch.transforms.kernel import HAS_TRITON
+from gpuprefetch.transforms.launch import Coloring, Launches, Table, resample
 
 if TYPE_CHECKING:
     from gpuprefetch.images.stage import Pipeline

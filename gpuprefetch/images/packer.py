@@ -26,16 +26,9 @@ from gpuprefetch.images.plan import lay_out
 from gpuprefetch.images.slab import share
 from gpuprefetch.images.targets import FollowedImage, follow, images_of
 from gpuprefetch.transforms.head import Head
-from gpuprefetch.transforms.launch import (
-    Coloring,
-    Launches,
-    check_rows,
-    finished_row,
-    plan_rows,
-    resample,
-    resample_uint8,
-)
+from gpuprefetch.transforms.launch import Coloring, Launches, plan_rows, resample
 from gpuprefetch.transforms.random import Keys, fold
+from gpuprefetch.transforms.reference import check_rows, finished_row, resample_uint8
 
 # Up to this many pixels for each of the result, a decoded image is left to the GPU to resample: to
 # copy them takes less of a core than to resample them there.

@@ -35,7 +35,7 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch.core.nested import map_leaves
-from gpuprefetch.transforms.launch import HAS_TRITON
+from gpuprefetch.transforms.kernel import HAS_TRITON
 
 ARGS = 12
 

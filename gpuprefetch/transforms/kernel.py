@@ -1,0 +1,296 @@
+"""The Triton kernels: one launch makes a batch of images, and one colors the corners of canaries.
+
+What they read of each image is laid out in launch.py, and reference.py has the eager twin.
+"""
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+HAS_TRITON = triton is not None
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["from_image", "layers"])  # type: ignore[untyped-decorator]
+    def resample_kernel(  # type: ignore[no-untyped-def]
+        address,
+        numbers,
+        from_image,
+        out_ptr,
+        stride_n,
+        stride_c,
+        stride_y,
+        stride_x,
+        height,
+        width,
+        survived,
+        layers,
+        STRIDE_X: tl.constexpr,
+        CANARY: tl.constexpr,  # 0: there are none
+        CHANNELS: tl.constexpr,
+        SOURCE: tl.constexpr,
+        BICUBIC: tl.constexpr,
+        TIE: tl.constexpr,  # 0: no pixel is taken alone
+        CLAMP: tl.constexpr,
+        PADDED: tl.constexpr,
+        ROUND: tl.constexpr,
+        FIELDS: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLS: tl.constexpr,
+        STRIPS: tl.constexpr,
+    ):
+        ints_ptr = numbers.to(tl.pointer_type(tl.int64))
+        floats_ptr = numbers.to(tl.pointer_type(tl.float64))
+        # Three channels share their weights. Where the channels do not divide by three, the last
+        # group repeats one, and writes the same values twice.
+        GROUPS: tl.constexpr = (CHANNELS + 2) // 3
+        if CANARY > 0:
+            # Programs of their own: within the others this would take registers from each of them.
+            beyond = tl.program_id(2) - layers
+            if beyond >= 0:
+                image = beyond * tl.num_programs(1) + tl.program_id(1)
+                image = image * tl.num_programs(0) + tl.program_id(0)
+                if image < layers // GROUPS:
+                    ints_ptr += 2 * CHANNELS + (from_image + image) * FIELDS
+                    _find_canary(address, ints_ptr, survived, CANARY)
+                return
+        c0 = tl.program_id(2) % GROUPS * 3
+        c1 = tl.minimum(c0 + 1, CHANNELS - 1)
+        c2 = tl.minimum(c0 + 2, CHANNELS - 1)
+        scale0 = tl.load(floats_ptr + c0).to(tl.float32)
+        scale1 = tl.load(floats_ptr + c1).to(tl.float32)
+        scale2 = tl.load(floats_ptr + c2).to(tl.float32)
+        shift0 = tl.load(floats_ptr + CHANNELS + c0).to(tl.float32)
+        shift1 = tl.load(floats_ptr + CHANNELS + c1).to(tl.float32)
+        shift2 = tl.load(floats_ptr + CHANNELS + c2).to(tl.float32)
+
+        row = 2 * CHANNELS + (from_image + tl.program_id(2) // GROUPS) * FIELDS
+        ints_ptr += row
+        floats_ptr += row
+        source_ptr = (address + tl.load(ints_ptr)).to(tl.pointer_type(SOURCE))
+        source_stride_c = tl.load(ints_ptr + 1)
+        source_stride_y = tl.load(ints_ptr + 2)
+        source_stride_x = tl.load(ints_ptr + 3)
+        if STRIDE_X > 0:
+            source_stride_x = STRIDE_X
+        place = tl.load(ints_ptr + 4)
+        out_ptr += place * stride_n
+        taps_x = tl.load(ints_ptr + 5).to(tl.int32)
+
+        # Coordinates stay float64 until they are relative to a tap: float32 alone would be off by
+        # 5e-4 pixels in a photo of 8192. The taps of a column are moved as one window into the box,
+        # where all that have weight are: no load needs a mask, and no tap a check.
+        origin, step, radius, squeeze = _load4(floats_ptr + 10, tl.float64)
+        lo, hi, first, last = _load4(ints_ptr + 18, tl.int32)
+        left = tl.program_id(0) * COLS
+        cols = left + tl.arange(0, COLS)[None, :]
+        center = origin + step * _clamp(cols, first, last - 1)
+        if TIE > 0:
+            center = _clamp(tl.floor(center + TIE), lo, hi - 1)
+        tap = _clamp(tl.floor(center - radius).to(tl.int32) + 1, lo, hi - taps_x)
+        tap_x = ((tap - center) * squeeze).to(tl.float32)
+        squeeze_x = squeeze.to(tl.float32)
+        weight_x = tl.zeros_like(tap_x)
+        t = 0
+        while t < taps_x:  # the interpreter of Triton 3.6 knows no range() over a tensor
+            weight_x += _weight(tap_x + t * squeeze_x, BICUBIC)
+            t += 1
+        inside_x = (cols >= first) & (cols < last)
+        # 64-bit, once a column: an image may be of any size.
+        source_ptr += tap.to(tl.int64) * source_stride_x
+
+        origin, step, radius, squeeze = _load4(floats_ptr + 6, tl.float64)
+        lo, hi, first, last = _load4(ints_ptr + 14, tl.int32)
+        flat = tl.arange(0, ROWS * COLS)
+        start = tl.program_id(1) * ROWS * STRIPS
+        bottom = tl.minimum(start + ROWS * STRIPS, height)
+        while start < bottom:
+            rows = start + tl.arange(0, ROWS)[:, None]
+            # The source rows under the strip, from its ends.
+            near = _clamp(start, first, last - 1)
+            far = _clamp(start + ROWS - 1, first, last - 1)
+            low = origin + step * tl.where(step > 0, near, far) - radius
+            high = origin + step * tl.where(step > 0, far, near) + radius
+            begin = tl.maximum(tl.floor(low).to(tl.int32) + 1, lo)
+            end = tl.minimum(tl.ceil(high).to(tl.int32), hi)
+            tap_y = ((begin - (origin + step * near)) * squeeze).to(tl.float32)
+            tap_y -= (_clamp(rows, first, last - 1) - near) * (step * squeeze).to(tl.float32)
+            if TIE > 0:
+                center_y = origin + step * _clamp(rows, first, last - 1)
+                center_y = _clamp(tl.floor(center_y + TIE), lo, hi - 1)
+                begin = tl.min(center_y).to(tl.int32)
+                end = tl.max(center_y).to(tl.int32) + 1
+                tap_y = (begin - center_y).to(tl.float32)
+
+            red = tl.zeros([ROWS, COLS], tl.float32)
+            green = tl.zeros([ROWS, COLS], tl.float32)
+            blue = tl.zeros([ROWS, COLS], tl.float32)
+            weight_y = tl.zeros([ROWS, COLS], tl.float32)
+            row_ptr = source_ptr + begin.to(tl.int64) * source_stride_y
+            # With the number of taps known, their weights along x stay in registers.
+            for TAPS in tl.static_range(5):
+                if taps_x == TAPS or (TAPS == 0 and taps_x > 4):
+                    red, green, blue, weight_y = _sum_rows(
+                        row_ptr + c0 * source_stride_c,
+                        row_ptr + c1 * source_stride_c,
+                        row_ptr + c2 * source_stride_c,
+                        source_stride_y,
+                        source_stride_x,
+                        end - begin,
+                        tap_y,
+                        squeeze.to(tl.float32),
+                        taps_x,
+                        tap_x,
+                        squeeze_x,
+                        red,
+                        green,
+                        blue,
+                        weight_y,
+                        255.0 * weight_x,
+                        BICUBIC,
+                        CLAMP,
+                        TAPS,
+                    )
+
+            norm = 1.0 / (weight_y * weight_x)
+            inside = (rows >= first) & (rows < last) & inside_x
+            red = _finish_color(red * norm, inside, scale0, shift0, CLAMP, PADDED, ROUND)
+            green = _finish_color(green * norm, inside, scale1, shift1, CLAMP, PADDED, ROUND)
+            blue = _finish_color(blue * norm, inside, scale2, shift2, CLAMP, PADDED, ROUND)
+            # Stored as a vector: of a tile Triton 3.6 would give the lanes of a warp to rows.
+            y, x = start + flat // COLS, left + flat % COLS
+            pixel_ptr = out_ptr + (y * stride_y + x * stride_x)
+            mask = (y < height) & (x < width)
+            dtype = out_ptr.dtype.element_ty
+            tl.store(pixel_ptr + c0 * stride_c, tl.reshape(red, [ROWS * COLS]).to(dtype), mask)
+            tl.store(pixel_ptr + c1 * stride_c, tl.reshape(green, [ROWS * COLS]).to(dtype), mask)
+            tl.store(pixel_ptr + c2 * stride_c, tl.reshape(blue, [ROWS * COLS]).to(dtype), mask)
+            start += ROWS
+
+    @triton.jit(do_not_specialize=["from_image"])  # type: ignore[untyped-decorator]
+    def canary_kernel(  # type: ignore[no-untyped-def]
+        address, numbers, from_image, CANARY: tl.constexpr, FIELDS: tl.constexpr
+    ):
+        row = 2 * 3 + (from_image + tl.program_id(0)) * FIELDS
+        ints_ptr = numbers.to(tl.pointer_type(tl.int64)) + row
+        corners, colors, mask = _corners(address, ints_ptr, CANARY)
+        tl.store(corners, colors, mask)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _find_canary(address, ints_ptr, survived, CANARY: tl.constexpr):  # type: ignore[no-untyped-def]
+        corners, colors, mask = _corners(address, ints_ptr, CANARY)
+        other = tl.where(tl.load(corners, mask) == colors, 0, 1)
+        differs = tl.min(tl.max(tl.where(mask, other, 0), axis=1), axis=0)
+        place = tl.load(ints_ptr + 4)
+        tl.store((survived + place).to(tl.pointer_type(tl.uint8)), 1, differs == 0)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _corners(address, ints_ptr, CANARY: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Of the first and the last pixel of a box: (2, 4) pointers, colors, and a mask."""
+        last, channel = tl.arange(0, 2)[:, None], tl.arange(0, 4)[None, :]
+        y, x = tl.load(ints_ptr + 14 + last) - last, tl.load(ints_ptr + 18 + last) - last
+        offset = y * tl.load(ints_ptr + 2) + x * tl.load(ints_ptr + 3)
+        offset += channel * tl.load(ints_ptr + 1) + tl.load(ints_ptr)
+        colors = ((CANARY >> (8 * channel)) & 255).to(tl.uint8)
+        corners = (address + offset).to(tl.pointer_type(tl.uint8))
+        return corners, tl.broadcast_to(colors, [2, 4]), tl.broadcast_to(channel < 3, [2, 4])
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _sum_rows(  # type: ignore[no-untyped-def]
+        red_ptr,
+        green_ptr,
+        blue_ptr,
+        stride_y,
+        stride_x,
+        n_rows,
+        tap_y,
+        squeeze_y,
+        taps_x,
+        tap_x,
+        squeeze_x,
+        red,
+        green,
+        blue,
+        weight_y,
+        limit_x,
+        BICUBIC: tl.constexpr,
+        CLAMP: tl.constexpr,
+        TAPS: tl.constexpr,  # 0: taps_x of them
+    ):
+        row = 0
+        while row < n_rows:
+            weight = _weight(tap_y + row * squeeze_y, BICUBIC)
+            weight_y += weight
+            r = tl.zeros_like(tap_x)
+            g = tl.zeros_like(tap_x)
+            b = tl.zeros_like(tap_x)
+            if TAPS == 0:
+                t = 0
+                while t < taps_x:
+                    w = _weight(tap_x + t * squeeze_x, BICUBIC)
+                    r += w * tl.load(red_ptr + t * stride_x).to(tl.float32)
+                    g += w * tl.load(green_ptr + t * stride_x).to(tl.float32)
+                    b += w * tl.load(blue_ptr + t * stride_x).to(tl.float32)
+                    t += 1
+            else:
+                for t in tl.static_range(TAPS):
+                    w = _weight(tap_x + t * squeeze_x, BICUBIC)
+                    r += w * tl.load(red_ptr + t * stride_x).to(tl.float32)
+                    g += w * tl.load(green_ptr + t * stride_x).to(tl.float32)
+                    b += w * tl.load(blue_ptr + t * stride_x).to(tl.float32)
+            if CLAMP:
+                r = _clamp(r, 0.0, limit_x)
+                g = _clamp(g, 0.0, limit_x)
+                b = _clamp(b, 0.0, limit_x)
+            red += weight * r
+            green += weight * g
+            blue += weight * b
+            red_ptr += stride_y
+            green_ptr += stride_y
+            blue_ptr += stride_y
+            row += 1
+        return red, green, blue, weight_y
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _finish_color(  # type: ignore[no-untyped-def]
+        value,
+        inside,
+        scale,
+        shift,
+        CLAMP: tl.constexpr,
+        PADDED: tl.constexpr,
+        ROUND: tl.constexpr,
+    ):
+        if CLAMP:
+            value = _clamp(value, 0.0, 255.0)
+        if PADDED:
+            value = tl.where(inside, value, 0.0)
+        value = value * scale + shift
+        if ROUND:
+            value = tl.floor(_clamp(value, 0.0, 255.0) + 0.5)
+        return value
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _weight(distance, BICUBIC: tl.constexpr):  # type: ignore[no-untyped-def]
+        distance = tl.abs(distance)
+        if BICUBIC:
+            # Factored, so that float32 loses nothing near the zeros.
+            near = (1.0 - 1.5 * distance) * distance + 1.0
+            far = tl.maximum(2.0 - distance, 0.0)
+            return tl.where(distance < 1.0, near, 0.5 * far * far) * (1.0 - distance)
+        return tl.maximum(1.0 - distance, 0.0)
+
+    @triton.jit
+    def _clamp(value, low, high):  # type: ignore[no-untyped-def]
+        return tl.minimum(tl.maximum(value, low), high)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _load4(ptr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+        return (
+            tl.load(ptr).to(DTYPE),
+            tl.load(ptr + 1).to(DTYPE),
+            tl.load(ptr + 2).to(DTYPE),
+            tl.load(ptr + 3).to(DTYPE),
+        )

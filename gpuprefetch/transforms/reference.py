@@ -1,0 +1,345 @@
+"""Crop, resize, flip, normalize, cast and lay out images of different sizes: the eager twin.
+
+It defines the result. The Triton kernel is held to it by the tests, and where there is no GPU or no
+Triton it is what runs. The checks of what is read and written are here for both.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional as F
+
+Doubles = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+ChannelValues = Sequence[float] | torch.Tensor | None
+
+# Radius of each filter in source pixels, before antialiasing widens it. The nearest pixel has half
+# of one to each side.
+SUPPORT = {"nearest": 0.5, "bilinear": 1.0, "bicubic": 2.0}
+# Where the center lies between two pixels, "nearest" takes the second one, as PIL and torch do.
+# Such a tie is an exact fraction, and this is more than rounding in float64 takes away from it.
+TIE = 1e-6
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# Finished pictures that the eager twin takes together: few calls, in what a core's cache holds.
+GROUP = 4
+
+
+def resample_reference(
+    images: Sequence[torch.Tensor],
+    sampling: torch.Tensor | Doubles,
+    size: tuple[int, int],
+    *,
+    interpolation: str = "bilinear",
+    antialias: bool = True,
+    mean: ChannelValues = None,
+    std: ChannelValues = None,
+    dtype: torch.dtype = torch.float32,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    out: torch.Tensor | None = None,
+    positions: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Eager twin of :func:`resample`; computes in float64 where `dtype` is, else in float32."""
+    _, rows = check_images(images, sampling, size, interpolation)
+    out, places = make_output(images, size, dtype, memory_format, out, positions)
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    colors = [
+        None
+        if values is None
+        else torch.tensor(values, dtype=compute, device=out.device)[:, None, None]
+        for values in (per_channel("mean", mean, out), per_channel("std", std, out))
+    ]
+    levels = 255 if images[0].dtype == torch.uint8 else 1
+    clamp = interpolation == "bicubic" and levels == 255
+
+    finished = (rows == finished_row(tuple(size))).all((1, 2))
+    for group in _groups(finished, places):
+        pictures = [images[i][:, : size[0], : size[1]] for i in group]
+        part, colors_here = out[places[group[0]] : places[group[0]] + len(group)], colors
+        lines = part.permute(0, 2, 3, 1)
+        if lines.is_contiguous():
+            # As lines of W * C values: loops over C of them take three times as long.
+            pictures, part = [p.permute(1, 2, 0).flatten(1) for p in pictures], lines.flatten(2)
+            colors_here = [c if c is None else c.flatten().repeat(size[1]) for c in colors]
+        _finish(torch.stack(pictures).to(compute), part, levels, clamp, *colors_here)
+    for i in np.flatnonzero(~finished).tolist():
+        image, picture = images[i], out[int(places[i])]
+        y_row, x_row = rows[i].tolist()
+        y_taps, y_weights, y_inside = _taps(y_row, size[0], interpolation, antialias)
+        x_taps, x_weights, x_inside = _taps(x_row, size[1], interpolation, antialias)
+        top, left = y_taps.min(), x_taps.min()
+        box = image[:, top : y_taps.max() + 1, left : x_taps.max() + 1].to(compute)
+        values = _filter_rows(box.transpose(1, 2), x_taps - left, x_weights)
+        if clamp:
+            values.clamp_(0, 255)
+        values = _filter_rows(values.transpose(1, 2), y_taps - top, y_weights)
+        if not (y_inside.all() and x_inside.all()):
+            padding = torch.from_numpy(~(y_inside[:, None] & x_inside))
+            values.masked_fill_(padding.to(out.device), 0)
+        _finish(values, picture, levels, clamp, *colors)
+    return out
+
+
+def _groups(chosen: npt.NDArray[np.bool_], places: Ints) -> list[list[int]]:
+    """The chosen images, up to GROUP together where they go to neighboring rows."""
+    groups: list[list[int]] = []
+    for i in np.flatnonzero(chosen).tolist():
+        if groups and len(groups[-1]) < GROUP and places[i] == places[groups[-1][-1]] + 1:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def _taps(
+    row: list[float], size: int, interpolation: str, antialias: bool
+) -> tuple[Ints, Doubles, npt.NDArray[np.bool_]]:
+    """One axis: the source pixels (size, K), their weights (size, K), and what is not padding."""
+    origin, step, lo, hi, first, last = row
+    if first == last:  # all is padding, whose centers may be anywhere
+        origin, step = lo, 0.0
+    nearest = interpolation == "nearest"
+    scale = max(abs(step), 1.0) if antialias and not nearest else 1.0
+    radius = SUPPORT[interpolation] * scale
+    index = np.arange(size)
+    center = origin + step * index.clip(first, last - 1)[:, None]
+    if nearest:
+        center = np.floor(center + (0.5 + TIE)).clip(lo, hi - 1)
+    taps = np.floor(center - radius) + 1 + np.arange(math.ceil(2 * radius))
+    distance = np.abs(taps - center) / scale
+    if interpolation == "bicubic":
+        near, far = (1 - 1.5 * distance) * distance + 1, 0.5 * np.maximum(2 - distance, 0) ** 2
+        weights = np.where(distance < 1, near, far) * (1 - distance)
+    else:
+        weights = np.maximum(1 - distance, 0)
+    weights *= (taps >= lo) & (taps < hi)
+    weights /= weights.sum(1, keepdims=True)
+    used = weights.any(0)
+    taps = taps[:, used].clip(lo, hi - 1).astype(np.int64)
+    return taps, weights[:, used], (index >= first) & (index < last)
+
+
+def _filter_rows(values: torch.Tensor, taps: Ints, weights: Doubles) -> torch.Tensor:
+    """Filter (C, H, W) along H, one tap of every output row at a time."""
+    values = values.contiguous()  # whole rows are picked
+    columns = torch.tensor(taps.T, device=values.device)
+    factors = torch.tensor(weights.T, dtype=values.dtype, device=values.device)[:, :, None]
+    result = values.index_select(1, columns[0]).mul_(factors[0])
+    for column, factor in zip(columns[1:], factors[1:], strict=True):
+        result.addcmul_(values.index_select(1, column), factor)
+    return result
+
+
+def _finish(
+    values: torch.Tensor,
+    out: torch.Tensor,
+    levels: int,
+    clamp: bool,
+    mean: torch.Tensor | None,
+    std: torch.Tensor | None,
+) -> None:
+    """Bring values of 0 to `levels`, in the shape of `out`, into its form; overwrites them.
+
+    `mean` and `std` are of that shape, or broadcast to it.
+    """
+    if clamp:
+        values.clamp_(0, 255)
+    if out.dtype == torch.uint8:
+        values.mul_(255 // levels).add_(0.5).floor_().clamp_(0, 255)
+    elif levels == 255:
+        values.div_(255)
+    if mean is not None:
+        values.sub_(mean)
+    if std is not None:
+        values.div_(std)
+    out.copy_(values)
+
+
+def resample_uint8(
+    image: torch.Tensor,
+    rows: Doubles,
+    size: tuple[int, int],
+    *,
+    interpolation: str = "bilinear",
+    antialias: bool = True,
+) -> torch.Tensor:
+    """Resample one image on the CPU to its finished picture, for a worker process.
+
+    A resize that `torch.nn.functional.interpolate` knows goes through its integer kernels: several
+    times faster than the eager twin, within a level of PIL. Anything else is the twin, rounded.
+
+    Args:
+        image: ``(C, H, W)`` uint8 on the CPU, with any strides; fastest where the channels of a
+            pixel lie next to each other.
+        rows: ``(2, 6)`` float64, one row of :func:`resample`'s ``sampling``. It is the caller's to
+            check them, with :func:`check_rows` for a whole batch.
+        size: ``(H, W)`` of the result.
+        interpolation: ``"nearest"``, ``"bilinear"`` or ``"bicubic"``.
+        antialias: Whether to widen the filter where the image shrinks.
+
+    Returns:
+        ``(C, H, W)`` uint8, sharing no memory with `image`, with any strides.
+
+    Raises:
+        ValueError: if the image is not as described.
+    """
+    if image.dtype != torch.uint8 or image.device.type != "cpu":
+        raise ValueError(f"image must be uint8 on the CPU, got {image.dtype} on {image.device}")
+    windows = [_window(row, antialias) for row in rows.tolist()]
+    # Without antialias torch's bicubic is not PIL's (a = -0.75).
+    exact = interpolation == "nearest" or (interpolation == "bicubic" and not antialias)
+    if None in windows or exact:
+        return resample_reference(
+            [image],
+            rows[None],
+            size,
+            interpolation=interpolation,
+            antialias=antialias,
+            dtype=torch.uint8,
+        )[0]
+    (height, y, y_flip), (width, x, x_flip) = windows  # type: ignore[misc]
+    (top, bottom, y0, y1), (left, right, x0, x1) = rows[:, 2:].astype(int).tolist()
+    box = image[:, top:bottom, left:right]
+    if box.shape[1:] == (height, width):
+        box = box.clone()
+    else:
+        # A batch that torch knows as channels_last: its pixels are read and written as they are.
+        batch = box.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+        box = F.interpolate(
+            batch,
+            (height, width),
+            mode=interpolation,
+            align_corners=not antialias,
+            antialias=antialias,
+        )[0]
+    picture = box[:, y : y + y1 - y0, x : x + x1 - x0]
+    if y_flip or x_flip:
+        picture = picture.flip([dim for dim, flip in ((1, y_flip), (2, x_flip)) if flip])
+    if picture.shape[1:] != size:
+        picture = F.pad(picture, (x0, size[1] - x1, y0, size[0] - y1))
+    return picture
+
+
+def _window(row: list[float], antialias: bool) -> tuple[int, int, bool] | None:
+    """Read a row as part of a resize of its box: (size of the whole, start, flipped), or None.
+
+    Antialiased resizes align the borders of the outermost pixels, others (kornia's) their centers.
+    """
+    origin, step, lo, hi, first, last = row
+    if step == 0 or first == last:
+        return None
+    border, pitch = (0.5 if antialias else 0.0), abs(step)
+    length = (hi - lo - 1 + 2 * border) / pitch + 1 - 2 * border
+    start = min((origin + step * j + border - lo) / pitch - border for j in (first, last - 1))
+    if max(abs(length - round(length)), abs(start - round(start))) > 1e-6 * length:
+        return None
+    if not 0 <= round(start) <= round(length) - (last - first):
+        return None  # kornia's half-pixel grid reaches beyond the outermost centers
+    return round(length), round(start), step < 0
+
+
+@lru_cache
+def finished_row(size: tuple[int, int]) -> Doubles:
+    """The row, ``(2, 6)``, of an image that has its final size."""
+    return np.array([(0, 1, 0, length, 0, length) for length in size], dtype=np.float64)
+
+
+# --- Checks, for the kernel, too ---
+
+
+def check_images(
+    images: Sequence[torch.Tensor],
+    sampling: torch.Tensor | Doubles,
+    size: tuple[int, int],
+    interpolation: str,
+) -> tuple[Ints, Doubles]:
+    """Check what is read; return (address, strides, shape) of the images, (N, 7), and the rows."""
+    if interpolation not in SUPPORT:
+        raise ValueError(f"interpolation must be one of {list(SUPPORT)}, got {interpolation!r}")
+    kinds = {(image.dim(), image.dtype, image.device) for image in images}
+    if len(kinds) != 1:
+        raise ValueError(
+            "images must be at least one tensor, and agree in dtype and device, "
+            f"got {len(images)} with (ndim, dtype, device) in {sorted(map(str, kinds))}"
+        )
+    ((ndim, dtype, _),) = kinds
+    if ndim != 3 or (dtype != torch.uint8 and dtype not in FLOAT_DTYPES):
+        raise ValueError(
+            f"images must be (C, H, W) tensors of uint8 or floating point, got {ndim}-D {dtype}"
+        )
+    geometry = np.array([(t.data_ptr(), *t.stride(), *t.shape) for t in images], np.int64)
+    channels = np.unique(geometry[:, 4]).tolist()
+    if len(channels) != 1:
+        raise ValueError(f"images must agree in channels, got {channels}")
+    if isinstance(sampling, torch.Tensor) and sampling.is_cuda:
+        raise ValueError("sampling must be on the CPU: it is checked and packed there")
+    rows = np.asarray(sampling, np.float64)
+    if rows.shape != (len(images), 2, 6):
+        raise ValueError(f"sampling must be ({len(images)}, 2, 6), got {rows.shape}")
+    check_rows(rows, geometry[:, 5:], size)
+    return geometry, rows
+
+
+def check_rows(rows: Doubles, sizes: Ints, size: tuple[int, int]) -> None:
+    """Refuse sampling that would read outside of images of `sizes`."""
+    origin, step, lo, hi, first, last = np.moveaxis(rows, 2, 0)
+    low, high = np.sort([origin + step * first, origin + step * (last - 1)], axis=0)
+    # A resize has its outermost centers up to half a pixel outside of the box; further out there
+    # may be no pixel to weigh. Where first == last all is padding, wherever the centers are.
+    fits = (first == last) | ((low >= lo - 0.501) & (high <= hi - 0.499))
+    fits &= (0 <= lo) & (lo < hi) & (hi <= sizes)
+    fits &= (0 <= first) & (first <= last) & (last <= size)
+    fits &= (rows[..., 2:] == np.floor(rows[..., 2:])).all(-1)
+    if not fits.all():
+        i, axis = np.argwhere(~fits)[0]
+        raise ValueError(
+            f"sampling[{i}, {axis}] = {rows[i, axis].tolist()} does not fit a source of "
+            f"{sizes[i, axis]} and a result of {size[axis]} pixels: of (origin, step, lo, "
+            "hi, first, last) lo and what follows must be whole numbers, and origin + step * j "
+            "within half a pixel of the box lo <= k < hi for first <= j < last"
+        )
+
+
+def make_output(
+    images: Sequence[torch.Tensor],
+    size: tuple[int, int],
+    dtype: torch.dtype,
+    memory_format: torch.memory_format,
+    out: torch.Tensor | None,
+    positions: Sequence[int] | None,
+) -> tuple[torch.Tensor, Ints]:
+    """Make the output, or check the one that was given; return the rows the images go to, too."""
+    places = np.arange(len(images)) if positions is None else np.asarray(positions, np.int64)
+    shape, device = (len(images), len(images[0]), *size), images[0].device
+    if dtype != torch.uint8 and dtype not in FLOAT_DTYPES:
+        raise ValueError(f"dtype must be uint8 or floating point, got {dtype}")
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
+    elif positions is not None:
+        shape = (len(out), *shape[1:])
+    if (out.shape, out.dtype, out.device) != (shape, dtype, device):
+        raise ValueError(
+            f"out must be {shape} {dtype} on {device}, "
+            f"got {tuple(out.shape)} {out.dtype} on {out.device}"
+        )
+    if places.shape != (len(images),) or not ((places >= 0) & (places < len(out))).all():
+        raise ValueError(
+            f"positions must be {len(images)} rows of the {len(out)} of out, got {places.tolist()}"
+        )
+    return out, places
+
+
+def per_channel(name: str, values: ChannelValues, out: torch.Tensor) -> list[float] | None:
+    """The mean or std of every channel, as numbers."""
+    if values is None:
+        return None
+    if out.dtype == torch.uint8:
+        raise ValueError(f"{name} needs a floating-point dtype, got {out.dtype}: leave one out")
+    numbers: list[float] = torch.as_tensor(values, dtype=torch.float64).flatten().tolist()
+    if len(numbers) not in (1, out.shape[1]):
+        raise ValueError(f"{name} must have {out.shape[1]} values, one a channel, got {numbers}")
+    return numbers if len(numbers) > 1 else numbers * out.shape[1]
