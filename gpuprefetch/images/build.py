@@ -89,6 +89,7 @@ def build_stage(
         on_error,
         max_bad,
         memory_budget=parse_bytes(memory_budget),
+        levels=levels,
         values=Values(head.normalize, tail),
     )
     return stage, Balancer(share, loader, fixed=cpu_share != "auto" or backend is None)

@@ -71,6 +71,7 @@ class Pipeline:
         shares: of the images that the workers decoded, by the number of the batch.
         memory_budget: bytes for batches on their way, see :func:`gpuprefetch.images.plan.cost_of`.
         only: the one row of a batch that is handed over, after all transforms; None for all.
+        levels: whether ``dtype`` is uint8 for the first program's sake: of decoded images alone.
         streams: batches that are decoded side by side, once the first has been.
         rooms: see :func:`.decode.place`.
         values: looks at what reaches the transforms.
@@ -92,6 +93,7 @@ class Pipeline:
     balancer: Balancer | None = None
     shares: dict[int, float] = field(default_factory=dict)
     memory_budget: int | None = None
+    levels: bool = False
     streams: int = 1
     only: int | None = None
     rooms: dict[int, torch.Tensor] | None = None
@@ -312,9 +314,7 @@ class Pipeline:
         to_floats = kornia_next and not images.is_floating_point()
         if self.head.names or to_floats or self.dtype == torch.uint8:
             keys = fold(seed, np.arange(len(images)))
-            # uint8 is for decoded images alone where the first program takes that.
-            levels = self.dtype == torch.uint8 and images.is_floating_point() and bool(self.tail)
-            dtype = None if levels else self.dtype
+            dtype = None if self.levels and images.is_floating_point() else self.dtype
             return apply_head(self.head, images, keys, dtype, self.memory_format)
         if self.dtype and not images.is_floating_point():
             images = images.to(self.dtype) / 255
