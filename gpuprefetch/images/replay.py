@@ -168,9 +168,7 @@ class Repeats:
         try:
             dataset, key = _origin(dataset, key)
             if id(dataset) not in self._counts:
-                length = len(dataset) if hasattr(dataset, "__len__") else 0
-                # Memory that is not there before it is written to.
-                self._counts[id(dataset)] = np.zeros(length, dtype=np.uint32).data
+                self._counts[id(dataset)] = _zeros(dataset)
             counts, place = self._counts[id(dataset)], key
             before = int(counts[key])
         except (IndexError, TypeError):
@@ -180,6 +178,14 @@ class Repeats:
             before = counts[place]
         counts[place] = before + 1
         return before
+
+
+def _zeros(dataset: Any) -> memoryview:
+    """A count for each sample, in memory that is not there before it is written to."""
+    try:
+        return np.zeros(len(dataset), dtype=np.uint32).data
+    except Exception:  # it has no length, or says one that no memory holds
+        return memoryview(bytearray())
 
 
 class NotedSampler:
