@@ -107,6 +107,8 @@ def test_every_sample_comes_once_whoever_reads_it(recipe, tmp_path, monkeypatch)
     if recipe.__name__ == "from_mosaicml":
         return  # its ranks speak to each other: no fake will do
     # Workers and nodes ask torch.distributed who they are; forked workers inherit the answer.
+    for name in ("RANK", "WORLD_SIZE"):  # which go before it, where another library has set them
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     shares = []
