@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from gpuprefetch import DataPrefetcher
 from gpuprefetch.images.share import FEW, WINDOW, Balancer, usable_cores
 
 
@@ -90,3 +91,17 @@ def test_cores_are_shared_between_ranks(monkeypatch):
     assert usable_cores() == 16
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert usable_cores() == 8
+
+
+@pytest.mark.parametrize("memory_budget", [None, "2GiB"])
+def test_without_engines_idle_cores_decode_from_the_start_and_may_stop(memory_budget):
+    stage = DataPrefetcher([], device="cpu", memory_budget=memory_budget)._pipeline
+    stage.balancer = balancer = balancer_of()
+    stage.decodes_on(1)  # by engines
+    assert balancer.value == 0
+    stage.decodes_on(3)
+    assert balancer.value == pytest.approx(8 / 13)  # eight workers beside what decodes as five
+    assert stage.streams == (3 if memory_budget is None else 1)
+    balancer.share.fill_(0.0)  # as where the workers were late
+    stage.decodes_on(3)
+    assert balancer.value == 0

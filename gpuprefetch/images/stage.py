@@ -73,6 +73,7 @@ class Pipeline:
         only: the one row of a batch that is handed over, after all transforms; None for all.
         levels: whether ``dtype`` is uint8 for the first program's sake: of decoded images alone.
         streams: batches that are decoded side by side, once the first has been.
+        without_engines: whether CUDA kernels decode, once the first batch has been decoded.
         rooms: see :func:`.decode.place`.
         values: looks at what reaches the transforms.
         job: makes the work of each leaf of encoded images.
@@ -95,6 +96,7 @@ class Pipeline:
     memory_budget: int | None = None
     levels: bool = False
     streams: int = 1
+    without_engines: bool = False
     only: int | None = None
     rooms: dict[int, torch.Tensor] | None = None
     values: Values = field(default_factory=Values)
@@ -167,8 +169,9 @@ class Pipeline:
 
     def decodes_on(self, streams: int) -> None:
         """Learn from the first decode how many streams its decoder is for."""
-        if streams == 1 or self.streams == streams:
+        if streams == 1 or self.without_engines:
             return
+        self.without_engines = True
         if self.memory_budget is None:
             self.streams = streams
         if self.balancer is not None:
