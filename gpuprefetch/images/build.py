@@ -55,10 +55,7 @@ def build_stage(
     """
     _check_output(dtype, memory_format)
     _check_bad(on_error, max_bad)
-    if apply_exif not in (True, False):
-        raise ValueError(f"apply_exif must be True or False, got {apply_exif!r}.")
-    if seed is not None and not hasattr(seed, "__index__"):
-        raise ValueError(f"seed is an int, or None, got {seed!r}.")
+    _check_packing(apply_exif, seed)
     head, tail = read_list(transforms)
     _check_transforms(loader, head, tail, dtype, memory_format)
     tail, levels = on_levels(head, tail, Cast(dtype, memory_format))
@@ -114,6 +111,13 @@ def _check_bad(on_error: Any, max_bad: Any) -> None:
         )
     if max_bad is not None and (not isinstance(max_bad, int) or max_bad < 0):
         raise ValueError(f"max_bad is a number of images, or None, got {max_bad!r}.")
+
+
+def _check_packing(apply_exif: Any, seed: Any) -> None:
+    if apply_exif not in (True, False):
+        raise ValueError(f"apply_exif must be True or False, got {apply_exif!r}.")
+    if seed is not None and not hasattr(seed, "__index__"):
+        raise ValueError(f"seed is an int, or None, got {seed!r}.")
 
 
 def _check_transforms(

@@ -35,7 +35,7 @@ NUM_WARPS = 1
 MAX_REGISTERS: int | None = None
 
 # The color of a picture that no decoder has written yet, red in the lowest byte. See Note
-# [Canaries] in _decode.py.
+# [Canaries] in images/decode.py.
 CANARY = 0x05FC03
 
 # Words that the kernel reads for each image: see _plan.
