@@ -1,9 +1,11 @@
 """Every recipe of examples/sources runs, and hands out each sample once."""
 
 import gc
-import importlib
+import importlib.util
 import io
+import re
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, EncodedImageFolder
 
@@ -170,6 +172,22 @@ def test_a_record_that_holds_the_magic_number_is_read_as_it_was_written(monkeypa
         assert [recipe.read_record(file, offset) for offset in offsets] == records
         with pytest.raises(ValueError, match="no record begins at byte 4"):
             recipe.read_record(file, 4)
+
+
+def test_images_go_to_jax_without_a_copy(monkeypatch):
+    page = (FOLDER.parents[1] / "docs" / "sources.md").read_text()
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "dlpack" in c)
+    if importlib.util.find_spec("jax") is None:  # NumPy takes DLPack as well
+        monkeypatch.setitem(sys.modules, "jax", types.ModuleType("jax"))
+        monkeypatch.setitem(sys.modules, "jax.numpy", np)
+        monkeypatch.setattr(sys.modules["jax"], "numpy", np, raising=False)
+    samples = TensorDataset(torch.rand(4, 3, 8, 8), torch.arange(4))
+    batches = list(DataPrefetcher(DataLoader(samples, 4), device="cpu"))
+    names = {"table_loader": batches}
+    exec(code, names)
+    ((images, target),) = batches
+    assert np.asarray(names["images"]).ctypes.data == images.data_ptr()
+    assert names["target"].tolist() == target.tolist()
 
 
 def test_a_custom_op_cuts_each_image_into_four(photo_folder, monkeypatch, capsys):
