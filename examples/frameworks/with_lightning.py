@@ -47,7 +47,7 @@ class Numbered:
 
 
 class Prefetcher(Numbered, DataPrefetcher):
-    pass
+    """For a data module's own loaders."""
 
 
 class Accelerated(L.Callback):

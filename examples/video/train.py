@@ -141,7 +141,7 @@ def main(root, epochs=4, **options):
             schedule.step()
         model.eval()
         with torch.no_grad():
-            hits = [model(clips).argmax(1) == target.to(train.device) for clips, target in val]
+            hits = [model(clips).argmax(1) == target for clips, target in val]
         accuracy = torch.cat(hits).float().mean().item()
         print(f"epoch {epoch}: loss {loss:.3f}, top-1 {accuracy:.1%}")
     return accuracy
