@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import io
+import multiprocessing
 import re
 import sys
 import types
@@ -60,7 +61,9 @@ def recipe(request, monkeypatch, tmp_path):
         monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
     if request.param == "from_torchdata":
         gc.disable()  # its iterators join their threads, and must not be collected in one of them
+    start = multiprocessing.get_start_method(allow_none=True)
     yield importlib.import_module(request.param)
+    multiprocessing.set_start_method(start, force=True)  # litdata's optimize() changes it
     gc.collect()
     gc.enable()
     for name in ("drawn", request.param):
