@@ -148,7 +148,7 @@ def test_fsspec_reads_what_a_url_names(scheme, monkeypatch, tmp_path):
 def test_jpeg2000_is_decoded_here_where_the_gpu_does_it(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(FOLDER)
     recipe = importlib.import_module("from_jpeg2000")
-    dataset = recipe.JPEG2000Images(recipe.write(str(tmp_path)), recipe.with_path)
+    dataset = recipe.JPEG2000Images(recipe.write(str(tmp_path)))
 
     def decode(files):  # what nvImageCodec gives, None for what it cannot decode
         return [np.array(Image.open(io.BytesIO(data))) if data else None for data in files]

@@ -24,14 +24,14 @@ from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, RandomResiz
 class JPEG2000Images(Dataset):
     """Map-style: shuffle and split between ranks with a sampler, as for any other dataset."""
 
-    def __init__(self, folder, encoded=EncodedImage):
-        self.paths, self.encoded = sorted(Path(folder).glob("*/*.jp2")), encoded
+    def __init__(self, folder):
+        self.paths = sorted(Path(folder).glob("*/*.jp2"))
         self.classes = sorted({path.parent.name for path in self.paths})
 
     def __getitem__(self, index):
         path = self.paths[index]
         label = self.classes.index(path.parent.name)
-        return self.encoded(path.read_bytes(), index, str(path)), label
+        return EncodedImage(path.read_bytes(), index, str(path)), label
 
     def __len__(self):
         return len(self.paths)
@@ -45,17 +45,13 @@ class Decoded:
 
     def __iter__(self):
         for files, target in self.loader:
-            images = self.decode([data for data, _ in files])
-            for (_, path), image in zip(files, images, strict=True):
+            images = self.decode([file.data for file in files])
+            for file, image in zip(files, images, strict=True):
                 if image is None:
-                    raise BadImageError(f"{path} cannot be decoded")
+                    raise BadImageError(f"{file.path} cannot be decoded")
             # (H, W, 3) uint8 each, of its own size
             crops = [self.crop(torch.as_tensor(image).permute(2, 0, 1)) for image in images]
             yield torch.cat(crops), target
-
-
-def with_path(data, _, path):
-    return data, path
 
 
 def collate(samples):
@@ -69,15 +65,16 @@ def build(folder, size, **options):
         from nvidia import nvimgcodec
     except ImportError:
         nvimgcodec = None
+    dataset = JPEG2000Images(folder)
     if nvimgcodec is None or not torch.cuda.is_available():
-        loader = DataLoader(JPEG2000Images(folder), pin_memory=True, **options)
+        loader = DataLoader(dataset, pin_memory=True, **options)
         return DataPrefetcher(loader, transforms=[RandomResizedCrop(size)])
     decoder = nvimgcodec.Decoder()
 
     def decode(files):
         return decoder.decode(files, cuda_stream=torch.cuda.current_stream().cuda_stream)
 
-    loader = DataLoader(JPEG2000Images(folder, with_path), collate_fn=collate, **options)
+    loader = DataLoader(dataset, collate_fn=collate, **options)
     return DataPrefetcher(Decoded(loader, decode, size))
 
 
