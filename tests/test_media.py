@@ -27,7 +27,9 @@ def ffmpeg():
     except RuntimeError as error:
         if os.environ.get("CI"):
             raise
-        pytest.skip(f"TorchCodec finds no FFmpeg (apt-get install ffmpeg): {str(error)[:60]}")
+        pytest.skip(
+            f"TorchCodec finds no FFmpeg (apt-get install ffmpeg): {str(error).splitlines()[0]}"
+        )
 
 
 def example(name):
