@@ -35,9 +35,10 @@ from gpuprefetch.migrate.explain import explain
 from gpuprefetch.migrate.parity import parity
 from gpuprefetch.transforms import per_image
 from gpuprefetch.transforms.convert import convert, convert_transforms
-from gpuprefetch.transforms.head import Sampling, read_transforms
+from gpuprefetch.transforms.head import read_transforms
 from gpuprefetch.transforms.known import UnsupportedTransformError, flatten
 from gpuprefetch.transforms.random import fold
+from gpuprefetch.transforms.sampling import Sampling
 from gpuprefetch.transforms.timm import is_augment
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

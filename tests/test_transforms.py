@@ -11,13 +11,13 @@ from torchvision.transforms.v2 import functional as F
 
 from gpuprefetch import CenterCrop, RandomResizedCrop, Resize
 from gpuprefetch.transforms.head import (
-    Sampling,
     apply_head,
     read_transforms,
     require_fixed_size,
 )
 from gpuprefetch.transforms.launch import resample
 from gpuprefetch.transforms.random import fold
+from gpuprefetch.transforms.sampling import Sampling
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PHOTOS = [(97, 130), (64, 64), (41, 17), (200, 33)]  # the last two divide nothing

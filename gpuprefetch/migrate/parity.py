@@ -16,10 +16,11 @@ from gpuprefetch.images.apart import image_of
 from gpuprefetch.migrate.accelerate import check_loaders, folders_of, pipeline_of, view_of
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.convert import CONVERSIONS, Plan, convert
-from gpuprefetch.transforms.head import Sampling, read_transforms
+from gpuprefetch.transforms.head import read_transforms
 from gpuprefetch.transforms.launch import resample
 from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.random import SeededDraws, fold
+from gpuprefetch.transforms.sampling import Sampling
 
 # Images that a report keeps for its picture.
 KEPT = 4

@@ -22,7 +22,6 @@ from gpuprefetch.transforms.head import (
     Transform,
     _FusedTransform,
     _pair,
-    _RandomCrop,
     read_transforms,
 )
 from gpuprefetch.transforms.known import (
@@ -35,6 +34,7 @@ from gpuprefetch.transforms.known import (
 )
 from gpuprefetch.transforms.per_image import Loop, PerImage, Steps, ToFloat, ToUint8, grouped
 from gpuprefetch.transforms.policy import COMPILERS, FILTERS, compiled
+from gpuprefetch.transforms.sampling import RandomCropOp
 from gpuprefetch.transforms.timm import from_timm, is_augment, why_not
 
 CONVERSIONS = frozenset(
@@ -223,7 +223,7 @@ class RandomCrop(_FusedTransform):
     def __init__(self, op: Any) -> None:
         left, right, top, bottom = op.padding or (0, 0, 0, 0)
         size, before, after = _pair(op.size, "RandomCrop"), (top, left), (bottom, right)
-        super().__init__(_RandomCrop(size, False, before, after, bool(op.pad_if_needed)))
+        super().__init__(RandomCropOp(size, False, before, after, bool(op.pad_if_needed)))
 
 
 @dataclass
