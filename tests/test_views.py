@@ -49,7 +49,10 @@ class Numbered(torch.utils.data.Dataset):
 
 def loader_of(files, device="cpu", workers=0, **options):
     loader = DataLoader(
-        Numbered(files), batch_size=5, num_workers=workers, pin_memory=torch.device(device).type == "cuda"
+        Numbered(files),
+        batch_size=5,
+        num_workers=workers,
+        pin_memory=torch.device(device).type == "cuda",
     )
     return DataPrefetcher(loader, device=device, seed=SEED, **options)
 
