@@ -383,7 +383,7 @@ def test_each_group_of_a_batch_fills_its_rows(monkeypatch, share, most, calls):
 
 @interpreted
 @pytest.mark.usefixtures("large_tiles")
-@pytest.mark.parametrize(("budget", "calls"), [(None, [2]), (8000, [1, 1])])
+@pytest.mark.parametrize(("budget", "calls"), [(None, [2]), (7000, [1, 1])])
 def test_each_view_has_a_launch_for_a_decode(budget, calls):
     shapes = [(24, 32), (23, 31), (40, 20)]
     files = [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
