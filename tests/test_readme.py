@@ -166,6 +166,8 @@ def test_transforms_run(wrapped, capsys):
     assert [view.shape for view in views] == [(3, 3, 224, 224)] * 2
     assert torch.equal(views[0], views[1].flip(-1))
     assert len(wrapped["transforms"]) > 1
+    sides = [crop.shape[-1] for crop in wrapped["crops"]]
+    assert sides == [224] * 2 + [96] * 8
 
 
 def test_migration_runs(wrapped, capsys):
