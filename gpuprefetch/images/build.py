@@ -25,7 +25,7 @@ from gpuprefetch.images.tail import moves_pixels
 from gpuprefetch.images.worker import HostStage, encoded_leaves
 from gpuprefetch.transforms.convert import read_list
 from gpuprefetch.transforms.head import Head, Transform, require_fixed_size
-from gpuprefetch.transforms.per_image import Cast, on_levels
+from gpuprefetch.transforms.per_image import Cast, PerImage, on_levels
 from gpuprefetch.transforms.reference import FLOAT_DTYPES
 from gpuprefetch.transforms.values import Values
 
@@ -74,6 +74,7 @@ def build_stage(
         output=output if device.type == "cpu" else None,
         dtype=dtype or torch.float32,
         moves=moves_pixels([*head.ops, *tail]),
+        program=_program(device, head, tail),
     )
     stage = Pipeline(
         device,
@@ -90,6 +91,13 @@ def build_stage(
         values=Values(head.normalize, tail),
     )
     return stage, Balancer(share, loader, fixed=cpu_share != "auto" or backend is None)
+
+
+def _program(device: torch.device, head: Head, tail: Sequence[Transform]) -> PerImage | None:
+    """The transform that workers run on what they have finished: the first one, on the CPU."""
+    first = tail[0] if tail and device.type == "cpu" else None
+    colored = head.mean or head.std  # values that the program is not for are looked at here
+    return first if type(first) is PerImage and first.seed is None and not colored else None
 
 
 def _check_output(dtype: Any, memory_format: Any) -> None:

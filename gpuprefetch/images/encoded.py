@@ -271,6 +271,7 @@ class PreparedImages(EncodedImages):
         decode_seconds: it spent decoding.
         collate_seconds: it spent on the rest of the batch.
         targets: what became of boxes, masks and points, see :func:`.targets.fate`.
+        seed: with which the worker has run the first transform after the fused ones; None if not.
     """
 
     rows: npt.NDArray[np.float64] | None
@@ -283,6 +284,7 @@ class PreparedImages(EncodedImages):
     decode_seconds: float
     collate_seconds: float
     targets: str = ""
+    seed: int | None = None
 
     def words(self) -> npt.NDArray[np.int64]:
         """What the launches read of each image, ``(N, words)``, in the order of the batch."""

@@ -27,6 +27,7 @@ from gpuprefetch.images.slab import share
 from gpuprefetch.images.targets import FollowedImage, follow, images_of
 from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.launch import Coloring, Launches, plan_rows, resample
+from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.random import Keys, fold
 from gpuprefetch.transforms.reference import check_rows, finished_row, resample_uint8
 
@@ -115,6 +116,7 @@ class Packer:
         late: ``(1,)`` bool in shared memory, whether the collate function runs after the
             transforms. One that mixes images sets it where it first meets encoded ones.
         moves: whether a transform, fused or after the head, moves pixels.
+        program: the first transform after the head, if workers are to run it; else None.
         rank: of this process among those that may be given the same samples, else 0.
     """
 
@@ -128,6 +130,7 @@ class Packer:
     dtype: torch.dtype = torch.float32
     late: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     moves: bool = False
+    program: PerImage | None = None
     rank: int = 0
     _last: float = field(init=False, default_factory=time.perf_counter)
 
@@ -268,7 +271,7 @@ class Packer:
         dtype, memory_format = self.output
         shape = len(batch), 3, *head.size
         out = torch.empty(shape, dtype=dtype, device="cpu", memory_format=memory_format)
-        if get_worker_info() is not None:
+        if get_worker_info() is not None and self.program is None:
             share(out)  # torch would do so as it sends it
         ready = np.flatnonzero(batch.decoded)
         if len(ready):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from gpuprefetch.images.tail import run, run_tail
 from gpuprefetch.images.targets import refuse_unfollowed, unmark, unstack
 from gpuprefetch.images.worker import pack_lists, packed_of
 from gpuprefetch.transforms.head import Head, Transform, apply_head, is_kornia
-from gpuprefetch.transforms.random import Keys, SeededDraws, fold
+from gpuprefetch.transforms.random import SeededDraws, batch_seed, derive, fold
 from gpuprefetch.transforms.values import Values
 
 
@@ -206,7 +206,7 @@ class Pipeline:
             ValueError: if the batch, or one image of it, does not fit into ``memory_budget``.
         """
         key = number + (self.packer.rank << 32)
-        seed = partial(_derive, _epoch_keys(self.packer.seed, epoch), key)
+        seed = partial(batch_seed, self.packer.seed, epoch, key)
         jobs: list[ImageJob] = []
         limit = None if cost is None else cost.limit(self.memory_budget)
 
@@ -238,7 +238,7 @@ class Pipeline:
         if isinstance(batch := finish(), Empty):
             return batch
         with Timed(self.stats, "tail"):
-            return self.after(batch, _derive(seed(), -2))
+            return self.after(batch, derive(seed(), -2))
 
     def _finish(self, batch: Any, jobs: list[ImageJob], seed: Callable[[], int]) -> Any:
         rows = self._rows_to_keep(jobs)
@@ -256,7 +256,8 @@ class Pipeline:
                 job.out = take_rows(job.out, rows, count)
         if self.tail and not targets:  # each view of a sample gets draws of its own
             for number, job in enumerate(jobs):
-                job.out = self._run_tail(job.out, _derive(seed(), number) if number else seed())
+                own = derive(seed(), number) if number else seed()
+                job.out = self._run_tail(job.out, own, job.images.seed)
         elif self.tail:
             if len(jobs) > 1:
                 raise ValueError(
@@ -326,11 +327,20 @@ class Pipeline:
             memory_format=self.memory_format or torch.preserve_format,
         )
 
-    def _run_tail(self, images: Any, seed: int) -> Any:
+    def _run_tail(self, images: Any, seed: int, done: int | None = None) -> Any:
+        """``done`` is the seed of a worker that has run the first transform; None for none."""
         if not self.tail:
             return images
+        if done not in (None, seed):
+            raise RuntimeError("the loader gives its batches in another order than its sampler")
+        tail = list(self.tail)
         with Timed(self.stats, "tail"), SeededDraws(seed):
-            for transform in self.tail:
+            if done is not None:
+                first = tail.pop(0)
+                first.key()  # what comes after it draws the same
+                levels = torch.tensor([0, 255 if self.dtype == torch.uint8 else 1])
+                self.values.reach(first, levels.to(self.dtype or torch.float32))
+            for transform in tail:
                 self.values.reach(transform, images)
                 images = run(transform, images)
         return images
@@ -382,16 +392,6 @@ def _bad_images(jobs: Sequence[ImageJob]) -> list[BadImage]:
         for job in jobs
         for i, reason in sorted(job.images.errors.items())
     ]
-
-
-@lru_cache
-def _epoch_keys(seed: int, epoch: int) -> Keys:
-    return fold(fold(seed, epoch), -1)
-
-
-def _derive(keys: Keys | int, data: int) -> int:
-    """A seed for torch's generators."""
-    return int(fold(keys, data)[()] >> np.uint64(1))
 
 
 def count_images(batch: Any) -> int:

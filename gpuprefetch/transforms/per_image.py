@@ -23,7 +23,7 @@ from gpuprefetch.transforms.known import (
     name_of,
     twin,
 )
-from gpuprefetch.transforms.ops import Program, apply_one, run
+from gpuprefetch.transforms.ops import Finish, Program, Share, apply_one, run
 from gpuprefetch.transforms.policy import compiled
 from gpuprefetch.transforms.random import Keys, fold
 from gpuprefetch.transforms.slots import Floats, Mix, Picture, Slots, program_of
@@ -140,10 +140,10 @@ class Part:
     program: Program
     weights: Floats | None = None
 
-    def mixed(self, images: torch.Tensor, **form: Any) -> torch.Tensor:
+    def on(self, images: torch.Tensor) -> torch.Tensor:
         """The weighted mean of ``(N, C, H, W)`` images and of what the chains make of them."""
         if self.weights is None:
-            return run(images, self.program, **form)
+            return run(images, self.program)
         weights = torch.from_numpy(self.weights.T.astype(np.float32))
         own, *others = weights.to(images.device, non_blocking=True).view(*weights.shape, 1, 1, 1)
         total = images * own
@@ -153,19 +153,19 @@ class Part:
         result: torch.Tensor = total.to(images.dtype)
         return result
 
-    def mixed_one(self, sample: Any, row: int) -> Any:
-        """The same of one sample, an image with or without boxes, masks and points."""
+    def on_one(self, sample: Any, row: int) -> Any:
+        """The same of one sample: an image, also of PIL, or what :func:`.ops.apply_one` takes."""
         if self.weights is None:
             return apply_one(sample, self.program, row)
         from torchvision.transforms.v2 import functional as F
 
-        if not F.is_pure_tensor(sample) and not hasattr(sample, "getbands"):
+        if hasattr(sample, "getbands"):  # a PIL image, of which torchvision makes a tensor as well
+            return F.to_pil_image(self.on_one(F.pil_to_tensor(sample), row))
+        if not F.is_pure_tensor(sample):
             raise ValueError(
                 "AugMix mixes what it moves to different places, and boxes, masks or points "
                 "cannot follow. Leave it out where there are some."
             )
-        if hasattr(sample, "getbands"):  # a PIL image, of which torchvision makes a tensor as well
-            return F.to_pil_image(self.mixed_one(F.pil_to_tensor(sample), row))
         own, *others = self.weights[row].tolist()
         total = sample * own
         for number, weight in enumerate(others):
@@ -228,15 +228,6 @@ class PerImage(torch.nn.Module):
     def set_extra_state(self, state: dict[str, int]) -> None:
         self.calls = state["calls"]
 
-    def __getstate__(self) -> dict[str, Any]:
-        # torchvision's tables do not pickle: what is compiled is so again.
-        return self.__dict__ | {"recipe": replace(self.recipe, steps=(), finals=())}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        made = _read(state["recipe"].ops)
-        recipe = replace(state["recipe"], steps=made.steps, finals=made.finals)
-        super().__setstate__(state | {"recipe": recipe})  # type: ignore[no-untyped-call]
-
     def extra_repr(self) -> str:
         return f"{self.op!r}" + ("" if self.seed is None else f", seed={self.seed}")
 
@@ -257,13 +248,16 @@ class PerImage(torch.nn.Module):
         _check(images)
         return self.carry_out(images, self.draw(images))
 
+    def key(self) -> Keys | int:
+        """The key of a call, from torch's generator or of the seed's sequence."""
+        if self.seed is None:
+            return int(torch.randint(2**62, (), device="cpu"))
+        self.calls += 1
+        return fold(self.seed, self.calls - 1)
+
     def draw(self, images: torch.Tensor) -> list[Part]:
         """What is done to these images, drawn on the CPU."""
-        if self.seed is None:
-            key: Keys | int = int(torch.randint(2**62, (), device="cpu"))
-        else:
-            key, self.calls = fold(self.seed, self.calls), self.calls + 1
-        return self.drawn(fold(key, np.arange(len(images))), images)
+        return self.drawn(fold(self.key(), np.arange(len(images))), images)
 
     def drawn(self, keys: Keys, images: torch.Tensor) -> list[Part]:
         """What is done to images with these ``(N,)`` keys."""
@@ -280,18 +274,16 @@ class PerImage(torch.nn.Module):
                 row = []
             else:
                 row.append(step)
-        last = row or recipe.finals or recipe.scaled or recipe.normalize or not parts
-        last = last or recipe.cast != _AS_IT_IS
-        return [*parts, Part(program_of(row, keys, picture, recipe.finals))] if last else parts
+        return [*parts, Part(program_of(row, keys, picture, recipe.finals))]
 
-    def carry_out(self, images: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
-        """Carry out what :meth:`draw` drew for these images."""
+    def carry_out(
+        self, images: torch.Tensor, parts: Sequence[Part], share: Share | None = None
+    ) -> torch.Tensor:
+        """Carry out what :meth:`draw` drew for these images; ``share`` as for :func:`.ops.run`."""
         recipe = self.recipe
         images = images if recipe.before is None else recipe.before(images)
         for part in parts[:-1]:
-            images = part.mixed(images)
-        if parts[-1].weights is not None:
-            return parts[-1].mixed(images)
+            images = part.on(images)
         if recipe.normalize is not None and not (recipe.scaled or images.is_floating_point()):
             raise TypeError(
                 f"Normalize takes floating point, and {images.dtype} reaches it. Put "
@@ -299,14 +291,8 @@ class PerImage(torch.nn.Module):
             )
         floats = torch.float32 if recipe.scaled and not images.is_floating_point() else None
         mean, std = recipe.normalize or (None, None)
-        return run(
-            images,
-            parts[-1].program,
-            mean=mean,
-            std=std,
-            dtype=recipe.cast.dtype or floats,
-            memory_format=recipe.cast.memory_format,
-        )
+        finish = Finish(mean, std, recipe.cast.dtype or floats, recipe.cast.memory_format)
+        return run(images, parts[-1].program, finish, share)
 
     def carry_out_one(self, sample: Any, parts: Sequence[Part], row: int) -> Any:
         """Do to one sample what they say of an image: move its boxes, masks and points as well.
@@ -314,10 +300,8 @@ class PerImage(torch.nn.Module):
         Conversions and Normalize are left out.
         """
         for part in parts:
-            sample = part.mixed_one(sample, row)
-            if part.program.finals:
-                sample = apply_one(sample, part.program, row, finals=True)
-        return sample
+            sample = part.on_one(sample, row)
+        return apply_one(sample, parts[-1].program, row, finals=True)
 
 
 def _check(images: Any) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from gpuprefetch.transforms.known import filter_of, flatten, name_of, twin
-from gpuprefetch.transforms.ops import ARGS, OPS
 from gpuprefetch.transforms.slots import (
     Choice,
     Columns,
@@ -25,6 +24,7 @@ from gpuprefetch.transforms.slots import (
     Picture,
     Row,
     Slots,
+    Step,
     Table,
 )
 from gpuprefetch.transforms.timm import from_augment, from_timm, is_augment
@@ -227,98 +227,74 @@ def _order(op: Any) -> Order | None:
 
 # --- RandAugment and its kin ---
 
-# What their magnitude becomes: the op, the column of its arguments, and the argument.
-_OF_MAGNITUDE: dict[str, tuple[str, int, Callable[[float, float], float]]] = {
-    "Identity": ("IDENTITY", 0, lambda m, white: 0.0),
-    "ShearX": ("AFFINE", 4, lambda m, white: math.degrees(math.atan(m))),
-    "ShearY": ("AFFINE", 5, lambda m, white: math.degrees(math.atan(m))),
-    "TranslateX": ("AFFINE", 1, lambda m, white: int(m)),
-    "TranslateY": ("AFFINE", 2, lambda m, white: int(m)),
-    "Rotate": ("ROTATE", 0, lambda m, white: m),
-    "Brightness": ("BRIGHTNESS", 0, lambda m, white: 1 + m),
-    "Color": ("SATURATION", 0, lambda m, white: 1 + m),
-    "Contrast": ("CONTRAST", 0, lambda m, white: 1 + m),
-    "Sharpness": ("SHARPNESS", 0, lambda m, white: 1 + m),
-    "Posterize": ("POSTERIZE", 0, lambda m, white: int(m)),
-    "Solarize": ("SOLARIZE", 0, lambda m, white: white * m),
-    "AutoContrast": ("AUTOCONTRAST", 0, lambda m, white: 0.0),
-    "Equalize": ("EQUALIZE", 0, lambda m, white: 0.0),
-    "Invert": ("INVERT", 0, lambda m, white: 0.0),
+_FACTORS = {
+    "Brightness": "BRIGHTNESS",
+    "Color": "SATURATION",
+    "Contrast": "CONTRAST",
+    "Sharpness": "SHARPNESS",
 }
-# A step: its name, its chance, and the bins of the magnitudes that it draws from.
-_Step = tuple[str, float, Sequence[int]]
+# The argument that the magnitude is, of what moves pixels.
+_MOVES = {"ShearX": 4, "ShearY": 5, "TranslateX": 1, "TranslateY": 2, "Rotate": 0}
+_OTHERS = "Identity Posterize Solarize AutoContrast Equalize Invert".split()
 
 
-def _table(
-    op: Any,
-    policies: Sequence[Sequence[_Step]],
-    bins: int,
-    layers: int,
-    *,
-    space: Any = None,
-    most: bool = False,
-) -> Table | None:
-    """The table of ``op``, whose magnitudes are divided into ``bins``."""
-    space = space or op._AUGMENTATION_SPACE
-    if not {name for policy in policies for name, *_ in policy} <= _OF_MAGNITUDE.keys():
-        return None  # of a later torchvision
-    shape = (len(policies), max(map(len, policies)))
-    codes, columns = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int64)
-    args, chances = np.zeros((*shape, ARGS)), np.zeros(shape)
-    for i, policy in enumerate(policies):
-        for j, (name, chance, _) in enumerate(policy):
-            form, columns[i, j], _ = _OF_MAGNITUDE[name]
-            if form in ("AFFINE", "ROTATE"):
-                center = (0.0, 0.0) if name.startswith("Shear") else (math.nan, math.nan)
-                before = (0, 0, 0, 1, 0, 0) if form == "AFFINE" else (0,)
-                given = (*before, *center, *_fill(op))
-                args[i, j, : len(given)], form = given, _moving(form, op)
-            codes[i, j], chances[i, j] = OPS[form].code, chance
-    magnitudes = partial(_magnitudes, policies, space, bins)
-    return Table(codes, args, columns, magnitudes, chances, layers, most=most)
+def _magnitudes(op: Any, name: str, numbers: Sequence[int], bins: int, picture: Picture) -> Any:
+    """``(B, 2)``: the magnitudes with these numbers, with one sign and the other."""
+    few = getattr(op, "all_ops", True) is False
+    space = op._PARTIAL_AUGMENTATION_SPACE if few else op._AUGMENTATION_SPACE
+    function, signed = space[name]
+    values = function(bins, picture.height, picture.width)
+    chosen = np.zeros(len(numbers)) if values is None else np.asarray(values)[list(numbers)]
+    both = chosen.astype(float)[:, None] * ((-1, 1) if signed else (1, 1))
+    if name in _FACTORS:
+        return 1 + both
+    if name.startswith("Shear"):
+        return np.degrees(np.arctan(both))
+    if name == "Solarize":
+        return both * picture.white
+    return np.trunc(both) if name.startswith(("Translate", "Posterize")) else both
 
 
-def _magnitudes(
-    policies: Sequence[Sequence[_Step]], space: Any, bins: int, picture: Picture
-) -> Floats:
-    longest = max(map(len, policies))
-    drawn = max(len(step[2]) for policy in policies for step in policy)
-    table = np.zeros((len(policies), longest, drawn, 2))
-    for i, policy in enumerate(policies):
-        for j, (name, _, chosen) in enumerate(policy):
-            function, signed = space[name]
-            values = function(bins, picture.height, picture.width)
-            make = _OF_MAGNITUDE[name][2]
-            for k, number in enumerate(chosen):
-                value = 0.0 if values is None else float(values[number])
-                table[i, j, k] = [
-                    make(v, picture.white) for v in (-value if signed else value, value)
-                ]
-    return table
+def _step(
+    op: Any, name: str, numbers: Sequence[int], chance: float = 1.0, *, bins: int = 0
+) -> Step | None:
+    """A step of ``op``; None for one of a later torchvision."""
+    magnitudes = partial(_magnitudes, op, name, numbers, bins or op.num_magnitude_bins)
+    if name not in _MOVES:
+        known = name in _FACTORS or name in _OTHERS
+        form = _FACTORS.get(name, name.upper())
+        return Step(form, magnitudes, chance=chance) if known else None
+    center = (0.0, 0.0) if name.startswith("Shear") else (math.nan, math.nan)
+    form, before = ("ROTATE", (0,)) if name == "Rotate" else ("AFFINE", (0, 0, 0, 1, 0, 0))
+    given = (*before, *center, *_fill(op))
+    return Step(_moving(form, op), magnitudes, _MOVES[name], given, chance)
+
+
+def _table(policies: list[list[Any]], layers: int = 1, *, most: bool = False) -> Table | None:
+    unknown = any(None in policy for policy in policies)
+    return None if unknown else Table(policies, layers, most=most)
 
 
 def _rand_augment(op: Any) -> Table | None:
-    policies = [[(name, 1.0, [op.magnitude])] for name in op._AUGMENTATION_SPACE]
-    return _table(op, policies, op.num_magnitude_bins, op.num_ops)
+    return _table([[_step(op, n, [op.magnitude])] for n in op._AUGMENTATION_SPACE], op.num_ops)
 
 
 def _trivial_augment(op: Any) -> Table | None:
     every = range(op.num_magnitude_bins)
-    policies = [[(name, 1.0, every)] for name in op._AUGMENTATION_SPACE]
-    return _table(op, policies, op.num_magnitude_bins, 1)
+    return _table([[_step(op, name, every)] for name in op._AUGMENTATION_SPACE])
 
 
 def _auto_augment(op: Any) -> Table | None:
-    policies = [[(name, p, [number or 0]) for name, p, number in each] for each in op._policies]
-    return _table(op, policies, 10, 1)
+    return _table(
+        [[_step(op, name, [m or 0], p, bins=10) for name, p, m in each] for each in op._policies]
+    )
 
 
 def _aug_mix(op: Any) -> Mix | None:
     space = op._AUGMENTATION_SPACE if op.all_ops else op._PARTIAL_AUGMENTATION_SPACE
-    policies = [[(name, 1.0, range(op.severity))] for name in space]
-    fixed = op.chain_depth > 0
-    layers = op.chain_depth if fixed else 3
-    chain = _table(op, policies, 10, layers, space=space, most=not fixed)
+    fixed, severity = op.chain_depth > 0, range(op.severity)
+    steps = [[_step(op, name, severity, bins=10)] for name in space]
+    chain = _table(steps, op.chain_depth if fixed else 3, most=not fixed)
     return None if chain is None else Mix(chain, op.mixture_width, op.alpha)
 
 

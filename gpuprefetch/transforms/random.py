@@ -6,6 +6,7 @@ OOPSLA 2014), used as a hash of (seed, epoch, sample, ...) followed by a counter
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,21 @@ def uniform(keys: Keys, count: int) -> Uniforms:
     with np.errstate(over="ignore"):
         bits = _mix(keys[:, None] + counter * _GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def derive(keys: Keys | int, data: int) -> int:
+    """A seed for torch's generators."""
+    return int(fold(keys, data)[()] >> np.uint64(1))
+
+
+@lru_cache
+def _epoch_keys(seed: int, epoch: int) -> Keys:
+    return fold(fold(seed, epoch), -1)
+
+
+def batch_seed(seed: int, epoch: int, number: int) -> int:
+    """The seed of what the transforms after the fused ones draw for a batch."""
+    return derive(_epoch_keys(seed, epoch), number)
 
 
 _RANDOM: set[Any] = {
