@@ -16,6 +16,7 @@ from gpuprefetch.transforms.ops_points import BINS, FIELDS
 _Doubles = npt.NDArray[np.float64]
 _Singles = npt.NDArray[np.float32]
 _Ints = npt.NDArray[np.int32]
+_Flags = npt.NDArray[np.bool_]
 
 _MOVING = OPS["HFLIP"]  # this one, and all after it, read other pixels
 _NEEDS_STATISTICS = np.isin(NAMES, ["CONTRAST", "AUTOCONTRAST", "EQUALIZE"])
@@ -52,14 +53,15 @@ def launch(images: torch.Tensor, program: Program, finish: Finish = AS_IT_IS) ->
     count, n_slots = program.ops.shape
     before = n_slots - program.finals if finishes else n_slots
     table, codes, params = _pack(program, images, before)
-    groups = _groups(codes[:, :before])
+    needs = _NEEDS_STATISTICS[codes[:, :before]]
+    groups = _groups(codes[:, :before], needs)
     if not groups:
         if not finishes and program.rows is None:
             return images.contiguous(memory_format=memory_format)
         groups = [_Group(before, before, before, False)]
     if finishes:  # what stands between them does nothing
         groups[-1].last, groups[-1].end = before, n_slots
-    pairs = _pairs(groups, codes, params)
+    pairs = _pairs(groups, codes, needs, params)
     # All that the kernels read but pixels: ops, colors, the rows as they are, pairs, and at last
     # the rows that the results start from.
     colors = np.broadcast_to(finish.colors(images), (2, 3)).astype(np.float32)
@@ -148,10 +150,9 @@ def _strides(images: torch.Tensor) -> tuple[int, int, int]:
     return (3 * plane, plane, 1) if images.is_contiguous() else (3 * plane, 1, 3)
 
 
-def _groups(codes: _Ints) -> list[_Group]:
+def _groups(codes: _Ints, needs: _Flags) -> list[_Group]:
     """The launches: a new one where pixels move, and for statistics of what has moved."""
-    highest = codes.max(0, initial=0).tolist()
-    statistics = _NEEDS_STATISTICS[codes].any(0).tolist()
+    highest, statistics = codes.max(0, initial=0).tolist(), needs.any(0).tolist()
     groups: list[_Group] = []
     for slot, code in enumerate(highest):
         moves = code >= _MOVING
@@ -164,31 +165,29 @@ def _groups(codes: _Ints) -> list[_Group]:
     return groups
 
 
-def _pairs(groups: list[_Group], codes: _Ints, params: _Singles) -> _Ints:
+def _pairs(groups: list[_Group], codes: _Ints, needs: _Flags, params: _Singles) -> _Ints:
     """List what goes before each launch, (P, 2) images and slots, and note its places in params.
 
     A round takes an op of each image: the next one of an image needs what this one has made.
     """
-    pairs, start = [np.empty((0, 2), np.int32)], 0
-
-    def add(image: npt.NDArray[np.int64], slot: npt.NDArray[np.int64], column: int) -> int:
-        first = start if column == 1 else 0  # blurred images are numbered within their launch
-        params[image, slot, column] = np.arange(first, first + len(image))
-        pairs.append(np.stack([image, slot], 1).astype(np.int32))
-        return len(image)
-
+    pairs, start = [np.empty((2, 0), np.int64)], 0
     for group in groups:
-        needs = _NEEDS_STATISTICS[codes[:, group.first : group.last]]
-        order = needs.cumsum(1) * needs
+        own = needs[:, group.first : group.last]
+        order = own.cumsum(1) * own if own.any() else own
         for turn in range(1, int(order.max(initial=0)) + 1):
             image, slot = np.nonzero(order == turn)
+            slot += group.first
+            params[image, slot, 1] = np.arange(start, start + len(image))
             group.rounds.append((start, len(image)))
-            start += add(image, slot + group.first, 1)
-        if group.moves:
-            image = np.flatnonzero(codes[:, group.first] == OPS["BLUR"])
+            pairs.append(np.stack([image, slot]))
+            start += len(image)
+        image = np.flatnonzero(codes[:, group.first] == OPS["BLUR"]) if group.moves else []
+        if len(image):
+            params[image, group.first, 4] = np.arange(len(image))
             group.blurred = start, len(image)
-            start += add(image, np.full_like(image, group.first), 4)
-    return np.concatenate(pairs)
+            pairs.append(np.stack([image, np.full_like(image, group.first)]))
+            start += len(image)
+    return np.concatenate(pairs, axis=1).T.astype(np.int32)
 
 
 # --- Arguments as the kernels take them ---
@@ -205,32 +204,32 @@ def _pack(program: Program, images: torch.Tensor, before: int) -> tuple[_Ints, _
     table = np.empty((*program.ops.shape, FIELDS), np.int32)
     codes, params = table[..., 0], table.view(np.float32)[..., 1:]
     codes[:], params[:] = program.ops, args[..., : FIELDS - 1]
-    used = np.bincount(codes.ravel(), minlength=len(OPS)).tolist()
+    used = np.bincount(program.ops.ravel(), minlength=len(OPS)).tolist()
     if channels == 1:
         codes[np.isin(codes, _OF_COLORS)] = 0
     if used[OPS["SHARPNESS"]] and min(height, width) <= 2:
         codes[codes == OPS["SHARPNESS"]] = 0
     if used[OPS["POSTERIZE"]]:
-        at = codes == OPS["POSTERIZE"]
-        bits = args[at, 0].clip(0, 8)
-        params[at, 0] = 256 - 2 ** (8 - bits) if uint8 else 2**bits
+        at = np.nonzero(codes == OPS["POSTERIZE"])
+        bits = args[at][:, 0].clip(0, 8)
+        params[*at, 0] = 256 - 2 ** (8 - bits) if uint8 else 2**bits
     if used[OPS["BLUR"]]:
-        at = codes == OPS["BLUR"]
-        taps = args[at, 2:4]
+        at = np.nonzero(codes == OPS["BLUR"])
+        sigma, taps = args[at][:, :2], args[at][:, 2:4]
         if (taps // 2 >= (width, height)).any():
             raise ValueError(
                 f"images of {height} x {width} are too small for a blur of {taps.max():.0f} "
                 "pixels: half of it must be less than a side"
             )
-        params[at, :2] = (0.5 / args[at, :2] ** 2).clip(max=1e30)
+        params[*at, :2] = (0.5 / sigma**2).clip(max=1e30)
     if used[OPS["ERASE"]] and uint8:
-        at = codes[:, :before] == OPS["ERASE"]
-        params[:, :before][at, 4:7] = _as_uint8(args[:, :before][at, 4:7])
+        at = np.nonzero(codes[:, :before] == OPS["ERASE"])
+        params[*at, 4:7] = _as_uint8(args[at][:, 4:7])
     if any(used[_FIRST : _LAST + 1]):
         at = np.nonzero((codes >= _FIRST) & (codes <= _LAST))
         mine = codes[at]
         params[at] = coordinates(mine, args[at], images)
-        codes[at] = np.where((mine == _ROTATE) | (mine == _ROTATE + 1), mine - 2, mine)
+        codes[at] = mine - 2 * ((mine == _ROTATE) | (mine == _ROTATE + 1))
     params[codes == 0] = 0  # the kernels read a box there, too, and it must hold numbers
     return table, codes, params
 
@@ -246,39 +245,41 @@ def coordinates(codes: _Ints, args: _Doubles, images: torch.Tensor) -> _Singles:
     An affine one is from the middle, the others from the corner.
     """
     height, width = images.shape[-2:]
-    kinds = (codes - _FIRST) // 2  # affine, rotate, perspective, matrix
-    args, params = args.copy(), np.zeros((len(args), FIELDS - 1), np.float32)
-    if (rotates := kinds == 1).any():
-        given = args[rotates]
-        args[rotates] = 0
-        args[rotates, 0], args[rotates, 3] = -(given[:, 0] % 360), 1
-        args[rotates, 6:11] = given[:, 1:6]
-    if (plain := kinds == 3).any():
-        fill = args[plain, 6:9]
-        args[plain, 8:11] = _as_uint8(fill) if images.dtype == torch.uint8 else fill
-    if (projects := kinds == 2).any():
-        params[projects, 6:8] = args[projects, 6:8]
-    if (centered := kinds < 2).any():
-        args[centered, :6] = _affine_matrices(args[centered], height, width)
+    kinds = (codes - _FIRST) >> 1  # affine, rotate, perspective, matrix
+    columns, params = args.T.copy(), np.zeros((len(args), FIELDS - 1), np.float32)
+    if len(rotates := np.flatnonzero(kinds == 1)):
+        given = columns[:6, rotates]
+        columns[:6, rotates] = 0
+        columns[0, rotates], columns[3, rotates] = -(given[0] % 360), 1
+        columns[6:11, rotates] = given[1:]
+    if len(plain := np.flatnonzero(kinds == 3)):
+        fill = columns[6:9, plain]
+        columns[8:11, plain] = _as_uint8(fill) if images.dtype == torch.uint8 else fill
+    if len(projects := np.flatnonzero(kinds == 2)):
+        params[projects, 6:8] = columns[6:8, projects].T
+    if len(centered := np.flatnonzero(kinds < 2)):
+        columns[:6, centered] = _affine_matrices(columns[:, centered], height, width)
     # In float32 from here on, as torchvision has it.
-    halves = np.repeat(np.array([0.5 * width, 0.5 * height], np.float32), 3)
-    params[:, :6] = args[:, :6].astype(np.float32) / halves
-    black = np.isnan(args[:, 8]) & ((codes % 2 == _FIRST % 2) | plain)  # the nearest pixel or none
-    params[:, 8:11] = np.where(black[:, None], 0, args[:, 8:11])
+    halves = np.array([0.5 * width, 0.5 * height], np.float32).repeat(3)
+    params[:, :6] = columns[:6].T.astype(np.float32) / halves
+    params[:, 8:11] = columns[8:11].T
+    # Of the nearest pixel, or with a border that repeats, no fill is black.
+    params[np.isnan(columns[8]) & (((codes - _FIRST) & 1 == 0) | (kinds == 3)), 8:11] = 0
     return params
 
 
 def _affine_matrices(args: _Doubles, height: int, width: int) -> _Doubles:
-    """From output to source, (K, 6), both in pixels from the middle, as torchvision has it."""
-    angle, shear_x, shear_y = np.radians(args[:, [0, 4, 5]]).T
-    scale = args[:, 3]
-    center = np.nan_to_num(args[:, 6:8] - (0.5 * width, 0.5 * height))
-    moved = (center + args[:, 1:3]).T
-    a = np.cos(angle - shear_y) / np.cos(shear_y)
-    b = -(a * np.tan(shear_x) + np.sin(angle))
-    c = np.sin(angle - shear_y) / np.cos(shear_y)
-    d = np.cos(angle) - c * np.tan(shear_x)
+    """``(6, K)`` of ``(ARGS, K)``: from output to source, from the middle, as torchvision has it."""
+    angle, shear_x, shear_y = np.radians(args[[0, 4, 5]])
+    scale = args[3]
+    center = args[6:8] - ((0.5 * width,), (0.5 * height,))
+    center[np.isnan(center)] = 0
+    moved = center + args[1:3]
+    turned, cos_y = angle - shear_y, np.cos(shear_y)
+    a, c = np.cos(turned) / cos_y, np.sin(turned) / cos_y
+    tan_x = np.tan(shear_x)
+    b, d = -(a * tan_x + np.sin(angle)), np.cos(angle) - c * tan_x
     a, b, c, d = d / scale, -b / scale, -c / scale, a / scale
-    x = center[:, 0] - (a * moved[0] + b * moved[1])
-    y = center[:, 1] - (c * moved[0] + d * moved[1])
-    return np.stack([a, b, x, c, d, y], axis=1)
+    x = center[0] - (a * moved[0] + b * moved[1])
+    y = center[1] - (c * moved[0] + d * moved[1])
+    return np.stack([a, b, x, c, d, y])

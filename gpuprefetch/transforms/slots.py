@@ -211,12 +211,9 @@ class Table:
         blank = Step("IDENTITY", self.policies[0][0].magnitudes, chance=0.0)
         depth = max(map(len, self.policies))
         every = [s for policy in self.policies for s in (*policy, *[blank] * (depth - len(policy)))]
-        args = np.zeros((len(every), ARGS))
-        for row, step in zip(args, every, strict=True):
-            row[: len(step.args)] = step.args
         codes = np.array([[OPS[s.name], OPS[s.other or s.name]] for s in every], np.int32)
-        numbers = np.array([(s.chance, s.center, s.column) for s in every]).T
-        object.__setattr__(self, "_steps", (every, depth, codes, args, *numbers))
+        numbers = np.array([(s.chance, s.center) for s in every]).T
+        object.__setattr__(self, "_steps", (every, depth, codes, *numbers))
 
     @property
     def slots(self) -> int:
@@ -228,7 +225,7 @@ class Table:
         return 5 * self.slots + chosen + 1
 
     def draw(self, u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
-        _, depth, every_code, every_args, chances, centers, columns = self._steps
+        _, depth, every_code, chances, centers = self._steps
         u, choice, layers = u[: 5 * self.slots], u[5 * self.slots : -1], u[-1]
         if self.weights is None:
             chosen = (choice * len(self.policies)).astype(np.int64).T
@@ -240,18 +237,15 @@ class Table:
         if self.most:
             kept &= np.arange(self.slots) // depth <= np.floor(layers * self.layers)[:, None]
         codes[:] = every_code[step, (other >= 0.5).astype(np.int64)] * kept
-        magnitudes = _magnitudes(self, picture)
-        bins = self._bins(centers[step], one, two, magnitudes.shape[1])
-        values = magnitudes[step, bins, (sign > 0.5).astype(np.int64)]
-        args[:], column = every_args[step], columns[step].astype(np.int64)
-        np.put_along_axis(args, np.maximum(column, 0)[..., None], values[..., None], axis=2)
-        if (turned := column == ROTATION).any():
-            args[turned, :6] = _rotation(values[turned], picture)
+        given = _arguments(self, picture)
+        bins = self._bins(centers, step, one, two, given.shape[1])
+        args[:] = given[step, bins, (sign > 0.5).astype(np.int64)]
 
-    def _bins(self, center: Floats, u: Floats, v: Floats, bins: int) -> npt.NDArray[np.int64]:
+    def _bins(self, centers: Floats, step: Any, u: Floats, v: Floats, bins: int) -> Any:
         if self.noise is None:
             return (u * bins).astype(np.int64)
         deviation, upper = self.noise
+        center = centers[step]
         level = center * u if deviation == math.inf else center + deviation * normal(u, v)
         return np.asarray(np.rint(np.clip(level / upper, 0, 1) * (bins - 1)), dtype=np.int64)
 
@@ -260,16 +254,25 @@ ROTATION = -1
 
 
 @lru_cache(maxsize=16)
-def _magnitudes(table: Table, picture: Picture) -> Floats:
-    """``(P * J, B, 2)``."""
-    return np.array([step.magnitudes(picture) for step in table._steps[0]], np.float64)
+def _arguments(table: Table, picture: Picture) -> Floats:
+    """``(P * J, B, 2, ARGS)``, of each step with each magnitude."""
+    steps = table._steps[0]
+    magnitudes = np.array([step.magnitudes(picture) for step in steps], np.float64)
+    args = np.zeros((*magnitudes.shape, ARGS))
+    for own, step, values in zip(args, steps, magnitudes, strict=True):
+        own[..., : len(step.args)] = step.args
+        if step.column == ROTATION:
+            own[..., :6] = _rotation(values, picture)
+        else:
+            own[..., step.column] = values
+    return args
 
 
 def _rotation(angle: Floats, picture: Picture) -> Floats:
-    """``(M, 6)``: from output to source coordinates, in pixels from the corner."""
+    """``(..., 6)``: from output to source coordinates, in pixels from the corner."""
     cos, sin = np.cos(np.radians(angle)), np.sin(np.radians(angle))
     x, y = picture.width / 2, picture.height / 2
-    return np.stack([cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y], axis=1)
+    return np.stack([cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y], axis=-1)
 
 
 @dataclass(frozen=True)
@@ -282,8 +285,8 @@ class Mix:
 
     def draw(self, keys: Keys, picture: Picture) -> tuple[Program, Floats]:
         """The chains, one after the other, and the weights ``(N, 1 + width)``."""
-        each = np.concatenate([fold(keys, number) for number in range(self.width)])
-        program = program_of([self.chain], each, picture)
+        each = fold(keys, np.arange(self.width)[:, None])
+        program = program_of([self.chain], each.ravel(), picture)
         program.rows = np.tile(np.arange(len(keys)), self.width)
         own = _dirichlet(fold(keys, -1), self.alpha, 2)
         weights = _dirichlet(fold(keys, -2), self.alpha, self.width) * own[:, 1:]
@@ -320,8 +323,9 @@ def normal(u: Floats, v: Floats) -> Floats:
 
 def _dirichlet(keys: Keys, alpha: float, count: int) -> Floats:
     """``(N, count)`` weights that sum to 1."""
-    gammas = np.stack([_gamma(fold(keys, number), alpha) for number in range(count)], axis=1)
-    return np.asarray(gammas / gammas.sum(axis=1, keepdims=True))
+    each = fold(keys, np.arange(count)[:, None])
+    gammas = _gamma(each.ravel(), alpha).reshape(each.shape)
+    return np.asarray((gammas / gammas.sum(axis=0)).T)
 
 
 def _gamma(keys: Keys, alpha: float) -> Floats:
