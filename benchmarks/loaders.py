@@ -360,7 +360,7 @@ def refuse_engines() -> None:
     """Have nvJPEG's hardware backend refused to this library, as on a GPU that has none."""
     from gpuprefetch.images import nvjpeg
 
-    library = nvjpeg._library()
+    library = nvjpeg.library()
     if library is None:
         return
     create, hardware, not_supported = library.nvjpegCreateEx, 3, 7

@@ -9,9 +9,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
+
+from gpuprefetch.images import nvjpeg
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -429,3 +432,12 @@ def test_the_parity_table_is_fresh():
 
     results = document(BENCHMARKS / "results" / "parity-cpu.json")["results"]
     assert parity.markdown(results) in (ROOT / "docs" / "migrate.md").read_text()
+
+
+def test_engines_are_refused_as_by_a_gpu_that_has_none(monkeypatch):
+    import loaders
+
+    library = SimpleNamespace(nvjpegCreateEx=lambda backend, *arguments: 0)
+    monkeypatch.setattr(nvjpeg, "library", lambda: library)
+    loaders.refuse_engines()
+    assert [library.nvjpegCreateEx(backend) for backend in (2, 3)] == [0, 7]

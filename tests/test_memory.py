@@ -130,12 +130,11 @@ MIB = 1 << 20
 @pytest.mark.parametrize(
     ("megabytes", "images", "limit", "calls"),
     [(0.5, 2, None, [2]), (0.4, 256, None, [256]), (0.1, 257, None, [129, 128]),
-     (0.5625, 256, None, [128, 128]), (1, 0, None, []), (0.5625, 256, 60 * MIB, [86, 86, 84]),
-     # Of large photos, each of the seven engines has as many as the others, as memory allows.
-     (36, 128, None, [7] * 18 + [2]), (36, 16, None, [7, 7, 2]), (36, 3, None, [3]),
-     (36, 16, 256 * MIB, [7, 7, 2]), (36, 16, 80 * MIB, [2] * 8), (72, 16, None, [7, 7, 2]),
-     (144, 8, None, [3, 3, 2]), (6, 256, None, [14] * 18 + [4]), (600, 3, None, [1] * 3),
-     (36, 3, 20 * MIB, [1] * 3)],
+     (0.5625, 256, None, [256]), (1, 0, None, []), (0.5625, 256, 60 * MIB, [86, 86, 84]),
+     # Of photos of 12 megapixels each of the seven engines has one.
+     (36, 128, None, [7] * 18 + [2]), (36, 16, None, [6, 6, 4]), (36, 3, None, [3]),
+     (36, 16, 80 * MIB, [2] * 8), (72, 16, None, [3] * 5 + [1]), (144, 3, None, [1] * 3),
+     (6, 256, None, [42] * 6 + [4]), (600, 3, None, [1] * 3), (36, 3, 20 * MIB, [1] * 3)],
 )  # fmt: skip
 def test_decode_calls_are_about_equal_and_bounded(megabytes, images, limit, calls):
     sizes = np.full((images, 2), (1, int(megabytes * MIB) // 3))
@@ -418,7 +417,7 @@ def test_what_is_waited_for_before_anything_lies_there(canaries):
     planned_batch(files, Noting("cpu"), share=0.5, job=Noted)
     expected = ["wait", "decode", "mark"]
     if canaries:  # which are waited for before the decode, as for what the launch found
-        expected = ["mark", *expected, "wait"]
+        expected = ["mark", *expected, "mark", "wait"]
     assert done == expected
 
 
@@ -426,18 +425,16 @@ def test_rooms_are_as_large_as_calls():
     rng = np.random.default_rng(0)
     sizes = rng.gamma(2.0, 300e3, 20000).astype(int)  # photos of 0.6 MB, and some of several MB
     room = _budget.SUB_BATCH_BYTES
-    cuts = _budget._cut(sizes, None, room)
-    calls = np.add.reduceat(sizes, cuts)
-    assert room * 0.75 < calls.max() <= room
-    assert {_budget.in_rooms(int(size)) for size in calls} <= {room - _budget.ROOM_BYTES, room}
+    calls = np.add.reduceat(sizes, _budget._cut(sizes, None))
+    assert calls.max() <= room
+    assert len({_budget.in_rooms(int(size)) for size in calls}) <= 3
     sizes[rng.random(len(sizes)) < 0.1] = 6 << 20
-    assert np.add.reduceat(sizes, _budget._cut(sizes, None, room)).max() <= room
-    sizes[:] = 9 << 20
-    assert _budget._cut(sizes, room, room)[1] == 13 // 7 * 7
+    assert np.add.reduceat(sizes, _budget._cut(sizes, None)).max() <= room
+    sizes[:] = 3 * 4000 * 3000
+    assert _budget._cut(sizes, None)[:3] == [0, 7, 14]
+    assert _budget._cut(sizes, None, _budget.WHOLE_BATCH_BYTES)[:2] == [0, 14]
     sizes[:] = room + 1
-    assert _budget._cut(sizes, None, room)[1] == _budget.LARGE_CALL_BYTES // (room + 1)
-    assert np.array_equal(_budget._cut(sizes, room, room), np.arange(len(sizes)))
-    assert _budget.in_rooms(room + 1) == room + _budget.ROOM_BYTES
+    assert np.array_equal(_budget._cut(sizes, None), np.arange(len(sizes)))
 
 
 def test_a_stream_has_the_same_place_again(monkeypatch):
@@ -446,7 +443,7 @@ def test_a_stream_has_the_same_place_again(monkeypatch):
     first = place(1000)
     assert len(first) == _budget.ROOM_BYTES
     assert place(5) is place(_budget.ROOM_BYTES) is first
-    photo = _budget.in_rooms(_budget.LARGE_CALL_BYTES + _budget.UPLOAD_BYTES) + 1
+    photo = _budget.in_rooms(_budget.WHOLE_BATCH_BYTES + _budget.UPLOAD_BYTES) + 1
     assert len(place(photo)) == photo  # of one image, which is not kept
     assert place(5) is first
     emptied = []

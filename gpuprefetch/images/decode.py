@@ -15,7 +15,7 @@ from gpuprefetch.core.stats import Stats
 from gpuprefetch.images import nvjpeg
 from gpuprefetch.images.encoded import Call, EncodedImages
 from gpuprefetch.images.header import decode_cpu, read_header
-from gpuprefetch.images.plan import LARGE_CALL_BYTES, UPLOAD_BYTES, in_rooms
+from gpuprefetch.images.plan import UPLOAD_BYTES, WHOLE_BATCH_BYTES, in_rooms
 from gpuprefetch.transforms.launch import CANARY
 
 # Note [Decoded memory]
@@ -45,7 +45,7 @@ from gpuprefetch.transforms.launch import CANARY
 #   - The engines do not keep the stream's order, so the host waits for the canaries before it
 #     calls them. They are set after the last reader on the stream: the wait is for both.
 #   - The flags lie in pinned memory, and a launch writes none where all is well. The thread
-#     waits for its launch before the batch counts as done.
+#     waits for all launches of a batch before it counts as done (ImageJob.check).
 #   - Pictures with memory of their own lie in what was that color all over.
 #   - TorchCodec and torchvision allocate the pictures themselves, uninitialized. A picture skipped
 #     there is not noticed.
@@ -67,7 +67,7 @@ def place(size: int, device: torch.device, scratch: dict[int, torch.Tensor] | No
         device: of the current stream.
         scratch: kept from call to call, by the handle of the stream; None to keep nothing.
     """
-    if scratch is None or size > in_rooms(LARGE_CALL_BYTES + UPLOAD_BYTES):  # for one image
+    if scratch is None or size > in_rooms(WHOLE_BATCH_BYTES + UPLOAD_BYTES):  # for one image
         return torch.empty([size], dtype=torch.uint8, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     if stream not in scratch or scratch[stream].numel() < size:

@@ -16,7 +16,7 @@ from gpuprefetch.core.streams import mark_reader, wait_for_reader
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.decode import claim, decode_packed, decode_part, place
 from gpuprefetch.images.encoded import Call, Copy, PreparedImages
-from gpuprefetch.images.plan import LARGE, LARGE_CALL_BYTES, lay_out, readable
+from gpuprefetch.images.plan import LARGE, WHOLE_BATCH_BYTES, lay_out, readable
 from gpuprefetch.transforms.head import require_fixed_size
 from gpuprefetch.transforms.kernel import HAS_TRITON
 from gpuprefetch.transforms.launch import Coloring, Launches, Table, resample
@@ -41,6 +41,7 @@ class ImageJob:
         self._launches: Launches | None = None
         # The tensor that holds what the launches read, and where that starts and stops in it.
         self._numbers: tuple[torch.Tensor, int, int] | None = None
+        self._survived: torch.Tensor | None = None
         if pipeline.head.names or pipeline.tail:
             require_fixed_size(pipeline.head, pipeline.tail)
 
@@ -55,7 +56,7 @@ class ImageJob:
         device, head = pipeline.device, pipeline.head
         size, plan = head.size, images.plan
         # Without engines a call takes as long whatever its size.
-        room = LARGE_CALL_BYTES if pipeline.streams > 1 and len(plan.calls) > 1 else None
+        room = WHOLE_BATCH_BYTES if pipeline.streams > 1 and len(plan.calls) > 1 else None
         if limit is not None or room is not None:
             words = images.words() if plan.table else None
             most = None if limit is None else limit // pipeline.copies
@@ -121,7 +122,6 @@ class ImageJob:
         decoder = pipeline.decoder if len(call.positions) else None
         launches, numbers, first, last = self._read_by(table)
         pixels = -(-(last - first) // ALIGNED) * ALIGNED
-        survived = None
         with Timed(pipeline.stats, "resample" if decoder is None else "decode"):
             flat = place(pixels + call.copied + call.size, pipeline.device, pipeline.rooms)
             address = flat.data_ptr()
@@ -129,9 +129,6 @@ class ImageJob:
             flat[: last - first].copy_(numbers[first:last], non_blocking=True)
             if decoder is not None and decoder.canaries:
                 # See Note [Canaries].
-                pinned = pipeline.device.type == "cuda"
-                count = len(images)
-                survived = torch.zeros(count, dtype=torch.uint8, device="cpu", pin_memory=pinned)
                 launches.set_canaries(number, address + pixels, address)
                 self._mark_reader()
             self._wait_for_reader()
@@ -144,17 +141,29 @@ class ImageJob:
                     return False
                 pipeline.decodes_on(decoder.streams)
         with Timed(pipeline.stats, "resample"):
-            flags = 0 if survived is None else survived.data_ptr()
+            flags = self._flags().data_ptr() if decoder is not None and decoder.canaries else 0
             launches.launch(number, address + pixels, address, survived=flags)
             self._mark_reader()
-        if survived is not None:
-            with Timed(pipeline.stats, "decode"):
-                self._wait_for_reader()
-            missed = call.positions[survived.numpy()[call.positions] > 0]
-            if len(missed):
-                pipeline.stats.add("missed_images", len(missed))
-                self._decode_apart(images.call(missed), together=False)
         return True
+
+    def _flags(self) -> torch.Tensor:
+        """``(N,)`` uint8 on the CPU, where a launch notes the canaries that it has found."""
+        if self._survived is None:
+            pinned, count = self._pipeline.device.type == "cuda", len(self.images)
+            self._survived = torch.zeros(count, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        return self._survived
+
+    def check(self) -> None:
+        """Decode once more what the engines have skipped, after all calls. See Note [Canaries]."""
+        if self._survived is None:
+            return
+        with Timed(self._pipeline.stats, "decode"):
+            self._mark_reader()
+            self._wait_for_reader()
+        missed = self._survived.numpy().nonzero()[0]
+        if len(missed):
+            self._pipeline.stats.add("missed_images", len(missed))
+            self._decode_apart(self.images.call(missed), together=False)
 
     def _read_by(self, table: Table) -> tuple[Launches, torch.Tensor, int, int]:
         """The launches of a table, and the numbers that they read, see ``_numbers``."""

@@ -23,13 +23,12 @@ _UNITS = {
 BLOCK = 512  # torch's caching allocator rounds up to it
 LARGE = 10 << 20  # below it, images share its segments; from there on each gets one of its own
 
-# Images and decoded bytes of one decode call. Each call fills and empties the engines, which takes
-# a millisecond: 256 of ImageNet's photos are usually one.
-SUB_BATCH, SUB_BATCH_BYTES = 256, 120 << 20
-# Large photos take more than that, so that each of the seven engines of an H100 gets one: calls of
-# 3 photos of 12 megapixels decode 490 a second there, of 7 or 14 1,110 to 1,150, and of 16 900.
-ENGINES, LARGE_CALL_BYTES = 7, 512 << 20
-FEW = 64  # images of a call: with more, engines that are idle at its end are not felt
+# Images and decoded bytes of one decode call: 256 of ImageNet's photos are one. Each call fills and
+# empties the engines, which takes a millisecond. Of photos of 12 megapixels it holds seven, one for
+# each engine of an H100: calls of three, two at a time, decode 425 a second there and these 965.
+SUB_BATCH, SUB_BATCH_BYTES = 256, 256 << 20
+# Decoded bytes of a call where the GPU has no engines: it takes as long whatever its size.
+WHOLE_BATCH_BYTES = 512 << 20
 # Of what the workers decoded, in one copy that goes with a call: usually all of a batch.
 UPLOAD_BYTES = 32 << 20
 # Memory that is taken again and again is asked for in few sizes, for the allocator keeps a block of
@@ -82,30 +81,23 @@ def sub_batches(
 ) -> list[npt.NDArray[np.int64]]:
     """Cut what is left to the device into decode calls of about equal size.
 
-    Each is SUB_BATCH images and SUB_BATCH_BYTES at most, or with more ``room`` as many times that.
-    Of large images each is a whole number of rounds of the ENGINES, LARGE_CALL_BYTES at most.
-    Either has ``limit`` bytes at most, or is one image.
+    Each is SUB_BATCH images and SUB_BATCH_BYTES at most, or ``room`` bytes. Either has ``limit``
+    bytes at most, or is one image.
     """
     positions = positions_to_decode(images)
-    cuts = _cut(decoded_bytes(images, positions), limit, room or SUB_BATCH_BYTES)
+    cuts = _cut(decoded_bytes(images, positions), limit, room)
     return np.split(positions, cuts[1:]) if cuts else []
 
 
-def _cut(sizes: npt.NDArray[np.int64], limit: int | None, room: int) -> list[int]:
+def _cut(sizes: npt.NDArray[np.int64], limit: int | None, room: int | None = None) -> list[int]:
     """Where the calls begin for images of these ``sizes``: see :func:`sub_batches`."""
-    most = room if limit is None else min(limit, room)
-    number = SUB_BATCH * max(room // SUB_BATCH_BYTES, 1)
-    loads = np.maximum(sizes / most, 1 / number)
-    calls = max(np.ceil(loads.sum() - 1e-9), 1)
-    if calls > 1 and FEW * sizes.mean() > most:  # a whole number of rounds of the engines
-        together = max(len(sizes) // int(calls) // ENGINES, 1) * ENGINES
-        most = LARGE_CALL_BYTES if limit is None else min(limit, LARGE_CALL_BYTES)
-        target = np.inf
-    else:
-        together, target = number, loads.sum() / calls - 1e-9
+    most = room or SUB_BATCH_BYTES
+    most = most if limit is None else min(limit, most)
+    loads = np.maximum(sizes / most, 0.0 if room else 1 / SUB_BATCH)
+    target = loads.sum() / max(np.ceil(loads.sum() - 1e-9), 1) - 1e-9
     used, load, cuts = 0, 0.0, list[int]()
     for i, (size, more) in enumerate(zip(sizes.tolist(), loads.tolist(), strict=True)):
-        if not i or used + size > most or load >= target or i - cuts[-1] >= together:
+        if not i or used + size > most or load >= target:
             used, load = 0, 0.0
             cuts.append(i)
         used, load = used + size, load + more

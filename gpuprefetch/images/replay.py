@@ -333,11 +333,11 @@ def replay(
         work = pipeline.start(batch, number, epoch, pipeline.cost(batch))
         for part in work.parts:
             part()
+        result = work.finish()
         for leaf in images:
             if row in leaf.errors:
                 bad = BadImage(index, leaf.paths[row], leaf.errors[row])
                 raise BadImageError(f"no model has seen it: {bad}")
-        result = work.finish()
         if cuda:
             torch.cuda.current_stream().synchronize()  # the decoder has read the batch's bytes
     return result

@@ -18,6 +18,7 @@ import torch
 from gpuprefetch.core.nested import map_leaves, objects, to_device
 from gpuprefetch.core.stage import Empty
 from gpuprefetch.core.stats import Stats, Timed
+from gpuprefetch.core.streams import lease_stream, return_stream, using
 from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImage, BadImageError
 from gpuprefetch.images.decode import ImageDecoder
@@ -42,12 +43,21 @@ class Work:
     """One batch on its way.
 
     Attributes:
-        parts: the decode of its images, a call each.
+        parts: the decode of its images, a call each; one may run beside the next.
         finish: runs after all parts and gives the batch.
     """
 
     parts: list[Callable[[], None]]
     finish: Callable[[], Any]
+
+
+# Note [Calls side by side]
+# A call of few large photos fills and empties the GPU's engines, and the launch that reads its
+# pictures has to complete before the next one is decoded into the same memory: in calls of seven
+# photos of 12 megapixels an H100 gave 781 a second of 1,028. So the calls of a batch take turns on
+# two streams, each with a decoder, scratch memory and a reader of its own, and the engines work on
+# one call while the host waits for the launch of another. The second stream begins after the result
+# has been allocated, and the batch's own stream waits for it at the end.
 
 
 @dataclass
@@ -75,6 +85,7 @@ class Pipeline:
         streams: batches that are decoded side by side, once the first has been.
         without_engines: whether CUDA kernels decode, once the first batch has been decoded.
         rooms: see :func:`.decode.place`.
+        beside: a second stream. See Note [Calls side by side].
         values: looks at what reaches the transforms.
         job: makes the work of each leaf of encoded images.
     """
@@ -99,6 +110,7 @@ class Pipeline:
     without_engines: bool = False
     only: int | None = None
     rooms: dict[int, torch.Tensor] | None = None
+    beside: torch.cuda.Stream | None = None
     values: Values = field(default_factory=Values)
     job: Callable[[Pipeline, PreparedImages], ImageJob] = field(
         default_factory=lambda: ImageJob, repr=False
@@ -116,11 +128,16 @@ class Pipeline:
     @contextlib.contextmanager
     def scratch(self) -> Iterator[None]:
         """What a thread that prepares batches keeps meanwhile: memory to decode into."""
-        self.rooms = {} if self.memory_budget is None else None
+        if self.memory_budget is None:
+            self.rooms = {}
+            self.beside = lease_stream(self.device) if self.device.type == "cuda" else None
         try:
             yield
         finally:
-            self.rooms = None
+            if (stream := self.beside) is not None:
+                stream.synchronize()
+                return_stream(stream)
+            self.rooms = self.beside = None
 
     def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int]:
         """Pack the encoded images of a batch, and count it. See :class:`.core.stage.Stage`."""
@@ -152,9 +169,25 @@ class Pipeline:
         if work is None:
             self.make_room()
             work = self.start(batch, number, epoch, cost)
-        for part in work.parts:
-            part()
+        self._run_parts(work.parts)
         return work.finish()
+
+    def _run_parts(self, parts: Sequence[Callable[[], None]]) -> None:
+        """Run the parts of a batch, every other one on the second stream where there is one."""
+        packs = self.decoder is not None and self.decoder.packs
+        beside = self.beside if packs and not self.without_engines and len(parts) > 1 else None
+        if beside is None:
+            for part in parts:
+                part()
+            return
+        current = torch.cuda.current_stream(self.device)
+        beside.wait_stream(current)
+        try:
+            for number, part in enumerate(parts):
+                with using(beside if number % 2 else current):
+                    part()
+        finally:  # what has begun writes into the result
+            current.wait_stream(beside)
 
     def _count(self, images: PreparedImages) -> None:
         """Count what the workers did for a batch."""
@@ -241,6 +274,8 @@ class Pipeline:
             return self.after(batch, derive(seed(), -2))
 
     def _finish(self, batch: Any, jobs: list[ImageJob], seed: Callable[[], int]) -> Any:
+        for job in jobs:
+            job.check()
         rows = self._rows_to_keep(jobs)
         if rows is not None and not len(rows):
             return Empty(len(jobs[0].images), str(_bad_images(jobs)[-1]), BadImageError)
