@@ -371,7 +371,7 @@ class Pipeline:
         tail = list(self.tail)
         with Timed(self.stats, "tail"), SeededDraws(seed):
             if done is not None:
-                first = tail.pop(0)
+                first: Any = tail.pop(0)
                 first.key()  # what comes after it draws the same
                 levels = torch.tensor([0, 255 if self.dtype == torch.uint8 else 1])
                 self.values.reach(first, levels.to(self.dtype or torch.float32))

@@ -26,7 +26,7 @@ others 0 to 1); ``fill`` is three values, or NaN for torchvision's ``fill=None``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -68,12 +68,15 @@ class Program:
             their values are in the units of the result.
         rows: ``(N,)`` int64, the image of the batch that each of the N results starts from; None
             where it is its own.
+        weights: ``(1 + width, M)``, of each image and of the ``width`` results that start from it,
+            whose weighted mean it becomes; None where results are not mixed.
     """
 
     ops: npt.NDArray[np.int32]
     args: npt.NDArray[np.float64]
     finals: int = 0
     rows: npt.NDArray[np.int64] | None = None
+    weights: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +153,40 @@ def run(
     """
     from gpuprefetch.transforms import ops_cpu, ops_launch
 
+    if program.weights is not None:
+        return _mixed(images, program, program.weights)
     if images.is_cuda and HAS_TRITON:
         return ops_launch.launch(images, program, finish)
     quick = images.device.type == "cpu" and images.dtype == torch.uint8 and images.shape[1] == 3
     return reference(images, program, finish, share, ops_cpu.apply if quick else None)
+
+
+def _mixed(images: torch.Tensor, program: Program, weights: Any) -> torch.Tensor:
+    on_device = torch.from_numpy(weights).to(images.device, non_blocking=True)
+    own, *others = on_device[..., None, None, None]
+    total: torch.Tensor = images * own
+    chains = run(images, replace(program, weights=None)).view(len(others), *images.shape)
+    for weight, chain in zip(others, chains, strict=True):
+        total.addcmul_(chain, weight)
+    return total.to(images.dtype)
+
+
+def _mixed_one(sample: Any, program: Program, weights: Any, row: int) -> Any:
+    from torchvision.transforms.v2 import functional as F
+
+    if _is_target(sample):
+        raise ValueError(
+            "AugMix mixes what it moves to different places, and boxes, masks or points cannot "
+            "follow. Leave it out where there are some."
+        )
+    if not isinstance(sample, torch.Tensor):
+        return F.to_pil_image(_mixed_one(F.pil_to_tensor(sample), program, weights, row))
+    own, *others = weights[:, row].tolist()
+    total = sample * own
+    for number, weight in enumerate(others):
+        chain = number * weights.shape[1] + row
+        total += weight * apply_one(sample, replace(program, weights=None), chain)
+    return total.to(sample.dtype)
 
 
 # --- The eager twin ---
@@ -210,6 +243,8 @@ def apply_one(
     Returns:
         The same kind; what no op touches is the same object.
     """
+    if program.weights is not None:
+        return _mixed_one(sample, program, program.weights, row)
     before, target = program.ops.shape[1] - program.finals, _is_target(sample)
     codes = program.ops[row].tolist()
     for slot in range(before, len(codes)) if finals else range(before):

@@ -56,9 +56,7 @@ def _autocontrast(image: _Levels, _: Any) -> _Levels:
     low, high = (f(image, axis=(1, 2), keepdims=True).astype(np.float32) for f in (np.min, np.max))
     flat = low == high
     scale = np.where(flat, 1, (high - low) * (1 / 255))
-    values = image - np.where(flat, 0, low)
-    values /= scale
-    return _levels(values)
+    return _levels((image - np.where(flat, 0, low)) / scale)
 
 
 def _equalized(image: _Levels, _: Any) -> _Levels:

@@ -152,12 +152,10 @@ def _strides(images: torch.Tensor) -> tuple[int, int, int]:
 
 def _groups(codes: _Ints, needs: _Flags) -> list[_Group]:
     """The launches: a new one where pixels move, and for statistics of what has moved."""
-    highest, statistics = codes.max(0, initial=0).tolist(), needs.any(0).tolist()
+    highest, statistics = codes.max(0, initial=0), np.any(needs, axis=0)
     groups: list[_Group] = []
-    for slot, code in enumerate(highest):
-        moves = code >= _MOVING
-        if not code:
-            continue
+    for slot in np.flatnonzero(highest).tolist():
+        moves = bool(highest[slot] >= _MOVING)
         if groups and not moves and not (statistics[slot] and groups[-1].moves):
             groups[-1].last = groups[-1].end = slot + 1
         else:
@@ -181,7 +179,7 @@ def _pairs(groups: list[_Group], codes: _Ints, needs: _Flags, params: _Singles) 
             group.rounds.append((start, len(image)))
             pairs.append(np.stack([image, slot]))
             start += len(image)
-        image = np.flatnonzero(codes[:, group.first] == OPS["BLUR"]) if group.moves else []
+        image = np.flatnonzero(codes[:, group.first] == OPS["BLUR"])
         if len(image):
             params[image, group.first, 4] = np.arange(len(image))
             group.blurred = start, len(image)
@@ -210,26 +208,26 @@ def _pack(program: Program, images: torch.Tensor, before: int) -> tuple[_Ints, _
     if used[OPS["SHARPNESS"]] and min(height, width) <= 2:
         codes[codes == OPS["SHARPNESS"]] = 0
     if used[OPS["POSTERIZE"]]:
-        at = np.nonzero(codes == OPS["POSTERIZE"])
-        bits = args[at][:, 0].clip(0, 8)
-        params[*at, 0] = 256 - 2 ** (8 - bits) if uint8 else 2**bits
+        n, slot = np.nonzero(codes == OPS["POSTERIZE"])
+        bits = args[n, slot, 0].clip(0, 8)
+        params[n, slot, 0] = 256 - 2 ** (8 - bits) if uint8 else 2**bits
     if used[OPS["BLUR"]]:
-        at = np.nonzero(codes == OPS["BLUR"])
-        sigma, taps = args[at][:, :2], args[at][:, 2:4]
+        n, slot = np.nonzero(codes == OPS["BLUR"])
+        sigma, taps = args[n, slot, :2], args[n, slot, 2:4]
         if (taps // 2 >= (width, height)).any():
             raise ValueError(
                 f"images of {height} x {width} are too small for a blur of {taps.max():.0f} "
                 "pixels: half of it must be less than a side"
             )
-        params[*at, :2] = (0.5 / sigma**2).clip(max=1e30)
+        params[n, slot, :2] = (0.5 / sigma**2).clip(max=1e30)
     if used[OPS["ERASE"]] and uint8:
-        at = np.nonzero(codes[:, :before] == OPS["ERASE"])
-        params[*at, 4:7] = _as_uint8(args[at][:, 4:7])
+        n, slot = np.nonzero(codes[:, :before] == OPS["ERASE"])
+        params[n, slot, 4:7] = _as_uint8(args[n, slot, 4:7])
     if any(used[_FIRST : _LAST + 1]):
-        at = np.nonzero((codes >= _FIRST) & (codes <= _LAST))
-        mine = codes[at]
-        params[at] = coordinates(mine, args[at], images)
-        codes[at] = mine - 2 * ((mine == _ROTATE) | (mine == _ROTATE + 1))
+        n, slot = np.nonzero((codes >= _FIRST) & (codes <= _LAST))
+        mine = codes[n, slot]
+        params[n, slot] = coordinates(mine, args[n, slot], images)
+        codes[n, slot] = mine - 2 * ((mine == _ROTATE) | (mine == _ROTATE + 1))
     params[codes == 0] = 0  # the kernels read a box there, too, and it must hold numbers
     return table, codes, params
 
@@ -269,7 +267,7 @@ def coordinates(codes: _Ints, args: _Doubles, images: torch.Tensor) -> _Singles:
 
 
 def _affine_matrices(args: _Doubles, height: int, width: int) -> _Doubles:
-    """``(6, K)`` of ``(ARGS, K)``: from output to source, from the middle, as torchvision has it."""
+    """``(6, K)`` of ``(ARGS, K)``: output to source, from the middle, as torchvision has it."""
     angle, shear_x, shear_y = np.radians(args[[0, 4, 5]])
     scale = args[3]
     center = args[6:8] - ((0.5 * width,), (0.5 * height,))

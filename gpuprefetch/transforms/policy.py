@@ -16,7 +16,6 @@ from gpuprefetch.transforms.known import filter_of, flatten, name_of, twin
 from gpuprefetch.transforms.slots import (
     Choice,
     Columns,
-    Distort,
     Floats,
     Mix,
     One,
@@ -67,48 +66,44 @@ def _moving(name: str, op: Any) -> str:
     return f"{name}_{filter_of(op).upper()}"
 
 
+def _center(op: Any) -> Sequence[float]:
+    return op.center or (math.nan, math.nan)
+
+
 # --- One op ---
 
 
-def _given(values: Sequence[float], u: Floats, picture: Picture) -> Columns:
-    return values
+def _drawn(columns: Sequence[Any], u: Floats, picture: Picture) -> list[Any]:
+    """Each column is a number, or drawn between two."""
+    numbers = iter(u)
+    return [
+        column[0] + (column[1] - column[0]) * next(numbers) if np.ndim(column) else column
+        for column in columns
+    ]
 
 
-def _between(low: float, high: float, u: Floats, picture: Picture) -> Columns:
-    return [low + (high - low) * u[0]]
+def _one(name: str, *columns: Any, p: float = 1.0) -> One:
+    return One(name, partial(_drawn, columns), sum(map(np.ndim, columns)), p)
+
+
+def _switch(name: str, *attributes: str) -> Callable[[Any], One]:
+    """An op of which nothing is drawn, but whether."""
+    return lambda op: _one(name, *(getattr(op, a) for a in attributes), p=getattr(op, "p", 1.0))
 
 
 def _blur(op: Any, u: Floats, picture: Picture) -> Columns:
-    sigma = op.sigma[0] + (op.sigma[1] - op.sigma[0]) * u[0]
+    (sigma,) = _drawn([op.sigma], u, picture)
     return [sigma, sigma, *op.kernel_size]
 
 
-def _rotation(op: Any, u: Floats, picture: Picture) -> Columns:
-    return [
-        *_between(op.degrees[0], op.degrees[1], u, picture),
-        *(op.center or (math.nan, math.nan)),
-        *_fill(op),
-    ]
-
-
 def _affine(op: Any, u: Floats, picture: Picture) -> Columns:
-    def drawn(number: int, bounds: Sequence[float]) -> Floats:
-        return np.asarray(bounds[0] + (bounds[1] - bounds[0]) * u[number])
-
-    x, y = (
+    far_x, far_y = (
         share * side for share, side in zip(op.translate or (0, 0), picture[1::-1], strict=True)
     )
-    shear = op.shear or (0, 0)
-    return [
-        drawn(0, op.degrees),
-        np.rint(drawn(1, (-x, x))),
-        np.rint(drawn(2, (-y, y))),
-        drawn(3, op.scale or (1, 1)),
-        drawn(4, shear[:2]),
-        drawn(5, shear[2:] or (0, 0)),
-        *(op.center or (math.nan, math.nan)),
-        *_fill(op),
-    ]
+    shear = (*(op.shear or (0, 0)), 0, 0)
+    ranges = op.degrees, (-far_x, far_x), (-far_y, far_y), op.scale or (1, 1), shear[:2], shear[2:4]
+    angle, x, y, *rest = _drawn(ranges, u, picture)
+    return [angle, np.rint(x), np.rint(y), *rest, *_center(op), *_fill(op)]
 
 
 def _perspective(op: Any, u: Floats, picture: Picture) -> Columns:
@@ -163,31 +158,16 @@ def _permuted(u: Floats, picture: Picture) -> Columns:
     return [*order] if picture.channels > 1 else [np.zeros(u.shape[1])]
 
 
-def _switch(name: str, *attributes: str) -> Callable[[Any], One]:
-    """An op of which nothing is drawn, but whether."""
-
-    def compiler(op: Any) -> One:
-        values = [float(getattr(op, attribute)) for attribute in attributes]
-        return One(name, partial(_given, values), 0, getattr(op, "p", 1.0))
-
-    return compiler
-
-
 def _jitter(op: Any) -> Order:
     ranges = {name: getattr(op, name) for name in _ADJUSTMENTS}
-    return Order(
-        tuple(
-            One(name.upper(), partial(_between, *bounds), 1)
-            for name, bounds in ranges.items()
-            if bounds is not None
-        )
-    )
+    return Order(tuple(_one(n.upper(), drawn) for n, drawn in ranges.items() if drawn is not None))
 
 
-def _distort(op: Any) -> Distort:
-    names = (*_ADJUSTMENTS, "contrast")
-    adjust = [One(n.upper(), partial(_between, *getattr(op, n)), 1, op.p) for n in names]
-    return Distort((*adjust, One("PERMUTE", _permuted, 3, op.p)))
+def _distort(op: Any) -> Row:
+    """Contrast comes before saturation and hue, or after them."""
+    brightness, contrast, *rest = (_one(n.upper(), getattr(op, n), p=op.p) for n in _ADJUSTMENTS)
+    either = Choice((Row((contrast, *rest)), Row((*rest, contrast))), (0.5, 0.5))
+    return Row((brightness, either, One("PERMUTE", _permuted, 3, op.p)))
 
 
 def _gray(op: Any) -> One | None:
@@ -323,7 +303,7 @@ COMPILERS: dict[str, Callable[[Any], Slots | Mix | None]] = {
     "RandomPhotometricDistort": _distort,
     "RandomPosterize": _switch("POSTERIZE", "bits"),
     "RandomRotation": lambda op: (
-        None if op.expand else One(_moving("ROTATE", op), partial(_rotation, op), 1)
+        None if op.expand else _one(_moving("ROTATE", op), op.degrees, *_center(op), *_fill(op))
     ),
     "RandomSolarize": _switch("SOLARIZE", "threshold"),
     "RandomVerticalFlip": _switch("VFLIP"),

@@ -147,21 +147,6 @@ class Choice(_Several):
 
 
 @dataclass(frozen=True)
-class Distort(_Several):
-    """RandomPhotometricDistort: its contrast comes before saturation and hue, or after them."""
-
-    # Brightness, contrast, saturation, hue, contrast, permutation.
-
-    def draw(self, u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
-        draw_each(self.parts, u[1:], picture, codes, args)
-        before = u[0] < 0.5
-        # Not two chances for contrast, but one, in one of two places.
-        codes[:, 4] = np.where(before, 0, codes[:, 1])
-        codes[:, 1] *= before
-        args[:, 4] = args[:, 1]
-
-
-@dataclass(frozen=True)
 class Step:
     """An op of RandAugment or its kin.
 
@@ -283,14 +268,15 @@ class Mix:
     width: int
     alpha: float
 
-    def draw(self, keys: Keys, picture: Picture) -> tuple[Program, Floats]:
-        """The chains, one after the other, and the weights ``(N, 1 + width)``."""
+    def draw(self, keys: Keys, picture: Picture) -> Program:
+        """The chains, one after the other, with the weights."""
         each = fold(keys, np.arange(self.width)[:, None])
         program = program_of([self.chain], each.ravel(), picture)
         program.rows = np.tile(np.arange(len(keys)), self.width)
         own = _dirichlet(fold(keys, -1), self.alpha, 2)
-        weights = _dirichlet(fold(keys, -2), self.alpha, self.width) * own[:, 1:]
-        return program, np.concatenate([own[:, :1], weights], axis=1)
+        weights = _dirichlet(fold(keys, -2), self.alpha, self.width) * own[1]
+        program.weights = np.concatenate([own[:1], weights]).astype(np.float32)
+        return program
 
 
 def program_of(
@@ -322,10 +308,10 @@ def normal(u: Floats, v: Floats) -> Floats:
 
 
 def _dirichlet(keys: Keys, alpha: float, count: int) -> Floats:
-    """``(N, count)`` weights that sum to 1."""
+    """``(count, N)`` weights that sum to 1."""
     each = fold(keys, np.arange(count)[:, None])
     gammas = _gamma(each.ravel(), alpha).reshape(each.shape)
-    return np.asarray((gammas / gammas.sum(axis=0)).T)
+    return np.asarray(gammas / gammas.sum(axis=0))
 
 
 def _gamma(keys: Keys, alpha: float) -> Floats:
