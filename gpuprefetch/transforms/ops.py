@@ -1,9 +1,10 @@
-"""What random policies do to a batch, each image with an op of its own: twin and launcher.
+"""What random policies do to a batch, each image with an op of its own: programs and their twin.
 
 A :class:`Program` has slots. In each slot every image has one op of :data:`OPS` and its arguments,
-drawn before. The eager twin calls torchvision image by image and defines the results. On a GPU
-one launch carries out a slot for all images, whatever op each has; slots next to each other that
-move no pixels share one. A launch of statistics stands before it where an image needs them.
+drawn before. The eager twin calls torchvision image by image and defines the results; on the CPU
+``ops_cpu.py`` has faster forms of some ops. On a GPU one launch carries out a slot for all images,
+whatever op each has; slots next to each other that move no pixels share one. A launch of statistics
+stands before it where an image needs them.
 
 Arguments, in this order, in torchvision's units (a value of ``uint8`` images is 0 to 255, of
 others 0 to 1); ``fill`` is three values, or NaN for torchvision's ``fill=None``:
