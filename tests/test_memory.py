@@ -383,6 +383,32 @@ def test_each_group_of_a_batch_fills_its_rows(monkeypatch, share, most, calls):
 
 @interpreted
 @pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize(("streams", "readers"), [(1, 3), (3, 1)])
+def test_without_engines_a_batch_is_one_call(monkeypatch, streams, readers):
+    # A second call would wait for the first one, and the batches would not run side by side.
+    marks = []
+
+    class Noted(_job.ImageJob):
+        def __init__(self, pipeline, images):
+            pipeline.streams = streams
+            super().__init__(pipeline, images)
+
+        def _mark_reader(self):
+            marks.append("mark")
+
+    class WithoutCanaries(PackedDecoder):
+        canaries = False
+
+    files = [pictures.encode_jpeg(pictures.draw(24, 32, seed=i)) for i in range(8)]
+    expected = planned_batch(files, WithoutCanaries("cpu"), share=0.75)
+    monkeypatch.setattr(_budget, "UPLOAD_BYTES", 500)
+    got = planned_batch(files, WithoutCanaries("cpu"), share=0.75, job=Noted)
+    assert len(marks) == readers
+    assert torch.equal(got, expected)
+
+
+@interpreted
+@pytest.mark.usefixtures("large_tiles")
 def test_what_cannot_be_packed_is_decoded_apart(monkeypatch):
     files = [pictures.encode_jpeg(pictures.draw(24, 32, seed=i)) for i in range(4)]
     expected = planned_batch(files, None)

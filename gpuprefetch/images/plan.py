@@ -104,13 +104,15 @@ def _cut(sizes: npt.NDArray[np.int64], limit: int | None, room: int | None = Non
     return cuts
 
 
-def uploads(images: EncodedImages, limit: int | None = None) -> list[Copy]:
-    """Cut what the workers decoded into copies of UPLOAD_BYTES, or of one larger image.
+def uploads(images: EncodedImages, limit: int | None = None, room: int | None = None) -> list[Copy]:
+    """Cut what the workers decoded into copies of UPLOAD_BYTES, or of ``room`` bytes.
 
-    Where there is a ``limit`` they take no more than that either.
+    An image that is larger has one of its own. Where there is a ``limit`` they take no more than
+    that either.
     """
     begin, cuts, positions = 0, [], np.flatnonzero(images.decoded)
-    most = UPLOAD_BYTES if limit is None else min(limit, UPLOAD_BYTES)
+    most = room or UPLOAD_BYTES
+    most = most if limit is None else min(limit, most)
     spans = images.spans[positions]
     for i, (first, last) in enumerate(spans.tolist()):
         if not i or last - begin > most:
@@ -126,7 +128,7 @@ def _calls(
     images: EncodedImages, limit: int | None, room: int | None = None, *, with_pixels: bool
 ) -> list[Call]:
     """What :func:`lay_out` plans: each copy with a call, or where memory is short apart."""
-    copies = uploads(images, limit) if with_pixels else []
+    copies = uploads(images, limit, room) if with_pixels else []
     files, none = sub_batches(images, limit, room), np.zeros(0, dtype=np.int64)
     if limit is not None:
         return [*map(images.call, files), *(images.call(none, copy) for copy in copies)]
