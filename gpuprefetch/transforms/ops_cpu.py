@@ -17,7 +17,6 @@ from gpuprefetch.transforms.ops import OPS
 from gpuprefetch.transforms.ops_launch import coordinates
 
 _Levels = npt.NDArray[np.uint8]
-_Floats = npt.NDArray[np.float32]
 
 
 def apply(name: str, image: torch.Tensor, args: Any) -> torch.Tensor | None:
@@ -38,28 +37,31 @@ def apply(name: str, image: torch.Tensor, args: Any) -> torch.Tensor | None:
     return torch.from_numpy(_POINTS[name](image.numpy(), float(args[0])))
 
 
-def _levels(values: _Floats) -> _Levels:
-    return values.clip(0, 255, out=values).astype(np.uint8)
+def _levels(values: Any) -> _Levels:
+    levels: _Levels = values.clip(0, 255, out=values).astype(np.uint8)
+    return levels
 
 
-def _blended(image: _Levels, of_gray: Callable[[torch.Tensor], Any] | None, factor: Any) -> _Levels:
-    """The image and its gray, in torch, which adds a product in one step as torchvision has it."""
-    values = torch.from_numpy(image).float()
-    if of_gray is None:
-        return _levels(values.mul_(factor).numpy())
-    red, green, blue = values
-    gray = (red * 0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).floor_()
-    return _levels(values.mul_(factor).add_(of_gray(gray), alpha=1 - factor).numpy())
+def _blended(image: _Levels, other: torch.Tensor, factor: float) -> _Levels:
+    """In torch, which adds a product in one step, as torchvision has it."""
+    values = torch.from_numpy(image).float().mul_(factor)
+    return _levels(values.add_(other, alpha=1 - factor).numpy())
 
 
-def _autocontrast(image: _Levels, _: Any) -> _Levels:
+def _gray(image: _Levels) -> torch.Tensor:
+    red, green, blue = torch.from_numpy(image).float()
+    gray: torch.Tensor = red * 0.2989
+    return gray.add_(green, alpha=0.587).add_(blue, alpha=0.114).floor_()
+
+
+def _autocontrast(image: _Levels, _: float) -> _Levels:
     low, high = (f(image, axis=(1, 2), keepdims=True).astype(np.float32) for f in (np.min, np.max))
     flat = low == high
     scale = np.where(flat, 1, (high - low) * (1 / 255))
     return _levels((image - np.where(flat, 0, low)) / scale)
 
 
-def _equalized(image: _Levels, _: Any) -> _Levels:
+def _equalized(image: _Levels, _: float) -> _Levels:
     result = np.empty_like(image)
     for channel, out in zip(image, result, strict=True):
         counts = torch.bincount(torch.from_numpy(channel).flatten(), minlength=256).numpy()
@@ -72,7 +74,7 @@ def _equalized(image: _Levels, _: Any) -> _Levels:
     return result
 
 
-def _sharpened(image: _Levels, factor: Any) -> _Levels:
+def _sharpened(image: _Levels, factor: float) -> _Levels:
     wide = image.astype(np.uint16)
     rows = wide[:, :-2] + wide[:, 1:-1]
     rows += wide[:, 2:]
@@ -89,7 +91,7 @@ def _sharpened(image: _Levels, factor: Any) -> _Levels:
     return result
 
 
-def _hued(image: _Levels, shift: Any) -> _Levels:
+def _hued(image: _Levels, shift: float) -> _Levels:
     red, green, blue = image.astype(np.float32)
     most = np.maximum(np.maximum(red, green), blue)
     least = np.minimum(np.minimum(red, green), blue)
@@ -110,10 +112,10 @@ def _hued(image: _Levels, shift: Any) -> _Levels:
     return result
 
 
-_POINTS: dict[str, Callable[[_Levels, Any], _Levels]] = {
-    "BRIGHTNESS": lambda image, factor: _blended(image, None, factor),
-    "CONTRAST": lambda image, factor: _blended(image, torch.mean, factor),
-    "SATURATION": lambda image, factor: _blended(image, lambda gray: gray, factor),
+_POINTS: dict[str, Callable[[_Levels, float], _Levels]] = {
+    "BRIGHTNESS": lambda image, factor: _blended(image, torch.zeros(()), factor),
+    "CONTRAST": lambda image, factor: _blended(image, _gray(image).mean(), factor),
+    "SATURATION": lambda image, factor: _blended(image, _gray(image), factor),
     "HUE": _hued,
     "SOLARIZE": lambda image, threshold: np.where(
         image >= np.float32(threshold), 255 - image, image
