@@ -26,7 +26,7 @@ from gpuprefetch.transforms.slots import (
     Step,
     Table,
 )
-from gpuprefetch.transforms.timm import from_augment, from_timm, is_augment
+from gpuprefetch.transforms.timm import COLORS, from_augment, from_timm, is_augment
 
 # Filters that torchvision has for tensors.
 FILTERS = ("nearest", "bilinear")
@@ -207,15 +207,8 @@ def _order(op: Any) -> Order | None:
 
 # --- RandAugment and its kin ---
 
-_FACTORS = {
-    "Brightness": "BRIGHTNESS",
-    "Color": "SATURATION",
-    "Contrast": "CONTRAST",
-    "Sharpness": "SHARPNESS",
-}
 # The argument that the magnitude is, of what moves pixels.
 _MOVES = {"ShearX": 4, "ShearY": 5, "TranslateX": 1, "TranslateY": 2, "Rotate": 0}
-_OTHERS = "Identity Posterize Solarize AutoContrast Equalize Invert".split()
 
 
 def _magnitudes(op: Any, name: str, numbers: Sequence[int], bins: int, picture: Picture) -> Any:
@@ -226,7 +219,7 @@ def _magnitudes(op: Any, name: str, numbers: Sequence[int], bins: int, picture: 
     values = function(bins, picture.height, picture.width)
     chosen = np.zeros(len(numbers)) if values is None else np.asarray(values)[list(numbers)]
     both = chosen.astype(float)[:, None] * ((-1, 1) if signed else (1, 1))
-    if name in _FACTORS:
+    if name in ("Brightness", "Color", "Contrast", "Sharpness"):
         return 1 + both
     if name.startswith("Shear"):
         return np.degrees(np.arctan(both))
@@ -241,9 +234,7 @@ def _step(
     """A step of ``op``; None for one of a later torchvision."""
     magnitudes = partial(_magnitudes, op, name, numbers, bins or op.num_magnitude_bins)
     if name not in _MOVES:
-        known = name in _FACTORS or name in _OTHERS
-        form = _FACTORS.get(name, name.upper())
-        return Step(form, magnitudes, chance=chance) if known else None
+        return Step(COLORS[name], magnitudes, chance=chance) if name in COLORS else None
     center = (0.0, 0.0) if name.startswith("Shear") else (math.nan, math.nan)
     form, before = ("ROTATE", (0,)) if name == "Rotate" else ("AFFINE", (0, 0, 0, 1, 0, 0))
     given = (*before, *center, *_fill(op))

@@ -13,13 +13,15 @@ from gpuprefetch.transforms.slots import ROTATION, Floats, Mix, Picture, Step, T
 
 # Levels that are drawn from a range are drawn in thousandths of it.
 _BINS = 1001
-_COLORS = {
+# The ops of torchvision's and timm's policies that move no pixels.
+COLORS = {
     "AutoContrast": "AUTOCONTRAST",
     "Brightness": "BRIGHTNESS",
     "Color": "SATURATION",
     "Contrast": "CONTRAST",
     "Desaturate": "SATURATION",
     "Equalize": "EQUALIZE",
+    "Identity": "IDENTITY",
     "Invert": "INVERT",
     "Posterize": "POSTERIZE",
     "Sharpness": "SHARPNESS",
@@ -104,7 +106,7 @@ def _policies(op: Any) -> list[list[Any]]:
 
 def _unknown(op: Any) -> set[str]:
     names = {_kind(each) for policy in _policies(op) for each in policy}
-    return names - _COLORS.keys() - _COLUMNS.keys()
+    return names - COLORS.keys() - _COLUMNS.keys()
 
 
 def _kind(op: Any) -> str:
@@ -113,8 +115,8 @@ def _kind(op: Any) -> str:
 
 def _step(op: Any) -> Step:
     kind, magnitudes = _kind(op), partial(_magnitudes, op)
-    if kind in _COLORS:  # 128 is the value from which SOLARIZE_ADD leaves pixels as they are
-        return Step(_COLORS[kind], magnitudes, 0, (0, 128), op.prob, op.magnitude)
+    if kind in COLORS:  # 128 is the value from which SOLARIZE_ADD leaves pixels as they are
+        return Step(COLORS[kind], magnitudes, 0, (0, 128), op.prob, op.magnitude)
     # PIL's numbers. Two filters are offered; of both each has half of the draws.
     modes = op.kwargs["resample"]
     modes = modes if isinstance(modes, (tuple, list)) else (modes,)
