@@ -16,6 +16,7 @@ from gpuprefetch.transforms.convert import convert_transforms
 from gpuprefetch.transforms.head import CenterCrop, RandomResizedCrop, Resize
 from gpuprefetch.transforms.known import UnsupportedTransformError
 from gpuprefetch.transforms.per_image import PerImage
+from gpuprefetch.transforms.views import Views
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "SelfcheckReport",
     "Stats",
     "UnsupportedTransformError",
+    "Views",
     "accelerate",
     "convert_transforms",
     "doctor",

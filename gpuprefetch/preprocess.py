@@ -45,9 +45,7 @@ def preprocess(
     images = [_encoded(file, index) for index, file in enumerate(files)]
     if not images:
         raise ValueError("preprocess takes at least one file, got none.")
-    loader = DataPrefetcher(
-        [images], transforms=list(transforms), device=device, apply_exif=apply_exif
-    )
+    loader = DataPrefetcher([images], transforms=transforms, device=device, apply_exif=apply_exif)
     (batch,) = loader
     return batch
 

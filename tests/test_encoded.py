@@ -198,7 +198,7 @@ def packed(files, transforms, *, share=0.0, on_gpu=True, exif=False):
     """A batch as a worker prepares it."""
     head, _ = read_transforms(transforms)
     epoch, shared = torch.zeros(1, dtype=torch.int64), torch.tensor([share])
-    return Packer(head, on_gpu, exif, 7, epoch, shared)(files)
+    return Packer((head,), on_gpu, exif, 7, epoch, shared)(files)
 
 
 @pytest.mark.parametrize("exif", [False, True])
@@ -218,11 +218,11 @@ def test_what_workers_ship_for_the_gpu_reads_the_same(photo_folder, exif, size):
         stored = decode_cpu(file.data, apply_exif=False)
         stored = stored.mT if whole.transposed[i] else stored
         if whole.decoded[i]:  # not for the GPU: shipped both times
-            (stored,) = whole.views(np.array([i]), whole.pixels)
-        (ready,) = shipped.views(np.array([i]), shipped.pixels)
+            (stored,) = whole.pictures(np.array([i]), whole.pixels)
+        (ready,) = shipped.pictures(np.array([i]), shipped.pixels)
         want, got = (
             resample([picture], rows[i : i + 1], size, dtype=torch.float64)[0] * 255
-            for picture, rows in ((stored, whole.rows), (ready, shipped.rows))
+            for picture, rows in ((stored, whole.rows[0]), (ready, shipped.rows[0]))
         )
         # A crop that is shipped is resampled once, in floating point; one that the worker resamples
         # is rounded to whole levels after each of two passes.

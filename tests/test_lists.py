@@ -97,7 +97,7 @@ def test_a_random_order_is_each_images_own():
 def test_what_draws_nothing_stays_as_it_is(op):
     images = noise(4, torch.float32) / 255
     assert torch.equal(run([op], images), op(images))
-    assert DataPrefetcher([images], transforms=[op], device="cpu")._pipeline.tail == [op]
+    assert DataPrefetcher([images], transforms=[op], device="cpu")._pipeline.views[0].tail == [op]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import test_faults
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
 
 from gpuprefetch import (
     BadImageError,
@@ -20,6 +21,7 @@ from gpuprefetch import (
     EncodedImage,
     Resize,
     Stats,
+    Views,
 )
 from gpuprefetch.core import epoch as _epoch
 from gpuprefetch.core.epoch import Lookahead
@@ -159,20 +161,18 @@ def test_a_budget_counts_what_a_decoder_copies(files):
 def test_what_the_launches_read_lies_after_the_pixels(files):
     head, _ = read_transforms(SMALL)
     share, epoch = torch.tensor([0.5]), torch.zeros(1, dtype=torch.int64)
-    kept = Packer(head, True, False, 0, epoch, share)([*map(EncodedImage, files)])
+    kept = Packer((head,), True, False, 0, epoch, share)([*map(EncodedImage, files)])
     assert kept.decoded.sum() == len(files) // 2
-    assert kept.plan.table.words is None
+    assert kept.plan.tables[0].words is None
     first, last = kept.numbers
     assert kept.spans[kept.decoded].max() + kept.boundary == kept.encoded_bytes == first
     assert last == len(kept.buffer.tensor)
-    held, start, stop = kept.held_numbers()
-    assert torch.equal(held[start:stop], kept.buffer.tensor[first:last])
     planned = plan_rows(
-        kept.rows, kept.sizes, kept.transposed, head.size, head.interpolation, head.antialias
+        kept.rows[0], kept.sizes, kept.transposed, head.size, head.interpolation, head.antialias
     )
-    again = _budget.lay_out(kept, head.size, planned)
-    assert np.array_equal(kept.words(), by_place(again.table.words, len(kept)))
-    assert np.array_equal(pickle.loads(pickle.dumps(kept)).words(), kept.words())
+    again = _budget.lay_out(kept, [head.size], [planned])
+    assert np.array_equal(kept.words(0), by_place(again.tables[0].words, len(kept)))
+    assert np.array_equal(pickle.loads(pickle.dumps(kept)).words(0), kept.words(0))
 
 
 class Tensors(Dataset):
@@ -355,7 +355,7 @@ def planned_batch(files, decoder, share=0.0, job=_job.ImageJob, **options):
     prefetcher = DataPrefetcher(images, **options)
     if decoder is not None:
         prefetcher._pipeline.decoder, prefetcher._pipeline.job = decoder, job
-        prefetcher._pipeline.packer.on_gpu, prefetcher._pipeline.packer.output = True, None
+        prefetcher._pipeline.packer.on_gpu, prefetcher._pipeline.packer.finishes = True, False
     return next(iter(prefetcher))
 
 
@@ -379,6 +379,24 @@ def test_each_group_of_a_batch_fills_its_rows(monkeypatch, share, most, calls):
     assert decoder.calls == calls
     # The CPU path rounds to whole levels on its way.
     assert (got - expected).abs().max() * 255 < 1
+
+
+@interpreted
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("budget", [None, 30_000])
+@pytest.mark.parametrize(("share", "calls"), [(0.5, [2]), (0.0, [2, 2, 1])])
+def test_each_view_has_a_launch_for_a_decode(monkeypatch, share, calls, budget):
+    shapes = [(24, 32), (23, 31), (40, 20), (17, 19), (32, 48)]
+    files = [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
+    lists = [Resize((8, 8))], [Resize((6, 10)), v2.RandomInvert(0.5)]
+    expected = planned_batch(files, None, transforms=Views(*lists), seed=2)
+    monkeypatch.setattr(_budget, "SUB_BATCH", 2)
+    decoder = PackedDecoder("cpu")
+    options = {"transforms": Views(*lists), "seed": 2, "memory_budget": budget}
+    got = planned_batch(files, decoder, share, **options)
+    assert decoder.calls == calls or budget
+    for view, want in zip(got, expected, strict=True):
+        assert (view - want).abs().max() * 255 < 1.01  # the CPU rounds on its way
 
 
 @interpreted

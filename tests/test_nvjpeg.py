@@ -254,7 +254,7 @@ def batches_of(decoder, device):
     prefetcher = DataPrefetcher(batches, **options)
     if decoder is not None:
         prefetcher._pipeline.decoder = decoder(device)
-        prefetcher._pipeline.packer.on_gpu, prefetcher._pipeline.packer.output = True, None
+        prefetcher._pipeline.packer.on_gpu, prefetcher._pipeline.packer.finishes = True, False
     with prefetcher._pipeline.scratch():
         return torch.stack([images.cpu() for images in prefetcher]), prefetcher.stats
 
@@ -300,7 +300,7 @@ def test_a_picture_of_its_own_memory_that_is_skipped(library):
     assert NvjpegDecoder(CPU)(data[:1]) == [None]
     prefetcher = DataPrefetcher([[EncodedImage(data[0])]], device="cpu", cpu_share=0.0)
     prefetcher._pipeline.decoder = NvjpegDecoder(CPU)
-    prefetcher._pipeline.packer.on_gpu, prefetcher._pipeline.packer.output = True, None
+    prefetcher._pipeline.packer.on_gpu, prefetcher._pipeline.packer.finishes = True, False
     ((image,),) = prefetcher
     assert torch.equal(image, decode_cpu(data[0]))
     assert (prefetcher.stats.missed_images, prefetcher.stats.fallback_images) == (1, 1)

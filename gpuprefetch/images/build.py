@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,12 +23,14 @@ from gpuprefetch.images.replay import note
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.tail import moves_pixels
+from gpuprefetch.images.view import View
 from gpuprefetch.images.worker import HostStage, encoded_leaves
 from gpuprefetch.transforms.convert import read_list
 from gpuprefetch.transforms.head import Head, Transform, require_fixed_size
-from gpuprefetch.transforms.per_image import Cast, PerImage, on_levels
+from gpuprefetch.transforms.per_image import Cast, on_levels
 from gpuprefetch.transforms.reference import FLOAT_DTYPES
 from gpuprefetch.transforms.values import Values
+from gpuprefetch.transforms.views import Views
 
 
 def build_stage(
@@ -56,48 +59,46 @@ def build_stage(
     _check_output(dtype, memory_format)
     _check_bad(on_error, max_bad)
     _check_packing(apply_exif, seed)
-    head, tail = read_list(transforms)
-    _check_transforms(loader, head, tail, dtype, memory_format)
-    tail, levels = on_levels(head, tail, Cast(dtype, memory_format))
-    if levels:
-        dtype, memory_format = torch.uint8, None
+    lists = transforms.lists if isinstance(transforms, Views) else [transforms]
+    views = [_view(each, loader, dtype, memory_format) for each in lists]
     backend = _backend(decoder, device)
     share = torch.tensor([_fixed_share(cpu_share)], dtype=torch.float64)
-    output = dtype or torch.float32, memory_format or torch.contiguous_format
     packer = Packer(
-        head,
+        tuple(view.head for view in views),
         on_gpu=backend is not None,
         apply_exif=apply_exif,
         seed=torch.initial_seed() if seed is None else operator.index(seed),
         epoch=torch.zeros(1, dtype=torch.int64),
         share=share,
-        output=output if device.type == "cpu" else None,
-        dtype=dtype or torch.float32,
-        moves=moves_pixels([*head.ops, *tail]),
-        program=_program(device, head, tail),
+        finishes=device.type == "cpu",
+        programs=tuple(view.program for view in views) if device.type == "cpu" else (),
+        moves=any(moves_pixels([*view.head.ops, *view.tail]) for view in views),
     )
     stage = Pipeline(
         device,
-        head,
-        tail,
+        views,
         packer,
         backend,
-        dtype,
-        memory_format,
         on_error,
         max_bad,
         memory_budget=parse_bytes(memory_budget),
-        levels=levels,
-        values=Values(head.normalize, tail),
     )
     return stage, Balancer(share, loader, fixed=cpu_share != "auto" or backend is None)
 
 
-def _program(device: torch.device, head: Head, tail: Sequence[Transform]) -> PerImage | None:
-    """The transform that workers run on what they have finished: the first one, on the CPU."""
-    first = tail[0] if tail and device.type == "cpu" else None
-    colored = head.mean or head.std  # values that the program is not for are looked at here
-    return first if type(first) is PerImage and first.seed is None and not colored else None
+def _view(
+    transforms: Sequence[Transform] | None,
+    loader: Any,
+    dtype: torch.dtype | None,
+    memory_format: torch.memory_format | None,
+) -> View:
+    head, tail = read_list(transforms)
+    _check_transforms(loader, head, tail, dtype, memory_format)
+    tail, levels = on_levels(head, tail, Cast(dtype, memory_format))
+    if levels:
+        dtype, memory_format = torch.uint8, None
+    head = replace(head, dtype=dtype, memory_format=memory_format)
+    return View(head, tail, levels, Values(head.normalize, tail))
 
 
 def _check_output(dtype: Any, memory_format: Any) -> None:

@@ -136,11 +136,11 @@ class Plan:
 
     Attributes:
         calls: all of them, decode call by decode call.
-        table: of a launch after each call; None where they cannot be planned.
+        tables: of each view, of a launch after each call; none where they cannot be planned.
     """
 
     calls: list[Call]
-    table: Table | None = None
+    tables: list[Table] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, repr=False)
@@ -162,6 +162,8 @@ class EncodedImages(Encoded):
         transposed: ``(N,)`` bool, whether rows and columns of the decoded image change places.
         interleaved: whether the decoded pixels lie as decoders write them, ``(H, W, 3)``, and not
             as planes, ``(3, H, W)``.
+        views: of several views their ``(height, width)``: decoded pixels are those of all of them,
+            finished, one after the other. Empty for one.
         errors: position in the batch -> why the image cannot be decoded.
         pin_seconds: the DataLoader's pin thread took.
     """
@@ -176,6 +178,7 @@ class EncodedImages(Encoded):
     sizes: npt.NDArray[np.int64]
     transposed: npt.NDArray[np.bool_]
     interleaved: bool = False
+    views: Sequence[tuple[int, int]] = ()
     errors: dict[int, str] = field(default_factory=dict)
     pin_seconds: float = 0.0
 
@@ -233,15 +236,28 @@ class EncodedImages(Encoded):
         pixels = self.buffer.start + self.boundary
         return self.buffer.memory, pixels + copy.start, pixels + copy.stop
 
-    def views(
-        self, positions: npt.NDArray[np.int64], pixels: torch.Tensor, start: int = 0
+    def view_sizes(self, view: int) -> npt.NDArray[np.int64]:
+        """``(N, 2)``, height and width of what a view is sampled from."""
+        if not self.views:
+            return self.sizes
+        return np.where(self.decoded[:, None], self.views[view], self.sizes)
+
+    def view_start(self, view: int) -> int:
+        """Where its pixels begin within those of a decoded image."""
+        return 3 * sum(height * width for height, width in self.views[:view])
+
+    def pictures(
+        self, positions: npt.NDArray[np.int64], pixels: torch.Tensor, start: int = 0, view: int = 0
     ) -> list[torch.Tensor]:
         """``(3, H, W)`` images that workers decoded, in ``pixels`` from their byte ``start`` on."""
-        spans, sizes = (self.spans[positions] - start).tolist(), self.sizes[positions].tolist()
-        pieces = zip((pixels[first:last] for first, last in spans), sizes, strict=True)
+        sizes = self.view_sizes(view)[positions]
+        firsts = self.spans[positions, 0] - start + self.view_start(view)
+        ends = (firsts + 3 * sizes.prod(axis=1)).tolist()
+        pieces = [pixels[first:last] for first, last in zip(firsts.tolist(), ends, strict=True)]
+        pairs = zip(pieces, sizes.tolist(), strict=True)
         if self.interleaved:
-            return [piece.view(*size, 3).permute(2, 0, 1) for piece, size in pieces]
-        return [piece.view(3, *size) for piece, size in pieces]
+            return [piece.view(*size, 3).permute(2, 0, 1) for piece, size in pairs]
+        return [piece.view(3, *size) for piece, size in pairs]
 
     def pin_memory(self, device: Any = None) -> EncodedImages:
         """The batch in pinned memory; the DataLoader's pin thread calls it.
@@ -260,11 +276,12 @@ class PreparedImages(EncodedImages):
     """Encoded images that a :class:`gpuprefetch.images.worker.Packer` has prepared for the device.
 
     Attributes:
-        rows: ``(N, 2, 6)`` float64, the sampling of the fused head; None for a head without one.
+        rows: of each view, ``(N, 2, 6)`` float64, the sampling of its fused transforms; None where
+            these sample nothing.
         plan: of the way to the GPU.
-        numbers: where in the buffer, after the pixels, what the launches of the plan read starts
-            and stops.
-        out: the finished batch, where no device is to make it.
+        numbers: where in the buffer, after the pixels, what the launches of each view read starts;
+            and where all of it stops.
+        out: the finished batch of each view, where no device is to make it; else empty.
         samples: of the batch, each image's; -1 where the collate function made a new image.
         share: of the baseline JPEGs that the worker was to decode.
         read_seconds: the worker spent in the dataset.
@@ -274,10 +291,10 @@ class PreparedImages(EncodedImages):
         seed: with which the worker has run the first transform after the fused ones; None if not.
     """
 
-    rows: npt.NDArray[np.float64] | None
+    rows: list[npt.NDArray[np.float64] | None]
     plan: Plan
-    numbers: tuple[int, int]
-    out: torch.Tensor | None
+    numbers: list[int]
+    out: list[torch.Tensor]
     samples: list[int]
     share: float
     read_seconds: float
@@ -286,15 +303,10 @@ class PreparedImages(EncodedImages):
     targets: str = ""
     seed: int | None = None
 
-    def words(self) -> npt.NDArray[np.int64]:
-        """What the launches read of each image, ``(N, words)``, in the order of the batch."""
-        first, last = self.numbers
+    def words(self, view: int) -> npt.NDArray[np.int64]:
+        """What a view's launches read of each image, ``(N, words)``, in the order of the batch."""
+        first, last = self.numbers[view : view + 2]
         return by_place(Launches.words(self.buffer.tensor[first:last], 3), len(self))
-
-    def held_numbers(self) -> tuple[torch.Tensor, int, int]:
-        """What holds :attr:`numbers`, and where they start and stop in it."""
-        first, last = self.numbers
-        return self.buffer.memory, self.buffer.start + first, self.buffer.start + last
 
 
 def is_encoded(batch: Any) -> bool:

@@ -1,9 +1,9 @@
-"""The encoded images of one batch on their way into one tensor: decode calls and launches."""
+"""The encoded images of one batch on their way into a tensor a view: decode calls and launches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,12 @@ from gpuprefetch.core.stats import Timed
 from gpuprefetch.core.streams import mark_reader, wait_for_reader
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.decode import claim, decode_packed, decode_part, place
-from gpuprefetch.images.encoded import Call, Copy, PreparedImages
+from gpuprefetch.images.encoded import Call, Copy, Plan, PreparedImages
+from gpuprefetch.images.packer import coloring_of, run_head
 from gpuprefetch.images.plan import LARGE, WHOLE_BATCH_BYTES, lay_out, readable
-from gpuprefetch.transforms.head import require_fixed_size
+from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.kernel import HAS_TRITON
-from gpuprefetch.transforms.launch import Coloring, Launches, Table, resample
+from gpuprefetch.transforms.launch import Launches
 
 if TYPE_CHECKING:
     from gpuprefetch.images.stage import Pipeline
@@ -27,23 +28,43 @@ if TYPE_CHECKING:
 ALIGNED = 16  # bytes: Triton compiles another kernel for an odd address
 
 
-class ImageJob:
-    """The encoded images of one batch, on their way into one tensor.
+@dataclass
+class Output:
+    """What one view makes of a batch.
 
-    Decoded images, or their packed copy, are let go after the launch that reads them. Their memory
-    is not decoded into before that launch has completed. See Note [Decoded memory].
+    Attributes:
+        head: its fused transforms.
+        rows: ``(N, 2, 6)`` float64, their sampling; None where they have none.
+        out: the result, ``(N, 3, H, W)``; a list of N images where it has no fixed size.
+        launches: that are planned; None where they are not.
+        numbers: where what these read begins, from the first view's on.
+    """
+
+    head: Head
+    rows: npt.NDArray[np.float64] | None
+    out: Any
+    launches: Launches | None = None
+    numbers: int = 0
+
+
+class ImageJob:
+    """The encoded images of one batch, on their way into a tensor for each view.
+
+    Decoded images, or their packed copy, are let go after the launches that read them. Their memory
+    is not decoded into before those have completed. See Note [Decoded memory].
     """
 
     def __init__(self, pipeline: Pipeline, images: PreparedImages) -> None:
         self.images = images
-        self.out: Any = [None] * len(images)
+        views = zip(pipeline.views, images.rows, strict=True)
+        self.outputs = [Output(view.head, rows, [None] * len(images)) for view, rows in views]
         self._pipeline = pipeline
-        self._launches: Launches | None = None
         # The tensor that holds what the launches read, and where that starts and stops in it.
         self._numbers: tuple[torch.Tensor, int, int] | None = None
         self._survived: torch.Tensor | None = None
-        if pipeline.head.names or pipeline.tail:
-            require_fixed_size(pipeline.head, pipeline.tail)
+        for view in pipeline.views:
+            if view.head.names or view.tail or len(pipeline.views) > 1:
+                require_fixed_size(view.head, view.tail)
 
     def begin(self, limit: int | None = None) -> list[Callable[[], None]]:
         """On the stream of the batch: reserve the result.
@@ -52,50 +73,66 @@ class ImageJob:
             The decode of each sub-batch, with pixels that workers decoded; none takes more than
             ``limit`` bytes.
         """
-        pipeline, images = self._pipeline, self.images
-        device, head = pipeline.device, pipeline.head
-        size, plan = head.size, images.plan
+        pipeline, images, plan = self._pipeline, self.images, self.images.plan
+        sizes = pipeline.packer.sizes
         # Without engines a call takes as long whatever its size.
         room = WHOLE_BATCH_BYTES if pipeline.streams > 1 and len(plan.calls) > 1 else None
-        if limit is not None or room is not None:
-            words = images.words() if plan.table else None
+        replanned = limit is not None or room is not None
+        if replanned:
+            words = [images.words(view) for view in range(len(plan.tables))]
             most = None if limit is None else limit // pipeline.copies
-            plan = lay_out(images, size, words, most, room)
-        if size is None:
+            plan = lay_out(images, sizes, words, most, room)
+        if not sizes:
             # The pixels themselves are the result, and the buffer is the worker's.
             ready = np.flatnonzero(images.decoded)
-            pixels = images.pixels.to(device, non_blocking=True, copy=True)
-            for i, image in zip(ready.tolist(), images.views(ready, pixels), strict=True):
-                self.out[i] = image
+            pixels = images.pixels.to(pipeline.device, non_blocking=True, copy=True)
+            pictures = images.pictures(ready, pixels)
+            for i, image in zip(ready.tolist(), pictures, strict=True):
+                self.outputs[0].out[i] = image
             return [partial(self._decode, call=call) for call in plan.calls]
-        if images.out is not None:  # on the CPU, with what the workers decoded
-            self.out = images.out
+        if images.out:  # on the CPU, with what the workers decoded
+            for output, out in zip(self.outputs, images.out, strict=True):
+                output.out = out
             left = [call for call in plan.calls if len(call.positions)]
             return [partial(self._decode, call=replace(call, copy=None)) for call in left]
-        dtype = pipeline.dtype or torch.float32
-        layout = pipeline.memory_format or torch.contiguous_format
-        shape = len(images), 3, *size
-        self.out = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
-        table = plan.table if HAS_TRITON and dtype != torch.float64 else None
+        for output in self.outputs:
+            output.out = output.head.empty(len(images), pipeline.device)
+        double = any(output.out.dtype == torch.float64 for output in self.outputs)
+        planned = bool(plan.tables) and HAS_TRITON and not double
+        if planned:
+            self._prepare(plan, again=replanned)
         return [
-            partial(self._decode, call=call, launch=None if table is None else (table, number))
+            partial(self._decode, call=call, launch=number if planned else None)
             for number, call in enumerate(plan.calls)
         ]
 
-    def _decode(
-        self, *, call: Call, launch: tuple[Table, int] | None = None, again: bool = False
-    ) -> None:
+    def _prepare(self, plan: Plan, *, again: bool) -> None:
+        """Prepare the launches of all views, and what they read; ``again`` if it was not kept."""
+        images, pairs = self.images, list(zip(self.outputs, plan.tables, strict=True))
+        starts, held = images.numbers, images.buffer
+        self._numbers = held.memory, held.start + starts[0], held.start + starts[-1]
+        if again:
+            parts = [Launches.numbers(t, 3, coloring_of(o.head)) for o, t in pairs]
+            numbers = torch.cat(parts)
+            numbers = numbers.pin_memory() if images.is_pinned else numbers
+            starts = [0, *np.cumsum([*map(len, parts)]).tolist()]
+            self._numbers = numbers, 0, len(numbers)
+        for (output, table), start in zip(pairs, starts, strict=False):
+            output.launches = Launches(table, output.out, torch.uint8, output.head.interpolation)
+            output.numbers = start - starts[0]
+
+    def _decode(self, *, call: Call, launch: int | None = None, again: bool = False) -> None:
         """Decode and resample a sub-batch; out of memory, make room and take smaller ones.
 
         Args:
             call: its images.
-            launch: of all of them, if it was planned: its table, and its number in that.
+            launch: of all of them, if it was planned: its number.
             again: whether it is one image, or one copy, that has had a try.
         """
         try:
             if launch is None or not self._packs(call):
                 self._decode_apart(call)
-            elif not self._decode_packed(call, *launch):
+            elif not self._decode_packed(call, launch):
                 self._decode_apart(call, together=False)
         except torch.OutOfMemoryError as error:
             if again:
@@ -116,20 +153,23 @@ class ImageJob:
         decoder = self._pipeline.decoder
         return not len(call.positions) or (decoder is not None and decoder.packs)
 
-    def _decode_packed(self, call: Call, table: Table, number: int) -> bool:
+    def _decode_packed(self, call: Call, number: int) -> bool:
         """Whether it was done in one piece: see Note [One call for a batch]."""
         pipeline, images = self._pipeline, self.images
         decoder = pipeline.decoder if len(call.positions) else None
-        launches, numbers, first, last = self._read_by(table)
+        checked = decoder is not None and decoder.canaries  # see Note [Canaries]
+        assert self._numbers is not None
+        numbers, first, last = self._numbers
         pixels = -(-(last - first) // ALIGNED) * ALIGNED
         with Timed(pipeline.stats, "resample" if decoder is None else "decode"):
             flat = place(pixels + call.copied + call.size, pipeline.device, pipeline.rooms)
             address = flat.data_ptr()
             # Nobody but torch keeps what is not in the batch until it is on the device.
             flat[: last - first].copy_(numbers[first:last], non_blocking=True)
-            if decoder is not None and decoder.canaries:
-                # See Note [Canaries].
-                launches.set_canaries(number, address + pixels, address)
+            launches = [(o.launches, address + o.numbers) for o in self.outputs if o.launches]
+            if checked:
+                run, read = launches[0]
+                run.set_canaries(number, address + pixels, read)
                 self._mark_reader()
             self._wait_for_reader()
             if call.copy is not None:
@@ -141,8 +181,10 @@ class ImageJob:
                     return False
                 pipeline.decodes_on(decoder.streams)
         with Timed(pipeline.stats, "resample"):
-            flags = self._flags().data_ptr() if decoder is not None and decoder.canaries else 0
-            launches.launch(number, address + pixels, address, survived=flags)
+            flags = self._flags().data_ptr() if checked else 0
+            for run, read in launches:
+                run.launch(number, address + pixels, read, survived=flags)
+                flags = 0  # the first view tells
             self._mark_reader()
         return True
 
@@ -165,20 +207,6 @@ class ImageJob:
             self._pipeline.stats.add("missed_images", len(missed))
             self._decode_apart(self.images.call(missed), together=False)
 
-    def _read_by(self, table: Table) -> tuple[Launches, torch.Tensor, int, int]:
-        """The launches of a table, and the numbers that they read, see ``_numbers``."""
-        if self._launches is None or self._numbers is None:
-            head = self._pipeline.head
-            self._launches = Launches(table, self.out, torch.uint8, head.interpolation)
-            if table.words is None:
-                self._numbers = self.images.held_numbers()
-            else:
-                coloring = Coloring(torch.uint8, self.out.dtype, head.mean, head.std)
-                numbers = Launches.numbers(table, 3, coloring)
-                numbers = numbers.pin_memory() if self.images.is_pinned else numbers
-                self._numbers = numbers, 0, len(numbers)
-        return self._launches, *self._numbers
-
     def _decode_apart(self, call: Call, *, together: bool = True) -> None:
         pipeline, device = self._pipeline, self._pipeline.device
         if call.copy is not None:
@@ -198,19 +226,22 @@ class ImageJob:
             pairs = zip(call.positions.tolist(), images, strict=True)
             decoded = {i: image for i, image in pairs if image is not None}
         with Timed(pipeline.stats, "resample"):
-            if pipeline.head.size is None:
+            if not pipeline.packer.sizes:
                 for i, image in decoded.items():
-                    self.out[i] = image.contiguous()  # else one would keep all in memory
+                    # Else one would keep all in memory.
+                    self.outputs[0].out[i] = image.contiguous()
             elif decoded:
-                self._resample(np.array([*decoded]), [*decoded.values()])
+                for output in self.outputs:
+                    self._resample(output, np.array([*decoded]), [*decoded.values()])
             self._mark_reader()
 
     def _copy_apart(self, copy: Copy) -> None:
         held, first, last = self.images.held_copy(copy)
-        pixels = held[first:last].to(self.out.device, non_blocking=True)
-        views = self.images.views(copy.positions, pixels, copy.start)
+        pixels = held[first:last].to(self._pipeline.device, non_blocking=True)
         with Timed(self._pipeline.stats, "resample"):
-            self._resample(copy.positions, views)
+            for view, output in enumerate(self.outputs):
+                pictures = self.images.pictures(copy.positions, pixels, copy.start, view)
+                self._resample(output, copy.positions, pictures)
             self._mark_reader()
 
     def _mark_reader(self) -> None:
@@ -234,20 +265,11 @@ class ImageJob:
         bad = BadImage(int(self.images.indices[position]), self.images.paths[position], reason)
         return torch.OutOfMemoryError(f"{bad}. Take smaller batches, or leave it to the workers.")
 
-    def _resample(self, positions: npt.NDArray[np.int64], images: Sequence[torch.Tensor]) -> None:
-        """Queue the fused head of some decoded images on the current stream."""
-        batch, head = self.images, self._pipeline.head
-        assert batch.rows is not None
-        turned = batch.transposed[positions].tolist()
-        resample(
-            [image.mT if turn else image for image, turn in zip(images, turned, strict=True)],
-            batch.rows[positions],
-            head.size,  # type: ignore[arg-type]
-            antialias=head.antialias,
-            dtype=self.out.dtype,
-            out=self.out,
-            positions=positions.tolist(),
-            interpolation=head.interpolation,
-            mean=head.mean,
-            std=head.std,
-        )
+    def _resample(
+        self, output: Output, positions: npt.NDArray[np.int64], images: Sequence[torch.Tensor]
+    ) -> None:
+        """Queue the fused transforms of some decoded images on the current stream."""
+        assert output.rows is not None
+        turned = self.images.transposed[positions].tolist()
+        upright = [image.mT if turn else image for image, turn in zip(images, turned, strict=True)]
+        run_head(output.head, upright, output.rows[positions], output.out, positions)

@@ -10,7 +10,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -24,8 +24,8 @@ from gpuprefetch.images.encoded import EncodedImage, EncodedImages, Plan, Prepar
 from gpuprefetch.images.header import ImageHeader, blank, decode_cpu, read_header
 from gpuprefetch.images.plan import lay_out
 from gpuprefetch.images.slab import share
-from gpuprefetch.images.targets import FollowedImage, follow, images_of
-from gpuprefetch.transforms.head import Head
+from gpuprefetch.images.targets import FollowedImage, follow, images_of, refuse_several
+from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.launch import Coloring, Launches, plan_rows, resample
 from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.random import Keys, fold
@@ -37,6 +37,7 @@ SHIPPED = 4
 # Which axes (y, x) of the stored image are mirrored, for EXIF orientations 1 to 4 and 5 to 8; the
 # latter change rows and columns before that.
 _MIRRORED = np.array([(False, False), (False, True), (True, True), (True, False)] * 2)
+
 
 # Stands in for a header that could not be read; large, so that no crop refuses it.
 _UNREADABLE = ImageHeader("unknown", 2**15, 2**15, 1, False, ())
@@ -103,34 +104,32 @@ class Packer:
     """Prepares batches of encoded images for the device; what is the same for all of them.
 
     Attributes:
-        head: the fused transforms whose parameters are drawn here.
+        heads: the fused transforms of each view, whose parameters are drawn here.
         on_gpu: whether baseline JPEGs are left to the GPU.
         apply_exif: whether pictures are turned upright.
         seed: of all random parameters.
         epoch: likewise.
         share: ``(1,)`` float64 in shared memory, of the baseline JPEGs that are decoded here.
-        output: dtype and memory format of the result, where it is made here; None leaves that to
-            the device. Without one it is made here: a worker runs its share of it in one thread,
-            and in the loop's process many threads would wait for cores that the workers have.
-        dtype: of the result on a device.
+        finishes: whether the result is made here, as without a device: a worker runs its share of
+            it in one thread, and in the loop's process many threads would wait for cores that the
+            workers have.
         late: ``(1,)`` bool in shared memory, whether the collate function runs after the
             transforms. One that mixes images sets it where it first meets encoded ones.
         moves: whether a transform, fused or after the head, moves pixels.
-        program: the first transform after the head, if workers are to run it; else None.
+        programs: of each view what workers run on its finished images, None for nothing.
         rank: of this process among those that may be given the same samples, else 0.
     """
 
-    head: Head
+    heads: tuple[Head, ...]
     on_gpu: bool
     apply_exif: bool
     seed: int
     epoch: torch.Tensor
     share: torch.Tensor
-    output: tuple[torch.dtype, torch.memory_format] | None = None
-    dtype: torch.dtype = torch.float32
+    finishes: bool = False
     late: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     moves: bool = False
-    program: PerImage | None = None
+    programs: tuple[PerImage | None, ...] = ()
     rank: int = 0
     _last: float = field(init=False, default_factory=time.perf_counter)
 
@@ -163,44 +162,51 @@ class Packer:
         for_gpu = np.flatnonzero(~chosen)
         count = int(share * len(for_gpu) + 0.5)
         chosen[for_gpu[np.argsort(files[for_gpu], kind="stable")[:count]]] = True
-        if self.head.size is None:  # no sampling that could turn the picture
+        if not self.sizes:  # no sampling that could turn the picture
             chosen |= headers.orientation != 1
         return chosen & headers.whole
 
-    def become(self, sizes: npt.NDArray[np.int64], rows: Any) -> tuple[Any, Any]:
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """``(height, width)`` of each view's result; none where it has no fixed size."""
+        return [head.size for head in self.heads if head.size is not None]
+
+    def become(self, sizes: npt.NDArray[np.int64], rows: Sequence[Any]) -> tuple[Any, Any]:
         """Which images become the crop that their sampling reads, and pixels of what each does.
 
-        Others become the result of their sampling, or where they have none stay what they are.
+        Others become the results of all their samplings, or where they have none stay what they
+        are.
         """
-        if rows is None or self.head.size is None:
+        if not self.sizes:
             return np.zeros(len(sizes), dtype=bool), sizes.prod(axis=1)
-        finished = prod(self.head.size)
-        area = np.diff(rows[:, :, 2:4].astype(int)).prod(axis=(1, 2))
-        crops = (0 < area) & (area <= SHIPPED * finished) & self.on_gpu
+        finished = sum(map(prod, self.sizes))
+        area = np.diff(rows[0][:, :, 2:4].astype(int)).prod(axis=(1, 2))
+        crops = (0 < area) & (area <= SHIPPED * finished) & self.on_gpu & (len(rows) == 1)
         return crops, np.where(crops, area, finished)
 
     def allocate(
-        self, images: Sequence[EncodedImage], headers: Headers, rows: Any, share: float
+        self, images: Sequence[EncodedImage], headers: Headers, rows: Sequence[Any], share: float
     ) -> tuple[EncodedImages, Any]:
         """Lay out a batch of which we decode a share; and which of its images become crops."""
         files = np.array([len(image.data) for image in images])
         ours = self.divide(headers, files, share)
         crops, pixels = self.become(headers.sizes, rows)
         orientation = np.where(ours, 1, headers.orientation)  # what is decoded here is turned here
-        if rows is not None:
-            _mirror(rows, headers.sizes, _MIRRORED[orientation - 1])
-        fused = self.on_gpu and self.head.size is not None
+        for each in rows if self.sizes else ():
+            _mirror(each, headers.sizes, _MIRRORED[orientation - 1])
+        fused, several = self.on_gpu and bool(self.sizes), len(self.heads) > 1
+        channels_last = self.heads[0].memory_format is torch.channels_last
         batch = allocate(
             images,
             np.where(ours, 3 * pixels, files) * headers.whole,
             ours,
             work=headers.sizes.prod(axis=1),
-            room=Launches.room(len(images), 3) if fused else 0,
+            room=len(rows) * Launches.room(len(images), 3) if fused else 0,
             sizes=headers.sizes,
             transposed=orientation >= 5,
             # As on the GPU; to turn a picture into planes takes a tenth of its decode.
-            interleaved=fused
-            or (self.output is not None and self.output[1] == torch.channels_last),
+            interleaved=fused or (self.finishes and channels_last),
+            views=self.sizes if several else (),
             errors=headers.errors,
         )
         return batch, crops
@@ -216,78 +222,115 @@ class Packer:
         self,
         images: Sequence[EncodedImage],
         headers: Headers,
-        rows: Any,
+        rows: Sequence[Any],
         crops: Any,
         batch: EncodedImages,
     ) -> float:
         """Decode the others into the batch; the seconds that took."""
         parts, started = batch.parts(), time.perf_counter()
         for i in np.flatnonzero(batch.decoded).tolist():
-            row = None if rows is None else rows[i]
             try:
                 picture = decode_cpu(images[i].data, headers.each[i], apply_exif=self.apply_exif)
-                picture = self._fit(picture, row, bool(crops[i]))
+                pictures = self._fit(
+                    picture, [each[i] for each in rows if each is not None], bool(crops[i])
+                )
             except (ValueError, RuntimeError) as error:
                 batch.errors[i], batch.decoded[i], batch.spans[i] = str(error), False, 0
                 continue
-            batch.sizes[i] = picture.shape[-2:]
-            picture = picture.permute(1, 2, 0) if batch.interleaved else picture
-            parts[i].reshape(picture.shape)[:] = picture.numpy()
+            if not batch.views:
+                batch.sizes[i] = pictures[0].shape[-2:]
+            first = 0
+            for picture in pictures:
+                picture = picture.permute(1, 2, 0) if batch.interleaved else picture
+                part = parts[i][first : first + picture.numel()]
+                part.reshape(picture.shape)[:] = picture.numpy()
+                first += picture.numel()
         return time.perf_counter() - started
 
-    def _fit(self, picture: torch.Tensor, row: Any, crop: bool) -> torch.Tensor:
-        """What a decoded picture becomes; its sampling ``row`` is made to fit that."""
-        if row is None or self.head.size is None:
-            return picture
+    def _fit(self, picture: torch.Tensor, rows: list[Any], crop: bool) -> list[torch.Tensor]:
+        """What a decoded picture becomes; its samplings ``rows`` are made to fit that."""
+        if not self.sizes:
+            return [picture]
         if crop:
+            (row,) = rows
             (top, left), (bottom, right) = row[:, 2:4].T.astype(int)
             row[:, [0, 2, 3]] -= row[:, 2:3]  # origin, low and high
-            return picture[:, top:bottom, left:right]
-        way: Any = {"interpolation": self.head.interpolation, "antialias": self.head.antialias}
-        picture = resample_uint8(picture, row, self.head.size, **way)
-        row[:] = finished_row(self.head.size)
-        return picture
+            return [picture[:, top:bottom, left:right]]
+        finished = []
+        for head, size, row in zip(self.heads, self.sizes, rows, strict=True):
+            way: Any = {"interpolation": head.interpolation, "antialias": head.antialias}
+            finished.append(resample_uint8(picture, row, size, **way))
+            row[:] = finished_row(size)
+        return finished
 
-    def plan(self, batch: EncodedImages, rows: Any) -> tuple[Plan, tuple[int, int]]:
+    def plan(self, batch: EncodedImages, rows: Sequence[Any]) -> tuple[Plan, list[int]]:
         """Plan a batch, and put what its launches read into its buffer, after the pixels."""
-        head, first = self.head, batch.encoded_bytes
-        if not self.on_gpu or head.size is None:
-            return lay_out(batch, head.size), (first, first)
-        way = head.size, head.interpolation, head.antialias
-        plan = lay_out(batch, head.size, plan_rows(rows, batch.sizes, batch.transposed, *way))
-        if plan.table is None:  # nothing in the batch can be decoded
-            return plan, (first, first)
-        coloring = Coloring(torch.uint8, self.dtype, head.mean, head.std)
-        numbers = Launches.numbers(plan.table, 3, coloring)
-        last = first + len(numbers)
-        batch.buffer.tensor[first:last] = numbers
-        return replace(plan, table=replace(plan.table, words=None)), (first, last)
-
-    def finish(self, batch: EncodedImages, rows: Any) -> torch.Tensor | None:
-        """Run the fused head here, where ``output`` asks for it: ``(N, C, H, W)``."""
-        head = self.head
-        if self.output is None or head.size is None:
-            return None
-        dtype, memory_format = self.output
-        shape = len(batch), 3, *head.size
-        out = torch.empty(shape, dtype=dtype, device="cpu", memory_format=memory_format)
-        if get_worker_info() is not None and self.program is None:
-            share(out)  # torch would do so as it sends it
-        ready = np.flatnonzero(batch.decoded)
-        if len(ready):
-            resample(
-                batch.views(ready, batch.pixels),
-                rows[ready],
-                head.size,
-                interpolation=head.interpolation,
-                antialias=head.antialias,
-                mean=head.mean,
-                std=head.std,
-                dtype=dtype,
-                out=out,
-                positions=ready.tolist(),
+        numbers = [batch.encoded_bytes]
+        if not self.on_gpu or not self.sizes:
+            return lay_out(batch, self.sizes), numbers
+        words = [
+            plan_rows(
+                each,
+                batch.view_sizes(view),
+                batch.transposed,
+                self.sizes[view],
+                head.interpolation,
+                head.antialias,
             )
-        return out
+            for view, (head, each) in enumerate(zip(self.heads, rows, strict=True))
+        ]
+        plan = lay_out(batch, self.sizes, words)
+        for head, table in zip(self.heads, plan.tables, strict=False):  # none in an empty plan
+            given = Launches.numbers(table, 3, coloring_of(head))
+            numbers.append(numbers[-1] + len(given))
+            batch.buffer.tensor[numbers[-2] : numbers[-1]] = given
+            table.words = None
+        return plan, numbers
+
+    def finish(self, batch: EncodedImages, rows: Sequence[Any]) -> list[torch.Tensor]:
+        """Run the fused transforms here, where they are to: ``(N, C, H, W)`` of each view."""
+        if not self.finishes or not self.sizes:
+            return []
+        ready = np.flatnonzero(batch.decoded)
+        made = []
+        for view, (head, each) in enumerate(zip(self.heads, rows, strict=True)):
+            out = head.empty(len(batch), "cpu")
+            program = self.programs[view] if self.programs else None
+            if get_worker_info() is not None and program is None:
+                share(out)  # torch would do so as it sends it
+            if len(ready):
+                pictures = batch.pictures(ready, batch.pixels, view=view)
+                run_head(head, pictures, each[ready], out, ready)
+            made.append(out)
+        return made
+
+
+def coloring_of(head: Head) -> Coloring:
+    """The values that the launches of a view make of decoded ones."""
+    return Coloring(torch.uint8, head.dtype or torch.float32, head.mean, head.std)
+
+
+def run_head(
+    head: Head,
+    pictures: Sequence[torch.Tensor],
+    rows: npt.NDArray[np.float64],
+    out: torch.Tensor,
+    positions: npt.NDArray[np.int64],
+) -> None:
+    """Sample pictures ``(3, H, W)`` into their ``positions`` of ``out``."""
+    assert head.size is not None
+    resample(
+        pictures,
+        rows,
+        head.size,
+        interpolation=head.interpolation,
+        antialias=head.antialias,
+        mean=head.mean,
+        std=head.std,
+        dtype=out.dtype,
+        out=out,
+        positions=positions.tolist(),
+    )
 
 
 class Packing:
@@ -340,10 +383,14 @@ class Packing:
 
         def draw(images: Sequence[EncodedImage]) -> tuple[Any, Any, dict[int, str]]:
             headers = Headers(images, apply_exif=packer.apply_exif)
-            rows = packer.head.draw(headers.sizes, self._keys(images))
+            rows = head.draw(headers.sizes, self._keys(images))
             return rows, headers.sizes, headers.errors
 
-        followed = follow(samples, packer.head.size, draw)
+        head, *others = packer.heads
+        if others and images_of(samples):
+            refuse_several(samples)
+            return samples, self
+        followed = follow(samples, head.size, draw)
         if followed is samples:
             return samples, self
         return followed, Packing(packer, as_list(followed), self._repeats, following=True)
@@ -352,10 +399,14 @@ class Packing:
         """For the same batch, as if nothing of it had been packed."""
         return Packing(self._packer, self._samples, self._repeats, following=self._following)
 
-    def _draw(self, images: Sequence[EncodedImage], headers: Headers) -> Any:
-        head = self._packer.head
-        if head.size is None:
-            return None
+    def _draw(self, images: Sequence[EncodedImage], headers: Headers) -> list[Any]:
+        """The sampling of each view: None where it has no fixed size."""
+        packer = self._packer
+        if len(packer.heads) > 1:
+            for head in packer.heads:
+                require_fixed_size(head, ())
+        if not packer.sizes:
+            return [None]
         if self._following:
             followed: list[Any] = [i.row for i in images if isinstance(i, FollowedImage)]
             if len(followed) < len(images):
@@ -363,10 +414,15 @@ class Packing:
                     "The collate function made new EncodedImages, but boxes, masks or points have "
                     "been moved with those of the samples. Let it pass these on."
                 )
-            rows = np.stack(followed)
+            rows = [np.stack(followed)]
         else:
-            rows = head.draw(headers.sizes, self._keys(images))
-        check_rows(rows, headers.sizes, head.size)
+            keys = self._keys(images)
+            rows = [
+                head.draw(headers.sizes, fold(keys, -view) if view else keys)
+                for view, head in enumerate(packer.heads)
+            ]
+        for each, size in zip(rows, packer.sizes, strict=True):
+            check_rows(each, headers.sizes, size)
         return rows
 
     def _keys(self, images: Sequence[EncodedImage]) -> Keys:

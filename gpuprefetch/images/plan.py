@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from gpuprefetch.core.nested import objects, tensors
 from gpuprefetch.images.encoded import Call, Copy, EncodedImages, Plan, is_encoded
+from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.launch import arrange
 
 _UNITS = {
@@ -138,8 +139,8 @@ def _calls(
 
 def lay_out(
     images: EncodedImages,
-    size: tuple[int, int] | None = None,
-    words: npt.NDArray[np.int64] | None = None,
+    sizes: Sequence[tuple[int, int]] = (),
+    words: Sequence[npt.NDArray[np.int64]] = (),
     limit: int | None = None,
     room: int | None = None,
 ) -> Plan:
@@ -147,24 +148,31 @@ def lay_out(
 
     Args:
         images: the batch.
-        size: ``(H, W)`` of the result; None where it has none.
-        words: ``(N, words)`` int64 of :func:`.launch.plan_rows`, if there are any.
+        sizes: ``(H, W)`` of the result of each view; none where it has no fixed size.
+        words: of each view, ``(N, words)`` int64 of :func:`.launch.plan_rows`, if there are any.
         limit: bytes of the images of a decode call; None for no limit.
         room: the same, where there is no limit; None is SUB_BATCH_BYTES.
     """
-    calls = _calls(images, limit, room, with_pixels=size is not None)
-    if size is None or words is None or not calls:
+    calls = _calls(images, limit, room, with_pixels=bool(sizes))
+    if not words or not calls:
         return Plan(calls)
     groups, offsets = [], []
     for call in calls:
-        group, sizes = call.positions, call.decoded_sizes
+        group, taken = call.positions, call.decoded_sizes
         if (copy := call.copy) is not None:
             group = np.concatenate([copy.positions, group])
             offsets.append(images.spans[copy.positions, 0] - copy.start)
         groups.append(group)
-        offsets.append(call.copied + np.cumsum(sizes) - sizes)
-    places, starts = np.concatenate(groups), np.concatenate(offsets)
-    return Plan(calls, arrange(words[places], places, starts, [*map(len, groups)], size))
+        offsets.append(call.copied + np.cumsum(taken) - taken)
+    places, starts, counts = np.concatenate(groups), np.concatenate(offsets), [*map(len, groups)]
+    ready = images.decoded[places]
+    return Plan(
+        calls,
+        [
+            arrange(each[places], places, starts + ready * images.view_start(view), counts, size)
+            for view, (each, size) in enumerate(zip(words, sizes, strict=True))
+        ],
+    )
 
 
 def in_rooms(size: int) -> int:
@@ -218,15 +226,12 @@ class Cost:
         return budget - self.fixed
 
 
-def cost_of(
-    batch: Any, size: tuple[int, int] | None, dtype: torch.dtype | None, copies: int = 1
-) -> Cost:
+def cost_of(batch: Any, heads: Sequence[Head], copies: int = 1) -> Cost:
     """What a batch takes: its tensors, the pixels its workers decoded, and its images.
 
     Args:
         batch: as the loader gives it, its encoded images packed.
-        size: of the images after the fused transforms; None where they do not fix one.
-        dtype: likewise; None for float32.
+        heads: the fused transforms of each view.
         copies: of the images of a decode call, at the end of it.
     """
     fixed, calls, largest, name, divisible = 0, [0], 0, "", True
@@ -236,11 +241,11 @@ def cost_of(
             continue
         todo = positions_to_decode(leaf)
         sizes = decoded_bytes(leaf, todo)
-        if size is None:
+        if heads[0].size is None:
             fixed += leaf.pixels.nbytes + int(sizes.sum())
             divisible &= not len(todo)
         else:
-            fixed += len(leaf) * 3 * size[0] * size[1] * (dtype or torch.float32).itemsize
+            fixed += sum(head.empty(len(leaf), "meta").nbytes for head in heads)
             for call in _calls(leaf, None, with_pixels=True):
                 decoded = int(decoded_bytes(leaf, call.positions).sum())
                 calls.append(decoded * (copies if len(call.positions) > 1 else 1) + call.copied)

@@ -30,12 +30,11 @@ from gpuprefetch.images.plan import Cost, cost_of
 from gpuprefetch.images.rows import is_column, refuse_fewer_rows, take_rows
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.slab import unmap_dead
-from gpuprefetch.images.tail import run, run_tail
+from gpuprefetch.images.tail import run_tail
 from gpuprefetch.images.targets import refuse_unfollowed, unmark, unstack
+from gpuprefetch.images.view import View
 from gpuprefetch.images.worker import pack_lists, packed_of
-from gpuprefetch.transforms.head import Head, Transform, apply_head, is_kornia
-from gpuprefetch.transforms.random import SeededDraws, batch_seed, derive, fold
-from gpuprefetch.transforms.values import Values
+from gpuprefetch.transforms.random import SeededDraws, batch_seed, derive, view_seed
 
 
 @dataclass(slots=True)
@@ -66,12 +65,9 @@ class Pipeline:
 
     Attributes:
         device: where batches go.
-        head: the fused transforms.
-        tail: transforms that run on the batch after them.
+        views: what becomes of the images: most loops have one view of them.
         packer: prepares encoded images that no worker of ours has seen.
         decoder: backend for the images left to the GPU; None on the CPU.
-        dtype: of the images after the fused transforms; None for float32.
-        memory_format: likewise; None for contiguous.
         on_error: "raise", "skip", "replace", or a callable that gets each :class:`BadImage`.
         max_bad: how many bad files are tolerated; None for any number.
         bad_images: those that were tolerated, by what tells files apart.
@@ -81,22 +77,17 @@ class Pipeline:
         shares: of the images that the workers decoded, by the number of the batch.
         memory_budget: bytes for batches on their way, see :func:`gpuprefetch.images.plan.cost_of`.
         only: the one row of a batch that is handed over, after all transforms; None for all.
-        levels: whether ``dtype`` is uint8 for the first program's sake: of decoded images alone.
         streams: batches that are decoded side by side, once the first has been.
         without_engines: whether CUDA kernels decode, once the first batch has been decoded.
         rooms: see :func:`.decode.place`.
         beside: a second stream. See Note [Calls side by side].
-        values: looks at what reaches the transforms.
         job: makes the work of each leaf of encoded images.
     """
 
     device: torch.device
-    head: Head
-    tail: Sequence[Transform]
+    views: Sequence[View]
     packer: Packer
     decoder: ImageDecoder | None = None
-    dtype: torch.dtype | None = None
-    memory_format: torch.memory_format | None = None
     on_error: str | Callable[[BadImage], Any] = "raise"
     max_bad: int | None = None
     bad_images: dict[object, BadImage] = field(default_factory=dict)
@@ -105,20 +96,18 @@ class Pipeline:
     balancer: Balancer | None = None
     shares: dict[int, float] = field(default_factory=dict)
     memory_budget: int | None = None
-    levels: bool = False
     streams: int = 1
     without_engines: bool = False
     only: int | None = None
     rooms: dict[int, torch.Tensor] | None = None
     beside: torch.cuda.Stream | None = None
-    values: Values = field(default_factory=Values)
     job: Callable[[Pipeline, PreparedImages], ImageJob] = field(
         default_factory=lambda: ImageJob, repr=False
     )
 
     def cost(self, batch: Any) -> Cost:
         """What a batch takes on the device."""
-        return cost_of(batch, self.head.size, self.dtype, self.copies)
+        return cost_of(batch, self.packer.heads, self.copies)
 
     @property
     def copies(self) -> int:
@@ -256,11 +245,12 @@ class Pipeline:
         if self.packer.moves and not any(job.images.targets for job in jobs):
             refuse_unfollowed(moved)
         if jobs:
-            self.values.begin()
+            for view in self.views:
+                view.values.begin()
             with Timed(self.stats, "resample"):
                 parts = [part for job in jobs for part in job.begin(limit)]
             finish = partial(self._finish, moved, jobs, seed)
-        elif self.head.names or self.tail or self.dtype or self.memory_format:
+        elif len(self.views) > 1 or self.views[0].changes:
             finish = partial(self._transform_tensors, moved, seed)
         if isinstance(batch, Apart):
             finish = partial(self._run_after, finish, seed)
@@ -283,25 +273,32 @@ class Pipeline:
         if rows is not None or self.only is not None:
             refuse_fewer_rows(batch, jobs[0].images.samples)
 
-        batch = unstack(batch, count) if targets and self.tail else batch
+        tails = any(view.tail for view in self.views)
+        batch = unstack(batch, count) if targets and tails else batch
         if rows is not None:
             rest = partial(_take_rest, rows=rows, count=count)
             batch = map_leaves(rest, batch, partial(is_column, count=count))
             for job in jobs:
-                job.out = take_rows(job.out, rows, count)
-        if self.tail and not targets:  # each view of a sample gets draws of its own
+                for output in job.outputs:
+                    output.out = take_rows(output.out, rows, count)
+        if tails and not targets:  # each image of a sample gets draws of its own
             for number, job in enumerate(jobs):
                 own = derive(seed(), number) if number else seed()
-                job.out = self._run_tail(job.out, own, job.images.seed)
-        elif self.tail:
+                outs = [output.out for output in job.outputs]
+                made = self._run_tails(outs, own, job.images.seed)
+                for output, out in zip(job.outputs, made, strict=True):
+                    output.out = out
+        elif tails:
             if len(jobs) > 1:
                 raise ValueError(
                     "The collate function leaves samples apart, and the transforms after the fused "
                     "ones need one batch. Use collate_fn=lambda samples: tuple(zip(*samples))."
                 )
-            job = jobs[0]
+            (view,), (output,) = self.views, jobs[0].outputs
             with Timed(self.stats, "tail"), SeededDraws(seed()):
-                job.out, batch = run_tail(self.tail, job.out, batch, targets, self.values.reach)
+                output.out, batch = run_tail(
+                    view.tail, output.out, batch, targets, view.values.reach
+                )
         only, left = None, count if rows is None else len(rows)
         if self.only is not None:
             kept = torch.arange(count) if rows is None else rows
@@ -311,13 +308,17 @@ class Pipeline:
 
     def _result(self, leaf: Any, *, only: torch.Tensor | None, count: int) -> Any:
         """What is handed over of a leaf; of one row alone where ``only`` says which."""
-        result = leaf.out if isinstance(leaf, ImageJob) else leaf
+        if not isinstance(leaf, ImageJob):
+            return unmark(leaf if only is None else take_rows(leaf, only, count))
+        results = [output.out for output in leaf.outputs]
         if only is not None:
             take = partial(take_rows, rows=only, count=count)
             # A list of images of their own sizes has an entry per sample, several outputs have not.
-            several = isinstance(leaf, ImageJob) and self.tail
-            result = map_leaves(take, result) if several else take(result)
-        return unmark(result)
+            results = [
+                map_leaves(take, result) if view.tail else take(result)
+                for view, result in zip(self.views, results, strict=True)
+            ]
+        return _one_or_all(results)
 
     def _transform_tensors(self, batch: Any, draw_seed: Callable[[], int]) -> Any:
         """Transform the first leaf that holds images."""
@@ -334,10 +335,12 @@ class Pipeline:
                     "like (N, H, W, C), as NumPy and albumentations have them. Let the dataset "
                     "return torch.from_numpy(image).permute(2, 0, 1), or ToTensorV2 do so."
                 )
-            self.values.begin(leaf)
+            images = []
             with Timed(self.stats, "resample"):
-                leaf = self._run_head(leaf, seed)
-            return self._run_tail(leaf, seed)
+                for number, view in enumerate(self.views):
+                    view.values.begin(leaf)
+                    images.append(view.run_head(leaf, view_seed(seed, number)))
+            return _one_or_all(self._run_tails(images, seed))
 
         result = map_leaves(transform, batch)
         if not done:
@@ -348,37 +351,20 @@ class Pipeline:
             )
         return result
 
-    def _run_head(self, images: torch.Tensor, seed: int) -> torch.Tensor:
-        kornia_next = bool(self.tail) and is_kornia(self.tail[0])
-        to_floats = kornia_next and not images.is_floating_point()
-        if self.head.names or to_floats or self.dtype == torch.uint8:
-            keys = fold(seed, np.arange(len(images)))
-            dtype = None if self.levels and images.is_floating_point() else self.dtype
-            return apply_head(self.head, images, keys, dtype, self.memory_format)
-        if self.dtype and not images.is_floating_point():
-            images = images.to(self.dtype) / 255
-        return images.to(
-            dtype=self.dtype or images.dtype,
-            memory_format=self.memory_format or torch.preserve_format,
-        )
+    def _run_tails(self, images: Sequence[Any], seed: int, done: int | None = None) -> list[Any]:
+        """What runs after the fused transforms, on the images of each view.
 
-    def _run_tail(self, images: Any, seed: int, done: int | None = None) -> Any:
-        """``done`` is the seed of a worker that has run the first transform; None for none."""
-        if not self.tail:
-            return images
+        ``done`` is the seed with which a worker has run each view's program; None for none.
+        """
+        if not any(view.tail for view in self.views):
+            return list(images)
         if done not in (None, seed):
             raise RuntimeError("the loader gives its batches in another order than its sampler")
-        tail = list(self.tail)
-        with Timed(self.stats, "tail"), SeededDraws(seed):
-            if done is not None:
-                first: Any = tail.pop(0)
-                first.key()  # what comes after it draws the same
-                levels = torch.tensor([0, 255 if self.dtype == torch.uint8 else 1])
-                self.values.reach(first, levels.to(self.dtype or torch.float32))
-            for transform in tail:
-                self.values.reach(transform, images)
-                images = run(transform, images)
-        return images
+        with Timed(self.stats, "tail"):
+            return [
+                view.run_tail(each, view_seed(seed, number), begun=done is not None)
+                for number, (view, each) in enumerate(zip(self.views, images, strict=True))
+            ]
 
     def _rows_to_keep(self, jobs: list[ImageJob]) -> torch.Tensor | None:
         """Apply ``on_error``: the rows of the batch that become its result, None for all."""
@@ -427,6 +413,11 @@ def _bad_images(jobs: Sequence[ImageJob]) -> list[BadImage]:
         for job in jobs
         for i, reason in sorted(job.images.errors.items())
     ]
+
+
+def _one_or_all(results: Sequence[Any]) -> Any:
+    """What a loop gets for its images: of several views a tuple."""
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 def count_images(batch: Any) -> int:

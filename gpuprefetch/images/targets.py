@@ -78,6 +78,19 @@ def refuse_unfollowed(*batches: Any) -> None:
         )
 
 
+def refuse_several(samples: Any) -> None:
+    """Refuse boxes, masks and points beside an image of which several views are made.
+
+    Raises:
+        ValueError: if there are any.
+    """
+    if followers(samples):
+        raise ValueError(
+            "Views gives several pictures of an image, and boxes, masks and points can follow one. "
+            "Return plain tensors, as mask.as_subclass(torch.Tensor), or leave them out."
+        )
+
+
 # --- The fused transforms ---
 
 

@@ -21,7 +21,7 @@ from gpuprefetch.images.guard import UndecodedError, end_reading
 from gpuprefetch.images.packer import Packer, Packing, as_list
 from gpuprefetch.images.slab import by_value, share
 from gpuprefetch.images.targets import fate, images_of, mark, refuse_unfollowed
-from gpuprefetch.transforms.random import SeededDraws, batch_seed
+from gpuprefetch.transforms.random import SeededDraws, batch_seed, view_seed
 
 # Added to the workers' priority number: the training thread launches kernels, they only decode.
 NICENESS = 10
@@ -145,17 +145,19 @@ class HostStage:
         return batch
 
     def _augment(self, images: PreparedImages, number: int) -> None:
-        """Run the first transform after the fused ones here, drawn as the loop's process would.
+        """Run each view's program here, drawn as the loop's process would.
 
         What has targets or a bad file is left to that.
         """
         packer, began = self.packer, time.perf_counter()
-        program, out = packer.program, images.out
-        if program is None or out is None or images.errors or images.targets:
+        programs = packer.programs
+        if programs.count(None) == len(programs) or images.errors or images.targets:
             return
         images.seed = batch_seed(packer.seed, int(packer.epoch), number + (packer.rank << 32))
-        with SeededDraws(images.seed):
-            images.out = program.carry_out(out, program.draw(out), share)
+        for view, (program, out) in enumerate(zip(programs, images.out, strict=True)):
+            if program is not None:
+                with SeededDraws(view_seed(images.seed, view)):
+                    images.out[view] = program.carry_out(out, program.draw(out), share)
         images.collate_seconds += time.perf_counter() - began
 
     def _settle(self) -> None:

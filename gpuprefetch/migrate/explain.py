@@ -15,6 +15,7 @@ from gpuprefetch.transforms.head import Head, Transform, _FusedTransform, read_t
 from gpuprefetch.transforms.known import flatten, is_on_device, name_of
 from gpuprefetch.transforms.per_image import Cast, Loop, PerImage, on_levels
 from gpuprefetch.transforms.random import SeededDraws
+from gpuprefetch.transforms.views import Views
 
 
 def explain(transforms_or_prefetcher: Any) -> str:
@@ -36,8 +37,10 @@ def explain(transforms_or_prefetcher: Any) -> str:
     given = transforms_or_prefetcher
     if isinstance(given, DataPrefetcher):
         pipeline = given._pipeline
-        given = pipeline.head, pipeline.tail, pipeline.dtype, pipeline.memory_format
-        return _explain(*given, decode=f"by {decoded_by(pipeline.decoder, pipeline.device)}")
+        decode = f"by {decoded_by(pipeline.decoder, pipeline.device)}"
+        return "\n".join(_explain(view.head, view.tail, decode) for view in pipeline.views)
+    if isinstance(given, Views):
+        return "\n".join(map(explain, given.lists))
     ops = list(flatten(given))
     # torchvision's may stand in a prefetcher's list, too.
     if not any(map(is_on_device, ops)) and any(name_of(op) is not None for op in ops):
@@ -45,16 +48,11 @@ def explain(transforms_or_prefetcher: Any) -> str:
     return _explain(*read_list(given))
 
 
-def _explain(
-    head: Head,
-    tail: Sequence[Transform],
-    dtype: torch.dtype | None = None,
-    memory_format: torch.memory_format | None = None,
-    decode: str = "",
-) -> str:
+def _explain(head: Head, tail: Sequence[Transform], decode: str = "") -> str:
     rows = [("decode", "uint8 (3, H, W), each image its own size", decode)]
-    tail, levels = on_levels(head, tail, Cast(dtype, memory_format))
-    dtype, memory_format = (torch.uint8, None) if levels else (dtype, memory_format)
+    tail, levels = on_levels(head, tail, Cast(head.dtype, head.memory_format))
+    dtype = torch.uint8 if levels else head.dtype
+    memory_format = None if levels else head.memory_format
     images = None
     if head.size is not None:
         images = torch.zeros((2, 3, *head.size), dtype=dtype or torch.float32)

@@ -18,6 +18,7 @@ import torch
 
 from gpuprefetch.transforms.launch import resample
 from gpuprefetch.transforms.random import Keys, fold, uniform
+from gpuprefetch.transforms.views import Views
 
 Size = tuple[int, int]
 Floats = npt.NDArray[np.float64]
@@ -269,6 +270,8 @@ class Head:
         mean: per channel, in [0, 1] units; None without a Normalize.
         std: likewise.
         names: of the ops, for messages.
+        dtype: that is asked for; None for float32, or that of floating-point images.
+        memory_format: likewise; None for contiguous.
     """
 
     ops: tuple[HeadOp, ...] = ()
@@ -278,6 +281,18 @@ class Head:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     names: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
+    memory_format: torch.memory_format | None = None
+
+    def empty(self, count: int, device: torch.device | str) -> torch.Tensor:
+        """``(count, 3, H, W)``, not initialized, for what it makes of decoded images."""
+        assert self.size is not None
+        return torch.empty(
+            (count, 3, *self.size),
+            dtype=self.dtype or torch.float32,
+            device=device,
+            memory_format=self.memory_format or torch.contiguous_format,
+        )
 
     @property
     def normalize(self) -> tuple[list[float], list[float]] | None:
@@ -510,6 +525,11 @@ def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[
             f"transforms takes a list of modules and callables, got {type(transforms).__name__}."
         )
     tail = [*_flat(transforms or ())]
+    if any(isinstance(transform, Views) for transform in tail):
+        raise TypeError(
+            "Views stands in place of the list, and what all views have in common stands in each "
+            "of its lists: transforms=Views([crop, normalize], [crop, normalize])."
+        )
     for transform in tail:
         if not callable(transform) or isinstance(transform, type):
             raise TypeError(

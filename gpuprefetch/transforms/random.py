@@ -60,6 +60,11 @@ def batch_seed(seed: int, epoch: int, number: int) -> int:
     return derive(_epoch_keys(seed, epoch), number)
 
 
+def view_seed(seed: int, number: int) -> int:
+    """The same of one view of the batch: all but the first have a seed of their own."""
+    return derive(seed, -2 - number) if number else seed
+
+
 _RANDOM: set[Any] = {
     torch.rand,
     torch.randn,

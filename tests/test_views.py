@@ -1,0 +1,205 @@
+"""Several views of one decode: each is what its list alone gives, with parameters of its own."""
+
+import pickle
+
+import numpy as np
+import pictures
+import pytest
+import torch
+from kornia import augmentation as K
+from PIL import Image
+from torch.utils.data import DataLoader
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+import gpuprefetch
+from gpuprefetch import (
+    BadImageError,
+    DataPrefetcher,
+    EncodedImage,
+    EncodedImageFolder,
+    RandomResizedCrop,
+    Resize,
+    Views,
+)
+
+SEED = 5
+CROP = [RandomResizedCrop(12), K.RandomHorizontalFlip(), K.Normalize(torch.zeros(3), torch.ones(3))]
+SMALL = [RandomResizedCrop((8, 10), scale=(0.05, 0.4)), v2.RandomInvert(0.5)]
+FIXED = [Resize((9, 7))]
+
+
+@pytest.fixture(scope="module")
+def files():
+    made = [pictures.encode_jpeg(pictures.draw(40 + 3 * i, 60 - i, seed=i)) for i in range(13)]
+    made[4] = pictures.encode(pictures.draw(33, 44), "PNG")
+    return made
+
+
+class Numbered(torch.utils.data.Dataset):
+    def __init__(self, files):
+        self.files = files
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, index):
+        return EncodedImage(self.files[index], index), index
+
+
+def loader_of(files, device="cpu", workers=0, **options):
+    loader = DataLoader(
+        Numbered(files),
+        batch_size=5,
+        num_workers=workers,
+        pin_memory=torch.device(device).type == "cuda",
+    )
+    return DataPrefetcher(loader, device=device, seed=SEED, **options)
+
+
+def images_of(prefetcher):
+    """Of each view all images of an epoch."""
+    batches = [images for images, _ in prefetcher]
+    batches = [images if isinstance(images, tuple) else (images,) for images in batches]
+    return [torch.cat(view) for view in zip(*batches, strict=True)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_first_view_is_its_list_alone_and_the_others_have_draws_of_their_own(
+    device, files, workers
+):
+    lists = CROP, SMALL, CROP
+    first, second, third = images_of(loader_of(files, device, workers, transforms=Views(*lists)))
+    assert torch.equal(first, *images_of(loader_of(files, device, workers, transforms=CROP)))
+    assert second.shape == (13, 3, 8, 10)
+    assert third.shape == first.shape
+    assert not torch.equal(third, first)
+    again = images_of(loader_of(files, device, workers, transforms=Views(*lists)))
+    assert all(map(torch.equal, again, (first, second, third)))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_views_without_draws_are_their_lists(device, files, share):
+    lists = FIXED, [Resize((20, 30)), K.Normalize(torch.full((3,), 0.4), torch.full((3,), 0.2))]
+    options = {"cpu_share": share, "dtype": torch.float64}
+    got = images_of(loader_of(files, device, transforms=Views(*lists), **options))
+    for each, view in zip(lists, got, strict=True):
+        (alone,) = images_of(loader_of(files, device, transforms=each, **options))
+        # A worker rounds to whole levels after each of two passes, the device not at all.
+        assert (view - alone).abs().max() <= 1.5 / 255 / 0.2
+
+
+def test_an_image_is_decoded_once(device, files):
+    prefetcher = loader_of(files, device, transforms=Views(CROP, SMALL, FIXED))
+    list(prefetcher)
+    counted = prefetcher.stats.as_dict()
+    assert counted["images"] == counted["cpu_images"] + counted["gpu_images"] == len(files)
+
+
+def test_dtype_and_layout_are_of_all_views(device, files):
+    options = {"dtype": torch.float16, "memory_format": torch.channels_last}
+    for view in images_of(loader_of(files, device, transforms=Views(CROP, SMALL), **options)):
+        assert view.dtype == torch.float16
+        assert view.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_a_bad_file_is_left_out_of_all_views(device, files, on_error):
+    spoiled = [*files]
+    spoiled[3] = b"no picture"
+    options = {"transforms": Views(CROP, SMALL), "on_error": on_error}
+    good = images_of(loader_of(files, device, **options))
+    got = images_of(loader_of(spoiled, device, **options))
+    rows = [*range(3), *([4] if on_error == "replace" else []), *range(4, 13)]
+    assert torch.equal(got[0], good[0][rows])
+    assert len(got[1]) == len(rows)
+    with pytest.raises(BadImageError, match=r"sample 3"):
+        list(loader_of(spoiled, device, transforms=Views(CROP, SMALL)))
+
+
+def test_replay_gives_all_views_of_a_sample(device, files):
+    prefetcher = loader_of(files, device, transforms=Views(CROP, SMALL))
+    first, second = images_of(prefetcher)
+    images, _ = prefetcher.replay(7)
+    assert torch.equal(images[0], first[7:8])
+    assert torch.equal(images[1], second[7:8])
+
+
+def test_an_epoch_is_resumed_with_all_views(device, files):
+    whole = images_of(loader_of(files, device, transforms=Views(CROP, SMALL)))
+    prefetcher = loader_of(files, device, transforms=Views(CROP, SMALL))
+    next(iter(prefetcher))
+    state = pickle.loads(pickle.dumps(prefetcher.state_dict()))
+    resumed = loader_of(files, device, transforms=Views(CROP, SMALL))
+    resumed.load_state_dict(state)
+    assert all(map(torch.equal, images_of(resumed), [view[5:] for view in whole]))
+
+
+def test_a_memory_budget_counts_all_views(device, files):
+    want = images_of(loader_of(files, device, transforms=Views(CROP, SMALL)))
+    largest = 3 * 40 * 60 * 8
+    budget = 5 * 3 * (12 * 12 + 8 * 10) * 4 + largest
+    got = images_of(loader_of(files, device, transforms=Views(CROP, SMALL), memory_budget=budget))
+    assert all(map(torch.equal, got, want))
+    with pytest.raises(ValueError, match="memory_budget"):
+        list(loader_of(files, device, transforms=Views(CROP, SMALL), memory_budget=8000))
+
+
+def test_a_batch_of_tensors_has_views_too(device):
+    images = torch.from_numpy(pictures.draw(30, 40)).permute(2, 0, 1).repeat(4, 1, 1, 1)
+    (got,) = DataPrefetcher([images], transforms=Views(FIXED, CROP), device=device, seed=SEED)
+    (alone,) = DataPrefetcher([images], transforms=FIXED, device=device, seed=SEED)
+    assert torch.equal(got[0], alone)
+    assert got[1].shape == (4, 3, 12, 12)
+    assert not torch.equal(got[1][0], got[1][1])  # an image each
+
+
+def test_preprocess_gives_a_batch_a_view(device, files):
+    first, second = gpuprefetch.preprocess(files[:3], Views(FIXED, CROP), device=device)
+    assert torch.equal(first, gpuprefetch.preprocess(files[:3], FIXED, device=device))
+    assert second.shape == (3, 3, 12, 12)
+
+
+def test_explain_has_the_steps_of_each_view():
+    text = gpuprefetch.explain(Views(FIXED, CROP))
+    assert text.count("one fused launch") == 2
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "text"),
+    [
+        (lambda: Views(CROP), ValueError, "two lists"),
+        (lambda: Views(CROP, CROP[0]), TypeError, "a list of transforms for each view"),
+        (lambda: Views(CROP, [Views(CROP, CROP)]), TypeError, "a list of transforms"),
+        (
+            lambda: DataPrefetcher([], transforms=[Views(CROP, CROP), v2.RandomInvert()]),
+            TypeError,
+            "in place of the list",
+        ),
+    ],
+)
+def test_what_is_no_list_of_views_is_refused(build, kind, text):
+    with pytest.raises(kind, match=text):
+        build()
+
+
+def test_a_view_without_a_size_is_refused(files, tmp_path):
+    with pytest.raises(ValueError, match="different sizes"):
+        list(loader_of(files, transforms=Views(CROP, [v2.RandomInvert()])))
+    (tmp_path / "a").mkdir()
+    Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(tmp_path / "a" / "x.png")
+    with pytest.raises(ValueError, match="different sizes"):
+        DataPrefetcher(
+            DataLoader(EncodedImageFolder(tmp_path)), transforms=Views(CROP, [Resize(9)])
+        )
+
+
+def test_targets_beside_several_views_are_refused(files):
+    class WithMask(Numbered):
+        def __getitem__(self, index):
+            image, _ = super().__getitem__(index)
+            return image, tv_tensors.Mask(torch.zeros(40, 60))
+
+    loader = DataLoader(WithMask(files), batch_size=2)
+    with pytest.raises(ValueError, match="several pictures of an image"):
+        list(DataPrefetcher(loader, transforms=Views(CROP, CROP), device="cpu"))
