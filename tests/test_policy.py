@@ -521,6 +521,24 @@ def test_only_batches_of_a_known_number_are_drawn_for_in_workers(ran_here):
     assert len(ran_here) == 6
 
 
+def test_views_have_programs_in_workers(ran_here):
+    def run(workers):
+        dataset = [(gpuprefetch.EncodedImage(picture_file(i), i), i) for i in range(6)]
+        lists = [[gpuprefetch.Resize((16, 16)), op] for op in (v2.RandAugment(), v2.AugMix())]
+        lists.append([gpuprefetch.Resize((9, 9))])
+        loader = DataLoader(dataset, 2, num_workers=workers)
+        views = gpuprefetch.Views(*lists)
+        return [images for images, _ in DataPrefetcher(loader, transforms=views, device="cpu")]
+
+    torch.manual_seed(0)
+    ahead = run(2)
+    assert not ran_here
+    torch.manual_seed(0)
+    for ours, theirs in zip(ahead, run(0), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert ran_here == ["RandAugment", "AugMix"] * 3
+
+
 def test_errors_of_a_program_in_a_worker_are_raised():
     ops = [v2.RandAugment(), v2.GaussianBlur(63)]
     with pytest.raises((ValueError, RuntimeError), match="Padding size"):

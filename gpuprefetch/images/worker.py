@@ -150,11 +150,10 @@ class HostStage:
         What has targets or a bad file is left to that.
         """
         packer, began = self.packer, time.perf_counter()
-        programs = packer.programs
-        if programs.count(None) == len(programs) or images.errors or images.targets:
+        if not packer.programs or images.errors or images.targets:
             return
         images.seed = batch_seed(packer.seed, int(packer.epoch), number + (packer.rank << 32))
-        for view, (program, out) in enumerate(zip(programs, images.out, strict=True)):
+        for view, (program, out) in enumerate(zip(packer.programs, images.out, strict=True)):
             if program is not None:
                 with SeededDraws(view_seed(images.seed, view)):
                     images.out[view] = program.carry_out(out, program.draw(out), share)
