@@ -128,16 +128,15 @@ def _as_the_model_wants(images: torch.Tensor) -> torch.Tensor:
 
 
 def gpuprefetch_transforms(settings: Settings, policy: str, erasing: float) -> list[Any]:
-    from kornia import augmentation as K
     from torchvision.transforms import v2
 
     from gpuprefetch import CenterCrop, RandomResizedCrop, Resize
 
-    normalize = K.Normalize(torch.tensor(MEAN), torch.tensor(STD))
+    normalize = v2.Normalize(MEAN, STD)
     if not settings.train:
         return [Resize(settings.resize), CenterCrop(settings.size), normalize]
     crop = RandomResizedCrop(settings.size, scale=SCALE, ratio=RATIO)
-    ops = [crop, K.RandomHorizontalFlip(p=0.5), *policy_of(policy), normalize]
+    ops = [crop, v2.RandomHorizontalFlip(p=0.5), *policy_of(policy), normalize]
     ops += [v2.RandomErasing(erasing)] if erasing else []
     return ops + [_as_the_model_wants] * bool(policy or erasing)
 

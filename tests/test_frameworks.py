@@ -14,7 +14,7 @@ from children import Child, free_port
 from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset
 
-from gpuprefetch import DataPrefetcher
+from gpuprefetch import DataPrefetcher, Resize
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "frameworks"
@@ -40,7 +40,7 @@ def told():
 LIGHTNING = """
 import lightning as L, torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from with_lightning import Images
+from with_lightning import Accelerated, Images
 
 class Counting(L.LightningModule):  # the target is the picture's number
     def __init__(self):
@@ -74,18 +74,38 @@ resumed = {n: fit(f"{root}/saved/step={n}.ckpt")[0] for n in (2, steps // 2)}
 result["lightning"] = {"train": train, "val": val, "resumed": resumed}
 
 class Plain(L.LightningDataModule):  # Lightning adds a sampler to what is a DataLoader
-    def train_dataloader(self):
+    def __init__(self, wrap=lambda loader: loader):
+        super().__init__()
+        self.wrap = wrap
+    def loader(self, split, shuffle):
         from torchvision import datasets, transforms as T
-        folder = datasets.ImageFolder(root + "/train", T.Compose([T.Resize((8, 8)), T.ToTensor()]))
-        loader = DataLoader(folder, 2, shuffle=True)
-        return gpuprefetch.accelerate(loader, device="cpu", print_plan=False)
+        ops = T.Compose([T.Resize((8, 8)), T.ToTensor()])
+        folder = datasets.ImageFolder(f"{root}/{split}", ops)
+        return self.wrap(DataLoader(folder, 2, shuffle=shuffle))
+    def train_dataloader(self):
+        return self.loader("train", True)
+    def val_dataloader(self):
+        return self.loader("val", False)
+
+def fit_plain(wrap, *callbacks, **options):
+    model = Counting()
+    trainer = L.Trainer(
+        accelerator="cpu", devices=ranks, strategy="ddp", logger=False, num_sanity_val_steps=0,
+        enable_progress_bar=False, enable_checkpointing=False, callbacks=[*callbacks], **options,
+    )
+    trainer.fit(model, datamodule=Plain(wrap))
+    return trainer, model
 
 with told() as words:
-    L.Trainer(
-        max_steps=1, accelerator="cpu", devices=ranks, strategy="ddp", logger=False,
-        enable_progress_bar=False, enable_checkpointing=False,
-    ).fit(Counting(), datamodule=Plain())
-result["lightning"]["told"] = recipe, words
+    fit_plain(lambda loader: gpuprefetch.accelerate(loader, device="cpu", print_plan=False),
+              max_steps=1, limit_val_batches=0)
+with told() as callback:
+    trainer, model = fit_plain(lambda loader: loader, Accelerated(), max_epochs=2)
+    assert isinstance(trainer.train_dataloader, DataPrefetcher)
+    assert isinstance(trainer.val_dataloaders, DataPrefetcher)
+    assert "process_dataloader" not in vars(trainer.strategy)
+result["lightning"]["plain"] = {"train": model.train_seen, "val": model.val_seen}
+result["lightning"]["told"] = recipe + callback, words
 """
 
 ACCELERATE = """
@@ -178,14 +198,15 @@ def ranks(folder, tmp_path_factory):
 def test_lightning_with_two_processes(request):
     pytest.importorskip("lightning", exc_type=ImportError)
     results = [result["lightning"] for result in request.getfixturevalue("ranks")]
-    orders = []
-    for epoch in range(2):
-        seen = [n for r in results for e, batch in r["train"] if e == epoch for n in batch]
-        assert sorted(seen) == list(range(COUNT))  # each sample once, in one of the processes
-        orders.append(seen)
-    assert orders[0] != orders[1]  # Lightning numbered the sampler's epochs
-    val = sorted(n for r in results for n in r["val"])
-    assert val == sorted([*range(COUNT)] * 2)
+    for fits in (results, [result["plain"] for result in results]):  # the module, the callback
+        orders = []
+        for epoch in range(2):
+            seen = [n for r in fits for e, batch in r["train"] if e == epoch for n in batch]
+            assert sorted(seen) == list(range(COUNT))  # each sample once, in one of the processes
+            orders.append(seen)
+        assert orders[0] != orders[1]  # Lightning numbered the sampler's epochs
+        val = sorted(n for r in fits for n in r["val"])
+        assert val == sorted([*range(COUNT)] * 2)
     recipe, words = results[0]["told"]
     assert not recipe
     assert len(words) == 1
@@ -330,3 +351,41 @@ def test_timm(folder, monkeypatch, capsys):
     importlib.import_module("with_timm").main(str(folder), epochs=1, batch_size=6, size=32)
     assert "RandAugment" in (text := capsys.readouterr().out)
     assert "epoch 0: top-1" in text
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+def test_keras(folder, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("KERAS_BACKEND", "torch")  # read when it is imported, as is where it writes
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    pytest.importorskip("keras")
+    monkeypatch.syspath_prepend(FOLDER)
+    recipe = importlib.import_module("with_keras")
+    loader = recipe.for_keras(folder / "train", [Resize((8, 8))], shuffle=True, batch_size=4)
+    orders = [[n for _, target in loader for n in target.tolist()] for _ in range(2)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(COUNT))
+    assert orders[0] != orders[1]
+    history, logits = recipe.main(folder, epochs=1, batch_size=6, num_workers=0, size=32)
+    assert len(history["loss"]) == len(history["val_accuracy"]) == 1
+    assert logits.shape == (COUNT, COUNT)
+    assert "3/3" in capsys.readouterr().out
+
+
+FASTAI = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import with_fastai
+logits, target = with_fastai.main(sys.argv[1], epochs=1, batch_size=6, num_workers=0, size=32)
+print(*logits.shape, target.tolist())
+"""
+
+
+def test_fastai(folder):
+    if importlib.util.find_spec("fastai") is None:
+        pytest.skip("fastai is not installed")
+    # In a process of its own: fastai changes torch's and PIL's classes when it is imported.
+    child = Child(FASTAI, str(folder), PYTHONPATH=str(FOLDER), CUDA_VISIBLE_DEVICES="")
+    out, err = child.communicate(240)
+    assert child.returncode == 0, err
+    assert out.endswith(f"{COUNT} {COUNT} {list(range(COUNT))}\n")

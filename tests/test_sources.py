@@ -1,22 +1,30 @@
 """Every recipe of examples/sources runs, and hands out each sample once."""
 
 import gc
-import importlib
+import importlib.util
+import io
+import multiprocessing
+import re
 import sys
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from PIL import Image
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from gpuprefetch import DataPrefetcher, EncodedImage, EncodedImageFolder
+from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, EncodedImageFolder
 
 FOLDER = Path(__file__).parents[1] / "examples" / "sources"
 # Recipe -> the library it needs, and the dataset that it makes of what write() returned.
 RECIPES = {
     "from_webdataset": ("webdataset", lambda recipe, data: recipe.read(data)),
     "from_recordio": ("struct", lambda recipe, data: recipe.RecordImages(data)),
+    "from_fsspec": ("fsspec", lambda recipe, data: recipe.RemoteImages(data)),
+    "from_jpeg2000": ("PIL", lambda recipe, data: recipe.JPEG2000Images(data)),
     "from_csv": ("csv", lambda recipe, data: recipe.ListedImages(data, cache=True)),
     "from_litdata": ("litdata", lambda recipe, data: recipe.read(data)),
     "from_mosaicml": (
@@ -53,7 +61,9 @@ def recipe(request, monkeypatch, tmp_path):
         monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
     if request.param == "from_torchdata":
         gc.disable()  # its iterators join their threads, and must not be collected in one of them
+    start = multiprocessing.get_start_method(allow_none=True)
     yield importlib.import_module(request.param)
+    multiprocessing.set_start_method(start, force=True)  # litdata's optimize() changes it
     gc.collect()
     gc.enable()
     for name in ("drawn", request.param):
@@ -119,6 +129,41 @@ def test_every_sample_comes_once_whoever_reads_it(recipe, tmp_path, monkeypatch)
     assert sorted(shares[0] + shares[1]) == list(range(24))
 
 
+@pytest.mark.parametrize("scheme", ["memory", "file", "simplecache::memory"])
+def test_fsspec_reads_what_a_url_names(scheme, monkeypatch, tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where simplecache keeps files
+    recipe = importlib.import_module("from_fsspec")
+    url = recipe.write(f"{scheme.removeprefix('simplecache::')}://{tmp_path}/bucket")
+    dataset = recipe.RemoteImages(f"{scheme}://{tmp_path}/bucket/train")
+    loader = DataLoader(dataset, 5, shuffle=True, num_workers=2)
+    assert sorted(label for label, _ in read(loader)) == list(range(24))
+    with pytest.raises(FileNotFoundError, match="has no images"):
+        recipe.RemoteImages(f"{url}/none")
+    if scheme != "file":
+        fsspec.filesystem("memory").store.clear()
+
+
+def test_jpeg2000_is_decoded_here_where_the_gpu_does_it(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(FOLDER)
+    recipe = importlib.import_module("from_jpeg2000")
+    dataset = recipe.JPEG2000Images(recipe.write(str(tmp_path)))
+
+    def decode(files):  # what nvImageCodec gives, None for what it cannot decode
+        return [np.array(Image.open(io.BytesIO(data))) if data else None for data in files]
+
+    loader = DataLoader(dataset, 5, shuffle=True, num_workers=2, collate_fn=recipe.collate)
+    prefetcher = DataPrefetcher(recipe.Decoded(loader, decode, 16), device="cpu")
+    for _ in range(2):
+        batches = list(prefetcher)
+        assert all(images.shape[1:] == (3, 16, 16) for images, _ in batches)
+        assert sorted(torch.cat([target for _, target in batches]).tolist()) == list(range(24))
+    dataset.paths[7].write_bytes(b"")
+    with pytest.raises(BadImageError, match=r"7\.jp2 cannot be decoded"):
+        list(prefetcher)
+
+
 def test_a_record_that_holds_the_magic_number_is_read_as_it_was_written(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(FOLDER)
     recipe = importlib.import_module("from_recordio")
@@ -130,6 +175,22 @@ def test_a_record_that_holds_the_magic_number_is_read_as_it_was_written(monkeypa
         assert [recipe.read_record(file, offset) for offset in offsets] == records
         with pytest.raises(ValueError, match="no record begins at byte 4"):
             recipe.read_record(file, 4)
+
+
+def test_images_go_to_jax_without_a_copy(monkeypatch):
+    page = (FOLDER.parents[1] / "docs" / "sources.md").read_text()
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "dlpack" in c)
+    if importlib.util.find_spec("jax") is None:  # NumPy takes DLPack as well
+        monkeypatch.setitem(sys.modules, "jax", types.ModuleType("jax"))
+        monkeypatch.setitem(sys.modules, "jax.numpy", np)
+        monkeypatch.setattr(sys.modules["jax"], "numpy", np, raising=False)
+    samples = TensorDataset(torch.rand(4, 3, 8, 8), torch.arange(4))
+    batches = list(DataPrefetcher(DataLoader(samples, 4), device="cpu"))
+    names = {"table_loader": batches}
+    exec(code, names)
+    ((images, target),) = batches
+    assert np.asarray(names["images"]).ctypes.data == images.data_ptr()
+    assert names["target"].tolist() == target.tolist()
 
 
 def test_a_custom_op_cuts_each_image_into_four(photo_folder, monkeypatch, capsys):

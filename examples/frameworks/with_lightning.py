@@ -1,13 +1,16 @@
-"""PyTorch Lightning: a data module whose loaders are prefetchers.
+"""PyTorch Lightning: a data module whose loaders are prefetchers, or a callback that makes them.
 
     python with_lightning.py            # on pictures that it draws itself
     python with_lightning.py FOLDER     # train/CLASS/*.jpg and val/CLASS/*.jpg
 
 The module, the trainer and its callbacks stay as they are. Lightning finds batches on the device
-already, numbers the sampler's epochs, and saves where an epoch stands in its checkpoints.
+already, numbers the sampler's epochs, and saves where an epoch stands in its checkpoints. Where a
+data module with torchvision's folders and transforms is there already, it stays as well:
+``Trainer(callbacks=[Accelerated()])``.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +20,7 @@ import torch
 import torchvision
 from torch.utils.data import DataLoader, DistributedSampler
 
+import gpuprefetch
 from gpuprefetch import (
     CenterCrop,
     DataPrefetcher,
@@ -28,7 +32,9 @@ from gpuprefetch import (
 MEAN, STD = torch.tensor((0.485, 0.456, 0.406)), torch.tensor((0.229, 0.224, 0.225))
 
 
-class Prefetcher(DataPrefetcher):
+class Numbered:
+    """Lets Lightning number the epochs of a prefetcher."""
+
     @property
     def batch_sampler(self):
         # Lightning numbers the epochs of samplers, also where a run is resumed or a loader is made
@@ -37,7 +43,38 @@ class Prefetcher(DataPrefetcher):
         return SimpleNamespace(sampler=self)
 
     def __iter__(self):
-        yield from super().__iter__()  # with the first batch: behind a resume it is numbered later
+        yield from super().__iter__()  # with the first batch: after a resume it is numbered later
+
+
+class Prefetcher(Numbered, DataPrefetcher):
+    """For a data module's own loaders."""
+
+
+class Accelerated(L.Callback):
+    """Makes prefetchers of DataLoaders over torchvision's folders, after Lightning's own sharding.
+
+    Args:
+        options: of :func:`gpuprefetch.accelerate`.
+    """
+
+    def __init__(self, **options):
+        self.options = options
+
+    def setup(self, trainer, pl_module, stage):
+        strategy = trainer.strategy
+        process = partial(type(strategy).process_dataloader, strategy)
+
+        def prefetched(loader):  # it comes with the DistributedSampler that Lightning has added
+            options = {"device": strategy.root_device, "print_plan": False} | self.options
+            prefetcher = gpuprefetch.accelerate(process(loader), **options)
+            kind = type(prefetcher)
+            prefetcher.__class__ = type(kind.__name__, (Numbered, kind), {})
+            return prefetcher
+
+        strategy.process_dataloader = prefetched
+
+    def teardown(self, trainer, pl_module, stage):
+        vars(trainer.strategy).pop("process_dataloader", None)
 
 
 class Images(L.LightningDataModule):

@@ -32,9 +32,9 @@ def as_sample(picture):
 
 
 def write(folder):
-    optimize(
-        as_sample, [*pictures()], f"{folder}/train", chunk_size=3, num_workers=1, verbose=False
-    )
+    options = {"chunk_size": 3, "num_workers": 1, "verbose": False}
+    # The library's own choice, to spawn, would stay that of the DataLoader's workers as well.
+    optimize(as_sample, [*pictures()], f"{folder}/train", start_method="fork", **options)
     return f"{folder}/train"
 
 

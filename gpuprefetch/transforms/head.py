@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpuprefetch.transforms.known import constants, name_of
 from gpuprefetch.transforms.launch import resample
 from gpuprefetch.transforms.random import Keys, fold, uniform
 from gpuprefetch.transforms.views import Views
@@ -485,16 +486,18 @@ def _extended(head: Head, transform: Any, op: Any = None) -> Head | None:
     ``op`` is its form in the head, where that is known.
     """
     names = (*head.names, type(transform).__name__)
-    if names[-1] == "Normalize" and type(transform).__module__.startswith("kornia.augmentation."):
-        if head.mean is not None or float(transform.p) != 1.0:
+    theirs = name_of(transform) if head.names else None  # torchvision's keep uint8, and a head not
+    if theirs == "Normalize" or (
+        names[-1] == "Normalize" and type(transform).__module__.startswith("kornia.augmentation.")
+    ):
+        if head.mean is not None or float(getattr(transform, "p", 1.0)) != 1.0:
             return None
-        mean, std = (
-            tuple(torch.as_tensor(transform.flags[name]).double().flatten().tolist())
-            for name in ("mean", "std")
-        )
+        mean, std = map(tuple, constants(transform) or ())
         if 0.0 in std:
             raise ValueError(f"Normalize divides by std, which must not be 0, got {std}.")
         return replace(head, mean=mean, std=std, names=names)
+    if theirs in ("RandomHorizontalFlip", "RandomVerticalFlip"):
+        op = _Flip(int(theirs == "RandomHorizontalFlip"), float(transform.p), 1.0, False)
     op = op or (transform.op if is_fused(transform) else _kornia_op(transform))
     if op is None or (head.mean is not None and not isinstance(op, _Flip)):
         return None  # padding and blending come before the normalization they would change
