@@ -244,25 +244,27 @@ def coordinates(codes: _Ints, args: _Doubles, images: torch.Tensor) -> _Singles:
     """
     height, width = images.shape[-2:]
     kinds = (codes - _FIRST) >> 1  # affine, rotate, perspective, matrix
-    columns, params = args.T.copy(), np.zeros((len(args), FIELDS - 1), np.float32)
-    if len(rotates := np.flatnonzero(kinds == 1)):
-        given = columns[:6, rotates]
-        columns[:6, rotates] = 0
-        columns[0, rotates], columns[3, rotates] = -(given[0] % 360), 1
-        columns[6:11, rotates] = given[1:]
-    if len(plain := np.flatnonzero(kinds == 3)):
-        fill = columns[6:9, plain]
-        columns[8:11, plain] = _as_uint8(fill) if images.dtype == torch.uint8 else fill
-    if len(projects := np.flatnonzero(kinds == 2)):
-        params[projects, 6:8] = columns[6:8, projects].T
-    if len(centered := np.flatnonzero(kinds < 2)):
-        columns[:6, centered] = _affine_matrices(columns[:, centered], height, width)
+    columns, params = args.T[: FIELDS - 1], np.zeros((len(args), FIELDS - 1), np.float32)
+    if (rotates := kinds == 1).any():
+        turned = np.zeros_like(columns)
+        turned[0], turned[3], turned[6:] = -(columns[0] % 360), 1, columns[1:6]
+        columns = np.where(rotates, turned, columns)
+    matrices, fill, centered = columns[:6], columns[8:], kinds < 2
+    if centered.all():
+        matrices = _affine_matrices(columns, height, width)
+    else:
+        matrices = matrices.copy()
+        matrices[:, centered] = _affine_matrices(columns[:, centered], height, width)
+        projects, plain = kinds == 2, kinds == 3
+        params[projects, 6:8] = args[projects, 6:8]
+        given = _as_uint8(columns[6:9]) if images.dtype == torch.uint8 else columns[6:9]
+        fill = np.where(plain, given, fill)
     # In float32 from here on, as torchvision has it.
     halves = np.array([0.5 * width, 0.5 * height], np.float32).repeat(3)
-    params[:, :6] = columns[:6].T.astype(np.float32) / halves
-    params[:, 8:11] = columns[8:11].T
+    params[:, :6] = matrices.T.astype(np.float32) / halves
     # Of the nearest pixel, or with a border that repeats, no fill is black.
-    params[np.isnan(columns[8]) & (((codes - _FIRST) & 1 == 0) | (kinds == 3)), 8:11] = 0
+    black = np.isnan(fill[0]) & (((codes - _FIRST) & 1 == 0) | (kinds == 3))
+    params[:, 8:] = np.where(black, 0, fill).T
     return params
 
 
