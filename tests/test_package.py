@@ -49,7 +49,7 @@ def test_importing_is_free():
     # Forked and spawned DataLoader workers import it too.
     code = """
 import sys, torch, gpuprefetch
-loaded = {"kornia", "torchvision", "torchcodec"} & set(sys.modules)
+loaded = {"kornia", "torchvision", "torchcodec", "torch._dynamo"} & set(sys.modules)
 print(sorted(loaded), torch.cuda.is_initialized())
 """
     command = [sys.executable, "-c", code]

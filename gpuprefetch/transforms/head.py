@@ -573,18 +573,24 @@ def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
     """
     if head.size is not None:
         return
-    stop, hint = ", ".join(head.names) or "an empty list", ""
+    names, stop = ", ".join(head.names), ", ".join(head.names) or "an empty list"
+    hint = (
+        "Start the list with a crop for training, or with Resize(256) and CenterCrop(224) for "
+        "validation (kornia's work as well, if bilinear, p=1 and without padding): "
+        "transforms=[gpuprefetch.RandomResizedCrop(224), ...]."
+    )
     if tail:
         first = getattr(tail[0], "__name__", type(tail[0]).__name__)
-        stop = f"{first} behind {stop}" if head.names else f"{first} comes first and"
+        stop = f"{first} after {names}" if names else f"{first} comes first and"
         if type(getattr(tail[0], "op", tail[0])).__module__.startswith("torchvision."):
-            hint = " gpuprefetch.convert_transforms() makes such a list of torchvision's pipelines."
+            hint = "Write transforms=gpuprefetch.convert_transforms(pipeline)."
+        elif type(tail[0]).__module__.startswith("kornia.augmentation.container"):
+            hint = f"The parts of {first} are hidden in it. Write transforms=[*pipeline]."
+        elif "Resize" in names and "Resize" in first:
+            hint = f"Two resizes are not one. Leave {names} out: transforms=[{first}(224), ...]."
     raise ValueError(
         f"Decoded photos have different sizes, and {stop} does not give them the one that "
-        "transforms, dtype and memory_format need. Start the list with "
-        "gpuprefetch.RandomResizedCrop(224) for training, or gpuprefetch.Resize(256) and "
-        "gpuprefetch.CenterCrop(224) for validation; kornia's RandomResizedCrop, Resize, CenterCrop"
-        " and RandomCrop (bilinear, p=1, no padding) work as well." + hint
+        f"transforms, dtype and memory_format need. {hint}"
     )
 
 

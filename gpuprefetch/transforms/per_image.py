@@ -184,7 +184,6 @@ class PerImage(torch.nn.Module):
     def extra_repr(self) -> str:
         return f"{self.op!r}" + ("" if self.seed is None else f", seed={self.seed}")
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Transform a batch.
 
@@ -198,6 +197,11 @@ class PerImage(torch.nn.Module):
         Raises:
             TypeError: for anything else.
         """
+        if torch.compiler.is_compiling():  # a decorator would load the compiler with this module
+            return torch.compiler.disable(PerImage._eager)(self, images)  # type: ignore[no-any-return]
+        return self._eager(images)
+
+    def _eager(self, images: torch.Tensor) -> torch.Tensor:
         _check(images)
         return self.carry_out(images, self.draw(images))
 
@@ -374,17 +378,3 @@ class Loop(torch.nn.Module):
                 "draw a batch into a function: lambda images: op(images)."
             )
         return torch.cat(done)
-
-
-class Steps(Loop):
-    """A Compose of torchvision: its transforms, one after the other, in their form for a batch."""
-
-    def __init__(self, op: Any, steps: Sequence[Transform]) -> None:
-        super().__init__(op)
-        self.steps = steps
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """``(N, C, H, W)``."""
-        for step in self.steps:
-            images = step(images)
-        return images
