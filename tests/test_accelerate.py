@@ -132,8 +132,8 @@ def test_a_wrong_op_is_seen(folder, monkeypatch):
     ops = [v1.RandomResizedCrop(48), v1.ColorJitter(0.4, 0.4, 0.4, 0.4), v1.ToTensor()]
     run = per_image.run
 
-    def wrong(images, program, **form):
-        return run(images, replace(program, args=program.args / 2), **form)
+    def wrong(images, program, *form):
+        return run(images, replace(program, args=program.args / 2), *form)
 
     monkeypatch.setattr(per_image, "run", wrong)
     assert parity(loader_of(folder, ops), 6, device="cpu").rows[2].mean > 5

@@ -27,6 +27,7 @@ from gpuprefetch.images.slab import share
 from gpuprefetch.images.targets import FollowedImage, follow, images_of, refuse_several
 from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.launch import Launches, plan_rows
+from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.random import Keys, fold
 from gpuprefetch.transforms.reference import check_rows, finished_row, resample_uint8
 
@@ -115,6 +116,7 @@ class Packer:
         late: ``(1,)`` bool in shared memory, whether the collate function runs after the
             transforms. One that mixes images sets it where it first meets encoded ones.
         moves: whether a transform, fused or after the head, moves pixels.
+        programs: of each view what workers run on its finished images, None for nothing.
         rank: of this process among those that may be given the same samples, else 0.
     """
 
@@ -127,6 +129,7 @@ class Packer:
     finishes: bool = False
     late: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     moves: bool = False
+    programs: tuple[PerImage | None, ...] = ()
     rank: int = 0
     _last: float = field(init=False, default_factory=time.perf_counter)
 
@@ -292,7 +295,8 @@ class Packer:
         made = []
         for view, (head, each) in enumerate(zip(self.heads, rows, strict=True)):
             out = head.empty(len(batch), "cpu")
-            if get_worker_info() is not None:
+            program = self.programs[view] if self.programs else None
+            if get_worker_info() is not None and program is None:
                 share(out)  # torch would do so as it sends it
             if len(ready):
                 pictures = batch.pictures(ready, batch.pixels, view=view)
