@@ -93,6 +93,30 @@ def large_tiles(monkeypatch):
         monkeypatch.setattr(_resample, "ROWS", 8)
 
 
+@pytest.fixture
+def small_calls(monkeypatch):
+    """Decode and copy less at a time: ``small_calls(SUB_BATCH=2)``."""
+    from gpuprefetch.images import plan
+
+    def set_limits(**limits):
+        for name, value in limits.items():
+            monkeypatch.setattr(plan, name, value)
+
+    return set_limits
+
+
+@pytest.fixture
+def threaded(monkeypatch):
+    """Prepare batches ahead of the loop in a thread, as on a GPU."""
+    from gpuprefetch import prefetcher
+    from gpuprefetch.core.epoch import Lookahead
+
+    def make(*args, **options):
+        return Lookahead(*args, **options | {"threaded": True})
+
+    monkeypatch.setattr(prefetcher, "Lookahead", make)
+
+
 def draw_photo(height, width, seed):
     """A smooth picture with some texture, (H, W, 3) uint8: what a photo is to a codec."""
     generator = torch.Generator().manual_seed(seed)

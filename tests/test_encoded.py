@@ -41,7 +41,6 @@ from gpuprefetch import (
     RandomResizedCrop,
     Resize,
 )
-from gpuprefetch.images import plan as _budget
 from gpuprefetch.images import slab
 from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.images.packer import Packer
@@ -240,8 +239,8 @@ def test_workers_take_the_smallest_files(photo_folder):
 
 
 @pytest.mark.parametrize(("most", "count"), [(4, 3), (16, 1)])
-def test_files_of_a_size_are_neighbors(monkeypatch, most, count):
-    monkeypatch.setattr(_budget, "SUB_BATCH", most)
+def test_files_of_a_size_are_neighbors(small_calls, most, count):
+    small_calls(SUB_BATCH=most)
     heights = np.random.default_rng(0).permutation(np.arange(40, 520, 30)).tolist()
     files = [pictures.encode_jpeg(pictures.draw(height, 50)) for height in heights]
     files.insert(5, b"no picture")

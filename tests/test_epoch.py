@@ -14,9 +14,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from gpuprefetch import DataPrefetcher, EncodedImage
-from gpuprefetch import prefetcher as _prefetcher
 from gpuprefetch.core import epoch as _epoch
-from gpuprefetch.core.epoch import JOIN_SECONDS, Lookahead
+from gpuprefetch.core.epoch import JOIN_SECONDS
 from gpuprefetch.core.forks import garbage_stays_here
 
 SECONDS = 20  # for what takes milliseconds; a hang takes for ever
@@ -55,14 +54,6 @@ def within(seconds, function):
     thread.join(seconds)
     assert found, "it hangs"
     return found[0]
-
-
-@pytest.fixture
-def threaded(monkeypatch):
-    def make(*args, **options):
-        return Lookahead(*args, **options | {"threaded": True})
-
-    monkeypatch.setattr(_prefetcher, "Lookahead", make)
 
 
 @pytest.fixture(params=["threaded", "in the loop"])

@@ -2,12 +2,15 @@ import contextlib
 import copy
 import ctypes
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pictures
 import pytest
 import torch
+from fakes import decode_as_on_a_gpu
 from torch.utils.data import DataLoader
 
 from gpuprefetch import (
@@ -20,7 +23,7 @@ from gpuprefetch import (
 )
 from gpuprefetch.images import decode as _decode
 from gpuprefetch.images import nvjpeg as _nvjpeg
-from gpuprefetch.images.decode import NvjpegDecoder, TorchCodecDecoder, TorchvisionDecoder
+from gpuprefetch.images.decode import NvjpegDecoder, TorchCodecDecoder
 from gpuprefetch.images.encoded import Call
 from gpuprefetch.images.header import decode_cpu
 
@@ -42,7 +45,7 @@ class Library:
     def __init__(self):
         self.status, self.made, self.asked, self.log = {}, itertools.count(1), 0, []
         self.skips = False  # all pictures
-        self.engines = True
+        self.engines, self.missing = True, False
 
     def __getattr__(self, name):
         if not name.startswith("nvjpeg"):
@@ -92,7 +95,7 @@ class Library:
 def library(monkeypatch):
     """On a CPU that is taken for a GPU with engines."""
     fake = Library()
-    monkeypatch.setattr(_nvjpeg, "library", lambda: fake)
+    monkeypatch.setattr(_nvjpeg, "library", lambda: None if fake.missing else fake)
     _nvjpeg._idle.clear()
     current = SimpleNamespace(cuda_stream=7, synchronize=lambda: fake.log.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
@@ -187,12 +190,10 @@ def test_where_nvjpeg_cannot_be_called_torchcodec_decodes(library, monkeypatch, 
     if there:
         library.status = {"nvjpegCreateEx": 7}
     else:
-        monkeypatch.setattr(_nvjpeg, "library", lambda: None)
-    asked = []
-    monkeypatch.setattr(TorchCodecDecoder, "__call__", lambda _, data: asked.append(len(data)))
+        library.missing = True
+    monkeypatch.setattr("torchcodec.decoders.decode_jpeg", lambda data, **_: range(len(data)))
     decoder, data = NvjpegDecoder(CPU), encoded()
-    decoder(data)
-    assert asked == [4]
+    assert decoder(data) == [0, 1, 2, 3]
     assert not decoder.packs
 
 
@@ -253,8 +254,7 @@ def batches_of(decoder, device):
     options = {"device": device, "transforms": [CenterCrop((6, 5))], "cpu_share": 0.0}
     prefetcher = DataPrefetcher(batches, **options)
     if decoder is not None:
-        prefetcher._pipeline.decoder = decoder(device)
-        prefetcher._pipeline.packer.on_gpu, prefetcher._pipeline.packer.finishes = True, False
+        decode_as_on_a_gpu(prefetcher, decoder(device))
     with prefetcher._pipeline.scratch():
         return torch.stack([images.cpu() for images in prefetcher]), prefetcher.stats
 
@@ -299,29 +299,27 @@ def test_a_picture_of_its_own_memory_that_is_skipped(library):
     data = encoded()
     assert NvjpegDecoder(CPU)(data[:1]) == [None]
     prefetcher = DataPrefetcher([[EncodedImage(data[0])]], device="cpu", cpu_share=0.0)
-    prefetcher._pipeline.decoder = NvjpegDecoder(CPU)
-    prefetcher._pipeline.packer.on_gpu, prefetcher._pipeline.packer.finishes = True, False
-    ((image,),) = prefetcher
+    ((image,),) = decode_as_on_a_gpu(prefetcher, NvjpegDecoder(CPU))
     assert torch.equal(image, decode_cpu(data[0]))
     assert (prefetcher.stats.missed_images, prefetcher.stats.fallback_images) == (1, 1)
 
 
-def refusing(reason):
-    def decode(self, data):
-        raise RuntimeError(reason)
+def refusing(error):
+    def decode(data, **options):
+        raise error
 
     return decode
 
 
 @pytest.fixture
-def gpu_without_nvjpeg(monkeypatch):
+def gpu_without_nvjpeg(monkeypatch, library):
     """A machine with a CUDA device, and a TorchCodec that was built for the CPU."""
-    monkeypatch.setattr(_nvjpeg, "library", lambda: None)
+    library.missing = True
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    reason = "no CUDA in this build\nException raised from ..."
-    for decoder in (TorchCodecDecoder, TorchvisionDecoder):
-        monkeypatch.setattr(decoder, "__call__", refusing(reason))
+    error = RuntimeError("no CUDA in this build\nException raised from ...")
+    for name in ("torchcodec.decoders.decode_jpeg", "torchvision.io.decode_jpeg"):
+        monkeypatch.setattr(name, refusing(error))
 
 
 @pytest.mark.usefixtures("gpu_without_nvjpeg")
@@ -357,10 +355,8 @@ def test_what_decodes_in_words(library):
 
 
 def test_a_decoder_short_of_memory_is_not_missing(monkeypatch):
-    def decode(self, data):
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(TorchCodecDecoder, "__call__", decode)
+    decode = refusing(torch.OutOfMemoryError("no room"))
+    monkeypatch.setattr("torchcodec.decoders.decode_jpeg", decode)
     assert TorchCodecDecoder(CPU).missing() == ""
 
 
@@ -373,13 +369,10 @@ def test_what_decodes_on_this_gpu():
     assert ("nvJPEG in CUDA kernels" in text) != _nvjpeg.has_engines(device)
 
 
-@pytest.mark.parametrize("maps", [None, "7f00-7f01 r--p 0 0:0 0 /lib/libc.so.6\n"])
-def test_no_library(monkeypatch, tmp_path, maps):
+@pytest.mark.parametrize("maps", [FileNotFoundError(), "7f00-7f01 r--p 0 0:0 0 /lib/libc.so.6\n"])
+def test_no_library(monkeypatch, maps):
     # As on another platform, or with a TorchCodec that was built for the CPU.
-    path = tmp_path / "maps"
-    if maps is not None:
-        path.write_text(maps)
-    monkeypatch.setattr(_nvjpeg, "Path", lambda name: path)
+    monkeypatch.setattr(Path, "read_text", Mock(side_effect=[maps]))
     assert _nvjpeg.library.__wrapped__() is None
 
 

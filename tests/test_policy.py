@@ -10,6 +10,7 @@ import pytest
 import torch
 from pictures import draw
 from PIL import ImageOps
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DataLoader
 from torchvision import transforms as v1
 from torchvision import tv_tensors
@@ -84,9 +85,9 @@ POLICIES = {
     "timm augmix": lambda: timms("augmix-m5-w2"),
 }
 BILINEAR_OF_PIL = 2
-COUNT = 400
-# The Kolmogorov-Smirnov distance of two samples of 400 is above it with a chance of 1 in 50,000.
-FARTHEST = 0.17
+COUNT = 250
+# The Kolmogorov-Smirnov distance of two samples of 250 is above it with a chance of 1 in 50,000.
+FARTHEST = 0.215
 
 
 def statistics(images):
@@ -141,7 +142,7 @@ def test_its_distribution_is_the_original_ones(name):
     ("one", "other"),
     [
         (v2.RandAugment(2, 9), v2.RandAugment(2, 20)),
-        (v2.RandomApply([INVERT], 0.4), v2.RandomApply([INVERT], 0.6)),
+        (v2.RandomApply([INVERT], 0.35), v2.RandomApply([INVERT], 0.65)),
         (v2.RandomRotation(20), v2.RandomRotation(30)),
         (v2.RandomOrder([INVERT, SOLARIZE]), v2.Compose([INVERT, SOLARIZE])),
         (v2.AugMix(3), v2.AugMix(9)),
@@ -437,16 +438,16 @@ def batches(workers, ops, *, files=None, **options):
 
 
 @pytest.fixture
-def ran_here(monkeypatch):
+def ran_here():
     """The programs that this process has run for a batch, and no worker."""
-    found, forward = [], PerImage.forward
+    found = []
 
-    def noted(self, images):
-        found.append(self.__name__)
-        return forward(self, images)
+    def note(module, _):
+        if isinstance(module, PerImage):
+            found.append(module.__name__)
 
-    monkeypatch.setattr(PerImage, "forward", noted)
-    return found
+    with register_module_forward_pre_hook(note):
+        yield found
 
 
 def every(prefetcher):

@@ -135,13 +135,13 @@ def test_kernel_comparison_can_fail(kernel_device):
             assert_as_good_as_eager(result, images, sampling, (4, 16))
 
 
-def test_kernel_tiles(kernel_device, monkeypatch):
+def test_kernel_tiles(kernel_device):
     """Several programs and strips an image, the last ones only partly filled."""
-    for name, value in {"ROWS": 2, "COLS": 8, "STRIPS": 2}.items():
-        monkeypatch.setattr(_resample, name, value)
-    images, sampling = batch(everything((7, 19))[:2], kernel_device)
-    result = launch(images, sampling, (7, 19))
-    assert_as_good_as_eager(result, images, sampling, (7, 19))
+    size = _resample.ROWS * _resample.STRIPS + 1, _resample.COLS + 1
+    cases = [(picture(5, 8), axis(1, 3, size[0]), axis(2, 5, size[1], flip=True))]
+    images, sampling = batch(cases, kernel_device)
+    result = launch(images, sampling, size)
+    assert_as_good_as_eager(result, images, sampling, size)
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,6 @@ from torch.utils.data import (
 )
 
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop
-from gpuprefetch import prefetcher as _prefetcher
-from gpuprefetch.core import epoch as _epoch
 from gpuprefetch.core.source import own_state
 from gpuprefetch.images import replay as _replay
 
@@ -125,7 +123,7 @@ def listed(batches):
 
 
 def cpu(loader):
-    return DataPrefetcher(loader, device="cpu")
+    return DataPrefetcher(loader, device="cpu", device_prefetch_size=3)
 
 
 def twice(make):
@@ -146,24 +144,19 @@ def distributed():
 
 
 @pytest.fixture(params=[False, True], ids=["", "ahead"])
-def ahead(request, device, monkeypatch):
+def ahead(request, device):
     """Fetch ahead of the loop, as on a GPU."""
     if request.param and device.type == "cuda":
         pytest.skip("a GPU does so anyway")
-
-    class Ahead(_epoch.Lookahead):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options | {"depth": 3, "threaded": True})
-
     if request.param:
-        monkeypatch.setattr(_prefetcher, "Lookahead", Ahead)
+        request.getfixturevalue("threaded")
     return request.param
 
 
 @pytest.mark.parametrize("name", list(LOADERS))
 def test_the_rest_of_the_epoch_is_the_same(name, device, ahead):
     torch.manual_seed(5)
-    prefetcher = DataPrefetcher(LOADERS[name](), device=device)
+    prefetcher = DataPrefetcher(LOADERS[name](), device_prefetch_size=3, device=device)
     list(prefetcher)
     whole, state = [], None
     for number, batch in enumerate(prefetcher):
