@@ -42,6 +42,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BILINEAR, BICUBIC = InterpolationMode.BILINEAR, InterpolationMode.BICUBIC
 NEAREST = InterpolationMode.NEAREST
 CPU = {"device": "cpu", "print_plan": False}
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def published_pipelines():
@@ -121,8 +122,8 @@ def test_published_pipelines_move_with_no_other_change(folder, name):
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_published_pipelines_agree_with_the_same_parameters(folder, name):
-    report = parity(DataLoader(ImageFolder(folder, PIPELINES[name])), 6, device="cpu")
-    assert report.count == 6
+    report = parity(DataLoader(ImageFolder(folder, PIPELINES[name])), 4, device="cpu")
+    assert report.count == 4
     # Equalize and posterize make several levels of one that the launch did not round.
     assert report.mean <= (1 if name.startswith("examples") or "val" in name else 1.5)
 
@@ -254,7 +255,7 @@ TAIL = {
 
 
 def alone(folder, ops):
-    report = parity(loader_of(folder, ops), 4, device="cpu")
+    report = parity(loader_of(folder, ops), 3, device="cpu")
     return {row.name: row for row in report.rows}
 
 
@@ -291,8 +292,8 @@ def test_tail_op_against_torchvision(folder, name, version):
     side = 160 if name in ("RandomPerspective", "RandomRotation bilinear") else 100  # less border
     ops = [version.CenterCrop(side), version.RandomInvert(0), make(version), version.PILToTensor()]
     plan = convert(ops)
-    # Of v1 it is the conversion that differs: a few images show it.
-    report = parity(loader_of(folder, ops), 8 if version is v2 else 2, device="cpu")
+    # Of v1 it is the conversion that differs: one image shows it.
+    report = parity(loader_of(folder, ops), 4 if version is v2 else 1, device="cpu")
     assert plan.transforms[-1] is plan.steps[-2].module  # uint8 to the end, as the pipeline
     assert report.rows[3].mean <= bound
 

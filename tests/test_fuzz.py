@@ -28,7 +28,7 @@ def test_a_slice(device):
         assert result["crashes"] == []
     else:  # here, as a child's start takes longer: a crash ends this process, which is seen
         cases = 155
-        result = attack(first=0, last=cases)
+        result = attack(first=31, last=31 + cases)
     counts = result["counts"]
     assert counts["good_wrong"] == 0
     assert counts["good_batches"] == 1 + 2 * -(-cases // 31)
@@ -40,9 +40,9 @@ def test_a_slice(device):
 
 
 def test_crashes_and_hangs_are_noticed():
-    # Guards the test above.
-    trap = json.dumps({"10": "crash", "40": "hang"})
-    result = run("--cases", 62, "--seed", 3, "--trap", trap, "--patience", 3)
+    # Guards the test above: each at the first case of its group, so that little comes before it.
+    trap = json.dumps({"0": "crash", "31": "hang"})
+    result = run("--cases", 62, "--seed", 3, "--trap", trap, "--patience", 5)
     assert result["crashes"] == [
         {"cases": [0, 31], "ending": "signal 11"},
         {"cases": [31, 62], "ending": "hangs"},
@@ -50,7 +50,7 @@ def test_crashes_and_hangs_are_noticed():
 
 
 def test_fewer_cases_rather_than_longer():
-    counts = attack(first=0, last=93, until=0.0)["counts"]
+    counts = attack(first=31, last=124, until=0.0)["counts"]
     assert sum(count for name, count in counts.items() if not name.startswith("good")) == 31
 
 
