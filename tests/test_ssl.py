@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SIZES = {"image_size": 32, "local_size": 16, "prototypes": 8, "momentum": 0.5, "model": "tiny"}
+SIZES |= {"min_area": 0.4, "strength": 0.5, "temperature": 0.2}
 ARGS = SimpleNamespace(**SIZES)
 TINY = [f"--{key.replace('_', '-')}={value}" for key, value in SIZES.items()]
 
@@ -73,7 +74,7 @@ def test_nt_xent_is_the_mean_over_all_pairs(train):
     for i in range(6):
         near = [math.exp(both[i] @ both[k] / 0.1) for k in range(6) if k != i]
         total -= math.log(math.exp(both[i] @ both[(i + 3) % 6] / 0.1) / sum(near))
-    loss = sys.modules["methods"].nt_xent(first, second)
+    loss = sys.modules["methods"].nt_xent(first, second, 0.1)
     assert loss.item() == pytest.approx(total / 6, rel=1e-5)
 
 
