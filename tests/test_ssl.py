@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("method", "local"), [("simclr", 0), ("dino", 4)])
+@pytest.mark.parametrize(("method", "local"), [("simclr", 0), ("dino", 8)])
 def test_a_batch_has_the_views_of_its_method(train, folder, method, local):
     args = SimpleNamespace(**SIZES, data=folder, batch_size=4, workers=0)
     loader = train.build_loader(args, "train", train.METHODS[method].transforms(args), shuffle=True)
