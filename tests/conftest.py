@@ -16,6 +16,9 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Read by @triton.jit when a kernel module is imported, so it is set before gpuprefetch is.
     os.environ["TRITON_INTERPRET"] = "1"
+    # Of the tests' small pictures more threads would share little and wait for each other for long.
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 

@@ -42,7 +42,6 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BILINEAR, BICUBIC = InterpolationMode.BILINEAR, InterpolationMode.BICUBIC
 NEAREST = InterpolationMode.NEAREST
 CPU = {"device": "cpu", "print_plan": False}
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def published_pipelines():

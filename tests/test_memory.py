@@ -1,6 +1,5 @@
 """Large photos go through little memory, and what cannot go through says so with its sizes."""
 
-import pickle
 import threading
 import time
 import weakref
@@ -32,11 +31,9 @@ from gpuprefetch.images import plan as _budget
 from gpuprefetch.images.decode import ImageDecoder
 from gpuprefetch.images.encoded import pack
 from gpuprefetch.images.header import decode_cpu
-from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.plan import parse_bytes, readable
 from gpuprefetch.insight import selfcheck as _selfcheck
-from gpuprefetch.transforms.head import read_transforms
-from gpuprefetch.transforms.launch import Launches, by_place, plan_rows
+from gpuprefetch.transforms.launch import Launches
 
 KIB = 1024
 SIZE = (4, 5)
@@ -155,23 +152,6 @@ def test_a_budget_counts_what_a_decoder_copies(files):
     copied, once = costs
     assert (copied.decoded, once.decoded) == (2 * 8 * DECODED, 8 * DECODED)
     assert copied.fixed == once.fixed == FINISHED
-
-
-def test_what_the_launches_read_lies_after_the_pixels(files):
-    head, _ = read_transforms(SMALL)
-    share, epoch = torch.tensor([0.5]), torch.zeros(1, dtype=torch.int64)
-    kept = Packer((head,), True, False, 0, epoch, share)([*map(EncodedImage, files)])
-    assert kept.decoded.sum() == len(files) // 2
-    assert kept.plan.tables[0].words is None
-    first, last = kept.numbers
-    assert kept.spans[kept.decoded].max() + kept.boundary == kept.encoded_bytes == first
-    assert last == len(kept.buffer.tensor)
-    planned = plan_rows(
-        kept.rows[0], kept.sizes, kept.transposed, head.size, head.interpolation, head.antialias
-    )
-    again = _budget.lay_out(kept, [head.size], [planned])
-    assert np.array_equal(kept.words(0), by_place(again.tables[0].words, len(kept)))
-    assert np.array_equal(pickle.loads(pickle.dumps(kept)).words(0), kept.words(0))
 
 
 class Tensors(Dataset):
@@ -460,22 +440,6 @@ def test_what_is_waited_for_before_anything_lies_there(canaries):
     assert done == expected
 
 
-def test_rooms_are_as_large_as_calls():
-    rng = np.random.default_rng(0)
-    sizes = rng.gamma(2.0, 300e3, 20000).astype(int)  # photos of 0.6 MB, and some of several MB
-    room = _budget.SUB_BATCH_BYTES
-    calls = np.add.reduceat(sizes, _budget._cut(sizes, None))
-    assert calls.max() <= room
-    assert len({_budget.in_rooms(int(size)) for size in calls}) <= 3
-    sizes[rng.random(len(sizes)) < 0.1] = 6 << 20
-    assert np.add.reduceat(sizes, _budget._cut(sizes, None)).max() <= room
-    sizes[:] = 3 * 4000 * 3000
-    assert _budget._cut(sizes, None)[:3] == [0, 7, 14]
-    assert _budget._cut(sizes, None, _budget.WHOLE_BATCH_BYTES)[:2] == [0, 14]
-    sizes[:] = room + 1
-    assert np.array_equal(_budget._cut(sizes, None), np.arange(len(sizes)))
-
-
 def test_a_stream_has_the_same_place_again(monkeypatch):
     scratch = {}
     place = partial(_decode.place, device=torch.device("cpu"), scratch=scratch)
@@ -634,19 +598,6 @@ def test_a_part_waits_for_the_reader_of_the_one_before(monkeypatch, job):
     got = late_epoch(files, job, memory_budget="14MiB")  # the result takes 9, a photo 1.1
     # Without waiting, parts really are overwritten.
     assert torch.equal(got, expected) == (job is _job.ImageJob)
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:.*deprecated")
-@pytest.mark.parametrize("backend", ["torchcodec", "torchvision"])
-def test_backends_give_the_same(backend):
-    files = [pictures.encode_jpeg(pictures.draw(200 + i, 300, seed=i)) for i in range(24)]
-    loader = DataLoader(Photos(files), batch_size=8, pin_memory=True)
-    options = {"transforms": [Resize((64, 96))], "cpu_share": 0.0}
-    expected, got = (
-        images_of(DataPrefetcher(loader, decoder=name, **options)) for name in ("nvjpeg", backend)
-    )
-    assert torch.equal(got, expected)
 
 
 class Apart(_job.ImageJob):

@@ -23,6 +23,7 @@ from gpuprefetch.transforms.random import SeededDraws
 BILINEAR, BICUBIC = InterpolationMode.BILINEAR, InterpolationMode.BICUBIC
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIDE = 12
+pytestmark = pytest.mark.usefixtures("one_thread")
 PICTURE = torch.from_numpy(draw(SIDE, SIDE, seed=3)).permute(2, 0, 1)
 
 
@@ -120,14 +121,6 @@ def theirs(op, count=COUNT):
         picture = v2.functional.to_pil_image(PICTURE)
         return torch.stack([v2.functional.pil_to_tensor(op(picture)) for _ in range(count)])
     return torch.stack([op(PICTURE) for _ in range(count)])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for pictures of 144 pixels
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -348,23 +348,18 @@ def test_resize_and_center_crop_as_on_pil(interpolation, height, width):
     assert_as_on_pil(TF.center_crop(resized, [224, 224]), image, np.array(rows), interpolation)
 
 
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(
+    ("interpolation", "place"),
+    [("bilinear", axis), ("bicubic", axis), ("bilinear", aligned)],
+)
 @pytest.mark.parametrize("size", [(16, 16), (7, 45)])
-def test_twin_is_interpolate(interpolation, size):
-    image = picture(37, 30).double() / 255
-    rows = np.array([[axis(3, 31, size[0]), axis(5, 25, size[1])]])
-    expected = F.interpolate(image[None, :, 3:34, 5:30], size, mode=interpolation, antialias=True)
-    options = {"interpolation": interpolation, "dtype": torch.float64}
+def test_twin_is_interpolate(interpolation, place, size):
+    image, antialias = picture(37, 30).double() / 255, place is axis
+    rows = np.array([[place(3, 31, size[0]), place(5, 25, size[1])]])
+    corners = {"antialias": True} if antialias else {"align_corners": True}
+    expected = F.interpolate(image[None, :, 3:34, 5:30], size, mode=interpolation, **corners)
+    options = {"interpolation": interpolation, "antialias": antialias, "dtype": torch.float64}
     result = resample_reference([image], rows, size, **options)
-    torch.testing.assert_close(result, expected)
-
-
-def test_twin_is_interpolate_with_aligned_corners():
-    image = picture(37, 30).double() / 255
-    rows = np.array([[aligned(3, 31, 16), aligned(5, 25, 45)]])
-    box = image[None, :, 3:34, 5:30]
-    expected = F.interpolate(box, (16, 45), mode="bilinear", align_corners=True)
-    result = resample_reference([image], rows, (16, 45), antialias=False, dtype=torch.float64)
     torch.testing.assert_close(result, expected)
 
 
