@@ -393,11 +393,11 @@ def test_without_engines_a_batch_is_one_call(small_calls, streams, readers):
         canaries = False
 
     files = [pictures.encode_jpeg(pictures.draw(16, 17, seed=i)) for i in range(4)]
-    expected = planned_batch(files, WithoutCanaries("cpu"), share=0.75)
+    expected = planned_batch(files, None)
     small_calls(UPLOAD_BYTES=400)
     got = planned_batch(files, WithoutCanaries("cpu"), share=0.75, job=Noted)
     assert len(marks) == readers
-    assert torch.equal(got, expected)
+    assert (got - expected).abs().max() * 255 < 1.01  # the CPU rounds on its way
 
 
 @interpreted
