@@ -3,7 +3,6 @@
 import importlib
 import pickle
 import random
-import shutil
 import sys
 import tarfile
 import threading
@@ -742,19 +741,6 @@ def test_the_collate_function_runs_ahead(folder):
     assert all(images.is_cuda and target.is_cuda for images, target in batches)
     assert threads == {"gpuprefetch"}
     same_batches(loader, [[part.cpu() for part in batch] for batch in batches])
-
-
-def test_a_bad_image_takes_its_sample_out_of_the_collate(folder, tmp_path):
-    root = tmp_path / "copy"
-    shutil.copytree(folder, root)
-    dataset = ImageFolder(root, v1.Compose(VAL))
-    bad = dataset.samples[1][0]
-    Path(bad).write_bytes(b"no picture")
-    loader = DataLoader(dataset, batch_size=4, collate_fn=lambda samples: default_collate(samples))
-    moved = accelerate(loader, on_error="skip", **CPU)
-    sizes = [(len(images), len(target)) for images, target in moved]
-    assert sizes[0] == (3, 3) and sizes[1] == (4, 4)
-    assert moved.bad_images[0].path == bad
 
 
 def test_dtype_waits_for_the_ops_behind_the_launch(folder):
