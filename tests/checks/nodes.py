@@ -46,11 +46,11 @@ def digests(batch):
 
 
 def note(split, batch):
-    """Write down what the loop gets; on a node that is to die, stop there."""
+    """Write down what the loop gets; on a node that is to die, stop in some training step."""
     log = Path(os.environ["LOG"] + os.environ["RANK"])
     with log.open("a") as file:
         file.write(json.dumps([split, digests(batch)]) + "\n")
-    while len(log.read_text().splitlines()) == int(os.environ["STOP_AT"]):
+    while log.read_text().count("train") == int(os.environ["STOP_AT"]):
         time.sleep(1)
 
 
@@ -58,14 +58,31 @@ def train_example(words):
     """The training example as it is; each batch is noted where it is moved to the device."""
     import train
 
-    move = train.move
+    move, wrap = train.move, train.wrap
 
     def noted(batch, device):
         note("train" if torch.is_grad_enabled() else "val", batch)
         return move(batch, device)
 
-    train.move = noted
+    def wrapped(model, args):
+        parallel = wrap(model, args)
+        parallel.register_comm_hook(None, mean_in_order)
+        return parallel
+
+    train.move, train.wrap = noted, wrapped
     train.main(words)
+
+
+def mean_in_order(_, bucket):
+    """Gradients' mean that does not depend on how DDP puts them together, anew after a first step.
+
+    A ring adds up the parts of what it is given in orders of their own: that changes the last bit.
+    """
+    parts = [torch.empty_like(bucket.buffer()) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, bucket.buffer())
+    future = torch.futures.Future()
+    future.set_result(sum(parts) / len(parts))
+    return future
 
 
 def train_shards(words):
@@ -181,8 +198,8 @@ class Check:
         """Whether they came to their end; the second one to its own when it has to stop."""
         until = time.monotonic() + 240
         if not stop_at:
-            return not any([agent.wait(until - time.monotonic()) for agent in agents])
-        while max(map(len, self.logs(log)[self.ranks :])) < stop_at:
+            return not any(agent.wait(until - time.monotonic()) for agent in agents)
+        while max(map(trained, self.logs(log)[self.ranks :])) < stop_at:
             if agents[1].poll() is not None or time.monotonic() > until:
                 return False
             time.sleep(0.05)
@@ -224,9 +241,14 @@ class Check:
         """Whether the example ended as on one machine that nobody has killed."""
         words = ["example", *EXAMPLE.split(), f"--checkpoint={self.folder / 'one.pt'}"]
         self.run("one", words, nodes=self.nodes[:1])
-        one, two = (torch.load(self.folder / f"{n}.pt")["model"] for n in ("one", "example"))
+        paths = [self.folder / f"{name}.pt" for name in ("one", "example")]
+        one, two = (torch.load(path, weights_only=True)["model"] for path in paths)
         different = sum(not torch.equal(one[name], two[name]) for name in one)
         return {"check": "weights", "ok": different == 0, "different": different}
+
+
+def trained(lines):
+    return sum(split == "train" for split, _ in lines)
 
 
 def noticed(seen):
@@ -270,7 +292,7 @@ def main():
         with machines.two_machines(folders) as nodes:
             check = Check(Path(folder), nodes, args.ranks)
             expected = expected_of_example(check.world)
-            stop_at = len(expected[-1]) // EPOCHS + 3
+            stop_at = trained(expected[0]) // EPOCHS + SAVE_EVERY + 1
             words = EXAMPLE.split()
             results += [check.interrupted("example", words, expected, stop_at=stop_at)]
             results += [check.same_weights()]
