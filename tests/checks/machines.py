@@ -28,6 +28,7 @@ class Machine:
         self.folder = folder
         self.address = f"10.213.7.{number + 1}" if namespace else f"127.0.0.{number + 1}"
         self._prefix = ["ip", "netns", "exec", namespace] if namespace else []
+        self.network = "namespaces" if namespace else "loopback"
         self._interface = "eth0" if namespace else "lo"
 
     def torchrun(self, *words: object, output: Path, **variables: object) -> subprocess.Popen:

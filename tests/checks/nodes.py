@@ -31,7 +31,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop
 
 EXAMPLES = harness.ROOT / "examples"
-sys.path[:0] = [str(EXAMPLES / "imagenet"), str(EXAMPLES / "sources")]
 BATCH, EPOCHS, SAVE_EVERY = 2, 2, 2
 EXAMPLE = f"data --batch-size {BATCH} --epochs {EPOCHS} --checkpoint-steps {SAVE_EVERY} --workers 1"
 EXAMPLE += " --image-size 32 --model squeezenet1_1"
@@ -225,7 +224,7 @@ class Check:
         )
         return {
             "check": name,
-            "nodes": 2,
+            "network": self.nodes[0].network,
             "processes": self.world,
             "ok": found == expected,
             "pictures": due.total(),
@@ -247,6 +246,14 @@ class Check:
         return {"check": "weights", "ok": different == 0, "different": different}
 
 
+def checks(check):
+    expected = expected_of_example(check.world)
+    stop_at = trained(expected[0]) // EPOCHS + SAVE_EVERY + 1
+    yield check.interrupted("example", EXAMPLE.split(), expected, stop_at=stop_at)
+    yield check.same_weights()
+    yield check.interrupted("shards", [], expected_of_shards(check.world), stop_at=5)
+
+
 def trained(lines):
     return sum(split == "train" for split, _ in lines)
 
@@ -256,7 +263,7 @@ def noticed(seen):
 
 
 def draw(folder):
-    """47 pictures to train on and 19 to validate with; shards of 6, the last of them shorter."""
+    """47 pictures to train on and 19 to validate with; shards of 7, the last of them of 5."""
     import draw
     import webdataset
 
@@ -274,6 +281,7 @@ def draw(folder):
 
 @harness.ended_by_sigterm()
 def main():
+    sys.path[:0] = [str(EXAMPLES / "imagenet"), str(EXAMPLES / "sources")]  # has a train.py, too
     if sys.argv[1:2] == ["--rank"]:
         run = {"example": train_example, "shards": train_shards}[sys.argv[2]]
         return run(sys.argv[3:])
@@ -282,24 +290,19 @@ def main():
     )
     parser.add_argument("--ranks", type=int, default=2, help="of each of the two nodes")
     harness.output_arguments(parser)
-    args, results = parser.parse_args(), []
+    args = parser.parse_args()
     torch.set_num_threads(1)
+    document = harness.Document("nodes", args, harness.Device(), anew=True)
     with tempfile.TemporaryDirectory() as folder:
         folders = [Path(folder, f"node-{number}") for number in range(2)]
         draw(folders[0])
         shutil.copytree(*folders)
         os.chdir(folders[0])
         with machines.two_machines(folders) as nodes:
-            check = Check(Path(folder), nodes, args.ranks)
-            expected = expected_of_example(check.world)
-            stop_at = trained(expected[0]) // EPOCHS + SAVE_EVERY + 1
-            words = EXAMPLE.split()
-            results += [check.interrupted("example", words, expected, stop_at=stop_at)]
-            results += [check.same_weights()]
-            expected = expected_of_shards(check.world)
-            results += [check.interrupted("shards", [], expected, stop_at=5)]
-    for result in results:
-        print(json.dumps(result), flush=True)
+            for result in checks(Check(Path(folder), nodes, args.ranks)):
+                document.keep(result)
+                print(json.dumps(result), flush=True)
+    results = document.content["results"]
     bad = [r["check"] for r in results if not r["ok"] or "missed" in r.get("mistakes", {}).values()]
     sys.exit(f"failed: {', '.join(bad)}" if bad else 0)
 
