@@ -2,6 +2,7 @@
 
     python benchmarks/policy.py --output benchmarks/results/policy-h100.json
     python benchmarks/policy.py --policies RandAugment --sides gpuprefetch torchvision
+    python benchmarks/policy.py --cells dali:RandAugment gpuprefetch:AugMix
 
 Every side takes 256 uint8 images of 224 x 224 on the GPU and gives normalized float32 ones. The
 sides are ``PerImage``; torchvision's v2 on one image after the other, on the GPU; CV-CUDA's
@@ -10,7 +11,7 @@ point; and DALI's, in a pipeline of its own. A row of a side that is not there s
 """
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import clock
@@ -158,7 +159,9 @@ SIDES: dict[str, Callable[[str | None, torch.Tensor], Run]] = {
 }
 
 
-def measure(side: str, policies: Iterable[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(
+    side: str, policies: Iterable[str], args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """Milliseconds of a side's list without a policy, and of each policy beyond that."""
     shape = (args.images, 3, args.size, args.size)
     images = torch.randint(256, shape, dtype=torch.uint8, device=args.device)
@@ -174,13 +177,13 @@ def measure(side: str, policies: Iterable[str], args: argparse.Namespace) -> lis
         except Exception as error:  # of another library: the other rows are still measured
             return {"missing": f"{type(error).__name__}: {error}".partition("\n")[0]}
 
-    without, rows = timed(None), []
+    without = timed(None)
+    yield {"policy": "none", "side": side, "images": args.images, **without}
     for policy in policies:
         row = timed(policy)
         if "missing" not in row and "missing" not in without:
             row["beyond_ms"] = round(row["median_ms"] - without["median_ms"], 4)
-        rows.append({"policy": policy, "side": side, "images": args.images, **row})
-    return [{"policy": "none", "side": side, "images": args.images, **without}, *rows]
+        yield {"policy": policy, "side": side, "images": args.images, **row}
 
 
 def main(words: list[str] | None = None) -> None:
@@ -189,6 +192,8 @@ def main(words: list[str] | None = None) -> None:
     )
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES))
+    cells = [f"{side}:{policy}" for side in SIDES for policy in POLICIES]
+    parser.add_argument("--cells", nargs="+", choices=cells, metavar="SIDE:POLICY")
     parser.add_argument("--images", type=int, default=256)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--repeats", type=int, default=50)
@@ -200,9 +205,11 @@ def main(words: list[str] | None = None) -> None:
     if args.tiny:
         vars(args).update(images=3, size=24, repeats=2, warmup=0, device="cpu")
     document = harness.Document("policy", args, harness.Device(), anew=True)
-    for side in args.sides:
-        for result in measure(side, args.policies, args):
-            document.add(result)
+    cells = args.cells or [f"{side}:{policy}" for side in args.sides for policy in args.policies]
+    for side in SIDES:
+        chosen = [policy for policy in POLICIES if f"{side}:{policy}" in cells]
+        for result in measure(side, chosen, args) if chosen else ():
+            document.add(result)  # one by one: a peer that ends the process loses its own alone
 
 
 if __name__ == "__main__":

@@ -211,10 +211,22 @@ def scaling_table(results: list[dict[str, Any]]) -> str:
     return pivot("images/s (of as many times one GPU's)", cells)
 
 
+def views_table(results: list[dict[str, Any]]) -> str:
+    """Images per second by the number of views, and in brackets the share of one view's."""
+    rates: dict[str, list[float]] = defaultdict(list)
+    for r in results:
+        if "error" not in r:
+            rates[r["column"]].append(r["images_per_second"]["median"])
+    means = {column: statistics.fmean(found) for column, found in rates.items()}
+    row = [f"{rate:,.0f} ({rate / means.get('1', rate):.3f})" for rate in means.values()]
+    return markdown(["views of each image", *means], [["images/s (of one view's)", *row]])
+
+
 OTHERS = {
     "policy": ("### Random policies", policy_table),
     "memory": ("### GPU memory", memory_table),
     "scaling": ("### Several GPUs", scaling_table),
+    "views": ("### Several views of one decode", views_table),
 }
 
 

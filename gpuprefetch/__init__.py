@@ -7,6 +7,7 @@ from gpuprefetch.images.encoded import EncodedImage, EncodedImages
 from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.insight.doctor import DoctorReport, doctor
 from gpuprefetch.insight.selfcheck import SelfcheckReport, selfcheck
+from gpuprefetch.installed import tell_of_a_stranger as _tell_of_a_stranger
 from gpuprefetch.migrate.accelerate import accelerate
 from gpuprefetch.migrate.explain import explain
 from gpuprefetch.migrate.parity import ParityReport, parity
@@ -18,7 +19,7 @@ from gpuprefetch.transforms.known import UnsupportedTransformError
 from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.views import Views
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "BadImage",
     "BadImageError",
@@ -44,3 +45,5 @@ __all__ = [
     "preprocess",
     "selfcheck",
 ]
+
+_tell_of_a_stranger()

@@ -1,44 +1,62 @@
-"""selfcheck: is this machine's decoding safe? doctor: what is training bound by?"""
+"""What training is bound by, what moving its pipeline changes, and whether decoding is safe."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader
 
-def _selfcheck(args: argparse.Namespace) -> Any:
-    from gpuprefetch.insight.selfcheck import selfcheck
+import gpuprefetch
+from gpuprefetch.core.device import resolve_device
+from gpuprefetch.core.report import versions
+from gpuprefetch.images.share import usable_cores
 
-    return selfcheck(args.device, args.rounds)
+
+def _loader(args: argparse.Namespace, **options: Any) -> DataLoader[Any]:
+    """A folder with the training transforms of ImageNet."""
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+
+    class Folder(ImageFolder):  # type: ignore[misc]
+        def __getitem__(self, index: int) -> Any:
+            try:
+                return super().__getitem__(index)
+            except OSError as error:  # which PIL raises, in part without the file's name
+                raise OSError(f"{self.samples[index][0]}: {error}") from error
+
+    ops = [v2.RandomResizedCrop(args.size), v2.RandomHorizontalFlip()]
+    ops += [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
+    ops += [v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+    root = args.data / "train" if (args.data / "train").is_dir() else args.data
+    return DataLoader(Folder(root, v2.Compose(ops)), shuffle=True, **options)
+
+
+def _parity(args: argparse.Namespace) -> Any:
+    report = gpuprefetch.parity(_loader(args), args.count, device=args.device)
+    if args.picture:
+        report.picture(args.picture)
+    return report
 
 
 def _doctor(args: argparse.Namespace) -> Any:
-    import torch
-    from torch.utils.data import DataLoader, Dataset
-    from torchvision.datasets import ImageFolder
     from torchvision.models import get_model, list_models
-    from torchvision.transforms import v2
-
-    import gpuprefetch
-    from gpuprefetch.prefetcher import _resolve_device
 
     if args.model not in list_models():
         raise ValueError(
             f"--model takes a model of torchvision, such as resnet50, got {args.model!r}. "
             "torchvision.models.list_models() has their names."
         )
-    device = _resolve_device(args.device)
-    root = args.data / "train" if (args.data / "train").is_dir() else args.data
-    ops = [v2.RandomResizedCrop(args.size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
-    ops += [v2.ToDtype(torch.float32, scale=True)]
-    ops += [v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
-    dataset: Dataset[Any] = ImageFolder(root, v2.Compose(ops))
-    options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
-    loader: Any = DataLoader(dataset, args.batch_size, shuffle=True, **options)
+    device = resolve_device(args.device)
+    workers = usable_cores() if args.workers is None else args.workers
+    options = {"batch_size": args.batch_size, "pin_memory": device.type == "cuda"}
+    loader: Any = _loader(args, num_workers=workers, **options)
     if args.loader == "gpuprefetch":
         loader = gpuprefetch.accelerate(loader, print_plan=False, device=device)
     torch.backends.cudnn.benchmark = True  # the shapes never change
@@ -60,43 +78,68 @@ def _doctor(args: argparse.Namespace) -> Any:
     return gpuprefetch.doctor(loader, step, device=device, seconds=seconds, tune=tune)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "data": {"type": Path, "metavar": "DATA", "help": "class folders, or train/ with them"},
+    "--model": {"default": "resnet50", "help": "of torchvision; default: %(default)s"},
+    "--loader": {"choices": ["torchvision", "gpuprefetch"], "default": "torchvision"},
+    "--batch-size": {"type": int, "default": 256, "help": "default: %(default)s"},
+    "--size": {"type": int, "default": 224, "help": "of the images; default: %(default)s"},
+    "--workers": {"type": int, "help": "default: the cores that this process may use"},
+    "--seconds": {"type": float, "default": 3.0, "help": "of a run; default: %(default)s"},
+    "--no-tune": {"action": "store_true", "help": "try no other settings"},
+    "--count": {"type": int, "default": 256, "help": "images compared; default: %(default)s"},
+    "--picture": {"type": Path, "help": "file for the images that differ most"},
+    "--rounds": {"type": int, "default": 1000, "help": "default: %(default)s"},
+    "--device": {"help": "such as cuda:1; the current one by default"},
+    "--json": {"action": "store_true", "help": "print the report as JSON"},
+}
+FOLDER = ["data", "--size"]
+COMMANDS = {
+    "doctor": (
+        _doctor,
+        "say what training on a folder is bound by, and which settings to change",
+        [*FOLDER, "--model", "--loader", "--batch-size", "--workers", "--seconds", "--no-tune"],
+    ),
+    "parity": (
+        _parity,
+        "say how far the pixels of a folder are from torchvision's, op by op",
+        [*FOLDER, "--count", "--picture"],
+    ),
+    "selfcheck": (
+        lambda args: gpuprefetch.selfcheck(args.device, args.rounds),
+        "try whether any image is overwritten while a kernel still reads it",
+        ["--rounds"],
+    ),
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code is 0 if all is well, 1 if not, 2 if it was asked wrongly."""
+    """Run a command.
+
+    Returns:
+        0 if all is well, 1 if not, 2 if it was asked wrongly, 130 after Ctrl-C.
+    """
     parser = argparse.ArgumentParser(prog="python -m gpuprefetch", description=__doc__)
+    found = ", ".join(f"{name} {number}" for name, number in versions().items())
+    version = f"gpuprefetch {gpuprefetch.__version__} ({found})"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
-    check = commands.add_parser(
-        "selfcheck", help="try whether any image is overwritten while a kernel still reads it"
-    )
-    check.add_argument("--rounds", type=int, default=1000, help="default: %(default)s")
-    check.set_defaults(run=_selfcheck)
-    visit = commands.add_parser(
-        "doctor", help="say what training on a folder is bound by, and which settings to change"
-    )
-    visit.add_argument("data", type=Path, metavar="DATA", help="class folders, or train/ with them")
-    visit.add_argument("--model", default="resnet50", help="of torchvision; default: %(default)s")
-    visit.add_argument("--loader", choices=["torchvision", "gpuprefetch"], default="torchvision")
-    visit.add_argument("--batch-size", type=int, default=256, help="default: %(default)s")
-    visit.add_argument("--size", type=int, default=224, help="of the images; default: %(default)s")
-    visit.add_argument("--workers", type=int, default=8, help="default: %(default)s")
-    visit.add_argument("--seconds", type=float, default=3.0, help="of a run; default: %(default)s")
-    visit.add_argument("--no-tune", action="store_true", help="try no other settings")
-    visit.set_defaults(run=_doctor)
-    for command in (check, visit):
-        command.add_argument("--device", help="such as cuda:1; the current one by default")
-        command.add_argument("--output", type=Path, help="JSON file to write the report to")
+    for name, (run, words, options) in COMMANDS.items():
+        command = commands.add_parser(name, help=words, description=words)
+        for option in [*options, "--device", "--json"]:
+            command.add_argument(option, **OPTIONS[option])
+        command.set_defaults(run=run)
     args = parser.parse_args(arguments)
-    if args.output and not args.output.parent.is_dir():  # or it is found behind all the work
-        parser.error(f"there is no folder {args.output.parent} for --output")
-    if args.output and args.output.is_dir():
-        parser.error(f"--output {args.output} is a folder: name a file in it")
     try:
         report = args.run(args)
-        print(report)
-        if args.output:
-            args.output.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except (ValueError, OSError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        *_, last = (str(error).strip() or repr(error)).splitlines()  # after a worker's traceback
+        print(f"{parser.prog}: {last}", file=sys.stderr)
         return 2
+    print(json.dumps(report.as_dict(), indent=1) if args.json else report)
     return 0 if getattr(report, "ok", True) else 1
 
 

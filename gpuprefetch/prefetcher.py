@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from gpuprefetch.core.device import resolve_device
 from gpuprefetch.core.epoch import Epoch, Lookahead
 from gpuprefetch.core.forks import garbage_stays_here
 from gpuprefetch.core.progress import Progress
@@ -34,33 +35,10 @@ from gpuprefetch.images.replay import (
     stands_alone,
 )
 from gpuprefetch.images.stage import Pipeline
+from gpuprefetch.transforms.convert import title
 from gpuprefetch.transforms.head import Transform
 
 _running: weakref.WeakValueDictionary[int, Lookahead] = weakref.WeakValueDictionary()  # by loader
-
-
-def _resolve_device(device: torch.device | str | int | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f'device must be "cuda", "cuda:1", an index, a torch.device or "cpu", got {device!r}.'
-        ) from error
-    if resolved.type == "cpu":
-        return resolved
-    if resolved.type != "cuda":
-        raise ValueError(f"device must be CUDA or CPU, got {str(resolved)!r}.")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if resolved.index is None and count:
-        return torch.device("cuda", torch.cuda.current_device())
-    if not count or not 0 <= (resolved.index or 0) < count:
-        raise ValueError(
-            f"device {str(resolved)!r} is not there: torch sees {count} CUDA devices. "
-            "Leave device out to use CUDA where there is one and the CPU elsewhere."
-        )
-    return resolved
 
 
 def _refuse_no_loader(loader: Any) -> None:
@@ -160,21 +138,20 @@ class DataPrefetcher:
             raise ValueError(
                 f"device_prefetch_size is in batches, 1 or more, or None, got {size!r}."
             )
-        self.device = _resolve_device(device)
-        self._pipeline, balancer = build_stage(
-            loader,
-            self.device,
-            transforms=transforms,
-            dtype=dtype,
-            memory_format=memory_format,
-            decoder=decoder,
-            apply_exif=apply_exif,
-            cpu_share=cpu_share,
-            seed=seed,
-            on_error=on_error,
-            max_bad=max_bad,
-            memory_budget=memory_budget,
-        )
+        self.device = resolve_device(device)
+        self._options: dict[str, Any] = {
+            "transforms": transforms,
+            "dtype": dtype,
+            "memory_format": memory_format,
+            "decoder": decoder,
+            "apply_exif": apply_exif,
+            "cpu_share": cpu_share,
+            "seed": seed,
+            "on_error": on_error,
+            "max_bad": max_bad,
+            "memory_budget": memory_budget,
+        }
+        self._pipeline, balancer = build_stage(loader, self.device, **self._options)
         self.stats, self._balancer = self._pipeline.stats, balancer
         self._depth, self._first_batch = device_prefetch_size, FirstBatch(self.device)
         self._progress = Progress()
@@ -186,6 +163,16 @@ class DataPrefetcher:
         self._told_of_ranks = False
         self._kind = kind(loader)  # before a sampler makes its generator
         self._loader: Any = loader  # from here on its attributes are set there
+
+    @property
+    def transforms(self) -> Any:
+        """As they were given; an empty list for none."""
+        return [] if self._options["transforms"] is None else self._options["transforms"]
+
+    @property
+    def seed(self) -> int:
+        """Of the random parameters."""
+        return self._pipeline.packer.seed
 
     @property
     def bad_images(self) -> list[BadImage]:
@@ -412,6 +399,14 @@ class DataPrefetcher:
         for owner in owners(self._loader):
             owner.set_epoch(epoch)
 
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """What ``accelerator.prepare_data_loader`` asks for first."""
+        raise TypeError(
+            "accelerator.prepare_data_loader() makes a loader of a prefetcher's dataset, without "
+            f"its decode and transforms: {INTO_PREPARED}."
+        )
+
     def __len__(self) -> int:
         # Torch warns of an iterable dataset that turns out longer than its loader was told here.
         return len(self._loader if self._persistent is None else self._persistent)
@@ -446,4 +441,11 @@ class DataPrefetcher:
         vars(self).update(state, _beginning=threading.RLock())
 
     def __repr__(self) -> str:
-        return f"DataPrefetcher({self._loader!r}, device={str(self.device)!r})"
+        given = self._options | {"device_prefetch_size": self._depth}
+        if isinstance(self.transforms, (list, tuple)):
+            given["transforms"] = [*map(title, self.transforms)] or None
+        words = [f"device={str(self.device)!r}"]
+        for name, value in given.items():
+            if value not in (None, "auto", "raise") and value is not False:
+                words.append(f"{name}={value!r}")
+        return f"DataPrefetcher({self._loader!r}, {', '.join(words)})"

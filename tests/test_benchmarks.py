@@ -201,6 +201,21 @@ def test_scaling(tmp_path):
     )
 
 
+def test_views(tmp_path, monkeypatch):
+    import harness
+    import table
+    import views
+
+    monkeypatch.setattr(harness, "run_child", lambda script, task, **options: views.measure(**task))
+    output = tmp_path / "views.json"
+    views.main(["--tiny", "--output", str(output)])
+    one, ten = document(output)["results"]
+    assert one["views"] == [[4, 3, 32, 32]]
+    assert ten["views"] == [[4, 3, 32, 32]] * 2 + [[4, 3, 13, 13]] * 8
+    rates = [r["images_per_second"]["median"] for r in (one, ten)]
+    assert f"{rates[1]:,.0f} ({rates[1] / rates[0]:.3f}) |" in table.views_table([one, ten])
+
+
 @pytest.mark.parametrize("script", ["kernel", "policy"])
 def test_milliseconds(script, tmp_path):
     import kernel

@@ -1,6 +1,7 @@
 """doctor is right where the cause is known, because the test has made it."""
 
 import json
+import sys
 import time
 from types import SimpleNamespace
 
@@ -8,13 +9,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from gpuprefetch import (
-    DataPrefetcher,
-    EncodedImageFolder,
-    RandomResizedCrop,
-    doctor,
-)
+import gpuprefetch
+from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, doctor
 from gpuprefetch.__main__ import main
+from gpuprefetch.core.report import progress
+from gpuprefetch.images import share
 from gpuprefetch.insight import doctor as _doctor
 
 # Sleeps stand for disks and models: they take the same time on a busy machine.
@@ -96,7 +95,6 @@ def test_too_few_workers():
     assert report.changes[0].setting == "num_workers=4"
     assert report.changes[0].gain > 1.8  # 4 times the workers
     assert "num_workers=4" in str(report)
-    assert report.after.images_per_second > 1.5 * report.found.images_per_second
 
 
 @pytest.mark.usefixtures("busy_machine")
@@ -104,7 +102,7 @@ def test_model_bound():
     # Not pinned: without a GPU there is nothing to pin for, and doctor does not ask for it.
     report = doctor(loader_of(Slow(0.0)), sleep(0.2), device="cpu", seconds=0.2)
     assert report.bound == "model"
-    assert (report.changes, report.tried, report.after) == ([], [], None)
+    assert report.changes == report.tried == []
     assert report.found.images_per_second == pytest.approx(report.ceiling, rel=0.3)
     assert report.found.wait_ms < 60  # of 200
     assert "bound by the model" in str(report)
@@ -136,34 +134,59 @@ def test_bad_arguments(loader, step, options, error):
 
 
 def test_command_line(photo_folder, tmp_path, capsys):
-    output = tmp_path / "report.json"
     options = "--model squeezenet1_1 --batch-size 4 --workers 1 --size 64 --seconds 0.05 --no-tune"
-    options += " --device cpu"
-    for loader in ("torchvision", "gpuprefetch"):
-        arguments = [str(photo_folder), *options.split(), "--loader", loader]
-        assert main(["doctor", *arguments, "--output", str(output)]) == 0
-        text = capsys.readouterr().out
-        assert "verdict: bound by" in text
-        assert ", 1 worker, " in text
-        assert "that helps" not in text
-        assert json.loads(output.read_text())["ceiling"] > 0
-    assert main(["doctor", str(photo_folder), "--model", "resnet1"]) == 2
-    assert (
-        "takes a model of torchvision, such as resnet50, got 'resnet1'" in capsys.readouterr().err
-    )
-    assert main(["doctor", str(tmp_path)]) == 2
-    assert main(["doctor", str(output)]) == 2
-    assert "Not a directory" in capsys.readouterr().err
+    arguments = ["doctor", str(photo_folder), *options.split(), "--device", "cpu"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "verdict: bound by" in text and ", 1 worker, " in text
+    assert "of an image, in the workers: " in text
+    assert "that helps" not in text
+    assert main([*arguments, "--loader", "gpuprefetch", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ceiling"] > 0 and "decoded by the CPU" in report["notes"][-1]
 
 
-def test_the_folder_of_the_report_is_looked_for_before_the_work(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("gpuprefetch.__main__._doctor", lambda args: pytest.fail("worked"))
-    with pytest.raises(SystemExit, match="2"):
-        main(["doctor", str(tmp_path), "--output", str(tmp_path / "none" / "report.json")])
-    assert "no folder" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main(["doctor", str(tmp_path), "--output", str(tmp_path)])
-    assert "is a folder" in capsys.readouterr().err
+def test_the_command_line_says_what_is_wrong_in_a_line(photo_folder, tmp_path, capsys, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "bad.jpg").write_bytes(b"no picture")
+    bad = [str(tmp_path), "--device", "cpu", "--workers", "1", "--batch-size", "1"]
+    for arguments, text in (
+        ([str(photo_folder), "--model", "resnet1"], "such as resnet50, got 'resnet1'"),
+        ([str(photo_folder / "none")], "No such file"),
+        (bad, r"a/bad.jpg: cannot identify image file"),
+    ):
+        assert main(["doctor", *arguments]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("python -m gpuprefetch: ") and text in line
+
+    def interrupt(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpuprefetch, "selfcheck", interrupt)
+    assert main(["selfcheck"]) == 130
+    assert capsys.readouterr().err == "python -m gpuprefetch: interrupted\n"
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert f"gpuprefetch {gpuprefetch.__version__} (torch 2." in capsys.readouterr().out
+
+
+def test_a_containers_quota_counts(tmp_path, monkeypatch):
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(share, "QUOTA", quota)
+    cores = share.usable_cores()
+    for text, count in (("150000 100000", 1), ("max 100000", cores)):
+        quota.write_text(text)
+        assert share.usable_cores() == count
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_for_a_terminal(monkeypatch, capsys, terminal):
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)  # not installed
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with progress("parity", 4) as bar:
+        bar.update(4)
+    shown = "\rparity: 4 of 4, 0 s left"
+    assert capsys.readouterr().err.rstrip() == (shown if terminal else "")
 
 
 # Milliseconds of a batch: of the loader alone, of the step alone, of the loop, of them waiting, and
@@ -176,22 +199,18 @@ def test_the_folder_of_the_report_is_looked_for_before_the_work(tmp_path, capsys
         (13, 55, 56, 0, 1, 0.0, "model"),
         (15, 55, 79, 17, 21, 0.0, "transfer"),  # in next(), but not for its workers
         (70, 55, 79, 17, 1, 0.0, "CPU decode"),
-        (15, 55, 79, 2, 1, 0.0, "CPU decode"),  # the step lacks cores
+        (15, 55, 79, 2, 1, 0.0, "cores"),  # the step lacks them
     ],
 )
-def test_what_the_numbers_say(monkeypatch, alone, ceiling, loop, wait, copy, reading, bound):
-    runs = iter([(alone, alone), (ceiling, 0), (loop, wait)])
-
-    def run(self, batches, step, times=None):
-        if times is not None:
-            times[0] = torch.tensor([1.0, 1.0 - reading])
-        milliseconds, waited = next(runs)
-        return _doctor._Run(256e3 / milliseconds, 10, milliseconds / 1e3, waited / 1e3, [])
-
-    monkeypatch.setattr(_doctor._Clinic, "_run", run)
-    monkeypatch.setattr(_doctor._Clinic, "_copy_seconds", lambda self, batch: copy / 1e3)
-    clinic = _doctor._Clinic(print, torch.device("cuda:0"), 1.0)
-    assert clinic._diagnose(loader_of(Slow(0.0))).bound == bound
+def test_what_the_numbers_say(alone, ceiling, loop, wait, copy, reading, bound):
+    alone, ceiling, loop = (
+        _doctor.Run(1.0, milliseconds / 1e3, waited / 1e3, reading)
+        for milliseconds, waited in ((alone, 0), (ceiling, 0), (loop, wait))
+    )
+    facts = {"copying": copy / 1e3, "workers": 1, "stats": None}
+    assert _doctor.bound_of(alone, ceiling, loop, cuda=True, **facts) == bound
+    on_cpu = _doctor.bound_of(alone, ceiling, loop, cuda=False, **facts)
+    assert on_cpu == ("cores" if bound == "transfer" else bound)
 
 
 class Batches(Dataset):
@@ -231,10 +250,8 @@ def test_model_bound_on_the_gpu(photo_folder):
 @pytest.mark.parametrize("bound", ["GPU decode", "model"])
 @pytest.mark.parametrize("handle", [0, 7])
 def test_a_step_on_the_default_stream(photo_folder, monkeypatch, bound, handle):
-    found = _doctor.Diagnosis(bound, 100.0, 200.0, 40.0, 1.0, 0.0, 0.5, 0.0)
-    clinic = _doctor._Clinic(sleep(0), torch.device("cuda", 1), 0.1)
-    clinic.ceiling = _doctor._Run(150.0, 4, 0.03, 0.0, (torch.zeros(4, 3, 4, 4),))
-    monkeypatch.setattr(clinic, "_diagnose", lambda loader: found)
+    found = _doctor.Diagnosis(bound, 100.0, 200.0, 40.0, 1.0, 0.0, 0.5)
+    clinic = _doctor._Clinic(sleep(0), torch.device("cuda", 1), 0.1, None)
     devices = []
 
     def current_stream(device):
@@ -242,13 +259,12 @@ def test_a_step_on_the_default_stream(photo_folder, monkeypatch, bound, handle):
         return SimpleNamespace(cuda_stream=handle)
 
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    head = [RandomResizedCrop((8, 8))]
-    loader = DataPrefetcher(
-        loader_of(EncodedImageFolder(photo_folder)), device="cpu", transforms=head
-    )
+    folder = loader_of(EncodedImageFolder(photo_folder))
+    loader = DataPrefetcher(folder, device="cpu", transforms=[RandomResizedCrop((8, 8))])
     loader._pipeline.decoder = SimpleNamespace(way="7 JPEG engines")
-    clinic.encoded = True
-    notes = clinic.examine(loader, tune=False).notes
-    assert "encoded images are decoded by 7 JPEG engines" in notes
-    assert any("set_stream" in note for note in notes) == (bound == "GPU decode" and not handle)
+    clinic._note(loader, found, 4)
+    assert "encoded images are decoded by 7 JPEG engines" in clinic.notes
+    assert any("set_stream" in note for note in clinic.notes) == (
+        bound == "GPU decode" and not handle
+    )
     assert set(devices) <= {clinic.device}

@@ -1,5 +1,7 @@
 """What a list in ``transforms`` means: torchvision's draws for each image, and likely mistakes."""
 
+import re
+
 import kornia.augmentation as K
 import pictures
 import pytest
@@ -100,19 +102,6 @@ def test_what_draws_nothing_stays_as_it_is(op):
     assert DataPrefetcher([images], transforms=[op], device="cpu")._pipeline.views[0].tail == [op]
 
 
-@pytest.mark.parametrize(
-    ("op", "text"),
-    [
-        (v2.CutMix(num_classes=3), "CutMix mixes the images of a batch.*Mix in the training step"),
-        (v2.Compose([v2.MixUp(num_classes=3)]), "MixUp mixes the images"),
-        (v1.ToTensor(), r"ToTensor takes PIL images, .* Leave it out"),
-    ],
-)
-def test_what_has_no_place_in_a_list_is_refused(op, text):
-    with pytest.raises(ValueError, match=text):
-        DataPrefetcher([noise()], transforms=[op], device="cpu")
-
-
 def test_timms_policies_are_for_uint8():
     timm = pytest.importorskip("timm.data")
     op = timm.rand_augment_transform("rand-m9", {})
@@ -122,6 +111,19 @@ def test_timms_policies_are_for_uint8():
     erasing = timm.random_erasing.RandomErasing(0.5, device="cpu")
     erased = run([erasing], torch.ones(SEVERAL, 3, 16, 16)).amin((1, 2, 3)) == 0
     assert 16 <= erased.sum() <= 48
+
+
+def test_a_prefetcher_shows_its_settings():
+    flip = K.RandomHorizontalFlip()
+    loader = DataPrefetcher(
+        [noise(4)], transforms=[CROP, flip], device="cpu", cpu_share=0.0, seed=3
+    )
+    settings = "device='cpu', transforms=['Resize', 'RandomHorizontalFlip'], cpu_share=0.0, seed=3)"
+    assert repr(loader).endswith(settings)
+    assert loader.transforms == [CROP, flip] and loader.seed == 3
+    assert repr(loader.stats) == "no batches yet"
+    list(loader)
+    assert re.search(r"^images +4$", str(loader.stats), re.MULTILINE)
 
 
 def test_drawn_sizes_that_no_batch_can_hold_are_refused():

@@ -383,25 +383,23 @@ def test_each_group_of_a_batch_fills_its_rows(monkeypatch, share, most, calls):
 
 @interpreted
 @pytest.mark.usefixtures("large_tiles")
-@pytest.mark.parametrize("budget", [None, 30_000])
-@pytest.mark.parametrize(("share", "calls"), [(0.5, [2]), (0.0, [2, 2, 1])])
-def test_each_view_has_a_launch_for_a_decode(monkeypatch, share, calls, budget):
-    shapes = [(24, 32), (23, 31), (40, 20), (17, 19), (32, 48)]
+@pytest.mark.parametrize(("budget", "calls"), [(None, [2]), (7000, [1, 1])])
+def test_each_view_has_a_launch_for_a_decode(budget, calls):
+    shapes = [(24, 32), (23, 31), (40, 20)]
     files = [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
     lists = [Resize((8, 8))], [Resize((6, 10)), v2.RandomInvert(0.5)]
     expected = planned_batch(files, None, transforms=Views(*lists), seed=2)
-    monkeypatch.setattr(_budget, "SUB_BATCH", 2)
     decoder = PackedDecoder("cpu")
     options = {"transforms": Views(*lists), "seed": 2, "memory_budget": budget}
-    got = planned_batch(files, decoder, share, **options)
-    assert decoder.calls == calls or budget
+    got = planned_batch(files, decoder, 0.34, **options)  # a worker decodes one of three
+    assert decoder.calls == calls
     for view, want in zip(got, expected, strict=True):
         assert (view - want).abs().max() * 255 < 1.01  # the CPU rounds on its way
 
 
 @interpreted
 @pytest.mark.usefixtures("large_tiles")
-@pytest.mark.parametrize(("streams", "readers"), [(1, 3), (3, 1)])
+@pytest.mark.parametrize(("streams", "readers"), [(1, 2), (3, 1)])
 def test_without_engines_a_batch_is_one_call(monkeypatch, streams, readers):
     # A second call would wait for the first one, and the batches would not run side by side.
     marks = []
@@ -417,9 +415,9 @@ def test_without_engines_a_batch_is_one_call(monkeypatch, streams, readers):
     class WithoutCanaries(PackedDecoder):
         canaries = False
 
-    files = [pictures.encode_jpeg(pictures.draw(24, 32, seed=i)) for i in range(8)]
+    files = [pictures.encode_jpeg(pictures.draw(24, 32, seed=i)) for i in range(4)]
     expected = planned_batch(files, WithoutCanaries("cpu"), share=0.75)
-    monkeypatch.setattr(_budget, "UPLOAD_BYTES", 500)
+    monkeypatch.setattr(_budget, "UPLOAD_BYTES", 400)
     got = planned_batch(files, WithoutCanaries("cpu"), share=0.75, job=Noted)
     assert len(marks) == readers
     assert torch.equal(got, expected)

@@ -39,7 +39,6 @@ ARGUMENTS = {
         [1.1, 0.1, -2, 0.05, 0.9, 1, 0.001, 0.002, *FILL],
         [0.9, 0, 1, 0, 1, 0, 0, 0.01, NAN],
     ],
-    "ELASTIC": [[0, *FILL], [1, NAN]],
     "MATRIX": [[0.9, 0.1, 1, -0.1, 1.1, 2, *FILL], [1, 0, 7.3, 0, 1, -2.1, *FILL]],
     "SHARPNESS": [[1.9], [0.1]],
     "BLUR": [[1, 1.5, 5, 3], [0.2, 2, 3, 7]],
@@ -62,8 +61,8 @@ def arguments_of(name, dtype=torch.uint8):
     sets = [np.array(given, float) for given in ARGUMENTS[family]]
     if dtype != torch.uint8:
         for given in sets:
-            if family in ("AFFINE", "ROTATE", "PERSPECTIVE", "ELASTIC", "MATRIX"):
-                given[{"ROTATE": 3, "ELASTIC": 1, "MATRIX": 6}.get(family, 8) :] /= 255
+            if family in ("AFFINE", "ROTATE", "PERSPECTIVE", "MATRIX"):
+                given[{"ROTATE": 3, "MATRIX": 6}.get(family, 8) :] /= 255
             elif family == "ERASE":
                 given[4:] /= 255
             elif family in ("SOLARIZE", "SOLARIZE_ADD"):
@@ -73,13 +72,13 @@ def arguments_of(name, dtype=torch.uint8):
 
 def program_of(slots, dtype=torch.uint8, **options):
     """A program of rows of (name, index of the arguments), one row a slot."""
-    codes = np.array([[ops.OPS[name].code for name, _ in row] for row in slots], np.int32)
+    codes = np.array([[ops.OPS[name] for name, _ in row] for row in slots], np.int32).T
     args = np.full((*codes.shape, ops.ARGS), NAN)
     for s, row in enumerate(slots):
         for n, (name, index) in enumerate(row):
             sets = arguments_of(name, dtype)
             given = sets[index % len(sets)]
-            args[s, n, : len(given)] = given
+            args[n, s, : len(given)] = given
     return ops.Program(codes, args, **options)
 
 
@@ -93,24 +92,17 @@ def photos(shape, dtype=torch.uint8, seed=0):
     return (images * 255).to(torch.uint8) if dtype == torch.uint8 else images.to(dtype)
 
 
-def fields_of(shape, device="cpu"):
-    generator = torch.Generator().manual_seed(1)
-    return (0.3 * torch.rand(2, *shape[2:], 2, generator=generator) - 0.15).to(device)
-
-
 def both(images, program, device, **options):
     """What the twin and the kernels make of it, on the CPU."""
     # torchvision samples bfloat16 with coordinates in bfloat16, which are pixels off.
     if images.dtype == torch.bfloat16:
         wide = {**options, "dtype": options.get("dtype") or images.dtype}
-        expected = ops.reference(images.float(), program, **wide)
+        expected = ops.reference(images.float(), program, ops.Finish(**wide))
     else:
-        expected = ops.reference(images, program, **options)
-    if program.fields is not None:
-        program.fields = program.fields.to(device)
+        expected = ops.reference(images, program, ops.Finish(**options))
     before = images.to(device)
     given = before.clone(memory_format=torch.preserve_format)
-    result = ops_launch.launch(given, program, **options)
+    result = ops_launch.launch(given, program, ops.Finish(**options))
     assert torch.equal(given, before)
     assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
     assert result.stride() == expected.stride()
@@ -131,10 +123,10 @@ def assert_near(result, expected, exact=0.98):  # a GPU fuses products and sums
 # --- The twin is torchvision ---
 
 
-def by_torchvision(name, image, a, fields):
+def by_torchvision(name, image, a):
     family = family_of(name)
     mode = InterpolationMode(name.split("_")[1].lower() if family != name else "nearest")
-    fill = {"AFFINE": 8, "ROTATE": 3, "PERSPECTIVE": 8, "ELASTIC": 1}.get(family)
+    fill = {"AFFINE": 8, "ROTATE": 3, "PERSPECTIVE": 8}.get(family)
     fill = None if fill is None or a[fill] != a[fill] else a[fill : fill + 3]
 
     limit = 256 if image.dtype == torch.uint8 else 256 / 255  # above the range
@@ -163,7 +155,6 @@ def by_torchvision(name, image, a, fields):
         ),
         "ROTATE": lambda: F.rotate(image, a[0], mode, center=center(a[1:3]), fill=fill),
         "PERSPECTIVE": lambda: F.perspective(image, None, None, mode, fill, coefficients=a[:8]),
-        "ELASTIC": lambda: F.elastic(image, fields[int(a[0])][None], mode, fill),
         "SHARPNESS": lambda: F.adjust_sharpness(image, a[0]),
         "BLUR": lambda: F.gaussian_blur(image, [int(a[2]), int(a[3])], a[:2]),
     }[family]()
@@ -175,13 +166,31 @@ OURS = ("SOLARIZE_ADD", "ERASE_NOISE", "MATRIX_BILINEAR", "MATRIX_BICUBIC")
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("name", [name for name in ops.OPS if name not in OURS])
 def test_the_twin_is_torchvision(name, dtype):
-    images, fields = photos((2, 3, 17, 31), dtype), fields_of((2, 3, 17, 31))
-    program = program_of([[(name, 0), (name, 1)]], dtype, fields=fields)
-    result = ops.run(images, program)
+    images = photos((2, 3, 17, 31), dtype)
+    program = program_of([[(name, 0), (name, 1)]], dtype)
+    result, quick = ops.reference(images, program), ops.run(images, program)
     for n, image in enumerate(images):
-        expected = by_torchvision(name, image, program.args[0, n].tolist(), fields)
+        expected = by_torchvision(name, image, program.args[n, 0].tolist())
         assert torch.equal(result[n], expected)
-        assert result.dtype == dtype
+        assert result.dtype == quick.dtype == dtype
+        distance = (quick[n].float() - result[n].float()).abs()
+        if name == "HUE" and dtype == torch.uint8:  # a level now and then
+            assert distance.max() <= 1 and (distance > 0).float().mean() < 0.002
+        else:
+            assert torch.equal(quick[n], result[n])
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 64), (3, 2, 9), (3, 1, 1)])
+def test_quick_ops_of_flat_and_of_small_images(shape):
+    flat = torch.tensor([0, 7, 255], dtype=torch.uint8)[:, None, None].expand(shape)
+    stripe = flat.clone()
+    stripe[1, 0] = 200
+    for image in (flat, stripe, stripe.transpose(1, 2), stripe.flip(0)):
+        for name in ("AUTOCONTRAST", "EQUALIZE", "HUE", "SHARPNESS", "SOLARIZE", "AFFINE_BILINEAR"):
+            for index in (0, 1):
+                program = program_of([[(name, index)]])
+                quick = ops.run(image[None], program)
+                assert torch.equal(quick, ops.reference(image[None], program)), (name, index)
 
 
 @pytest.mark.parametrize(
@@ -216,28 +225,26 @@ def test_solarize_add_and_noise():
 
 
 def test_one_sample_and_its_targets():
-    image = tv_tensors.Image(photos((1, 3, 17, 31))[0])
-    sample = {
-        "image": image,
-        "mask": tv_tensors.Mask(torch.arange(17 * 31, dtype=torch.uint8).view(1, 17, 31)),
-        "boxes": tv_tensors.BoundingBoxes([[1.0, 2, 9, 8]], format="XYXY", canvas_size=(17, 31)),
-        "label": torch.tensor(4),
-    }
+    image = photos((1, 3, 17, 31))[0]
+    mask = tv_tensors.Mask(torch.arange(17 * 31, dtype=torch.uint8).view(1, 17, 31))
+    boxes = tv_tensors.BoundingBoxes([[1.0, 2, 9, 8]], format="XYXY", canvas_size=(17, 31))
     program = program_of([[("INVERT", 0)], [("AFFINE_BILINEAR", 0)], [("HFLIP", 0)]])
-    result = ops.apply_one(sample, program, 0)
-    args = program.args[1, 0].tolist()
-    for key, fill in (("image", FILL), ("mask", FILL[:1]), ("boxes", None)):
-        x = F.invert(image) if key == "image" else sample[key]
+    args = program.args[0, 1].tolist()
+    for sample, fill in ((image, FILL), (mask, FILL[:1]), (boxes, None)):
+        result = ops.apply_one(sample, program, 0)
+        x = F.invert(image) if sample is image else sample
         mode = InterpolationMode.BILINEAR
         x = F.affine(x, args[0], args[1:3], args[3], args[4:6], mode, fill)
-        assert torch.equal(result[key], F.horizontal_flip(x))
-        assert type(result[key]) is type(sample[key])
-    assert result["label"] is sample["label"]
+        assert torch.equal(result, F.horizontal_flip(x))
+        assert type(result) is type(sample)
     for name in ops.OPS:  # whatever the kind of image
-        program = program_of([[(name, 0)]], fields=fields_of((1, 3, 17, 31)))
+        program = program_of([[(name, 0)]])
         picture = ops.apply_one(F.to_pil_image(image), program, 0)
         assert picture.size == (31, 17)
-        ops.apply_one(sample, program, 0)
+        for sample in (mask, boxes):
+            result = ops.apply_one(sample, program, 0)
+            assert type(result) is type(sample)
+            assert name in ops.GATHER or result is sample
 
 
 # --- The kernels are the twin ---
@@ -248,7 +255,7 @@ def test_one_sample_and_its_targets():
 def test_each_op(name, dtype, kernel_device):
     shape = (2, 3, 15, 31)
     images = photos(shape, dtype)
-    program = program_of([[(name, 0), (name, 1)]], dtype, fields=fields_of(shape))
+    program = program_of([[(name, 0), (name, 1)]], dtype)
     expected, result = both(images, program, kernel_device)
     assert_near(result, expected)
     if name != "IDENTITY":  # guards the test itself
@@ -272,7 +279,7 @@ def mixed(count, n_slots, dtype, seed=0, **options):
 def test_a_batch_of_many_ops(shape, kernel_device):
     shape = (9, *shape[1:])
     images = photos(shape).to(memory_format=torch.channels_last)
-    program = mixed(9, 2, torch.uint8, fields=fields_of(shape))
+    program = mixed(9, 2, torch.uint8)
     # What comes after an op that shifts a threshold by a level may differ more.
     assert_near(*both(images, program, kernel_device)[::-1], exact=0.95)
 
@@ -292,8 +299,8 @@ def test_the_last_launch_normalizes_and_erases(source, options, finals, kernel_d
     erases = [[("ERASE", 1), ("IDENTITY", 0), ("ERASE_NOISE", 0)]] * 2
     program = program_of([[("INVERT", 0)] * 3, *erases], torch.float32, finals=finals)
     if not finals:
-        program.ops = program.ops[:1]
-        program.args = program.args[:1]
+        program.ops = program.ops[:, :1]
+        program.args = program.args[:, :1]
     program.rows = np.array([2, 0, 2])
     expected, result = both(images, program, kernel_device, **options)
     assert result.dtype == options.get("dtype", torch.float32)
@@ -307,8 +314,8 @@ def test_the_last_launch_normalizes_and_erases(source, options, finals, kernel_d
 def test_gray_images(kernel_device):
     names = "CONTRAST AUTOCONTRAST EQUALIZE SATURATION HUE GRAYSCALE AFFINE_BILINEAR SHARPNESS BLUR"
     images = photos((9, 1, 17, 31))
-    program = program_of([[(name, 0) for name in names.split()]], fields=None)
-    program.args[0, 6, 9:11] = NAN  # a fill of one value
+    program = program_of([[(name, 0) for name in names.split()]])
+    program.args[6, 0, 9:11] = NAN  # a fill of one value
     expected, result = both(images, program, kernel_device, mean=0.5)
     assert ((result - expected).abs() < 1.5 / 255).float().mean() > 0.999
 
@@ -361,27 +368,16 @@ def test_nothing_to_do_gives_the_images():
     assert ops_launch.launch(images, program) is images
 
 
-@pytest.mark.parametrize(
-    ("images", "change", "options", "message"),
-    [
-        (torch.zeros(2, 3, 4, 4, dtype=torch.int32), {}, {}, "uint8 or floating point"),
-        (torch.zeros(3, 4, 4), {}, {}, "uint8 or floating point"),
-        (torch.zeros(3, 3, 4, 4), {}, {}, "a program of 3 images"),
-        (torch.zeros(2, 3, 4, 4), {"finals": 1}, {}, "may erase"),
-        (torch.zeros(2, 3, 4, 4), {}, {"dtype": torch.uint8}, "dtype must be"),
-        (torch.zeros(2, 3, 4, 4), {}, {"mean": (0.5, 0.5)}, "mean must have 3 values"),
-        (torch.zeros(1, 3, 4, 4), {"rows": np.array([0, 1])}, {}, "rows must be of"),
-        (torch.zeros(2, 3, 4, 1), {}, {}, "too small for a blur|Padding size"),
-    ],
-)
 @pytest.mark.parametrize("run", [ops.reference, ops_launch.launch])
-def test_what_does_not_fit(run, images, change, options, message):
-    program = program_of([[("BLUR", 0)] * 2], **change)
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        run(images, program, **options)
+def test_what_does_not_fit(run):
+    program = program_of([[("BLUR", 0)] * 2])
+    with pytest.raises((ValueError, RuntimeError), match=r"too small for a blur|Padding size"):
+        run(torch.zeros(2, 3, 4, 1), program)
+    with pytest.raises(ValueError, match="mean must have 3 values"):
+        run(torch.zeros(2, 3, 9, 9), program, ops.Finish(mean=(0.5, 0.5)))
 
 
 def test_kernels_know_the_codes():
-    for name, op in ops.OPS.items():
+    for name, code in ops.OPS.items():
         if not name.startswith("ROTATE"):
-            assert getattr(ops_points, name).value == op.code
+            assert getattr(ops_points, name).value == code

@@ -1,5 +1,6 @@
 """The public names, what importing costs, and what the repository may hold."""
 
+import os
 import re
 import subprocess
 import sys
@@ -49,7 +50,7 @@ def test_importing_is_free():
     # Forked and spawned DataLoader workers import it too.
     code = """
 import sys, torch, gpuprefetch
-loaded = {"kornia", "torchvision", "torchcodec"} & set(sys.modules)
+loaded = {"kornia", "torchvision", "torchcodec", "torch._dynamo"} & set(sys.modules)
 print(sorted(loaded), torch.cuda.is_initialized())
 """
     command = [sys.executable, "-c", code]
@@ -82,3 +83,16 @@ def test_machine_paths_are_found():
 def test_no_photo_is_tracked():
     photos = {".jpg", ".jpeg", ".webp", ".heic", ".tif", ".tiff"}
     assert not [path for path in tracked_files() if path.suffix.lower() in photos]
+
+
+@pytest.mark.parametrize("name", ["gpuprefetch", "torch-gpuprefetch"])
+def test_a_strangers_package_of_the_same_name_is_told_of(name, tmp_path):
+    info = tmp_path / f"{name.replace('-', '_')}-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
+    path = f"{ROOT}{os.pathsep}{tmp_path}"
+    command = [sys.executable, "-W", "error:The distribution", "-c", "import gpuprefetch"]
+    environment = os.environ | {"PYTHONPATH": path}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert ("pip uninstall -y gpuprefetch" in run.stderr) == (name == "gpuprefetch"), run.stderr
+    assert (run.returncode == 0) == (name != "gpuprefetch")

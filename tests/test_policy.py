@@ -210,6 +210,13 @@ def test_draws_come_from_torchs_generator_or_from_a_seed():
         seeded.calls = 2
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_pickled_one_draws_the_same(name):
+    augment = PerImage(POLICIES[name](), seed=1)
+    copied = pickle.loads(pickle.dumps(augment))
+    assert torch.equal(copied(same(3)), augment(same(3)))
+
+
 def test_an_image_is_drawn_from_its_place_in_the_batch():
     op = v2.RandAugment()
     whole = PerImage(op, seed=1)(same(6))
@@ -410,3 +417,129 @@ def picture_file(seed):
     from pictures import encode
 
     return encode(draw(24, 30, seed=seed), "PNG")
+
+
+# --- in the workers of a list on the CPU ---
+
+LISTS = {
+    "policy": [v2.TrivialAugmentWide(), K.Normalize(MEAN, STD), v2.RandomErasing(0.5)],
+    "mix": [v2.AugMix()],
+    "more": [v2.RandAugment(), K.Normalize(MEAN, STD), v2.ColorJitter(0.4), torch.rand_like],
+}
+
+
+def batches(workers, ops, *, files=None, **options):
+    files = files or [picture_file(i) for i in range(10)]
+    dataset = [(gpuprefetch.EncodedImage(file, i), i) for i, file in enumerate(files)]
+    loader = DataLoader(dataset, 4, shuffle=True, num_workers=workers)
+    ops = [gpuprefetch.Resize((16, 16)), *ops]
+    return DataPrefetcher(loader, transforms=ops, device="cpu", seed=3, **options)
+
+
+@pytest.fixture
+def ran_here(monkeypatch):
+    """The programs that this process has run for a batch, and no worker."""
+    found, forward = [], PerImage.forward
+
+    def noted(self, images):
+        found.append(self.__name__)
+        return forward(self, images)
+
+    monkeypatch.setattr(PerImage, "forward", noted)
+    return found
+
+
+def every(prefetcher):
+    torch.manual_seed(0)
+    return [[images, labels] for images, labels in prefetcher]
+
+
+def assert_equal_batches(ours, theirs):
+    for (images, labels), (others, same_labels) in zip(ours, theirs, strict=True):
+        assert torch.equal(images, others) and torch.equal(labels, same_labels)
+        assert images.stride() == others.stride()
+
+
+@pytest.mark.filterwarnings("ignore:ColorJitter is for values")
+@pytest.mark.parametrize("name", LISTS)
+def test_workers_draw_what_the_loops_process_draws(name, ran_here):
+    form = {"dtype": torch.float16, "memory_format": torch.channels_last}
+    alone, ahead = batches(0, LISTS[name], **form), batches(2, LISTS[name], **form)
+    for _ in range(2):
+        ran_here.clear()
+        ours = every(ahead)
+        assert ran_here == (["ColorJitter"] * 3 if name == "more" else [])
+        assert_equal_batches(ours, theirs := every(alone))
+        assert len(ran_here) == (9 if name == "more" else 3)
+    label = int(theirs[1][1][2])
+    for prefetcher in (alone, ahead):
+        assert torch.equal(prefetcher.replay(label)[0], theirs[1][0][2:3])
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_a_batch_with_a_bad_file_is_left_to_the_loops_process(on_error, ran_here):
+    files = [picture_file(i) for i in range(9)] + [b"no picture"]
+    alone, ahead = (
+        batches(workers, LISTS["policy"], files=files, on_error=on_error) for workers in (0, 2)
+    )
+    ours = every(ahead)
+    assert len(ran_here) == 1
+    assert_equal_batches(ours, every(alone))
+
+
+def test_a_resumed_epoch_goes_on_with_the_same_draws(ran_here):
+    whole = every(batches(0, LISTS["policy"]))
+    torch.manual_seed(0)
+    first = batches(2, LISTS["policy"])
+    got = [list(next(iterator := iter(first)))]
+    state = first.state_dict()
+    iterator.close()
+    rest = batches(2, LISTS["policy"])
+    rest.load_state_dict(state)
+    ran_here.clear()
+    got += [list(batch) for batch in rest]
+    assert not ran_here
+    assert_equal_batches(got, whole)
+
+
+class Backwards(DataLoader):
+    """A loader with an order of its own."""
+
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+def test_only_batches_of_a_known_number_are_drawn_for_in_workers(ran_here):
+    dataset = [(gpuprefetch.EncodedImage(picture_file(i), i), i) for i in range(6)]
+
+    def run(workers):
+        loader = Backwards(dataset, 2, num_workers=workers)
+        ops = [gpuprefetch.Resize((16, 16)), v2.RandAugment()]
+        return every(DataPrefetcher(loader, transforms=ops, device="cpu", seed=3))
+
+    assert_equal_batches(run(2), run(0))
+    assert len(ran_here) == 6
+
+
+def test_views_have_programs_in_workers(ran_here):
+    def run(workers):
+        dataset = [(gpuprefetch.EncodedImage(picture_file(i), i), i) for i in range(6)]
+        lists = [[gpuprefetch.Resize((16, 16)), op] for op in (v2.RandAugment(), v2.AugMix())]
+        lists.append([gpuprefetch.Resize((9, 9))])
+        loader = DataLoader(dataset, 2, num_workers=workers)
+        views = gpuprefetch.Views(*lists)
+        return [images for images, _ in DataPrefetcher(loader, transforms=views, device="cpu")]
+
+    torch.manual_seed(0)
+    ahead = run(2)
+    assert not ran_here
+    torch.manual_seed(0)
+    for ours, theirs in zip(ahead, run(0), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert ran_here == ["RandAugment", "AugMix"] * 3
+
+
+def test_errors_of_a_program_in_a_worker_are_raised():
+    ops = [v2.RandAugment(), v2.GaussianBlur(63)]
+    with pytest.raises((ValueError, RuntimeError), match="Padding size"):
+        every(batches(1, ops))

@@ -780,10 +780,12 @@ def test_a_transform_runs_for_one_thread_at_a_time(guarded):
 
 
 def test_a_transform_that_fails_is_named():
-    to_picture = v1.ToPILImage()  # which takes no batch
+    def to_picture(images):
+        return v1.functional.to_pil_image(images)  # which takes no batch
+
     with pytest.raises(ValueError, match="2/3 dim") as caught:
         list(prefetcher(Squares(2, empty=False), [Resize((40, 30)), to_picture]))
-    note = "raised by the transform ToPILImage, which got torch.float32 (2, 3, 40, 30)"
+    note = "raised by the transform to_picture, which got torch.float32 (2, 3, 40, 30)"
     assert note in caught.value.__notes__
 
 

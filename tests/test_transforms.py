@@ -11,13 +11,13 @@ from torchvision.transforms.v2 import functional as F
 
 from gpuprefetch import CenterCrop, RandomResizedCrop, Resize
 from gpuprefetch.transforms.head import (
-    Sampling,
     apply_head,
     read_transforms,
     require_fixed_size,
 )
 from gpuprefetch.transforms.launch import resample
 from gpuprefetch.transforms.random import fold
+from gpuprefetch.transforms.sampling import Sampling
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PHOTOS = [(97, 130), (64, 64), (41, 17), (200, 33)]  # the last two divide nothing
@@ -251,8 +251,8 @@ def test_lists_that_cannot_batch_photos_are_refused(transforms):
 @pytest.mark.parametrize(
     ("transforms", "text"),
     [
-        ([K.RandomHorizontalFlip(), torch.nn.Identity()], "Identity behind RandomHorizontalFlip"),
-        ([K.Normalize(MEAN, STD), RandomResizedCrop(8)], "RandomResizedCrop behind Normalize"),
+        ([K.RandomHorizontalFlip(), torch.nn.Identity()], "Identity after RandomHorizontalFlip"),
+        ([K.Normalize(MEAN, STD), RandomResizedCrop(8)], "RandomResizedCrop after Normalize"),
         ([K.RandomHorizontalFlip()], "RandomHorizontalFlip"),
         ([], "an empty list"),
     ],
@@ -260,11 +260,6 @@ def test_lists_that_cannot_batch_photos_are_refused(transforms):
 def test_what_stands_in_the_way_of_one_size_is_named(transforms, text):
     with pytest.raises(ValueError, match=f"and {text} does not give them the one"):
         require_fixed_size(*read_transforms(transforms))
-
-
-def test_a_torchvision_pipeline_is_sent_to_its_converter():
-    with pytest.raises(ValueError, match=r"Compose comes first.*convert_transforms\(\)"):
-        require_fixed_size(*read_transforms(v2.Compose([v2.RandomResizedCrop(8)])))
 
 
 def test_own_modules_work_alone_and_on_any_layout():
@@ -288,37 +283,28 @@ def test_head_without_a_size_keeps_that_of_the_batch():
     torch.testing.assert_close(apply_head(head, images, fold(0, [0, 1])), want, atol=5e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: RandomResizedCrop(0),
-        lambda: RandomResizedCrop((1, 2, 3)),
-        lambda: RandomResizedCrop(8, scale=(0.5, 0.1)),
-        lambda: RandomResizedCrop(8, ratio=(0.0, 1.0)),
-        lambda: Resize(2.5),
-        lambda: Resize(8, interpolation="lanczos"),
-        lambda: Resize((8, 9), max_size=12),
-        lambda: Resize(8, max_size=8),
-        lambda: CenterCrop("8"),
+WRONG = {
+    "size=...": [
+        lambda make=make, size=size: make(size)
+        for make in (RandomResizedCrop, Resize, CenterCrop)
+        for size in (None, 0, 8.0, (1, 2, 3), "8", {8: 9})
     ],
-)
-def test_wrong_arguments_are_refused(make):
-    with pytest.raises((ValueError, TypeError), match=r"size|scale|ratio|interpolation|iterable"):
-        make()
+    "(scale|ratio) must be \\(low, high\\)": [
+        lambda name=name, bounds=bounds: RandomResizedCrop(8, **{name: bounds})
+        for name in ("scale", "ratio")
+        for bounds in (0.5, None, (0.5, 0.1), (0.1, 0.5, 1.0), (0.1, float("inf")))
+    ],
+    "ratio must be .* 0 < low": [lambda: RandomResizedCrop(8, ratio=(0.0, 1.0))],
+    "interpolation": [lambda: Resize(8, interpolation="lanczos")],
+    "max_size": [lambda: Resize((8, 9), max_size=12), lambda: Resize(8, max_size=8)],
+}
 
 
-@pytest.mark.parametrize("make", [RandomResizedCrop, Resize, CenterCrop])
-@pytest.mark.parametrize("size", [None, 8.0, {8: 9}])
-def test_a_wrong_size_is_a_value_error(make, size):
-    with pytest.raises(ValueError, match=rf"{make.__name__}\(size=...\) takes a positive int or"):
-        make(size)
-
-
-@pytest.mark.parametrize("scale", [0.5, None, (0.1, 0.5, 1.0), (0.1, float("inf"))])
-def test_a_wrong_range_is_a_value_error(scale):
-    for name in ("scale", "ratio"):
-        with pytest.raises(ValueError, match=rf"{name} must be \(low, high\)"):
-            RandomResizedCrop(8, **{name: scale})
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_arguments_are_refused(text):
+    for make in WRONG[text]:
+        with pytest.raises(ValueError, match=text):
+            make()
 
 
 def test_sizes_are_integers_of_any_kind():
@@ -336,13 +322,10 @@ def test_what_is_no_tensor_is_sent_to_the_prefetcher(image):
             v2.Compose([op])(image)
 
 
-def test_a_scale_may_begin_at_zero_and_a_ratio_not():
+def test_a_scale_may_begin_at_zero():
     nothing = RandomResizedCrop(8, scale=(0.0, 0.0))  # fits nowhere: the largest that does
     images = photos([(40, 50)] * 2)
     torch.testing.assert_close(run([nothing], images), run([Resize((8, 8))], images))
-    for ratio in [(0.0, 1.0), (0.0, 0.0)]:
-        with pytest.raises(ValueError, match=r"ratio must be .* 0 < low"):
-            RandomResizedCrop(8, ratio=ratio)
 
 
 def test_a_sequential_stands_for_its_modules():

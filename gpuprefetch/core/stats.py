@@ -12,6 +12,8 @@ import torch
 # Enters in 0.2 us where record_function takes 5 us, with nobody profiling.
 from torch._C._profiler import _RecordFunctionFast
 
+from gpuprefetch.core.report import Printed, columns
+
 _NVTX: Any = torch.cuda.nvtx if torch.version.cuda else None
 
 # More photos than this part that the GPU's decoder refuses, and more than a few, are told about.
@@ -50,8 +52,8 @@ class Timed:
             _NVTX.range_pop()
 
 
-@dataclass
-class Stats:
+@dataclass(repr=False)
+class Stats(Printed):
     """Counters of a :class:`gpuprefetch.DataPrefetcher` since it was made, or since :meth:`reset`.
 
     All times are seconds of the host's clock. Work for the GPU counts until it is queued, decoding
@@ -159,6 +161,10 @@ class Stats:
             "busy_share": 1 - wait_share,
             "gpu_share": self.gpu_images / decoded,
         }
+
+    def __str__(self) -> str:
+        rows = [(name, f"{value:,.6g}") for name, value in self.as_dict().items() if value]
+        return columns(rows, right=[1]) if self.batches else "no batches yet"
 
     def postfix(self) -> dict[str, str]:
         """Three figures for a progress bar: images/s, time spent waiting, images decoded on CPU."""

@@ -61,6 +61,7 @@ def build_stage(
     _check_packing(apply_exif, seed)
     lists = transforms.lists if isinstance(transforms, Views) else [transforms]
     views = [_view(each, loader, dtype, memory_format) for each in lists]
+    programs = tuple(view.program for view in views)
     backend = _backend(decoder, device)
     share = torch.tensor([_fixed_share(cpu_share)], dtype=torch.float64)
     packer = Packer(
@@ -71,6 +72,7 @@ def build_stage(
         epoch=torch.zeros(1, dtype=torch.int64),
         share=share,
         finishes=device.type == "cpu",
+        programs=programs if device.type == "cpu" and any(programs) else (),
         moves=any(moves_pixels([*view.head.ops, *view.tail]) for view in views),
     )
     stage = Pipeline(

@@ -288,6 +288,7 @@ class PreparedImages(EncodedImages):
         decode_seconds: it spent decoding.
         collate_seconds: it spent on the rest of the batch.
         targets: what became of boxes, masks and points, see :func:`.targets.fate`.
+        seed: with which the worker has run the first transform after the fused ones; None if not.
     """
 
     rows: list[npt.NDArray[np.float64] | None]
@@ -300,6 +301,7 @@ class PreparedImages(EncodedImages):
     decode_seconds: float
     collate_seconds: float
     targets: str = ""
+    seed: int | None = None
 
     def words(self, view: int) -> npt.NDArray[np.int64]:
         """What a view's launches read of each image, ``(N, words)``, in the order of the batch."""

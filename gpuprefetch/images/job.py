@@ -16,7 +16,6 @@ from gpuprefetch.core.streams import mark_reader, wait_for_reader
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.decode import claim, decode_packed, decode_part, place
 from gpuprefetch.images.encoded import Call, Copy, Plan, PreparedImages
-from gpuprefetch.images.packer import coloring_of, run_head
 from gpuprefetch.images.plan import LARGE, WHOLE_BATCH_BYTES, lay_out, readable
 from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.kernel import HAS_TRITON
@@ -112,7 +111,7 @@ class ImageJob:
         starts, held = images.numbers, images.buffer
         self._numbers = held.memory, held.start + starts[0], held.start + starts[-1]
         if again:
-            parts = [Launches.numbers(t, 3, coloring_of(o.head)) for o, t in pairs]
+            parts = [Launches.numbers(t, 3, o.head.coloring) for o, t in pairs]
             numbers = torch.cat(parts)
             numbers = numbers.pin_memory() if images.is_pinned else numbers
             starts = [0, *np.cumsum([*map(len, parts)]).tolist()]
@@ -272,4 +271,6 @@ class ImageJob:
         assert output.rows is not None
         turned = self.images.transposed[positions].tolist()
         upright = [image.mT if turn else image for image, turn in zip(images, turned, strict=True)]
-        run_head(output.head, upright, output.rows[positions], output.out, positions)
+        assert output.head.size is not None
+        way: Any = {"dtype": output.out.dtype, "out": output.out, "positions": positions.tolist()}
+        output.head.resample(upright, output.rows[positions], output.head.size, **way)

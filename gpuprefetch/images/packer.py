@@ -26,7 +26,8 @@ from gpuprefetch.images.plan import lay_out
 from gpuprefetch.images.slab import share
 from gpuprefetch.images.targets import FollowedImage, follow, images_of, refuse_several
 from gpuprefetch.transforms.head import Head, require_fixed_size
-from gpuprefetch.transforms.launch import Coloring, Launches, plan_rows, resample
+from gpuprefetch.transforms.launch import Launches, plan_rows
+from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.random import Keys, fold
 from gpuprefetch.transforms.reference import check_rows, finished_row, resample_uint8
 
@@ -115,6 +116,7 @@ class Packer:
         late: ``(1,)`` bool in shared memory, whether the collate function runs after the
             transforms. One that mixes images sets it where it first meets encoded ones.
         moves: whether a transform, fused or after the head, moves pixels.
+        programs: of each view what workers run on its finished images, None for nothing.
         rank: of this process among those that may be given the same samples, else 0.
     """
 
@@ -127,6 +129,7 @@ class Packer:
     finishes: bool = False
     late: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     moves: bool = False
+    programs: tuple[PerImage | None, ...] = ()
     rank: int = 0
     _last: float = field(init=False, default_factory=time.perf_counter)
 
@@ -278,7 +281,7 @@ class Packer:
         ]
         plan = lay_out(batch, self.sizes, words)
         for head, table in zip(self.heads, plan.tables, strict=False):  # none in an empty plan
-            given = Launches.numbers(table, 3, coloring_of(head))
+            given = Launches.numbers(table, 3, head.coloring)
             numbers.append(numbers[-1] + len(given))
             batch.buffer.tensor[numbers[-2] : numbers[-1]] = given
             table.words = None
@@ -292,41 +295,15 @@ class Packer:
         made = []
         for view, (head, each) in enumerate(zip(self.heads, rows, strict=True)):
             out = head.empty(len(batch), "cpu")
-            if get_worker_info() is not None:
+            program = self.programs[view] if self.programs else None
+            if get_worker_info() is not None and program is None:
                 share(out)  # torch would do so as it sends it
             if len(ready):
                 pictures = batch.pictures(ready, batch.pixels, view=view)
-                run_head(head, pictures, each[ready], out, ready)
+                resampled: Any = {"dtype": out.dtype, "out": out, "positions": ready.tolist()}
+                head.resample(pictures, each[ready], self.sizes[view], **resampled)
             made.append(out)
         return made
-
-
-def coloring_of(head: Head) -> Coloring:
-    """The values that the launches of a view make of decoded ones."""
-    return Coloring(torch.uint8, head.dtype or torch.float32, head.mean, head.std)
-
-
-def run_head(
-    head: Head,
-    pictures: Sequence[torch.Tensor],
-    rows: npt.NDArray[np.float64],
-    out: torch.Tensor,
-    positions: npt.NDArray[np.int64],
-) -> None:
-    """Sample pictures ``(3, H, W)`` into their ``positions`` of ``out``."""
-    assert head.size is not None
-    resample(
-        pictures,
-        rows,
-        head.size,
-        interpolation=head.interpolation,
-        antialias=head.antialias,
-        mean=head.mean,
-        std=head.std,
-        dtype=out.dtype,
-        out=out,
-        positions=positions.tolist(),
-    )
 
 
 class Packing:

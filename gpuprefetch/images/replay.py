@@ -195,6 +195,8 @@ class NotedSampler:
         self._sampler, self._batches = getattr(loader, name), name == "batch_sampler"
         self._stage: Any = loader.collate_fn
         self._dataset, self._workers = loader.dataset, loader.num_workers
+        # One that has an order of its own may give other batches, or leave some out.
+        self._numbered = in_order(loader) and type(loader).__iter__ is DataLoader.__iter__
         self.notes = Notes(0)
 
     def __iter__(self) -> Iterator[Any]:
@@ -211,7 +213,8 @@ class NotedSampler:
             repeats = counted.add(keys)
             notes.add(keys, repeats)
             if self._workers:
-                yield Announced(batch, keys, self._stage.token, repeats)
+                number = notes.given - 1 if self._numbered else None
+                yield Announced(batch, keys, self._stage.token, repeats, number)
             else:
                 self._stage.expect(repeats)
                 yield batch

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of Linux's control groups, version 2
 # Cores left to the training thread, the prefetch thread and the DataLoader's pin thread.
 RESERVED_CORES = 3
 # Batches between two decisions, and the fewest that show late workers.
@@ -23,12 +26,15 @@ FIRST, LONGEST = 4, 64
 
 
 def usable_cores() -> int:
-    """Cores this process may use, shared fairly with the other ranks on the machine."""
+    """Cores this process may use, 1 or more, shared fairly with the other ranks on the machine."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on every platform
         cores = os.cpu_count() or 1
-    return cores // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    with contextlib.suppress(OSError, ValueError):  # a container's quota, in microseconds or "max"
+        quota, period = QUOTA.read_text().split()
+        cores = min(cores, int(quota) // int(period))
+    return max(cores // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1)
 
 
 class Balancer:

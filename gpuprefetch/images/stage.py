@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from gpuprefetch.images.tail import run_tail
 from gpuprefetch.images.targets import refuse_unfollowed, unmark, unstack
 from gpuprefetch.images.view import View
 from gpuprefetch.images.worker import pack_lists, packed_of
-from gpuprefetch.transforms.random import Keys, SeededDraws, fold
+from gpuprefetch.transforms.random import SeededDraws, batch_seed, derive, view_seed
 
 
 @dataclass(slots=True)
@@ -228,7 +228,7 @@ class Pipeline:
             ValueError: if the batch, or one image of it, does not fit into ``memory_budget``.
         """
         key = number + (self.packer.rank << 32)
-        seed = partial(_derive, _epoch_keys(self.packer.seed, epoch), key)
+        seed = partial(batch_seed, self.packer.seed, epoch, key)
         jobs: list[ImageJob] = []
         limit = None if cost is None else cost.limit(self.memory_budget)
 
@@ -261,7 +261,7 @@ class Pipeline:
         if isinstance(batch := finish(), Empty):
             return batch
         with Timed(self.stats, "tail"):
-            return self.after(batch, _derive(seed(), -2))
+            return self.after(batch, derive(seed(), -2))
 
     def _finish(self, batch: Any, jobs: list[ImageJob], seed: Callable[[], int]) -> Any:
         for job in jobs:
@@ -283,8 +283,9 @@ class Pipeline:
                     output.out = take_rows(output.out, rows, count)
         if tails and not targets:  # each image of a sample gets draws of its own
             for number, job in enumerate(jobs):
-                own = _derive(seed(), number) if number else seed()
-                made = self._run_tails([output.out for output in job.outputs], own)
+                own = derive(seed(), number) if number else seed()
+                outs = [output.out for output in job.outputs]
+                made = self._run_tails(outs, own, job.images.seed)
                 for output, out in zip(job.outputs, made, strict=True):
                     output.out = out
         elif tails:
@@ -338,7 +339,7 @@ class Pipeline:
             with Timed(self.stats, "resample"):
                 for number, view in enumerate(self.views):
                     view.values.begin(leaf)
-                    images.append(view.run_head(leaf, _of_view(seed, number)))
+                    images.append(view.run_head(leaf, view_seed(seed, number)))
             return _one_or_all(self._run_tails(images, seed))
 
         result = map_leaves(transform, batch)
@@ -350,13 +351,18 @@ class Pipeline:
             )
         return result
 
-    def _run_tails(self, images: Sequence[Any], seed: int) -> list[Any]:
-        """What runs after the fused transforms, on the images of each view."""
+    def _run_tails(self, images: Sequence[Any], seed: int, done: int | None = None) -> list[Any]:
+        """What runs after the fused transforms, on the images of each view.
+
+        ``done`` is the seed with which a worker has run each view's program; None for none.
+        """
         if not any(view.tail for view in self.views):
             return list(images)
+        if done not in (None, seed):
+            raise RuntimeError("the loader gives its batches in another order than its sampler")
         with Timed(self.stats, "tail"):
             return [
-                view.run_tail(each, _of_view(seed, number))
+                view.run_tail(each, view_seed(seed, number), begun=done is not None)
                 for number, (view, each) in enumerate(zip(self.views, images, strict=True))
             ]
 
@@ -407,21 +413,6 @@ def _bad_images(jobs: Sequence[ImageJob]) -> list[BadImage]:
         for job in jobs
         for i, reason in sorted(job.images.errors.items())
     ]
-
-
-@lru_cache
-def _epoch_keys(seed: int, epoch: int) -> Keys:
-    return fold(fold(seed, epoch), -1)
-
-
-def _derive(keys: Keys | int, data: int) -> int:
-    """A seed for torch's generators."""
-    return int(fold(keys, data)[()] >> np.uint64(1))
-
-
-def _of_view(seed: int, number: int) -> int:
-    """A seed of its own for all views but the first."""
-    return _derive(seed, -2 - number) if number else seed
 
 
 def _one_or_all(results: Sequence[Any]) -> Any:

@@ -11,6 +11,7 @@ import torch
 
 from gpuprefetch.images.tail import run
 from gpuprefetch.transforms.head import Head, Transform, apply_head, is_kornia
+from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.random import SeededDraws, fold
 from gpuprefetch.transforms.values import Values
 
@@ -53,10 +54,26 @@ class View:
             memory_format=head.memory_format or torch.preserve_format,
         )
 
-    def run_tail(self, images: Any, seed: int) -> Any:
-        """What comes after them."""
+    @property
+    def program(self) -> PerImage | None:
+        """The first transform after them, where a worker may run it; else None.
+
+        The values that it gets are known then, and need no look.
+        """
+        first = self.tail[0] if self.tail else None
+        known = self.head.size is not None and not (self.head.mean or self.head.std)
+        return first if known and type(first) is PerImage and first.seed is None else None
+
+    def run_tail(self, images: Any, seed: int, *, begun: bool = False) -> Any:
+        """What comes after them; ``begun`` if a worker has run :attr:`program`."""
+        tail, program = self.tail, self.program if begun else None
         with SeededDraws(seed):
-            for transform in self.tail:
+            if program is not None:
+                dtype, tail = self.head.dtype or torch.float32, tail[1:]
+                program.key()  # what comes after it draws the same
+                levels = torch.tensor([0, 255 if dtype == torch.uint8 else 1], dtype=dtype)
+                self.values.reach(program, levels)
+            for transform in tail:
                 self.values.reach(transform, images)
                 images = run(transform, images)
         return images

@@ -19,14 +19,15 @@ from gpuprefetch.images.apart import comes_of_mixing, set_apart
 from gpuprefetch.images.encoded import EncodedImage, PreparedImages, is_encoded, packing_with
 from gpuprefetch.images.guard import UndecodedError, end_reading
 from gpuprefetch.images.packer import Packer, Packing, as_list
-from gpuprefetch.images.slab import by_value
+from gpuprefetch.images.slab import by_value, share
 from gpuprefetch.images.targets import fate, images_of, mark, refuse_unfollowed
+from gpuprefetch.transforms.random import SeededDraws, batch_seed, view_seed
 
 # Added to the workers' priority number: the training thread launches kernels, they only decode.
 NICENESS = 10
 
-# Repeats of the batch that this process is about to read, by the token of its stage.
-_expected: dict[bytes, Sequence[int]] = {}
+# Repeats and number of the batch that this process is about to read, by the token of its stage.
+_expected: dict[bytes, tuple[Sequence[int], int | None]] = {}
 
 
 def _end_with(parent: int) -> None:
@@ -62,16 +63,18 @@ class Announced(list[Any]):
 
     __slots__ = ("announced",)
 
-    def __init__(self, keys: Any, listed: Sequence[Any], token: bytes, repeats: Any) -> None:
+    def __init__(
+        self, keys: Any, listed: Sequence[Any], token: bytes, repeats: Any, number: int | None
+    ) -> None:
         super().__init__(listed)
-        self.announced = keys, token, repeats
+        self.announced = keys, token, (repeats, number)
 
     def __reduce__(self) -> Any:
         return _announce, self.announced
 
 
-def _announce(keys: Any, token: bytes, repeats: Sequence[int]) -> Any:
-    _expected[token] = repeats
+def _announce(keys: Any, token: bytes, told: tuple[Sequence[int], int | None]) -> Any:
+    _expected[token] = told
     return keys
 
 
@@ -93,18 +96,19 @@ class HostStage:
 
     def expect(self, repeats: Sequence[int]) -> None:
         """Say of each sample of the batch to come how often the epoch has had it before."""
-        _expected[self.token] = repeats
+        _expected[self.token] = repeats, None
 
     def __call__(self, samples: Any) -> Any:
         # A worker of somebody else's may have a prefetcher of its own, without workers.
         in_worker = get_worker_info() is not None and os.getpid() != self._home
         if in_worker and not self._settled:
             self._settle()
-        packing = self.packer.begin(as_list(samples), _expected.pop(self.token, ()))
+        repeats, number = _expected.pop(self.token, ((), None))
+        packing = self.packer.begin(as_list(samples), repeats)
         samples, packing = packing.follow(samples)
         try:
             batch, packing = self._collate(samples, packing)
-            batch = self._pack(batch, samples, packing)
+            batch = self._pack(batch, samples, packing, number)
         except (TypeError, RuntimeError) as error:
             for words, hint in _HINTS.items():
                 if re.search(words, str(error)):
@@ -126,17 +130,34 @@ class HostStage:
         with packing_with(packing):
             return set_apart(samples), packing
 
-    def _pack(self, batch: Any, samples: Any, packing: Packing) -> Any:
+    def _pack(self, batch: Any, samples: Any, packing: Packing, number: int | None) -> Any:
         """Pack what the collate function left, and say what became of the targets."""
         if not images_of(batch):
             if self.packer.moves:
                 refuse_unfollowed(batch, samples)
             return batch
         batch, leaves = pack_lists(mark(batch, samples), packing)
-        targets = fate(batch, samples)
-        for images in packed_of(leaves):
+        packed, targets = packed_of(leaves), fate(batch, samples)
+        for images in packed:
             images.targets = targets
+        if number is not None and len(packed) == 1:
+            self._augment(packed[0], number)
         return batch
+
+    def _augment(self, images: PreparedImages, number: int) -> None:
+        """Run each view's program here, drawn as the loop's process would.
+
+        What has targets or a bad file is left to that.
+        """
+        packer, began = self.packer, time.perf_counter()
+        if not packer.programs or images.errors or images.targets:
+            return
+        images.seed = batch_seed(packer.seed, int(packer.epoch), number + (packer.rank << 32))
+        for view, (program, out) in enumerate(zip(packer.programs, images.out, strict=True)):
+            if program is not None:
+                with SeededDraws(view_seed(images.seed, view)):
+                    images.out[view] = program.carry_out(out, program.draw(out), share)
+        images.collate_seconds += time.perf_counter() - began
 
     def _settle(self) -> None:
         """Once in a worker: end with the parent, and let the training thread go first."""

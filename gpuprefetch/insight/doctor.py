@@ -1,56 +1,82 @@
-"""doctor: what holds a training loop up, and which settings help, both measured."""
+"""doctor: what holds a training loop up, and which settings help, both measured.
+
+The loader is measured alone and with the step, and the step on one resident batch. The verdict
+follows from these numbers alone. It names settings that may help, which are then measured as well.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import time
 import timeit
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
-from gpuprefetch import connections
+from gpuprefetch.core.device import resolve_device
 from gpuprefetch.core.nested import tensors, to_device
-from gpuprefetch.core.source import changed, sampler_of
-from gpuprefetch.core.stats import Stats
+from gpuprefetch.core.report import Printed, columns, progress
 from gpuprefetch.core.streams import on_default_stream, throttle
 from gpuprefetch.images.decode import decoded_by
-from gpuprefetch.images.share import Balancer, usable_cores
+from gpuprefetch.images.share import usable_cores
 from gpuprefetch.images.stage import count_images
+from gpuprefetch.insight.costs import costs
+from gpuprefetch.insight.probe import Workers, endless, probe
 from gpuprefetch.migrate.accelerate import accelerate
-from gpuprefetch.prefetcher import DataPrefetcher, _resolve_device
+from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.known import UnsupportedTransformError
 
 # Below this gain two runs are called equal: what a few seconds on a shared machine can tell apart.
 SMALL = 1.1
+# Bad files that are named.
+NAMED = 3
 
 Step = Callable[[Any], Any]
+
+# What a loop may be bound by: the verdict, and what would help where no setting does.
+BOUNDS = {
+    "reading": (
+        "bound by reading: the workers wait for files.",
+        "a faster or local disk, smaller files, or tar shards read in sequence would.",
+    ),
+    "CPU decode": (
+        "bound by CPU decode: the loop waits for workers that compute, or for cores.",
+        "more workers or cores, smaller files, or fewer transforms in them would.",
+    ),
+    "cores": (
+        "bound by cores: the model and the workers share {cores} cores, and the step is slower "
+        "beside them than alone.",
+        "more cores, fewer workers, or decoding on a GPU would.",
+    ),
+    "transfer": (
+        "bound by transfer: the copies to the device hold the loop up.",
+        "smaller batches to copy would: uint8 in place of float, or encoded images.",
+    ),
+    "GPU decode": (
+        "bound by GPU decode: decoding and transforms on the device are late.",
+        "smaller files, fewer transforms on the device, or more CPU cores would.",
+    ),
+    "model": ("bound by the model: a faster loader gains nothing.", ""),
+}
+_DEFAULT_STREAM = (
+    "the step runs on CUDA's default stream, whose launches wait for those of the prefetch thread. "
+    "It may be faster on a stream of its own: torch.cuda.set_stream(torch.cuda.Stream()) before "
+    "the model is made."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of settings that was tried.
-
-    Attributes:
-        setting: what was changed, on top of the changes before it.
-        images_per_second: with it.
-        gain: ratio to the rate before it.
-    """
+    """A setting that was tried, on top of the changes before it; ``gain`` is over their rate."""
 
     setting: str
     images_per_second: float
     gain: float
-
-    def __str__(self) -> str:
-        return f"{self.setting}: {self.images_per_second:,.0f} images/s, {self.gain:.2f} x"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +84,14 @@ class Diagnosis:
     """How one loader and one step go together.
 
     Attributes:
-        bound: "reading", "CPU decode", "transfer", "GPU decode" or "model".
+        bound: "reading", "CPU decode", "cores", "transfer", "GPU decode" or "model".
         images_per_second: of the loop.
-        loader_images_per_second: of the loader, with no step behind it.
+        loader_images_per_second: of the loader, without a step.
         step_ms: of the loop, from one batch to the next.
         wait_ms: of them, in ``next(loader)``.
         copy_ms: of a batch to the device, alone; 0 for a prefetcher, which copies ahead of time.
-        busy_share: of the workers' time, spent in the dataset and in collate, the loader alone.
-        reading_share: of that, not spent computing: waiting for files.
+        reading_share: of the workers' time, without a step, not spent computing: waiting for files,
+            or for work where the device is late.
     """
 
     bound: str
@@ -74,37 +100,34 @@ class Diagnosis:
     step_ms: float
     wait_ms: float
     copy_ms: float
-    busy_share: float
     reading_share: float
 
 
-@dataclass(frozen=True, slots=True)
-class DoctorReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class DoctorReport(Printed):
     """What :func:`doctor` found; ``print`` it.
 
     Attributes:
         found: the diagnosis of the loader as it came.
         ceiling: images/s of the step on one resident batch.
-        changes: that helped, one on top of the other.
-        tried: without a gain.
-        after: the diagnosis with all changes; None without any.
-        notes: what decodes encoded images, and what could not be tried.
+        changes: the one setting that helps most, if any does; with it doctor may find another.
+        tried: the other ones, the best first.
+        notes: what decodes encoded images, what the transforms cost, and what could not be tried.
         where: loader, device and cores.
-        workers: of the loader as it came.
+        cores: that this process may use.
     """
 
     found: Diagnosis
     ceiling: float
     changes: list[Change]
     tried: list[Change]
-    after: Diagnosis | None
     notes: list[str]
     where: str
-    workers: int
+    cores: int
 
     @property
     def bound(self) -> str:
-        """Of the loop as it came: "reading", "CPU decode", "transfer", "GPU decode" or "model"."""
+        """Of the loop as it came, see ``found.bound``."""
         return self.found.bound
 
     def as_dict(self) -> dict[str, Any]:
@@ -112,60 +135,39 @@ class DoctorReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        found, rate = self.found, self.found.images_per_second
-        loading = "its workers are" if self.workers else "the loop itself, for want of workers, is"
-        lines = [
-            f"gpuprefetch doctor: {self.where}",
-            f"verdict: {_VERDICTS[found.bound]}",
-            f"  the loop     {rate:9,.0f} images/s, {rate / self.ceiling:.0%} of the ceiling",
-            f"  the ceiling  {self.ceiling:9,.0f} images/s, the step on one resident batch",
-            f"  the loader   {found.loader_images_per_second:9,.0f} images/s, with no step",
-            f"  a step takes {found.step_ms:,.1f} ms, {found.wait_ms:,.1f} of them waiting for the "
-            f"loader; a copy to the device {found.copy_ms:,.1f} ms",
-            f"  {loading} {found.busy_share:.0%} busy, {found.reading_share:.0%} of that "
-            "waiting for files",
+        found, waits = self.found, f"{self.found.wait_ms:,.1f} of them waiting for the loader"
+        share = found.images_per_second / self.ceiling
+        rows = [
+            ("the loop", _rate(found), f"images/s, {share:.0%} of the ceiling"),
+            ("the ceiling", f"{self.ceiling:,.0f}", "images/s, the step on one resident batch"),
+            ("the loader", f"{found.loader_images_per_second:,.0f}", "images/s, without a step"),
+            ("a step", f"{found.step_ms:,.1f}", f"ms, {waits}"),
+            ("a copy", f"{found.copy_ms:,.1f}", "ms to the device"),
+            ("idle", f"{found.reading_share:.0%}", "of the workers' time, without a step"),
+            *((f"change {c.setting}", _rate(c), f"images/s, {c.gain:.2f} x") for c in self.changes),
+            *((f"tried {c.setting}", _rate(c), f"images/s, {c.gain:.2f} x") for c in self.tried),
         ]
-        lines += [f"change {change}" for change in self.changes]
-        if self.after:
-            share = self.after.images_per_second / self.ceiling
-            lines.append(f"then {share:.0%} of the ceiling: {_VERDICTS[self.after.bound]}")
-        elif found.bound != "model":
+        end = []
+        if not self.changes and found.bound != "model":
             tried = "nothing was tried that" if self.tried else "it was not tried what"
-            tried += " helps; "
-            lines.append(tried + _ADVICE[found.bound])
-        lines += [f"tried {change}" for change in self.tried]
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+            end = [f"{tried} helps; {BOUNDS[found.bound][1]}"]
+        verdict = BOUNDS[found.bound][0].format(cores=self.cores)
+        lines = [f"gpuprefetch doctor: {self.where}", f"verdict: {verdict}"]
+        lines += [columns(rows, right=[1]), *end, *(f"note: {note}" for note in self.notes)]
+        return "\n".join(lines)
 
 
-_VERDICTS = {
-    "reading": "bound by reading: the workers wait for files.",
-    "CPU decode": "bound by CPU decode: the loop waits for workers that compute, or for cores.",
-    "transfer": "bound by transfer: the copies to the device hold the loop up.",
-    "GPU decode": "bound by GPU decode: decoding and transforms on the device are late.",
-    "model": "bound by the model: a faster loader gains nothing.",
-}
-_ADVICE = {
-    "reading": "a faster or local disk, smaller files, or tar shards read in sequence would.",
-    "CPU decode": "more workers or cores, smaller files, or fewer transforms in them would.",
-    "transfer": "smaller batches to copy would: uint8 in place of float, or encoded images.",
-    "GPU decode": "smaller files, fewer transforms on the device, or more CPU cores would.",
-}
-
-_DEFAULT_STREAM = (
-    "the step runs on CUDA's default stream, whose launches wait for those of the prefetch thread. "
-    "It may be faster on a stream of its own: torch.cuda.set_stream(torch.cuda.Stream()) before "
-    "the model is made."
-)
+def _rate(measured: Diagnosis | Change) -> str:
+    return f"{measured.images_per_second:,.0f}"
 
 
 def doctor(
     loader: Any, step: Step, *, device: Any = None, seconds: float = 3.0, tune: bool = True
 ) -> DoctorReport:
-    """Say what a training loop is bound by, and which one or two settings to change.
+    """Say what a training loop is bound by, and which setting to change.
 
-    The step is run on one resident batch (the ceiling) and behind the loader, the loader is run
-    without it, and then with other settings. That takes 4 to 10 times ``seconds``, and starts the
-    loader's workers as often. The model is trained meanwhile, and samplers are drawn from.
+    That takes 4 to 8 times ``seconds``, and starts the loader's workers as often. A bar on stderr
+    shows how far it is. The model is trained meanwhile, and samplers are drawn from.
 
     Args:
         loader: a ``DataLoader`` or a :class:`DataPrefetcher`; left as it is.
@@ -189,27 +191,63 @@ def doctor(
     inner = loader._loader if isinstance(loader, DataPrefetcher) else loader
     if not isinstance(inner, DataLoader):
         raise TypeError(
-            f"doctor takes a DataLoader or a DataPrefetcher around one, got {type(inner).__name__}."
+            "doctor takes a DataLoader, or a DataPrefetcher around one, got "
+            f"{type(inner).__name__}. Build one: doctor(DataLoader(dataset, batch_size=...), step)."
         )
     if not callable(step):
-        raise TypeError(f"step must be callable with a batch, got {type(step).__name__}.")
+        raise TypeError(
+            f"step must be callable with a batch, got {type(step).__name__}. Write the body of "
+            "your loop as a function: def step(batch): ..."
+        )
     if not seconds > 0:
         raise ValueError(f"seconds must be positive, got {seconds!r}.")
     if device is None and isinstance(loader, DataPrefetcher):
         device = loader.device
-    clinic = _Clinic(step, _resolve_device(device), seconds)
-    with warnings.catch_warnings():  # about a loader that is not pinned, or more workers than cores
+    with warnings.catch_warnings(), progress("doctor", 3) as bar:
+        # About a loader that is not pinned, or more workers than cores.
         warnings.simplefilter("ignore", UserWarning)
-        return clinic.examine(loader, tune)
+        return _Clinic(step, resolve_device(device), seconds, bar).examine(loader, tune)
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class Run:
+    """A measurement; ``reading`` is the share of the workers' time that they did not compute."""
+
     rate: float  # images a second
-    steps: int
     seconds: float  # of a step
-    wait: float  # of a step
-    batch: Any
+    wait: float = 0.0  # of these, in next(loader)
+    reading: float = 0.0
+    batch: Any = None  # the last one
+
+
+def bound_of(
+    alone: Run,
+    ceiling: Run,
+    loop: Run,
+    *,
+    copying: float,
+    workers: int,
+    cuda: bool,
+    stats: dict[str, float] | None,
+) -> str:
+    """What a loop is bound by: the loader alone, the step on a resident batch, and both together.
+
+    ``copying`` is seconds of a batch to the device, and ``stats`` are a prefetcher's, alone.
+    """
+    lost = loop.seconds - ceiling.seconds
+    if loop.seconds < SMALL * ceiling.seconds:
+        return "model"
+    late, otherwise = "reading" if alone.reading > 0.5 else "CPU decode", "cores"
+    if stats is not None:
+        on_device = "GPU decode" if stats["gpu_images"] or not cuda else "transfer"
+        late = on_device if stats["fetch_seconds"] < 0.5 * stats["seconds"] else late
+        otherwise = on_device if cuda else "cores"
+    elif cuda and copying > 0.3 * lost:
+        otherwise = "transfer"
+    # Workers that are twice as fast as the loop are not what it waits for, but its own work on the
+    # batches they sent: taking them in, and unmapping their memory.
+    keeps_up = workers > 0 and alone.seconds < 0.5 * loop.seconds
+    return late if loop.wait > 0.5 * lost and not keeps_up else otherwise
 
 
 @dataclass
@@ -217,118 +255,78 @@ class _Clinic:
     step: Step
     device: torch.device
     seconds: float
-    ceiling: _Run | None = None
-    encoded: bool = False  # whether the batches have encoded images
-    tried: list[Change] = field(default_factory=list)
+    bar: Any
+    ceiling: Run | None = None
     notes: list[str] = field(default_factory=list)
+    bad: set[str] = field(default_factory=set)
 
     def examine(self, loader: Any, tune: bool) -> DoctorReport:
-        found = now = self._diagnose(loader)
+        found = self.diagnose(loader)
         assert self.ceiling is not None
+        count, workers, cores = count_images(self.ceiling.batch), loader.num_workers, usable_cores()
+        tried = self._try(loader, found) if tune else []
+        self._note(loader, found, count)
         kind = "DataPrefetcher" if isinstance(loader, DataPrefetcher) else "DataLoader"
-        workers = loader.num_workers
-        where = (
-            f"{kind}, batches of {count_images(self.ceiling.batch)}, {workers} "
-            f"worker{'s' * (workers != 1)}, {self.device}, {usable_cores()} cores"
-        )
-        changes: list[Change] = []
-        while tune and len(changes) < 2 and now.bound != "model":
-            better = self._best_change(loader, now)
-            if better is None:
-                break
-            change, loader = better
-            changes.append(change)
-            now = self._diagnose(loader)
-        decodes = isinstance(loader, DataPrefetcher) and loader._pipeline.decoder is not None
-        if self.encoded and isinstance(loader, DataPrefetcher):
-            by = decoded_by(loader._pipeline.decoder, loader.device)
-            self.notes.append(f"encoded images are decoded by {by}")
-        # Neither can be tried: they take effect when CUDA starts, and where the model is made.
-        if decodes and (reason := connections.shortage()):
-            self.notes.append(reason)
-        if decodes and found.bound == "GPU decode" and on_default_stream(self.device):
-            self.notes.append(_DEFAULT_STREAM)
-        tried = sorted(self.tried, key=lambda change: -change.gain)
-        after = now if changes else None
+        where = f"{kind}, batches of {count}, {workers} worker{'s' * (workers != 1)}, "
+        where += f"{self.device}, {cores} core{'s' * (cores != 1)}"
+        helps = int(bool(tried) and tried[0].gain >= SMALL)
         return DoctorReport(
-            found, self.ceiling.rate, changes, tried, after, self.notes, where, workers
+            found, self.ceiling.rate, tried[:helps], tried[helps:], self.notes, where, cores
         )
 
-    def _diagnose(self, loader: Any) -> Diagnosis:
-        workers = max(loader.num_workers, 1)
-        times = torch.zeros((workers, 2), dtype=torch.float64).share_memory_()
-        probed = _with(loader, times)
-        alone = self._run(probed, None, times)
-        in_dataset, not_waiting = times.sum(0).tolist()
-        reading = max(in_dataset - not_waiting, 0.0) / (in_dataset or 1.0)
-        if self.ceiling is None:
-            self.ceiling = self._run([to_device(alone.batch, self.device)], self.step)
-        loop = self._run(_with(loader), self.step)
-        copying = self._copy_seconds(alone.batch)
-
-        lost = loop.seconds - self.ceiling.seconds
-        late = "reading" if reading > 0.5 else "CPU decode"
+    def diagnose(self, loader: Any) -> Diagnosis:
+        probed, cuda = probe(loader), self.device.type == "cuda"
+        alone = self.run("the loader", probed, None)
+        self.ceiling = self.run("the step", [to_device(alone.batch, self.device)], self.step)
+        loop = self.run("the loop", probe(loader), self.step)
+        copying, stats = self._copy_seconds(alone.batch), None
         if isinstance(loader, DataPrefetcher):
-            self.encoded = probed.stats.gpu_images + probed.stats.cpu_images > 0
-            on_device = "GPU decode" if probed.stats.gpu_images else "transfer"
-            if probed.stats.fetch_seconds < 0.5 * probed.stats.seconds:
-                late = on_device if self.device.type == "cuda" else "GPU decode"
-        else:
-            on_device = "transfer" if copying > 0.3 * lost else "CPU decode"
-        # Workers that are twice as fast as the loop are not what it waits for, but its own work on
-        # the batches they sent: taking them in, and unmapping their memory.
-        keeps_up = alone.seconds < 0.5 * loop.seconds
-        if loop.seconds < SMALL * self.ceiling.seconds:
-            bound = "model"
-        elif loop.wait > 0.5 * lost and not keeps_up:
-            bound = late
-        else:  # the batches come in time, and the step is slower behind them than without
-            bound = on_device if self.device.type == "cuda" else "CPU decode"
-        return Diagnosis(
-            bound,
-            loop.rate,
-            alone.rate,
-            1000 * loop.seconds,
-            1000 * loop.wait,
-            1000 * copying,
-            min(in_dataset / (workers * alone.seconds * alone.steps), 1.0),
-            reading,
-        )
+            stats = probed.stats.as_dict()
+            self.bad |= {image.path or f"sample {image.index}" for image in probed.bad_images}
+        rest: Any = {"copying": copying, "workers": loader.num_workers, "cuda": cuda}
+        bound = bound_of(alone, self.ceiling, loop, stats=stats, **rest)
+        step, wait, copy = 1000 * loop.seconds, 1000 * loop.wait, 1000 * copying
+        return Diagnosis(bound, loop.rate, alone.rate, step, wait, copy, alone.reading)
 
-    def _run(
-        self, batches: Iterable[Any], step: Step | None, times: torch.Tensor | None = None
-    ) -> _Run:
-        """Take batches for some seconds, behind a warm-up that every worker has its part in."""
+    def run(self, what: str, batches: Any, step: Step | None) -> Run:
+        """Take batches for some seconds, after a warm-up that every worker has its part in."""
+        self.bar.set_description_str(f"doctor: {what}")
         # They deliver in turns and in bursts: a window is a number of rounds.
-        workers = getattr(batches, "num_workers", 0) or 1
-        images, steps, wait = 0, -3 - workers, 0.0
-        iterator, queued = _endless(batches), deque[torch.cuda.Event]()
-        started, first = time.perf_counter(), 0.0
-        while (
-            steps < 3
-            or (elapsed := time.perf_counter() - started) < self.seconds
-            or (steps % workers and elapsed < 3 * self.seconds)
-        ):
+        workers, long = getattr(batches, "num_workers", 0) or 1, 3 * self.seconds
+        loading, iterator = Workers(), endless(batches)
+        next(iterator)
+        self._take(iterator, step, lambda n, t: n >= 2 + workers or (n > 0 and t > self.seconds))
+        if isinstance(batches, DataPrefetcher):
+            batches.stats.reset()
+        busy = loading.busy_seconds()
+        steps, seconds, images, wait, batch = self._take(
+            iterator,
+            step,
+            lambda n, t: n >= 3 and t >= self.seconds and (n % workers == 0 or t >= long),
+        )
+        busy = loading.busy_seconds() - busy
+        iterator.close()
+        self.bar.update(1)
+        reading = max(1 - busy / (workers * seconds), 0.0) if busy else 0.0
+        return Run(images / seconds, seconds / steps, wait / steps, reading, batch)
+
+    def _take(
+        self, batches: Iterator[Any], step: Step | None, enough: Callable[[int, float], bool]
+    ) -> tuple[int, float, int, float, Any]:
+        """Steps, seconds, images and seconds of waiting until there is enough; the last batch."""
+        steps, images, wait, batch = 0, 0, 0.0, None
+        queued, started = deque[torch.cuda.Event](), time.perf_counter()
+        while not enough(steps, time.perf_counter() - started):
             throttle(queued, self.device)
             asked = time.perf_counter()
-            batch = next(iterator)
+            batch = next(batches)
             wait += time.perf_counter() - asked
-            first = first or time.perf_counter()
             images += count_images(batch) or 1
             if step is not None:
                 step(to_device(batch, self.device))
             steps += 1
-            if steps <= 0 and (not steps or time.perf_counter() > first + self.seconds):
-                self._synchronize()
-                started, images, steps, wait = time.perf_counter(), 0, 0, 0.0
-                if times is not None:
-                    times.zero_()
-                if isinstance(batches, DataPrefetcher):
-                    batches.stats.reset()
         self._synchronize()
-        seconds = time.perf_counter() - started
-        iterator.close()
-        return _Run(images / seconds, steps, seconds / steps, wait / steps, batch)
+        return steps, time.perf_counter() - started, images, wait, batch
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -345,150 +343,54 @@ class _Clinic:
 
         return min(timeit.repeat(copy_once, number=1, repeat=3))
 
-    def _best_change(self, loader: Any, now: Diagnosis) -> tuple[Change, Any] | None:
-        made: list[tuple[Change, Any]] = []
-        for setting, make in self._candidates(loader, now):
+    def _try(self, loader: Any, found: Diagnosis) -> list[Change]:
+        """The settings that may help, the best first."""
+        tried = []
+        candidates = [*_candidates(loader, found, self.device)]
+        self.bar.total += len(candidates)
+        for setting, make in candidates:
             try:
-                changed = make()
-                rate = self._run(_with(changed), self.step).rate
+                rate = self.run(setting, probe(make()), self.step).rate
             except (TypeError, UnsupportedTransformError, torch.OutOfMemoryError) as error:
                 self.notes.append(f"{setting} could not be tried: {error}")
-                continue
-            made.append((Change(setting, rate, rate / now.images_per_second), changed))
-        made.sort(key=lambda one: one[0].gain)
-        best = made.pop() if made and made[-1][0].gain >= SMALL else None
-        self.tried += [change for change, _ in made]
-        return best
+            else:
+                tried.append(Change(setting, rate, rate / found.images_per_second))
+        return sorted(tried, key=lambda change: -change.gain)
 
-    def _candidates(self, loader: Any, now: Diagnosis) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Settings that may help against what the loop is bound by, each with how to make it."""
-        workers, cores, device = loader.num_workers, usable_cores(), self.device
-        plain = not isinstance(loader, DataPrefetcher)
-        gpu_decodes = not plain and loader._pipeline.decoder is not None
-
-        def setting(name: str, value: Any) -> tuple[str, Callable[[], Any]]:
-            return f"{name}={value}", partial(_with, loader, **{name: value})
-
-        if now.bound in ("reading", "CPU decode"):
-            more = 4 * max(workers, 1) if now.bound == "reading" else cores
-            if more > workers:
-                yield setting("num_workers", more)
-            if workers and now.loader_images_per_second > SMALL * now.images_per_second:
-                yield setting("prefetch_factor", 2 * (loader.prefetch_factor or 2))
-        if now.bound == "CPU decode" and plain and device.type == "cuda":
-            pinned = _with(loader, pin_memory=True)
-            yield "accelerate(loader)", partial(accelerate, pinned, print_plan=False, device=device)
-        if now.bound in ("transfer", "GPU decode") and not loader.pin_memory:
-            yield setting("pin_memory", True)
-        elif now.bound == "transfer" and plain:
-            yield "DataPrefetcher(loader)", partial(DataPrefetcher, loader, device=device)
-        if now.bound == "GPU decode" and workers < cores:
-            yield setting("num_workers", cores)
-        if gpu_decodes and now.bound in ("CPU decode", "GPU decode"):
-            for share in (0.0,) if now.bound == "CPU decode" else (0.0, 0.25, 0.5):
-                yield setting("cpu_share", share)
+    def _note(self, loader: Any, found: Diagnosis, count: int) -> None:
+        if self.bad:
+            named = ", ".join(sorted(self.bad)[:NAMED])
+            self.notes.append(f"{len(self.bad)} bad files, such as {named}")
+        if slow := costs(loader, self.device, count):
+            self.notes.append(slow)
+        if isinstance(loader, DataPrefetcher):
+            decoder = loader._pipeline.decoder
+            self.notes.append(f"encoded images are decoded by {decoded_by(decoder, loader.device)}")
+            # Not to be tried: it takes effect where the model is made.
+            if decoder and found.bound == "GPU decode" and on_default_stream(self.device):
+                self.notes.append(_DEFAULT_STREAM)
 
 
-def _with(
-    loader: Any, times: torch.Tensor | None = None, *, cpu_share: float | None = None, **values: Any
-) -> Any:
-    """A copy of a loader whose epochs do not end, with other settings.
+def _candidates(
+    loader: Any, found: Diagnosis, device: torch.device
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Settings that may help against what the loop is bound by, each with how to make it."""
+    bound, workers, cores = found.bound, loader.num_workers, usable_cores()
+    plain = not isinstance(loader, DataPrefetcher)
 
-    ``times`` is ``(workers, 2)`` float64 in shared memory; it gets the seconds that each worker was
-    in the dataset and in collate, and of them those it computed or waited for a core.
-    """
-    if isinstance(loader, DataPrefetcher):
-        clone = copy.copy(loader)
-        clone._loader = _with(loader._loader, times, **values)
-        clone._progress.resumes = False
-        share, before = loader._pipeline.packer.share.clone().share_memory_(), loader._balancer
-        if cpu_share is not None:
-            share.fill_(cpu_share)
-        fixed = cpu_share is not None or before.chosen
-        clone._balancer = Balancer(share, clone, fixed=fixed)
-        packer = replace(loader._pipeline.packer, share=share)
-        clone._pipeline = replace(loader._pipeline, packer=packer, bad_images={}, stats=Stats())
-        clone.stats = clone._pipeline.stats
-        return clone
-    values["persistent_workers"] = False
-    if values.get("num_workers") and loader.prefetch_factor is None:
-        values["prefetch_factor"] = 2
-    if not isinstance(loader.dataset, IterableDataset):
-        name = sampler_of(loader)
-        values[name] = _Again(getattr(loader, name))
-    if times is not None:
-        values["collate_fn"] = _Timed(loader.collate_fn, times)
-        values["dataset"] = _Timed(loader.dataset, times)
-    return changed(loader, **values)
+    def setting(name: str, value: Any) -> tuple[str, Callable[[], Any]]:
+        return f"{name}={value}", partial(probe, loader, **{name: value})
 
-
-def _endless(batches: Iterable[Any]) -> Generator[Any]:
-    empty = False
-    while not empty:
-        empty = True
-        for batch in batches:
-            empty = False
-            yield batch
-    raise ValueError("the loader has no batch to measure: its dataset or sampler is empty.")
-
-
-class _Again:
-    """A sampler from the start again wherever it ends, so that no epoch's start is measured."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-
-    def __iter__(self) -> Iterator[Any]:
-        return _endless(self._sampler)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-
-class _Timed:
-    """A dataset, or a collate function, and where it spends its time. See :func:`_with`."""
-
-    def __init__(self, inner: Any, times: torch.Tensor) -> None:
-        self._inner, self._times = inner, times
-        self._queued = _queued_seconds()
-
-    def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
-        worker = get_worker_info()
-        # In this process the other threads are not the dataset's.
-        clock = time.thread_time if worker is None else time.process_time
-        started, computed = time.perf_counter(), clock()
-        try:
-            return fn(*args)
-        finally:
-            spent = (time.perf_counter() - started, clock() - computed)
-            self._times[0 if worker is None else worker.id] += torch.tensor(spent)
-
-    def __call__(self, samples: Any) -> Any:
-        batch, worker = self._call(self._inner, samples), get_worker_info()
-        before, self._queued = self._queued, _queued_seconds()
-        self._times[0 if worker is None else worker.id, 1] += max(self._queued - before, 0.0)
-        return batch
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._call(self._inner.__getitem__, index)
-
-    def __iter__(self) -> Iterator[Any]:
-        iterator, end = self._call(iter, self._inner), object()
-        while (sample := self._call(next, iterator, end)) is not end:
-            yield sample
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_inner", "_times"):  # while it is unpickled
-            raise AttributeError(name)
-        value = getattr(self._inner, name)
-        return partial(self._call, value) if name == "__getitems__" else value
-
-
-def _queued_seconds() -> float:
-    """For how long this thread was ready to run without a core; 0 where the system is silent."""
-    with contextlib.suppress(OSError, IndexError):
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    return 0.0
+    if bound == "reading":
+        yield setting("num_workers", 4 * max(workers, 1))
+    if bound in ("CPU decode", "GPU decode") and workers < cores:
+        yield setting("num_workers", cores)
+    if bound == "cores" and workers > 1:
+        yield setting("num_workers", max(min(workers, cores) // 2, 1))
+    if bound in ("CPU decode", "cores") and plain and device.type == "cuda":
+        moved = probe(loader, pin_memory=True)
+        yield "accelerate(loader)", partial(accelerate, moved, print_plan=False, device=device)
+    if bound in ("transfer", "GPU decode") and not loader.pin_memory:
+        yield setting("pin_memory", True)
+    elif bound == "transfer" and plain:
+        yield "DataPrefetcher(loader)", partial(DataPrefetcher, loader, device=device)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType, SimpleNamespace, new_class
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -27,7 +28,7 @@ from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import EncodedImageFolder, read_file
 from gpuprefetch.images.guard import Encoded, UndecodedError, begin_reading, end_reading
 from gpuprefetch.prefetcher import DataPrefetcher
-from gpuprefetch.transforms.convert import Plan, Step, convert, fixes_size
+from gpuprefetch.transforms.convert import Plan, Step, convert, fixes_size, title
 from gpuprefetch.transforms.head import read_transforms
 from gpuprefetch.transforms.known import UnsupportedTransformError, flatten
 from gpuprefetch.transforms.per_image import Cast
@@ -51,8 +52,7 @@ def accelerate(
         keep_unknown: whether ops that cannot move, and all ops before them and up to the crop, stay
             in the workers. The workers then decode every file themselves.
         print_plan: whether to print where each op runs now, and what differs.
-        prefetcher_options: of :class:`DataPrefetcher`; its ``transforms`` run behind the converted
-            ones.
+        prefetcher_options: of :class:`DataPrefetcher`; its ``transforms`` come last.
 
     Returns:
         A prefetcher that gives the loader's batches, in its order and with its samples and
@@ -85,7 +85,7 @@ def accelerate(
     count = _probe(view, encoded=not keep, needed=not keep or bool(plan.transforms))
     if keep and changes and count > 1:
         raise TypeError(
-            f"A sample holds {count} tensors of three dimensions, and behind keep_unknown=True the "
+            f"A sample holds {count} tensors of three dimensions, and after keep_unknown=True the "
             "device can tell the image of one only. Replace what cannot move, or return one."
         )
     apart = not keep or count == 1
@@ -112,7 +112,7 @@ class _Accelerated(DataPrefetcher):
         self._own = [own] if callable(own) else [*own]
         transforms = [*plan.transforms, *self._own]
         if read_transforms(transforms)[1]:
-            # Between the launch and the ops behind it values must not be rounded to bfloat16.
+            # Between the launch and the ops after it values must not be rounded to bfloat16.
             cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
             transforms += [cast] if cast.dtype or cast.memory_format else []
         super().__init__(changed(loader, dataset=view), transforms=transforms, **options)
@@ -129,12 +129,10 @@ class _Accelerated(DataPrefetcher):
         decode = "GPU, a share of it worker CPU (cpu_share)" if on_gpu else "worker CPU"
         collate = "worker CPU"
         if self._pipeline.packer.late:
-            fn = self.collate_fn
-            name = getattr(fn, "__name__", type(fn).__name__)
-            collate = f"{name}, on the transformed images on {self.device}"
-        own = ", ".join(getattr(op, "__name__", type(op).__name__) for op in self._own)
-        behind = f"\n  behind them: {own}" if own else ""
-        return f"accelerate: decode: {decode}\n{self.plan}{behind}\n  collate: {collate}"
+            collate = f"{title(self.collate_fn)}, on the transformed images on {self.device}"
+        own = ", ".join(map(title, self._own))
+        after = f"\n  after them: {own}" if own else ""
+        return f"accelerate: decode: {decode}\n{self.plan}{after}\n  collate: {collate}"
 
 
 @dataclass(slots=True)
@@ -275,11 +273,9 @@ def _view(dataset: Any, instead: dict[str, Any]) -> Any:
             vars(bare).pop(name, None)
         return _view, (bare, instead)
 
-    faces: dict[str, Any] = {name: property(partial(read, name)) for name in instead}
-    faces["__reduce_ex__"] = reduced
-    view: Any = object.__new__(
-        new_class(kind.__name__, (kind,), exec_body=lambda ns: ns.update(faces))
-    )
+    faces = {name: property(partial(read, name)) for name in instead}
+    face = type(kind.__name__, (kind,), {**faces, "__reduce_ex__": reduced})
+    view: Any = object.__new__(face)
     view.__dict__ = vars(dataset)
     return view
 
@@ -295,39 +291,35 @@ def _refuse_under_way(loader: DataLoader[Any]) -> None:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two ops hold the same: the ``repr`` of a Lambda, and of others, leaves it out."""
-    if a is b or type(a) is not type(b):
-        return a is b
-    if isinstance(a, (torch.Tensor, np.ndarray)):
-        return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_alike, a, b))
+    """Whether two pipelines surely do the same: a ``repr`` leaves much out, a pickle does not."""
     try:
-        if isinstance(a, (FunctionType, CellType)):
-            held = ("__code__", "__defaults__", "__kwdefaults__", "__closure__", "cell_contents")
-            return all(_alike(getattr(a, name, None), getattr(b, name, None)) for name in held)
-        if type(a).__eq__ is object.__eq__:  # type: ignore[comparison-overlap]
-            return _alike(a.__reduce_ex__(2), b.__reduce_ex__(2))
-        return bool(a == b)
-    except Exception:  # the user's classes: what cannot be compared is not known to be the same
+        return a is b or _pickled(a) == _pickled(b)
+    except Exception:  # a lambda, and what else cannot be pickled: it is not known
         return False
 
 
+def _pickled(pipeline: Any) -> bytes:
+    pickler = pickle.Pickler(held := io.BytesIO())
+    # torch's own way with a tensor writes where it lies.
+    pickler.dispatch_table = {torch.Tensor: lambda tensor: (torch.as_tensor, (tensor.numpy(),))}
+    pickler.dump(pipeline)
+    return held.getvalue()
+
+
 def pipeline_of(folders: list[Any]) -> list[Any]:
-    pipelines = [[*flatten(folder.transform)] for folder in folders]
-    if not all(_alike(pipeline, pipelines[0]) for pipeline in pipelines[1:]):
+    first, *rest = (folder.transform for folder in folders)
+    if not all(_alike(first, other) for other in rest):
         raise TypeError(
-            "The datasets of the loader have different transforms, and a batch on the device is "
-            "transformed as one. Give them one object, or build one loader for each of them."
+            "The datasets of the loader have different transforms, or ones that cannot be "
+            "compared, and a batch on the device is transformed as one. Give them one object, or "
+            "build one loader for each of them."
         )
-    if pipelines[0] == [None]:
+    if first is None:
         raise TypeError(
             f"The loader's {type(folders[0]).__name__} has no transform: there is nothing to move. "
             "What a dataset around it applies is not seen: give it to the folder."
         )
-    return pipelines[0]
+    return [*flatten(first)]
 
 
 def check_loaders(folders: list[Any]) -> None:
@@ -349,7 +341,7 @@ def check_loaders(folders: list[Any]) -> None:
             )
 
 
-def _picture_of(folder: Any) -> Any:
+def picture_of(folder: Any) -> Any:
     """What the folder's transform gets of its first file."""
     if hasattr(folder, "samples"):
         return folder.loader(folder.samples[0][0])
@@ -360,7 +352,7 @@ def _picture_of(folder: Any) -> Any:
 
 def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
     """The shortest start of a pipeline that must stay in the workers, and the plan of the rest."""
-    sample = _picture_of(folder)
+    sample = picture_of(folder)
     keep = next((i + 1 for i, op in enumerate(pipeline) if fixes_size(op)), len(pipeline))
     while True:
         with SeededDraws(0):  # a try must not take from the user's own random numbers

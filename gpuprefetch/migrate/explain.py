@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from gpuprefetch.core.report import columns
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.decode import decoded_by
 from gpuprefetch.prefetcher import DataPrefetcher
-from gpuprefetch.transforms.convert import convert_transforms, in_columns, read_list
-from gpuprefetch.transforms.head import Head, Transform, _FusedTransform, read_transforms
+from gpuprefetch.transforms.convert import convert_transforms, read_list, title
+from gpuprefetch.transforms.head import Head, Transform, read_transforms
 from gpuprefetch.transforms.known import flatten, is_on_device, name_of
 from gpuprefetch.transforms.per_image import Cast, Loop, PerImage, on_levels
 from gpuprefetch.transforms.random import SeededDraws
@@ -62,21 +63,15 @@ def _explain(head: Head, tail: Sequence[Transform], decode: str = "") -> str:
         what = "normalized" if head.mean else what
         rows.append((", ".join(head.names), _form(images), f"one fused launch, {what}"))
     for position, transform in enumerate(tail):
-        reason = _why(transform, head) if not position else f"after {_name(tail[0])}"
+        reason = _why(transform, head) if not position else f"after {title(tail[0])}"
         how = f"not fused: {reason}"
         if isinstance(transform, PerImage):
             how = f"one program of {transform.slots} slots, a draw for each image"
         elif type(transform) is Loop:
             how = "image by image, with a call for each: slow"
         images, form = _try(transform, images)
-        rows.append((_name(transform), form, how))
-    return in_columns(rows)
-
-
-def _name(transform: Any) -> str:
-    if not isinstance(transform, (_FusedTransform, PerImage)):
-        transform = getattr(transform, "op", transform)  # of a torchvision op's wrapper
-    return getattr(transform, "__name__", type(transform).__name__)
+        rows.append((title(transform), form, how))
+    return columns(rows)
 
 
 def _form(images: Any) -> str:
@@ -100,10 +95,10 @@ def _try(transform: Transform, images: Any) -> tuple[Any, str]:
 
 
 def _why(transform: Any, head: Head) -> str:
-    module, name = type(transform).__module__, _name(transform)
+    module, name = type(transform).__module__, title(transform)
     if read_transforms([transform])[0].names:
         if head.mean is not None:
-            return "it comes behind Normalize, where the launch takes flips only"
+            return "it comes after Normalize, where the launch takes flips only"
         return "the images are resized or padded already, and two resamplings are not one"
     if not module.startswith("kornia."):
         return "the launch takes kornia's and gpuprefetch's crops, resizes, flips and Normalize"

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from gpuprefetch.core.report import Printed, columns, progress
 from gpuprefetch.images.apart import image_of
 from gpuprefetch.migrate.accelerate import check_loaders, folders_of, pipeline_of, view_of
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.convert import CONVERSIONS, Plan, convert
-from gpuprefetch.transforms.head import Sampling, read_transforms
+from gpuprefetch.transforms.head import read_transforms
 from gpuprefetch.transforms.launch import resample
 from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.random import SeededDraws, fold
+from gpuprefetch.transforms.sampling import Sampling
 
-# Images that a report keeps for its picture.
-KEPT = 4
+# Images that a report keeps for its picture, how much that enhances the difference, and the height
+# of its labels in pixels.
+KEPT, ENHANCED, LABEL = 4, 8, 14
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ParityRow:
     """Differences of one op, in levels of 255: mean over all pixels, and the largest.
 
@@ -40,31 +43,24 @@ class ParityRow:
 
     name: str
     where: str
-    mean: float = 0.0
-    max: float = 0.0
-    mean_so_far: float = 0.0
-    max_so_far: float = 0.0
-
-    def _note(self, count: int, old: _State, alone: _State, new: _State) -> None:
-        mean, most = _difference(old, alone)
-        self.mean += (mean - self.mean) / count
-        self.max = max(self.max, most)
-        mean, most = _difference(old, new)
-        self.mean_so_far += (mean - self.mean_so_far) / count
-        self.max_so_far = max(self.max_so_far, most)
+    mean: float
+    max: float
+    mean_so_far: float
+    max_so_far: float
 
 
-@dataclass(order=True, slots=True)
-class _Pair:
+class _Pair(NamedTuple):
+    """The results of one image, in levels, with the mean and the largest difference."""
+
     mean: float
     path: str
-    max: float = field(compare=False)
-    old: torch.Tensor = field(compare=False)
-    new: torch.Tensor = field(compare=False)
+    max: float
+    old: torch.Tensor
+    new: torch.Tensor
 
 
-@dataclass(slots=True)
-class ParityReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class ParityReport(Printed):
     """What :func:`parity` found; print it for a table.
 
     Attributes:
@@ -86,34 +82,45 @@ class ParityReport:
         """(path, mean, max) of the images that differ most, in levels of 255."""
         return [(pair.path, pair.mean, pair.max) for pair in self._worst]
 
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the pictures, for JSON."""
+        return {"count": self.count, "rows": [*map(asdict, self.rows)], "worst": self.worst}
+
     def __str__(self) -> str:
-        width = max(len(row.name) for row in self.rows)
-        lines = [
-            f"{self.count} images, differences in levels of 255",
-            f"{'':<{width}}  {'op alone':>15}  {'so far':>15}",
-            f"{'':<{width}}  {'mean':>7} {'max':>7}  {'mean':>7} {'max':>7}",
-        ]
+        rows: list[list[str]] = [["", "alone: mean", "max", "so far: mean", "max", ""]]
         for row in self.rows:
-            alone = f"{row.mean:7.3f} {row.max:7.1f}"
-            so_far = f"{row.mean_so_far:7.3f} {row.max_so_far:7.1f}"
-            lines.append(f"{row.name:<{width}}  {alone}  {so_far}  {row.where}".rstrip())
-        lines += [
-            f"worst: {path}: mean {mean:.3f}, max {most:.1f}" for path, mean, most in self.worst
-        ]
+            numbers = (row.mean, row.max, row.mean_so_far, row.max_so_far)
+            rows.append([row.name, *(f"{number:.3f}" for number in numbers), row.where])
+        lines = [f"{self.count} images, differences in levels of 255", columns(rows, (1, 2, 3, 4))]
+        for path, mean, most in self.worst:
+            lines.append(f"worst: {path}: mean {mean:.3f}, max {most:.1f}")
         return "\n".join(lines)
 
     def picture(self, path: str | Path) -> None:
-        """Save the worst images: torchvision's, ours, and eight times the difference on gray."""
-        from torchvision.utils import save_image
+        """Save the worst images: torchvision's, ours, and the enhanced difference on gray."""
+        from PIL import Image, ImageDraw
 
-        tiles = [t for p in self._worst for t in (p.old, p.new, 127.5 + 8 * (p.new - p.old))]
-        save_image([tile.clamp(0, 255) / 255 for tile in tiles], path, nrow=3)
+        pairs = [(p, (p.old, p.new, 127.5 + ENHANCED * (p.new - p.old))) for p in self._worst]
+        height, width = self._worst[0].old.shape[1:]
+        sheet = Image.new("RGB", (3 * width, LABEL + len(pairs) * (LABEL + height)), "white")
+        draw = ImageDraw.Draw(sheet)
+        for column, title in enumerate(("torchvision", "gpuprefetch", f"{ENHANCED} x difference")):
+            draw.text((column * width + 2, 1), title, "black")
+        for row, (pair, tiles) in enumerate(pairs):
+            top = LABEL + row * (LABEL + height)
+            label = f"{Path(pair.path).name}: mean {pair.mean:.2f}, max {pair.max:.0f} levels"
+            draw.text((2, top + 1), label, "black")
+            pixels = torch.cat(tiles, 2).clamp(0, 255).byte().expand(3, -1, -1)
+            sheet.paste(Image.fromarray(pixels.permute(1, 2, 0).numpy()), (0, top + LABEL))
+        sheet.save(path)
 
 
 def parity(
     loader: DataLoader[Any], n: int = 256, *, device: torch.device | str | None = None
 ) -> ParityReport:
     """Run a loader's pipeline as it is and as ``accelerate`` moves it, with the same parameters.
+
+    A bar on stderr shows how far it is.
 
     Args:
         loader: what ``accelerate`` would take; a collate function is left out.
@@ -122,12 +129,13 @@ def parity(
 
     Returns:
         Differences per op and the worst images. v1 ops are run as their v2 twins on PIL images, and
-        ops that the conversion moved behind the crop are compared in their new place.
+        ops that the conversion moved after the crop are compared in their new place.
 
     Raises:
         ValueError: if ``n`` is less than 1.
         TypeError: for a loader that ``accelerate`` does not take.
         UnsupportedTransformError: for an op that cannot move.
+        BadImageError: for a file that cannot be decoded.
     """
     if n < 1:
         raise ValueError(f"n is a number of images, at least 1, got {n!r}.")
@@ -136,22 +144,28 @@ def parity(
     check_loaders(folders)
     view = view_of(loader.dataset, None)
     indices = np.linspace(0, len(view) - 1, min(n, len(view))).round().astype(int)
-    rows = [ParityRow("decode", ""), *(ParityRow(step.name, step.where) for step in plan.steps)]
-    count, worst = 0, list[_Pair]()
-    for start in range(0, len(indices), 16):
-        images = [image_of(view[int(index)]) for index in indices[start : start + 16]]
-        # On the device by the prefetcher's own way, so that its decoder is compared as well.
-        (batch,) = DataPrefetcher([images], device=device, cpu_share=0.0)
-        for image, decoded in zip(images, batch, strict=True):
-            count += 1
-            # The seed is not of the path: the same draws wherever the files are.
-            sides = _walk(plan, _open(image.data), decoded, 1000 * count)
-            for row, (old, alone, new) in zip(rows, sides, strict=True):
-                row._note(count, old, alone, new)
-            mean, most = _difference(old, new)
-            worst.append(_Pair(mean, image.path, most, old.levels(), new.levels()))
-            worst = sorted(worst, reverse=True)[:KEPT]
-    return ParityReport(count, rows, worst)
+    found, worst = list[list[tuple[float, ...]]](), list[_Pair]()
+    with progress("parity", len(indices)) as bar:
+        for start in range(0, len(indices), 16):
+            images = [image_of(view[int(index)]) for index in indices[start : start + 16]]
+            # On the device by the prefetcher's own way, so that its decoder is compared as well.
+            (batch,) = DataPrefetcher([images], device=device, cpu_share=0.0)
+            for image, decoded in zip(images, batch, strict=True):
+                differences = list[tuple[float, ...]]()
+                # The seed is not of the path: the same draws wherever the files are.
+                seed = 1000 * (len(found) + 1)
+                for old, alone, new in _walk(plan, _open(image.data), decoded, seed):
+                    differences.append(_difference(old, alone) + _difference(old, new))
+                found.append(differences)
+                mean, most = _difference(old, new)
+                worst.append(_Pair(mean, image.path, most, old.levels(), new.levels()))
+                worst = sorted(worst, key=lambda pair: pair[:2], reverse=True)[:KEPT]
+                bar.update(1)
+    means, largest = np.mean(found, axis=0), np.max(found, axis=0)
+    means[:, [1, 3]] = largest[:, [1, 3]]
+    names = [("decode", ""), *((step.name, step.where) for step in plan.steps)]
+    rows = [ParityRow(*name, *row) for name, row in zip(names, means.tolist(), strict=True)]
+    return ParityReport(len(found), rows, worst)
 
 
 def _open(data: Any) -> Any:
@@ -180,7 +194,7 @@ class _State:
         return levels
 
     def then(self, op: Any, image: Any) -> _State:
-        """This side behind torchvision's ``op``, or ours in its place, which made ``image``."""
+        """This side after torchvision's ``op``, or ours in its place, which made ``image``."""
         name = type(op).__name__
         if name == "Normalize":
             mean, std = (torch.tensor(list(v)).view(-1, 1, 1) for v in (op.mean, op.std))

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from gpuprefetch.core.report import Printed, columns
 from gpuprefetch.transforms.head import (
     CenterCrop,
     Head,
@@ -22,7 +23,6 @@ from gpuprefetch.transforms.head import (
     Transform,
     _FusedTransform,
     _pair,
-    _RandomCrop,
     read_transforms,
 )
 from gpuprefetch.transforms.known import (
@@ -33,15 +33,16 @@ from gpuprefetch.transforms.known import (
     name_of,
     twin,
 )
-from gpuprefetch.transforms.per_image import Loop, PerImage, Steps, ToFloat, ToUint8, grouped
+from gpuprefetch.transforms.per_image import Loop, PerImage, ToFloat, ToUint8, grouped
 from gpuprefetch.transforms.policy import COMPILERS, FILTERS, compiled
+from gpuprefetch.transforms.sampling import RandomCropOp
 from gpuprefetch.transforms.timm import from_timm, is_augment, why_not
 
 CONVERSIONS = frozenset(
     "ToTensor PILToTensor ToImage ToPureTensor ToDtype ConvertImageDtype".split()
 )
 _CROPS = frozenset("RandomResizedCrop Resize CenterCrop RandomCrop".split())
-# Linear in each pixel: before a bilinear resize or behind it is the same up to rounding.
+# Linear in each pixel: before a bilinear resize or after it is the same up to rounding.
 _LINEAR = frozenset("Normalize Grayscale RandomGrayscale RandomInvert".split())
 # They give sizes that they draw, or take what no pipeline has on the device: an image at a time.
 _ALONE = frozenset(
@@ -55,37 +56,14 @@ _AS_THEY_ARE = frozenset(
 _DRAWN = (COMPILERS.keys() | _LOOPED | _ALONE) - _AS_THEY_ARE
 _KNOWN = COMPILERS.keys() | _LOOPED | _AS_THEY_ARE
 _CONTAINERS = frozenset("RandomApply RandomChoice RandomOrder".split())
+AFTER_CROP = "Put it after the crop"
 # Where tensors know fewer filters than PIL: what torchvision takes for a tensor.
 _RESIZE_FILTERS = ("nearest", "nearest-exact", "bilinear", "bicubic")
 
-# What differs with the same parameters, measured by parity() on photos of ImageNet at 224: mean
-# over all pixels, in levels of 255. First of the launch, on uint8; then of torchvision's ops on
-# tensors, next to themselves on PIL images. Ops that are not here gave the same pixels.
-_UNROUNDED = "0.3 levels: not rounded to uint8 on the way"
+# What differs in the fused launch, given the same parameters.
+_UNROUNDED = "not rounded to uint8 on the way"
 _CLIPPED = "clipped to [0, 1], torchvision's floats are not"
 _TIES = "where two pixels are equally near it may be the other"
-_DIFFERS = {
-    "ColorJitter": "0.3 levels, 0.4 with hue: PIL's hue has 8 bits",
-    "RandomRotation": "0.01 levels, bilinear 0.5: rounding of coordinates",
-    "RandomAffine": "0.01 levels, bilinear 0.5: rounding of coordinates",
-    "RandomPerspective": "0.3 levels: rounding of coordinates",
-    "AutoAugment": "0.1 levels, bilinear 0.2: rounding of coordinates",
-    "RandAugment": "0.1 levels, bilinear 0.3: rounding of coordinates",
-    "TrivialAugmentWide": "0.1 levels: rounding of coordinates",
-    "RandomPhotometricDistort": "0.2 levels: PIL's hue has 8 bits",
-    "RandomAutocontrast": "0.01 levels: truncated, PIL rounds",
-    "Grayscale": "0.5 levels: truncated, PIL rounds",
-    "RandomGrayscale": "0.5 levels: truncated, PIL rounds",
-}
-
-
-def _differs(op: Any) -> str:
-    """The difference of an op on a batch; of a RandomApply or RandomChoice those of its ops."""
-    if is_augment(op):
-        return "0.2 levels: bicubic filter, rounding of coordinates"
-    if (inner := getattr(op, "transforms", None)) is None:
-        return _DIFFERS.get(type(op).__name__, "")
-    return "; ".join(f"{type(o).__name__} {note}" for o in flatten(inner) if (note := _differs(o)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +87,22 @@ class Step:
         return type(self.source).__name__
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan(Printed):
     """A converted pipeline: its ops in their order, and the transform list."""
 
     steps: list[Step]
     transforms: list[Transform]
 
     def __str__(self) -> str:
-        rows = [(f"  {step.name}", step.where, step.note) for step in self.steps]
-        return in_columns(rows)
+        return columns((f"  {step.name}", step.where, step.note) for step in self.steps)
 
 
-def in_columns(rows: Sequence[tuple[str, str, str]]) -> str:
-    """A line per row, columns aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+def title(transform: Any) -> str:
+    """What a transform is called in a table."""
+    if not isinstance(transform, (_FusedTransform, PerImage)):
+        transform = getattr(transform, "op", transform)  # of a torchvision op's wrapper
+    return getattr(transform, "__name__", type(transform).__name__)
 
 
 def convert_transforms(pipeline: Any) -> list[Transform]:
@@ -166,23 +144,37 @@ def read_list(transforms: Any) -> tuple[Head, list[Transform]]:
     """:func:`read_transforms`, with a draw for each image where torchvision's would share one.
 
     Raises:
-        ValueError: likewise, and for what torchvision or timm have for PIL images only.
+        ValueError: likewise, and for what torchvision, timm or albumentations have for pictures on
+            the CPU only.
     """
-    head, tail = read_transforms(transforms)
-    return head, grouped(each for transform in tail for each in _in_list(transform))
+    given = [transforms] if callable(transforms) else transforms
+    if isinstance(given, (list, tuple)):
+        given = [op for each in given for op in _opened(each)]
+    head, tail = read_transforms(given)
+    return head, grouped(map(_in_list, tail))
 
 
-def _in_list(transform: Transform) -> list[Transform]:
-    """What runs in a list for a transform: itself if it draws nothing, or is not torchvision's."""
-    ops = [*flatten(transform)]
-    names = [_refuse_in_list(op) for op in ops]
-    if _ALONE.intersection(names) or any(getattr(op, "expand", False) for op in ops):
-        return [Loop(transform)]  # of the sizes that one draws, the next may make one again
-    if not _DRAWN.intersection(names) and not any(map(is_augment, ops)):
+def _is_alone(op: Any) -> bool:
+    return name_of(op) in _ALONE or getattr(op, "expand", False)
+
+
+def _opened(transform: Any) -> list[Any]:
+    """The ops of a Compose, but of one that draws sizes: the next op may make one of them again."""
+    if is_on_device(transform):
         return [transform]
-    if ops[0] is transform or (name_of(transform) == "Compose" and None not in names):
-        return [*map(_drawing, ops)]
-    return [Steps(transform, grouped(map(_drawing, ops)))]
+    ops = [*flatten(transform)]
+    return [transform] if any(map(_is_alone, ops)) else ops
+
+
+def _in_list(transform: Transform) -> Transform:
+    """What runs in a list for a transform: itself if it draws nothing, or is not torchvision's."""
+    names = [_refuse_in_list(op) for op in flatten(transform)]
+    if _is_alone(transform) or len(names) > 1:
+        return Loop(transform)
+    if names[0] in _DRAWN or is_augment(transform):
+        op = twin(from_timm(transform))
+        return Loop(op) if compiled(op) is None and name_of(op) in _DRAWN else op
+    return transform
 
 
 def _refuse_in_list(op: Any) -> str | None:
@@ -195,22 +187,27 @@ def _refuse_in_list(op: Any) -> str | None:
             f"torchvision's {name} mixes the images of a batch, and its targets are not in the "
             "transforms. Mix in the training step, or in a collate_fn with accelerate."
         )
-    if type(op) in (v1.ToTensor, v1.PILToTensor):
+    if type(op) in (v1.ToTensor, v1.PILToTensor) or name_of(op) == "ToPILImage":
         raise ValueError(
-            f"{name} takes PIL images, and in transforms images are tensors, in [0, 1] after a "
-            "crop or a resize. Leave it out."
+            f"{name} is for PIL images, and in transforms images are tensors, in [0, 1] after a "
+            "crop or a resize. Leave it out. What is made of a whole pipeline for PIL images: "
+            "transforms=gpuprefetch.convert_transforms(pipeline)."
+        )
+    if _is_albumentations(op):
+        raise ValueError(
+            f"albumentations' {name} is for one NumPy array in a worker. Take kornia's or "
+            "torchvision's op in its place: transforms=[gpuprefetch.RandomResizedCrop(224), "
+            "K.RandomHorizontalFlip(), v2.ColorJitter(0.4)]."
         )
     return name_of(from_timm(op))
 
 
-def _drawing(op: Any) -> Any:
-    """An op that :func:`grouped` takes in, or what runs it."""
-    op = twin(from_timm(op))
-    return Loop(op) if compiled(op) is None and name_of(op) in _DRAWN else op
+def _is_albumentations(op: Any) -> bool:
+    return type(op).__module__.startswith("albumentations.")
 
 
 def fixes_size(op: Any) -> bool:
-    """Whether images have one size behind this op, whatever they had before."""
+    """Whether images have one size after this op, whatever they had before."""
     op = from_timm(op)
     name, size = name_of(op), getattr(op, "size", None)
     exact = name != "Resize" or (isinstance(size, Sequence) and len(size) == 2)
@@ -223,12 +220,12 @@ class RandomCrop(_FusedTransform):
     def __init__(self, op: Any) -> None:
         left, right, top, bottom = op.padding or (0, 0, 0, 0)
         size, before, after = _pair(op.size, "RandomCrop"), (top, left), (bottom, right)
-        super().__init__(_RandomCrop(size, False, before, after, bool(op.pad_if_needed)))
+        super().__init__(RandomCropOp(size, False, before, after, bool(op.pad_if_needed)))
 
 
 @dataclass
 class _Converter:
-    """Walks through a pipeline; what it says of images holds behind the last op taken."""
+    """Walks through a pipeline; what it says of images holds after the last op taken."""
 
     pictures: bool = False  # not tensors come in
     is_tensor: bool = False  # in the pipeline: from PIL images to tensors ...
@@ -257,7 +254,8 @@ class _Converter:
                 "transforms=[*convert_transforms(pipeline), it])."
             )
         if name is None:
-            _refuse(op, why_not(op))
+            of_arrays = "it is albumentations', which takes NumPy arrays"
+            _refuse(op, of_arrays if _is_albumentations(op) else why_not(op))
         if name in CONVERSIONS:
             return self._take_conversion(op)
         if name == "Identity" or (name == "RGB" and not self.gray):  # files are decoded to RGB
@@ -354,7 +352,7 @@ class _Converter:
         for delayed in self.delayed:
             # Black stays black in gray only; bicubic results are clipped.
             if (pads and "Grayscale" not in type(delayed).__name__) or filter_of(op) == "bicubic":
-                _refuse(delayed, f"it comes before {name}", early=True)
+                _refuse(delayed, f"it comes before {name}", AFTER_CROP)
         self.sized |= fixes_size(op)
         self.holds_float = True  # the launch gives that, whatever it is given
         resizes = name in ("RandomResizedCrop", "Resize")
@@ -366,14 +364,14 @@ class _Converter:
 
     def _take_delayed(self) -> None:
         while self.sized and self.delayed:
-            note = "moved behind the crop: the same up to rounding"
+            note = "moved after the crop: the same up to rounding"
             self._take_on_batch(self.delayed.pop(0), note=note)
 
     def _take_on_batch(self, op: Any, source: Any = None, note: str = "") -> None:
         name = type(op).__name__
         _check_on_batch(op)
         if not self.sized:
-            _refuse(op, self._why_not_fused(op), early=name not in _CROPS)
+            self._refuse_unsized(op)
         if name == "Normalize" and self.is_float:
             import kornia.augmentation as K
 
@@ -396,18 +394,19 @@ class _Converter:
             module, where = PerImage([ToFloat(), op] if self.is_float else op), "one program"
         elif name in _DRAWN:
             module, where = Loop(op), f"{where}, image by image"
-        if not (note or self.is_tensor):
-            note = _differs(op)
         return self._add(source or op, module, where, note)
 
-    def _why_not_fused(self, op: Any) -> str:
+    def _refuse_unsized(self, op: Any) -> NoReturn:
         if type(op).__name__ not in _CROPS:
-            return "it comes before the crop or resize that gives images one size"
+            reason = "it comes before the crop or resize that gives images one size"
+            _refuse(op, reason, AFTER_CROP)
         if self._for_launch(op) is not None:
-            return "it resizes, or crops, images that are resized, padded or normalized already"
-        return (
+            reason = "images are resized, padded or normalized already, and two are not one"
+            _refuse(op, reason, "Leave out what does so before it")
+        _refuse(
+            op,
             "the fused launch takes the nearest pixel, or bilinear or bicubic filters with "
-            "antialias, and padding that is black"
+            "antialias, and padding that is black",
         )
 
 
@@ -428,11 +427,11 @@ def _check_on_batch(op: Any) -> None:
             _refuse(inner, "by chance it would give images of different shapes")
 
 
-def _refuse(op: Any, reason: str, *, early: bool = False) -> NoReturn:
+def _refuse(op: Any, reason: str, advice: str = "Replace it") -> NoReturn:
     raise UnsupportedTransformError(
-        f"{type(op).__name__} cannot move to the device: {reason}. "
-        f"{'Put it behind the crop' if early else 'Replace it'}, or keep all up to it and the crop "
-        "in the workers, after a decode on the CPU, with accelerate(loader, keep_unknown=True)."
+        f"{type(op).__name__} cannot move to the device: {reason}. {advice}, or keep all up to it "
+        "and the crop in the workers, after a decode on the CPU, with accelerate(loader, "
+        "keep_unknown=True)."
     )
 
 

@@ -1,8 +1,4 @@
-"""Read a list of transforms: which become one launch on ragged images, and what runs after it.
-
-Every op of the head moves a sampling map: output index -> source coordinate, per image and axis. A
-list of them composes into one map, and one resampling launch carries it out.
-"""
+"""Read a list of transforms: which become one launch on ragged images, and what runs after it."""
 
 from __future__ import annotations
 
@@ -17,94 +13,20 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch.transforms.known import constants, name_of
-from gpuprefetch.transforms.launch import resample
-from gpuprefetch.transforms.random import Keys, fold, uniform
+from gpuprefetch.transforms.launch import Coloring, resample
+from gpuprefetch.transforms.random import Keys, fold
+from gpuprefetch.transforms.sampling import (
+    CenterCropOp,
+    FlipOp,
+    Floats,
+    HeadOp,
+    RandomCropOp,
+    ResizedCropOp,
+    ResizeOp,
+    Sampling,
+    Size,
+)
 from gpuprefetch.transforms.views import Views
-
-Size = tuple[int, int]
-Floats = npt.NDArray[np.float64]
-
-
-@dataclass(slots=True)
-class Sampling:
-    """Where each output pixel of N images comes from; every array is ``(N, 2)``, y then x.
-
-    Output index ``j`` has its center at source coordinate ``origin + step * j`` (pixel ``k`` has
-    its center at ``k``). Source pixels outside ``[low, high)`` do not exist for it; output pixels
-    outside ``[first, last)`` are padding. ``length`` is the current size.
-    """
-
-    origin: Floats
-    step: Floats
-    low: Floats
-    high: Floats
-    first: Floats
-    last: Floats
-    length: Floats
-
-    @staticmethod
-    def identity(sizes: npt.ArrayLike) -> Sampling:
-        """The map that leaves images of ``sizes`` ``(N, 2)`` as they are."""
-        length = np.asarray(sizes, dtype=np.float64).reshape(-1, 2)
-        zero = np.zeros_like(length)
-        return Sampling(zero, zero + 1, zero, length, zero, length, length)
-
-    def crop(self, start: Floats, size: Floats) -> Sampling:
-        """Keep ``size`` pixels from ``start``; what lies outside of the image is padding."""
-        return replace(
-            self,
-            origin=self.origin + self.step * start,
-            first=np.clip(self.first - start, 0, size),
-            last=np.clip(self.last - start, 0, size),
-            length=size,
-        )
-
-    def clip(self) -> Sampling:
-        """Forget what a crop left out: as in PIL, a later resize does not blend it in."""
-        a = self.origin + self.step * self.first
-        b = self.origin + self.step * (self.last - 1)
-        low = np.maximum(self.low, np.minimum(a, b))
-        return replace(self, low=low, high=np.minimum(self.high, np.maximum(a, b) + 1))
-
-    def resize(
-        self, size: Floats, *, align_corners: bool = False, first_pixel: bool = False
-    ) -> Sampling:
-        """Stretch the image to ``size``, on the half-pixel grid or from corner to corner.
-
-        With ``first_pixel`` the grid begins at the border: torch's "nearest" takes the first of the
-        pixels that become one.
-        """
-        corners = (self.length - 1) / np.maximum(size - 1, 1)
-        scale = corners if align_corners else self.length / size
-        shift = 0.0 if align_corners else -0.5 if first_pixel else 0.5 * scale - 0.5
-        return replace(
-            self,
-            origin=self.origin + self.step * shift,
-            step=self.step * scale,
-            first=np.zeros_like(size),
-            last=size,
-            length=size,
-        )
-
-    def flip(self, where: npt.NDArray[np.bool_]) -> Sampling:
-        """Mirror the axes that ``where`` ``(N, 2)`` selects."""
-        return replace(
-            self,
-            origin=np.where(where, self.origin + self.step * (self.length - 1), self.origin),
-            step=np.where(where, -self.step, self.step),
-            first=np.where(where, self.length - self.last, self.first),
-            last=np.where(where, self.length - self.first, self.last),
-        )
-
-    def rows(self) -> Floats:
-        """``(N, 2, 6)`` float64, what :func:`gpuprefetch.transforms.launch.resample` reads."""
-        columns = (self.origin, self.step, self.low, self.high, self.first, self.last)
-        return np.stack(columns, axis=-1)
-
-
-# Composes an op, with parameters drawn from the (N,) keys, onto a sampling. Picklable: the workers
-# draw the parameters.
-HeadOp = Callable[[Sampling, Keys], Sampling]
 
 
 def _pair(size: int | Sequence[int], name: str) -> Size:
@@ -125,138 +47,6 @@ def _filter(interpolation: Any) -> str:
     if name not in _FILTERS:
         raise ValueError(f"interpolation must be one of {_FILTERS}, got {interpolation!r}.")
     return str(name)
-
-
-def _drawn(keys: Keys, count: int, *, same_on_batch: bool) -> Floats:
-    """``(N, count)`` in [0, 1): of each key, or of the first one for all."""
-    return uniform(np.broadcast_to(keys[:1], keys.shape) if same_on_batch else keys, count)
-
-
-@dataclass(frozen=True, slots=True)
-class _ResizedCrop:
-    size: Size
-    scale: tuple[float, ...]  # low, high
-    ratio: tuple[float, ...]
-    interpolation: str = "bilinear"
-    antialias: bool = True
-    align_corners: bool = False
-    centered_fallback: bool = True
-    same_on_batch: bool = False
-
-    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        """Inception-style crop (Szegedy et al., 2015): ten tries, then the largest that fits."""
-        draws = _drawn(keys, 22, same_on_batch=self.same_on_batch)
-        height, width = sampling.length[:, :1], sampling.length[:, 1:]
-        area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * draws[:, :10])
-        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
-        aspect = np.exp(low + (high - low) * draws[:, 10:20])
-        w, h = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
-        fits = np.asarray((w > 0) & (w <= width) & (h > 0) & (h <= height))
-        row, choice = np.arange(len(w)), fits.argmax(axis=1)
-        found = np.asarray(fits.any(axis=1))
-        box = np.stack([h[row, choice], w[row, choice]], axis=1)
-        largest_h = np.clip(np.rint(width / min(self.ratio)), 1, height)
-        largest_w = np.clip(np.rint(height * max(self.ratio)), 1, width)
-        box = np.where(found[:, None], box, np.concatenate([largest_h, largest_w], axis=1))
-        start = np.floor(draws[:, 20:] * (sampling.length - box + 1))
-        if self.centered_fallback:
-            start = np.where(found[:, None], start, np.floor((sampling.length - box) / 2))
-        cropped = sampling.crop(start, box).clip()
-        size = np.full_like(sampling.length, self.size)
-        first_pixel = self.interpolation == "nearest"
-        return cropped.resize(size, align_corners=self.align_corners, first_pixel=first_pixel)
-
-
-def _scaled(length: Floats, one: Floats, to: float) -> Floats:
-    """Sizes with the side ``one`` of ``length`` brought to ``to``, and the other after it."""
-    # Truncated, not rounded, as torchvision and kornia do.
-    return np.where(length == one, float(to), np.floor(to * length / one))
-
-
-@dataclass(frozen=True, slots=True)
-class _Resize:
-    size: int | Size | None  # an int is the shorter side
-    interpolation: str = "bilinear"
-    antialias: bool = True
-    align_corners: bool = False
-    max_size: int | None = None  # of the longer side; it is that where there is no size
-
-    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        size = sampling.length
-        if isinstance(self.size, tuple):
-            size = np.full_like(size, self.size)
-        elif self.size is not None:
-            size = _scaled(size, size.min(axis=1, keepdims=True), self.size)
-        if self.max_size is not None:
-            long = size.max(axis=1, keepdims=True)
-            limited = np.maximum(_scaled(size, long, self.max_size), 1)
-            size = np.where((long > self.max_size) | (self.size is None), limited, size)
-        first_pixel = self.interpolation == "nearest"
-        return sampling.clip().resize(
-            size, align_corners=self.align_corners, first_pixel=first_pixel
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _CenterCrop:
-    size: Size
-    pad: bool  # torchvision pads a smaller image, kornia refuses it
-
-    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        size = np.full_like(sampling.length, self.size)
-        room = sampling.length - size
-        if not self.pad:
-            _refuse_small(sampling, room, self.size, "CenterCrop")
-            return sampling.crop(np.floor(room / 2), size)
-        # torchvision rounds the offset half to even, and puts the odd pixel of padding behind.
-        return sampling.crop(np.where(room >= 0, np.rint(room / 2), -np.floor(-room / 2)), size)
-
-
-@dataclass(frozen=True, slots=True)
-class _RandomCrop:
-    size: Size
-    same_on_batch: bool = False
-    before: Size = (0, 0)  # padding above, left
-    after: Size = (0, 0)
-    pad_if_needed: bool = False
-
-    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        size, before = (np.full_like(sampling.length, pair) for pair in (self.size, self.before))
-        room = sampling.length + before + self.after - size
-        if self.pad_if_needed:
-            before += np.maximum(-room, 0)  # on both sides, as torchvision does
-            room = np.abs(room)
-        _refuse_small(sampling, room, self.size, "RandomCrop")
-        draws = _drawn(keys, 2, same_on_batch=self.same_on_batch)
-        return sampling.crop(np.floor(draws * (room + 1)) - before, size)
-
-    @property
-    def pad(self) -> bool:
-        return self.pad_if_needed or any(self.before + self.after)
-
-
-def _refuse_small(sampling: Sampling, room: Floats, size: Size, name: str) -> None:
-    small = (room < 0).any(axis=1)
-    if small.any():
-        h, w = sampling.length[small][0].astype(int)
-        raise ValueError(
-            f"{name} takes no image smaller than its size {size}, got {h} x {w}. Put a Resize "
-            "before it, or use gpuprefetch.CenterCrop or torchvision's "
-            "RandomCrop(pad_if_needed=True), which pad."
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Flip:
-    axis: int  # 0: vertical, 1: horizontal
-    p: float
-    p_batch: float
-    same_on_batch: bool
-
-    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        each = _drawn(keys, 1, same_on_batch=self.same_on_batch) < self.p
-        whole = _drawn(fold(keys, 1), 1, same_on_batch=True) < self.p_batch
-        return sampling.flip(each & whole & (np.arange(2) == self.axis))
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +90,11 @@ class Head:
         """``mean`` and ``std``; None without a Normalize."""
         return None if self.mean is None or self.std is None else ([*self.mean], [*self.std])
 
+    @property
+    def coloring(self) -> Coloring:
+        """The values that a launch makes of decoded ones."""
+        return Coloring(torch.uint8, self.dtype or torch.float32, self.mean, self.std)
+
     def sample(self, sizes: npt.ArrayLike, keys: Keys) -> Sampling:
         """The sampling of images of ``sizes`` ``(N, 2)`` with ``(N,)`` keys."""
         sampling = Sampling.identity(sizes)
@@ -310,6 +105,13 @@ class Head:
     def draw(self, sizes: npt.ArrayLike, keys: Keys) -> Floats:
         """Its rows ``(N, 2, 6)``."""
         return self.sample(sizes, keys).rows()
+
+    def resample(
+        self, images: Sequence[torch.Tensor], rows: Floats, size: Size, **options: Any
+    ) -> torch.Tensor:
+        """Carry the rows out on images ``(C, H_i, W_i)``; options as of ``launch.resample``."""
+        way: Any = {"interpolation": self.interpolation, "antialias": self.antialias}
+        return resample(images, rows, size, mean=self.mean, std=self.std, **way, **options)
 
 
 class _FusedTransform(torch.nn.Module):
@@ -380,7 +182,7 @@ class RandomResizedCrop(_FusedTransform):
                     f"{name} must be (low, high) with 0 {above} low <= high, got {value!r}."
                 )
         pair = _pair(size, "RandomResizedCrop")
-        super().__init__(_ResizedCrop(pair, tuple(scale), tuple(ratio), _filter(interpolation)))
+        super().__init__(ResizedCropOp(pair, tuple(scale), tuple(ratio), _filter(interpolation)))
 
 
 class Resize(_FusedTransform):
@@ -411,7 +213,7 @@ class Resize(_FusedTransform):
                 "Resize(max_size=...) takes the longer side at most, above an int size, got "
                 f"size={size!r} and max_size={max_size!r}."
             )
-        super().__init__(_Resize(exact, _filter(interpolation), max_size=max_size))
+        super().__init__(ResizeOp(exact, _filter(interpolation), max_size=max_size))
 
 
 class CenterCrop(_FusedTransform):
@@ -425,7 +227,7 @@ class CenterCrop(_FusedTransform):
     """
 
     def __init__(self, size: int | Sequence[int]) -> None:
-        super().__init__(_CenterCrop(_pair(size, "CenterCrop"), pad=True))
+        super().__init__(CenterCropOp(_pair(size, "CenterCrop"), pad=True))
 
 
 def is_fused(transform: Any) -> bool:
@@ -449,19 +251,19 @@ def _kornia_op(transform: Any) -> HeadOp | None:
     size: Any = flags.get("size")
     if kind in (K.RandomHorizontalFlip, K.RandomVerticalFlip):
         axis = int(kind is K.RandomHorizontalFlip)
-        return _Flip(axis, float(transform.p), float(transform.p_batch), transform.same_on_batch)
+        return FlipOp(axis, float(transform.p), float(transform.p_batch), transform.same_on_batch)
     if getattr(transform, "p_batch", 1.0) != 1.0:
         return None  # a crop that is sometimes skipped has no fixed size
     if kind is K.CenterCrop:
-        return _CenterCrop(_pair(size, "CenterCrop"), pad=False)
+        return CenterCropOp(_pair(size, "CenterCrop"), pad=False)
     if kind is K.RandomCrop and flags["padding"] is None and not flags["pad_if_needed"]:
-        return _RandomCrop(_pair(size, "RandomCrop"), transform.same_on_batch)
+        return RandomCropOp(_pair(size, "RandomCrop"), transform.same_on_batch)
     if getattr(flags.get("resample"), "name", "") != "BILINEAR":
         return None
     align = bool(flags.get("align_corners"))
     if kind is K.RandomResizedCrop and (align or flags["cropping_mode"] == "slice"):
         drawn = transform._param_generator
-        return _ResizedCrop(
+        return ResizedCropOp(
             _pair(size, "RandomResizedCrop"),
             tuple(map(float, drawn.scale)),
             tuple(map(float, drawn.ratio)),
@@ -473,11 +275,11 @@ def _kornia_op(transform: Any) -> HeadOp | None:
     short = isinstance(size, int)
     if kind is K.Resize and not flags["antialias"] and (not short or flags["side"] == "short"):
         size = size if short else _pair(size, "Resize")
-        return _Resize(size, antialias=False, align_corners=align)
+        return ResizeOp(size, antialias=False, align_corners=align)
     return None
 
 
-_RESIZES = (_ResizedCrop, _Resize)
+_RESIZES = (ResizedCropOp, ResizeOp)
 
 
 def _extended(head: Head, transform: Any, op: Any = None) -> Head | None:
@@ -497,9 +299,9 @@ def _extended(head: Head, transform: Any, op: Any = None) -> Head | None:
             raise ValueError(f"Normalize divides by std, which must not be 0, got {std}.")
         return replace(head, mean=mean, std=std, names=names)
     if theirs in ("RandomHorizontalFlip", "RandomVerticalFlip"):
-        op = _Flip(int(theirs == "RandomHorizontalFlip"), float(transform.p), 1.0, False)
+        op = FlipOp(int(theirs == "RandomHorizontalFlip"), float(transform.p), 1.0, False)
     op = op or (transform.op if is_fused(transform) else _kornia_op(transform))
-    if op is None or (head.mean is not None and not isinstance(op, _Flip)):
+    if op is None or (head.mean is not None and not isinstance(op, FlipOp)):
         return None  # padding and blending come before the normalization they would change
     longer = replace(head, ops=(*head.ops, op), names=names)
     if not isinstance(op, _RESIZES):
@@ -573,18 +375,24 @@ def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
     """
     if head.size is not None:
         return
-    stop, hint = ", ".join(head.names) or "an empty list", ""
+    names, stop = ", ".join(head.names), ", ".join(head.names) or "an empty list"
+    hint = (
+        "Start the list with a crop for training, or with Resize(256) and CenterCrop(224) for "
+        "validation (kornia's work as well, if bilinear, p=1 and without padding): "
+        "transforms=[gpuprefetch.RandomResizedCrop(224), ...]."
+    )
     if tail:
         first = getattr(tail[0], "__name__", type(tail[0]).__name__)
-        stop = f"{first} behind {stop}" if head.names else f"{first} comes first and"
+        stop = f"{first} after {names}" if names else f"{first} comes first and"
         if type(getattr(tail[0], "op", tail[0])).__module__.startswith("torchvision."):
-            hint = " gpuprefetch.convert_transforms() makes such a list of torchvision's pipelines."
+            hint = "Write transforms=gpuprefetch.convert_transforms(pipeline)."
+        elif type(tail[0]).__module__.startswith("kornia.augmentation.container"):
+            hint = f"The parts of {first} are hidden in it. Write transforms=[*pipeline]."
+        elif "Resize" in names and "Resize" in first:
+            hint = f"Two resizes are not one. Leave {names} out: transforms=[{first}(224), ...]."
     raise ValueError(
         f"Decoded photos have different sizes, and {stop} does not give them the one that "
-        "transforms, dtype and memory_format need. Start the list with "
-        "gpuprefetch.RandomResizedCrop(224) for training, or gpuprefetch.Resize(256) and "
-        "gpuprefetch.CenterCrop(224) for validation; kornia's RandomResizedCrop, Resize, CenterCrop"
-        " and RandomCrop (bilinear, p=1, no padding) work as well." + hint
+        f"transforms, dtype and memory_format need. {hint}"
     )
 
 
@@ -612,14 +420,5 @@ def apply_head(
     dtype = dtype or (images.dtype if images.is_floating_point() else torch.float32)
     if not len(images):
         return images.new_empty((0, images.shape[1], *size), dtype=dtype)
-    return resample(
-        list(images.unbind()),
-        rows,
-        size,
-        interpolation=head.interpolation,
-        antialias=head.antialias,
-        mean=head.mean,
-        std=head.std,
-        dtype=dtype,
-        memory_format=memory_format or torch.contiguous_format,
-    )
+    layout = memory_format or torch.contiguous_format
+    return head.resample(list(images.unbind()), rows, size, dtype=dtype, memory_format=layout)

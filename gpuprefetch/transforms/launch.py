@@ -64,30 +64,25 @@ def resample(
     ``y0 <= y < y0 + h`` and resizing to H rows, for instance, is ``step = h / H``,
     ``origin = y0 + step / 2 - 0.5``, ``lo = y0``, ``hi = y0 + h``, ``first = 0``, ``last = H``.
 
-    On a CUDA device this is one kernel launch on the current stream, and the caller keeps `images`
-    alive until it has run.
+    On a CUDA device this is one launch on the current stream; ``images`` live until it has run.
 
     Args:
-        images: N tensors ``(C, H_i, W_i)`` of one dtype on one device, with any strides. ``uint8``
-            is scaled to [0, 1], floating point is taken as it is.
-        sampling: ``(N, 2, 6)`` float64 on the CPU: ``(origin, step, lo, hi, first, last)`` for the
-            y and the x axis of every image.
+        images: N ``(C, H_i, W_i)`` of one dtype and device; only uint8 is scaled to [0, 1].
+        sampling: ``(N, 2, 6)`` float64 on the CPU: (origin, step, lo, hi, first, last) of y and x.
         size: ``(H, W)`` of the result.
         interpolation: ``"nearest"`` (the pixel at the center, without antialias), ``"bilinear"``,
-            or ``"bicubic"`` as in PIL: a = -0.5, and ``uint8`` sources
-            are clamped to their range along x and then along y. Pillow 13 takes tall ones along y
-            first, which shows where bicubic overshoots at edges.
-        antialias: Whether to widen the filter to ``|step|`` where an image shrinks, as PIL does.
+            or ``"bicubic"`` as in PIL: a = -0.5, and ``uint8`` sources are clamped to their range
+            along x, then along y (Pillow 13: along y first where an image is tall).
+        antialias: whether to widen the filter to ``|step|`` where an image shrinks, as PIL does.
         mean: ``C`` values in [0, 1] units, best on the CPU. Padding is 0 before the subtraction.
-        std: ``C`` values in [0, 1] units.
-        dtype: Of the result; ``torch.uint8`` means 0 to 255, rounded, and takes no mean or std.
-        memory_format: Of the result.
-        out: Written to and returned if given; it must have the result's shape, dtype and device,
-            and its own strides count, not `memory_format`.
-        positions: The rows of a larger `out` that the N images go to; the others stay as they are.
+        std: likewise.
+        dtype: of the result; ``torch.uint8`` means 0 to 255, rounded, and takes no mean or std.
+        memory_format: likewise, unless there is an ``out``, whose strides count.
+        out: written to and returned, of the result's shape, dtype and device.
+        positions: the rows of a larger ``out`` that images go to; the others stay as they are.
 
     Returns:
-        ``(N, C, H, W)`` in `dtype` and `memory_format`, on the device of `images`.
+        ``(N, C, H, W)``, on the device of ``images``.
 
     Raises:
         ValueError: if shapes, dtypes, devices or sampling rows do not fit together.

@@ -31,8 +31,6 @@ if triton is not None:
         AUTOCONTRAST,
         BLUR,
         CONTRAST,
-        ELASTIC_BILINEAR,
-        ELASTIC_NEAREST,
         EQUALIZE,
         HFLIP,
         MATRIX_BICUBIC,
@@ -64,7 +62,6 @@ if triton is not None:
         out_ptr,
         statistics_ptr,
         blurred_ptr,
-        fields_ptr,
         height,
         width,
         stride_n,
@@ -114,7 +111,7 @@ if triton is not None:
                 r, g, b = _blur(planes, sigma, taps, x, y, width, height, mask, VECTOR)
                 r, g, b = rounded(r, g, b, UINT8)
             else:
-                r, g, b = _gather(image, op_ptr, code, fields_ptr, y, x, mask, UINT8)
+                r, g, b = _gather(image, op_ptr, code, y, x, mask, UINT8)
         else:
             r, g, b = _load(image, pixel, mask)
 
@@ -299,25 +296,18 @@ if triton is not None:
         return levels(red, green, blue, UINT8)
 
     @triton.jit
-    def _gather(image, op_ptr, code, fields_ptr, y, x, mask, UINT8: tl.constexpr):
+    def _gather(image, op_ptr, code, y, x, mask, UINT8: tl.constexpr):
         height, width = image[3], image[4]
         # In [-1, 1] as torch's grid_sample has it, and rounded as torchvision rounds on the way.
-        if (code == ELASTIC_NEAREST) | (code == ELASTIC_BILINEAR):
-            fields_ptr += arg(op_ptr, 0).to(tl.int64) * height * width * 2
-            at = 2 * (y * width + x)
-            grid_x = (2 * x + 1 - width).to(tl.float32) / width + tl.load(fields_ptr + at, mask, 0)
-            grid_y = (2 * y + 1 - height).to(tl.float32) / height
-            grid_y += tl.load(fields_ptr + at + 1, mask, 0)
-        else:
-            base_x, base_y = x + 0.5, y + 0.5
-            if code <= AFFINE_BILINEAR:
-                base_x, base_y = base_x - 0.5 * width, base_y - 0.5 * height
-            scale = base_x * arg(op_ptr, 6) + base_y * arg(op_ptr, 7) + 1.0
-            grid_x = base_x * arg(op_ptr, 0) + base_y * arg(op_ptr, 1) + arg(op_ptr, 2)
-            grid_y = base_x * arg(op_ptr, 3) + base_y * arg(op_ptr, 4) + arg(op_ptr, 5)
-            if code > AFFINE_BILINEAR:
-                grid_x = tl.div_rn(grid_x, scale) - 1.0
-                grid_y = tl.div_rn(grid_y, scale) - 1.0
+        base_x, base_y = x + 0.5, y + 0.5
+        if code <= AFFINE_BILINEAR:
+            base_x, base_y = base_x - 0.5 * width, base_y - 0.5 * height
+        scale = base_x * arg(op_ptr, 6) + base_y * arg(op_ptr, 7) + 1.0
+        grid_x = base_x * arg(op_ptr, 0) + base_y * arg(op_ptr, 1) + arg(op_ptr, 2)
+        grid_y = base_x * arg(op_ptr, 3) + base_y * arg(op_ptr, 4) + arg(op_ptr, 5)
+        if code > AFFINE_BILINEAR:
+            grid_x = tl.div_rn(grid_x, scale) - 1.0
+            grid_y = tl.div_rn(grid_y, scale) - 1.0
         source_x = ((grid_x + 1.0) * width - 1.0) * 0.5
         source_y = ((grid_y + 1.0) * height - 1.0) * 0.5
         repeats = code >= MATRIX_BILINEAR

@@ -23,8 +23,7 @@ if triton is not None:
     AUTOCONTRAST, EQUALIZE, PERMUTE, ERASE, ERASE_NOISE = map(tl.constexpr, range(10, 15))
     HFLIP, VFLIP, AFFINE_NEAREST, AFFINE_BILINEAR = map(tl.constexpr, range(15, 19))
     PERSPECTIVE_NEAREST, PERSPECTIVE_BILINEAR = map(tl.constexpr, range(21, 23))
-    ELASTIC_NEAREST, ELASTIC_BILINEAR = map(tl.constexpr, range(23, 25))
-    MATRIX_BILINEAR, MATRIX_BICUBIC, SHARPNESS, BLUR = map(tl.constexpr, range(25, 29))
+    MATRIX_BILINEAR, MATRIX_BICUBIC, SHARPNESS, BLUR = map(tl.constexpr, range(23, 27))
     _BINS = tl.constexpr(BINS)
 
     @triton.jit

@@ -23,10 +23,10 @@ from gpuprefetch.transforms.known import (
     name_of,
     twin,
 )
-from gpuprefetch.transforms.ops import Program, apply_one, run
+from gpuprefetch.transforms.ops import Finish, Program, Share, apply_one, run
 from gpuprefetch.transforms.policy import compiled
 from gpuprefetch.transforms.random import Keys, fold
-from gpuprefetch.transforms.slots import Floats, Mix, Picture, Slots, program_of
+from gpuprefetch.transforms.slots import Mix, Picture, Slots, program_of
 
 Transform = Callable[..., Any]
 
@@ -104,8 +104,8 @@ class Recipe:
         if self.cast != _AS_IT_IS:
             return None
         if isinstance(op, Cast):
-            floating = op.dtype is None or op.dtype.is_floating_point
-            return replace(longer, cast=op) if self.scaled and floating else None
+            fits = op.dtype is None or (self.scaled and op.dtype.is_floating_point)
+            return replace(longer, cast=op) if fits else None
         if isinstance(op, ToUint8):
             return None if self.ops else replace(longer, before=op)
         if isinstance(op, ToFloat) or _is_scaling(op):
@@ -133,52 +133,12 @@ def _is_scaling(op: Any) -> bool:
     return name_of(op) == "ToDtype" and bool(op.dtype == torch.float32 and op.scale)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A program of a batch, and for AugMix the weights ``(N, 1 + width)`` to mix its results."""
-
-    program: Program
-    weights: Floats | None = None
-
-    def mixed(self, images: torch.Tensor, **form: Any) -> torch.Tensor:
-        """The weighted mean of ``(N, C, H, W)`` images and of what the chains make of them."""
-        if self.weights is None:
-            return run(images, self.program, **form)
-        weights = torch.from_numpy(self.weights.T.astype(np.float32))
-        own, *others = weights.to(images.device, non_blocking=True).view(*weights.shape, 1, 1, 1)
-        total = images * own
-        chains = run(images, self.program).view(len(others), *images.shape)
-        for weight, chain in zip(others, chains, strict=True):
-            total.addcmul_(chain, weight)
-        result: torch.Tensor = total.to(images.dtype)
-        return result
-
-    def mixed_one(self, sample: Any, row: int) -> Any:
-        """The same of one sample, an image with or without boxes, masks and points."""
-        if self.weights is None:
-            return apply_one(sample, self.program, row)
-        from torchvision.transforms.v2 import functional as F
-
-        if not F.is_pure_tensor(sample) and not hasattr(sample, "getbands"):
-            raise ValueError(
-                "AugMix mixes what it moves to different places, and boxes, masks or points "
-                "cannot follow. Leave it out where there are some."
-            )
-        if hasattr(sample, "getbands"):  # a PIL image, of which torchvision makes a tensor as well
-            return F.to_pil_image(self.mixed_one(F.pil_to_tensor(sample), row))
-        own, *others = self.weights[row].tolist()
-        total = sample * own
-        for number, weight in enumerate(others):
-            total += weight * apply_one(sample, self.program, number * len(self.weights) + row)
-        return total.to(sample.dtype)
-
-
 class PerImage(torch.nn.Module):
     """Random transforms of torchvision or timm on a batch, with one draw per image.
 
     What is drawn has torchvision's (timm's) distribution, and the result its shape, dtype and
     range. It runs on the device of the images: on CUDA in a launch or two, whatever is drawn, on
-    the CPU with torchvision's own functions.
+    the CPU by torchvision's functions, some of them written anew for ``uint8``.
 
     Args:
         transform: RandAugment, TrivialAugmentWide, AutoAugment, AugMix, ColorJitter,
@@ -203,13 +163,6 @@ class PerImage(torch.nn.Module):
         self.op, self.seed, self.calls = transform, seed, 0
         self.recipe = _read(flatten(transform))
 
-    @classmethod
-    def of(cls, recipe: Recipe) -> PerImage:
-        """What carries out a recipe."""
-        new = cls(())
-        new.recipe, new.op = recipe, list(recipe.ops)
-        return new
-
     @property
     def __name__(self) -> str:
         names = (getattr(op, "__name__", type(op).__name__) for op in self.recipe.ops)
@@ -228,19 +181,9 @@ class PerImage(torch.nn.Module):
     def set_extra_state(self, state: dict[str, int]) -> None:
         self.calls = state["calls"]
 
-    def __getstate__(self) -> dict[str, Any]:
-        # torchvision's tables do not pickle: what is compiled is so again.
-        return self.__dict__ | {"recipe": replace(self.recipe, steps=(), finals=())}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        made = _read(state["recipe"].ops)
-        recipe = replace(state["recipe"], steps=made.steps, finals=made.finals)
-        super().__setstate__(state | {"recipe": recipe})  # type: ignore[no-untyped-call]
-
     def extra_repr(self) -> str:
         return f"{self.op!r}" + ("" if self.seed is None else f", seed={self.seed}")
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Transform a batch.
 
@@ -254,44 +197,50 @@ class PerImage(torch.nn.Module):
         Raises:
             TypeError: for anything else.
         """
+        if torch.compiler.is_compiling():  # a decorator would load the compiler with this module
+            return torch.compiler.disable(PerImage._eager)(self, images)  # type: ignore[no-any-return]
+        return self._eager(images)
+
+    def _eager(self, images: torch.Tensor) -> torch.Tensor:
         _check(images)
         return self.carry_out(images, self.draw(images))
 
-    def draw(self, images: torch.Tensor) -> list[Part]:
-        """What is done to these images, drawn on the CPU."""
+    def key(self) -> Keys | int:
+        """The key of a call, from torch's generator or of the seed's sequence."""
         if self.seed is None:
-            key: Keys | int = int(torch.randint(2**62, (), device="cpu"))
-        else:
-            key, self.calls = fold(self.seed, self.calls), self.calls + 1
-        return self.drawn(fold(key, np.arange(len(images))), images)
+            return int(torch.randint(2**62, (), device="cpu"))
+        self.calls += 1
+        return fold(self.seed, self.calls - 1)
 
-    def drawn(self, keys: Keys, images: torch.Tensor) -> list[Part]:
+    def draw(self, images: torch.Tensor) -> list[Program]:
+        """What is done to these images, drawn on the CPU."""
+        return self.drawn(fold(self.key(), np.arange(len(images))), images)
+
+    def drawn(self, keys: Keys, images: torch.Tensor) -> list[Program]:
         """What is done to images with these ``(N,)`` keys."""
         recipe, (channels, height, width) = self.recipe, images.shape[-3:]
         floats = images.is_floating_point()
         if recipe.before is not None:
             floats = isinstance(recipe.before, ToFloat)
         picture = Picture(height, width, channels, 1.0 if floats else 255.0)
-        parts, row = list[Part](), list[Slots]()
+        programs, row = list[Program](), list[Slots]()
         for number, step in enumerate(recipe.steps):
-            if isinstance(step, Mix):
-                parts += [Part(program_of(row, fold(keys, -1 - number), picture))] if row else []
-                parts.append(Part(*step.draw(fold(keys, number), picture)))
-                row = []
-            else:
+            if not isinstance(step, Mix):
                 row.append(step)
-        last = row or recipe.finals or recipe.scaled or recipe.normalize or not parts
-        last = last or recipe.cast != _AS_IT_IS
-        return [*parts, Part(program_of(row, keys, picture, recipe.finals))] if last else parts
+                continue
+            programs += [program_of(row, fold(keys, -1 - number), picture)] if row else []
+            programs.append(step.draw(fold(keys, number), picture))
+            row = []
+        return [*programs, program_of(row, keys, picture, recipe.finals)]
 
-    def carry_out(self, images: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
-        """Carry out what :meth:`draw` drew for these images."""
+    def carry_out(
+        self, images: torch.Tensor, drawn: Sequence[Program], share: Share | None = None
+    ) -> torch.Tensor:
+        """Carry out what :meth:`draw` drew for these images; ``share`` as for :func:`.ops.run`."""
         recipe = self.recipe
         images = images if recipe.before is None else recipe.before(images)
-        for part in parts[:-1]:
-            images = part.mixed(images)
-        if parts[-1].weights is not None:
-            return parts[-1].mixed(images)
+        for program in drawn[:-1]:
+            images = run(images, program)
         if recipe.normalize is not None and not (recipe.scaled or images.is_floating_point()):
             raise TypeError(
                 f"Normalize takes floating point, and {images.dtype} reaches it. Put "
@@ -299,25 +248,17 @@ class PerImage(torch.nn.Module):
             )
         floats = torch.float32 if recipe.scaled and not images.is_floating_point() else None
         mean, std = recipe.normalize or (None, None)
-        return run(
-            images,
-            parts[-1].program,
-            mean=mean,
-            std=std,
-            dtype=recipe.cast.dtype or floats,
-            memory_format=recipe.cast.memory_format,
-        )
+        finish = Finish(mean, std, recipe.cast.dtype or floats, recipe.cast.memory_format)
+        return run(images, drawn[-1], finish, share)
 
-    def carry_out_one(self, sample: Any, parts: Sequence[Part], row: int) -> Any:
+    def carry_out_one(self, sample: Any, drawn: Sequence[Program], row: int) -> Any:
         """Do to one sample what they say of an image: move its boxes, masks and points as well.
 
         Conversions and Normalize are left out.
         """
-        for part in parts:
-            sample = part.mixed_one(sample, row)
-            if part.program.finals:
-                sample = apply_one(sample, part.program, row, finals=True)
-        return sample
+        for program in drawn:
+            sample = apply_one(sample, program, row)
+        return apply_one(sample, drawn[-1], row, finals=True)
 
 
 def _check(images: Any) -> None:
@@ -380,10 +321,13 @@ def on_levels(head: Any, tail: Sequence[Transform], cast: Cast) -> tuple[list[Tr
     same = same and not all(type(op).__name__.endswith("Flip") for op in recipe.ops)
     if first.seed is not None or not recipe.steps or not (given or same):
         return [*tail], False
-    scaled = recipe.scaled or not given
-    cast = cast if scaled else Cast(None, cast.memory_format)
-    cast = cast if recipe.cast == _AS_IT_IS else recipe.cast
-    return [PerImage.of(replace(recipe, scaled=scaled, cast=cast)), *tail[1:]], True
+    ops = list(recipe.ops)
+    if not (given or recipe.scaled):
+        ops.insert(next((i for i, op in enumerate(ops) if constants(op)), len(ops)), ToFloat())
+    if recipe.cast == _AS_IT_IS:
+        floats = recipe.scaled or not given
+        ops.append(cast if floats else Cast(None, cast.memory_format))
+    return [PerImage(ops), *tail[1:]], True
 
 
 def _is_same_on_levels(op: Any) -> bool:
@@ -414,7 +358,7 @@ def grouped(transforms: Iterable[Transform]) -> list[Transform]:
 
 def _of_recipe(recipe: Recipe) -> list[Transform]:
     draws = any(name_of(op) != "Grayscale" for op in recipe.ops if compiled(op) is not None)
-    return [PerImage.of(recipe)] if draws else [*recipe.ops]
+    return [PerImage(recipe.ops)] if draws else [*recipe.ops]
 
 
 class Loop(torch.nn.Module):
@@ -434,17 +378,3 @@ class Loop(torch.nn.Module):
                 "draw a batch into a function: lambda images: op(images)."
             )
         return torch.cat(done)
-
-
-class Steps(Loop):
-    """A Compose of torchvision: its transforms, one after the other, in their form for a batch."""
-
-    def __init__(self, op: Any, steps: Sequence[Transform]) -> None:
-        super().__init__(op)
-        self.steps = steps
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """``(N, C, H, W)``."""
-        for step in self.steps:
-            images = step(images)
-        return images

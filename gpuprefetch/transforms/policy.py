@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 
 from gpuprefetch.transforms.known import filter_of, flatten, name_of, twin
-from gpuprefetch.transforms.ops import ARGS, OPS
 from gpuprefetch.transforms.slots import (
     Choice,
     Columns,
-    Distort,
     Floats,
     Mix,
     One,
@@ -25,9 +23,10 @@ from gpuprefetch.transforms.slots import (
     Picture,
     Row,
     Slots,
+    Step,
     Table,
 )
-from gpuprefetch.transforms.timm import from_augment, from_timm, is_augment
+from gpuprefetch.transforms.timm import COLORS, from_augment, from_timm, is_augment
 
 # Filters that torchvision has for tensors.
 FILTERS = ("nearest", "bilinear")
@@ -67,48 +66,44 @@ def _moving(name: str, op: Any) -> str:
     return f"{name}_{filter_of(op).upper()}"
 
 
+def _center(op: Any) -> Sequence[float]:
+    return op.center or (math.nan, math.nan)
+
+
 # --- One op ---
 
 
-def _given(values: Sequence[float], u: Floats, picture: Picture) -> Columns:
-    return values
+def _drawn(columns: Sequence[Any], u: Floats, picture: Picture) -> list[Any]:
+    """Each column is a number, or drawn between two."""
+    numbers = iter(u)
+    return [
+        column[0] + (column[1] - column[0]) * next(numbers) if np.ndim(column) else column
+        for column in columns
+    ]
 
 
-def _between(low: float, high: float, u: Floats, picture: Picture) -> Columns:
-    return [low + (high - low) * u[0]]
+def _one(name: str, *columns: Any, p: float = 1.0) -> One:
+    return One(name, partial(_drawn, columns), sum(map(np.ndim, columns)), p)
+
+
+def _switch(name: str, *attributes: str) -> Callable[[Any], One]:
+    """An op of which nothing is drawn, but whether."""
+    return lambda op: _one(name, *(getattr(op, a) for a in attributes), p=getattr(op, "p", 1.0))
 
 
 def _blur(op: Any, u: Floats, picture: Picture) -> Columns:
-    sigma = op.sigma[0] + (op.sigma[1] - op.sigma[0]) * u[0]
+    (sigma,) = _drawn([op.sigma], u, picture)
     return [sigma, sigma, *op.kernel_size]
 
 
-def _rotation(op: Any, u: Floats, picture: Picture) -> Columns:
-    return [
-        *_between(op.degrees[0], op.degrees[1], u, picture),
-        *(op.center or (math.nan, math.nan)),
-        *_fill(op),
-    ]
-
-
 def _affine(op: Any, u: Floats, picture: Picture) -> Columns:
-    def drawn(number: int, bounds: Sequence[float]) -> Floats:
-        return np.asarray(bounds[0] + (bounds[1] - bounds[0]) * u[number])
-
-    x, y = (
+    far_x, far_y = (
         share * side for share, side in zip(op.translate or (0, 0), picture[1::-1], strict=True)
     )
-    shear = op.shear or (0, 0)
-    return [
-        drawn(0, op.degrees),
-        np.rint(drawn(1, (-x, x))),
-        np.rint(drawn(2, (-y, y))),
-        drawn(3, op.scale or (1, 1)),
-        drawn(4, shear[:2]),
-        drawn(5, shear[2:] or (0, 0)),
-        *(op.center or (math.nan, math.nan)),
-        *_fill(op),
-    ]
+    shear = (*(op.shear or (0, 0)), 0, 0)
+    ranges = op.degrees, (-far_x, far_x), (-far_y, far_y), op.scale or (1, 1), shear[:2], shear[2:4]
+    angle, x, y, *rest = _drawn(ranges, u, picture)
+    return [angle, np.rint(x), np.rint(y), *rest, *_center(op), *_fill(op)]
 
 
 def _perspective(op: Any, u: Floats, picture: Picture) -> Columns:
@@ -163,31 +158,16 @@ def _permuted(u: Floats, picture: Picture) -> Columns:
     return [*order] if picture.channels > 1 else [np.zeros(u.shape[1])]
 
 
-def _switch(name: str, *attributes: str) -> Callable[[Any], One]:
-    """An op of which nothing is drawn, but whether."""
-
-    def compiler(op: Any) -> One:
-        values = [float(getattr(op, attribute)) for attribute in attributes]
-        return One(name, partial(_given, values), 0, getattr(op, "p", 1.0))
-
-    return compiler
-
-
 def _jitter(op: Any) -> Order:
     ranges = {name: getattr(op, name) for name in _ADJUSTMENTS}
-    return Order(
-        tuple(
-            One(name.upper(), partial(_between, *bounds), 1)
-            for name, bounds in ranges.items()
-            if bounds is not None
-        )
-    )
+    return Order(tuple(_one(n.upper(), drawn) for n, drawn in ranges.items() if drawn is not None))
 
 
-def _distort(op: Any) -> Distort:
-    names = (*_ADJUSTMENTS, "contrast")
-    adjust = [One(n.upper(), partial(_between, *getattr(op, n)), 1, op.p) for n in names]
-    return Distort((*adjust, One("PERMUTE", _permuted, 3, op.p)))
+def _distort(op: Any) -> Row:
+    """Contrast comes before saturation and hue, or after them."""
+    brightness, contrast, *rest = (_one(n.upper(), getattr(op, n), p=op.p) for n in _ADJUSTMENTS)
+    either = Choice((Row((contrast, *rest)), Row((*rest, contrast))), (0.5, 0.5))
+    return Row((brightness, either, One("PERMUTE", _permuted, 3, op.p)))
 
 
 def _gray(op: Any) -> One | None:
@@ -227,98 +207,65 @@ def _order(op: Any) -> Order | None:
 
 # --- RandAugment and its kin ---
 
-# What their magnitude becomes: the op, the column of its arguments, and the argument.
-_OF_MAGNITUDE: dict[str, tuple[str, int, Callable[[float, float], float]]] = {
-    "Identity": ("IDENTITY", 0, lambda m, white: 0.0),
-    "ShearX": ("AFFINE", 4, lambda m, white: math.degrees(math.atan(m))),
-    "ShearY": ("AFFINE", 5, lambda m, white: math.degrees(math.atan(m))),
-    "TranslateX": ("AFFINE", 1, lambda m, white: int(m)),
-    "TranslateY": ("AFFINE", 2, lambda m, white: int(m)),
-    "Rotate": ("ROTATE", 0, lambda m, white: m),
-    "Brightness": ("BRIGHTNESS", 0, lambda m, white: 1 + m),
-    "Color": ("SATURATION", 0, lambda m, white: 1 + m),
-    "Contrast": ("CONTRAST", 0, lambda m, white: 1 + m),
-    "Sharpness": ("SHARPNESS", 0, lambda m, white: 1 + m),
-    "Posterize": ("POSTERIZE", 0, lambda m, white: int(m)),
-    "Solarize": ("SOLARIZE", 0, lambda m, white: white * m),
-    "AutoContrast": ("AUTOCONTRAST", 0, lambda m, white: 0.0),
-    "Equalize": ("EQUALIZE", 0, lambda m, white: 0.0),
-    "Invert": ("INVERT", 0, lambda m, white: 0.0),
-}
-# A step: its name, its chance, and the bins of the magnitudes that it draws from.
-_Step = tuple[str, float, Sequence[int]]
+# The argument that the magnitude is, of what moves pixels.
+_MOVES = {"ShearX": 4, "ShearY": 5, "TranslateX": 1, "TranslateY": 2, "Rotate": 0}
 
 
-def _table(
-    op: Any,
-    policies: Sequence[Sequence[_Step]],
-    bins: int,
-    layers: int,
-    *,
-    space: Any = None,
-    most: bool = False,
-) -> Table | None:
-    """The table of ``op``, whose magnitudes are divided into ``bins``."""
-    space = space or op._AUGMENTATION_SPACE
-    if not {name for policy in policies for name, *_ in policy} <= _OF_MAGNITUDE.keys():
-        return None  # of a later torchvision
-    shape = (len(policies), max(map(len, policies)))
-    codes, columns = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int64)
-    args, chances = np.zeros((*shape, ARGS)), np.zeros(shape)
-    for i, policy in enumerate(policies):
-        for j, (name, chance, _) in enumerate(policy):
-            form, columns[i, j], _ = _OF_MAGNITUDE[name]
-            if form in ("AFFINE", "ROTATE"):
-                center = (0.0, 0.0) if name.startswith("Shear") else (math.nan, math.nan)
-                before = (0, 0, 0, 1, 0, 0) if form == "AFFINE" else (0,)
-                given = (*before, *center, *_fill(op))
-                args[i, j, : len(given)], form = given, _moving(form, op)
-            codes[i, j], chances[i, j] = OPS[form].code, chance
-    magnitudes = partial(_magnitudes, policies, space, bins)
-    return Table(codes, args, columns, magnitudes, chances, layers, most=most)
+def _magnitudes(op: Any, name: str, numbers: Sequence[int], bins: int, picture: Picture) -> Any:
+    """``(B, 2)``: the magnitudes with these numbers, with one sign and the other."""
+    few = getattr(op, "all_ops", True) is False
+    space = op._PARTIAL_AUGMENTATION_SPACE if few else op._AUGMENTATION_SPACE
+    function, signed = space[name]
+    values = function(bins, picture.height, picture.width)
+    chosen = np.zeros(len(numbers)) if values is None else np.asarray(values)[list(numbers)]
+    both = chosen.astype(float)[:, None] * ((-1, 1) if signed else (1, 1))
+    if name in ("Brightness", "Color", "Contrast", "Sharpness"):
+        return 1 + both
+    if name.startswith("Shear"):
+        return np.degrees(np.arctan(both))
+    if name == "Solarize":
+        return both * picture.white
+    return np.trunc(both) if name.startswith(("Translate", "Posterize")) else both
 
 
-def _magnitudes(
-    policies: Sequence[Sequence[_Step]], space: Any, bins: int, picture: Picture
-) -> Floats:
-    longest = max(map(len, policies))
-    drawn = max(len(step[2]) for policy in policies for step in policy)
-    table = np.zeros((len(policies), longest, drawn, 2))
-    for i, policy in enumerate(policies):
-        for j, (name, _, chosen) in enumerate(policy):
-            function, signed = space[name]
-            values = function(bins, picture.height, picture.width)
-            make = _OF_MAGNITUDE[name][2]
-            for k, number in enumerate(chosen):
-                value = 0.0 if values is None else float(values[number])
-                table[i, j, k] = [
-                    make(v, picture.white) for v in (-value if signed else value, value)
-                ]
-    return table
+def _step(
+    op: Any, name: str, numbers: Sequence[int], chance: float = 1.0, *, bins: int = 0
+) -> Step | None:
+    """A step of ``op``; None for one of a later torchvision."""
+    magnitudes = partial(_magnitudes, op, name, numbers, bins or op.num_magnitude_bins)
+    if name not in _MOVES:
+        return Step(COLORS[name], magnitudes, chance=chance) if name in COLORS else None
+    center = (0.0, 0.0) if name.startswith("Shear") else (math.nan, math.nan)
+    form, before = ("ROTATE", (0,)) if name == "Rotate" else ("AFFINE", (0, 0, 0, 1, 0, 0))
+    given = (*before, *center, *_fill(op))
+    return Step(_moving(form, op), magnitudes, _MOVES[name], given, chance)
+
+
+def _table(policies: list[list[Any]], layers: int = 1, *, most: bool = False) -> Table | None:
+    unknown = any(None in policy for policy in policies)
+    return None if unknown else Table(policies, layers, most=most)
 
 
 def _rand_augment(op: Any) -> Table | None:
-    policies = [[(name, 1.0, [op.magnitude])] for name in op._AUGMENTATION_SPACE]
-    return _table(op, policies, op.num_magnitude_bins, op.num_ops)
+    return _table([[_step(op, n, [op.magnitude])] for n in op._AUGMENTATION_SPACE], op.num_ops)
 
 
 def _trivial_augment(op: Any) -> Table | None:
     every = range(op.num_magnitude_bins)
-    policies = [[(name, 1.0, every)] for name in op._AUGMENTATION_SPACE]
-    return _table(op, policies, op.num_magnitude_bins, 1)
+    return _table([[_step(op, name, every)] for name in op._AUGMENTATION_SPACE])
 
 
 def _auto_augment(op: Any) -> Table | None:
-    policies = [[(name, p, [number or 0]) for name, p, number in each] for each in op._policies]
-    return _table(op, policies, 10, 1)
+    return _table(
+        [[_step(op, name, [m or 0], p, bins=10) for name, p, m in each] for each in op._policies]
+    )
 
 
 def _aug_mix(op: Any) -> Mix | None:
     space = op._AUGMENTATION_SPACE if op.all_ops else op._PARTIAL_AUGMENTATION_SPACE
-    policies = [[(name, 1.0, range(op.severity))] for name in space]
-    fixed = op.chain_depth > 0
-    layers = op.chain_depth if fixed else 3
-    chain = _table(op, policies, 10, layers, space=space, most=not fixed)
+    fixed, severity = op.chain_depth > 0, range(op.severity)
+    steps = [[_step(op, name, severity, bins=10)] for name in space]
+    chain = _table(steps, op.chain_depth if fixed else 3, most=not fixed)
     return None if chain is None else Mix(chain, op.mixture_width, op.alpha)
 
 
@@ -347,7 +294,7 @@ COMPILERS: dict[str, Callable[[Any], Slots | Mix | None]] = {
     "RandomPhotometricDistort": _distort,
     "RandomPosterize": _switch("POSTERIZE", "bits"),
     "RandomRotation": lambda op: (
-        None if op.expand else One(_moving("ROTATE", op), partial(_rotation, op), 1)
+        None if op.expand else _one(_moving("ROTATE", op), op.degrees, *_center(op), *_fill(op))
     ),
     "RandomSolarize": _switch("SOLARIZE", "threshold"),
     "RandomVerticalFlip": _switch("VFLIP"),

@@ -6,6 +6,7 @@ OOPSLA 2014), used as a hash of (seed, epoch, sample, ...) followed by a counter
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,12 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: Keys) -> Keys:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x ^ (x >> np.uint64(30))
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def fold(keys: Keys | int, data: npt.ArrayLike) -> Keys:
@@ -39,6 +43,26 @@ def uniform(keys: Keys, count: int) -> Uniforms:
     with np.errstate(over="ignore"):
         bits = _mix(keys[:, None] + counter * _GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def derive(keys: Keys | int, data: int) -> int:
+    """A seed for torch's generators."""
+    return int(fold(keys, data)[()] >> np.uint64(1))
+
+
+@lru_cache
+def _epoch_keys(seed: int, epoch: int) -> Keys:
+    return fold(fold(seed, epoch), -1)
+
+
+def batch_seed(seed: int, epoch: int, number: int) -> int:
+    """The seed of what the transforms after the fused ones draw for a batch."""
+    return derive(_epoch_keys(seed, epoch), number)
+
+
+def view_seed(seed: int, number: int) -> int:
+    """The same of one view of the batch: all but the first have a seed of their own."""
+    return derive(seed, -2 - number) if number else seed
 
 
 _RANDOM: set[Any] = {

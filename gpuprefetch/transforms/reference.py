@@ -7,6 +7,7 @@ Triton it is what runs. The checks of what is read and written are here for both
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -173,13 +174,11 @@ def resample_uint8(
     times faster than the eager twin, within a level of PIL. Anything else is the twin, rounded.
 
     Args:
-        image: ``(C, H, W)`` uint8 on the CPU, with any strides; fastest where the channels of a
-            pixel lie next to each other.
-        rows: ``(2, 6)`` float64, one row of :func:`resample`'s ``sampling``. It is the caller's to
-            check them, with :func:`check_rows` for a whole batch.
+        image: ``(C, H, W)`` uint8 on the CPU; fastest where a pixel's channels are adjacent.
+        rows: ``(2, 6)`` float64, as a row of :func:`resample`'s; :func:`check_rows` is not run.
         size: ``(H, W)`` of the result.
         interpolation: ``"nearest"``, ``"bilinear"`` or ``"bicubic"``.
-        antialias: Whether to widen the filter where the image shrinks.
+        antialias: whether to widen the filter where the image shrinks.
 
     Returns:
         ``(C, H, W)`` uint8, sharing no memory with `image`, with any strides.
@@ -193,14 +192,8 @@ def resample_uint8(
     # Without antialias torch's bicubic is not PIL's (a = -0.75).
     exact = interpolation == "nearest" or (interpolation == "bicubic" and not antialias)
     if None in windows or exact:
-        return resample_reference(
-            [image],
-            rows[None],
-            size,
-            interpolation=interpolation,
-            antialias=antialias,
-            dtype=torch.uint8,
-        )[0]
+        way: Any = {"interpolation": interpolation, "antialias": antialias, "dtype": torch.uint8}
+        return resample_reference([image], rows[None], size, **way)[0]
     (height, y, y_flip), (width, x, x_flip) = windows  # type: ignore[misc]
     (top, bottom, y0, y1), (left, right, x0, x1) = rows[:, 2:].astype(int).tolist()
     box = image[:, top:bottom, left:right]

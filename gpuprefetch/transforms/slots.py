@@ -1,14 +1,13 @@
 """Slots: in each of them every image of a batch has an op, drawn in NumPy from the image's key.
 
-What a transform is compiled to is made of these. ``draw`` gives of N images with S slots the codes
-``(N, S)`` int32 and the arguments ``(N, S, ARGS)`` float64 of :mod:`gpuprefetch.transforms.ops`.
+What a transform is compiled to is made of these. All of it can be pickled.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +18,7 @@ from gpuprefetch.transforms.ops import ARGS, OPS, Program
 from gpuprefetch.transforms.random import Keys, fold, uniform
 
 Floats = npt.NDArray[np.float64]
-Drawn = tuple[npt.NDArray[np.int32], Floats]
+Ints = npt.NDArray[np.int32]
 Columns = Sequence[npt.ArrayLike]
 
 
@@ -43,8 +42,15 @@ class Slots(Protocol):
     def numbers(self) -> int:
         """How many random numbers it takes for an image."""
 
-    def draw(self, u: Floats, picture: Picture) -> Drawn:
-        """The ops of N images from ``(numbers, N)`` uniform numbers in [0, 1)."""
+    def draw(self, u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
+        """Write the ops of N images.
+
+        Args:
+            u: ``(numbers, N)`` uniform numbers in [0, 1).
+            picture: the images' size.
+            codes: ``(N, slots)``, zeros, for the codes of :data:`.ops.OPS`.
+            args: ``(N, slots, ARGS)``, zeros, for the arguments.
+        """
 
 
 def nothing(u: Floats, picture: Picture) -> Columns:
@@ -73,12 +79,10 @@ class One:
     def numbers(self) -> int:
         return 1 + self.draws
 
-    def draw(self, u: Floats, picture: Picture) -> Drawn:
-        args = np.zeros((u.shape[1], 1, ARGS))
+    def draw(self, u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
         for column, values in enumerate(self.sample(u[1:], picture)):
             args[:, 0, column] = values
-        code = np.int32(OPS[self.name].code)
-        return (u[0] < self.p)[:, None] * code, args
+        codes[:, 0] = (u[0] < self.p) * OPS[self.name]
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,9 @@ class Row(_Several):
 
     p: float = 1.0
 
-    def draw(self, u: Floats, picture: Picture) -> Drawn:
-        codes, args = together(self.parts, u[1:], picture)
-        return codes * (u[0] < self.p)[:, None], args
+    def draw(self, u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
+        draw_each(self.parts, u[1:], picture, codes, args)
+        codes *= (u[0] < self.p)[:, None]
 
 
 @dataclass(frozen=True)
@@ -113,13 +117,13 @@ class Order(_Several):
     def numbers(self) -> int:
         return len(self.parts) + sum(part.numbers for part in self.parts)
 
-    def draw(self, u: Floats, picture: Picture) -> Drawn:
+    def draw(self, u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
         count = len(self.parts)
-        codes, args = together(self.parts, u[count:], picture)
+        draw_each(self.parts, u[count:], picture, codes, args)
         part_of = np.repeat(np.arange(count), [part.slots for part in self.parts])
         order = np.argsort(u[part_of].T, axis=1, kind="stable")
         rows = np.arange(len(order))[:, None]
-        return codes[rows, order], args[rows, order]
+        codes[:], args[:] = codes[rows, order], args[rows, order]
 
 
 @dataclass(frozen=True)
@@ -132,32 +136,38 @@ class Choice(_Several):
     def slots(self) -> int:
         return max(part.slots for part in self.parts)
 
-    def draw(self, u: Floats, picture: Picture) -> Drawn:
-        choice = np.searchsorted(np.cumsum(self.p)[:-1], u[0], side="right")
-        codes = np.zeros((u.shape[1], self.slots), dtype=np.int32)
-        args, first = np.zeros((*codes.shape, ARGS)), 1
+    def draw(self, u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
+        choice, first = np.searchsorted(np.cumsum(self.p)[:-1], u[0], side="right"), 1
         for number, part in enumerate(self.parts):
             rows = np.flatnonzero(choice == number)
-            chosen = part.draw(u[first : first + part.numbers, rows], picture)
-            codes[rows, : part.slots], args[rows, : part.slots] = chosen
+            some_codes, some_args = codes[rows, : part.slots], args[rows, : part.slots]
+            part.draw(u[first : first + part.numbers, rows], picture, some_codes, some_args)
+            codes[rows, : part.slots], args[rows, : part.slots] = some_codes, some_args
             first += part.numbers
-        return codes, args
 
 
 @dataclass(frozen=True)
-class Distort(_Several):
-    """RandomPhotometricDistort: its contrast comes before saturation and hue, or after them."""
+class Step:
+    """An op of RandAugment or its kin.
 
-    # Brightness, contrast, saturation, hue, contrast, permutation.
+    Attributes:
+        name: of the op.
+        magnitudes: gives ``(B, 2)``, the magnitudes of B bins with one sign and the other.
+        column: the argument that the magnitude is; :data:`ROTATION` where it is the angle of a
+            ``MATRIX`` op.
+        args: the arguments that are not drawn.
+        chance: of the step, once it is chosen.
+        center: of normal levels.
+        other: the op in half of its draws.
+    """
 
-    def draw(self, u: Floats, picture: Picture) -> Drawn:
-        codes, args = together(self.parts, u[1:], picture)
-        before = u[0] < 0.5
-        # Not two chances for contrast, but one, in one of two places.
-        codes[:, 4] = np.where(before, 0, codes[:, 1])
-        codes[:, 1] *= before
-        args[:, 4] = args[:, 1]
-        return codes, args
+    name: str
+    magnitudes: Callable[[Picture], npt.ArrayLike]
+    column: int = 0
+    args: tuple[float, ...] = ()
+    chance: float = 1.0
+    center: float = 0.0
+    other: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,74 +177,61 @@ class Table:
     Of P policies with J steps each image draws one per layer; a step runs with its own chance.
 
     Attributes:
-        codes: ``(P, J)`` int32, of the op.
-        args: ``(P, J, ARGS)``, the arguments that are not drawn.
-        columns: ``(P, J)`` int64, the argument that the magnitude is; :data:`ROTATION` where it is
-            the angle of a ``MATRIX`` op.
-        magnitudes: gives ``(P, J, B, 2)``, the magnitudes of B bins with one sign and the other.
-        chances: ``(P, J)``.
+        policies: the steps of each.
         layers: how many policies are drawn.
         weights: ``(P,)``, of the policies, drawn without replacement; None for equal chances.
         most: the depth is drawn, from 1 to the number of layers.
-        noise: ``(centers (P, J), deviation, upper)`` of normal levels, which the bins divide;
-            deviation inf for uniform ones up to the center. None where all bins are equal.
-        others: ``(P, J)`` int32, the code of a step in half of its draws.
+        noise: deviation and upper bound of normal levels, which the bins divide; deviation inf for
+            uniform ones up to the center. None where all bins are equal.
     """
 
-    codes: npt.NDArray[np.int32]
-    args: Floats
-    columns: npt.NDArray[np.int64]
-    magnitudes: Callable[[Picture], Floats]
-    chances: Floats
+    policies: Sequence[Sequence[Step]]
     layers: int
     weights: Floats | None = None
     most: bool = False
-    noise: tuple[Floats, float, float] | None = None
-    others: npt.NDArray[np.int32] | None = None
+    noise: tuple[float, float] | None = None
+    _steps: Any = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        blank = Step("IDENTITY", self.policies[0][0].magnitudes, chance=0.0)
+        depth = max(map(len, self.policies))
+        every = [s for policy in self.policies for s in (*policy, *[blank] * (depth - len(policy)))]
+        codes = np.array([[OPS[s.name], OPS[s.other or s.name]] for s in every], np.int32)
+        numbers = np.array([(s.chance, s.center) for s in every]).T
+        object.__setattr__(self, "_steps", (every, depth, codes, *numbers))
 
     @property
     def slots(self) -> int:
-        return self.layers * int(self.codes.shape[1])
+        return self.layers * max(map(len, self.policies))
 
     @property
     def numbers(self) -> int:
-        chosen = self.layers if self.weights is None else len(self.codes)
+        chosen = self.layers if self.weights is None else len(self.policies)
         return 5 * self.slots + chosen + 1
 
-    def draw(self, u: Floats, picture: Picture) -> Drawn:
-        count, (policies, steps) = u.shape[1], self.codes.shape
-        u, chance, depth = u[: 5 * self.slots], u[5 * self.slots : -1].T, u[-1:].T
+    def draw(self, u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
+        _, depth, every_code, chances, centers = self._steps
+        u, choice, layers = u[: 5 * self.slots], u[5 * self.slots : -1], u[-1]
         if self.weights is None:
-            chosen = (chance * policies).astype(np.int64)
+            chosen = (choice * len(self.policies)).astype(np.int64).T
         else:  # Efraimidis and Spirakis: the largest of u ** (1 / weight)
-            chosen = np.argsort(np.log1p(-chance) / -self.weights, axis=1)[:, : self.layers]
-        entry = (chosen[:, :, None] * steps + np.arange(steps)).reshape(count, self.slots)
-        runs, one, two, sign, other = u.reshape(5, self.slots, count).transpose(0, 2, 1)
-        magnitudes = _magnitudes(self, picture)
-        bins = magnitudes.shape[2]
-        chosen = self._bins(entry, one, two, bins)
-        values = magnitudes.reshape(-1, bins, 2)[entry, chosen, (sign > 0.5).astype(np.int64)]
-        kept = runs < self.chances.ravel()[entry]
+            chosen = np.argsort(np.log1p(-choice.T) / -self.weights, axis=1)[:, : self.layers]
+        step = (chosen[:, :, None] * depth + np.arange(depth)).reshape(codes.shape)
+        runs, one, two, sign, other = u.reshape(5, self.slots, -1).transpose(0, 2, 1)
+        kept = runs < chances[step]
         if self.most:
-            kept &= np.repeat(np.arange(self.layers), steps) <= np.floor(depth * self.layers)
-        codes = self.codes.ravel()[entry]
-        if self.others is not None:
-            codes = np.where(other < 0.5, codes, self.others.ravel()[entry])
-        args, column = self.args.reshape(-1, ARGS)[entry], self.columns.ravel()[entry]
-        np.put_along_axis(args, np.maximum(column, 0)[..., None], values[..., None], axis=2)
-        if (turned := column == ROTATION).any():
-            args[turned, :6] = _rotation(values[turned], picture)
-        return codes * kept, args
+            kept &= np.arange(self.slots) // depth <= np.floor(layers * self.layers)[:, None]
+        codes[:] = every_code[step, (other >= 0.5).astype(np.int64)] * kept
+        given = _arguments(self, picture)
+        bins = self._bins(centers, step, one, two, given.shape[1])
+        args[:] = given[step, bins, (sign > 0.5).astype(np.int64)]
 
-    def _bins(self, entry: Any, u: Floats, v: Floats, bins: int) -> npt.NDArray[np.int64]:
+    def _bins(self, centers: Floats, step: Any, u: Floats, v: Floats, bins: int) -> Any:
         if self.noise is None:
             return (u * bins).astype(np.int64)
-        centers, deviation, upper = self.noise
-        level = centers.ravel()[entry]
-        if deviation == math.inf:
-            level = level * u
-        else:
-            level = level + deviation * normal(u, v)
+        deviation, upper = self.noise
+        center = centers[step]
+        level = center * u if deviation == math.inf else center + deviation * normal(u, v)
         return np.asarray(np.rint(np.clip(level / upper, 0, 1) * (bins - 1)), dtype=np.int64)
 
 
@@ -242,15 +239,25 @@ ROTATION = -1
 
 
 @lru_cache(maxsize=16)
-def _magnitudes(table: Table, picture: Picture) -> Floats:
-    return table.magnitudes(picture)
+def _arguments(table: Table, picture: Picture) -> Floats:
+    """``(P * J, B, 2, ARGS)``, of each step with each magnitude."""
+    steps = table._steps[0]
+    magnitudes = np.array([step.magnitudes(picture) for step in steps], np.float64)
+    args = np.zeros((*magnitudes.shape, ARGS))
+    for own, step, values in zip(args, steps, magnitudes, strict=True):
+        own[..., : len(step.args)] = step.args
+        if step.column == ROTATION:
+            own[..., :6] = _rotation(values, picture)
+        else:
+            own[..., step.column] = values
+    return args
 
 
 def _rotation(angle: Floats, picture: Picture) -> Floats:
-    """``(M, 6)``: from output to source coordinates, in pixels from the corner."""
+    """``(..., 6)``: from output to source coordinates, in pixels from the corner."""
     cos, sin = np.cos(np.radians(angle)), np.sin(np.radians(angle))
     x, y = picture.width / 2, picture.height / 2
-    return np.stack([cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y], axis=1)
+    return np.stack([cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y], axis=-1)
 
 
 @dataclass(frozen=True)
@@ -261,14 +268,15 @@ class Mix:
     width: int
     alpha: float
 
-    def draw(self, keys: Keys, picture: Picture) -> tuple[Program, Floats]:
-        """The chains, one after the other, and the weights ``(N, 1 + width)``."""
-        each = np.concatenate([fold(keys, number) for number in range(self.width)])
-        program = program_of([self.chain], each, picture)
+    def draw(self, keys: Keys, picture: Picture) -> Program:
+        """The chains, one after the other, with the weights."""
+        each = fold(keys, np.arange(self.width)[:, None])
+        program = program_of([self.chain], each.ravel(), picture)
         program.rows = np.tile(np.arange(len(keys)), self.width)
         own = _dirichlet(fold(keys, -1), self.alpha, 2)
-        weights = _dirichlet(fold(keys, -2), self.alpha, self.width) * own[:, 1:]
-        return program, np.concatenate([own[:, :1], weights], axis=1)
+        weights = _dirichlet(fold(keys, -2), self.alpha, self.width) * own[1]
+        program.weights = np.concatenate([own[:1], weights]).astype(np.float32)
+        return program
 
 
 def program_of(
@@ -277,20 +285,21 @@ def program_of(
     """The program of a batch: the slots of ``parts``, and ``finals`` after normalization."""
     every = (*parts, *finals)
     u = np.ascontiguousarray(uniform(keys, sum(part.numbers for part in every)).T)
-    codes, args = together(every, u, picture)
-    codes, args = np.ascontiguousarray(codes.T), np.ascontiguousarray(args.transpose(1, 0, 2))
+    codes = np.zeros((len(keys), sum(part.slots for part in every)), np.int32)
+    args = np.zeros((*codes.shape, ARGS))
+    draw_each(every, u, picture, codes, args)
     return Program(codes, args, sum(part.slots for part in finals))
 
 
-def together(parts: Sequence[Slots], u: Floats, picture: Picture) -> Drawn:
+def draw_each(
+    parts: Sequence[Slots], u: Floats, picture: Picture, codes: Ints, args: Floats
+) -> None:
     """The slots of several parts, side by side."""
-    codes, args = np.zeros((u.shape[1], 0), dtype=np.int32), np.zeros((u.shape[1], 0, ARGS))
-    drawn, first = [(codes, args)], 0
+    number = slot = 0
     for part in parts:
-        drawn.append(part.draw(u[first : first + part.numbers], picture))
-        first += part.numbers
-    every_code, every_arg = zip(*drawn, strict=True)
-    return np.concatenate(every_code, axis=1), np.concatenate(every_arg, axis=1)
+        after, last = number + part.numbers, slot + part.slots
+        part.draw(u[number:after], picture, codes[:, slot:last], args[:, slot:last])
+        number, slot = after, last
 
 
 def normal(u: Floats, v: Floats) -> Floats:
@@ -299,9 +308,10 @@ def normal(u: Floats, v: Floats) -> Floats:
 
 
 def _dirichlet(keys: Keys, alpha: float, count: int) -> Floats:
-    """``(N, count)`` weights that sum to 1."""
-    gammas = np.stack([_gamma(fold(keys, number), alpha) for number in range(count)], axis=1)
-    return np.asarray(gammas / gammas.sum(axis=1, keepdims=True))
+    """``(count, N)`` weights that sum to 1."""
+    each = fold(keys, np.arange(count)[:, None])
+    gammas = _gamma(each.ravel(), alpha).reshape(each.shape)
+    return np.asarray(gammas / gammas.sum(axis=0))
 
 
 def _gamma(keys: Keys, alpha: float) -> Floats:

@@ -9,18 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from gpuprefetch.transforms.ops import ARGS, OPS
-from gpuprefetch.transforms.slots import ROTATION, Floats, Mix, Picture, Table
+from gpuprefetch.transforms.slots import ROTATION, Floats, Mix, Picture, Step, Table
 
 # Levels that are drawn from a range are drawn in thousandths of it.
 _BINS = 1001
-_COLORS = {
+# The ops of torchvision's and timm's policies that move no pixels.
+COLORS = {
     "AutoContrast": "AUTOCONTRAST",
     "Brightness": "BRIGHTNESS",
     "Color": "SATURATION",
     "Contrast": "CONTRAST",
     "Desaturate": "SATURATION",
     "Equalize": "EQUALIZE",
+    "Identity": "IDENTITY",
     "Invert": "INVERT",
     "Posterize": "POSTERIZE",
     "Sharpness": "SHARPNESS",
@@ -105,67 +106,49 @@ def _policies(op: Any) -> list[list[Any]]:
 
 def _unknown(op: Any) -> set[str]:
     names = {_kind(each) for policy in _policies(op) for each in policy}
-    return names - _COLORS.keys() - _COLUMNS.keys()
+    return names - COLORS.keys() - _COLUMNS.keys()
 
 
 def _kind(op: Any) -> str:
     return str(op.name).removesuffix("Increasing").removesuffix("Original")
 
 
+def _step(op: Any) -> Step:
+    kind, magnitudes = _kind(op), partial(_magnitudes, op)
+    if kind in COLORS:  # 128 is the value from which SOLARIZE_ADD leaves pixels as they are
+        return Step(COLORS[kind], magnitudes, 0, (0, 128), op.prob, op.magnitude)
+    # PIL's numbers. Two filters are offered; of both each has half of the draws.
+    modes = op.kwargs["resample"]
+    modes = modes if isinstance(modes, (tuple, list)) else (modes,)
+    names = ["MATRIX_BICUBIC" if int(mode) == 3 else "MATRIX_BILINEAR" for mode in modes]
+    given = (1, 0, 0, 0, 1, 0, *op.kwargs["fillcolor"])
+    return Step(names[0], magnitudes, _COLUMNS[kind], given, op.prob, op.magnitude, names[-1])
+
+
 def _table(op: Any, layers: int, *, most: bool = False) -> Table:
     policies = _policies(op)
-    shape = (len(policies), max(map(len, policies)))
-    codes, others = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
-    columns, args = np.zeros(shape, dtype=np.int64), np.zeros((*shape, ARGS))
-    chances, centers = np.zeros(shape), np.zeros(shape)
-    for i, policy in enumerate(policies):
-        for j, each in enumerate(policy):
-            chances[i, j], centers[i, j] = each.prob, each.magnitude
-            kind = _kind(each)
-            if kind in _COLORS:
-                codes[i, j] = others[i, j] = OPS[_COLORS[kind]].code
-                args[i, j, 1] = 128  # what SOLARIZE_ADD leaves as it is
-                continue
-            # PIL's numbers. Two filters are offered; of both each has half of the draws.
-            modes = each.kwargs["resample"]
-            modes = modes if isinstance(modes, (tuple, list)) else (modes,)
-            names = ["MATRIX_BICUBIC" if int(mode) == 3 else "MATRIX_BILINEAR" for mode in modes]
-            codes[i, j], others[i, j] = OPS[names[0]].code, OPS[names[-1]].code
-            columns[i, j] = _COLUMNS[kind]
-            args[i, j, :9] = (1, 0, 0, 0, 1, 0, *each.kwargs["fillcolor"])
     first = policies[0][0]
-    deviation, upper = first.magnitude_std, first.magnitude_max or 10.0
+    noise = (first.magnitude_std, _upper(first)) if first.magnitude_std > 0 else None
     weights = getattr(op, "choice_weights", None)
-    return Table(
-        codes,
-        args,
-        columns,
-        partial(_magnitudes, policies, drawn=deviation > 0),
-        chances,
-        layers,
-        None if weights is None else np.asarray(weights, dtype=np.float64),
-        most,
-        (centers, deviation, upper) if deviation > 0 else None,
-        others,
-    )
+    weights = None if weights is None else np.asarray(weights, dtype=np.float64)
+    return Table([[*map(_step, policy)] for policy in policies], layers, weights, most, noise)
 
 
-def _magnitudes(policies: list[list[Any]], picture: Picture, *, drawn: bool) -> Floats:
-    """Of each step what its levels make of it, with both signs."""
+def _upper(op: Any) -> float:
+    return op.magnitude_max or 10.0
+
+
+def _magnitudes(op: Any, picture: Picture) -> Floats:
+    """``(B, 2)``: what the op makes of its levels, with both signs."""
     if picture.white != 255:
         raise TypeError(
             "timm's policies take uint8 images, and these are in floating point. Put them before "
             "a conversion to float, or right after the crop in transforms."
         )
-    longest = max(map(len, policies))
-    table = np.zeros((len(policies), longest, _BINS if drawn else 1, 2))
-    for i, policy in enumerate(policies):
-        for j, op in enumerate(policy):
-            upper = op.magnitude_max or 10.0
-            fixed = [max(0.0, min(op.magnitude, upper))]
-            levels = np.linspace(0, upper, _BINS) if drawn else np.array(fixed)
-            table[i, j] = _of_levels(op, levels, picture)
-    return table
+    upper = _upper(op)
+    fixed = np.array([max(0.0, min(op.magnitude, upper))])
+    levels = np.linspace(0, upper, _BINS) if op.magnitude_std > 0 else fixed
+    return _of_levels(op, levels, picture)
 
 
 def _of_levels(op: Any, levels: Floats, picture: Picture) -> Floats:

@@ -1,0 +1,58 @@
+"""What each transform of a loader costs, timed one by one: where a slow policy shows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gpuprefetch.core.streams import own_modes
+from gpuprefetch.migrate.accelerate import folders_of, picture_of, pipeline_of
+from gpuprefetch.prefetcher import DataPrefetcher
+from gpuprefetch.transforms.convert import title
+from gpuprefetch.transforms.random import SeededDraws
+
+# Of these many tries the quickest counts: the first one may compile. And how many are named.
+TRIES, SHOWN = 3, 3
+
+
+def costs(loader: Any, device: torch.device, count: int) -> str:
+    """The slowest transforms in words; empty where none is known.
+
+    Those after a fused launch run on a batch of noise, a folder's on its first file.
+    """
+    try:
+        if not isinstance(loader, DataPrefetcher):
+            folders, cpu = folders_of(loader), torch.device("cpu")
+            found = _timed(pipeline_of(folders), picture_of(folders[0]), cpu)
+            where = "of an image, in the workers"
+        else:
+            found, where = [], "of a batch, after the fused launch"
+            for view in loader._pipeline.views:
+                if view.tail and view.head.size is not None:
+                    images = torch.rand((count, 3, *view.head.size), device=device)
+                    images = (images * 255).to(torch.uint8) if view.levels else images
+                    found += _timed(view.tail, images, device)
+    except Exception:  # the user's code, and loaders of whatever: then there is nothing to tell
+        return ""
+    slowest = sorted(found, reverse=True)[:SHOWN]
+    return f"{where}: {', '.join(f'{name} {ms:.2f} ms' for ms, name in slowest)}" if found else ""
+
+
+def _timed(ops: Sequence[Any], images: Any, device: torch.device) -> list[tuple[float, str]]:
+    """The milliseconds of each op, with its name."""
+    found = []
+    for op in ops:
+        seconds = []
+        for _ in range(TRIES):
+            with own_modes(device), SeededDraws(0):
+                started = time.perf_counter()
+                made = op(images)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                seconds.append(time.perf_counter() - started)
+        images = made
+        found.append((1000 * min(seconds), title(op)))
+    return found

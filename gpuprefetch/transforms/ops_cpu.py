@@ -1,0 +1,154 @@
+"""Ops on ``uint8`` images on the CPU, several times as fast as torchvision's functions on tensors.
+
+NumPy converts between ``uint8`` and ``float32`` with vector instructions, and a grid that is a sum
+of a row and a column needs no matrix product. What they give is the eager twin's within a level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpuprefetch.transforms.ops import OPS
+from gpuprefetch.transforms.ops_launch import coordinates
+
+_Levels = npt.NDArray[np.uint8]
+
+
+def apply(name: str, image: torch.Tensor, args: Any) -> torch.Tensor | None:
+    """What an op makes of an image.
+
+    Args:
+        name: of the op, see :mod:`gpuprefetch.transforms.ops`.
+        image: ``(3, H, W)`` uint8 on the CPU; untouched.
+        args: ``(ARGS,)`` float64.
+
+    Returns:
+        Likewise; None for an op that is as fast in torchvision.
+    """
+    if name.startswith(("AFFINE", "ROTATE")):
+        return _moved(name, image, args)
+    if name not in _POINTS or min(image.shape) < 3:
+        return None
+    return torch.from_numpy(_POINTS[name](image.numpy(), float(args[0])))
+
+
+def _levels(values: Any) -> _Levels:
+    levels: _Levels = values.clip(0, 255, out=values).astype(np.uint8)
+    return levels
+
+
+def _blended(image: _Levels, other: torch.Tensor, factor: float) -> _Levels:
+    """In torch, which adds a product in one step, as torchvision has it."""
+    values = torch.from_numpy(image).float().mul_(factor)
+    return _levels(values.add_(other, alpha=1 - factor).numpy())
+
+
+def _gray(image: _Levels) -> torch.Tensor:
+    red, green, blue = torch.from_numpy(image).float()
+    gray: torch.Tensor = red * 0.2989
+    return gray.add_(green, alpha=0.587).add_(blue, alpha=0.114).floor_()
+
+
+def _autocontrast(image: _Levels, _: float) -> _Levels:
+    low, high = (f(image, axis=(1, 2), keepdims=True).astype(np.float32) for f in (np.min, np.max))
+    flat = low == high
+    scale = np.where(flat, 1, (high - low) * (1 / 255))
+    return _levels((image - np.where(flat, 0, low)) / scale)
+
+
+def _equalized(image: _Levels, _: float) -> _Levels:
+    result = np.empty_like(image)
+    for channel, out in zip(image, result, strict=True):
+        counts = torch.bincount(torch.from_numpy(channel).flatten(), minlength=256).numpy()
+        step = (channel.size - counts[counts.nonzero()[0][-1]]) // 255
+        table = np.arange(256)
+        if step:
+            table[1:] = ((counts.cumsum()[:-1] + step // 2) // step).clip(0, 255)
+            table[0] = 0
+        table.astype(np.uint8).take(channel, out=out, mode="clip")
+    return result
+
+
+def _sharpened(image: _Levels, factor: float) -> _Levels:
+    wide = image.astype(np.uint16)
+    rows = wide[:, :-2] + wide[:, 1:-1]
+    rows += wide[:, 2:]
+    box = rows[..., :-2] + rows[..., 1:-1]
+    box += rows[..., 2:]
+    inner = wide[:, 1:-1, 1:-1]
+    box += inner * np.uint16(4)
+    blurred = np.rint(box * np.float32(1 / 13)) - inner
+    values = torch.from_numpy(inner.astype(np.float32)).add_(
+        torch.from_numpy(blurred), alpha=1 - factor
+    )
+    result = image.copy()
+    result[:, 1:-1, 1:-1] = _levels(values.numpy())
+    return result
+
+
+def _hued(image: _Levels, shift: float) -> _Levels:
+    red, green, blue = image.astype(np.float32)
+    most = np.maximum(np.maximum(red, green), blue)
+    least = np.minimum(np.minimum(red, green), blue)
+    span = most - least
+    hue = np.where(most == green, blue - red + 2 * span, red - green + 4 * span)
+    hue = np.where(most == red, green - blue, hue)  # in sixths of the circle from here on
+    hue /= np.maximum(span, 1)
+    hue += 6 * shift
+    hue -= 6 * np.floor(hue * (1 / 6))
+    result = np.empty_like(image)
+    white = 255.999 / 255  # torchvision's cast from [0, 1]
+    span *= white
+    least *= white
+    for out, middle, sign in zip(result, (3, 2, 4), (1, -1, -1), strict=True):
+        share = np.abs(hue - middle)
+        share = share - 1 if sign > 0 else 2 - share
+        out[:] = share.clip(0, 1, out=share) * span + least
+    return result
+
+
+_POINTS: dict[str, Callable[[_Levels, float], _Levels]] = {
+    "BRIGHTNESS": lambda image, factor: _blended(image, torch.zeros(()), factor),
+    "CONTRAST": lambda image, factor: _blended(image, _gray(image).mean(), factor),
+    "SATURATION": lambda image, factor: _blended(image, _gray(image), factor),
+    "HUE": _hued,
+    "SOLARIZE": lambda image, threshold: np.where(
+        image >= np.float32(threshold), 255 - image, image
+    ),
+    "AUTOCONTRAST": _autocontrast,
+    "EQUALIZE": _equalized,
+    "SHARPNESS": _sharpened,
+}
+
+
+def _moved(name: str, image: torch.Tensor, args: Any) -> torch.Tensor:
+    height, width = image.shape[1:]
+    (params,) = coordinates(np.array([OPS[name]], np.int32), args[None], image)
+    x = np.arange(width, dtype=np.float32) + np.float32(0.5 - 0.5 * width)
+    y = (np.arange(height, dtype=np.float32) + np.float32(0.5 - 0.5 * height))[:, None]
+    grid = np.empty((height, width, 2), np.float32)
+    for axis, (a, b, c) in enumerate(params[:6].reshape(2, 3)):  # rounded as a matrix product is
+        np.add(x * a + y * b, c, out=grid[..., axis])
+    fill = torch.from_numpy(params[8:11])[:, None, None]
+    mode = name.split("_")[1].lower()
+    # The share of what is from inside is sampled with the colors. The nearest pixel needs none of
+    # it where what is outside is black.
+    colored = bool(fill.any() if mode == "nearest" else fill.isfinite().all())
+    values = image.float()
+    values = torch.cat([values, torch.ones_like(values[:1])]) if colored else values
+    sampled = torch.nn.functional.grid_sample(
+        values[None],
+        torch.from_numpy(grid)[None],
+        mode,
+        padding_mode="zeros",
+        align_corners=False,
+    )[0]
+    if colored:
+        sampled = (sampled[:3] - fill) * sampled[3:] + fill
+    levels = sampled.numpy()
+    return torch.from_numpy(np.rint(levels, out=levels).astype(np.uint8))

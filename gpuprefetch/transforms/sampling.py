@@ -1,0 +1,243 @@
+"""Where the pixels of a result come from, and the crops, resizes and flips that move it.
+
+Every op of the head moves a map: output index -> source coordinate, per image and axis. A list of
+them composes into one map, and one resampling launch carries it out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from gpuprefetch.transforms.random import Keys, fold, uniform
+
+Size = tuple[int, int]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Sampling:
+    """Where each output pixel of N images comes from; every array is ``(N, 2)``, y then x.
+
+    Output index ``j`` has its center at source coordinate ``origin + step * j`` (pixel ``k`` has
+    its center at ``k``). Source pixels outside ``[low, high)`` do not exist for it; output pixels
+    outside ``[first, last)`` are padding. ``length`` is the current size.
+    """
+
+    origin: Floats
+    step: Floats
+    low: Floats
+    high: Floats
+    first: Floats
+    last: Floats
+    length: Floats
+
+    @staticmethod
+    def identity(sizes: npt.ArrayLike) -> Sampling:
+        """The map that leaves images of ``sizes`` ``(N, 2)`` as they are."""
+        length = np.asarray(sizes, dtype=np.float64).reshape(-1, 2)
+        zero = np.zeros_like(length)
+        return Sampling(zero, zero + 1, zero, length, zero, length, length)
+
+    def crop(self, start: Floats, size: Floats) -> Sampling:
+        """Keep ``size`` pixels from ``start``; what lies outside of the image is padding."""
+        return replace(
+            self,
+            origin=self.origin + self.step * start,
+            first=np.clip(self.first - start, 0, size),
+            last=np.clip(self.last - start, 0, size),
+            length=size,
+        )
+
+    def clip(self) -> Sampling:
+        """Forget what a crop left out: as in PIL, a later resize does not blend it in."""
+        a = self.origin + self.step * self.first
+        b = self.origin + self.step * (self.last - 1)
+        low = np.maximum(self.low, np.minimum(a, b))
+        return replace(self, low=low, high=np.minimum(self.high, np.maximum(a, b) + 1))
+
+    def resize(
+        self, size: Floats, *, align_corners: bool = False, first_pixel: bool = False
+    ) -> Sampling:
+        """Stretch the image to ``size``, on the half-pixel grid or from corner to corner.
+
+        With ``first_pixel`` the grid begins at the border: torch's "nearest" takes the first of the
+        pixels that become one.
+        """
+        corners = (self.length - 1) / np.maximum(size - 1, 1)
+        scale = corners if align_corners else self.length / size
+        shift = 0.0 if align_corners else -0.5 if first_pixel else 0.5 * scale - 0.5
+        return replace(
+            self,
+            origin=self.origin + self.step * shift,
+            step=self.step * scale,
+            first=np.zeros_like(size),
+            last=size,
+            length=size,
+        )
+
+    def flip(self, where: npt.NDArray[np.bool_]) -> Sampling:
+        """Mirror the axes that ``where`` ``(N, 2)`` selects."""
+        return replace(
+            self,
+            origin=np.where(where, self.origin + self.step * (self.length - 1), self.origin),
+            step=np.where(where, -self.step, self.step),
+            first=np.where(where, self.length - self.last, self.first),
+            last=np.where(where, self.length - self.first, self.last),
+        )
+
+    def rows(self) -> Floats:
+        """``(N, 2, 6)`` float64, what :func:`gpuprefetch.transforms.launch.resample` reads."""
+        columns = (self.origin, self.step, self.low, self.high, self.first, self.last)
+        return np.stack(columns, axis=-1)
+
+
+# Composes an op, with parameters drawn from the (N,) keys, onto a sampling. Picklable: the workers
+# draw the parameters.
+HeadOp = Callable[[Sampling, Keys], Sampling]
+
+
+def _drawn(keys: Keys, count: int, *, same_on_batch: bool) -> Floats:
+    """``(N, count)`` in [0, 1): of each key, or of the first one for all."""
+    return uniform(np.broadcast_to(keys[:1], keys.shape) if same_on_batch else keys, count)
+
+
+@dataclass(frozen=True, slots=True)
+class ResizedCropOp:
+    """A random part, brought to ``size``: Inception-style (Szegedy et al., 2015)."""
+
+    size: Size
+    scale: tuple[float, ...]  # low, high
+    ratio: tuple[float, ...]
+    interpolation: str = "bilinear"
+    antialias: bool = True
+    align_corners: bool = False
+    centered_fallback: bool = True
+    same_on_batch: bool = False
+
+    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
+        """Ten tries, then the largest that fits."""
+        draws = _drawn(keys, 22, same_on_batch=self.same_on_batch)
+        height, width = sampling.length[:, :1], sampling.length[:, 1:]
+        area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * draws[:, :10])
+        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        aspect = np.exp(low + (high - low) * draws[:, 10:20])
+        w, h = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
+        fits = np.asarray((w > 0) & (w <= width) & (h > 0) & (h <= height))
+        row, choice = np.arange(len(w)), fits.argmax(axis=1)
+        found = np.asarray(fits.any(axis=1))
+        box = np.stack([h[row, choice], w[row, choice]], axis=1)
+        largest_h = np.clip(np.rint(width / min(self.ratio)), 1, height)
+        largest_w = np.clip(np.rint(height * max(self.ratio)), 1, width)
+        box = np.where(found[:, None], box, np.concatenate([largest_h, largest_w], axis=1))
+        start = np.floor(draws[:, 20:] * (sampling.length - box + 1))
+        if self.centered_fallback:
+            start = np.where(found[:, None], start, np.floor((sampling.length - box) / 2))
+        cropped = sampling.crop(start, box).clip()
+        size = np.full_like(sampling.length, self.size)
+        return cropped.resize(
+            size, align_corners=self.align_corners, first_pixel=self.interpolation == "nearest"
+        )
+
+
+def _scaled(length: Floats, one: Floats, to: float) -> Floats:
+    """Sizes with the side ``one`` of ``length`` brought to ``to``, and the other after it."""
+    # Truncated, not rounded, as torchvision and kornia do.
+    return np.where(length == one, float(to), np.floor(to * length / one))
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeOp:
+    """The whole image, brought to ``size``."""
+
+    size: int | Size | None  # an int is the shorter side
+    interpolation: str = "bilinear"
+    antialias: bool = True
+    align_corners: bool = False
+    max_size: int | None = None  # of the longer side; it is that where there is no size
+
+    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
+        size = sampling.length
+        if isinstance(self.size, tuple):
+            size = np.full_like(size, self.size)
+        elif self.size is not None:
+            size = _scaled(size, size.min(axis=1, keepdims=True), self.size)
+        if self.max_size is not None:
+            long = size.max(axis=1, keepdims=True)
+            limited = np.maximum(_scaled(size, long, self.max_size), 1)
+            size = np.where((long > self.max_size) | (self.size is None), limited, size)
+        return sampling.clip().resize(
+            size, align_corners=self.align_corners, first_pixel=self.interpolation == "nearest"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CenterCropOp:
+    """The middle of the image."""
+
+    size: Size
+    pad: bool  # torchvision pads a smaller image, kornia refuses it
+
+    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
+        size = np.full_like(sampling.length, self.size)
+        room = sampling.length - size
+        if not self.pad:
+            _refuse_small(sampling, room, self.size, "CenterCrop")
+            return sampling.crop(np.floor(room / 2), size)
+        # torchvision rounds the offset half to even, and puts the odd pixel of padding after.
+        return sampling.crop(np.where(room >= 0, np.rint(room / 2), -np.floor(-room / 2)), size)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomCropOp:
+    """A random place of ``size`` pixels, at the scale of the image."""
+
+    size: Size
+    same_on_batch: bool = False
+    before: Size = (0, 0)  # padding above, left
+    after: Size = (0, 0)
+    pad_if_needed: bool = False
+
+    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
+        size, before = (np.full_like(sampling.length, pair) for pair in (self.size, self.before))
+        room = sampling.length + before + self.after - size
+        if self.pad_if_needed:
+            before += np.maximum(-room, 0)  # on both sides, as torchvision does
+            room = np.abs(room)
+        _refuse_small(sampling, room, self.size, "RandomCrop")
+        draws = _drawn(keys, 2, same_on_batch=self.same_on_batch)
+        return sampling.crop(np.floor(draws * (room + 1)) - before, size)
+
+    @property
+    def pad(self) -> bool:
+        return self.pad_if_needed or any(self.before + self.after)
+
+
+def _refuse_small(sampling: Sampling, room: Floats, size: Size, name: str) -> None:
+    small = (room < 0).any(axis=1)
+    if small.any():
+        h, w = sampling.length[small][0].astype(int)
+        raise ValueError(
+            f"{name} takes no image smaller than its size {size}, got {h} x {w}. Put a Resize "
+            "before it, or use gpuprefetch.CenterCrop or torchvision's "
+            "RandomCrop(pad_if_needed=True), which pad."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FlipOp:
+    """A mirror image of one axis, for a share ``p`` of the images."""
+
+    axis: int  # 0: vertical, 1: horizontal
+    p: float
+    p_batch: float
+    same_on_batch: bool
+
+    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
+        each = _drawn(keys, 1, same_on_batch=self.same_on_batch) < self.p
+        whole = _drawn(fold(keys, 1), 1, same_on_batch=True) < self.p_batch
+        return sampling.flip(each & whole & (np.arange(2) == self.axis))

@@ -1,0 +1,96 @@
+"""The self-supervised example: the sizes of views, the losses, and that both methods train."""
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SIZES = {"image_size": 32, "local_size": 16, "prototypes": 8, "momentum": 0.5, "model": "tiny"}
+ARGS = SimpleNamespace(**SIZES)
+TINY = [f"--{key.replace('_', '-')}={value}" for key, value in SIZES.items()]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def example(folder, name):
+    path = EXAMPLES / folder / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def train():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES / "ssl")
+        yield example("ssl", "train")
+    del sys.modules["methods"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    draw = example("imagenet", "draw")
+    draw.SIDES = (60, 90)
+    folder = tmp_path_factory.mktemp("ssl") / "pictures"
+    draw.write_folder(folder, train_per_class=2, val_per_class=1)
+    return folder
+
+
+@pytest.mark.parametrize(("method", "local"), [("simclr", 0), ("dino", 8)])
+def test_a_batch_has_the_views_of_its_method(train, folder, method, local):
+    args = SimpleNamespace(**SIZES, data=folder, batch_size=4, workers=0)
+    loader = train.build_loader(args, "train", train.METHODS[method].transforms(args), shuffle=True)
+    views, labels = next(iter(loader))
+    assert [view.shape for view in views] == [(4, 3, 32, 32)] * 2 + [(4, 3, 16, 16)] * local
+    assert len(labels) == 4
+    assert not torch.equal(views[0], views[1])
+    assert all(view.isfinite().all() and view.std() > 0.1 for view in views)
+
+
+@pytest.mark.parametrize(("method", "epochs"), [("simclr", 16), ("dino", 4)])
+def test_it_trains(train, folder, method, epochs, tmp_path):
+    checkpoint = tmp_path / "backbone.pt"
+    words = [*TINY, f"--epochs={epochs}", "--batch-size=20", "--workers=0"]
+    words += ["--method", method, f"--checkpoint={checkpoint}"]
+    summary = train.main([str(folder), *words])
+    losses = summary["losses"]
+    assert 0 < sum(losses[-3:]) / 3 < losses[0]
+    assert 0 <= summary["neighbors_top1"] <= 1
+    assert not any("fc" in name for name in torch.load(checkpoint, weights_only=True))
+
+
+def test_nt_xent_is_the_mean_over_all_pairs(train):
+    first, second = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    both = F.normalize(torch.cat([first, second]), dim=1)
+    total = 0.0
+    for i in range(6):
+        near = [math.exp(both[i] @ both[k] / 0.1) for k in range(6) if k != i]
+        total -= math.log(math.exp(both[i] @ both[(i + 3) % 6] / 0.1) / sum(near))
+    loss = sys.modules["methods"].nt_xent(first, second)
+    assert loss.item() == pytest.approx(total / 6, rel=1e-5)
+
+
+def test_dino_compares_every_crop_but_with_itself_and_moves_center_and_teacher(train):
+    torch.manual_seed(0)
+    dino = train.METHODS["dino"](ARGS)
+    student, teacher = torch.randn(3, 2, 8), torch.randn(2, 2, 8)
+    pairs = [(t, s) for t in range(2) for s in range(3) if t != s]
+    want = [
+        F.cross_entropy(student[s] / 0.1, (teacher[t] / 0.04).softmax(-1)).item() for t, s in pairs
+    ]
+    assert dino.loss(student, teacher).item() == pytest.approx(sum(want) / 4, rel=1e-5)
+    torch.testing.assert_close(dino.center, 0.1 * teacher.mean((0, 1)))
+    ours, theirs = dino.teacher[1].layers[0].weight, dino.student[1].layers[0].weight
+    theirs.data += 1.0
+    before = ours.clone()
+    dino.after_step(0.0)
+    torch.testing.assert_close(ours, before + 0.5)
+    dino.after_step(1.0)
+    torch.testing.assert_close(ours, before + 0.5)
