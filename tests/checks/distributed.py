@@ -45,6 +45,7 @@ SEED = 5
 CLASSES = 10
 
 Result = dict[str, Any]
+Picture = tuple[int, str]
 
 
 class Pictures(Dataset):
@@ -96,10 +97,10 @@ class Checks:
         self.args, self.device = args, device
         self.data = Pictures(args.pictures)
 
-    def loader(self, **how: Any) -> DataPrefetcher:
+    def loader(self, scale: tuple[float, float] = (0.08, 1.0), **how: Any) -> DataPrefetcher:
         pinned = self.device.type == "cuda"
         loader = DataLoader(self.data, num_workers=self.args.workers, pin_memory=pinned, **how)
-        crop = RandomResizedCrop(self.args.size)
+        crop = RandomResizedCrop(self.args.size, scale)
         # One decoder for all that it can decode: another one's pictures differ by rounding.
         return DataPrefetcher(
             loader, device=self.device, transforms=[crop], seed=SEED, cpu_share=0.0
@@ -144,11 +145,9 @@ class Checks:
         exact = sorted(joined(found)) == list(range(len(self.data)))
         return {"ok": exact, "samples": [len(part) for part in found]}
 
-    def pictures(
-        self, epoch: int, sampler: Iterable[int], batch_size: int
-    ) -> list[tuple[int, str]]:
+    def pictures(self, epoch: int, sampler: Iterable[int], size: int, **how: Any) -> list[Picture]:
         """The number of every picture that the loop gets, and a digest of it."""
-        loader = self.loader(sampler=sampler, batch_size=batch_size)
+        loader = self.loader(sampler=sampler, batch_size=size, **how)
         loader.set_epoch(epoch)
         return [
             (number, hashlib.sha256(image.tobytes()).hexdigest())
@@ -182,12 +181,13 @@ class Checks:
     def repeats(self, mistake: str, *, kind: str) -> Result:
         """Whether repeats are pictures of their own, the same for whoever makes them."""
         size, mine, other = self.args.batch_size, self.drawing(kind, RANK), (RANK + 1) % WORLD
+        small = {"scale": (0.02, 0.2)}  # a large crop may not fit, and is the middle each time then
         if mistake:
             mine.rank = 0
-        found = gather(self.pictures(0, mine, size))
+        found = gather(self.pictures(0, mine, size, **small))
         others = self.drawing(kind, other)
         others.rank = other  # by itself it is this one
-        again = self.pictures(0, others, size + 3)
+        again = self.pictures(0, others, size + 3, **small)
         orders = [list(self.drawing(kind, rank)) for rank in range(WORLD)]
         exact = [[number for number, _ in part] for part in found] == orders
         pairs = zip(again, found[other], strict=True)
