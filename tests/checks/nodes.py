@@ -111,10 +111,10 @@ def shard_names():
     return sorted(map(str, Path("shards").iterdir()))  # without the node's folder: they are keys
 
 
-def shard_loader(shards):
+def shard_loader(shards, workers=1):
     import from_webdataset
 
-    loader = DataLoader(from_webdataset.read(shards, shuffle=0), BATCH, num_workers=1)
+    loader = DataLoader(from_webdataset.read(shards, shuffle=0), BATCH, num_workers=workers)
     return DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(32)], seed=0)
 
 
@@ -153,7 +153,9 @@ def expected_of_example(world):
 
 def expected_of_shards(world):
     """Whole shards for each rank, in their order; batches go across shards."""
-    of_shard = [list(chain.from_iterable(map(digests, shard_loader([n])))) for n in shard_names()]
+    of_shard = [
+        list(chain.from_iterable(map(digests, shard_loader([n], 0)))) for n in shard_names()
+    ]
     lines = []
     for rank in range(world):
         order = list(chain.from_iterable(of_shard[rank::world]))
