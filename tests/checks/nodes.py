@@ -180,7 +180,7 @@ class Check:
         for number, node in enumerate(nodes):
             output, dies = Path(f"{log}{number}.txt"), stop_at * (number == 1)
             host = f"--rdzv-conf=is_host={number == 0}"  # an address need not be the host's name
-            words_of_node = [*place, host, __file__, "--rank", *words]
+            words_of_node = [*place, host, Path(__file__).resolve(), "--rank", *words]
             agents.append(node.torchrun(*words_of_node, output=output, LOG=log, STOP_AT=dies))
         failed = not self.ended(agents, log, stop_at)
         for agent in agents:
