@@ -69,6 +69,7 @@ def test_two_processes(tmp_path):
     assert len(noticed) == len(results) + 1  # one each, two of the union
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripts")
 def test_a_node_that_is_killed_and_resumed(tmp_path, monkeypatch):
     pytest.importorskip("webdataset")

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop
 
 EXAMPLES = harness.ROOT / "examples"
-BATCH, EPOCHS, SAVE_EVERY = 2, 2, 2
+BATCH, EPOCHS, SAVE_EVERY, SHARD = 2, 2, 2, 7
 EXAMPLE = f"data --batch-size {BATCH} --epochs {EPOCHS} --checkpoint-steps {SAVE_EVERY} --workers 1"
 EXAMPLE += " --image-size 32 --model squeezenet1_1"
 
@@ -111,10 +111,10 @@ def shard_names():
     return sorted(map(str, Path("shards").iterdir()))  # without the node's folder: they are keys
 
 
-def shard_loader(shards, workers=1):
+def shard_loader(shards):
     import from_webdataset
 
-    loader = DataLoader(from_webdataset.read(shards, shuffle=0), BATCH, num_workers=workers)
+    loader = DataLoader(from_webdataset.read(shards, shuffle=0), BATCH, num_workers=1)
     return DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(32)], seed=0)
 
 
@@ -153,9 +153,8 @@ def expected_of_example(world):
 
 def expected_of_shards(world):
     """Whole shards for each rank, in their order; batches go across shards."""
-    of_shard = [
-        list(chain.from_iterable(map(digests, shard_loader([n], 0)))) for n in shard_names()
-    ]
+    pictures = list(chain.from_iterable(map(digests, shard_loader(shard_names()))))
+    of_shard = [pictures[at : at + SHARD] for at in range(0, len(pictures), SHARD)]
     lines = []
     for rank in range(world):
         order = list(chain.from_iterable(of_shard[rank::world]))
@@ -275,7 +274,7 @@ def draw(folder):
         for path in sorted((folder / "data" / split).rglob("*.JPEG"))[:count]:
             path.unlink()
     (folder / "shards").mkdir()
-    with webdataset.ShardWriter(f"{folder}/shards/%06d.tar", maxcount=7, verbose=0) as tar:
+    with webdataset.ShardWriter(f"{folder}/shards/%06d.tar", maxcount=SHARD, verbose=0) as tar:
         for number, (path, label) in enumerate(EncodedImageFolder(folder / "data/train").samples):
             files = {"jpg": Path(path).read_bytes(), "cls": label}
             tar.write({"__key__": f"{number:06}", **files})
