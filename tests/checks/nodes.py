@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop
 
+SCRIPT = Path(__file__).resolve()
 EXAMPLES = harness.ROOT / "examples"
 BATCH, EPOCHS, SAVE_EVERY, SHARD = 2, 2, 2, 7
 EXAMPLE = f"data --batch-size {BATCH} --epochs {EPOCHS} --checkpoint-steps {SAVE_EVERY} --workers 1"
@@ -179,7 +180,7 @@ class Check:
         for number, node in enumerate(nodes):
             output, dies = Path(f"{log}{number}.txt"), stop_at * (number == 1)
             host = f"--rdzv-conf=is_host={number == 0}"  # an address need not be the host's name
-            words_of_node = [*place, host, Path(__file__).resolve(), "--rank", *words]
+            words_of_node = [*place, host, SCRIPT, "--rank", *words]
             agents.append(node.torchrun(*words_of_node, output=output, LOG=log, STOP_AT=dies))
         failed = not self.ended(agents, log, stop_at)
         for agent in agents:
@@ -292,6 +293,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=2, help="of each of the two nodes")
     harness.output_arguments(parser)
     args = parser.parse_args()
+    args.output = args.output and args.output.resolve()  # before another folder is the current one
     torch.set_num_threads(1)
     document = harness.Document("nodes", args, harness.Device(), anew=True)
     with tempfile.TemporaryDirectory() as folder:
