@@ -76,8 +76,8 @@ class DataPrefetcher:
         device: CUDA device, its index, or "cpu". None is CUDA where there is one, else the CPU,
             which gives the same results without streams.
         transforms: list of kornia's augmentations, torchvision's, this library's own, and callables
-            on an ``(N, C, H, W)`` batch. All but these callables sample for each image. The head of
-            the list (crop or resize, flips, ``Normalize``) is fused into one launch, which gives
+            on an ``(N, C, H, W)`` batch. All but these callables sample for each image. The first
+            ones (crop or resize, flips, ``Normalize``) are fused into one launch, which gives
             values in [0, 1] before ``Normalize``. The others run after it.
         dtype: of the images after the fused transforms; float32 by default.
         memory_format: of these images; contiguous by default.
