@@ -216,7 +216,9 @@ def command(args: argparse.Namespace) -> str:
     launcher = ["python"]
     if "WORLD_SIZE" in os.environ:
         launcher = ["torchrun", "--standalone", f"--nproc-per-node={os.environ['WORLD_SIZE']}"]
-    hidden = {str(getattr(args, "data", None)): "PHOTOS"}
+    if "--data" in words:  # args.data may be another folder by now, of large photos
+        words[words.index("--data") + 1] = "PHOTOS"
+    hidden = dict[str, str]()
     hidden |= {word: f"{word.partition('=')[0]}=PATH" for word in getattr(args, "package", [])}
     path = Path(script).resolve()
     script = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
