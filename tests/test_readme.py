@@ -107,7 +107,7 @@ def namespace(tmp_path, monkeypatch):
 
 @pytest.fixture
 def wrapped(namespace):
-    """What the pages behind the first take as given as well."""
+    """What the pages after the first take as given as well."""
     exec("import gpuprefetch, kornia.augmentation as K\nfrom gpuprefetch import *", namespace)
     namespace["train_loader"] = namespace["DataPrefetcher"](namespace["tensor_loader"])
     return namespace
@@ -247,7 +247,10 @@ def test_contributing_commands_are_the_workflows():
 
 
 COMMANDS = [
-    line for text in DOCS.values() for block in blocks("bash", text) for line in block.splitlines()
+    line
+    for text in DOCS.values()
+    for block in blocks("bash", text)
+    for line in block.replace("\\\n", "").splitlines()
 ]
 
 
