@@ -3,6 +3,8 @@
 project = "gpuprefetch"
 html_title = project
 html_theme = "furo"
+html_static_path = ["style.css"]
+html_css_files = ["style.css"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
