@@ -399,6 +399,14 @@ class DataPrefetcher:
         for owner in owners(self._loader):
             owner.set_epoch(epoch)
 
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """What ``accelerator.prepare_data_loader`` asks for first."""
+        raise TypeError(
+            "accelerator.prepare_data_loader() makes a loader of a prefetcher's dataset, without "
+            f"its decode and transforms: {INTO_PREPARED}."
+        )
+
     def __len__(self) -> int:
         # Torch warns of an iterable dataset that turns out longer than its loader was told here.
         return len(self._loader if self._persistent is None else self._persistent)

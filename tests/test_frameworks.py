@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from children import Child, free_port
 from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset
@@ -389,3 +390,12 @@ def test_fastai(folder):
     out, err = child.communicate(240)
     assert child.returncode == 0, err
     assert out.endswith(f"{COUNT} {COUNT} {list(range(COUNT))}\n")
+
+
+def test_accelerate_does_not_drop_a_prefetcher():
+    accelerate = pytest.importorskip("accelerate")
+    prefetcher = DataPrefetcher(DataLoader(torch.arange(6.0), batch_size=2), device="cpu")
+    accelerator = accelerate.Accelerator(cpu=True)
+    with pytest.raises(TypeError, match=r"prepared\.base_dataloader = DataPrefetcher"):
+        accelerator.prepare_data_loader(prefetcher)
+    assert accelerator.prepare(prefetcher) is prefetcher

@@ -543,3 +543,17 @@ def test_errors_of_a_program_in_a_worker_are_raised():
     ops = [v2.RandAugment(), v2.GaussianBlur(63)]
     with pytest.raises((ValueError, RuntimeError), match="Padding size"):
         every(batches(1, ops))
+
+
+def test_images_in_floats_stay_as_they_are(device):
+    images = torch.rand(12, 3, 9, 8, device=device)
+    before = images.clone()
+    ops = [v2.RandomGrayscale(p=0.5), v2.Normalize(MEAN, STD)]
+    result = PerImage(ops, seed=0)(images)
+    assert torch.equal(images, before)
+    gray = v2.functional.normalize(v2.functional.rgb_to_grayscale(images, 3), MEAN, STD)
+    plain = v2.functional.normalize(images, MEAN, STD)
+    is_gray = (result - gray).abs().amax((1, 2, 3)) < 1e-5
+    is_plain = (result - plain).abs().amax((1, 2, 3)) < 1e-5
+    assert (is_gray ^ is_plain).all()
+    assert is_gray.any() and is_plain.any()

@@ -28,6 +28,13 @@ def torchdatas(name):
     return name in inspect.getsource(stateful.StatefulDataLoader)
 
 
+def accelerates(name):
+    accelerate = pytest.importorskip("accelerate")
+    import inspect
+
+    return name in inspect.getsource(accelerate.Accelerator.prepare_data_loader)
+
+
 def policy(kind, name):
     from torchvision.transforms import v2
 
@@ -53,6 +60,7 @@ NAMES = {
     ),
     "StatefulDataLoader.next_iter_state": lambda: torchdatas("next_iter_state"),
     "_initial_iter_for_state_dict": lambda: torchdatas("_initial_iter_for_state_dict"),
+    "_is_accelerate_prepared": lambda: accelerates("_is_accelerate_prepared"),
     "torchvision.transforms._presets": torchvisions_presets,
     "RandAugment._AUGMENTATION_SPACE": lambda: policy("RandAugment", "_AUGMENTATION_SPACE"),
     "AugMix._PARTIAL_AUGMENTATION_SPACE": lambda: policy("AugMix", "_PARTIAL_AUGMENTATION_SPACE"),

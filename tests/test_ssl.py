@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional as F
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SIZES = {"image_size": 32, "local_size": 16, "prototypes": 8, "momentum": 0.5, "model": "tiny"}
+SIZES = {"image_size": 32, "local_size": 16, "prototypes": 64, "momentum": 0.9, "model": "tiny"}
+SIZES |= {"min_area": 0.4, "strength": 0.5, "temperature": 0.2}
 ARGS = SimpleNamespace(**SIZES)
 TINY = [f"--{key.replace('_', '-')}={value}" for key, value in SIZES.items()]
 
@@ -73,14 +74,14 @@ def test_nt_xent_is_the_mean_over_all_pairs(train):
     for i in range(6):
         near = [math.exp(both[i] @ both[k] / 0.1) for k in range(6) if k != i]
         total -= math.log(math.exp(both[i] @ both[(i + 3) % 6] / 0.1) / sum(near))
-    loss = sys.modules["methods"].nt_xent(first, second)
+    loss = sys.modules["methods"].nt_xent(first, second, 0.1)
     assert loss.item() == pytest.approx(total / 6, rel=1e-5)
 
 
 def test_dino_compares_every_crop_but_with_itself_and_moves_center_and_teacher(train):
     torch.manual_seed(0)
     dino = train.METHODS["dino"](ARGS)
-    student, teacher = torch.randn(3, 2, 8), torch.randn(2, 2, 8)
+    student, teacher = torch.randn(3, 2, 64), torch.randn(2, 2, 64)
     pairs = [(t, s) for t in range(2) for s in range(3) if t != s]
     want = [
         F.cross_entropy(student[s] / 0.1, (teacher[t] / 0.04).softmax(-1)).item() for t, s in pairs
@@ -91,6 +92,6 @@ def test_dino_compares_every_crop_but_with_itself_and_moves_center_and_teacher(t
     theirs.data += 1.0
     before = ours.clone()
     dino.after_step(0.0)
-    torch.testing.assert_close(ours, before + 0.5)
+    torch.testing.assert_close(ours, before + 0.1)
     dino.after_step(1.0)
-    torch.testing.assert_close(ours, before + 0.5)
+    torch.testing.assert_close(ours, before + 0.1)

@@ -58,23 +58,25 @@ class SimCLR(nn.Module):
         self.backbone, width = build_backbone(args.model)
         hidden = [nn.Linear(width, width, bias=False), nn.BatchNorm1d(width), nn.ReLU()]
         self.head = nn.Sequential(*hidden, nn.Linear(width, 128))
+        self.temperature = args.temperature
 
     @staticmethod
     def transforms(args):
-        either = view(args.image_size, (0.08, 1.0), (0.8, 0.8, 0.8, 0.2), blur=0.5)
+        jitter = [args.strength * most for most in (0.8, 0.8, 0.8, 0.2)]
+        either = view(args.image_size, (args.min_area, 1.0), jitter, blur=0.5)
         return Views(either, either)
 
     def forward(self, views):
         return self.head(self.backbone(torch.cat(views))).chunk(2)
 
     def loss(self, first, second):
-        return nt_xent(first, second)
+        return nt_xent(first, second, self.temperature)
 
     def after_step(self, progress):
         pass
 
 
-def nt_xent(first, second, temperature=0.1):
+def nt_xent(first, second, temperature):
     """Cross-entropy of finding an image's other view among all 2 N - 1; both are ``(N, D)``."""
     embeddings = F.normalize(torch.cat([first, second]).float(), dim=1)
     logits = embeddings @ embeddings.T / temperature
@@ -104,7 +106,9 @@ class DINO(nn.Module):
 
     @staticmethod
     def transforms(args):
-        jitter, large, small = (0.4, 0.4, 0.2, 0.1), (0.4, 1.0), (0.05, 0.4)
+        between = max(0.4, args.min_area)  # the least of a large crop, the most of a small one
+        large, small = (between, 1.0), (0.6 * args.min_area, between)
+        jitter = [args.strength * most for most in (0.4, 0.4, 0.2, 0.1)]
         first = view(args.image_size, large, jitter, blur=1.0)
         second = view(args.image_size, large, jitter, blur=0.1, solarize=0.2)
         local = view(args.local_size, small, jitter, blur=0.5)

@@ -25,11 +25,14 @@ from torchvision.transforms import v2
 
 from gpuprefetch import CenterCrop, DataPrefetcher, EncodedImageFolder, Resize
 
-# What stands in for an argument that is left out; sizes in pixels.
-PHOTO_DEFAULTS = {"model": "resnet50", "epochs": 100, "batch_size": 256, "image_size": 224}
-PHOTO_DEFAULTS |= {"local_size": 96, "prototypes": 65536, "momentum": 0.996}
-DRAWN_DEFAULTS = {"model": "tiny", "epochs": 20, "batch_size": 40, "image_size": 48}
-DRAWN_DEFAULTS |= {"local_size": 24, "prototypes": 256, "momentum": 0.97}
+# What stands in for an argument that is left out. The drawn pictures are small and simple, and tell
+# their classes by shapes that small crops do not show.
+PHOTO_DEFAULTS = {"model": "resnet50", "epochs": 100, "batch_size": 256, "lr": 1e-3}
+PHOTO_DEFAULTS |= {"image_size": 224, "local_size": 96, "min_area": 0.08, "strength": 1.0}
+PHOTO_DEFAULTS |= {"temperature": 0.1, "prototypes": 65536, "momentum": 0.996}
+DRAWN_DEFAULTS = {"model": "tiny", "epochs": 15, "batch_size": 40, "lr": 2e-3}
+DRAWN_DEFAULTS |= {"image_size": 48, "local_size": 24, "min_area": 0.4, "strength": 0.5}
+DRAWN_DEFAULTS |= {"temperature": 0.2, "prototypes": 64, "momentum": 0.95}
 
 
 def build_loader(args, split, transforms, *, shuffle=False):
@@ -114,8 +117,11 @@ def main(argv=None):
     add("--model", help="a ResNet of torchvision's, or tiny")
     for name in ("epochs", "batch-size", "image-size", "local-size", "prototypes"):
         add(f"--{name}", type=int)
+    add("--min-area", type=float, help="least share of an image in a crop")
+    add("--strength", type=float, help="of the color jitter")
+    add("--temperature", type=float, help="of SimCLR")
     add("--momentum", type=float, help="of DINO's teacher, at the start")
-    add("--lr", type=float, default=1e-3)
+    add("--lr", type=float)
     add("--workers", type=int, default=2)
     add("--limit-batches", type=int, help="end each epoch after this many")
     add("--checkpoint", type=Path, help="file to write the backbone's weights to")

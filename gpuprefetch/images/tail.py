@@ -97,7 +97,7 @@ def _check_result(name: str, images: Any, result: Any) -> None:
 
 
 _MOVERS = tuple(
-    "gpuprefetch.transforms.convert. gpuprefetch.transforms.head."
+    "gpuprefetch.transforms.convert. gpuprefetch.transforms.head. gpuprefetch.transforms.sampling."
     " kornia.augmentation._2d.geometric. kornia.augmentation._2d.mix. kornia.geometry."
     " torchvision.transforms.autoaugment."
     " torchvision.transforms.v2._auto_augment. torchvision.transforms.v2._geometry."

@@ -218,7 +218,7 @@ def reference(
     for n, row in enumerate(rows):
         image = apply_one(images[row], program, n, quick=quick)
         if finishes:
-            image = image.to(wide).mul_(scale).add_(shift)
+            image = (image.to(wide) * scale).add_(shift)
         out[n] = apply_one(image.to(dtype), program, n, finals=True) if program.finals else image
     return out
 
