@@ -76,9 +76,9 @@ class DataPrefetcher:
         device: CUDA device, its index, or "cpu". None is CUDA where there is one, else the CPU,
             which gives the same results without streams.
         transforms: list of kornia's augmentations, torchvision's, this library's own, and callables
-            on an ``(N, C, H, W)`` batch. All but these callables sample for each image. The first
-            ones (crop or resize, flips, ``Normalize``) are fused into one launch, which gives
-            values in [0, 1] before ``Normalize``. The others run after it.
+            on an ``(N, C, H, W)`` batch; or :class:`Views`. All but these callables sample for each
+            image. The first ones (crop or resize, flips, ``Normalize``) are fused into one launch,
+            which gives values in [0, 1] before ``Normalize``. The others run after it.
         dtype: of the images after the fused transforms; float32 by default.
         memory_format: of these images; contiguous by default.
         device_prefetch_size: batches that are ready or in preparation. None is two, or one where
@@ -402,10 +402,7 @@ class DataPrefetcher:
     @property
     def _is_accelerate_prepared(self) -> bool:
         """What ``accelerator.prepare_data_loader`` asks for first."""
-        raise TypeError(
-            "accelerator.prepare_data_loader() makes a loader of a prefetcher's dataset, without "
-            f"its decode and transforms: {INTO_PREPARED}."
-        )
+        raise TypeError(f"prepare_data_loader() drops decode and transforms: {INTO_PREPARED}.")
 
     def __len__(self) -> int:
         # Torch warns of an iterable dataset that turns out longer than its loader was told here.
