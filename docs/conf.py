@@ -1,7 +1,10 @@
 """Sphinx: Markdown pages, and the API from the docstrings."""
 
+from gpuprefetch import __version__
+
 project = "gpuprefetch"
-html_title = project
+release = __version__
+html_title = f"{project} {release}"
 html_theme = "furo"
 html_static_path = ["style.css"]
 html_css_files = ["style.css"]
