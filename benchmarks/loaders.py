@@ -13,6 +13,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
+import ranks
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
@@ -253,7 +254,7 @@ def dali(
     @pipeline_def(
         batch_size=settings.batch_size,
         num_threads=threads,
-        device_id=0 if cuda else None,
+        device_id=ranks.LOCAL_RANK if cuda else None,
         seed=0,
         enable_conditionals=bool(policy),
     )

@@ -2,13 +2,16 @@
 
     torchrun --standalone --nproc-per-node=1 benchmarks/scaling.py --data PHOTOS --output x1.json
     torchrun --standalone --nproc-per-node=2 benchmarks/scaling.py --data PHOTOS --output x2.json
+    torchrun --standalone --nproc-per-node=2 benchmarks/scaling.py --data PHOTOS --cores-per-rank 4
 
 The rates are of all processes together. DistributedDataParallel keeps them in step, so steps are
 counted, not seconds. With one process there is none, as in the training example. The step runs on a
-stream of its own, as in train.py.
+stream of its own, as in train.py. Each rank keeps to cores of its own: an equal part of them, or as
+many as ``--cores-per-rank`` says, so that two ranks stand for the first two of eight.
 """
 
 import argparse
+import gc
 from typing import Any
 
 import clock
@@ -16,7 +19,7 @@ import harness
 import loaders
 import torch
 import train
-from ranks import RANK, WORLD, process_group
+from ranks import RANK, WORLD, process_group, take_cores
 from torch.nn.parallel import DistributedDataParallel
 
 import gpuprefetch  # noqa: F401  # before the context: it prepares the environment
@@ -53,25 +56,33 @@ def run(args: argparse.Namespace) -> None:
             train.make_step(model, "eager", args.device)(*next(iter(loaders.synthetic(settings))))
             clock.synchronize(args.device)
             step = train.make_step(model, "eager", args.device, wrapped)
+            what: dict[str, Any] = {"model": model, "processes": WORLD, "cores": harness.cores()}
+            if args.cores_per_rank:  # a row of its own in the table
+                what["model"] = f"{model}, {args.cores_per_rank} cores a GPU"
             for column in args.columns:
                 batches = loaders.build(column, settings)
                 # A resident batch has nothing to settle.
                 warmup_steps = args.steps if column == "synthetic" else args.warmup_steps
                 measured = measure(batches, step, args, warmup_steps=warmup_steps)
-                what = {"model": model, "column": column, "processes": WORLD}
+                del batches
+                gc.collect()  # its threads and workers have ended when the next loader begins
+                what |= {"column": column, "workers": args.workers, "batch_size": args.batch_size}
                 if RANK == 0:
-                    document.add({**what, "batch_size": args.batch_size, **measured})
+                    document.add({**what, **measured})
 
 
 def main(words: list[str] | None = None) -> None:
     parser = harness.argument_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["resnet18", "resnet50"])
-    parser.add_argument("--columns", nargs="+", default=["synthetic", "gpuprefetch"])
+    parser.add_argument("--columns", nargs="+", help="loaders, with options")
+    parser.add_argument("--cores-per-rank", type=int, help="default: an equal part of them all")
     parser.add_argument("--warmup-steps", type=int, default=400)
     parser.add_argument("--steps", type=int, default=60, help="of each repeat")
     parser.add_argument("--repeats", type=int, default=5)
     tiny = {"warmup_steps": 1, "steps": 2, "repeats": 2}
+    take_cores(parser.parse_args(words).cores_per_rank)  # before the workers are counted
     args = harness.parse_arguments(parser, words, **tiny)
+    args.columns = args.columns or ["synthetic", "gpuprefetch"] + ["dali"] * (not args.cpu)
     if RANK:
         args.output = None
     with process_group(args.cpu):

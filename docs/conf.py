@@ -1,12 +1,22 @@
 """Sphinx: Markdown pages, and the API from the docstrings."""
 
+from gpuprefetch import __version__
+
 project = "gpuprefetch"
-html_title = project
+release = __version__
+html_title = f"{project} {release}"
 html_theme = "furo"
+html_static_path = ["style.css"]
+html_css_files = ["style.css"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "exclude-members": "forward, extra_repr"}
+autodoc_default_options = {
+    "members": True,
+    "exclude-members": "forward, extra_repr",
+}
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
-napoleon_use_ivar = True  # attributes are described once, by the docstring of their class
+napoleon_use_ivar = (
+    True  # attributes are described once, by the docstring of their class
+)

@@ -50,7 +50,7 @@ def test_rows():
     )
     assert "| not checked: no CUDA |" in block
     assert "| 1 mismatches | GPU; torch 2.11.0, TorchCodec 0.17.0 |" in block
-    assert "spread over 40 epochs behind 10 | threads 0.00% |" in block
+    assert "spread over 40 epochs after 10 | threads 0.00% |" in block
     assert "| exact; 0 of 76 pictures different; another epoch: noticed |" in block
     assert "1 crashes or hangs; 0 of 60 good batches wrong" in block
     assert "read by both 9, of them with other pixels 2" in block

@@ -3,15 +3,18 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import kornia.augmentation as K
 import pytest
 import torch
 import torch.distributed as dist
+from children import Child, free_port
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -59,9 +62,55 @@ def test_two_processes(tmp_path):
     assert results["union, drop_last"]["missing"] == [5, 5]  # 2 x 16 are whole batches
     assert results["shards"]["samples"] == [19, 18]
     assert results["images"]["compared"] == 2 * 38
+    assert results["repeats, augmentation"]["samples"] == [56, 55]  # 3 x 37
+    assert results["repeats, weighted"]["samples"] == [18, 19]
     assert {result["processes"] for result in results.values()} == {2}
     noticed = [mistake for result in results.values() for mistake in result["mistakes"]]
     assert len(noticed) == len(results) + 1  # one each, two of the union
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("scripts")
+def test_a_node_that_is_killed_and_resumed(tmp_path, monkeypatch):
+    pytest.importorskip("webdataset")
+    import nodes
+
+    for folder in ("imagenet", "sources"):
+        monkeypatch.syspath_prepend(nodes.EXAMPLES / folder)
+    nodes.draw(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code = f"import runpy; runpy.run_path({nodes.__file__!r}, run_name='__main__')"
+    path = os.pathsep.join([str(Path(nodes.__file__).parent), str(ROOT)])
+
+    class OneMachine(nodes.Check):
+        """Forked processes in place of agents and networks."""
+
+        def run(self, name, words, *, stop_at=0):
+            log, port = tmp_path / f"{name}-", free_port()
+            variables = {"LOG": str(log), "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+            variables |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            ranks = [
+                Child(
+                    *(code, "--rank", *words),
+                    modules=["webdataset"],
+                    **variables,
+                    RANK=str(rank),
+                    STOP_AT=str(stop_at * rank),
+                )
+                for rank in range(2)
+            ]
+            if stop_at:
+                while len(self.logs(log)[1]) < stop_at:
+                    assert ranks[1].poll() is None
+                os.kill(ranks[1].pid, signal.SIGKILL)
+            errors = [rank.communicate()[1] for rank in ranks]
+            assert any(rank.returncode for rank in ranks) == bool(stop_at), errors
+            return self.logs(log)
+
+    check = OneMachine(tmp_path, [SimpleNamespace(network="none")], 1)
+    result = check.interrupted("shards", [], nodes.expected_of_shards(2), stop_at=5)
+    assert result["ok"] and set(result["mistakes"].values()) == {"noticed"}, result
+    assert (result["batches_before"], result["batches_after"]) == ([4, 4], [9, 7])
 
 
 @pytest.fixture

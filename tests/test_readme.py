@@ -1,5 +1,6 @@
 """What README, the pages under docs/ and CONTRIBUTING print is what runs, here and in CI."""
 
+import ast
 import inspect
 import re
 from functools import partial
@@ -107,7 +108,7 @@ def namespace(tmp_path, monkeypatch):
 
 @pytest.fixture
 def wrapped(namespace):
-    """What the pages behind the first take as given as well."""
+    """What the pages after the first take as given as well."""
     exec("import gpuprefetch, kornia.augmentation as K\nfrom gpuprefetch import *", namespace)
     namespace["train_loader"] = namespace["DataPrefetcher"](namespace["tensor_loader"])
     return namespace
@@ -125,7 +126,7 @@ def test_both_sides_of_the_diff_train(namespace, sign):
 
 def test_every_page_of_use_is_run():
     run_here = {"index.md", "loop.md", "transforms.md", "detection.md", "sources.md", "migrate.md"}
-    run_here |= {"memory.md", "distributed.md"}
+    run_here |= {"memory.md", "distributed.md", "troubleshooting.md"}
     shown_only = {"correctness.md"}  # the race, in code that nobody should run
     assert {name for name, text in DOCS.items() if BLOCK.search(text)} == run_here | shown_only
 
@@ -213,11 +214,54 @@ def test_detection_runs(wrapped, capsys):
         assert target["boxes"].tolist() == [[0, 0, 512, 512]]
 
 
-@pytest.mark.parametrize("name", ["memory.md", "distributed.md"])
+@pytest.mark.parametrize("name", ["memory.md", "distributed.md", "troubleshooting.md"])
 def test_other_pages_run(name, wrapped, capsys):
     run_page(name, wrapped, capsys)
     images, _ = next(iter(wrapped["loader"]))
     assert images.shape == (3, 3, 224, 224)
+
+
+def texts_of(path):
+    """The strings of a module; what an f-string fills in is a null character."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts = [getattr(part, "value", "") for part in node.values]
+            yield "".join(part if isinstance(part, str) else "\0" for part in parts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+TEXTS = [text for path in (ROOT / "gpuprefetch").rglob("*.py") for text in texts_of(path)]
+# The first column of the tables whose head says that it quotes us.
+QUOTED = [
+    quote
+    for table in re.findall(
+        r"^\| (?:message|text|doctor says) \|.*\n.*\n((?:\|.*\n)+)",
+        DOCS["troubleshooting.md"],
+        flags=re.MULTILINE,
+    )
+    for quote in re.findall(r"^\| `(.*?)` \|", table, flags=re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("quote", QUOTED)
+def test_quoted_messages_are_the_packages(quote):
+    pieces = map(re.escape, re.split(r" ?\.\.\. ?", quote))
+    pattern = re.compile(".*".join(pieces))
+    assert any(map(pattern.search, TEXTS))
+
+
+def test_messages_are_quoted():
+    assert len(QUOTED) > 50
+
+
+def test_lines_of_code_fit_the_page():
+    """84 columns; what is printed, in blocks of text, has a smaller type."""
+    code = re.compile(r"```(?:python|diff|bash)\n(.*?)```", flags=re.DOTALL)
+    lines = [
+        line for page in DOCS.values() for block in code.findall(page) for line in block.split("\n")
+    ]
+    assert max(map(len, lines)) <= 84
 
 
 def test_settings_table_is_the_signature():
@@ -247,7 +291,10 @@ def test_contributing_commands_are_the_workflows():
 
 
 COMMANDS = [
-    line for text in DOCS.values() for block in blocks("bash", text) for line in block.splitlines()
+    line
+    for text in DOCS.values()
+    for block in blocks("bash", text)
+    for line in block.replace("\\\n", "").splitlines()
 ]
 
 

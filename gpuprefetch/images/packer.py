@@ -115,7 +115,7 @@ class Packer:
             workers have.
         late: ``(1,)`` bool in shared memory, whether the collate function runs after the
             transforms. One that mixes images sets it where it first meets encoded ones.
-        moves: whether a transform, fused or after the head, moves pixels.
+        moves: whether a transform, fused or after the fused ones, moves pixels.
         programs: of each view what workers run on its finished images, None for nothing.
         rank: of this process among those that may be given the same samples, else 0.
     """
@@ -347,7 +347,7 @@ class Packing:
         )
 
     def follow(self, samples: Any) -> tuple[Any, Packing]:
-        """Move boxes, masks and points as the head is going to move their image.
+        """Move boxes, masks and points as the fused transforms will move their image.
 
         Returns:
             The samples, and what packs their images.

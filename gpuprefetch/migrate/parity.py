@@ -278,7 +278,7 @@ def _walk(
 
 
 def _with_parameters(op: Any, image: Any, own: Sampling) -> Any:
-    """What a torchvision v2 op of the head makes of an image with the parameters we drew."""
+    """What a torchvision v2 fused op makes of an image with the parameters we drew."""
     from torchvision.transforms.v2 import functional as F
 
     name = type(op).__name__

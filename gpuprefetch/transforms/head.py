@@ -115,7 +115,7 @@ class Head:
 
 
 class _FusedTransform(torch.nn.Module):
-    """A transform of this library: part of the fused head in a list, a module elsewhere."""
+    """A transform of this library: one of the fused transforms in a list, a module elsewhere."""
 
     def __init__(self, op: Any) -> None:
         super().__init__()
@@ -283,9 +283,9 @@ _RESIZES = (ResizedCropOp, ResizeOp)
 
 
 def _extended(head: Head, transform: Any, op: Any = None) -> Head | None:
-    """The head with one more transform; None where they do not compose into one resampling.
+    """The fused transforms and one more; None where they do not compose into one resampling.
 
-    ``op`` is its form in the head, where that is known.
+    ``op`` is its fused form, where that is known.
     """
     names = (*head.names, type(transform).__name__)
     theirs = name_of(transform) if head.names else None  # torchvision's keep uint8, and a head not
@@ -317,7 +317,7 @@ Transform = Callable[..., Any]
 
 
 def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[Transform]]:
-    """Split a list into the head that one launch carries out and the transforms that run after it.
+    """Split a list into the transforms that are fused into one launch, and those that run after it.
 
     Raises:
         TypeError: if ``transforms`` is not a list of callables.
@@ -403,7 +403,7 @@ def apply_head(
     dtype: torch.dtype | None = None,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
-    """Run the head on a batch of equal-size images.
+    """Run the fused transforms on a batch of equal-size images.
 
     Args:
         head: from :func:`read_transforms`; without a size of its own it keeps that of ``images``.

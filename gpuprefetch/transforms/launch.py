@@ -167,7 +167,7 @@ class Table:
     """All that the kernel reads of the images of some launches but their addresses.
 
     Attributes:
-        words: ``(N, words)`` int64, one launch behind the other; None where their
+        words: ``(N, words)`` int64, one launch after the other; None where their
             :meth:`Launches.numbers` are kept.
         firsts: where the images of each launch begin, and where the last ones end.
         steps: of each launch, the stride along x that its images have in common; 0 for none.
@@ -193,7 +193,7 @@ def arrange(
     """Lay out launches; also in a worker, which spares the process that trains.
 
     Args:
-        words: of N images, one launch behind the other, as :func:`plan_rows` gives them.
+        words: of N images, one launch after the other, as :func:`plan_rows` gives them.
         places: ``(N,)`` int64, the rows of the result that they go to.
         offsets: ``(N,)`` int64, bytes of the images from where those of their launch will lie.
         counts: of the images of each launch.

@@ -374,7 +374,7 @@ class Loop(torch.nn.Module):
         if len({image.shape for image in done}) > 1:
             raise ValueError(
                 f"{self.__name__} draws for each image, and gave shapes that no batch can hold. "
-                "Put it into a v2.Compose with a v2.Resize((height, width)) behind it, or for one "
+                "Put it into a v2.Compose with a v2.Resize((height, width)) after it, or for one "
                 "draw a batch into a function: lambda images: op(images)."
             )
         return torch.cat(done)

@@ -1,6 +1,6 @@
 """Where the pixels of a result come from, and the crops, resizes and flips that move it.
 
-Every op of the head moves a map: output index -> source coordinate, per image and axis. A list of
+Every fused op moves a map: output index -> source coordinate, per image and axis. A list of
 them composes into one map, and one resampling launch carries it out.
 """
 

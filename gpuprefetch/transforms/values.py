@@ -49,7 +49,7 @@ class Values:
 
     Args:
         fused: mean and std of a fused Normalize, if there is one.
-        tail: the transforms behind the fused ones.
+        tail: the transforms after the fused ones.
 
     Raises:
         ValueError: if a std is 0, or images are normalized twice.
@@ -94,7 +94,7 @@ class Values:
             self._normalized(self._fused, *values)
 
     def reach(self, transform: Any, images: Any) -> None:
-        """Look at images that a transform behind the fused ones gets.
+        """Look at images that a transform after the fused ones gets.
 
         Raises:
             TypeError: if uint8 images reach a Normalize.

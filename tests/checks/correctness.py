@@ -43,7 +43,7 @@ def soak_rows(document: Document) -> list[Row]:
             )
             epochs = result["epochs"] - result["warm_epochs"]
             rows.append(
-                (f"soak, spread over {epochs} epochs behind {result['warm_epochs']}", spread)
+                (f"soak, spread over {epochs} epochs after {result['warm_epochs']}", spread)
             )
     return rows
 

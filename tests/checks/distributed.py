@@ -7,7 +7,9 @@ The number of pictures is a multiple neither of the batch size nor of the proces
 ``drop_last`` a ``DistributedSampler`` repeats samples up to a multiple of the processes: the union
 of all ranks is exact if each rank gets what its sampler says, nothing is left out and nothing else
 is repeated. With ``drop_last`` nothing is repeated, and left out is what fills no batch on every
-rank. Shards without padding, as in validation, give each sample once.
+rank. Shards without padding, as in validation, give each sample once. Where every rank draws its
+own repeats, by weight or for repeated augmentation, no two repeats are the same picture, and
+another rank that is told whose samples they are makes the same ones.
 
 Every check is made once more with a mistake in it, which has to be noticed.
 """
@@ -18,7 +20,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -28,7 +30,13 @@ import torch.distributed as dist
 from bench import harness, ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 from gpuprefetch import DataPrefetcher, EncodedImage, RandomResizedCrop
 
@@ -37,6 +45,7 @@ SEED = 5
 CLASSES = 10
 
 Result = dict[str, Any]
+Picture = tuple[int, str]
 
 
 class Pictures(Dataset):
@@ -50,6 +59,17 @@ class Pictures(Dataset):
 
     def __getitem__(self, index: int) -> tuple[EncodedImage, int]:
         return EncodedImage(self.files[index], index), index
+
+
+class RepeatedAugmentation(Sampler[int]):
+    """Gives each sample three times, to ranks in turn, as torchvision's and timm's do."""
+
+    def __init__(self, count: int, rank: int) -> None:
+        self.count, self.first = count, rank
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(SEED))
+        return iter(order.repeat_interleave(3).tolist()[self.first :: WORLD])
 
 
 def gather(value: Any) -> list[Any]:
@@ -77,10 +97,10 @@ class Checks:
         self.args, self.device = args, device
         self.data = Pictures(args.pictures)
 
-    def loader(self, **how: Any) -> DataPrefetcher:
+    def loader(self, scale: tuple[float, float] = (0.08, 1.0), **how: Any) -> DataPrefetcher:
         pinned = self.device.type == "cuda"
         loader = DataLoader(self.data, num_workers=self.args.workers, pin_memory=pinned, **how)
-        crop = RandomResizedCrop(self.args.size)
+        crop = RandomResizedCrop(self.args.size, scale)
         # One decoder for all that it can decode: another one's pictures differ by rounding.
         return DataPrefetcher(
             loader, device=self.device, transforms=[crop], seed=SEED, cpu_share=0.0
@@ -125,22 +145,22 @@ class Checks:
         exact = sorted(joined(found)) == list(range(len(self.data)))
         return {"ok": exact, "samples": [len(part) for part in found]}
 
-    def pictures(self, epoch: int, sampler: Iterable[int], batch_size: int) -> dict[int, str]:
-        """A digest of every picture that the loop gets, by its number."""
-        loader = self.loader(sampler=sampler, batch_size=batch_size)
+    def pictures(self, epoch: int, sampler: Iterable[int], size: int, **how: Any) -> list[Picture]:
+        """The number of every picture that the loop gets, and a digest of it."""
+        loader = self.loader(sampler=sampler, batch_size=size, **how)
         loader.set_epoch(epoch)
-        return {
-            number: hashlib.sha256(image.tobytes()).hexdigest()
+        return [
+            (number, hashlib.sha256(image.tobytes()).hexdigest())
             for images, numbers in loader
             for image, number in zip(images.cpu().numpy(), numbers.tolist(), strict=True)
-        }
+        ]
 
     def images(self, mistake: str) -> Result:
         """Whether a picture is the same on each rank, and alone in batches of another size."""
         size = self.args.batch_size
         found = gather(self.pictures(1, self.sampler(RANK), size))
-        alone = self.pictures(0 if mistake else 1, range(len(self.data)), size + 3)
-        compared = list(chain.from_iterable(part.items() for part in found))
+        alone = dict(self.pictures(0 if mistake else 1, range(len(self.data)), size + 3))
+        compared = list(chain.from_iterable(found))
         different = sum(gather(sum(alone[number] != picture for number, picture in compared)))
         summary = hashlib.sha256("".join(alone[number] for number in sorted(alone)).encode())
         return {
@@ -148,6 +168,39 @@ class Checks:
             "compared": len(compared) * WORLD,
             "different": different,
             "sha256": summary.hexdigest(),  # the same for any number of processes
+        }
+
+    def drawing(self, kind: str, rank: int) -> Sampler[int]:
+        """Of one rank, each with another number of samples."""
+        count = len(self.data)
+        if kind == "augmentation":
+            return RepeatedAugmentation(count, rank)
+        draws, generator = count // WORLD + rank, torch.Generator().manual_seed(SEED + rank)
+        return WeightedRandomSampler(range(1, count + 1), draws, generator=generator)
+
+    def repeats(self, mistake: str, *, kind: str) -> Result:
+        """Whether repeats are pictures of their own, the same for whoever makes them."""
+        size, mine, other = self.args.batch_size, self.drawing(kind, RANK), (RANK + 1) % WORLD
+        small = {"scale": (0.02, 0.2)}  # a large crop may not fit, and is the middle each time then
+        if mistake:
+            mine.rank = 0
+        found = gather(self.pictures(0, mine, size, **small))
+        others = self.drawing(kind, other)
+        others.rank = other  # by itself it is this one
+        again = self.pictures(0, others, size + 3, **small)
+        orders = [list(self.drawing(kind, rank)) for rank in range(WORLD)]
+        exact = [[number for number, _ in part] for part in found] == orders
+        pairs = zip(again, found[other], strict=True)
+        different = sum(gather(sum(a != b for a, b in pairs)))
+        times = Counter(chain.from_iterable(found))
+        alike = times.total() - len(times)
+        return {
+            "ok": exact and different == 0 and alike == 0,
+            "samples": [len(part) for part in found],
+            "compared": times.total(),
+            "different": different,
+            "repeats": times.total() - len({number for number, _ in times}),
+            "repeats_alike": alike,
         }
 
     def gradients(self, mistake: str, *, dtype: torch.dtype) -> Result:
@@ -235,6 +288,9 @@ def plan(checks: Checks) -> dict[str, tuple[Callable[..., Result], Result, list[
         "shards": (checks.shards, {}, ["one shard for all"] * several),
         "images": (checks.images, {}, ["another epoch"]),
     }
+    for kind in ("augmentation", "weighted"):
+        one = ["one rank for all"] * several
+        found[f"repeats, {kind}"] = (checks.repeats, {"kind": kind}, one)
     for dtype in (torch.float32, torch.float64):
         name = str(dtype).replace("torch.", "gradients, ")
         found[name] = (checks.gradients, {"dtype": dtype}, ["other samples"])
