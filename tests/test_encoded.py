@@ -713,7 +713,7 @@ def test_workers_leave_no_shared_memory_after(photo_folder):
     try:
         loader = loader_of(EncodedImageFolder(photo_folder), "cpu", num_workers=2)
         iterator = iter(DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(8)]))
-        workers = [worker.pid for worker in iterator._lookahead._source._iterator._workers]
+        workers = [worker.pid for worker in torch.multiprocessing.active_children()]
         assert sum(len(target) for _, target in iterator) == len(loader.dataset)
     finally:
         torch.multiprocessing.set_sharing_strategy(before)

@@ -257,13 +257,13 @@ def test_the_end_waits_for_a_batch_that_the_loop_prepares():
     iterator = iter(prefetcher_of(pictures(0, 1), transforms=[transform]))
 
     def go_on():
-        with contextlib.suppress(RuntimeError):  # the epoch has been taken
+        with contextlib.suppress(StopIteration):  # the epoch has ended
             next(iterator)
 
     loop = threading.Thread(target=go_on)
     loop.start()
     assert begun.wait(SECONDS)
-    iterator._lookahead.close()
+    iterator.close()
     assert done
     loop.join(SECONDS)
 

@@ -24,7 +24,6 @@ from gpuprefetch import (
     Views,
 )
 from gpuprefetch.core import epoch as _epoch
-from gpuprefetch.core.epoch import Lookahead
 from gpuprefetch.images import decode as _decode
 from gpuprefetch.images import job as _job
 from gpuprefetch.images import plan as _budget
@@ -207,6 +206,7 @@ def test_wrong_sizes(budget):
         DataPrefetcher([], device="cpu", memory_budget=budget)
 
 
+@pytest.mark.usefixtures("threaded")
 @pytest.mark.parametrize(
     ("depth", "ready", "kept"), [(None, 3.0, 2), (None, 1.9, 1), (None, 0.1, 1), (3, 0.1, 3)]
 )
@@ -215,6 +215,7 @@ def test_fewer_large_batches_are_kept_ready(files, monkeypatch, depth, ready, ke
     assert batches_ahead(files, kept, device_prefetch_size=depth) == kept
 
 
+@pytest.mark.usefixtures("threaded")
 @pytest.mark.parametrize(("room", "kept"), [(3, 2), (1.5, 1), (0.1, 1)])
 def test_batches_in_flight_fit_into_the_budget(files, room, kept):
     # What is ready has been resampled, and the next one is decoded beside it.
@@ -223,21 +224,14 @@ def test_batches_in_flight_fit_into_the_budget(files, room, kept):
 
 
 def batches_ahead(files, expected, **options):
-    """How many of them are prepared before the loop has taken one."""
-    prefetcher = prefetcher_of(files, FakeDecoder(), **options)
-    source = _epoch.Source(prefetcher._loader)
-    pipeline = prefetcher._pipeline
-    lookahead = Lookahead(
-        pipeline, source, epoch=0, depth=prefetcher._depth, threaded=True, check=lambda batch: None
-    )
-    lookahead.start()
+    """How many of them are decoded before the loop has taken one."""
+    iterator = iter(prefetcher_of(files, decoder := FakeDecoder(), **options))
     deadline = time.monotonic() + 10
-    while len(lookahead._slots) < expected and time.monotonic() < deadline:
+    while sum(decoder.calls) < 8 * expected and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.05)  # for one too many
-    count = len(lookahead._slots)
-    lookahead.close()
-    return count
+    iterator.close()
+    return sum(decoder.calls) / 8
 
 
 @pytest.mark.gpu
