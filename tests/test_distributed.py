@@ -101,7 +101,7 @@ def test_a_node_that_is_killed_and_resumed(tmp_path, monkeypatch):
             ]
             if stop_at:
                 while len(self.logs(log)[1]) < stop_at:
-                    assert ranks[1].poll() is None
+                    assert ranks[1].poll() is None, ranks[1].communicate()[1]
                 os.kill(ranks[1].pid, signal.SIGKILL)
             errors = [rank.communicate()[1] for rank in ranks]
             assert any(rank.returncode for rank in ranks) == bool(stop_at), errors

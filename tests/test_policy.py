@@ -86,9 +86,9 @@ POLICIES = {
     "timm augmix": lambda: timms("augmix-m5-w2"),
 }
 BILINEAR_OF_PIL = 2
-COUNT = 250
-# The Kolmogorov-Smirnov distance of two samples of 250 is above it with a chance of 1 in 50,000.
-FARTHEST = 0.215
+COUNT = 400
+# The Kolmogorov-Smirnov distance of two samples of 400 is above it with a chance of 1 in 50,000.
+FARTHEST = 0.17
 
 
 def statistics(images):
@@ -135,7 +135,7 @@ def test_its_distribution_is_the_original_ones(name):
     ("one", "other"),
     [
         (v2.RandAugment(2, 9), v2.RandAugment(2, 20)),
-        (v2.RandomApply([INVERT], 0.35), v2.RandomApply([INVERT], 0.65)),
+        (v2.RandomApply([INVERT], 0.4), v2.RandomApply([INVERT], 0.6)),
         (v2.RandomRotation(20), v2.RandomRotation(30)),
         (v2.RandomOrder([INVERT, SOLARIZE]), v2.Compose([INVERT, SOLARIZE])),
         (v2.AugMix(3), v2.AugMix(9)),
