@@ -42,7 +42,7 @@ def test_a_slice(device):
 def test_crashes_and_hangs_are_noticed():
     # Guards the test above: each at the first case of its group, so that little comes before it.
     trap = json.dumps({"0": "crash", "31": "hang"})
-    result = run("--cases", 62, "--seed", 3, "--trap", trap, "--patience", 5)
+    result = run("--cases", 62, "--seed", 3, "--trap", trap, "--patience", 15)
     assert result["crashes"] == [
         {"cases": [0, 31], "ending": "signal 11"},
         {"cases": [31, 62], "ending": "hangs"},
