@@ -93,6 +93,7 @@ def test_a_node_that_is_killed_and_resumed(tmp_path, monkeypatch):
                 Child(
                     *(code, "--rank", *words),
                     modules=["webdataset"],
+                    folder=tmp_path,  # the children's parent may be in another one
                     **variables,
                     RANK=str(rank),
                     STOP_AT=str(stop_at * rank),
