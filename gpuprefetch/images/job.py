@@ -62,7 +62,7 @@ class ImageJob:
         self._numbers: tuple[torch.Tensor, int, int] | None = None
         self._survived: torch.Tensor | None = None
         for view in pipeline.views:
-            if view.head.names or view.tail or len(pipeline.views) > 1:
+            if view.head.names or view.tail:
                 require_fixed_size(view.head, view.tail)
 
     def begin(self, limit: int | None = None) -> list[Callable[[], None]]:

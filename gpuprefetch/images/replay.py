@@ -330,10 +330,7 @@ def replay(
     pipeline.only = row = _row_of(indices.index(index), len(indices), images)
     cuda = pipeline.device.type == "cuda"
     with own_modes(pipeline.device), torch.cuda.device(pipeline.device) if cuda else nullcontext():
-        work = pipeline.start(batch, number, epoch, pipeline.cost(batch))
-        for part in work.parts:
-            part()
-        result = work.finish()
+        result = pipeline.run(batch, number, epoch, pipeline.cost(batch))
         for leaf in images:
             if row in leaf.errors:
                 bad = BadImage(index, leaf.paths[row], leaf.errors[row])

@@ -1,7 +1,7 @@
 """From a host batch to a device batch: move tensors, decode, resample, transform.
 
 It is the stage of an epoch whose batches hold images. A batch becomes a few parts, each a decode
-and a launch, and a finish after them, all on one stream.
+and a launch, and a finish after them. The parts take turns on two streams.
 """
 
 from __future__ import annotations
