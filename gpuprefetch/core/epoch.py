@@ -51,16 +51,8 @@ class Lookahead:
     event. Only that thread adds slots, and only the loop takes them. Without a thread the loop does
     the same work when it asks for a batch.
 
-    Args:
-        stage: prepares each batch.
-        source: the loader's batches.
-        epoch: number of the epoch, for the stage.
-        depth: batches that are ready or in preparation; None goes by the size of the first one.
-        threaded: whether there is a thread.
-        check: gets each batch as it comes from the loader.
-
-    Attributes:
-        use: "unused", "used", or "dropped" before it was used; shared with the prefetcher.
+    A ``depth`` of None goes by the size of the first batch. ``check`` gets each batch as it comes
+    from the loader.
     """
 
     def __init__(
@@ -75,7 +67,9 @@ class Lookahead:
     ) -> None:
         self.stage, self.device, self.place = stage, stage.device, source.place
         self._source, self._epoch, self._depth, self._check = source, epoch, depth, check
-        self._number, self.use = int(source.place["batches"]), ["unused"]
+        self._number = int(source.place["batches"])
+        # "unused", "used", or "dropped" before it was used; shared with the prefetcher.
+        self.use = ["unused"]
         self._streams = [SideStream(self.device)]
         self._changed = threading.Condition()  # guards the slots and _stopping
         self._slots: deque[Slot] = deque()
@@ -90,16 +84,11 @@ class Lookahead:
             self._thread = threading.Thread(target=self._serve, name="gpuprefetch", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, once whoever closes the epoch knows of it.
-
-        Raises:
-            RuntimeError: if there are as many threads as there may be.
-        """
+        """Start the thread, once whoever closes the epoch knows of it."""
         if self._thread is not None:
             self._thread.start()
 
     def _serve(self) -> None:
-        """What the thread does."""
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # a new thread is on the first GPU
@@ -141,7 +130,6 @@ class Lookahead:
         return len(self._slots) < depth and fits
 
     def _fetch(self) -> Slot:
-        """Take a batch from the loader."""
         slot = Slot(self._number)
         self._number += 1
         try:
@@ -182,11 +170,7 @@ class Lookahead:
             self._changed.notify_all()
 
     def take(self) -> Slot:
-        """The next batch in order, as soon as its work has been queued.
-
-        Raises:
-            StopIteration: if another thread has closed the epoch.
-        """
+        """The next batch, as soon as its work has been queued; its end if the epoch was closed."""
         self._user, asked = threading.get_ident(), time.perf_counter()
         self.stage.asked()
         if self._thread is None:
@@ -206,10 +190,9 @@ class Lookahead:
         return slot
 
     def close(self) -> bool:
-        """End the epoch and wait for its thread, which drops what was not handed over.
+        """End the epoch and wait for its thread; whether it has ended.
 
-        Returns:
-            Whether it has ended. A thread whose loader hangs goes on when that gives a batch.
+        A thread whose loader hangs goes on when that gives a batch.
         """
         if os.getpid() != self._pid:
             return True  # a forked worker collects garbage of ours: nothing of it is its own
@@ -254,11 +237,7 @@ class Lookahead:
 
 
 class Epoch:
-    """Iterator over one epoch.
-
-    Attributes:
-        close: ends the epoch; also called when the iterator is dropped, and at interpreter exit.
-    """
+    """Iterator over one epoch; ``close`` ends it."""
 
     def __init__(self, lookahead: Lookahead) -> None:
         self._lookahead, self._stats = lookahead, lookahead.stage.stats
@@ -269,7 +248,8 @@ class Epoch:
         self._given = lookahead.place["batches"] > 0
         self._empty: Empty | None = None
         self._left_out = 0
-        # A transform that leads to this iterator keeps it alive: its thread holds the transform.
+        # Called when the iterator is dropped, and at interpreter exit. A transform that leads to
+        # this iterator keeps it alive: its thread holds the transform.
         self.close = weakref.finalize(self, lookahead.drop)
         self._alone = threading.RLock()  # several threads may share the iterator
 

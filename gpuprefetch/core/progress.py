@@ -65,10 +65,7 @@ class Progress:
         self.place, self.resumes = dict(state), "random_states" in state
 
     def save(self, loader: Any, going_on: Any) -> dict[str, Any]:
-        """Where the latest epoch of a loader stands, or where the next one begins.
-
-        ``going_on`` is a copy of the loader whose workers live on.
-        """
+        """Where the latest epoch stands, or the next begins; workers of ``going_on`` live on."""
         self.forget_unused()
         place = self.place
         if "ended" in place or "random_states" not in place:

@@ -35,8 +35,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-class _Line:
-    """The part of tqdm's bar that is used here, in one line."""
+class Line:
+    """A line on stderr that says how much is done; nothing where that is a file."""
 
     def __init__(self, total: int, desc: str) -> None:
         self.total, self._desc, self._done = total, desc, 0
@@ -59,18 +59,8 @@ class _Line:
 
 
 @contextlib.contextmanager
-def progress(name: str, total: int) -> Iterator[Any]:
-    """A bar of tqdm's where it is installed, else a line like it; nothing where stderr is a file.
-
-    Yields:
-        What has ``total``, ``update(count)`` and ``set_description_str(text)``.
-    """
-    try:
-        from tqdm.auto import tqdm  # type: ignore[import-untyped,unused-ignore]
-    except ImportError:
-        yield _Line(total, name)
-        if sys.stderr.isatty():
-            sys.stderr.write("\n")
-    else:
-        with tqdm(total=total, desc=name, disable=None) as bar:
-            yield bar
+def progress(name: str, total: int) -> Iterator[Line]:
+    """How far a tool is."""
+    yield Line(total, name)
+    if sys.stderr.isatty():
+        sys.stderr.write("\n")

@@ -35,10 +35,7 @@ def is_stateful(loader: Any) -> bool:
 
 
 def changed(loader: DataLoader[Any], **values: Any) -> DataLoader[Any]:
-    """A copy of a loader, with workers of its own, and other attributes.
-
-    DataLoader forbids some of these changes, not the values.
-    """
+    """A copy of a loader, with workers of its own, and with attributes that DataLoader locks."""
     clone = copy.copy(loader)
     clone._iterator = None
     vars(clone).update(values)
@@ -111,12 +108,10 @@ def _restores(loader: Any) -> bool:
 
 @contextmanager
 def _drawing_from(loader: Any, saved: list[Any]) -> Iterator[None]:
-    """Draw from the saved states; after that torch's own is what it was.
-
-    It stays if the caller has restored it: the next epoch would repeat the order. It also stays if
-    the dataset may have restored it.
-    """
+    """Draw from the saved states; after that torch's own is what it was."""
     before, states = torch.get_rng_state(), [_decoded(state) for state in saved]
+    # Not if the caller has restored it, as the next epoch would repeat the order; nor if the
+    # dataset may have.
     undone = not _restores(loader) and not torch.equal(before, states[0])
     torch.set_rng_state(states[0])
     # A sampler may have made one since: that draws a seed of its own for each epoch.
@@ -132,21 +127,8 @@ def _drawing_from(loader: Any, saved: list[Any]) -> Iterator[None]:
 class _SeedApart(torch.Generator):
     """For workers that start where those of the uninterrupted run live on.
 
-    Workers draw a seed when they start, before the sampler draws, from the same generator.
+    They draw a seed when they start, before the sampler draws, from the same generator.
     """
-
-
-class _Rest:
-    """A sampler without what it gave before the interruption."""
-
-    def __init__(self, sampler: Any, done: int) -> None:
-        self._sampler, self._done = sampler, done
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self._sampler), self._done, None)
-
-    def __len__(self) -> int:
-        return max(len(self._sampler) - self._done, 0)
 
 
 class Source:
@@ -205,7 +187,7 @@ class Source:
             and not isinstance(loader.dataset, IterableDataset)
         ):
             name = sampler_of(loader)
-            rest = changed(rest, **{name: _Rest(getattr(loader, name), done)})
+            rest = changed(rest, **{name: islice(iter(getattr(loader, name)), done, None)})
         else:
             skipped = done
         self._loader, self._iterator = rest, iter(rest)
@@ -215,11 +197,7 @@ class Source:
         return self
 
     def __next__(self) -> tuple[Any, Any]:
-        """The next batch and the loader's state after it.
-
-        Raises:
-            StopIteration: with the state as its value, which begins the next epoch.
-        """
+        """The next batch and the loader's state after it; the end has that as its value."""
         if self._ahead:
             return self._ahead.pop()
         try:

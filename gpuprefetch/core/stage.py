@@ -31,19 +31,12 @@ class Empty:
 
 
 class Stage(Protocol):
-    """Prepares batches.
-
-    Attributes:
-        device: where batches go.
-        stats: counts the time of each step.
-        memory_budget: bytes for all batches that are ready or in preparation; None for no limit.
-        streams: batches that are prepared side by side. It may grow within an epoch.
-    """
+    """Prepares batches."""
 
     device: torch.device
     stats: Stats
-    memory_budget: int | None
-    streams: int
+    memory_budget: int | None  # bytes for all batches that are ready or in preparation
+    streams: int  # batches that are prepared side by side; it may grow within an epoch
 
     def scratch(self) -> contextlib.AbstractContextManager[None]:
         """What a thread that prepares batches keeps meanwhile."""
@@ -52,10 +45,9 @@ class Stage(Protocol):
         """Called in the loop's thread when it asks for a batch."""
 
     def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int]:
-        """Take the loader's batch of this number, which it let us wait for, in seconds.
+        """What :meth:`run` gets of the loader's batch of this number, and its count of images.
 
-        Returns:
-            What :meth:`run` gets, and the number of its images.
+        ``waited`` is for how many seconds the loader let us wait for it.
         """
 
     def cost(self, batch: Any) -> Cost:
@@ -68,11 +60,9 @@ class Stage(Protocol):
         """
 
     def handed_over(self, period: float, waited: float) -> None:
-        """Learn from a batch as it goes to the loop.
+        """Learn from a batch that goes to the loop ``period`` seconds after the one before.
 
-        Args:
-            period: seconds since the one before.
-            waited: seconds of them for which the loop had nothing to do until it was prepared.
+        For ``waited`` seconds of them the loop had nothing to do until it was prepared.
         """
 
     def close(self) -> None:

@@ -21,15 +21,7 @@ TOLERATED, FEW = 0.01, 10
 
 
 class Timed:
-    """Count the host's seconds of what runs inside, and name it in Nsight and PyTorch's profiler.
-
-    Args:
-        stats: whose ``{name}_seconds`` it adds to.
-        name: of the stage; the range is called ``gpuprefetch.{name}``.
-
-    Attributes:
-        seconds: that it took, once it is left.
-    """
+    """Add the seconds of what runs inside to ``{name}_seconds``, and name it in profilers."""
 
     __slots__ = ("_name", "_range", "_started", "_stats", "seconds")
 
@@ -45,7 +37,7 @@ class Timed:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.seconds = time.perf_counter() - self._started
+        self.seconds = time.perf_counter() - self._started  # of the host
         self._stats.add(self._name + "_seconds", self.seconds)
         self._range.__exit__(*error)
         if _NVTX is not None:

@@ -30,10 +30,7 @@ RUN_AHEAD = 1
 
 
 def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
-    """Make ``batch`` safe to use on the current stream of ``device``. See Note [Stream handoff].
-
-    ``ready`` was recorded on its side stream after the last work of the batch.
-    """
+    """Make ``batch`` safe to use on the current stream of ``device``. See Note [Stream handoff]."""
     stream = torch.cuda.current_stream(device)
     stream.wait_event(ready)
     for part in tensors(batch):
@@ -44,10 +41,7 @@ def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
 def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
     """Wait until the current stream of ``device`` is at most RUN_AHEAD steps behind the host.
 
-    The caller keeps ``steps`` from one step to the next.
-
-    Returns:
-        Whether it had to wait: the host is faster than the GPU.
+    Returns whether it had to wait. The caller keeps ``steps`` from one step to the next.
     """
     if device.type != "cuda":
         return False
