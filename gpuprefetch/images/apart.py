@@ -21,15 +21,11 @@ from gpuprefetch.transforms.timm import is_timm
 
 
 class Apart(NamedTuple):
-    """A batch whose collate function is still to come.
+    """A batch whose collate function is still to come."""
 
-    Attributes:
-        images: collated.
-        samples: ``(N,)`` objects, the samples with a hole where the image was: an array has one row
-            per image, so a bad image takes its sample along.
-    """
-
-    images: Any
+    images: Any  # collated
+    # (N,) objects, the samples with a hole where the image was: an array has one row per image, so
+    # a bad image takes its sample along.
     samples: Any
 
 
@@ -48,7 +44,6 @@ def image_of(sample: Any) -> Any:
 
 
 def set_apart(samples: list[Any]) -> Apart:
-    """Collate the images alone."""
     images = [image_of(sample) for sample in samples]
     count = sum(isinstance(image, EncodedImage) for image in select(samples[0], is_image))
     if count > 1:

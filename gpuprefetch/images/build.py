@@ -51,10 +51,6 @@ def build_stage(
     """The stage for batches of ``loader``, and what steers the workers' share of its epochs.
 
     The arguments are those of :class:`gpuprefetch.DataPrefetcher`.
-
-    Raises:
-        TypeError: for a transform that is not callable.
-        ValueError: for arguments out of range, and for transforms that cannot work.
     """
     _check_output(dtype, memory_format)
     _check_bad(on_error, max_bad)

@@ -62,10 +62,7 @@ from gpuprefetch.transforms.launch import CANARY
 def place(size: int, device: torch.device, scratch: dict[int, torch.Tensor] | None) -> torch.Tensor:
     """1-D uint8 of ``size`` bytes or more on the device, not initialized, to decode into.
 
-    Args:
-        size: bytes.
-        device: of the current stream.
-        scratch: kept from call to call, by the handle of the stream; None to keep nothing.
+    ``scratch`` keeps it from call to call, by the handle of the current stream.
     """
     if scratch is None or size > in_rooms(WHOLE_BATCH_BYTES + UPLOAD_BYTES):  # for one image
         return torch.empty([size], dtype=torch.uint8, device=device)
@@ -78,11 +75,7 @@ def place(size: int, device: torch.device, scratch: dict[int, torch.Tensor] | No
 
 
 class ImageDecoder:
-    """Decodes a batch of baseline JPEGs on the current stream of a CUDA device.
-
-    Args:
-        device: a CUDA device.
-    """
+    """Decodes a batch of baseline JPEGs on the current stream of a CUDA device."""
 
     library = "nvJPEG"  # that decodes
 
@@ -316,10 +309,7 @@ def _may_refuse(size: int, device: torch.device) -> Iterator[list[str]]:
 def decode_packed(
     decoder: ImageDecoder, images: EncodedImages, call: Call, out: torch.Tensor, at: int
 ) -> bool:
-    """Decode some images of a batch into one tensor; False if they have to be decoded one by one.
-
-    Arguments are those of :func:`decode_part` and :meth:`ImageDecoder.packed`.
-    """
+    """Decode images of a batch into one tensor; False if they have to be decoded one by one."""
     with _may_refuse(call.size, out.device):
         decoder.packed(images.buffer.memory, call, out, first=images.buffer.start, at=at)
         return True
@@ -335,18 +325,11 @@ def decode_part(
     *,
     together: bool = True,
 ) -> list[torch.Tensor | None]:
-    """Decode some images of a batch; what one bad file would fail is decoded one by one.
-
-    Args:
-        decoder: the backend.
-        images: the batch; a file that cannot be decoded gets an entry in its ``errors``.
-        call: which of them.
-        device: of the decoder.
-        stats: count what the decoder skips or refuses.
-        together: whether to try them in one call first.
+    """Decode some images of a batch: ``together`` if that works, else one by one.
 
     Returns:
-        ``(3, H, W)`` uint8 images on ``device``, None for those that cannot be decoded.
+        ``(3, H, W)`` uint8 images on ``device``. None for those that cannot be decoded, which get
+        an entry in the ``errors`` of the batch.
     """
     lengths, *sizes = call.layout.tolist()
     shapes = [(3, height, width) for height, width in zip(*sizes, strict=True)]

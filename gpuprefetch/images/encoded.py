@@ -77,41 +77,26 @@ class EncodedImage(Encoded):
 
 @dataclass(slots=True)
 class Copy:
-    """Pixels of a batch that are copied together.
+    """Pixels of a batch that are copied together."""
 
-    Attributes:
-        positions: in the batch of the images that workers decoded, one after the other.
-        start: of the first in the batch's pixels.
-        stop: of the last.
-    """
-
-    positions: npt.NDArray[np.int64]
-    start: int
+    positions: npt.NDArray[np.int64]  # in the batch, of images that workers decoded
+    start: int  # of the first in the batch's pixels, which the others follow
     stop: int
 
 
 @dataclass(slots=True)
 class Call:
-    """Files of a batch that are decoded together, and pixels that are copied with them.
+    """Files of a batch that are decoded together, and pixels that are copied with them."""
 
-    Attributes:
-        positions: of the N files in the batch, in the order of its buffer.
-        start: of the first in its buffer, which the others follow without a gap.
-        layout: ``(3, N)`` int64, of each file its length, and the height and width of the image in
-            it. The sampling was drawn for these, which headers promise: others would be misread.
-        copy: the pixels; they lie before the decoded images. None for none.
-        size: bytes of all images that are decoded.
-        largest: bytes of the largest one.
-        order: for nvJPEG (:func:`gpuprefetch.images.nvjpeg.order_for`); made in the worker.
-    """
-
-    positions: npt.NDArray[np.int64]
-    start: int
+    positions: npt.NDArray[np.int64]  # of the N files in the batch, in the order of its buffer
+    start: int  # of the first in its buffer, which the others follow without a gap
+    # (3, N), of each file its length, and the height and width of the image in it. The sampling was
+    # drawn for these, which headers promise: others would be misread.
     layout: npt.NDArray[np.int64]
-    copy: Copy | None = None
-    size: int = field(init=False)
-    largest: int = field(init=False)
-    order: npt.NDArray[np.int64] = field(init=False)
+    copy: Copy | None = None  # the pixels; they lie before the decoded images
+    size: int = field(init=False)  # bytes of all images that are decoded
+    largest: int = field(init=False)  # bytes of the largest one
+    order: npt.NDArray[np.int64] = field(init=False)  # of nvjpeg.order_for(); made in the worker
 
     def __post_init__(self) -> None:
         sizes = self.decoded_sizes
@@ -132,15 +117,10 @@ class Call:
 
 @dataclass(slots=True)
 class Plan:
-    """How the images of a batch get to the device, and onto it.
-
-    Attributes:
-        calls: all of them, decode call by decode call.
-        tables: of each view, of a launch after each call; none where they cannot be planned.
-    """
+    """How the images of a batch get to the device, and onto it."""
 
     calls: list[Call]
-    tables: list[Table] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)  # of each view; none without a fixed size
 
 
 @dataclass(kw_only=True, repr=False)
@@ -273,35 +253,23 @@ class EncodedImages(Encoded):
 
 @dataclass(kw_only=True, repr=False)
 class PreparedImages(EncodedImages):
-    """Encoded images that a :class:`gpuprefetch.images.worker.Packer` has prepared for the device.
+    """Encoded images that a :class:`.packer.Packer` has prepared for the device."""
 
-    Attributes:
-        rows: of each view, ``(N, 2, 6)`` float64, the sampling of its fused transforms; None where
-            these sample nothing.
-        plan: of the way to the GPU.
-        numbers: where in the buffer, after the pixels, what the launches of each view read starts;
-            and where all of it stops.
-        out: the finished batch of each view, where no device is to make it; else empty.
-        samples: of the batch, each image's; -1 where the collate function made a new image.
-        share: of the baseline JPEGs that the worker was to decode.
-        read_seconds: the worker spent in the dataset.
-        decode_seconds: it spent decoding.
-        collate_seconds: it spent on the rest of the batch.
-        targets: what became of boxes, masks and points, see :func:`.targets.fate`.
-        seed: with which the worker has run the first transform after the fused ones; None if not.
-    """
-
+    # Of each view (N, 2, 6), the sampling of its fused transforms; None where these sample nothing.
     rows: list[npt.NDArray[np.float64] | None]
     plan: Plan
+    # Where in the buffer, after the pixels, what the launches of each view read starts; and its end.
     numbers: list[int]
-    out: list[torch.Tensor]
-    samples: list[int]
-    share: float
-    read_seconds: float
+    out: list[torch.Tensor]  # the finished batch of each view, where no device is to make it
+    samples: list[int]  # each image's; -1 where the collate function made a new image
+    share: float  # of the baseline JPEGs that the worker was to decode
+    read_seconds: float  # in the dataset
     decode_seconds: float
-    collate_seconds: float
-    targets: str = ""
-    seed: int | None = None
+    collate_seconds: float  # on the rest of the batch
+    targets: str = ""  # of targets.fate()
+    seed: int | None = (
+        None  # with which the worker has run the first transform after the fused ones
+    )
 
     def words(self, view: int) -> npt.NDArray[np.int64]:
         """What a view's launches read of each image, ``(N, words)``, in the order of the batch."""
@@ -314,7 +282,6 @@ def is_encoded(batch: Any) -> bool:
     return isinstance(batch, (EncodedImage, EncodedImages)) or (
         isinstance(batch, (list, tuple))
         and len(batch) > 0
-        and isinstance(batch[0], EncodedImage)
         and all(isinstance(image, EncodedImage) for image in batch)
     )
 
@@ -328,15 +295,10 @@ def allocate(
     room: int = 0,
     **known: Any,
 ) -> EncodedImages:
-    """Lay out a batch whose :meth:`EncodedImages.parts` are still to be written.
+    """Lay out a batch whose parts of these ``lengths`` are still to be written.
 
-    Args:
-        images: of the batch.
-        lengths: ``(N,)``, bytes of each part.
-        decoded: ``(N,)`` bool, which parts are pixels.
-        work: ``(N,)``, of the GPU with each file.
-        room: bytes after the pixels.
-        known: more attributes of the batch.
+    ``work`` is the GPU's with each file, ``room`` in bytes after the pixels, ``known`` more
+    attributes of the batch.
     """
     # Files with the most work lie first: nvJPEG gives the engines files in turns, and waits for one
     # that is not through with the file before. On an H200, beside training, an image takes 102 us
@@ -383,7 +345,6 @@ def packing_with(fn: Pack) -> Iterator[None]:
 
 
 def collate_encoded(images: Sequence[EncodedImage], *, collate_fn_map: Any = None) -> EncodedImages:
-    """Entry of the default collate for :class:`EncodedImage`."""
     return _pack.get()(images)
 
 

@@ -22,38 +22,24 @@ MAX_SCANNED_PIXELS = 16 * MAX_PIXELS
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What the bytes of an encoded image say about it.
+    """What the bytes of an encoded image say about it."""
 
-    Attributes:
-        format: PIL's name for it in lower case, as ``"jpeg"``; by content and not by file name.
-        height: Of the picture as it is stored, before its orientation is applied.
-        width: As ``height``.
-        orientation: EXIF orientation, 1 to 8; 1 where it is absent or broken, and for a TIFF,
-            which PIL turns upright whenever it decodes one.
-        gpu: Whether the file is one whose nvJPEG hardware decode gives libjpeg's picture. See
-            Note [Files for the GPU].
-        exif: Byte spans ``[start, stop)`` in a JPEG. With zeros written over them no decoder finds
-            an orientation, and the pixels stay the same. Empty for the other formats.
-    """
-
-    format: str
-    height: int
+    format: str  # PIL's name for it in lower case; by content and not by file name
+    height: int  # of the picture as it is stored
     width: int
+    # EXIF's, 1 to 8; 1 where it is broken, and for a TIFF, which PIL turns whenever it decodes one.
     orientation: int = 1
-    gpu: bool = False
+    gpu: bool = False  # whether nvJPEG gives libjpeg's picture: see Note [Files for the GPU]
+    # Byte spans in a JPEG. With zeros over them no decoder finds an orientation.
     exif: tuple[tuple[int, int], ...] = ()
 
 
 def read_header(data: bytes | memoryview) -> ImageHeader:
     """Read format, size and orientation of an encoded image, without touching its pixels.
 
-    Args:
-        data: A whole encoded file. A ``memoryview`` is copied once.
-
     Raises:
         ValueError: if the bytes are neither a JPEG nor what PIL reads, if their header is broken or
-            truncated, or if the picture has no pixels or more than ``MAX_PIXELS``, or, as a JPEG of
-            many scans, more than ``MAX_SCANNED_PIXELS``.
+            truncated, or if the picture has no pixels or too many.
     """
     data = bytes(data)
     try:
@@ -79,13 +65,7 @@ def decode_cpu(
 
     The pixels are PIL's, bit for bit: TorchCodec decodes JPEG to the same ones, and PIL itself
     every other format. Transparency is dropped, not blended; of an animation the first frame is
-    decoded.
-
-    Args:
-        data: A whole encoded file; a tensor is ``(n_bytes,)`` uint8 on the CPU. It is only read.
-        header: What :func:`read_header` gave for it, where that is known.
-        apply_exif: Turn the picture upright, as ``PIL.ImageOps.exif_transpose`` does. In a JPEG, an
-            orientation that is written in XMP only is not looked for.
+    decoded. An orientation that a JPEG has in XMP only is not looked for.
 
     Returns:
         ``(3, H, W)`` uint8, of any strides.
@@ -125,7 +105,7 @@ def load_decoders() -> None:
 
 
 def blank(data: bytes | memoryview, spans: Sequence[tuple[int, int]]) -> bytearray:
-    """Return a copy of ``data`` with zeros in ``spans``."""
+    """A copy of ``data`` with zeros in ``spans``."""
     copied = bytearray(data)
     for start, stop in spans:
         copied[start:stop] = bytes(stop - start)
@@ -133,15 +113,7 @@ def blank(data: bytes | memoryview, spans: Sequence[tuple[int, int]]) -> bytearr
 
 
 def upright(image: torch.Tensor, orientation: int) -> torch.Tensor:
-    """Turn and mirror a stored picture as its EXIF orientation asks for.
-
-    Args:
-        image: ``(..., H, W)``, any dtype and device; left untouched.
-        orientation: 1 to 8.
-
-    Returns:
-        ``(..., H, W)``, or ``(..., W, H)`` for orientations 5 to 8; ``image`` itself for 1.
-    """
+    """Turn and mirror a stored picture ``(3, H, W)`` as its EXIF orientation asks for."""
     if orientation >= 5:
         image = image.mT
     dims = ((), (-1,), (-2, -1), (-2,))[(orientation - 1) % 4]
@@ -282,7 +254,7 @@ _LATER_MARKERS = re.compile(rb"\xff[\xc0-\xcf\xd9-\xfe]")
 
 
 def _after_first_scan(data: bytes, pos: int) -> tuple[int, _Spans]:
-    """Return the number of scans, and the APP1 segments after the first, up to the image's end.
+    """The number of scans, and the APP1 segments after the first, up to the image's end.
 
     After its end a phone may have put a film, in which anything looks like a marker.
     """
@@ -304,7 +276,7 @@ def _after_first_scan(data: bytes, pos: int) -> tuple[int, _Spans]:
 def _read_app1(
     data: bytes, segments: _Spans, later: _Spans
 ) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return the orientation, and the spans of all that a decoder could take for one.
+    """The orientation, and the spans of all that a decoder could take for one.
 
     PIL and TorchCodec's CUDA decoder look for the "Exif" identifier, TorchCodec's CPU decoder takes
     the first APP1 segment whatever its identifier, also one of the later ones after the first

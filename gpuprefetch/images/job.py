@@ -29,21 +29,13 @@ ALIGNED = 16  # bytes: Triton compiles another kernel for an odd address
 
 @dataclass
 class Output:
-    """What one view makes of a batch.
-
-    Attributes:
-        head: its fused transforms.
-        rows: ``(N, 2, 6)`` float64, their sampling; None where they have none.
-        out: the result, ``(N, 3, H, W)``; a list of N images where it has no fixed size.
-        launches: that are planned; None where they are not.
-        numbers: where what these read begins, from the first view's on.
-    """
+    """What one view makes of a batch."""
 
     head: Head
-    rows: npt.NDArray[np.float64] | None
-    out: Any
-    launches: Launches | None = None
-    numbers: int = 0
+    rows: npt.NDArray[np.float64] | None  # (N, 2, 6), the sampling; None where there is none
+    out: Any  # the result, (N, 3, H, W); a list of N images where it has no fixed size
+    launches: Launches | None = None  # None where they are not planned
+    numbers: int = 0  # where what these read begins, from the first view's on
 
 
 class ImageJob:
@@ -66,12 +58,7 @@ class ImageJob:
                 require_fixed_size(view.head, view.tail)
 
     def begin(self, limit: int | None = None) -> list[Callable[[], None]]:
-        """On the stream of the batch: reserve the result.
-
-        Returns:
-            The decode of each sub-batch, with pixels that workers decoded; none takes more than
-            ``limit`` bytes.
-        """
+        """Reserve the result; the decode of each sub-batch, of at most ``limit`` bytes."""
         pipeline, images, plan = self._pipeline, self.images, self.images.plan
         sizes = pipeline.packer.sizes
         # Without engines a call takes as long whatever its size.
@@ -123,10 +110,8 @@ class ImageJob:
     def _decode(self, *, call: Call, launch: int | None = None, again: bool = False) -> None:
         """Decode and resample a sub-batch; out of memory, make room and take smaller ones.
 
-        Args:
-            call: its images.
-            launch: of all of them, if it was planned: its number.
-            again: whether it is one image, or one copy, that has had a try.
+        ``launch`` is the number of the one that was planned. ``again`` says of a single image, or a
+        single copy, that it has had a try.
         """
         try:
             if launch is None or not self._packs(call):
@@ -244,7 +229,6 @@ class ImageJob:
             self._mark_reader()
 
     def _mark_reader(self) -> None:
-        """Have the next decode wait for what was launched."""
         if self._pipeline.device.type == "cuda":
             mark_reader(self._pipeline.device)
 

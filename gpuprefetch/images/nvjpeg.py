@@ -72,15 +72,7 @@ def library() -> Any:
 
 
 class Decoder:
-    """A decoder of nvJPEG's with its memory; for one thread at a time, on the current device.
-
-    Args:
-        backend: of nvJPEG's enumeration.
-
-    Raises:
-        torch.OutOfMemoryError: if there is no room for it.
-        RuntimeError: if it cannot be made.
-    """
+    """A decoder of nvJPEG's with its memory; for one thread at a time, on the current device."""
 
     def __init__(self, backend: int) -> None:
         self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
@@ -112,11 +104,8 @@ class Decoder:
     def decode(self, order: npt.NDArray[np.int64], stream: int) -> None:
         """Queue the decode of some baseline JPEGs; the files are read until it has completed.
 
-        Args:
-            order: ``(10 * N,)`` int64: the addresses of N files on the CPU, their lengths, and an
-                nvjpegImage_t for each picture on the device, as :func:`place_order` gives them. It
-                writes as much as the files say: these had better be right.
-            stream: handle of the stream, the same in all calls. See Note [A stream's decoder].
+        ``order`` is of :func:`place_order`. It writes as much as the files say. ``stream`` is the
+        same in all calls: see Note [A stream's decoder].
 
         Raises:
             torch.OutOfMemoryError: if there is no room for what it needs besides.
@@ -132,13 +121,8 @@ class Decoder:
 def order_for(layout: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """What nvJPEG is given to decode files that lie one after the other, and so do the pictures.
 
-    Args:
-        layout: ``(3, N)`` int64, of each file its length, and the height and width of the picture
-            in it.
-
-    Returns:
-        ``(10 * N,)`` int64, for :func:`place_order`: where each file begins, its length, and an
-        nvjpegImage_t whose only plane is the interleaved picture ``(H, W, 3)``.
+    ``(10 * N,)`` int64 for the lengths, heights and widths ``(3, N)`` of N files: where each
+    begins, its length, and an nvjpegImage_t whose only plane is the picture ``(H, W, 3)``.
     """
     lengths, heights, widths = layout
     sizes = 3 * heights * widths

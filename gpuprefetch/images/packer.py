@@ -44,24 +44,18 @@ _UNREADABLE = ImageHeader("unknown", 2**15, 2**15, 1, False, ())
 
 
 class Headers:
-    """What the headers of N images say.
-
-    Attributes:
-        each: the headers.
-        errors: position -> why the image cannot be decoded.
-        whole: ``(N,)`` bool, which have no error.
-        orientation: ``(N,)``, EXIF's; 1 where it is not to be applied.
-        sizes: ``(N, 2)`` int64, height and width after it.
-    """
+    """What the headers of N images say."""
 
     def __init__(self, images: Sequence[EncodedImage], *, apply_exif: bool) -> None:
-        self.each, self.errors = [_UNREADABLE] * len(images), dict[int, str]()
+        self.each = [_UNREADABLE] * len(images)
+        self.errors: dict[int, str] = {}  # position -> why the image cannot be decoded
         for i, image in enumerate(images):
             try:
                 self.each[i] = read_header(image.data)
             except ValueError as error:
                 self.errors[i] = str(error)
         self.whole = np.array([i not in self.errors for i in range(len(images))])
+        # EXIF's; 1 where it is not to be applied. The sizes are those after it.
         self.orientation = np.array([h.orientation if apply_exif else 1 for h in self.each])
         sizes = np.array([(h.height, h.width) for h in self.each], dtype=np.int64)
         self.sizes = np.where(self.orientation[:, None] >= 5, sizes[:, ::-1], sizes)
@@ -101,48 +95,27 @@ def sample_keys(
 
 @dataclass(slots=True)
 class Packer:
-    """Prepares batches of encoded images for the device; what is the same for all of them.
+    """Prepares batches of encoded images for the device; what is the same for all of them."""
 
-    Attributes:
-        heads: the fused transforms of each view, whose parameters are drawn here.
-        on_gpu: whether baseline JPEGs are left to the GPU.
-        apply_exif: whether pictures are turned upright.
-        seed: of all random parameters.
-        epoch: likewise.
-        share: ``(1,)`` float64 in shared memory, of the baseline JPEGs that are decoded here.
-        finishes: whether the result is made here, as without a device: a worker runs its share of
-            it in one thread, and in the loop's process many threads would wait for cores that the
-            workers have.
-        late: ``(1,)`` bool in shared memory, whether the collate function runs after the
-            transforms. One that mixes images sets it where it first meets encoded ones.
-        moves: whether a transform, fused or after the fused ones, moves pixels.
-        programs: of each view what workers run on its finished images, None for nothing.
-        rank: of this process among those that may be given the same samples, else 0.
-    """
-
-    heads: tuple[Head, ...]
-    on_gpu: bool
+    heads: tuple[Head, ...]  # the fused transforms of each view
+    on_gpu: bool  # whether baseline JPEGs are left to the GPU
     apply_exif: bool
     seed: int
     epoch: torch.Tensor
-    share: torch.Tensor
+    share: torch.Tensor  # in shared memory, of the baseline JPEGs that are decoded here
+    # Whether the result is made here, as without a device: a worker runs its share of it in one
+    # thread, and in the loop's process many threads would wait for cores that the workers have.
     finishes: bool = False
+    # In shared memory, whether the collate function runs after the transforms. One that mixes
+    # images sets it where it first meets encoded ones.
     late: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
-    moves: bool = False
-    programs: tuple[PerImage | None, ...] = ()
-    rank: int = 0
+    moves: bool = False  # whether a transform moves pixels
+    programs: tuple[PerImage | None, ...] = ()  # of each view what workers run on its images
+    rank: int = 0  # of this process among those that may be given the same samples, else 0
     _last: float = field(init=False, default_factory=time.perf_counter)
 
-    def begin(self, samples: Sequence[Any] = (), repeats: Sequence[int] = ()) -> Packing:
-        """Begin a batch of these samples, whose images may be packed in several calls.
-
-        ``repeats`` says how often the epoch has had each of them before; empty is not known.
-        """
-        return Packing(self, samples, repeats)
-
     def __call__(self, images: Sequence[EncodedImage]) -> PreparedImages:
-        """Prepare a batch of these images."""
-        return self.begin()(images)
+        return Packing(self)(images)
 
     def read_seconds(self, images: Sequence[EncodedImage]) -> float:
         """What the dataset took; 0 for images that it has kept from before the last batch."""
@@ -307,13 +280,16 @@ class Packer:
 
 
 class Packing:
-    """Packs the images of one batch, in one call or in several; arguments as of Packer.begin."""
+    """Packs the images of one batch, in one call or in several.
+
+    ``repeats`` says how often the epoch has had each of its samples before; empty is not known.
+    """
 
     def __init__(
         self,
         packer: Packer,
-        samples: Sequence[Any],
-        repeats: Sequence[int],
+        samples: Sequence[Any] = (),
+        repeats: Sequence[int] = (),
         *,
         following: bool = False,
     ) -> None:
@@ -347,11 +323,7 @@ class Packing:
         )
 
     def follow(self, samples: Any) -> tuple[Any, Packing]:
-        """Move boxes, masks and points as the fused transforms will move their image.
-
-        Returns:
-            The samples, and what packs their images.
-        """
+        """Move boxes, masks and points as their image will be; the samples, and what packs them."""
         packer = self._packer
 
         def draw(images: Sequence[EncodedImage]) -> tuple[Any, Any, dict[int, str]]:

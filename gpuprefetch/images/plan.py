@@ -38,11 +38,7 @@ ROOM_BYTES = 40 << 20
 
 
 def parse_bytes(budget: str | int | None) -> int | None:
-    """Bytes of "2GiB" (2**31), "2GB" (2 * 10**9), "512 mb" or an int.
-
-    Raises:
-        ValueError: if it is no such size, or not positive.
-    """
+    """Bytes of "2GiB" (2**31), "2GB" (2 * 10**9), "512 mb" or an int."""
     if budget is None:
         return None
     if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
@@ -146,12 +142,8 @@ def lay_out(
 ) -> Plan:
     """Plan a batch: in the worker, unless a memory budget asks for less at a time.
 
-    Args:
-        images: the batch.
-        sizes: ``(H, W)`` of the result of each view; none where it has no fixed size.
-        words: of each view, ``(N, words)`` int64 of :func:`.launch.plan_rows`, if there are any.
-        limit: bytes of the images of a decode call; None for no limit.
-        room: the same, where there is no limit; None is SUB_BATCH_BYTES.
+    ``sizes`` and ``words`` are of each view, those of its result and of :func:`.launch.plan_rows`.
+    ``limit`` and ``room`` are as for :func:`sub_batches`.
     """
     calls = _calls(images, limit, room, with_pixels=bool(sizes))
     if not words or not calls:
@@ -182,28 +174,16 @@ def in_rooms(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes on the device of one batch.
+    """Bytes on the device of one batch."""
 
-    Attributes:
-        fixed: until it is handed over.
-        decoded: of its decoded images, as many as there are at a time.
-        largest: of the largest one of them.
-        name: of the file of that.
-        divisible: whether its images are made small one decode call after another.
-    """
-
-    fixed: int = 0
-    decoded: int = 0
-    largest: int = 0
-    name: str = ""
-    divisible: bool = True
+    fixed: int = 0  # until it is handed over
+    decoded: int = 0  # of its decoded images, as many as there are at a time
+    largest: int = 0  # of the largest one of them
+    name: str = ""  # of the file of that
+    divisible: bool = True  # whether its images are made small one decode call after another
 
     def limit(self, budget: int | None) -> int | None:
-        """Bytes that decoded images may take at a time; None where all of them fit together.
-
-        Raises:
-            ValueError: if not even one fits.
-        """
+        """Bytes that decoded images may take at a time; None where all of them fit together."""
         if budget is None or self.fixed + self.decoded <= budget:
             return None
         if not self.divisible:
@@ -229,10 +209,7 @@ class Cost:
 def cost_of(batch: Any, heads: Sequence[Head], copies: int = 1) -> Cost:
     """What a batch takes: its tensors, the pixels its workers decoded, and its images.
 
-    Args:
-        batch: as the loader gives it, its encoded images packed.
-        heads: the fused transforms of each view.
-        copies: of the images of a decode call, at the end of it.
+    ``copies`` are of the images of a decode call, at its end.
     """
     fixed, calls, largest, name, divisible = 0, [0], 0, "", True
     for leaf in objects(batch, is_encoded):

@@ -38,19 +38,12 @@ KEPT, MOST, OVERHEAD = 2, 128 << 20, 128
 
 
 class Noted(NamedTuple):
-    """What is known of a batch.
+    """What is known of a batch."""
 
-    Attributes:
-        number: of the batch in its epoch.
-        keys: of its samples.
-        repeats: how often the epoch has had each before; empty where it has had none.
-        checksum: of all samples up to here; None where not all are integers.
-    """
-
-    number: int
-    keys: Sequence[Any]
-    repeats: Sequence[int]
-    checksum: int | None
+    number: int  # in its epoch
+    keys: Sequence[Any]  # of its samples
+    repeats: Sequence[int]  # how often the epoch has had each before; empty where it has had none
+    checksum: int | None  # of all samples up to here; None where not all are integers
 
     @property
     def bytes(self) -> int:
@@ -60,22 +53,15 @@ class Noted(NamedTuple):
 
 @dataclass(slots=True)
 class Notes:
-    """Of one epoch.
-
-    Attributes:
-        seed: of its random parameters.
-        place: of its :class:`Source`.
-        shares: of the JPEGs that the workers decoded, by the number of the batch.
-        batches: that the sampler gave. The last ones are ahead of the loop. The first are dropped
-            once all take more than MOST bytes.
-        given: how many there were.
-    """
+    """Of one epoch."""
 
     seed: int
-    place: dict[str, Any] = field(default_factory=lambda: {"batches": 0})
-    shares: dict[int, float] = field(default_factory=dict)
+    place: dict[str, Any] = field(default_factory=lambda: {"batches": 0})  # of its Source
+    shares: dict[int, float] = field(default_factory=dict)  # of the workers, by number of the batch
+    # That the sampler gave. The last ones are ahead of the loop. The first are dropped once all
+    # take more than MOST bytes.
     batches: deque[Noted] = field(default_factory=deque)
-    given: int = 0
+    given: int = 0  # how many there were
     _bytes: int = 0
 
     def add(self, keys: Sequence[Any], repeats: Sequence[int] = ()) -> None:
@@ -97,10 +83,7 @@ class Notes:
         return [noted for noted in list(self.batches) if noted.number < self.place["batches"]]
 
     def drawn(self) -> tuple[int, int | None]:
-        """The process's rank and a checksum of the samples that the loop has had.
-
-        The checksum is None where they are not all known, or not all integers.
-        """
+        """The rank and a checksum of what the loop has had: None where that is not known."""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         if not self.place["batches"]:
             return rank, 0
@@ -294,10 +277,7 @@ def noted(loader: Any) -> NotedSampler | None:
 def replay(
     loader: Any, pipeline: Pipeline, notes: Notes, index: Any, epoch: int, *, fixed: bool
 ) -> Any:
-    """Prepare the batch that held a sample once more, and take the sample out of it.
-
-    ``fixed`` says that the workers' share of the decoding stays as it is.
-    """
+    """Prepare the batch that held a sample once more, and take the sample out of it."""
     had = notes.had()
     held = next((batch for batch in had if index in batch.keys), None)
     if held is None:

@@ -42,24 +42,15 @@ class Balancer:
 
     A busy worker can cost the training thread more than it saves the GPU, so the share starts at
     none. It rises while the loop waits for decode, and only as long as batches then come faster. It
-    is halved as soon as the workers are late.
-
-    Args:
-        share: ``(1,)`` float64 in shared memory, read by the workers.
-        loader: the wrapped loader.
-        fixed: whether the share stays as it is.
-
-    Attributes:
-        fixed: that, or there are no cores to spare.
-        chosen: whether it was asked for.
+    is halved as soon as the workers are late. One that is ``fixed`` stays as it is.
     """
 
     def __init__(self, share: torch.Tensor, loader: Any, *, fixed: bool) -> None:
         workers = getattr(loader, "num_workers", 0)
-        self.share = share
+        self.share = share  # (1,) float64 in shared memory, read by the workers
         self.chosen = fixed
         self._spare = min(workers, usable_cores() - RESERVED_CORES)
-        self.fixed = fixed or self._spare <= 0
+        self.fixed = fixed or self._spare <= 0  # or there are no cores to spare
         # A new share shows when the batches that were under way are through.
         self._under_way = workers * (getattr(loader, "prefetch_factor", None) or 2) + 4
         self._tried: tuple[float, float] | None = None  # share and period before the latest rise
@@ -68,7 +59,6 @@ class Balancer:
 
     @property
     def value(self) -> float:
-        """The share."""
         return float(self.share[0])
 
     def start_without_engines(self) -> None:
@@ -86,16 +76,10 @@ class Balancer:
         self._late = self._waited = 0.0
 
     def fetched(self, waited: float) -> None:
-        """Learn for how many seconds the loader let the prefetcher wait for a batch."""
-        self._late += waited
+        self._late += waited  # for the loader
 
     def handed_over(self, period: float, waited: float) -> None:
-        """Learn from one batch as it goes to the loop.
-
-        Args:
-            period: seconds since the batch before.
-            waited: seconds of them for which the loop had nothing to do until it was decoded.
-        """
+        """See :class:`.core.stage.Stage`."""
         if self.fixed:
             return
         if self._settling:
@@ -112,7 +96,7 @@ class Balancer:
             self._clear()
 
     def _judge(self, period: float, waited: float) -> None:
-        """Decide after a window with this median period, of which the loop ``waited`` a part."""
+        """Decide after a window with this median period; the loop ``waited`` a part of its time."""
         if self._tried is not None:
             (share, before), self._tried = self._tried, None
             if period > (1 - KEEPS * (self.value - share)) * before:

@@ -34,11 +34,7 @@ SLACK = 1.25
 
 
 def share(tensor: torch.Tensor) -> torch.Tensor:
-    """Move a new tensor into shared memory.
-
-    Raises:
-        RuntimeError: if there is too little of it.
-    """
+    """Move a new tensor into shared memory."""
     try:
         return tensor.share_memory_()  # type: ignore[no-any-return]
     except RuntimeError as error:
@@ -54,19 +50,13 @@ def share(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Slab:
-    """A slab, as its worker or the parent sees it.
-
-    Attributes:
-        key: the worker's process, and which of its slabs it is.
-        memory: 1-D uint8, the header and the data.
-        busy: ``(1,)`` uint8, whether the parent still reads the data.
-        sent: whether the parent has it; the worker's.
-    """
+    """A slab, as its worker or the parent sees it: 1-D uint8, the header and the data."""
 
     def __init__(self, key: tuple[int, int], memory: torch.Tensor) -> None:
-        self.key, self.memory = key, memory
-        self.busy: npt.NDArray[np.uint8] = memory[:1].numpy()
-        self.sent = False
+        self.key = key  # the worker's process, and which of its slabs it is
+        self.memory = memory
+        self.busy: npt.NDArray[np.uint8] = memory[:1].numpy()  # whether the parent still reads it
+        self.sent = False  # whether the parent has it, in the worker
         self._pinned: bool | None = None
 
     def pin(self) -> bool:
@@ -110,19 +100,8 @@ class Buffer:
     """A flat uint8 buffer that a worker hands to its parent without a copy.
 
     Once the parent drops it, the worker may fill its memory again: whoever reads that holds the
-    buffer.
-
-    Args:
-        memory: 1-D uint8 on the CPU, and no view of another tensor.
-        size: of the buffer in it; None for all of it.
-        slab: whose memory it is, if any.
-
-    Attributes:
-        memory: what the buffer lies in. The parent has one for each slab, and makes no tensor of
-            a batch: each takes the GIL several times.
-        start: of the buffer in that.
-        size: in bytes.
-        is_pinned: whether :meth:`pinned` has given it.
+    buffer. It lies in ``memory`` from byte ``start`` on. The parent has one ``memory`` for each
+    slab, and makes no tensor of a batch: each takes the GIL several times.
     """
 
     __slots__ = ("_reader", "_slab", "is_pinned", "memory", "size", "start")

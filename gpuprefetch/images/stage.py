@@ -25,7 +25,7 @@ from gpuprefetch.images.decode import ImageDecoder
 from gpuprefetch.images.encoded import PreparedImages, is_encoded
 from gpuprefetch.images.guard import end_reading
 from gpuprefetch.images.job import ImageJob
-from gpuprefetch.images.packer import Packer
+from gpuprefetch.images.packer import Packer, Packing
 from gpuprefetch.images.plan import Cost, cost_of
 from gpuprefetch.images.rows import is_column, refuse_fewer_rows, take_rows
 from gpuprefetch.images.share import Balancer
@@ -39,15 +39,10 @@ from gpuprefetch.transforms.random import SeededDraws, batch_seed, derive, view_
 
 @dataclass(slots=True)
 class Work:
-    """One batch on its way.
+    """One batch on its way."""
 
-    Attributes:
-        parts: the decode of its images, a call each; one may run beside the next.
-        finish: runs after all parts and gives the batch.
-    """
-
-    parts: list[Callable[[], None]]
-    finish: Callable[[], Any]
+    parts: list[Callable[[], None]]  # the decode of its images, a call each
+    finish: Callable[[], Any]  # runs after all parts and gives the batch
 
 
 # Note [Calls side by side]
@@ -61,52 +56,32 @@ class Work:
 
 @dataclass
 class Pipeline:
-    """What happens to each batch on the device.
-
-    Attributes:
-        device: where batches go.
-        views: what becomes of the images: most loops have one view of them.
-        packer: prepares encoded images that no worker of ours has seen.
-        decoder: backend for the images left to the GPU; None on the CPU.
-        on_error: "raise", "skip", "replace", or a callable that gets each :class:`BadImage`.
-        max_bad: how many bad files are tolerated; None for any number.
-        bad_images: those that were tolerated, by what tells files apart.
-        after: gets each finished :class:`Apart` batch and a seed, and gives what the loop sees.
-        stats: counts the time of each step.
-        balancer: steers how many of the images the workers decode.
-        shares: of the images that the workers decoded, by the number of the batch.
-        memory_budget: bytes for batches on their way, see :func:`gpuprefetch.images.plan.cost_of`.
-        only: the one row of a batch that is handed over, after all transforms; None for all.
-        streams: batches that are decoded side by side, once the first has been.
-        without_engines: whether CUDA kernels decode, once the first batch has been decoded.
-        rooms: see :func:`.decode.place`.
-        beside: a second stream. See Note [Calls side by side].
-        job: makes the work of each leaf of encoded images.
-    """
+    """What happens to each batch on the device. See :class:`.core.stage.Stage`."""
 
     device: torch.device
-    views: Sequence[View]
-    packer: Packer
-    decoder: ImageDecoder | None = None
+    views: Sequence[View]  # most loops have one
+    packer: Packer  # of encoded images that no worker of ours has seen
+    decoder: ImageDecoder | None = None  # of the images left to the GPU
     on_error: str | Callable[[BadImage], Any] = "raise"
     max_bad: int | None = None
-    bad_images: dict[object, BadImage] = field(default_factory=dict)
-    after: Callable[[Any, int], Any] | None = None
+    bad_images: dict[object, BadImage] = field(default_factory=dict)  # by what tells files apart
+    after: Callable[[Any, int], Any] | None = (
+        None  # makes of an Apart and a seed what the loop gets
+    )
     stats: Stats = field(default_factory=Stats)
     balancer: Balancer | None = None
-    shares: dict[int, float] = field(default_factory=dict)
+    shares: dict[int, float] = field(default_factory=dict)  # of the workers, by number of the batch
     memory_budget: int | None = None
-    streams: int = 1
-    without_engines: bool = False
-    only: int | None = None
-    rooms: dict[int, torch.Tensor] | None = None
-    beside: torch.cuda.Stream | None = None
+    streams: int = 1  # batches that are decoded side by side, once the first has been
+    without_engines: bool = False  # whether CUDA kernels decode; known after the first batch
+    only: int | None = None  # the one row of a batch that is handed over, after all transforms
+    rooms: dict[int, torch.Tensor] | None = None  # see decode.place()
+    beside: torch.cuda.Stream | None = None  # see Note [Calls side by side]
     job: Callable[[Pipeline, PreparedImages], ImageJob] = field(
         default_factory=lambda: ImageJob, repr=False
     )
 
     def cost(self, batch: Any) -> Cost:
-        """What a batch takes on the device."""
         return cost_of(batch, self.packer.heads, self.copies)
 
     @property
@@ -116,7 +91,6 @@ class Pipeline:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[None]:
-        """What a thread that prepares batches keeps meanwhile: memory to decode into."""
         if self.memory_budget is None:
             self.rooms = {}
             self.beside = lease_stream(self.device) if self.device.type == "cuda" else None
@@ -130,7 +104,7 @@ class Pipeline:
 
     def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int]:
         """Pack the encoded images of a batch, and count it. See :class:`.core.stage.Stage`."""
-        batch, leaves = pack_lists(batch, self.packer.begin())
+        batch, leaves = pack_lists(batch, Packing(self.packer))
         packed = packed_of(leaves)
         for images in packed:
             self.shares[number] = images.share
@@ -141,16 +115,10 @@ class Pipeline:
         return batch, count_images(leaves)
 
     def handed_over(self, period: float, waited: float) -> None:
-        """Learn from a batch as it goes to the loop. See :class:`.core.stage.Stage`."""
         if self.balancer is not None:
             self.balancer.handed_over(period, waited)
 
     def run(self, batch: Any, number: int, epoch: int, cost: Cost | None) -> Any:
-        """Prepare a batch on the current stream; arguments as for :meth:`start`.
-
-        Returns:
-            The batch for the loop, or :class:`Empty`.
-        """
         try:
             work = self.start(batch, number, epoch, cost)
         except torch.OutOfMemoryError:
@@ -179,7 +147,6 @@ class Pipeline:
             current.wait_stream(beside)
 
     def _count(self, images: PreparedImages) -> None:
-        """Count what the workers did for a batch."""
         stats = self.stats
         stats.cpu_images += images.ready
         stats.gpu_images += len(images) - images.ready
@@ -216,17 +183,7 @@ class Pipeline:
             torch.cuda.empty_cache()
 
     def start(self, batch: Any, number: int, epoch: int, cost: Cost | None) -> Work:
-        """Queue the copies of a batch on the current stream and lay out the rest of its work.
-
-        Args:
-            batch: as the loader gives it, its encoded images packed.
-            number: of the batch in its epoch; keys the tail's random numbers.
-            epoch: likewise.
-            cost: of the batch; None where there is no ``memory_budget``.
-
-        Raises:
-            ValueError: if the batch, or one image of it, does not fit into ``memory_budget``.
-        """
+        """Queue the copies of a batch on the current stream and lay out the rest of its work."""
         key = number + (self.packer.rank << 32)
         seed = partial(batch_seed, self.packer.seed, epoch, key)
         jobs: list[ImageJob] = []

@@ -133,15 +133,8 @@ def run_tail(
 ) -> tuple[Any, Any]:
     """Run transforms on images and on the boxes, masks and points beside them.
 
-    Args:
-        tail: the transforms.
-        images: ``(N, C, H, W)``.
-        batch: in which everything with an entry per sample is a :class:`PerSample`.
-        fate: what :func:`.targets.fate` said of the batch.
-        look: gets each transform and its images beforehand.
-
-    Raises:
-        ValueError: for a transform that would move the images alone.
+    Everything with an entry per sample is a :class:`PerSample` in ``batch``. ``fate`` is what
+    :func:`.targets.fate` said of it, and ``look`` gets each transform and its images beforehand.
     """
     names = {id(part): name for name, part in batch.items()} if isinstance(batch, dict) else {}
     found = enumerate(select(batch, is_per_sample))
@@ -170,12 +163,7 @@ def run_tail(
 
 
 def _of_per_image(transform: Any) -> tuple[list[Any], Runner | None] | None:
-    """All that targets need of ``transforms/per_image.py``.
-
-    Returns:
-        None for a transform of others. Else the transforms that it draws from, and what runs it on
-        images and targets, None where targets cannot follow.
-    """
+    """The transforms that one of ours draws from, and what runs it on images and targets."""
     if isinstance(transform, PerImage):
         return [*transform.recipe.ops], partial(_run_program, transform)
     if not isinstance(transform, Loop):
@@ -313,7 +301,6 @@ def _run_by_data_keys(transform: Any, images: torch.Tensor, samples: Samples) ->
 
 
 def _check_kornia(transform: Any, dtype: torch.dtype, has_points: bool) -> None:
-    """Refuse what kornia would not do to boxes, masks and points."""
     import kornia.augmentation as K
 
     for op in transform.modules():

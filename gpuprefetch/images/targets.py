@@ -40,7 +40,6 @@ def _is_image(leaf: Any) -> bool:
 
 
 def images_of(sample: Any) -> list[Any]:
-    """The encoded images in a sample."""
     return select(sample, _is_image)
 
 
@@ -62,14 +61,7 @@ def wrap_like(values: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_unfollowed(*batches: Any) -> None:
-    """Refuse to move the images of a batch away from boxes, masks and points beside them.
-
-    Args:
-        batches: a batch of images that came as tensors, and the samples that it was collated of.
-
-    Raises:
-        ValueError: if one of them holds boxes, masks or points.
-    """
+    """Refuse to move the images of a batch away from boxes, masks and points beside them."""
     if followers(batches):
         raise ValueError(
             "Boxes, masks and points follow the EncodedImage of their sample, where a DataLoader's "
@@ -79,11 +71,7 @@ def refuse_unfollowed(*batches: Any) -> None:
 
 
 def refuse_several(samples: Any) -> None:
-    """Refuse boxes, masks and points beside an image of which several views are made.
-
-    Raises:
-        ValueError: if there are any.
-    """
+    """Refuse boxes, masks and points beside an image of which several views are made."""
     if followers(samples):
         raise ValueError(
             "Views gives several pictures of an image, and boxes, masks and points can follow one. "
@@ -97,16 +85,10 @@ def refuse_several(samples: Any) -> None:
 def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]], Any]) -> Any:
     """Move boxes, masks and points as the fused transforms are going to sample their image.
 
-    Args:
-        samples: what the dataset gave: a list of samples, or one sample.
-        size: ``(height, width)`` of their result, None where they sample nothing.
-        draw: gives sampling rows ``(N, 2, 6)``, sizes ``(N, 2)`` and errors of N images.
+    ``draw`` gives sampling rows ``(N, 2, 6)``, sizes ``(N, 2)`` and errors of N images.
 
     Returns:
         New samples with a :class:`FollowedImage` each; the same object where nothing has to move.
-
-    Raises:
-        ValueError: if a sample has not exactly one image, or a target is not for its size.
     """
     if size is None or not followers(samples):
         return samples
@@ -233,12 +215,10 @@ class PerSample(list[Any]):
         self.kind = kind
 
     def of(self, entries: Iterable[Any]) -> PerSample:
-        """The same with the entries of other samples."""
         return PerSample(entries, self.kind)
 
 
 def is_per_sample(node: Any) -> bool:
-    """For ``map_leaves``."""
     return isinstance(node, PerSample)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,20 +18,14 @@ from gpuprefetch.transforms.values import Values
 
 @dataclass
 class View:
-    """What becomes of the images; most loops have one view of them.
+    """What becomes of the images; most loops have one view of them."""
 
-    Attributes:
-        head: the fused transforms.
-        tail: transforms that run on the batch after them.
-        levels: whether ``head.dtype`` is uint8 for the first program's sake: of decoded images
-            alone.
-        values: looks at what reaches the transforms.
-    """
-
-    head: Head = field(default_factory=Head)
-    tail: Sequence[Transform] = ()
-    levels: bool = False
-    values: Values = field(default_factory=Values)
+    head: Head
+    tail: Sequence[Transform]
+    levels: (
+        bool  # whether head.dtype is uint8 for the first program's sake: of decoded images alone
+    )
+    values: Values
 
     @property
     def changes(self) -> bool:

@@ -80,17 +80,11 @@ def _announce(keys: Any, token: bytes, told: tuple[Sequence[int], int | None]) -
 
 @dataclass(slots=True)
 class HostStage:
-    """The collate function a prefetcher gives its loader: the user's, with our packing inside.
-
-    Attributes:
-        collate_fn: the user's.
-        packer: packs encoded images.
-        token: tells the stage apart from others, also in its copies in workers.
-    """
+    """The collate function a prefetcher gives its loader: the user's, with our packing inside."""
 
     collate_fn: Callable[[Any], Any]
     packer: Packer
-    token: bytes = field(default_factory=secrets.token_bytes)
+    token: bytes = field(default_factory=secrets.token_bytes)  # the same in its copies in workers
     _settled: bool = False
     _home: int = field(default_factory=os.getpid)
 
@@ -104,7 +98,7 @@ class HostStage:
         if in_worker and not self._settled:
             self._settle()
         repeats, number = _expected.pop(self.token, ((), None))
-        packing = self.packer.begin(as_list(samples), repeats)
+        packing = Packing(self.packer, as_list(samples), repeats)
         samples, packing = packing.follow(samples)
         try:
             batch, packing = self._collate(samples, packing)
@@ -145,10 +139,7 @@ class HostStage:
         return batch
 
     def _augment(self, images: PreparedImages, number: int) -> None:
-        """Run each view's program here, drawn as the loop's process would.
-
-        What has targets or a bad file is left to that.
-        """
+        """Run each view's program here, unless there are targets or a bad file."""
         packer, began = self.packer, time.perf_counter()
         if not packer.programs or images.errors or images.targets:
             return
@@ -179,11 +170,7 @@ def packed_of(leaves: Iterable[Any]) -> list[PreparedImages]:
 
 
 def pack_lists(batch: Any, packing: Packing) -> tuple[Any, list[Any]]:
-    """Pack what a collate function of the user's left as images or lists of them.
-
-    Returns:
-        The batch, and its leaves that are no plain values.
-    """
+    """Pack what a collate function left as images or lists of them; the batch and its objects."""
 
     def pack_leaf(leaf: Any) -> Any:
         if isinstance(leaf, PreparedImages) or not is_encoded(leaf):

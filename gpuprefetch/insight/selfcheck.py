@@ -38,27 +38,17 @@ AHEAD = 2  # rounds that the host may be ahead of the GPU
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What came of one order of one backend.
+    """What came of one order of one backend."""
 
-    Attributes:
-        backend: a decoder's name, or "handoff" for the hand-off between two streams.
-        order: "library" as the library does it, "unsafe" without its protection.
-        rounds: of images made, read late and freed.
-        reused: rounds whose images lay where those of an earlier round had been.
-        corrupted: rounds in which a reader saw a wrong image.
-        error: why the check could not run.
-    """
-
-    backend: str
-    order: str
-    rounds: int = 0
-    reused: int = 0
-    corrupted: int = 0
-    error: str = ""
+    backend: str  # a decoder's name, or "handoff" for the hand-off between two streams
+    order: str  # "library" as the library does it, "unsafe" without its protection
+    rounds: int = 0  # of images made, read late and freed
+    reused: int = 0  # rounds whose images lay where those of an earlier round had been
+    corrupted: int = 0  # rounds in which a reader saw a wrong image
+    error: str = ""  # why the check could not run
 
     @property
     def verdict(self) -> str:
-        """In words."""
         if self.error:
             return f"not checked: {self.error}"
         if not self.reused:
