@@ -258,7 +258,7 @@ class PreparedImages(EncodedImages):
     # Of each view (N, 2, 6), the sampling of its fused transforms; None where these sample nothing.
     rows: list[npt.NDArray[np.float64] | None]
     plan: Plan
-    # Where in the buffer, after the pixels, what the launches of each view read starts; and its end.
+    # Where in the buffer what the launches of each view read starts, after the pixels; and its end.
     numbers: list[int]
     out: list[torch.Tensor]  # the finished batch of each view, where no device is to make it
     samples: list[int]  # each image's; -1 where the collate function made a new image
