@@ -25,15 +25,7 @@ from gpuprefetch.images.apart import collate_apart
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.build import FirstBatch, build_stage, with_packing
 from gpuprefetch.images.header import load_decoders
-from gpuprefetch.images.replay import (
-    KEPT,
-    Notes,
-    has_indices,
-    noted,
-    rank_of,
-    replay,
-    stands_alone,
-)
+from gpuprefetch.images.replay import KEPT, Notes, has_indices, noted, rank_of, replay, stands_alone
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.transforms.convert import title
 from gpuprefetch.transforms.head import Transform

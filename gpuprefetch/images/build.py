@@ -72,13 +72,7 @@ def build_stage(
         moves=any(moves_pixels([*view.head.ops, *view.tail]) for view in views),
     )
     stage = Pipeline(
-        device,
-        views,
-        packer,
-        backend,
-        on_error,
-        max_bad,
-        memory_budget=parse_bytes(memory_budget),
+        device, views, packer, backend, on_error, max_bad, memory_budget=parse_bytes(memory_budget)
     )
     return stage, Balancer(share, loader, fixed=cpu_share != "auto" or backend is None)
 

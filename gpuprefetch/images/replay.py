@@ -16,13 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    Subset,
-)
+from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, IterableDataset, Subset
 
 from gpuprefetch.core.source import _samplers, in_order, sampler_of
 from gpuprefetch.core.streams import own_modes

@@ -10,11 +10,7 @@ import torch
 
 from gpuprefetch.core.nested import moves_itself, objects
 from gpuprefetch.images.job import ImageJob
-from gpuprefetch.images.targets import (
-    PerSample,
-    is_per_sample,
-    wrap_like,
-)
+from gpuprefetch.images.targets import PerSample, is_per_sample, wrap_like
 
 
 def take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
