@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpuprefetch.core.nested import objects, tensors
-from gpuprefetch.images.encoded import Call, Copy, EncodedImages, Plan, is_encoded
+from gpuprefetch.images.encoded import Copy, EncodedImages, Plan, PreparedImages, is_encoded
 from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.launch import arrange
 
@@ -67,7 +67,7 @@ def positions_to_decode(images: EncodedImages) -> npt.NDArray[np.int64]:
     return positions[np.argsort(images.spans[positions, 0], kind="stable")]
 
 
-def decoded_bytes(images: EncodedImages, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def decoded_bytes(images: EncodedImages, positions: Any) -> npt.NDArray[np.int64]:
     """What each of some images takes once it is decoded."""
     size: npt.NDArray[np.int64] = 3 * images.sizes[positions].prod(axis=1)
     return -(-size // BLOCK) * BLOCK
@@ -82,12 +82,7 @@ def sub_batches(
     bytes at most, or is one image.
     """
     positions = positions_to_decode(images)
-    cuts = _cut(decoded_bytes(images, positions), limit, room)
-    return np.split(positions, cuts[1:]) if cuts else []
-
-
-def _cut(sizes: npt.NDArray[np.int64], limit: int | None, room: int | None = None) -> list[int]:
-    """Where the calls begin for images of these ``sizes``: see :func:`sub_batches`."""
+    sizes = decoded_bytes(images, positions)
     most = room or SUB_BATCH_BYTES
     most = most if limit is None else min(limit, most)
     loads = np.maximum(sizes / most, 0.0 if room else 1 / SUB_BATCH)
@@ -98,7 +93,7 @@ def _cut(sizes: npt.NDArray[np.int64], limit: int | None, room: int | None = Non
             used, load = 0, 0.0
             cuts.append(i)
         used, load = used + size, load + more
-    return cuts
+    return np.split(positions, cuts[1:]) if cuts else []
 
 
 def uploads(images: EncodedImages, limit: int | None = None, room: int | None = None) -> list[Copy]:
@@ -121,18 +116,6 @@ def uploads(images: EncodedImages, limit: int | None = None, room: int | None = 
     ]
 
 
-def _calls(
-    images: EncodedImages, limit: int | None, room: int | None = None, *, with_pixels: bool
-) -> list[Call]:
-    """What :func:`lay_out` plans: each copy with a call, or where memory is short apart."""
-    copies = uploads(images, limit, room) if with_pixels else []
-    files, none = sub_batches(images, limit, room), np.zeros(0, dtype=np.int64)
-    if limit is not None:
-        return [*map(images.call, files), *(images.call(none, copy) for copy in copies)]
-    pairs = zip_longest(files, copies)
-    return [images.call(none if few is None else few, copy) for few, copy in pairs]
-
-
 def lay_out(
     images: EncodedImages,
     sizes: Sequence[tuple[int, int]] = (),
@@ -145,7 +128,13 @@ def lay_out(
     ``sizes`` and ``words`` are of each view, those of its result and of :func:`.launch.plan_rows`.
     ``limit`` and ``room`` are as for :func:`sub_batches`.
     """
-    calls = _calls(images, limit, room, with_pixels=bool(sizes))
+    copies = uploads(images, limit, room) if sizes else []
+    files, none = sub_batches(images, limit, room), np.zeros(0, dtype=np.int64)
+    if limit is None:  # a copy goes with a call
+        pairs = zip_longest(files, copies)
+        calls = [images.call(none if few is None else few, copy) for few, copy in pairs]
+    else:
+        calls = [*map(images.call, files), *(images.call(none, copy) for copy in copies)]
     if not words or not calls:
         return Plan(calls)
     groups, offsets = [], []
@@ -180,28 +169,18 @@ class Cost:
     decoded: int = 0  # of its decoded images, as many as there are at a time
     largest: int = 0  # of the largest one of them
     name: str = ""  # of the file of that
-    divisible: bool = True  # whether its images are made small one decode call after another
 
     def limit(self, budget: int | None) -> int | None:
         """Bytes that decoded images may take at a time; None where all of them fit together."""
         if budget is None or self.fixed + self.decoded <= budget:
             return None
-        if not self.divisible:
-            raise ValueError(
-                f"a batch takes {readable(self.fixed + self.decoded)} on the device, more than "
-                f"memory_budget={readable(budget)}. Its images are handed over in the size of "
-                "their files: give transforms a crop or a resize, or take smaller batches."
-            )
-        if self.fixed > budget:
-            raise ValueError(
-                f"a batch takes {readable(self.fixed)} on the device when it is finished, more "
-                f"than memory_budget={readable(budget)}. Take smaller batches, or a larger budget."
-            )
         if self.fixed + self.largest > budget:
+            image = f", and {self.name} takes {readable(self.largest)} decoded" if self.name else ""
             raise ValueError(
-                f"{self.name} takes {readable(self.largest)} decoded, and with the "
-                f"{readable(self.fixed)} of its batch more than memory_budget={readable(budget)}. "
-                "Take a larger budget, or smaller batches."
+                f"a batch takes {readable(self.fixed)} on the device until it is handed over"
+                f"{image}: more than memory_budget={readable(budget)}. Take smaller batches or a "
+                "larger budget. Without a crop or a resize in transforms, images are handed over "
+                "in the size of their files."
             )
         return budget - self.fixed
 
@@ -211,27 +190,25 @@ def cost_of(batch: Any, heads: Sequence[Head], copies: int = 1) -> Cost:
 
     ``copies`` are of the images of a decode call, at its end.
     """
-    fixed, calls, largest, name, divisible = 0, [0], 0, "", True
+    fixed, decoded, largest, name = 0, 0, 0, ""
     for leaf in objects(batch, is_encoded):
-        if not isinstance(leaf, EncodedImages):
+        if not isinstance(leaf, PreparedImages):
             fixed += sum(tensor.nbytes for tensor in tensors(leaf))
             continue
-        todo = positions_to_decode(leaf)
-        sizes = decoded_bytes(leaf, todo)
         if heads[0].size is None:
-            fixed += leaf.pixels.nbytes + int(sizes.sum())
-            divisible &= not len(todo)
-        else:
-            fixed += sum(head.empty(len(leaf), "meta").nbytes for head in heads)
-            for call in _calls(leaf, None, with_pixels=True):
-                decoded = int(decoded_bytes(leaf, call.positions).sum())
-                calls.append(decoded * (copies if len(call.positions) > 1 else 1) + call.copied)
-            ready = np.flatnonzero(leaf.decoded)
-            todo = np.concatenate([todo, ready])
-            sizes = np.concatenate([sizes, np.diff(leaf.spans[ready])[:, 0]])
-        if len(sizes) and sizes.max() > largest:
-            i = int(todo[sizes.argmax()])
+            left = positions_to_decode(leaf)
+            fixed += leaf.pixels.nbytes + int(decoded_bytes(leaf, left).sum())
+            continue
+        fixed += sum(head.empty(len(leaf), "meta").nbytes for head in heads)
+        for call in leaf.plan.calls:
+            size = int(decoded_bytes(leaf, call.positions).sum())
+            size *= copies if len(call.positions) > 1 else 1
+            decoded = max(decoded, size + call.copied)
+        each = np.where(leaf.decoded, np.diff(leaf.spans)[:, 0], decoded_bytes(leaf, slice(None)))
+        each[list(leaf.errors)] = 0
+        if each.max(initial=0) > largest:
+            i = int(each.argmax())
             height, width = leaf.sizes[i].tolist()
-            largest, name = int(sizes.max()), leaf.paths[i] or f"sample {leaf.indices[i]}"
+            largest, name = int(each[i]), leaf.paths[i] or f"sample {leaf.indices[i]}"
             name = f"{name!r} of {width} x {height} pixels"
-    return Cost(fixed, max(calls), largest, name, divisible)
+    return Cost(fixed, decoded, largest, name)

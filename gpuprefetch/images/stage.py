@@ -1,7 +1,7 @@
 """From a host batch to a device batch: move tensors, decode, resample, transform.
 
 It is the stage of an epoch whose batches hold images. A batch becomes a few parts, each a decode
-and a launch, and a finish after them. The parts take turns on two streams.
+and a launch, which take turns on two streams. What runs after the launches follows them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,7 @@ from gpuprefetch.images.view import View
 from gpuprefetch.images.worker import pack_lists, packed_of
 from gpuprefetch.transforms.random import SeededDraws, batch_seed, derive, view_seed
 
-
-@dataclass(slots=True)
-class Work:
-    """One batch on its way."""
-
-    parts: list[Callable[[], None]]  # the decode of its images, a call each
-    finish: Callable[[], Any]  # runs after all parts and gives the batch
-
+Part = Callable[[], None]  # the decode of a few images, a call
 
 # Note [Calls side by side]
 # A call of few large photos fills and empties the GPU's engines, and the launch that reads its
@@ -65,9 +58,8 @@ class Pipeline:
     on_error: str | Callable[[BadImage], Any] = "raise"
     max_bad: int | None = None
     bad_images: dict[object, BadImage] = field(default_factory=dict)  # by what tells files apart
-    after: Callable[[Any, int], Any] | None = (
-        None  # makes of an Apart and a seed what the loop gets
-    )
+    # Makes of a finished Apart and a seed what the loop gets.
+    after: Callable[[Any, int], Any] | None = None
     stats: Stats = field(default_factory=Stats)
     balancer: Balancer | None = None
     shares: dict[int, float] = field(default_factory=dict)  # of the workers, by number of the batch
@@ -103,7 +95,6 @@ class Pipeline:
             self.rooms = self.beside = None
 
     def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int]:
-        """Pack the encoded images of a batch, and count it. See :class:`.core.stage.Stage`."""
         batch, leaves = pack_lists(batch, Packing(self.packer))
         packed = packed_of(leaves)
         for images in packed:
@@ -119,17 +110,49 @@ class Pipeline:
             self.balancer.handed_over(period, waited)
 
     def run(self, batch: Any, number: int, epoch: int, cost: Cost | None) -> Any:
+        limit = None if cost is None else cost.limit(self.memory_budget)
         try:
-            work = self.start(batch, number, epoch, cost)
+            begun = self._begin(batch, limit)
         except torch.OutOfMemoryError:
-            work = None  # and not again in here, where the exception holds what was allocated
-        if work is None:
+            begun = None  # and not again in here, where the exception holds what was allocated
+        if begun is None:
             self.make_room()
-            work = self.start(batch, number, epoch, cost)
-        self._run_parts(work.parts)
-        return work.finish()
+            begun = self._begin(batch, limit)
+        result, jobs, parts = begun
+        self._run_parts(parts)
+        seed = batch_seed(self.packer.seed, epoch, number + (self.packer.rank << 32))
+        if jobs:
+            result = self._finish(result, jobs, seed)
+        elif len(self.views) > 1 or self.views[0].changes:
+            result = self._transform_tensors(result, seed)
+        if isinstance(batch, Apart) and not isinstance(result, Empty):
+            assert self.after is not None
+            with Timed(self.stats, "tail"):
+                return self.after(result, derive(seed, -2))
+        return result
 
-    def _run_parts(self, parts: Sequence[Callable[[], None]]) -> None:
+    def _begin(self, batch: Any, limit: int | None) -> tuple[Any, list[ImageJob], Sequence[Part]]:
+        """Queue the copies of a batch; it with its jobs for leaves, these, and their parts."""
+        jobs: list[ImageJob] = []
+
+        def move(leaf: Any) -> Any:
+            if not isinstance(leaf, PreparedImages):
+                return to_device(leaf, self.device)
+            jobs.append(self.job(self, leaf))
+            return jobs[-1]
+
+        with Timed(self.stats, "copy"):
+            moved = map_leaves(move, batch, is_encoded)
+        if self.packer.moves and not any(job.images.targets for job in jobs):
+            refuse_unfollowed(moved)
+        if not jobs:
+            return moved, jobs, ()
+        for view in self.views:
+            view.values.begin()
+        with Timed(self.stats, "resample"):
+            return moved, jobs, [part for job in jobs for part in job.begin(limit)]
+
+    def _run_parts(self, parts: Sequence[Part]) -> None:
         """Run the parts of a batch, every other one on the second stream where there is one."""
         packs = self.decoder is not None and self.decoder.packs
         beside = self.beside if packs and not self.without_engines and len(parts) > 1 else None
@@ -182,45 +205,7 @@ class Pipeline:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def start(self, batch: Any, number: int, epoch: int, cost: Cost | None) -> Work:
-        """Queue the copies of a batch on the current stream and lay out the rest of its work."""
-        key = number + (self.packer.rank << 32)
-        seed = partial(batch_seed, self.packer.seed, epoch, key)
-        jobs: list[ImageJob] = []
-        limit = None if cost is None else cost.limit(self.memory_budget)
-
-        def move(leaf: Any) -> Any:
-            if not isinstance(leaf, PreparedImages):
-                return to_device(leaf, self.device)
-            jobs.append(self.job(self, leaf))
-            return jobs[-1]
-
-        with Timed(self.stats, "copy"):
-            moved = map_leaves(move, batch, is_encoded)
-        parts: list[Callable[[], None]] = []
-        finish: Callable[[], Any] = lambda: moved  # noqa: E731
-        if self.packer.moves and not any(job.images.targets for job in jobs):
-            refuse_unfollowed(moved)
-        if jobs:
-            for view in self.views:
-                view.values.begin()
-            with Timed(self.stats, "resample"):
-                parts = [part for job in jobs for part in job.begin(limit)]
-            finish = partial(self._finish, moved, jobs, seed)
-        elif len(self.views) > 1 or self.views[0].changes:
-            finish = partial(self._transform_tensors, moved, seed)
-        if isinstance(batch, Apart):
-            finish = partial(self._run_after, finish, seed)
-        return Work(parts, finish)
-
-    def _run_after(self, finish: Callable[[], Any], seed: Callable[[], int]) -> Any:
-        assert self.after is not None
-        if isinstance(batch := finish(), Empty):
-            return batch
-        with Timed(self.stats, "tail"):
-            return self.after(batch, derive(seed(), -2))
-
-    def _finish(self, batch: Any, jobs: list[ImageJob], seed: Callable[[], int]) -> Any:
+    def _finish(self, batch: Any, jobs: list[ImageJob], seed: int) -> Any:
         for job in jobs:
             job.check()
         rows = self._rows_to_keep(jobs)
@@ -229,18 +214,16 @@ class Pipeline:
         count, targets = len(jobs[0].images), jobs[0].images.targets
         if rows is not None or self.only is not None:
             refuse_fewer_rows(batch, jobs[0].images.samples)
-
         tails = any(view.tail for view in self.views)
         batch = unstack(batch, count) if targets and tails else batch
         if rows is not None:
-            rest = partial(_take_rest, rows=rows, count=count)
-            batch = map_leaves(rest, batch, partial(is_column, count=count))
-            for job in jobs:
-                for output in job.outputs:
-                    output.out = take_rows(output.out, rows, count)
+            take = partial(take_rows, rows=rows, count=count)
+            batch = map_leaves(take, batch, partial(is_column, count=count))
+            for output in (output for job in jobs for output in job.outputs):
+                output.out = take(output.out)
         if tails and not targets:  # each image of a sample gets draws of its own
             for number, job in enumerate(jobs):
-                own = derive(seed(), number) if number else seed()
+                own = derive(seed, number) if number else seed
                 outs = [output.out for output in job.outputs]
                 made = self._run_tails(outs, own, job.images.seed)
                 for output, out in zip(job.outputs, made, strict=True):
@@ -252,7 +235,7 @@ class Pipeline:
                     "ones need one batch. Use collate_fn=lambda samples: tuple(zip(*samples))."
                 )
             (view,), (output,) = self.views, jobs[0].outputs
-            with Timed(self.stats, "tail"), SeededDraws(seed()):
+            with Timed(self.stats, "tail"), SeededDraws(seed):
                 output.out, batch = run_tail(
                     view.tail, output.out, batch, targets, view.values.reach
                 )
@@ -277,9 +260,9 @@ class Pipeline:
             ]
         return _one_or_all(results)
 
-    def _transform_tensors(self, batch: Any, draw_seed: Callable[[], int]) -> Any:
+    def _transform_tensors(self, batch: Any, seed: int) -> Any:
         """Transform the first leaf that holds images."""
-        seed, done = draw_seed(), False
+        done = False
 
         def transform(leaf: Any) -> Any:
             nonlocal done
@@ -358,10 +341,6 @@ class Pipeline:
         self.stats.bad_images += 1
         if self.max_bad is not None and len(self.bad_images) > self.max_bad:
             raise BadImageError(f"more than max_bad={self.max_bad} bad images, the last: {bad}")
-
-
-def _take_rest(leaf: Any, *, rows: torch.Tensor, count: int) -> Any:
-    return leaf if isinstance(leaf, ImageJob) else take_rows(leaf, rows, count)
 
 
 def _bad_images(jobs: Sequence[ImageJob]) -> list[BadImage]:
