@@ -156,7 +156,6 @@ class Lookahead:
         return self._streams[lane]
 
     def _prepare(self, slot: Slot) -> None:
-        """Run the stage on the batch's side stream."""
         try:
             while self._uploads and self._uploads[0][0].query():
                 self._uploads.popleft()
@@ -325,7 +324,6 @@ class Epoch:
         return slot
 
     def _leave_out(self, batch: Empty) -> None:
-        """Tell of the first batch of an epoch that has nothing left."""
         if self._empty is None:
             warnings.warn(
                 f"on_error has left out all {batch.images} images of a batch, and the loop gets "

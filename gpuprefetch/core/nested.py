@@ -33,7 +33,6 @@ def children_of(batch: Any, is_leaf: IsLeaf) -> Sequence[Any] | None:
 
 
 def _fields(record: Any) -> list[str]:
-    """The fields of a dataclass that have a value."""
     return [field.name for field in dataclasses.fields(record) if hasattr(record, field.name)]
 
 
@@ -110,7 +109,6 @@ def select(batch: Any, wanted: Callable[[Any], bool]) -> list[Any]:
 
 
 def moves_itself(leaf: Any) -> bool:
-    """Whether an object has a ``to`` method."""
     try:
         return callable(getattr(leaf, "to", None)) and not isinstance(leaf, type)
     except Exception:  # as the KeyError of a dict with attributes

@@ -23,7 +23,6 @@ class Progress:
         self.reset(0)
 
     def reset(self, epoch: int) -> None:
-        """Begin that epoch from its start."""
         self.epoch, self.resumes, self.resumed = epoch, False, False
         self.place: dict[str, Any] = {"epoch": epoch, "batches": 0}
         self._use = ["used"]  # of the latest iterator
@@ -61,7 +60,6 @@ class Progress:
             self.reset(epoch)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on at a saved place."""
         self.place, self.resumes = dict(state), "random_states" in state
 
     def save(self, loader: Any, going_on: Any) -> dict[str, Any]:

@@ -60,7 +60,6 @@ class Line:
 
 @contextlib.contextmanager
 def progress(name: str, total: int) -> Iterator[Line]:
-    """How far a tool is."""
     yield Line(total, name)
     if sys.stderr.isatty():
         sys.stderr.write("\n")

@@ -30,7 +30,6 @@ def in_order(loader: Any) -> bool:
 
 
 def is_stateful(loader: Any) -> bool:
-    """Whether a loader has a state of its own, as torchdata's ``StatefulDataLoader`` has."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 

@@ -56,7 +56,6 @@ def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
 
 
 def on_default_stream(device: torch.device) -> bool:
-    """Whether the current stream of a CUDA device is its default stream."""
     return not torch.cuda.current_stream(device).cuda_stream  # its handle is 0
 
 
@@ -118,7 +117,6 @@ class SideStream:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make it current, with :func:`own_modes`."""
         with own_modes(self._device):
             with contextlib.nullcontext() if self._stream is None else using(self._stream):
                 yield

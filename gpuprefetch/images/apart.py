@@ -60,7 +60,6 @@ def set_apart(samples: list[Any]) -> Apart:
 def collate_apart(
     collate: Callable[[Any], Any], device: torch.device, batch: Apart, seed: int
 ) -> Any:
-    """What the collate function makes of the transformed images."""
     images, samples = batch
     if not isinstance(images, torch.Tensor) or len(images) != len(samples):
         count = len(images) if isinstance(images, torch.Tensor) else type(images).__name__
@@ -79,7 +78,6 @@ def _exchanged(sample: Any, old: Any, new: Any) -> Any:
 
 
 def comes_of_mixing(error: BaseException) -> bool:
-    """Whether torchvision's MixUp or CutMix, or timm's Mixup, met encoded images."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(_mixes(frame.f_locals.get("self")) for frame, _ in frames)
 

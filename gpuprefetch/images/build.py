@@ -156,7 +156,6 @@ def _fixed_share(cpu_share: float | str) -> float:
 
 
 def _backend(decoder: str, device: torch.device) -> ImageDecoder | None:
-    """What decodes on the GPU; None where the workers do."""
     name = decoder
     if decoder == "auto":
         name = "nvjpeg" if device.type == "cuda" else "cpu"

@@ -105,13 +105,11 @@ class Call:
 
     @property
     def decoded_sizes(self) -> npt.NDArray[np.int64]:
-        """``(N,)`` int64, bytes of each image."""
         sizes: npt.NDArray[np.int64] = 3 * self.layout[1] * self.layout[2]
         return sizes
 
     @property
     def copied(self) -> int:
-        """Bytes of the pixels that are copied."""
         return 0 if self.copy is None else self.copy.stop - self.copy.start
 
 

@@ -105,7 +105,6 @@ def load_decoders() -> None:
 
 
 def blank(data: bytes | memoryview, spans: Sequence[tuple[int, int]]) -> bytearray:
-    """A copy of ``data`` with zeros in ``spans``."""
     copied = bytearray(data)
     for start, stop in spans:
         copied[start:stop] = bytes(stop - start)
@@ -318,7 +317,6 @@ _MARKERS = re.compile(rb"\xff([^\0])")
 
 
 def _decodes_on_gpu(data: bytes, found: _Segments) -> bool:
-    """See Note [Files for the GPU]."""
     if _SOF0 not in found or not _GPU_SEGMENTS.issuperset(found):
         return False
     frame, scan = (data[slice(*found[marker][0])] for marker in (_SOF0, _SOS))

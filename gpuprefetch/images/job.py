@@ -133,7 +133,6 @@ class ImageJob:
             self._decode(call=piece, again=len(pieces) == 1)
 
     def _packs(self, call: Call) -> bool:
-        """Whether to decode into one piece."""
         decoder = self._pipeline.decoder
         return not len(call.positions) or (decoder is not None and decoder.packs)
 

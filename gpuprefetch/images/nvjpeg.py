@@ -178,12 +178,10 @@ def backend_of(device: torch.device) -> int | None:
 
 
 def available(device: torch.device) -> bool:
-    """Whether nvJPEG can be called directly on a CUDA device."""
     return backend_of(device) is not None
 
 
 def has_engines(device: torch.device) -> bool:
-    """Whether a CUDA device has JPEG engines that nvJPEG can use."""
     return backend_of(device) == _HARDWARE
 
 

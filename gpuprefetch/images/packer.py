@@ -61,38 +61,6 @@ class Headers:
         self.sizes = np.where(self.orientation[:, None] >= 5, sizes[:, ::-1], sizes)
 
 
-def sample_keys(
-    seed: int,
-    epoch: int,
-    images: Sequence[EncodedImage],
-    packed: Counter[Any],
-    repeats: Sequence[int] | None = None,
-) -> Keys:
-    """One key per image, a function of (seed, epoch, sample, repeat) in whichever batch it is.
-
-    Several images of one sample get different parameters. So do the repeats of a sample, as
-    samplers with replacement or repeated augmentation give it; where ``repeats`` does not tell
-    which repeat each image's sample is, only within one batch. ``packed`` counts on how often each
-    sample was in what has been packed of the batch so far.
-    """
-    here: Counter[Any] = Counter()
-    names, views, same = [], [], []
-    known = repeats or [0] * len(images)
-    for image, repeat in zip(images, known, strict=True):
-        name = image.index
-        if name < 0:
-            name = zlib.crc32(os.fsencode(image.path) if image.path else image.data) - 2**33
-        sample = name, image.path, repeat  # datasets that were concatenated may number alike
-        names.append(name)
-        views.append(packed[sample])
-        same.append(here[sample])
-        here[sample] += 1
-    packed.update(here.keys())
-    keys = fold(fold(fold(fold(seed, epoch), names), views), same)
-    numbers = np.array(known, dtype=np.int64)
-    return np.where(numbers, fold(keys, -numbers), keys)  # those from 0 on are the transforms'
-
-
 @dataclass(slots=True)
 class Packer:
     """Prepares batches of encoded images for the device; what is the same for all of them."""
@@ -185,7 +153,6 @@ class Packer:
         return batch, crops
 
     def copy(self, images: Sequence[EncodedImage], headers: Headers, batch: EncodedImages) -> None:
-        """Copy the files that are not decoded here into the batch."""
         parts = batch.parts()
         for i in np.flatnonzero(headers.whole & ~batch.decoded).tolist():
             file, exif = images[i].data, headers.each[i].exif
@@ -199,14 +166,12 @@ class Packer:
         crops: Any,
         batch: EncodedImages,
     ) -> float:
-        """Decode the others into the batch; the seconds that took."""
         parts, started = batch.parts(), time.perf_counter()
         for i in np.flatnonzero(batch.decoded).tolist():
             try:
                 picture = decode_cpu(images[i].data, headers.each[i], apply_exif=self.apply_exif)
-                pictures = self._fit(
-                    picture, [each[i] for each in rows if each is not None], bool(crops[i])
-                )
+                own = [each[i] for each in rows if each is not None]
+                pictures = self._fit(picture, own, bool(crops[i]))
             except (ValueError, RuntimeError) as error:
                 batch.errors[i], batch.decoded[i], batch.spans[i] = str(error), False, 0
                 continue
@@ -296,7 +261,7 @@ class Packing:
         self._packer, self._samples, self._repeats = packer, samples, repeats
         self._following = following
         self._share = float(packer.share)  # one for all of it: the balancer may change it meanwhile
-        self._packed: Counter[Any] = Counter()
+        self._packed: Counter[Any] = Counter()  # calls that each sample was packed in
 
     def __call__(self, images: Sequence[EncodedImage]) -> PreparedImages:
         """Prepare images: read their headers, draw, decode some of them, pack all, plan."""
@@ -371,8 +336,28 @@ class Packing:
         return rows
 
     def _keys(self, images: Sequence[EncodedImage]) -> Keys:
-        packer, repeats = self._packer, self._repeats_of(images)
-        return fold(sample_keys(packer.seed, int(packer.epoch), images, self._packed, repeats), 0)
+        """One key per image, a function of (seed, epoch, sample, repeat) in whichever batch it is.
+
+        Several images of one sample get different parameters. So do the repeats of a sample; where
+        it is not known which repeat an image is of, only within one batch.
+        """
+        repeats, here = self._repeats_of(images), Counter[Any]()
+        names, views, same = [], [], []
+        for image, repeat in zip(images, repeats, strict=True):
+            name = image.index
+            if name < 0:
+                name = zlib.crc32(os.fsencode(image.path) if image.path else image.data) - 2**33
+            sample = name, image.path, repeat  # datasets that were concatenated may number alike
+            names.append(name)
+            views.append(self._packed[sample])
+            same.append(here[sample])
+            here[sample] += 1
+        self._packed.update(here.keys())
+        keys = fold(self._packer.seed, int(self._packer.epoch))
+        keys = fold(fold(fold(keys, names), views), same)
+        numbers = np.array(repeats, dtype=np.int64)
+        # Those from 0 on are the transforms'.
+        return fold(np.where(numbers, fold(keys, -numbers), keys), 0)
 
     @cached_property
     def _owners(self) -> dict[int, int]:

@@ -68,7 +68,6 @@ def positions_to_decode(images: EncodedImages) -> npt.NDArray[np.int64]:
 
 
 def decoded_bytes(images: EncodedImages, positions: Any) -> npt.NDArray[np.int64]:
-    """What each of some images takes once it is decoded."""
     size: npt.NDArray[np.int64] = 3 * images.sizes[positions].prod(axis=1)
     return -(-size // BLOCK) * BLOCK
 

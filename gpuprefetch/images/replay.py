@@ -41,7 +41,6 @@ class Noted(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """About what the note takes."""
         return 8 * (len(self.keys) + len(self.repeats)) + OVERHEAD
 
 
@@ -59,7 +58,6 @@ class Notes:
     _bytes: int = 0
 
     def add(self, keys: Sequence[Any], repeats: Sequence[int] = ()) -> None:
-        """Note the sampler's next batch."""
         before = self.batches[-1].checksum if self.batches else 0
         known = isinstance(keys, array) and before is not None
         checksum = zlib.crc32(keys, before) if known else None  # type: ignore[arg-type]
@@ -72,7 +70,6 @@ class Notes:
             self.shares.pop(dropped.number, None)
 
     def had(self) -> list[Noted]:
-        """The batches that the loop has had."""
         # In one step, as another thread may be adding.
         return [noted for noted in list(self.batches) if noted.number < self.place["batches"]]
 
@@ -136,7 +133,6 @@ class Repeats:
         self._others: Counter[Any] = Counter()  # what is not in its range
 
     def add(self, keys: Iterable[Any]) -> Sequence[int]:
-        """Count a batch: how often each of its samples came before it; empty where none did."""
         repeats = array("q", map(self._add, keys))
         return repeats if any(repeats) else ()
 
@@ -263,7 +259,6 @@ def _shares_out(sampler: Any, *, replaced: bool) -> bool:
 
 
 def noted(loader: Any) -> NotedSampler | None:
-    """The sampler of a loader that notes its batches."""
     sampler = getattr(loader, sampler_of(loader), None)
     return sampler if isinstance(sampler, NotedSampler) else None
 

@@ -34,7 +34,6 @@ SLACK = 1.25
 
 
 def share(tensor: torch.Tensor) -> torch.Tensor:
-    """Move a new tensor into shared memory."""
     try:
         return tensor.share_memory_()  # type: ignore[no-any-return]
     except RuntimeError as error:
@@ -181,7 +180,6 @@ def _receive(key: tuple[int, int], memory: torch.Tensor | None, size: int) -> Bu
 
 
 def unmap_dead() -> None:
-    """Drop the slabs of workers that are gone."""
     alive = {child.pid for child in active_children()}
     for key in list(_mapped):  # a copy: other threads receive slabs meanwhile
         if key[0] not in alive:

@@ -78,7 +78,6 @@ class Pipeline:
 
     @property
     def copies(self) -> int:
-        """How often decoded images are in memory at the end of a call."""
         return 1 if self.decoder is None else self.decoder.copies
 
     @contextlib.contextmanager
@@ -261,7 +260,6 @@ class Pipeline:
         return _one_or_all(results)
 
     def _transform_tensors(self, batch: Any, seed: int) -> Any:
-        """Transform the first leaf that holds images."""
         done = False
 
         def transform(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from gpuprefetch.core.nested import children_of, leaves, map_leaves, select
+from gpuprefetch.core.nested import children_of, map_leaves, objects, select
 from gpuprefetch.images.targets import (
     SIGNED,
     at_points,
@@ -56,7 +56,6 @@ def alone(transform: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def run(transform: Any, images: Any) -> Any:
-    """What a transform makes of a batch of images alone."""
     name = getattr(transform, "__name__", type(transform).__name__)
     try:
         with alone(transform):
@@ -73,14 +72,13 @@ def run(transform: Any, images: Any) -> Any:
 def _check_result(name: str, images: Any, result: Any) -> None:
     if result is None:
         raise TypeError(f"the transform {name} returned None. Let it return the images.")
-    made = leaves(result)
-    foreign = [leaf for leaf in made if type(leaf).__module__.startswith(("numpy", "PIL."))]
-    if foreign and not any(isinstance(leaf, torch.Tensor) for leaf in made):
-        raise TypeError(
-            f"the transform {name} returned {type(foreign[0]).__module__}."
-            f"{type(foreign[0]).__name__}, and the loop gets tensors on the device. Let it return "
-            "torch.from_numpy(result).to(images.device), as (N, C, H, W), or run it in the dataset."
-        )
+    for kind in map(type, objects(result)):
+        if kind.__module__.startswith(("numpy", "PIL.")):
+            raise TypeError(
+                f"the transform {name} returned {kind.__module__}.{kind.__name__}, and the loop "
+                "gets tensors on the device. Let it return torch.from_numpy(result)."
+                "to(images.device), as (N, C, H, W), or run it in the dataset."
+            )
     if not isinstance(images, torch.Tensor) or not isinstance(result, torch.Tensor):
         return
     if result.device != images.device:
@@ -114,17 +112,22 @@ def _movers(transform: Any) -> Iterator[str]:
             kind = getattr(v2, kind.__name__, kind)  # v1 is one file; those of v2 tell what moves
         if f"{kind.__module__}.{kind.__name__}".startswith(_MOVERS):
             yield type(transform).__name__
-    if (known := _of_per_image(transform)) is not None:
-        held, _ = known
-    else:
-        held = [*transform.children()] if isinstance(transform, torch.nn.Module) else []
-    listed = getattr(transform, "transforms", ())
-    for each in (*held, *(listed if isinstance(listed, (list, tuple)) else ())):
+    for each in _held(transform):
         yield from _movers(each)
 
 
+def _held(transform: Any) -> list[Any]:
+    """The transforms that one is made of."""
+    if isinstance(transform, PerImage):
+        return [*transform.recipe.ops]
+    if isinstance(transform, Loop):
+        return [transform.op]
+    children = transform.children() if isinstance(transform, torch.nn.Module) else ()
+    listed = getattr(transform, "transforms", ())
+    return [*children, *(listed if isinstance(listed, (list, tuple)) else ())]
+
+
 def moves_pixels(transforms: Iterable[Any]) -> bool:
-    """Whether one of the transforms is known to move pixels."""
     return any(any(_movers(transform)) for transform in transforms)
 
 
@@ -162,25 +165,16 @@ def run_tail(
     return images, map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch, is_per_sample)
 
 
-def _of_per_image(transform: Any) -> tuple[list[Any], Runner | None] | None:
-    """The transforms that one of ours draws from, and what runs it on images and targets."""
-    if isinstance(transform, PerImage):
-        return [*transform.recipe.ops], partial(_run_program, transform)
-    if not isinstance(transform, Loop):
-        return None
-    from torchvision.transforms import v2
-
-    follow = isinstance(transform.op, v2.Transform)
-    return [transform.op], partial(_run_each, transform.op) if follow else None
-
-
 def _runner(transform: Any) -> Runner | None:
     """How a transform takes images and targets; None where it gets the images alone."""
-    if (known := _of_per_image(transform)) is not None and known[1] is not None:
-        return known[1] if moves_pixels([transform]) else None
+    if isinstance(transform, (PerImage, Loop)) and not moves_pixels([transform]):
+        return None
+    if isinstance(transform, PerImage):
+        return partial(_run_program, transform)
+    op = transform.op if isinstance(transform, Loop) else transform
     v2 = sys.modules.get("torchvision.transforms.v2")
-    if v2 is not None and isinstance(transform, v2.Transform):
-        return partial(_run_each, transform)
+    if v2 is not None and isinstance(op, v2.Transform):
+        return partial(_run_each, op)
     if is_fused(transform):
         return partial(_run_fused, transform)
     module, name = type(transform).__module__, type(transform).__name__

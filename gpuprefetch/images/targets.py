@@ -44,7 +44,6 @@ def images_of(sample: Any) -> list[Any]:
 
 
 def followers(batch: Any) -> list[Any]:
-    """The boxes, masks and points in a batch or a part of it."""
     tv = sys.modules.get("torchvision.tv_tensors")  # nobody has any before it is imported
     if tv is None:
         return []

@@ -29,7 +29,6 @@ class View:
 
     @property
     def changes(self) -> bool:
-        """Whether it does anything to a tensor of images."""
         return bool(self.head.names or self.tail or self.head.dtype or self.head.memory_format)
 
     def run_head(self, images: torch.Tensor, seed: int) -> torch.Tensor:

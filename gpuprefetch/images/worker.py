@@ -160,12 +160,10 @@ class HostStage:
 
 
 def encoded_leaves(batch: Any) -> list[PreparedImages]:
-    """The packed encoded images of a batch."""
     return packed_of(objects(batch, is_encoded))
 
 
 def packed_of(leaves: Iterable[Any]) -> list[PreparedImages]:
-    """The packed encoded images among the leaves of a batch."""
     return [leaf for leaf in leaves if isinstance(leaf, PreparedImages)]
 
 

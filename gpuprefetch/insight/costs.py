@@ -42,7 +42,6 @@ def costs(loader: Any, device: torch.device, count: int) -> str:
 
 
 def _timed(ops: Sequence[Any], images: Any, device: torch.device) -> list[tuple[float, str]]:
-    """The milliseconds of each op, with its name."""
     found = []
     for op in ops:
         seconds = []

@@ -211,7 +211,6 @@ class _Witness:
         self._bar.update(1)
 
     def check(self, backend: str, order: str) -> Check:
-        """What came of it."""
         torch.cuda.synchronize()
         return Check(backend, order, self._rounds, self._reused, int(self._wrong.sum()))
 
@@ -253,7 +252,6 @@ class _Delayed(ImageDecoder):
 def _check_decoder(
     backend: str, order: str, prefetcher: DataPrefetcher, expected: list[torch.Tensor], bar: Any
 ) -> Check:
-    """Run the batches of a prefetcher in the library's order, or without its protection."""
     careful, stage = order == "library", prefetcher._pipeline
     witness = _Witness(len(prefetcher), bar, SLEEP_CYCLES if careful else UNSAFE_CYCLES)
     assert stage.decoder is not None
