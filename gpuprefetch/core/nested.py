@@ -37,16 +37,10 @@ def _fields(record: Any) -> list[str]:
 
 
 def map_leaves(fn: Callable[[Any], Any], batch: Any, is_leaf: IsLeaf = None) -> Any:
-    """Rebuild ``batch`` with ``fn`` applied to every leaf that is no plain value.
+    """Rebuild ``batch`` with ``fn`` applied to every leaf, but for numbers, str, bytes and None.
 
-    Args:
-        fn: called with tensors, and everything else that is not a structure; not with numbers, str,
-            bytes and None.
-        batch: tuples, lists, namedtuples, mappings and dataclasses in any nesting.
-        is_leaf: says of a structure that it is a leaf all the same.
-
-    Returns:
-        A new structure of the same types; ``batch`` and its containers are left untouched.
+    It is made of tuples, lists, namedtuples, mappings and dataclasses in any nesting, and left as
+    it is. ``is_leaf`` says of a structure that it is a leaf all the same.
     """
     children = children_of(batch, is_leaf)
     if children is None:

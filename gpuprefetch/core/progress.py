@@ -10,20 +10,15 @@ from gpuprefetch.core.source import beginning, changed, in_order, own_state
 
 
 class Progress:
-    """Numbers the epochs of a loader. An iterator that is dropped unused is no epoch.
-
-    Attributes:
-        epoch: number of the next one.
-        place: of the latest one, see :class:`Source`, or a state that was loaded.
-        resumes: whether the next epoch goes on at ``place``.
-        resumed: whether the latest one did.
-    """
+    """Numbers the epochs of a loader. An iterator that is dropped unused is no epoch."""
 
     def __init__(self) -> None:
         self.reset(0)
 
     def reset(self, epoch: int) -> None:
-        self.epoch, self.resumes, self.resumed = epoch, False, False
+        self.epoch = epoch  # number of the next one
+        self.resumes = self.resumed = False  # whether the next one goes on at place, the latest did
+        # Of the latest one, see Source, or a state that was loaded.
         self.place: dict[str, Any] = {"epoch": epoch, "batches": 0}
         self._use = ["used"]  # of the latest iterator
 

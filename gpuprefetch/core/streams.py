@@ -94,8 +94,7 @@ _idle: dict[torch.device, list[torch.cuda.Stream]] = {}
 def lease_stream(device: torch.device) -> torch.cuda.Stream:
     """Take a side stream of ``device`` that nobody else uses, a new one only where none is idle.
 
-    The allocator keeps a pool of blocks per stream, so a new stream per epoch would strand the
-    memory of the last one.
+    The allocator has a pool of blocks per stream: that of the last epoch would be stranded.
     """
     try:
         return _idle[device].pop()

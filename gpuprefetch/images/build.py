@@ -53,8 +53,7 @@ def build_stage(
     The arguments are those of :class:`gpuprefetch.DataPrefetcher`.
     """
     _check_output(dtype, memory_format)
-    _check_bad(on_error, max_bad)
-    _check_packing(apply_exif, seed)
+    _check_rest(on_error, max_bad, apply_exif, seed)
     lists = transforms.lists if isinstance(transforms, Views) else [transforms]
     views = [_view(each, loader, dtype, memory_format) for each in lists]
     programs = tuple(view.program for view in views)
@@ -104,16 +103,13 @@ def _check_output(dtype: Any, memory_format: Any) -> None:
         )
 
 
-def _check_bad(on_error: Any, max_bad: Any) -> None:
+def _check_rest(on_error: Any, max_bad: Any, apply_exif: Any, seed: Any) -> None:
     if not callable(on_error) and on_error not in ("raise", "skip", "replace"):
         raise ValueError(
             f'on_error must be "raise", "skip", "replace" or a callable, got {on_error!r}.'
         )
     if max_bad is not None and (not isinstance(max_bad, int) or max_bad < 0):
         raise ValueError(f"max_bad is a number of images, or None, got {max_bad!r}.")
-
-
-def _check_packing(apply_exif: Any, seed: Any) -> None:
     if apply_exif not in (True, False):
         raise ValueError(f"apply_exif must be True or False, got {apply_exif!r}.")
     if seed is not None and not hasattr(seed, "__index__"):

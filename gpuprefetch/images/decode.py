@@ -129,14 +129,9 @@ class ImageDecoder:
     ) -> None:
         """Decode without a Python object per image. See Note [One call for a batch].
 
-        Args:
-            data: flat uint8 on the CPU.
-            call: the files in it.
-            out: flat uint8 on the device, for the images, one after the other, each ``(H, W, 3)``
-                as workers write theirs. Nothing that is queued reads what lies there: see Note
-                [Decoded memory].
-            first: where in ``data`` the buffer begins that the call is of.
-            at: where in ``out`` the images begin.
+        The files are in ``data``, flat uint8 on the CPU, in the buffer from ``first`` on. The images,
+        each ``(H, W, 3)``, get into ``out``, flat uint8 on the device, from ``at`` on. Nothing that
+        is queued reads what lies there: see Note [Decoded memory].
 
         Raises:
             RuntimeError: if any of the files cannot be decoded.
@@ -144,14 +139,9 @@ class ImageDecoder:
         raise NotImplementedError
 
     def __call__(self, data: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """Decode each file by itself.
+        """Decode N files, 1-D uint8 on the CPU, to N tensors ``(3, H, W)`` uint8 on the device.
 
-        Args:
-            data: N 1-D uint8 tensors on the CPU.
-
-        Returns:
-            N ``(3, H, W)`` uint8 tensors on the device, EXIF orientation not applied. None for one
-            that was left out.
+        The EXIF orientation is not applied. None stands for one that was skipped.
 
         Raises:
             RuntimeError: if any of the files cannot be decoded.

@@ -19,6 +19,7 @@ from gpuprefetch.images.guard import Encoded, begin_reading
 from gpuprefetch.images.nvjpeg import order_for
 from gpuprefetch.images.slab import Buffer
 from gpuprefetch.transforms.launch import Launches, Table, by_place
+from gpuprefetch.transforms.reference import Doubles, Ints
 
 
 @dataclass(slots=True, repr=False)
@@ -79,7 +80,7 @@ class EncodedImage(Encoded):
 class Copy:
     """Pixels of a batch that are copied together."""
 
-    positions: npt.NDArray[np.int64]  # in the batch, of images that workers decoded
+    positions: Ints  # in the batch, of images that workers decoded
     start: int  # of the first in the batch's pixels, which the others follow
     stop: int
 
@@ -88,15 +89,15 @@ class Copy:
 class Call:
     """Files of a batch that are decoded together, and pixels that are copied with them."""
 
-    positions: npt.NDArray[np.int64]  # of the N files in the batch, in the order of its buffer
+    positions: Ints  # of the N files in the batch, in the order of its buffer
     start: int  # of the first in its buffer, which the others follow without a gap
     # (3, N), of each file its length, and the height and width of the image in it. The sampling was
     # drawn for these, which headers promise: others would be misread.
-    layout: npt.NDArray[np.int64]
+    layout: Ints
     copy: Copy | None = None  # the pixels; they lie before the decoded images
     size: int = field(init=False)  # bytes of all images that are decoded
     largest: int = field(init=False)  # bytes of the largest one
-    order: npt.NDArray[np.int64] = field(init=False)  # of nvjpeg.order_for(); made in the worker
+    order: Ints = field(init=False)  # of nvjpeg.order_for(); made in the worker
 
     def __post_init__(self) -> None:
         sizes = self.decoded_sizes
@@ -104,8 +105,8 @@ class Call:
         self.order = order_for(self.layout)
 
     @property
-    def decoded_sizes(self) -> npt.NDArray[np.int64]:
-        sizes: npt.NDArray[np.int64] = 3 * self.layout[1] * self.layout[2]
+    def decoded_sizes(self) -> Ints:
+        sizes: Ints = 3 * self.layout[1] * self.layout[2]
         return sizes
 
     @property
@@ -149,11 +150,11 @@ class EncodedImages(Encoded):
     buffer: Buffer
     boundary: int
     encoded_bytes: int
-    spans: npt.NDArray[np.int64]
-    indices: npt.NDArray[np.int64]
+    spans: Ints
+    indices: Ints
     paths: list[str]
     decoded: npt.NDArray[np.bool_]
-    sizes: npt.NDArray[np.int64]
+    sizes: Ints
     transposed: npt.NDArray[np.bool_]
     interleaved: bool = False
     views: Sequence[tuple[int, int]] = ()
@@ -202,7 +203,7 @@ class EncodedImages(Encoded):
         flat, starts = self.buffer.tensor.numpy(), np.where(self.decoded, self.boundary, 0)
         return [flat[start:stop] for start, stop in (self.spans + starts[:, None]).tolist()]
 
-    def call(self, positions: npt.NDArray[np.int64], copy: Copy | None = None) -> Call:
+    def call(self, positions: Ints, copy: Copy | None = None) -> Call:
         """To decode some images together: all between the first and the last that no worker did."""
         spans, sizes = self.spans[positions], self.sizes[positions]
         stored = np.where(self.transposed[positions, None], sizes[:, ::-1], sizes)
@@ -214,7 +215,7 @@ class EncodedImages(Encoded):
         pixels = self.buffer.start + self.boundary
         return self.buffer.memory, pixels + copy.start, pixels + copy.stop
 
-    def view_sizes(self, view: int) -> npt.NDArray[np.int64]:
+    def view_sizes(self, view: int) -> Ints:
         """``(N, 2)``, height and width of what a view is sampled from."""
         if not self.views:
             return self.sizes
@@ -225,7 +226,7 @@ class EncodedImages(Encoded):
         return 3 * sum(height * width for height, width in self.views[:view])
 
     def pictures(
-        self, positions: npt.NDArray[np.int64], pixels: torch.Tensor, start: int = 0, view: int = 0
+        self, positions: Ints, pixels: torch.Tensor, start: int = 0, view: int = 0
     ) -> list[torch.Tensor]:
         """``(3, H, W)`` images that workers decoded, in ``pixels`` from their byte ``start`` on."""
         sizes = self.view_sizes(view)[positions]
@@ -254,7 +255,7 @@ class PreparedImages(EncodedImages):
     """Encoded images that a :class:`.packer.Packer` has prepared for the device."""
 
     # Of each view (N, 2, 6), the sampling of its fused transforms; None where these sample nothing.
-    rows: list[npt.NDArray[np.float64] | None]
+    rows: list[Doubles | None]
     plan: Plan
     # Where in the buffer what the launches of each view read starts, after the pixels; and its end.
     numbers: list[int]
@@ -265,11 +266,9 @@ class PreparedImages(EncodedImages):
     decode_seconds: float
     collate_seconds: float  # on the rest of the batch
     targets: str = ""  # of targets.fate()
-    seed: int | None = (
-        None  # with which the worker has run the first transform after the fused ones
-    )
+    seed: int | None = None  # of the transform that the worker has run after the fused ones
 
-    def words(self, view: int) -> npt.NDArray[np.int64]:
+    def words(self, view: int) -> Ints:
         """What a view's launches read of each image, ``(N, words)``, in the order of the batch."""
         first, last = self.numbers[view : view + 2]
         return by_place(Launches.words(self.buffer.tensor[first:last], 3), len(self))
@@ -286,7 +285,7 @@ def is_encoded(batch: Any) -> bool:
 
 def allocate(
     images: Sequence[EncodedImage],
-    lengths: npt.NDArray[np.int64],
+    lengths: Ints,
     decoded: npt.NDArray[np.bool_],
     *,
     work: npt.NDArray[Any] | int = 0,
@@ -305,7 +304,6 @@ def allocate(
     stops = np.empty_like(lengths)
     stops[order] = np.cumsum(lengths[order])
     boundary, size = int(lengths[~decoded].sum()), int(lengths.sum())
-    unread = np.zeros((len(images), 2), dtype=np.int64)
     return EncodedImages(
         buffer=Buffer.empty(size + room),
         boundary=boundary,
@@ -314,15 +312,16 @@ def allocate(
         indices=np.array([image.index for image in images], dtype=np.int64),
         paths=[image.path for image in images],
         decoded=decoded,
-        **{"sizes": unread, "transposed": np.zeros(len(images), dtype=bool)} | known,
+        **known,
     )
 
 
-def pack(images: Sequence[EncodedImage], **known: Any) -> EncodedImages:
+def pack(images: Sequence[EncodedImage]) -> EncodedImages:
     """Pack images as they are: what the default collate does where no prefetcher has its say."""
     files = [np.frombuffer(image.data, dtype=np.uint8) for image in images]
     lengths = np.array([len(file) for file in files], dtype=np.int64)
-    batch = allocate(images, lengths, np.zeros(len(images), dtype=bool), **known)
+    sizes, none = np.zeros((len(images), 2), dtype=np.int64), np.zeros(len(images), dtype=bool)
+    batch = allocate(images, lengths, none, sizes=sizes, transposed=none.copy())
     for part, file in zip(batch.parts(), files, strict=True):
         part[:] = file
     return batch

@@ -16,7 +16,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import get_worker_info
 
@@ -29,7 +28,7 @@ from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.launch import Launches, plan_rows
 from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.random import Keys, fold
-from gpuprefetch.transforms.reference import check_rows, finished_row, resample_uint8
+from gpuprefetch.transforms.reference import Ints, check_rows, finished_row, resample_uint8
 
 # Up to this many pixels for each of the result, a decoded image is left to the GPU to resample: to
 # copy them takes less of a core than to resample them there.
@@ -92,7 +91,7 @@ class Packer:
             return 0.0
         return (max(made) - min(made)) * len(made) / (len(made) - 1)
 
-    def divide(self, headers: Headers, files: npt.NDArray[np.int64], share: float) -> Any:
+    def divide(self, headers: Headers, files: Ints, share: float) -> Any:
         """``(N,)`` bool, which images are decoded here.
 
         Those are what the GPU does not take, and of the rest a share, the files of fewest bytes. To
@@ -112,7 +111,7 @@ class Packer:
         """``(height, width)`` of each view's result; none where it has no fixed size."""
         return [head.size for head in self.heads if head.size is not None]
 
-    def become(self, sizes: npt.NDArray[np.int64], rows: Sequence[Any]) -> tuple[Any, Any]:
+    def become(self, sizes: Ints, rows: Sequence[Any]) -> tuple[Any, Any]:
         """Which images become the crop that their sampling reads, and pixels of what each does.
 
         Others become the results of all their samplings, or where they have none stay what they

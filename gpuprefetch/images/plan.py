@@ -9,12 +9,12 @@ from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gpuprefetch.core.nested import objects, tensors
 from gpuprefetch.images.encoded import Copy, EncodedImages, Plan, PreparedImages, is_encoded
 from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.launch import arrange
+from gpuprefetch.transforms.reference import Ints
 
 _UNITS = {
     "B": 1,
@@ -59,7 +59,7 @@ def readable(size: int) -> str:
     return f"{size / _UNITS[unit]:.4g} {unit}"
 
 
-def positions_to_decode(images: EncodedImages) -> npt.NDArray[np.int64]:
+def positions_to_decode(images: EncodedImages) -> Ints:
     """The images of a batch that are left to the device, in the order of its buffer."""
     todo = ~images.decoded
     todo[list(images.errors)] = False
@@ -67,14 +67,14 @@ def positions_to_decode(images: EncodedImages) -> npt.NDArray[np.int64]:
     return positions[np.argsort(images.spans[positions, 0], kind="stable")]
 
 
-def decoded_bytes(images: EncodedImages, positions: Any) -> npt.NDArray[np.int64]:
-    size: npt.NDArray[np.int64] = 3 * images.sizes[positions].prod(axis=1)
+def decoded_bytes(images: EncodedImages, positions: Any) -> Ints:
+    size: Ints = 3 * images.sizes[positions].prod(axis=1)
     return -(-size // BLOCK) * BLOCK
 
 
 def sub_batches(
     images: EncodedImages, limit: int | None = None, room: int | None = None
-) -> list[npt.NDArray[np.int64]]:
+) -> list[Ints]:
     """Cut what is left to the device into decode calls of about equal size.
 
     Each is SUB_BATCH images and SUB_BATCH_BYTES at most, or ``room`` bytes. Either has ``limit``
@@ -118,7 +118,7 @@ def uploads(images: EncodedImages, limit: int | None = None, room: int | None = 
 def lay_out(
     images: EncodedImages,
     sizes: Sequence[tuple[int, int]] = (),
-    words: Sequence[npt.NDArray[np.int64]] = (),
+    words: Sequence[Ints] = (),
     limit: int | None = None,
     room: int | None = None,
 ) -> Plan:

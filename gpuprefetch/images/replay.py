@@ -26,9 +26,9 @@ from gpuprefetch.images.encoded import PreparedImages
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.worker import Announced, HostStage, encoded_leaves
 
-# Epochs whose batches are noted, and the most bytes of notes about batches that the loop has had:
-# 8 bytes a sample and OVERHEAD a batch, 10 MB of an epoch of ImageNet.
-KEPT, MOST, OVERHEAD = 2, 128 << 20, 128
+# Epochs whose batches are noted, and how many batches of each: 300 MB at 256 samples a batch, where
+# an epoch has no end, and 10 MB of an epoch of ImageNet.
+KEPT, MOST = 2, 1 << 17
 
 
 class Noted(NamedTuple):
@@ -39,10 +39,6 @@ class Noted(NamedTuple):
     repeats: Sequence[int]  # how often the epoch has had each before; empty where it has had none
     checksum: int | None  # of all samples up to here; None where not all are integers
 
-    @property
-    def bytes(self) -> int:
-        return 8 * (len(self.keys) + len(self.repeats)) + OVERHEAD
-
 
 @dataclass(slots=True)
 class Notes:
@@ -51,27 +47,21 @@ class Notes:
     seed: int
     place: dict[str, Any] = field(default_factory=lambda: {"batches": 0})  # of its Source
     shares: dict[int, float] = field(default_factory=dict)  # of the workers, by number of the batch
-    # That the sampler gave. The last ones are ahead of the loop. The first are dropped once all
-    # take more than MOST bytes.
-    batches: deque[Noted] = field(default_factory=deque)
+    # The latest that the sampler gave. The last ones are ahead of the loop.
+    batches: deque[Noted] = field(default_factory=lambda: deque(maxlen=MOST))
     given: int = 0  # how many there were
-    _bytes: int = 0
 
     def add(self, keys: Sequence[Any], repeats: Sequence[int] = ()) -> None:
         before = self.batches[-1].checksum if self.batches else 0
         known = isinstance(keys, array) and before is not None
         checksum = zlib.crc32(keys, before) if known else None  # type: ignore[arg-type]
-        self.batches.append(noted := Noted(self.given, keys, repeats, checksum))
+        self.batches.append(Noted(self.given, keys, repeats, checksum))
+        self.shares.pop(self.given - MOST, None)
         self.given += 1
-        self._bytes += noted.bytes
-        while self._bytes > MOST and self.batches[0].number < self.place["batches"] - 1:
-            dropped = self.batches.popleft()
-            self._bytes -= dropped.bytes
-            self.shares.pop(dropped.number, None)
 
     def had(self) -> list[Noted]:
-        # In one step, as another thread may be adding.
-        return [noted for noted in list(self.batches) if noted.number < self.place["batches"]]
+        copied = list(self.batches)  # in one step, as another thread may be adding
+        return [noted for noted in copied if noted.number < self.place["batches"]]
 
     def drawn(self) -> tuple[int, int | None]:
         """The rank and a checksum of what the loop has had: None where that is not known."""
@@ -202,10 +192,7 @@ class NotedSampler:
 
 
 def has_indices(loader: Any) -> bool:
-    """Whether a loader makes its batches of samples that can be read again.
-
-    Without an order it is not known which batch has come as which.
-    """
+    """Whether a loader makes its batches of samples that can be read again, in a known order."""
     return _has_keys(loader) and in_order(loader) and loader.batch_sampler is not None
 
 
@@ -230,10 +217,7 @@ def note(loader: DataLoader[Any]) -> None:
 
 
 def rank_of(loader: Any) -> int:
-    """The rank of this process if other ranks may be given the same samples, else 0.
-
-    Samples that are known to be shared out keep their parameters on whichever rank they fall.
-    """
+    """The rank of this process if other ranks may be given the same samples, else 0."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return 0
     samplers = list(_samplers(loader))
