@@ -15,9 +15,8 @@ _forking = threading.local()  # whether this thread forks workers of ours
 def garbage_stays_here() -> Iterator[None]:
     """Fork workers in it: they do not collect what this process left to its garbage collector.
 
-    An exception that left an epoch is in a cycle with frames that hold pinned memory and CUDA
-    events. A forked worker that collects them calls CUDA, which a fork must not, and aborts. So it
-    begins with gc.freeze(), and nothing is collected before that.
+    Garbage may hold pinned memory and CUDA events. A forked worker that collects them calls CUDA,
+    and aborts. So it begins with gc.freeze(), and nothing is collected before that.
     """
     _forking.collects = gc.isenabled()
     gc.disable()

@@ -124,10 +124,7 @@ def _drawing_from(loader: Any, saved: list[Any]) -> Iterator[None]:
 
 
 class _SeedApart(torch.Generator):
-    """For workers that start where those of the uninterrupted run live on.
-
-    They draw a seed when they start, before the sampler draws, from the same generator.
-    """
+    """For the seeds that workers draw as they start, where the uninterrupted run's live on."""
 
 
 class Source:
@@ -137,11 +134,10 @@ class Source:
     does so by itself. A map-style dataset reads nothing that was left out. An iterable one, and a
     DataLoader with an ``__iter__`` of its own, read those batches once more.
 
-    Attributes:
-        place: where the epoch begins: ``batches`` that the loop has had, the loader's own state
-            after them as ``loader``, the ``random_states`` that the order is drawn from, torch's
-            own and the generators', in hexadecimal digits, whether it is ``continued`` by workers
-            of an epoch before, and the samplers' ``epochs``, None where one does not tell its own.
+    Its ``place`` is where the epoch begins: ``batches`` that the loop has had, the loader's own
+    state after them as ``loader``, the hexadecimal ``random_states`` that the order is drawn from,
+    torch's and the generators', whether it is ``continued`` by workers of an epoch before, and the
+    samplers' ``epochs``, None where one does not tell its own.
     """
 
     def __init__(self, loader: Any, resumed: dict[str, Any] | None = None) -> None:

@@ -11,14 +11,12 @@ import torch
 from gpuprefetch.core.stats import Stats
 
 
-class Cost(Protocol):
-    """Bytes on the device of one batch: ``fixed`` until its hand-over, ``decoded`` beside that."""
+@dataclass(frozen=True)
+class Cost:
+    """Bytes on the device of one batch."""
 
-    @property
-    def fixed(self) -> int: ...
-
-    @property
-    def decoded(self) -> int: ...
+    fixed: int = 0  # until it is handed over
+    decoded: int = 0  # of its decoded images, as many as there are at a time
 
 
 @dataclass(frozen=True, slots=True)

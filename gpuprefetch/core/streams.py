@@ -61,10 +61,9 @@ def on_default_stream(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def using(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Make ``stream`` and its device current, and leave no context on the device that was.
+    """Make ``stream`` and its device current, and make no context on the device that was.
 
-    On its way out ``torch.cuda.stream`` sets the device before, and CUDA then makes a context there
-    if there is none: on the first GPU, from a thread of a process that works on another one.
+    On its way out ``torch.cuda.stream`` sets the device before, where CUDA then makes one.
     """
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
@@ -72,10 +71,7 @@ def using(stream: torch.cuda.Stream) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_modes(device: torch.device) -> Iterator[None]:
-    """Without gradients, and without the caller's autocast and inference mode.
-
-    Batches are prepared in a thread of ours or in the caller's, and are the same in either.
-    """
+    """Without gradients, autocast and inference mode of the caller, in whose thread we may be."""
     with contextlib.ExitStack() as modes:
         for kind in {device.type, "cpu"}:
             if torch.is_autocast_enabled(kind):

@@ -129,9 +129,9 @@ class ImageDecoder:
     ) -> None:
         """Decode without a Python object per image. See Note [One call for a batch].
 
-        The files are in ``data``, flat uint8 on the CPU, in the buffer from ``first`` on. The images,
-        each ``(H, W, 3)``, get into ``out``, flat uint8 on the device, from ``at`` on. Nothing that
-        is queued reads what lies there: see Note [Decoded memory].
+        The files are in ``data``, flat uint8 on the CPU, in the buffer from ``first`` on. The
+        images, each ``(H, W, 3)``, get into ``out``, flat uint8 on the device, from ``at`` on.
+        Nothing that is queued reads what lies there: see Note [Decoded memory].
 
         Raises:
             RuntimeError: if any of the files cannot be decoded.

@@ -1,7 +1,7 @@
 """Encoded images are never taken for pictures without an error.
 
-torchvision's v2 modules let pass what they do not know: on an encoded image they do nothing and say
-nothing. While encoded images are read, every module is asked whether it was given one.
+torchvision's v2 modules do nothing to what they do not know, and say nothing. While encoded images
+are read, every module is asked whether it was given one.
 """
 
 from __future__ import annotations

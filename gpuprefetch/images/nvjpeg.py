@@ -1,13 +1,10 @@
 """nvJPEG's batched decode on a GPU's JPEG engines, in one call into one piece of memory.
 
 Without engines its CUDA kernels decode. A call then takes 56 to 61 ms for 64 to 256 of ImageNet's
-photos (an H100), since the kernels follow each file bit by bit, but calls on several streams run
-side by side: 4,150, 7,130, 9,980 and 12,600 photos a second on one to four streams.
-
-TorchCodec decodes with the same library, which is called here directly. TorchCodec parses each file
-three times and gives each picture memory of its own. Beside a compiled ResNet-18 on an H200 it took
-92 us for a photo, and this takes 61, with the same pixels. NVIDIA documents the functions:
-https://docs.nvidia.com/cuda/nvjpeg.
+photos (an H100), but calls run side by side: 4,150, 7,130, 9,980 and 12,600 photos a second on one
+to four streams. TorchCodec decodes with the same library, but parses each file three times and
+gives each picture memory of its own. Beside a compiled ResNet-18 on an H200 it took 92 us for a
+photo, and this takes 61. The functions: https://docs.nvidia.com/cuda/nvjpeg.
 """
 
 from __future__ import annotations
@@ -187,10 +184,7 @@ def has_engines(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def lease(device: torch.device) -> Iterator[Decoder]:
-    """A decoder for the current stream of a device, which is current meanwhile.
-
-    One that has failed is not used again.
-    """
+    """A decoder for the current stream of a device; one that has failed is not used again."""
     backend = backend_of(device)
     assert backend is not None  # callers ask whether it is available
     with torch.cuda.device(device):

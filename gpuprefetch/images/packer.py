@@ -1,7 +1,4 @@
-"""Encoded images become a batch for the device: headers, draws, a share of the decoding, a plan.
-
-It runs inside the DataLoader's own collate, in worker processes, and never touches CUDA.
-"""
+"""In the workers, images become a batch for the device: headers, draws, decoding, a plan."""
 
 from __future__ import annotations
 
@@ -92,11 +89,10 @@ class Packer:
         return (max(made) - min(made)) * len(made) / (len(made) - 1)
 
     def divide(self, headers: Headers, files: Ints, share: float) -> Any:
-        """``(N,)`` bool, which images are decoded here.
+        """``(N,)`` bool, which images are decoded here: what the GPU does not take, and a share.
 
-        Those are what the GPU does not take, and of the rest a share, the files of fewest bytes. To
-        decode one costs the GPU about the same whatever its size (small launches and copies) and a
-        core in proportion to its bytes: 30 % of ImageNet's files make 12 % of the cores' work.
+        Those are the files of fewest bytes. One costs the GPU about the same whatever its size and
+        a core in proportion to it: 30 % of ImageNet's files make 12 % of the cores' work.
         """
         chosen = np.array([not (header.gpu and self.on_gpu) for header in headers.each])
         for_gpu = np.flatnonzero(~chosen)
@@ -112,10 +108,9 @@ class Packer:
         return [head.size for head in self.heads if head.size is not None]
 
     def become(self, sizes: Ints, rows: Sequence[Any]) -> tuple[Any, Any]:
-        """Which images become the crop that their sampling reads, and pixels of what each does.
+        """Which decoded images become the crop that is sampled, and the pixels that each gets.
 
-        Others become the results of all their samplings, or where they have none stay what they
-        are.
+        Others become the results of all their samplings, or where they have none stay as they are.
         """
         if not self.sizes:
             return np.zeros(len(sizes), dtype=bool), sizes.prod(axis=1)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from gpuprefetch.core.nested import objects, tensors
+from gpuprefetch.core.stage import Cost
 from gpuprefetch.images.encoded import Copy, EncodedImages, Plan, PreparedImages, is_encoded
 from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.launch import arrange
@@ -77,8 +78,7 @@ def sub_batches(
 ) -> list[Ints]:
     """Cut what is left to the device into decode calls of about equal size.
 
-    Each is SUB_BATCH images and SUB_BATCH_BYTES at most, or ``room`` bytes. Either has ``limit``
-    bytes at most, or is one image.
+    Each is one image, or SUB_BATCH and SUB_BATCH_BYTES or ``room`` at most, and at most ``limit``.
     """
     positions = positions_to_decode(images)
     sizes = decoded_bytes(images, positions)
@@ -96,11 +96,7 @@ def sub_batches(
 
 
 def uploads(images: EncodedImages, limit: int | None = None, room: int | None = None) -> list[Copy]:
-    """Cut what the workers decoded into copies of UPLOAD_BYTES, or of ``room`` bytes.
-
-    An image that is larger has one of its own. Where there is a ``limit`` they take no more than
-    that either.
-    """
+    """Cut what the workers decoded into copies of UPLOAD_BYTES or ``room``, or of one image."""
     begin, cuts, positions = 0, [], np.flatnonzero(images.decoded)
     most = room or UPLOAD_BYTES
     most = most if limit is None else min(limit, most)
@@ -160,14 +156,12 @@ def in_rooms(size: int) -> int:
     return -(-size // ROOM_BYTES) * ROOM_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Bytes on the device of one batch."""
+@dataclass(frozen=True)
+class ImageCost(Cost):
+    """Bytes on the device of one batch of images."""
 
-    fixed: int = 0  # until it is handed over
-    decoded: int = 0  # of its decoded images, as many as there are at a time
-    largest: int = 0  # of the largest one of them
-    name: str = ""  # of the file of that
+    largest: int = 0  # decoded image
+    name: str = ""  # of its file
 
     def limit(self, budget: int | None) -> int | None:
         """Bytes that decoded images may take at a time; None where all of them fit together."""
@@ -184,7 +178,7 @@ class Cost:
         return budget - self.fixed
 
 
-def cost_of(batch: Any, heads: Sequence[Head], copies: int = 1) -> Cost:
+def cost_of(batch: Any, heads: Sequence[Head], copies: int = 1) -> ImageCost:
     """What a batch takes: its tensors, the pixels its workers decoded, and its images.
 
     ``copies`` are of the images of a decode call, at its end.
@@ -210,4 +204,4 @@ def cost_of(batch: Any, heads: Sequence[Head], copies: int = 1) -> Cost:
             height, width = leaf.sizes[i].tolist()
             largest, name = int(each[i]), leaf.paths[i] or f"sample {leaf.indices[i]}"
             name = f"{name!r} of {width} x {height} pixels"
-    return Cost(fixed, decoded, largest, name)
+    return ImageCost(fixed, decoded, largest, name)

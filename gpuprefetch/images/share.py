@@ -38,11 +38,11 @@ def usable_cores() -> int:
 
 
 class Balancer:
-    """Steers the share of baseline JPEGs that is decoded in the workers.
+    """Steers the share of baseline JPEGs that is decoded in the workers, unless it is ``fixed``.
 
     A busy worker can cost the training thread more than it saves the GPU, so the share starts at
-    none. It rises while the loop waits for decode, and only as long as batches then come faster. It
-    is halved as soon as the workers are late. One that is ``fixed`` stays as it is.
+    none. It rises while the loop waits for decode, as long as batches then come faster, and is
+    halved as soon as the workers are late.
     """
 
     def __init__(self, share: torch.Tensor, loader: Any, *, fixed: bool) -> None:

@@ -1,8 +1,7 @@
 """Slabs: shared memory that a worker fills again and again, and its parent pins in place.
 
-A DataLoader worker sends each batch in new shared memory: pages to clear for the worker, to map for
-the parent, and to unmap with the GIL, 4 ms for the 25 MB of a batch of photos, taken from the
-training thread. A slab stays mapped on both sides and travels by its name.
+A DataLoader worker sends each batch in new shared memory. To map and unmap it takes 4 ms of the
+training thread for 25 MB of photos. A slab stays mapped on both sides and travels by its name.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from gpuprefetch.images.encoded import PreparedImages, is_encoded
 from gpuprefetch.images.guard import end_reading
 from gpuprefetch.images.job import ImageJob
 from gpuprefetch.images.packer import Packer, Packing
-from gpuprefetch.images.plan import Cost, cost_of
+from gpuprefetch.images.plan import ImageCost, cost_of
 from gpuprefetch.images.rows import is_column, refuse_fewer_rows, take_rows
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.slab import unmap_dead
@@ -73,7 +73,7 @@ class Pipeline:
         default_factory=lambda: ImageJob, repr=False
     )
 
-    def cost(self, batch: Any) -> Cost:
+    def cost(self, batch: Any) -> ImageCost:
         return cost_of(batch, self.packer.heads, self.copies)
 
     @property
@@ -108,7 +108,7 @@ class Pipeline:
         if self.balancer is not None:
             self.balancer.handed_over(period, waited)
 
-    def run(self, batch: Any, number: int, epoch: int, cost: Cost | None) -> Any:
+    def run(self, batch: Any, number: int, epoch: int, cost: ImageCost | None) -> Any:
         limit = None if cost is None else cost.limit(self.memory_budget)
         try:
             begun = self._begin(batch, limit)

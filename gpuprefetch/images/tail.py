@@ -44,9 +44,8 @@ if hasattr(os, "register_at_fork"):  # not on every platform
 
 
 def alone(transform: Any) -> contextlib.AbstractContextManager[Any]:
-    """Keep other threads from running the same transform.
+    """Keep other threads from running the same transform: kornia's keep what they have sampled.
 
-    kornia's keep what they have sampled, for the boxes of the images or for a second call.
     Prefetchers may share a list, and ``replay`` runs one beside the epoch that it is asked in.
     """
     try:

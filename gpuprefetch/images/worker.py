@@ -31,11 +31,7 @@ _expected: dict[bytes, tuple[Sequence[int], int | None]] = {}
 
 
 def _end_with(parent: int) -> None:
-    """End this process after its parent: torch's worker does not look while it writes to a pipe.
-
-    A batch's message may be larger than a pipe holds, and a worker whose parent was killed would
-    wait for a reader for ever.
-    """
+    """End this process after its parent, for whom it would wait for ever while it fills a pipe."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -56,10 +52,7 @@ _HINTS = {
 
 
 class Announced(list[Any]):
-    """A batch of keys on its way to a worker, which unpickles them as what the sampler gave.
-
-    A worker unpickles a batch right before it reads the samples, and only one at a time.
-    """
+    """A batch of keys on its way to a worker, which unpickles it right before it reads them."""
 
     __slots__ = ("announced",)
 
