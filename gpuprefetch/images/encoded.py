@@ -8,7 +8,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from gpuprefetch.images.nvjpeg import order_for
 from gpuprefetch.images.slab import Buffer
 from gpuprefetch.transforms.launch import Launches, Table, by_place
 from gpuprefetch.transforms.reference import Doubles, Ints
+
+if TYPE_CHECKING:
+    from gpuprefetch.transforms.ops_launch import Layout
 
 
 @dataclass(slots=True, repr=False)
@@ -263,7 +266,10 @@ class PreparedImages(EncodedImages):
     decode_seconds: float
     collate_seconds: float  # on the rest of the batch
     targets: str = ""  # of targets.fate()
-    seed: int | None = None  # of the transform that the worker has run after the fused ones
+    # With which the worker has drawn for the first transform after the fused ones, and what it drew
+    # for each view, where that is for the device to carry out.
+    seed: int | None = None
+    laid: list[Sequence[Layout]] = field(default_factory=list)
 
     def words(self, view: int) -> Ints:
         """What a view's launches read of each image, ``(N, words)``, in the order of the batch."""

@@ -74,7 +74,8 @@ class Packer:
     # images sets it where it first meets encoded ones.
     late: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     moves: bool = False  # whether a transform moves pixels
-    programs: tuple[PerImage | None, ...] = ()  # of each view what workers run on its images
+    # Of each view what workers draw for, and run on its finished images if there are some here.
+    programs: tuple[PerImage | None, ...] = ()
     rank: int = 0  # of this process among those that may be given the same samples, else 0
     _last: float = field(init=False, default_factory=time.perf_counter)
 
