@@ -189,10 +189,7 @@ class Lookahead:
         return slot
 
     def close(self) -> bool:
-        """End the epoch and wait for its thread; whether it has ended.
-
-        A thread whose loader hangs goes on when that gives a batch.
-        """
+        """End the epoch; whether its thread has ended, which one whose loader hangs does later."""
         if os.getpid() != self._pid:
             return True  # a forked worker collects garbage of ours: nothing of it is its own
         self._stop()

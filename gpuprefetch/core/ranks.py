@@ -19,10 +19,7 @@ INTO_PREPARED = (
 
 
 def same_on_ranks(prefetcher: Any, loader: Any) -> str | None:
-    """What to tell the first of several ranks that read the same; None where all may be well.
-
-    Iterable datasets, and samplers other than torch's and torchdata's, may share samples out.
-    """
+    """What to tell the first of several ranks that surely read the same, if they do."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks < 2 or dist.get_rank() or not isinstance(loader, DataLoader):
         return None

@@ -43,25 +43,16 @@ class Stage(Protocol):
         """Called in the loop's thread when it asks for a batch."""
 
     def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int]:
-        """What :meth:`run` gets of the loader's batch of this number, and its count of images.
-
-        ``waited`` is for how many seconds the loader let us wait for it.
-        """
+        """What :meth:`run` gets of a batch that was ``waited`` for, and its count of images."""
 
     def cost(self, batch: Any) -> Cost:
         """What a batch from :meth:`receive` takes; asked for where it counts."""
 
     def run(self, batch: Any, number: int, epoch: int, cost: Any) -> Any:
-        """Prepare a batch on the current stream: the batch for the loop, or :class:`Empty`.
-
-        Its cost is None where nobody asked for it.
-        """
+        """Prepare a batch for the loop on the current stream; no cost if nobody asked for it."""
 
     def handed_over(self, period: float, waited: float) -> None:
-        """Learn from a batch that goes to the loop ``period`` seconds after the one before.
-
-        For ``waited`` seconds of them the loop had nothing to do until it was prepared.
-        """
+        """A batch goes to the loop after a ``period`` in which it ``waited`` with nothing to do."""
 
     def close(self) -> None:
         """Called when an epoch has ended."""

@@ -1,7 +1,4 @@
-"""A collate function that runs after the transforms: one that mixes images, or any in accelerate.
-
-The workers send the images of its samples as a batch, and the rest of each sample beside it.
-"""
+"""A collate function that runs after the transforms, on images that workers sent without it."""
 
 from __future__ import annotations
 

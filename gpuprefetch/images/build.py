@@ -49,10 +49,7 @@ def build_stage(
     max_bad: int | None,
     memory_budget: str | int | None,
 ) -> tuple[Pipeline, Balancer]:
-    """The stage for batches of ``loader``, and what steers the workers' share of its epochs.
-
-    The arguments are those of :class:`gpuprefetch.DataPrefetcher`.
-    """
+    """The stage that a DataPrefetcher's arguments ask for, and what steers its workers' share."""
     _check_output(dtype, memory_format)
     _check_rest(on_error, max_bad, apply_exif, seed)
     lists = transforms.lists if isinstance(transforms, Views) else [transforms]

@@ -60,10 +60,7 @@ from gpuprefetch.transforms.launch import CANARY
 
 
 def place(size: int, device: torch.device, scratch: dict[int, torch.Tensor] | None) -> torch.Tensor:
-    """1-D uint8 of ``size`` bytes or more on the device, not initialized, to decode into.
-
-    ``scratch`` keeps it from call to call, by the handle of the current stream.
-    """
+    """1-D uint8 of ``size`` bytes or more on the device, kept in ``scratch`` for each stream."""
     if scratch is None or size > in_rooms(WHOLE_BATCH_BYTES + UPLOAD_BYTES):  # for one image
         return torch.empty([size], dtype=torch.uint8, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

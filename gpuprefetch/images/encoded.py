@@ -296,11 +296,7 @@ def allocate(
     room: int = 0,
     **known: Any,
 ) -> EncodedImages:
-    """Lay out a batch whose parts of these ``lengths`` are still to be written.
-
-    ``work`` is the GPU's with each file, ``room`` in bytes after the pixels, ``known`` more
-    attributes of the batch.
-    """
+    """Lay out a batch whose parts are still to be written, with ``room`` bytes after the pixels."""
     # Files with the most work lie first: nvJPEG gives the engines files in turns, and waits for one
     # that is not through with the file before. On an H200, beside training, an image takes 102 us
     # so, and 110 in any order. Decoded ones lie as they come: see plan.uploads().

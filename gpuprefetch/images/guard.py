@@ -1,8 +1,4 @@
-"""Encoded images are never taken for pictures without an error.
-
-torchvision's v2 modules do nothing to what they do not know, and say nothing. While encoded images
-are read, every module is asked whether it was given one.
-"""
+"""Encoded images are not taken for pictures without an error: every module is asked for them."""
 
 from __future__ import annotations
 

@@ -253,10 +253,7 @@ _LATER_MARKERS = re.compile(rb"\xff[\xc0-\xcf\xd9-\xfe]")
 
 
 def _after_first_scan(data: bytes, pos: int) -> tuple[int, _Spans]:
-    """The number of scans, and the APP1 segments after the first, up to the image's end.
-
-    After its end a phone may have put a film, in which anything looks like a marker.
-    """
+    """The number of scans, and the APP1 segments after the first, up to the image's end."""
     scans, app1 = 1, []
     data += b"\0\0"  # the last marker may have no length
     while found := _LATER_MARKERS.search(data, pos):

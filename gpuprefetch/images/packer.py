@@ -109,10 +109,7 @@ class Packer:
         return [head.size for head in self.heads if head.size is not None]
 
     def become(self, sizes: Ints, rows: Sequence[Any]) -> tuple[Any, Any]:
-        """Which decoded images become the crop that is sampled, and the pixels that each gets.
-
-        Others become the results of all their samplings, or where they have none stay as they are.
-        """
+        """Which decoded images become the crop that is sampled, and the pixels of each."""
         if not self.sizes:
             return np.zeros(len(sizes), dtype=bool), sizes.prod(axis=1)
         finished = sum(map(prod, self.sizes))
@@ -240,10 +237,7 @@ class Packer:
 
 
 class Packing:
-    """Packs the images of one batch, in one call or in several.
-
-    ``repeats`` says how often the epoch has had each of its samples before; empty is not known.
-    """
+    """Packs the images of one batch, in one call or in several; its repeats may not be known."""
 
     def __init__(
         self,

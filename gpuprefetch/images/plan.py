@@ -76,10 +76,7 @@ def decoded_bytes(images: EncodedImages, positions: Any) -> Ints:
 def sub_batches(
     images: EncodedImages, limit: int | None = None, room: int | None = None
 ) -> list[Ints]:
-    """Cut what is left to the device into decode calls of about equal size.
-
-    Each is one image, or SUB_BATCH and SUB_BATCH_BYTES or ``room`` at most, and at most ``limit``.
-    """
+    """Cut what is left to the device into about equal calls, of at most ``limit`` bytes each."""
     positions = positions_to_decode(images)
     sizes = decoded_bytes(images, positions)
     most = room or SUB_BATCH_BYTES
@@ -118,11 +115,7 @@ def lay_out(
     limit: int | None = None,
     room: int | None = None,
 ) -> Plan:
-    """Plan a batch: in the worker, unless a memory budget asks for less at a time.
-
-    ``sizes`` and ``words`` are of each view, those of its result and of :func:`.launch.plan_rows`.
-    ``limit`` and ``room`` are as for :func:`sub_batches`.
-    """
+    """Plan a batch whose views have these result ``sizes`` and ``words`` of :func:`.plan_rows`."""
     copies = uploads(images, limit, room) if sizes else []
     files, none = sub_batches(images, limit, room), np.zeros(0, dtype=np.int64)
     if limit is None:  # a copy goes with a call
@@ -179,10 +172,7 @@ class ImageCost(Cost):
 
 
 def cost_of(batch: Any, heads: Sequence[Head], copies: int = 1) -> ImageCost:
-    """What a batch takes: its tensors, the pixels its workers decoded, and its images.
-
-    ``copies`` are of the images of a decode call, at its end.
-    """
+    """What a batch takes; ``copies`` are of the images of a decode call, at its end."""
     fixed, decoded, largest, name = 0, 0, 0, ""
     for leaf in objects(batch, is_encoded):
         if not isinstance(leaf, PreparedImages):

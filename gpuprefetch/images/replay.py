@@ -197,10 +197,7 @@ def has_indices(loader: Any) -> bool:
 
 
 def _has_keys(loader: Any) -> bool:
-    """Whether a sampler that may be wrapped says what the batches of a loader are.
-
-    One with a state of its own (torchdata's) counts what its sampler gives: that one is let alone.
-    """
+    """Whether a sampler says what batches are, and may be wrapped: torchdata's may not."""
     return (
         isinstance(loader, DataLoader)
         and not hasattr(loader, "state_dict")

@@ -1,8 +1,4 @@
-"""From a host batch to a device batch: move tensors, decode, resample, transform.
-
-It is the stage of an epoch whose batches hold images. A batch becomes a few parts, each a decode
-and a launch, which take turns on two streams. What runs after the launches follows them.
-"""
+"""From a host batch to a device batch: move tensors, decode, resample, transform."""
 
 from __future__ import annotations
 
@@ -292,10 +288,7 @@ class Pipeline:
     def _run_tails(
         self, outs: Sequence[Any], seed: int, images: PreparedImages | None = None
     ) -> list[Any]:
-        """What runs after the fused transforms, on the result of each view.
-
-        Of ``images`` a worker may have drawn for the first one of them, or have run it.
-        """
+        """What runs after the fused ones; of ``images`` a worker may have drawn for it, or run it."""
         if not any(view.tail for view in self.views):
             return list(outs)
         begun = images is not None and images.seed == seed

@@ -1,8 +1,4 @@
-"""Transforms after the fused ones, on a batch of images and on the targets beside them.
-
-Boxes, masks and points follow this library's transforms by arithmetic, torchvision's v2 transforms
-sample by sample, and kornia's by ``data_keys``. Other callables get the images alone.
-"""
+"""Transforms after the fused ones, on a batch of images and on the targets beside them."""
 
 from __future__ import annotations
 
@@ -44,10 +40,7 @@ if hasattr(os, "register_at_fork"):  # not on every platform
 
 
 def alone(transform: Any) -> contextlib.AbstractContextManager[Any]:
-    """Keep other threads from running the same transform: kornia's keep what they have sampled.
-
-    Prefetchers may share a list, and ``replay`` runs one beside the epoch that it is asked in.
-    """
+    """Keep other threads from running the same transform: kornia's keep what they have sampled."""
     try:
         return _locks.setdefault(transform, threading.RLock())
     except TypeError:  # no weak reference to it, or no hash
@@ -133,11 +126,7 @@ def moves_pixels(transforms: Iterable[Any]) -> bool:
 def run_tail(
     tail: Sequence[Any], images: Any, batch: Any, fate: str, look: Callable[[Any, Any], None]
 ) -> tuple[Any, Any]:
-    """Run transforms on images and on the boxes, masks and points beside them.
-
-    Everything with an entry per sample is a :class:`PerSample` in ``batch``. ``fate`` is what
-    :func:`.targets.fate` said of it, and ``look`` gets each transform and its images beforehand.
-    """
+    """Run transforms on images and on the :class:`PerSample` lists of boxes, masks and points."""
     names = {id(part): name for name, part in batch.items()} if isinstance(batch, dict) else {}
     found = enumerate(select(batch, is_per_sample))
     columns = {names.get(id(column), number): column for number, column in found}

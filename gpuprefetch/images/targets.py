@@ -1,8 +1,4 @@
-"""Boxes, masks and points follow their image through the fused transforms.
-
-torchvision's tv_tensors say what a target is. Workers move targets before the loader's own collate
-function sees the samples. The transforms after the fused ones are in :mod:`.tail`.
-"""
+"""Boxes, masks and points follow their image through the fused transforms."""
 
 from __future__ import annotations
 

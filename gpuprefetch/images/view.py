@@ -52,10 +52,7 @@ class View:
 
     @property
     def program(self) -> PerImage | None:
-        """The first transform after them, where a worker may run it; else None.
-
-        The values that it gets are known then, and need no look.
-        """
+        """The first transform after them, where a worker may run it, as it gets known values."""
         first = self.tail[0] if self.tail else None
         known = self.head.size is not None and not (self.head.mean or self.head.std)
         return first if known and type(first) is PerImage and first.seed is None else None
@@ -63,11 +60,7 @@ class View:
     def run_tail(
         self, images: Any, seed: int, *, begun: bool = False, laid: Sequence[Layout] = ()
     ) -> Any:
-        """What comes after them.
-
-        A worker may have ``begun``: drawn for :attr:`program`. ``laid`` is what it drew, where it
-        has not run the program as well.
-        """
+        """What comes after them; a worker may have ``begun``, and have drawn what is ``laid`` out."""
         tail, program = self.tail, self.program if begun else None
         with SeededDraws(seed):
             if program is not None:

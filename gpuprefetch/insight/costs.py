@@ -19,10 +19,7 @@ TRIES, SHOWN = 3, 3
 
 
 def costs(loader: Any, device: torch.device, count: int) -> str:
-    """The slowest transforms in words; empty where none is known.
-
-    Those after a fused launch run on a batch of noise, a folder's on its first file.
-    """
+    """The slowest transforms, run on noise or a folder's first file, in words; empty for none."""
     try:
         if not isinstance(loader, DataPrefetcher):
             folders, cpu = folders_of(loader), torch.device("cpu")

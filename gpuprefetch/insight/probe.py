@@ -18,10 +18,7 @@ from gpuprefetch.prefetcher import DataPrefetcher
 
 
 def probe(loader: Any, **values: Any) -> Any:
-    """A copy of a ``DataLoader``, or of a prefetcher around one, whose epochs do not end.
-
-    ``values`` are attributes of the ``DataLoader``.
-    """
+    """A copy of a DataLoader, or a prefetcher, with these attributes, whose epochs do not end."""
     if isinstance(loader, DataPrefetcher):
         clone, stage, balancer = copy.copy(loader), loader._pipeline, loader._balancer
         clone._loader = probe(loader._loader, **values)

@@ -223,10 +223,7 @@ class _CarelessJob(ImageJob):
 
 
 class _Delayed(ImageDecoder):
-    """A decoder whose images are read late.
-
-    Without the host's waits canaries would be set when a picture is there already.
-    """
+    """A decoder whose images are read late; canaries need the host's waits."""
 
     def __init__(self, decoder: ImageDecoder, witness: _Witness, *, canaries: bool) -> None:
         self._decoder, self._witness, self._canaries = decoder, witness, canaries
