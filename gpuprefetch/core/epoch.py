@@ -123,11 +123,11 @@ class Lookahead:
             self._depth = max(min(READY, fitting), 1)
         depth = max(self._depth, self.stage.streams)
         budget = self.stage.memory_budget
-        if not self._slots or budget is None or slot.cost is None:
-            return len(self._slots) < depth
-        used = sum(other.cost.fixed for other in self._slots if other.cost is not None)
-        fits = used + slot.cost.fixed + slot.cost.decoded <= budget
-        return len(self._slots) < depth and fits
+        if self._slots and budget is not None and slot.cost is not None:
+            used = sum(other.cost.fixed for other in self._slots if other.cost is not None)
+            if used + slot.cost.fixed + slot.cost.decoded > budget:
+                return False
+        return len(self._slots) < depth
 
     def _fetch(self) -> Slot:
         slot = Slot(self._number)

@@ -294,9 +294,9 @@ class Packing:
             return samples, self
         return followed, Packing(packer, as_list(followed), self._repeats, following=True)
 
-    def anew(self) -> Packing:
-        """For the same batch, as if nothing of it had been packed."""
-        return Packing(self._packer, self._samples, self._repeats, following=self._following)
+    def forget(self) -> None:
+        """As if nothing of the batch had been packed."""
+        self._packed.clear()
 
     def _draw(self, images: Sequence[EncodedImage], headers: Headers) -> list[Any]:
         """The sampling of each view: None where it has no fixed size."""

@@ -288,7 +288,7 @@ class Pipeline:
     def _run_tails(
         self, outs: Sequence[Any], seed: int, images: PreparedImages | None = None
     ) -> list[Any]:
-        """What runs after the fused ones; of ``images`` a worker may have drawn for it, or run it."""
+        """What runs after the fused ones; of ``images`` a worker may have drawn or run some."""
         if not any(view.tail for view in self.views):
             return list(outs)
         begun = images is not None and images.seed == seed
@@ -309,8 +309,8 @@ class Pipeline:
         for last in _bad_images(jobs):
             self._tolerate(last)
         samples = jobs[0].images.samples
-        count = len(jobs[0].images)
-        if any(len(job.images) != count or job.images.samples != samples for job in jobs):
+        count = len(samples)
+        if any(job.images.samples != samples for job in jobs):
             raise BadImageError(
                 f"{last}. on_error cannot leave it out: the collate function leaves samples apart, "
                 "or has another number of images for each. Let it keep the images together, one of "

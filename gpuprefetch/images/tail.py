@@ -31,8 +31,6 @@ from gpuprefetch.transforms.per_image import Loop, PerImage
 Samples = list[dict[Any, Any]]  # of each sample the parts of its target
 Runner = Callable[[Any, Samples], Any]
 
-# --- Images alone ---
-
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 
 if hasattr(os, "register_at_fork"):  # not on every platform

@@ -74,9 +74,6 @@ def refuse_several(samples: Any) -> None:
         )
 
 
-# --- The fused transforms ---
-
-
 def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]], Any]) -> Any:
     """Move boxes, masks and points as the fused transforms are going to sample their image.
 
@@ -197,9 +194,6 @@ def _stack(batch: Any, *, collate_fn_map: Any = None) -> Any:
 
     stacked = default_collate([entry.as_subclass(torch.Tensor) for entry in batch])
     return tv_tensors.wrap(stacked, like=batch[0])
-
-
-# --- Lists with an entry per sample ---
 
 
 class PerSample(list[Any]):

@@ -60,7 +60,7 @@ class View:
     def run_tail(
         self, images: Any, seed: int, *, begun: bool = False, laid: Sequence[Layout] = ()
     ) -> Any:
-        """What comes after them; a worker may have ``begun``, and have drawn what is ``laid`` out."""
+        """What comes after them; a worker may have ``begun`` with what is ``laid`` out."""
         tail, program = self.tail, self.program if begun else None
         with SeededDraws(seed):
             if program is not None:

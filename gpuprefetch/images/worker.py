@@ -94,7 +94,8 @@ class HostStage:
         packing = Packing(self.packer, as_list(samples), repeats)
         samples, packing = packing.follow(samples)
         try:
-            batch, packing = self._collate(samples, packing)
+            with packing_with(packing):
+                batch = self._collate(samples, packing)
             batch = self._pack(batch, samples, packing, number)
         except (TypeError, RuntimeError) as error:
             for words, hint in _HINTS.items():
@@ -103,19 +104,17 @@ class HostStage:
             raise
         return map_leaves(by_value, batch, is_encoded) if in_worker else batch
 
-    def _collate(self, samples: Any, packing: Packing) -> tuple[Any, Packing]:
-        """What the collate function makes of the samples, and what has packed their images."""
+    def _collate(self, samples: Any, packing: Packing) -> Any:
+        """What the collate function makes of the samples; of one that mixes, what comes before."""
         if not self.packer.late:
             try:
-                with packing_with(packing):
-                    return self.collate_fn(samples), packing
+                return self.collate_fn(samples)
             except UndecodedError as error:
                 if not (isinstance(samples, list) and comes_of_mixing(error)):
                     raise
             self.packer.late.fill_(True)
-            packing = packing.anew()
-        with packing_with(packing):
-            return set_apart(samples), packing
+            packing.forget()
+        return set_apart(samples)
 
     def _pack(self, batch: Any, samples: Any, packing: Packing, number: int | None) -> Any:
         """Pack what the collate function left, and say what became of the targets."""
