@@ -212,10 +212,7 @@ class Pipeline:
         tails = any(view.tail for view in self.views)
         batch = unstack(batch, count) if targets and tails else batch
         if rows is not None:
-            take = partial(take_rows, rows=rows, count=count)
-            batch = map_leaves(take, batch, partial(is_column, count=count))
-            for output in (output for job in jobs for output in job.outputs):
-                output.out = take(output.out)
+            batch = self._keep(batch, jobs, rows, count)
         if tails and not targets:  # each image of a sample gets draws of its own
             for number, job in enumerate(jobs):
                 own = derive(seed, number) if number else seed
@@ -234,26 +231,21 @@ class Pipeline:
                 output.out, batch = run_tail(
                     view.tail, output.out, batch, targets, view.values.reach
                 )
-        only, left = None, count if rows is None else len(rows)
+        kept = torch.arange(count) if rows is None else rows
         if self.only is not None:
-            kept = torch.arange(count) if rows is None else rows
             only = kept.eq(self.only).nonzero()[:1, 0]
-        column = partial(is_column, count=left)
-        return map_leaves(partial(self._result, only=only, count=left), batch, column)
+            batch, kept = self._keep(batch, jobs, only, len(kept)), only
+        return map_leaves(_result, batch, partial(is_column, count=len(kept)))
 
-    def _result(self, leaf: Any, *, only: torch.Tensor | None, count: int) -> Any:
-        """What is handed over of a leaf; of one row alone where ``only`` says which."""
-        if not isinstance(leaf, ImageJob):
-            return unmark(leaf if only is None else take_rows(leaf, only, count))
-        results = [output.out for output in leaf.outputs]
-        if only is not None:
-            take = partial(take_rows, rows=only, count=count)
-            # A list of images of their own sizes has an entry per sample, several outputs have not.
-            results = [
-                map_leaves(take, result) if view.tail else take(result)
-                for view, result in zip(self.views, results, strict=True)
-            ]
-        return _one_or_all(results)
+    def _keep(self, batch: Any, jobs: list[ImageJob], rows: torch.Tensor, count: int) -> Any:
+        """Take some rows of a batch, and of what its jobs have made of ``count`` images."""
+        take = partial(take_rows, rows=rows, count=count)
+        for job in jobs:
+            for view, output in zip(self.views, job.outputs, strict=True):
+                # A list of images of their own sizes has an entry per sample, several results of a
+                # transform have not.
+                output.out = map_leaves(take, output.out) if view.tail else take(output.out)
+        return map_leaves(take, batch, partial(is_column, count=count))
 
     def _transform_tensors(self, batch: Any, seed: int) -> Any:
         done = False
@@ -344,6 +336,13 @@ def _bad_images(jobs: Sequence[ImageJob]) -> list[BadImage]:
         for job in jobs
         for i, reason in sorted(job.images.errors.items())
     ]
+
+
+def _result(leaf: Any) -> Any:
+    """What is handed over of a leaf."""
+    if not isinstance(leaf, ImageJob):
+        return unmark(leaf)
+    return _one_or_all([output.out for output in leaf.outputs])
 
 
 def _one_or_all(results: Sequence[Any]) -> Any:
