@@ -143,7 +143,7 @@ class DataPrefetcher:
             "max_bad": max_bad,
             "memory_budget": memory_budget,
         }
-        self._pipeline, balancer = build_stage(loader, self.device, **self._options)
+        self._pipeline, balancer = build_stage(loader, self.device, self._options)
         self.stats, self._balancer = self._pipeline.stats, balancer
         self._depth, self._first_batch = device_prefetch_size, FirstBatch(self.device)
         self._progress = Progress()

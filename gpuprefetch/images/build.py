@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader
@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from gpuprefetch.connections import tell
 from gpuprefetch.core.nested import tensors
 from gpuprefetch.core.source import changed
-from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.decode import BACKENDS, ImageDecoder
 from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.images.packer import Packer
@@ -26,7 +25,7 @@ from gpuprefetch.images.tail import moves_pixels
 from gpuprefetch.images.view import View
 from gpuprefetch.images.worker import HostStage, encoded_leaves
 from gpuprefetch.transforms.convert import read_list
-from gpuprefetch.transforms.head import Head, Transform, require_fixed_size
+from gpuprefetch.transforms.head import Transform, require_fixed_size
 from gpuprefetch.transforms.kernel import HAS_TRITON
 from gpuprefetch.transforms.per_image import Cast, on_levels
 from gpuprefetch.transforms.reference import FLOAT_DTYPES
@@ -35,32 +34,20 @@ from gpuprefetch.transforms.views import Views
 
 
 def build_stage(
-    loader: Any,
-    device: torch.device,
-    *,
-    transforms: Sequence[Transform] | None,
-    dtype: torch.dtype | None,
-    memory_format: torch.memory_format | None,
-    decoder: str,
-    apply_exif: bool,
-    cpu_share: float | str,
-    seed: int | None,
-    on_error: str | Callable[[BadImage], Any],
-    max_bad: int | None,
-    memory_budget: str | int | None,
+    loader: Any, device: torch.device, options: dict[str, Any]
 ) -> tuple[Pipeline, Balancer]:
     """The stage that a DataPrefetcher's arguments ask for, and what steers its workers' share."""
-    _check_output(dtype, memory_format)
-    _check_rest(on_error, max_bad, apply_exif, seed)
+    _check(options)
+    transforms, seed, cpu_share = (options[name] for name in ("transforms", "seed", "cpu_share"))
     lists = transforms.lists if isinstance(transforms, Views) else [transforms]
-    views = [_view(each, loader, dtype, memory_format) for each in lists]
+    views = [_view(each, loader, options["dtype"], options["memory_format"]) for each in lists]
     programs = tuple(view.program for view in views)
-    backend = _backend(decoder, device)
-    share = torch.tensor([_fixed_share(cpu_share)], dtype=torch.float64)
+    backend = _backend(options["decoder"], device)
+    share = torch.tensor([0.0 if cpu_share == "auto" else cpu_share], dtype=torch.float64)
     packer = Packer(
         tuple(view.head for view in views),
         on_gpu=backend is not None,
-        apply_exif=apply_exif,
+        apply_exif=options["apply_exif"],
         seed=torch.initial_seed() if seed is None else operator.index(seed),
         epoch=torch.zeros(1, dtype=torch.int64),
         share=share,
@@ -69,7 +56,13 @@ def build_stage(
         moves=any(moves_pixels([*view.head.ops, *view.tail]) for view in views),
     )
     stage = Pipeline(
-        device, views, packer, backend, on_error, max_bad, memory_budget=parse_bytes(memory_budget)
+        device,
+        views,
+        packer,
+        backend,
+        on_error=options["on_error"],
+        max_bad=options["max_bad"],
+        memory_budget=parse_bytes(options["memory_budget"]),
     )
     return stage, Balancer(share, loader, fixed=cpu_share != "auto" or backend is None)
 
@@ -81,46 +74,6 @@ def _view(
     memory_format: torch.memory_format | None,
 ) -> View:
     head, tail = read_list(transforms)
-    _check_transforms(loader, head, tail, dtype, memory_format)
-    tail, levels = on_levels(head, tail, Cast(dtype, memory_format))
-    if levels:
-        dtype, memory_format = torch.uint8, None
-    head = replace(head, dtype=dtype, memory_format=memory_format)
-    return View(head, tail, levels, Values(head.normalize, tail))
-
-
-def _check_output(dtype: Any, memory_format: Any) -> None:
-    if dtype not in (None, torch.uint8, *FLOAT_DTYPES):
-        raise ValueError(
-            "dtype must be torch.uint8 or a floating-point one of 16 bits or more, as "
-            f"torch.bfloat16, got {dtype!r}."
-        )
-    if memory_format not in (None, torch.contiguous_format, torch.channels_last):
-        raise ValueError(
-            f"memory_format is torch.contiguous_format or channels_last, got {memory_format!r}."
-        )
-
-
-def _check_rest(on_error: Any, max_bad: Any, apply_exif: Any, seed: Any) -> None:
-    if not callable(on_error) and on_error not in ("raise", "skip", "replace"):
-        raise ValueError(
-            f'on_error must be "raise", "skip", "replace" or a callable, got {on_error!r}.'
-        )
-    if max_bad is not None and (not isinstance(max_bad, int) or max_bad < 0):
-        raise ValueError(f"max_bad is a number of images, or None, got {max_bad!r}.")
-    if apply_exif not in (True, False):
-        raise ValueError(f"apply_exif must be True or False, got {apply_exif!r}.")
-    if seed is not None and not hasattr(seed, "__index__"):
-        raise ValueError(f"seed is an int, or None, got {seed!r}.")
-
-
-def _check_transforms(
-    loader: Any,
-    head: Head,
-    tail: Sequence[Transform],
-    dtype: torch.dtype | None,
-    memory_format: torch.memory_format | None,
-) -> None:
     if dtype == torch.uint8 and (head.mean or head.std):
         raise ValueError(
             "dtype=torch.uint8 is for values of 0 to 255, and Normalize gives others. Leave one of "
@@ -129,6 +82,34 @@ def _check_transforms(
     asked = dtype not in (None, torch.uint8) or memory_format is torch.channels_last
     if (head.names or tail or asked) and _is_encoded_folder(getattr(loader, "dataset", None)):
         require_fixed_size(head, tail)
+    tail, levels = on_levels(head, tail, Cast(dtype, memory_format))
+    if levels:
+        dtype, memory_format = torch.uint8, None
+    head = replace(head, dtype=dtype, memory_format=memory_format)
+    return View(head, tail, levels, Values(head.normalize, tail))
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Refuse what is out of range."""
+
+    def refuse(name: str, accepted: str) -> NoReturn:
+        raise ValueError(f"{name} {accepted}, got {options[name]!r}.")
+
+    on_error, max_bad, share = (options[name] for name in ("on_error", "max_bad", "cpu_share"))
+    if options["dtype"] not in (None, torch.uint8, *FLOAT_DTYPES):
+        refuse("dtype", "must be torch.uint8 or a floating-point one of 16 bits or more")
+    if options["memory_format"] not in (None, torch.contiguous_format, torch.channels_last):
+        refuse("memory_format", "is torch.contiguous_format or torch.channels_last")
+    if not callable(on_error) and on_error not in ("raise", "skip", "replace"):
+        refuse("on_error", 'must be "raise", "skip", "replace" or a callable')
+    if max_bad is not None and (not isinstance(max_bad, int) or max_bad < 0):
+        refuse("max_bad", "is a number of images, or None")
+    if options["apply_exif"] not in (True, False):
+        refuse("apply_exif", "must be True or False")
+    if options["seed"] is not None and not hasattr(options["seed"], "__index__"):
+        refuse("seed", "is an int, or None")
+    if share != "auto" and not (isinstance(share, (int, float)) and 0 <= share <= 1):
+        refuse("cpu_share", 'is a share of the images, 0.0 to 1.0, or "auto"')
 
 
 def _is_encoded_folder(dataset: Any) -> bool:
@@ -137,16 +118,6 @@ def _is_encoded_folder(dataset: Any) -> bool:
         return dataset is not None
     inner = getattr(dataset, "datasets", None) or [getattr(dataset, "dataset", None)]
     return isinstance(inner, Sequence) and all(_is_encoded_folder(d) for d in inner)
-
-
-def _fixed_share(cpu_share: float | str) -> float:
-    if cpu_share == "auto":
-        return 0.0
-    if isinstance(cpu_share, (int, float)) and 0 <= cpu_share <= 1:
-        return float(cpu_share)
-    raise ValueError(
-        f'cpu_share is a share of the images, 0.0 to 1.0, or "auto", got {cpu_share!r}.'
-    )
 
 
 def _backend(decoder: str, device: torch.device) -> ImageDecoder | None:
