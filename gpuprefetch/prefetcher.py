@@ -125,11 +125,6 @@ class DataPrefetcher:
         memory_budget: str | int | None = None,
     ) -> None:
         _refuse_no_loader(loader)
-        size = device_prefetch_size
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise ValueError(
-                f"device_prefetch_size is in batches, 1 or more, or None, got {size!r}."
-            )
         self.device = resolve_device(device)
         self._options: dict[str, Any] = {
             "transforms": transforms,
@@ -142,6 +137,7 @@ class DataPrefetcher:
             "on_error": on_error,
             "max_bad": max_bad,
             "memory_budget": memory_budget,
+            "device_prefetch_size": device_prefetch_size,
         }
         self._pipeline, balancer = build_stage(loader, self.device, self._options)
         self.stats, self._balancer = self._pipeline.stats, balancer
@@ -430,7 +426,7 @@ class DataPrefetcher:
         vars(self).update(state, _beginning=threading.RLock())
 
     def __repr__(self) -> str:
-        given = self._options | {"device_prefetch_size": self._depth}
+        given = dict(self._options)
         if isinstance(self.transforms, (list, tuple)):
             given["transforms"] = [*map(title, self.transforms)] or None
         words = [f"device={str(self.device)!r}"]

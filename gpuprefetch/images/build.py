@@ -96,6 +96,9 @@ def _check(options: dict[str, Any]) -> None:
         raise ValueError(f"{name} {accepted}, got {options[name]!r}.")
 
     on_error, max_bad, share = (options[name] for name in ("on_error", "max_bad", "cpu_share"))
+    depth = options["device_prefetch_size"]
+    if depth is not None and (not isinstance(depth, int) or depth < 1):
+        refuse("device_prefetch_size", "is in batches, 1 or more, or None")
     if options["dtype"] not in (None, torch.uint8, *FLOAT_DTYPES):
         refuse("dtype", "must be torch.uint8 or a floating-point one of 16 bits or more")
     if options["memory_format"] not in (None, torch.contiguous_format, torch.channels_last):
