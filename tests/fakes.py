@@ -1,4 +1,16 @@
-"""What stands in for a GPU on a machine without one, put in at one place."""
+"""What stands in for a GPU on a machine without one, put in at one place; and helpers."""
+
+from gpuprefetch.core.nested import children_of
+
+
+def leaves(batch, is_leaf=None):
+    """Yield the leaves of a batch in order, plain values too."""
+    children = children_of(batch, is_leaf)
+    if children is None:
+        yield batch
+        return
+    for child in children:
+        yield from leaves(child, is_leaf)
 
 
 def decode_as_on_a_gpu(prefetcher, decoder, *, job=None, launches=True):

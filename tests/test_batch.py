@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from children import Child
+from fakes import leaves
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from gpuprefetch import DataPrefetcher
-from gpuprefetch.core.nested import leaves, map_leaves, objects, tensors, to_device
+from gpuprefetch.core.nested import map_leaves, objects, tensors, to_device
 from gpuprefetch.images import slab as _slab
 
 Point = namedtuple("Point", "x y")

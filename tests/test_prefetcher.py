@@ -15,6 +15,7 @@ from itertools import islice
 import pytest
 import torch
 from children import Child
+from fakes import leaves
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from gpuprefetch import (
@@ -24,7 +25,6 @@ from gpuprefetch import (
     Resize,
 )
 from gpuprefetch import prefetcher as _prefetcher
-from gpuprefetch.core.nested import leaves
 
 Pair = namedtuple("Pair", "image target")
 

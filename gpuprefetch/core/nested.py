@@ -76,16 +76,6 @@ def _rebuild_mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
 
 
-def leaves(batch: Any, is_leaf: IsLeaf = None) -> Iterator[Any]:
-    """Yield the leaves of ``batch`` in order, plain values too."""
-    children = children_of(batch, is_leaf)
-    if children is None:
-        yield batch
-        return
-    for child in children:
-        yield from leaves(child, is_leaf)
-
-
 def objects(batch: Any, is_leaf: IsLeaf = None) -> Iterator[Any]:
     """Yield the leaves of ``batch`` in order, but for plain values."""
     children = children_of(batch, is_leaf)
