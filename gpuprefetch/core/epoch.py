@@ -49,10 +49,7 @@ class Lookahead:
 
     Its thread fetches a batch, waits for room, runs the stage on the side stream, and records an
     event. Only that thread adds slots, and only the loop takes them. Without a thread the loop does
-    the same work when it asks for a batch.
-
-    A ``depth`` of None goes by the size of the first batch. ``check`` gets each batch as it comes
-    from the loader.
+    the same when it asks for a batch. A ``depth`` of None goes by the size of the first batch.
     """
 
     def __init__(

@@ -130,14 +130,11 @@ class _SeedApart(torch.Generator):
 class Source:
     """The batches of an epoch, each with the state that the loader itself has after it, or None.
 
-    With the ``place`` of an earlier epoch it goes on there, in the same order. A stateful loader
-    does so by itself. A map-style dataset reads nothing that was left out. An iterable one, and a
-    DataLoader with an ``__iter__`` of its own, read those batches once more.
-
-    Its ``place`` is where the epoch begins: ``batches`` that the loop has had, the loader's own
-    state after them as ``loader``, the hexadecimal ``random_states`` that the order is drawn from,
-    torch's and the generators', whether it is ``continued`` by workers of an epoch before, and the
-    samplers' ``epochs``, None where one does not tell its own.
+    With the ``place`` of an earlier epoch it goes on there, in the same order: ``batches`` that the
+    loop has had, the loader's own state after them as ``loader``, the hexadecimal ``random_states``
+    that the order is drawn from, torch's and the generators', whether it is ``continued`` by
+    workers of an epoch before, and the samplers' ``epochs``. A map-style dataset reads nothing that
+    was left out; an iterable one, and a DataLoader with an ``__iter__`` of its own, do.
     """
 
     def __init__(self, loader: Any, resumed: dict[str, Any] | None = None) -> None:

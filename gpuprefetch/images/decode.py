@@ -124,24 +124,18 @@ class ImageDecoder:
     def packed(
         self, data: torch.Tensor, call: Call, out: torch.Tensor, *, first: int = 0, at: int = 0
     ) -> None:
-        """Decode without a Python object per image. See Note [One call for a batch].
+        """Decode without a Python object per image, or raise. See Note [One call for a batch].
 
         The files are in ``data``, flat uint8 on the CPU, in the buffer from ``first`` on. The
         images, each ``(H, W, 3)``, get into ``out``, flat uint8 on the device, from ``at`` on.
         Nothing that is queued reads what lies there: see Note [Decoded memory].
-
-        Raises:
-            RuntimeError: if any of the files cannot be decoded.
         """
         raise NotImplementedError
 
     def __call__(self, data: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """Decode N files, 1-D uint8 on the CPU, to N tensors ``(3, H, W)`` uint8 on the device.
+        """Decode files, 1-D uint8 on the CPU, to ``(3, H, W)`` uint8 on the device, or raise.
 
         The EXIF orientation is not applied. None stands for one that was skipped.
-
-        Raises:
-            RuntimeError: if any of the files cannot be decoded.
         """
         raise NotImplementedError
 
@@ -312,11 +306,9 @@ def decode_part(
     *,
     together: bool = True,
 ) -> list[torch.Tensor | None]:
-    """Decode some images of a batch: ``together`` if that works, else one by one.
+    """Decode some images of a batch, one by one where that fails ``together``.
 
-    Returns:
-        ``(3, H, W)`` uint8 images on ``device``. None for those that cannot be decoded, which get
-        an entry in the ``errors`` of the batch.
+    None stands for those that cannot be decoded, which get an entry in the ``errors`` of the batch.
     """
     lengths, *sizes = call.layout.tolist()
     shapes = [(3, height, width) for height, width in zip(*sizes, strict=True)]

@@ -35,12 +35,7 @@ class ImageHeader:
 
 
 def read_header(data: bytes | memoryview) -> ImageHeader:
-    """Read format, size and orientation of an encoded image, without touching its pixels.
-
-    Raises:
-        ValueError: if the bytes are neither a JPEG nor what PIL reads, if their header is broken or
-            truncated, or if the picture has no pixels or too many.
-    """
+    """Read format, size and orientation of a file, or raise ValueError if it is no good image."""
     data = bytes(data)
     try:
         header = (_read_jpeg if data.startswith(_JPEG) else _read_other)(data)
@@ -65,13 +60,8 @@ def decode_cpu(
 
     The pixels are PIL's, bit for bit: TorchCodec decodes JPEG to the same ones, and PIL itself
     every other format. Transparency is dropped, not blended; of an animation the first frame is
-    decoded. An orientation that a JPEG has in XMP only is not looked for.
-
-    Returns:
-        ``(3, H, W)`` uint8, of any strides.
-
-    Raises:
-        ValueError: if :func:`read_header` refuses the file or its decoder does, as a truncated one.
+    decoded. An orientation that a JPEG has in XMP only is not looked for. The result is ``(3, H,
+    W)`` uint8, of any strides. What is truncated or broken raises ValueError.
     """
     data = data.numpy().tobytes() if isinstance(data, torch.Tensor) else bytes(data)
     header = header or read_header(data)

@@ -103,10 +103,6 @@ class Decoder:
 
         ``order`` is of :func:`place_order`. It writes as much as the files say. ``stream`` is the
         same in all calls: see Note [A stream's decoder].
-
-        Raises:
-            torch.OutOfMemoryError: if there is no room for what it needs besides.
-            RuntimeError: if any of the files cannot be decoded.
         """
         count, files = len(order) // _WORDS, order.ctypes.data
         lengths, images = files + 8 * count, files + 16 * count

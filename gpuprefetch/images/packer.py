@@ -20,7 +20,7 @@ from gpuprefetch.images.encoded import EncodedImage, EncodedImages, Plan, Prepar
 from gpuprefetch.images.header import ImageHeader, blank, decode_cpu, read_header
 from gpuprefetch.images.plan import lay_out
 from gpuprefetch.images.slab import share
-from gpuprefetch.images.targets import FollowedImage, follow, images_of, refuse_several
+from gpuprefetch.images.targets import FollowedImage, follow, followers, images_of
 from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.launch import Launches, plan_rows
 from gpuprefetch.transforms.per_image import PerImage
@@ -286,10 +286,12 @@ class Packing:
             return rows, headers.sizes, headers.errors
 
         head, *others = packer.heads
-        if others and images_of(samples):
-            refuse_several(samples)
-            return samples, self
-        followed = follow(samples, head.size, draw)
+        if others and images_of(samples) and followers(samples):
+            raise ValueError(
+                "Views gives several pictures of an image, and boxes, masks and points can follow "
+                "one. Return plain tensors, as mask.as_subclass(torch.Tensor), or leave them out."
+            )
+        followed = samples if others else follow(samples, head.size, draw)
         if followed is samples:
             return samples, self
         return followed, Packing(packer, as_list(followed), self._repeats, following=True)

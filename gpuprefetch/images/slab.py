@@ -11,6 +11,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable
+from functools import cached_property
 from multiprocessing import active_children, util
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -55,17 +56,16 @@ class _Slab:
         self.memory = memory
         self.busy: npt.NDArray[np.uint8] = memory[:1].numpy()  # whether the parent still reads it
         self.sent = False  # whether the parent has it, in the worker
-        self._pinned: bool | None = None
 
-    def pin(self) -> bool:
-        """Page-lock it, once; whether it is."""
-        if self._pinned is None:
-            start, size = self.memory.data_ptr(), self.memory.numel()
-            self._pinned = not int(torch.cuda.cudart().cudaHostRegister(start, size, 0))
-            if self._pinned:
-                # The memory lives as long as the function that unlocks it.
-                weakref.finalize(self, _unpin, self.memory, os.getpid()).atexit = False
-        return self._pinned
+    @cached_property
+    def pinned(self) -> bool:
+        """Whether it is page-locked, which is tried once."""
+        start, size = self.memory.data_ptr(), self.memory.numel()
+        locked = not int(torch.cuda.cudart().cudaHostRegister(start, size, 0))
+        if locked:
+            # The memory lives as long as the function that unlocks it.
+            weakref.finalize(self, _unpin, self.memory, os.getpid()).atexit = False
+        return locked
 
 
 def _unpin(memory: torch.Tensor, owner: int) -> None:
@@ -133,10 +133,8 @@ class Buffer:
 
     def pinned(self) -> Buffer:
         """The buffer in pinned memory: where it lies if that is a slab, else a copy."""
-        if self._slab is None or not self._slab.pin():
-            buffer = Buffer(self.tensor.pin_memory())
-        else:
-            buffer = self
+        locked = self._slab is not None and self._slab.pinned
+        buffer = self if locked else Buffer(self.tensor.pin_memory())
         buffer.is_pinned = True
         return buffer
 

@@ -65,22 +65,11 @@ def refuse_unfollowed(*batches: Any) -> None:
         )
 
 
-def refuse_several(samples: Any) -> None:
-    """Refuse boxes, masks and points beside an image of which several views are made."""
-    if followers(samples):
-        raise ValueError(
-            "Views gives several pictures of an image, and boxes, masks and points can follow one. "
-            "Return plain tensors, as mask.as_subclass(torch.Tensor), or leave them out."
-        )
-
-
 def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]], Any]) -> Any:
     """Move boxes, masks and points as the fused transforms are going to sample their image.
 
-    ``draw`` gives sampling rows ``(N, 2, 6)``, sizes ``(N, 2)`` and errors of N images.
-
-    Returns:
-        New samples with a :class:`FollowedImage` each; the same object where nothing has to move.
+    ``draw`` gives sampling rows, sizes and errors of some images. New samples have a
+    :class:`FollowedImage` each; they are the same object where nothing has to move.
     """
     if size is None or not followers(samples):
         return samples

@@ -1,8 +1,7 @@
 """Try, on this GPU and driver, whether any image is overwritten while a kernel still reads it.
 
-It is the race of Note [Decoded memory], provoked: images are read after a kernel that sleeps, their
-memory is freed meanwhile, and the next images are made. Every check also runs in an unsafe order,
-which shows whether a wrong image would have been noticed.
+It is the race of Note [Decoded memory], provoked by a kernel that sleeps before images are read.
+Each check runs in an unsafe order too, to show whether a wrong image would have been noticed.
 """
 
 from __future__ import annotations
