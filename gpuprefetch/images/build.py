@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader
 
 from gpuprefetch.connections import tell
 from gpuprefetch.core.nested import tensors
-from gpuprefetch.core.source import changed
+from gpuprefetch.core.source import changed, sampler_of
 from gpuprefetch.images.decode import BACKENDS, ImageDecoder
 from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.plan import parse_bytes
-from gpuprefetch.images.replay import note
+from gpuprefetch.images.replay import NotedSampler, has_keys
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.tail import moves_pixels
@@ -154,7 +154,9 @@ def with_packing(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
     for shared in (packer.share, packer.late):
         shared.share_memory_()  # not in a deep copy of the prefetcher
     clone.collate_fn = HostStage(loader.collate_fn, packer)
-    note(clone)
+    if has_keys(clone):
+        name = sampler_of(clone)
+        vars(clone)[name] = NotedSampler(clone, name)  # DataLoader locks the name, not the value
     return clone
 
 

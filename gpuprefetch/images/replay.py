@@ -193,24 +193,16 @@ class NotedSampler:
 
 def has_indices(loader: Any) -> bool:
     """Whether a loader makes its batches of samples that can be read again, in a known order."""
-    return _has_keys(loader) and in_order(loader) and loader.batch_sampler is not None
+    return has_keys(loader) and in_order(loader) and loader.batch_sampler is not None
 
 
-def _has_keys(loader: Any) -> bool:
+def has_keys(loader: Any) -> bool:
     """Whether a sampler says what batches are, and may be wrapped: torchdata's may not."""
     return (
         isinstance(loader, DataLoader)
         and not hasattr(loader, "state_dict")
         and not isinstance(loader.dataset, IterableDataset)
     )
-
-
-def note(loader: DataLoader[Any]) -> None:
-    """Let a loader of ours note its batches, where a sampler gives them."""
-    if _has_keys(loader):
-        name = sampler_of(loader)
-        # DataLoader forbids the change after its construction, not the value.
-        vars(loader)[name] = NotedSampler(loader, name)
 
 
 def rank_of(loader: Any) -> int:

@@ -91,13 +91,19 @@ class Pipeline:
 
     def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int]:
         batch, leaves = pack_lists(batch, Packing(self.packer))
-        packed = packed_of(leaves)
+        packed, stats = packed_of(leaves), self.stats
         for images in packed:
             self.shares[number] = images.share
-            self._count(images)
+            stats.cpu_images += images.ready
+            stats.gpu_images += len(images) - images.ready
+            stats.encoded_bytes += images.encoded_bytes
+            stats.read_seconds += images.read_seconds
+            stats.worker_decode_seconds += images.decode_seconds
+            stats.collate_seconds += images.collate_seconds
+            stats.pin_seconds += images.pin_seconds
         if packed and self.balancer is not None:
             self.balancer.fetched(waited, sum(images.decode_seconds for images in packed))
-            self.stats.share = self.balancer.value
+            stats.share = self.balancer.value
         return batch, count_images(leaves)
 
     def handed_over(self, period: float, waited: float) -> None:
@@ -163,16 +169,6 @@ class Pipeline:
                     part()
         finally:  # what has begun writes into the result
             current.wait_stream(beside)
-
-    def _count(self, images: PreparedImages) -> None:
-        stats = self.stats
-        stats.cpu_images += images.ready
-        stats.gpu_images += len(images) - images.ready
-        stats.encoded_bytes += images.encoded_bytes
-        stats.read_seconds += images.read_seconds
-        stats.worker_decode_seconds += images.decode_seconds
-        stats.collate_seconds += images.collate_seconds
-        stats.pin_seconds += images.pin_seconds
 
     def decodes_on(self, streams: int) -> None:
         """Learn from the first decode how many streams its decoder is for."""

@@ -181,22 +181,22 @@ def _run_fused(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
     rows = head.draw([images.shape[-2:]] * len(images), keys)
     images = apply_head(head, images, keys)
     size = (images.shape[-2], images.shape[-1])
-
-    def moved(row: Any, leaf: Any) -> Any:
-        return sampled(leaf, row, size) if followers(leaf) else leaf
-
-    each = zip(rows, samples, strict=True)
-    return images, [map_leaves(partial(moved, row), parts) for row, parts in each]
+    return images, _moved(samples, lambda leaf, i: sampled(leaf, rows[i], size))
 
 
 def _run_program(transform: PerImage, images: torch.Tensor, samples: Samples) -> Any:
     drawn = transform.draw(images)
+    moved = _moved(samples, lambda leaf, i: transform.carry_out_one(leaf, drawn, i))
+    return transform.carry_out(images, drawn), moved
 
-    def moved(row: int, leaf: Any) -> Any:
-        return transform.carry_out_one(leaf, drawn, row) if followers(leaf) else leaf
 
-    each = [map_leaves(partial(moved, row), parts) for row, parts in enumerate(samples)]
-    return transform.carry_out(images, drawn), each
+def _moved(samples: Samples, move: Callable[[Any, int], Any]) -> Samples:
+    """The samples with their boxes, masks and points moved, each with the number of its sample."""
+
+    def move_leaf(i: int, leaf: Any) -> Any:
+        return move(leaf, i) if followers(leaf) else leaf
+
+    return [map_leaves(partial(move_leaf, i), parts) for i, parts in enumerate(samples)]
 
 
 _IMAGE = "\0"  # its name in a sample for torchvision, which looks for labels by theirs
@@ -261,23 +261,20 @@ def _run_by_data_keys(transform: Any, images: torch.Tensor, samples: Samples) ->
         data_keys=["input", "keypoints", "mask"],
     )
     canvas = (images.shape[-2], images.shape[-1])
+    lengths = [[*map(len, some)] for some in points]
+    counts = [[*some, padded.shape[1] - sum(some)] for some in lengths]
+    moved_points = [iter(row.split(some)) for row, some in zip(padded, counts, strict=True)]
+    counts = [[*map(len, some), 1] for some in masks]
+    stacks = (layer.reshape(-1, *canvas) for layer in layers)
+    moved_masks = [iter(stack.split(some)) for stack, some in zip(stacks, counts, strict=True)]
 
-    def put_back(i: int, parts: dict[Any, Any]) -> Any:
-        lengths = [*map(len, points[i])]
-        some_points = iter(padded[i].split([*lengths, padded.shape[1] - sum(lengths)]))
-        some_masks = iter(layers[i].reshape(-1, *canvas).split([*map(len, masks[i]), 1]))
+    def move(leaf: Any, i: int) -> Any:
+        if not isinstance(leaf, Mask):
+            return at_points(leaf, next(moved_points[i]) + 0.5, canvas)
+        mask = next(moved_masks[i]).reshape(*leaf.shape[:-2], *canvas)
+        return Mask(mask.to(SIGNED.get(leaf.dtype, leaf.dtype)).view(leaf.dtype))
 
-        def moved(leaf: Any) -> Any:
-            if not followers(leaf):
-                return leaf
-            if not isinstance(leaf, Mask):
-                return at_points(leaf, next(some_points) + 0.5, canvas)
-            mask = next(some_masks).reshape(*leaf.shape[:-2], *canvas)
-            return Mask(mask.to(SIGNED.get(leaf.dtype, leaf.dtype)).view(leaf.dtype))
-
-        return map_leaves(moved, parts)
-
-    return images, [put_back(i, parts) for i, parts in enumerate(samples)]
+    return images, _moved(samples, move)
 
 
 def _check_kornia(transform: Any, dtype: torch.dtype, has_points: bool) -> None:
