@@ -25,7 +25,7 @@ from gpuprefetch.images.tail import moves_pixels
 from gpuprefetch.images.view import View
 from gpuprefetch.images.worker import HostStage, encoded_leaves
 from gpuprefetch.transforms.convert import read_list
-from gpuprefetch.transforms.head import Transform, require_fixed_size
+from gpuprefetch.transforms.head import require_fixed_size
 from gpuprefetch.transforms.kernel import HAS_TRITON
 from gpuprefetch.transforms.per_image import Cast, on_levels
 from gpuprefetch.transforms.reference import FLOAT_DTYPES
@@ -67,12 +67,7 @@ def build_stage(
     return stage, Balancer(share, loader, fixed=cpu_share != "auto" or backend is None)
 
 
-def _view(
-    transforms: Sequence[Transform] | None,
-    loader: Any,
-    dtype: torch.dtype | None,
-    memory_format: torch.memory_format | None,
-) -> View:
+def _view(transforms: Any, loader: Any, dtype: Any, memory_format: Any) -> View:
     head, tail = read_list(transforms)
     if dtype == torch.uint8 and (head.mean or head.std):
         raise ValueError(

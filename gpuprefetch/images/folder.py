@@ -56,9 +56,8 @@ class EncodedImageFolder(Dataset[tuple[EncodedImage, Any]]):
                 "DataPrefetcher(loader, transforms=[...]), or move an ImageFolder with its "
                 "transform over with gpuprefetch.accelerate(loader)."
             )
-        options: Any = {"is_valid_file": is_valid_file, "allow_empty": allow_empty}
         try:
-            folder = ImageFolder(str(root), **options)
+            folder = ImageFolder(str(root), is_valid_file=is_valid_file, allow_empty=allow_empty)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{error} EncodedImageFolder takes root/class/.../file.jpg. For a folder without "

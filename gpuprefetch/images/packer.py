@@ -242,9 +242,8 @@ class Packing:
     def __init__(
         self,
         packer: Packer,
-        samples: Sequence[Any] = (),
+        samples: Any = (),
         repeats: Sequence[int] = (),
-        *,
         following: bool = False,
     ) -> None:
         self._packer, self._samples, self._repeats = packer, samples, repeats
