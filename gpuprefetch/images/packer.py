@@ -240,11 +240,7 @@ class Packing:
     """Packs the images of one batch, in one call or in several; its repeats may not be known."""
 
     def __init__(
-        self,
-        packer: Packer,
-        samples: Any = (),
-        repeats: Sequence[int] = (),
-        following: bool = False,
+        self, packer: Packer, samples: Any = (), repeats: Any = (), *, following: bool = False
     ) -> None:
         self._packer, self._samples, self._repeats = packer, samples, repeats
         self._following = following

@@ -302,11 +302,6 @@ def _row_of(position: int, count: int, images: Sequence[PreparedImages]) -> int:
 def stands_alone(pipeline: Pipeline, *, fixed: bool) -> bool:
     """Whether an image does not depend on its batch; ``fixed`` says that the share stays."""
     one_decoder = pipeline.decoder is None or (fixed and float(pipeline.packer.share) in (0, 1))
-    return one_decoder and not any(
-        view.tail
-        or any(
-            getattr(op, "same_on_batch", False) or getattr(op, "p_batch", 1.0) < 1.0
-            for op in view.head.ops
-        )
-        for view in pipeline.views
-    )
+    ops = [op for view in pipeline.views for op in view.head.ops]
+    alike = any(getattr(op, "same_on_batch", False) or getattr(op, "p_batch", 1) < 1 for op in ops)
+    return one_decoder and not alike and not any(view.tail for view in pipeline.views)
