@@ -42,24 +42,24 @@ Step = Callable[[Any], Any]
 BOUNDS = {
     "reading": (
         "bound by reading: the workers wait for files.",
-        "a faster or local disk, smaller files, or tar shards read in sequence would.",
+        "a faster or local disk, smaller files, or tar shards read in sequence may help.",
     ),
     "CPU decode": (
         "bound by CPU decode: the loop waits for workers that compute, or for cores.",
-        "more workers or cores, smaller files, or fewer transforms in them would.",
+        "more workers or cores, smaller files, or fewer transforms in them may help.",
     ),
     "cores": (
         "bound by cores: the model and the workers share {cores} cores, and the step is slower "
         "beside them than alone.",
-        "more cores, fewer workers, or decoding on a GPU would.",
+        "more cores, fewer workers, or decoding on a GPU may help.",
     ),
     "transfer": (
-        "bound by transfer: the copies to the device hold the loop up.",
-        "smaller batches to copy would: uint8 in place of float, or encoded images.",
+        "bound by transfer: the loop waits for copies to the device.",
+        "less to copy may help: uint8 in place of float, or encoded images.",
     ),
     "GPU decode": (
         "bound by GPU decode: decoding and transforms on the device are late.",
-        "smaller files, fewer transforms on the device, or more CPU cores would.",
+        "smaller files, fewer transforms on the device, or more CPU cores may help.",
     ),
     "model": ("bound by the model: a faster loader gains nothing.", ""),
 }
@@ -149,8 +149,8 @@ class DoctorReport(Printed):
         ]
         end = []
         if not self.changes and found.bound != "model":
-            tried = "nothing was tried that" if self.tried else "it was not tried what"
-            end = [f"{tried} helps; {BOUNDS[found.bound][1]}"]
+            tried = "no change that was tried helps" if self.tried else "no change was tried"
+            end = [f"{tried}; {BOUNDS[found.bound][1]}"]
         verdict = BOUNDS[found.bound][0].format(cores=self.cores)
         lines = [f"gpuprefetch doctor: {self.where}", f"verdict: {verdict}"]
         lines += [columns(rows, right=[1]), *end, *(f"note: {note}" for note in self.notes)]
