@@ -181,7 +181,7 @@ def test_a_containers_quota_counts(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_for_a_terminal(monkeypatch, capsys, terminal):
-    monkeypatch.setitem(sys.modules, "tqdm", None)  # not installed
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)  # not installed
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     with progress("parity", 4) as bar:
         bar.update(4)

@@ -72,7 +72,7 @@ def progress(name: str, total: int) -> Iterator[Any]:
         What has ``total``, ``update(count)`` and ``set_description_str(text)``.
     """
     try:
-        from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+        from tqdm.auto import tqdm  # type: ignore[import-untyped,unused-ignore]
     except ImportError:
         yield _Line(total, name)
         if sys.stderr.isatty():
