@@ -67,9 +67,7 @@ class Balancer:
         self._under_way = workers * (getattr(loader, "prefetch_factor", None) or 2) + 4
         self._tried: tuple[float, float] | None = None  # share and period before the latest rise
         self._pause, self._patience = FIRST, 1
-        self._contends = (
-            False  # whether decode slows the model down on the GPU, and not only the loop
-        )
+        self._contends = False  # whether decode takes the GPU from the model, and not only time
         self.begin()
 
     @property
