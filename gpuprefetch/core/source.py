@@ -131,10 +131,9 @@ class Source:
     """The batches of an epoch, each with the state that the loader itself has after it, or None.
 
     With the ``place`` of an earlier epoch it goes on there, in the same order: ``batches`` that the
-    loop has had, the loader's own state after them as ``loader``, the hexadecimal ``random_states``
-    that the order is drawn from, torch's and the generators', whether it is ``continued`` by
-    workers of an epoch before, and the samplers' ``epochs``. A map-style dataset reads nothing that
-    was left out; an iterable one, and a DataLoader with an ``__iter__`` of its own, do.
+    loop has had, the state after them of the ``loader``, the ``random_states`` that the order is
+    drawn from, torch's and the generators', whether workers of an epoch before ``continued``, and
+    the samplers' ``epochs``. A map-style dataset reads nothing that was left out; others do.
     """
 
     def __init__(self, loader: Any, resumed: dict[str, Any] | None = None) -> None:

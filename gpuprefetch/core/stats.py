@@ -113,10 +113,7 @@ class Stats(Printed):
     _told = False  # no counter
 
     def add(self, counter: str, value: float) -> None:
-        """Add to a counter, of which each is one thread's but for ``replay`` and copies.
-
-        There is no lock: the garbage collector may run in here, and wait for an epoch's thread.
-        """
+        """Add to a counter. No lock: the garbage collector may run in it, and wait for a thread."""
         setattr(self, counter, getattr(self, counter) + value)
 
     def fell_back(self, reason: str) -> None:

@@ -39,10 +39,7 @@ def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
 
 
 def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
-    """Wait until the current stream of ``device`` is at most RUN_AHEAD steps behind the host.
-
-    Returns whether it had to wait. The caller keeps ``steps`` from one step to the next.
-    """
+    """Wait until the GPU is at most RUN_AHEAD ``steps`` behind the host; whether it had to."""
     if device.type != "cuda":
         return False
     # The oldest event is of a step that has been waited for, so it is recorded again.
@@ -61,10 +58,8 @@ def on_default_stream(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def using(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Make ``stream`` and its device current, and make no context on the device that was.
-
-    On its way out ``torch.cuda.stream`` sets the device before, where CUDA then makes one.
-    """
+    """Make ``stream`` and its device current."""
+    # On its way out torch.cuda.stream alone sets the device before, where CUDA makes a context.
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
 
@@ -88,10 +83,7 @@ _idle: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
 def lease_stream(device: torch.device) -> torch.cuda.Stream:
-    """Take a side stream of ``device`` that nobody else uses, a new one only where none is idle.
-
-    The allocator has a pool of blocks per stream: that of the last epoch would be stranded.
-    """
+    """Take a stream that nobody uses. A new one for each epoch would strand the memory of others."""
     try:
         return _idle[device].pop()
     except (KeyError, IndexError):

@@ -306,10 +306,7 @@ def decode_part(
     *,
     together: bool = True,
 ) -> list[torch.Tensor | None]:
-    """Decode some images of a batch, one by one where that fails ``together``.
-
-    None stands for those that cannot be decoded, which get an entry in the ``errors`` of the batch.
-    """
+    """Decode some images of a batch, one by one if that fails; None for those with ``errors``."""
     lengths, *sizes = call.layout.tolist()
     shapes = [(3, height, width) for height, width in zip(*sizes, strict=True)]
     decoded: Sequence[torch.Tensor | None] = [None] * len(shapes)

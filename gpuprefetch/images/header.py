@@ -56,12 +56,10 @@ def decode_cpu(
     *,
     apply_exif: bool = False,
 ) -> torch.Tensor:
-    """Decode one image on the CPU, as ``PIL.Image.open(file).convert("RGB")`` does.
+    """Decode one image on the CPU as ``PIL.Image.open(file).convert("RGB")`` does, bit for bit.
 
-    The pixels are PIL's, bit for bit: TorchCodec decodes JPEG to the same ones, and PIL itself
-    every other format. Transparency is dropped, not blended; of an animation the first frame is
-    decoded. An orientation that a JPEG has in XMP only is not looked for. The result is ``(3, H,
-    W)`` uint8, of any strides. What is truncated or broken raises ValueError.
+    Transparency is dropped, not blended; of an animation the first frame is decoded. An orientation
+    that a JPEG has in XMP only is not looked for. What is truncated or broken raises ValueError.
     """
     data = data.numpy().tobytes() if isinstance(data, torch.Tensor) else bytes(data)
     header = header or read_header(data)
@@ -78,8 +76,7 @@ def decode_cpu(
 def load_decoders() -> None:
     """Import what decodes; to be called before workers are forked.
 
-    A thread that imports a module holds a lock of it. Who is forked meanwhile has the lock and not
-    the thread, and waits for ever where it imports the module itself.
+    Who is forked while a thread imports a module has its lock and not the thread: it would hang.
     """
     import numpy.ma  # noqa: F401  # numpy does so at the first unique()
 
@@ -120,9 +117,6 @@ def _decode_jpeg(data: bytes, header: ImageHeader) -> torch.Tensor:
         reason = re.sub(r"^.*\.cpp:\d+, ", "", str(error).partition("\n")[0])
         raise ValueError(f"broken or truncated jpeg image: {reason}") from error
     return image
-
-
-# Other formats: all of it is PIL's.
 
 
 @contextlib.contextmanager
@@ -181,8 +175,6 @@ def _orientation(exif: Any) -> int:
     found = exif.get(0x0112, 1)
     return int(found) if found in range(1, 9) else 1
 
-
-# JPEG
 
 _JPEG = b"\xff\xd8\xff"
 _SOF0, _DHT, _EOI, _SOS, _DQT, _DRI = 0xC0, 0xC4, 0xD9, 0xDA, 0xDB, 0xDD

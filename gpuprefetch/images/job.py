@@ -110,8 +110,7 @@ class ImageJob:
     def _decode(self, *, call: Call, launch: int | None = None, again: bool = False) -> None:
         """Decode and resample a sub-batch; out of memory, make room and take smaller ones.
 
-        ``launch`` is the number of the one that was planned. ``again`` says of a single image, or a
-        single copy, that it has had a try.
+        ``launch`` is the number of the one that was planned; ``again`` is for the second try.
         """
         try:
             if launch is None or not self._packs(call):

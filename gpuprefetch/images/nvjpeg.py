@@ -2,9 +2,9 @@
 
 Without engines its CUDA kernels decode. A call then takes 56 to 61 ms for 64 to 256 of ImageNet's
 photos (an H100), but calls run side by side: 4,150, 7,130, 9,980 and 12,600 photos a second on one
-to four streams. TorchCodec decodes with the same library, but parses each file three times and
-gives each picture memory of its own. Beside a compiled ResNet-18 on an H200 it took 92 us for a
-photo, and this takes 61. The functions: https://docs.nvidia.com/cuda/nvjpeg.
+to four streams. TorchCodec calls the same library, but parses each file three times: beside a
+compiled ResNet-18 on an H200 a photo took 92 us, and takes 61 here. NVIDIA documents the functions:
+https://docs.nvidia.com/cuda/nvjpeg.
 """
 
 from __future__ import annotations
@@ -27,18 +27,10 @@ import torch
 _GPU_HYBRID, _HARDWARE = 2, 3
 _RGBI, _ALLOCATOR_FAILURE = 5, 5
 _STATUS = (
-    "success",
-    "not initialized",
-    "invalid parameter",
-    "bad JPEG",
-    "JPEG not supported",
-    "allocator failure",
-    "execution failed",
-    "no JPEG engines on this GPU",
-    "internal error",
-    "implementation not supported",
-    "incomplete bitstream",
-)
+    "success, not initialized, invalid parameter, bad JPEG, JPEG not supported, allocator failure, "
+    "execution failed, no JPEG engines on this GPU, internal error, implementation not supported, "
+    "incomplete bitstream"
+).split(", ")
 _PLANES = 4  # of nvjpegImage_t: their addresses, and the bytes of a row of each
 _WORDS = 2 + 2 * _PLANES  # of 8 bytes, that are given of each file
 
@@ -114,8 +106,7 @@ class Decoder:
 def order_for(layout: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """What nvJPEG is given to decode files that lie one after the other, and so do the pictures.
 
-    ``(10 * N,)`` int64 for the lengths, heights and widths ``(3, N)`` of N files: where each
-    begins, its length, and an nvjpegImage_t whose only plane is the picture ``(H, W, 3)``.
+    It is where each begins, its length, and an nvjpegImage_t of the only plane, ``(H, W, 3)``.
     """
     lengths, heights, widths = layout
     sizes = 3 * heights * widths

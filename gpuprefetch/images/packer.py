@@ -90,11 +90,9 @@ class Packer:
         return (max(made) - min(made)) * len(made) / (len(made) - 1)
 
     def divide(self, headers: Headers, files: Ints, share: float) -> Any:
-        """``(N,)`` bool, which images are decoded here: what the GPU does not take, and a share.
-
-        Those are the files of fewest bytes. One costs the GPU about the same whatever its size and
-        a core in proportion to it: 30 % of ImageNet's files make 12 % of the cores' work.
-        """
+        """``(N,)`` bool, which images are decoded here: what the GPU does not take, and a share."""
+        # The files of fewest bytes. One costs the GPU about the same whatever its size and a core
+        # in proportion to it: 30 % of ImageNet's files make 12 % of the cores' work.
         chosen = np.array([not (header.gpu and self.on_gpu) for header in headers.each])
         for_gpu = np.flatnonzero(~chosen)
         count = int(share * len(for_gpu) + 0.5)
@@ -324,8 +322,7 @@ class Packing:
     def _keys(self, images: Sequence[EncodedImage]) -> Keys:
         """One key per image, a function of (seed, epoch, sample, repeat) in whichever batch it is.
 
-        Several images of one sample get different parameters. So do the repeats of a sample; where
-        it is not known which repeat an image is of, only within one batch.
+        Images of one sample differ; its repeats, where they are not known, within one batch only.
         """
         repeats, here = self._repeats_of(images), Counter[Any]()
         names, views, same = [], [], []

@@ -57,11 +57,7 @@ def refuse_fewer_rows(batch: Any, samples: Sequence[int]) -> None:
 
 
 def is_column(batch: Any, *, count: int) -> bool:
-    """Whether a list has an entry per sample, and is no list of columns that have.
-
-    Such are the names that the default collate leaves, and captions, boxes or dicts that differ in
-    number from sample to sample.
-    """
+    """Whether a list has an entry per sample, as names and captions, and no columns for entries."""
     if is_per_sample(batch):
         return True
     if type(batch) not in (list, tuple) or len(batch) != count:

@@ -68,8 +68,7 @@ def refuse_unfollowed(*batches: Any) -> None:
 def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]], Any]) -> Any:
     """Move boxes, masks and points as the fused transforms are going to sample their image.
 
-    ``draw`` gives sampling rows, sizes and errors of some images. New samples have a
-    :class:`FollowedImage` each; they are the same object where nothing has to move.
+    ``draw`` gives rows, sizes and errors. The samples are the same object where nothing moves.
     """
     if size is None or not followers(samples):
         return samples
@@ -208,8 +207,7 @@ def unmark(leaf: Any) -> Any:
 def mark(batch: Any, samples: Any) -> Any:
     """Make a :class:`PerSample` of every list that has an entry per sample, in a batch of images.
 
-    It stands beside a list of the images, as after ``zip(*samples)``, or its entries are strings of
-    their samples, or each of them holds objects of its sample and of no other one.
+    It stands beside a list of the images, or its entries are strings or objects of their samples.
     """
     samples = [s for s in samples if images_of(s)] if isinstance(samples, list) else []
     if not samples:
