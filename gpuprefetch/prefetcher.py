@@ -20,12 +20,12 @@ from gpuprefetch.core.epoch import Epoch, Lookahead
 from gpuprefetch.core.forks import garbage_stays_here
 from gpuprefetch.core.progress import Progress
 from gpuprefetch.core.ranks import INTO_PREPARED, same_on_ranks
-from gpuprefetch.core.source import Source, is_stateful, kind, owners
+from gpuprefetch.core.source import Source, in_order, is_stateful, kind, owners
 from gpuprefetch.images.apart import collate_apart
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.build import FirstBatch, build_stage, with_packing
 from gpuprefetch.images.header import load_decoders
-from gpuprefetch.images.replay import KEPT, Notes, has_indices, noted, rank_of, replay, stands_alone
+from gpuprefetch.images.replay import KEPT, Notes, has_keys, noted, rank_of, replay, stands_alone
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.transforms.convert import title
 from gpuprefetch.transforms.head import Transform
@@ -353,7 +353,8 @@ class DataPrefetcher:
             LookupError: if no batch of the epoch has held the sample so far.
             ValueError: if it cannot be known what the model saw.
         """
-        if not has_indices(self._loader):
+        loader = self._loader
+        if not (has_keys(loader) and in_order(loader) and loader.batch_sampler is not None):
             raise ValueError(
                 "replay needs torch's DataLoader, making batches of a map-style dataset in order: "
                 "of others it is not known how to read a sample's batch again."
@@ -373,7 +374,7 @@ class DataPrefetcher:
                 )
             notes = Notes(self._pipeline.packer.seed, place={"batches": 1})
             notes.add([index])
-        return replay(self._loader, self._pipeline, notes, index, epoch, fixed=fixed)
+        return replay(loader, self._pipeline, notes, index, epoch, fixed=fixed)
 
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch: for the samplers of the loader, and for the random parameters.

@@ -113,7 +113,10 @@ class Stats(Printed):
     _told = False  # no counter
 
     def add(self, counter: str, value: float) -> None:
-        """Add to a counter. No lock: the garbage collector may run in it, and wait for a thread."""
+        """Add to a counter, of which each is one thread's but for ``replay`` and copies.
+
+        There is no lock: the garbage collector may run in here, and wait for an epoch's thread.
+        """
         setattr(self, counter, getattr(self, counter) + value)
 
     def fell_back(self, reason: str) -> None:

@@ -52,10 +52,6 @@ def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
     return True
 
 
-def on_default_stream(device: torch.device) -> bool:
-    return not torch.cuda.current_stream(device).cuda_stream  # its handle is 0
-
-
 @contextlib.contextmanager
 def using(stream: torch.cuda.Stream) -> Iterator[None]:
     """Make ``stream`` and its device current."""
@@ -83,7 +79,7 @@ _idle: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
 def lease_stream(device: torch.device) -> torch.cuda.Stream:
-    """Take a stream that nobody uses. A new one for each epoch would strand the memory of others."""
+    """Take a stream that nobody uses. New ones would strand the allocator's blocks of the old."""
     try:
         return _idle[device].pop()
     except (KeyError, IndexError):

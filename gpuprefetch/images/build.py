@@ -168,11 +168,10 @@ class FirstBatch:
         parts = [images.pixels for images in encoded_leaves(batch)]
         if parts:
             tell()
-        for part in parts or tensors(batch):
-            if part.device.type == "cpu" and part.numel() and not part.is_pinned():
-                warnings.warn(
-                    "The wrapped loader does not pin its memory, so copies to the GPU block and "
-                    "overlap less. Pass pin_memory=True to the DataLoader.",
-                    stacklevel=2,
-                )
-                return
+        host = (part for part in parts or tensors(batch) if part.device.type == "cpu")
+        if any(part.numel() and not part.is_pinned() for part in host):
+            warnings.warn(
+                "The wrapped loader does not pin its memory, so copies to the GPU block and "
+                "overlap less. Pass pin_memory=True to the DataLoader.",
+                stacklevel=2,
+            )

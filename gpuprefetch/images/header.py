@@ -69,7 +69,10 @@ def decode_cpu(
             f"broken {header.format} image: it was decoded to {tuple(image.shape)}, "
             f"but its header says {header.width} x {header.height} pixels"
         )
-    return upright(image, header.orientation) if apply_exif else image
+    if apply_exif and header.orientation > 1:
+        turned = image.mT if header.orientation >= 5 else image
+        image = turned.flip(((), (-1,), (-2, -1), (-2,))[(header.orientation - 1) % 4])
+    return image
 
 
 @cache
@@ -96,14 +99,6 @@ def blank(data: bytes | memoryview, spans: Sequence[tuple[int, int]]) -> bytearr
     for start, stop in spans:
         copied[start:stop] = bytes(stop - start)
     return copied
-
-
-def upright(image: torch.Tensor, orientation: int) -> torch.Tensor:
-    """Turn and mirror a stored picture ``(3, H, W)`` as its EXIF orientation asks for."""
-    if orientation >= 5:
-        image = image.mT
-    dims = ((), (-1,), (-2, -1), (-2,))[(orientation - 1) % 4]
-    return image.flip(dims) if dims else image
 
 
 def _decode_jpeg(data: bytes, header: ImageHeader) -> torch.Tensor:

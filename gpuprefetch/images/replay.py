@@ -191,11 +191,6 @@ class NotedSampler:
         return getattr(self._sampler, name)
 
 
-def has_indices(loader: Any) -> bool:
-    """Whether a loader makes its batches of samples that can be read again, in a known order."""
-    return has_keys(loader) and in_order(loader) and loader.batch_sampler is not None
-
-
 def has_keys(loader: Any) -> bool:
     """Whether a sampler says what batches are, and may be wrapped: torchdata's may not."""
     return (

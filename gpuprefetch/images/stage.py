@@ -29,7 +29,7 @@ from gpuprefetch.images.slab import unmap_dead
 from gpuprefetch.images.tail import run_tail
 from gpuprefetch.images.targets import refuse_unfollowed, unmark, unstack
 from gpuprefetch.images.view import View
-from gpuprefetch.images.worker import pack_lists, packed_of
+from gpuprefetch.images.worker import pack_lists
 from gpuprefetch.transforms.random import SeededDraws, batch_seed, derive, view_seed
 
 Part = Callable[[], None]  # the decode of a few images, a call
@@ -90,8 +90,8 @@ class Pipeline:
             self.rooms = self.beside = None
 
     def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int]:
-        batch, leaves = pack_lists(batch, Packing(self.packer))
-        packed, stats = packed_of(leaves), self.stats
+        batch, packed = pack_lists(batch, Packing(self.packer))
+        stats = self.stats
         for images in packed:
             self.shares[number] = images.share
             stats.cpu_images += images.ready
@@ -104,7 +104,7 @@ class Pipeline:
         if packed and self.balancer is not None:
             self.balancer.fetched(waited, sum(images.decode_seconds for images in packed))
             stats.share = self.balancer.value
-        return batch, count_images(leaves)
+        return batch, count_images(batch)
 
     def handed_over(self, period: float, waited: float) -> None:
         if self.balancer is not None:
@@ -185,7 +185,6 @@ class Pipeline:
         end_reading()
 
     def close(self) -> None:
-        """Unmap what workers that are gone have shared."""
         unmap_dead()
 
     def make_room(self) -> None:

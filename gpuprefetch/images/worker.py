@@ -8,7 +8,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,8 +122,8 @@ class HostStage:
             if self.packer.moves:
                 refuse_unfollowed(batch, samples)
             return batch
-        batch, leaves = pack_lists(mark(batch, samples), packing)
-        packed, targets = packed_of(leaves), fate(batch, samples)
+        batch, packed = pack_lists(mark(batch, samples), packing)
+        targets = fate(batch, samples)
         for images in packed:
             images.targets = targets
         if number is not None and len(packed) == 1:
@@ -159,15 +159,11 @@ class HostStage:
 
 
 def encoded_leaves(batch: Any) -> list[PreparedImages]:
-    return packed_of(objects(batch, is_encoded))
+    return [leaf for leaf in objects(batch, is_encoded) if isinstance(leaf, PreparedImages)]
 
 
-def packed_of(leaves: Iterable[Any]) -> list[PreparedImages]:
-    return [leaf for leaf in leaves if isinstance(leaf, PreparedImages)]
-
-
-def pack_lists(batch: Any, packing: Packing) -> tuple[Any, list[Any]]:
-    """Pack what a collate function left as images or lists of them; the batch and its objects."""
+def pack_lists(batch: Any, packing: Packing) -> tuple[Any, list[PreparedImages]]:
+    """Pack what a collate function left as images or lists of them; the batch, and all packed."""
 
     def pack_leaf(leaf: Any) -> Any:
         if isinstance(leaf, PreparedImages) or not is_encoded(leaf):
@@ -177,4 +173,4 @@ def pack_lists(batch: Any, packing: Packing) -> tuple[Any, list[Any]]:
     if get_worker_info() is None:
         end_reading()
     batch = map_leaves(pack_leaf, batch, is_encoded)
-    return batch, list(objects(batch, is_encoded))
+    return batch, encoded_leaves(batch)

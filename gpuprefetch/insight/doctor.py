@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from gpuprefetch.core.device import resolve_device
 from gpuprefetch.core.nested import tensors, to_device
 from gpuprefetch.core.report import Printed, columns, progress
-from gpuprefetch.core.streams import on_default_stream, throttle
+from gpuprefetch.core.streams import throttle
 from gpuprefetch.images.decode import decoded_by
 from gpuprefetch.images.share import usable_cores
 from gpuprefetch.images.stage import count_images
@@ -366,8 +366,9 @@ class _Clinic:
         if isinstance(loader, DataPrefetcher):
             decoder = loader._pipeline.decoder
             self.notes.append(f"encoded images are decoded by {decoded_by(decoder, loader.device)}")
-            # Not to be tried: it takes effect where the model is made.
-            if decoder and found.bound == "GPU decode" and on_default_stream(self.device):
+            # Not to be tried: it takes effect where the model is made. The default stream is 0.
+            decodes = decoder and found.bound == "GPU decode"
+            if decodes and not torch.cuda.current_stream(self.device).cuda_stream:
                 self.notes.append(_DEFAULT_STREAM)
 
 
