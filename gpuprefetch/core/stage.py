@@ -52,7 +52,7 @@ class Stage(Protocol):
         """Prepare a batch for the loop on the current stream; no cost if nobody asked for it."""
 
     def handed_over(self, period: float, waited: float) -> None:
-        """A batch goes to the loop after a ``period`` in which it ``waited`` with nothing to do."""
+        """A batch goes to the loop ``period`` seconds after the last; of those it ``waited``."""
 
     def close(self) -> None:
         """Called when an epoch has ended."""

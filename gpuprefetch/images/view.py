@@ -25,9 +25,7 @@ class View:
 
     head: Head
     tail: Sequence[Transform]
-    levels: (
-        bool  # whether head.dtype is uint8 for the first program's sake: of decoded images alone
-    )
+    levels: bool  # whether head.dtype is uint8 for the first program's sake: of decoded images only
     values: Values
 
     @property
