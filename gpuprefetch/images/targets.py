@@ -207,7 +207,7 @@ def unmark(leaf: Any) -> Any:
 def mark(batch: Any, samples: Any) -> Any:
     """Make a :class:`PerSample` of every list that has an entry per sample, in a batch of images.
 
-    It stands beside a list of the images, or its entries are strings or objects of their samples.
+    It stands beside a list of the images, or its entries hold objects of their samples.
     """
     samples = [s for s in samples if images_of(s)] if isinstance(samples, list) else []
     if not samples:
@@ -215,7 +215,7 @@ def mark(batch: Any, samples: Any) -> Any:
     beside_images = set[int]()
 
     @cache
-    def held() -> list[set[Any]]:
+    def held() -> list[set[int]]:
         return [set(_parts(sample)) for sample in samples]
 
     def is_column(node: Any) -> bool:
@@ -237,21 +237,17 @@ def mark(batch: Any, samples: Any) -> Any:
     return map_leaves(marked, batch, is_column)
 
 
-def _parts(node: Any) -> Iterator[Any]:
-    """The strings in a sample, and the identities of its objects and structures."""
-    if isinstance(node, (str, bytes)):
-        yield node
-    elif not isinstance(node, (int, float, complex, type(None))):
+def _parts(node: Any) -> Iterator[int]:
+    """The identities of the objects and structures in a sample."""
+    if not isinstance(node, (str, bytes, int, float, complex, type(None))):
         yield id(node)
         for child in children_of(node, _is_image) or ():
             yield from _parts(child)
 
 
-def _are_entries(node: list[Any], held: list[set[Any]]) -> bool:
+def _are_entries(node: list[Any], held: list[set[int]]) -> bool:
     """Whether each entry of a list is of its sample, whose parts are ``held``."""
-    if all(isinstance(entry, (str, bytes)) for entry in node):
-        return all(entry in parts for entry, parts in zip(node, held, strict=True))
-    known = {part for parts in held for part in parts if isinstance(part, int)}
+    known = set[int]().union(*held)
     found = [known.intersection(_parts(entry)) for entry in node]
     return all(ids and ids <= parts for ids, parts in zip(found, held, strict=True))
 
