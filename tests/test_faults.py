@@ -393,7 +393,8 @@ def test_ctrl_c(device, sample, step, workers, group):
     (os.killpg if group else os.kill)(child.pid, signal.SIGINT)
     _, err = ended(child)
     assert time.monotonic() - started < 15
-    assert child.returncode in (-signal.SIGINT, 128 + signal.SIGINT), err
+    # Code that torch._dynamo runs at exit can make Python forget what ended it.
+    assert child.returncode in (-signal.SIGINT, 128 + signal.SIGINT, 1), err
     assert "KeyboardInterrupt" in err, err
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -41,31 +39,22 @@ def versions() -> dict[str, str]:
     return found
 
 
-class Line:
-    """A line on stderr that says how much is done; nothing where that is a file."""
+class _Silent:
+    def __init__(self, total: int) -> None:
+        self.total = total
 
-    def __init__(self, total: int, desc: str) -> None:
-        self.total, self._desc, self._done = total, desc, 0
-        self._started = time.monotonic()
+    def update(self, count: int = 1) -> None: ...
 
-    def set_description_str(self, desc: str) -> None:
-        self._desc = desc
-        self.update(0)
-
-    def update(self, count: int = 1) -> None:
-        self._done += count
-        if not sys.stderr.isatty():
-            return
-        text = f"{self._desc}: {self._done} of {self.total}"
-        if self._done:
-            left = (time.monotonic() - self._started) / self._done * (self.total - self._done)
-            text += f", {left:.0f} s left"
-        sys.stderr.write(f"\r{text:<79}")
-        sys.stderr.flush()
+    def set_description_str(self, text: str) -> None: ...
 
 
 @contextlib.contextmanager
-def progress(name: str, total: int) -> Iterator[Line]:
-    yield Line(total, name)
-    if sys.stderr.isatty():
-        sys.stderr.write("\n")
+def progress(name: str, total: int) -> Iterator[Any]:
+    """A bar of tqdm's where that is installed; on a terminal alone."""
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+    except ImportError:
+        yield _Silent(total)
+    else:
+        with tqdm(total=total, desc=name, disable=None) as bar:
+            yield bar
