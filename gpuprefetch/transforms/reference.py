@@ -7,7 +7,7 @@ Triton it is what runs. The checks of what is read and written are here for both
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,42 +30,51 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GROUP = 4
 
 
+class Checked(NamedTuple):
+    """What :func:`check` made of the arguments of :func:`.launch.resample`.
+
+    ``geometry`` is ``(N, 7)``: address, strides and shape of each image. ``places`` are the rows of
+    ``out`` that they go to.
+    """
+
+    geometry: Ints
+    rows: Doubles
+    out: torch.Tensor
+    places: Ints
+    interpolation: str
+    antialias: bool
+    mean: list[float] | None
+    std: list[float] | None
+
+
 def resample_reference(
     images: Sequence[torch.Tensor],
     sampling: torch.Tensor | Doubles,
     size: tuple[int, int],
-    *,
-    interpolation: str = "bilinear",
-    antialias: bool = True,
-    mean: ChannelValues = None,
-    std: ChannelValues = None,
-    dtype: torch.dtype = torch.float32,
-    memory_format: torch.memory_format = torch.contiguous_format,
-    out: torch.Tensor | None = None,
-    positions: Sequence[int] | None = None,
+    **options: Any,
 ) -> torch.Tensor:
-    """Eager twin of :func:`resample`; computes in float64 where `dtype` is, else in float32."""
-    _, rows = check_images(images, sampling, size, interpolation)
-    out, places = make_output(images, size, dtype, memory_format, out, positions)
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    """Eager twin of :func:`.launch.resample`; in float64 where ``dtype`` is, else in float32."""
+    _, rows, out, places, interpolation, antialias, *normalize = check(
+        images, sampling, size, **options
+    )
+    compute = torch.float64 if out.dtype == torch.float64 else torch.float32
     colors = [
-        None
-        if values is None
-        else torch.tensor(values, dtype=compute, device=out.device)[:, None, None]
-        for values in (per_channel("mean", mean, out), per_channel("std", std, out))
+        None if values is None else torch.tensor(values, dtype=compute, device=out.device)
+        for values in normalize
     ]
     levels = 255 if images[0].dtype == torch.uint8 else 1
     clamp = interpolation == "bicubic" and levels == 255
+    planes = [c if c is None else c[:, None, None] for c in colors]
 
     finished = (rows == finished_row(tuple(size))).all((1, 2))
     for group in _groups(finished, places):
         pictures = [images[i][:, : size[0], : size[1]] for i in group]
-        part, colors_here = out[places[group[0]] : places[group[0]] + len(group)], colors
+        part, colors_here = out[places[group[0]] : places[group[0]] + len(group)], planes
         lines = part.permute(0, 2, 3, 1)
         if lines.is_contiguous():
             # As lines of W * C values: loops over C of them take three times as long.
             pictures, part = [p.permute(1, 2, 0).flatten(1) for p in pictures], lines.flatten(2)
-            colors_here = [c if c is None else c.flatten().repeat(size[1]) for c in colors]
+            colors_here = [c if c is None else c.repeat(size[1]) for c in colors]
         _finish(torch.stack(pictures).to(compute), part, levels, clamp, *colors_here)
     for i in np.flatnonzero(~finished).tolist():
         image, picture = images[i], out[int(places[i])]
@@ -81,7 +90,7 @@ def resample_reference(
         if not (y_inside.all() and x_inside.all()):
             padding = torch.from_numpy(~(y_inside[:, None] & x_inside))
             values.masked_fill_(padding.to(out.device), 0)
-        _finish(values, picture, levels, clamp, *colors)
+        _finish(values, picture, levels, clamp, *planes)
     return out
 
 
@@ -143,10 +152,7 @@ def _finish(
     mean: torch.Tensor | None,
     std: torch.Tensor | None,
 ) -> None:
-    """Bring values of 0 to `levels`, in the shape of `out`, into its form; overwrites them.
-
-    `mean` and `std` are of that shape, or broadcast to it.
-    """
+    """Bring values of 0 to `levels`, in the shape of `out`, into its form; overwrites them."""
     if clamp:
         values.clamp_(0, 255)
     if out.dtype == torch.uint8:
@@ -168,23 +174,12 @@ def resample_uint8(
     interpolation: str = "bilinear",
     antialias: bool = True,
 ) -> torch.Tensor:
-    """Resample one image on the CPU to its finished picture, for a worker process.
+    """Resample one ``(C, H, W)`` uint8 image on the CPU to its finished picture, in a worker.
 
     A resize that `torch.nn.functional.interpolate` knows goes through its integer kernels: several
-    times faster than the eager twin, within a level of PIL. Anything else is the twin, rounded.
-
-    Args:
-        image: ``(C, H, W)`` uint8 on the CPU; fastest where a pixel's channels are adjacent.
-        rows: ``(2, 6)`` float64, as a row of :func:`resample`'s; :func:`check_rows` is not run.
-        size: ``(H, W)`` of the result.
-        interpolation: ``"nearest"``, ``"bilinear"`` or ``"bicubic"``.
-        antialias: whether to widen the filter where the image shrinks.
-
-    Returns:
-        ``(C, H, W)`` uint8, sharing no memory with `image`, with any strides.
-
-    Raises:
-        ValueError: if the image is not as described.
+    times faster than the eager twin, within a level of PIL, and fastest where a pixel's channels
+    are adjacent. Anything else is the twin, rounded. ``rows`` ``(2, 6)`` are not checked. The
+    result shares no memory with ``image``, and has any strides.
     """
     if image.dtype != torch.uint8 or image.device.type != "cpu":
         raise ValueError(f"image must be uint8 on the CPU, got {image.dtype} on {image.device}")
@@ -244,15 +239,52 @@ def finished_row(size: tuple[int, int]) -> Doubles:
 # --- Checks, for the kernel, too ---
 
 
-def check_images(
+def check(
     images: Sequence[torch.Tensor],
     sampling: torch.Tensor | Doubles,
     size: tuple[int, int],
-    interpolation: str,
-) -> tuple[Ints, Doubles]:
-    """Check what is read; return (address, strides, shape) of the images, (N, 7), and the rows."""
+    *,
+    interpolation: str = "bilinear",
+    antialias: bool = True,
+    mean: ChannelValues = None,
+    std: ChannelValues = None,
+    dtype: torch.dtype = torch.float32,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    out: torch.Tensor | None = None,
+    positions: Sequence[int] | None = None,
+) -> Checked:
+    """Check the arguments of :func:`.launch.resample`, and make its result if there is none."""
     if interpolation not in SUPPORT:
         raise ValueError(f"interpolation must be one of {list(SUPPORT)}, got {interpolation!r}")
+    geometry = _geometry(images)
+    if isinstance(sampling, torch.Tensor) and sampling.is_cuda:
+        raise ValueError("sampling must be on the CPU: it is checked and packed there")
+    rows = np.asarray(sampling, np.float64)
+    if rows.shape != (len(images), 2, 6):
+        raise ValueError(f"sampling must be ({len(images)}, 2, 6), got {rows.shape}")
+    check_rows(rows, geometry[:, 5:], size)
+    if dtype != torch.uint8 and dtype not in FLOAT_DTYPES:
+        raise ValueError(f"dtype must be uint8 or floating point, got {dtype}")
+    shape, device = (len(images), len(images[0]), *size), images[0].device
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
+    elif positions is not None:
+        shape = (len(out), *shape[1:])
+    if (out.shape, out.dtype, out.device) != (shape, dtype, device):
+        raise ValueError(
+            f"out must be {shape} {dtype} on {device}, "
+            f"got {tuple(out.shape)} {out.dtype} on {out.device}"
+        )
+    places = np.arange(len(images)) if positions is None else np.asarray(positions, np.int64)
+    if places.shape != (len(images),) or not ((places >= 0) & (places < len(out))).all():
+        raise ValueError(
+            f"positions must be {len(images)} rows of the {len(out)} of out, got {places.tolist()}"
+        )
+    colors = [_per_channel(*each, out) for each in (("mean", mean), ("std", std))]
+    return Checked(geometry, rows, out, places, interpolation, antialias, *colors)
+
+
+def _geometry(images: Sequence[torch.Tensor]) -> Ints:
     kinds = {(image.dim(), image.dtype, image.device) for image in images}
     if len(kinds) != 1:
         raise ValueError(
@@ -268,13 +300,7 @@ def check_images(
     channels = np.unique(geometry[:, 4]).tolist()
     if len(channels) != 1:
         raise ValueError(f"images must agree in channels, got {channels}")
-    if isinstance(sampling, torch.Tensor) and sampling.is_cuda:
-        raise ValueError("sampling must be on the CPU: it is checked and packed there")
-    rows = np.asarray(sampling, np.float64)
-    if rows.shape != (len(images), 2, 6):
-        raise ValueError(f"sampling must be ({len(images)}, 2, 6), got {rows.shape}")
-    check_rows(rows, geometry[:, 5:], size)
-    return geometry, rows
+    return geometry
 
 
 def check_rows(rows: Doubles, sizes: Ints, size: tuple[int, int]) -> None:
@@ -297,37 +323,7 @@ def check_rows(rows: Doubles, sizes: Ints, size: tuple[int, int]) -> None:
         )
 
 
-def make_output(
-    images: Sequence[torch.Tensor],
-    size: tuple[int, int],
-    dtype: torch.dtype,
-    memory_format: torch.memory_format,
-    out: torch.Tensor | None,
-    positions: Sequence[int] | None,
-) -> tuple[torch.Tensor, Ints]:
-    """Make the output, or check the one that was given; return the rows the images go to, too."""
-    places = np.arange(len(images)) if positions is None else np.asarray(positions, np.int64)
-    shape, device = (len(images), len(images[0]), *size), images[0].device
-    if dtype != torch.uint8 and dtype not in FLOAT_DTYPES:
-        raise ValueError(f"dtype must be uint8 or floating point, got {dtype}")
-    if out is None:
-        out = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
-    elif positions is not None:
-        shape = (len(out), *shape[1:])
-    if (out.shape, out.dtype, out.device) != (shape, dtype, device):
-        raise ValueError(
-            f"out must be {shape} {dtype} on {device}, "
-            f"got {tuple(out.shape)} {out.dtype} on {out.device}"
-        )
-    if places.shape != (len(images),) or not ((places >= 0) & (places < len(out))).all():
-        raise ValueError(
-            f"positions must be {len(images)} rows of the {len(out)} of out, got {places.tolist()}"
-        )
-    return out, places
-
-
-def per_channel(name: str, values: ChannelValues, out: torch.Tensor) -> list[float] | None:
-    """The mean or std of every channel, as numbers."""
+def _per_channel(name: str, values: ChannelValues, out: torch.Tensor) -> list[float] | None:
     if values is None:
         return None
     if out.dtype == torch.uint8:
