@@ -36,7 +36,7 @@ from gpuprefetch.transforms.known import (
 from gpuprefetch.transforms.per_image import Loop, PerImage, ToFloat, ToUint8, grouped
 from gpuprefetch.transforms.policy import COMPILERS, FILTERS, compiled
 from gpuprefetch.transforms.sampling import RandomCropOp
-from gpuprefetch.transforms.timm import from_timm, is_augment, why_not
+from gpuprefetch.transforms.timm import from_timm, why_not
 
 CONVERSIONS = frozenset(
     "ToTensor PILToTensor ToImage ToPureTensor ToDtype ConvertImageDtype".split()
@@ -68,19 +68,12 @@ _TIES = "where two pixels are equally near it may be the other"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What became of one op.
+    """What became of one op."""
 
-    Attributes:
-        source: the op; a v1 op's twin from v2.
-        module: what stands for it in the list, None where nothing needs to.
-        where: it runs.
-        note: what differs.
-    """
-
-    source: Any
-    module: Transform | None
+    source: Any  # a v1 op's twin from v2
+    module: Transform | None  # what stands for it in the list, None where nothing needs to
     where: str
-    note: str = ""
+    note: str = ""  # what differs
 
     @property
     def name(self) -> str:
@@ -99,7 +92,6 @@ class Plan(Printed):
 
 
 def title(transform: Any) -> str:
-    """What a transform is called in a table."""
     if not isinstance(transform, (_FusedTransform, PerImage)):
         transform = getattr(transform, "op", transform)  # of a torchvision op's wrapper
     return getattr(transform, "__name__", type(transform).__name__)
@@ -125,10 +117,8 @@ def convert_transforms(pipeline: Any) -> list[Transform]:
 def convert(pipeline: Any, *, batched: torch.Tensor | None = None, pictures: bool = False) -> Plan:
     """As :func:`convert_transforms`, with what became of each op.
 
-    Args:
-        pipeline: likewise.
-        batched: one of the images, if they come as ``(N, C, H, W)`` and not as encoded files.
-        pictures: whether the pipeline gets PIL images for sure, and not perhaps tensors.
+    ``batched`` is one of the images, if they come as ``(N, C, H, W)`` and not as encoded files.
+    ``pictures`` says that the pipeline gets PIL images for sure, and not perhaps tensors.
     """
     converter = _Converter(pictures=pictures)
     if batched is not None:
@@ -141,12 +131,7 @@ def convert(pipeline: Any, *, batched: torch.Tensor | None = None, pictures: boo
 
 
 def read_list(transforms: Any) -> tuple[Head, list[Transform]]:
-    """:func:`read_transforms`, with a draw for each image where torchvision's would share one.
-
-    Raises:
-        ValueError: likewise, and for what torchvision, timm or albumentations have for pictures on
-            the CPU only.
-    """
+    """:func:`read_transforms`, with a draw for each image where torchvision's would share one."""
     given = [transforms] if callable(transforms) else transforms
     if isinstance(given, (list, tuple)):
         given = [op for each in given for op in _opened(each)]
@@ -160,25 +145,26 @@ def _is_alone(op: Any) -> bool:
 
 def _opened(transform: Any) -> list[Any]:
     """The ops of a Compose, but of one that draws sizes: the next op may make one of them again."""
-    if is_on_device(transform):
-        return [transform]
     ops = [*flatten(transform)]
     return [transform] if any(map(_is_alone, ops)) else ops
 
 
 def _in_list(transform: Transform) -> Transform:
     """What runs in a list for a transform: itself if it draws nothing, or is not torchvision's."""
-    names = [_refuse_in_list(op) for op in flatten(transform)]
-    if _is_alone(transform) or len(names) > 1:
+    ops = [*flatten(transform)]
+    for op in ops:
+        _refuse_in_list(op)
+    if _is_alone(transform) or len(ops) > 1:
         return Loop(transform)
-    if names[0] in _DRAWN or is_augment(transform):
-        op = twin(from_timm(transform))
-        return Loop(op) if compiled(op) is None and name_of(op) in _DRAWN else op
-    return transform
+    op = from_timm(transform)
+    if name_of(op) not in _DRAWN:
+        return transform
+    op = twin(op)
+    return op if compiled(op) is not None else Loop(op)
 
 
-def _refuse_in_list(op: Any) -> str | None:
-    """The name of an op, as what it stands for."""
+def _refuse_in_list(op: Any) -> None:
+    """Refuse what torchvision and albumentations have for pictures on the CPU only."""
     from torchvision import transforms as v1
 
     name = type(op).__name__
@@ -199,7 +185,6 @@ def _refuse_in_list(op: Any) -> str | None:
             "torchvision's op in its place: transforms=[gpuprefetch.RandomResizedCrop(224), "
             "K.RandomHorizontalFlip(), v2.ColorJitter(0.4)]."
         )
-    return name_of(from_timm(op))
 
 
 def _is_albumentations(op: Any) -> bool:
@@ -355,11 +340,14 @@ class _Converter:
                 _refuse(delayed, f"it comes before {name}", AFTER_CROP)
         self.sized |= fixes_size(op)
         self.holds_float = True  # the launch gives that, whatever it is given
-        resizes = name in ("RandomResizedCrop", "Resize")
-        nearest = resizes and "nearest" in filter_of(op)
-        clipped = filter_of(op) == "bicubic" and self.is_float
-        note = _CLIPPED if clipped else _UNROUNDED if resizes and not self.is_float else ""
-        note = ("" if self.is_tensor else _TIES) if nearest else note
+        note = ""
+        if name in ("RandomResizedCrop", "Resize"):
+            if "nearest" in filter_of(op):
+                note = "" if self.is_tensor else _TIES
+            elif not self.is_float:
+                note = _UNROUNDED
+            elif filter_of(op) == "bicubic":
+                note = _CLIPPED
         self._add(op, module, "fused launch", note)
 
     def _take_delayed(self) -> None:
@@ -412,7 +400,7 @@ class _Converter:
 
 def _check_on_batch(op: Any) -> None:
     name = name_of(op)
-    if name is None or (name not in _KNOWN and not is_augment(op)):
+    if name not in _KNOWN:
         _refuse(op, "it is not among the ops that can run on a batch")
     if getattr(op, "expand", False):
         _refuse(op, "expand=True gives images of different sizes")

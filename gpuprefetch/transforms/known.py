@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuprefetch.transforms.timm import is_augment
+from gpuprefetch.transforms.timm import from_timm, is_augment
 
 
 class UnsupportedTransformError(ValueError):
@@ -75,10 +75,11 @@ def is_on_device(op: Any) -> bool:
 
 
 def twin(op: Any) -> Any:
-    """The v2 form of a v1 op, which holds its arguments under their names; else the op."""
+    """The v2 form of an op of v1 or timm, which holds its arguments under their names."""
     from torchvision import transforms as v1
     from torchvision.transforms import v2
 
+    op = from_timm(op)
     name = type(op).__name__
     if type(op) is not getattr(v1, name, None):
         return op

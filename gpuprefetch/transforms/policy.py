@@ -26,7 +26,7 @@ from gpuprefetch.transforms.slots import (
     Step,
     Table,
 )
-from gpuprefetch.transforms.timm import COLORS, from_augment, from_timm, is_augment
+from gpuprefetch.transforms.timm import COLORS, from_augment
 
 # Filters that torchvision has for tensors.
 FILTERS = ("nearest", "bilinear")
@@ -40,10 +40,8 @@ def compiled(op: Any) -> Slots | Mix | None:
         op: of torchvision, v1 or v2, or of timm; a container as RandomApply, if all that it holds
             has such a form. Subclasses have none: they may do anything.
     """
-    op = twin(from_timm(op))
+    op = twin(op)
     name = name_of(op)
-    if is_augment(op):
-        return from_augment(op)
     if name is None or name not in COMPILERS:
         return None
     if hasattr(op, "interpolation") and filter_of(op) not in FILTERS:
@@ -299,4 +297,7 @@ COMPILERS: dict[str, Callable[[Any], Slots | Mix | None]] = {
     "RandomSolarize": _switch("SOLARIZE", "threshold"),
     "RandomVerticalFlip": _switch("VFLIP"),
     "TrivialAugmentWide": _trivial_augment,
+    "timm AugMixAugment": from_augment,
+    "timm AutoAugment": from_augment,
+    "timm RandAugment": from_augment,
 }
