@@ -60,49 +60,37 @@ OPS = {name: code for code, name in enumerate(NAMES)}
 
 @dataclass(slots=True)
 class Program:
-    """What is done to each image of a batch.
+    """What is done to each image of a batch: N images and S slots."""
 
-    Attributes:
-        ops: ``(N, S)`` int32, the code of the op in slot s for image n; 0 leaves it as it is.
-        args: ``(N, S, ARGS)`` float64, the arguments of the op; the rest is ignored.
-        finals: the last slots that come after normalization; these may erase, nothing else, and
-            their values are in the units of the result.
-        rows: ``(N,)`` int64, the image of the batch that each of the N results starts from; None
-            where it is its own.
-        weights: ``(1 + width, M)``, of each image and of the ``width`` results that start from it,
-            whose weighted mean it becomes; None where results are not mixed.
-    """
-
-    ops: npt.NDArray[np.int32]
-    args: npt.NDArray[np.float64]
+    ops: npt.NDArray[np.int32]  # (N, S) codes; 0 leaves an image as it is
+    args: npt.NDArray[np.float64]  # (N, S, ARGS)
+    # The last slots that come after normalization. These may erase, nothing else, and their values
+    # are in the units of the result.
     finals: int = 0
+    # The image of the batch that each of the N results starts from; None where it is its own.
     rows: npt.NDArray[np.int64] | None = None
+    # (1 + width, M), of each image and of the `width` results that start from it, whose weighted
+    # mean it becomes; None where results are not mixed.
     weights: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """What the last launch does to the result.
+    """What the last launch does to the result."""
 
-    Attributes:
-        mean: C values in [0, 1] units, subtracted.
-        std: C values in [0, 1] units, divided by.
-        dtype: of the result. Floating point scales ``uint8`` to [0, 1]. None is that of the
-            images; with a mean or std, float32 for ``uint8``.
-        memory_format: of the result; None is that of the images.
-    """
-
-    mean: _ChannelValues = None
+    mean: _ChannelValues = None  # in [0, 1] units
     std: _ChannelValues = None
+    # Floating point scales uint8 to [0, 1]. None is that of the images, or with a mean or std
+    # float32 for uint8.
     dtype: torch.dtype | None = None
-    memory_format: torch.memory_format | None = None
+    memory_format: torch.memory_format | None = None  # None is that of the images
 
     @property
     def normalizes(self) -> bool:
         return self.mean is not None or self.std is not None
 
     def form(self, images: torch.Tensor) -> tuple[torch.dtype, torch.memory_format]:
-        """The dtype and the memory format of the result."""
+        """The dtype and memory format of the result."""
         floats = self.normalizes and images.dtype == torch.uint8
         last = images.is_contiguous(memory_format=torch.channels_last)
         last = last and not images.is_contiguous()
@@ -111,11 +99,7 @@ class Finish:
         return dtype, self.memory_format or own
 
     def colors(self, images: torch.Tensor) -> npt.NDArray[np.float64]:
-        """``(2, C)``, what each channel is multiplied by, and what is added.
-
-        Raises:
-            ValueError: if there is another number of means or stds than of channels.
-        """
+        """``(2, C)``, what each channel is multiplied by, and what is added."""
         colors = []
         for name, values, default in (("mean", self.mean, 0.0), ("std", self.std, 1.0)):
             numbers = np.ravel(torch.as_tensor(default if values is None else values).tolist())
@@ -139,18 +123,11 @@ def run(
     finish: Finish = AS_IT_IS,
     share: Share | None = None,
 ) -> torch.Tensor:
-    """Carry out a program, then normalize, cast and lay out.
+    """Carry out a program, then normalize, cast and lay out, on the current stream.
 
-    On CUDA it runs on the current stream; the host waits for nothing.
-
-    Args:
-        images: ``(M, C, H, W)`` uint8, or floating point in [0, 1], with C of 1 or 3; untouched.
-        program: of M images, or of as many as it has `rows`.
-        finish: what is done at the end.
-        share: gets the tensor for the result before it is written, on the CPU.
-
-    Returns:
-        ``(N, C, H, W)``; `images` themselves where there is nothing to do.
+    ``images`` are ``(M, C, H, W)`` uint8, or floating point in [0, 1], with C of 1 or 3; they are
+    left untouched, and given back where there is nothing to do. ``share`` gets the tensor for the
+    result ``(N, C, H, W)`` before it is written, on the CPU.
     """
     from gpuprefetch.transforms import ops_cpu, ops_launch
 
@@ -173,21 +150,20 @@ def _mixed(images: torch.Tensor, program: Program, weights: Any) -> torch.Tensor
 
 
 def _mixed_one(sample: Any, program: Program, weights: Any, row: int) -> Any:
-    from torchvision.transforms.v2 import functional as F
-
     if _is_target(sample):
         raise ValueError(
             "AugMix mixes what it moves to different places, and boxes, masks or points cannot "
             "follow. Leave it out where there are some."
         )
-    if not isinstance(sample, torch.Tensor):
-        return F.to_pil_image(_mixed_one(F.pil_to_tensor(sample), program, weights, row))
-    own, *others = weights[:, row].tolist()
-    total = sample * own
-    for number, weight in enumerate(others):
-        chain = number * weights.shape[1] + row
-        total += weight * apply_one(sample, replace(program, weights=None), chain)
-    return total.to(sample.dtype)
+    chains = slice(row, None, weights.shape[1])
+    of_one = replace(
+        program,
+        ops=program.ops[chains],
+        args=program.args[chains],
+        rows=np.zeros(len(weights) - 1, np.int64),
+        weights=weights[:, row : row + 1],
+    )
+    return _as_tensor(lambda image, _: run(image[None], of_one)[0], sample, None)
 
 
 # --- The eager twin ---
@@ -233,16 +209,9 @@ def apply_one(
 ) -> Any:
     """Do to one sample what the program says of image `row`.
 
-    Args:
-        sample: an image, ``(C, H, W)`` or PIL; or a mask, boxes or points of
-            `torchvision.tv_tensors`, which only ops that move pixels change.
-        program: as for :func:`run`.
-        row: of the program.
-        finals: run the slots that come after normalization, instead of those before.
-        quick: as for :func:`reference`.
-
-    Returns:
-        The same kind; what no op touches is the same object.
+    It is an image, ``(C, H, W)`` or PIL, or a mask, boxes or points of `torchvision.tv_tensors`,
+    which only ops that move pixels change. ``finals`` runs the slots after normalization instead of
+    those before. What no op touches is the same object.
     """
     if program.weights is not None:
         return _mixed_one(sample, program, program.weights, row)
@@ -338,7 +307,7 @@ def _white(x: Any) -> float:
     return 1.0 if isinstance(x, torch.Tensor) and x.is_floating_point() else 255.0
 
 
-def _as_tensor(fn: Callable[[torch.Tensor, list[float]], torch.Tensor], x: Any, a: Any) -> Any:
+def _as_tensor(fn: Callable[[torch.Tensor, Any], torch.Tensor], x: Any, a: Any) -> Any:
     """Call on a tensor what knows no PIL images."""
     from torchvision.transforms.v2 import functional as F
 

@@ -20,16 +20,7 @@ _Levels = npt.NDArray[np.uint8]
 
 
 def apply(name: str, image: torch.Tensor, args: Any) -> torch.Tensor | None:
-    """What an op makes of an image.
-
-    Args:
-        name: of the op, see :mod:`gpuprefetch.transforms.ops`.
-        image: ``(3, H, W)`` uint8 on the CPU; untouched.
-        args: ``(ARGS,)`` float64.
-
-    Returns:
-        Likewise; None for an op that is as fast in torchvision.
-    """
+    """What an op makes of a ``(3, H, W)`` image; None for one that is as fast in torchvision."""
     if name.startswith(("AFFINE", "ROTATE")):
         return _moved(name, image, args)
     if name not in _POINTS or min(image.shape) < 3:

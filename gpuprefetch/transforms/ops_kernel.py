@@ -9,13 +9,8 @@ single channel has three at the same place, with a stride of 0.
 
 from typing import Any
 
+from gpuprefetch.transforms.kernel import tl, triton
 from gpuprefetch.transforms.ops_points import BINS, FIELDS
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
 
 # Pixels of a program, three channels each. Four pixels to a thread: the lanes of a warp then read
 # a line of 128 bytes of uint8 where pixels move, and vectors of four where they do not.

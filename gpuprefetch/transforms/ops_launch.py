@@ -27,23 +27,15 @@ _OF_COLORS = [OPS[name] for name in ("SATURATION", "HUE", "GRAYSCALE", "PERMUTE"
 
 @dataclass(slots=True)
 class _Group:
-    """Slots that one launch carries out, and what goes before it.
+    """Slots that one launch carries out, and what goes before it."""
 
-    Attributes:
-        first: slot, the only one that may move pixels.
-        last: the slot after them.
-        end: the slot after those that come after normalization.
-        moves: whether the first one moves pixels.
-        rounds: of statistics: where their pairs (image, slot) begin, and how many there are.
-        blurred: likewise, of the images that are blurred along x first.
-    """
-
-    first: int
-    last: int
-    end: int
-    moves: bool
+    first: int  # slot, the only one that may move pixels
+    last: int  # the slot after them
+    end: int  # the slot after those that come after normalization
+    moves: bool  # whether the first one moves pixels
+    # Of statistics: where their pairs (image, slot) begin, and how many there are.
     rounds: list[tuple[int, int]] = field(default_factory=list)
-    blurred: tuple[int, int] = (0, 0)
+    blurred: tuple[int, int] = (0, 0)  # likewise, of the images that are blurred along x first
 
 
 def launch(images: torch.Tensor, program: Program, finish: Finish = AS_IT_IS) -> torch.Tensor:

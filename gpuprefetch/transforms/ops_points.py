@@ -5,11 +5,7 @@ Colors are float32: 0 to 255 and whole for ``uint8`` images, else as they are.
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
+from gpuprefetch.transforms.kernel import tl, triton
 
 # Words of an op: its code, then arguments in float32.
 FIELDS = 12

@@ -51,21 +51,17 @@ class ToFloat(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """The dtype and memory format that the loop asked for, at the end of the list.
-
-    Of several outputs they are for those in floating point. The format is for four dimensions.
-    """
+    """The dtype and memory format that the loop asked for, at the end of the list."""
 
     dtype: torch.dtype | None
     memory_format: torch.memory_format | None
 
     def __call__(self, images: Any) -> Any:
-        """The images, of one output or several, with values as they are."""
+        """The images with values as they are; of several outputs, those in floating point."""
 
         def cast(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if leaf is not images and not leaf.is_floating_point():
+            is_output = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+            if not is_output and leaf is not images:
                 return leaf
             memory_format = self.memory_format if leaf.dim() == 4 else None
             return leaf.to(dtype=self.dtype, memory_format=memory_format)
@@ -78,24 +74,14 @@ _AS_IT_IS = Cast(None, None)
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What transforms one after the other are compiled to.
-
-    Attributes:
-        ops: the transforms.
-        steps: what they draw.
-        before: brings images to uint8 or floating point first; None leaves them as they come.
-        scaled: whether the result is in floating point, that of uint8 in [0, 1].
-        normalize: mean and std.
-        finals: what is drawn after that.
-        cast: dtype and memory format of the result.
-    """
+    """What transforms one after the other are compiled to."""
 
     ops: tuple[Any, ...] = ()
     steps: tuple[Slots | Mix, ...] = ()
     before: ToUint8 | ToFloat | None = None
-    scaled: bool = False
-    normalize: tuple[list[float], list[float]] | None = None
-    finals: tuple[Slots, ...] = ()
+    scaled: bool = False  # to floating point, that of uint8 in [0, 1]
+    normalize: tuple[list[float], list[float]] | None = None  # mean and std
+    finals: tuple[Slots, ...] = ()  # drawn after that
     cast: Cast = _AS_IT_IS
 
     def then(self, op: Any) -> Recipe | None:
@@ -161,7 +147,12 @@ class PerImage(torch.nn.Module):
     def __init__(self, transform: Any, *, seed: int | None = None) -> None:
         super().__init__()
         self.op, self.seed, self.calls = transform, seed, 0
-        self.recipe = _read(flatten(transform))
+        self.recipe = Recipe()
+        for op in flatten(transform):
+            longer = self.recipe if name_of(op) == "Identity" else self.recipe.then(op)
+            if longer is None:
+                raise UnsupportedTransformError(_why_not(op, self.recipe))
+            self.recipe = longer
 
     @property
     def __name__(self) -> str:
@@ -206,7 +197,6 @@ class PerImage(torch.nn.Module):
         return self.carry_out(images, self.draw(images))
 
     def key(self) -> Keys | int:
-        """The key of a call, from torch's generator or of the seed's sequence."""
         if self.seed is None:
             return int(torch.randint(2**62, (), device="cpu"))
         self.calls += 1
@@ -236,7 +226,7 @@ class PerImage(torch.nn.Module):
     def carry_out(
         self, images: torch.Tensor, drawn: Sequence[Program], share: Share | None = None
     ) -> torch.Tensor:
-        """Carry out what :meth:`draw` drew for these images; ``share`` as for :func:`.ops.run`."""
+        """Carry out what :meth:`draw` drew; ``share`` as for :func:`.ops.run`."""
         recipe = self.recipe
         images = images if recipe.before is None else recipe.before(images)
         for program in drawn[:-1]:
@@ -252,10 +242,7 @@ class PerImage(torch.nn.Module):
         return run(images, drawn[-1], finish, share)
 
     def carry_out_one(self, sample: Any, drawn: Sequence[Program], row: int) -> Any:
-        """Do to one sample what they say of an image: move its boxes, masks and points as well.
-
-        Conversions and Normalize are left out.
-        """
+        """Do to an image, boxes, masks or points what they say, without conversions."""
         for program in drawn:
             sample = apply_one(sample, program, row)
         return apply_one(sample, drawn[-1], row, finals=True)
@@ -279,16 +266,6 @@ def _check(images: Any) -> None:
         raise TypeError("PerImage gives no gradient of its images. Call it on images.detach().")
 
 
-def _read(ops: Iterable[Any]) -> Recipe:
-    recipe = Recipe()
-    for op in ops:
-        longer = recipe if name_of(op) == "Identity" else recipe.then(op)
-        if longer is None:
-            raise UnsupportedTransformError(_why_not(op, recipe))
-        recipe = longer
-    return recipe
-
-
 def _why_not(op: Any, recipe: Recipe) -> str:
     name = type(op).__name__
     after = " after Normalize or a conversion, where only RandomErasing may stand"
@@ -304,13 +281,8 @@ def _why_not(op: Any, recipe: Recipe) -> str:
 def on_levels(head: Any, tail: Sequence[Transform], cast: Cast) -> tuple[list[Transform], bool]:
     """Let the first program take uint8 of the fused transforms, and do what else they would.
 
-    Args:
-        head: the fused transforms.
-        tail: what runs after them.
-        cast: dtype and memory format of what the fused transforms give.
-
-    Returns:
-        The new tail, and whether the fused transforms are to give uint8.
+    ``cast`` is the form of what the fused transforms would give. Returns the new tail, and whether
+    they are to give uint8.
     """
     first = tail[0] if tail else None
     if not isinstance(first, PerImage) or not head.names or head.mean or cast.dtype == torch.uint8:

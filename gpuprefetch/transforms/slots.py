@@ -23,7 +23,7 @@ Columns = Sequence[npt.ArrayLike]
 
 
 class Picture(NamedTuple):
-    """What arguments depend on, besides random numbers: the images' size, and their white."""
+    """What arguments depend on, besides random numbers."""
 
     height: int
     width: int
@@ -32,46 +32,25 @@ class Picture(NamedTuple):
 
 
 class Slots(Protocol):
-    """Something that takes a number of slots."""
+    """Something that takes ``slots``, and ``numbers`` of random ones for each image."""
 
     @property
-    def slots(self) -> int:
-        """How many."""
+    def slots(self) -> int: ...
 
     @property
-    def numbers(self) -> int:
-        """How many random numbers it takes for an image."""
+    def numbers(self) -> int: ...
 
     def draw(self, u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
-        """Write the ops of N images.
-
-        Args:
-            u: ``(numbers, N)`` uniform numbers in [0, 1).
-            picture: the images' size.
-            codes: ``(N, slots)``, zeros, for the codes of :data:`.ops.OPS`.
-            args: ``(N, slots, ARGS)``, zeros, for the arguments.
-        """
-
-
-def nothing(u: Floats, picture: Picture) -> Columns:
-    """The arguments of an op that has none."""
-    return ()
+        """Write ``(N, slots)`` codes and ``(N, slots, ARGS)`` arguments from ``(numbers, N)`` u."""
 
 
 @dataclass(frozen=True)
 class One:
-    """One slot with one op, for each image with a chance of ``p``.
-
-    Attributes:
-        name: of the op.
-        sample: gives the columns of the arguments, from ``(draws, N)`` uniform numbers.
-        draws: how many numbers that takes.
-        p: the chance.
-    """
+    """One slot with one op, for each image with a chance of ``p``."""
 
     name: str
-    sample: Callable[[Floats, Picture], Columns] = nothing
-    draws: int = 0
+    sample: Callable[[Floats, Picture], Columns]  # arguments of (draws, N) uniform numbers
+    draws: int
     p: float = 1.0
     slots = 1
 
@@ -148,26 +127,15 @@ class Choice(_Several):
 
 @dataclass(frozen=True)
 class Step:
-    """An op of RandAugment or its kin.
-
-    Attributes:
-        name: of the op.
-        magnitudes: gives ``(B, 2)``, the magnitudes of B bins with one sign and the other.
-        column: the argument that the magnitude is; :data:`ROTATION` where it is the angle of a
-            ``MATRIX`` op.
-        args: the arguments that are not drawn.
-        chance: of the step, once it is chosen.
-        center: of normal levels.
-        other: the op in half of its draws.
-    """
+    """An op of RandAugment or its kin."""
 
     name: str
-    magnitudes: Callable[[Picture], npt.ArrayLike]
-    column: int = 0
-    args: tuple[float, ...] = ()
-    chance: float = 1.0
-    center: float = 0.0
-    other: str = ""
+    magnitudes: Callable[[Picture], npt.ArrayLike]  # (B, 2): B bins, with one sign and the other
+    column: int = 0  # the argument that the magnitude is
+    args: tuple[float, ...] = ()  # that are not drawn
+    chance: float = 1.0  # of the step, once it is chosen
+    center: float = 0.0  # of normal levels
+    other: str = ""  # the op in half of its draws
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,20 +143,14 @@ class Table:
     """Slots with one of many ops each: RandAugment and its kin.
 
     Of P policies with J steps each image draws one per layer; a step runs with its own chance.
-
-    Attributes:
-        policies: the steps of each.
-        layers: how many policies are drawn.
-        weights: ``(P,)``, of the policies, drawn without replacement; None for equal chances.
-        most: the depth is drawn, from 1 to the number of layers.
-        noise: deviation and upper bound of normal levels, which the bins divide; deviation inf for
-            uniform ones up to the center. None where all bins are equal.
     """
 
     policies: Sequence[Sequence[Step]]
     layers: int
-    weights: Floats | None = None
-    most: bool = False
+    weights: Floats | None = None  # (P,): drawn without replacement; None for equal chances
+    most: bool = False  # the depth is drawn, from 1 to the number of layers
+    # Deviation and upper bound of normal levels, which the bins divide; deviation inf for uniform
+    # ones up to the center. None where all bins are equal.
     noise: tuple[float, float] | None = None
     _steps: Any = field(init=False, repr=False)
 
