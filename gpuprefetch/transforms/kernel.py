@@ -138,19 +138,10 @@ if triton is not None:
                         row_ptr + c0 * source_stride_c,
                         row_ptr + c1 * source_stride_c,
                         row_ptr + c2 * source_stride_c,
-                        source_stride_y,
-                        source_stride_x,
-                        end - begin,
-                        tap_y,
-                        squeeze.to(tl.float32),
-                        taps_x,
-                        tap_x,
-                        squeeze_x,
-                        red,
-                        green,
-                        blue,
-                        weight_y,
-                        255.0 * weight_x,
+                        (source_stride_y, source_stride_x),
+                        (end - begin, tap_y, squeeze.to(tl.float32)),
+                        (taps_x, tap_x, squeeze_x, 255.0 * weight_x),
+                        (red, green, blue, weight_y),
                         BICUBIC,
                         CLAMP,
                         TAPS,
@@ -202,23 +193,19 @@ if triton is not None:
         red_ptr,
         green_ptr,
         blue_ptr,
-        stride_y,
-        stride_x,
-        n_rows,
-        tap_y,
-        squeeze_y,
-        taps_x,
-        tap_x,
-        squeeze_x,
-        red,
-        green,
-        blue,
-        weight_y,
-        limit_x,
+        strides,
+        along_y,
+        along_x,
+        sums,
         BICUBIC: tl.constexpr,
         CLAMP: tl.constexpr,
-        TAPS: tl.constexpr,  # 0: taps_x of them
+        TAPS: tl.constexpr,  # 0: as many as along_x says
     ):
+        """The filtered rows under a strip, added to its sums."""
+        n_rows, tap_y, squeeze_y = along_y
+        taps_x, tap_x, squeeze_x, limit_x = along_x
+        red, green, blue, weight_y = sums
+        stride_y, stride_x = strides
         row = 0
         while row < n_rows:
             weight = _weight(tap_y + row * squeeze_y, BICUBIC)
