@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -158,7 +157,7 @@ default_collate_fn_map[_Kept] = _collate_kept
 
 
 def read_encoded(path: Any) -> EncodedImage:
-    """A ``loader`` for torchvision's folders that leaves a file as it is."""
+    """A ``loader`` for torchvision's folders."""
     return EncodedImage(read_file(path), path=str(path))
 
 
@@ -292,18 +291,13 @@ def _refuse_under_way(loader: DataLoader[Any]) -> None:
 
 def _alike(a: Any, b: Any) -> bool:
     """Whether two pipelines surely do the same: a ``repr`` leaves much out, a pickle does not."""
+    files = io.BytesIO(), io.BytesIO()
     try:
-        return a is b or _pickled(a) == _pickled(b)
+        for pipeline, file in zip((a, b), files, strict=True):
+            torch.save(pipeline, file)
     except Exception:  # a lambda, and what else cannot be pickled: it is not known
-        return False
-
-
-def _pickled(pipeline: Any) -> bytes:
-    pickler = pickle.Pickler(held := io.BytesIO())
-    # torch's own way with a tensor writes where it lies.
-    pickler.dispatch_table = {torch.Tensor: lambda tensor: (torch.as_tensor, (tensor.numpy(),))}
-    pickler.dump(pipeline)
-    return held.getvalue()
+        return a is b
+    return files[0].getvalue() == files[1].getvalue()
 
 
 def pipeline_of(folders: list[Any]) -> list[Any]:
@@ -368,7 +362,7 @@ def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
 
 
 def _probe(dataset: Any, *, encoded: bool, needed: bool) -> int:
-    """How many images the first sample has, if it is what it has to be; 1 of an empty dataset.
+    """How many images the first sample has; 1 of an empty dataset.
 
     One is ``needed`` where the device has something to do, and an ``encoded`` one for all of it.
     """
