@@ -17,32 +17,15 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["from_image", "layers"])
     def resample_kernel(
-        address,
-        numbers,
-        from_image,
-        out_ptr,
-        stride_n,
-        stride_c,
-        stride_y,
-        stride_x,
-        height,
-        width,
-        survived,
-        layers,
+        address, numbers, from_image, out_ptr, stride_n, stride_c, stride_y, stride_x,
+        height, width, survived, layers,
         STRIDE_X: tl.constexpr,
         CANARY: tl.constexpr,  # 0: there are none
-        CHANNELS: tl.constexpr,
-        SOURCE: tl.constexpr,
-        BICUBIC: tl.constexpr,
+        CHANNELS: tl.constexpr, SOURCE: tl.constexpr, BICUBIC: tl.constexpr,
         TIE: tl.constexpr,  # 0: no pixel is taken alone
-        CLAMP: tl.constexpr,
-        PADDED: tl.constexpr,
-        ROUND: tl.constexpr,
-        FIELDS: tl.constexpr,
-        ROWS: tl.constexpr,
-        COLS: tl.constexpr,
-        STRIPS: tl.constexpr,
-    ):
+        CLAMP: tl.constexpr, PADDED: tl.constexpr, ROUND: tl.constexpr,
+        FIELDS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STRIPS: tl.constexpr,
+    ):  # fmt: skip
         ints_ptr = numbers.to(tl.pointer_type(tl.int64))
         floats_ptr = numbers.to(tl.pointer_type(tl.float64))
         # Three channels share their weights. Where the channels do not divide by three, the last
@@ -190,17 +173,10 @@ if triton is not None:
 
     @triton.jit
     def _sum_rows(
-        red_ptr,
-        green_ptr,
-        blue_ptr,
-        strides,
-        along_y,
-        along_x,
-        sums,
-        BICUBIC: tl.constexpr,
-        CLAMP: tl.constexpr,
+        red_ptr, green_ptr, blue_ptr, strides, along_y, along_x, sums,
+        BICUBIC: tl.constexpr, CLAMP: tl.constexpr,
         TAPS: tl.constexpr,  # 0: as many as along_x says
-    ):
+    ):  # fmt: skip
         """The filtered rows under a strip, added to its sums."""
         n_rows, tap_y, squeeze_y = along_y
         taps_x, tap_x, squeeze_x, limit_x = along_x
@@ -242,13 +218,7 @@ if triton is not None:
 
     @triton.jit
     def _finish_color(
-        value,
-        inside,
-        scale,
-        shift,
-        CLAMP: tl.constexpr,
-        PADDED: tl.constexpr,
-        ROUND: tl.constexpr,
+        value, inside, scale, shift, CLAMP: tl.constexpr, PADDED: tl.constexpr, ROUND: tl.constexpr
     ):
         if CLAMP:
             value = _clamp(value, 0.0, 255.0)

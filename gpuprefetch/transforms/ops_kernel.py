@@ -52,32 +52,19 @@ if triton is not None:
 
     @_kernel
     def ops_kernel(
-        source_ptr,
-        table_ptr,
-        out_ptr,
-        statistics_ptr,
-        blurred_ptr,
-        height,
-        width,
-        stride_n,
-        stride_c,
-        stride_x,
+        source_ptr, table_ptr, out_ptr, statistics_ptr, blurred_ptr,
+        height, width, stride_n, stride_c, stride_x,
         n_slots,
         tail,  # where, in the words of the table, the ops end
         rows,  # where the images are listed that each result is made of
-        pairs,
-        out_n,
-        out_c,
-        out_x,
-        first,
-        last,  # of the slots before normalization
-        end,
+        pairs, out_n, out_c, out_x,
+        first, last, end,  # slots: before normalization up to last
         UINT8: tl.constexpr,
         MOVES: tl.constexpr,  # whether an image has its pixels moved in the first slot
         FINISH: tl.constexpr,
         VECTOR: tl.constexpr,  # pixels of a row that begin at a multiple of their number
         BLOCK: tl.constexpr,
-    ):
+    ):  # fmt: skip
         """Slots of all images; in the first one an op may read other pixels."""
         tiles = tl.cdiv(height * width, BLOCK)
         n = tl.program_id(0) // tiles
@@ -132,23 +119,9 @@ if triton is not None:
 
     @_kernel
     def statistics_kernel(
-        source_ptr,
-        table_ptr,
-        statistics_ptr,
-        height,
-        width,
-        stride_n,
-        stride_c,
-        stride_x,
-        n_slots,
-        tail,
-        rows,
-        pairs,
-        start,
-        first,
-        UINT8: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
+        source_ptr, table_ptr, statistics_ptr, height, width, stride_n, stride_c, stride_x,
+        n_slots, tail, rows, pairs, start, first, UINT8: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         """Statistics of one channel of an image, as it is before the slot that needs them."""
         pair = start + tl.program_id(0) // 3
         channel = tl.program_id(0) % 3
@@ -208,21 +181,9 @@ if triton is not None:
 
     @_kernel
     def blur_kernel(
-        source_ptr,
-        table_ptr,
-        blurred_ptr,
-        height,
-        width,
-        stride_n,
-        stride_c,
-        stride_x,
-        n_slots,
-        tail,
-        rows,
-        pairs,
-        start,
-        BLOCK: tl.constexpr,
-    ):
+        source_ptr, table_ptr, blurred_ptr, height, width, stride_n, stride_c, stride_x,
+        n_slots, tail, rows, pairs, start, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         """The images of some pairs, blurred along x, in float32 planes one after the other."""
         plane = height * width
         tiles = tl.cdiv(plane, BLOCK)
