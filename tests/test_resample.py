@@ -504,11 +504,6 @@ def test_errors(path, changes, message):
         path(**arguments)
 
 
-def test_resample_uint8_takes_uint8():
-    with pytest.raises(ValueError, match="image must be uint8 on the CPU"):
-        resample_uint8(picture(8, 8).float(), rows_with()[0], (8, 8))
-
-
 @pytest.mark.parametrize("run", ["twin", "kernel"])
 def test_positions_scatter_into_a_larger_batch(run, kernel_device):
     images = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -46,15 +45,9 @@ def _call(self: Any, img: Any) -> Any:
 
 
 def _only_calls_transforms(kind: type) -> bool:
-    """Whether a class is called as those of torchvision's references are, which people copy.
-
-    The compiled code says so, whatever the class is named: one more line makes another.
-    """
-    own = inspect.getattr_static(kind, "__call__", None)
-    if not isinstance(own, FunctionType):
-        return False
-    mine = _call.__code__
-    return (own.__code__.co_code, own.__code__.co_names) == (mine.co_code, mine.co_names)
+    """Whether a class is called as those of torchvision's references, by its compiled code."""
+    own, mine = getattr(kind.__call__, "__code__", None), _call.__code__
+    return own is not None and (own.co_code, own.co_names) == (mine.co_code, mine.co_names)
 
 
 def name_of(op: Any) -> str | None:

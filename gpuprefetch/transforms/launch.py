@@ -248,20 +248,10 @@ class Launches:
         layers, step = (last - first) * groups, self._steps[number]
         checks = -(-(last - first) // (across * down)) if survived else 0
         grid = across, down, layers + checks
+        given = address, numbers, first, self._out, *self._sizes, survived, layers
+        constants = step, CANARY if survived else 0, *self._constants
         kernel.resample_kernel[grid](
-            address,
-            numbers,
-            first,
-            self._out,
-            *self._sizes,
-            survived,
-            layers,
-            step,
-            CANARY if survived else 0,
-            *self._constants,
-            num_warps=NUM_WARPS,
-            maxnreg=MAX_REGISTERS,
-            enable_fp_fusion=True,
+            *given, *constants, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS, enable_fp_fusion=True
         )
 
 

@@ -96,16 +96,9 @@ def _launch(
     tiles = -(-plane // kernel.BLOCK)
     common = *out.shape[2:], *_strides(source), *places
     for start, number in group.rounds:
+        given = source, table, statistics, *common, start, group.first, uint8
         kernel.statistics_kernel[(number * 3,)](
-            source,
-            table,
-            statistics,
-            *common,
-            start,
-            group.first,
-            uint8,
-            kernel.STATISTICS_BLOCK,
-            num_warps=kernel.STATISTICS_WARPS,
+            *given, kernel.STATISTICS_BLOCK, num_warps=kernel.STATISTICS_WARPS
         )
     blurred, (start, number) = statistics, group.blurred
     if number:
@@ -113,24 +106,10 @@ def _launch(
         kernel.blur_kernel[(number * tiles,)](
             source, table, blurred, *common, start, kernel.BLOCK, num_warps=kernel.NUM_WARPS
         )
-    kernel.ops_kernel[(len(out) * tiles,)](
-        source,
-        table,
-        out,
-        statistics,
-        blurred,
-        *common,
-        *_strides(out),
-        group.first,
-        group.last,
-        group.end,
-        uint8,
-        group.moves,
-        finish,
-        1 if out.shape[3] % 4 else 4,
-        kernel.BLOCK,
-        num_warps=kernel.NUM_WARPS,
-    )
+    given = source, table, out, statistics, blurred, *common, *_strides(out)
+    slots = group.first, group.last, group.end
+    constants = uint8, group.moves, finish, 1 if out.shape[3] % 4 else 4, kernel.BLOCK
+    kernel.ops_kernel[(len(out) * tiles,)](*given, *slots, *constants, num_warps=kernel.NUM_WARPS)
 
 
 def _strides(images: torch.Tensor) -> tuple[int, int, int]:

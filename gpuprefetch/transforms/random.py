@@ -65,29 +65,16 @@ def view_seed(seed: int, number: int) -> int:
     return derive(seed, -2 - number) if number else seed
 
 
-_RANDOM: set[Any] = {
-    torch.rand,
-    torch.randn,
-    torch.randint,
-    torch.randperm,
-    torch.normal,
-    torch.bernoulli,
-    torch.binomial,
-    torch.multinomial,
-    torch.poisson,
-    torch._sample_dirichlet,
-    torch._standard_gamma,
-    torch.Tensor.bernoulli,
-    torch.Tensor.multinomial,
-    torch.Tensor.bernoulli_,
-    torch.Tensor.uniform_,
-    torch.Tensor.normal_,
-    torch.Tensor.random_,
-    torch.Tensor.exponential_,
-    torch.Tensor.log_normal_,
-    torch.Tensor.geometric_,
-    torch.Tensor.cauchy_,
-}
+_FUNCTIONS = (
+    "rand randn randint randperm normal bernoulli binomial multinomial poisson _sample_dirichlet"
+    " _standard_gamma"
+).split()
+_METHODS = (
+    "bernoulli multinomial bernoulli_ uniform_ normal_ random_ exponential_ log_normal_ geometric_"
+    " cauchy_"
+).split()
+_RANDOM: set[Any] = {getattr(torch, name) for name in _FUNCTIONS}
+_RANDOM |= {getattr(torch.Tensor, name) for name in _METHODS}
 _LIKE: dict[Any, Any] = {
     torch.rand_like: torch.rand,
     torch.randn_like: torch.randn,

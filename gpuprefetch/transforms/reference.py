@@ -181,8 +181,6 @@ def resample_uint8(
     are adjacent. Anything else is the twin, rounded. ``rows`` ``(2, 6)`` are not checked. The
     result shares no memory with ``image``, and has any strides.
     """
-    if image.dtype != torch.uint8 or image.device.type != "cpu":
-        raise ValueError(f"image must be uint8 on the CPU, got {image.dtype} on {image.device}")
     windows = [_window(row, antialias) for row in rows.tolist()]
     # Without antialias torch's bicubic is not PIL's (a = -0.75).
     exact = interpolation == "nearest" or (interpolation == "bicubic" and not antialias)
@@ -256,10 +254,7 @@ def check(
     """Check the arguments of :func:`.launch.resample`, and make its result if there is none."""
     if interpolation not in SUPPORT:
         raise ValueError(f"interpolation must be one of {list(SUPPORT)}, got {interpolation!r}")
-    geometry = _geometry(images)
-    if isinstance(sampling, torch.Tensor) and sampling.is_cuda:
-        raise ValueError("sampling must be on the CPU: it is checked and packed there")
-    rows = np.asarray(sampling, np.float64)
+    geometry, rows = _geometry(images), np.asarray(sampling, np.float64)
     if rows.shape != (len(images), 2, 6):
         raise ValueError(f"sampling must be ({len(images)}, 2, 6), got {rows.shape}")
     check_rows(rows, geometry[:, 5:], size)
@@ -268,13 +263,9 @@ def check(
     shape, device = (len(images), len(images[0]), *size), images[0].device
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
-    elif positions is not None:
-        shape = (len(out), *shape[1:])
-    if (out.shape, out.dtype, out.device) != (shape, dtype, device):
-        raise ValueError(
-            f"out must be {shape} {dtype} on {device}, "
-            f"got {tuple(out.shape)} {out.dtype} on {out.device}"
-        )
+    if (out.shape[1:], out.dtype, out.device) != (shape[1:], dtype, device):
+        form = f"{tuple(out.shape)} {out.dtype} on {out.device}"
+        raise ValueError(f"out must be {shape} {dtype} on {device}, got {form}")
     places = np.arange(len(images)) if positions is None else np.asarray(positions, np.int64)
     if places.shape != (len(images),) or not ((places >= 0) & (places < len(out))).all():
         raise ValueError(
