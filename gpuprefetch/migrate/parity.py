@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +17,7 @@ from gpuprefetch.images.apart import image_of
 from gpuprefetch.migrate.accelerate import check_loaders, folders_of, pipeline_of, view_of
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.convert import CONVERSIONS, Plan, convert
-from gpuprefetch.transforms.head import read_transforms
-from gpuprefetch.transforms.launch import resample
+from gpuprefetch.transforms.head import Head, read_transforms
 from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.random import SeededDraws, fold
 from gpuprefetch.transforms.sampling import Sampling
@@ -137,6 +136,8 @@ def parity(
         UnsupportedTransformError: for an op that cannot move.
         BadImageError: for a file that cannot be decoded.
     """
+    from PIL import Image
+
     if n < 1:
         raise ValueError(f"n is a number of images, at least 1, got {n!r}.")
     folders = folders_of(loader)
@@ -154,7 +155,8 @@ def parity(
                 differences = list[tuple[float, ...]]()
                 # The seed is not of the path: the same draws wherever the files are.
                 seed = 1000 * (len(found) + 1)
-                for old, alone, new in _walk(plan, _open(image.data), decoded, seed):
+                picture = Image.open(io.BytesIO(image.data)).convert("RGB")
+                for old, alone, new in _walk(plan, picture, decoded, seed):
                     differences.append(_difference(old, alone) + _difference(old, new))
                 found.append(differences)
                 mean, most = _difference(old, new)
@@ -166,14 +168,6 @@ def parity(
     names = [("decode", ""), *((step.name, step.where) for step in plan.steps)]
     rows = [ParityRow(*name, *row) for name, row in zip(names, means.tolist(), strict=True)]
     return ParityReport(len(found), rows, worst)
-
-
-def _open(data: Any) -> Any:
-    """A file's bytes as torchvision's loader and timm's dataset open them."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(data)) as picture:
-        return picture.convert("RGB")
 
 
 @dataclass(slots=True)
@@ -221,26 +215,18 @@ def _difference(old: _State, new: _State) -> tuple[float, float]:
 def _walk(
     plan: Plan, picture: Any, decoded: torch.Tensor, seed: int
 ) -> Iterator[tuple[_State, _State, _State]]:
-    """Take one file through a plan.
+    """Take one file through a plan: of the decoders and then of each op three sides.
 
-    Yields:
-        Of the decoders and then of each op: torchvision's side, our op on the image that
-        torchvision's op was given, and our side.
+    These are torchvision's, our op on the image that torchvision's op was given, and ours.
     """
     head, tail = read_transforms(plan.transforms)
     draws = ((op, fold(fold(seed, [0]), position)) for position, op in enumerate(head.ops))
     sampling = Sampling.identity([decoded.shape[-2:]])
-    colors: dict[str, Any] = {}
+    launch = plain = replace(head, mean=None, std=None)  # until the step that normalizes
 
-    def resampled(image: torch.Tensor, sampling: Sampling, **colors: Any) -> torch.Tensor:
-        return resample(
-            [image],
-            sampling.rows(),
-            tuple(sampling.length[0].astype(int).tolist()),
-            interpolation=head.interpolation,
-            antialias=head.antialias,
-            **colors,
-        )[0]
+    def resampled(launch: Head, image: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+        height, width = sampling.length[0].astype(int).tolist()
+        return launch.resample([image], sampling.rows(), (height, width))[0]
 
     def drawn(fn: Any, image: Any, seed: int) -> Any:
         with SeededDraws(seed):
@@ -255,12 +241,12 @@ def _walk(
         elif step.where == "fused launch" and step.name != "Normalize":
             ours, keys = next(draws)
             own, sampling = ours(Sampling.identity([before.shape[-2:]]), keys), ours(sampling, keys)
-            alone = old.then(op, resampled(before, own))
-            new = new.then(op, resampled(decoded, sampling, **colors))
+            alone = old.then(op, resampled(plain, before, own))
+            new = new.then(op, resampled(launch, decoded, sampling))
             old = old.then(op, _with_parameters(op, old.image, own))
         else:
             if step.where == "fused launch":
-                colors = {"mean": head.mean, "std": head.std}
+                launch = head
             else:
                 # Our list may have a change of dtype before it that the pipeline has not.
                 while (first := tail.pop(0)) is not module:

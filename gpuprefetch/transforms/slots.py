@@ -147,7 +147,7 @@ class Table:
 
     policies: Sequence[Sequence[Step]]
     layers: int
-    weights: Floats | None = None  # (P,): drawn without replacement; None for equal chances
+    weights: Any = None  # (P,): drawn without replacement; None for equal chances
     most: bool = False  # the depth is drawn, from 1 to the number of layers
     # Deviation and upper bound of normal levels, which the bins divide; deviation inf for uniform
     # ones up to the center. None where all bins are equal.
@@ -177,7 +177,9 @@ class Table:
         if self.weights is None:
             chosen = (choice * len(self.policies)).astype(np.int64).T
         else:  # Efraimidis and Spirakis: the largest of u ** (1 / weight)
-            chosen = np.argsort(np.log1p(-choice.T) / -self.weights, axis=1)[:, : self.layers]
+            chosen = np.argsort(np.log1p(-choice.T) / -np.asarray(self.weights), axis=1)[
+                :, : self.layers
+            ]
         step = (chosen[:, :, None] * depth + np.arange(depth)).reshape(codes.shape)
         runs, one, two, sign, other = u.reshape(5, self.slots, -1).transpose(0, 2, 1)
         kept = runs < chances[step]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from functools import partial
 from typing import Any
@@ -14,30 +15,15 @@ from gpuprefetch.transforms.slots import ROTATION, Floats, Mix, Picture, Step, T
 # Levels that are drawn from a range are drawn in thousandths of it.
 _BINS = 1001
 # The ops of torchvision's and timm's policies that move no pixels.
-COLORS = {
-    "AutoContrast": "AUTOCONTRAST",
-    "Brightness": "BRIGHTNESS",
-    "Color": "SATURATION",
-    "Contrast": "CONTRAST",
-    "Desaturate": "SATURATION",
-    "Equalize": "EQUALIZE",
-    "Identity": "IDENTITY",
-    "Invert": "INVERT",
-    "Posterize": "POSTERIZE",
-    "Sharpness": "SHARPNESS",
-    "Solarize": "SOLARIZE",
-    "SolarizeAdd": "SOLARIZE_ADD",
+COLORS = {"Color": "SATURATION", "Desaturate": "SATURATION", "SolarizeAdd": "SOLARIZE_ADD"}
+COLORS |= {
+    name: name.upper()
+    for name in (
+        "AutoContrast Brightness Contrast Equalize Identity Invert Posterize Sharpness Solarize"
+    ).split()
 }
 # Of the six numbers of a matrix the one that the magnitude is.
-_COLUMNS = {
-    "Rotate": ROTATION,
-    "ShearX": 1,
-    "ShearY": 3,
-    "TranslateX": 2,
-    "TranslateXRel": 2,
-    "TranslateY": 5,
-    "TranslateYRel": 5,
-}
+_COLUMNS = {"Rotate": ROTATION, "ShearX": 1, "ShearY": 3, "TranslateX": 2, "TranslateY": 5}
 
 
 def is_timm(thing: Any, name: str) -> bool:
@@ -110,7 +96,7 @@ def _unknown(op: Any) -> set[str]:
 
 
 def _kind(op: Any) -> str:
-    return str(op.name).removesuffix("Increasing").removesuffix("Original")
+    return re.sub("(Increasing|Original|Rel)$", "", op.name)
 
 
 def _step(op: Any) -> Step:
@@ -130,7 +116,6 @@ def _table(op: Any, layers: int, *, most: bool = False) -> Table:
     first = policies[0][0]
     noise = (first.magnitude_std, _upper(first)) if first.magnitude_std > 0 else None
     weights = getattr(op, "choice_weights", None)
-    weights = None if weights is None else np.asarray(weights, dtype=np.float64)
     return Table([[*map(_step, policy)] for policy in policies], layers, weights, most, noise)
 
 
@@ -148,16 +133,12 @@ def _magnitudes(op: Any, picture: Picture) -> Floats:
     upper = _upper(op)
     fixed = np.array([max(0.0, min(op.magnitude, upper))])
     levels = np.linspace(0, upper, _BINS) if op.magnitude_std > 0 else fixed
-    return _of_levels(op, levels, picture)
-
-
-def _of_levels(op: Any, levels: Floats, picture: Picture) -> Floats:
-    """As the op's own functions, which negate by chance, without the chance: ``(B, 2)``."""
+    # As the op's own functions, which negate by chance, without the chance.
     kind, signed = _kind(op), levels[:, None] / 10 * (-1, 1)
     if kind in ("Rotate", "ShearX", "ShearY"):
         return np.asarray(signed * (30.0 if kind == "Rotate" else 0.3))
     if kind in _COLUMNS:
-        if not kind.endswith("Rel"):
+        if not op.name.endswith("Rel"):
             return np.asarray(signed * op.hparams["translate_const"])
         size = picture.width if "X" in kind else picture.height
         return np.asarray(signed * op.hparams.get("translate_pct", 0.45) * size)
