@@ -124,10 +124,6 @@ def policy_of(name: str) -> list[Any]:
     return [policies[name]()] if name else []
 
 
-def _as_the_model_wants(images: torch.Tensor) -> torch.Tensor:
-    return images.to(torch.bfloat16, memory_format=torch.channels_last)
-
-
 def gpuprefetch_transforms(settings: Settings, policy: str, erasing: float) -> list[Any]:
     from torchvision.transforms import v2
 
@@ -138,8 +134,7 @@ def gpuprefetch_transforms(settings: Settings, policy: str, erasing: float) -> l
         return [Resize(settings.resize), CenterCrop(settings.size), normalize]
     crop = RandomResizedCrop(settings.size, scale=SCALE, ratio=RATIO)
     ops = [crop, v2.RandomHorizontalFlip(p=0.5), *policy_of(policy), normalize]
-    ops += [v2.RandomErasing(erasing)] if erasing else []
-    return ops + [_as_the_model_wants] * bool(policy or erasing)
+    return ops + ([v2.RandomErasing(erasing)] if erasing else [])
 
 
 def gpuprefetch(

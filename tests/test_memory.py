@@ -589,7 +589,8 @@ def test_a_part_waits_for_the_reader_of_the_one_before(monkeypatch, job):
         launch(self, *args, **options)
 
     monkeypatch.setattr(Launches, "launch", late)
-    got = late_epoch(files, job, memory_budget="14MiB")  # the result takes 9, a photo 1.1
+    # The result takes 9, a photo 1.1: eight parts, four on each of two streams.
+    got = late_epoch(files, job, memory_budget="11MiB")
     # Without waiting, parts really are overwritten.
     assert torch.equal(got, expected) == (job is _job.ImageJob)
 

@@ -264,6 +264,21 @@ def test_each_op(name, dtype, kernel_device):
             assert_near(result, expected.flip(0))
 
 
+@pytest.mark.parametrize("laid", [False, True])
+@pytest.mark.parametrize("rows", [None, [1, 0, 1]])
+def test_a_program_without_slots_is_finished(rows, laid, kernel_device):
+    images = photos((2, 3, 15, 31))
+    count = len(rows or images)
+    program = ops.Program(np.zeros((count, 0), np.int32), np.zeros((count, 0, ops.ARGS)))
+    program.rows = rows and np.array(rows)
+    finish = ops.Finish(mean=[0.5, 0.4, 0.3], std=[0.2, 0.3, 0.4])
+    expected = ops.reference(images, program, finish)
+    if laid:  # elsewhere, of images that are not there yet
+        program = ops_launch.lay_out(images.to("meta"), program, finish)
+    result = ops_launch.launch(images.to(kernel_device), program, finish)
+    torch.testing.assert_close(result.cpu(), expected)
+
+
 def mixed(count, n_slots, dtype, seed=0, **options):
     """Each image of the batch has another op in each slot."""
     generator = np.random.default_rng(seed)

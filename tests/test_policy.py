@@ -413,7 +413,7 @@ def picture_file(seed):
     return encode(draw(24, 30, seed=seed), "PNG")
 
 
-# --- in the workers of a list on the CPU ---
+# --- in the workers of a list, which also run it on the CPU ---
 
 LISTS = {
     "policy": [v2.TrivialAugmentWide(), K.Normalize(MEAN, STD), v2.RandomErasing(0.5)],
@@ -422,12 +422,13 @@ LISTS = {
 }
 
 
-def batches(workers, ops, *, files=None, **options):
+def batches(workers, ops, *, files=None, device="cpu", **options):
     files = files or [picture_file(i) for i in range(10)]
     dataset = [(gpuprefetch.EncodedImage(file, i), i) for i, file in enumerate(files)]
-    loader = DataLoader(dataset, 4, shuffle=True, num_workers=workers)
+    pin = torch.device(device).type == "cuda"
+    loader = DataLoader(dataset, 4, shuffle=True, num_workers=workers, pin_memory=pin)
     ops = [gpuprefetch.Resize((16, 16)), *ops]
-    return DataPrefetcher(loader, transforms=ops, device="cpu", seed=3, **options)
+    return DataPrefetcher(loader, transforms=ops, device=device, seed=3, **options)
 
 
 @pytest.fixture
@@ -456,8 +457,8 @@ def assert_equal_batches(ours, theirs):
 
 @pytest.mark.filterwarnings("ignore:ColorJitter is for values")
 @pytest.mark.parametrize("name", LISTS)
-def test_workers_draw_what_the_loops_process_draws(name, ran_here):
-    form = {"dtype": torch.float16, "memory_format": torch.channels_last}
+def test_workers_draw_what_the_loops_process_draws(name, ran_here, device):
+    form = {"dtype": torch.float16, "memory_format": torch.channels_last, "device": device}
     alone, ahead = batches(0, LISTS[name], **form), batches(2, LISTS[name], **form)
     for _ in range(2):
         ran_here.clear()
@@ -471,11 +472,10 @@ def test_workers_draw_what_the_loops_process_draws(name, ran_here):
 
 
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
-def test_a_batch_with_a_bad_file_is_left_to_the_loops_process(on_error, ran_here):
+def test_a_batch_with_a_bad_file_is_left_to_the_loops_process(on_error, ran_here, device):
     files = [picture_file(i) for i in range(9)] + [b"no picture"]
-    alone, ahead = (
-        batches(workers, LISTS["policy"], files=files, on_error=on_error) for workers in (0, 2)
-    )
+    options = {"files": files, "on_error": on_error, "device": device}
+    alone, ahead = (batches(workers, LISTS["policy"], **options) for workers in (0, 2))
     ours = every(ahead)
     assert len(ran_here) == 1
     assert_equal_batches(ours, every(alone))

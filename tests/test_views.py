@@ -70,7 +70,13 @@ def test_the_first_view_is_its_list_alone_and_the_others_have_draws_of_their_own
 ):
     lists = CROP, SMALL, CROP
     first, second, third = images_of(loader_of(files, device, workers, transforms=Views(*lists)))
-    assert torch.equal(first, *images_of(loader_of(files, device, workers, transforms=CROP)))
+    (alone,) = images_of(loader_of(files, device, workers, transforms=CROP))
+    photos = [i for i in range(13) if i != 4]
+    assert torch.equal(first[photos], alone[photos])
+    # For several views a worker makes the PNG small, in whole levels; for one it ships the crop.
+    torch.testing.assert_close(
+        first[4], alone[4], atol=0 if device.type == "cpu" else 1 / 255, rtol=0
+    )
     assert second.shape == (13, 3, 8, 10)
     assert third.shape == first.shape
     assert not torch.equal(third, first)
@@ -147,6 +153,7 @@ def test_a_memory_budget_counts_all_views(device, files):
 
 def test_a_batch_of_tensors_has_views_too(device):
     images = torch.from_numpy(pictures.draw(30, 40)).permute(2, 0, 1).repeat(4, 1, 1, 1)
+    images = images.to(device)
     (got,) = DataPrefetcher([images], transforms=Views(FIXED, CROP), device=device, seed=SEED)
     (alone,) = DataPrefetcher([images], transforms=FIXED, device=device, seed=SEED)
     assert torch.equal(got[0], alone)

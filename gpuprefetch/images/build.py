@@ -27,6 +27,7 @@ from gpuprefetch.images.view import View
 from gpuprefetch.images.worker import HostStage, encoded_leaves
 from gpuprefetch.transforms.convert import read_list
 from gpuprefetch.transforms.head import Head, Transform, require_fixed_size
+from gpuprefetch.transforms.kernel import HAS_TRITON
 from gpuprefetch.transforms.per_image import Cast, on_levels
 from gpuprefetch.transforms.reference import FLOAT_DTYPES
 from gpuprefetch.transforms.values import Values
@@ -72,7 +73,7 @@ def build_stage(
         epoch=torch.zeros(1, dtype=torch.int64),
         share=share,
         finishes=device.type == "cpu",
-        programs=programs if device.type == "cpu" and any(programs) else (),
+        programs=programs if (HAS_TRITON or device.type == "cpu") and any(programs) else (),
         moves=any(moves_pixels([*view.head.ops, *view.tail]) for view in views),
     )
     stage = Pipeline(

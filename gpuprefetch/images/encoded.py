@@ -8,7 +8,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from gpuprefetch.images.guard import Encoded, begin_reading
 from gpuprefetch.images.nvjpeg import order_for
 from gpuprefetch.images.slab import Buffer
 from gpuprefetch.transforms.launch import Launches, Table, by_place
+
+if TYPE_CHECKING:
+    from gpuprefetch.transforms.ops_launch import Layout
 
 
 @dataclass(slots=True, repr=False)
@@ -288,7 +291,9 @@ class PreparedImages(EncodedImages):
         decode_seconds: it spent decoding.
         collate_seconds: it spent on the rest of the batch.
         targets: what became of boxes, masks and points, see :func:`.targets.fate`.
-        seed: with which the worker has run the first transform after the fused ones; None if not.
+        seed: with which the worker has drawn for the first transform after the fused ones; None if
+            it has not.
+        laid: what it drew for each view, where that is for the device to carry out.
     """
 
     rows: list[npt.NDArray[np.float64] | None]
@@ -302,6 +307,7 @@ class PreparedImages(EncodedImages):
     collate_seconds: float
     targets: str = ""
     seed: int | None = None
+    laid: list[Sequence[Layout]] = field(default_factory=list)
 
     def words(self, view: int) -> npt.NDArray[np.int64]:
         """What a view's launches read of each image, ``(N, words)``, in the order of the batch."""

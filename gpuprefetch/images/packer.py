@@ -116,7 +116,8 @@ class Packer:
         late: ``(1,)`` bool in shared memory, whether the collate function runs after the
             transforms. One that mixes images sets it where it first meets encoded ones.
         moves: whether a transform, fused or after the fused ones, moves pixels.
-        programs: of each view what workers run on its finished images, None for nothing.
+        programs: of each view what workers draw for, and run on its finished images if there are
+            some here; None for nothing.
         rank: of this process among those that may be given the same samples, else 0.
     """
 

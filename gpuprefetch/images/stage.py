@@ -285,7 +285,7 @@ class Pipeline:
             for number, job in enumerate(jobs):
                 own = derive(seed(), number) if number else seed()
                 outs = [output.out for output in job.outputs]
-                made = self._run_tails(outs, own, job.images.seed)
+                made = self._run_tails(outs, own, job.images if rows is None else None)
                 for output, out in zip(job.outputs, made, strict=True):
                     output.out = out
         elif tails:
@@ -351,19 +351,23 @@ class Pipeline:
             )
         return result
 
-    def _run_tails(self, images: Sequence[Any], seed: int, done: int | None = None) -> list[Any]:
-        """What runs after the fused transforms, on the images of each view.
+    def _run_tails(
+        self, outs: Sequence[Any], seed: int, images: PreparedImages | None = None
+    ) -> list[Any]:
+        """What runs after the fused transforms, on the result of each view.
 
-        ``done`` is the seed with which a worker has run each view's program; None for none.
+        Of ``images`` a worker may have drawn for the first one of them, or have run it.
         """
         if not any(view.tail for view in self.views):
-            return list(images)
-        if done not in (None, seed):
+            return list(outs)
+        begun = images is not None and images.seed == seed
+        if images is not None and not begun and images.seed is not None and not any(images.laid):
             raise RuntimeError("the loader gives its batches in another order than its sampler")
+        laid: Sequence[Any] = images.laid if images is not None and begun else [()] * len(outs)
         with Timed(self.stats, "tail"):
             return [
-                view.run_tail(each, view_seed(seed, number), begun=done is not None)
-                for number, (view, each) in enumerate(zip(self.views, images, strict=True))
+                view.run_tail(each, view_seed(seed, n), begun=begun, laid=laid[n])
+                for n, (view, each) in enumerate(zip(self.views, outs, strict=True))
             ]
 
     def _rows_to_keep(self, jobs: list[ImageJob]) -> torch.Tensor | None:

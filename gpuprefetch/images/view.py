@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from gpuprefetch.transforms.head import Head, Transform, apply_head, is_kornia
 from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.random import SeededDraws, fold
 from gpuprefetch.transforms.values import Values
+
+if TYPE_CHECKING:
+    from gpuprefetch.transforms.ops_launch import Layout
 
 
 @dataclass
@@ -64,8 +67,17 @@ class View:
         known = self.head.size is not None and not (self.head.mean or self.head.std)
         return first if known and type(first) is PerImage and first.seed is None else None
 
-    def run_tail(self, images: Any, seed: int, *, begun: bool = False) -> Any:
-        """What comes after them; ``begun`` if a worker has run :attr:`program`."""
+    def run_tail(
+        self, images: Any, seed: int, *, begun: bool = False, laid: Sequence[Layout] = ()
+    ) -> Any:
+        """What comes after them.
+
+        Args:
+            images: of a batch.
+            seed: of what is drawn.
+            begun: whether a worker has drawn for :attr:`program`.
+            laid: what it drew, where it has not run the program as well.
+        """
         tail, program = self.tail, self.program if begun else None
         with SeededDraws(seed):
             if program is not None:
@@ -73,6 +85,7 @@ class View:
                 program.key()  # what comes after it draws the same
                 levels = torch.tensor([0, 255 if dtype == torch.uint8 else 1], dtype=dtype)
                 self.values.reach(program, levels)
+                images = program.carry_out(images, laid) if laid else images
             for transform in tail:
                 self.values.reach(transform, images)
                 images = run(transform, images)

@@ -145,7 +145,7 @@ class HostStage:
         return batch
 
     def _augment(self, images: PreparedImages, number: int) -> None:
-        """Run each view's program here, drawn as the loop's process would.
+        """Draw for each view's program here, as the loop's process would, and run it on a CPU.
 
         What has targets or a bad file is left to that.
         """
@@ -153,10 +153,17 @@ class HostStage:
         if not packer.programs or images.errors or images.targets:
             return
         images.seed = batch_seed(packer.seed, int(packer.epoch), number + (packer.rank << 32))
-        for view, (program, out) in enumerate(zip(packer.programs, images.out, strict=True)):
-            if program is not None:
-                with SeededDraws(view_seed(images.seed, view)):
+        for view, (program, head) in enumerate(zip(packer.programs, packer.heads, strict=True)):
+            images.laid.append([])
+            if program is None:
+                continue
+            with SeededDraws(view_seed(images.seed, view)):
+                if packer.finishes:
+                    out = images.out[view]
                     images.out[view] = program.carry_out(out, program.draw(out), share)
+                else:
+                    form = head.empty(len(images), "meta")
+                    images.laid[view] = program.lay_out(form, program.draw(form))
         images.collate_seconds += time.perf_counter() - began
 
     def _settle(self) -> None:

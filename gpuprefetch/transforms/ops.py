@@ -29,13 +29,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from gpuprefetch.transforms.kernel import HAS_TRITON
+
+if TYPE_CHECKING:
+    from gpuprefetch.transforms.ops_launch import Layout
 
 ARGS = 12
 
@@ -119,27 +122,28 @@ AS_IT_IS = Finish()
 
 def run(
     images: torch.Tensor,
-    program: Program,
+    program: Program | Layout,
     finish: Finish = AS_IT_IS,
     share: Share | None = None,
 ) -> torch.Tensor:
     """Carry out a program, then normalize, cast and lay out, on the current stream.
 
     ``images`` are ``(M, C, H, W)`` uint8, or floating point in [0, 1], with C of 1 or 3; they are
-    left untouched, and given back where there is nothing to do. ``share`` gets the tensor for the
+    left untouched, and given back where there is nothing to do. A ``program`` that a worker drew is
+    laid out for them. ``share`` gets the tensor for the
     result ``(N, C, H, W)`` before it is written, on the CPU.
     """
     from gpuprefetch.transforms import ops_cpu, ops_launch
 
     if program.weights is not None:
         return _mixed(images, program, program.weights)
-    if images.is_cuda and HAS_TRITON:
+    if isinstance(program, ops_launch.Layout) or (images.is_cuda and HAS_TRITON):
         return ops_launch.launch(images, program, finish)
     quick = images.device.type == "cpu" and images.dtype == torch.uint8 and images.shape[1] == 3
     return reference(images, program, finish, share, ops_cpu.apply if quick else None)
 
 
-def _mixed(images: torch.Tensor, program: Program, weights: Any) -> torch.Tensor:
+def _mixed(images: torch.Tensor, program: Program | Layout, weights: Any) -> torch.Tensor:
     on_device = torch.from_numpy(weights).to(images.device, non_blocking=True)
     own, *others = on_device[..., None, None, None]
     total: torch.Tensor = images * own

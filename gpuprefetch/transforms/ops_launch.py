@@ -38,48 +38,72 @@ class _Group:
     blurred: tuple[int, int] = (0, 0)  # likewise, of the images that are blurred along x first
 
 
-def launch(images: torch.Tensor, program: Program, finish: Finish = AS_IT_IS) -> torch.Tensor:
-    """:func:`gpuprefetch.transforms.ops.run` by kernels: on CUDA, or in Triton's interpreter."""
-    dtype, memory_format = finish.form(images)
-    finishes = finish.normalizes or dtype != images.dtype
+@dataclass(slots=True)
+class Layout:
+    """A program as the kernels read it: for images of one form, and one :class:`.ops.Finish`."""
+
+    # All that the kernels read but pixels: ops, colors, the rows as they are, pairs, and at last
+    # the rows that the results start from.
+    words: _Ints
+    groups: list[_Group]
+    # The number of slots, and where colors, the rows of the results and pairs begin.
+    places: tuple[int, int, int, int]
+    count: int  # of the results
+    pairs: int  # how many results have statistics
+    finishes: bool  # whether the last launch normalizes or casts
+    weights: _Singles | None = None  # as in a program
+
+
+def lay_out(images: torch.Tensor, program: Program, finish: Finish = AS_IT_IS) -> Layout:
+    """What :func:`launch` reads; of the images, which may be on "meta", only their form matters."""
+    finishes = finish.normalizes or finish.form(images)[0] != images.dtype
     count, n_slots = program.ops.shape
     before = n_slots - program.finals if finishes else n_slots
     table, codes, params = _pack(program, images, before)
     needs = _NEEDS_STATISTICS[codes[:, :before]]
     groups = _groups(codes[:, :before], needs)
-    if not groups:
-        if not finishes and program.rows is None:
-            return images.contiguous(memory_format=memory_format)
+    pairs = _pairs(groups, codes, needs, params)
+    if not groups and (finishes or program.rows is not None):
         groups = [_Group(before, before, before, False)]
     if finishes:  # what stands between them does nothing
         groups[-1].last, groups[-1].end = before, n_slots
-    pairs = _pairs(groups, codes, needs, params)
-    # All that the kernels read but pixels: ops, colors, the rows as they are, pairs, and at last
-    # the rows that the results start from.
     colors = np.broadcast_to(finish.colors(images), (2, 3)).astype(np.float32)
     own = np.arange(count, dtype=np.int32)
     rows = own[:0] if program.rows is None else program.rows.astype(np.int32)
     parts = table.ravel(), colors.view(np.int32).ravel(), own, pairs.ravel(), rows
-    words = torch.from_numpy(np.concatenate(parts))
-    tail = table.size
-    at_own = tail + 6
+    at_own = table.size + colors.size
     at_pairs = at_own + count
     at_rows = at_own if program.rows is None else at_pairs + pairs.size
+    places = n_slots, table.size, at_rows, at_pairs
+    words = np.concatenate(parts)
+    return Layout(words, groups, places, count, len(pairs), finishes, program.weights)
+
+
+def launch(
+    images: torch.Tensor, program: Program | Layout, finish: Finish = AS_IT_IS
+) -> torch.Tensor:
+    """:func:`gpuprefetch.transforms.ops.run` by kernels: on CUDA, or in Triton's interpreter."""
+    dtype, memory_format = finish.form(images)
+    laid = program if isinstance(program, Layout) else lay_out(images, program, finish)
+    if not laid.groups:
+        return images.contiguous(memory_format=memory_format)
     if not (images.is_contiguous() or images.is_contiguous(memory_format=torch.channels_last)):
         images = images.contiguous()
+    words = torch.from_numpy(laid.words)
     with torch.cuda.device_of(images):
         if images.is_cuda:
             words = words.pin_memory().to(images.device, non_blocking=True)
         empty = partial(torch.empty, device=images.device)
-        statistics = empty((max(len(pairs), 1), 3, BINS), dtype=torch.float32)
-        shape = count, *images.shape[1:]
-        for group in groups:
-            final = group is groups[-1]
+        statistics = empty((max(laid.pairs, 1), 3, BINS), dtype=torch.float32)
+        shape = laid.count, *images.shape[1:]
+        n_slots, tail, at_rows, at_pairs = laid.places
+        for group in laid.groups:
+            final = group is laid.groups[-1]
             kind = dtype if final else images.dtype
             out = empty(shape, dtype=kind, memory_format=memory_format)
             places = n_slots, tail, at_rows, at_pairs
-            _launch(images, words, out, statistics, group, places, finishes and final)
-            images, at_rows = out, at_own
+            _launch(images, words, out, statistics, group, places, laid.finishes and final)
+            images, at_rows = out, tail + 6
     return images
 
 

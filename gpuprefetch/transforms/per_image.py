@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from gpuprefetch.transforms.ops import Finish, Program, Share, apply_one, run
 from gpuprefetch.transforms.policy import compiled
 from gpuprefetch.transforms.random import Keys, fold
 from gpuprefetch.transforms.slots import Mix, Picture, Slots, program_of
+
+if TYPE_CHECKING:
+    from gpuprefetch.transforms.ops_launch import Layout
 
 Transform = Callable[..., Any]
 
@@ -224,13 +227,28 @@ class PerImage(torch.nn.Module):
         return [*programs, program_of(row, keys, picture, recipe.finals)]
 
     def carry_out(
-        self, images: torch.Tensor, drawn: Sequence[Program], share: Share | None = None
+        self, images: torch.Tensor, drawn: Sequence[Program | Layout], share: Share | None = None
     ) -> torch.Tensor:
         """Carry out what :meth:`draw` drew; ``share`` as for :func:`.ops.run`."""
-        recipe = self.recipe
-        images = images if recipe.before is None else recipe.before(images)
+        images = self._begin(images)
         for program in drawn[:-1]:
             images = run(images, program)
+        return run(images, drawn[-1], self._finish(images), share)
+
+    def lay_out(self, images: torch.Tensor, drawn: Sequence[Program]) -> list[Layout]:
+        """The same for the kernels, whatever the device is; the images may be on "meta"."""
+        from gpuprefetch.transforms.ops_launch import lay_out
+
+        images = self._begin(images)
+        laid = [lay_out(images, program) for program in drawn[:-1]]
+        return [*laid, lay_out(images, drawn[-1], self._finish(images))]
+
+    def _begin(self, images: torch.Tensor) -> torch.Tensor:
+        before = self.recipe.before
+        return images if before is None else before(images)
+
+    def _finish(self, images: torch.Tensor) -> Finish:
+        recipe = self.recipe
         if recipe.normalize is not None and not (recipe.scaled or images.is_floating_point()):
             raise TypeError(
                 f"Normalize takes floating point, and {images.dtype} reaches it. Put "
@@ -238,8 +256,7 @@ class PerImage(torch.nn.Module):
             )
         floats = torch.float32 if recipe.scaled and not images.is_floating_point() else None
         mean, std = recipe.normalize or (None, None)
-        finish = Finish(mean, std, recipe.cast.dtype or floats, recipe.cast.memory_format)
-        return run(images, drawn[-1], finish, share)
+        return Finish(mean, std, recipe.cast.dtype or floats, recipe.cast.memory_format)
 
     def carry_out_one(self, sample: Any, drawn: Sequence[Program], row: int) -> Any:
         """Do to an image, boxes, masks or points what they say, without conversions."""
