@@ -5,8 +5,6 @@ another ``loader`` function, one that reads a file's bytes and leaves them encod
 transforms go to the prefetcher.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """explain: what becomes of a transform list, in words."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

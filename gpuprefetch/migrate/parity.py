@@ -1,7 +1,5 @@
 """parity: a torchvision pipeline and its converted list, side by side on the user's own files."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -187,7 +185,7 @@ class _State:
         levels: torch.Tensor = values.float() * slope + self.shift
         return levels
 
-    def then(self, op: Any, image: Any) -> _State:
+    def then(self, op: Any, image: Any) -> "_State":
         """This side after torchvision's ``op``, or ours in its place, which made ``image``."""
         name = type(op).__name__
         if name == "Normalize":

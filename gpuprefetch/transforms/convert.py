@@ -5,8 +5,6 @@ the fused launch. Random ops become programs, with one draw per image; others st
 to its conversion to floating point a pipeline works on uint8, and so does its converted list.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field

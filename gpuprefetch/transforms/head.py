@@ -1,7 +1,5 @@
 """Read a list of transforms: which become one launch on ragged images, and what runs after it."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Whose a transform is: torchvision's, kornia's, timm's, ours, or somebody's own; and what of."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any

@@ -24,8 +24,6 @@ others 0 to 1); ``fill`` is three values, or NaN for torchvision's ``fill=None``
 - ``BLUR``: sigma x, y, kernel size x, y.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -122,7 +120,7 @@ AS_IT_IS = Finish()
 
 def run(
     images: torch.Tensor,
-    program: Program | Layout,
+    program: "Program | Layout",
     finish: Finish = AS_IT_IS,
     share: Share | None = None,
 ) -> torch.Tensor:
@@ -143,7 +141,7 @@ def run(
     return reference(images, program, finish, share, ops_cpu.apply if quick else None)
 
 
-def _mixed(images: torch.Tensor, program: Program | Layout, weights: Any) -> torch.Tensor:
+def _mixed(images: torch.Tensor, program: "Program | Layout", weights: Any) -> torch.Tensor:
     on_device = torch.from_numpy(weights).to(images.device, non_blocking=True)
     own, *others = on_device[..., None, None, None]
     total: torch.Tensor = images * own

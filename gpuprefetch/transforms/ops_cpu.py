@@ -4,8 +4,6 @@ NumPy converts between ``uint8`` and ``float32`` with vector instructions, and a
 of a row and a column needs no matrix product. What they give is the eager twin's within a level.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lay out a program in one copy to the GPU, and carry it out in few launches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 

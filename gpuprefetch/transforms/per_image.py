@@ -5,12 +5,10 @@ transforms to slots, in which each image has an op of its own, and runs a launch
 What has no such form goes through :class:`Loop`, image by image.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -87,7 +85,7 @@ class Recipe:
     finals: tuple[Slots, ...] = ()  # drawn after that
     cast: Cast = _AS_IT_IS
 
-    def then(self, op: Any) -> Recipe | None:
+    def then(self, op: Any) -> Self | None:
         """The recipe with one more transform; None where it is not for one program."""
         longer = replace(self, ops=(*self.ops, op))
         if self.cast != _AS_IT_IS:
@@ -227,7 +225,7 @@ class PerImage(torch.nn.Module):
         return [*programs, program_of(row, keys, picture, recipe.finals)]
 
     def carry_out(
-        self, images: torch.Tensor, drawn: Sequence[Program | Layout], share: Share | None = None
+        self, images: torch.Tensor, drawn: "Sequence[Program | Layout]", share: Share | None = None
     ) -> torch.Tensor:
         """Carry out what :meth:`draw` drew; ``share`` as for :func:`.ops.run`."""
         images = self._begin(images)
@@ -235,7 +233,7 @@ class PerImage(torch.nn.Module):
             images = run(images, program)
         return run(images, drawn[-1], self._finish(images), share)
 
-    def lay_out(self, images: torch.Tensor, drawn: Sequence[Program]) -> list[Layout]:
+    def lay_out(self, images: torch.Tensor, drawn: Sequence[Program]) -> "list[Layout]":
         """The same for the kernels, whatever the device is; the images may be on "meta"."""
         from gpuprefetch.transforms.ops_launch import lay_out
 

@@ -3,8 +3,6 @@
 What an op of the list is made of is read from its attributes once; each batch then only draws.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

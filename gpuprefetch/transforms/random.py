@@ -4,8 +4,6 @@ The generator is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom n
 OOPSLA 2014), used as a hash of (seed, epoch, sample, ...) followed by a counter.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

@@ -3,8 +3,6 @@
 What a transform is compiled to is made of these. All of it can be pickled.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """timm's transforms, as torchvision's or as slots with timm's own magnitudes."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

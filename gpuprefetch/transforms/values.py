@@ -4,8 +4,6 @@ What is certain is an error. What is only likely is a warning, on the first batc
 op: to look at values makes the host wait for the device.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any
