@@ -40,8 +40,6 @@ CONVERSIONS = frozenset(
     "ToTensor PILToTensor ToImage ToPureTensor ToDtype ConvertImageDtype".split()
 )
 _CROPS = frozenset("RandomResizedCrop Resize CenterCrop RandomCrop".split())
-# Linear in each pixel: before a bilinear resize or after it is the same up to rounding.
-_LINEAR = frozenset("Normalize Grayscale RandomGrayscale RandomInvert".split())
 # They give sizes that they draw, or take what no pipeline has on the device: an image at a time.
 _ALONE = frozenset(
     "JPEG RandomIoUCrop RandomResize RandomShortestSize RandomZoomOut ScaleJitter".split()
@@ -54,7 +52,6 @@ _AS_THEY_ARE = frozenset(
 _DRAWN = (COMPILERS.keys() | _LOOPED | _ALONE) - _AS_THEY_ARE
 _KNOWN = COMPILERS.keys() | _LOOPED | _AS_THEY_ARE
 _CONTAINERS = frozenset("RandomApply RandomChoice RandomOrder".split())
-AFTER_CROP = "Put it after the crop"
 # Where tensors know fewer filters than PIL: what torchvision takes for a tensor.
 _RESIZE_FILTERS = ("nearest", "nearest-exact", "bilinear", "bicubic")
 
@@ -219,7 +216,6 @@ class _Converter:
     gray: bool = False  # they may have one channel
     steps: list[Step] = field(default_factory=list)
     transforms: list[Transform] = field(default_factory=list)
-    delayed: list[Any] = field(default_factory=list)
 
     @property
     def is_float(self) -> bool:
@@ -247,9 +243,6 @@ class _Converter:
         module = self._for_launch(op)
         if module is not None and self._fuses(module):
             return self._fuse(op, module)
-        if name in _LINEAR and not self.sized and getattr(op, "num_output_channels", 3) == 3:
-            return self.delayed.append(op)
-        self._take_delayed()
         return self._take_on_batch(op)
 
     def finish(self) -> Plan:
@@ -263,7 +256,6 @@ class _Converter:
                 "The pipeline gives images of different sizes, which no batch can hold. Add a "
                 "RandomResizedCrop, or a Resize and a CenterCrop, to it."
             )
-        self._take_delayed()
         self._hold(self.is_float)
         return Plan(self.steps, self.transforms)
 
@@ -286,7 +278,6 @@ class _Converter:
         if self.pictures and not (self.is_tensor or makes_tensors):
             self._add(op, None, "nothing to do", "it lets PIL images pass")
             return
-        self._take_delayed()
         self.is_tensor = True
         if makes_tensors or name == "ToPureTensor":
             self.kind = tv_tensors.Image if name == "ToImage" else torch.Tensor
@@ -330,16 +321,10 @@ class _Converter:
         return not read_transforms([*self.transforms, module])[1]
 
     def _fuse(self, op: Any, module: Transform) -> None:
-        name = type(op).__name__
-        pads = name in ("CenterCrop", "RandomCrop")
-        for delayed in self.delayed:
-            # Black stays black in gray only; bicubic results are clipped.
-            if (pads and "Grayscale" not in type(delayed).__name__) or filter_of(op) == "bicubic":
-                _refuse(delayed, f"it comes before {name}", AFTER_CROP)
         self.sized |= fixes_size(op)
         self.holds_float = True  # the launch gives that, whatever it is given
         note = ""
-        if name in ("RandomResizedCrop", "Resize"):
+        if type(op).__name__ in ("RandomResizedCrop", "Resize"):
             if "nearest" in filter_of(op):
                 note = "" if self.is_tensor else _TIES
             elif not self.is_float:
@@ -348,13 +333,8 @@ class _Converter:
                 note = _CLIPPED
         self._add(op, module, "fused launch", note)
 
-    def _take_delayed(self) -> None:
-        while self.sized and self.delayed:
-            note = "moved after the crop: the same up to rounding"
-            self._take_on_batch(self.delayed.pop(0), note=note)
-
-    def _take_on_batch(self, op: Any, source: Any = None, note: str = "") -> None:
-        name = type(op).__name__
+    def _take_on_batch(self, op: Any, source: Any = None) -> None:
+        name, note = type(op).__name__, ""
         _check_on_batch(op)
         if not self.sized:
             self._refuse_unsized(op)
@@ -363,7 +343,7 @@ class _Converter:
 
             normalize = K.Normalize(mean=torch.tensor(op.mean), std=torch.tensor(op.std))
             if self._fuses(normalize):
-                return self._add(op, normalize, "fused launch", note)
+                return self._add(op, normalize, "fused launch")
         self._hold(self.is_float)
         self.gray |= getattr(op, "num_output_channels", 3) == 1
         if not self.is_tensor and hasattr(op, "antialias"):
@@ -373,7 +353,7 @@ class _Converter:
                 from torchvision.transforms import InterpolationMode
 
                 op.interpolation = InterpolationMode.NEAREST_EXACT  # to the center, as PIL's is
-                note = note or _TIES
+                note = _TIES
         module, where = op, "torchvision v2 on the batch"
         if compiled(op) is not None:
             # Else the fused launch would give uint8, which this does not see.
@@ -385,7 +365,7 @@ class _Converter:
     def _refuse_unsized(self, op: Any) -> NoReturn:
         if type(op).__name__ not in _CROPS:
             reason = "it comes before the crop or resize that gives images one size"
-            _refuse(op, reason, AFTER_CROP)
+            _refuse(op, reason, "Put it after the crop")
         if self._for_launch(op) is not None:
             reason = "images are resized, padded or normalized already, and two are not one"
             _refuse(op, reason, "Leave out what does so before it")

@@ -257,9 +257,11 @@ def _auto_augment(op: Any) -> Table:
 
 
 def _aug_mix(op: Any) -> Mix:
+    if op.alpha != 1:
+        raise _NoForm
     steps = [[_step(op, name, range(op.severity), bins=10)] for name in _space(op)]
     drawn = op.chain_depth <= 0
-    return Mix(Table(steps, 3 if drawn else op.chain_depth, most=drawn), op.mixture_width, op.alpha)
+    return Mix(Table(steps, 3 if drawn else op.chain_depth, most=drawn), op.mixture_width)
 
 
 COMPILERS: dict[str, Callable[[Any], Slots | Mix]] = {

@@ -26,7 +26,8 @@ SUPPORT = {"nearest": 0.5, "bilinear": 1.0, "bicubic": 2.0}
 TIE = 1e-6
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Finished pictures that the eager twin takes together: few calls, in what a core's cache holds.
+# Finished pictures, for neighboring rows, that the eager twin takes together: few calls, in what a
+# core's cache holds.
 GROUP = 4
 
 
@@ -66,8 +67,10 @@ def resample_reference(
     clamp = interpolation == "bicubic" and levels == 255
     planes = [c if c is None else c[:, None, None] for c in colors]
 
-    finished = (rows == finished_row(tuple(size))).all((1, 2))
-    for group in _groups(finished, places):
+    is_finished = (rows == finished_row(tuple(size))).all((1, 2))
+    finished = np.flatnonzero(is_finished)
+    runs = np.split(finished, np.flatnonzero(np.diff(places[finished]) != 1) + 1)
+    for group in (run[i : i + GROUP] for run in runs for i in range(0, len(run), GROUP)):
         pictures = [images[i][:, : size[0], : size[1]] for i in group]
         part, colors_here = out[places[group[0]] : places[group[0]] + len(group)], planes
         lines = part.permute(0, 2, 3, 1)
@@ -76,7 +79,7 @@ def resample_reference(
             pictures, part = [p.permute(1, 2, 0).flatten(1) for p in pictures], lines.flatten(2)
             colors_here = [c if c is None else c.repeat(size[1]) for c in colors]
         _finish(torch.stack(pictures).to(compute), part, levels, clamp, *colors_here)
-    for i in np.flatnonzero(~finished).tolist():
+    for i in np.flatnonzero(~is_finished).tolist():
         image, picture = images[i], out[int(places[i])]
         y_row, x_row = rows[i].tolist()
         y_taps, y_weights, y_inside = _taps(y_row, size[0], interpolation, antialias)
@@ -92,17 +95,6 @@ def resample_reference(
             values.masked_fill_(padding.to(out.device), 0)
         _finish(values, picture, levels, clamp, *planes)
     return out
-
-
-def _groups(chosen: npt.NDArray[np.bool_], places: Ints) -> list[list[int]]:
-    """The chosen images, up to GROUP together where they go to neighboring rows."""
-    groups: list[list[int]] = []
-    for i in np.flatnonzero(chosen).tolist():
-        if groups and len(groups[-1]) < GROUP and places[i] == places[groups[-1][-1]] + 1:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
 
 
 def _taps(

@@ -224,19 +224,21 @@ def _rotation(angle: Floats, picture: Picture) -> Floats:
 
 @dataclass(frozen=True)
 class Mix:
-    """AugMix: the weighted mean of an image and of what ``width`` chains of ops make of it."""
+    """AugMix: the weighted mean of an image and of what ``width`` chains of ops make of it.
+
+    The weights are uniform over all that sum to 1: AugMix's ``alpha`` of 1.
+    """
 
     chain: Table
     width: int
-    alpha: float
 
     def draw(self, keys: Keys, picture: Picture) -> Program:
         """The chains, one after the other, with the weights."""
         each = fold(keys, np.arange(self.width)[:, None])
         program = program_of([self.chain], each.ravel(), picture)
         program.rows = np.tile(np.arange(len(keys)), self.width)
-        own = _dirichlet(fold(keys, -1), self.alpha, 2)
-        weights = _dirichlet(fold(keys, -2), self.alpha, self.width) * own[1]
+        own = _dirichlet(fold(keys, -1), 2)
+        weights = _dirichlet(fold(keys, -2), self.width) * own[1]
         program.weights = np.concatenate([own[:1], weights]).astype(np.float32)
         return program
 
@@ -269,22 +271,8 @@ def normal(u: Floats, v: Floats) -> Floats:
     return np.asarray(np.sqrt(-2 * np.log1p(-u)) * np.cos(2 * np.pi * v))
 
 
-def _dirichlet(keys: Keys, alpha: float, count: int) -> Floats:
+def _dirichlet(keys: Keys, count: int) -> Floats:
     """``(count, N)`` weights that sum to 1."""
     each = fold(keys, np.arange(count)[:, None])
-    gammas = _gamma(each.ravel(), alpha).reshape(each.shape)
+    gammas = -np.log1p(-uniform(each.ravel(), 1)).reshape(each.shape)
     return np.asarray(gammas / gammas.sum(axis=0))
-
-
-def _gamma(keys: Keys, alpha: float) -> Floats:
-    """``(N,)`` gamma numbers (Marsaglia and Tsang, 2000), for ``alpha`` below 1 by a power."""
-    if alpha == 1:
-        return np.asarray(-np.log1p(-uniform(keys, 1)[:, 0]))
-    tries = 8  # each is taken with a chance of at least 0.95
-    u = uniform(keys, 3 * tries + 1)
-    d = alpha + (alpha < 1) - 1 / 3
-    x = normal(u[:, :tries], u[:, tries : 2 * tries])
-    v = np.maximum(1 + x / math.sqrt(9 * d), 1e-9) ** 3
-    taken = np.log1p(-u[:, 2 * tries : 3 * tries]) < x**2 / 2 + d - d * v + d * np.log(v)
-    gamma = d * v[np.arange(len(keys)), taken.argmax(axis=1)]
-    return np.asarray(gamma * (1 - u[:, -1]) ** (1 / alpha) if alpha < 1 else gamma)

@@ -77,15 +77,15 @@ def from_augment(op: Any) -> Table | Mix:
     """The slots of what :func:`is_augment` says is one."""
     if is_timm(op, "AugMixAugment"):
         depth = op.depth if op.depth > 0 else 3
-        return Mix(_table(op, depth, most=op.depth <= 0), op.width, op.alpha)
+        return Mix(_table(op, depth, most=op.depth <= 0), op.width)
     return _table(op, getattr(op, "num_layers", 1))
 
 
 def _policies(op: Any) -> list[list[Any]]:
     if is_timm(op, "AutoAugment"):
         return list(op.policy)
-    names = ("RandAugment", "AugMixAugment")
-    return [[each] for each in op.ops] if any(is_timm(op, name) for name in names) else []
+    known = is_timm(op, "RandAugment") or (is_timm(op, "AugMixAugment") and op.alpha == 1)
+    return [[each] for each in op.ops] if known else []
 
 
 def _unknown(op: Any) -> set[str]:
