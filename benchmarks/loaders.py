@@ -195,7 +195,7 @@ def _to_device(
     batch: tuple[torch.Tensor, torch.Tensor], device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     images, target = (tensor.to(device, non_blocking=True) for tensor in batch)
-    return _as_the_model_wants(images), target
+    return images.to(torch.bfloat16, memory_format=torch.channels_last), target
 
 
 def timm(settings: Settings) -> Batches:

@@ -78,14 +78,17 @@ class View:
             begun: whether a worker has drawn for :attr:`program`.
             laid: what it drew, where it has not run the program as well.
         """
-        tail, program = self.tail, self.program if begun else None
-        with SeededDraws(seed):
-            if program is not None:
-                dtype, tail = self.head.dtype or torch.float32, tail[1:]
+        tail, draws = self.tail, SeededDraws(seed)
+        if begun and (program := self.program) is not None:
+            dtype, tail = self.head.dtype or torch.float32, tail[1:]
+            levels = torch.tensor([0, 255 if dtype == torch.uint8 else 1], dtype=dtype)
+            self.values.reach(program, levels)
+            images = program.carry_out(images, laid) if laid else images
+            if not tail:
+                return images
+            with draws:
                 program.key()  # what comes after it draws the same
-                levels = torch.tensor([0, 255 if dtype == torch.uint8 else 1], dtype=dtype)
-                self.values.reach(program, levels)
-                images = program.carry_out(images, laid) if laid else images
+        with draws:
             for transform in tail:
                 self.values.reach(transform, images)
                 images = run(transform, images)

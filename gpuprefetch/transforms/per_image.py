@@ -304,7 +304,8 @@ def on_levels(head: Any, tail: Sequence[Transform], cast: Cast) -> tuple[list[Tr
         return [*tail], False
     recipe = first.recipe
     given = isinstance(recipe.before, ToUint8)
-    same = recipe.before is None and all(map(_is_same_on_levels, recipe.ops))
+    steps = [op for op in recipe.ops if compiled(op) is not None][: len(recipe.steps)]
+    same = recipe.before is None and all(map(_is_same_on_levels, steps))
     same = same and not all(type(op).__name__.endswith("Flip") for op in recipe.ops)
     if first.seed is not None or not recipe.steps or not (given or same):
         return [*tail], False
