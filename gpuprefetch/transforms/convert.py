@@ -240,9 +240,11 @@ class _Converter:
         if name == "Identity" or (name == "RGB" and not self.gray):  # files are decoded to RGB
             return self._add(op, None, "nothing to do")
         op = twin(op)
-        module = self._for_launch(op)
+        module, note = self._for_launch(op)
         if module is not None and self._fuses(module):
-            return self._fuse(op, module)
+            self.sized |= fixes_size(op)
+            self.holds_float = True  # the launch gives that, whatever it is given
+            return self._add(op, module, "fused launch", note)
         return self._take_on_batch(op)
 
     def finish(self) -> Plan:
@@ -294,44 +296,36 @@ class _Converter:
             self.holds_float = True
         self.dtype = dtype or self.dtype
 
-    def _for_launch(self, op: Any) -> Transform | None:
-        """What may stand for an op in the launch, None where nothing can."""
+    def _for_launch(self, op: Any) -> tuple[Transform | None, str]:
+        """What may stand for an op in the launch, None where nothing can; and what differs."""
         import kornia.augmentation as K
 
-        name = type(op).__name__
+        name, how = type(op).__name__, filter_of(op)
         if name in ("RandomHorizontalFlip", "RandomVerticalFlip"):
-            return getattr(K, name)(p=op.p)  # type: ignore[no-any-return]
+            return getattr(K, name)(p=op.p), ""
         if name == "CenterCrop":
-            return CenterCrop(op.size)
+            return CenterCrop(op.size), ""
         if name == "RandomCrop":
             black = op.padding_mode == "constant" and op.fill in (0, None)
-            return RandomCrop(op) if black else None
-        if name not in _CROPS or filter_of(op) not in _RESIZE_FILTERS:
-            return None
-        if self.is_tensor and not op.antialias and "nearest" not in filter_of(op):
-            return None
-        # PIL's takes the pixel at the center.
-        how = filter_of(op) if self.is_tensor else filter_of(op).replace("nearest", "nearest-exact")
-        if name == "Resize":
-            size = op.size[0] if op.size and len(op.size) == 1 else op.size
-            return Resize(size, how, op.max_size)
-        return RandomResizedCrop(op.size, op.scale, op.ratio, how)
+            return RandomCrop(op) if black else None, ""
+        if name not in _CROPS or how not in _RESIZE_FILTERS:
+            return None, ""
+        note = "" if self.is_float else _UNROUNDED
+        if "nearest" in how and self.is_tensor:
+            note = ""
+        elif "nearest" in how:
+            note, how = _TIES, "nearest-exact"  # PIL's takes the pixel at the center
+        elif self.is_tensor and not op.antialias:
+            return None, ""
+        elif how == "bicubic" and self.is_float:
+            note = _CLIPPED
+        if name == "RandomResizedCrop":
+            return RandomResizedCrop(op.size, op.scale, op.ratio, how), note
+        size = op.size[0] if op.size and len(op.size) == 1 else op.size
+        return Resize(size, how, op.max_size), note
 
     def _fuses(self, module: Transform) -> bool:
         return not read_transforms([*self.transforms, module])[1]
-
-    def _fuse(self, op: Any, module: Transform) -> None:
-        self.sized |= fixes_size(op)
-        self.holds_float = True  # the launch gives that, whatever it is given
-        note = ""
-        if type(op).__name__ in ("RandomResizedCrop", "Resize"):
-            if "nearest" in filter_of(op):
-                note = "" if self.is_tensor else _TIES
-            elif not self.is_float:
-                note = _UNROUNDED
-            elif filter_of(op) == "bicubic":
-                note = _CLIPPED
-        self._add(op, module, "fused launch", note)
 
     def _take_on_batch(self, op: Any, source: Any = None) -> None:
         name, note = type(op).__name__, ""
@@ -366,7 +360,7 @@ class _Converter:
         if type(op).__name__ not in _CROPS:
             reason = "it comes before the crop or resize that gives images one size"
             _refuse(op, reason, "Put it after the crop")
-        if self._for_launch(op) is not None:
+        if self._for_launch(op)[0] is not None:
             reason = "images are resized, padded or normalized already, and two are not one"
             _refuse(op, reason, "Leave out what does so before it")
         _refuse(

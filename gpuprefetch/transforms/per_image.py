@@ -36,7 +36,6 @@ class ToUint8(torch.nn.Module):
     """[0, 1] to 0..255, rounded as PIL rounds when it resizes; uint8 passes through."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """``(N, C, H, W)`` uint8."""
         if images.dtype == torch.uint8:
             return images
         return (images * 255).round_().clamp_(0, 255).to(torch.uint8)
@@ -46,7 +45,6 @@ class ToFloat(torch.nn.Module):
     """0..255 to [0, 1] in float32; floating point passes through."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """``(N, C, H, W)`` floating point."""
         return images if images.is_floating_point() else images.float() / 255
 
 
@@ -357,7 +355,6 @@ class Loop(torch.nn.Module):
         self.op, self.__name__ = copy.copy(op), type(op).__name__
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """``(N, C, H, W)``."""
         done = [self.op(image[None]) for image in images.unbind()]
         if len({image.shape for image in done}) > 1:
             raise ValueError(

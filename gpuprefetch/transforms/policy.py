@@ -5,6 +5,7 @@ What an op of the list is made of is read from its attributes once; each batch t
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -242,13 +243,9 @@ def _step(
     return Step(_moving(form, op), magnitudes, _MOVES[name], given, chance)
 
 
-def _rand_augment(op: Any) -> Table:
-    return Table([[_step(op, name, [op.magnitude])] for name in _space(op)], op.num_ops)
-
-
-def _trivial_augment(op: Any) -> Table:
-    every = range(op.num_magnitude_bins)
-    return Table([[_step(op, name, every)] for name in _space(op)], 1)
+def _one_of(op: Any, numbers: Sequence[int], layers: int = 1, **options: Any) -> Table:
+    """Any op of the space with any of these magnitudes."""
+    return Table([[_step(op, name, numbers, **options)] for name in _space(op)], layers)
 
 
 def _auto_augment(op: Any) -> Table:
@@ -259,9 +256,9 @@ def _auto_augment(op: Any) -> Table:
 def _aug_mix(op: Any) -> Mix:
     if op.alpha != 1:
         raise _NoForm
-    steps = [[_step(op, name, range(op.severity), bins=10)] for name in _space(op)]
-    drawn = op.chain_depth <= 0
-    return Mix(Table(steps, 3 if drawn else op.chain_depth, most=drawn), op.mixture_width)
+    depth = op.chain_depth if op.chain_depth > 0 else 3
+    chain = _one_of(op, range(op.severity), depth, bins=10)
+    return Mix(replace(chain, most=op.chain_depth <= 0), op.mixture_width)
 
 
 COMPILERS: dict[str, Callable[[Any], Slots | Mix]] = {
@@ -270,7 +267,7 @@ COMPILERS: dict[str, Callable[[Any], Slots | Mix]] = {
     "ColorJitter": _jitter,
     "GaussianBlur": lambda op: One("BLUR", partial(_blurred, op), 1),
     "Grayscale": _gray,
-    "RandAugment": _rand_augment,
+    "RandAugment": lambda op: _one_of(op, [op.magnitude], op.num_ops),
     "RandomAdjustSharpness": _switch("SHARPNESS", "sharpness_factor"),
     "RandomAffine": lambda op: One(_moving("AFFINE", op), partial(_affine, op), 6),
     "RandomApply": lambda op: _row(op.transforms, op.p),
@@ -293,7 +290,7 @@ COMPILERS: dict[str, Callable[[Any], Slots | Mix]] = {
     "RandomRotation": _rotation,
     "RandomSolarize": _switch("SOLARIZE", "threshold"),
     "RandomVerticalFlip": _switch("VFLIP"),
-    "TrivialAugmentWide": _trivial_augment,
+    "TrivialAugmentWide": lambda op: _one_of(op, range(op.num_magnitude_bins)),
     "timm AugMixAugment": from_augment,
     "timm AutoAugment": from_augment,
     "timm RandAugment": from_augment,
