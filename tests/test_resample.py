@@ -493,7 +493,7 @@ def rows_with(**changes):
         ({"interpolation": "lanczos"}, "one of ['nearest', 'bilinear', 'bicubic'], got 'lanczos'"),
         ({"dtype": torch.int64}, "dtype must be uint8 or floating point"),
         ({"mean": [0.5, 0.5]}, "mean must have 3 values"),
-        ({"std": MEAN, "dtype": torch.uint8}, "std needs a floating-point dtype"),
+        ({"std": MEAN, "dtype": torch.uint8}, "std need a floating-point dtype"),
         ({"out": torch.empty(1, 3, 8, 9)}, "out must be (1, 3, 8, 8) torch.float32 on cpu"),
     ],
 )

@@ -34,6 +34,7 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch.transforms.kernel import HAS_TRITON
+from gpuprefetch.transforms.reference import ChannelValues, per_channel
 
 if TYPE_CHECKING:
     from gpuprefetch.transforms.ops_launch import Layout
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 ARGS = 12
 
 Share = Callable[[torch.Tensor], torch.Tensor]
-_ChannelValues = Sequence[float] | torch.Tensor | None
-
 
 # Each pixel by itself; pixels that move, and boxes with them; a pixel and its neighbors.
 POINT = (
@@ -79,8 +78,8 @@ class Program:
 class Finish:
     """What the last launch does to the result."""
 
-    mean: _ChannelValues = None  # in [0, 1] units
-    std: _ChannelValues = None
+    mean: ChannelValues = None  # in [0, 1] units
+    std: ChannelValues = None
     # Floating point scales uint8 to [0, 1]. None is that of the images, or with a mean or std
     # float32 for uint8.
     dtype: torch.dtype | None = None
@@ -101,16 +100,9 @@ class Finish:
 
     def colors(self, images: torch.Tensor) -> npt.NDArray[np.float64]:
         """``(2, C)``, what each channel is multiplied by, and what is added."""
-        colors = []
-        for name, values, default in (("mean", self.mean, 0.0), ("std", self.std, 1.0)):
-            numbers = np.ravel(torch.as_tensor(default if values is None else values).tolist())
-            channels = images.shape[1]
-            if len(numbers) not in (1, channels):
-                raise ValueError(
-                    f"{name} must have {channels} values, one a channel, got {numbers.tolist()}"
-                )
-            colors.append(np.broadcast_to(numbers, channels))
-        mean, std = colors
+        channels = images.shape[1]
+        mean = np.array(per_channel("mean", self.mean, channels) or [0.0] * channels)
+        std = np.array(per_channel("std", self.std, channels) or [1.0] * channels)
         white = 255.0 if images.dtype == torch.uint8 else 1.0
         return np.stack([1 / (white * std), -mean / std])
 
@@ -128,8 +120,7 @@ def run(
 
     ``images`` are ``(M, C, H, W)`` uint8, or floating point in [0, 1], with C of 1 or 3; they are
     left untouched, and given back where there is nothing to do. A ``program`` that a worker drew is
-    laid out for them. ``share`` gets the tensor for the
-    result ``(N, C, H, W)`` before it is written, on the CPU.
+    laid out for them. ``share`` gets the tensor for the result before it is written, on the CPU.
     """
     from gpuprefetch.transforms import ops_cpu, ops_launch
 
@@ -151,21 +142,14 @@ def _mixed(images: torch.Tensor, program: "Program | Layout", weights: Any) -> t
     return total.to(images.dtype)
 
 
-def _mixed_one(sample: Any, program: Program, weights: Any, row: int) -> Any:
+def _mixed_one(sample: Any, program: Program) -> Any:
+    """For a program of one image."""
     if _is_target(sample):
         raise ValueError(
             "AugMix mixes what it moves to different places, and boxes, masks or points cannot "
             "follow. Leave it out where there are some."
         )
-    chains = slice(row, None, weights.shape[1])
-    of_one = replace(
-        program,
-        ops=program.ops[chains],
-        args=program.args[chains],
-        rows=np.zeros(len(weights) - 1, np.int64),
-        weights=weights[:, row : row + 1],
-    )
-    return _as_tensor(lambda image, _: run(image[None], of_one)[0], sample, None)
+    return _as_tensor(lambda image, _: run(image[None], program)[0], sample, None)
 
 
 # --- The eager twin ---
@@ -216,7 +200,7 @@ def apply_one(
     those before. What no op touches is the same object.
     """
     if program.weights is not None:
-        return _mixed_one(sample, program, program.weights, row)
+        return _mixed_one(sample, program)
     before, target = program.ops.shape[1] - program.finals, _is_target(sample)
     codes = program.ops[row].tolist()
     for slot in range(before, len(codes)) if finals else range(before):

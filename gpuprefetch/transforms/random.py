@@ -93,11 +93,6 @@ class SeededDraws(TorchFunctionMode):
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        return self._generators[device]
-
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         """Add ``generator=`` to the calls that draw random numbers."""
         kwargs = dict(kwargs or {})
@@ -111,5 +106,7 @@ class SeededDraws(TorchFunctionMode):
             given = next((value for value in values if isinstance(value, torch.Tensor)), None)
             device = given.device if given is not None else kwargs.get("device")
             device = torch.device(device or torch.get_default_device())
-            kwargs["generator"] = self._generator(device)
+            if device not in self._generators:
+                self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+            kwargs["generator"] = self._generators[device]
         return func(*args, **kwargs)

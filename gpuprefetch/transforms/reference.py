@@ -263,7 +263,9 @@ def check(
         raise ValueError(
             f"positions must be {len(images)} rows of the {len(out)} of out, got {places.tolist()}"
         )
-    colors = [_per_channel(*each, out) for each in (("mean", mean), ("std", std))]
+    if dtype == torch.uint8 and not (mean is std is None):
+        raise ValueError("mean and std need a floating-point dtype, got torch.uint8")
+    colors = [per_channel(*each, out.shape[1]) for each in (("mean", mean), ("std", std))]
     return Checked(geometry, rows, out, places, interpolation, antialias, *colors)
 
 
@@ -306,12 +308,10 @@ def check_rows(rows: Doubles, sizes: Ints, size: tuple[int, int]) -> None:
         )
 
 
-def _per_channel(name: str, values: ChannelValues, out: torch.Tensor) -> list[float] | None:
+def per_channel(name: str, values: ChannelValues, channels: int) -> list[float] | None:
     if values is None:
         return None
-    if out.dtype == torch.uint8:
-        raise ValueError(f"{name} needs a floating-point dtype, got {out.dtype}: leave one out")
     numbers: list[float] = torch.as_tensor(values, dtype=torch.float64).flatten().tolist()
-    if len(numbers) not in (1, out.shape[1]):
-        raise ValueError(f"{name} must have {out.shape[1]} values, one a channel, got {numbers}")
-    return numbers if len(numbers) > 1 else numbers * out.shape[1]
+    if len(numbers) not in (1, channels):
+        raise ValueError(f"{name} must have {channels} values, one a channel, got {numbers}")
+    return numbers if len(numbers) > 1 else numbers * channels
