@@ -17,7 +17,6 @@ others 0 to 1); ``fill`` is three values, or NaN for torchvision's ``fill=None``
 - ``ERASE``: top, left, height, width, three values.
 - ``ERASE_NOISE``: top, left, height, width, and the seed of normal noise, below 2**24.
 - ``AFFINE_*``: angle, translate x, y, scale, shear x, y, center x, y (NaN for the middle), fill.
-- ``ROTATE_*``: angle, center x, y (NaN for the middle), fill.
 - ``PERSPECTIVE_*``: eight coefficients, fill.
 - ``MATRIX_*``: the six numbers that PIL's ``transform`` takes, from output to source in pixels
   from the corner, and fill; the border repeats, as in PIL.
@@ -49,8 +48,8 @@ POINT = (
     " AUTOCONTRAST EQUALIZE PERMUTE ERASE ERASE_NOISE"
 ).split()
 GATHER = (
-    "HFLIP VFLIP AFFINE_NEAREST AFFINE_BILINEAR ROTATE_NEAREST ROTATE_BILINEAR PERSPECTIVE_NEAREST"
-    " PERSPECTIVE_BILINEAR MATRIX_BILINEAR MATRIX_BICUBIC"
+    "HFLIP VFLIP AFFINE_NEAREST AFFINE_BILINEAR PERSPECTIVE_NEAREST PERSPECTIVE_BILINEAR"
+    " MATRIX_BILINEAR MATRIX_BICUBIC"
 ).split()
 STENCIL = ["SHARPNESS", "BLUR"]
 NAMES = (*POINT, *GATHER, *STENCIL)
@@ -222,7 +221,7 @@ def _calls() -> dict[str, Callable[[Any, list[float], str], Any]]:
     from torchvision.transforms.v2 import functional as F
 
     def affine(x: Any, a: list[float], mode: str) -> Any:
-        fill, center = _fill(x, a[8:11]), _center(a[6:8])
+        fill, center = _fill(x, a[8:11]), None if a[6] != a[6] else a[6:8]
         return F.affine(x, a[0], a[1:3], a[3], a[4:6], _mode(mode), fill, center)
 
     def erase(x: Any, a: list[float], mode: str) -> Any:
@@ -254,9 +253,6 @@ def _calls() -> dict[str, Callable[[Any, list[float], str], Any]]:
         "ERASE": erase,
         "ERASE_NOISE": erase_noise,
         "AFFINE": affine,
-        "ROTATE": lambda x, a, m: F.rotate(
-            x, a[0], _mode(m), False, _center(a[1:3]), _fill(x, a[3:6])
-        ),
         "PERSPECTIVE": lambda x, a, m: F.perspective(
             x, None, None, _mode(m), _fill(x, a[8:11]), a[:8]
         ),
@@ -268,10 +264,6 @@ def _mode(name: str) -> Any:
     from torchvision.transforms.v2 import InterpolationMode
 
     return InterpolationMode(name.lower())
-
-
-def _center(values: list[float]) -> list[float] | None:
-    return None if values[0] != values[0] else values
 
 
 def _fill(x: Any, values: list[float]) -> list[float] | None:

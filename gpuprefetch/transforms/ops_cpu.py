@@ -19,7 +19,7 @@ _Levels = npt.NDArray[np.uint8]
 
 def apply(name: str, image: torch.Tensor, args: Any) -> torch.Tensor | None:
     """What an op makes of a ``(3, H, W)`` image; None for one that is as fast in torchvision."""
-    if name.startswith(("AFFINE", "ROTATE")):
+    if name.startswith("AFFINE"):
         return _moved(name, image, args)
     if name not in _POINTS or min(image.shape) < 3:
         return None

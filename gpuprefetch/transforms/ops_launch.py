@@ -19,7 +19,7 @@ _Flags = npt.NDArray[np.bool_]
 _MOVING = OPS["HFLIP"]  # this one, and all after it, read other pixels
 _NEEDS_STATISTICS = np.isin(NAMES, ["CONTRAST", "AUTOCONTRAST", "EQUALIZE"])
 # Between these pixels are sampled.
-_FIRST, _LAST, _ROTATE = OPS["AFFINE_NEAREST"], OPS["MATRIX_BICUBIC"], OPS["ROTATE_NEAREST"]
+_FIRST, _LAST = OPS["AFFINE_NEAREST"], OPS["MATRIX_BICUBIC"]
 _OF_COLORS = [OPS[name] for name in ("SATURATION", "HUE", "GRAYSCALE", "PERMUTE")]
 
 
@@ -218,9 +218,7 @@ def _pack(program: Program, images: torch.Tensor, before: int) -> tuple[_Ints, _
         params[n, slot, 4:7] = _as_uint8(args[n, slot, 4:7])
     if any(used[_FIRST : _LAST + 1]):
         n, slot = np.nonzero((codes >= _FIRST) & (codes <= _LAST))
-        mine = codes[n, slot]
-        params[n, slot] = coordinates(mine, args[n, slot], images)
-        codes[n, slot] = mine - 2 * ((mine == _ROTATE) | (mine == _ROTATE + 1))
+        params[n, slot] = coordinates(codes[n, slot], args[n, slot], images)
     params[codes == 0] = 0  # the kernels read a box there, too, and it must hold numbers
     return table, codes, params
 
@@ -236,19 +234,15 @@ def coordinates(codes: _Ints, args: _Doubles, images: torch.Tensor) -> _Singles:
     An affine one is from the middle, the others from the corner.
     """
     height, width = images.shape[-2:]
-    kinds = (codes - _FIRST) >> 1  # affine, rotate, perspective, matrix
+    kinds = (codes - _FIRST) >> 1  # affine, perspective, matrix
     columns, params = args.T[: FIELDS - 1], np.zeros((len(args), FIELDS - 1), np.float32)
-    if (rotates := kinds == 1).any():
-        turned = np.zeros_like(columns)
-        turned[0], turned[3], turned[6:] = -(columns[0] % 360), 1, columns[1:6]
-        columns = np.where(rotates, turned, columns)
-    matrices, fill, centered = columns[:6], columns[8:], kinds < 2
+    matrices, fill, centered = columns[:6], columns[8:], kinds == 0
     if centered.all():
         matrices = _affine_matrices(columns, height, width)
     else:
         matrices = matrices.copy()
         matrices[:, centered] = _affine_matrices(columns[:, centered], height, width)
-        projects, plain = kinds == 2, kinds == 3
+        projects, plain = kinds == 1, kinds == 2
         params[projects, 6:8] = args[projects, 6:8]
         given = _as_uint8(columns[6:9]) if images.dtype == torch.uint8 else columns[6:9]
         fill = np.where(plain, given, fill)
@@ -256,7 +250,7 @@ def coordinates(codes: _Ints, args: _Doubles, images: torch.Tensor) -> _Singles:
     halves = np.array([0.5 * width, 0.5 * height], np.float32).repeat(3)
     params[:, :6] = matrices.T.astype(np.float32) / halves
     # Of the nearest pixel, or with a border that repeats, no fill is black.
-    black = np.isnan(fill[0]) & (((codes - _FIRST) & 1 == 0) | (kinds == 3))
+    black = np.isnan(fill[0]) & (((codes - _FIRST) & 1 == 0) | (kinds == 2))
     params[:, 8:] = np.where(black, 0, fill).T
     return params
 

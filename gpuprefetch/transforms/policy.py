@@ -102,6 +102,16 @@ def _blurred(op: Any, u: Floats, picture: Picture) -> Columns:
     return [sigma, sigma, *op.kernel_size]
 
 
+def _turned(angle: Any) -> Any:
+    """The angle of an affine map for torchvision's of a rotation, which turns the other way."""
+    return -(angle % 360)
+
+
+def _rotated(op: Any, u: Floats, picture: Picture) -> Columns:
+    (angle,) = _drawn([op.degrees], u, picture)
+    return [_turned(angle), 0, 0, 1, 0, 0, *_center(op), *_fill(op)]
+
+
 def _affine(op: Any, u: Floats, picture: Picture) -> Columns:
     far_x, far_y = (
         share * side for share, side in zip(op.translate or (0, 0), picture[1::-1], strict=True)
@@ -180,7 +190,7 @@ def _gray(op: Any) -> One:
 def _rotation(op: Any) -> One:
     if op.expand:  # likewise
         raise _NoForm
-    return _one(_moving("ROTATE", op), op.degrees, *_center(op), *_fill(op))
+    return One(_moving("AFFINE", op), partial(_rotated, op), 1)
 
 
 # --- Containers ---
@@ -226,6 +236,8 @@ def _magnitudes(op: Any, name: str, numbers: Sequence[int], bins: int, picture: 
         return np.degrees(np.arctan(both))
     if name == "Solarize":
         return both * picture.white
+    if name == "Rotate":
+        return _turned(both)
     return np.trunc(both) if name.startswith(("Translate", "Posterize")) else both
 
 
@@ -238,9 +250,8 @@ def _step(
     if name not in _MOVES:  # of a later torchvision
         raise _NoForm
     center = (0.0, 0.0) if name.startswith("Shear") else (math.nan, math.nan)
-    form, before = ("ROTATE", (0,)) if name == "Rotate" else ("AFFINE", (0, 0, 0, 1, 0, 0))
-    given = (*before, *center, *_fill(op))
-    return Step(_moving(form, op), magnitudes, _MOVES[name], given, chance)
+    given = (0, 0, 0, 1, 0, 0, *center, *_fill(op))
+    return Step(_moving("AFFINE", op), magnitudes, _MOVES[name], given, chance)
 
 
 def _one_of(op: Any, numbers: Sequence[int], layers: int = 1, **options: Any) -> Table:
