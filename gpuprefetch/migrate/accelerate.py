@@ -120,7 +120,6 @@ class _Accelerated(DataPrefetcher):
         return self._dataset
 
     def describe(self, *, decodes_on_workers: bool) -> str:
-        """Where everything runs now, a line per op."""
         on_gpu = self._pipeline.decoder is not None and not decodes_on_workers
         decode = "GPU, a share of it worker CPU (cpu_share)" if on_gpu else "worker CPU"
         collate = "worker CPU"
@@ -142,7 +141,6 @@ class _Kept(Encoded):
 
 
 def _keep(made: Any) -> Any:
-    """What the workers' part made of a picture, each tensor apart."""
     return map_leaves(lambda leaf: _Kept(leaf) if isinstance(leaf, torch.Tensor) else leaf, made)
 
 
@@ -154,12 +152,10 @@ default_collate_fn_map[_Kept] = _collate_kept
 
 
 def read_encoded(path: Any) -> EncodedImage:
-    """A ``loader`` for torchvision's folders."""
     return EncodedImage(read_file(path), path=str(path))
 
 
 def _unchanged(image: Any) -> Any:
-    """A ``transform`` that leaves a file encoded."""
     return image
 
 
@@ -192,7 +188,6 @@ class EncodedReader:
 
 
 def folders_of(loader: Any) -> list[Any]:
-    """The folder datasets at the bottom of a loader."""
     if not isinstance(loader, DataLoader):
         hint = " Build it with use_prefetcher=False." if is_timm(loader, "PrefetchLoader") else ""
         if isinstance(loader, DataPrefetcher):

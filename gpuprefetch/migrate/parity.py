@@ -164,7 +164,6 @@ class _State:
     shift: Any = 0.0
 
     def levels(self) -> torch.Tensor:
-        """``(C, H, W)`` float32 on the CPU."""
         values = _tensor(self.image).cpu()
         slope = self.slope
         if slope is None:
@@ -249,7 +248,6 @@ def _walk(
 
 
 def _with_parameters(op: Any, image: Any, own: Sampling) -> Any:
-    """What a torchvision v2 fused op makes of an image with the parameters we drew."""
     from torchvision.transforms.v2 import functional as F
 
     name = type(op).__name__

@@ -159,7 +159,6 @@ def _in_list(transform: Transform) -> Transform:
 
 
 def _refuse_in_list(op: Any) -> None:
-    """Refuse what torchvision and albumentations have for pictures on the CPU only."""
     from torchvision import transforms as v1
 
     name = type(op).__name__

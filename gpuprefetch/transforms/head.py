@@ -87,7 +87,6 @@ class Head:
         return sampling
 
     def draw(self, sizes: npt.ArrayLike, keys: Keys) -> Floats:
-        """The rows ``(N, 2, 6)`` of :meth:`sample`."""
         return self.sample(sizes, keys).rows()
 
     def resample(
@@ -332,7 +331,6 @@ def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[
 
 
 def _mixing(transform: Any) -> Iterator[str]:
-    """The names of kornia's ops, within ``transform``, that make one image of several."""
     K: Any = sys.modules.get("kornia.augmentation")  # nobody has any before it is imported
     for op in transform.modules() if K and isinstance(transform, torch.nn.Module) else ():
         if isinstance(op, K.MixAugmentationBaseV2) and not isinstance(op, K.RandomJigsaw):
@@ -340,7 +338,6 @@ def _mixing(transform: Any) -> Iterator[str]:
 
 
 def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
-    """Refuse a list that cannot batch photos of different sizes, naming what to add."""
     if head.size is not None:
         return
     names, stop = ", ".join(head.names), ", ".join(head.names) or "an empty list"

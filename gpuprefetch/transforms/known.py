@@ -85,7 +85,6 @@ def twin(op: Any) -> Any:
 
 
 def filter_of(op: Any) -> str:
-    """The name of the filter that an op samples with."""
     from PIL.Image import Resampling
     from torchvision.transforms import InterpolationMode
 

@@ -220,7 +220,6 @@ class Launches:
 
     @staticmethod
     def room(count: int, channels: int) -> int:
-        """The bytes of :meth:`numbers` for ``count`` images."""
         return 8 * (2 * channels + count * FIELDS)
 
     def __init__(

@@ -89,7 +89,6 @@ class Finish:
         return self.mean is not None or self.std is not None
 
     def form(self, images: torch.Tensor) -> tuple[torch.dtype, torch.memory_format]:
-        """The dtype and memory format of the result."""
         floats = self.normalizes and images.dtype == torch.uint8
         last = images.is_contiguous(memory_format=torch.channels_last)
         last = last and not images.is_contiguous()

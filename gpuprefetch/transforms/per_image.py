@@ -112,7 +112,6 @@ class Recipe:
 
 
 def _is_scaling(op: Any) -> bool:
-    """Whether an op is torchvision's conversion to float32 in [0, 1]."""
     if name_of(op) == "ConvertImageDtype":
         return bool(op.dtype == torch.float32)
     return name_of(op) == "ToDtype" and bool(op.dtype == torch.float32 and op.scale)
@@ -161,7 +160,6 @@ class PerImage(torch.nn.Module):
 
     @property
     def slots(self) -> int:
-        """The longest way of an image: how many ops it may have."""
         steps = (*self.recipe.steps, *self.recipe.finals)
         return sum(s.chain.slots if isinstance(s, Mix) else s.slots for s in steps)
 
@@ -202,7 +200,6 @@ class PerImage(torch.nn.Module):
         return fold(self.seed, self.calls - 1)
 
     def draw(self, images: torch.Tensor) -> list[Program]:
-        """What is done to these images, drawn on the CPU."""
         return self.drawn(fold(self.key(), np.arange(len(images))), images)
 
     def drawn(self, keys: Keys, images: torch.Tensor) -> list[Program]:

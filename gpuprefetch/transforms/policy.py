@@ -80,7 +80,6 @@ def _center(op: Any) -> Sequence[float]:
 
 
 def _drawn(columns: Sequence[Any], u: Floats, picture: Picture) -> list[Any]:
-    """Each column is a number, or drawn between two."""
     numbers = iter(u)
     return [
         column[0] + (column[1] - column[0]) * next(numbers) if np.ndim(column) else column
@@ -255,7 +254,6 @@ def _step(
 
 
 def _one_of(op: Any, numbers: Sequence[int], layers: int = 1, **options: Any) -> Table:
-    """Any op of the space with any of these magnitudes."""
     return Table([[_step(op, name, numbers, **options)] for name in _space(op)], layers)
 
 

@@ -44,7 +44,6 @@ def uniform(keys: Keys, count: int) -> Uniforms:
 
 
 def derive(keys: Keys | int, data: int) -> int:
-    """A seed for torch's generators."""
     return int(fold(keys, data)[()] >> np.uint64(1))
 
 
@@ -94,7 +93,6 @@ class SeededDraws(TorchFunctionMode):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        """Add ``generator=`` to the calls that draw random numbers."""
         kwargs = dict(kwargs or {})
         if func in _LIKE:
             like, *args = args or (kwargs.pop("input"),)

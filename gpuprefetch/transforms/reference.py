@@ -126,7 +126,6 @@ def _taps(
 
 
 def _filter_rows(values: torch.Tensor, taps: Ints, weights: Doubles) -> torch.Tensor:
-    """Filter (C, H, W) along H, one tap of every output row at a time."""
     values = values.contiguous()  # whole rows are picked
     columns = torch.tensor(taps.T, device=values.device)
     factors = torch.tensor(weights.T, dtype=values.dtype, device=values.device)[:, :, None]

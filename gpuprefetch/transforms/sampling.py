@@ -90,7 +90,6 @@ class Sampling:
         )
 
     def rows(self) -> Floats:
-        """``(N, 2, 6)`` float64, what :func:`gpuprefetch.transforms.launch.resample` reads."""
         columns = (self.origin, self.step, self.low, self.high, self.first, self.last)
         return np.stack(columns, axis=-1)
 
@@ -119,7 +118,6 @@ class ResizedCropOp:
     same_on_batch: bool = False
 
     def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        """Ten tries, then the largest that fits."""
         draws = _drawn(keys, 22, same_on_batch=self.same_on_batch)
         height, width = sampling.length[:, :1], sampling.length[:, 1:]
         area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * draws[:, :10])

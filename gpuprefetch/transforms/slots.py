@@ -246,7 +246,6 @@ class Mix:
 def program_of(
     parts: Sequence[Slots], keys: Keys, picture: Picture, finals: Sequence[Slots] = ()
 ) -> Program:
-    """The program of a batch: the slots of ``parts``, and ``finals`` after normalization."""
     every = (*parts, *finals)
     u = np.ascontiguousarray(uniform(keys, sum(part.numbers for part in every)).T)
     codes = np.zeros((len(keys), sum(part.slots for part in every)), np.int32)
@@ -258,7 +257,6 @@ def program_of(
 def draw_each(
     parts: Sequence[Slots], u: Floats, picture: Picture, codes: Ints, args: Floats
 ) -> None:
-    """The slots of several parts, side by side."""
     number = slot = 0
     for part in parts:
         after, last = number + part.numbers, slot + part.slots
@@ -267,12 +265,10 @@ def draw_each(
 
 
 def normal(u: Floats, v: Floats) -> Floats:
-    """Normal numbers from uniform ones (Box and Muller)."""
     return np.asarray(np.sqrt(-2 * np.log1p(-u)) * np.cos(2 * np.pi * v))
 
 
 def _dirichlet(keys: Keys, count: int) -> Floats:
-    """``(count, N)`` weights that sum to 1."""
     each = fold(keys, np.arange(count)[:, None])
     gammas = -np.log1p(-uniform(each.ravel(), 1)).reshape(each.shape)
     return np.asarray(gammas / gammas.sum(axis=0))

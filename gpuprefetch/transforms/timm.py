@@ -53,7 +53,6 @@ def from_timm(op: Any) -> Any:
 
 
 def why_not(op: Any) -> str:
-    """Why a transform is neither torchvision's nor stands for one of torchvision's."""
     if is_timm(op, "RandomErasing"):
         return (
             "timm's moves with one box alone, black or noise (re_count=1, re_mode const or pixel)"
@@ -74,7 +73,6 @@ def is_augment(op: Any) -> bool:
 
 
 def from_augment(op: Any) -> Table | Mix:
-    """The slots of what :func:`is_augment` says is one."""
     if is_timm(op, "AugMixAugment"):
         depth = op.depth if op.depth > 0 else 3
         return Mix(_table(op, depth, most=op.depth <= 0), op.width)
