@@ -131,11 +131,7 @@ def _moved(name: str, image: torch.Tensor, args: Any) -> torch.Tensor:
     values = image.float()
     values = torch.cat([values, torch.ones_like(values[:1])]) if colored else values
     sampled = torch.nn.functional.grid_sample(
-        values[None],
-        torch.from_numpy(grid)[None],
-        mode,
-        padding_mode="zeros",
-        align_corners=False,
+        values[None], torch.from_numpy(grid)[None], mode, padding_mode="zeros", align_corners=False
     )[0]
     if colored:
         sampled = (sampled[:3] - fill) * sampled[3:] + fill
