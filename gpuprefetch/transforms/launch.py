@@ -72,7 +72,8 @@ def resample(
         ``(N, C, H, W)``, on the device of ``images``.
 
     Raises:
-        ValueError: if shapes, dtypes, devices or sampling rows do not fit together.
+        ValueError: for images of other dtypes, rows that read outside of an image, and another
+            number of means or stds than of channels.
     """
     wide = options.get("dtype") == torch.float64  # the kernel computes in float32
     fused = kernel.HAS_TRITON and len(images) > 0 and images[0].is_cuda and not wide

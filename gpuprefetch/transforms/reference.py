@@ -243,48 +243,22 @@ def check(
     positions: Sequence[int] | None = None,
 ) -> Checked:
     """Check the arguments of :func:`.launch.resample`, and make its result if there is none."""
-    if interpolation not in SUPPORT:
-        raise ValueError(f"interpolation must be one of {list(SUPPORT)}, got {interpolation!r}")
-    geometry, rows = _geometry(images), np.asarray(sampling, np.float64)
-    if rows.shape != (len(images), 2, 6):
-        raise ValueError(f"sampling must be ({len(images)}, 2, 6), got {rows.shape}")
+    ((image_dtype, device, channels),) = {(t.dtype, t.device, len(t)) for t in images}
+    if image_dtype != torch.uint8 and image_dtype not in FLOAT_DTYPES:
+        raise ValueError(f"images must be uint8 or floating point, got {image_dtype}")
+    geometry = np.array([(t.data_ptr(), *t.stride(), *t.shape) for t in images], np.int64)
+    rows = np.asarray(sampling, np.float64)
+    assert rows.shape == (len(images), 2, 6) and interpolation in SUPPORT
     check_rows(rows, geometry[:, 5:], size)
-    if dtype != torch.uint8 and dtype not in FLOAT_DTYPES:
-        raise ValueError(f"dtype must be uint8 or floating point, got {dtype}")
-    shape, device = (len(images), len(images[0]), *size), images[0].device
+    shape = (len(images), channels, *size)
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
-    if (out.shape[1:], out.dtype, out.device) != (shape[1:], dtype, device):
-        form = f"{tuple(out.shape)} {out.dtype} on {out.device}"
-        raise ValueError(f"out must be {shape} {dtype} on {device}, got {form}")
+    assert (out.shape[1:], out.dtype, out.device) == (shape[1:], dtype, device)
     places = np.arange(len(images)) if positions is None else np.asarray(positions, np.int64)
-    if places.shape != (len(images),) or not ((places >= 0) & (places < len(out))).all():
-        raise ValueError(
-            f"positions must be {len(images)} rows of the {len(out)} of out, got {places.tolist()}"
-        )
-    if dtype == torch.uint8 and not (mean is std is None):
-        raise ValueError("mean and std need a floating-point dtype, got torch.uint8")
-    colors = [per_channel(*each, out.shape[1]) for each in (("mean", mean), ("std", std))]
+    assert len(places) == len(images) and 0 <= places.min() <= places.max() < len(out)
+    colors = [per_channel(*each, channels) for each in (("mean", mean), ("std", std))]
+    assert dtype in FLOAT_DTYPES or (dtype == torch.uint8 and colors == [None, None])
     return Checked(geometry, rows, out, places, interpolation, antialias, *colors)
-
-
-def _geometry(images: Sequence[torch.Tensor]) -> Ints:
-    kinds = {(image.dim(), image.dtype, image.device) for image in images}
-    if len(kinds) != 1:
-        raise ValueError(
-            "images must be at least one tensor, and agree in dtype and device, "
-            f"got {len(images)} with (ndim, dtype, device) in {sorted(map(str, kinds))}"
-        )
-    ((ndim, dtype, _),) = kinds
-    if ndim != 3 or (dtype != torch.uint8 and dtype not in FLOAT_DTYPES):
-        raise ValueError(
-            f"images must be (C, H, W) tensors of uint8 or floating point, got {ndim}-D {dtype}"
-        )
-    geometry = np.array([(t.data_ptr(), *t.stride(), *t.shape) for t in images], np.int64)
-    channels = np.unique(geometry[:, 4]).tolist()
-    if len(channels) != 1:
-        raise ValueError(f"images must agree in channels, got {channels}")
-    return geometry
 
 
 def check_rows(rows: Doubles, sizes: Ints, size: tuple[int, int]) -> None:
