@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -180,30 +179,6 @@ class Coloring:
         return np.concatenate([scale, shift]).view(np.int64)
 
 
-@lru_cache
-def _made_for(
-    shape: Sequence[int],
-    source: torch.dtype,
-    dtype: torch.dtype,
-    interpolation: str,
-    padded: bool,
-    rows: int,
-    cols: int,
-    strips: int,
-) -> tuple[tuple[int, int, int], tuple[Any, ...]]:
-    """Programs for a picture of a ``shape``, and the kernel's constants in their order."""
-    import triton.language as tl
-
-    channels, height, width = shape
-    tiles = -(-width // cols), -(-height // (rows * strips)), -(-channels // 3)
-    bicubic = interpolation == "bicubic"
-    kind = getattr(tl, str(source).removeprefix("torch."))
-    clamp, rounds = bicubic and source == torch.uint8, dtype == torch.uint8
-    tie = 0.5 + TIE if interpolation == "nearest" else 0.0
-    filters = bicubic, tie, clamp
-    return tiles, (channels, kind, *filters, padded, rounds, FIELDS, rows, cols, strips)
-
-
 class Launches:
     """The launches that resample images of dtype ``source`` to rows of ``out`` on the GPU."""
 
@@ -227,10 +202,15 @@ class Launches:
         self, table: Table, out: torch.Tensor, source: torch.dtype, interpolation: str
     ) -> None:
         self._firsts, self._steps, self._out = table.firsts, table.steps, out
-        self._tiles, self._constants = _made_for(
-            out.shape[1:], source, out.dtype, interpolation, table.padded, ROWS, COLS, STRIPS
-        )
-        self._sizes = *out.stride(), *out.shape[2:]
+        channels, height, width = out.shape[1:]
+        self._sizes = *out.stride(), height, width
+        # Programs for a picture.
+        self._tiles = -(-width // COLS), -(-height // (ROWS * STRIPS)), -(-channels // 3)
+        kind = getattr(kernel.tl, str(source).removeprefix("torch."))
+        bicubic = interpolation == "bicubic"
+        filters = bicubic, 0.5 + TIE if interpolation == "nearest" else 0.0
+        values = bicubic and source == torch.uint8, table.padded, out.dtype == torch.uint8
+        self._constants = channels, kind, *filters, *values, FIELDS, ROWS, COLS, STRIPS
 
     def set_canaries(self, number: int, address: int, numbers: int) -> None:
         """Color the corners of what :meth:`launch` will read of each image, ``(H, W, 3)`` uint8."""

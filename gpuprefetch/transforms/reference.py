@@ -275,9 +275,7 @@ def check_rows(rows: Doubles, sizes: Ints, size: tuple[int, int]) -> None:
         i, axis = np.argwhere(~fits)[0]
         raise ValueError(
             f"sampling[{i}, {axis}] = {rows[i, axis].tolist()} does not fit a source of "
-            f"{sizes[i, axis]} and a result of {size[axis]} pixels: of (origin, step, lo, "
-            "hi, first, last) lo and what follows must be whole numbers, and origin + step * j "
-            "within half a pixel of the box lo <= k < hi for first <= j < last"
+            f"{sizes[i, axis]} and a result of {size[axis]} pixels"
         )
 
 
