@@ -155,10 +155,6 @@ def read_encoded(path: Any) -> EncodedImage:
     return EncodedImage(read_file(path), path=str(path))
 
 
-def _unchanged(image: Any) -> Any:
-    return image
-
-
 def _worker_part(ops: list[Any], last: Sequence[Any] = ()) -> Any:
     """The ops that stay in the workers, after a decode; gives uint8 or float tensors."""
     from torchvision.transforms import v2
@@ -237,7 +233,7 @@ def view_of(dataset: Any, transform: Any) -> Any:
     if isinstance(dataset, Subset):
         return _view(dataset, {"dataset": view_of(dataset.dataset, transform)})
     # A dataset may call it without asking whether it is there.
-    instead: dict[str, Any] = {"transform": transform or _unchanged}
+    instead: dict[str, Any] = {"transform": transform or torch.nn.Identity()}
     if transform is None and is_timm(dataset, "ImageDataset"):
         instead |= {"reader": EncodedReader(dataset.reader), "load_bytes": True}
     elif transform is None:
@@ -246,11 +242,7 @@ def view_of(dataset: Any, transform: Any) -> Any:
 
 
 def _view(dataset: Any, instead: dict[str, Any]) -> Any:
-    """A second face of a dataset, which shares all of its state but has ``instead`` for some.
-
-    Raises:
-        TypeError: where it is read after the dataset was given another one of these.
-    """
+    """A second face of a dataset, which shares all of its state but has ``instead`` for some."""
     kind, seen = type(dataset), {name: vars(dataset).get(name) for name in instead}
 
     def read(name: str, view: Any) -> Any:

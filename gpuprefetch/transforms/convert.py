@@ -173,16 +173,12 @@ def _refuse_in_list(op: Any) -> None:
             "crop or a resize. Leave it out. What is made of a whole pipeline for PIL images: "
             "transforms=gpuprefetch.convert_transforms(pipeline)."
         )
-    if _is_albumentations(op):
+    if type(op).__module__.startswith("albumentations."):
         raise ValueError(
             f"albumentations' {name} is for one NumPy array in a worker. Take kornia's or "
             "torchvision's op in its place: transforms=[gpuprefetch.RandomResizedCrop(224), "
             "K.RandomHorizontalFlip(), v2.ColorJitter(0.4)]."
         )
-
-
-def _is_albumentations(op: Any) -> bool:
-    return type(op).__module__.startswith("albumentations.")
 
 
 def fixes_size(op: Any) -> bool:
@@ -232,8 +228,7 @@ class _Converter:
                 "transforms=[*convert_transforms(pipeline), it])."
             )
         if name is None:
-            of_arrays = "it is albumentations', which takes NumPy arrays"
-            _refuse(op, of_arrays if _is_albumentations(op) else why_not(op))
+            _refuse(op, why_not(op))
         if name in CONVERSIONS:
             return self._take_conversion(op)
         if name == "Identity" or (name == "RGB" and not self.gray):  # files are decoded to RGB

@@ -296,12 +296,7 @@ Transform = Callable[..., Any]
 
 
 def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[Transform]]:
-    """Split a list into the transforms that are fused into one launch, and those that run after it.
-
-    Raises:
-        TypeError: if ``transforms`` is not a list of callables.
-        ValueError: if one of them mixes images, whose targets it does not know.
-    """
+    """Split a list into the transforms that are fused into one launch, and those after it."""
     if not isinstance(transforms, Sequence | None):
         raise TypeError(
             f"transforms takes a list of modules and callables, got {type(transforms).__name__}."

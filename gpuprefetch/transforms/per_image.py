@@ -317,9 +317,7 @@ def _is_same_on_levels(op: Any) -> bool:
     """Whether an op does to 0..255 what it does to [0, 1]: all but those that are given a value."""
     if hasattr(op, "transforms"):
         return all(map(_is_same_on_levels, flatten(op.transforms)))
-    fill = getattr(op, "fill", None)
-    values = list(fill.values()) if isinstance(fill, dict) else [fill]
-    black = all(value is None or not np.any(value) for value in values)
+    black = not np.any(getattr(op, "fill", None))
     return black and type(op).__name__ not in ("RandomErasing", "RandomSolarize")
 
 

@@ -37,12 +37,7 @@ class _NoForm(Exception):
 
 
 def compiled(op: Any) -> Slots | Mix | None:
-    """What draws for a transform, for each image of a batch; None where there is no such form.
-
-    Args:
-        op: of torchvision, v1 or v2, or of timm; a container as RandomApply, if all that it holds
-            has such a form. Subclasses have none: they may do anything.
-    """
+    """What draws for torchvision's or timm's ``op`` for each image; None where nothing does."""
     try:
         return _slots(op)
     except _NoForm:

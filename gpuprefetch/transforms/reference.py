@@ -32,16 +32,12 @@ GROUP = 4
 
 
 class Checked(NamedTuple):
-    """What :func:`check` made of the arguments of :func:`.launch.resample`.
+    """What :func:`check` made of the arguments of :func:`.launch.resample`."""
 
-    ``geometry`` is ``(N, 7)``: address, strides and shape of each image. ``places`` are the rows of
-    ``out`` that they go to.
-    """
-
-    geometry: Ints
+    geometry: Ints  # (N, 7): address, strides and shape of each image
     rows: Doubles
     out: torch.Tensor
-    places: Ints
+    places: Ints  # the rows of it that they go to
     interpolation: str
     antialias: bool
     mean: list[float] | None

@@ -53,6 +53,8 @@ def from_timm(op: Any) -> Any:
 
 
 def why_not(op: Any) -> str:
+    if type(op).__module__.startswith("albumentations."):
+        return "it is albumentations', which takes NumPy arrays"
     if is_timm(op, "RandomErasing"):
         return (
             "timm's moves with one box alone, black or noise (re_count=1, re_mode const or pixel)"
@@ -110,13 +112,10 @@ def _step(op: Any) -> Step:
 def _table(op: Any, layers: int, *, most: bool = False) -> Table:
     policies = _policies(op)
     first = policies[0][0]
-    noise = (first.magnitude_std, _upper(first)) if first.magnitude_std > 0 else None
+    deviation = first.magnitude_std
+    noise = (deviation, first.magnitude_max or 10.0) if deviation > 0 else None
     weights = getattr(op, "choice_weights", None)
     return Table([[*map(_step, policy)] for policy in policies], layers, weights, most, noise)
-
-
-def _upper(op: Any) -> float:
-    return op.magnitude_max or 10.0
 
 
 def _magnitudes(op: Any, picture: Picture) -> Floats:
@@ -126,7 +125,7 @@ def _magnitudes(op: Any, picture: Picture) -> Floats:
             "timm's policies take uint8 images, and these are in floating point. Put them before "
             "a conversion to float, or right after the crop in transforms."
         )
-    upper = _upper(op)
+    upper = op.magnitude_max or 10.0
     fixed = np.array([max(0.0, min(op.magnitude, upper))])
     levels = np.linspace(0, upper, _BINS) if op.magnitude_std > 0 else fixed
     # As the op's own functions, which negate by chance, without the chance.
