@@ -1,4 +1,4 @@
-"""What training is bound by, what moving its pipeline changes, and whether decoding is safe."""
+"""Find what limits training, how far pixels move, and whether decoding is safe on this GPU."""
 
 from __future__ import annotations
 
@@ -79,35 +79,51 @@ def _doctor(args: argparse.Namespace) -> Any:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "data": {"type": Path, "metavar": "DATA", "help": "class folders, or train/ with them"},
-    "--model": {"default": "resnet50", "help": "of torchvision; default: %(default)s"},
-    "--loader": {"choices": ["torchvision", "gpuprefetch"], "default": "torchvision"},
-    "--batch-size": {"type": int, "default": 256, "help": "default: %(default)s"},
-    "--size": {"type": int, "default": 224, "help": "of the images; default: %(default)s"},
-    "--workers": {"type": int, "help": "default: the cores that this process may use"},
-    "--seconds": {"type": float, "default": 3.0, "help": "of a run; default: %(default)s"},
-    "--no-tune": {"action": "store_true", "help": "try no other settings"},
-    "--count": {"type": int, "default": 256, "help": "images compared; default: %(default)s"},
-    "--picture": {"type": Path, "help": "file for the images that differ most"},
-    "--rounds": {"type": int, "default": 1000, "help": "default: %(default)s"},
-    "--device": {"help": "such as cuda:1; the current one by default"},
+    "data": {
+        "type": Path,
+        "metavar": "DATA",
+        "help": "folder of class folders, or of train/ with class folders",
+    },
+    "--model": {"default": "resnet50", "help": "torchvision model (default: %(default)s)"},
+    "--loader": {
+        "choices": ["torchvision", "gpuprefetch"],
+        "default": "torchvision",
+        "help": "loader to examine (default: %(default)s)",
+    },
+    "--batch-size": {
+        "type": int,
+        "default": 256,
+        "help": "images per batch (default: %(default)s)",
+    },
+    "--size": {"type": int, "default": 224, "help": "image size in pixels (default: %(default)s)"},
+    "--workers": {"type": int, "help": "worker processes (default: the usable cores)"},
+    "--seconds": {
+        "type": float,
+        "default": 3.0,
+        "help": "length of each measurement (default: %(default)s)",
+    },
+    "--no-tune": {"action": "store_true", "help": "do not try other settings"},
+    "--count": {"type": int, "default": 256, "help": "images to compare (default: %(default)s)"},
+    "--picture": {"type": Path, "help": "save the images that differ most to this file"},
+    "--rounds": {"type": int, "default": 1000, "help": "batches per check (default: %(default)s)"},
+    "--device": {"help": "device, such as cuda:1 (default: the current one)"},
     "--json": {"action": "store_true", "help": "print the report as JSON"},
 }
 FOLDER = ["data", "--size"]
 COMMANDS = {
     "doctor": (
         _doctor,
-        "say what training on a folder is bound by, and which settings to change",
+        "find what limits training on a folder, and which setting to change",
         [*FOLDER, "--model", "--loader", "--batch-size", "--workers", "--seconds", "--no-tune"],
     ),
     "parity": (
         _parity,
-        "say how far the pixels of a folder are from torchvision's, op by op",
+        "compare the pixels of a folder with torchvision's, op by op",
         [*FOLDER, "--count", "--picture"],
     ),
     "selfcheck": (
         lambda args: gpuprefetch.selfcheck(args.device, args.rounds),
-        "try whether any image is overwritten while a kernel still reads it",
+        "check that no image is overwritten while a kernel still reads it",
         ["--rounds"],
     ),
 }
@@ -117,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0 if all is well, 1 if not, 2 if it was asked wrongly, 130 after Ctrl-C.
+        0 if all is well, 1 if not, 2 after wrong arguments or a bad file, 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="python -m gpuprefetch", description=__doc__)
     found = ", ".join(f"{name} {number}" for name, number in versions().items())

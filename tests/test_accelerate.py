@@ -767,7 +767,7 @@ def test_explain_says_what_is_fused_and_why_the_rest_is_not():
         [gpuprefetch.Resize(40), gpuprefetch.CenterCrop(32), normalize, K.RandomErasing()]
     )
     decode, fused, erasing = text.splitlines()
-    assert "own size" in decode
+    assert "sizes differ" in decode
     assert fused.startswith("Resize, CenterCrop, Normalize  float32 (N, 3, 32, 32) contiguous")
     assert "no crop, resize, flip or Normalize" in erasing
     assert "two resamplings are not one" in explain(

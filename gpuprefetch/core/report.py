@@ -17,6 +17,12 @@ class Printed:
         return str(self)
 
 
+class Text(str):
+    """A string that a notebook shows as it is printed."""
+
+    __repr__ = str.__str__
+
+
 def columns(rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> str:
     """A line per row, columns aligned; those named in ``right`` to the right."""
     cells = [[str(cell) for cell in row] for row in rows]

@@ -163,7 +163,11 @@ class Stats(Printed):
         }
 
     def __str__(self) -> str:
-        rows = [(name, f"{value:,.6g}") for name, value in self.as_dict().items() if value]
+        rows = [
+            (name, f"{value:,.0f}" if value >= 100 or isinstance(value, int) else f"{value:.4f}")
+            for name, value in self.as_dict().items()
+            if value
+        ]
         return columns(rows, right=[1]) if self.batches else "no batches yet"
 
     def postfix(self) -> dict[str, str]:

@@ -94,7 +94,9 @@ def _cut(sizes: npt.NDArray[np.int64], limit: int | None, room: int | None = Non
     """Where the calls begin for images of these ``sizes``: see :func:`sub_batches`."""
     most = room or SUB_BATCH_BYTES
     most = most if limit is None else min(limit, most)
-    loads = np.maximum(sizes / most, 0.0 if room else 1 / SUB_BATCH)
+    loads = sizes / most
+    if not room and loads.sum() < len(sizes) / SUB_BATCH:
+        loads = np.full(len(sizes), 1 / SUB_BATCH)
     target = loads.sum() / max(np.ceil(loads.sum() - 1e-9), 1) - 1e-9
     used, load, cuts = 0, 0.0, list[int]()
     for i, (size, more) in enumerate(zip(sizes.tolist(), loads.tolist(), strict=True)):

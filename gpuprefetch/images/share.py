@@ -13,13 +13,16 @@ import torch
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of Linux's control groups, version 2
 # Cores left to the training thread, the prefetch thread and the DataLoader's pin thread.
 RESERVED_CORES = 3
-# Batches between two decisions, and the fewest that show late workers.
-WINDOW, FEW = 32, 8
+# Batches between two decisions, and the fewest that show late workers. As few are enough for a
+# decision where they take LONG seconds, as batches of large photos do.
+WINDOW, FEW, LONG = 32, 8, 1.0
 # The loop waits for decode, or workers are late, where that takes more than this part of the time.
 WAITED, LATE = 0.05, 0.05
 # A rise adds as much to the share as the loop waits of its time, within these bounds. Where decode
-# is the limit the loop's period is then shorter by about as much. Half of that keeps the rise.
-LEAST, MOST, KEEPS = 0.05, 0.25, 0.5
+# is the limit the loop's period is then shorter by about as much. Half of that keeps the rise. The
+# first one is the least, and shows what a photo costs: no share may take more than FILLS of the
+# spare cores.
+LEAST, MOST, KEEPS, FILLS = 0.05, 0.25, 0.5, 0.8
 # Windows before the first try, in which a model warms up. The pause doubles after each try that
 # did not help, up to LONGEST.
 FIRST, LONGEST = 4, 64
@@ -64,6 +67,7 @@ class Balancer:
         self._under_way = workers * (getattr(loader, "prefetch_factor", None) or 2) + 4
         self._tried: tuple[float, float] | None = None  # share and period before the latest rise
         self._pause, self._patience = FIRST, 1
+        self._contends = False  # whether decode takes the GPU from the model, and not only time
         self.begin()
 
     @property
@@ -74,6 +78,7 @@ class Balancer:
     def start_without_engines(self) -> None:
         """Have the idle cores decode from the start: CUDA kernels decode as much as five cores."""
         if not self.fixed and not self.value:
+            self._contends, self._pause = True, 0
             self._set(self._spare / (self._spare + 5))
 
     def begin(self) -> None:
@@ -83,11 +88,17 @@ class Balancer:
 
     def _clear(self) -> None:
         self._periods: list[float] = []
-        self._late = self._waited = 0.0
+        self._late = self._waited = self._decoding = 0.0
 
-    def fetched(self, waited: float) -> None:
-        """Learn for how many seconds the loader let the prefetcher wait for a batch."""
+    def fetched(self, waited: float, decoding: float = 0.0) -> None:
+        """Learn of one batch as it comes from the loader.
+
+        Args:
+            waited: seconds for which the loader let the prefetcher wait for it.
+            decoding: seconds that a worker decoded for it.
+        """
         self._late += waited
+        self._decoding += decoding
 
     def handed_over(self, period: float, waited: float) -> None:
         """Learn from one batch as it goes to the loop.
@@ -107,7 +118,7 @@ class Balancer:
         seconds = sum(self._periods)
         if self.value and len(self._periods) >= FEW and self._late > LATE * seconds:
             self._give_up(self.value / 2)
-        elif len(self._periods) == WINDOW:
+        elif len(self._periods) >= (WINDOW if seconds < LONG else FEW):
             self._judge(median(self._periods), self._waited / seconds)
             self._clear()
 
@@ -121,9 +132,20 @@ class Balancer:
             self._patience = 1
         if self._pause:
             self._pause -= 1
-        elif waited > WAITED and self.value < 1:
+        elif (waited > WAITED or self._contends) and (share := self._higher(waited)) > self.value:
             self._tried = self.value, period
-            self._set(min(self.value + min(max(waited, LEAST), MOST), 1.0))
+            self._set(share)
+
+    def _higher(self, waited: float) -> float:
+        """The share after a rise, where the loop waits for a part of its time."""
+        if not self.value:
+            return LEAST
+        rise = 2 * LEAST if self._contends else min(max(waited, LEAST), MOST)
+        share = min(self.value + rise, 1.0)
+        if self._decoding:
+            full = self.value * self._spare * sum(self._periods) / self._decoding
+            share = min(share, FILLS * full)
+        return share
 
     def _give_up(self, share: float) -> None:
         self._tried = None

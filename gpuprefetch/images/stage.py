@@ -136,7 +136,7 @@ class Pipeline:
             self.shares[number] = images.share
             self._count(images)
         if packed and self.balancer is not None:
-            self.balancer.fetched(waited)
+            self.balancer.fetched(waited, sum(images.decode_seconds for images in packed))
             self.stats.share = self.balancer.value
         return batch, count_images(leaves)
 

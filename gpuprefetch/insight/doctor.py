@@ -1,7 +1,7 @@
-"""doctor: what holds a training loop up, and which settings help, both measured.
+"""doctor: what a training loop is bound by, and which setting helps, both measured.
 
-The loader is measured alone and with the step, and the step on one resident batch. The verdict
-follows from these numbers alone. It names settings that may help, which are then measured as well.
+It measures the loader alone, the step on one resident batch, and both together. The verdict follows
+from these numbers alone. Settings that may help are then measured too.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ Step = Callable[[Any], Any]
 BOUNDS = {
     "reading": (
         "bound by reading: the workers wait for files.",
-        "a faster or local disk, smaller files, or tar shards read in sequence would.",
+        "a faster or local disk, smaller files, or tar shards read in sequence may help.",
     ),
     "CPU decode": (
         "bound by CPU decode: the loop waits for workers that compute, or for cores.",
-        "more workers or cores, smaller files, or fewer transforms in them would.",
+        "more workers or cores, smaller files, or fewer transforms in them may help.",
     ),
     "cores": (
         "bound by cores: the model and the workers share {cores} cores, and the step is slower "
         "beside them than alone.",
-        "more cores, fewer workers, or decoding on a GPU would.",
+        "more cores, fewer workers, or decoding on a GPU may help.",
     ),
     "transfer": (
-        "bound by transfer: the copies to the device hold the loop up.",
-        "smaller batches to copy would: uint8 in place of float, or encoded images.",
+        "bound by transfer: the loop waits for copies to the device.",
+        "less to copy may help: uint8 in place of float, or encoded images.",
     ),
     "GPU decode": (
         "bound by GPU decode: decoding and transforms on the device are late.",
-        "smaller files, fewer transforms on the device, or more CPU cores would.",
+        "smaller files, fewer transforms on the device, or more CPU cores may help.",
     ),
     "model": ("bound by the model: a faster loader gains nothing.", ""),
 }
 _DEFAULT_STREAM = (
-    "the step runs on CUDA's default stream, whose launches wait for those of the prefetch thread. "
-    "It may be faster on a stream of its own: torch.cuda.set_stream(torch.cuda.Stream()) before "
+    "the step runs on CUDA's default stream, where its launches wait for the prefetch thread's. "
+    "It may be faster on its own stream: call torch.cuda.set_stream(torch.cuda.Stream()) before "
     "the model is made."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A setting that was tried, on top of the changes before it; ``gain`` is over their rate."""
+    """A setting that was tried; ``gain`` is its images/s over those of the loop as it came."""
 
     setting: str
     images_per_second: float
@@ -81,17 +81,17 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """How one loader and one step go together.
+    """What was measured of one loader and one step.
 
     Attributes:
         bound: "reading", "CPU decode", "cores", "transfer", "GPU decode" or "model".
         images_per_second: of the loop.
         loader_images_per_second: of the loader, without a step.
-        step_ms: of the loop, from one batch to the next.
-        wait_ms: of them, in ``next(loader)``.
-        copy_ms: of a batch to the device, alone; 0 for a prefetcher, which copies ahead of time.
-        reading_share: of the workers' time, without a step, not spent computing: waiting for files,
-            or for work where the device is late.
+        step_ms: from one batch of the loop to the next.
+        wait_ms: the part of it spent in ``next(loader)``.
+        copy_ms: of copying a batch to the device; 0 for a prefetcher, which copies ahead of time.
+        reading_share: of the workers' time without a step, the part not spent computing: waiting
+            for files, or for work if the device is late.
     """
 
     bound: str
@@ -110,9 +110,9 @@ class DoctorReport(Printed):
     Attributes:
         found: the diagnosis of the loader as it came.
         ceiling: images/s of the step on one resident batch.
-        changes: the one setting that helps most, if any does; with it doctor may find another.
-        tried: the other ones, the best first.
-        notes: what decodes encoded images, what the transforms cost, and what could not be tried.
+        changes: the setting that helps most, if one does. Call doctor again after the change.
+        tried: the other settings, best first.
+        notes: what decodes, what the transforms cost, bad files, and what could not be tried.
         where: loader, device and cores.
         cores: that this process may use.
     """
@@ -127,7 +127,7 @@ class DoctorReport(Printed):
 
     @property
     def bound(self) -> str:
-        """Of the loop as it came, see ``found.bound``."""
+        """What the loop is bound by, ``found.bound``."""
         return self.found.bound
 
     def as_dict(self) -> dict[str, Any]:
@@ -149,8 +149,8 @@ class DoctorReport(Printed):
         ]
         end = []
         if not self.changes and found.bound != "model":
-            tried = "nothing was tried that" if self.tried else "it was not tried what"
-            end = [f"{tried} helps; {BOUNDS[found.bound][1]}"]
+            tried = "no change that was tried helps" if self.tried else "no change was tried"
+            end = [f"{tried}; {BOUNDS[found.bound][1]}"]
         verdict = BOUNDS[found.bound][0].format(cores=self.cores)
         lines = [f"gpuprefetch doctor: {self.where}", f"verdict: {verdict}"]
         lines += [columns(rows, right=[1]), *end, *(f"note: {note}" for note in self.notes)]
@@ -166,15 +166,15 @@ def doctor(
 ) -> DoctorReport:
     """Say what a training loop is bound by, and which setting to change.
 
-    That takes 4 to 8 times ``seconds``, and starts the loader's workers as often. A bar on stderr
-    shows how far it is. The model is trained meanwhile, and samplers are drawn from.
+    This takes 4 to 8 times ``seconds``, and starts the loader's workers as often. Progress goes to
+    stderr. Meanwhile the model is trained, and samplers advance.
 
     Args:
         loader: a ``DataLoader`` or a :class:`DataPrefetcher`; left as it is.
-        step: called with each batch, its tensors on the device: one training step.
+        step: one training step; it is called with a batch whose tensors are on the device.
         device: as for :class:`DataPrefetcher`; a prefetcher's own by default.
-        seconds: of each measurement.
-        tune: whether other settings are tried.
+        seconds: length of each measurement.
+        tune: whether to try other settings.
 
     Raises:
         TypeError: if ``loader`` or ``step`` is something else.

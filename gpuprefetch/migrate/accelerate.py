@@ -155,6 +155,10 @@ def read_encoded(path: Any) -> EncodedImage:
     return EncodedImage(read_file(path), path=str(path))
 
 
+def _unchanged(image: Any) -> Any:  # a module would refuse what is not decoded
+    return image
+
+
 def _worker_part(ops: list[Any], last: Sequence[Any] = ()) -> Any:
     """The ops that stay in the workers, after a decode; gives uint8 or float tensors."""
     from torchvision.transforms import v2
@@ -233,7 +237,7 @@ def view_of(dataset: Any, transform: Any) -> Any:
     if isinstance(dataset, Subset):
         return _view(dataset, {"dataset": view_of(dataset.dataset, transform)})
     # A dataset may call it without asking whether it is there.
-    instead: dict[str, Any] = {"transform": transform or torch.nn.Identity()}
+    instead: dict[str, Any] = {"transform": transform or _unchanged}
     if transform is None and is_timm(dataset, "ImageDataset"):
         instead |= {"reader": EncodedReader(dataset.reader), "load_bytes": True}
     elif transform is None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from gpuprefetch.core.report import columns
+from gpuprefetch.core.report import Text, columns
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.decode import decoded_by
 from gpuprefetch.prefetcher import DataPrefetcher
@@ -37,18 +37,18 @@ def explain(transforms_or_prefetcher: Any) -> str:
     if isinstance(given, DataPrefetcher):
         pipeline = given._pipeline
         decode = f"by {decoded_by(pipeline.decoder, pipeline.device)}"
-        return "\n".join(_explain(view.head, view.tail, decode) for view in pipeline.views)
+        return Text("\n".join(_explain(v.head, v.tail, decode) for v in pipeline.views))
     if isinstance(given, Views):
-        return "\n".join(map(explain, given.lists))
+        return Text("\n".join(map(explain, given.lists)))
     ops = list(flatten(given))
     # torchvision's may stand in a prefetcher's list, too.
     if not any(map(is_on_device, ops)) and any(name_of(op) is not None for op in ops):
         given = convert_transforms(given)
-    return _explain(*read_list(given))
+    return Text(_explain(*read_list(given)))
 
 
 def _explain(head: Head, tail: Sequence[Transform], decode: str = "") -> str:
-    rows = [("decode", "uint8 (3, H, W), each image its own size", decode)]
+    rows = [("decode", "uint8 (3, H, W), sizes differ", decode)]
     tail, levels = on_levels(head, tail, Cast(head.dtype, head.memory_format))
     dtype = torch.uint8 if levels else head.dtype
     memory_format = None if levels else head.memory_format
