@@ -242,11 +242,8 @@ class PerImage(torch.nn.Module):
 
     def _finish(self, images: torch.Tensor) -> Finish:
         recipe = self.recipe
-        if recipe.normalize is not None and not (recipe.scaled or images.is_floating_point()):
-            raise TypeError(
-                f"Normalize takes floating point, and {images.dtype} reaches it. Put "
-                "v2.ToDtype(torch.float32, scale=True) before it, and leave dtype=torch.uint8 out."
-            )
+        if recipe.normalize is not None and not recipe.scaled:
+            refuse_integers(images)
         floats = torch.float32 if recipe.scaled and not images.is_floating_point() else None
         mean, std = recipe.normalize or (None, None)
         return Finish(mean, std, recipe.cast.dtype or floats, recipe.cast.memory_format)
@@ -256,6 +253,14 @@ class PerImage(torch.nn.Module):
         for program in drawn:
             sample = apply_one(sample, program, row)
         return apply_one(sample, drawn[-1], row, finals=True)
+
+
+def refuse_integers(images: torch.Tensor) -> None:
+    if not images.is_floating_point():
+        raise TypeError(
+            f"Normalize takes floating point, and {images.dtype} reaches it. Put "
+            "v2.ToDtype(torch.float32, scale=True) before it, and leave dtype=torch.uint8 out."
+        )
 
 
 def _check(images: Any) -> None:

@@ -1,13 +1,15 @@
 """Slots: in each of them every image of a batch has an op, drawn in NumPy from the image's key.
 
-What a transform is compiled to is made of these. All of it can be pickled.
+What a transform is compiled to is made of these. All of it can be pickled. Each has a number of
+``slots``, takes ``numbers`` of random ones for an image, and writes ``(N, slots)`` codes and
+``(N, slots, ARGS)`` arguments, zeros before, from ``(numbers, N)`` of them.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,19 +29,6 @@ class Picture(NamedTuple):
     width: int
     channels: int = 3
     white: float = 255.0  # 1.0 in floating point
-
-
-class Slots(Protocol):
-    """Something that takes ``slots``, and ``numbers`` of random ones for each image."""
-
-    @property
-    def slots(self) -> int: ...
-
-    @property
-    def numbers(self) -> int: ...
-
-    def draw(self, u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
-        """Write ``(N, slots)`` codes and ``(N, slots, ARGS)`` arguments from ``(numbers, N)`` u."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +53,7 @@ class One:
 
 @dataclass(frozen=True)
 class _Several:
-    parts: tuple[Slots, ...]
+    parts: "tuple[Slots, ...]"
 
     @property
     def slots(self) -> int:
@@ -220,6 +209,9 @@ def _rotation(angle: Floats, picture: Picture) -> Floats:
     cos, sin = np.cos(np.radians(angle)), np.sin(np.radians(angle))
     x, y = picture.width / 2, picture.height / 2
     return np.stack([cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y], axis=-1)
+
+
+Slots = One | Row | Order | Choice | Table
 
 
 @dataclass(frozen=True)

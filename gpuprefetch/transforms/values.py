@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gpuprefetch.transforms.known import constants, is_on_device, name_of
-from gpuprefetch.transforms.per_image import Loop, PerImage
+from gpuprefetch.transforms.per_image import Loop, PerImage, refuse_integers
 
 Constants = tuple[list[float], list[float]]
 
@@ -92,14 +92,10 @@ class Values:
 
     def _look(self, op: Any, images: torch.Tensor) -> None:
         normalize, name = constants(op), type(op).__name__
-        if normalize is not None and not images.is_floating_point():
-            raise TypeError(
-                f"Normalize takes floating point, and {images.dtype} reaches it. Put "
-                "v2.ToDtype(torch.float32, scale=True) before it, and leave dtype=torch.uint8 out."
-            )
         if name == "ToDtype" and _is_known(op):
             self._cast(op, images)
         elif normalize is not None:
+            refuse_integers(images)
             self._normalized(normalize, *_range(images))
         elif name in _UNIT_OPS and _is_known(op) and images.is_floating_point():
             low, high = _range(images)
