@@ -476,7 +476,8 @@ def rows_with(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"images": [picture(8, 8).int()]}, "uint8 or floating point, got torch.int32"),
+        ({"images": [picture(8, 8)[0]]}, "images must be (C, H, W)"),
+        ({"images": [picture(8, 8).int()]}, "uint8 or floating point, got 3-D torch.int32"),
         ({"sampling": rows_with(hi=9)}, "sampling[0, 1]"),
         ({"sampling": rows_with(lo=-1)}, "a source of 8 and a result of 8 pixels"),
         ({"sampling": rows_with(lo=8)}, "sampling[0, 1]"),

@@ -239,9 +239,11 @@ def check(
     positions: Sequence[int] | None = None,
 ) -> Checked:
     """Check the arguments of :func:`.launch.resample`, and make its result if there is none."""
-    ((image_dtype, device, channels),) = {(t.dtype, t.device, len(t)) for t in images}
-    if image_dtype != torch.uint8 and image_dtype not in FLOAT_DTYPES:
-        raise ValueError(f"images must be uint8 or floating point, got {image_dtype}")
+    ((kind, ndim, channels, device),) = {(t.dtype, t.dim(), len(t), t.device) for t in images}
+    if ndim != 3 or kind not in (torch.uint8, *FLOAT_DTYPES):
+        raise ValueError(
+            f"images must be (C, H, W) of uint8 or floating point, got {ndim}-D {kind}"
+        )
     geometry = np.array([(t.data_ptr(), *t.stride(), *t.shape) for t in images], np.int64)
     rows = np.asarray(sampling, np.float64)
     assert rows.shape == (len(images), 2, 6) and interpolation in SUPPORT
