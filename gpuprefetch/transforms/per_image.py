@@ -59,8 +59,8 @@ class Cast:
         """The images with values as they are; of several outputs, those in floating point."""
 
         def cast(leaf: Any) -> Any:
-            is_output = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-            if not is_output and leaf is not images:
+            is_tensor = isinstance(leaf, torch.Tensor)
+            if not is_tensor or not (leaf is images or leaf.is_floating_point()):
                 return leaf
             memory_format = self.memory_format if leaf.dim() == 4 else None
             return leaf.to(dtype=self.dtype, memory_format=memory_format)
