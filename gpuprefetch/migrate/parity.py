@@ -112,8 +112,7 @@ def parity(
         device: as for :class:`DataPrefetcher`.
 
     Returns:
-        Differences per op and the worst images. v1 ops are run as their v2 twins on PIL images, and
-        ops that the conversion moved after the crop are compared in their new place.
+        Differences per op and the worst images. v1 ops are run as their v2 twins on PIL images.
 
     Raises:
         ValueError: if ``n`` is less than 1.
