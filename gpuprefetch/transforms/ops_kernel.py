@@ -9,7 +9,6 @@ single channel has three at the same place, with a stride of 0.
 
 from typing import Any
 
-from gpuprefetch.transforms import ops_points as points
 from gpuprefetch.transforms.kernel import tl, triton
 from gpuprefetch.transforms.ops_points import BINS, FIELDS
 
@@ -22,6 +21,28 @@ STATISTICS_BLOCK = 2048
 STATISTICS_WARPS = 8
 
 if triton is not None:
+    from gpuprefetch.transforms.ops_points import (
+        AFFINE_BILINEAR,
+        AUTOCONTRAST,
+        BLUR,
+        CONTRAST,
+        EQUALIZE,
+        HFLIP,
+        MATRIX_BICUBIC,
+        MATRIX_BILINEAR,
+        SHARPNESS,
+        VFLIP,
+        arg,
+        bin_of,
+        clamp,
+        erase,
+        gray_of,
+        levels,
+        nearest,
+        point,
+        rounded,
+    )
+
     _FIELDS, _BINS = tl.constexpr(FIELDS), tl.constexpr(BINS)
 
     def _kernel(fn: Any) -> Any:
@@ -57,20 +78,20 @@ if triton is not None:
 
         if MOVES:
             code = tl.load(op_ptr)
-            if code < points.HFLIP:
+            if code < HFLIP:
                 r, g, b = _load(image, pixel, mask)
-            elif code <= points.VFLIP:
+            elif code <= VFLIP:
                 across, down = y * width + width - 1 - x, (height - 1 - y) * width + x
-                r, g, b = _load(image, tl.where(code == points.HFLIP, across, down), mask)
-            elif code == points.SHARPNESS:
+                r, g, b = _load(image, tl.where(code == HFLIP, across, down), mask)
+            elif code == SHARPNESS:
                 r, g, b = _sharpen(image, op_ptr, y, x, mask, UINT8)
-            elif code == points.BLUR:
+            elif code == BLUR:
                 plane = height * width
-                blurred_ptr += points.arg(op_ptr, 4).to(tl.int64) * 3 * plane
+                blurred_ptr += arg(op_ptr, 4).to(tl.int64) * 3 * plane
                 planes = (blurred_ptr, plane, 1, height, width)
-                sigma, taps = points.arg(op_ptr, 1), points.arg(op_ptr, 3)
+                sigma, taps = arg(op_ptr, 1), arg(op_ptr, 3)
                 r, g, b = _blur(planes, sigma, taps, x, y, width, height, mask, VECTOR)
-                r, g, b = points.rounded(r, g, b, UINT8)
+                r, g, b = rounded(r, g, b, UINT8)
             else:
                 r, g, b = _gather(image, op_ptr, code, y, x, mask, UINT8)
         else:
@@ -78,16 +99,16 @@ if triton is not None:
 
         slot = first
         while slot < last:
-            r, g, b = points.point(op_ptr, statistics_ptr, r, g, b, y, x, UINT8)
+            r, g, b = point(op_ptr, statistics_ptr, r, g, b, y, x, UINT8)
             op_ptr += _FIELDS
             slot += 1
         if FINISH:
             colors_ptr = table_ptr + tail
-            r = r * points.arg(colors_ptr, -1) + points.arg(colors_ptr, 2)
-            g = g * points.arg(colors_ptr, 0) + points.arg(colors_ptr, 3)
-            b = b * points.arg(colors_ptr, 1) + points.arg(colors_ptr, 4)
+            r = r * arg(colors_ptr, -1) + arg(colors_ptr, 2)
+            g = g * arg(colors_ptr, 0) + arg(colors_ptr, 3)
+            b = b * arg(colors_ptr, 1) + arg(colors_ptr, 4)
             while slot < end:
-                r, g, b = points.erase(tl.load(op_ptr), op_ptr, r, g, b, y, x, False)
+                r, g, b = erase(tl.load(op_ptr), op_ptr, r, g, b, y, x, False)
                 op_ptr += _FIELDS
                 slot += 1
         kind = out_ptr.dtype.element_ty
@@ -117,7 +138,7 @@ if triton is not None:
         total = tl.zeros([BLOCK], tl.float32)
         begin = 0
         # The gray mean is for the first channel's program.
-        stop = tl.where((code == points.CONTRAST) & (channel > 0), 0, size)
+        stop = tl.where((code == CONTRAST) & (channel > 0), 0, size)
         while begin < stop:
             pixel = begin + tl.arange(0, BLOCK)
             mask = pixel < size
@@ -126,21 +147,21 @@ if triton is not None:
             before = first
             while before < slot:
                 op_ptr = ops_ptr + before * _FIELDS
-                r, g, b = points.point(op_ptr, statistics_ptr, r, g, b, y, x, UINT8)
+                r, g, b = point(op_ptr, statistics_ptr, r, g, b, y, x, UINT8)
                 before += 1
-            if code == points.CONTRAST:
-                gray = tl.where(stride_c == 0, r, points.gray_of(r, g, b, UINT8))
+            if code == CONTRAST:
+                gray = tl.where(stride_c == 0, r, gray_of(r, g, b, UINT8))
                 total += tl.where(mask, gray, 0.0)
             else:
                 value = tl.where(channel == 0, r, tl.where(channel == 1, g, b))
-                if code == points.EQUALIZE:
-                    counts += tl.histogram(points.bin_of(value, UINT8), _BINS, mask)
+                if code == EQUALIZE:
+                    counts += tl.histogram(bin_of(value, UINT8), _BINS, mask)
                 else:
                     low = tl.minimum(low, tl.where(mask, value, low))
                     high = tl.maximum(high, tl.where(mask, value, high))
             begin += BLOCK
         statistics_ptr += (pair * 3 + channel) * _BINS
-        if code == points.EQUALIZE:
+        if code == EQUALIZE:
             index = tl.arange(0, _BINS)
             brightest = tl.max(tl.where(counts > 0, index, 0))
             step = (size - tl.sum(tl.where(index == brightest, counts, 0))) // 255
@@ -150,7 +171,7 @@ if triton is not None:
                 table *= 1.0 / 255
             tl.store(statistics_ptr, 0.0)
             tl.store(statistics_ptr + 1 + index, table, index < _BINS - 1)
-        elif code == points.AUTOCONTRAST:
+        elif code == AUTOCONTRAST:
             least, most = tl.min(low), tl.max(high)
             scale = (most - least) * (1.0 / 255 if UINT8 else 1.0)
             tl.store(statistics_ptr, tl.where(most == least, 0.0, least))
@@ -175,7 +196,7 @@ if triton is not None:
         pixel = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
         mask = pixel < plane
         x = pixel % width
-        sigma, taps = points.arg(op_ptr, 0), points.arg(op_ptr, 2)
+        sigma, taps = arg(op_ptr, 0), arg(op_ptr, 2)
         r, g, b = _blur(image, sigma, taps, pixel - x, x, 1, width, mask, 1)
         blurred_ptr += place.to(tl.int64) * 3 * plane + pixel
         tl.store(blurred_ptr, r, mask)
@@ -225,47 +246,39 @@ if triton is not None:
             red, green = red + r1 * (1.0 / 13), green + g1 * (1.0 / 13)
             blue += b1 * (1.0 / 13)
             i += 1
-        red, green, blue = points.rounded(red, green, blue, UINT8)
-        share = tl.where(inside, 1.0 - points.arg(op_ptr, 0), 0.0)
+        red, green, blue = rounded(red, green, blue, UINT8)
+        share = tl.where(inside, 1.0 - arg(op_ptr, 0), 0.0)
         red, green, blue = r + (red - r) * share, g + (green - g) * share, b + (blue - b) * share
-        return points.levels(red, green, blue, UINT8)
+        return levels(red, green, blue, UINT8)
 
     @triton.jit
     def _gather(image, op_ptr, code, y, x, mask, UINT8: tl.constexpr):
         height, width = image[3], image[4]
         # In [-1, 1] as torch's grid_sample has it, and rounded as torchvision rounds on the way.
         base_x, base_y = x + 0.5, y + 0.5
-        if code <= points.AFFINE_BILINEAR:
+        if code <= AFFINE_BILINEAR:
             base_x, base_y = base_x - 0.5 * width, base_y - 0.5 * height
-        scale = base_x * points.arg(op_ptr, 6) + base_y * points.arg(op_ptr, 7) + 1.0
-        grid_x = (
-            base_x * points.arg(op_ptr, 0) + base_y * points.arg(op_ptr, 1) + points.arg(op_ptr, 2)
-        )
-        grid_y = (
-            base_x * points.arg(op_ptr, 3) + base_y * points.arg(op_ptr, 4) + points.arg(op_ptr, 5)
-        )
-        if code > points.AFFINE_BILINEAR:
+        scale = base_x * arg(op_ptr, 6) + base_y * arg(op_ptr, 7) + 1.0
+        grid_x = base_x * arg(op_ptr, 0) + base_y * arg(op_ptr, 1) + arg(op_ptr, 2)
+        grid_y = base_x * arg(op_ptr, 3) + base_y * arg(op_ptr, 4) + arg(op_ptr, 5)
+        if code > AFFINE_BILINEAR:
             grid_x = tl.div_rn(grid_x, scale) - 1.0
             grid_y = tl.div_rn(grid_y, scale) - 1.0
         source_x = ((grid_x + 1.0) * width - 1.0) * 0.5
         source_y = ((grid_y + 1.0) * height - 1.0) * 0.5
-        repeats = code >= points.MATRIX_BILINEAR
-        taps = tl.where(code == points.MATRIX_BICUBIC, 4, tl.where(repeats | (code % 2 == 0), 2, 1))
+        repeats = code >= MATRIX_BILINEAR
+        taps = tl.where(code == MATRIX_BICUBIC, 4, tl.where(repeats | (code % 2 == 0), 2, 1))
         r, g, b, share = _sample(image, source_y, source_x, taps, repeats, mask)
         if repeats:
             inside = (grid_x >= -1.0) & (grid_x < 1.0) & (grid_y >= -1.0) & (grid_y < 1.0)
             share = tl.where(inside, 1.0, 0.0)
             white = 255.0 if UINT8 else 1.0
-            r, g, b = (
-                points.clamp(r, 0.0, white),
-                points.clamp(g, 0.0, white),
-                points.clamp(b, 0.0, white),
-            )
-        red, green, blue = points.arg(op_ptr, 8), points.arg(op_ptr, 9), points.arg(op_ptr, 10)
+            r, g, b = clamp(r, 0.0, white), clamp(g, 0.0, white), clamp(b, 0.0, white)
+        red, green, blue = arg(op_ptr, 8), arg(op_ptr, 9), arg(op_ptr, 10)
         if red == red:  # not NaN: there is a fill
             r, g = (r - red) * share + red, (g - green) * share + green
             b = (b - blue) * share + blue
-        return points.rounded(r, g, b, UINT8)
+        return rounded(r, g, b, UINT8)
 
     @triton.jit
     def _sample(image, y, x, taps, repeats, mask):
@@ -275,7 +288,7 @@ if triton is not None:
         """
         height, width = image[3], image[4]
         if taps == 1:
-            top, left = points.nearest(y), points.nearest(x)
+            top, left = nearest(y), nearest(x)
         else:
             top, left = tl.floor(y) - (taps // 2 - 1), tl.floor(x) - (taps // 2 - 1)
         r = tl.zeros_like(x)
@@ -284,10 +297,7 @@ if triton is not None:
         while i < taps * taps:  # in a loop: unrolled it takes all registers
             row, column = top + i // taps, left + i % taps
             weight = _weight(row - y, taps) * _weight(column - x, taps)
-            near_row, near_column = (
-                points.clamp(row, 0.0, height - 1.0),
-                points.clamp(column, 0.0, width - 1.0),
-            )
+            near_row, near_column = clamp(row, 0.0, height - 1.0), clamp(column, 0.0, width - 1.0)
             inside = (row == near_row) & (column == near_column)
             at = near_row.to(tl.int32) * width + near_column.to(tl.int32)
             red, green, blue = _load(image, at, mask & (inside | repeats))
