@@ -8,7 +8,6 @@ import tarfile
 import threading
 import warnings
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import kornia.augmentation as K
@@ -321,8 +320,6 @@ CROPPED, RESIZED = [v1.CenterCrop(24), v1.ToTensor()], v1.Resize((40, 50), antia
 SAME = {
     "Normalize by a number": ([*CROPPED, v1.Normalize(0.5, 0.25)], 1e-6),
     "Normalize by a tensor": ([*CROPPED, v1.Normalize(torch.tensor(0.5), [0.25])], 1e-6),
-    # The worker's resize rounds to uint8 after each axis, as PIL's: a level, over std.
-    "Normalize before a resize": ([v1.ToTensor(), v1.Normalize(MEAN, STD), RESIZED], 0.018),
     "antialias=None is on for PIL": ([v2.Resize((40, 50), antialias=None), v2.PILToTensor()], 1),
     "and off for tensors": ([CROPPED[0], v1.PILToTensor(), v1.Resize((9, 9), antialias=None)], 1),
     "integers": ([v2.RGB(), v2.CenterCrop(40), v2.ToImage()], 0),
@@ -403,7 +400,7 @@ REFUSED = {
     "RandomCrop .* padding that is": [v2.RandomCrop(9, 2, padding_mode="reflect"), v2.ToImage()],
     "RandomRotation .* expand": [v2.CenterCrop(9), v2.RandomRotation(9, expand=True), v2.ToImage()],
     "RandomAffine .*'bicubic'": [v2.CenterCrop(9), v2.RandomAffine(9, interpolation=BICUBIC)],
-    "Normalize .* before CenterCrop": [
+    "Normalize .* before the crop": [
         v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD), v2.CenterCrop(9)
     ],
     "RandomCrop .* by chance": [v2.CenterCrop(9), v2.RandomApply([v2.RandomCrop(5)]), v2.ToImage()],
@@ -413,13 +410,10 @@ REFUSED = {
 
 
 REFUSED |= {
-    "Normalize .* Put it after the crop": REFUSED["Normalize .* before CenterCrop"],
+    "Normalize .* Put it after the crop": REFUSED["Normalize .* before the crop"],
     "Lambda .* Replace it": REFUSED["Lambda .* not among the ops"],  # it is after the crop
-    "sizes, .* Add a RandomResizedCrop": [
-        v2.ToImage(),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.RandomGrayscale(),
-    ],
+    "sizes, .* Add a RandomResizedCrop": [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)],
+    "RandomGrayscale .* Put it after the crop": [v2.RandomGrayscale(), v2.CenterCrop(9)],
 }
 
 
@@ -639,34 +633,6 @@ def test_datasets_that_do_not_read_through_their_loader_are_refused(folder):
         accelerate(DataLoader(ConcatDataset(parts)), **CPU)
 
 
-def quiet(size, *, pad=False, shift=0.0):
-    """A pipeline with what a ``repr`` leaves out."""
-    add = partial(torch.add, other=shift)
-    crop = v1.RandomCrop(size, pad_if_needed=pad)
-    return [crop, v1.ToTensor(), v1.Lambda(lambda image: add(image))]
-
-
-@pytest.mark.parametrize("swap", [1, -1])
-@pytest.mark.parametrize("options", [{"pad": True}, {"shift": 0.1}])
-def test_transforms_that_only_look_alike_are_told_apart(folder, options, swap):
-    pipelines = [quiet(40), quiet(40, **options)][::swap]
-    assert repr(pipelines[0]) == repr(pipelines[1])
-    parts = [ImageFolder(folder, v1.Compose(ops)) for ops in pipelines]
-    with pytest.raises(TypeError, match=r"different transforms.*Give them one object"):
-        accelerate(DataLoader(ConcatDataset(parts)), keep_unknown=True, **CPU)
-
-
-def test_pipelines_built_twice_are_the_same(folder):
-    again = published_pipelines()
-    for name in [name for name in PUBLISHED if name.startswith(("examples", "timm"))]:
-        parts = [ImageFolder(folder, transform) for transform in (PUBLISHED[name], again[name])]
-        moved = accelerate(DataLoader(ConcatDataset(parts), batch_size=4), **CPU)
-        assert parts[0].transform is not parts[1].transform and len(moved) == 9
-    parts[1].transform = v1.Compose(VAL)
-    with pytest.raises(TypeError, match="different transforms"):
-        accelerate(DataLoader(ConcatDataset(parts), batch_size=4), **CPU)
-
-
 def test_a_loader_of_single_samples_is_refused(folder):
     with pytest.raises(TypeError, match="Give it a batch_size"):
         accelerate(DataLoader(ImageFolder(folder, v1.Compose(VAL)), batch_size=None), **CPU)
@@ -789,9 +755,10 @@ def test_the_report_is_a_table_and_a_picture(folder, tmp_path):
     assert report.worst[0][1] == max(mean for _, mean, _ in report.worst)
     report.picture(tmp_path / "worst.png")
     with Image.open(tmp_path / "worst.png") as picture:
-        assert picture.size == (3 * 48, 14 + 4 * (14 + 48))
-        labels = np.asarray(picture)[:14].min(2)
-    assert all(part.min() < 99 for part in np.split(labels, 3, axis=1))  # over each column
+        assert picture.size == (2 + 3 * 50, 2 + 4 * 50)
+        theirs, ours, difference = np.split(np.asarray(picture)[2:50, 2:].astype(int), 3, axis=1)
+    assert np.abs(theirs[:, :48] - ours[:, :48]).max() < 9
+    assert np.abs(difference[:, :48] - 127).max() < 80
 
 
 def test_explain_says_what_is_fused_and_why_the_rest_is_not():

@@ -34,7 +34,6 @@ ARGUMENTS = {
     "HFLIP": [[]],
     "VFLIP": [[]],
     "AFFINE": [[20, 3, -2, 1.1, 5, 3, NAN, NAN, *FILL], [0, 0, 0, 1, 17, 0, 0, 0, NAN]],
-    "ROTATE": [[-30, NAN, NAN, *FILL], [77, 4, 11, NAN]],
     "PERSPECTIVE": [
         [1.1, 0.1, -2, 0.05, 0.9, 1, 0.001, 0.002, *FILL],
         [0.9, 0, 1, 0, 1, 0, 0, 0.01, NAN],
@@ -61,8 +60,8 @@ def arguments_of(name, dtype=torch.uint8):
     sets = [np.array(given, float) for given in ARGUMENTS[family]]
     if dtype != torch.uint8:
         for given in sets:
-            if family in ("AFFINE", "ROTATE", "PERSPECTIVE", "MATRIX"):
-                given[{"ROTATE": 3, "MATRIX": 6}.get(family, 8) :] /= 255
+            if family in ("AFFINE", "PERSPECTIVE", "MATRIX"):
+                given[6 if family == "MATRIX" else 8 :] /= 255
             elif family == "ERASE":
                 given[4:] /= 255
             elif family in ("SOLARIZE", "SOLARIZE_ADD"):
@@ -126,7 +125,7 @@ def assert_near(result, expected, exact=0.98):  # a GPU fuses products and sums
 def by_torchvision(name, image, a):
     family = family_of(name)
     mode = InterpolationMode(name.split("_")[1].lower() if family != name else "nearest")
-    fill = {"AFFINE": 8, "ROTATE": 3, "PERSPECTIVE": 8}.get(family)
+    fill = {"AFFINE": 8, "PERSPECTIVE": 8}.get(family)
     fill = None if fill is None or a[fill] != a[fill] else a[fill : fill + 3]
 
     limit = 256 if image.dtype == torch.uint8 else 256 / 255  # above the range
@@ -153,7 +152,6 @@ def by_torchvision(name, image, a):
         "AFFINE": lambda: F.affine(
             image, a[0], a[1:3], a[3], a[4:6], mode, fill, center=center(a[6:8])
         ),
-        "ROTATE": lambda: F.rotate(image, a[0], mode, center=center(a[1:3]), fill=fill),
         "PERSPECTIVE": lambda: F.perspective(image, None, None, mode, fill, coefficients=a[:8]),
         "SHARPNESS": lambda: F.adjust_sharpness(image, a[0]),
         "BLUR": lambda: F.gaussian_blur(image, [int(a[2]), int(a[3])], a[:2]),
@@ -394,5 +392,4 @@ def test_what_does_not_fit(run):
 
 def test_kernels_know_the_codes():
     for name, code in ops.OPS.items():
-        if not name.startswith("ROTATE"):
-            assert getattr(ops_points, name).value == code
+        assert getattr(ops_points, name).value == code

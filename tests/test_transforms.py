@@ -10,6 +10,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from gpuprefetch import CenterCrop, RandomResizedCrop, Resize
+from gpuprefetch.transforms.convert import read_list
 from gpuprefetch.transforms.head import (
     apply_head,
     read_transforms,
@@ -332,7 +333,7 @@ def test_a_sequential_stands_for_its_modules():
     ops = [RandomResizedCrop(8), K.RandomHorizontalFlip(), K.ColorJitter(0.1)]
     inner = torch.nn.Sequential(*ops[:2])
     for given in (torch.nn.Sequential(*ops), [inner, ops[2]], torch.nn.Sequential(inner, ops[2])):
-        head, tail = read_transforms(given)
+        head, tail = read_list(given)
         assert head.names == ("RandomResizedCrop", "RandomHorizontalFlip")
         assert tail == [ops[2]]
 

@@ -5,12 +5,8 @@ another ``loader`` function, one that reads a file's bytes and leaves them encod
 transforms go to the prefetcher.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
-import io
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -124,7 +120,6 @@ class _Accelerated(DataPrefetcher):
         return self._dataset
 
     def describe(self, *, decodes_on_workers: bool) -> str:
-        """Where everything runs now, a line per op."""
         on_gpu = self._pipeline.decoder is not None and not decodes_on_workers
         decode = "GPU, a share of it worker CPU (cpu_share)" if on_gpu else "worker CPU"
         collate = "worker CPU"
@@ -146,7 +141,6 @@ class _Kept(Encoded):
 
 
 def _keep(made: Any) -> Any:
-    """What the workers' part made of a picture, each tensor apart."""
     return map_leaves(lambda leaf: _Kept(leaf) if isinstance(leaf, torch.Tensor) else leaf, made)
 
 
@@ -158,12 +152,10 @@ default_collate_fn_map[_Kept] = _collate_kept
 
 
 def read_encoded(path: Any) -> EncodedImage:
-    """A ``loader`` for torchvision's folders that leaves a file as it is."""
     return EncodedImage(read_file(path), path=str(path))
 
 
-def _unchanged(image: Any) -> Any:
-    """A ``transform`` that leaves a file encoded."""
+def _unchanged(image: Any) -> Any:  # a module would refuse what is not decoded
     return image
 
 
@@ -196,7 +188,6 @@ class EncodedReader:
 
 
 def folders_of(loader: Any) -> list[Any]:
-    """The folder datasets at the bottom of a loader."""
     if not isinstance(loader, DataLoader):
         hint = " Build it with use_prefetcher=False." if is_timm(loader, "PrefetchLoader") else ""
         if isinstance(loader, DataPrefetcher):
@@ -255,11 +246,7 @@ def view_of(dataset: Any, transform: Any) -> Any:
 
 
 def _view(dataset: Any, instead: dict[str, Any]) -> Any:
-    """A second face of a dataset, which shares all of its state but has ``instead`` for some.
-
-    Raises:
-        TypeError: where it is read after the dataset was given another one of these.
-    """
+    """A second face of a dataset, which shares all of its state but has ``instead`` for some."""
     kind, seen = type(dataset), {name: vars(dataset).get(name) for name in instead}
 
     def read(name: str, view: Any) -> Any:
@@ -290,29 +277,12 @@ def _refuse_under_way(loader: DataLoader[Any]) -> None:
         )
 
 
-def _alike(a: Any, b: Any) -> bool:
-    """Whether two pipelines surely do the same: a ``repr`` leaves much out, a pickle does not."""
-    try:
-        return a is b or _pickled(a) == _pickled(b)
-    except Exception:  # a lambda, and what else cannot be pickled: it is not known
-        return False
-
-
-def _pickled(pipeline: Any) -> bytes:
-    pickler = pickle.Pickler(held := io.BytesIO())
-    # torch's own way with a tensor writes where it lies.
-    pickler.dispatch_table = {torch.Tensor: lambda tensor: (torch.as_tensor, (tensor.numpy(),))}
-    pickler.dump(pipeline)
-    return held.getvalue()
-
-
 def pipeline_of(folders: list[Any]) -> list[Any]:
     first, *rest = (folder.transform for folder in folders)
-    if not all(_alike(first, other) for other in rest):
+    if any(other is not first for other in rest):
         raise TypeError(
-            "The datasets of the loader have different transforms, or ones that cannot be "
-            "compared, and a batch on the device is transformed as one. Give them one object, or "
-            "build one loader for each of them."
+            "The datasets of the loader have different transforms, and a batch on the device is "
+            "transformed as one. Give them one object, or build one loader for each of them."
         )
     if first is None:
         raise TypeError(
@@ -368,7 +338,7 @@ def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
 
 
 def _probe(dataset: Any, *, encoded: bool, needed: bool) -> int:
-    """How many images the first sample has, if it is what it has to be; 1 of an empty dataset.
+    """How many images the first sample has; 1 of an empty dataset.
 
     One is ``needed`` where the device has something to do, and an ``encoded`` one for all of it.
     """

@@ -1,8 +1,7 @@
 """explain: what becomes of a transform list, in words."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,14 +51,10 @@ def explain(transforms_or_prefetcher: Any) -> str:
 def _explain(head: Head, tail: Sequence[Transform], decode: str = "") -> str:
     rows = [("decode", "uint8 (3, H, W), sizes differ", decode)]
     tail, levels = on_levels(head, tail, Cast(head.dtype, head.memory_format))
-    dtype = torch.uint8 if levels else head.dtype
-    memory_format = None if levels else head.memory_format
-    images = None
-    if head.size is not None:
-        images = torch.zeros((2, 3, *head.size), dtype=dtype or torch.float32)
-        images = images.contiguous(memory_format=memory_format or torch.contiguous_format)
+    head = replace(head, dtype=torch.uint8, memory_format=None) if levels else head
+    images = None if head.size is None else head.empty(2, "cpu").zero_()
     if head.names:
-        what = "in 0 to 255" if dtype == torch.uint8 else "in [0, 1]"
+        what = "in 0 to 255" if head.dtype == torch.uint8 else "in [0, 1]"
         what = "normalized" if head.mean else what
         rows.append((", ".join(head.names), _form(images), f"one fused launch, {what}"))
     for position, transform in enumerate(tail):

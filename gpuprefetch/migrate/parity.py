@@ -1,10 +1,8 @@
 """parity: a torchvision pipeline and its converted list, side by side on the user's own files."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,15 +15,12 @@ from gpuprefetch.images.apart import image_of
 from gpuprefetch.migrate.accelerate import check_loaders, folders_of, pipeline_of, view_of
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.convert import CONVERSIONS, Plan, convert
-from gpuprefetch.transforms.head import read_transforms
-from gpuprefetch.transforms.launch import resample
+from gpuprefetch.transforms.head import Head, read_transforms
 from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.random import SeededDraws, fold
 from gpuprefetch.transforms.sampling import Sampling
 
-# Images that a report keeps for its picture, how much that enhances the difference, and the height
-# of its labels in pixels.
-KEPT, ENHANCED, LABEL = 4, 8, 14
+KEPT = 4  # images that a report keeps for its picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +92,11 @@ class ParityReport(Printed):
         return "\n".join(lines)
 
     def picture(self, path: str | Path) -> None:
-        """Save the worst images: torchvision's, ours, and the enhanced difference on gray."""
-        from PIL import Image, ImageDraw
+        """Save the worst images, a row each: torchvision's, ours, 8 x the difference on gray."""
+        from torchvision.utils import save_image
 
-        pairs = [(p, (p.old, p.new, 127.5 + ENHANCED * (p.new - p.old))) for p in self._worst]
-        height, width = self._worst[0].old.shape[1:]
-        sheet = Image.new("RGB", (3 * width, LABEL + len(pairs) * (LABEL + height)), "white")
-        draw = ImageDraw.Draw(sheet)
-        for column, title in enumerate(("torchvision", "gpuprefetch", f"{ENHANCED} x difference")):
-            draw.text((column * width + 2, 1), title, "black")
-        for row, (pair, tiles) in enumerate(pairs):
-            top = LABEL + row * (LABEL + height)
-            label = f"{Path(pair.path).name}: mean {pair.mean:.2f}, max {pair.max:.0f} levels"
-            draw.text((2, top + 1), label, "black")
-            pixels = torch.cat(tiles, 2).clamp(0, 255).byte().expand(3, -1, -1)
-            sheet.paste(Image.fromarray(pixels.permute(1, 2, 0).numpy()), (0, top + LABEL))
-        sheet.save(path)
+        tiles = [t for p in self._worst for t in (p.old, p.new, 127.5 + 8 * (p.new - p.old))]
+        save_image([tile.expand(3, -1, -1) / 255 for tile in tiles], path, nrow=3)
 
 
 def parity(
@@ -128,8 +112,7 @@ def parity(
         device: as for :class:`DataPrefetcher`.
 
     Returns:
-        Differences per op and the worst images. v1 ops are run as their v2 twins on PIL images, and
-        ops that the conversion moved after the crop are compared in their new place.
+        Differences per op and the worst images. v1 ops are run as their v2 twins on PIL images.
 
     Raises:
         ValueError: if ``n`` is less than 1.
@@ -137,6 +120,8 @@ def parity(
         UnsupportedTransformError: for an op that cannot move.
         BadImageError: for a file that cannot be decoded.
     """
+    from PIL import Image
+
     if n < 1:
         raise ValueError(f"n is a number of images, at least 1, got {n!r}.")
     folders = folders_of(loader)
@@ -154,7 +139,8 @@ def parity(
                 differences = list[tuple[float, ...]]()
                 # The seed is not of the path: the same draws wherever the files are.
                 seed = 1000 * (len(found) + 1)
-                for old, alone, new in _walk(plan, _open(image.data), decoded, seed):
+                picture = Image.open(io.BytesIO(image.data)).convert("RGB")
+                for old, alone, new in _walk(plan, picture, decoded, seed):
                     differences.append(_difference(old, alone) + _difference(old, new))
                 found.append(differences)
                 mean, most = _difference(old, new)
@@ -168,14 +154,6 @@ def parity(
     return ParityReport(len(found), rows, worst)
 
 
-def _open(data: Any) -> Any:
-    """A file's bytes as torchvision's loader and timm's dataset open them."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(data)) as picture:
-        return picture.convert("RGB")
-
-
 @dataclass(slots=True)
 class _State:
     """One side of the comparison: an image, and how its values turn into levels of 255."""
@@ -185,7 +163,6 @@ class _State:
     shift: Any = 0.0
 
     def levels(self) -> torch.Tensor:
-        """``(C, H, W)`` float32 on the CPU."""
         values = _tensor(self.image).cpu()
         slope = self.slope
         if slope is None:
@@ -193,7 +170,7 @@ class _State:
         levels: torch.Tensor = values.float() * slope + self.shift
         return levels
 
-    def then(self, op: Any, image: Any) -> _State:
+    def then(self, op: Any, image: Any) -> "_State":
         """This side after torchvision's ``op``, or ours in its place, which made ``image``."""
         name = type(op).__name__
         if name == "Normalize":
@@ -221,26 +198,18 @@ def _difference(old: _State, new: _State) -> tuple[float, float]:
 def _walk(
     plan: Plan, picture: Any, decoded: torch.Tensor, seed: int
 ) -> Iterator[tuple[_State, _State, _State]]:
-    """Take one file through a plan.
+    """Take one file through a plan: of the decoders and then of each op three sides.
 
-    Yields:
-        Of the decoders and then of each op: torchvision's side, our op on the image that
-        torchvision's op was given, and our side.
+    These are torchvision's, our op on the image that torchvision's op was given, and ours.
     """
     head, tail = read_transforms(plan.transforms)
     draws = ((op, fold(fold(seed, [0]), position)) for position, op in enumerate(head.ops))
     sampling = Sampling.identity([decoded.shape[-2:]])
-    colors: dict[str, Any] = {}
+    launch = plain = replace(head, mean=None, std=None)  # until the step that normalizes
 
-    def resampled(image: torch.Tensor, sampling: Sampling, **colors: Any) -> torch.Tensor:
-        return resample(
-            [image],
-            sampling.rows(),
-            tuple(sampling.length[0].astype(int).tolist()),
-            interpolation=head.interpolation,
-            antialias=head.antialias,
-            **colors,
-        )[0]
+    def resampled(launch: Head, image: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+        height, width = sampling.length[0].astype(int).tolist()
+        return launch.resample([image], sampling.rows(), (height, width))[0]
 
     def drawn(fn: Any, image: Any, seed: int) -> Any:
         with SeededDraws(seed):
@@ -255,12 +224,12 @@ def _walk(
         elif step.where == "fused launch" and step.name != "Normalize":
             ours, keys = next(draws)
             own, sampling = ours(Sampling.identity([before.shape[-2:]]), keys), ours(sampling, keys)
-            alone = old.then(op, resampled(before, own))
-            new = new.then(op, resampled(decoded, sampling, **colors))
+            alone = old.then(op, resampled(plain, before, own))
+            new = new.then(op, resampled(launch, decoded, sampling))
             old = old.then(op, _with_parameters(op, old.image, own))
         else:
             if step.where == "fused launch":
-                colors = {"mean": head.mean, "std": head.std}
+                launch = head
             else:
                 # Our list may have a change of dtype before it that the pipeline has not.
                 while (first := tail.pop(0)) is not module:
@@ -278,7 +247,6 @@ def _walk(
 
 
 def _with_parameters(op: Any, image: Any, own: Sampling) -> Any:
-    """What a torchvision v2 fused op makes of an image with the parameters we drew."""
     from torchvision.transforms.v2 import functional as F
 
     name = type(op).__name__

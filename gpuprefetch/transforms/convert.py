@@ -5,8 +5,6 @@ the fused launch. Random ops become programs, with one draw per image; others st
 to its conversion to floating point a pipeline works on uint8, and so does its converted list.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,14 +34,12 @@ from gpuprefetch.transforms.known import (
 from gpuprefetch.transforms.per_image import Loop, PerImage, ToFloat, ToUint8, grouped
 from gpuprefetch.transforms.policy import COMPILERS, FILTERS, compiled
 from gpuprefetch.transforms.sampling import RandomCropOp
-from gpuprefetch.transforms.timm import from_timm, is_augment, why_not
+from gpuprefetch.transforms.timm import from_timm, why_not
 
 CONVERSIONS = frozenset(
     "ToTensor PILToTensor ToImage ToPureTensor ToDtype ConvertImageDtype".split()
 )
 _CROPS = frozenset("RandomResizedCrop Resize CenterCrop RandomCrop".split())
-# Linear in each pixel: before a bilinear resize or after it is the same up to rounding.
-_LINEAR = frozenset("Normalize Grayscale RandomGrayscale RandomInvert".split())
 # They give sizes that they draw, or take what no pipeline has on the device: an image at a time.
 _ALONE = frozenset(
     "JPEG RandomIoUCrop RandomResize RandomShortestSize RandomZoomOut ScaleJitter".split()
@@ -56,7 +52,6 @@ _AS_THEY_ARE = frozenset(
 _DRAWN = (COMPILERS.keys() | _LOOPED | _ALONE) - _AS_THEY_ARE
 _KNOWN = COMPILERS.keys() | _LOOPED | _AS_THEY_ARE
 _CONTAINERS = frozenset("RandomApply RandomChoice RandomOrder".split())
-AFTER_CROP = "Put it after the crop"
 # Where tensors know fewer filters than PIL: what torchvision takes for a tensor.
 _RESIZE_FILTERS = ("nearest", "nearest-exact", "bilinear", "bicubic")
 
@@ -68,19 +63,12 @@ _TIES = "where two pixels are equally near it may be the other"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What became of one op.
+    """What became of one op."""
 
-    Attributes:
-        source: the op; a v1 op's twin from v2.
-        module: what stands for it in the list, None where nothing needs to.
-        where: it runs.
-        note: what differs.
-    """
-
-    source: Any
-    module: Transform | None
+    source: Any  # a v1 op's twin from v2
+    module: Transform | None  # what stands for it in the list, None where nothing needs to
     where: str
-    note: str = ""
+    note: str = ""  # what differs
 
     @property
     def name(self) -> str:
@@ -99,7 +87,6 @@ class Plan(Printed):
 
 
 def title(transform: Any) -> str:
-    """What a transform is called in a table."""
     if not isinstance(transform, (_FusedTransform, PerImage)):
         transform = getattr(transform, "op", transform)  # of a torchvision op's wrapper
     return getattr(transform, "__name__", type(transform).__name__)
@@ -125,10 +112,8 @@ def convert_transforms(pipeline: Any) -> list[Transform]:
 def convert(pipeline: Any, *, batched: torch.Tensor | None = None, pictures: bool = False) -> Plan:
     """As :func:`convert_transforms`, with what became of each op.
 
-    Args:
-        pipeline: likewise.
-        batched: one of the images, if they come as ``(N, C, H, W)`` and not as encoded files.
-        pictures: whether the pipeline gets PIL images for sure, and not perhaps tensors.
+    ``batched`` is one of the images, if they come as ``(N, C, H, W)`` and not as encoded files.
+    ``pictures`` says that the pipeline gets PIL images for sure, and not perhaps tensors.
     """
     converter = _Converter(pictures=pictures)
     if batched is not None:
@@ -141,12 +126,7 @@ def convert(pipeline: Any, *, batched: torch.Tensor | None = None, pictures: boo
 
 
 def read_list(transforms: Any) -> tuple[Head, list[Transform]]:
-    """:func:`read_transforms`, with a draw for each image where torchvision's would share one.
-
-    Raises:
-        ValueError: likewise, and for what torchvision, timm or albumentations have for pictures on
-            the CPU only.
-    """
+    """:func:`read_transforms`, with a draw for each image where torchvision's would share one."""
     given = [transforms] if callable(transforms) else transforms
     if isinstance(given, (list, tuple)):
         given = [op for each in given for op in _opened(each)]
@@ -160,25 +140,25 @@ def _is_alone(op: Any) -> bool:
 
 def _opened(transform: Any) -> list[Any]:
     """The ops of a Compose, but of one that draws sizes: the next op may make one of them again."""
-    if is_on_device(transform):
-        return [transform]
     ops = [*flatten(transform)]
     return [transform] if any(map(_is_alone, ops)) else ops
 
 
 def _in_list(transform: Transform) -> Transform:
     """What runs in a list for a transform: itself if it draws nothing, or is not torchvision's."""
-    names = [_refuse_in_list(op) for op in flatten(transform)]
-    if _is_alone(transform) or len(names) > 1:
+    ops = [*flatten(transform)]
+    for op in ops:
+        _refuse_in_list(op)
+    if _is_alone(transform) or len(ops) > 1:
         return Loop(transform)
-    if names[0] in _DRAWN or is_augment(transform):
-        op = twin(from_timm(transform))
-        return Loop(op) if compiled(op) is None and name_of(op) in _DRAWN else op
-    return transform
+    op = from_timm(transform)
+    if name_of(op) not in _DRAWN:
+        return transform
+    op = twin(op)
+    return op if compiled(op) is not None else Loop(op)
 
 
-def _refuse_in_list(op: Any) -> str | None:
-    """The name of an op, as what it stands for."""
+def _refuse_in_list(op: Any) -> None:
     from torchvision import transforms as v1
 
     name = type(op).__name__
@@ -193,17 +173,12 @@ def _refuse_in_list(op: Any) -> str | None:
             "crop or a resize. Leave it out. What is made of a whole pipeline for PIL images: "
             "transforms=gpuprefetch.convert_transforms(pipeline)."
         )
-    if _is_albumentations(op):
+    if type(op).__module__.startswith("albumentations."):
         raise ValueError(
             f"albumentations' {name} is for one NumPy array in a worker. Take kornia's or "
             "torchvision's op in its place: transforms=[gpuprefetch.RandomResizedCrop(224), "
             "K.RandomHorizontalFlip(), v2.ColorJitter(0.4)]."
         )
-    return name_of(from_timm(op))
-
-
-def _is_albumentations(op: Any) -> bool:
-    return type(op).__module__.startswith("albumentations.")
 
 
 def fixes_size(op: Any) -> bool:
@@ -236,7 +211,6 @@ class _Converter:
     gray: bool = False  # they may have one channel
     steps: list[Step] = field(default_factory=list)
     transforms: list[Transform] = field(default_factory=list)
-    delayed: list[Any] = field(default_factory=list)
 
     @property
     def is_float(self) -> bool:
@@ -254,19 +228,17 @@ class _Converter:
                 "transforms=[*convert_transforms(pipeline), it])."
             )
         if name is None:
-            of_arrays = "it is albumentations', which takes NumPy arrays"
-            _refuse(op, of_arrays if _is_albumentations(op) else why_not(op))
+            _refuse(op, why_not(op))
         if name in CONVERSIONS:
             return self._take_conversion(op)
         if name == "Identity" or (name == "RGB" and not self.gray):  # files are decoded to RGB
             return self._add(op, None, "nothing to do")
         op = twin(op)
-        module = self._for_launch(op)
+        module, note = self._for_launch(op)
         if module is not None and self._fuses(module):
-            return self._fuse(op, module)
-        if name in _LINEAR and not self.sized and getattr(op, "num_output_channels", 3) == 3:
-            return self.delayed.append(op)
-        self._take_delayed()
+            self.sized |= fixes_size(op)
+            self.holds_float = True  # the launch gives that, whatever it is given
+            return self._add(op, module, "fused launch", note)
         return self._take_on_batch(op)
 
     def finish(self) -> Plan:
@@ -280,7 +252,6 @@ class _Converter:
                 "The pipeline gives images of different sizes, which no batch can hold. Add a "
                 "RandomResizedCrop, or a Resize and a CenterCrop, to it."
             )
-        self._take_delayed()
         self._hold(self.is_float)
         return Plan(self.steps, self.transforms)
 
@@ -303,7 +274,6 @@ class _Converter:
         if self.pictures and not (self.is_tensor or makes_tensors):
             self._add(op, None, "nothing to do", "it lets PIL images pass")
             return
-        self._take_delayed()
         self.is_tensor = True
         if makes_tensors or name == "ToPureTensor":
             self.kind = tv_tensors.Image if name == "ToImage" else torch.Tensor
@@ -320,55 +290,39 @@ class _Converter:
             self.holds_float = True
         self.dtype = dtype or self.dtype
 
-    def _for_launch(self, op: Any) -> Transform | None:
-        """What may stand for an op in the launch, None where nothing can."""
+    def _for_launch(self, op: Any) -> tuple[Transform | None, str]:
+        """What may stand for an op in the launch, None where nothing can; and what differs."""
         import kornia.augmentation as K
 
-        name = type(op).__name__
+        name, how = type(op).__name__, filter_of(op)
         if name in ("RandomHorizontalFlip", "RandomVerticalFlip"):
-            return getattr(K, name)(p=op.p)  # type: ignore[no-any-return]
+            return getattr(K, name)(p=op.p), ""
         if name == "CenterCrop":
-            return CenterCrop(op.size)
+            return CenterCrop(op.size), ""
         if name == "RandomCrop":
             black = op.padding_mode == "constant" and op.fill in (0, None)
-            return RandomCrop(op) if black else None
-        if name not in _CROPS or filter_of(op) not in _RESIZE_FILTERS:
-            return None
-        if self.is_tensor and not op.antialias and "nearest" not in filter_of(op):
-            return None
-        # PIL's takes the pixel at the center.
-        how = filter_of(op) if self.is_tensor else filter_of(op).replace("nearest", "nearest-exact")
-        if name == "Resize":
-            size = op.size[0] if op.size and len(op.size) == 1 else op.size
-            return Resize(size, how, op.max_size)
-        return RandomResizedCrop(op.size, op.scale, op.ratio, how)
+            return RandomCrop(op) if black else None, ""
+        if name not in _CROPS or how not in _RESIZE_FILTERS:
+            return None, ""
+        note = "" if self.is_float else _UNROUNDED
+        if "nearest" in how and self.is_tensor:
+            note = ""
+        elif "nearest" in how:
+            note, how = _TIES, "nearest-exact"  # PIL's takes the pixel at the center
+        elif self.is_tensor and not op.antialias:
+            return None, ""
+        elif how == "bicubic" and self.is_float:
+            note = _CLIPPED
+        if name == "RandomResizedCrop":
+            return RandomResizedCrop(op.size, op.scale, op.ratio, how), note
+        size = op.size[0] if op.size and len(op.size) == 1 else op.size
+        return Resize(size, how, op.max_size), note
 
     def _fuses(self, module: Transform) -> bool:
         return not read_transforms([*self.transforms, module])[1]
 
-    def _fuse(self, op: Any, module: Transform) -> None:
-        name = type(op).__name__
-        pads = name in ("CenterCrop", "RandomCrop")
-        for delayed in self.delayed:
-            # Black stays black in gray only; bicubic results are clipped.
-            if (pads and "Grayscale" not in type(delayed).__name__) or filter_of(op) == "bicubic":
-                _refuse(delayed, f"it comes before {name}", AFTER_CROP)
-        self.sized |= fixes_size(op)
-        self.holds_float = True  # the launch gives that, whatever it is given
-        resizes = name in ("RandomResizedCrop", "Resize")
-        nearest = resizes and "nearest" in filter_of(op)
-        clipped = filter_of(op) == "bicubic" and self.is_float
-        note = _CLIPPED if clipped else _UNROUNDED if resizes and not self.is_float else ""
-        note = ("" if self.is_tensor else _TIES) if nearest else note
-        self._add(op, module, "fused launch", note)
-
-    def _take_delayed(self) -> None:
-        while self.sized and self.delayed:
-            note = "moved after the crop: the same up to rounding"
-            self._take_on_batch(self.delayed.pop(0), note=note)
-
-    def _take_on_batch(self, op: Any, source: Any = None, note: str = "") -> None:
-        name = type(op).__name__
+    def _take_on_batch(self, op: Any, source: Any = None) -> None:
+        name, note = type(op).__name__, ""
         _check_on_batch(op)
         if not self.sized:
             self._refuse_unsized(op)
@@ -377,7 +331,7 @@ class _Converter:
 
             normalize = K.Normalize(mean=torch.tensor(op.mean), std=torch.tensor(op.std))
             if self._fuses(normalize):
-                return self._add(op, normalize, "fused launch", note)
+                return self._add(op, normalize, "fused launch")
         self._hold(self.is_float)
         self.gray |= getattr(op, "num_output_channels", 3) == 1
         if not self.is_tensor and hasattr(op, "antialias"):
@@ -387,7 +341,7 @@ class _Converter:
                 from torchvision.transforms import InterpolationMode
 
                 op.interpolation = InterpolationMode.NEAREST_EXACT  # to the center, as PIL's is
-                note = note or _TIES
+                note = _TIES
         module, where = op, "torchvision v2 on the batch"
         if compiled(op) is not None:
             # Else the fused launch would give uint8, which this does not see.
@@ -399,8 +353,8 @@ class _Converter:
     def _refuse_unsized(self, op: Any) -> NoReturn:
         if type(op).__name__ not in _CROPS:
             reason = "it comes before the crop or resize that gives images one size"
-            _refuse(op, reason, AFTER_CROP)
-        if self._for_launch(op) is not None:
+            _refuse(op, reason, "Put it after the crop")
+        if self._for_launch(op)[0] is not None:
             reason = "images are resized, padded or normalized already, and two are not one"
             _refuse(op, reason, "Leave out what does so before it")
         _refuse(
@@ -412,7 +366,7 @@ class _Converter:
 
 def _check_on_batch(op: Any) -> None:
     name = name_of(op)
-    if name is None or (name not in _KNOWN and not is_augment(op)):
+    if name not in _KNOWN:
         _refuse(op, "it is not among the ops that can run on a batch")
     if getattr(op, "expand", False):
         _refuse(op, "expand=True gives images of different sizes")

@@ -1,10 +1,8 @@
 """Read a list of transforms: which become one launch on ragged images, and what runs after it."""
 
-from __future__ import annotations
-
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,28 +49,16 @@ def _filter(interpolation: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The fused part of a transform list; picklable, so that the workers can draw its parameters.
-
-    Attributes:
-        ops: what moves the sampling map, in the list's order.
-        size: ``(height, width)`` of the result, None where the list does not fix it.
-        interpolation: ``"nearest"``, ``"bilinear"`` or ``"bicubic"``.
-        antialias: whether shrinking widens the filter, as PIL does.
-        mean: per channel, in [0, 1] units; None without a Normalize.
-        std: likewise.
-        names: of the ops, for messages.
-        dtype: that is asked for; None for float32, or that of floating-point images.
-        memory_format: likewise; None for contiguous.
-    """
+    """The fused part of a list; picklable, so that workers can draw its parameters."""
 
     ops: tuple[HeadOp, ...] = ()
-    size: Size | None = None
+    size: Size | None = None  # None where the list does not fix it
     interpolation: str = "bilinear"
     antialias: bool = True
-    mean: tuple[float, ...] | None = None
+    mean: tuple[float, ...] | None = None  # in [0, 1] units
     std: tuple[float, ...] | None = None
-    names: tuple[str, ...] = ()
-    dtype: torch.dtype | None = None
+    names: tuple[str, ...] = ()  # of the ops and of a Normalize
+    dtype: torch.dtype | None = None  # None for float32, or that of floating-point images
     memory_format: torch.memory_format | None = None
 
     def empty(self, count: int, device: torch.device | str) -> torch.Tensor:
@@ -87,12 +73,10 @@ class Head:
 
     @property
     def normalize(self) -> tuple[list[float], list[float]] | None:
-        """``mean`` and ``std``; None without a Normalize."""
         return None if self.mean is None or self.std is None else ([*self.mean], [*self.std])
 
     @property
     def coloring(self) -> Coloring:
-        """The values that a launch makes of decoded ones."""
         return Coloring(torch.uint8, self.dtype or torch.float32, self.mean, self.std)
 
     def sample(self, sizes: npt.ArrayLike, keys: Keys) -> Sampling:
@@ -103,7 +87,6 @@ class Head:
         return sampling
 
     def draw(self, sizes: npt.ArrayLike, keys: Keys) -> Floats:
-        """Its rows ``(N, 2, 6)``."""
         return self.sample(sizes, keys).rows()
 
     def resample(
@@ -140,7 +123,6 @@ class _FusedTransform(torch.nn.Module):
         return apply_head(head, images, keys)
 
     def draw(self, count: int) -> tuple[Head, Keys]:
-        """What :func:`apply_head` needs for ``count`` images, with torch's random numbers."""
         head = _extended(Head(), self, self.op)
         assert head is not None  # one op alone always fits
         return head, fold(int(torch.randint(2**62, ())), np.arange(count))
@@ -283,10 +265,7 @@ _RESIZES = (ResizedCropOp, ResizeOp)
 
 
 def _extended(head: Head, transform: Any, op: Any = None) -> Head | None:
-    """The fused transforms and one more; None where they do not compose into one resampling.
-
-    ``op`` is its fused form, where that is known.
-    """
+    """The fused transforms and one more; None where they do not compose into one resampling."""
     names = (*head.names, type(transform).__name__)
     theirs = name_of(transform) if head.names else None  # torchvision's keep uint8, and a head not
     if theirs == "Normalize" or (
@@ -317,19 +296,12 @@ Transform = Callable[..., Any]
 
 
 def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[Transform]]:
-    """Split a list into the transforms that are fused into one launch, and those that run after it.
-
-    Raises:
-        TypeError: if ``transforms`` is not a list of callables.
-        ValueError: if one of them mixes images, whose targets it does not know.
-    """
-    if callable(transforms) and not isinstance(transforms, (list, tuple)):
-        transforms = [transforms]
+    """Split a list into the transforms that are fused into one launch, and those after it."""
     if not isinstance(transforms, Sequence | None):
         raise TypeError(
             f"transforms takes a list of modules and callables, got {type(transforms).__name__}."
         )
-    tail = [*_flat(transforms or ())]
+    tail = [*(transforms or ())]
     if any(isinstance(transform, Views) for transform in tail):
         raise TypeError(
             "Views stands in place of the list, and what all views have in common stands in each "
@@ -353,14 +325,7 @@ def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[
     return head, tail
 
 
-def _flat(transforms: Iterable[Any]) -> Iterator[Any]:
-    """The modules of an ``nn.Sequential`` one by one, and everything else as it is."""
-    for transform in transforms:
-        yield from _flat(transform) if type(transform) is torch.nn.Sequential else [transform]
-
-
 def _mixing(transform: Any) -> Iterator[str]:
-    """The names of kornia's ops, within ``transform``, that make one image of several."""
     K: Any = sys.modules.get("kornia.augmentation")  # nobody has any before it is imported
     for op in transform.modules() if K and isinstance(transform, torch.nn.Module) else ():
         if isinstance(op, K.MixAugmentationBaseV2) and not isinstance(op, K.RandomJigsaw):
@@ -368,11 +333,6 @@ def _mixing(transform: Any) -> Iterator[str]:
 
 
 def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
-    """Refuse a list that cannot batch photos of different sizes.
-
-    Raises:
-        ValueError: naming what stands in the way and what to add.
-    """
     if head.size is not None:
         return
     names, stop = ", ".join(head.names), ", ".join(head.names) or "an empty list"
@@ -403,14 +363,10 @@ def apply_head(
     dtype: torch.dtype | None = None,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
-    """Run the fused transforms on a batch of equal-size images.
+    """Run the fused transforms on images ``(N, C, H, W)`` with ``(N,)`` keys.
 
-    Args:
-        head: from :func:`read_transforms`; without a size of its own it keeps that of ``images``.
-        images: ``(N, C, H, W)``, uint8 or floating point.
-        keys: ``(N,)``, from which the random parameters are drawn.
-        dtype: of the result; by default float32 for uint8, else that of ``images``.
-        memory_format: of the result, contiguous by default.
+    A head without a size of its own keeps that of the images. ``dtype`` is float32 by default for
+    uint8, else that of the images.
     """
     rows = head.draw([images.shape[-2:]] * len(images), keys)
     size = head.size

@@ -3,44 +3,29 @@
 What they read of each image is laid out in launch.py, and reference.py has the eager twin.
 """
 
+# mypy: implicit-reexport, disable-error-code="no-untyped-def, untyped-decorator"
+
 try:
     import triton
     import triton.language as tl
 except ImportError:  # CPU builds of torch come without it
-    triton = None
+    triton = tl = None
 
 HAS_TRITON = triton is not None
 
 if triton is not None:
 
-    @triton.jit(do_not_specialize=["from_image", "layers"])  # type: ignore[untyped-decorator]
-    def resample_kernel(  # type: ignore[no-untyped-def]
-        address,
-        numbers,
-        from_image,
-        out_ptr,
-        stride_n,
-        stride_c,
-        stride_y,
-        stride_x,
-        height,
-        width,
-        survived,
-        layers,
+    @triton.jit(do_not_specialize=["from_image", "layers"])
+    def resample_kernel(
+        address, numbers, from_image, out_ptr, stride_n, stride_c, stride_y, stride_x,
+        height, width, survived, layers,
         STRIDE_X: tl.constexpr,
         CANARY: tl.constexpr,  # 0: there are none
-        CHANNELS: tl.constexpr,
-        SOURCE: tl.constexpr,
-        BICUBIC: tl.constexpr,
+        CHANNELS: tl.constexpr, SOURCE: tl.constexpr, BICUBIC: tl.constexpr,
         TIE: tl.constexpr,  # 0: no pixel is taken alone
-        CLAMP: tl.constexpr,
-        PADDED: tl.constexpr,
-        ROUND: tl.constexpr,
-        FIELDS: tl.constexpr,
-        ROWS: tl.constexpr,
-        COLS: tl.constexpr,
-        STRIPS: tl.constexpr,
-    ):
+        CLAMP: tl.constexpr, PADDED: tl.constexpr, ROUND: tl.constexpr,
+        FIELDS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STRIPS: tl.constexpr,
+    ):  # fmt: skip
         ints_ptr = numbers.to(tl.pointer_type(tl.int64))
         floats_ptr = numbers.to(tl.pointer_type(tl.float64))
         # Three channels share their weights. Where the channels do not divide by three, the last
@@ -136,19 +121,10 @@ if triton is not None:
                         row_ptr + c0 * source_stride_c,
                         row_ptr + c1 * source_stride_c,
                         row_ptr + c2 * source_stride_c,
-                        source_stride_y,
-                        source_stride_x,
-                        end - begin,
-                        tap_y,
-                        squeeze.to(tl.float32),
-                        taps_x,
-                        tap_x,
-                        squeeze_x,
-                        red,
-                        green,
-                        blue,
-                        weight_y,
-                        255.0 * weight_x,
+                        (source_stride_y, source_stride_x),
+                        (end - begin, tap_y, squeeze.to(tl.float32)),
+                        (taps_x, tap_x, squeeze_x, 255.0 * weight_x),
+                        (red, green, blue, weight_y),
                         BICUBIC,
                         CLAMP,
                         TAPS,
@@ -169,25 +145,23 @@ if triton is not None:
             tl.store(pixel_ptr + c2 * stride_c, tl.reshape(blue, [ROWS * COLS]).to(dtype), mask)
             start += ROWS
 
-    @triton.jit(do_not_specialize=["from_image"])  # type: ignore[untyped-decorator]
-    def canary_kernel(  # type: ignore[no-untyped-def]
-        address, numbers, from_image, CANARY: tl.constexpr, FIELDS: tl.constexpr
-    ):
+    @triton.jit(do_not_specialize=["from_image"])
+    def canary_kernel(address, numbers, from_image, CANARY: tl.constexpr, FIELDS: tl.constexpr):
         row = 2 * 3 + (from_image + tl.program_id(0)) * FIELDS
         ints_ptr = numbers.to(tl.pointer_type(tl.int64)) + row
         corners, colors, mask = _corners(address, ints_ptr, CANARY)
         tl.store(corners, colors, mask)
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _find_canary(address, ints_ptr, survived, CANARY: tl.constexpr):  # type: ignore[no-untyped-def]
+    @triton.jit
+    def _find_canary(address, ints_ptr, survived, CANARY: tl.constexpr):
         corners, colors, mask = _corners(address, ints_ptr, CANARY)
         other = tl.where(tl.load(corners, mask) == colors, 0, 1)
         differs = tl.min(tl.max(tl.where(mask, other, 0), axis=1), axis=0)
         place = tl.load(ints_ptr + 4)
         tl.store((survived + place).to(tl.pointer_type(tl.uint8)), 1, differs == 0)
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _corners(address, ints_ptr, CANARY: tl.constexpr):  # type: ignore[no-untyped-def]
+    @triton.jit
+    def _corners(address, ints_ptr, CANARY: tl.constexpr):
         """Of the first and the last pixel of a box: (2, 4) pointers, colors, and a mask."""
         last, channel = tl.arange(0, 2)[:, None], tl.arange(0, 4)[None, :]
         y, x = tl.load(ints_ptr + 14 + last) - last, tl.load(ints_ptr + 18 + last) - last
@@ -197,28 +171,17 @@ if triton is not None:
         corners = (address + offset).to(tl.pointer_type(tl.uint8))
         return corners, tl.broadcast_to(colors, [2, 4]), tl.broadcast_to(channel < 3, [2, 4])
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _sum_rows(  # type: ignore[no-untyped-def]
-        red_ptr,
-        green_ptr,
-        blue_ptr,
-        stride_y,
-        stride_x,
-        n_rows,
-        tap_y,
-        squeeze_y,
-        taps_x,
-        tap_x,
-        squeeze_x,
-        red,
-        green,
-        blue,
-        weight_y,
-        limit_x,
-        BICUBIC: tl.constexpr,
-        CLAMP: tl.constexpr,
-        TAPS: tl.constexpr,  # 0: taps_x of them
-    ):
+    @triton.jit
+    def _sum_rows(
+        red_ptr, green_ptr, blue_ptr, strides, along_y, along_x, sums,
+        BICUBIC: tl.constexpr, CLAMP: tl.constexpr,
+        TAPS: tl.constexpr,  # 0: as many as along_x says
+    ):  # fmt: skip
+        """The filtered rows under a strip, added to its sums."""
+        n_rows, tap_y, squeeze_y = along_y
+        taps_x, tap_x, squeeze_x, limit_x = along_x
+        red, green, blue, weight_y = sums
+        stride_y, stride_x = strides
         row = 0
         while row < n_rows:
             weight = _weight(tap_y + row * squeeze_y, BICUBIC)
@@ -253,15 +216,9 @@ if triton is not None:
             row += 1
         return red, green, blue, weight_y
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _finish_color(  # type: ignore[no-untyped-def]
-        value,
-        inside,
-        scale,
-        shift,
-        CLAMP: tl.constexpr,
-        PADDED: tl.constexpr,
-        ROUND: tl.constexpr,
+    @triton.jit
+    def _finish_color(
+        value, inside, scale, shift, CLAMP: tl.constexpr, PADDED: tl.constexpr, ROUND: tl.constexpr
     ):
         if CLAMP:
             value = _clamp(value, 0.0, 255.0)
@@ -272,8 +229,8 @@ if triton is not None:
             value = tl.floor(_clamp(value, 0.0, 255.0) + 0.5)
         return value
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _weight(distance, BICUBIC: tl.constexpr):  # type: ignore[no-untyped-def]
+    @triton.jit
+    def _weight(distance, BICUBIC: tl.constexpr):
         distance = tl.abs(distance)
         if BICUBIC:
             # Factored, so that float32 loses nothing near the zeros.
@@ -283,11 +240,11 @@ if triton is not None:
         return tl.maximum(1.0 - distance, 0.0)
 
     @triton.jit
-    def _clamp(value, low, high):  # type: ignore[no-untyped-def]
+    def _clamp(value, low, high):
         return tl.minimum(tl.maximum(value, low), high)
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _load4(ptr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    @triton.jit
+    def _load4(ptr, DTYPE: tl.constexpr):
         return (
             tl.load(ptr).to(DTYPE),
             tl.load(ptr + 1).to(DTYPE),

@@ -1,16 +1,13 @@
 """Whose a transform is: torchvision's, kornia's, timm's, ours, or somebody's own; and what of."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
-from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 
-from gpuprefetch.transforms.timm import is_augment
+from gpuprefetch.transforms.timm import from_timm, is_augment
 
 
 class UnsupportedTransformError(ValueError):
@@ -46,15 +43,9 @@ def _call(self: Any, img: Any) -> Any:
 
 
 def _only_calls_transforms(kind: type) -> bool:
-    """Whether a class is called as those of torchvision's references are, which people copy.
-
-    The compiled code says so, whatever the class is named: one more line makes another.
-    """
-    own = inspect.getattr_static(kind, "__call__", None)
-    if not isinstance(own, FunctionType):
-        return False
-    mine = _call.__code__
-    return (own.__code__.co_code, own.__code__.co_names) == (mine.co_code, mine.co_names)
+    """Whether a class is called as those of torchvision's references, by its compiled code."""
+    own, mine = getattr(kind.__call__, "__code__", None), _call.__code__
+    return own is not None and (own.co_code, own.co_names) == (mine.co_code, mine.co_names)
 
 
 def name_of(op: Any) -> str | None:
@@ -75,10 +66,11 @@ def is_on_device(op: Any) -> bool:
 
 
 def twin(op: Any) -> Any:
-    """The v2 form of a v1 op, which holds its arguments under their names; else the op."""
+    """The v2 form of an op of v1 or timm, which holds its arguments under their names."""
     from torchvision import transforms as v1
     from torchvision.transforms import v2
 
+    op = from_timm(op)
     name = type(op).__name__
     if type(op) is not getattr(v1, name, None):
         return op
@@ -93,7 +85,6 @@ def twin(op: Any) -> Any:
 
 
 def filter_of(op: Any) -> str:
-    """The name of the filter that an op samples with."""
     from PIL.Image import Resampling
     from torchvision.transforms import InterpolationMode
 

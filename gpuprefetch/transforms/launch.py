@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,10 @@ from gpuprefetch.transforms import kernel
 from gpuprefetch.transforms.reference import (
     SUPPORT,
     TIE,
-    ChannelValues,
     Doubles,
     Ints,
-    check_images,
+    check,
     check_rows,
-    make_output,
-    per_channel,
     resample_reference,
 )
 
@@ -46,15 +42,7 @@ def resample(
     images: Sequence[torch.Tensor],
     sampling: torch.Tensor | Doubles,
     size: tuple[int, int],
-    *,
-    interpolation: str = "bilinear",
-    antialias: bool = True,
-    mean: ChannelValues = None,
-    std: ChannelValues = None,
-    dtype: torch.dtype = torch.float32,
-    memory_format: torch.memory_format = torch.contiguous_format,
-    out: torch.Tensor | None = None,
-    positions: Sequence[int] | None = None,
+    **options: Any,
 ) -> torch.Tensor:
     """Resample images of different sizes into one batch.
 
@@ -70,61 +58,40 @@ def resample(
         images: N ``(C, H_i, W_i)`` of one dtype and device; only uint8 is scaled to [0, 1].
         sampling: ``(N, 2, 6)`` float64 on the CPU: (origin, step, lo, hi, first, last) of y and x.
         size: ``(H, W)`` of the result.
-        interpolation: ``"nearest"`` (the pixel at the center, without antialias), ``"bilinear"``,
-            or ``"bicubic"`` as in PIL: a = -0.5, and ``uint8`` sources are clamped to their range
-            along x, then along y (Pillow 13: along y first where an image is tall).
-        antialias: whether to widen the filter to ``|step|`` where an image shrinks, as PIL does.
-        mean: ``C`` values in [0, 1] units, best on the CPU. Padding is 0 before the subtraction.
-        std: likewise.
-        dtype: of the result; ``torch.uint8`` means 0 to 255, rounded, and takes no mean or std.
-        memory_format: likewise, unless there is an ``out``, whose strides count.
-        out: written to and returned, of the result's shape, dtype and device.
-        positions: the rows of a larger ``out`` that images go to; the others stay as they are.
+        **options: ``interpolation`` is ``"nearest"`` (the pixel at the center, without antialias),
+            ``"bilinear"``, or ``"bicubic"`` as in PIL: a = -0.5, and ``uint8`` sources are clamped
+            to their range along x, then along y (Pillow 13: along y first where an image is tall).
+            ``antialias`` widens the filter to ``|step|`` where an image shrinks, as PIL does.
+            ``mean`` and ``std``: ``C`` values in [0, 1] units; padding is 0 before them.
+            ``dtype`` and ``memory_format`` of the result; ``torch.uint8`` means 0 to 255, rounded.
+            ``out``, of the result's shape, dtype and device, is written to and returned.
+            ``positions``: the rows of a larger ``out`` that images go to.
 
     Returns:
         ``(N, C, H, W)``, on the device of ``images``.
 
     Raises:
-        ValueError: if shapes, dtypes, devices or sampling rows do not fit together.
+        ValueError: for images of other dtypes, rows that read outside of an image, and another
+            number of means or stds than of channels.
     """
-    # The kernel computes in float32.
-    fused = kernel.HAS_TRITON and len(images) > 0 and images[0].is_cuda and dtype != torch.float64
-    return (_launch if fused else resample_reference)(
-        images,
-        sampling,
-        size,
-        interpolation=interpolation,
-        antialias=antialias,
-        mean=mean,
-        std=std,
-        dtype=dtype,
-        memory_format=memory_format,
-        out=out,
-        positions=positions,
-    )
+    wide = options.get("dtype") == torch.float64  # the kernel computes in float32
+    fused = kernel.HAS_TRITON and len(images) > 0 and images[0].is_cuda and not wide
+    return (_launch if fused else resample_reference)(images, sampling, size, **options)
 
 
 def _launch(
     images: Sequence[torch.Tensor],
     sampling: torch.Tensor | Doubles,
     size: tuple[int, int],
-    *,
-    interpolation: str = "bilinear",
-    antialias: bool = True,
-    mean: ChannelValues = None,
-    std: ChannelValues = None,
-    dtype: torch.dtype = torch.float32,
-    memory_format: torch.memory_format = torch.contiguous_format,
-    out: torch.Tensor | None = None,
-    positions: Sequence[int] | None = None,
+    **options: Any,
 ) -> torch.Tensor:
     """Run the kernel, on CUDA tensors or, in Triton's interpreter, on CPU tensors."""
-    geometry, rows = check_images(images, sampling, size, interpolation)
-    out, places = make_output(images, size, dtype, memory_format, out, positions)
-    mean, std = per_channel("mean", mean, out), per_channel("std", std, out)
+    geometry, rows, out, places, interpolation, antialias, mean, std = check(
+        images, sampling, size, **options
+    )
     words = _plan(geometry[:, 1:4], rows, interpolation, antialias)
     start = int(geometry[:, 0].min()) & ~15  # Triton compiles another kernel for an odd one
-    table = arrange(words, np.array(places), geometry[:, 0] - start, [len(words)], size)
+    table = arrange(words, places, geometry[:, 0] - start, [len(words)], size)
     coloring = Coloring(images[0].dtype, out.dtype, mean, std)
     numbers = Launches.numbers(table, out.size(1), coloring)
     numbers = (numbers.pin_memory() if out.is_cuda else numbers).to(out.device, non_blocking=True)
@@ -142,18 +109,10 @@ def plan_rows(
     interpolation: str,
     antialias: bool,
 ) -> Ints:
-    """Lay out ahead of time, in a worker, what the kernel reads of images ``(H, W, 3)``.
+    """``(N, FIELDS)``: ahead of time, in a worker, what the kernel reads of images ``(H, W, 3)``.
 
-    Args:
-        sampling: ``(N, 2, 6)`` float64, as for :func:`resample`.
-        sizes: ``(N, 2)`` int64, height and width of the images to be.
-        transposed: ``(N,)`` bool, whether an image will lie in memory with its axes changed.
-        size: ``(H, W)`` of the result.
-        interpolation: ``"nearest"``, ``"bilinear"`` or ``"bicubic"``.
-        antialias: Whether to widen the filter where the image shrinks.
-
-    Returns:
-        ``(N, words)`` int64 for :func:`arrange`.
+    ``sizes`` ``(N, 2)`` are their heights and widths; ``transposed`` ``(N,)`` says whether an image
+    will lie in memory with its axes changed.
     """
     check_rows(sampling, sizes, size)
     height, width = sizes.T
@@ -164,20 +123,12 @@ def plan_rows(
 
 @dataclass(slots=True)
 class Table:
-    """All that the kernel reads of the images of some launches but their addresses.
+    """All that the kernel reads of the images of some launches but their addresses."""
 
-    Attributes:
-        words: ``(N, words)`` int64, one launch after the other; None where their
-            :meth:`Launches.numbers` are kept.
-        firsts: where the images of each launch begin, and where the last ones end.
-        steps: of each launch, the stride along x that its images have in common; 0 for none.
-        padded: whether any image leaves a part of the result to padding.
-    """
-
-    words: Ints | None
-    firsts: list[int]
-    steps: list[int]
-    padded: bool
+    words: Ints | None  # (N, FIELDS), one launch after the other; None once their numbers are kept
+    firsts: list[int]  # where the images of each launch begin, and where the last ones end
+    steps: list[int]  # of each launch, the stride along x that its images share; 0 for none
+    padded: bool  # whether any image leaves a part of the result to padding
 
 
 def by_place(words: Ints, count: int) -> Ints:
@@ -190,14 +141,10 @@ def by_place(words: Ints, count: int) -> Ints:
 def arrange(
     words: Ints, places: Ints, offsets: Ints, counts: Sequence[int], size: tuple[int, int]
 ) -> Table:
-    """Lay out launches; also in a worker, which spares the process that trains.
+    """Lay out launches of ``counts`` images each; in a worker, it spares the process that trains.
 
-    Args:
-        words: of N images, one launch after the other, as :func:`plan_rows` gives them.
-        places: ``(N,)`` int64, the rows of the result that they go to.
-        offsets: ``(N,)`` int64, bytes of the images from where those of their launch will lie.
-        counts: of the images of each launch.
-        size: ``(H, W)`` of the result.
+    ``places`` are the rows of the result that images go to, ``offsets`` their bytes from where
+    those of their launch will lie.
     """
     # The longest programs of a launch start first.
     order = np.lexsort((-words[:, 5], np.repeat(np.arange(len(counts)), counts)))
@@ -209,77 +156,35 @@ def arrange(
         # The kernel is made for planes, and for RGB pixels: that saves address arithmetic.
         known = right[0] in (1, 3) and (right == right[0]).all()
         steps.append(int(right[0]) if known else 0)
-    return Table(words, firsts, steps, _padded(words, size))
+    ends = words[:, 14:22].reshape(-1, 2, 4)[..., 2:]  # (first, last) of both axes
+    padded = bool((ends[..., 0] > 0).any() or (ends[..., 1] < size).any())
+    return Table(words, firsts, steps, padded)
 
 
 @dataclass(frozen=True, slots=True)
 class Coloring:
-    """From the values of images to those of the result.
-
-    Attributes:
-        source: dtype of the images.
-        dtype: of the result.
-        mean: a value per channel, in [0, 1] units; None for 0.
-        std: likewise; None for 1.
-    """
+    """From the values of images to those of the result; mean and std are in [0, 1] units."""
 
     source: torch.dtype
     dtype: torch.dtype
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
 
-    @property
-    def levels(self) -> int:
-        """The value of the images that is 1."""
-        return 255 if self.source == torch.uint8 else 1
-
     def words(self, channels: int) -> Ints:
         """``(2 * channels,)``, float64 bit by bit: what values are multiplied by, what added."""
         scale = np.broadcast_to(1 / np.array(self.std or 1.0), channels).copy()
         shift = -scale * np.array(self.mean or 0.0)
-        scale *= (255 if self.dtype == torch.uint8 else 1) / self.levels
+        white, source_white = (255 if d == torch.uint8 else 1 for d in (self.dtype, self.source))
+        scale *= white / source_white
         return np.concatenate([scale, shift]).view(np.int64)
 
 
-@lru_cache
-def _made_for(
-    shape: Sequence[int],
-    source: torch.dtype,
-    dtype: torch.dtype,
-    interpolation: str,
-    padded: bool,
-    rows: int,
-    cols: int,
-    strips: int,
-) -> tuple[tuple[int, int, int], tuple[Any, ...]]:
-    """Programs for a picture of a ``shape``, and the kernel's constants in their order."""
-    import triton.language as tl
-
-    channels, height, width = shape
-    tiles = -(-width // cols), -(-height // (rows * strips)), -(-channels // 3)
-    bicubic = interpolation == "bicubic"
-    kind = getattr(tl, str(source).removeprefix("torch."))
-    clamp, rounds = bicubic and source == torch.uint8, dtype == torch.uint8
-    tie = 0.5 + TIE if interpolation == "nearest" else 0.0
-    filters = bicubic, tie, clamp
-    return tiles, (channels, kind, *filters, padded, rounds, FIELDS, rows, cols, strips)
-
-
 class Launches:
-    """The samplings of a batch on the GPU, and the launches that carry them out.
-
-    One copy brings all that the kernel reads but the addresses of the images.
-
-    Args:
-        table: of the images.
-        out: ``(M, C, H, W)`` on the GPU.
-        source: dtype of the images.
-        interpolation: as in the plan.
-    """
+    """The launches that resample images of dtype ``source`` to rows of ``out`` on the GPU."""
 
     @staticmethod
     def numbers(table: Table, channels: int, coloring: Coloring) -> torch.Tensor:
-        """1-D uint8 on the CPU, all that the kernel reads."""
+        """1-D uint8 on the CPU, all that the kernel reads but the addresses of the images."""
         assert table.words is not None
         words = np.concatenate([coloring.words(channels), table.words.reshape(-1)])
         return torch.from_numpy(words.view(np.uint8))
@@ -291,16 +196,21 @@ class Launches:
 
     @staticmethod
     def room(count: int, channels: int) -> int:
-        """The bytes of :meth:`numbers` for ``count`` images."""
         return 8 * (2 * channels + count * FIELDS)
 
     def __init__(
         self, table: Table, out: torch.Tensor, source: torch.dtype, interpolation: str
     ) -> None:
         self._firsts, self._steps, self._out = table.firsts, table.steps, out
-        how = out.shape[1:], source, out.dtype, interpolation, table.padded
-        self._tiles, self._constants = _made_for(*how, ROWS, COLS, STRIPS)
-        self._sizes = *out.stride(), *out.shape[2:]
+        channels, height, width = out.shape[1:]
+        self._sizes = *out.stride(), height, width
+        # Programs for a picture.
+        self._tiles = -(-width // COLS), -(-height // (ROWS * STRIPS)), -(-channels // 3)
+        kind = getattr(kernel.tl, str(source).removeprefix("torch."))
+        bicubic = interpolation == "bicubic"
+        filters = bicubic, 0.5 + TIE if interpolation == "nearest" else 0.0
+        values = bicubic and source == torch.uint8, table.padded, out.dtype == torch.uint8
+        self._constants = channels, kind, *filters, *values, FIELDS, ROWS, COLS, STRIPS
 
     def set_canaries(self, number: int, address: int, numbers: int) -> None:
         """Color the corners of what :meth:`launch` will read of each image, ``(H, W, 3)`` uint8."""
@@ -308,43 +218,21 @@ class Launches:
         kernel.canary_kernel[(last - first,)](address, numbers, first, CANARY, FIELDS, num_warps=1)
 
     def launch(self, number: int, address: int, numbers: int, survived: int = 0) -> None:
-        """Resample the images of a launch on the current stream.
+        """Resample the images of a launch on the current stream and the current device.
 
-        The device of the batch must be the current one: Triton launches there.
-
-        Args:
-            number: of the launch.
-            address: of its images.
-            numbers: the address of what :meth:`numbers` gave.
-            survived: the address of a byte for each row of the result, in pinned memory, say. That
-                of an image which still has a canary is set to 1, others stay. 0 for none.
+        ``numbers`` is the address of what :meth:`numbers` gave. ``survived``, unless it is 0, is
+        that of a byte for each row of the result: an image that still has a canary sets it to 1.
         """
         first, last = self._firsts[number : number + 2]
         across, down, groups = self._tiles
         layers, step = (last - first) * groups, self._steps[number]
         checks = -(-(last - first) // (across * down)) if survived else 0
         grid = across, down, layers + checks
+        given = address, numbers, first, self._out, *self._sizes, survived, layers
+        constants = step, CANARY if survived else 0, *self._constants
         kernel.resample_kernel[grid](
-            address,
-            numbers,
-            first,
-            self._out,
-            *self._sizes,
-            survived,
-            layers,
-            step,
-            CANARY if survived else 0,
-            *self._constants,
-            num_warps=NUM_WARPS,
-            maxnreg=MAX_REGISTERS,
-            enable_fp_fusion=True,
+            *given, *constants, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS, enable_fp_fusion=True
         )
-
-
-def _padded(words: Ints, size: tuple[int, int]) -> bool:
-    """Whether any image leaves a part of the output to padding: the (first, last) of its axes."""
-    ends = words[:, 14:22].reshape(-1, 2, 4)[..., 2:]
-    return bool((ends[..., 0] > 0).any() or (ends[..., 1] < size).any())
 
 
 def _plan(strides: Ints, rows: Doubles, interpolation: str, antialias: bool) -> Ints:

@@ -17,14 +17,11 @@ others 0 to 1); ``fill`` is three values, or NaN for torchvision's ``fill=None``
 - ``ERASE``: top, left, height, width, three values.
 - ``ERASE_NOISE``: top, left, height, width, and the seed of normal noise, below 2**24.
 - ``AFFINE_*``: angle, translate x, y, scale, shear x, y, center x, y (NaN for the middle), fill.
-- ``ROTATE_*``: angle, center x, y (NaN for the middle), fill.
 - ``PERSPECTIVE_*``: eight coefficients, fill.
 - ``MATRIX_*``: the six numbers that PIL's ``transform`` takes, from output to source in pixels
   from the corner, and fill; the border repeats, as in PIL.
 - ``BLUR``: sigma x, y, kernel size x, y.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +33,7 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch.transforms.kernel import HAS_TRITON
+from gpuprefetch.transforms.reference import ChannelValues, per_channel
 
 if TYPE_CHECKING:
     from gpuprefetch.transforms.ops_launch import Layout
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
 ARGS = 12
 
 Share = Callable[[torch.Tensor], torch.Tensor]
-_ChannelValues = Sequence[float] | torch.Tensor | None
-
 
 # Each pixel by itself; pixels that move, and boxes with them; a pixel and its neighbors.
 POINT = (
@@ -52,8 +48,8 @@ POINT = (
     " AUTOCONTRAST EQUALIZE PERMUTE ERASE ERASE_NOISE"
 ).split()
 GATHER = (
-    "HFLIP VFLIP AFFINE_NEAREST AFFINE_BILINEAR ROTATE_NEAREST ROTATE_BILINEAR PERSPECTIVE_NEAREST"
-    " PERSPECTIVE_BILINEAR MATRIX_BILINEAR MATRIX_BICUBIC"
+    "HFLIP VFLIP AFFINE_NEAREST AFFINE_BILINEAR PERSPECTIVE_NEAREST PERSPECTIVE_BILINEAR"
+    " MATRIX_BILINEAR MATRIX_BICUBIC"
 ).split()
 STENCIL = ["SHARPNESS", "BLUR"]
 NAMES = (*POINT, *GATHER, *STENCIL)
@@ -63,49 +59,36 @@ OPS = {name: code for code, name in enumerate(NAMES)}
 
 @dataclass(slots=True)
 class Program:
-    """What is done to each image of a batch.
+    """What is done to each image of a batch: N images and S slots."""
 
-    Attributes:
-        ops: ``(N, S)`` int32, the code of the op in slot s for image n; 0 leaves it as it is.
-        args: ``(N, S, ARGS)`` float64, the arguments of the op; the rest is ignored.
-        finals: the last slots that come after normalization; these may erase, nothing else, and
-            their values are in the units of the result.
-        rows: ``(N,)`` int64, the image of the batch that each of the N results starts from; None
-            where it is its own.
-        weights: ``(1 + width, M)``, of each image and of the ``width`` results that start from it,
-            whose weighted mean it becomes; None where results are not mixed.
-    """
-
-    ops: npt.NDArray[np.int32]
-    args: npt.NDArray[np.float64]
+    ops: npt.NDArray[np.int32]  # (N, S) codes; 0 leaves an image as it is
+    args: npt.NDArray[np.float64]  # (N, S, ARGS)
+    # The last slots that come after normalization. These may erase, nothing else, and their values
+    # are in the units of the result.
     finals: int = 0
+    # The image of the batch that each of the N results starts from; None where it is its own.
     rows: npt.NDArray[np.int64] | None = None
+    # (1 + width, M), of each image and of the `width` results that start from it, whose weighted
+    # mean it becomes; None where results are not mixed.
     weights: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """What the last launch does to the result.
+    """What the last launch does to the result."""
 
-    Attributes:
-        mean: C values in [0, 1] units, subtracted.
-        std: C values in [0, 1] units, divided by.
-        dtype: of the result. Floating point scales ``uint8`` to [0, 1]. None is that of the
-            images; with a mean or std, float32 for ``uint8``.
-        memory_format: of the result; None is that of the images.
-    """
-
-    mean: _ChannelValues = None
-    std: _ChannelValues = None
+    mean: ChannelValues = None  # in [0, 1] units
+    std: ChannelValues = None
+    # Floating point scales uint8 to [0, 1]. None is that of the images, or with a mean or std
+    # float32 for uint8.
     dtype: torch.dtype | None = None
-    memory_format: torch.memory_format | None = None
+    memory_format: torch.memory_format | None = None  # None is that of the images
 
     @property
     def normalizes(self) -> bool:
         return self.mean is not None or self.std is not None
 
     def form(self, images: torch.Tensor) -> tuple[torch.dtype, torch.memory_format]:
-        """The dtype and the memory format of the result."""
         floats = self.normalizes and images.dtype == torch.uint8
         last = images.is_contiguous(memory_format=torch.channels_last)
         last = last and not images.is_contiguous()
@@ -114,21 +97,10 @@ class Finish:
         return dtype, self.memory_format or own
 
     def colors(self, images: torch.Tensor) -> npt.NDArray[np.float64]:
-        """``(2, C)``, what each channel is multiplied by, and what is added.
-
-        Raises:
-            ValueError: if there is another number of means or stds than of channels.
-        """
-        colors = []
-        for name, values, default in (("mean", self.mean, 0.0), ("std", self.std, 1.0)):
-            numbers = np.ravel(torch.as_tensor(default if values is None else values).tolist())
-            channels = images.shape[1]
-            if len(numbers) not in (1, channels):
-                raise ValueError(
-                    f"{name} must have {channels} values, one a channel, got {numbers.tolist()}"
-                )
-            colors.append(np.broadcast_to(numbers, channels))
-        mean, std = colors
+        """``(2, C)``, what each channel is multiplied by, and what is added."""
+        channels = images.shape[1]
+        mean = np.array(per_channel("mean", self.mean, channels) or [0.0] * channels)
+        std = np.array(per_channel("std", self.std, channels) or [1.0] * channels)
         white = 255.0 if images.dtype == torch.uint8 else 1.0
         return np.stack([1 / (white * std), -mean / std])
 
@@ -138,23 +110,15 @@ AS_IT_IS = Finish()
 
 def run(
     images: torch.Tensor,
-    program: Program | Layout,
+    program: "Program | Layout",
     finish: Finish = AS_IT_IS,
     share: Share | None = None,
 ) -> torch.Tensor:
-    """Carry out a program, then normalize, cast and lay out.
+    """Carry out a program, then normalize, cast and lay out, on the current stream.
 
-    On CUDA it runs on the current stream; the host waits for nothing.
-
-    Args:
-        images: ``(M, C, H, W)`` uint8, or floating point in [0, 1], with C of 1 or 3; untouched.
-        program: of M images, or of as many as it has `rows`; laid out for these where it was drawn
-            in a worker.
-        finish: what is done at the end.
-        share: gets the tensor for the result before it is written, on the CPU.
-
-    Returns:
-        ``(N, C, H, W)``; `images` themselves where there is nothing to do.
+    ``images`` are ``(M, C, H, W)`` uint8, or floating point in [0, 1], with C of 1 or 3; they are
+    left untouched, and given back where there is nothing to do. A ``program`` that a worker drew is
+    laid out for them. ``share`` gets the tensor for the result before it is written, on the CPU.
     """
     from gpuprefetch.transforms import ops_cpu, ops_launch
 
@@ -166,7 +130,7 @@ def run(
     return reference(images, program, finish, share, ops_cpu.apply if quick else None)
 
 
-def _mixed(images: torch.Tensor, program: Program | Layout, weights: Any) -> torch.Tensor:
+def _mixed(images: torch.Tensor, program: "Program | Layout", weights: Any) -> torch.Tensor:
     on_device = torch.from_numpy(weights).to(images.device, non_blocking=True)
     own, *others = on_device[..., None, None, None]
     total: torch.Tensor = images * own
@@ -176,22 +140,14 @@ def _mixed(images: torch.Tensor, program: Program | Layout, weights: Any) -> tor
     return total.to(images.dtype)
 
 
-def _mixed_one(sample: Any, program: Program, weights: Any, row: int) -> Any:
-    from torchvision.transforms.v2 import functional as F
-
+def _mixed_one(sample: Any, program: Program) -> Any:
+    """For a program of one image."""
     if _is_target(sample):
         raise ValueError(
             "AugMix mixes what it moves to different places, and boxes, masks or points cannot "
             "follow. Leave it out where there are some."
         )
-    if not isinstance(sample, torch.Tensor):
-        return F.to_pil_image(_mixed_one(F.pil_to_tensor(sample), program, weights, row))
-    own, *others = weights[:, row].tolist()
-    total = sample * own
-    for number, weight in enumerate(others):
-        chain = number * weights.shape[1] + row
-        total += weight * apply_one(sample, replace(program, weights=None), chain)
-    return total.to(sample.dtype)
+    return _as_tensor(lambda image, _: run(image[None], program)[0], sample, None)
 
 
 # --- The eager twin ---
@@ -237,19 +193,12 @@ def apply_one(
 ) -> Any:
     """Do to one sample what the program says of image `row`.
 
-    Args:
-        sample: an image, ``(C, H, W)`` or PIL; or a mask, boxes or points of
-            `torchvision.tv_tensors`, which only ops that move pixels change.
-        program: as for :func:`run`.
-        row: of the program.
-        finals: run the slots that come after normalization, instead of those before.
-        quick: as for :func:`reference`.
-
-    Returns:
-        The same kind; what no op touches is the same object.
+    It is an image, ``(C, H, W)`` or PIL, or a mask, boxes or points of `torchvision.tv_tensors`,
+    which only ops that move pixels change. ``finals`` runs the slots after normalization instead of
+    those before. What no op touches is the same object.
     """
     if program.weights is not None:
-        return _mixed_one(sample, program, program.weights, row)
+        return _mixed_one(sample, program)
     before, target = program.ops.shape[1] - program.finals, _is_target(sample)
     codes = program.ops[row].tolist()
     for slot in range(before, len(codes)) if finals else range(before):
@@ -271,7 +220,7 @@ def _calls() -> dict[str, Callable[[Any, list[float], str], Any]]:
     from torchvision.transforms.v2 import functional as F
 
     def affine(x: Any, a: list[float], mode: str) -> Any:
-        fill, center = _fill(x, a[8:11]), _center(a[6:8])
+        fill, center = _fill(x, a[8:11]), None if a[6] != a[6] else a[6:8]
         return F.affine(x, a[0], a[1:3], a[3], a[4:6], _mode(mode), fill, center)
 
     def erase(x: Any, a: list[float], mode: str) -> Any:
@@ -303,9 +252,6 @@ def _calls() -> dict[str, Callable[[Any, list[float], str], Any]]:
         "ERASE": erase,
         "ERASE_NOISE": erase_noise,
         "AFFINE": affine,
-        "ROTATE": lambda x, a, m: F.rotate(
-            x, a[0], _mode(m), False, _center(a[1:3]), _fill(x, a[3:6])
-        ),
         "PERSPECTIVE": lambda x, a, m: F.perspective(
             x, None, None, _mode(m), _fill(x, a[8:11]), a[:8]
         ),
@@ -317,10 +263,6 @@ def _mode(name: str) -> Any:
     from torchvision.transforms.v2 import InterpolationMode
 
     return InterpolationMode(name.lower())
-
-
-def _center(values: list[float]) -> list[float] | None:
-    return None if values[0] != values[0] else values
 
 
 def _fill(x: Any, values: list[float]) -> list[float] | None:
@@ -342,7 +284,7 @@ def _white(x: Any) -> float:
     return 1.0 if isinstance(x, torch.Tensor) and x.is_floating_point() else 255.0
 
 
-def _as_tensor(fn: Callable[[torch.Tensor, list[float]], torch.Tensor], x: Any, a: Any) -> Any:
+def _as_tensor(fn: Callable[[torch.Tensor, Any], torch.Tensor], x: Any, a: Any) -> Any:
     """Call on a tensor what knows no PIL images."""
     from torchvision.transforms.v2 import functional as F
 

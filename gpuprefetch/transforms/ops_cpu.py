@@ -4,8 +4,6 @@ NumPy converts between ``uint8`` and ``float32`` with vector instructions, and a
 of a row and a column needs no matrix product. What they give is the eager twin's within a level.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -20,17 +18,8 @@ _Levels = npt.NDArray[np.uint8]
 
 
 def apply(name: str, image: torch.Tensor, args: Any) -> torch.Tensor | None:
-    """What an op makes of an image.
-
-    Args:
-        name: of the op, see :mod:`gpuprefetch.transforms.ops`.
-        image: ``(3, H, W)`` uint8 on the CPU; untouched.
-        args: ``(ARGS,)`` float64.
-
-    Returns:
-        Likewise; None for an op that is as fast in torchvision.
-    """
-    if name.startswith(("AFFINE", "ROTATE")):
+    """What an op makes of a ``(3, H, W)`` image; None for one that is as fast in torchvision."""
+    if name.startswith("AFFINE"):
         return _moved(name, image, args)
     if name not in _POINTS or min(image.shape) < 3:
         return None
@@ -142,11 +131,7 @@ def _moved(name: str, image: torch.Tensor, args: Any) -> torch.Tensor:
     values = image.float()
     values = torch.cat([values, torch.ones_like(values[:1])]) if colored else values
     sampled = torch.nn.functional.grid_sample(
-        values[None],
-        torch.from_numpy(grid)[None],
-        mode,
-        padding_mode="zeros",
-        align_corners=False,
+        values[None], torch.from_numpy(grid)[None], mode, padding_mode="zeros", align_corners=False
     )[0]
     if colored:
         sampled = (sampled[:3] - fill) * sampled[3:] + fill

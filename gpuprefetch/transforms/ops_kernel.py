@@ -9,13 +9,8 @@ single channel has three at the same place, with a stride of 0.
 
 from typing import Any
 
+from gpuprefetch.transforms.kernel import tl, triton
 from gpuprefetch.transforms.ops_points import BINS, FIELDS
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
 
 # Pixels of a program, three channels each. Four pixels to a thread: the lanes of a warp then read
 # a line of 128 bytes of uint8 where pixels move, and vectors of four where they do not.
@@ -57,32 +52,19 @@ if triton is not None:
 
     @_kernel
     def ops_kernel(
-        source_ptr,
-        table_ptr,
-        out_ptr,
-        statistics_ptr,
-        blurred_ptr,
-        height,
-        width,
-        stride_n,
-        stride_c,
-        stride_x,
+        source_ptr, table_ptr, out_ptr, statistics_ptr, blurred_ptr,
+        height, width, stride_n, stride_c, stride_x,
         n_slots,
         tail,  # where, in the words of the table, the ops end
         rows,  # where the images are listed that each result is made of
-        pairs,
-        out_n,
-        out_c,
-        out_x,
-        first,
-        last,  # of the slots before normalization
-        end,
+        pairs, out_n, out_c, out_x,
+        first, last, end,  # slots: before normalization up to last
         UINT8: tl.constexpr,
         MOVES: tl.constexpr,  # whether an image has its pixels moved in the first slot
         FINISH: tl.constexpr,
         VECTOR: tl.constexpr,  # pixels of a row that begin at a multiple of their number
         BLOCK: tl.constexpr,
-    ):
+    ):  # fmt: skip
         """Slots of all images; in the first one an op may read other pixels."""
         tiles = tl.cdiv(height * width, BLOCK)
         n = tl.program_id(0) // tiles
@@ -137,23 +119,9 @@ if triton is not None:
 
     @_kernel
     def statistics_kernel(
-        source_ptr,
-        table_ptr,
-        statistics_ptr,
-        height,
-        width,
-        stride_n,
-        stride_c,
-        stride_x,
-        n_slots,
-        tail,
-        rows,
-        pairs,
-        start,
-        first,
-        UINT8: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
+        source_ptr, table_ptr, statistics_ptr, height, width, stride_n, stride_c, stride_x,
+        n_slots, tail, rows, pairs, start, first, UINT8: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         """Statistics of one channel of an image, as it is before the slot that needs them."""
         pair = start + tl.program_id(0) // 3
         channel = tl.program_id(0) % 3
@@ -213,21 +181,9 @@ if triton is not None:
 
     @_kernel
     def blur_kernel(
-        source_ptr,
-        table_ptr,
-        blurred_ptr,
-        height,
-        width,
-        stride_n,
-        stride_c,
-        stride_x,
-        n_slots,
-        tail,
-        rows,
-        pairs,
-        start,
-        BLOCK: tl.constexpr,
-    ):
+        source_ptr, table_ptr, blurred_ptr, height, width, stride_n, stride_c, stride_x,
+        n_slots, tail, rows, pairs, start, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         """The images of some pairs, blurred along x, in float32 planes one after the other."""
         plane = height * width
         tiles = tl.cdiv(plane, BLOCK)

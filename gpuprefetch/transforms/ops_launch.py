@@ -1,7 +1,5 @@
 """Lay out a program in one copy to the GPU, and carry it out in few launches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,53 +19,37 @@ _Flags = npt.NDArray[np.bool_]
 _MOVING = OPS["HFLIP"]  # this one, and all after it, read other pixels
 _NEEDS_STATISTICS = np.isin(NAMES, ["CONTRAST", "AUTOCONTRAST", "EQUALIZE"])
 # Between these pixels are sampled.
-_FIRST, _LAST, _ROTATE = OPS["AFFINE_NEAREST"], OPS["MATRIX_BICUBIC"], OPS["ROTATE_NEAREST"]
+_FIRST, _LAST = OPS["AFFINE_NEAREST"], OPS["MATRIX_BICUBIC"]
 _OF_COLORS = [OPS[name] for name in ("SATURATION", "HUE", "GRAYSCALE", "PERMUTE")]
 
 
 @dataclass(slots=True)
 class _Group:
-    """Slots that one launch carries out, and what goes before it.
+    """Slots that one launch carries out, and what goes before it."""
 
-    Attributes:
-        first: slot, the only one that may move pixels.
-        last: the slot after them.
-        end: the slot after those that come after normalization.
-        moves: whether the first one moves pixels.
-        rounds: of statistics: where their pairs (image, slot) begin, and how many there are.
-        blurred: likewise, of the images that are blurred along x first.
-    """
-
-    first: int
-    last: int
-    end: int
-    moves: bool
+    first: int  # slot, the only one that may move pixels
+    last: int  # the slot after them
+    end: int  # the slot after those that come after normalization
+    moves: bool  # whether the first one moves pixels
+    # Of statistics: where their pairs (image, slot) begin, and how many there are.
     rounds: list[tuple[int, int]] = field(default_factory=list)
-    blurred: tuple[int, int] = (0, 0)
+    blurred: tuple[int, int] = (0, 0)  # likewise, of the images that are blurred along x first
 
 
 @dataclass(slots=True)
 class Layout:
-    """A program as the kernels read it: for images of one form, and one :class:`.ops.Finish`.
+    """A program as the kernels read it: for images of one form, and one :class:`.ops.Finish`."""
 
-    Attributes:
-        words: int32, all that the kernels read but pixels: ops, colors, the rows as they are,
-            pairs, and at last the rows that the results start from.
-        groups: the launches.
-        places: the number of slots, and where colors, the rows of the results and pairs begin.
-        count: of the results.
-        pairs: how many results have statistics.
-        finishes: whether the last launch normalizes or casts.
-        weights: as in :class:`.ops.Program`.
-    """
-
+    # All that the kernels read but pixels: ops, colors, the rows as they are, pairs, and at last
+    # the rows that the results start from.
     words: _Ints
     groups: list[_Group]
+    # The number of slots, and where colors, the rows of the results and pairs begin.
     places: tuple[int, int, int, int]
-    count: int
-    pairs: int
-    finishes: bool
-    weights: _Singles | None = None
+    count: int  # of the results
+    pairs: int  # how many results have statistics
+    finishes: bool  # whether the last launch normalizes or casts
+    weights: _Singles | None = None  # as in a program
 
 
 def lay_out(images: torch.Tensor, program: Program, finish: Finish = AS_IT_IS) -> Layout:
@@ -136,16 +118,9 @@ def _launch(
     tiles = -(-plane // kernel.BLOCK)
     common = *out.shape[2:], *_strides(source), *places
     for start, number in group.rounds:
+        given = source, table, statistics, *common, start, group.first, uint8
         kernel.statistics_kernel[(number * 3,)](
-            source,
-            table,
-            statistics,
-            *common,
-            start,
-            group.first,
-            uint8,
-            kernel.STATISTICS_BLOCK,
-            num_warps=kernel.STATISTICS_WARPS,
+            *given, kernel.STATISTICS_BLOCK, num_warps=kernel.STATISTICS_WARPS
         )
     blurred, (start, number) = statistics, group.blurred
     if number:
@@ -153,24 +128,10 @@ def _launch(
         kernel.blur_kernel[(number * tiles,)](
             source, table, blurred, *common, start, kernel.BLOCK, num_warps=kernel.NUM_WARPS
         )
-    kernel.ops_kernel[(len(out) * tiles,)](
-        source,
-        table,
-        out,
-        statistics,
-        blurred,
-        *common,
-        *_strides(out),
-        group.first,
-        group.last,
-        group.end,
-        uint8,
-        group.moves,
-        finish,
-        1 if out.shape[3] % 4 else 4,
-        kernel.BLOCK,
-        num_warps=kernel.NUM_WARPS,
-    )
+    given = source, table, out, statistics, blurred, *common, *_strides(out)
+    slots = group.first, group.last, group.end
+    constants = uint8, group.moves, finish, 1 if out.shape[3] % 4 else 4, kernel.BLOCK
+    kernel.ops_kernel[(len(out) * tiles,)](*given, *slots, *constants, num_warps=kernel.NUM_WARPS)
 
 
 def _strides(images: torch.Tensor) -> tuple[int, int, int]:
@@ -257,9 +218,7 @@ def _pack(program: Program, images: torch.Tensor, before: int) -> tuple[_Ints, _
         params[n, slot, 4:7] = _as_uint8(args[n, slot, 4:7])
     if any(used[_FIRST : _LAST + 1]):
         n, slot = np.nonzero((codes >= _FIRST) & (codes <= _LAST))
-        mine = codes[n, slot]
-        params[n, slot] = coordinates(mine, args[n, slot], images)
-        codes[n, slot] = mine - 2 * ((mine == _ROTATE) | (mine == _ROTATE + 1))
+        params[n, slot] = coordinates(codes[n, slot], args[n, slot], images)
     params[codes == 0] = 0  # the kernels read a box there, too, and it must hold numbers
     return table, codes, params
 
@@ -275,19 +234,15 @@ def coordinates(codes: _Ints, args: _Doubles, images: torch.Tensor) -> _Singles:
     An affine one is from the middle, the others from the corner.
     """
     height, width = images.shape[-2:]
-    kinds = (codes - _FIRST) >> 1  # affine, rotate, perspective, matrix
+    kinds = (codes - _FIRST) >> 1  # affine, perspective, matrix
     columns, params = args.T[: FIELDS - 1], np.zeros((len(args), FIELDS - 1), np.float32)
-    if (rotates := kinds == 1).any():
-        turned = np.zeros_like(columns)
-        turned[0], turned[3], turned[6:] = -(columns[0] % 360), 1, columns[1:6]
-        columns = np.where(rotates, turned, columns)
-    matrices, fill, centered = columns[:6], columns[8:], kinds < 2
+    matrices, fill, centered = columns[:6], columns[8:], kinds == 0
     if centered.all():
         matrices = _affine_matrices(columns, height, width)
     else:
         matrices = matrices.copy()
         matrices[:, centered] = _affine_matrices(columns[:, centered], height, width)
-        projects, plain = kinds == 2, kinds == 3
+        projects, plain = kinds == 1, kinds == 2
         params[projects, 6:8] = args[projects, 6:8]
         given = _as_uint8(columns[6:9]) if images.dtype == torch.uint8 else columns[6:9]
         fill = np.where(plain, given, fill)
@@ -295,7 +250,7 @@ def coordinates(codes: _Ints, args: _Doubles, images: torch.Tensor) -> _Singles:
     halves = np.array([0.5 * width, 0.5 * height], np.float32).repeat(3)
     params[:, :6] = matrices.T.astype(np.float32) / halves
     # Of the nearest pixel, or with a border that repeats, no fill is black.
-    black = np.isnan(fill[0]) & (((codes - _FIRST) & 1 == 0) | (kinds == 3))
+    black = np.isnan(fill[0]) & (((codes - _FIRST) & 1 == 0) | (kinds == 2))
     params[:, 8:] = np.where(black, 0, fill).T
     return params
 

@@ -5,11 +5,7 @@ Colors are float32: 0 to 255 and whole for ``uint8`` images, else as they are.
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
+from gpuprefetch.transforms.kernel import tl, triton
 
 # Words of an op: its code, then arguments in float32.
 FIELDS = 12
@@ -17,13 +13,12 @@ FIELDS = 12
 BINS = 256
 
 if triton is not None:
-    # The launcher makes AFFINE of ROTATE.
     IDENTITY, BRIGHTNESS, CONTRAST, SATURATION, HUE = map(tl.constexpr, range(5))
     POSTERIZE, SOLARIZE, SOLARIZE_ADD, GRAYSCALE, INVERT = map(tl.constexpr, range(5, 10))
     AUTOCONTRAST, EQUALIZE, PERMUTE, ERASE, ERASE_NOISE = map(tl.constexpr, range(10, 15))
     HFLIP, VFLIP, AFFINE_NEAREST, AFFINE_BILINEAR = map(tl.constexpr, range(15, 19))
-    PERSPECTIVE_NEAREST, PERSPECTIVE_BILINEAR = map(tl.constexpr, range(21, 23))
-    MATRIX_BILINEAR, MATRIX_BICUBIC, SHARPNESS, BLUR = map(tl.constexpr, range(23, 27))
+    PERSPECTIVE_NEAREST, PERSPECTIVE_BILINEAR = map(tl.constexpr, range(19, 21))
+    MATRIX_BILINEAR, MATRIX_BICUBIC, SHARPNESS, BLUR = map(tl.constexpr, range(21, 25))
     _BINS = tl.constexpr(BINS)
 
     @triton.jit

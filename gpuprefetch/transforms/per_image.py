@@ -5,12 +5,10 @@ transforms to slots, in which each image has an op of its own, and runs a launch
 What has no such form goes through :class:`Loop`, image by image.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -38,7 +36,6 @@ class ToUint8(torch.nn.Module):
     """[0, 1] to 0..255, rounded as PIL rounds when it resizes; uint8 passes through."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """``(N, C, H, W)`` uint8."""
         if images.dtype == torch.uint8:
             return images
         return (images * 255).round_().clamp_(0, 255).to(torch.uint8)
@@ -48,27 +45,22 @@ class ToFloat(torch.nn.Module):
     """0..255 to [0, 1] in float32; floating point passes through."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """``(N, C, H, W)`` floating point."""
         return images if images.is_floating_point() else images.float() / 255
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """The dtype and memory format that the loop asked for, at the end of the list.
-
-    Of several outputs they are for those in floating point. The format is for four dimensions.
-    """
+    """The dtype and memory format that the loop asked for, at the end of the list."""
 
     dtype: torch.dtype | None
     memory_format: torch.memory_format | None
 
     def __call__(self, images: Any) -> Any:
-        """The images, of one output or several, with values as they are."""
+        """The images with values as they are; of several outputs, those in floating point."""
 
         def cast(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if leaf is not images and not leaf.is_floating_point():
+            is_tensor = isinstance(leaf, torch.Tensor)
+            if not is_tensor or not (leaf is images or leaf.is_floating_point()):
                 return leaf
             memory_format = self.memory_format if leaf.dim() == 4 else None
             return leaf.to(dtype=self.dtype, memory_format=memory_format)
@@ -81,27 +73,17 @@ _AS_IT_IS = Cast(None, None)
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What transforms one after the other are compiled to.
-
-    Attributes:
-        ops: the transforms.
-        steps: what they draw.
-        before: brings images to uint8 or floating point first; None leaves them as they come.
-        scaled: whether the result is in floating point, that of uint8 in [0, 1].
-        normalize: mean and std.
-        finals: what is drawn after that.
-        cast: dtype and memory format of the result.
-    """
+    """What transforms one after the other are compiled to."""
 
     ops: tuple[Any, ...] = ()
     steps: tuple[Slots | Mix, ...] = ()
     before: ToUint8 | ToFloat | None = None
-    scaled: bool = False
-    normalize: tuple[list[float], list[float]] | None = None
-    finals: tuple[Slots, ...] = ()
+    scaled: bool = False  # to floating point, that of uint8 in [0, 1]
+    normalize: tuple[list[float], list[float]] | None = None  # mean and std
+    finals: tuple[Slots, ...] = ()  # drawn after that
     cast: Cast = _AS_IT_IS
 
-    def then(self, op: Any) -> Recipe | None:
+    def then(self, op: Any) -> Self | None:
         """The recipe with one more transform; None where it is not for one program."""
         longer = replace(self, ops=(*self.ops, op))
         if self.cast != _AS_IT_IS:
@@ -130,7 +112,6 @@ class Recipe:
 
 
 def _is_scaling(op: Any) -> bool:
-    """Whether an op is torchvision's conversion to float32 in [0, 1]."""
     if name_of(op) == "ConvertImageDtype":
         return bool(op.dtype == torch.float32)
     return name_of(op) == "ToDtype" and bool(op.dtype == torch.float32 and op.scale)
@@ -164,7 +145,12 @@ class PerImage(torch.nn.Module):
     def __init__(self, transform: Any, *, seed: int | None = None) -> None:
         super().__init__()
         self.op, self.seed, self.calls = transform, seed, 0
-        self.recipe = _read(flatten(transform))
+        self.recipe = Recipe()
+        for op in flatten(transform):
+            longer = self.recipe if name_of(op) == "Identity" else self.recipe.then(op)
+            if longer is None:
+                raise UnsupportedTransformError(_why_not(op, self.recipe))
+            self.recipe = longer
 
     @property
     def __name__(self) -> str:
@@ -174,7 +160,6 @@ class PerImage(torch.nn.Module):
 
     @property
     def slots(self) -> int:
-        """The longest way of an image: how many ops it may have."""
         steps = (*self.recipe.steps, *self.recipe.finals)
         return sum(s.chain.slots if isinstance(s, Mix) else s.slots for s in steps)
 
@@ -209,14 +194,12 @@ class PerImage(torch.nn.Module):
         return self.carry_out(images, self.draw(images))
 
     def key(self) -> Keys | int:
-        """The key of a call, from torch's generator or of the seed's sequence."""
         if self.seed is None:
             return int(torch.randint(2**62, (), device="cpu"))
         self.calls += 1
         return fold(self.seed, self.calls - 1)
 
     def draw(self, images: torch.Tensor) -> list[Program]:
-        """What is done to these images, drawn on the CPU."""
         return self.drawn(fold(self.key(), np.arange(len(images))), images)
 
     def drawn(self, keys: Keys, images: torch.Tensor) -> list[Program]:
@@ -237,15 +220,15 @@ class PerImage(torch.nn.Module):
         return [*programs, program_of(row, keys, picture, recipe.finals)]
 
     def carry_out(
-        self, images: torch.Tensor, drawn: Sequence[Program | Layout], share: Share | None = None
+        self, images: torch.Tensor, drawn: "Sequence[Program | Layout]", share: Share | None = None
     ) -> torch.Tensor:
-        """Carry out what :meth:`draw` drew for these images; ``share`` as for :func:`.ops.run`."""
+        """Carry out what :meth:`draw` drew; ``share`` as for :func:`.ops.run`."""
         images = self._begin(images)
         for program in drawn[:-1]:
             images = run(images, program)
         return run(images, drawn[-1], self._finish(images), share)
 
-    def lay_out(self, images: torch.Tensor, drawn: Sequence[Program]) -> list[Layout]:
+    def lay_out(self, images: torch.Tensor, drawn: Sequence[Program]) -> "list[Layout]":
         """The same for the kernels, whatever the device is; the images may be on "meta"."""
         from gpuprefetch.transforms.ops_launch import lay_out
 
@@ -259,23 +242,25 @@ class PerImage(torch.nn.Module):
 
     def _finish(self, images: torch.Tensor) -> Finish:
         recipe = self.recipe
-        if recipe.normalize is not None and not (recipe.scaled or images.is_floating_point()):
-            raise TypeError(
-                f"Normalize takes floating point, and {images.dtype} reaches it. Put "
-                "v2.ToDtype(torch.float32, scale=True) before it, and leave dtype=torch.uint8 out."
-            )
+        if recipe.normalize is not None and not recipe.scaled:
+            refuse_integers(images)
         floats = torch.float32 if recipe.scaled and not images.is_floating_point() else None
         mean, std = recipe.normalize or (None, None)
         return Finish(mean, std, recipe.cast.dtype or floats, recipe.cast.memory_format)
 
     def carry_out_one(self, sample: Any, drawn: Sequence[Program], row: int) -> Any:
-        """Do to one sample what they say of an image: move its boxes, masks and points as well.
-
-        Conversions and Normalize are left out.
-        """
+        """Do to an image, boxes, masks or points what they say, without conversions."""
         for program in drawn:
             sample = apply_one(sample, program, row)
         return apply_one(sample, drawn[-1], row, finals=True)
+
+
+def refuse_integers(images: torch.Tensor) -> None:
+    if not images.is_floating_point():
+        raise TypeError(
+            f"Normalize takes floating point, and {images.dtype} reaches it. Put "
+            "v2.ToDtype(torch.float32, scale=True) before it, and leave dtype=torch.uint8 out."
+        )
 
 
 def _check(images: Any) -> None:
@@ -296,16 +281,6 @@ def _check(images: Any) -> None:
         raise TypeError("PerImage gives no gradient of its images. Call it on images.detach().")
 
 
-def _read(ops: Iterable[Any]) -> Recipe:
-    recipe = Recipe()
-    for op in ops:
-        longer = recipe if name_of(op) == "Identity" else recipe.then(op)
-        if longer is None:
-            raise UnsupportedTransformError(_why_not(op, recipe))
-        recipe = longer
-    return recipe
-
-
 def _why_not(op: Any, recipe: Recipe) -> str:
     name = type(op).__name__
     after = " after Normalize or a conversion, where only RandomErasing may stand"
@@ -321,13 +296,8 @@ def _why_not(op: Any, recipe: Recipe) -> str:
 def on_levels(head: Any, tail: Sequence[Transform], cast: Cast) -> tuple[list[Transform], bool]:
     """Let the first program take uint8 of the fused transforms, and do what else they would.
 
-    Args:
-        head: the fused transforms.
-        tail: what runs after them.
-        cast: dtype and memory format of what the fused transforms give.
-
-    Returns:
-        The new tail, and whether the fused transforms are to give uint8.
+    ``cast`` is the form of what the fused transforms would give. Returns the new tail, and whether
+    they are to give uint8.
     """
     first = tail[0] if tail else None
     if not isinstance(first, PerImage) or not head.names or head.mean or cast.dtype == torch.uint8:
@@ -352,9 +322,7 @@ def _is_same_on_levels(op: Any) -> bool:
     """Whether an op does to 0..255 what it does to [0, 1]: all but those that are given a value."""
     if hasattr(op, "transforms"):
         return all(map(_is_same_on_levels, flatten(op.transforms)))
-    fill = getattr(op, "fill", None)
-    values = list(fill.values()) if isinstance(fill, dict) else [fill]
-    black = all(value is None or not np.any(value) for value in values)
+    black = not np.any(getattr(op, "fill", None))
     return black and type(op).__name__ not in ("RandomErasing", "RandomSolarize")
 
 
@@ -387,7 +355,6 @@ class Loop(torch.nn.Module):
         self.op, self.__name__ = copy.copy(op), type(op).__name__
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """``(N, C, H, W)``."""
         done = [self.op(image[None]) for image in images.unbind()]
         if len({image.shape for image in done}) > 1:
             raise ValueError(

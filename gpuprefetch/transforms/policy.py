@@ -3,10 +3,9 @@
 What an op of the list is made of is read from its attributes once; each batch then only draws.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,31 +25,33 @@ from gpuprefetch.transforms.slots import (
     Step,
     Table,
 )
-from gpuprefetch.transforms.timm import COLORS, from_augment, from_timm, is_augment
+from gpuprefetch.transforms.timm import COLORS, from_augment
 
 # Filters that torchvision has for tensors.
 FILTERS = ("nearest", "bilinear")
 _ADJUSTMENTS = ("brightness", "contrast", "saturation", "hue")
 
 
-def compiled(op: Any) -> Slots | Mix | None:
-    """What draws for a transform, for each image of a batch; None where there is no such form.
+class _NoForm(Exception):
+    """A transform has no such form."""
 
-    Args:
-        op: of torchvision, v1 or v2, or of timm; a container as RandomApply, if all that it holds
-            has such a form. Subclasses have none: they may do anything.
-    """
-    op = twin(from_timm(op))
-    name = name_of(op)
-    if is_augment(op):
-        return from_augment(op)
-    if name is None or name not in COMPILERS:
+
+def compiled(op: Any) -> Slots | Mix | None:
+    """What draws for torchvision's or timm's ``op`` for each image; None where nothing does."""
+    try:
+        return _slots(op)
+    except _NoForm:
         return None
-    if hasattr(op, "interpolation") and filter_of(op) not in FILTERS:
-        return None
-    if isinstance(getattr(op, "fill", None), dict):
-        return None  # one for images and another one for masks
-    return COMPILERS[name](op)
+
+
+def _slots(op: Any) -> Slots | Mix:
+    op = twin(op)
+    make = COMPILERS.get(name_of(op) or "")
+    of_pil = hasattr(op, "interpolation") and filter_of(op) not in FILTERS
+    # One fill for images and another one for masks is a dict.
+    if make is None or of_pil or isinstance(getattr(op, "fill", None), dict):
+        raise _NoForm
+    return make(op)
 
 
 def _fill(op: Any) -> tuple[float, float, float]:
@@ -74,7 +75,6 @@ def _center(op: Any) -> Sequence[float]:
 
 
 def _drawn(columns: Sequence[Any], u: Floats, picture: Picture) -> list[Any]:
-    """Each column is a number, or drawn between two."""
     numbers = iter(u)
     return [
         column[0] + (column[1] - column[0]) * next(numbers) if np.ndim(column) else column
@@ -87,13 +87,23 @@ def _one(name: str, *columns: Any, p: float = 1.0) -> One:
 
 
 def _switch(name: str, *attributes: str) -> Callable[[Any], One]:
-    """An op of which nothing is drawn, but whether."""
+    """Of such an op nothing is drawn, but whether."""
     return lambda op: _one(name, *(getattr(op, a) for a in attributes), p=getattr(op, "p", 1.0))
 
 
-def _blur(op: Any, u: Floats, picture: Picture) -> Columns:
+def _blurred(op: Any, u: Floats, picture: Picture) -> Columns:
     (sigma,) = _drawn([op.sigma], u, picture)
     return [sigma, sigma, *op.kernel_size]
+
+
+def _turned(angle: Any) -> Any:
+    """The angle of an affine map for torchvision's of a rotation, which turns the other way."""
+    return -(angle % 360)
+
+
+def _rotated(op: Any, u: Floats, picture: Picture) -> Columns:
+    (angle,) = _drawn([op.degrees], u, picture)
+    return [_turned(angle), 0, 0, 1, 0, 0, *_center(op), *_fill(op)]
 
 
 def _affine(op: Any, u: Floats, picture: Picture) -> Columns:
@@ -148,11 +158,6 @@ def _erased(op: Any, u: Floats, picture: Picture) -> Columns:
     return [top, left, h, w, *(op.value * 3)[:3]]
 
 
-def _erasing(op: Any) -> One:
-    name = "ERASE_NOISE" if op.value is None else "ERASE"
-    return One(name, partial(_erased, op), 23, op.p)
-
-
 def _permuted(u: Floats, picture: Picture) -> Columns:
     order = np.argsort(u[: picture.channels], axis=0)
     return [*order] if picture.channels > 1 else [np.zeros(u.shape[1])]
@@ -170,39 +175,36 @@ def _distort(op: Any) -> Row:
     return Row((brightness, either, One("PERMUTE", _permuted, 3, op.p)))
 
 
-def _gray(op: Any) -> One | None:
-    same = getattr(op, "num_output_channels", 3) == 3  # else it gives another shape
-    return One("GRAYSCALE", p=getattr(op, "p", 1.0)) if same else None
+def _gray(op: Any) -> One:
+    if getattr(op, "num_output_channels", 3) != 3:  # which gives another shape
+        raise _NoForm
+    return _one("GRAYSCALE", p=getattr(op, "p", 1.0))
+
+
+def _rotation(op: Any) -> One:
+    if op.expand:  # likewise
+        raise _NoForm
+    return One(_moving("AFFINE", op), partial(_rotated, op), 1)
 
 
 # --- Containers ---
 
 
-def _inner(transforms: Any) -> list[Slots] | None:
-    parts = [compiled(op) for op in flatten(transforms) if name_of(op) != "Identity"]
-    slots = [part for part in parts if part is not None and not isinstance(part, Mix)]
-    return slots if len(slots) == len(parts) else None
+def _row(transforms: Any, p: float = 1.0) -> Row:
+    parts = list[Slots]()
+    for op in flatten(transforms):
+        if name_of(op) == "Identity":
+            continue
+        part = _slots(op)
+        if isinstance(part, Mix):
+            raise _NoForm
+        parts.append(part)
+    return Row(tuple(parts), p)
 
 
-def _apply(op: Any) -> Row | None:
-    inner = _inner(op.transforms)
-    return None if inner is None else Row(tuple(inner), op.p)
-
-
-def _rows(op: Any) -> tuple[Row, ...] | None:
-    inner = [_inner(transform) for transform in op.transforms]
-    return None if None in inner else tuple(Row(tuple(parts or ())) for parts in inner)
-
-
-def _choice(op: Any) -> Choice | None:
+def _choice(op: Any) -> Choice:
     chances = np.array(op.p if op.p is not None else [1] * len(op.transforms), dtype=float)
-    rows = _rows(op)
-    return None if rows is None else Choice(rows, tuple((chances / chances.sum()).tolist()))
-
-
-def _order(op: Any) -> Order | None:
-    rows = _rows(op)
-    return None if rows is None else Order(rows)
+    return Choice(tuple(map(_row, op.transforms)), tuple((chances / chances.sum()).tolist()))
 
 
 # --- RandAugment and its kin ---
@@ -211,11 +213,14 @@ def _order(op: Any) -> Order | None:
 _MOVES = {"ShearX": 4, "ShearY": 5, "TranslateX": 1, "TranslateY": 2, "Rotate": 0}
 
 
+def _space(op: Any) -> Any:
+    few = getattr(op, "all_ops", True) is False
+    return op._PARTIAL_AUGMENTATION_SPACE if few else op._AUGMENTATION_SPACE
+
+
 def _magnitudes(op: Any, name: str, numbers: Sequence[int], bins: int, picture: Picture) -> Any:
     """``(B, 2)``: the magnitudes with these numbers, with one sign and the other."""
-    few = getattr(op, "all_ops", True) is False
-    space = op._PARTIAL_AUGMENTATION_SPACE if few else op._AUGMENTATION_SPACE
-    function, signed = space[name]
+    function, signed = _space(op)[name]
     values = function(bins, picture.height, picture.width)
     chosen = np.zeros(len(numbers)) if values is None else np.asarray(values)[list(numbers)]
     both = chosen.astype(float)[:, None] * ((-1, 1) if signed else (1, 1))
@@ -225,78 +230,72 @@ def _magnitudes(op: Any, name: str, numbers: Sequence[int], bins: int, picture: 
         return np.degrees(np.arctan(both))
     if name == "Solarize":
         return both * picture.white
+    if name == "Rotate":
+        return _turned(both)
     return np.trunc(both) if name.startswith(("Translate", "Posterize")) else both
 
 
 def _step(
     op: Any, name: str, numbers: Sequence[int], chance: float = 1.0, *, bins: int = 0
-) -> Step | None:
-    """A step of ``op``; None for one of a later torchvision."""
+) -> Step:
     magnitudes = partial(_magnitudes, op, name, numbers, bins or op.num_magnitude_bins)
-    if name not in _MOVES:
-        return Step(COLORS[name], magnitudes, chance=chance) if name in COLORS else None
+    if name in COLORS:
+        return Step(COLORS[name], magnitudes, chance=chance)
+    if name not in _MOVES:  # of a later torchvision
+        raise _NoForm
     center = (0.0, 0.0) if name.startswith("Shear") else (math.nan, math.nan)
-    form, before = ("ROTATE", (0,)) if name == "Rotate" else ("AFFINE", (0, 0, 0, 1, 0, 0))
-    given = (*before, *center, *_fill(op))
-    return Step(_moving(form, op), magnitudes, _MOVES[name], given, chance)
+    given = (0, 0, 0, 1, 0, 0, *center, *_fill(op))
+    return Step(_moving("AFFINE", op), magnitudes, _MOVES[name], given, chance)
 
 
-def _table(policies: list[list[Any]], layers: int = 1, *, most: bool = False) -> Table | None:
-    unknown = any(None in policy for policy in policies)
-    return None if unknown else Table(policies, layers, most=most)
+def _one_of(op: Any, numbers: Sequence[int], layers: int = 1, **options: Any) -> Table:
+    return Table([[_step(op, name, numbers, **options)] for name in _space(op)], layers)
 
 
-def _rand_augment(op: Any) -> Table | None:
-    return _table([[_step(op, n, [op.magnitude])] for n in op._AUGMENTATION_SPACE], op.num_ops)
+def _auto_augment(op: Any) -> Table:
+    policies = [[_step(op, n, [m or 0], p, bins=10) for n, p, m in each] for each in op._policies]
+    return Table(policies, 1)
 
 
-def _trivial_augment(op: Any) -> Table | None:
-    every = range(op.num_magnitude_bins)
-    return _table([[_step(op, name, every)] for name in op._AUGMENTATION_SPACE])
+def _aug_mix(op: Any) -> Mix:
+    if op.alpha != 1:
+        raise _NoForm
+    depth = op.chain_depth if op.chain_depth > 0 else 3
+    chain = _one_of(op, range(op.severity), depth, bins=10)
+    return Mix(replace(chain, most=op.chain_depth <= 0), op.mixture_width)
 
 
-def _auto_augment(op: Any) -> Table | None:
-    return _table(
-        [[_step(op, name, [m or 0], p, bins=10) for name, p, m in each] for each in op._policies]
-    )
-
-
-def _aug_mix(op: Any) -> Mix | None:
-    space = op._AUGMENTATION_SPACE if op.all_ops else op._PARTIAL_AUGMENTATION_SPACE
-    fixed, severity = op.chain_depth > 0, range(op.severity)
-    steps = [[_step(op, name, severity, bins=10)] for name in space]
-    chain = _table(steps, op.chain_depth if fixed else 3, most=not fixed)
-    return None if chain is None else Mix(chain, op.mixture_width, op.alpha)
-
-
-COMPILERS: dict[str, Callable[[Any], Slots | Mix | None]] = {
+COMPILERS: dict[str, Callable[[Any], Slots | Mix]] = {
     "AugMix": _aug_mix,
     "AutoAugment": _auto_augment,
     "ColorJitter": _jitter,
-    "GaussianBlur": lambda op: One("BLUR", partial(_blur, op), 1),
+    "GaussianBlur": lambda op: One("BLUR", partial(_blurred, op), 1),
     "Grayscale": _gray,
-    "RandAugment": _rand_augment,
+    "RandAugment": lambda op: _one_of(op, [op.magnitude], op.num_ops),
     "RandomAdjustSharpness": _switch("SHARPNESS", "sharpness_factor"),
     "RandomAffine": lambda op: One(_moving("AFFINE", op), partial(_affine, op), 6),
-    "RandomApply": _apply,
+    "RandomApply": lambda op: _row(op.transforms, op.p),
     "RandomAutocontrast": _switch("AUTOCONTRAST"),
     "RandomChannelPermutation": lambda op: One("PERMUTE", _permuted, 3),
     "RandomChoice": _choice,
     "RandomEqualize": _switch("EQUALIZE"),
-    "RandomErasing": _erasing,
+    "RandomErasing": lambda op: One(
+        "ERASE_NOISE" if op.value is None else "ERASE", partial(_erased, op), 23, op.p
+    ),
     "RandomGrayscale": _gray,
     "RandomHorizontalFlip": _switch("HFLIP"),
     "RandomInvert": _switch("INVERT"),
-    "RandomOrder": _order,
+    "RandomOrder": lambda op: Order(tuple(map(_row, op.transforms))),
     "RandomPerspective": lambda op: One(
         _moving("PERSPECTIVE", op), partial(_perspective, op), 8, op.p
     ),
     "RandomPhotometricDistort": _distort,
     "RandomPosterize": _switch("POSTERIZE", "bits"),
-    "RandomRotation": lambda op: (
-        None if op.expand else _one(_moving("ROTATE", op), op.degrees, *_center(op), *_fill(op))
-    ),
+    "RandomRotation": _rotation,
     "RandomSolarize": _switch("SOLARIZE", "threshold"),
     "RandomVerticalFlip": _switch("VFLIP"),
-    "TrivialAugmentWide": _trivial_augment,
+    "TrivialAugmentWide": lambda op: _one_of(op, range(op.num_magnitude_bins)),
+    "timm AugMixAugment": from_augment,
+    "timm AutoAugment": from_augment,
+    "timm RandAugment": from_augment,
 }

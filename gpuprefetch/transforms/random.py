@@ -4,8 +4,6 @@ The generator is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom n
 OOPSLA 2014), used as a hash of (seed, epoch, sample, ...) followed by a counter.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 
@@ -46,7 +44,6 @@ def uniform(keys: Keys, count: int) -> Uniforms:
 
 
 def derive(keys: Keys | int, data: int) -> int:
-    """A seed for torch's generators."""
     return int(fold(keys, data)[()] >> np.uint64(1))
 
 
@@ -65,29 +62,16 @@ def view_seed(seed: int, number: int) -> int:
     return derive(seed, -2 - number) if number else seed
 
 
-_RANDOM: set[Any] = {
-    torch.rand,
-    torch.randn,
-    torch.randint,
-    torch.randperm,
-    torch.normal,
-    torch.bernoulli,
-    torch.binomial,
-    torch.multinomial,
-    torch.poisson,
-    torch._sample_dirichlet,
-    torch._standard_gamma,
-    torch.Tensor.bernoulli,
-    torch.Tensor.multinomial,
-    torch.Tensor.bernoulli_,
-    torch.Tensor.uniform_,
-    torch.Tensor.normal_,
-    torch.Tensor.random_,
-    torch.Tensor.exponential_,
-    torch.Tensor.log_normal_,
-    torch.Tensor.geometric_,
-    torch.Tensor.cauchy_,
-}
+_FUNCTIONS = (
+    "rand randn randint randperm normal bernoulli binomial multinomial poisson _sample_dirichlet"
+    " _standard_gamma"
+).split()
+_METHODS = (
+    "bernoulli multinomial bernoulli_ uniform_ normal_ random_ exponential_ log_normal_ geometric_"
+    " cauchy_"
+).split()
+_RANDOM: set[Any] = {getattr(torch, name) for name in _FUNCTIONS}
+_RANDOM |= {getattr(torch.Tensor, name) for name in _METHODS}
 _LIKE: dict[Any, Any] = {
     torch.rand_like: torch.rand,
     torch.randn_like: torch.randn,
@@ -108,13 +92,7 @@ class SeededDraws(TorchFunctionMode):
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        return self._generators[device]
-
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        """Add ``generator=`` to the calls that draw random numbers."""
         kwargs = dict(kwargs or {})
         if func in _LIKE:
             like, *args = args or (kwargs.pop("input"),)
@@ -126,5 +104,7 @@ class SeededDraws(TorchFunctionMode):
             given = next((value for value in values if isinstance(value, torch.Tensor)), None)
             device = given.device if given is not None else kwargs.get("device")
             device = torch.device(device or torch.get_default_device())
-            kwargs["generator"] = self._generator(device)
+            if device not in self._generators:
+                self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+            kwargs["generator"] = self._generators[device]
         return func(*args, **kwargs)

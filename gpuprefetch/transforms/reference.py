@@ -7,7 +7,7 @@ Triton it is what runs. The checks of what is read and written are here for both
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,48 +26,56 @@ SUPPORT = {"nearest": 0.5, "bilinear": 1.0, "bicubic": 2.0}
 TIE = 1e-6
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Finished pictures that the eager twin takes together: few calls, in what a core's cache holds.
+# Finished pictures, for neighboring rows, that the eager twin takes together: few calls, in what a
+# core's cache holds.
 GROUP = 4
+
+
+class Checked(NamedTuple):
+    """What :func:`check` made of the arguments of :func:`.launch.resample`."""
+
+    geometry: Ints  # (N, 7): address, strides and shape of each image
+    rows: Doubles
+    out: torch.Tensor
+    places: Ints  # the rows of it that they go to
+    interpolation: str
+    antialias: bool
+    mean: list[float] | None
+    std: list[float] | None
 
 
 def resample_reference(
     images: Sequence[torch.Tensor],
     sampling: torch.Tensor | Doubles,
     size: tuple[int, int],
-    *,
-    interpolation: str = "bilinear",
-    antialias: bool = True,
-    mean: ChannelValues = None,
-    std: ChannelValues = None,
-    dtype: torch.dtype = torch.float32,
-    memory_format: torch.memory_format = torch.contiguous_format,
-    out: torch.Tensor | None = None,
-    positions: Sequence[int] | None = None,
+    **options: Any,
 ) -> torch.Tensor:
-    """Eager twin of :func:`resample`; computes in float64 where `dtype` is, else in float32."""
-    _, rows = check_images(images, sampling, size, interpolation)
-    out, places = make_output(images, size, dtype, memory_format, out, positions)
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    """Eager twin of :func:`.launch.resample`; in float64 where ``dtype`` is, else in float32."""
+    _, rows, out, places, interpolation, antialias, *normalize = check(
+        images, sampling, size, **options
+    )
+    compute = torch.float64 if out.dtype == torch.float64 else torch.float32
     colors = [
-        None
-        if values is None
-        else torch.tensor(values, dtype=compute, device=out.device)[:, None, None]
-        for values in (per_channel("mean", mean, out), per_channel("std", std, out))
+        None if values is None else torch.tensor(values, dtype=compute, device=out.device)
+        for values in normalize
     ]
     levels = 255 if images[0].dtype == torch.uint8 else 1
     clamp = interpolation == "bicubic" and levels == 255
+    planes = [c if c is None else c[:, None, None] for c in colors]
 
-    finished = (rows == finished_row(tuple(size))).all((1, 2))
-    for group in _groups(finished, places):
+    is_finished = (rows == finished_row(tuple(size))).all((1, 2))
+    finished = np.flatnonzero(is_finished)
+    runs = np.split(finished, np.flatnonzero(np.diff(places[finished]) != 1) + 1)
+    for group in (run[i : i + GROUP] for run in runs for i in range(0, len(run), GROUP)):
         pictures = [images[i][:, : size[0], : size[1]] for i in group]
-        part, colors_here = out[places[group[0]] : places[group[0]] + len(group)], colors
+        part, colors_here = out[places[group[0]] : places[group[0]] + len(group)], planes
         lines = part.permute(0, 2, 3, 1)
         if lines.is_contiguous():
             # As lines of W * C values: loops over C of them take three times as long.
             pictures, part = [p.permute(1, 2, 0).flatten(1) for p in pictures], lines.flatten(2)
-            colors_here = [c if c is None else c.flatten().repeat(size[1]) for c in colors]
+            colors_here = [c if c is None else c.repeat(size[1]) for c in colors]
         _finish(torch.stack(pictures).to(compute), part, levels, clamp, *colors_here)
-    for i in np.flatnonzero(~finished).tolist():
+    for i in np.flatnonzero(~is_finished).tolist():
         image, picture = images[i], out[int(places[i])]
         y_row, x_row = rows[i].tolist()
         y_taps, y_weights, y_inside = _taps(y_row, size[0], interpolation, antialias)
@@ -81,19 +89,8 @@ def resample_reference(
         if not (y_inside.all() and x_inside.all()):
             padding = torch.from_numpy(~(y_inside[:, None] & x_inside))
             values.masked_fill_(padding.to(out.device), 0)
-        _finish(values, picture, levels, clamp, *colors)
+        _finish(values, picture, levels, clamp, *planes)
     return out
-
-
-def _groups(chosen: npt.NDArray[np.bool_], places: Ints) -> list[list[int]]:
-    """The chosen images, up to GROUP together where they go to neighboring rows."""
-    groups: list[list[int]] = []
-    for i in np.flatnonzero(chosen).tolist():
-        if groups and len(groups[-1]) < GROUP and places[i] == places[groups[-1][-1]] + 1:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
 
 
 def _taps(
@@ -125,7 +122,6 @@ def _taps(
 
 
 def _filter_rows(values: torch.Tensor, taps: Ints, weights: Doubles) -> torch.Tensor:
-    """Filter (C, H, W) along H, one tap of every output row at a time."""
     values = values.contiguous()  # whole rows are picked
     columns = torch.tensor(taps.T, device=values.device)
     factors = torch.tensor(weights.T, dtype=values.dtype, device=values.device)[:, :, None]
@@ -143,10 +139,7 @@ def _finish(
     mean: torch.Tensor | None,
     std: torch.Tensor | None,
 ) -> None:
-    """Bring values of 0 to `levels`, in the shape of `out`, into its form; overwrites them.
-
-    `mean` and `std` are of that shape, or broadcast to it.
-    """
+    """Bring values of 0 to `levels`, in the shape of `out`, into its form; overwrites them."""
     if clamp:
         values.clamp_(0, 255)
     if out.dtype == torch.uint8:
@@ -168,26 +161,13 @@ def resample_uint8(
     interpolation: str = "bilinear",
     antialias: bool = True,
 ) -> torch.Tensor:
-    """Resample one image on the CPU to its finished picture, for a worker process.
+    """Resample one ``(C, H, W)`` uint8 image on the CPU to its finished picture, in a worker.
 
     A resize that `torch.nn.functional.interpolate` knows goes through its integer kernels: several
-    times faster than the eager twin, within a level of PIL. Anything else is the twin, rounded.
-
-    Args:
-        image: ``(C, H, W)`` uint8 on the CPU; fastest where a pixel's channels are adjacent.
-        rows: ``(2, 6)`` float64, as a row of :func:`resample`'s; :func:`check_rows` is not run.
-        size: ``(H, W)`` of the result.
-        interpolation: ``"nearest"``, ``"bilinear"`` or ``"bicubic"``.
-        antialias: whether to widen the filter where the image shrinks.
-
-    Returns:
-        ``(C, H, W)`` uint8, sharing no memory with `image`, with any strides.
-
-    Raises:
-        ValueError: if the image is not as described.
+    times faster than the eager twin, within a level of PIL, and fastest where a pixel's channels
+    are adjacent. Anything else is the twin, rounded. ``rows`` ``(2, 6)`` are not checked. The
+    result shares no memory with ``image``, and has any strides.
     """
-    if image.dtype != torch.uint8 or image.device.type != "cpu":
-        raise ValueError(f"image must be uint8 on the CPU, got {image.dtype} on {image.device}")
     windows = [_window(row, antialias) for row in rows.tolist()]
     # Without antialias torch's bicubic is not PIL's (a = -0.75).
     exact = interpolation == "nearest" or (interpolation == "bicubic" and not antialias)
@@ -244,37 +224,39 @@ def finished_row(size: tuple[int, int]) -> Doubles:
 # --- Checks, for the kernel, too ---
 
 
-def check_images(
+def check(
     images: Sequence[torch.Tensor],
     sampling: torch.Tensor | Doubles,
     size: tuple[int, int],
-    interpolation: str,
-) -> tuple[Ints, Doubles]:
-    """Check what is read; return (address, strides, shape) of the images, (N, 7), and the rows."""
-    if interpolation not in SUPPORT:
-        raise ValueError(f"interpolation must be one of {list(SUPPORT)}, got {interpolation!r}")
-    kinds = {(image.dim(), image.dtype, image.device) for image in images}
-    if len(kinds) != 1:
+    *,
+    interpolation: str = "bilinear",
+    antialias: bool = True,
+    mean: ChannelValues = None,
+    std: ChannelValues = None,
+    dtype: torch.dtype = torch.float32,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    out: torch.Tensor | None = None,
+    positions: Sequence[int] | None = None,
+) -> Checked:
+    """Check the arguments of :func:`.launch.resample`, and make its result if there is none."""
+    ((kind, ndim, channels, device),) = {(t.dtype, t.dim(), len(t), t.device) for t in images}
+    if ndim != 3 or kind not in (torch.uint8, *FLOAT_DTYPES):
         raise ValueError(
-            "images must be at least one tensor, and agree in dtype and device, "
-            f"got {len(images)} with (ndim, dtype, device) in {sorted(map(str, kinds))}"
-        )
-    ((ndim, dtype, _),) = kinds
-    if ndim != 3 or (dtype != torch.uint8 and dtype not in FLOAT_DTYPES):
-        raise ValueError(
-            f"images must be (C, H, W) tensors of uint8 or floating point, got {ndim}-D {dtype}"
+            f"images must be (C, H, W) of uint8 or floating point, got {ndim}-D {kind}"
         )
     geometry = np.array([(t.data_ptr(), *t.stride(), *t.shape) for t in images], np.int64)
-    channels = np.unique(geometry[:, 4]).tolist()
-    if len(channels) != 1:
-        raise ValueError(f"images must agree in channels, got {channels}")
-    if isinstance(sampling, torch.Tensor) and sampling.is_cuda:
-        raise ValueError("sampling must be on the CPU: it is checked and packed there")
     rows = np.asarray(sampling, np.float64)
-    if rows.shape != (len(images), 2, 6):
-        raise ValueError(f"sampling must be ({len(images)}, 2, 6), got {rows.shape}")
+    assert rows.shape == (len(images), 2, 6) and interpolation in SUPPORT
     check_rows(rows, geometry[:, 5:], size)
-    return geometry, rows
+    shape = (len(images), channels, *size)
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
+    assert (out.shape[1:], out.dtype, out.device) == (shape[1:], dtype, device)
+    places = np.arange(len(images)) if positions is None else np.asarray(positions, np.int64)
+    assert len(places) == len(images) and 0 <= places.min() <= places.max() < len(out)
+    colors = [per_channel(*each, channels) for each in (("mean", mean), ("std", std))]
+    assert dtype in FLOAT_DTYPES or (dtype == torch.uint8 and colors == [None, None])
+    return Checked(geometry, rows, out, places, interpolation, antialias, *colors)
 
 
 def check_rows(rows: Doubles, sizes: Ints, size: tuple[int, int]) -> None:
@@ -291,48 +273,14 @@ def check_rows(rows: Doubles, sizes: Ints, size: tuple[int, int]) -> None:
         i, axis = np.argwhere(~fits)[0]
         raise ValueError(
             f"sampling[{i}, {axis}] = {rows[i, axis].tolist()} does not fit a source of "
-            f"{sizes[i, axis]} and a result of {size[axis]} pixels: of (origin, step, lo, "
-            "hi, first, last) lo and what follows must be whole numbers, and origin + step * j "
-            "within half a pixel of the box lo <= k < hi for first <= j < last"
+            f"{sizes[i, axis]} and a result of {size[axis]} pixels"
         )
 
 
-def make_output(
-    images: Sequence[torch.Tensor],
-    size: tuple[int, int],
-    dtype: torch.dtype,
-    memory_format: torch.memory_format,
-    out: torch.Tensor | None,
-    positions: Sequence[int] | None,
-) -> tuple[torch.Tensor, Ints]:
-    """Make the output, or check the one that was given; return the rows the images go to, too."""
-    places = np.arange(len(images)) if positions is None else np.asarray(positions, np.int64)
-    shape, device = (len(images), len(images[0]), *size), images[0].device
-    if dtype != torch.uint8 and dtype not in FLOAT_DTYPES:
-        raise ValueError(f"dtype must be uint8 or floating point, got {dtype}")
-    if out is None:
-        out = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
-    elif positions is not None:
-        shape = (len(out), *shape[1:])
-    if (out.shape, out.dtype, out.device) != (shape, dtype, device):
-        raise ValueError(
-            f"out must be {shape} {dtype} on {device}, "
-            f"got {tuple(out.shape)} {out.dtype} on {out.device}"
-        )
-    if places.shape != (len(images),) or not ((places >= 0) & (places < len(out))).all():
-        raise ValueError(
-            f"positions must be {len(images)} rows of the {len(out)} of out, got {places.tolist()}"
-        )
-    return out, places
-
-
-def per_channel(name: str, values: ChannelValues, out: torch.Tensor) -> list[float] | None:
-    """The mean or std of every channel, as numbers."""
+def per_channel(name: str, values: ChannelValues, channels: int) -> list[float] | None:
     if values is None:
         return None
-    if out.dtype == torch.uint8:
-        raise ValueError(f"{name} needs a floating-point dtype, got {out.dtype}: leave one out")
     numbers: list[float] = torch.as_tensor(values, dtype=torch.float64).flatten().tolist()
-    if len(numbers) not in (1, out.shape[1]):
-        raise ValueError(f"{name} must have {out.shape[1]} values, one a channel, got {numbers}")
-    return numbers if len(numbers) > 1 else numbers * out.shape[1]
+    if len(numbers) not in (1, channels):
+        raise ValueError(f"{name} must have {channels} values, one a channel, got {numbers}")
+    return numbers if len(numbers) > 1 else numbers * channels

@@ -4,11 +4,10 @@ Every fused op moves a map: output index -> source coordinate, per image and axi
 them composes into one map, and one resampling launch carries it out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -37,13 +36,13 @@ class Sampling:
     length: Floats
 
     @staticmethod
-    def identity(sizes: npt.ArrayLike) -> Sampling:
+    def identity(sizes: npt.ArrayLike) -> "Sampling":
         """The map that leaves images of ``sizes`` ``(N, 2)`` as they are."""
         length = np.asarray(sizes, dtype=np.float64).reshape(-1, 2)
         zero = np.zeros_like(length)
         return Sampling(zero, zero + 1, zero, length, zero, length, length)
 
-    def crop(self, start: Floats, size: Floats) -> Sampling:
+    def crop(self, start: Floats, size: Floats) -> Self:
         """Keep ``size`` pixels from ``start``; what lies outside of the image is padding."""
         return replace(
             self,
@@ -53,7 +52,7 @@ class Sampling:
             length=size,
         )
 
-    def clip(self) -> Sampling:
+    def clip(self) -> Self:
         """Forget what a crop left out: as in PIL, a later resize does not blend it in."""
         a = self.origin + self.step * self.first
         b = self.origin + self.step * (self.last - 1)
@@ -62,7 +61,7 @@ class Sampling:
 
     def resize(
         self, size: Floats, *, align_corners: bool = False, first_pixel: bool = False
-    ) -> Sampling:
+    ) -> Self:
         """Stretch the image to ``size``, on the half-pixel grid or from corner to corner.
 
         With ``first_pixel`` the grid begins at the border: torch's "nearest" takes the first of the
@@ -80,7 +79,7 @@ class Sampling:
             length=size,
         )
 
-    def flip(self, where: npt.NDArray[np.bool_]) -> Sampling:
+    def flip(self, where: npt.NDArray[np.bool_]) -> Self:
         """Mirror the axes that ``where`` ``(N, 2)`` selects."""
         return replace(
             self,
@@ -91,7 +90,6 @@ class Sampling:
         )
 
     def rows(self) -> Floats:
-        """``(N, 2, 6)`` float64, what :func:`gpuprefetch.transforms.launch.resample` reads."""
         columns = (self.origin, self.step, self.low, self.high, self.first, self.last)
         return np.stack(columns, axis=-1)
 
@@ -120,7 +118,6 @@ class ResizedCropOp:
     same_on_batch: bool = False
 
     def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        """Ten tries, then the largest that fits."""
         draws = _drawn(keys, 22, same_on_batch=self.same_on_batch)
         height, width = sampling.length[:, :1], sampling.length[:, 1:]
         area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * draws[:, :10])

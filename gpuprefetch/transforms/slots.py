@@ -1,15 +1,15 @@
 """Slots: in each of them every image of a batch has an op, drawn in NumPy from the image's key.
 
-What a transform is compiled to is made of these. All of it can be pickled.
+What a transform is compiled to is made of these. All of it can be pickled. Each has a number of
+``slots``, takes ``numbers`` of random ones for an image, and writes ``(N, slots)`` codes and
+``(N, slots, ARGS)`` arguments, zeros before, from ``(numbers, N)`` of them.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ Columns = Sequence[npt.ArrayLike]
 
 
 class Picture(NamedTuple):
-    """What arguments depend on, besides random numbers: the images' size, and their white."""
+    """What arguments depend on, besides random numbers."""
 
     height: int
     width: int
@@ -31,47 +31,13 @@ class Picture(NamedTuple):
     white: float = 255.0  # 1.0 in floating point
 
 
-class Slots(Protocol):
-    """Something that takes a number of slots."""
-
-    @property
-    def slots(self) -> int:
-        """How many."""
-
-    @property
-    def numbers(self) -> int:
-        """How many random numbers it takes for an image."""
-
-    def draw(self, u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
-        """Write the ops of N images.
-
-        Args:
-            u: ``(numbers, N)`` uniform numbers in [0, 1).
-            picture: the images' size.
-            codes: ``(N, slots)``, zeros, for the codes of :data:`.ops.OPS`.
-            args: ``(N, slots, ARGS)``, zeros, for the arguments.
-        """
-
-
-def nothing(u: Floats, picture: Picture) -> Columns:
-    """The arguments of an op that has none."""
-    return ()
-
-
 @dataclass(frozen=True)
 class One:
-    """One slot with one op, for each image with a chance of ``p``.
-
-    Attributes:
-        name: of the op.
-        sample: gives the columns of the arguments, from ``(draws, N)`` uniform numbers.
-        draws: how many numbers that takes.
-        p: the chance.
-    """
+    """One slot with one op, for each image with a chance of ``p``."""
 
     name: str
-    sample: Callable[[Floats, Picture], Columns] = nothing
-    draws: int = 0
+    sample: Callable[[Floats, Picture], Columns]  # arguments of (draws, N) uniform numbers
+    draws: int
     p: float = 1.0
     slots = 1
 
@@ -87,7 +53,7 @@ class One:
 
 @dataclass(frozen=True)
 class _Several:
-    parts: tuple[Slots, ...]
+    parts: "tuple[Slots, ...]"
 
     @property
     def slots(self) -> int:
@@ -148,26 +114,15 @@ class Choice(_Several):
 
 @dataclass(frozen=True)
 class Step:
-    """An op of RandAugment or its kin.
-
-    Attributes:
-        name: of the op.
-        magnitudes: gives ``(B, 2)``, the magnitudes of B bins with one sign and the other.
-        column: the argument that the magnitude is; :data:`ROTATION` where it is the angle of a
-            ``MATRIX`` op.
-        args: the arguments that are not drawn.
-        chance: of the step, once it is chosen.
-        center: of normal levels.
-        other: the op in half of its draws.
-    """
+    """An op of RandAugment or its kin."""
 
     name: str
-    magnitudes: Callable[[Picture], npt.ArrayLike]
-    column: int = 0
-    args: tuple[float, ...] = ()
-    chance: float = 1.0
-    center: float = 0.0
-    other: str = ""
+    magnitudes: Callable[[Picture], npt.ArrayLike]  # (B, 2): B bins, with one sign and the other
+    column: int = 0  # the argument that the magnitude is
+    args: tuple[float, ...] = ()  # that are not drawn
+    chance: float = 1.0  # of the step, once it is chosen
+    center: float = 0.0  # of normal levels
+    other: str = ""  # the op in half of its draws
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,20 +130,14 @@ class Table:
     """Slots with one of many ops each: RandAugment and its kin.
 
     Of P policies with J steps each image draws one per layer; a step runs with its own chance.
-
-    Attributes:
-        policies: the steps of each.
-        layers: how many policies are drawn.
-        weights: ``(P,)``, of the policies, drawn without replacement; None for equal chances.
-        most: the depth is drawn, from 1 to the number of layers.
-        noise: deviation and upper bound of normal levels, which the bins divide; deviation inf for
-            uniform ones up to the center. None where all bins are equal.
     """
 
     policies: Sequence[Sequence[Step]]
     layers: int
-    weights: Floats | None = None
-    most: bool = False
+    weights: Any = None  # (P,): drawn without replacement; None for equal chances
+    most: bool = False  # the depth is drawn, from 1 to the number of layers
+    # Deviation and upper bound of normal levels, which the bins divide; deviation inf for uniform
+    # ones up to the center. None where all bins are equal.
     noise: tuple[float, float] | None = None
     _steps: Any = field(init=False, repr=False)
 
@@ -215,7 +164,9 @@ class Table:
         if self.weights is None:
             chosen = (choice * len(self.policies)).astype(np.int64).T
         else:  # Efraimidis and Spirakis: the largest of u ** (1 / weight)
-            chosen = np.argsort(np.log1p(-choice.T) / -self.weights, axis=1)[:, : self.layers]
+            chosen = np.argsort(np.log1p(-choice.T) / -np.asarray(self.weights), axis=1)[
+                :, : self.layers
+            ]
         step = (chosen[:, :, None] * depth + np.arange(depth)).reshape(codes.shape)
         runs, one, two, sign, other = u.reshape(5, self.slots, -1).transpose(0, 2, 1)
         kept = runs < chances[step]
@@ -260,21 +211,26 @@ def _rotation(angle: Floats, picture: Picture) -> Floats:
     return np.stack([cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y], axis=-1)
 
 
+Slots = One | Row | Order | Choice | Table
+
+
 @dataclass(frozen=True)
 class Mix:
-    """AugMix: the weighted mean of an image and of what ``width`` chains of ops make of it."""
+    """AugMix: the weighted mean of an image and of what ``width`` chains of ops make of it.
+
+    The weights are uniform over all that sum to 1: AugMix's ``alpha`` of 1.
+    """
 
     chain: Table
     width: int
-    alpha: float
 
     def draw(self, keys: Keys, picture: Picture) -> Program:
         """The chains, one after the other, with the weights."""
         each = fold(keys, np.arange(self.width)[:, None])
         program = program_of([self.chain], each.ravel(), picture)
         program.rows = np.tile(np.arange(len(keys)), self.width)
-        own = _dirichlet(fold(keys, -1), self.alpha, 2)
-        weights = _dirichlet(fold(keys, -2), self.alpha, self.width) * own[1]
+        own = _dirichlet(fold(keys, -1), 2)
+        weights = _dirichlet(fold(keys, -2), self.width) * own[1]
         program.weights = np.concatenate([own[:1], weights]).astype(np.float32)
         return program
 
@@ -282,7 +238,6 @@ class Mix:
 def program_of(
     parts: Sequence[Slots], keys: Keys, picture: Picture, finals: Sequence[Slots] = ()
 ) -> Program:
-    """The program of a batch: the slots of ``parts``, and ``finals`` after normalization."""
     every = (*parts, *finals)
     u = np.ascontiguousarray(uniform(keys, sum(part.numbers for part in every)).T)
     codes = np.zeros((len(keys), sum(part.slots for part in every)), np.int32)
@@ -294,7 +249,6 @@ def program_of(
 def draw_each(
     parts: Sequence[Slots], u: Floats, picture: Picture, codes: Ints, args: Floats
 ) -> None:
-    """The slots of several parts, side by side."""
     number = slot = 0
     for part in parts:
         after, last = number + part.numbers, slot + part.slots
@@ -303,26 +257,10 @@ def draw_each(
 
 
 def normal(u: Floats, v: Floats) -> Floats:
-    """Normal numbers from uniform ones (Box and Muller)."""
     return np.asarray(np.sqrt(-2 * np.log1p(-u)) * np.cos(2 * np.pi * v))
 
 
-def _dirichlet(keys: Keys, alpha: float, count: int) -> Floats:
-    """``(count, N)`` weights that sum to 1."""
+def _dirichlet(keys: Keys, count: int) -> Floats:
     each = fold(keys, np.arange(count)[:, None])
-    gammas = _gamma(each.ravel(), alpha).reshape(each.shape)
+    gammas = -np.log1p(-uniform(each.ravel(), 1)).reshape(each.shape)
     return np.asarray(gammas / gammas.sum(axis=0))
-
-
-def _gamma(keys: Keys, alpha: float) -> Floats:
-    """``(N,)`` gamma numbers (Marsaglia and Tsang, 2000), for ``alpha`` below 1 by a power."""
-    if alpha == 1:
-        return np.asarray(-np.log1p(-uniform(keys, 1)[:, 0]))
-    tries = 8  # each is taken with a chance of at least 0.95
-    u = uniform(keys, 3 * tries + 1)
-    d = alpha + (alpha < 1) - 1 / 3
-    x = normal(u[:, :tries], u[:, tries : 2 * tries])
-    v = np.maximum(1 + x / math.sqrt(9 * d), 1e-9) ** 3
-    taken = np.log1p(-u[:, 2 * tries : 3 * tries]) < x**2 / 2 + d - d * v + d * np.log(v)
-    gamma = d * v[np.arange(len(keys)), taken.argmax(axis=1)]
-    return np.asarray(gamma * (1 - u[:, -1]) ** (1 / alpha) if alpha < 1 else gamma)

@@ -1,8 +1,7 @@
 """timm's transforms, as torchvision's or as slots with timm's own magnitudes."""
 
-from __future__ import annotations
-
 import math
+import re
 import sys
 from functools import partial
 from typing import Any
@@ -14,30 +13,15 @@ from gpuprefetch.transforms.slots import ROTATION, Floats, Mix, Picture, Step, T
 # Levels that are drawn from a range are drawn in thousandths of it.
 _BINS = 1001
 # The ops of torchvision's and timm's policies that move no pixels.
-COLORS = {
-    "AutoContrast": "AUTOCONTRAST",
-    "Brightness": "BRIGHTNESS",
-    "Color": "SATURATION",
-    "Contrast": "CONTRAST",
-    "Desaturate": "SATURATION",
-    "Equalize": "EQUALIZE",
-    "Identity": "IDENTITY",
-    "Invert": "INVERT",
-    "Posterize": "POSTERIZE",
-    "Sharpness": "SHARPNESS",
-    "Solarize": "SOLARIZE",
-    "SolarizeAdd": "SOLARIZE_ADD",
+COLORS = {"Color": "SATURATION", "Desaturate": "SATURATION", "SolarizeAdd": "SOLARIZE_ADD"}
+COLORS |= {
+    name: name.upper()
+    for name in (
+        "AutoContrast Brightness Contrast Equalize Identity Invert Posterize Sharpness Solarize"
+    ).split()
 }
 # Of the six numbers of a matrix the one that the magnitude is.
-_COLUMNS = {
-    "Rotate": ROTATION,
-    "ShearX": 1,
-    "ShearY": 3,
-    "TranslateX": 2,
-    "TranslateXRel": 2,
-    "TranslateY": 5,
-    "TranslateYRel": 5,
-}
+_COLUMNS = {"Rotate": ROTATION, "ShearX": 1, "ShearY": 3, "TranslateX": 2, "TranslateY": 5}
 
 
 def is_timm(thing: Any, name: str) -> bool:
@@ -69,7 +53,8 @@ def from_timm(op: Any) -> Any:
 
 
 def why_not(op: Any) -> str:
-    """Why a transform is neither torchvision's nor stands for one of torchvision's."""
+    if type(op).__module__.startswith("albumentations."):
+        return "it is albumentations', which takes NumPy arrays"
     if is_timm(op, "RandomErasing"):
         return (
             "timm's moves with one box alone, black or noise (re_count=1, re_mode const or pixel)"
@@ -90,18 +75,17 @@ def is_augment(op: Any) -> bool:
 
 
 def from_augment(op: Any) -> Table | Mix:
-    """The slots of what :func:`is_augment` says is one."""
     if is_timm(op, "AugMixAugment"):
         depth = op.depth if op.depth > 0 else 3
-        return Mix(_table(op, depth, most=op.depth <= 0), op.width, op.alpha)
+        return Mix(_table(op, depth, most=op.depth <= 0), op.width)
     return _table(op, getattr(op, "num_layers", 1))
 
 
 def _policies(op: Any) -> list[list[Any]]:
     if is_timm(op, "AutoAugment"):
         return list(op.policy)
-    names = ("RandAugment", "AugMixAugment")
-    return [[each] for each in op.ops] if any(is_timm(op, name) for name in names) else []
+    known = is_timm(op, "RandAugment") or (is_timm(op, "AugMixAugment") and op.alpha == 1)
+    return [[each] for each in op.ops] if known else []
 
 
 def _unknown(op: Any) -> set[str]:
@@ -110,7 +94,7 @@ def _unknown(op: Any) -> set[str]:
 
 
 def _kind(op: Any) -> str:
-    return str(op.name).removesuffix("Increasing").removesuffix("Original")
+    return re.sub("(Increasing|Original|Rel)$", "", op.name)
 
 
 def _step(op: Any) -> Step:
@@ -128,14 +112,10 @@ def _step(op: Any) -> Step:
 def _table(op: Any, layers: int, *, most: bool = False) -> Table:
     policies = _policies(op)
     first = policies[0][0]
-    noise = (first.magnitude_std, _upper(first)) if first.magnitude_std > 0 else None
+    deviation = first.magnitude_std
+    noise = (deviation, first.magnitude_max or 10.0) if deviation > 0 else None
     weights = getattr(op, "choice_weights", None)
-    weights = None if weights is None else np.asarray(weights, dtype=np.float64)
     return Table([[*map(_step, policy)] for policy in policies], layers, weights, most, noise)
-
-
-def _upper(op: Any) -> float:
-    return op.magnitude_max or 10.0
 
 
 def _magnitudes(op: Any, picture: Picture) -> Floats:
@@ -145,19 +125,15 @@ def _magnitudes(op: Any, picture: Picture) -> Floats:
             "timm's policies take uint8 images, and these are in floating point. Put them before "
             "a conversion to float, or right after the crop in transforms."
         )
-    upper = _upper(op)
+    upper = op.magnitude_max or 10.0
     fixed = np.array([max(0.0, min(op.magnitude, upper))])
     levels = np.linspace(0, upper, _BINS) if op.magnitude_std > 0 else fixed
-    return _of_levels(op, levels, picture)
-
-
-def _of_levels(op: Any, levels: Floats, picture: Picture) -> Floats:
-    """As the op's own functions, which negate by chance, without the chance: ``(B, 2)``."""
+    # As the op's own functions, which negate by chance, without the chance.
     kind, signed = _kind(op), levels[:, None] / 10 * (-1, 1)
     if kind in ("Rotate", "ShearX", "ShearY"):
         return np.asarray(signed * (30.0 if kind == "Rotate" else 0.3))
     if kind in _COLUMNS:
-        if not kind.endswith("Rel"):
+        if not op.name.endswith("Rel"):
             return np.asarray(signed * op.hparams["translate_const"])
         size = picture.width if "X" in kind else picture.height
         return np.asarray(signed * op.hparams.get("translate_pct", 0.45) * size)

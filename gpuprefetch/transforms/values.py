@@ -4,8 +4,6 @@ What is certain is an error. What is only likely is a warning, on the first batc
 op: to look at values makes the host wait for the device.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 
 from gpuprefetch.transforms.known import constants, is_on_device, name_of
-from gpuprefetch.transforms.per_image import Loop, PerImage
+from gpuprefetch.transforms.per_image import Loop, PerImage, refuse_integers
 
 Constants = tuple[list[float], list[float]]
 
@@ -38,7 +36,6 @@ def _is_known(op: Any) -> bool:
 
 
 def _ops_of(transform: Any) -> Sequence[Any]:
-    """What a transform stands for."""
     if isinstance(transform, PerImage):
         return transform.recipe.ops
     return [transform.op if isinstance(transform, Loop) else transform]
@@ -47,12 +44,7 @@ def _ops_of(transform: Any) -> Sequence[Any]:
 class Values:
     """Looks at the values that reach the ops of a list, at each op once.
 
-    Args:
-        fused: mean and std of a fused Normalize, if there is one.
-        tail: the transforms after the fused ones.
-
-    Raises:
-        ValueError: if a std is 0, or images are normalized twice.
+    ``fused`` are mean and std of a fused Normalize, ``tail`` the transforms after it.
     """
 
     def __init__(self, fused: Constants | None = None, tail: Sequence[Any] = ()) -> None:
@@ -77,50 +69,33 @@ class Values:
             normalized = not undoes
 
     def begin(self, images: torch.Tensor | None = None) -> None:
-        """Look at the images that the list begins with; None for decoded ones.
-
-        Raises:
-            ValueError: if the values are certainly not what a fused Normalize is for.
-        """
+        """Look at the images that the list begins with; None for decoded ones."""
         if self._began:
             return
-        values = (0.0, 1.0)
-        if images is not None and images.is_floating_point():
-            values = _range(images) if self._fused is not None else values
-        else:
-            self._scaled = True
         self._began = True
+        self._scaled = images is None or not images.is_floating_point()
         if self._fused is not None:
+            values = (0.0, 1.0) if images is None or self._scaled else _range(images)
             self._normalized(self._fused, *values)
 
     def reach(self, transform: Any, images: Any) -> None:
-        """Look at images that a transform after the fused ones gets.
-
-        Raises:
-            TypeError: if uint8 images reach a Normalize.
-            ValueError: if the values are certainly not what the transform is for.
-        """
+        """Look at images that a transform after the fused ones gets."""
         if id(transform) in self._seen or not isinstance(images, torch.Tensor):
             return
         self._seen.add(id(transform))
-        scaled = isinstance(transform, PerImage) and transform.recipe.scaled
-        for op in _ops_of(transform):
-            self._look(op, images, scaled=scaled and not images.is_floating_point())
+        scales = isinstance(transform, PerImage) and transform.recipe.scaled
+        if not scales or images.is_floating_point():
+            for op in _ops_of(transform):
+                self._look(op, images)
+        elif transform.recipe.normalize is not None:
+            self._normalized(transform.recipe.normalize, 0.0, 1.0)
 
-    def _look(self, op: Any, images: torch.Tensor, *, scaled: bool) -> None:
+    def _look(self, op: Any, images: torch.Tensor) -> None:
         normalize, name = constants(op), type(op).__name__
-        if scaled:
-            if normalize is not None:
-                self._normalized(normalize, 0.0, 1.0)
-            return
-        if normalize is not None and not images.is_floating_point():
-            raise TypeError(
-                f"Normalize takes floating point, and {images.dtype} reaches it. Put "
-                "v2.ToDtype(torch.float32, scale=True) before it, and leave dtype=torch.uint8 out."
-            )
         if name == "ToDtype" and _is_known(op):
             self._cast(op, images)
         elif normalize is not None:
+            refuse_integers(images)
             self._normalized(normalize, *_range(images))
         elif name in _UNIT_OPS and _is_known(op) and images.is_floating_point():
             low, high = _range(images)

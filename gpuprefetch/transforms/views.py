@@ -1,7 +1,5 @@
 """Several views of one decode."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
