@@ -20,7 +20,9 @@ from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.random import SeededDraws, fold
 from gpuprefetch.transforms.sampling import Sampling
 
-KEPT = 4  # images that a report keeps for its picture
+# Images that a report keeps for its picture, how much that enhances the difference, and the height
+# of its labels in pixels.
+KEPT, ENHANCED, LABEL = 4, 8, 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +94,22 @@ class ParityReport(Printed):
         return "\n".join(lines)
 
     def picture(self, path: str | Path) -> None:
-        """Save the worst images, a row each: torchvision's, ours, 8 x the difference on gray."""
-        from torchvision.utils import save_image
+        """Save the worst images: torchvision's, ours, and the enhanced difference on gray."""
+        from PIL import Image, ImageDraw
 
-        tiles = [t for p in self._worst for t in (p.old, p.new, 127.5 + 8 * (p.new - p.old))]
-        save_image([tile.expand(3, -1, -1) / 255 for tile in tiles], path, nrow=3)
+        pairs = [(p, (p.old, p.new, 127.5 + ENHANCED * (p.new - p.old))) for p in self._worst]
+        height, width = self._worst[0].old.shape[1:]
+        sheet = Image.new("RGB", (3 * width, LABEL + len(pairs) * (LABEL + height)), "white")
+        draw = ImageDraw.Draw(sheet)
+        for column, title in enumerate(("torchvision", "gpuprefetch", f"{ENHANCED} x difference")):
+            draw.text((column * width + 2, 1), title, "black")
+        for row, (pair, tiles) in enumerate(pairs):
+            top = LABEL + row * (LABEL + height)
+            label = f"{Path(pair.path).name}: mean {pair.mean:.2f}, max {pair.max:.0f} levels"
+            draw.text((2, top + 1), label, "black")
+            pixels = torch.cat(tiles, 2).clamp(0, 255).byte().expand(3, -1, -1)
+            sheet.paste(Image.fromarray(pixels.permute(1, 2, 0).numpy()), (0, top + LABEL))
+        sheet.save(path)
 
 
 def parity(
