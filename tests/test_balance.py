@@ -109,17 +109,6 @@ def test_cores_are_shared_between_ranks(monkeypatch):
     assert usable_cores() == 8
 
 
-def test_without_engines_the_share_rises_though_the_loop_does_not_wait():
-    # CUDA kernels that decode slow the model down. A core decodes 700 photos a second.
-    balancer = balancer_of()
-    balancer.start_without_engines()
-    first, cores = balancer.value, lambda share: 256 * share / 700
-    period = lambda share: max(0.02 + 0.05 * (1 - share), cores(share) / 8)  # noqa: E731
-    late = lambda share: max(0.0, cores(share) / 8 - 0.02 - 0.05 * (1 - share))  # noqa: E731
-    shares = run(balancer, 2000, period, nothing, late, cores)
-    assert first < shares[-1] and max(shares) < 0.8  # where all eight are busy
-
-
 @pytest.mark.parametrize("memory_budget", [None, "2GiB"])
 def test_without_engines_idle_cores_decode_from_the_start_and_may_stop(memory_budget):
     stage = DataPrefetcher([], device="cpu", memory_budget=memory_budget)._pipeline

@@ -58,7 +58,6 @@ class Balancer:
         self._under_way = workers * (getattr(loader, "prefetch_factor", None) or 2) + 4
         self._tried: tuple[float, float] | None = None  # share and period before the latest rise
         self._pause, self._patience = FIRST, 1
-        self._contends = False  # whether decode takes the GPU from the model, and not only time
         self.begin()
 
     @property
@@ -68,7 +67,6 @@ class Balancer:
     def start_without_engines(self) -> None:
         """Have the idle cores decode from the start: CUDA kernels decode as much as five cores."""
         if not self.fixed and not self.value:
-            self._contends, self._pause = True, 0
             self._set(self._spare / (self._spare + 5))
 
     def begin(self) -> None:
@@ -112,7 +110,7 @@ class Balancer:
             self._patience = 1
         if self._pause:
             self._pause -= 1
-        elif (waited > WAITED or self._contends) and (share := self._higher(waited)) > self.value:
+        elif waited > WAITED and (share := self._higher(waited)) > self.value:
             self._tried = self.value, period
             self._set(share)
 
@@ -120,8 +118,7 @@ class Balancer:
         """The share after a rise, where the loop waits for a part of its time."""
         if not self.value:
             return LEAST
-        rise = 2 * LEAST if self._contends else min(max(waited, LEAST), MOST)
-        share = min(self.value + rise, 1.0)
+        share = min(self.value + min(max(waited, LEAST), MOST), 1.0)
         if self._decoding:
             full = self.value * self._spare * sum(self._periods) / self._decoding
             share = min(share, FILLS * full)
