@@ -1,4 +1,4 @@
-"""GPU time of random policies, one draw an image, beyond the same list without them.
+"""GPU time of lists with a random policy, one draw an image, and of the same list without it.
 
     python benchmarks/policy.py --output benchmarks/results/policy-h100.json
     python benchmarks/policy.py --policies RandAugment --sides gpuprefetch torchvision
@@ -162,7 +162,7 @@ SIDES: dict[str, Callable[[str | None, torch.Tensor], Run]] = {
 def measure(
     side: str, policies: Iterable[str], args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Milliseconds of a side's list without a policy, and of each policy beyond that."""
+    """Milliseconds of a side's list without a policy ("none"), and with each."""
     shape = (args.images, 3, args.size, args.size)
     images = torch.randint(256, shape, dtype=torch.uint8, device=args.device)
 
@@ -177,13 +177,8 @@ def measure(
         except Exception as error:  # of another library: the other rows are still measured
             return {"missing": f"{type(error).__name__}: {error}".partition("\n")[0]}
 
-    without = timed(None)
-    yield {"policy": "none", "side": side, "images": args.images, **without}
-    for policy in policies:
-        row = timed(policy)
-        if "missing" not in row and "missing" not in without:
-            row["beyond_ms"] = round(row["median_ms"] - without["median_ms"], 4)
-        yield {"policy": policy, "side": side, "images": args.images, **row}
+    for policy in (None, *policies):
+        yield {"policy": policy or "none", "side": side, "images": args.images, **timed(policy)}
 
 
 def main(words: list[str] | None = None) -> None:
