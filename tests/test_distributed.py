@@ -34,21 +34,40 @@ def needs_gpus(count):
     return pytest.mark.skipif(missing, reason=f"needs a machine with {count} GPUs")
 
 
+CHECK = ROOT / "tests" / "checks" / "distributed.py"
+
+
 def torchrun(processes, folder, *words):
     """The results of tests/checks/distributed.py, by the name of the check."""
     output = folder / "distributed.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", ROOT / "tests" / "checks" / "distributed.py"]
+    command += [f"--nproc-per-node={processes}", CHECK, "--output", output, *words]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*map(str, command), "--output", str(output), *words],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    options = {"capture_output": True, "text": True, "timeout": 280}
+    done = subprocess.run([*map(str, command)], env=env, **options)
     assert done.returncode == 0, done.stdout + done.stderr
+    return results_in(output)
+
+
+def forked(processes, folder, *words):
+    """The same of processes that have imported torch already."""
+    output = folder / "distributed.json"
+    code = f"import runpy; runpy.run_path({str(CHECK)!r}, run_name='__main__')"
+    variables = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    variables |= {"PYTHONPATH": str(CHECK.parent)}
+    words, modules = ["--output", str(output), *words], ["torchvision", "kornia.augmentation"]
+    children = [
+        Child(code, *words, modules=modules, **variables, RANK=rank, LOCAL_RANK=rank)
+        for rank in map(str, range(processes))
+    ]
+    said = [child.communicate(200) for child in children]
+    assert not any(child.returncode for child in children), said
+    return results_in(output)
+
+
+def results_in(output):
     results = json.loads(output.read_text())["results"]
     for result in results:
         assert result["ok"], result
@@ -57,7 +76,7 @@ def torchrun(processes, folder, *words):
 
 
 def test_two_processes(tmp_path):
-    results = torchrun(2, tmp_path, *"--cpu --pictures 37 --batch-size 4 --workers 0".split())
+    results = forked(2, tmp_path, *"--cpu --pictures 37 --batch-size 4 --workers 0".split())
     assert results["union"]["repeated"] == [1, 1]  # 37 of 38
     assert results["union, drop_last"]["missing"] == [5, 5]  # 2 x 16 are whole batches
     assert results["shards"]["samples"] == [19, 18]
