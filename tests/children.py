@@ -19,7 +19,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-IMPORTED = "import numpy, torch, PIL.Image, torch.utils.data, gpuprefetch"
+IMPORTED = """
+import numpy, torch, PIL.Image, torch.utils.data, gpuprefetch
+with contextlib.suppress(Exception):  # TorchCodec may be broken: a child says it better
+    import torchcodec.decoders  # imports torch._dynamo: three seconds of a child's first epoch
+"""
 
 
 class Child:
