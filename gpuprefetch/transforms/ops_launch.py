@@ -101,7 +101,7 @@ def launch(
             out = empty(shape, dtype=kind, memory_format=memory_format)
             places = n_slots, tail, at_rows, at_pairs
             _launch(images, words, out, statistics, group, places, laid.finishes and final)
-            images, at_rows = out, tail + 6
+            images, at_rows = out, at_pairs - laid.count  # the rows as they are
     return images
 
 
