@@ -371,6 +371,8 @@ def test_a_killed_worker(device):
 
 INTERRUPTED = """
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+# torch._dynamo imports it at exit, and code that Python runs then makes it forget the interrupt.
+sys.modules["tabulate"] = None
 
 def slow(index):
     time.sleep({sample})
@@ -394,8 +396,7 @@ def test_ctrl_c(device, sample, step, workers, group):
     (os.killpg if group else os.kill)(child.pid, signal.SIGINT)
     _, err = ended(child)
     assert time.monotonic() - started < 15
-    # Code that torch._dynamo runs at exit can make Python forget what ended it.
-    assert child.returncode in (-signal.SIGINT, 128 + signal.SIGINT, 1), err
+    assert child.returncode in (-signal.SIGINT, 128 + signal.SIGINT), err
     assert "KeyboardInterrupt" in err, err
 
 
