@@ -55,12 +55,10 @@ class View:
         known = self.head.size is not None and not (self.head.mean or self.head.std)
         return first if known and type(first) is PerImage and first.seed is None else None
 
-    def run_tail(
-        self, images: Any, seed: int, *, begun: bool = False, laid: Sequence[Layout] = ()
-    ) -> Any:
-        """What comes after them; a worker may have ``begun`` with what is ``laid`` out."""
+    def run_tail(self, images: Any, seed: int, laid: Sequence[Layout] | None = None) -> Any:
+        """What comes after them. A worker may have ``laid`` out :attr:`program`, or have run it."""
         tail, draws = self.tail, SeededDraws(seed)
-        if begun and (program := self.program) is not None:
+        if laid is not None and (program := self.program) is not None:
             dtype, tail = self.head.dtype or torch.float32, tail[1:]
             levels = torch.tensor([0, 255 if dtype == torch.uint8 else 1], dtype=dtype)
             self.values.reach(program, levels)
