@@ -5,32 +5,38 @@ import os
 import sys
 from pathlib import Path
 
-if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
-    # The processes of pytest -n share the cores. It holds for what they start as well.
-    threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(threads, 1)))
-
-import torch
-
-HAS_CUDA = torch.cuda.is_available()
-if not HAS_CUDA:
-    # Read by @triton.jit when a kernel module is imported, so it is set before gpuprefetch is.
-    os.environ["TRITON_INTERPRET"] = "1"
-    # Of the tests' small pictures more threads would share little and wait for each other for long.
-    torch.set_num_threads(1)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import pytest
 
 
-def pytest_configure():
+def pytest_configure(config):
+    if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+        # The processes of pytest -n share the cores. It holds for what they start as well.
+        threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(threads, 1)))
     # On a GPU runner a missing device must fail the run, not skip its way to green.
-    if os.environ.get("GPUPREFETCH_REQUIRE_CUDA") and not HAS_CUDA:
+    if os.environ.get("GPUPREFETCH_REQUIRE_CUDA") and not has_cuda():
         raise pytest.UsageError("GPUPREFETCH_REQUIRE_CUDA is set but no CUDA device is visible")
+    if getattr(config.option, "dist", "no") != "no":
+        return  # those processes run the tests: this one need not import torch
+    gc.disable()  # whatever is imported stays, and looking through it takes a quarter of the time
+    import torch
+
+    if not has_cuda():
+        # Read by @triton.jit when a kernel module is imported, so it is set before gpuprefetch is.
+        os.environ["TRITON_INTERPRET"] = "1"
+        # Of the tests' small pictures more threads would share little and wait for each other.
+        torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def has_cuda():
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def pytest_collection_modifyitems(config, items):
-    reasons = {} if HAS_CUDA else {"gpu": "needs a CUDA device"}
+    reasons = {} if has_cuda() else {"gpu": "needs a CUDA device"}
     if hasattr(config, "workerinput"):  # one of the processes of pytest -n
         reasons["alone"] = "needs a GPU to itself: run pytest without -n"
     for item in items:
@@ -43,6 +49,7 @@ def pytest_collection_finish():
     # Many tests collect garbage, and would look through all of what has been imported each time.
     gc.collect()
     gc.freeze()
+    gc.enable()
     # Python goes by what is not frozen: it would look through all of that more often than before,
     # and in whatever thread.
     gc.set_threshold(*gc.get_threshold()[:2], 1000)
@@ -57,12 +64,16 @@ def nothing_frozen():
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
+    import torch
+
     return torch.device(request.param)
 
 
 @pytest.fixture(scope="module")
 def one_thread():
     """For models so small that more threads wait for each other, on a busy machine for long."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -84,7 +95,9 @@ def scripts():
 @pytest.fixture
 def kernel_device():
     """Where Triton kernels run here: compiled on CUDA, interpreted on CPU."""
-    return torch.device("cuda" if HAS_CUDA else "cpu")
+    import torch
+
+    return torch.device("cuda" if has_cuda() else "cpu")
 
 
 @pytest.fixture
@@ -92,7 +105,7 @@ def large_tiles(monkeypatch):
     """Fewer programs' work: Triton's interpreter takes as long for a tile of any size."""
     from gpuprefetch.transforms import launch as _resample
 
-    if not HAS_CUDA:
+    if not has_cuda():
         monkeypatch.setattr(_resample, "ROWS", 8)
 
 
@@ -122,6 +135,8 @@ def threaded(monkeypatch):
 
 def draw_photo(height, width, seed):
     """A smooth picture with some texture, (H, W, 3) uint8: what a photo is to a codec."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     light = torch.rand(1, 1, height // 16 + 2, width // 16 + 2, generator=generator)
     color = 0.3 * torch.rand(1, 3, height // 64 + 2, width // 64 + 2, generator=generator)
