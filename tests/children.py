@@ -4,13 +4,13 @@ A new interpreter takes seconds to import it. What a child does from there to it
 its interpreter included, is what ``python -c`` does.
 """
 
-import atexit
 import contextlib
 import functools
 import gc
 import importlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -46,19 +46,21 @@ class Child:
         self.returncode = None
         if forked:
             task = {"code": code, "argv": ["-c", *arguments], "files": [*map(str, self._files)]}
-            task |= {"modules": modules, "folder": str(folder), "variables": variables}
-            self.pid = _ask(task)
-            self._poll = functools.partial(_ask, {"wait": self.pid})
+            task |= {"modules": modules, "folder": str(Path(folder).absolute())}
+            self.pid = _ask(task | {"environment": _environment() | variables})
+            self._wait = functools.partial(_ask, {"wait": self.pid})
         else:
             command = [sys.executable, "-c", code, *arguments]
             with self._files[0].open("w") as out, self._files[1].open("w") as err:
                 options = {"stdout": out, "stderr": err, "start_new_session": True, "cwd": folder}
                 process = subprocess.Popen(command, env=_environment() | variables, **options)
-            self.pid, self._poll = process.pid, process.poll
+            self.pid, self._wait = process.pid, process.wait
+        self._end = os.fdopen(os.pidfd_open(self.pid))
 
-    def poll(self):
-        if self.returncode is None:
-            self.returncode = self._poll()
+    def poll(self, seconds=0):
+        if self.returncode is None and select.select([self._end], [], [], seconds)[0]:
+            self.returncode = self._wait()
+            self._end.close()
         return self.returncode
 
     def first_line(self, seconds=60):
@@ -69,13 +71,23 @@ class Child:
         return text.splitlines()[0]
 
     def communicate(self, timeout=60):
-        deadline = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("a child", timeout)
-            time.sleep(0.01)
+        if self.poll(timeout) is None:
+            raise subprocess.TimeoutExpired("a child", timeout)
         with self._folder:
             return [file.read_text() for file in self._files]
+
+
+def ranks(count, code, *arguments, of_rank=lambda rank: {}, **options):
+    """Start children that find each other as torchrun's do, without a GPU.
+
+    ``of_rank`` gives more variables for a rank.
+    """
+    options |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_PORT": free_port()}
+    options |= {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
+    return [
+        Child(code, *arguments, **options, RANK=rank, LOCAL_RANK=rank, **of_rank(int(rank)))
+        for rank in map(str, range(count))
+    ]
 
 
 def free_port():
@@ -91,36 +103,61 @@ def _environment():
 
 @functools.cache
 def _parent():
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, __file__], env=_environment(), **pipes)
-    atexit.register(process.communicate)  # closes its stdin, upon which it ends
-    return process
+    """A connection to the process that children are forked from, one for all of pytest -n."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+    address = f"\0gpuprefetch {run}"  # of no file: free again when nobody listens
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(address)
+            return connection.makefile("rw")
+        except ConnectionRefusedError:
+            connection.close()
+        with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):
+            listener.bind(address)  # or another process was faster
+            listener.listen()
+            listener.set_inheritable(True)
+            command = [sys.executable, __file__, str(listener.fileno())]
+            os.posix_spawn(sys.executable, command, _environment())
+        time.sleep(0.01)
 
 
 def _ask(task):
-    process = _parent()
-    process.stdin.write(json.dumps(task) + "\n")
-    process.stdin.flush()
-    return json.loads(process.stdout.readline())
+    parent = _parent()
+    parent.write(json.dumps(task) + "\n")
+    parent.flush()
+    return json.loads(parent.readline())
 
 
-def _serve():
+def _serve(listener):
     """Fork a child for each task that has code; returns that task in the child, None at the end."""
-    while line := sys.stdin.readline():
-        task = json.loads(line)
-        if pid := task.get("wait"):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if ended else None
-        else:
-            for name in task["modules"]:
-                with contextlib.suppress(ImportError):  # the child says it better
-                    importlib.import_module(name)
-            gc.collect()
-            gc.freeze()  # children need not look through what was imported
-            if not (answer := os.fork()):
-                return task
-        print(json.dumps(answer), flush=True)
-    return None
+    clients = {}
+    while True:
+        for ready in select.select([listener, *clients], [], [])[0]:
+            if ready is listener:
+                connection = listener.accept()[0]
+                clients[connection] = connection.makefile("rw")
+            elif line := clients[ready].readline():
+                task = json.loads(line)
+                answer = _answer(task)
+                if "code" in task and answer == 0:  # of the fork
+                    return task
+                print(json.dumps(answer), file=clients[ready], flush=True)
+            else:
+                del clients[ready]
+        if not clients:
+            return None
+
+
+def _answer(task):
+    if pid := task.get("wait"):
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    for name in task["modules"]:
+        with contextlib.suppress(ImportError):  # the child says it better
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # children need not look through what was imported
+    return os.fork()
 
 
 def _become(task):
@@ -130,16 +167,19 @@ def _become(task):
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
-    os.environ.update(task["variables"])
+    os.environ.clear()
+    os.environ.update(task["environment"])
     os.chdir(task["folder"])
-    sys.path[:0] = filter(None, task["variables"].get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:0] = filter(None, os.environ["PYTHONPATH"].split(os.pathsep))
     sys.argv = task["argv"]
 
 
 if __name__ == "__main__":
+    gc.disable()  # what is imported stays
     exec(IMPORTED)
+    gc.enable()
     sys.path[:] = ["", *sys.path[1:]]  # as with -c
-    if (task := _serve()) is not None:
+    if (task := _serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
         _become(task)
         code = task["code"]
         for name in [name for name in globals() if name != "code" and not name.startswith("__")]:

@@ -14,7 +14,7 @@ import kornia.augmentation as K
 import pytest
 import torch
 import torch.distributed as dist
-from children import Child, free_port
+from children import ranks
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -54,14 +54,8 @@ def forked(processes, folder, *words):
     """The same of processes that have imported torch already."""
     output = folder / "distributed.json"
     code = f"import runpy; runpy.run_path({str(CHECK)!r}, run_name='__main__')"
-    variables = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    variables |= {"PYTHONPATH": str(CHECK.parent)}
-    words, modules = ["--output", str(output), *words], ["torchvision", "kornia.augmentation"]
-    children = [
-        Child(code, *words, modules=modules, **variables, RANK=rank, LOCAL_RANK=rank)
-        for rank in map(str, range(processes))
-    ]
+    options = {"modules": ["torchvision", "kornia.augmentation"], "PYTHONPATH": str(CHECK.parent)}
+    children = ranks(processes, code, "--output", str(output), *words, **options)
     said = [child.communicate(200) for child in children]
     assert not any(child.returncode for child in children), said
     return results_in(output)
@@ -76,13 +70,13 @@ def results_in(output):
 
 
 def test_two_processes(tmp_path):
-    results = forked(2, tmp_path, *"--cpu --pictures 37 --batch-size 4 --workers 0".split())
-    assert results["union"]["repeated"] == [1, 1]  # 37 of 38
-    assert results["union, drop_last"]["missing"] == [5, 5]  # 2 x 16 are whole batches
-    assert results["shards"]["samples"] == [19, 18]
-    assert results["images"]["compared"] == 2 * 38
-    assert results["repeats, augmentation"]["samples"] == [56, 55]  # 3 x 37
-    assert results["repeats, weighted"]["samples"] == [18, 19]
+    results = forked(2, tmp_path, *"--cpu --pictures 21 --batch-size 4 --workers 0".split())
+    assert results["union"]["repeated"] == [1, 1]  # 21 of 22
+    assert results["union, drop_last"]["missing"] == [5, 5]  # 2 x 8 are whole batches
+    assert results["shards"]["samples"] == [11, 10]
+    assert results["images"]["compared"] == 2 * 22
+    assert results["repeats, augmentation"]["samples"] == [32, 31]  # 3 x 21
+    assert results["repeats, weighted"]["samples"] == [10, 11]
     assert {result["processes"] for result in results.values()} == {2}
     noticed = [mistake for result in results.values() for mistake in result["mistakes"]]
     assert len(noticed) == len(results) + 1  # one each, two of the union
@@ -105,26 +99,16 @@ def test_a_node_that_is_killed_and_resumed(tmp_path, monkeypatch):
         """Forked processes in place of agents and networks."""
 
         def run(self, name, words, *, stop_at=0):
-            log, port = tmp_path / f"{name}-", free_port()
-            variables = {"LOG": str(log), "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-            variables |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            ranks = [
-                Child(
-                    *(code, "--rank", *words),
-                    modules=["webdataset"],
-                    folder=tmp_path,  # the children's parent may be in another one
-                    **variables,
-                    RANK=str(rank),
-                    STOP_AT=str(stop_at * rank),
-                )
-                for rank in range(2)
-            ]
+            log = tmp_path / f"{name}-"
+            options = {"LOG": str(log), "PYTHONPATH": path, "modules": ["webdataset"]}
+            stops = {"of_rank": lambda rank: {"STOP_AT": str(stop_at * rank)}}
+            children = ranks(2, code, "--rank", *words, folder=tmp_path, **options, **stops)
             if stop_at:
                 while len(self.logs(log)[1]) < stop_at:
-                    assert ranks[1].poll() is None, ranks[1].communicate()[1]
-                os.kill(ranks[1].pid, signal.SIGKILL)
-            errors = [rank.communicate()[1] for rank in ranks]
-            assert any(rank.returncode for rank in ranks) == bool(stop_at), errors
+                    assert children[1].poll(0.01) is None, children[1].communicate()[1]
+                os.kill(children[1].pid, signal.SIGKILL)
+            errors = [child.communicate()[1] for child in children]
+            assert any(child.returncode for child in children) == bool(stop_at), errors
             return self.logs(log)
 
     check = OneMachine(tmp_path, [SimpleNamespace(network="none")], 1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from children import Child, free_port
+from children import ranks
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
@@ -157,14 +157,8 @@ def test_two_processes_count_every_validation_image_once(train, folder, tmp_path
     # No --limit-batches: one rank has 10 validation images, the other 9.
     words = [folder, *TINY[:-2], "--epochs", "1", "--checkpoint-steps", "1", "--model", MODEL]
     code = f"import runpy; runpy.run_path({str(EXAMPLE / 'train.py')!r}, run_name='__main__')"
-    # On the CPU everywhere: a machine need not have a GPU for each of the two.
-    variables = {"PYTHONPATH": str(EXAMPLE), "CUDA_VISIBLE_DEVICES": "", "LOCAL_WORLD_SIZE": "2"}
-    variables |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     options = {"folder": tmp_path, "modules": ["torchvision", "kornia.augmentation"]}
-    children = [
-        Child(code, *map(str, words), **options, **variables, RANK=rank, LOCAL_RANK=rank)
-        for rank in "01"
-    ]
+    children = ranks(2, code, *map(str, words), **options, PYTHONPATH=str(EXAMPLE))
     (out, err), (nothing, other) = (child.communicate(200) for child in children)
     assert [child.returncode for child in children] == [0, 0], err + other
     assert out.count("epoch 1:") == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import Child, free_port
+from children import Child, ranks
 from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -24,6 +24,7 @@ COUNT = 18  # pictures of each split: not a multiple of what the ranks take at o
 
 START = """
 import contextlib, gc, json, pathlib, sys, torch.distributed as dist, warnings
+warnings.simplefilter("ignore")
 import gpuprefetch
 from gpuprefetch import DataPrefetcher
 from torch.utils.data import DataLoader
@@ -150,40 +151,25 @@ def folder(tmp_path_factory):
     return root
 
 
+# Imported once for both, and without these two part of what is tested is not there.
+MODULES = ["torchvision", "kornia.augmentation", "datasets", "lightning", "accelerate"]
+
+
 @pytest.fixture(scope="module")
-def ranks(folder, tmp_path_factory):
+def found(folder, tmp_path_factory):
     """What each of two processes found; they find each other as torchrun's do."""
     parts = {"lightning": LIGHTNING, "accelerate": ACCELERATE}
     code = "".join(parts[name] for name in parts if importlib.util.find_spec(name))
     # In a function: a DDP model that lives on holds the group, whose threads must have ended at
     # exit. One process in a hundred aborted there.
     code = f"def run():\n{textwrap.indent(code, '    ')}\nrun()\n"
-    folder_out = tmp_path_factory.mktemp("ranks")
-    start = (
-        "import faulthandler, warnings\nfaulthandler.enable()\nwarnings.simplefilter('ignore')\n"
-        + START
-    )
+    start = f"import faulthandler; faulthandler.enable()\n{START}"
     start += f"root, ranks, result = {str(folder)!r}, {RANKS}, {{}}\n"
-    ending = "\npathlib.Path(sys.argv[1]).write_text(json.dumps(result))\n"
+    ending = "\npathlib.Path(f'{dist.get_rank()}.json').write_text(json.dumps(result))\n"
     ending += "gc.collect()\ndist.barrier()\ndist.destroy_process_group()\n"
-    variables = {
-        "PYTHONPATH": str(FOLDER),
-        "CUDA_VISIBLE_DEVICES": "",  # gloo, also where there are GPUs
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-        "WORLD_SIZE": str(RANKS),
-        "ACCELERATE_USE_CPU": "true",
-    }
-    children = [
-        Child(
-            start + code + ending,
-            str(folder_out / f"{rank}.json"),
-            modules=[name for name in parts if importlib.util.find_spec(name)],
-            folder=folder_out,
-            **variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(RANKS)
-    ]
+    folder_out = tmp_path_factory.mktemp("ranks")
+    options = {"PYTHONPATH": str(FOLDER), "ACCELERATE_USE_CPU": "true", "folder": folder_out}
+    children = ranks(RANKS, start + code + ending, modules=MODULES, **options)
     try:
         outputs = [child.communicate(240) for child in children]
     except subprocess.TimeoutExpired:
@@ -198,7 +184,7 @@ def ranks(folder, tmp_path_factory):
 @pytest.mark.slow
 def test_lightning_with_two_processes(request):
     pytest.importorskip("lightning", exc_type=ImportError)
-    results = [result["lightning"] for result in request.getfixturevalue("ranks")]
+    results = [result["lightning"] for result in request.getfixturevalue("found")]
     for fits in (results, [result["plain"] for result in results]):  # the module, the callback
         orders = []
         for epoch in range(2):
@@ -220,9 +206,9 @@ def test_lightning_with_two_processes(request):
 @pytest.mark.slow
 def test_accelerate_with_two_processes(request):
     pytest.importorskip("accelerate")
-    ranks = request.getfixturevalue("ranks")
-    results = [result["accelerate"] for result in ranks]
-    recipe, (words,) = ranks[0]["accelerate_told"]
+    found = request.getfixturevalue("found")
+    results = [result["accelerate"] for result in found]
+    recipe, (words,) = found[0]["accelerate_told"]
     assert not recipe
     assert "prepared.base_dataloader = DataPrefetcher" in words
     for epochs in zip(*results, strict=True):
