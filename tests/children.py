@@ -11,16 +11,19 @@ import importlib
 import json
 import os
 import select
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 IMPORTED = """
-import numpy, torch, PIL.Image, torch.utils.data, gpuprefetch
+import numpy.ma, torch, PIL.Image, torch.utils.data, torchvision, gpuprefetch
+PIL.Image.init()
 with contextlib.suppress(Exception):  # TorchCodec may be broken: a child says it better
     import torchcodec.decoders  # imports torch._dynamo: three seconds of a child's first epoch
 """
@@ -39,8 +42,8 @@ class Child:
     """
 
     def __init__(self, code, *arguments, forked=True, modules=(), folder=".", **variables):
-        self._folder = tempfile.TemporaryDirectory()
-        self._files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
+        written = tempfile.mkdtemp()
+        self._files = [Path(written) / name for name in ("stdout", "stderr")]
         for file in self._files:
             file.touch()
         self.returncode = None
@@ -55,12 +58,13 @@ class Child:
                 options = {"stdout": out, "stderr": err, "start_new_session": True, "cwd": folder}
                 process = subprocess.Popen(command, env=_environment() | variables, **options)
             self.pid, self._wait = process.pid, process.wait
-        self._end = os.fdopen(os.pidfd_open(self.pid))
+        self._end = os.pidfd_open(self.pid)  # can be read from when it ends
+        weakref.finalize(self, os.close, self._end)
+        weakref.finalize(self, shutil.rmtree, written, ignore_errors=True)
 
     def poll(self, seconds=0):
         if self.returncode is None and select.select([self._end], [], [], seconds)[0]:
             self.returncode = self._wait()
-            self._end.close()
         return self.returncode
 
     def first_line(self, seconds=60):
@@ -73,8 +77,7 @@ class Child:
     def communicate(self, timeout=60):
         if self.poll(timeout) is None:
             raise subprocess.TimeoutExpired("a child", timeout)
-        with self._folder:
-            return [file.read_text() for file in self._files]
+        return [file.read_text() for file in self._files]
 
 
 def ranks(count, code, *arguments, of_rank=lambda rank: {}, **options):

@@ -123,14 +123,14 @@ def left_behind(session):
     return found
 
 
-def child_of(code, device, forked=True):
-    return Child(PRELUDE + code, device.type, forked=forked and device.type == "cpu")
+def child_of(code, device):
+    return Child(PRELUDE + code, device.type, forked=device.type == "cpu")
 
 
-def ended(child, seconds=SECONDS):
+def ended(child):
     """What the child wrote; it must end by itself and take its workers along."""
     try:
-        out, err = child.communicate(timeout=seconds)
+        out, err = child.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGABRT)
         out, err = child.communicate()
@@ -145,17 +145,17 @@ def ended(child, seconds=SECONDS):
     return out, err
 
 
-def run(code, device, returncode=0, seconds=SECONDS, forked=True):
+def run(code, device, returncode=0):
     """What a child printed that ended as it should."""
-    child = child_of(code, device, forked)
-    out, err = ended(child, seconds)
+    child = child_of(code, device)
+    out, err = ended(child)
     assert child.returncode == returncode, err
     return out
 
 
 EXCEPTIONS = """
 loop(prefetcher_of(Files(8), 2))([])  # a GPU's context and decoders are not what is timed
-for workers in (0, 2):
+for workers in (0, 1):
     files = Files(fault=fail_at(9, LookupError("no sample 9")))
     expect("dataset", LookupError, "no sample 9", [0, 4], loop(prefetcher_of(files, workers)))
 
@@ -229,7 +229,7 @@ def first(prefetcher):
         return int(target[0])
 
 slow = Files(fault=lambda index: time.sleep(0.02))
-for workers in (0, 2):
+for workers in (0, 1):
     prefetcher = prefetcher_of(slow, workers)
     assert first(prefetcher) == 0
     nothing_left()
@@ -250,7 +250,7 @@ for workers in (0, 2):
 seen = {}
 def consume(name, prefetcher):
     seen[name] = [int(t[0]) for _ in range(2) for _, t in prefetcher]
-threads = [threading.Thread(target=consume, args=(n, prefetcher_of(Files()))) for n in "ab"]
+threads = [threading.Thread(target=consume, args=(n, prefetcher_of(Files(), 1))) for n in "ab"]
 for thread in threads:
     thread.start()
 for thread in threads:
@@ -259,7 +259,7 @@ assert seen["a"] == seen["b"] == [0, 4, 8, 12] * 2, seen
 nothing_left()
 
 # An iterator in a reference cycle, as an exception's traceback makes them.
-iterator = iter(prefetcher_of(Files()))
+iterator = iter(prefetcher_of(Files(), 1))
 next(iterator)
 cycle = [iterator]
 cycle.append(cycle)
@@ -282,7 +282,7 @@ held = threading.Event()
 def hold(epoch):  # as a thread of the epoch may do in the moment of a fork
     with epoch._changed:
         held.set()
-        time.sleep(2)
+        time.sleep(1)
 
 threading.Thread(target=hold, args=(iterator._lookahead,)).start()
 held.wait()
@@ -300,22 +300,27 @@ def test_a_worker_collects_the_garbage_of_its_parent(device):
 
 
 IMPORTING = """
-import importlib.abc
+import importlib.abc, importlib.util, torchcodec.decoders
 
 begun = threading.Event()
+decoders = sys.modules.pop("torchcodec.decoders")
+del torchcodec.decoders  # as in a new process
 
-class Slow(importlib.abc.MetaPathFinder):
+class Slow(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path, target=None):
-        if name == "torchcodec.decoders" and not begun.is_set():
-            begun.set()
-            time.sleep(2)
+        if name == "torchcodec.decoders":
+            return importlib.util.spec_from_loader(name, self)
 
-assert "torchcodec.decoders" not in sys.modules
+    def exec_module(self, module):
+        begun.set()
+        time.sleep(1)
+        module.decode_jpeg = decoders.decode_jpeg
+
 sys.meta_path.insert(0, Slow())
 found = []
 
 def decode():
-    files = Files(4, fault=lambda index: time.sleep(0.5))  # has not begun to decode at the fork
+    files = Files(4, fault=lambda index: time.sleep(0.2))  # has not begun to decode at the fork
     found.append([int(target[0]) for _, target in prefetcher_of(files, workers=0)])
 
 thread = threading.Thread(target=decode)
@@ -329,15 +334,14 @@ print(*found)
 
 def test_workers_are_not_forked_from_an_import(device):
     # They would wait for ever for a lock of a thread that they do not have.
-    # A new interpreter: what children are forked from has imported TorchCodec.
-    assert run(IMPORTING, device, forked=False) == "[0, 4, 8, 12]\n[0]\n"
+    assert run(IMPORTING, device) == "[0, 4, 8, 12]\n[0]\n"
 
 
 ORPHANS = """
 loader = DataLoader(Files(1 << 16), batch_size=2048, num_workers=2, pin_memory=DEVICE != "cpu")
 for images, target in DataPrefetcher(loader, device=DEVICE, transforms=[Resize((4, 4))]):
     print(len(target), flush=True)
-    time.sleep(3)  # the workers have filled their queues, each message larger than a pipe
+    time.sleep(1.5)  # the workers have filled their queues, each message larger than a pipe
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -401,6 +405,8 @@ def test_ctrl_c(device, sample, step, workers, group):
 
 
 STUCK = """
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # the loader would wait 5 s for a worker
+
 def stuck(index):
     if index == 9:
         time.sleep(1000)

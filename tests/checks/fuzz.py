@@ -336,14 +336,19 @@ def run_range(task: dict[str, Any]) -> dict[str, Any]:
     return {"counts": counts, "crashes": crashes, **listed}
 
 
+def start(task: dict[str, Any], out: Any, err: Any) -> subprocess.Popen[bytes]:
+    """A child that writes to these files."""
+    command = [sys.executable, __file__, "--child", json.dumps(task)]
+    # A dozen processes on one GPU, with the 32 channels that the library asks for, left nvJPEG
+    # without resources; for all that is known, it was the channels.
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "4"} | os.environ
+    return subprocess.Popen(command, stdout=out, stderr=err, env=environment)
+
+
 def _run_child(task: dict[str, Any]) -> tuple[list[str], str, str]:
     """A child's lines, how it ended ("0", "signal 11", "exit 1", "hangs"), its last errors."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        command = [sys.executable, __file__, "--child", json.dumps(task)]
-        # A dozen processes on one GPU, with the 32 channels that the library asks for, left nvJPEG
-        # without resources; for all that is known, it was the channels.
-        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "4"} | os.environ
-        child = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
+        child = start(task, out, err)
         size, moved = 0, time.monotonic()
         while child.poll() is None:
             time.sleep(0.05)
