@@ -115,7 +115,9 @@ def _parent():
             connection.connect(address)
             return connection.makefile("rw")
         except ConnectionRefusedError:
-            connection.close()
+            pass
+        finally:
+            connection.close()  # with the file
         with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):
             listener.bind(address)  # or another process was faster
             listener.listen()

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,12 +13,13 @@ import torch
 import torchvision
 from children import ranks
 from PIL import Image
+from small_model import get_model
 from torchvision.datasets import ImageFolder
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
-TINY = ["--image-size", "32", "--batch-size", "4", "--workers", "0", "--limit-batches", "3"]
-QUICK = ["--model", "squeezenet1_1"]
-MODEL = "mobilenet_v3_small"  # with batch statistics, and with dropout
+TINY = ["--image-size", "32", "--batch-size", "4", "--workers", "0"]
+
+SMALL = "import small_model, torchvision; torchvision.models.get_model = small_model.get_model"
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,9 +27,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def train():
     """The script as a module, for this file only: the benchmarks have a train.py too."""
-    sys.path.insert(0, str(EXAMPLE))
-    yield importlib.import_module("train")
-    sys.path.remove(str(EXAMPLE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLE)
+        patch.setattr(torchvision.models, "get_model", get_model)
+        yield importlib.import_module("train")
     for name in ("train", "draw"):
         sys.modules.pop(name, None)
 
@@ -54,7 +57,7 @@ def run(train, folder, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments, data=folder):
-        train.main([*map(str, [data] if data else []), *TINY, *arguments])
+        train.main([*map(str, [data] if data else []), *TINY, "--limit-batches", "3", *arguments])
         summary = json.loads(capfd.readouterr().out.splitlines()[-1])
         return summary, torch.load("checkpoint.pt", weights_only=True)
 
@@ -63,7 +66,7 @@ def run(train, folder, tmp_path, monkeypatch, capfd):
 
 @pytest.mark.parametrize("loader", ["gpuprefetch", "torchvision"])
 def test_resumed_run_ends_with_the_same_weights(train, run, loader, monkeypatch):
-    arguments = [*QUICK, "--loader", loader, "--epochs", "2", "--limit-batches", "2"]
+    arguments = ["--loader", loader, "--epochs", "2", "--limit-batches", "2"]
     summary, checkpoint = run(*arguments)
     assert checkpoint["epoch"] == 2
     assert summary["loader"] == loader
@@ -94,11 +97,9 @@ def test_resumed_in_the_middle_of_an_epoch(train, run, device, monkeypatch):
     if device.type == "cuda":
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
         monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    # A model that draws random numbers itself, in its dropout, and is deterministic on a GPU.
-    model = ["--model", MODEL, "--epochs", "2"]
     # Without workers all pictures are the GPU's, which the CPU's decoder would not equal.
     workers = "1" if device.type == "cpu" else "0"
-    arguments = [*model, "--workers", workers, "--checkpoint-steps", "1", "--limit-batches", "2"]
+    arguments = ["--epochs", "2", "--workers", workers, "--checkpoint-steps", "1", "--limit-batches", "2"]
     _, whole = run(*arguments)
     save, saved = train.Learner.save, []
 
@@ -129,13 +130,13 @@ def test_resumed_in_the_middle_of_an_epoch(train, run, device, monkeypatch):
 
     Path("checkpoint.pt").write_bytes(interrupted)
     with pytest.raises(ValueError, match="by 1 processes with --loader gpuprefetch"):
-        run(*model, "--loader", "torchvision", "--resume")
+        run("--epochs", "2", "--loader", "torchvision", "--resume")
 
 
 @pytest.mark.parametrize("loader", ["gpuprefetch", "torchvision"])
 def test_the_reference_recipe_is_one_command(train, run, loader):
     recipe = "--auto-augment ta_wide --random-erasing 0.5 --mixup 0.2 --cutmix 1 --color-jitter 0.2"
-    summary, _ = run(*QUICK, "--epochs", "1", "--loader", loader, *recipe.split())
+    summary, _ = run("--epochs", "1", "--loader", loader, *recipe.split())
     assert summary["auto_augment"] == "ta_wide" and summary["mixup"] == 0.2
     args = train.parse_args(recipe.split())
     names = [type(op).__name__ for op in train.pil_transforms(args, "train").transforms]
@@ -148,17 +149,17 @@ def test_without_data_it_trains_on_a_drawn_folder(draw, run, tmp_path, monkeypat
     monkeypatch.setattr(draw.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(draw, "TRAIN_PER_CLASS", 1)
     monkeypatch.setattr(draw, "VAL_PER_CLASS", 1)
-    summary, _ = run(*QUICK, "--epochs", "1", "--summary", "summary.json", data=None)
+    summary, _ = run("--epochs", "1", "--summary", "summary.json", data=None)
     assert json.loads(Path("summary.json").read_text()) == summary
     assert len(list(tmp_path.rglob("*.JPEG"))) == 20
 
 
 def test_two_processes_count_every_validation_image_once(train, folder, tmp_path):
     # No --limit-batches: one rank has 10 validation images, the other 9.
-    words = [folder, *TINY[:-2], "--epochs", "1", "--checkpoint-steps", "1", "--model", MODEL]
-    code = f"import runpy; runpy.run_path({str(EXAMPLE / 'train.py')!r}, run_name='__main__')"
+    words = [folder, *TINY, "--epochs", "1", "--checkpoint-steps", "1"]
+    code = f"{SMALL}; import runpy; runpy.run_path({str(EXAMPLE / 'train.py')!r}, run_name='__main__')"
     options = {"folder": tmp_path, "modules": ["torchvision", "kornia.augmentation"]}
-    children = ranks(2, code, *map(str, words), **options, PYTHONPATH=str(EXAMPLE))
+    children = ranks(2, code, *map(str, words), **options, PYTHONPATH=f"{EXAMPLE}{os.pathsep}{Path(__file__).parent}")
     (out, err), (nothing, other) = (child.communicate(200) for child in children)
     assert [child.returncode for child in children] == [0, 0], err + other
     assert out.count("epoch 1:") == 1
@@ -174,7 +175,7 @@ def accuracy(train, folder, checkpoint):
     """Top-1 and top-5, one image at a time."""
     args = train.parse_args([str(folder), *TINY])
     images = ImageFolder(folder / "val", train.pil_transforms(args, "val"))
-    model = torchvision.models.get_model(MODEL, num_classes=10)
+    model = get_model("small")
     model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
     with torch.no_grad():
         ranked = [model.eval()(image[None])[0].argsort(descending=True) for image, _ in images]
