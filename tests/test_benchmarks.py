@@ -1,5 +1,6 @@
 """The benchmark scripts run, at tiny size and on the CPU."""
 
+import importlib
 import itertools
 import json
 import os
@@ -50,9 +51,18 @@ def train_main(monkeypatch, tmp_path):
     return main
 
 
-@pytest.mark.slow
-def test_train(train_main, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Measure here: a child would import torch for seconds."""
+    import harness
+
+    def run_child(script, task, **options):
+        return importlib.import_module(Path(script).stem).measure(**task)
+
+    monkeypatch.setattr(harness, "run_child", run_child)
+
+
+def test_train(train_main, in_this_process):
     found = train_main("--columns", "gpuprefetch", "--rounds", "1")
     assert found["metadata"]["versions"]["torch"]
     assert found["photos"]["sample"]["distinct"] == 6
@@ -63,10 +73,13 @@ def test_train(train_main, monkeypatch):
     assert ours["first_batch"]["dtype"] == "torch.bfloat16"
 
 
-def test_a_child_that_fails_says_why(tmp_path):
+def test_a_child_says_what_it_measured_or_why_it_failed(tmp_path):
     import harness
 
     script = tmp_path / "script.py"
+    script.write_text("import harness; harness.child_main(lambda **task: task)")
+    result = harness.run_child(str(script), {"a": 1}, device=harness.Device(), package=BENCHMARKS)
+    assert result["a"] == 1
     script.write_text("raise ValueError('so')")
     result = harness.run_child(str(script), {}, device=harness.Device())
     assert result["error"].endswith("ValueError: so\n")
@@ -201,12 +214,10 @@ def test_scaling(tmp_path):
     )
 
 
-def test_views(tmp_path, monkeypatch):
-    import harness
+def test_views(tmp_path, in_this_process):
     import table
     import views
 
-    monkeypatch.setattr(harness, "run_child", lambda script, task, **options: views.measure(**task))
     output = tmp_path / "views.json"
     views.main(["--tiny", "--output", str(output)])
     one, ten = document(output)["results"]

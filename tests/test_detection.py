@@ -78,10 +78,10 @@ def test_it_learns(train, scenes, tmp_path, monkeypatch):
     shutil.copytree(root / "train", root / "val", dirs_exist_ok=True)
     annotations = root / "annotations"
     shutil.copy(annotations / "instances_train.json", annotations / "instances_val.json")
-    arguments = ["--model", "small_ssd", "--lr", "5e-3", "--epochs", "50"]
+    arguments = ["--model", "small_ssd", "--lr", "8e-3", "--epochs", "30"]
     summary = train.main([str(root), *TINY, *arguments])
-    # 0.30 where it was tried, for 0.00 without training and 0.02 with categories by chance.
-    assert summary["map"] > 0.12
+    # 0.17 where it was tried, for 0.00 without training and with categories by chance.
+    assert summary["map"] > 0.08
     assert summary["map"] > 2.5 * max(summary["map_untrained"], summary["map_labels_by_chance"])
 
 
