@@ -1,6 +1,5 @@
 """The public names, what importing costs, and what the repository may hold."""
 
-import os
 import re
 import subprocess
 import sys
@@ -8,8 +7,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 import gpuprefetch
+from gpuprefetch import DataPrefetcher
 from gpuprefetch.installed import tell_of_a_stranger
 
 ROOT = Path(__file__).parents[1]
@@ -74,23 +76,28 @@ def test_no_photo_is_tracked():
     assert not [path for path in tracked_files() if path.suffix.lower() in photos]
 
 
-IMPORTING = """
-import sys, torch, gpuprefetch
-loaded = {"kornia", "torchvision", "torchcodec", "torch._dynamo"} & set(sys.modules)
-print(sorted(loaded), torch.cuda.is_initialized())
-"""
+class Loaded(Dataset):
+    """Whether a process that has imported gpuprefetch for it has imported more."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        found = {"kornia", "torchvision", "torchcodec", "torch._dynamo"} & {*sys.modules}
+        return [*sorted(found), torch.cuda.is_initialized()]
 
 
-def test_importing_is_free_and_says_where_a_stranger_has_the_name(tmp_path):
+def test_a_spawned_worker_imports_little_and_says_where_a_stranger_has_the_name(
+    tmp_path, monkeypatch, capfd
+):
     info = tmp_path / "gpuprefetch-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gpuprefetch\nVersion: 0.1.0\n")
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    command = [sys.executable, "-c", IMPORTING]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
-    assert "pip uninstall -y gpuprefetch" in run.stderr
-    # Forked and spawned DataLoader workers import it too.
-    assert (run.returncode, run.stdout) == (0, "[] False\n"), run.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"num_workers": 1, "multiprocessing_context": "spawn", "collate_fn": list}
+    loader = DataLoader(Loaded(), batch_size=2, **options)
+    assert list(DataPrefetcher(loader, device="cpu")) == [[[False]] * 2]
+    assert "pip uninstall -y gpuprefetch" in capfd.readouterr().err
 
 
 def test_without_a_stranger_importing_says_nothing(recwarn):
