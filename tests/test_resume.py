@@ -146,14 +146,21 @@ def distributed():
 @pytest.fixture(params=[False, True], ids=["", "ahead"])
 def ahead(request, device):
     """Fetch ahead of the loop, as on a GPU."""
-    if request.param and device.type == "cuda":
+    if not request.param and device.type == "cuda":
         pytest.skip("a GPU does so anyway")
-    if request.param:
+    if request.param and device.type == "cpu":
         request.getfixturevalue("threaded")
     return request.param
 
 
-@pytest.mark.parametrize("name", list(LOADERS))
+IN_THE_LOOP = ("shuffled", "iterable", "stateful", "stateful dataset", "stateful seldom")
+
+
+@pytest.mark.parametrize(
+    ("name", "ahead"),
+    [*((name, True) for name in LOADERS), *((name, False) for name in IN_THE_LOOP)],
+    indirect=["ahead"],
+)
 def test_the_rest_of_the_epoch_is_the_same(name, device, ahead):
     torch.manual_seed(5)
     prefetcher = DataPrefetcher(LOADERS[name](), device_prefetch_size=3, device=device)
@@ -196,7 +203,7 @@ def test_a_resumed_epoch_is_resumed_again_and_the_next_ones_are_the_same():
     whole = prefetcher()
     whole = [listed(whole) for _ in range(4)]
     interrupted, seen = prefetcher(), []
-    for stop in (3, 5, 18, 21, 40):  # in epochs 0, 0, 1, 2 and at the end
+    for stop in (3, 5, 18, 40):  # in epochs 0, 0, 1 and at the end
         while len(seen) < stop:
             seen += map(values, islice(interrupted, stop - len(seen)))
         state = interrupted.state_dict()
@@ -382,15 +389,13 @@ def test_a_prefetcher_with_persistent_workers_goes_back():
 PERSISTENT = {"num_workers": 1, "persistent_workers": True}
 
 
-@pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(PERSISTENT, {}), (PERSISTENT, {"num_workers": 2}), ({}, PERSISTENT)],
+    [(PERSISTENT, {}), (PERSISTENT, {"num_workers": 1}), ({}, PERSISTENT)],
 )
-def test_with_and_without_persistent_workers(before, after, epoch):
+def test_with_and_without_persistent_workers(before, after):
     first, resumed = (cpu(numbers(shuffle=True, **options)) for options in (before, after))
-    for _ in range(epoch):
-        list(first)
+    list(first)
     assert_goes_on(first, resumed, 2)
 
 
@@ -435,8 +440,9 @@ def shuffled_rows(**options):
     return cpu(rows(lambda _: Shuffled(), **options))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("shuffled", [shuffled, shuffled_rows])
+@pytest.mark.parametrize(
+    ("shuffled", "workers"), [(shuffled, 0), (shuffled, 1), (shuffled_rows, 0)]
+)
 def test_an_order_that_is_not_drawn_again_is_refused(workers, ahead, shuffled):
     random.seed(1)
     first = shuffled(num_workers=workers)
@@ -720,7 +726,7 @@ def saved(state):
 # torchdata draws the order of torch's samplers once more to find their place, also at the end.
 ELSEWHERE = ("stateful sampler", "stateful persistent")
 ENDING = ("shuffled", "generator", "iterable", "persistent", "iter of its own", "empty")
-ENDING += ("stateful", "stateful workers", "stateful dataset", *ELSEWHERE)
+ENDING += ("stateful", "stateful seldom", "stateful dataset", *ELSEWHERE)
 
 
 @pytest.mark.parametrize("name", ENDING)
@@ -745,7 +751,7 @@ def test_a_state_after_the_loop_begins_the_next_epoch(name):
     assert len(list(resumed)) == len(epochs[2])
 
 
-@pytest.mark.parametrize("name", ["shuffled", "generator", "stateful workers", "stateful dataset"])
+@pytest.mark.parametrize("name", ["shuffled", "generator", "stateful seldom", "stateful dataset"])
 def test_a_state_before_the_first_epoch_begins_it(name):
     torch.manual_seed(5)
     first = cpu(LOADERS[name]())
