@@ -55,14 +55,14 @@ def test_a_batch_has_the_views_of_its_method(train, folder, method, local):
     assert all(view.isfinite().all() and view.std() > 0.1 for view in views)
 
 
-@pytest.mark.parametrize(("method", "epochs"), [("simclr", 16), ("dino", 4)])
+@pytest.mark.parametrize(("method", "epochs"), [("simclr", 8), ("dino", 3)])
 def test_it_trains(train, folder, method, epochs, tmp_path):
     checkpoint = tmp_path / "backbone.pt"
     words = [*TINY, f"--epochs={epochs}", "--batch-size=20", "--workers=0"]
     words += ["--method", method, f"--checkpoint={checkpoint}"]
     summary = train.main([str(folder), *words])
     losses = summary["losses"]
-    assert 0 < sum(losses[-3:]) / 3 < losses[0]
+    assert 0 < sum(losses[-2:]) / 2 < losses[0]
     assert 0 <= summary["neighbors_top1"] <= 1
     assert not any("fc" in name for name in torch.load(checkpoint, weights_only=True))
 
