@@ -85,7 +85,11 @@ def ranks(count, code, *arguments, of_rank=lambda rank: {}, **options):
 
     ``of_rank`` gives more variables for a rank.
     """
-    options |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_PORT": free_port()}
+    options |= {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_PORT": free_port(),
+    }
     options |= {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
     return [
         Child(code, *arguments, **options, RANK=rank, LOCAL_RANK=rank, **of_rank(int(rank)))

@@ -99,7 +99,16 @@ def test_resumed_in_the_middle_of_an_epoch(train, run, device, monkeypatch):
         monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     # Without workers all pictures are the GPU's, which the CPU's decoder would not equal.
     workers = "1" if device.type == "cpu" else "0"
-    arguments = ["--epochs", "2", "--workers", workers, "--checkpoint-steps", "1", "--limit-batches", "2"]
+    arguments = [
+        "--epochs",
+        "2",
+        "--workers",
+        workers,
+        "--checkpoint-steps",
+        "1",
+        "--limit-batches",
+        "2",
+    ]
     _, whole = run(*arguments)
     save, saved = train.Learner.save, []
 
@@ -157,9 +166,17 @@ def test_without_data_it_trains_on_a_drawn_folder(draw, run, tmp_path, monkeypat
 def test_two_processes_count_every_validation_image_once(train, folder, tmp_path):
     # No --limit-batches: one rank has 10 validation images, the other 9.
     words = [folder, *TINY, "--epochs", "1", "--checkpoint-steps", "1"]
-    code = f"{SMALL}; import runpy; runpy.run_path({str(EXAMPLE / 'train.py')!r}, run_name='__main__')"
+    code = (
+        f"{SMALL}; import runpy; runpy.run_path({str(EXAMPLE / 'train.py')!r}, run_name='__main__')"
+    )
     options = {"folder": tmp_path, "modules": ["torchvision", "kornia.augmentation"]}
-    children = ranks(2, code, *map(str, words), **options, PYTHONPATH=f"{EXAMPLE}{os.pathsep}{Path(__file__).parent}")
+    children = ranks(
+        2,
+        code,
+        *map(str, words),
+        **options,
+        PYTHONPATH=f"{EXAMPLE}{os.pathsep}{Path(__file__).parent}",
+    )
     (out, err), (nothing, other) = (child.communicate(200) for child in children)
     assert [child.returncode for child in children] == [0, 0], err + other
     assert out.count("epoch 1:") == 1

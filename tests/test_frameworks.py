@@ -13,6 +13,7 @@ import pytest
 import torch
 from children import Child, ranks
 from PIL import Image
+from small_model import get_model
 from torch.utils.data import DataLoader, IterableDataset
 
 from gpuprefetch import DataPrefetcher, Resize
@@ -111,7 +112,7 @@ result["lightning"]["told"] = recipe + callback, words
 """
 
 ACCELERATE = """
-import torch, with_accelerate
+import functools, small_model, torch, torchvision, with_accelerate
 from accelerate import Accelerator
 from gpuprefetch import EncodedImageFolder, Resize
 accelerator = Accelerator(gradient_accumulation_steps=2)
@@ -136,6 +137,7 @@ with told() as unlike:
     assert len(list(prepared)) == 3  # everything, also on this rank
 result["accelerate"] = epochs
 result["accelerate_told"] = words, unlike
+torchvision.models.resnet18 = functools.partial(small_model.get_model, "resnet18")
 with_accelerate.main(root, epochs=1, batch_size=8, num_workers=0, size=32)
 """
 
@@ -168,7 +170,8 @@ def found(folder, tmp_path_factory):
     ending = "\npathlib.Path(f'{dist.get_rank()}.json').write_text(json.dumps(result))\n"
     ending += "gc.collect()\ndist.barrier()\ndist.destroy_process_group()\n"
     folder_out = tmp_path_factory.mktemp("ranks")
-    options = {"PYTHONPATH": str(FOLDER), "ACCELERATE_USE_CPU": "true", "folder": folder_out}
+    path = f"{FOLDER}{os.pathsep}{Path(__file__).parent}"
+    options = {"PYTHONPATH": path, "ACCELERATE_USE_CPU": "true", "folder": folder_out}
     children = ranks(RANKS, start + code + ending, modules=MODULES, **options)
     try:
         outputs = [child.communicate(240) for child in children]
@@ -333,7 +336,8 @@ def test_lightning_numbers_the_epochs(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*unclosed file")  # timm leaves that to PIL
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_timm(folder, monkeypatch, capsys):
-    pytest.importorskip("timm")
+    timm = pytest.importorskip("timm")
+    monkeypatch.setattr(timm, "create_model", get_model)
     monkeypatch.syspath_prepend(FOLDER)
     importlib.import_module("with_timm").main(str(folder), epochs=1, batch_size=6, size=32)
     assert "RandAugment" in (text := capsys.readouterr().out)
