@@ -80,6 +80,11 @@ class Child:
         return [file.read_text() for file in self._files]
 
 
+def script(path, before=""):
+    """The code that runs a script as its own file does, after some lines."""
+    return f"{before}\nimport runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
+
+
 def ranks(count, code, *arguments, of_rank=lambda rank: {}, **options):
     """Start children that find each other as torchrun's do, without a GPU.
 
@@ -98,6 +103,7 @@ def ranks(count, code, *arguments, of_rank=lambda rank: {}, **options):
 
 
 def free_port():
+    """A port that nobody listens at, as an environment variable has it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])

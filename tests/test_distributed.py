@@ -14,7 +14,7 @@ import kornia.augmentation as K
 import pytest
 import torch
 import torch.distributed as dist
-from children import ranks
+from children import ranks, script
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -53,9 +53,8 @@ def torchrun(processes, folder, *words):
 def forked(processes, folder, *words):
     """The same of processes that have imported torch already."""
     output = folder / "distributed.json"
-    code = f"import runpy; runpy.run_path({str(CHECK)!r}, run_name='__main__')"
-    options = {"modules": ["torchvision", "kornia.augmentation"], "PYTHONPATH": str(CHECK.parent)}
-    children = ranks(processes, code, "--output", str(output), *words, **options)
+    options = {"modules": ["kornia.augmentation"], "PYTHONPATH": str(CHECK.parent)}
+    children = ranks(processes, script(CHECK), "--output", str(output), *words, **options)
     said = [child.communicate(200) for child in children]
     assert not any(child.returncode for child in children), said
     return results_in(output)
@@ -92,7 +91,6 @@ def test_a_node_that_is_killed_and_resumed(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(nodes.EXAMPLES / folder)
     nodes.draw(tmp_path)
     monkeypatch.chdir(tmp_path)
-    code = f"import runpy; runpy.run_path({nodes.__file__!r}, run_name='__main__')"
     path = os.pathsep.join([str(Path(nodes.__file__).parent), str(ROOT)])
 
     class OneMachine(nodes.Check):
@@ -102,7 +100,8 @@ def test_a_node_that_is_killed_and_resumed(tmp_path, monkeypatch):
             log = tmp_path / f"{name}-"
             options = {"LOG": str(log), "PYTHONPATH": path, "modules": ["webdataset"]}
             stops = {"of_rank": lambda rank: {"STOP_AT": str(stop_at * rank)}}
-            children = ranks(2, code, "--rank", *words, folder=tmp_path, **options, **stops)
+            words = ["--rank", *words]
+            children = ranks(2, script(nodes.__file__), *words, folder=tmp_path, **options, **stops)
             if stop_at:
                 while len(self.logs(log)[1]) < stop_at:
                     assert children[1].poll(0.01) is None, children[1].communicate()[1]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from children import ranks
+from children import ranks, script
 from PIL import Image
 from small_model import get_model
 from torchvision.datasets import ImageFolder
@@ -99,16 +99,7 @@ def test_resumed_in_the_middle_of_an_epoch(train, run, device, monkeypatch):
         monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     # Without workers all pictures are the GPU's, which the CPU's decoder would not equal.
     workers = "1" if device.type == "cpu" else "0"
-    arguments = [
-        "--epochs",
-        "2",
-        "--workers",
-        workers,
-        "--checkpoint-steps",
-        "1",
-        "--limit-batches",
-        "2",
-    ]
+    arguments = f"--epochs 2 --workers {workers} --checkpoint-steps 1 --limit-batches 2".split()
     _, whole = run(*arguments)
     save, saved = train.Learner.save, []
 
@@ -166,17 +157,9 @@ def test_without_data_it_trains_on_a_drawn_folder(draw, run, tmp_path, monkeypat
 def test_two_processes_count_every_validation_image_once(train, folder, tmp_path):
     # No --limit-batches: one rank has 10 validation images, the other 9.
     words = [folder, *TINY, "--epochs", "1", "--checkpoint-steps", "1"]
-    code = (
-        f"{SMALL}; import runpy; runpy.run_path({str(EXAMPLE / 'train.py')!r}, run_name='__main__')"
-    )
-    options = {"folder": tmp_path, "modules": ["torchvision", "kornia.augmentation"]}
-    children = ranks(
-        2,
-        code,
-        *map(str, words),
-        **options,
-        PYTHONPATH=f"{EXAMPLE}{os.pathsep}{Path(__file__).parent}",
-    )
+    path = f"{EXAMPLE}{os.pathsep}{Path(__file__).parent}"
+    options = {"folder": tmp_path, "modules": ["kornia.augmentation"], "PYTHONPATH": path}
+    children = ranks(2, script(EXAMPLE / "train.py", SMALL), *map(str, words), **options)
     (out, err), (nothing, other) = (child.communicate(200) for child in children)
     assert [child.returncode for child in children] == [0, 0], err + other
     assert out.count("epoch 1:") == 1
