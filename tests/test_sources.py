@@ -90,19 +90,15 @@ def read(loader):
     ]
 
 
-def test_it_runs_as_it_is(recipe, tmp_path, capsys):
+def test_every_sample_comes_once_whoever_reads_it(recipe, tmp_path, monkeypatch, capsys):
+    from drawn import pictures
+
     data = recipe.write(str(tmp_path))
-    shuffle = {"shuffle": 4} if recipe.__name__ == "from_tfrecord" else {}
-    recipe.main(data, **shuffle)
+    recipe.main(data, **{"shuffle": 4} if recipe.__name__ == "from_tfrecord" else {})
     lines = capsys.readouterr().out.splitlines()
     assert sum(int(line[1:].partition(",")[0]) for line in lines if line.startswith("(")) == 24
 
-
-def test_every_sample_comes_once_whoever_reads_it(recipe, tmp_path, monkeypatch):
-    from drawn import pictures
-
-    files = dict(enumerate(data for data, _ in pictures()))
-    data = recipe.write(str(tmp_path))
+    files = dict(enumerate(file for file, _ in pictures()))
     loader = loader_of(recipe, data, workers=1)
     orders = []
     for epoch in range(2):
