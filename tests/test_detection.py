@@ -168,8 +168,3 @@ def test_wrong_arguments_are_found_before_the_training(train, folder, capsys, na
     with pytest.raises(SystemExit):
         train.parse_args([str(folder), f"--{name}", "0"])
     assert f"--{name}: 0 is not positive" in capsys.readouterr().err
-
-
-def test_a_folder_without_annotations(train, tmp_path):
-    with pytest.raises(FileNotFoundError, match="instances_val"):
-        train.CocoFolder(tmp_path, "val")

@@ -10,7 +10,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 from children import Child, ranks
 from PIL import Image
 from small_model import get_model
@@ -225,8 +224,12 @@ def test_accelerate_with_two_processes(request):
 
 
 def test_a_prefetcher_goes_into_what_accelerate_prepares():
-    Accelerator = pytest.importorskip("accelerate").Accelerator
-    prepared = Accelerator(cpu=True).prepare(DataLoader(range(42), 4))
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    prefetcher = DataPrefetcher(DataLoader(range(42), 4), device="cpu")
+    with pytest.raises(TypeError, match=r"prepared\.base_dataloader = DataPrefetcher"):
+        accelerator.prepare_data_loader(prefetcher)
+    assert accelerator.prepare(prefetcher) is prefetcher  # it is not dropped
+    prepared = accelerator.prepare(DataLoader(range(42), 4))
     with pytest.raises(TypeError, match=r"prepared\.base_dataloader = DataPrefetcher"):
         DataPrefetcher(prepared, device="cpu")
     prepared.base_dataloader = DataPrefetcher(prepared.base_dataloader, device="cpu")
@@ -380,12 +383,3 @@ def test_fastai(folder):
     out, err = child.communicate(240)
     assert child.returncode == 0, err
     assert out.endswith(f"{COUNT} {COUNT} {list(range(COUNT))}\n")
-
-
-def test_accelerate_does_not_drop_a_prefetcher():
-    accelerate = pytest.importorskip("accelerate")
-    prefetcher = DataPrefetcher(DataLoader(torch.arange(6.0), batch_size=2), device="cpu")
-    accelerator = accelerate.Accelerator(cpu=True)
-    with pytest.raises(TypeError, match=r"prepared\.base_dataloader = DataPrefetcher"):
-        accelerator.prepare_data_loader(prefetcher)
-    assert accelerator.prepare(prefetcher) is prefetcher
