@@ -111,6 +111,16 @@ class Recipe:
         return replace(longer, finals=(*self.finals, slots))
 
 
+def _compiled(transform: Any) -> Recipe:
+    recipe = Recipe()
+    for op in flatten(transform):
+        longer = recipe if name_of(op) == "Identity" else recipe.then(op)
+        if longer is None:
+            raise UnsupportedTransformError(_why_not(op, recipe))
+        recipe = longer
+    return recipe
+
+
 def _is_scaling(op: Any) -> bool:
     if name_of(op) == "ConvertImageDtype":
         return bool(op.dtype == torch.float32)
@@ -145,12 +155,7 @@ class PerImage(torch.nn.Module):
     def __init__(self, transform: Any, *, seed: int | None = None) -> None:
         super().__init__()
         self.op, self.seed, self.calls = transform, seed, 0
-        self.recipe = Recipe()
-        for op in flatten(transform):
-            longer = self.recipe if name_of(op) == "Identity" else self.recipe.then(op)
-            if longer is None:
-                raise UnsupportedTransformError(_why_not(op, self.recipe))
-            self.recipe = longer
+        self.recipe = _compiled(transform)
 
     @property
     def __name__(self) -> str:
@@ -161,7 +166,14 @@ class PerImage(torch.nn.Module):
     @property
     def slots(self) -> int:
         steps = (*self.recipe.steps, *self.recipe.finals)
-        return sum(s.chain.slots if isinstance(s, Mix) else s.slots for s in steps)
+        return sum(s.chain.size if isinstance(s, Mix) else s.size for s in steps)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"recipe": None}  # which is compiled anew
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.recipe = _compiled(self.op)
 
     def get_extra_state(self) -> dict[str, int]:
         return {"calls": self.calls}

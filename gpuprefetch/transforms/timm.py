@@ -3,12 +3,11 @@
 import math
 import re
 import sys
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gpuprefetch.transforms.slots import ROTATION, Floats, Mix, Picture, Step, Table
+from gpuprefetch.transforms.slots import Floats, Mix, Picture, Slots, Step, arguments, table
 
 # Levels that are drawn from a range are drawn in thousandths of it.
 _BINS = 1001
@@ -20,8 +19,8 @@ COLORS |= {
         "AutoContrast Brightness Contrast Equalize Identity Invert Posterize Sharpness Solarize"
     ).split()
 }
-# Of the six numbers of a matrix the one that the magnitude is.
-_COLUMNS = {"Rotate": ROTATION, "ShearX": 1, "ShearY": 3, "TranslateX": 2, "TranslateY": 5}
+# Of the six numbers of a matrix the one that the magnitude is; for a rotation all of them follow.
+_COLUMNS = {"Rotate": 0, "ShearX": 1, "ShearY": 3, "TranslateX": 2, "TranslateY": 5}
 
 
 def is_timm(thing: Any, name: str) -> bool:
@@ -74,7 +73,7 @@ def is_augment(op: Any) -> bool:
     return bool(_policies(op)) and not _unknown(op)
 
 
-def from_augment(op: Any) -> Table | Mix:
+def from_augment(op: Any) -> Slots | Mix:
     if is_timm(op, "AugMixAugment"):
         depth = op.depth if op.depth > 0 else 3
         return Mix(_table(op, depth, most=op.depth <= 0), op.width)
@@ -98,24 +97,39 @@ def _kind(op: Any) -> str:
 
 
 def _step(op: Any) -> Step:
-    kind, magnitudes = _kind(op), partial(_magnitudes, op)
+    kind = _kind(op)
     if kind in COLORS:  # 128 is the value from which SOLARIZE_ADD leaves pixels as they are
-        return Step(COLORS[kind], magnitudes, 0, (0, 128), op.prob, op.magnitude)
-    # PIL's numbers. Two filters are offered; of both each has half of the draws.
-    modes = op.kwargs["resample"]
-    modes = modes if isinstance(modes, (tuple, list)) else (modes,)
-    names = ["MATRIX_BICUBIC" if int(mode) == 3 else "MATRIX_BILINEAR" for mode in modes]
-    given = (1, 0, 0, 0, 1, 0, *op.kwargs["fillcolor"])
-    return Step(names[0], magnitudes, _COLUMNS[kind], given, op.prob, op.magnitude, names[-1])
+        names, column, given = [COLORS[kind]], 0, (0, 128)
+    else:  # PIL's numbers; where two filters are offered each has half of the draws
+        modes = np.atleast_1d(op.kwargs["resample"])
+        names = ["MATRIX_BICUBIC" if mode == 3 else "MATRIX_BILINEAR" for mode in modes]
+        column, given = _COLUMNS[kind], (1, 0, 0, 0, 1, 0, *op.kwargs["fillcolor"])
+
+    def args_for(picture: Picture) -> Floats:
+        magnitudes = _magnitudes(op, picture)
+        args = arguments(magnitudes, column, given)
+        if kind == "Rotate":
+            args[..., :6] = _rotation(magnitudes, picture)
+        return args
+
+    return Step(names[0], args_for, op.prob, op.magnitude, names[-1])
 
 
-def _table(op: Any, layers: int, *, most: bool = False) -> Table:
+def _rotation(angle: Floats, picture: Picture) -> Floats:
+    """``(..., 6)``: from output to source coordinates, in pixels from the corner."""
+    cos, sin = np.cos(np.radians(angle)), np.sin(np.radians(angle))
+    x, y = picture.width / 2, picture.height / 2
+    return np.stack([cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y], axis=-1)
+
+
+def _table(op: Any, layers: int, *, most: bool = False) -> Slots:
     policies = _policies(op)
     first = policies[0][0]
     deviation = first.magnitude_std
     noise = (deviation, first.magnitude_max or 10.0) if deviation > 0 else None
     weights = getattr(op, "choice_weights", None)
-    return Table([[*map(_step, policy)] for policy in policies], layers, weights, most, noise)
+    steps = [[*map(_step, policy)] for policy in policies]
+    return table(steps, layers, weights=weights, most=most, noise=noise)
 
 
 def _magnitudes(op: Any, picture: Picture) -> Floats:
