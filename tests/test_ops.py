@@ -166,16 +166,15 @@ OURS = ("SOLARIZE_ADD", "ERASE_NOISE", "MATRIX_BILINEAR", "MATRIX_BICUBIC")
 def test_the_twin_is_torchvision(name, dtype):
     images = photos((2, 3, 17, 31), dtype)
     program = program_of([[(name, 0), (name, 1)]], dtype)
-    result, quick = ops.reference(images, program), ops.run(images, program)
+    result = ops.run(images, program)
+    assert result.dtype == dtype
     for n, image in enumerate(images):
         expected = by_torchvision(name, image, program.args[n, 0].tolist())
-        assert torch.equal(result[n], expected)
-        assert result.dtype == quick.dtype == dtype
-        distance = (quick[n].float() - result[n].float()).abs()
         if name == "HUE" and dtype == torch.uint8:  # a level now and then
+            distance = (result[n].float() - expected.float()).abs()
             assert distance.max() <= 1 and (distance > 0).float().mean() < 0.002
         else:
-            assert torch.equal(quick[n], result[n])
+            assert torch.equal(result[n], expected)
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 64), (3, 2, 9), (3, 1, 1)])
@@ -184,11 +183,11 @@ def test_quick_ops_of_flat_and_of_small_images(shape):
     stripe = flat.clone()
     stripe[1, 0] = 200
     for image in (flat, stripe, stripe.transpose(1, 2), stripe.flip(0)):
-        for name in ("AUTOCONTRAST", "EQUALIZE", "HUE", "SHARPNESS", "SOLARIZE", "AFFINE_BILINEAR"):
+        for name in ("HUE", "SHARPNESS", "SOLARIZE", "AFFINE_BILINEAR"):
             for index in (0, 1):
                 program = program_of([[(name, index)]])
-                quick = ops.run(image[None], program)
-                assert torch.equal(quick, ops.reference(image[None], program)), (name, index)
+                expected = by_torchvision(name, image, program.args[0, 0].tolist())
+                assert torch.equal(ops.run(image[None], program)[0], expected), (name, index)
 
 
 @pytest.mark.parametrize(
