@@ -8,7 +8,7 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from gpuprefetch.transforms import ops, ops_kernel, ops_launch, ops_points
+from gpuprefetch.transforms import ops, ops_kernel, ops_launch
 
 pytestmark = pytest.mark.skipif(ops_kernel.triton is None, reason="needs Triton")
 
@@ -391,4 +391,4 @@ def test_what_does_not_fit(run):
 
 def test_kernels_know_the_codes():
     for name, code in ops.OPS.items():
-        assert getattr(ops_points, name).value == code
+        assert getattr(ops_kernel, name).value == code

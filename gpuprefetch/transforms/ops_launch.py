@@ -9,7 +9,7 @@ import torch
 
 from gpuprefetch.transforms import ops_kernel as kernel
 from gpuprefetch.transforms.ops import AS_IT_IS, NAMES, OPS, Finish, Program
-from gpuprefetch.transforms.ops_points import BINS, FIELDS
+from gpuprefetch.transforms.ops_kernel import BINS, FIELDS
 
 _Doubles = npt.NDArray[np.float64]
 _Singles = npt.NDArray[np.float32]
@@ -235,7 +235,10 @@ def coordinates(codes: _Ints, args: _Doubles, images: torch.Tensor) -> _Singles:
     """
     height, width = images.shape[-2:]
     kinds = (codes - _FIRST) >> 1  # affine, perspective, matrix
-    columns, params = args.T[: FIELDS - 1], np.zeros((len(args), FIELDS - 1), np.float32)
+    columns, params = (
+        args.T[: FIELDS - 1],
+        np.zeros((len(args), FIELDS - 1), np.float32),
+    )
     matrices, fill, centered = columns[:6], columns[8:], kinds == 0
     if centered.all():
         matrices = _affine_matrices(columns, height, width)
