@@ -26,10 +26,6 @@ SUPPORT = {"nearest": 0.5, "bilinear": 1.0, "bicubic": 2.0}
 TIE = 1e-6
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Finished pictures, for neighboring rows, that the eager twin takes together: few calls, in what a
-# core's cache holds.
-GROUP = 4
-
 
 class Checked(NamedTuple):
     """What :func:`check` made of the arguments of :func:`.launch.resample`."""
@@ -56,30 +52,22 @@ def resample_reference(
     )
     compute = torch.float64 if out.dtype == torch.float64 else torch.float32
     colors = [
-        None if values is None else torch.tensor(values, dtype=compute, device=out.device)
-        for values in normalize
+        None if c is None else torch.tensor(c, dtype=compute, device=out.device)[:, None, None]
+        for c in normalize
     ]
     levels = 255 if images[0].dtype == torch.uint8 else 1
     clamp = interpolation == "bicubic" and levels == 255
-    planes = [c if c is None else c[:, None, None] for c in colors]
-
-    is_finished = (rows == finished_row(tuple(size))).all((1, 2))
-    finished = np.flatnonzero(is_finished)
-    runs = np.split(finished, np.flatnonzero(np.diff(places[finished]) != 1) + 1)
-    for group in (run[i : i + GROUP] for run in runs for i in range(0, len(run), GROUP)):
-        pictures = [images[i][:, : size[0], : size[1]] for i in group]
-        part, colors_here = out[places[group[0]] : places[group[0]] + len(group)], planes
-        lines = part.permute(0, 2, 3, 1)
-        if lines.is_contiguous():
-            # As lines of W * C values: loops over C of them take three times as long.
-            pictures, part = [p.permute(1, 2, 0).flatten(1) for p in pictures], lines.flatten(2)
-            colors_here = [c if c is None else c.repeat(size[1]) for c in colors]
-        _finish(torch.stack(pictures).to(compute), part, levels, clamp, *colors_here)
-    for i in np.flatnonzero(~is_finished).tolist():
-        image, picture = images[i], out[int(places[i])]
-        y_row, x_row = rows[i].tolist()
-        y_taps, y_weights, y_inside = _taps(y_row, size[0], interpolation, antialias)
-        x_taps, x_weights, x_inside = _taps(x_row, size[1], interpolation, antialias)
+    finished = (rows == finished_row(tuple(size))).all((1, 2))
+    for image, row, is_finished, place in zip(images, rows, finished, places, strict=True):
+        if is_finished:
+            # In planes: loops over the channels of a pixel take three times as long.
+            values = image[:, : size[0], : size[1]].to(
+                compute, memory_format=torch.contiguous_format, copy=True
+            )
+            _finish(values, out[int(place)], levels, clamp, *colors)
+            continue
+        y_taps, y_weights, y_inside = _taps(row[0].tolist(), size[0], interpolation, antialias)
+        x_taps, x_weights, x_inside = _taps(row[1].tolist(), size[1], interpolation, antialias)
         top, left = y_taps.min(), x_taps.min()
         box = image[:, top : y_taps.max() + 1, left : x_taps.max() + 1].to(compute)
         values = _filter_rows(box.transpose(1, 2), x_taps - left, x_weights)
@@ -89,7 +77,7 @@ def resample_reference(
         if not (y_inside.all() and x_inside.all()):
             padding = torch.from_numpy(~(y_inside[:, None] & x_inside))
             values.masked_fill_(padding.to(out.device), 0)
-        _finish(values, picture, levels, clamp, *planes)
+        _finish(values, out[int(place)], levels, clamp, *colors)
     return out
 
 
