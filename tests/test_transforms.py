@@ -361,7 +361,7 @@ def test_what_mixes_images_behind_the_back_of_their_targets_is_refused(op):
 
 
 def test_normalize_does_not_divide_by_zero():
-    with pytest.raises(ValueError, match=r"must not be 0, got \(0.5, 0.0, 0.5\)"):
+    with pytest.raises(ValueError, match=r"must not be 0, got \[0.5, 0.0, 0.5\]"):
         read_transforms([RandomResizedCrop(8), K.Normalize(MEAN, (0.5, 0.0, 0.5))])
 
 

@@ -54,6 +54,8 @@ def from_timm(op: Any) -> Any:
 def why_not(op: Any) -> str:
     if type(op).__module__.startswith("albumentations."):
         return "it is albumentations', which takes NumPy arrays"
+    if isinstance(getattr(op, "interpolation", None), tuple):
+        return 'one launch has one filter, interpolation="random" needs two'
     if is_timm(op, "RandomErasing"):
         return (
             "timm's moves with one box alone, black or noise (re_count=1, re_mode const or pixel)"
