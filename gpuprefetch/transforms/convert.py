@@ -14,6 +14,7 @@ import torch
 
 from gpuprefetch.core.report import Printed, columns
 from gpuprefetch.transforms.head import (
+    RESIZE_FILTERS,
     CenterCrop,
     Head,
     RandomResizedCrop,
@@ -52,8 +53,6 @@ _AS_THEY_ARE = frozenset(
 _DRAWN = (COMPILERS.keys() | _LOOPED | _ALONE) - _AS_THEY_ARE
 _KNOWN = COMPILERS.keys() | _LOOPED | _AS_THEY_ARE
 _CONTAINERS = frozenset("RandomApply RandomChoice RandomOrder".split())
-# Where tensors know fewer filters than PIL: what torchvision takes for a tensor.
-_RESIZE_FILTERS = ("nearest", "nearest-exact", "bilinear", "bicubic")
 
 # What differs in the fused launch, given the same parameters.
 _UNROUNDED = "not rounded to uint8 on the way"
@@ -301,7 +300,7 @@ class _Converter:
         if name == "RandomCrop":
             black = op.padding_mode == "constant" and op.fill in (0, None)
             return RandomCrop(op) if black else None, ""
-        if name not in _CROPS or how not in _RESIZE_FILTERS:
+        if name not in _CROPS or how not in RESIZE_FILTERS:
             return None, ""
         note = "" if self.is_float else _UNROUNDED
         if "nearest" in how and self.is_tensor:
@@ -356,7 +355,7 @@ def _check_on_batch(op: Any) -> None:
         _refuse(op, "it is not among the ops that can run on a batch")
     if getattr(op, "expand", False):
         _refuse(op, "expand=True gives images of different sizes")
-    accepted = _RESIZE_FILTERS if name in _CROPS else FILTERS
+    accepted = RESIZE_FILTERS if name in _CROPS else FILTERS
     if hasattr(op, "interpolation") and filter_of(op) not in accepted:
         _refuse(op, f"interpolation={filter_of(op)!r} is for PIL images only")
     for inner in flatten(op.transforms) if name in _CONTAINERS else ():

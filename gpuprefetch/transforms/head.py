@@ -35,16 +35,16 @@ def _pair(size: int | Sequence[int], name: str) -> Size:
 
 
 # The names of filters, with PIL's numbers: its NEAREST is the exact one.
-_FILTERS = {"nearest": -1, "nearest-exact": 0, "bilinear": 2, "bicubic": 3}
+RESIZE_FILTERS = {"nearest": -1, "nearest-exact": 0, "bilinear": 2, "bicubic": 3}
 
 
 def _filter(interpolation: Any) -> str:
     """The name of a filter, which torchvision's InterpolationMode and PIL's Resampling have too."""
     given = getattr(interpolation, "value", interpolation)
-    for name, number in _FILTERS.items():
+    for name, number in RESIZE_FILTERS.items():
         if given in (name, number):
             return name
-    raise ValueError(f"interpolation must be one of {(*_FILTERS,)}, got {interpolation!r}.")
+    raise ValueError(f"interpolation must be one of {(*RESIZE_FILTERS,)}, got {interpolation!r}.")
 
 
 @dataclass(frozen=True, slots=True)

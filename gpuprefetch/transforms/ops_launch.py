@@ -68,10 +68,9 @@ def lay_out(images: torch.Tensor, program: Program, finish: Finish = AS_IT_IS) -
     colors = np.broadcast_to(finish.colors(images), (2, 3)).astype(np.float32)
     own = np.arange(count, dtype=np.int32)
     rows = own[:0] if program.rows is None else program.rows.astype(np.int32)
-    parts = table.ravel(), colors.view(np.int32).ravel(), own, pairs.ravel(), rows
-    at_own = table.size + colors.size
-    at_pairs = at_own + count
-    at_rows = at_own if program.rows is None else at_pairs + pairs.size
+    parts = [table.ravel(), colors.view(np.int32).ravel(), own, pairs.ravel(), rows]
+    at_pairs = table.size + colors.size + count
+    at_rows = at_pairs - count if program.rows is None else at_pairs + pairs.size
     places = n_slots, table.size, at_rows, at_pairs
     words = np.concatenate(parts)
     return Layout(words, groups, places, count, len(pairs), finishes, program.weights)
@@ -93,15 +92,14 @@ def launch(
             words = words.pin_memory().to(images.device, non_blocking=True)
         empty = partial(torch.empty, device=images.device)
         statistics = empty((max(laid.pairs, 1), 3, BINS), dtype=torch.float32)
-        shape = laid.count, *images.shape[1:]
-        n_slots, tail, at_rows, at_pairs = laid.places
+        places, shape = laid.places, (laid.count, *images.shape[1:])
         for group in laid.groups:
             final = group is laid.groups[-1]
             kind = dtype if final else images.dtype
             out = empty(shape, dtype=kind, memory_format=memory_format)
-            places = n_slots, tail, at_rows, at_pairs
             _launch(images, words, out, statistics, group, places, laid.finishes and final)
-            images, at_rows = out, at_pairs - laid.count  # the rows as they are
+            images = out
+            places = *places[:2], places[3] - laid.count, places[3]  # the rows as they are
     return images
 
 
@@ -215,16 +213,12 @@ def _pack(program: Program, images: torch.Tensor, before: int) -> tuple[_Ints, _
         params[n, slot, :2] = (0.5 / sigma**2).clip(max=1e30)
     if used[OPS["ERASE"]] and uint8:
         n, slot = np.nonzero(codes[:, :before] == OPS["ERASE"])
-        params[n, slot, 4:7] = _as_uint8(args[n, slot, 4:7])
+        params[n, slot, 4:7] = np.trunc(args[n, slot, 4:7]) % 256
     if any(used[_FIRST : _LAST + 1]):
         n, slot = np.nonzero((codes >= _FIRST) & (codes <= _LAST))
         params[n, slot] = coordinates(codes[n, slot], args[n, slot], images)
     params[codes == 0] = 0  # the kernels read a box there, too, and it must hold numbers
     return table, codes, params
-
-
-def _as_uint8(values: _Doubles) -> _Doubles:
-    return np.trunc(values) % 256
 
 
 def coordinates(codes: _Ints, args: _Doubles, images: torch.Tensor) -> _Singles:
@@ -247,7 +241,8 @@ def coordinates(codes: _Ints, args: _Doubles, images: torch.Tensor) -> _Singles:
         matrices[:, centered] = _affine_matrices(columns[:, centered], height, width)
         projects, plain = kinds == 1, kinds == 2
         params[projects, 6:8] = args[projects, 6:8]
-        given = _as_uint8(columns[6:9]) if images.dtype == torch.uint8 else columns[6:9]
+        given = columns[6:9]
+        given = np.trunc(given) % 256 if images.dtype == torch.uint8 else given
         fill = np.where(plain, given, fill)
     # In float32 from here on, as torchvision has it.
     halves = np.array([0.5 * width, 0.5 * height], np.float32).repeat(3)
