@@ -518,7 +518,7 @@ def laid_out(size, interpolation="bilinear", device="cpu", top=0):
 def test_a_plan_gives_what_the_images_give(interpolation, kernel_device):
     flat, table, views, rows = laid_out((6, 7), interpolation, kernel_device)
     want = _resample._launch(views, rows, (6, 7), interpolation=interpolation, mean=MEAN, std=STD)
-    coloring = _resample.Coloring(torch.uint8, torch.float32, MEAN, STD)
+    colors = _resample.coloring(3, torch.uint8, torch.float32, MEAN, STD)
     layouts = torch.contiguous_format, torch.channels_last
     # Other kernels for what is not aligned, and for other strides: none is taken for another.
     forms = list(itertools.product([0, 1, 0], layouts))
@@ -528,7 +528,7 @@ def test_a_plan_gives_what_the_images_give(interpolation, kernel_device):
         out = torch.full((4, 3, 6, 7), -9.0, device=kernel_device).to(memory_format=layout)
         launches = _resample.Launches(table, out, torch.uint8, interpolation)
         shifted = torch.cat([flat[:shift], flat])
-        numbers = launches.numbers(table, 3, coloring).to(kernel_device)
+        numbers = launches.numbers(table, colors).to(kernel_device)
         for number in (1, 2, 0):
             launches.launch(number, shifted.data_ptr() + shift, numbers.data_ptr())
         assert torch.equal(out[[2, 0, 3]], want)
@@ -540,8 +540,8 @@ def test_a_launch_tells_the_images_that_still_have_a_canary(kernel_device):
     flat, table, views, _ = laid_out((6, 7), device=kernel_device, top=2)
     out = torch.zeros((4, 3, 6, 7), device=kernel_device)
     launches = _resample.Launches(table, out, torch.uint8, "bilinear")
-    coloring = _resample.Coloring(torch.uint8, torch.float32)
-    numbers = launches.numbers(table, 3, coloring).to(kernel_device)
+    colors = _resample.coloring(3, torch.uint8, torch.float32, None, None)
+    numbers = launches.numbers(table, colors).to(kernel_device)
     corners = flat.cpu().clone()
     starts = np.cumsum([0, *(view.numel() for view in views)]).tolist()
     color = torch.tensor([_resample.CANARY >> shift & 255 for shift in (0, 8, 16)])

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch.transforms.known import constants, name_of
-from gpuprefetch.transforms.launch import Coloring, resample
+from gpuprefetch.transforms.launch import coloring, resample
 from gpuprefetch.transforms.random import Keys, fold
+from gpuprefetch.transforms.reference import Ints
 from gpuprefetch.transforms.sampling import (
     CenterCropOp,
     FlipOp,
@@ -72,8 +73,8 @@ class Head:
         )
 
     @property
-    def coloring(self) -> Coloring:
-        return Coloring(torch.uint8, self.dtype or torch.float32, self.mean, self.std)
+    def colors(self) -> Ints:
+        return coloring(3, torch.uint8, self.dtype or torch.float32, self.mean, self.std)
 
     def sample(self, sizes: npt.ArrayLike, keys: Keys) -> Sampling:
         """The sampling of images of ``sizes`` ``(N, 2)`` with ``(N,)`` keys."""
@@ -302,29 +303,24 @@ def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[
             "Views stands in place of the list, and what all views have in common stands in each "
             "of its lists: transforms=Views([crop, normalize], [crop, normalize])."
         )
+    K: Any = sys.modules.get("kornia.augmentation")  # nobody has any before it is imported
     for transform in tail:
         if not callable(transform) or isinstance(transform, type):
             raise TypeError(
                 f"transforms takes a list of modules and callables, got {transform!r} in it. "
                 "Pass an instance, as in K.RandomHorizontalFlip()."
             )
-        if (mixing := next(_mixing(transform), None)) is not None:
-            raise ValueError(
-                f"kornia's {mixing} mixes the images of a batch and leaves their targets as they "
-                "were. Mix in the training step, or in a collate_fn with accelerate; where targets "
-                "do not matter, call it from a function in the list."
-            )
+        for op in transform.modules() if K and isinstance(transform, torch.nn.Module) else ():
+            if isinstance(op, K.MixAugmentationBaseV2) and not isinstance(op, K.RandomJigsaw):
+                raise ValueError(
+                    f"kornia's {type(op).__name__} mixes the images of a batch and leaves their "
+                    "targets as they were. Mix in the training step, or in a collate_fn with "
+                    "accelerate; where targets do not matter, call it from a function in the list."
+                )
     head = Head()
     while tail and (longer := _extended(head, tail[0])) is not None:
         head, tail = longer, tail[1:]
     return head, tail
-
-
-def _mixing(transform: Any) -> Iterator[str]:
-    K: Any = sys.modules.get("kornia.augmentation")  # nobody has any before it is imported
-    for op in transform.modules() if K and isinstance(transform, torch.nn.Module) else ():
-        if isinstance(op, K.MixAugmentationBaseV2) and not isinstance(op, K.RandomJigsaw):
-            yield type(op).__name__
 
 
 def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
