@@ -49,8 +49,9 @@ def _slots(op: Any) -> Slots | Mix:
     op = twin(op)
     make = COMPILERS.get(name_of(op) or "")
     of_pil = hasattr(op, "interpolation") and filter_of(op) not in FILTERS
+    reshapes = getattr(op, "expand", False) or getattr(op, "num_output_channels", 3) != 3
     # One fill for images and another one for masks is a dict.
-    if make is None or of_pil or isinstance(getattr(op, "fill", None), dict):
+    if make is None or of_pil or reshapes or isinstance(getattr(op, "fill", None), dict):
         raise _NoForm
     return make(op)
 
@@ -151,8 +152,7 @@ def _erased(op: Any, u: Floats, picture: Picture) -> Columns:
 
 
 def _permuted(u: Floats, picture: Picture) -> Columns:
-    order = np.argsort(u[: picture.channels], axis=0)
-    return [*order] if picture.channels > 1 else [np.zeros(u.shape[1])]
+    return [*np.argsort(u[: picture.channels], axis=0)]
 
 
 def _jitter(op: Any) -> Slots:
@@ -165,18 +165,6 @@ def _distort(op: Any) -> Slots:
     brightness, contrast, *rest = (_one(n.upper(), getattr(op, n), p=op.p) for n in _ADJUSTMENTS)
     either = choice([row([contrast, *rest]), row([*rest, contrast])], (0.5, 0.5))
     return row([brightness, either, one("PERMUTE", _permuted, 3, op.p)])
-
-
-def _gray(op: Any) -> Slots:
-    if getattr(op, "num_output_channels", 3) != 3:  # which gives another shape
-        raise _NoForm
-    return _one("GRAYSCALE", p=getattr(op, "p", 1.0))
-
-
-def _rotation(op: Any) -> Slots:
-    if op.expand:  # likewise
-        raise _NoForm
-    return _moving("AFFINE", op, _rotated, 1)
 
 
 # --- Containers ---
@@ -259,7 +247,7 @@ COMPILERS: dict[str, Callable[[Any], Slots | Mix]] = {
     "AutoAugment": _auto_augment,
     "ColorJitter": _jitter,
     "GaussianBlur": lambda op: one("BLUR", partial(_blurred, op), 1),
-    "Grayscale": _gray,
+    "Grayscale": _switch("GRAYSCALE"),
     "RandAugment": lambda op: _one_of(op, [op.magnitude], op.num_ops),
     "RandomAdjustSharpness": _switch("SHARPNESS", "sharpness_factor"),
     "RandomAffine": lambda op: _moving("AFFINE", op, _affine, 6),
@@ -271,14 +259,14 @@ COMPILERS: dict[str, Callable[[Any], Slots | Mix]] = {
     "RandomErasing": lambda op: one(
         "ERASE_NOISE" if op.value is None else "ERASE", partial(_erased, op), 23, op.p
     ),
-    "RandomGrayscale": _gray,
+    "RandomGrayscale": _switch("GRAYSCALE"),
     "RandomHorizontalFlip": _switch("HFLIP"),
     "RandomInvert": _switch("INVERT"),
     "RandomOrder": lambda op: order([*map(_row, op.transforms)]),
     "RandomPerspective": lambda op: _moving("PERSPECTIVE", op, _perspective, 8, op.p),
     "RandomPhotometricDistort": _distort,
     "RandomPosterize": _switch("POSTERIZE", "bits"),
-    "RandomRotation": _rotation,
+    "RandomRotation": lambda op: _moving("AFFINE", op, _rotated, 1),
     "RandomSolarize": _switch("SOLARIZE", "threshold"),
     "RandomVerticalFlip": _switch("VFLIP"),
     "TrivialAugmentWide": lambda op: _one_of(op, range(op.num_magnitude_bins)),
