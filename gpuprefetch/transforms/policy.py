@@ -225,9 +225,9 @@ def _step(op: Any, name: str, numbers: Sequence[int], bins: int, chance: float =
     return Step(code, args_for, chance)
 
 
-def _one_of(op: Any, numbers: Sequence[int], layers: int = 1, bins: int = 0, **way: Any) -> Slots:
+def _one_of(op: Any, numbers: Sequence[int], layers: int = 1, bins: int = 0) -> Slots:
     bins = bins or op.num_magnitude_bins
-    return table([[_step(op, name, numbers, bins)] for name in _space(op)], layers, **way)
+    return table([[_step(op, name, numbers, bins)] for name in _space(op)], layers)
 
 
 def _auto_augment(op: Any) -> Slots:
@@ -237,9 +237,7 @@ def _auto_augment(op: Any) -> Slots:
 def _aug_mix(op: Any) -> Mix:
     if op.alpha != 1:
         raise _NoForm
-    most = op.chain_depth <= 0
-    chain = _one_of(op, range(op.severity), 3 if most else op.chain_depth, 10, most=most)
-    return Mix(chain, op.mixture_width)
+    return Mix(_one_of(op, range(op.severity), op.chain_depth, 10), op.mixture_width)
 
 
 COMPILERS: dict[str, Callable[[Any], Slots | Mix]] = {

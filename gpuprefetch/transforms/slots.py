@@ -108,16 +108,16 @@ def table(
     layers: int,
     *,
     weights: Any = None,
-    most: bool = False,
     noise: tuple[float, float] | None = None,
 ) -> Slots:
     """Slots with one of many ops each: RandAugment and its kin.
 
     Of the policies each image draws one per layer, without replacement where they have ``weights``;
-    with ``most`` it draws how many, up to ``layers``. A step runs with its own chance. ``noise`` is
-    the deviation and the upper bound of normal levels, which the bins divide; deviation inf is for
+    with no ``layers`` it draws how many, 1 to 3. A step runs with its own chance. ``noise`` is the
+    deviation and the upper bound of normal levels, which the bins divide; deviation inf is for
     uniform ones up to the center, None for bins with equal chances.
     """
+    most, layers = layers <= 0, layers if layers > 0 else 3
     depth = max(map(len, policies))
     blank = Step("IDENTITY", policies[0][0].arguments, chance=0.0)
     steps = [s for policy in policies for s in (*policy, *[blank] * (depth - len(policy)))]

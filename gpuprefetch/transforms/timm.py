@@ -76,10 +76,16 @@ def is_augment(op: Any) -> bool:
 
 
 def from_augment(op: Any) -> Slots | Mix:
-    if is_timm(op, "AugMixAugment"):
-        depth = op.depth if op.depth > 0 else 3
-        return Mix(_table(op, depth, most=op.depth <= 0), op.width)
-    return _table(op, getattr(op, "num_layers", 1))
+    policies, mixes = _policies(op), is_timm(op, "AugMixAugment")
+    first = policies[0][0]
+    deviation = first.magnitude_std
+    slots = table(
+        [[*map(_step, policy)] for policy in policies],
+        op.depth if mixes else getattr(op, "num_layers", 1),
+        weights=getattr(op, "choice_weights", None),
+        noise=(deviation, first.magnitude_max or 10.0) if deviation > 0 else None,
+    )
+    return Mix(slots, op.width) if mixes else slots
 
 
 def _policies(op: Any) -> list[list[Any]]:
@@ -124,17 +130,7 @@ def _rotation(angle: Floats, picture: Picture) -> Floats:
     return np.stack([cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y], axis=-1)
 
 
-def _table(op: Any, layers: int, *, most: bool = False) -> Slots:
-    policies = _policies(op)
-    first = policies[0][0]
-    deviation = first.magnitude_std
-    noise = (deviation, first.magnitude_max or 10.0) if deviation > 0 else None
-    weights = getattr(op, "choice_weights", None)
-    steps = [[*map(_step, policy)] for policy in policies]
-    return table(steps, layers, weights=weights, most=most, noise=noise)
-
-
-def _magnitudes(op: Any, picture: Picture) -> Floats:
+def _magnitudes(op: Any, picture: Picture) -> Any:
     """``(B, 2)``: what the op makes of its levels, with both signs."""
     if picture.white != 255:
         raise TypeError(
@@ -147,12 +143,12 @@ def _magnitudes(op: Any, picture: Picture) -> Floats:
     # As the op's own functions, which negate by chance, without the chance.
     kind, signed = _kind(op), levels[:, None] / 10 * (-1, 1)
     if kind in ("Rotate", "ShearX", "ShearY"):
-        return np.asarray(signed * (30.0 if kind == "Rotate" else 0.3))
+        return signed * (30.0 if kind == "Rotate" else 0.3)
     if kind in _COLUMNS:
         if not op.name.endswith("Rel"):
-            return np.asarray(signed * op.hparams["translate_const"])
+            return signed * op.hparams["translate_const"]
         size = picture.width if "X" in kind else picture.height
-        return np.asarray(signed * op.hparams.get("translate_pct", 0.45) * size)
+        return signed * op.hparams.get("translate_pct", 0.45) * size
     if op.name.endswith("Increasing") and kind in ("Brightness", "Color", "Contrast", "Sharpness"):
         return np.maximum(0.1, 1 + 0.9 * signed)
     if op.level_fn is None:
