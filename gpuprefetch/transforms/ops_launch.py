@@ -29,7 +29,6 @@ class _Group:
 
     first: int  # slot, the only one that may move pixels
     last: int  # the slot after them
-    end: int  # the slot after those that come after normalization
     moves: bool  # whether the first one moves pixels
     # Of statistics: where their pairs (image, slot) begin, and how many there are.
     rounds: list[tuple[int, int]] = field(default_factory=list)
@@ -62,9 +61,9 @@ def lay_out(images: torch.Tensor, program: Program, finish: Finish = AS_IT_IS) -
     groups = _groups(codes[:, :before], needs)
     pairs = _pairs(groups, codes, needs, params)
     if not groups and (finishes or program.rows is not None):
-        groups = [_Group(before, before, before, False)]
+        groups = [_Group(before, before, False)]
     if finishes:  # what stands between them does nothing
-        groups[-1].last, groups[-1].end = before, n_slots
+        groups[-1].last = before
     colors = np.broadcast_to(finish.colors(images), (2, 3)).astype(np.float32)
     own = np.arange(count, dtype=np.int32)
     rows = own[:0] if program.rows is None else program.rows.astype(np.int32)
@@ -127,7 +126,7 @@ def _launch(
             source, table, blurred, *common, start, kernel.BLOCK, num_warps=kernel.NUM_WARPS
         )
     given = source, table, out, statistics, blurred, *common, *_strides(out)
-    slots = group.first, group.last, group.end
+    slots = group.first, group.last, places[0] if finish else group.last
     constants = uint8, group.moves, finish, 1 if out.shape[3] % 4 else 4, kernel.BLOCK
     kernel.ops_kernel[(len(out) * tiles,)](*given, *slots, *constants, num_warps=kernel.NUM_WARPS)
 
@@ -148,9 +147,9 @@ def _groups(codes: _Ints, needs: _Flags) -> list[_Group]:
     for slot in np.flatnonzero(highest).tolist():
         moves = bool(highest[slot] >= _MOVING)
         if groups and not moves and not (statistics[slot] and groups[-1].moves):
-            groups[-1].last = groups[-1].end = slot + 1
+            groups[-1].last = slot + 1
         else:
-            groups.append(_Group(slot, slot + 1, slot + 1, moves))
+            groups.append(_Group(slot, slot + 1, moves))
     return groups
 
 
