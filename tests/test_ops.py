@@ -308,7 +308,8 @@ def test_the_last_launch_normalizes_and_erases(source, options, finals, kernel_d
 
 def test_gray_images(kernel_device):
     names = "CONTRAST AUTOCONTRAST EQUALIZE SATURATION HUE GRAYSCALE AFFINE_BILINEAR SHARPNESS BLUR"
-    images = photos((9, 1, 15, 31))
+    names += " PERMUTE"
+    images = photos((10, 1, 15, 31))
     program = program_of([[(name, 0) for name in names.split()]])
     program.args[6, 0, 9:11] = NAN  # a fill of one value
     expected, result = both(images, program, kernel_device, mean=0.5)
