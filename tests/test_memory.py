@@ -17,6 +17,7 @@ from torchvision.transforms import v2
 
 from gpuprefetch import (
     BadImageError,
+    CenterCrop,
     DataPrefetcher,
     EncodedImage,
     Resize,
@@ -324,11 +325,15 @@ class PackedDecoder(ImageDecoder):
 def planned_batch(files, decoder, share=0.0, job=_job.ImageJob, **options):
     """The GPU's way through a batch, with the kernel in Triton's interpreter."""
     images = [[EncodedImage(file, i) for i, file in enumerate(files)]]
-    options = {"transforms": [Resize((8, 8))], "cpu_share": share, "device": "cpu"} | options
+    options = {"transforms": [CenterCrop(8)], "cpu_share": share, "device": "cpu"} | options
     prefetcher = DataPrefetcher(images, **options)
     if decoder is not None:
         decode_as_on_a_gpu(prefetcher, decoder, job=job)
     return next(iter(prefetcher))
+
+
+def photos_of(*shapes):
+    return [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
 
 
 interpreted = pytest.mark.skipif(
@@ -341,8 +346,7 @@ interpreted = pytest.mark.skipif(
 @pytest.mark.parametrize(("share", "most", "calls"), [(0.5, 3, [2]), (0.0, 3, [3, 2])])
 def test_each_group_of_a_batch_fills_its_rows(small_calls, share, most, calls):
     # The longest are launched first.
-    shapes = [(18, 16), (17, 17), (20, 16), (16, 16), (16, 24)]
-    files = [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
+    files = photos_of((18, 16), (17, 17), (20, 16), (16, 16), (16, 24))
     expected = planned_batch(files, None)
     small_calls(UPLOAD_BYTES=2 * 18 * 16 * 3, SUB_BATCH=most)
     decoder = PackedDecoder("cpu")
@@ -356,9 +360,8 @@ def test_each_group_of_a_batch_fills_its_rows(small_calls, share, most, calls):
 @pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize(("budget", "calls"), [(None, [2]), (4400, [1, 1])])
 def test_each_view_has_a_launch_for_a_decode(budget, calls):
-    shapes = [(18, 16), (17, 17), (20, 16)]
-    files = [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
-    lists = [Resize((8, 8))], [Resize((6, 10)), v2.RandomInvert(0.5)]
+    files = photos_of((18, 16), (17, 17), (20, 16))
+    lists = [CenterCrop(8)], [Resize((6, 10)), v2.RandomInvert(0.5)]
     expected = planned_batch(files, None, transforms=Views(*lists), seed=2)
     decoder = PackedDecoder("cpu")
     options = {"transforms": Views(*lists), "seed": 2, "memory_budget": budget}
@@ -386,7 +389,7 @@ def test_without_engines_a_batch_is_one_call(small_calls, streams, readers):
     class WithoutCanaries(PackedDecoder):
         canaries = False
 
-    files = [pictures.encode_jpeg(pictures.draw(16, 17, seed=i)) for i in range(4)]
+    files = photos_of(*[(16, 17)] * 4)
     expected = planned_batch(files, None)
     small_calls(UPLOAD_BYTES=400)
     got = planned_batch(files, WithoutCanaries("cpu"), share=0.75, job=Noted)
@@ -397,7 +400,7 @@ def test_without_engines_a_batch_is_one_call(small_calls, streams, readers):
 @interpreted
 @pytest.mark.usefixtures("large_tiles")
 def test_what_cannot_be_packed_is_decoded_apart(small_calls):
-    files = [pictures.encode_jpeg(pictures.draw(16, 17, seed=i)) for i in range(4)]
+    files = photos_of(*[(16, 17)] * 4)
     expected = planned_batch(files, None)
     files[1] += b"\0\0"  # the fake's own complaint
     small_calls(SUB_BATCH=2)
@@ -426,7 +429,7 @@ def test_what_is_waited_for_before_anything_lies_there(canaries):
             super().packed(*args, **options)
 
     Noting.canaries = canaries
-    files = [pictures.encode_jpeg(pictures.draw(16, 16, seed=i)) for i in range(2)]
+    files = photos_of((16, 16), (16, 16))
     planned_batch(files, Noting("cpu"), share=0.5, job=Noted)
     expected = ["wait", "decode", "mark"]
     if canaries:  # which are waited for before the decode, as for what the launch found
@@ -468,7 +471,7 @@ def test_an_error_without_words_may_be_a_shortage(monkeypatch):
             raise RuntimeError("API call failed")
 
     images = pack(
-        [EncodedImage(pictures.encode_jpeg(pictures.draw(8, 16, seed=i))) for i in range(2)],
+        [*map(EncodedImage, photos_of((8, 16), (8, 16)))],
         sizes=np.array([(8, 16)] * 2),
         transposed=np.zeros(2, bool),
     )
@@ -488,7 +491,7 @@ def test_an_error_without_words_may_be_a_shortage(monkeypatch):
 
 def test_a_broken_device_makes_no_file_bad():
     images = pack(
-        [EncodedImage(pictures.encode_jpeg(pictures.draw(8, 16)))],
+        [*map(EncodedImage, photos_of((8, 16)))],
         sizes=np.array([(8, 16)]),
         transposed=np.zeros(1, bool),
     )
