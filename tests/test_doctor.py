@@ -111,7 +111,7 @@ def test_model_bound():
 @pytest.mark.parametrize(("wrap", "workers"), [(lambda loader: loader, 0), (on_cpu, 1)])
 def test_computing_is_not_reading(wrap, workers):
     loader = wrap(loader_of(Slow(0.01, compute=True), workers))
-    report = doctor(loader, sleep(0.001), device="cpu", seconds=0.1, tune=False)
+    report = doctor(loader, sleep(0.001), device="cpu", seconds=0.3, tune=False)
     assert report.bound == "CPU decode"
     assert report.found.reading_share < 0.5
     assert json.loads(json.dumps(report.as_dict()))["found"]["bound"] == "CPU decode"
