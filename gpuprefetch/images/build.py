@@ -119,19 +119,18 @@ def _is_encoded_folder(dataset: Any) -> bool:
 
 
 def _backend(decoder: str, device: torch.device) -> ImageDecoder | None:
-    name = decoder
-    if decoder == "auto":
-        name = "nvjpeg" if device.type == "cuda" else "cpu"
-    if name == "cpu":
+    names = ("auto", "cpu", *BACKENDS)
+    if decoder not in names:
+        quoted = ", ".join(f'"{name}"' for name in names)
+        raise ValueError(f"decoder must be one of {quoted}, got {decoder!r}.")
+    if decoder == "cpu" or (decoder == "auto" and device.type != "cuda"):
         return None
-    if name not in BACKENDS:
-        names = ", ".join(f'"{name}"' for name in ("auto", "cpu", *BACKENDS))
-        raise ValueError(f"decoder must be one of {names}, got {decoder!r}.")
     if device.type != "cuda":
         raise ValueError(f'decoder={decoder!r} needs a CUDA device; use "auto" or "cpu" here.')
-    backend = BACKENDS[name](device)
-    if not (missing := backend.missing()):
-        return backend
+    for name in ("nvjpeg", "torchcodec") if decoder == "auto" else (decoder,):
+        backend = BACKENDS[name](device)
+        if not (missing := backend.missing()):
+            return backend
     if decoder == "auto":
         return None
     raise ValueError(

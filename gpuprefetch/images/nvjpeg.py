@@ -145,24 +145,17 @@ _choosing = threading.Lock()
 
 
 @cache
-def backend_of(device: torch.device) -> int | None:
+def backend_of(device: torch.device) -> int:
     """What nvJPEG decodes with on a CUDA device: its engines where it has some. Tried once."""
-    if library() is None:
-        return None
     with torch.cuda.device(device):
-        for backend in (_HARDWARE, _GPU_HYBRID):
-            try:
-                _idle[device].append(Decoder(backend))
-            except torch.OutOfMemoryError:
-                raise  # and is tried again
-            except RuntimeError:
-                continue
-            return backend
-    return None
-
-
-def available(device: torch.device) -> bool:
-    return backend_of(device) is not None
+        try:
+            _idle[device].append(Decoder(_HARDWARE))
+        except torch.OutOfMemoryError:
+            raise  # and is tried again
+        except RuntimeError:
+            _idle[device].append(Decoder(_GPU_HYBRID))
+            return _GPU_HYBRID
+    return _HARDWARE
 
 
 def has_engines(device: torch.device) -> bool:
@@ -173,7 +166,6 @@ def has_engines(device: torch.device) -> bool:
 def lease(device: torch.device) -> Iterator[Decoder]:
     """A decoder for the current stream of a device; one that has failed is not used again."""
     backend = backend_of(device)
-    assert backend is not None  # callers ask whether it is available
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device)
         with _choosing:
