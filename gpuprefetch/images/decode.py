@@ -13,7 +13,7 @@ import torch
 
 from gpuprefetch.core.stats import Stats
 from gpuprefetch.images import nvjpeg
-from gpuprefetch.images.encoded import Call, EncodedImages
+from gpuprefetch.images.encoded import Call, PreparedImages
 from gpuprefetch.images.header import decode_cpu, read_header
 from gpuprefetch.images.plan import UPLOAD_BYTES, WHOLE_BATCH_BYTES, in_rooms
 from gpuprefetch.transforms.launch import CANARY
@@ -263,7 +263,7 @@ def _may_refuse(size: int, device: torch.device) -> Iterator[list[str]]:
 
 
 def decode_packed(
-    decoder: ImageDecoder, images: EncodedImages, call: Call, out: torch.Tensor, at: int
+    decoder: ImageDecoder, images: PreparedImages, call: Call, out: torch.Tensor, at: int
 ) -> bool:
     """Decode images of a batch into one tensor; False if they have to be decoded one by one."""
     with _may_refuse(call.size, out.device):
@@ -274,7 +274,7 @@ def decode_packed(
 
 def decode_part(
     decoder: ImageDecoder,
-    images: EncodedImages,
+    images: PreparedImages,
     call: Call,
     device: torch.device,
     stats: Stats,
@@ -300,7 +300,7 @@ def decode_part(
 
 def _decode_one(
     decoder: ImageDecoder,
-    images: EncodedImages,
+    images: PreparedImages,
     position: int,
     shape: tuple[int, int, int],
     device: torch.device,

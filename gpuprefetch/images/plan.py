@@ -12,7 +12,7 @@ import numpy as np
 
 from gpuprefetch.core.nested import objects, tensors
 from gpuprefetch.core.stage import Cost
-from gpuprefetch.images.encoded import Copy, EncodedImages, Plan, PreparedImages, is_encoded
+from gpuprefetch.images.encoded import Copy, Plan, PreparedImages, is_encoded
 from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.launch import arrange
 from gpuprefetch.transforms.reference import Ints
@@ -60,7 +60,7 @@ def readable(size: int) -> str:
     return f"{size / _UNITS[unit]:.4g} {unit}"
 
 
-def positions_to_decode(images: EncodedImages) -> Ints:
+def positions_to_decode(images: PreparedImages) -> Ints:
     """The images of a batch that are left to the device, in the order of its buffer."""
     todo = ~images.decoded
     todo[list(images.errors)] = False
@@ -68,13 +68,13 @@ def positions_to_decode(images: EncodedImages) -> Ints:
     return positions[np.argsort(images.spans[positions, 0], kind="stable")]
 
 
-def decoded_bytes(images: EncodedImages, positions: Any) -> Ints:
+def decoded_bytes(images: PreparedImages, positions: Any) -> Ints:
     size: Ints = 3 * images.sizes[positions].prod(axis=1)
     return -(-size // BLOCK) * BLOCK
 
 
 def sub_batches(
-    images: EncodedImages, limit: int | None = None, room: int | None = None
+    images: PreparedImages, limit: int | None = None, room: int | None = None
 ) -> list[Ints]:
     """Cut what is left to the device into about equal calls, of at most ``limit`` bytes each."""
     positions = positions_to_decode(images)
@@ -94,7 +94,9 @@ def sub_batches(
     return np.split(positions, cuts[1:]) if cuts else []
 
 
-def uploads(images: EncodedImages, limit: int | None = None, room: int | None = None) -> list[Copy]:
+def uploads(
+    images: PreparedImages, limit: int | None = None, room: int | None = None
+) -> list[Copy]:
     """Cut what the workers decoded into copies of UPLOAD_BYTES or ``room``, or of one image."""
     begin, cuts, positions = 0, [], np.flatnonzero(images.decoded)
     most = room or UPLOAD_BYTES
@@ -111,7 +113,7 @@ def uploads(images: EncodedImages, limit: int | None = None, room: int | None = 
 
 
 def lay_out(
-    images: EncodedImages,
+    images: PreparedImages,
     sizes: Sequence[tuple[int, int]] = (),
     words: Sequence[Ints] = (),
     limit: int | None = None,
