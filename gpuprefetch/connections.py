@@ -18,7 +18,6 @@ WANTED = 32
 _too_late = VARIABLE not in os.environ and torch.cuda.is_initialized()
 if VARIABLE not in os.environ and not _too_late:
     os.environ[VARIABLE] = str(WANTED)
-_told = False
 
 
 def shortage() -> str:
@@ -39,8 +38,6 @@ def shortage() -> str:
 
 
 def tell() -> None:
-    """Warn once where the GPU's queues are too few for decoding beside training."""
-    global _told
-    if not _told and (text := shortage()):
-        _told = True
+    """Warn where the GPU's queues are too few for decoding beside training."""
+    if text := shortage():
         warnings.warn(text, stacklevel=4)

@@ -124,21 +124,10 @@ class DataPrefetcher:
         max_bad: int | None = None,
         memory_budget: str | int | None = None,
     ) -> None:
+        own = {"self", "loader", "device"}
+        self._options = {name: value for name, value in locals().items() if name not in own}
         _refuse_no_loader(loader)
         self.device = resolve_device(device)
-        self._options: dict[str, Any] = {
-            "transforms": transforms,
-            "dtype": dtype,
-            "memory_format": memory_format,
-            "decoder": decoder,
-            "apply_exif": apply_exif,
-            "cpu_share": cpu_share,
-            "seed": seed,
-            "on_error": on_error,
-            "max_bad": max_bad,
-            "memory_budget": memory_budget,
-            "device_prefetch_size": device_prefetch_size,
-        }
         self._pipeline, balancer = build_stage(loader, self.device, self._options)
         self.stats, self._balancer = self._pipeline.stats, balancer
         self._depth, self._first_batch = device_prefetch_size, FirstBatch(self.device)

@@ -43,7 +43,7 @@ from gpuprefetch import (
 )
 from gpuprefetch.images import slab
 from gpuprefetch.images.header import decode_cpu
-from gpuprefetch.images.packer import Packer
+from gpuprefetch.images.packer import Packer, Packing
 from gpuprefetch.images.share import usable_cores
 from gpuprefetch.images.targets import FollowedImage
 from gpuprefetch.transforms.head import read_transforms
@@ -197,7 +197,7 @@ def packed(files, transforms, *, share=0.0, on_gpu=True, exif=False):
     """A batch as a worker prepares it."""
     head, _ = read_transforms(transforms)
     epoch, shared = torch.zeros(1, dtype=torch.int64), torch.tensor([share])
-    return Packer((head,), on_gpu, exif, 7, epoch, shared)(files)
+    return Packing(Packer((head,), on_gpu, exif, 7, epoch, shared))(files)
 
 
 @pytest.mark.parametrize("exif", [False, True])

@@ -452,8 +452,8 @@ def test_a_stream_has_the_same_place_again(monkeypatch):
 
 
 def prepared(count):
-    """Pictures of 8 x 16, as a worker leaves them to the GPU."""
-    files = [pictures.encode_jpeg(pictures.draw(8, 16, seed=i)) for i in range(count)]
+    """Pictures of 16 x 24, as a worker leaves them to the GPU."""
+    files = [pictures.encode_jpeg(pictures.draw(16, 24, seed=i)) for i in range(count)]
     pipeline = prefetcher_of(files, FakeDecoder())._pipeline
     return pipeline.receive([*map(EncodedImage, files)], 0, 0.0)[0]
 
@@ -478,13 +478,13 @@ def test_an_error_without_words_may_be_a_shortage(monkeypatch):
     out, stats = torch.empty(both.size, dtype=torch.uint8), Stats()
     assert not _decode.decode_packed(Wordless(cpu), images, both, out, 0)
     for image in _decode.decode_part(Wordless(cpu), images, both, cpu, stats):
-        assert image.shape == (3, 8, 16)  # a second opinion
+        assert image.shape == (3, 16, 24)  # a second opinion
     monkeypatch.setattr(_decode, "claim", full)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         _decode.decode_packed(Wordless(cpu), images, both, out, 0)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         _decode.decode_part(Wordless(cpu), images, both, cpu, stats)
-    assert claimed == [2 * 3 * 8 * 16] * 2
+    assert claimed == [2 * 3 * 16 * 24] * 2
     assert images.errors == {}
 
 

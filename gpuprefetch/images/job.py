@@ -15,7 +15,7 @@ from gpuprefetch.core.stats import Timed
 from gpuprefetch.core.streams import mark_reader, wait_for_reader
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.decode import claim, decode_packed, decode_part, place
-from gpuprefetch.images.encoded import Call, Copy, Plan, PreparedImages
+from gpuprefetch.images.encoded import Call, Plan, PreparedImages
 from gpuprefetch.images.plan import LARGE, WHOLE_BATCH_BYTES, lay_out, readable
 from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.kernel import HAS_TRITON
@@ -52,6 +52,7 @@ class ImageJob:
         self._pipeline = pipeline
         # The tensor that holds what the launches read, and where that starts and stops in it.
         self._numbers: tuple[torch.Tensor, int, int] | None = None
+        # (N,) uint8 on the CPU, where a launch notes the canaries that it has found.
         self._survived: torch.Tensor | None = None
         for view in pipeline.views:
             if view.head.names or view.tail:
@@ -163,19 +164,18 @@ class ImageJob:
                     return False
                 pipeline.decodes_on(decoder.streams)
         with Timed(pipeline.stats, "resample"):
-            flags = self._flags().data_ptr() if checked else 0
+            flags = 0
+            if checked:
+                if self._survived is None:
+                    pinned, count = pipeline.device.type == "cuda", len(images)
+                    on_host: Any = {"dtype": torch.uint8, "device": "cpu", "pin_memory": pinned}
+                    self._survived = torch.zeros(count, **on_host)
+                flags = self._survived.data_ptr()
             for run, read in launches:
                 run.launch(number, address + pixels, read, survived=flags)
                 flags = 0  # the first view tells
             self._mark_reader()
         return True
-
-    def _flags(self) -> torch.Tensor:
-        """``(N,)`` uint8 on the CPU, where a launch notes the canaries that it has found."""
-        if self._survived is None:
-            pinned, count = self._pipeline.device.type == "cuda", len(self.images)
-            self._survived = torch.zeros(count, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        return self._survived
 
     def check(self) -> None:
         """Decode once more what the engines have skipped, after all calls. See Note [Canaries]."""
@@ -191,8 +191,14 @@ class ImageJob:
 
     def _decode_apart(self, call: Call, *, together: bool = True) -> None:
         pipeline, device = self._pipeline, self._pipeline.device
-        if call.copy is not None:
-            self._copy_apart(call.copy)
+        if (copy := call.copy) is not None:
+            held, first, last = self.images.held_copy(copy)
+            pixels = held[first:last].to(device, non_blocking=True)
+            with Timed(pipeline.stats, "resample"):
+                for view, output in enumerate(self.outputs):
+                    pictures = self.images.pictures(copy.positions, pixels, copy.start, view)
+                    self._resample(output, copy.positions, pictures)
+                self._mark_reader()
         if not len(call.positions):
             return
         assert pipeline.decoder is not None, "without one, the packer leaves nothing to decode"
@@ -215,15 +221,6 @@ class ImageJob:
             elif decoded:
                 for output in self.outputs:
                     self._resample(output, np.array([*decoded]), [*decoded.values()])
-            self._mark_reader()
-
-    def _copy_apart(self, copy: Copy) -> None:
-        held, first, last = self.images.held_copy(copy)
-        pixels = held[first:last].to(self._pipeline.device, non_blocking=True)
-        with Timed(self._pipeline.stats, "resample"):
-            for view, output in enumerate(self.outputs):
-                pictures = self.images.pictures(copy.positions, pixels, copy.start, view)
-                self._resample(output, copy.positions, pictures)
             self._mark_reader()
 
     def _mark_reader(self) -> None:

@@ -79,9 +79,6 @@ class Packer:
     rank: int = 0  # of this process among those that may be given the same samples, else 0
     _last: float = field(init=False, default_factory=time.perf_counter)
 
-    def __call__(self, images: Sequence[EncodedImage]) -> PreparedImages:
-        return Packing(self)(images)
-
     def read_seconds(self, images: Sequence[EncodedImage]) -> float:
         """What the dataset took; 0 for images that it has kept from before the last batch."""
         made = [image._made for image in images]
@@ -156,20 +153,15 @@ class Packer:
         )
         return batch, crops
 
-    def copy(self, images: Sequence[EncodedImage], headers: Headers, batch: PreparedImages) -> None:
+    def fill(
+        self, images: Sequence[EncodedImage], headers: Headers, crops: Any, batch: PreparedImages
+    ) -> None:
+        """Copy the files that are left to the device, and decode the others."""
         parts = batch.parts()
         for i in np.flatnonzero(headers.whole & ~batch.decoded).tolist():
             file, exif = images[i].data, headers.each[i].exif
             parts[i][:] = np.frombuffer(blank(file, exif) if exif else file, dtype=np.uint8)
-
-    def decode(
-        self,
-        images: Sequence[EncodedImage],
-        headers: Headers,
-        crops: Any,
-        batch: PreparedImages,
-    ) -> None:
-        parts, started = batch.parts(), time.perf_counter()
+        started = time.perf_counter()
         for i in np.flatnonzero(batch.decoded).tolist():
             try:
                 picture = decode_cpu(images[i].data, headers.each[i], apply_exif=self.apply_exif)
@@ -265,8 +257,7 @@ class Packing:
         rows = self._draw(images, headers)
         known = {"share": self._share, "samples": self._samples_of(images)}
         batch, crops = packer.allocate(images, headers, rows, **known)
-        packer.copy(images, headers, batch)
-        packer.decode(images, headers, crops, batch)
+        packer.fill(images, headers, crops, batch)
         packer.plan(batch)
         packer.finish(batch)
         batch.read_seconds = packer.read_seconds(images)

@@ -17,11 +17,6 @@ from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.launch import arrange
 from gpuprefetch.transforms.reference import Ints
 
-_UNITS = {
-    "B": 1,
-    **{f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", 1)},
-    **{f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT", 1)},
-}
 BLOCK = 512  # torch's caching allocator rounds up to it
 LARGE = 10 << 20  # below it, images share its segments; from there on each gets one of its own
 
@@ -44,10 +39,11 @@ def parse_bytes(budget: str | int | None) -> int | None:
         return None
     if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
         return budget
-    units = {unit.lower(): size for unit, size in _UNITS.items()}
-    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(units)})", str(budget).lower())
-    if found and (size := int(float(found[1]) * units[found[2]])):
-        return size
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(|[kmgt]i?)b", str(budget).lower())
+    if found:
+        unit = 1024 if found[2].endswith("i") else 1000
+        if size := int(float(found[1]) * unit ** " kmgt".index(found[2][:1] or " ")):
+            return size
     raise ValueError(
         'memory_budget is a size such as "2GiB", "2GB" or "512MiB", a positive number of bytes, or '
         f"None for no limit, got {budget!r}."
@@ -56,8 +52,8 @@ def parse_bytes(budget: str | int | None) -> int | None:
 
 def readable(size: int) -> str:
     """A size in words, as in "1.5 GiB"."""
-    unit = next((unit for unit in ("GiB", "MiB", "KiB") if size >= _UNITS[unit]), "B")
-    return f"{size / _UNITS[unit]:.4g} {unit}"
+    power = sum(size >= 1024**power for power in (1, 2, 3))
+    return f"{size / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def positions_to_decode(images: PreparedImages) -> Ints:
