@@ -86,8 +86,7 @@ def test_folder_has_torchvisions_rules(photo_folder):
 
 
 @pytest.mark.parametrize(
-    "data",
-    [bytearray(b"abc"), memoryview(b"a-b-c-")[::2], memoryview(b"abc").cast("B", (3, 1))],
+    "data", [bytearray(b"abc"), memoryview(b"a-b-c-")[::2], memoryview(b"abc").cast("B", (3, 1))]
 )
 def test_default_collate_packs_bytes(data):
     batch, target = default_collate(
@@ -571,7 +570,7 @@ def test_a_bad_image_beside_rows_that_are_not_known(photo_folder, kind):
         list(beside(photo_folder, WITHOUT_ROWS[kind], "skip", batch_size=3))
 
 
-@pytest.mark.parametrize("text", ["abc", b"abc", bytearray(b"abc"), deque("abcd")])
+@pytest.mark.parametrize("text", ["abc", deque("abcd")])
 def test_what_has_no_entry_per_sample_stays_beside_a_bad_image(photo_folder, text):
     for _, _, kept in beside(photo_folder, lambda _: text, "skip", batch_size=3):
         assert kept is text

@@ -17,13 +17,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from gpuprefetch import (
-    BadImageError,
-    DataPrefetcher,
-    EncodedImage,
-    EncodedImageFolder,
-    Resize,
-)
+from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, EncodedImageFolder, Resize
 from gpuprefetch import RandomResizedCrop as Crop
 from gpuprefetch.images.worker import HostStage
 

@@ -556,9 +556,12 @@ class Damaged(Squares):
         return EncodedImage(data, index, image.path), target | {"name": str(index)}
 
 
-@pytest.mark.parametrize("tail", [[], [K.RandomHorizontalFlip(p=1.0)]])
 @pytest.mark.parametrize(
-    ("on_error", "names"), [("skip", ["0", "3"]), ("replace", ["0", "3", "3", "3"])]
+    ("on_error", "names", "tail"),
+    [
+        ("skip", ["0", "3"], [K.RandomHorizontalFlip(p=1.0)]),
+        ("replace", ["0", "3", "3", "3"], []),
+    ],
 )
 def test_bad_images_take_their_targets_along(tail, on_error, names):
     loader = prefetcher(Damaged(4, empty=False), [Resize((96, 96)), *tail], on_error=on_error)
@@ -601,7 +604,6 @@ def test_lists_of_a_bad_image_without_boxes():
 
 
 NAMES = {
-    "strings": lambda i: [f"{i}a", f"{i}b"],
     "names of few classes": lambda i: [("cat", "dog")[(i + k) % 2] for k in range(2)],
     "the same": lambda i: ["cat", "dog"],
     "dicts": lambda i: [{"name": f"{i}a", "parts": [f"{i}b"]}, {"name": f"{i}c", "parts": ["x"]}],
@@ -823,8 +825,10 @@ def images_alone(samples):
     return default_collate([s["image"] if isinstance(s, dict) else s[0] for s in samples])
 
 
-@pytest.mark.parametrize("collate_fn", [None, list, images_alone])
-@pytest.mark.parametrize("kind", ["mask", "boxes", "points"])
+@pytest.mark.parametrize(
+    ("kind", "collate_fn"),
+    [("mask", None), ("boxes", None), ("points", list), ("boxes", images_alone)],
+)
 def test_targets_beside_images_that_the_dataset_decoded(kind, collate_fn):
     loader = DataLoader([of_a_tensor(kind)] * 2, 2, collate_fn=collate_fn)
     for transforms in ([Resize(4)], [K.RandomHorizontalFlip(p=1.0)], [v2.RandomRotation(9)]):
