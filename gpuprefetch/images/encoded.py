@@ -145,12 +145,10 @@ class Call:
     layout: Ints
     copy: Copy | None = None  # the pixels; they lie before the decoded images
     size: int = field(init=False)  # bytes of all images that are decoded
-    largest: int = field(init=False)  # bytes of the largest one
     order: Ints = field(init=False)  # of nvjpeg.order_for(); made in the worker
 
     def __post_init__(self) -> None:
-        sizes = self.decoded_sizes
-        self.size, self.largest = int(sizes.sum()), int(sizes.max(initial=0))
+        self.size = int(self.decoded_sizes.sum())
         self.order = order_for(self.layout)
 
     @property

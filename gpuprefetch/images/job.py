@@ -14,9 +14,9 @@ import torch
 from gpuprefetch.core.stats import Timed
 from gpuprefetch.core.streams import mark_reader, wait_for_reader
 from gpuprefetch.images.bad import BadImage
-from gpuprefetch.images.decode import claim, decode_packed, decode_part, place
+from gpuprefetch.images.decode import decode_packed, decode_part, place
 from gpuprefetch.images.encoded import Call, Plan, PreparedImages
-from gpuprefetch.images.plan import LARGE, WHOLE_BATCH_BYTES, lay_out, readable
+from gpuprefetch.images.plan import WHOLE_BATCH_BYTES, lay_out, readable
 from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.kernel import HAS_TRITON
 from gpuprefetch.transforms.launch import Launches
@@ -205,9 +205,6 @@ class ImageJob:
         with Timed(pipeline.stats, "resample"):
             self._wait_for_reader()
         with Timed(pipeline.stats, "decode"):
-            if call.largest >= LARGE and not pipeline.decoder.packs:
-                # A decoder of others' that runs out of memory is gone; another takes half a second.
-                claim(call.size, device)
             images = decode_part(
                 pipeline.decoder, self.images, call, device, pipeline.stats, together=together
             )

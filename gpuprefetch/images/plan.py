@@ -18,7 +18,6 @@ from gpuprefetch.transforms.launch import arrange
 from gpuprefetch.transforms.reference import Ints
 
 BLOCK = 512  # torch's caching allocator rounds up to it
-LARGE = 10 << 20  # below it, images share its segments; from there on each gets one of its own
 
 # Images and decoded bytes of one decode call: 256 of ImageNet's photos are one. Each call fills and
 # empties the engines, which takes a millisecond. Of photos of 12 megapixels it holds seven, one for
