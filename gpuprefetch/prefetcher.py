@@ -77,7 +77,7 @@ class DataPrefetcher:
             two would need more than 512 MiB. Without workers, and on a CPU, a batch is prepared
             when the loop asks for it.
         decoder: "nvjpeg" on the GPU, called directly or by way of "torchcodec" or "torchvision";
-            "cpu" in the workers; "auto" is nvjpeg where it is found, else cpu (:func:`explain`).
+            "cpu" in the workers; "auto" is the first of nvjpeg, torchcodec and cpu that works here.
         apply_exif: whether pictures are turned upright. False agrees with PIL and ``ImageFolder``.
         cpu_share: share of the JPEGs that the workers decode, 0.0 to 1.0, the smallest first.
             "auto" is none, and more while the loop waits for the GPU's decoder.
