@@ -200,10 +200,7 @@ class PreparedImages(Encoded):
     out: list[torch.Tensor] = field(default_factory=list)
     samples: list[int]  # each image's; -1 where the collate function made a new image
     share: float  # of the baseline JPEGs that the worker was to decode
-    read_seconds: float = 0.0  # in the dataset
-    decode_seconds: float = 0.0
-    collate_seconds: float = 0.0  # on the rest of the batch
-    pin_seconds: float = 0.0  # of the DataLoader's pin thread
+    counts: dict[str, float] = field(default_factory=dict)  # what to add to the counters of Stats
     targets: str = ""  # of targets.fate()
     # With which the worker has drawn for the first transform after the fused ones, and what it drew
     # for each view, where that is for the device to carry out.
@@ -219,11 +216,6 @@ class PreparedImages(Encoded):
     def pixels(self) -> torch.Tensor:
         """``(bytes,)`` uint8 on the CPU, the decoded pixels."""
         return self.buffer.tensor[self.boundary : self.encoded_bytes]
-
-    @property
-    def ready(self) -> int:
-        """How many of the images a worker has decoded."""
-        return int(self.decoded.sum())
 
     @property
     def is_pinned(self) -> bool:
@@ -288,7 +280,7 @@ class PreparedImages(Encoded):
         # nvJPEG copies each file by itself: from pageable memory that takes 13 us rather than 3.
         started = time.perf_counter()
         self.buffer = self.buffer.pinned()
-        self.pin_seconds = time.perf_counter() - started
+        self.counts["pin_seconds"] = time.perf_counter() - started
         return self
 
 

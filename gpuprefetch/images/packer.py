@@ -155,8 +155,8 @@ class Packer:
 
     def fill(
         self, images: Sequence[EncodedImage], headers: Headers, crops: Any, batch: PreparedImages
-    ) -> None:
-        """Copy the files that are left to the device, and decode the others."""
+    ) -> float:
+        """Copy the files that are left to the device, and decode the others: seconds of that."""
         parts = batch.parts()
         for i in np.flatnonzero(headers.whole & ~batch.decoded).tolist():
             file, exif = images[i].data, headers.each[i].exif
@@ -178,7 +178,7 @@ class Packer:
                 part = parts[i][first : first + picture.numel()]
                 part.reshape(picture.shape)[:] = picture.numpy()
                 first += picture.numel()
-        batch.decode_seconds = time.perf_counter() - started
+        return time.perf_counter() - started
 
     def _fit(self, picture: torch.Tensor, rows: list[Any], crop: bool) -> list[torch.Tensor]:
         """What a decoded picture becomes; its samplings ``rows`` are made to fit that."""
@@ -257,12 +257,19 @@ class Packing:
         rows = self._draw(images, headers)
         known = {"share": self._share, "samples": self._samples_of(images)}
         batch, crops = packer.allocate(images, headers, rows, **known)
-        packer.fill(images, headers, crops, batch)
+        decoding = packer.fill(images, headers, crops, batch)
         packer.plan(batch)
         packer.finish(batch)
-        batch.read_seconds = packer.read_seconds(images)
+        reading, ready = packer.read_seconds(images), int(batch.decoded.sum())
         packer._last = time.perf_counter()
-        batch.collate_seconds = packer._last - began - batch.decode_seconds
+        batch.counts = {
+            "cpu_images": ready,
+            "gpu_images": len(batch) - ready,
+            "encoded_bytes": batch.encoded_bytes,
+            "read_seconds": reading,
+            "worker_decode_seconds": decoding,
+            "collate_seconds": packer._last - began - decoding,
+        }
         return batch
 
     def follow(self, samples: Any) -> tuple[Any, Packing]:

@@ -145,7 +145,7 @@ class HostStage:
                 else:
                     form = head.empty(len(images), "meta")
                     images.laid[view] = program.lay_out(form, program.draw(form))
-        images.collate_seconds += time.perf_counter() - began
+        images.counts["collate_seconds"] += time.perf_counter() - began
 
     def _settle(self) -> None:
         """Once in a worker: end with the parent, and let the training thread go first."""
