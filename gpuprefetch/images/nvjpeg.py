@@ -66,16 +66,12 @@ class Decoder:
     def __init__(self, backend: int) -> None:
         self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
         self.stream: int | None = None  # the handle of the one stream that it is used on
-        where = ctypes.byref(self._handle)
-        _check("nvjpegCreateEx", library().nvjpegCreateEx(backend, None, None, 0, where))
+        _call("nvjpegCreateEx", backend, None, None, 0, ctypes.byref(self._handle))
         try:
-            self._call("nvjpegJpegStateCreate", ctypes.byref(self._state))
+            _call("nvjpegJpegStateCreate", self._handle, ctypes.byref(self._state))
         except RuntimeError:
             library().nvjpegDestroy(self._handle)
             raise
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        _check(name, getattr(library(), name)(self._handle, *arguments))
 
     def close(self) -> None:
         """Give its memory back; nothing that it was asked for may be under way."""
@@ -99,8 +95,9 @@ class Decoder:
         count, files = len(order) // _WORDS, order.ctypes.data
         lengths, images = files + 8 * count, files + 16 * count
         self.stream = stream
-        self._call("nvjpegDecodeBatchedInitialize", self._state, count, 1, _RGBI)
-        self._call("nvjpegDecodeBatched", self._state, files, lengths, images, stream)
+        both = self._handle, self._state
+        _call("nvjpegDecodeBatchedInitialize", *both, count, 1, _RGBI)
+        _call("nvjpegDecodeBatched", *both, files, lengths, images, stream)
 
 
 def order_for(layout: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -123,8 +120,8 @@ def place_order(order: npt.NDArray[np.int64], files: int, out: int) -> npt.NDArr
     return placed
 
 
-def _check(name: str, status: int) -> None:
-    if not status:
+def _call(name: str, *arguments: Any) -> None:
+    if not (status := getattr(library(), name)(*arguments)):
         return
     words = f"{name}: {_STATUS[status] if status < len(_STATUS) else f'status {status}'}"
     if status == _ALLOCATOR_FAILURE:
