@@ -231,7 +231,7 @@ def test_files_of_a_size_are_neighbors(small_calls, most, count):
     files.insert(5, b"no picture")
     images = [EncodedImage(file, i) for i, file in enumerate(files)]
     batch = packed(images, [RandomResizedCrop((24, 32), scale=(0.05, 0.5))], share=0.25)
-    calls = batch.plan.calls
+    calls = batch.calls
     positions = np.concatenate([call.positions for call in calls])
     assert len(calls) == count
     assert sorted(positions) == [i for i in range(17) if i != 5 and not batch.decoded[i]]

@@ -54,7 +54,7 @@ from gpuprefetch.transforms.launch import CANARY
 # Note [One call for a batch]
 # The thread that trains shares the GIL and the CUDA driver's lock with the prefetch thread. Three
 # Python objects an image (the file, its view, the picture) would take the GIL thousands of times a
-# step. So the worker works out all that nvJPEG is given of the files (Call, Plan), but for the
+# step. So the worker works out all that nvJPEG is given of the files (Call), but for the
 # addresses. One ctypes call, which drops the GIL, decodes the batch into one piece of memory, and
 # one launch reads it there.
 

@@ -161,14 +161,6 @@ class Call:
         return 0 if self.copy is None else self.copy.stop - self.copy.start
 
 
-@dataclass(slots=True)
-class Plan:
-    """How the images of a batch get to the device, and onto it."""
-
-    calls: list[Call]
-    tables: list[Table] = field(default_factory=list)  # of each view; none without a fixed size
-
-
 @dataclass(kw_only=True, repr=False)
 class PreparedImages(Encoded):
     """N encoded images that a :class:`.packer.Packer` has prepared, in one flat buffer.
@@ -193,7 +185,8 @@ class PreparedImages(Encoded):
     errors: dict[int, str]  # position -> why the image cannot be decoded
     # Of each view (N, 2, 6), the sampling of its fused transforms; None where these sample nothing.
     rows: list[Any]
-    plan: Plan = field(default_factory=lambda: Plan([]))
+    calls: list[Call] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)  # of each view; none without a fixed size
     # Where in the buffer what the launches of each view read starts, after the pixels; and its end.
     numbers: list[int] = field(default_factory=list)
     # The finished batch of each view, where no device is to make it.

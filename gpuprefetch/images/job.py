@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,11 @@ from gpuprefetch.core.stats import Timed
 from gpuprefetch.core.streams import mark_reader, wait_for_reader
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.decode import decode_packed, decode_part, place
-from gpuprefetch.images.encoded import Call, Plan, PreparedImages
+from gpuprefetch.images.encoded import Call, PreparedImages
 from gpuprefetch.images.plan import WHOLE_BATCH_BYTES, lay_out, readable
 from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.kernel import HAS_TRITON
-from gpuprefetch.transforms.launch import Launches
+from gpuprefetch.transforms.launch import Launches, Table
 
 if TYPE_CHECKING:
     from gpuprefetch.images.stage import Pipeline
@@ -60,15 +60,16 @@ class ImageJob:
 
     def begin(self, limit: int | None = None) -> list[Callable[[], None]]:
         """Reserve the result; the decode of each sub-batch, of at most ``limit`` bytes."""
-        pipeline, images, plan = self._pipeline, self.images, self.images.plan
+        pipeline, images = self._pipeline, self.images
+        calls, tables = images.calls, images.tables
         sizes = pipeline.packer.sizes
         # Without engines a call takes as long whatever its size.
-        room = WHOLE_BATCH_BYTES if pipeline.streams > 1 and len(plan.calls) > 1 else None
+        room = WHOLE_BATCH_BYTES if pipeline.streams > 1 and len(calls) > 1 else None
         replanned = limit is not None or room is not None
         if replanned:
-            words = [images.words(view) for view in range(len(plan.tables))]
+            words = [images.words(view) for view in range(len(tables))]
             most = None if limit is None else limit // pipeline.copies
-            plan = lay_out(images, sizes, words, most, room)
+            calls, tables = lay_out(images, sizes, words, most, room)
         if not sizes:
             # The pixels themselves are the result, and the buffer is the worker's.
             ready = np.flatnonzero(images.decoded)
@@ -76,26 +77,26 @@ class ImageJob:
             pictures = images.pictures(ready, pixels)
             for i, image in zip(ready.tolist(), pictures, strict=True):
                 self.outputs[0].out[i] = image
-            return [partial(self._decode, call=call) for call in plan.calls]
+            return [partial(self._decode, call=call) for call in calls]
         if images.out:  # on the CPU, with what the workers decoded
             for output, out in zip(self.outputs, images.out, strict=True):
                 output.out = out
-            left = [call for call in plan.calls if len(call.positions)]
-            return [partial(self._decode, call=replace(call, copy=None)) for call in left]
+            left = [images.call(call.positions) for call in calls if len(call.positions)]
+            return [partial(self._decode, call=call) for call in left]
         for output in self.outputs:
             output.out = output.head.empty(len(images), pipeline.device)
         double = any(output.out.dtype == torch.float64 for output in self.outputs)
-        planned = bool(plan.tables) and HAS_TRITON and not double
+        planned = bool(tables) and HAS_TRITON and not double
         if planned:
-            self._prepare(plan, again=replanned)
+            self._prepare(tables, again=replanned)
         return [
             partial(self._decode, call=call, launch=number if planned else None)
-            for number, call in enumerate(plan.calls)
+            for number, call in enumerate(calls)
         ]
 
-    def _prepare(self, plan: Plan, *, again: bool) -> None:
+    def _prepare(self, tables: Sequence[Table], *, again: bool) -> None:
         """Prepare the launches of all views, and what they read; ``again`` if it was not kept."""
-        images, pairs = self.images, list(zip(self.outputs, plan.tables, strict=True))
+        images, pairs = self.images, list(zip(self.outputs, tables, strict=True))
         starts, held = images.numbers, images.buffer
         self._numbers = held.memory, held.start + starts[0], held.start + starts[-1]
         if again:

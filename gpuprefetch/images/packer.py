@@ -200,7 +200,7 @@ class Packer:
         """Plan a batch, and put what its launches read into its buffer, after the pixels."""
         numbers = batch.numbers = [batch.encoded_bytes]
         if not self.on_gpu or not self.sizes:
-            batch.plan = lay_out(batch, self.sizes)
+            batch.calls, _ = lay_out(batch, self.sizes)
             return
         words = [
             plan_rows(
@@ -213,10 +213,8 @@ class Packer:
             )
             for view, (head, each) in enumerate(zip(self.heads, batch.rows, strict=True))
         ]
-        batch.plan = lay_out(batch, self.sizes, words)
-        for head, table in zip(
-            self.heads, batch.plan.tables, strict=False
-        ):  # none in an empty plan
+        batch.calls, batch.tables = lay_out(batch, self.sizes, words)
+        for head, table in zip(self.heads, batch.tables, strict=False):  # none in an empty plan
             given = Launches.numbers(table, 3, head.coloring)
             numbers.append(numbers[-1] + len(given))
             batch.buffer.tensor[numbers[-2] : numbers[-1]] = given

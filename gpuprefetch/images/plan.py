@@ -12,9 +12,9 @@ import numpy as np
 
 from gpuprefetch.core.nested import objects, tensors
 from gpuprefetch.core.stage import Cost
-from gpuprefetch.images.encoded import Copy, Plan, PreparedImages, is_encoded
+from gpuprefetch.images.encoded import Call, Copy, PreparedImages, is_encoded
 from gpuprefetch.transforms.head import Head
-from gpuprefetch.transforms.launch import arrange
+from gpuprefetch.transforms.launch import Table, arrange
 from gpuprefetch.transforms.reference import Ints
 
 BLOCK = 512  # torch's caching allocator rounds up to it
@@ -113,7 +113,7 @@ def lay_out(
     words: Sequence[Ints] = (),
     limit: int | None = None,
     room: int | None = None,
-) -> Plan:
+) -> tuple[list[Call], list[Table]]:
     """Plan a batch whose views have these result ``sizes`` and ``words`` of :func:`.plan_rows`."""
     copies = uploads(images, limit, room) if sizes else []
     files, none = sub_batches(images, limit, room), np.zeros(0, dtype=np.int64)
@@ -123,7 +123,7 @@ def lay_out(
     else:
         calls = [*map(images.call, files), *(images.call(none, copy) for copy in copies)]
     if not words or not calls:
-        return Plan(calls)
+        return calls, []
     groups, offsets = [], []
     for call in calls:
         group, taken = call.positions, call.decoded_sizes
@@ -134,13 +134,10 @@ def lay_out(
         offsets.append(call.copied + np.cumsum(taken) - taken)
     places, starts, counts = np.concatenate(groups), np.concatenate(offsets), [*map(len, groups)]
     ready = images.decoded[places]
-    return Plan(
-        calls,
-        [
-            arrange(each[places], places, starts + ready * images.view_start(view), counts, size)
-            for view, (each, size) in enumerate(zip(words, sizes, strict=True))
-        ],
-    )
+    return calls, [
+        arrange(each[places], places, starts + ready * images.view_start(view), counts, size)
+        for view, (each, size) in enumerate(zip(words, sizes, strict=True))
+    ]
 
 
 def in_rooms(size: int) -> int:
@@ -182,7 +179,7 @@ def cost_of(batch: Any, heads: Sequence[Head], copies: int = 1) -> ImageCost:
             fixed += leaf.pixels.nbytes + int(decoded_bytes(leaf, left).sum())
             continue
         fixed += sum(head.empty(len(leaf), "meta").nbytes for head in heads)
-        for call in leaf.plan.calls:
+        for call in leaf.calls:
             size = int(decoded_bytes(leaf, call.positions).sum())
             size *= copies if len(call.positions) > 1 else 1
             decoded = max(decoded, size + call.copied)
