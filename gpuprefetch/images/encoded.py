@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -125,8 +125,7 @@ ForkingPickler.register(EncodedImages, _send)
 default_collate_fn_map[EncodedImage] = _collate
 
 
-@dataclass(slots=True)
-class Copy:
+class Copy(NamedTuple):
     """Pixels of a batch that are copied together."""
 
     positions: Ints  # in the batch, of images that workers decoded
@@ -145,20 +144,16 @@ class Call:
     layout: Ints
     copy: Copy | None = None  # the pixels; they lie before the decoded images
     size: int = field(init=False)  # bytes of all images that are decoded
+    copied: int = field(init=False)  # bytes of the pixels
     order: Ints = field(init=False)  # of nvjpeg.order_for(); made in the worker
 
     def __post_init__(self) -> None:
-        self.size = int(self.decoded_sizes.sum())
-        self.order = order_for(self.layout)
+        self.size, self.order = int(self.sizes.sum()), order_for(self.layout)
+        self.copied = 0 if self.copy is None else self.copy.stop - self.copy.start
 
     @property
-    def decoded_sizes(self) -> Ints:
-        sizes: Ints = 3 * self.layout[1] * self.layout[2]
-        return sizes
-
-    @property
-    def copied(self) -> int:
-        return 0 if self.copy is None else self.copy.stop - self.copy.start
+    def sizes(self) -> Any:
+        return 3 * self.layout[1] * self.layout[2]
 
 
 @dataclass(kw_only=True, repr=False)

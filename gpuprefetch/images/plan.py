@@ -126,7 +126,7 @@ def lay_out(
         return calls, []
     groups, offsets = [], []
     for call in calls:
-        group, taken = call.positions, call.decoded_sizes
+        group, taken = call.positions, call.sizes
         if (copy := call.copy) is not None:
             group = np.concatenate([copy.positions, group])
             offsets.append(images.spans[copy.positions, 0] - copy.start)
