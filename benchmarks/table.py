@@ -26,6 +26,7 @@ NAMES = {
     DALI: "DALI, tuned",
     "torchvision": "DataLoader, torchvision v2",
 }
+NO_MODEL = "no model"  # the loader alone
 PACKAGES = {"torch": "torch", "nvidia-dali-cuda130": "DALI"}
 
 Document = dict[str, Any]
@@ -60,7 +61,7 @@ def name(column: str) -> str:
 def title(result: dict[str, Any], affinity: int) -> str:
     """A cell in words: model and mode, and what is not as usual."""
     no_model = result["model"] == "none"
-    words = ["no model" if no_model else f"{result['model']} {result['mode']}"]
+    words = [NO_MODEL if no_model else f"{result['model']} {result['mode']}"]
     words.append(f"batch {result['batch_size']}")
     words += ["12 megapixels"] * (result["photos"] == "large")
     words += ["no JPEG engines"] * (result["engine"] == "none")
@@ -91,7 +92,7 @@ def train_cells(documents: list[Document]) -> dict[str, Machines]:
             "first": statistics.fmean(r.get("first_batch_seconds", 0.0) for r in results),
         }
         cells.setdefault(cell, {}).setdefault(machine, {})[column] = figures
-    return cells
+    return dict(sorted(cells.items(), key=lambda item: (item[0].startswith(NO_MODEL), item[0])))
 
 
 def ratios(machines: Machines, column: str, other: str) -> list[float]:
@@ -110,7 +111,7 @@ def summary_table(cells: dict[str, Machines]) -> str:
     for cell, machines in cells.items():
         rates = [m[OURS]["rate"] for m in machines.values() if OURS in m]
         compared = [(OURS, "synthetic"), (DALI, "synthetic"), (OURS, DALI), (OURS, CONTROL)]
-        row = [cell, str(len(machines)), f"{statistics.median(rates):,.0f}" if rates else ""]
+        row = [cell, str(len(rates)), f"{statistics.median(rates):,.0f}" if rates else ""]
         rows.append(row + [spread(ratios(machines, *pair)) for pair in compared])
     header = ["median / worst machine", "machines", "images/s", "of the ceiling"]
     header += ["DALI, of the ceiling", "**times DALI's**", "times `cpu_share=0.0`"]
@@ -127,10 +128,11 @@ def machines_table(cells: dict[str, Machines]) -> str:
                 columns.items(), key=lambda item: [*NAMES, item[0]].index(item[0])
             ):
                 of_ceiling = f"{f['rate'] / ceiling['rate']:.3f}" if ceiling else ""
+                known = f["memory"] and (ceiling or cell.startswith(NO_MODEL))
                 beyond = f["memory"] - (ceiling["memory"] if ceiling else 0.0)
                 epochs = f"{f['between']:.0f}, {f['first']:.1f}" if f["between"] else ""
                 figures = [f"{f['rate']:,.0f}", of_ceiling, f"{f['slowest']:.2f}"]
-                figures += [f"{f['cpu']:.2f}", f"{beyond:.2f}" if f["memory"] else "", epochs]
+                figures += [f"{f['cpu']:.2f}", f"{beyond:.2f}" if known else "", epochs]
                 where = f"[{Path(machine).stem}](results/{machine})"
                 rows.append([f"{cell}: {name(column)}", where, *figures])
     header = ["", "machine", "images/s", "of the ceiling", "slowest window, of the median"]

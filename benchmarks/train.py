@@ -34,6 +34,8 @@ COLUMNS = ["synthetic", "gpuprefetch", "gpuprefetch:cpu_share=0.0", "dali"]
 # Of torch.compile. CUDA graphs leave the host next to nothing to launch, and loaders to slow.
 MODES = {"eager": None, "compile": "default", "graphs": "reduce-overhead"}
 STREAMS = ["own", "default"]
+# Batches of large photos are slow, and the workers' share is decided by batches.
+SETTLE = {"sample": (5.0, 15.0), "large": (25.0, 40.0)}
 CELL = "model mode batch_size photos engine epochs cores workers stream loop".split()
 
 
@@ -206,7 +208,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=0, help="whole epochs of --files photos")
     parser.add_argument("--cores", type=int, help="use as many of the CPU's cores")
     parser.add_argument("--stream", default="own", choices=STREAMS, help="of the training")
-    parser.add_argument("--settle", type=float, nargs=2, default=(5.0, 15.0), help="least, most")
+    parser.add_argument("--settle", type=float, nargs=2, help="seconds, least and most")
     parser.add_argument("--seconds", type=float, default=5.0, help="measured, over all repeats")
     parser.add_argument("--repeats", type=int, default=5, help="windows in these seconds")
     args = parser.parse_args(words)
@@ -214,6 +216,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
     tiny = {"settle": (0.0, 0.0), "seconds": 0.1, "repeats": 2}
     args = harness.parse_arguments(parser, words, **tiny)
+    args.settle = args.settle or SETTLE[args.photos]
     for column in args.columns or []:
         loaders.parse(column)  # a wrong name costs nothing yet
     if args.photos == "large":

@@ -84,9 +84,10 @@ def main(words: list[str] | None = None) -> None:
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU")
     parser.add_argument("--tiny", action="store_true", help="try it out: small, on the CPU")
     args = parser.parse_args(words)
-    args.device = "cpu" if args.tiny else "cuda"
+    args.device = "cpu" if args.tiny or args.cpu else "cuda"
     vars(args).update(TINY if args.tiny else {})
     found: dict[str, list[float]] = {"torchvision": [], "gpuprefetch": []}
     with tempfile.TemporaryDirectory() as name:
