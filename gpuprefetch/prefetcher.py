@@ -124,8 +124,8 @@ class DataPrefetcher:
         max_bad: int | None = None,
         memory_budget: str | int | None = None,
     ) -> None:
-        own = {"self", "loader", "device"}
-        self._options = {name: value for name, value in locals().items() if name not in own}
+        asked, own = locals().copy(), ("self", "loader", "device")
+        self._options = {name: value for name, value in asked.items() if name not in own}
         _refuse_no_loader(loader)
         self.device = resolve_device(device)
         self._pipeline, balancer = build_stage(loader, self.device, self._options)
