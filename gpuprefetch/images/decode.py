@@ -86,12 +86,16 @@ class ImageDecoder:
 
     def missing(self) -> str:
         """Why it can decode nothing here, "" where it can: it tries."""
+        from PIL import Image
+
         if torch.version.hip:
             return "torch is built for ROCm, and nvJPEG is NVIDIA's"
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that torchvision's is deprecated
-                pictures = self([_trial_file()])
+                file = io.BytesIO()
+                Image.new("RGB", (64, 64), "orange").save(file, "JPEG")
+                pictures = self([torch.frombuffer(file.getbuffer(), dtype=torch.uint8)])
             torch.cuda.current_stream(self._device).synchronize()  # then they may be let go
             del pictures
         except torch.OutOfMemoryError:
@@ -215,14 +219,6 @@ BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
     "torchcodec": TorchCodecDecoder,
     "torchvision": TorchvisionDecoder,
 }
-
-
-def _trial_file() -> torch.Tensor:
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.new("RGB", (64, 64), "orange").save(file, "JPEG")
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
 def decoded_by(decoder: ImageDecoder | None, device: torch.device) -> str:

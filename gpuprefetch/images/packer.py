@@ -128,8 +128,14 @@ class Packer:
         stops[order] = np.cumsum(lengths[order])
         boundary, size = int(lengths[~ours].sum()), int(lengths.sum())
         orientation = np.where(ours, 1, headers.orientation)  # what is decoded here is turned here
-        for each in rows if self.sizes else ():
-            _mirror(each, headers.sizes, _MIRRORED[orientation - 1])
+        mirrored = _MIRRORED[orientation - 1]
+        for each in rows if self.sizes else ():  # of upright pictures: now of the stored ones
+            length, (origin, step, low, high, first, last) = (
+                headers.sizes[mirrored],
+                each[mirrored].T,
+            )
+            turned = [length - 1 - origin, -step, length - high, length - low, first, last]
+            each[mirrored] = np.stack(turned, axis=1)
         fused = self.on_gpu and bool(self.sizes)
         room = len(rows) * Launches.room(len(images), 3) if fused else 0
         channels_last = self.heads[0].memory_format is torch.channels_last
@@ -367,10 +373,3 @@ class Packing:
 def as_list(samples: Any) -> Sequence[Any]:
     """What a dataset gave: a list of samples, or one sample."""
     return samples if isinstance(samples, list) else [samples]
-
-
-def _mirror(rows: Any, sizes: Any, where: Any) -> None:
-    """Rewrite the sampling of upright pictures for the stored ones, mirrored ``where`` it says."""
-    length, (origin, step, low, high, first, last) = sizes[where], rows[where].T
-    mirrored = [length - 1 - origin, -step, length - high, length - low, first, last]
-    rows[where] = np.stack(mirrored, axis=1)
