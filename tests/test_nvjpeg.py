@@ -192,6 +192,12 @@ def test_where_nvjpeg_cannot_be_called_torchcodec_decodes(monkeypatch):
         DataPrefetcher([], device="cuda:0", decoder="nvjpeg")
 
 
+def test_a_gpu_that_nvjpeg_does_not_know(library):
+    library.status = {"nvjpegCreateEx": 7}
+    with pytest.raises(RuntimeError, match=r'CreateEx: no JPEG engines .*"cpu" the workers'):
+        packed(NvjpegDecoder(CPU), encoded())
+
+
 def test_two_threads_have_a_decoder_each(library):
     with _nvjpeg.lease(CPU) as one, _nvjpeg.lease(CPU) as other:
         assert one is not other

@@ -205,11 +205,6 @@ class PreparedImages(Encoded):
         """``(bytes,)`` uint8 on the CPU, the decoded pixels."""
         return self.buffer.tensor[self.boundary : self.encoded_bytes]
 
-    @property
-    def is_pinned(self) -> bool:
-        """Whether the buffer lies in pinned memory."""
-        return self.buffer.is_pinned
-
     def __len__(self) -> int:
         return len(self.indices)
 

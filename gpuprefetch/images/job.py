@@ -102,7 +102,7 @@ class ImageJob:
         if again:
             parts = [Launches.numbers(t, 3, o.head.coloring) for o, t in pairs]
             numbers = torch.cat(parts)
-            numbers = numbers.pin_memory() if images.is_pinned else numbers
+            numbers = numbers.pin_memory() if held.is_pinned else numbers
             starts = [0, *np.cumsum([*map(len, parts)]).tolist()]
             self._numbers = numbers, 0, len(numbers)
         for (output, table), start in zip(pairs, starts, strict=False):

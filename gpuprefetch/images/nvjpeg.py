@@ -144,15 +144,17 @@ _choosing = threading.Lock()
 @cache
 def backend_of(device: torch.device) -> int:
     """What nvJPEG decodes with on a CUDA device: its engines where it has some. Tried once."""
-    with torch.cuda.device(device):
+    for backend in (_HARDWARE, _GPU_HYBRID):
         try:
-            _idle[device].append(Decoder(_HARDWARE))
+            with torch.cuda.device(device):
+                _idle[device].append(Decoder(backend))
         except torch.OutOfMemoryError:
             raise  # and is tried again
-        except RuntimeError:
-            _idle[device].append(Decoder(_GPU_HYBRID))
-            return _GPU_HYBRID
-    return _HARDWARE
+        except RuntimeError as error:
+            failed = error
+        else:
+            return backend
+    raise RuntimeError(f'{failed}. With decoder="cpu" the workers decode.')
 
 
 def has_engines(device: torch.device) -> bool:
