@@ -8,7 +8,6 @@ step. 32 queues keep them apart. The variable is read when the context is made: 
 from __future__ import annotations
 
 import os
-import warnings
 
 import torch
 
@@ -35,9 +34,3 @@ def shortage() -> str:
         "to a third of the images/s of a fast model was lost to it. Import gpuprefetch before the "
         f"first CUDA call, or set {VARIABLE}={WANTED} before the program starts."
     )
-
-
-def tell() -> None:
-    """Warn where the GPU's queues are too few for decoding beside training."""
-    if text := shortage():
-        warnings.warn(text, stacklevel=4)

@@ -157,13 +157,6 @@ def test_all_views_of_a_batch_have_one_share(photo_folder):
         assert batch["view"].decoded.all() == batch["image"].decoded.all() == bool(share)
 
 
-def test_while_the_epoch_is_under_way(photo_folder):
-    prefetcher = prefetcher_of(Numbered(photo_folder), transforms=[Crop(16), JITTER])
-    for batch in prefetcher:
-        seen = dict(zip(batch["target"].tolist(), batch["image"], strict=True))
-        assert_replayed(prefetcher, seen, samples=list(seen)[:1])
-
-
 @pytest.mark.parametrize("kind", ["replacement", "generator", "batches of several sizes"])
 def test_samplers(photo_folder, kind):
     dataset, generator = Numbered(photo_folder), torch.Generator().manual_seed(1)

@@ -516,19 +516,6 @@ def test_default_collate_loses_boxes():
         list(prefetcher(dataset, [Resize((40, 60)), K.RandomAffine(9)], collate_fn=None))
 
 
-def as_dict(samples):
-    images, targets = zipped(samples)
-    return {"image": images} | {key: [t[key] for t in targets] for key in targets[0]}
-
-
-def test_lists_of_fields():
-    transforms = [Resize((40, 60)), K.RandomHorizontalFlip(), K.RandomAffine(20, p=1.0)]
-    (batch,) = prefetcher(Squares(2, empty=False), transforms, collate_fn=as_dict)
-    for i, (image, target) in enumerate(samples_of(Squares(2, empty=False), transforms)):
-        assert torch.equal(batch["image"][i], image)
-        assert all(torch.equal(batch[key][i], target[key]) for key in target)
-
-
 FIELDS = ("boxes", "masks", "points")
 
 
@@ -627,8 +614,7 @@ def test_as_many_strings_as_samples(names, collate):
         assert list(got) == list(want)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_sequence_that_moves_itself_stays_what_it_is(count):
+def test_a_sequence_that_moves_itself_stays_what_it_is(count=2):
     def packed(samples):
         images, targets = zipped(samples)
         words = pack_sequence([target["labels"] for target in targets])

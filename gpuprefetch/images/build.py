@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import DataLoader
 
-from gpuprefetch.connections import tell
+from gpuprefetch.connections import shortage
 from gpuprefetch.core.nested import tensors
 from gpuprefetch.core.source import changed, sampler_of
 from gpuprefetch.images.decode import BACKENDS, ImageDecoder
@@ -165,8 +165,8 @@ class FirstBatch:
             return
         self.seen = True
         parts = [images.pixels for images in encoded_leaves(batch)]
-        if parts:
-            tell()
+        if parts and (text := shortage()):
+            warnings.warn(text, stacklevel=2)
         host = (part for part in parts or tensors(batch) if part.device.type == "cpu")
         if any(part.numel() and not part.is_pinned() for part in host):
             warnings.warn(
