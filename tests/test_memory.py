@@ -17,6 +17,7 @@ from torchvision.transforms import v2
 
 from gpuprefetch import (
     BadImageError,
+    CenterCrop,
     DataPrefetcher,
     EncodedImage,
     Resize,
@@ -323,11 +324,15 @@ class PackedDecoder(ImageDecoder):
 def planned_batch(files, decoder, share=0.0, job=_job.ImageJob, **options):
     """The GPU's way through a batch, with the kernel in Triton's interpreter."""
     images = [[EncodedImage(file, i) for i, file in enumerate(files)]]
-    options = {"transforms": [Resize((8, 8))], "cpu_share": share, "device": "cpu"} | options
+    options = {"transforms": [CenterCrop(8)], "cpu_share": share, "device": "cpu"} | options
     prefetcher = DataPrefetcher(images, **options)
     if decoder is not None:
         decode_as_on_a_gpu(prefetcher, decoder, job=job)
     return next(iter(prefetcher))
+
+
+def photos_of(*shapes):
+    return [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
 
 
 interpreted = pytest.mark.skipif(
@@ -340,8 +345,7 @@ interpreted = pytest.mark.skipif(
 @pytest.mark.parametrize(("share", "most", "calls"), [(0.5, 3, [2]), (0.0, 3, [3, 2])])
 def test_each_group_of_a_batch_fills_its_rows(small_calls, share, most, calls):
     # The longest are launched first.
-    shapes = [(18, 16), (17, 17), (20, 16), (16, 16), (16, 24)]
-    files = [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
+    files = photos_of((18, 16), (17, 17), (20, 16), (16, 16), (16, 24))
     expected = planned_batch(files, None)
     small_calls(UPLOAD_BYTES=2 * 18 * 16 * 3, SUB_BATCH=most)
     decoder = PackedDecoder("cpu")
@@ -355,9 +359,8 @@ def test_each_group_of_a_batch_fills_its_rows(small_calls, share, most, calls):
 @pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize(("budget", "calls"), [(None, [2]), (4400, [1, 1])])
 def test_each_view_has_a_launch_for_a_decode(budget, calls):
-    shapes = [(18, 16), (17, 17), (20, 16)]
-    files = [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
-    lists = [Resize((8, 8))], [Resize((6, 10)), v2.RandomInvert(0.5)]
+    files = photos_of((18, 16), (17, 17), (20, 16))
+    lists = [CenterCrop(8)], [Resize((6, 10)), v2.RandomInvert(0.5)]
     expected = planned_batch(files, None, transforms=Views(*lists), seed=2)
     decoder = PackedDecoder("cpu")
     options = {"transforms": Views(*lists), "seed": 2, "memory_budget": budget}
@@ -385,7 +388,7 @@ def test_without_engines_a_batch_is_one_call(small_calls, streams, readers):
     class WithoutCanaries(PackedDecoder):
         canaries = False
 
-    files = [pictures.encode_jpeg(pictures.draw(16, 17, seed=i)) for i in range(4)]
+    files = photos_of(*[(16, 17)] * 4)
     expected = planned_batch(files, None)
     small_calls(UPLOAD_BYTES=400)
     got = planned_batch(files, WithoutCanaries("cpu"), share=0.75, job=Noted)
@@ -396,7 +399,7 @@ def test_without_engines_a_batch_is_one_call(small_calls, streams, readers):
 @interpreted
 @pytest.mark.usefixtures("large_tiles")
 def test_what_cannot_be_packed_is_decoded_apart(small_calls):
-    files = [pictures.encode_jpeg(pictures.draw(16, 17, seed=i)) for i in range(4)]
+    files = photos_of(*[(16, 17)] * 4)
     expected = planned_batch(files, None)
     files[1] += b"\0\0"  # the fake's own complaint
     small_calls(SUB_BATCH=2)
@@ -425,7 +428,7 @@ def test_what_is_waited_for_before_anything_lies_there(canaries):
             super().packed(*args, **options)
 
     Noting.canaries = canaries
-    files = [pictures.encode_jpeg(pictures.draw(16, 16, seed=i)) for i in range(2)]
+    files = photos_of((16, 16), (16, 16))
     planned_batch(files, Noting("cpu"), share=0.5, job=Noted)
     expected = ["wait", "decode", "mark"]
     if canaries:  # which are waited for before the decode, as for what the launch found
@@ -453,7 +456,7 @@ def test_a_stream_has_the_same_place_again(monkeypatch):
 
 def prepared(count):
     """Pictures of 16 x 24, as a worker leaves them to the GPU."""
-    files = [pictures.encode_jpeg(pictures.draw(16, 24, seed=i)) for i in range(count)]
+    files = photos_of(*[(16, 24)] * count)
     pipeline = prefetcher_of(files, FakeDecoder())._pipeline
     return pipeline.receive([*map(EncodedImage, files)], 0, 0.0)[0]
 

@@ -8,7 +8,7 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from gpuprefetch.transforms import ops, ops_kernel, ops_launch, ops_points
+from gpuprefetch.transforms import ops, ops_kernel, ops_launch
 
 pytestmark = pytest.mark.skipif(ops_kernel.triton is None, reason="needs Triton")
 
@@ -42,7 +42,6 @@ ARGUMENTS = {
     "SHARPNESS": [[1.9], [0.1]],
     "BLUR": [[1, 1.5, 5, 3], [0.2, 2, 3, 7]],
 }
-SHAPES = [(4, 3, 16, 32), (3, 3, 17, 31)]
 FLOATS = [
     torch.float32,
     # The interpreter truncates float32 -> bfloat16, so only a GPU run says anything here.
@@ -133,18 +132,15 @@ def by_torchvision(name, image, a):
     def center(values):
         return None if values[0] != values[0] else values
 
+    if family in ("BRIGHTNESS", "CONTRAST", "SATURATION", "HUE", "SHARPNESS"):
+        return getattr(F, f"adjust_{family.lower()}")(image, a[0])
+    if family in ("INVERT", "AUTOCONTRAST", "EQUALIZE"):
+        return getattr(F, family.lower())(image)
     return {
         "IDENTITY": lambda: image,
-        "BRIGHTNESS": lambda: F.adjust_brightness(image, a[0]),
-        "CONTRAST": lambda: F.adjust_contrast(image, a[0]),
-        "SATURATION": lambda: F.adjust_saturation(image, a[0]),
-        "HUE": lambda: F.adjust_hue(image, a[0]),
         "POSTERIZE": lambda: F.posterize(image, int(a[0])),
         "SOLARIZE": lambda: F.solarize(image, a[0]) if a[0] != limit else image,
         "GRAYSCALE": lambda: F.rgb_to_grayscale(image, 3),
-        "INVERT": lambda: F.invert(image),
-        "AUTOCONTRAST": lambda: F.autocontrast(image),
-        "EQUALIZE": lambda: F.equalize(image),
         "PERMUTE": lambda: F.permute_channels(image, [int(c) for c in a[:3]]),
         "ERASE": lambda: F.erase(image, *map(int, a[:4]), torch.tensor(a[4:7])[:, None, None]),
         "HFLIP": lambda: F.horizontal_flip(image),
@@ -153,7 +149,6 @@ def by_torchvision(name, image, a):
             image, a[0], a[1:3], a[3], a[4:6], mode, fill, center=center(a[6:8])
         ),
         "PERSPECTIVE": lambda: F.perspective(image, None, None, mode, fill, coefficients=a[:8]),
-        "SHARPNESS": lambda: F.adjust_sharpness(image, a[0]),
         "BLUR": lambda: F.gaussian_blur(image, [int(a[2]), int(a[3])], a[:2]),
     }[family]()
 
@@ -166,16 +161,15 @@ OURS = ("SOLARIZE_ADD", "ERASE_NOISE", "MATRIX_BILINEAR", "MATRIX_BICUBIC")
 def test_the_twin_is_torchvision(name, dtype):
     images = photos((2, 3, 17, 31), dtype)
     program = program_of([[(name, 0), (name, 1)]], dtype)
-    result, quick = ops.reference(images, program), ops.run(images, program)
+    result = ops.run(images, program)
+    assert result.dtype == dtype
     for n, image in enumerate(images):
         expected = by_torchvision(name, image, program.args[n, 0].tolist())
-        assert torch.equal(result[n], expected)
-        assert result.dtype == quick.dtype == dtype
-        distance = (quick[n].float() - result[n].float()).abs()
         if name == "HUE" and dtype == torch.uint8:  # a level now and then
+            distance = (result[n].float() - expected.float()).abs()
             assert distance.max() <= 1 and (distance > 0).float().mean() < 0.002
         else:
-            assert torch.equal(quick[n], result[n])
+            assert torch.equal(result[n], expected)
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 64), (3, 2, 9), (3, 1, 1)])
@@ -184,11 +178,11 @@ def test_quick_ops_of_flat_and_of_small_images(shape):
     stripe = flat.clone()
     stripe[1, 0] = 200
     for image in (flat, stripe, stripe.transpose(1, 2), stripe.flip(0)):
-        for name in ("AUTOCONTRAST", "EQUALIZE", "HUE", "SHARPNESS", "SOLARIZE", "AFFINE_BILINEAR"):
+        for name in ("HUE", "SHARPNESS", "SOLARIZE", "AFFINE_BILINEAR"):
             for index in (0, 1):
                 program = program_of([[(name, index)]])
-                quick = ops.run(image[None], program)
-                assert torch.equal(quick, ops.reference(image[None], program)), (name, index)
+                expected = by_torchvision(name, image, program.args[0, 0].tolist())
+                assert torch.equal(ops.run(image[None], program)[0], expected), (name, index)
 
 
 @pytest.mark.parametrize(
@@ -277,38 +271,26 @@ def test_a_program_without_slots_is_finished(rows, laid, kernel_device):
     torch.testing.assert_close(result.cpu(), expected)
 
 
-def mixed(count, n_slots, dtype, seed=0, **options):
-    """Each image of the batch has another op in each slot."""
-    generator = np.random.default_rng(seed)
-    names = np.array(list(ops.OPS))
-    slots = [
-        [(str(name), int(generator.integers(2))) for name in generator.choice(names, count, False)]
-        for _ in range(n_slots)
-    ]
-    return program_of(slots, dtype, **options)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_batch_of_many_ops(shape, kernel_device):
-    shape = (9, *shape[1:])
-    images = photos(shape).to(memory_format=torch.channels_last)
-    program = mixed(9, 2, torch.uint8)
+def test_a_batch_of_many_ops(kernel_device):
+    images = photos((6, 3, 17, 31)).to(memory_format=torch.channels_last)  # of two tiles each
+    # Each image has another op in each slot.
+    names = np.random.default_rng(0).permutation(list(ops.OPS))[:12].reshape(2, 6).tolist()
+    program = program_of([[(name, n % 2) for n, name in enumerate(slot)] for slot in names])
     # What comes after an op that shifts a threshold by a level may differ more.
     assert_near(*both(images, program, kernel_device)[::-1], exact=0.95)
 
 
-FINISHES = [
-    (torch.uint8, {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}),
-    (torch.uint8, {"dtype": torch.float16, "memory_format": torch.channels_last}),
-    (torch.float32, {"std": 0.5, "memory_format": torch.channels_last}),
-    (torch.float32, {"mean": torch.tensor(0.5), "dtype": torch.float16}),
-]
-
-
-@pytest.mark.parametrize("finals", [0, 2])
-@pytest.mark.parametrize(("source", "options"), FINISHES)
+@pytest.mark.parametrize(
+    ("source", "finals", "options"),
+    [
+        (torch.uint8, 2, {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}),
+        (torch.uint8, 0, {"dtype": torch.float16, "memory_format": torch.channels_last}),
+        (torch.float32, 2, {"std": 0.5, "memory_format": torch.channels_last}),
+        (torch.float32, 0, {"mean": torch.tensor(0.5), "dtype": torch.float16}),
+    ],
+)
 def test_the_last_launch_normalizes_and_erases(source, options, finals, kernel_device):
-    images = photos((3, 3, 17, 31), source)
+    images = photos((3, 3, 15, 31), source)
     erases = [[("ERASE", 1), ("IDENTITY", 0), ("ERASE_NOISE", 0)]] * 2
     program = program_of([[("INVERT", 0)] * 3, *erases], torch.float32, finals=finals)
     if not finals:
@@ -321,12 +303,13 @@ def test_the_last_launch_normalizes_and_erases(source, options, finals, kernel_d
     torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
     if finals:
         value = torch.tensor([0, 0, 1.0]).to(result.dtype)[:, None, None]
-        assert torch.equal(result[0, :, :, :5], value.expand(3, 17, 5))
+        assert torch.equal(result[0, :, :, :5], value.expand(3, 15, 5))
 
 
 def test_gray_images(kernel_device):
     names = "CONTRAST AUTOCONTRAST EQUALIZE SATURATION HUE GRAYSCALE AFFINE_BILINEAR SHARPNESS BLUR"
-    images = photos((9, 1, 17, 31))
+    names += " PERMUTE"
+    images = photos((10, 1, 15, 31))
     program = program_of([[(name, 0) for name in names.split()]])
     program.args[6, 0, 9:11] = NAN  # a fill of one value
     expected, result = both(images, program, kernel_device, mean=0.5)
@@ -392,4 +375,4 @@ def test_what_does_not_fit(run):
 
 def test_kernels_know_the_codes():
     for name, code in ops.OPS.items():
-        assert getattr(ops_points, name).value == code
+        assert getattr(ops_kernel, name).value == code

@@ -96,11 +96,13 @@ if not torch.cuda.is_available():
     FORMS = [FORMS[i] for i in (0, 3, 5, 6)]  # each pair: the interpreter takes seconds for one
 
 
+@pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize(("size", "interpolation", "antialias"), FORMS)
-def test_kernel_matches_twin(kernel_device, request, size, interpolation, antialias):
-    if size == SIZES[1] or interpolation == "bicubic":
-        request.getfixturevalue("large_tiles")
-    images, sampling = batch(everything(size), kernel_device)
+def test_kernel_matches_twin(kernel_device, size, interpolation, antialias):
+    cases = everything(size)
+    if kernel_device.type == "cpu":  # half of them in the first size, the others in the second
+        cases = cases[SIZES.index(size) :: 2]
+    images, sampling = batch(cases, kernel_device)
     options = {"interpolation": interpolation, "antialias": antialias, "mean": MEAN, "std": STD}
     result = launch(images, sampling, size, **options)
     assert_as_good_as_eager(result, images, sampling, size, **options)
@@ -109,8 +111,7 @@ def test_kernel_matches_twin(kernel_device, request, size, interpolation, antial
 @pytest.mark.usefixtures("large_tiles")
 def test_the_nearest_pixel(kernel_device):
     size = SIZES[1]
-    cases = everything(size)
-    images, sampling = batch(cases, kernel_device)
+    images, sampling = batch(everything(size)[:8], kernel_device)
     options = {"interpolation": "nearest", "dtype": torch.uint8}
     result = launch(images, sampling, size, **options)
     for image, rows, got in zip(images, sampling, result, strict=True):
@@ -145,18 +146,16 @@ def test_kernel_tiles(kernel_device):
 
 
 @pytest.mark.parametrize(
-    "dtype",
+    ("dtype", "memory_format"),
     [
-        torch.float32,
-        torch.float16,
+        (torch.float16, torch.channels_last),
         # The interpreter truncates float32 to bfloat16, so only a GPU run says anything here.
-        pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param(torch.bfloat16, torch.contiguous_format, marks=pytest.mark.gpu),
     ],
 )
 @pytest.mark.usefixtures("large_tiles")
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_kernel_output_forms(kernel_device, dtype, memory_format):
-    images, sampling = batch(everything((5, 19))[:3], kernel_device)
+    images, sampling = batch(everything((5, 19))[:2], kernel_device)
     options = {"dtype": dtype, "memory_format": memory_format, "mean": MEAN, "std": STD}
     result = _resample._launch(images, sampling, (5, 19), **options)
     assert result.dtype == dtype and result.is_contiguous(memory_format=memory_format)
@@ -174,30 +173,25 @@ def colored(image, dtype, mean=(0, 0, 0), std=(1, 1, 1)):
 
 @pytest.mark.parametrize("colors", [{}, {"mean": MEAN, "std": STD}, {"std": STD}])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
-@pytest.mark.parametrize("of_workers", ["planes", "pixels"])
-def test_pictures_of_their_final_size_in_either_layout(of_workers, dtype, colors):
+def test_pictures_of_their_final_size_in_either_layout(dtype, colors):
     colors = {} if dtype == torch.uint8 else colors
-    size, places = (5, 7), [0, 1, 2, 3, 4, 6, 8]  # more than a group, and apart
-    pictures = [picture(*size, seed=seed) for seed in range(len(places))]
-    given = pictures
-    if of_workers == "pixels":
-        given = [image.permute(1, 2, 0).contiguous().permute(2, 0, 1) for image in pictures]
-    rows = torch.tensor([[(0, 1, 0, length, 0, length) for length in size]] * len(places))
-    for layout in (torch.contiguous_format, torch.channels_last):
-        out = torch.full((9, 3, *size), 7, dtype=dtype).to(memory_format=layout)
-        resample_reference(
-            given, rows.double(), size, dtype=dtype, out=out, positions=places, **colors
-        )
+    size, places = (5, 7), [0, 1, 3]
+    pictures = [picture(*size, seed=seed) for seed in places]
+    rows = np.array([[(0, 1, 0, length, 0, length) for length in size]] * 3, float)
+    layouts = torch.contiguous_format, torch.channels_last
+    for of_workers, layout in itertools.product(("planar", "pixels"), layouts):
+        given = [strided(image, of_workers) for image in pictures]
+        out = torch.full((4, 3, *size), 7, dtype=dtype).to(memory_format=layout)
+        resample_reference(given, rows, size, dtype=dtype, out=out, positions=places, **colors)
         for image, place in zip(pictures, places, strict=True):
             assert torch.equal(out[place], colored(image, dtype, **colors))
-        assert bool((out[[5, 7]] == 7).all())
+        assert bool((out[2] == 7).all())
 
 
 @pytest.mark.usefixtures("large_tiles")
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_kernel_rounds_to_uint8(kernel_device, interpolation):
-    images, sampling = batch(everything((5, 19))[:4], kernel_device)
-    options = {"interpolation": interpolation, "dtype": torch.uint8}
+def test_kernel_rounds_to_uint8(kernel_device):
+    images, sampling = batch(everything((5, 19))[1:3], kernel_device)
+    options = {"interpolation": "bicubic", "dtype": torch.uint8}
     result = launch(images, sampling, (5, 19), **options)
     difference = result.int() - resample_reference(
         [image.cpu() for image in images], sampling, (5, 19), **options
@@ -207,7 +201,7 @@ def test_kernel_rounds_to_uint8(kernel_device, interpolation):
     assert (difference != 0).float().mean() < 0.01
 
 
-@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+@pytest.mark.parametrize("channels", [1, 4])  # a group of three repeats one
 def test_kernel_channels(kernel_device, channels):
     cases = [(picture(9, 20, channels), axis(1, 8, 4), axis(3, 17, 9))]
     images, sampling = batch(cases, kernel_device)
@@ -235,31 +229,20 @@ LAYOUTS = ["planar", "pixels", "slice of a flat buffer", "every other element"]
 
 @pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [("pixels", torch.uint8), ("all of them", torch.uint8), ("all of them", torch.float32)],
+    ("layout", "dtype"), [("pixels", torch.uint8), ("all of them", torch.float32)]
 )
 def test_kernel_source_strides(kernel_device, layout, dtype):
-    images, sampling = batch(everything((5, 19))[:4], kernel_device)
+    images, sampling = batch(everything((5, 19))[: 2 if layout == "pixels" else 4], kernel_device)
     images = [image if dtype == torch.uint8 else image.to(dtype) / 255 for image in images]
-    layouts = LAYOUTS if layout == "all of them" else [layout] * 4
+    layouts = LAYOUTS if layout == "all of them" else [layout] * 2
     changed = [strided(image, layout) for image, layout in zip(images, layouts, strict=True)]
     result = launch(changed, sampling, (5, 19))
     assert_as_good_as_eager(result, images, sampling, (5, 19))
 
 
-@pytest.mark.parametrize("path", [_resample._launch, resample_reference])
-def test_out_is_a_slice(kernel_device, path):
-    images, sampling = batch(everything((5, 19))[:2], kernel_device)
-    whole = torch.full((4, 3, 5, 19), -9.0, device=kernel_device)
-    whole = whole.to(memory_format=torch.channels_last)
-    result = path(images, sampling, (5, 19), out=whole[1:3])
-    assert result.data_ptr() == whole[1:3].data_ptr()
-    assert torch.equal(whole[1:3], path(images, sampling, (5, 19)))
-    assert (whole[0] == -9).all() and (whole[3] == -9).all()
-
-
-@pytest.mark.parametrize("path", [_resample._launch, resample_reference])
-@pytest.mark.parametrize("antialias", [True, False])
+@pytest.mark.parametrize(
+    ("path", "antialias"), [(_resample._launch, True), (resample_reference, False)]
+)
 def test_nothing_outside_of_the_box_is_read(kernel_device, path, antialias):
     image = torch.full((3, 20, 30), torch.nan, device=kernel_device)
     image[:, 4:13, 6:25] = 0.5
@@ -272,17 +255,16 @@ def test_large_coordinates(kernel_device):
     """A checkerboard punishes every error of the coordinate with 255 levels per pixel."""
     image = (torch.arange(8192) % 2 * 255).to(torch.uint8).expand(1, 2, 8192)
     cases = [
-        (image, axis(0, 2, 2), axis(8150, 41, 37)),
-        (image, axis(0, 2, 2), axis(0, 8192, 37, False, 8001, 7950)),
-        (image, axis(0, 2, 2), axis(0, 8192, 37, True, 8001, 7950)),
+        (image, axis(0, 2, 2), axis(8170, 21, 19)),
+        (image, axis(0, 2, 2), axis(0, 8192, 19, True, 8001, 7980)),
     ]
     images, sampling = batch(cases, kernel_device)
-    for interpolation in ("bilinear", "bicubic"):
-        result = launch(images, sampling, (2, 37), interpolation=interpolation)
-        assert_as_good_as_eager(result, images, sampling, (2, 37), interpolation=interpolation)
+    given, options = (images, sampling, (2, 19)), {"interpolation": "bicubic"}
+    result = launch(*given, **options)
+    assert_as_good_as_eager(result, *given, **options)
     sampling[:, 1, 0] = sampling[:, 1, 0].astype(np.float32)  # what float32 would have done
     with pytest.raises(AssertionError):
-        assert_as_good_as_eager(result, images, sampling, (2, 37), interpolation="bicubic")
+        assert_as_good_as_eager(result, *given, **options)
 
 
 @pytest.mark.gpu
@@ -363,17 +345,13 @@ def test_twin_is_interpolate(interpolation, place, size):
     torch.testing.assert_close(result, expected)
 
 
-def test_finished_pictures_are_only_normalized():
-    images = [picture(12, 17, seed=seed) for seed in range(3)]
-    rows = np.array([[axis(0, 12, 12), axis(0, 17, 17)]] * 3)
-    assert torch.equal(resample(images, rows, (12, 17)), torch.stack(images) / 255)
-    assert torch.equal(resample(images, rows, (12, 17), dtype=torch.uint8), torch.stack(images))
-    expected = TF.normalize(torch.stack(images) / 255, MEAN, STD)
+def test_the_callers_images_are_left_alone():
+    rows = np.array([[axis(0, 12, 12), axis(0, 17, 17)]])
+    images = [picture(12, 17) / 255]
+    expected = TF.normalize(images[0], MEAN, STD)
     result = resample(images, rows, (12, 17), mean=MEAN, std=torch.tensor(STD))
-    torch.testing.assert_close(result, expected)
-    floats = [image / 255 for image in images]
-    resample(floats, rows, (12, 17), mean=MEAN, std=STD)
-    assert torch.equal(floats[0], images[0] / 255)  # the caller's images are left alone
+    torch.testing.assert_close(result[0], expected)
+    assert torch.equal(images[0], picture(12, 17) / 255)
 
 
 def test_padding_is_zero_before_normalization():
@@ -402,24 +380,22 @@ OUTSIDE = {
 
 @pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_a_crop_of_padding_alone_is_black(kernel_device, name, interpolation):
-    images, rows = [picture(4, 6)], np.array([OUTSIDE[name]], np.float64)
-    black = torch.zeros(1, 3, 8, 8)
-    ways = {"interpolation": interpolation}
-    assert torch.equal(resample_uint8(images[0], rows[0], (8, 8), **ways), black[0].byte())
-    on_device = [image.to(kernel_device) for image in images]
+def test_a_crop_of_padding_alone_is_black(kernel_device, interpolation):
+    images, rows = [picture(4, 6)] * len(OUTSIDE), np.array([*OUTSIDE.values()], np.float64)
+    black, ways = torch.zeros(len(OUTSIDE), 3, 8, 8), {"interpolation": interpolation}
+    for image, own in zip(images, rows, strict=True):
+        assert not resample_uint8(image, own, (8, 8), **ways).any()
     for colors in ({}, {"mean": MEAN, "std": STD}):
         expected = TF.normalize(black, **colors) if colors else black
         twin = resample_reference(images, rows, (8, 8), **ways, **colors)
         torch.testing.assert_close(twin, expected)
-    result = launch(on_device, rows, (8, 8), **ways, **colors)
-    torch.testing.assert_close(result, expected)
-    assert torch.equal(launch(on_device, rows, (8, 8), **ways, dtype=torch.uint8), black.byte())
-    no = np.array([False])
-    plan = _resample.plan_rows(rows, np.array([[4, 6]]), no, (8, 8), interpolation, True)
-    table = _resample.arrange(plan, np.array([0]), np.array([0]), [1], (8, 8))
-    assert table.padded  # what makes the kernel look at the ends
+    if interpolation == "bicubic" or kernel_device.type == "cuda":
+        on_device = [image.to(kernel_device) for image in images]
+        torch.testing.assert_close(launch(on_device, rows, (8, 8), **ways, **colors), expected)
+    no, at = np.zeros(len(rows), bool), np.arange(len(rows))
+    plan = _resample.plan_rows(rows, np.array([[4, 6]] * 6), no, (8, 8), interpolation, True)
+    for i in at:  # what makes the kernel look at the ends
+        assert _resample.arrange(plan[i : i + 1], at[:1], at[:1], [1], (8, 8)).padded
 
 
 # --- One image in a worker ---
@@ -478,12 +454,10 @@ def rows_with(**changes):
     [
         ({"images": [picture(8, 8)[0]]}, "images must be (C, H, W)"),
         ({"images": [picture(8, 8).int()]}, "uint8 or floating point, got 3-D torch.int32"),
-        ({"sampling": rows_with(hi=9)}, "sampling[0, 1]"),
-        ({"sampling": rows_with(lo=-1)}, "a source of 8 and a result of 8 pixels"),
+        ({"sampling": rows_with(hi=9)}, "a source of 8 and a result of 8 pixels"),
         ({"sampling": rows_with(lo=8)}, "sampling[0, 1]"),
         ({"sampling": rows_with(lo=0.5)}, "sampling[0, 1]"),
         ({"sampling": rows_with(last=9)}, "sampling[0, 1]"),
-        ({"sampling": rows_with(first=9)}, "sampling[0, 1]"),
         ({"sampling": rows_with(origin=2.0)}, "sampling[0, 1]"),
         ({"sampling": rows_with(step=np.nan)}, "sampling[0, 1]"),
         ({"mean": [0.5, 0.5]}, "mean must have 3 values"),
@@ -503,6 +477,7 @@ def test_positions_scatter_into_a_larger_batch(run, kernel_device):
     ]
     rows = np.array([[(0.5, 2, 0, 5, 0, 2), (0.5, 2, 0, 4, 0, 2)]] * 2)
     out = torch.full((4, 3, 2, 2), -1.0, device=kernel_device)
+    out = out.to(memory_format=torch.channels_last)
     resampled = (_resample._launch if run == "kernel" else resample_reference)(
         images, rows, (2, 2), out=out, positions=[3, 0]
     )
@@ -523,8 +498,7 @@ def laid_out(size, interpolation="bilinear", device="cpu", top=0):
     views = [images[0], images[1].mT, images[2]]
     transposed = np.array([False, True, False])
     sizes = np.array([view.shape[1:] for view in views])
-    rows = np.stack([_half_pixel_rows(shape - (top, 0), size) for shape in sizes])
-    rows[:, 0, [0, 2, 3]] += top
+    rows = np.array([(axis(top, h - top, size[0]), axis(0, w, size[1])) for h, w in sizes])
     plan = _resample.plan_rows(rows, sizes, transposed, size, interpolation, True)
     flat = torch.cat([image.permute(1, 2, 0).flatten() for image in images])
     places = np.array([2, 0, 3])
@@ -536,21 +510,23 @@ def laid_out(size, interpolation="bilinear", device="cpu", top=0):
 
 
 @pytest.mark.usefixtures("large_tiles")
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(
+    "interpolation", ["bilinear", pytest.param("bicubic", marks=pytest.mark.gpu)]
+)
 def test_a_plan_gives_what_the_images_give(interpolation, kernel_device):
     flat, table, views, rows = laid_out((6, 7), interpolation, kernel_device)
     want = _resample._launch(views, rows, (6, 7), interpolation=interpolation, mean=MEAN, std=STD)
-    coloring = _resample.Coloring(torch.uint8, torch.float32, MEAN, STD)
+    colors = _resample.coloring(3, torch.uint8, torch.float32, MEAN, STD)
     layouts = torch.contiguous_format, torch.channels_last
     # Other kernels for what is not aligned, and for other strides: none is taken for another.
     forms = list(itertools.product([0, 1, 0], layouts))
     if kernel_device.type == "cpu":  # where nothing is compiled
-        forms = [forms[3]] if interpolation == "bicubic" else [forms[0], forms[3]]
+        forms = forms[3:4]
     for shift, layout in forms:
         out = torch.full((4, 3, 6, 7), -9.0, device=kernel_device).to(memory_format=layout)
         launches = _resample.Launches(table, out, torch.uint8, interpolation)
         shifted = torch.cat([flat[:shift], flat])
-        numbers = launches.numbers(table, 3, coloring).to(kernel_device)
+        numbers = launches.numbers(table, colors).to(kernel_device)
         for number in (1, 2, 0):
             launches.launch(number, shifted.data_ptr() + shift, numbers.data_ptr())
         assert torch.equal(out[[2, 0, 3]], want)
@@ -562,8 +538,8 @@ def test_a_launch_tells_the_images_that_still_have_a_canary(kernel_device):
     flat, table, views, _ = laid_out((6, 7), device=kernel_device, top=2)
     out = torch.zeros((4, 3, 6, 7), device=kernel_device)
     launches = _resample.Launches(table, out, torch.uint8, "bilinear")
-    coloring = _resample.Coloring(torch.uint8, torch.float32)
-    numbers = launches.numbers(table, 3, coloring).to(kernel_device)
+    colors = _resample.coloring(3, torch.uint8, torch.float32, None, None)
+    numbers = launches.numbers(table, colors).to(kernel_device)
     corners = flat.cpu().clone()
     starts = np.cumsum([0, *(view.numel() for view in views)]).tolist()
     color = torch.tensor([_resample.CANARY >> shift & 255 for shift in (0, 8, 16)])
@@ -593,13 +569,3 @@ def test_a_launch_tells_the_images_that_still_have_a_canary(kernel_device):
     flat[:half] = before[:half]  # one was written in part, another as a whole
     flat[starts[1] : starts[2]] = before[starts[1] : starts[2]]
     assert survived() == [0, 0, 1, 1]
-
-
-def _half_pixel_rows(size, result):
-    scale = np.array(size) / result
-    return np.array(
-        [
-            (0.5 * s - 0.5, s, 0, length, 0, n)
-            for s, length, n in zip(scale, size, result, strict=True)
-        ]
-    )

@@ -21,6 +21,7 @@ from gpuprefetch.transforms.random import fold
 from gpuprefetch.transforms.sampling import Sampling
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+HALF = torch.tensor([0.5] * 3)
 PHOTOS = [(97, 130), (64, 64), (41, 17), (200, 33)]  # the last two divide nothing
 
 
@@ -108,15 +109,7 @@ def test_center_crop_pads_as_torchvision(size):
     )
 
 
-def test_resize_shorter_side_truncates_as_torchvision():
-    for size in [(101, 203), (203, 101), (77, 77)]:
-        head, _ = read_transforms([Resize(37)])
-        sampling = head.ops[0](Sampling.identity([size]), fold(0, [0]))
-        want = F.resize(torch.zeros(3, *size), [37]).shape[-2:]
-        assert tuple(sampling.length[0].astype(int)) == tuple(want)
-
-
-@pytest.mark.parametrize(("size", "max_size"), [(37, 60), (37, 200), (None, 60)])
+@pytest.mark.parametrize(("size", "max_size"), [(37, None), (37, 60), (37, 200), (None, 60)])
 def test_resize_keeps_the_longer_side_below_max_size_as_torchvision(size, max_size):
     sizes = [(101, 203), (203, 101), (77, 77), (20, 203), (40, 64)]
     head, _ = read_transforms([Resize(size, max_size=max_size)])
@@ -225,6 +218,7 @@ def test_small_images_are_refused_where_kornia_refuses_them():
         ([K.RandomResizedCrop((8, 8), p=0.5)], 0, 1),
         ([K.RandomCrop((8, 8), padding=2)], 0, 1),
         ([K.Normalize(MEAN, STD, p=0.5)], 0, 1),
+        ([RandomResizedCrop(8), kornia.enhance.Normalize(HALF, HALF)], 1, 1),
         ([torch.nn.Identity()], 0, 1),
         ([], 0, 0),
     ],
@@ -235,31 +229,18 @@ def test_how_far_the_head_goes(transforms, fused, tail):
 
 
 @pytest.mark.parametrize(
-    "transforms",
-    [
-        [K.Normalize(MEAN, STD)],
-        [K.ColorJitter(0.1), RandomResizedCrop(8)],
-        [Resize(8)],
-        [torch.nn.Identity()],
-        [],
-    ],
-)
-def test_lists_that_cannot_batch_photos_are_refused(transforms):
-    with pytest.raises(ValueError, match=r"RandomResizedCrop\(224\)"):
-        require_fixed_size(*read_transforms(transforms))
-
-
-@pytest.mark.parametrize(
     ("transforms", "text"),
     [
         ([K.RandomHorizontalFlip(), torch.nn.Identity()], "Identity after RandomHorizontalFlip"),
         ([K.Normalize(MEAN, STD), RandomResizedCrop(8)], "RandomResizedCrop after Normalize"),
-        ([K.RandomHorizontalFlip()], "RandomHorizontalFlip"),
+        ([K.ColorJitter(0.1), RandomResizedCrop(8)], "ColorJitter comes first and"),
+        ([Resize(8)], "Resize"),
         ([], "an empty list"),
     ],
 )
 def test_what_stands_in_the_way_of_one_size_is_named(transforms, text):
-    with pytest.raises(ValueError, match=f"and {text} does not give them the one"):
+    text = rf"and {text} does not give them the one .*RandomResizedCrop\(224\)"
+    with pytest.raises(ValueError, match=text):
         require_fixed_size(*read_transforms(transforms))
 
 
@@ -338,13 +319,6 @@ def test_a_sequential_stands_for_its_modules():
         assert tail == [ops[2]]
 
 
-def test_another_module_of_kornia_may_be_called_normalize():
-    half = torch.tensor([0.5] * 3)
-    head, tail = read_transforms([RandomResizedCrop(8), kornia.enhance.Normalize(half, half)])
-    assert head.mean is None
-    assert len(tail) == 1
-
-
 @pytest.mark.parametrize(
     "op",
     [
@@ -361,32 +335,28 @@ def test_what_mixes_images_behind_the_back_of_their_targets_is_refused(op):
 
 
 def test_normalize_does_not_divide_by_zero():
-    with pytest.raises(ValueError, match=r"must not be 0, got \(0.5, 0.0, 0.5\)"):
+    with pytest.raises(ValueError, match=r"must not be 0, got \[0.5, 0.0, 0.5\]"):
         read_transforms([RandomResizedCrop(8), K.Normalize(MEAN, (0.5, 0.0, 0.5))])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", [RandomResizedCrop(8), K.RandomResizedCrop((8, 8))])
-def test_crop_distribution_is_torchvisions(op):
-    size, n = (90, 120), 20_000
-    head, _ = read_transforms([op])
-    rows = head.draw([size] * n, fold(5, np.arange(n)))
-    ours = np.array([box_and_flip(row)[0] for row in rows], dtype=float)
-    generator = v2.RandomResizedCrop(8)
+def test_crop_distribution_is_torchvisions():
+    size, n, generator = (90, 120), 5_000, v2.RandomResizedCrop(8)
     torch.manual_seed(0)
     theirs = [generator.make_params([torch.zeros(3, *size)]) for _ in range(n)]
     theirs = np.array([[p["top"], p["left"], p["height"], p["width"]] for p in theirs], dtype=float)
-    for column in range(4):
-        a, b = np.sort(ours[:, column]), np.sort(theirs[:, column])
-        grid = np.arange(121)
-        gap = (
-            np.abs(np.searchsorted(a, grid, "right") - np.searchsorted(b, grid, "right")).max() / n
-        )
-        # Kolmogorov-Smirnov, two samples of n: 1.95 * sqrt(2 / n) is passed by chance once in
-        # 1,000.
-        assert gap < 1.95 * np.sqrt(2 / n)
-    area_ours, area_theirs = (x[:, 2] * x[:, 3] for x in (ours, theirs))
-    assert abs(area_ours.mean() / area_theirs.mean() - 1) < 0.02
+    for op in (RandomResizedCrop(8), K.RandomResizedCrop((8, 8))):
+        rows = read_transforms([op])[0].draw([size] * n, fold(5, np.arange(n)))
+        ours = np.array([box_and_flip(row)[0] for row in rows], dtype=float)
+        for column in range(4):
+            below = [
+                np.searchsorted(np.sort(boxes[:, column]), np.arange(121), "right")
+                for boxes in (ours, theirs)
+            ]
+            # Kolmogorov-Smirnov, two samples of n: passed by chance once in 1,000.
+            assert np.abs(below[0] - below[1]).max() / n < 1.95 * np.sqrt(2 / n)
+        area_ours, area_theirs = (x[:, 2] * x[:, 3] for x in (ours, theirs))
+        assert abs(area_ours.mean() / area_theirs.mean() - 1) < 0.04
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def _view(transforms: Any, loader: Any, dtype: Any, memory_format: Any) -> View:
     if levels:
         dtype, memory_format = torch.uint8, None
     head = replace(head, dtype=dtype, memory_format=memory_format)
-    return View(head, tail, levels, Values(head.normalize, tail))
+    return View(head, tail, levels, Values(head, tail))
 
 
 def _check(options: dict[str, Any]) -> None:

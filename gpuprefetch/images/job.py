@@ -100,7 +100,7 @@ class ImageJob:
         starts, held = images.numbers, images.buffer
         self._numbers = held.memory, held.start + starts[0], held.start + starts[-1]
         if again:
-            parts = [Launches.numbers(t, 3, o.head.coloring) for o, t in pairs]
+            parts = [Launches.numbers(t, o.head.colors) for o, t in pairs]
             numbers = torch.cat(parts)
             numbers = numbers.pin_memory() if held.is_pinned else numbers
             starts = [0, *np.cumsum([*map(len, parts)]).tolist()]

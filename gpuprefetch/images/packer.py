@@ -221,7 +221,7 @@ class Packer:
         ]
         batch.calls, batch.tables = lay_out(batch, self.sizes, words)
         for head, table in zip(self.heads, batch.tables, strict=False):  # none in an empty plan
-            given = Launches.numbers(table, 3, head.coloring)
+            given = Launches.numbers(table, head.colors)
             numbers.append(numbers[-1] + len(given))
             batch.buffer.tensor[numbers[-2] : numbers[-1]] = given
             table.words = None

@@ -14,6 +14,7 @@ import torch
 
 from gpuprefetch.core.report import Printed, columns
 from gpuprefetch.transforms.head import (
+    RESIZE_FILTERS,
     CenterCrop,
     Head,
     RandomResizedCrop,
@@ -52,8 +53,6 @@ _AS_THEY_ARE = frozenset(
 _DRAWN = (COMPILERS.keys() | _LOOPED | _ALONE) - _AS_THEY_ARE
 _KNOWN = COMPILERS.keys() | _LOOPED | _AS_THEY_ARE
 _CONTAINERS = frozenset("RandomApply RandomChoice RandomOrder".split())
-# Where tensors know fewer filters than PIL: what torchvision takes for a tensor.
-_RESIZE_FILTERS = ("nearest", "nearest-exact", "bilinear", "bicubic")
 
 # What differs in the fused launch, given the same parameters.
 _UNROUNDED = "not rounded to uint8 on the way"
@@ -66,7 +65,7 @@ class Step:
     """What became of one op."""
 
     source: Any  # a v1 op's twin from v2
-    module: Transform | None  # what stands for it in the list, None where nothing needs to
+    module: Transform | None  # what stands for it in the list, if anything needs to
     where: str
     note: str = ""  # what differs
 
@@ -117,7 +116,7 @@ def convert(pipeline: Any, *, batched: torch.Tensor | None = None, pictures: boo
     """
     converter = _Converter(pictures=pictures)
     if batched is not None:
-        converter.is_tensor = converter.sized = converter.gray = True
+        converter.is_tensor = converter.sized = True
         converter.kind, converter.dtype = type(batched), batched.dtype
         converter.holds_float = converter.is_float
     for op in flatten(pipeline):
@@ -208,7 +207,6 @@ class _Converter:
     dtype: torch.dtype = torch.uint8  # ... and from uint8 to another dtype
     holds_float: bool = True  # in our list: the launch gives [0, 1], later ops may want uint8
     sized: bool = False
-    gray: bool = False  # they may have one channel
     steps: list[Step] = field(default_factory=list)
     transforms: list[Transform] = field(default_factory=list)
 
@@ -219,8 +217,6 @@ class _Converter:
     def take(self, op: Any) -> None:
         op = from_timm(op)
         name = name_of(op)
-        if name is None and isinstance(getattr(op, "interpolation", None), tuple):
-            _refuse(op, 'one launch has one filter, interpolation="random" needs two')
         if name is None and is_on_device(op):
             raise UnsupportedTransformError(
                 f"{type(op).__name__} is not torchvision's, and runs on the device as it is. Leave "
@@ -231,15 +227,15 @@ class _Converter:
             _refuse(op, why_not(op))
         if name in CONVERSIONS:
             return self._take_conversion(op)
-        if name == "Identity" or (name == "RGB" and not self.gray):  # files are decoded to RGB
+        if name == "Identity" or (name == "RGB" and not self.sized):  # files are decoded to RGB
             return self._add(op, None, "nothing to do")
         op = twin(op)
         module, note = self._for_launch(op)
-        if module is not None and self._fuses(module):
-            self.sized |= fixes_size(op)
-            self.holds_float = True  # the launch gives that, whatever it is given
-            return self._add(op, module, "fused launch", note)
-        return self._take_on_batch(op)
+        if module is None or not self._fuses(module):
+            return self._take_on_batch(op)
+        self.sized |= fixes_size(op)
+        self.holds_float = True  # the launch gives that, whatever it is given
+        return self._add(op, module, "fused launch", note)
 
     def finish(self) -> Plan:
         if not self.is_tensor:
@@ -297,12 +293,14 @@ class _Converter:
         name, how = type(op).__name__, filter_of(op)
         if name in ("RandomHorizontalFlip", "RandomVerticalFlip"):
             return getattr(K, name)(p=op.p), ""
+        if name == "Normalize" and self.is_float and self.sized:
+            return K.Normalize(mean=torch.tensor(op.mean), std=torch.tensor(op.std)), ""
         if name == "CenterCrop":
             return CenterCrop(op.size), ""
         if name == "RandomCrop":
             black = op.padding_mode == "constant" and op.fill in (0, None)
             return RandomCrop(op) if black else None, ""
-        if name not in _CROPS or how not in _RESIZE_FILTERS:
+        if name not in _CROPS or how not in RESIZE_FILTERS:
             return None, ""
         note = "" if self.is_float else _UNROUNDED
         if "nearest" in how and self.is_tensor:
@@ -324,16 +322,16 @@ class _Converter:
     def _take_on_batch(self, op: Any, source: Any = None) -> None:
         name, note = type(op).__name__, ""
         _check_on_batch(op)
+        if not self.sized and name not in _CROPS:
+            reason = "it comes before the crop or resize that gives images one size"
+            _refuse(op, reason, "Put it after the crop")
+        if not self.sized and self._for_launch(op)[0] is not None:
+            reason = "images are resized, padded or normalized already, and two are not one"
+            _refuse(op, reason, "Leave out what does so before it")
         if not self.sized:
-            self._refuse_unsized(op)
-        if name == "Normalize" and self.is_float:
-            import kornia.augmentation as K
-
-            normalize = K.Normalize(mean=torch.tensor(op.mean), std=torch.tensor(op.std))
-            if self._fuses(normalize):
-                return self._add(op, normalize, "fused launch")
+            takes = "the nearest pixel, or bilinear or bicubic filters with antialias"
+            _refuse(op, f"the fused launch takes {takes}, and padding that is black")
         self._hold(self.is_float)
-        self.gray |= getattr(op, "num_output_channels", 3) == 1
         if not self.is_tensor and hasattr(op, "antialias"):
             op = copy.copy(op)
             op.antialias = True  # PIL always does
@@ -350,19 +348,6 @@ class _Converter:
             module, where = Loop(op), f"{where}, image by image"
         return self._add(source or op, module, where, note)
 
-    def _refuse_unsized(self, op: Any) -> NoReturn:
-        if type(op).__name__ not in _CROPS:
-            reason = "it comes before the crop or resize that gives images one size"
-            _refuse(op, reason, "Put it after the crop")
-        if self._for_launch(op)[0] is not None:
-            reason = "images are resized, padded or normalized already, and two are not one"
-            _refuse(op, reason, "Leave out what does so before it")
-        _refuse(
-            op,
-            "the fused launch takes the nearest pixel, or bilinear or bicubic filters with "
-            "antialias, and padding that is black",
-        )
-
 
 def _check_on_batch(op: Any) -> None:
     name = name_of(op)
@@ -370,7 +355,7 @@ def _check_on_batch(op: Any) -> None:
         _refuse(op, "it is not among the ops that can run on a batch")
     if getattr(op, "expand", False):
         _refuse(op, "expand=True gives images of different sizes")
-    accepted = _RESIZE_FILTERS if name in _CROPS else FILTERS
+    accepted = RESIZE_FILTERS if name in _CROPS else FILTERS
     if hasattr(op, "interpolation") and filter_of(op) not in accepted:
         _refuse(op, f"interpolation={filter_of(op)!r} is for PIL images only")
     for inner in flatten(op.transforms) if name in _CONTAINERS else ():

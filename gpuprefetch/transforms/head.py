@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch.transforms.known import constants, name_of
-from gpuprefetch.transforms.launch import Coloring, resample
+from gpuprefetch.transforms.launch import coloring, resample
 from gpuprefetch.transforms.random import Keys, fold
+from gpuprefetch.transforms.reference import Ints
 from gpuprefetch.transforms.sampling import (
     CenterCropOp,
     FlipOp,
@@ -34,17 +35,17 @@ def _pair(size: int | Sequence[int], name: str) -> Size:
     return int(pair[0]), int(pair[1])
 
 
-_FILTERS = ("nearest", "nearest-exact", "bilinear", "bicubic")
-_OF_PIL = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}
+# The names of filters, with PIL's numbers: its NEAREST is the exact one.
+RESIZE_FILTERS = {"nearest": -1, "nearest-exact": 0, "bilinear": 2, "bicubic": 3}
 
 
 def _filter(interpolation: Any) -> str:
     """The name of a filter, which torchvision's InterpolationMode and PIL's Resampling have too."""
-    name = getattr(interpolation, "value", interpolation)
-    name = _OF_PIL.get(name, name) if isinstance(name, int) else name
-    if name not in _FILTERS:
-        raise ValueError(f"interpolation must be one of {_FILTERS}, got {interpolation!r}.")
-    return str(name)
+    given = getattr(interpolation, "value", interpolation)
+    for name, number in RESIZE_FILTERS.items():
+        if given in (name, number):
+            return name
+    raise ValueError(f"interpolation must be one of {(*RESIZE_FILTERS,)}, got {interpolation!r}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,8 @@ class Head:
     size: Size | None = None  # None where the list does not fix it
     interpolation: str = "bilinear"
     antialias: bool = True
-    mean: tuple[float, ...] | None = None  # in [0, 1] units
-    std: tuple[float, ...] | None = None
+    mean: list[float] | None = None  # in [0, 1] units
+    std: list[float] | None = None
     names: tuple[str, ...] = ()  # of the ops and of a Normalize
     dtype: torch.dtype | None = None  # None for float32, or that of floating-point images
     memory_format: torch.memory_format | None = None
@@ -72,12 +73,8 @@ class Head:
         )
 
     @property
-    def normalize(self) -> tuple[list[float], list[float]] | None:
-        return None if self.mean is None or self.std is None else ([*self.mean], [*self.std])
-
-    @property
-    def coloring(self) -> Coloring:
-        return Coloring(torch.uint8, self.dtype or torch.float32, self.mean, self.std)
+    def colors(self) -> Ints:
+        return coloring(3, torch.uint8, self.dtype or torch.float32, self.mean, self.std)
 
     def sample(self, sizes: npt.ArrayLike, keys: Keys) -> Sampling:
         """The sampling of images of ``sizes`` ``(N, 2)`` with ``(N,)`` keys."""
@@ -268,12 +265,11 @@ def _extended(head: Head, transform: Any, op: Any = None) -> Head | None:
     """The fused transforms and one more; None where they do not compose into one resampling."""
     names = (*head.names, type(transform).__name__)
     theirs = name_of(transform) if head.names else None  # torchvision's keep uint8, and a head not
-    if theirs == "Normalize" or (
-        names[-1] == "Normalize" and type(transform).__module__.startswith("kornia.augmentation.")
-    ):
+    kornias = type(transform).__module__.startswith("kornia.augmentation.")
+    if theirs == "Normalize" or (kornias and names[-1] == "Normalize"):
         if head.mean is not None or float(getattr(transform, "p", 1.0)) != 1.0:
             return None
-        mean, std = map(tuple, constants(transform) or ())
+        mean, std = constants(transform) or ([], [])
         if 0.0 in std:
             raise ValueError(f"Normalize divides by std, which must not be 0, got {std}.")
         return replace(head, mean=mean, std=std, names=names)
@@ -307,35 +303,31 @@ def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[
             "Views stands in place of the list, and what all views have in common stands in each "
             "of its lists: transforms=Views([crop, normalize], [crop, normalize])."
         )
+    K: Any = sys.modules.get("kornia.augmentation")  # nobody has any before it is imported
     for transform in tail:
         if not callable(transform) or isinstance(transform, type):
             raise TypeError(
                 f"transforms takes a list of modules and callables, got {transform!r} in it. "
                 "Pass an instance, as in K.RandomHorizontalFlip()."
             )
-        if (mixing := next(_mixing(transform), None)) is not None:
-            raise ValueError(
-                f"kornia's {mixing} mixes the images of a batch and leaves their targets as they "
-                "were. Mix in the training step, or in a collate_fn with accelerate; where targets "
-                "do not matter, call it from a function in the list."
-            )
+        for op in transform.modules() if K and isinstance(transform, torch.nn.Module) else ():
+            if isinstance(op, K.MixAugmentationBaseV2) and not isinstance(op, K.RandomJigsaw):
+                raise ValueError(
+                    f"kornia's {type(op).__name__} mixes the images of a batch and leaves their "
+                    "targets as they were. Mix in the training step, or in a collate_fn with "
+                    "accelerate; where targets do not matter, call it from a function in the list."
+                )
     head = Head()
     while tail and (longer := _extended(head, tail[0])) is not None:
         head, tail = longer, tail[1:]
     return head, tail
 
 
-def _mixing(transform: Any) -> Iterator[str]:
-    K: Any = sys.modules.get("kornia.augmentation")  # nobody has any before it is imported
-    for op in transform.modules() if K and isinstance(transform, torch.nn.Module) else ():
-        if isinstance(op, K.MixAugmentationBaseV2) and not isinstance(op, K.RandomJigsaw):
-            yield type(op).__name__
-
-
 def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
     if head.size is not None:
         return
-    names, stop = ", ".join(head.names), ", ".join(head.names) or "an empty list"
+    names = ", ".join(head.names)
+    stop = names or "an empty list"
     hint = (
         "Start the list with a crop for training, or with Resize(256) and CenterCrop(224) for "
         "validation (kornia's work as well, if bilinear, p=1 and without padding): "

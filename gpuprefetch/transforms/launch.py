@@ -14,6 +14,7 @@ from gpuprefetch.transforms.reference import (
     TIE,
     Doubles,
     Ints,
+    Numbers,
     check,
     check_rows,
     resample_reference,
@@ -92,8 +93,8 @@ def _launch(
     words = _plan(geometry[:, 1:4], rows, interpolation, antialias)
     start = int(geometry[:, 0].min()) & ~15  # Triton compiles another kernel for an odd one
     table = arrange(words, places, geometry[:, 0] - start, [len(words)], size)
-    coloring = Coloring(images[0].dtype, out.dtype, mean, std)
-    numbers = Launches.numbers(table, out.size(1), coloring)
+    colors = coloring(out.size(1), images[0].dtype, out.dtype, mean, std)
+    numbers = Launches.numbers(table, colors)
     numbers = (numbers.pin_memory() if out.is_cuda else numbers).to(out.device, non_blocking=True)
     with torch.cuda.device_of(out):
         launches = Launches(table, out, images[0].dtype, interpolation)
@@ -161,32 +162,25 @@ def arrange(
     return Table(words, firsts, steps, padded)
 
 
-@dataclass(frozen=True, slots=True)
-class Coloring:
-    """From the values of images to those of the result; mean and std are in [0, 1] units."""
-
-    source: torch.dtype
-    dtype: torch.dtype
-    mean: Sequence[float] | None = None
-    std: Sequence[float] | None = None
-
-    def words(self, channels: int) -> Ints:
-        """``(2 * channels,)``, float64 bit by bit: what values are multiplied by, what added."""
-        scale = np.broadcast_to(1 / np.array(self.std or 1.0), channels).copy()
-        shift = -scale * np.array(self.mean or 0.0)
-        white, source_white = (255 if d == torch.uint8 else 1 for d in (self.dtype, self.source))
-        scale *= white / source_white
-        return np.concatenate([scale, shift]).view(np.int64)
+def coloring(
+    channels: int, source: torch.dtype, dtype: torch.dtype, mean: Numbers, std: Numbers
+) -> Ints:
+    """``(2 * channels,)``, float64 bit by bit: what values are multiplied by, and what is added."""
+    scale = np.broadcast_to(1 / np.array(std or 1.0), channels).copy()
+    shift = -scale * np.array(mean or 0.0)
+    white, source_white = (255 if d == torch.uint8 else 1 for d in (dtype, source))
+    scale *= white / source_white
+    return np.concatenate([scale, shift]).view(np.int64)
 
 
 class Launches:
     """The launches that resample images of dtype ``source`` to rows of ``out`` on the GPU."""
 
     @staticmethod
-    def numbers(table: Table, channels: int, coloring: Coloring) -> torch.Tensor:
+    def numbers(table: Table, colors: Ints) -> torch.Tensor:
         """1-D uint8 on the CPU, all that the kernel reads but the addresses of the images."""
         assert table.words is not None
-        words = np.concatenate([coloring.words(channels), table.words.reshape(-1)])
+        words = np.concatenate([colors, table.words.reshape(-1)])
         return torch.from_numpy(words.view(np.uint8))
 
     @staticmethod

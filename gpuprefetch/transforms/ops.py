@@ -1,10 +1,9 @@
 """What random policies do to a batch, each image with an op of its own: programs and their twin.
 
 A :class:`Program` has slots. In each slot every image has one op of :data:`OPS` and its arguments,
-drawn before. The eager twin calls torchvision image by image and defines the results; on the CPU
-``ops_cpu.py`` has faster forms of some ops. On a GPU one launch carries out a slot for all images,
-whatever op each has; slots next to each other that move no pixels share one. A launch of statistics
-stands before it where an image needs them.
+drawn before. The eager twin calls torchvision image by image and defines the results. On a GPU one
+launch carries out a slot for all images, whatever op each has; slots next to each other that move
+no pixels share one. A launch of statistics stands before it where an image needs them.
 
 Arguments, in this order, in torchvision's units (a value of ``uint8`` images is 0 to 255, of
 others 0 to 1); ``fill`` is three values, or NaN for torchvision's ``fill=None``:
@@ -120,14 +119,13 @@ def run(
     left untouched, and given back where there is nothing to do. A ``program`` that a worker drew is
     laid out for them. ``share`` gets the tensor for the result before it is written, on the CPU.
     """
-    from gpuprefetch.transforms import ops_cpu, ops_launch
+    from gpuprefetch.transforms import ops_launch
 
     if program.weights is not None:
         return _mixed(images, program, program.weights)
     if isinstance(program, ops_launch.Layout) or (images.is_cuda and HAS_TRITON):
         return ops_launch.launch(images, program, finish)
-    quick = images.device.type == "cpu" and images.dtype == torch.uint8 and images.shape[1] == 3
-    return reference(images, program, finish, share, ops_cpu.apply if quick else None)
+    return reference(images, program, finish, share)
 
 
 def _mixed(images: torch.Tensor, program: "Program | Layout", weights: Any) -> torch.Tensor:
@@ -158,12 +156,8 @@ def reference(
     program: Program,
     finish: Finish = AS_IT_IS,
     share: Share | None = None,
-    quick: Callable[..., torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
-    """Eager twin of :func:`run`: torchvision's functions, image by image.
-
-    ``quick`` gives the same for some ops, and None for the others.
-    """
+    """Eager twin of :func:`run`: torchvision's functions or ours of ops_cpu.py, image by image."""
     dtype, memory_format = finish.form(images)
     finishes = finish.normalizes or dtype != images.dtype
     if not finishes and program.rows is None and not program.ops.any():
@@ -175,6 +169,7 @@ def reference(
         share(out)
     wide = torch.promote_types(dtype, torch.float32)
     scale, shift = torch.as_tensor(finish.colors(images)).to(images.device, wide)[..., None, None]
+    quick = images.device.type == "cpu" and images.dtype == torch.uint8 and images.shape[1] == 3
     for n, row in enumerate(rows):
         image = apply_one(images[row], program, n, quick=quick)
         if finishes:
@@ -184,34 +179,35 @@ def reference(
 
 
 def apply_one(
-    sample: Any,
-    program: Program,
-    row: int,
-    *,
-    finals: bool = False,
-    quick: Callable[..., torch.Tensor | None] | None = None,
+    sample: Any, program: Program, row: int, *, finals: bool = False, quick: bool = False
 ) -> Any:
     """Do to one sample what the program says of image `row`.
 
     It is an image, ``(C, H, W)`` or PIL, or a mask, boxes or points of `torchvision.tv_tensors`,
     which only ops that move pixels change. ``finals`` runs the slots after normalization instead of
-    those before. What no op touches is the same object.
+    those before. ``quick`` is for ``(3, H, W)`` uint8 on the CPU. What no op touches is the same
+    object.
     """
+    from gpuprefetch.transforms import ops_cpu
+
     if program.weights is not None:
         return _mixed_one(sample, program)
     before, target = program.ops.shape[1] - program.finals, _is_target(sample)
-    codes = program.ops[row].tolist()
-    for slot in range(before, len(codes)) if finals else range(before):
-        name = NAMES[codes[slot]]
+    slots = slice(before, None) if finals else slice(before)
+    for code, args in zip(program.ops[row, slots].tolist(), program.args[row, slots], strict=True):
+        name = NAMES[code]
         if name == "IDENTITY" or (target and name not in GATHER):
             continue
-        args = program.args[row, slot]
-        done = None if quick is None else quick(name, sample, args)
+        done = ops_cpu.apply(name, sample, args) if quick else None
         if done is None:
             family, _, mode = name.partition("_") if name in GATHER else (name, "", "")
             done = _calls()[family](sample, args.tolist(), mode)
         sample = done
     return sample
+
+
+# Filters by PIL's numbers, which torchvision takes.
+_OF_PIL = {"NEAREST": 0, "BILINEAR": 2}
 
 
 @cache
@@ -221,7 +217,7 @@ def _calls() -> dict[str, Callable[[Any, list[float], str], Any]]:
 
     def affine(x: Any, a: list[float], mode: str) -> Any:
         fill, center = _fill(x, a[8:11]), None if a[6] != a[6] else a[6:8]
-        return F.affine(x, a[0], a[1:3], a[3], a[4:6], _mode(mode), fill, center)
+        return F.affine(x, a[0], a[1:3], a[3], a[4:6], _OF_PIL[mode], fill, center)
 
     def erase(x: Any, a: list[float], mode: str) -> Any:
         values = torch.tensor(a[4 : 4 + F.get_num_channels(x)])[:, None, None]
@@ -231,6 +227,9 @@ def _calls() -> dict[str, Callable[[Any, list[float], str], Any]]:
         top, left, height, width, seed = map(int, a[:5])
         values = noise(seed, (F.get_num_channels(x), height, width))
         return F.erase(x, top, left, height, width, values.to(getattr(x, "device", "cpu")))
+
+    def perspective(x: Any, a: list[float], mode: str) -> Any:
+        return F.perspective(x, None, None, _OF_PIL[mode], _fill(x, a[8:11]), a[:8])
 
     return {
         "BRIGHTNESS": lambda x, a, m: F.adjust_brightness(x, a[0]),
@@ -245,24 +244,16 @@ def _calls() -> dict[str, Callable[[Any, list[float], str], Any]]:
         "INVERT": lambda x, a, m: F.invert(x),
         "AUTOCONTRAST": lambda x, a, m: F.autocontrast(x),
         "EQUALIZE": lambda x, a, m: F.equalize(x),
-        "PERMUTE": lambda x, a, m: F.permute_channels(x, [int(c) for c in a[:3]]),
+        "PERMUTE": lambda x, a, m: F.permute_channels(x, [*map(int, a[: F.get_num_channels(x)])]),
         "HFLIP": lambda x, a, m: F.horizontal_flip(x),
         "VFLIP": lambda x, a, m: F.vertical_flip(x),
         "BLUR": lambda x, a, m: F.gaussian_blur(x, [int(a[2]), int(a[3])], a[:2]),
         "ERASE": erase,
         "ERASE_NOISE": erase_noise,
         "AFFINE": affine,
-        "PERSPECTIVE": lambda x, a, m: F.perspective(
-            x, None, None, _mode(m), _fill(x, a[8:11]), a[:8]
-        ),
+        "PERSPECTIVE": perspective,
         "MATRIX": _matrix,
     }
-
-
-def _mode(name: str) -> Any:
-    from torchvision.transforms.v2 import InterpolationMode
-
-    return InterpolationMode(name.lower())
 
 
 def _fill(x: Any, values: list[float]) -> list[float] | None:
@@ -301,7 +292,7 @@ def _matrix(x: Any, a: list[float], mode: str) -> Any:
 
     if _is_target(x):
         # Not the fill of the picture: timm, whose op it is, knows no masks.
-        return F.perspective(x, None, None, _mode("nearest"), None, [*a[:6], 0.0, 0.0])
+        return F.perspective(x, None, None, _OF_PIL["NEAREST"], None, [*a[:6], 0.0, 0.0])
     return _as_tensor(partial(_sample_matrix, mode=mode.lower()), x, a)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from gpuprefetch.transforms import ops_kernel as kernel
 from gpuprefetch.transforms.ops import AS_IT_IS, NAMES, OPS, Finish, Program
-from gpuprefetch.transforms.ops_points import BINS, FIELDS
+from gpuprefetch.transforms.ops_kernel import BINS, FIELDS
 
 _Doubles = npt.NDArray[np.float64]
 _Singles = npt.NDArray[np.float32]
@@ -29,7 +29,6 @@ class _Group:
 
     first: int  # slot, the only one that may move pixels
     last: int  # the slot after them
-    end: int  # the slot after those that come after normalization
     moves: bool  # whether the first one moves pixels
     # Of statistics: where their pairs (image, slot) begin, and how many there are.
     rounds: list[tuple[int, int]] = field(default_factory=list)
@@ -62,16 +61,15 @@ def lay_out(images: torch.Tensor, program: Program, finish: Finish = AS_IT_IS) -
     groups = _groups(codes[:, :before], needs)
     pairs = _pairs(groups, codes, needs, params)
     if not groups and (finishes or program.rows is not None):
-        groups = [_Group(before, before, before, False)]
+        groups = [_Group(before, before, False)]
     if finishes:  # what stands between them does nothing
-        groups[-1].last, groups[-1].end = before, n_slots
+        groups[-1].last = before
     colors = np.broadcast_to(finish.colors(images), (2, 3)).astype(np.float32)
     own = np.arange(count, dtype=np.int32)
     rows = own[:0] if program.rows is None else program.rows.astype(np.int32)
-    parts = table.ravel(), colors.view(np.int32).ravel(), own, pairs.ravel(), rows
-    at_own = table.size + colors.size
-    at_pairs = at_own + count
-    at_rows = at_own if program.rows is None else at_pairs + pairs.size
+    parts = [table.ravel(), colors.view(np.int32).ravel(), own, pairs.ravel(), rows]
+    at_pairs = table.size + colors.size + count
+    at_rows = at_pairs - count if program.rows is None else at_pairs + pairs.size
     places = n_slots, table.size, at_rows, at_pairs
     words = np.concatenate(parts)
     return Layout(words, groups, places, count, len(pairs), finishes, program.weights)
@@ -93,15 +91,14 @@ def launch(
             words = words.pin_memory().to(images.device, non_blocking=True)
         empty = partial(torch.empty, device=images.device)
         statistics = empty((max(laid.pairs, 1), 3, BINS), dtype=torch.float32)
-        shape = laid.count, *images.shape[1:]
-        n_slots, tail, at_rows, at_pairs = laid.places
+        places, shape = laid.places, (laid.count, *images.shape[1:])
         for group in laid.groups:
             final = group is laid.groups[-1]
             kind = dtype if final else images.dtype
             out = empty(shape, dtype=kind, memory_format=memory_format)
-            places = n_slots, tail, at_rows, at_pairs
             _launch(images, words, out, statistics, group, places, laid.finishes and final)
-            images, at_rows = out, at_pairs - laid.count  # the rows as they are
+            images = out
+            places = *places[:2], places[3] - laid.count, places[3]  # the rows as they are
     return images
 
 
@@ -129,7 +126,7 @@ def _launch(
             source, table, blurred, *common, start, kernel.BLOCK, num_warps=kernel.NUM_WARPS
         )
     given = source, table, out, statistics, blurred, *common, *_strides(out)
-    slots = group.first, group.last, group.end
+    slots = group.first, group.last, places[0] if finish else group.last
     constants = uint8, group.moves, finish, 1 if out.shape[3] % 4 else 4, kernel.BLOCK
     kernel.ops_kernel[(len(out) * tiles,)](*given, *slots, *constants, num_warps=kernel.NUM_WARPS)
 
@@ -150,9 +147,9 @@ def _groups(codes: _Ints, needs: _Flags) -> list[_Group]:
     for slot in np.flatnonzero(highest).tolist():
         moves = bool(highest[slot] >= _MOVING)
         if groups and not moves and not (statistics[slot] and groups[-1].moves):
-            groups[-1].last = groups[-1].end = slot + 1
+            groups[-1].last = slot + 1
         else:
-            groups.append(_Group(slot, slot + 1, slot + 1, moves))
+            groups.append(_Group(slot, slot + 1, moves))
     return groups
 
 
@@ -215,16 +212,12 @@ def _pack(program: Program, images: torch.Tensor, before: int) -> tuple[_Ints, _
         params[n, slot, :2] = (0.5 / sigma**2).clip(max=1e30)
     if used[OPS["ERASE"]] and uint8:
         n, slot = np.nonzero(codes[:, :before] == OPS["ERASE"])
-        params[n, slot, 4:7] = _as_uint8(args[n, slot, 4:7])
+        params[n, slot, 4:7] = np.trunc(args[n, slot, 4:7]) % 256
     if any(used[_FIRST : _LAST + 1]):
         n, slot = np.nonzero((codes >= _FIRST) & (codes <= _LAST))
         params[n, slot] = coordinates(codes[n, slot], args[n, slot], images)
     params[codes == 0] = 0  # the kernels read a box there, too, and it must hold numbers
     return table, codes, params
-
-
-def _as_uint8(values: _Doubles) -> _Doubles:
-    return np.trunc(values) % 256
 
 
 def coordinates(codes: _Ints, args: _Doubles, images: torch.Tensor) -> _Singles:
@@ -235,7 +228,10 @@ def coordinates(codes: _Ints, args: _Doubles, images: torch.Tensor) -> _Singles:
     """
     height, width = images.shape[-2:]
     kinds = (codes - _FIRST) >> 1  # affine, perspective, matrix
-    columns, params = args.T[: FIELDS - 1], np.zeros((len(args), FIELDS - 1), np.float32)
+    columns, params = (
+        args.T[: FIELDS - 1],
+        np.zeros((len(args), FIELDS - 1), np.float32),
+    )
     matrices, fill, centered = columns[:6], columns[8:], kinds == 0
     if centered.all():
         matrices = _affine_matrices(columns, height, width)
@@ -244,7 +240,8 @@ def coordinates(codes: _Ints, args: _Doubles, images: torch.Tensor) -> _Singles:
         matrices[:, centered] = _affine_matrices(columns[:, centered], height, width)
         projects, plain = kinds == 1, kinds == 2
         params[projects, 6:8] = args[projects, 6:8]
-        given = _as_uint8(columns[6:9]) if images.dtype == torch.uint8 else columns[6:9]
+        given = columns[6:9]
+        given = np.trunc(given) % 256 if images.dtype == torch.uint8 else given
         fill = np.where(plain, given, fill)
     # In float32 from here on, as torchvision has it.
     halves = np.array([0.5 * width, 0.5 * height], np.float32).repeat(3)

@@ -93,7 +93,8 @@ class Recipe:
             return replace(longer, cast=op) if fits else None
         if isinstance(op, ToUint8):
             return None if self.ops else replace(longer, before=op)
-        if isinstance(op, ToFloat) or _is_scaling(op):
+        conversion = name_of(op) in ("ConvertImageDtype", "ToDtype") and getattr(op, "scale", True)
+        if isinstance(op, ToFloat) or (conversion and op.dtype == torch.float32):
             if self.normalize is not None and not self.scaled:
                 return None
             before = self.before if self.ops else ToFloat()
@@ -110,11 +111,25 @@ class Recipe:
             return None
         return replace(longer, finals=(*self.finals, slots))
 
+    def begin(self, images: torch.Tensor) -> torch.Tensor:
+        return images if self.before is None else self.before(images)
 
-def _is_scaling(op: Any) -> bool:
-    if name_of(op) == "ConvertImageDtype":
-        return bool(op.dtype == torch.float32)
-    return name_of(op) == "ToDtype" and bool(op.dtype == torch.float32 and op.scale)
+    def finish(self, images: torch.Tensor) -> Finish:
+        if self.normalize is not None and not self.scaled:
+            refuse_integers(images)
+        floats = torch.float32 if self.scaled and not images.is_floating_point() else None
+        mean, std = self.normalize or (None, None)
+        return Finish(mean, std, self.cast.dtype or floats, self.cast.memory_format)
+
+
+def _compiled(transform: Any) -> Recipe:
+    recipe = Recipe()
+    for op in flatten(transform):
+        longer = recipe if name_of(op) == "Identity" else recipe.then(op)
+        if longer is None:
+            raise UnsupportedTransformError(_why_not(op, recipe))
+        recipe = longer
+    return recipe
 
 
 class PerImage(torch.nn.Module):
@@ -145,12 +160,7 @@ class PerImage(torch.nn.Module):
     def __init__(self, transform: Any, *, seed: int | None = None) -> None:
         super().__init__()
         self.op, self.seed, self.calls = transform, seed, 0
-        self.recipe = Recipe()
-        for op in flatten(transform):
-            longer = self.recipe if name_of(op) == "Identity" else self.recipe.then(op)
-            if longer is None:
-                raise UnsupportedTransformError(_why_not(op, self.recipe))
-            self.recipe = longer
+        self.recipe = _compiled(transform)
 
     @property
     def __name__(self) -> str:
@@ -161,7 +171,14 @@ class PerImage(torch.nn.Module):
     @property
     def slots(self) -> int:
         steps = (*self.recipe.steps, *self.recipe.finals)
-        return sum(s.chain.slots if isinstance(s, Mix) else s.slots for s in steps)
+        return sum(s.chain.size if isinstance(s, Mix) else s.size for s in steps)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"recipe": None}  # which is compiled anew
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.recipe = _compiled(self.op)
 
     def get_extra_state(self) -> dict[str, int]:
         return {"calls": self.calls}
@@ -204,49 +221,35 @@ class PerImage(torch.nn.Module):
 
     def drawn(self, keys: Keys, images: torch.Tensor) -> list[Program]:
         """What is done to images with these ``(N,)`` keys."""
-        recipe, (channels, height, width) = self.recipe, images.shape[-3:]
-        floats = images.is_floating_point()
-        if recipe.before is not None:
-            floats = isinstance(recipe.before, ToFloat)
+        (channels, height, width), before = images.shape[-3:], self.recipe.before
+        floats = isinstance(before, ToFloat) if before else images.is_floating_point()
         picture = Picture(height, width, channels, 1.0 if floats else 255.0)
         programs, row = list[Program](), list[Slots]()
-        for number, step in enumerate(recipe.steps):
+        for number, step in enumerate(self.recipe.steps):
             if not isinstance(step, Mix):
                 row.append(step)
                 continue
             programs += [program_of(row, fold(keys, -1 - number), picture)] if row else []
             programs.append(step.draw(fold(keys, number), picture))
             row = []
-        return [*programs, program_of(row, keys, picture, recipe.finals)]
+        return [*programs, program_of(row, keys, picture, self.recipe.finals)]
 
     def carry_out(
         self, images: torch.Tensor, drawn: "Sequence[Program | Layout]", share: Share | None = None
     ) -> torch.Tensor:
         """Carry out what :meth:`draw` drew; ``share`` as for :func:`.ops.run`."""
-        images = self._begin(images)
+        images = self.recipe.begin(images)
         for program in drawn[:-1]:
             images = run(images, program)
-        return run(images, drawn[-1], self._finish(images), share)
+        return run(images, drawn[-1], self.recipe.finish(images), share)
 
     def lay_out(self, images: torch.Tensor, drawn: Sequence[Program]) -> "list[Layout]":
         """The same for the kernels, whatever the device is; the images may be on "meta"."""
         from gpuprefetch.transforms.ops_launch import lay_out
 
-        images = self._begin(images)
+        images = self.recipe.begin(images)
         laid = [lay_out(images, program) for program in drawn[:-1]]
-        return [*laid, lay_out(images, drawn[-1], self._finish(images))]
-
-    def _begin(self, images: torch.Tensor) -> torch.Tensor:
-        before = self.recipe.before
-        return images if before is None else before(images)
-
-    def _finish(self, images: torch.Tensor) -> Finish:
-        recipe = self.recipe
-        if recipe.normalize is not None and not recipe.scaled:
-            refuse_integers(images)
-        floats = torch.float32 if recipe.scaled and not images.is_floating_point() else None
-        mean, std = recipe.normalize or (None, None)
-        return Finish(mean, std, recipe.cast.dtype or floats, recipe.cast.memory_format)
+        return [*laid, lay_out(images, drawn[-1], self.recipe.finish(images))]
 
     def carry_out_one(self, sample: Any, drawn: Sequence[Program], row: int) -> Any:
         """Do to an image, boxes, masks or points what they say, without conversions."""

@@ -5,7 +5,6 @@ What an op of the list is made of is read from its attributes once; each batch t
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,22 +12,24 @@ import numpy as np
 
 from gpuprefetch.transforms.known import filter_of, flatten, name_of, twin
 from gpuprefetch.transforms.slots import (
-    Choice,
     Columns,
     Floats,
     Mix,
-    One,
-    Order,
     Picture,
-    Row,
     Slots,
     Step,
-    Table,
+    arguments,
+    choice,
+    one,
+    order,
+    row,
+    table,
 )
 from gpuprefetch.transforms.timm import COLORS, from_augment
 
 # Filters that torchvision has for tensors.
 FILTERS = ("nearest", "bilinear")
+_NONE = (math.nan,) * 3  # for a fill or a center of None
 _ADJUSTMENTS = ("brightness", "contrast", "saturation", "hue")
 
 
@@ -48,33 +49,27 @@ def _slots(op: Any) -> Slots | Mix:
     op = twin(op)
     make = COMPILERS.get(name_of(op) or "")
     of_pil = hasattr(op, "interpolation") and filter_of(op) not in FILTERS
+    reshapes = getattr(op, "expand", False) or getattr(op, "num_output_channels", 3) != 3
     # One fill for images and another one for masks is a dict.
-    if make is None or of_pil or isinstance(getattr(op, "fill", None), dict):
+    if make is None or of_pil or reshapes or isinstance(getattr(op, "fill", None), dict):
         raise _NoForm
     return make(op)
 
 
-def _fill(op: Any) -> tuple[float, float, float]:
-    """The three values around a picture that is moved; NaN for torchvision's None."""
-    if op.fill is None:
-        return (math.nan,) * 3
-    values = np.ravel(op.fill).astype(float).tolist()
-    values = values * 3 if len(values) == 1 else values
-    return (values[0], values[1], values[2])
+def _fill(op: Any) -> Sequence[float]:
+    """The three values around a picture that is moved."""
+    return _NONE if op.fill is None else [*np.broadcast_to(np.ravel(op.fill), 3).astype(float)]
 
 
-def _moving(name: str, op: Any) -> str:
-    return f"{name}_{filter_of(op).upper()}"
-
-
-def _center(op: Any) -> Sequence[float]:
-    return op.center or (math.nan, math.nan)
+def _moving(name: str, op: Any, sample: Any, draws: int, p: float = 1.0) -> Slots:
+    return one(f"{name}_{filter_of(op).upper()}", partial(sample, op), draws, p)
 
 
 # --- One op ---
 
 
-def _drawn(columns: Sequence[Any], u: Floats, picture: Picture) -> list[Any]:
+def _drawn(columns: Sequence[Any], u: Floats, picture: Any = None) -> list[Any]:
+    """Numbers as they are, and of each range (low, high) uniform ones."""
     numbers = iter(u)
     return [
         column[0] + (column[1] - column[0]) * next(numbers) if np.ndim(column) else column
@@ -82,17 +77,17 @@ def _drawn(columns: Sequence[Any], u: Floats, picture: Picture) -> list[Any]:
     ]
 
 
-def _one(name: str, *columns: Any, p: float = 1.0) -> One:
-    return One(name, partial(_drawn, columns), sum(map(np.ndim, columns)), p)
+def _one(name: str, *columns: Any, p: float = 1.0) -> Slots:
+    return one(name, partial(_drawn, columns), sum(map(np.ndim, columns)), p)
 
 
-def _switch(name: str, *attributes: str) -> Callable[[Any], One]:
+def _switch(name: str, *attributes: str) -> Callable[[Any], Slots]:
     """Of such an op nothing is drawn, but whether."""
     return lambda op: _one(name, *(getattr(op, a) for a in attributes), p=getattr(op, "p", 1.0))
 
 
 def _blurred(op: Any, u: Floats, picture: Picture) -> Columns:
-    (sigma,) = _drawn([op.sigma], u, picture)
+    (sigma,) = _drawn([op.sigma], u)
     return [sigma, sigma, *op.kernel_size]
 
 
@@ -102,18 +97,16 @@ def _turned(angle: Any) -> Any:
 
 
 def _rotated(op: Any, u: Floats, picture: Picture) -> Columns:
-    (angle,) = _drawn([op.degrees], u, picture)
-    return [_turned(angle), 0, 0, 1, 0, 0, *_center(op), *_fill(op)]
+    (angle,) = _drawn([op.degrees], u)
+    return [_turned(angle), 0, 0, 1, 0, 0, *(op.center or _NONE[:2]), *_fill(op)]
 
 
 def _affine(op: Any, u: Floats, picture: Picture) -> Columns:
-    far_x, far_y = (
-        share * side for share, side in zip(op.translate or (0, 0), picture[1::-1], strict=True)
-    )
+    far_x, far_y = np.multiply(op.translate or (0, 0), (picture.width, picture.height))
     shear = (*(op.shear or (0, 0)), 0, 0)
     ranges = op.degrees, (-far_x, far_x), (-far_y, far_y), op.scale or (1, 1), shear[:2], shear[2:4]
-    angle, x, y, *rest = _drawn(ranges, u, picture)
-    return [angle, np.rint(x), np.rint(y), *rest, *_center(op), *_fill(op)]
+    angle, x, y, *rest = _drawn(ranges, u)
+    return [angle, np.rint(x), np.rint(y), *rest, *(op.center or _NONE[:2]), *_fill(op)]
 
 
 def _perspective(op: Any, u: Floats, picture: Picture) -> Columns:
@@ -159,52 +152,34 @@ def _erased(op: Any, u: Floats, picture: Picture) -> Columns:
 
 
 def _permuted(u: Floats, picture: Picture) -> Columns:
-    order = np.argsort(u[: picture.channels], axis=0)
-    return [*order] if picture.channels > 1 else [np.zeros(u.shape[1])]
+    return [*np.argsort(u[: picture.channels], axis=0)]
 
 
-def _jitter(op: Any) -> Order:
+def _jitter(op: Any) -> Slots:
     ranges = {name: getattr(op, name) for name in _ADJUSTMENTS}
-    return Order(tuple(_one(n.upper(), drawn) for n, drawn in ranges.items() if drawn is not None))
+    return order([_one(n.upper(), drawn) for n, drawn in ranges.items() if drawn is not None])
 
 
-def _distort(op: Any) -> Row:
+def _distort(op: Any) -> Slots:
     """Contrast comes before saturation and hue, or after them."""
     brightness, contrast, *rest = (_one(n.upper(), getattr(op, n), p=op.p) for n in _ADJUSTMENTS)
-    either = Choice((Row((contrast, *rest)), Row((*rest, contrast))), (0.5, 0.5))
-    return Row((brightness, either, One("PERMUTE", _permuted, 3, op.p)))
-
-
-def _gray(op: Any) -> One:
-    if getattr(op, "num_output_channels", 3) != 3:  # which gives another shape
-        raise _NoForm
-    return _one("GRAYSCALE", p=getattr(op, "p", 1.0))
-
-
-def _rotation(op: Any) -> One:
-    if op.expand:  # likewise
-        raise _NoForm
-    return One(_moving("AFFINE", op), partial(_rotated, op), 1)
+    either = choice([row([contrast, *rest]), row([*rest, contrast])], (0.5, 0.5))
+    return row([brightness, either, one("PERMUTE", _permuted, 3, op.p)])
 
 
 # --- Containers ---
 
 
-def _row(transforms: Any, p: float = 1.0) -> Row:
-    parts = list[Slots]()
-    for op in flatten(transforms):
-        if name_of(op) == "Identity":
-            continue
-        part = _slots(op)
-        if isinstance(part, Mix):
-            raise _NoForm
-        parts.append(part)
-    return Row(tuple(parts), p)
+def _row(transforms: Any, p: float = 1.0) -> Slots:
+    parts = [_slots(op) for op in flatten(transforms) if name_of(op) != "Identity"]
+    if any(isinstance(part, Mix) for part in parts):
+        raise _NoForm
+    return row(parts, p)  # type: ignore[arg-type]
 
 
-def _choice(op: Any) -> Choice:
+def _choice(op: Any) -> Slots:
     chances = np.array(op.p if op.p is not None else [1] * len(op.transforms), dtype=float)
-    return Choice(tuple(map(_row, op.transforms)), tuple((chances / chances.sum()).tolist()))
+    return choice([*map(_row, op.transforms)], chances / chances.sum())
 
 
 # --- RandAugment and its kin ---
@@ -235,63 +210,61 @@ def _magnitudes(op: Any, name: str, numbers: Sequence[int], bins: int, picture: 
     return np.trunc(both) if name.startswith(("Translate", "Posterize")) else both
 
 
-def _step(
-    op: Any, name: str, numbers: Sequence[int], chance: float = 1.0, *, bins: int = 0
-) -> Step:
-    magnitudes = partial(_magnitudes, op, name, numbers, bins or op.num_magnitude_bins)
-    if name in COLORS:
-        return Step(COLORS[name], magnitudes, chance=chance)
-    if name not in _MOVES:  # of a later torchvision
-        raise _NoForm
-    center = (0.0, 0.0) if name.startswith("Shear") else (math.nan, math.nan)
-    given = (0, 0, 0, 1, 0, 0, *center, *_fill(op))
-    return Step(_moving("AFFINE", op), magnitudes, _MOVES[name], given, chance)
+def _step(op: Any, name: str, numbers: Sequence[int], bins: int, chance: float = 1.0) -> Step:
+    code, column, given = COLORS.get(name), 0, list[float]()
+    if code is None:
+        if name not in _MOVES:  # of a later torchvision
+            raise _NoForm
+        center = (0.0, 0.0) if name.startswith("Shear") else _NONE[:2]
+        code, column = f"AFFINE_{filter_of(op).upper()}", _MOVES[name]
+        given = [0, 0, 0, 1, 0, 0, *center, *_fill(op)]
+
+    def args_for(picture: Picture) -> Floats:
+        return arguments(_magnitudes(op, name, numbers, bins, picture), column, given)
+
+    return Step(code, args_for, chance)
 
 
-def _one_of(op: Any, numbers: Sequence[int], layers: int = 1, **options: Any) -> Table:
-    return Table([[_step(op, name, numbers, **options)] for name in _space(op)], layers)
+def _one_of(op: Any, numbers: Sequence[int], layers: int = 1, bins: int = 0) -> Slots:
+    bins = bins or op.num_magnitude_bins
+    return table([[_step(op, name, numbers, bins)] for name in _space(op)], layers)
 
 
-def _auto_augment(op: Any) -> Table:
-    policies = [[_step(op, n, [m or 0], p, bins=10) for n, p, m in each] for each in op._policies]
-    return Table(policies, 1)
+def _auto_augment(op: Any) -> Slots:
+    return table([[_step(op, n, [m or 0], 10, p) for n, p, m in each] for each in op._policies], 1)
 
 
 def _aug_mix(op: Any) -> Mix:
     if op.alpha != 1:
         raise _NoForm
-    depth = op.chain_depth if op.chain_depth > 0 else 3
-    chain = _one_of(op, range(op.severity), depth, bins=10)
-    return Mix(replace(chain, most=op.chain_depth <= 0), op.mixture_width)
+    return Mix(_one_of(op, range(op.severity), op.chain_depth, 10), op.mixture_width)
 
 
 COMPILERS: dict[str, Callable[[Any], Slots | Mix]] = {
     "AugMix": _aug_mix,
     "AutoAugment": _auto_augment,
     "ColorJitter": _jitter,
-    "GaussianBlur": lambda op: One("BLUR", partial(_blurred, op), 1),
-    "Grayscale": _gray,
+    "GaussianBlur": lambda op: one("BLUR", partial(_blurred, op), 1),
+    "Grayscale": _switch("GRAYSCALE"),
     "RandAugment": lambda op: _one_of(op, [op.magnitude], op.num_ops),
     "RandomAdjustSharpness": _switch("SHARPNESS", "sharpness_factor"),
-    "RandomAffine": lambda op: One(_moving("AFFINE", op), partial(_affine, op), 6),
+    "RandomAffine": lambda op: _moving("AFFINE", op, _affine, 6),
     "RandomApply": lambda op: _row(op.transforms, op.p),
     "RandomAutocontrast": _switch("AUTOCONTRAST"),
-    "RandomChannelPermutation": lambda op: One("PERMUTE", _permuted, 3),
+    "RandomChannelPermutation": lambda op: one("PERMUTE", _permuted, 3),
     "RandomChoice": _choice,
     "RandomEqualize": _switch("EQUALIZE"),
-    "RandomErasing": lambda op: One(
+    "RandomErasing": lambda op: one(
         "ERASE_NOISE" if op.value is None else "ERASE", partial(_erased, op), 23, op.p
     ),
-    "RandomGrayscale": _gray,
+    "RandomGrayscale": _switch("GRAYSCALE"),
     "RandomHorizontalFlip": _switch("HFLIP"),
     "RandomInvert": _switch("INVERT"),
-    "RandomOrder": lambda op: Order(tuple(map(_row, op.transforms))),
-    "RandomPerspective": lambda op: One(
-        _moving("PERSPECTIVE", op), partial(_perspective, op), 8, op.p
-    ),
+    "RandomOrder": lambda op: order([*map(_row, op.transforms)]),
+    "RandomPerspective": lambda op: _moving("PERSPECTIVE", op, _perspective, 8, op.p),
     "RandomPhotometricDistort": _distort,
     "RandomPosterize": _switch("POSTERIZE", "bits"),
-    "RandomRotation": _rotation,
+    "RandomRotation": lambda op: _moving("AFFINE", op, _rotated, 1),
     "RandomSolarize": _switch("SOLARIZE", "threshold"),
     "RandomVerticalFlip": _switch("VFLIP"),
     "TrivialAugmentWide": lambda op: _one_of(op, range(op.num_magnitude_bins)),

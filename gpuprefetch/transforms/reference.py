@@ -7,7 +7,7 @@ Triton it is what runs. The checks of what is read and written are here for both
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 Doubles = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Numbers = list[float] | None
 ChannelValues = Sequence[float] | torch.Tensor | None
 
 # Radius of each filter in source pixels, before antialiasing widens it. The nearest pixel has half
@@ -25,23 +26,6 @@ SUPPORT = {"nearest": 0.5, "bilinear": 1.0, "bicubic": 2.0}
 # Such a tie is an exact fraction, and this is more than rounding in float64 takes away from it.
 TIE = 1e-6
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-# Finished pictures, for neighboring rows, that the eager twin takes together: few calls, in what a
-# core's cache holds.
-GROUP = 4
-
-
-class Checked(NamedTuple):
-    """What :func:`check` made of the arguments of :func:`.launch.resample`."""
-
-    geometry: Ints  # (N, 7): address, strides and shape of each image
-    rows: Doubles
-    out: torch.Tensor
-    places: Ints  # the rows of it that they go to
-    interpolation: str
-    antialias: bool
-    mean: list[float] | None
-    std: list[float] | None
 
 
 def resample_reference(
@@ -55,41 +39,40 @@ def resample_reference(
         images, sampling, size, **options
     )
     compute = torch.float64 if out.dtype == torch.float64 else torch.float32
-    colors = [
-        None if values is None else torch.tensor(values, dtype=compute, device=out.device)
-        for values in normalize
-    ]
+    mean, std = (
+        None if c is None else torch.tensor(c, dtype=compute, device=out.device)[:, None, None]
+        for c in normalize
+    )
     levels = 255 if images[0].dtype == torch.uint8 else 1
     clamp = interpolation == "bicubic" and levels == 255
-    planes = [c if c is None else c[:, None, None] for c in colors]
-
-    is_finished = (rows == finished_row(tuple(size))).all((1, 2))
-    finished = np.flatnonzero(is_finished)
-    runs = np.split(finished, np.flatnonzero(np.diff(places[finished]) != 1) + 1)
-    for group in (run[i : i + GROUP] for run in runs for i in range(0, len(run), GROUP)):
-        pictures = [images[i][:, : size[0], : size[1]] for i in group]
-        part, colors_here = out[places[group[0]] : places[group[0]] + len(group)], planes
-        lines = part.permute(0, 2, 3, 1)
-        if lines.is_contiguous():
-            # As lines of W * C values: loops over C of them take three times as long.
-            pictures, part = [p.permute(1, 2, 0).flatten(1) for p in pictures], lines.flatten(2)
-            colors_here = [c if c is None else c.repeat(size[1]) for c in colors]
-        _finish(torch.stack(pictures).to(compute), part, levels, clamp, *colors_here)
-    for i in np.flatnonzero(~is_finished).tolist():
-        image, picture = images[i], out[int(places[i])]
-        y_row, x_row = rows[i].tolist()
-        y_taps, y_weights, y_inside = _taps(y_row, size[0], interpolation, antialias)
-        x_taps, x_weights, x_inside = _taps(x_row, size[1], interpolation, antialias)
-        top, left = y_taps.min(), x_taps.min()
-        box = image[:, top : y_taps.max() + 1, left : x_taps.max() + 1].to(compute)
-        values = _filter_rows(box.transpose(1, 2), x_taps - left, x_weights)
+    finished = (rows == finished_row(tuple(size))).all((1, 2))
+    for image, row, is_finished, place in zip(images, rows, finished, places, strict=True):
+        if is_finished:  # in planes: loops over the channels of a pixel take three times as long
+            box = image[:, : size[0], : size[1]]
+            values = box.to(compute, memory_format=torch.contiguous_format, copy=True)
+        else:
+            y_taps, y_weights, y_inside = _taps(row[0].tolist(), size[0], interpolation, antialias)
+            x_taps, x_weights, x_inside = _taps(row[1].tolist(), size[1], interpolation, antialias)
+            top, left = y_taps.min(), x_taps.min()
+            box = image[:, top : y_taps.max() + 1, left : x_taps.max() + 1].to(compute)
+            values = _filter_rows(box.transpose(1, 2), x_taps - left, x_weights)
+            if clamp:
+                values.clamp_(0, 255)
+            values = _filter_rows(values.transpose(1, 2), y_taps - top, y_weights)
+            if not (y_inside.all() and x_inside.all()):
+                padding = torch.from_numpy(~(y_inside[:, None] & x_inside))
+                values.masked_fill_(padding.to(out.device), 0)
         if clamp:
             values.clamp_(0, 255)
-        values = _filter_rows(values.transpose(1, 2), y_taps - top, y_weights)
-        if not (y_inside.all() and x_inside.all()):
-            padding = torch.from_numpy(~(y_inside[:, None] & x_inside))
-            values.masked_fill_(padding.to(out.device), 0)
-        _finish(values, picture, levels, clamp, *planes)
+        if out.dtype == torch.uint8:
+            values.mul_(255 // levels).add_(0.5).floor_().clamp_(0, 255)
+        elif levels == 255:
+            values.div_(255)
+        if mean is not None:
+            values.sub_(mean)
+        if std is not None:
+            values.div_(std)
+        out[int(place)] = values
     return out
 
 
@@ -129,28 +112,6 @@ def _filter_rows(values: torch.Tensor, taps: Ints, weights: Doubles) -> torch.Te
     for column, factor in zip(columns[1:], factors[1:], strict=True):
         result.addcmul_(values.index_select(1, column), factor)
     return result
-
-
-def _finish(
-    values: torch.Tensor,
-    out: torch.Tensor,
-    levels: int,
-    clamp: bool,
-    mean: torch.Tensor | None,
-    std: torch.Tensor | None,
-) -> None:
-    """Bring values of 0 to `levels`, in the shape of `out`, into its form; overwrites them."""
-    if clamp:
-        values.clamp_(0, 255)
-    if out.dtype == torch.uint8:
-        values.mul_(255 // levels).add_(0.5).floor_().clamp_(0, 255)
-    elif levels == 255:
-        values.div_(255)
-    if mean is not None:
-        values.sub_(mean)
-    if std is not None:
-        values.div_(std)
-    out.copy_(values)
 
 
 def resample_uint8(
@@ -237,8 +198,13 @@ def check(
     memory_format: torch.memory_format = torch.contiguous_format,
     out: torch.Tensor | None = None,
     positions: Sequence[int] | None = None,
-) -> Checked:
-    """Check the arguments of :func:`.launch.resample`, and make its result if there is none."""
+) -> tuple[Ints, Doubles, torch.Tensor, Ints, str, bool, Numbers, Numbers]:
+    """Check the arguments of :func:`.launch.resample`, and make its result if there is none.
+
+    Returns:
+        ``(N, 7)`` address, strides and shape of each image, the rows as an array, the result, the
+        rows of it that images go to, interpolation, antialias, and lists of means and stds.
+    """
     ((kind, ndim, channels, device),) = {(t.dtype, t.dim(), len(t), t.device) for t in images}
     if ndim != 3 or kind not in (torch.uint8, *FLOAT_DTYPES):
         raise ValueError(
@@ -254,9 +220,9 @@ def check(
     assert (out.shape[1:], out.dtype, out.device) == (shape[1:], dtype, device)
     places = np.arange(len(images)) if positions is None else np.asarray(positions, np.int64)
     assert len(places) == len(images) and 0 <= places.min() <= places.max() < len(out)
-    colors = [per_channel(*each, channels) for each in (("mean", mean), ("std", std))]
-    assert dtype in FLOAT_DTYPES or (dtype == torch.uint8 and colors == [None, None])
-    return Checked(geometry, rows, out, places, interpolation, antialias, *colors)
+    means, stds = per_channel("mean", mean, channels), per_channel("std", std, channels)
+    assert dtype in FLOAT_DTYPES or (dtype == torch.uint8 and means is stds is None)
+    return geometry, rows, out, places, interpolation, antialias, means, stds
 
 
 def check_rows(rows: Doubles, sizes: Ints, size: tuple[int, int]) -> None:
@@ -277,7 +243,7 @@ def check_rows(rows: Doubles, sizes: Ints, size: tuple[int, int]) -> None:
         )
 
 
-def per_channel(name: str, values: ChannelValues, channels: int) -> list[float] | None:
+def per_channel(name: str, values: ChannelValues, channels: int) -> Numbers:
     if values is None:
         return None
     numbers: list[float] = torch.as_tensor(values, dtype=torch.float64).flatten().tolist()

@@ -90,8 +90,8 @@ class Sampling:
         )
 
     def rows(self) -> Floats:
-        columns = (self.origin, self.step, self.low, self.high, self.first, self.last)
-        return np.stack(columns, axis=-1)
+        """``(N, 2, 6)``, as :func:`.launch.resample` takes them."""
+        return np.stack([self.origin, self.step, self.low, self.high, self.first, self.last], -1)
 
 
 # Composes an op, with parameters drawn from the (N,) keys, onto a sampling. Picklable: the workers
@@ -99,7 +99,7 @@ class Sampling:
 HeadOp = Callable[[Sampling, Keys], Sampling]
 
 
-def _drawn(keys: Keys, count: int, *, same_on_batch: bool) -> Floats:
+def _drawn(keys: Keys, count: int, same_on_batch: bool) -> Floats:
     """``(N, count)`` in [0, 1): of each key, or of the first one for all."""
     return uniform(np.broadcast_to(keys[:1], keys.shape) if same_on_batch else keys, count)
 
@@ -118,7 +118,7 @@ class ResizedCropOp:
     same_on_batch: bool = False
 
     def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        draws = _drawn(keys, 22, same_on_batch=self.same_on_batch)
+        draws = _drawn(keys, 22, self.same_on_batch)
         height, width = sampling.length[:, :1], sampling.length[:, 1:]
         area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * draws[:, :10])
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
@@ -206,7 +206,7 @@ class RandomCropOp:
             before += np.maximum(-room, 0)  # on both sides, as torchvision does
             room = np.abs(room)
         _refuse_small(sampling, room, self.size, "RandomCrop")
-        draws = _drawn(keys, 2, same_on_batch=self.same_on_batch)
+        draws = _drawn(keys, 2, self.same_on_batch)
         return sampling.crop(np.floor(draws * (room + 1)) - before, size)
 
     @property
@@ -235,6 +235,6 @@ class FlipOp:
     same_on_batch: bool
 
     def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
-        each = _drawn(keys, 1, same_on_batch=self.same_on_batch) < self.p
-        whole = _drawn(fold(keys, 1), 1, same_on_batch=True) < self.p_batch
+        each = _drawn(keys, 1, self.same_on_batch) < self.p
+        whole = _drawn(fold(keys, 1), 1, True) < self.p_batch
         return sampling.flip(each & whole & (np.arange(2) == self.axis))

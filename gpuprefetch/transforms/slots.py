@@ -1,13 +1,7 @@
-"""Slots: in each of them every image of a batch has an op, drawn in NumPy from the image's key.
-
-What a transform is compiled to is made of these. All of it can be pickled. Each has a number of
-``slots``, takes ``numbers`` of random ones for an image, and writes ``(N, slots)`` codes and
-``(N, slots, ARGS)`` arguments, zeros before, from ``(numbers, N)`` of them.
-"""
+"""Slots: in each of them every image of a batch has an op, drawn in NumPy from the image's key."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -31,197 +25,144 @@ class Picture(NamedTuple):
     white: float = 255.0  # 1.0 in floating point
 
 
-@dataclass(frozen=True)
-class One:
-    """One slot with one op, for each image with a chance of ``p``."""
+class Slots(NamedTuple):
+    """What a transform is compiled to."""
 
-    name: str
-    sample: Callable[[Floats, Picture], Columns]  # arguments of (draws, N) uniform numbers
-    draws: int
-    p: float = 1.0
-    slots = 1
+    size: int
+    numbers: int  # random ones that it takes for an image
+    # Writes (N, size) codes and (N, size, ARGS) arguments, zeros before, of (numbers, N) of them.
+    draw: Callable[[Floats, Picture, Ints, Floats], None]
 
-    @property
-    def numbers(self) -> int:
-        return 1 + self.draws
 
-    def draw(self, u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
-        for column, values in enumerate(self.sample(u[1:], picture)):
+def one(
+    name: str, sample: Callable[[Floats, Picture], Columns], draws: int, p: float = 1.0
+) -> Slots:
+    """One op, for each image with a chance of ``p``; its arguments are sampled from ``draws``."""
+
+    def draw(u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
+        for column, values in enumerate(sample(u[1:], picture)):
             args[:, 0, column] = values
-        codes[:, 0] = (u[0] < self.p) * OPS[self.name]
+        codes[:, 0] = (u[0] < p) * OPS[name]
+
+    return Slots(1, 1 + draws, draw)
 
 
-@dataclass(frozen=True)
-class _Several:
-    parts: "tuple[Slots, ...]"
-
-    @property
-    def slots(self) -> int:
-        return sum(part.slots for part in self.parts)
-
-    @property
-    def numbers(self) -> int:
-        return 1 + sum(part.numbers for part in self.parts)
-
-
-@dataclass(frozen=True)
-class Row(_Several):
+def row(parts: Sequence[Slots], p: float = 1.0) -> Slots:
     """Slots one after the other; ``p`` is the chance that an image goes through them at all."""
 
-    p: float = 1.0
+    def draw(u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
+        _draw_each(parts, u[1:], picture, codes, args)
+        codes *= (u[0] < p)[:, None]
 
-    def draw(self, u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
-        draw_each(self.parts, u[1:], picture, codes, args)
-        codes *= (u[0] < self.p)[:, None]
+    return Slots(_size(parts), 1 + _numbers(parts), draw)
 
 
-@dataclass(frozen=True)
-class Order(_Several):
+def order(parts: Sequence[Slots]) -> Slots:
     """The same in an order that each image draws."""
+    part_of = np.repeat(np.arange(len(parts)), [part.size for part in parts])
 
-    @property
-    def numbers(self) -> int:
-        return len(self.parts) + sum(part.numbers for part in self.parts)
+    def draw(u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
+        _draw_each(parts, u[len(parts) :], picture, codes, args)
+        drawn = np.argsort(u[part_of].T, axis=1, kind="stable")
+        images = np.arange(len(drawn))[:, None]
+        codes[:], args[:] = codes[images, drawn], args[images, drawn]
 
-    def draw(self, u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
-        count = len(self.parts)
-        draw_each(self.parts, u[count:], picture, codes, args)
-        part_of = np.repeat(np.arange(count), [part.slots for part in self.parts])
-        order = np.argsort(u[part_of].T, axis=1, kind="stable")
-        rows = np.arange(len(order))[:, None]
-        codes[:], args[:] = codes[rows, order], args[rows, order]
+    return Slots(_size(parts), len(parts) + _numbers(parts), draw)
 
 
-@dataclass(frozen=True)
-class Choice(_Several):
+def choice(parts: Sequence[Slots], p: Sequence[float]) -> Slots:
     """Each image goes through one of the parts, chosen with the chances ``p``, which sum to 1."""
 
-    p: tuple[float, ...]
+    def draw(u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
+        chosen, first = np.searchsorted(np.cumsum(p)[:-1], u[0], side="right"), 1
+        for number, (count, numbers, draw_part) in enumerate(parts):
+            images = np.flatnonzero(chosen == number)
+            some_codes, some_args = codes[images, :count], args[images, :count]
+            draw_part(u[first : first + numbers, images], picture, some_codes, some_args)
+            codes[images, :count], args[images, :count] = some_codes, some_args
+            first += numbers
 
-    @property
-    def slots(self) -> int:
-        return max(part.slots for part in self.parts)
-
-    def draw(self, u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
-        choice, first = np.searchsorted(np.cumsum(self.p)[:-1], u[0], side="right"), 1
-        for number, part in enumerate(self.parts):
-            rows = np.flatnonzero(choice == number)
-            some_codes, some_args = codes[rows, : part.slots], args[rows, : part.slots]
-            part.draw(u[first : first + part.numbers, rows], picture, some_codes, some_args)
-            codes[rows, : part.slots], args[rows, : part.slots] = some_codes, some_args
-            first += part.numbers
+    return Slots(max(part.size for part in parts), 1 + _numbers(parts), draw)
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """An op of RandAugment or its kin."""
 
     name: str
-    magnitudes: Callable[[Picture], npt.ArrayLike]  # (B, 2): B bins, with one sign and the other
-    column: int = 0  # the argument that the magnitude is
-    args: tuple[float, ...] = ()  # that are not drawn
+    arguments: Callable[[Picture], Floats]  # (B, 2, ARGS): of B bins, with one sign and the other
     chance: float = 1.0  # of the step, once it is chosen
     center: float = 0.0  # of normal levels
     other: str = ""  # the op in half of its draws
 
 
-@dataclass(frozen=True, eq=False)
-class Table:
-    """Slots with one of many ops each: RandAugment and its kin.
-
-    Of P policies with J steps each image draws one per layer; a step runs with its own chance.
-    """
-
-    policies: Sequence[Sequence[Step]]
-    layers: int
-    weights: Any = None  # (P,): drawn without replacement; None for equal chances
-    most: bool = False  # the depth is drawn, from 1 to the number of layers
-    # Deviation and upper bound of normal levels, which the bins divide; deviation inf for uniform
-    # ones up to the center. None where all bins are equal.
-    noise: tuple[float, float] | None = None
-    _steps: Any = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        blank = Step("IDENTITY", self.policies[0][0].magnitudes, chance=0.0)
-        depth = max(map(len, self.policies))
-        every = [s for policy in self.policies for s in (*policy, *[blank] * (depth - len(policy)))]
-        codes = np.array([[OPS[s.name], OPS[s.other or s.name]] for s in every], np.int32)
-        numbers = np.array([(s.chance, s.center) for s in every]).T
-        object.__setattr__(self, "_steps", (every, depth, codes, *numbers))
-
-    @property
-    def slots(self) -> int:
-        return self.layers * max(map(len, self.policies))
-
-    @property
-    def numbers(self) -> int:
-        chosen = self.layers if self.weights is None else len(self.policies)
-        return 5 * self.slots + chosen + 1
-
-    def draw(self, u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
-        _, depth, every_code, chances, centers = self._steps
-        u, choice, layers = u[: 5 * self.slots], u[5 * self.slots : -1], u[-1]
-        if self.weights is None:
-            chosen = (choice * len(self.policies)).astype(np.int64).T
-        else:  # Efraimidis and Spirakis: the largest of u ** (1 / weight)
-            chosen = np.argsort(np.log1p(-choice.T) / -np.asarray(self.weights), axis=1)[
-                :, : self.layers
-            ]
-        step = (chosen[:, :, None] * depth + np.arange(depth)).reshape(codes.shape)
-        runs, one, two, sign, other = u.reshape(5, self.slots, -1).transpose(0, 2, 1)
-        kept = runs < chances[step]
-        if self.most:
-            kept &= np.arange(self.slots) // depth <= np.floor(layers * self.layers)[:, None]
-        codes[:] = every_code[step, (other >= 0.5).astype(np.int64)] * kept
-        given = _arguments(self, picture)
-        bins = self._bins(centers, step, one, two, given.shape[1])
-        args[:] = given[step, bins, (sign > 0.5).astype(np.int64)]
-
-    def _bins(self, centers: Floats, step: Any, u: Floats, v: Floats, bins: int) -> Any:
-        if self.noise is None:
-            return (u * bins).astype(np.int64)
-        deviation, upper = self.noise
-        center = centers[step]
-        level = center * u if deviation == math.inf else center + deviation * normal(u, v)
-        return np.asarray(np.rint(np.clip(level / upper, 0, 1) * (bins - 1)), dtype=np.int64)
-
-
-ROTATION = -1
-
-
-@lru_cache(maxsize=16)
-def _arguments(table: Table, picture: Picture) -> Floats:
-    """``(P * J, B, 2, ARGS)``, of each step with each magnitude."""
-    steps = table._steps[0]
-    magnitudes = np.array([step.magnitudes(picture) for step in steps], np.float64)
-    args = np.zeros((*magnitudes.shape, ARGS))
-    for own, step, values in zip(args, steps, magnitudes, strict=True):
-        own[..., : len(step.args)] = step.args
-        if step.column == ROTATION:
-            own[..., :6] = _rotation(values, picture)
-        else:
-            own[..., step.column] = values
+def arguments(magnitudes: npt.ArrayLike, column: int = 0, given: Sequence[float] = ()) -> Floats:
+    """Of a step: the magnitudes, ``(B, 2)``, at their column, the others as they are given."""
+    args = np.zeros((*np.shape(magnitudes), ARGS))
+    args[..., : len(given)] = given
+    args[..., column] = magnitudes
     return args
 
 
-def _rotation(angle: Floats, picture: Picture) -> Floats:
-    """``(..., 6)``: from output to source coordinates, in pixels from the corner."""
-    cos, sin = np.cos(np.radians(angle)), np.sin(np.radians(angle))
-    x, y = picture.width / 2, picture.height / 2
-    return np.stack([cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y], axis=-1)
+def table(
+    policies: Sequence[Sequence[Step]],
+    layers: int,
+    *,
+    weights: Any = None,
+    noise: tuple[float, float] | None = None,
+) -> Slots:
+    """Slots with one of many ops each: RandAugment and its kin.
+
+    Of the policies each image draws one per layer, without replacement where they have ``weights``;
+    with no ``layers`` it draws how many, 1 to 3. A step runs with its own chance. ``noise`` is the
+    deviation and the upper bound of normal levels, which the bins divide; deviation inf is for
+    uniform ones up to the center, None for bins with equal chances.
+    """
+    most, layers = layers <= 0, layers if layers > 0 else 3
+    depth = max(map(len, policies))
+    blank = Step("IDENTITY", policies[0][0].arguments, chance=0.0)
+    steps = [s for policy in policies for s in (*policy, *[blank] * (depth - len(policy)))]
+    every_code = np.array([[OPS[s.name], OPS[s.other or s.name]] for s in steps], np.int32)
+    chances, centers = np.array([(s.chance, s.center) for s in steps]).T
+    count, choices = layers * depth, layers if weights is None else len(policies)
+
+    @lru_cache(maxsize=4)
+    def every_argument(picture: Picture) -> Floats:
+        return np.array([step.arguments(picture) for step in steps])
+
+    def bins_of(center: Floats, u: Floats, v: Floats, bins: int) -> Any:
+        if noise is None:
+            return (u * bins).astype(np.int64)
+        deviation, upper = noise
+        normal = np.sqrt(-2 * np.log1p(-u)) * np.cos(2 * np.pi * v)
+        level = center * u if deviation == math.inf else center + deviation * normal
+        return np.rint(np.clip(level / upper, 0, 1) * (bins - 1)).astype(np.int64)
+
+    def draw(u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
+        u, chooses, layer = u[: 5 * count], u[5 * count : -1], u[-1]
+        if weights is None:
+            chosen = (chooses * len(policies)).astype(np.int64).T
+        else:  # Efraimidis and Spirakis: the largest of u ** (1 / weight)
+            chosen = np.argsort(np.log1p(-chooses.T) / -np.asarray(weights), axis=1)[:, :layers]
+        step = (chosen[:, :, None] * depth + np.arange(depth)).reshape(codes.shape)
+        runs, level, second, sign, other = u.reshape(5, count, -1).transpose(0, 2, 1)
+        kept = runs < chances[step]
+        if most:
+            kept &= np.arange(count) // depth <= np.floor(layer * layers)[:, None]
+        codes[:] = every_code[step, (other >= 0.5).astype(np.int64)] * kept
+        given = every_argument(picture)
+        bins = bins_of(centers[step], level, second, given.shape[1])
+        args[:] = given[step, bins, (sign > 0.5).astype(np.int64)]
+
+    return Slots(count, 5 * count + choices + 1, draw)
 
 
-Slots = One | Row | Order | Choice | Table
-
-
-@dataclass(frozen=True)
-class Mix:
+class Mix(NamedTuple):
     """AugMix: the weighted mean of an image and of what ``width`` chains of ops make of it.
 
     The weights are uniform over all that sum to 1: AugMix's ``alpha`` of 1.
     """
 
-    chain: Table
+    chain: Slots
     width: int
 
     def draw(self, keys: Keys, picture: Picture) -> Program:
@@ -239,25 +180,29 @@ def program_of(
     parts: Sequence[Slots], keys: Keys, picture: Picture, finals: Sequence[Slots] = ()
 ) -> Program:
     every = (*parts, *finals)
-    u = np.ascontiguousarray(uniform(keys, sum(part.numbers for part in every)).T)
-    codes = np.zeros((len(keys), sum(part.slots for part in every)), np.int32)
+    u = np.ascontiguousarray(uniform(keys, _numbers(every)).T)
+    codes = np.zeros((len(keys), _size(every)), np.int32)
     args = np.zeros((*codes.shape, ARGS))
-    draw_each(every, u, picture, codes, args)
-    return Program(codes, args, sum(part.slots for part in finals))
+    _draw_each(every, u, picture, codes, args)
+    return Program(codes, args, _size(finals))
 
 
-def draw_each(
+def _draw_each(
     parts: Sequence[Slots], u: Floats, picture: Picture, codes: Ints, args: Floats
 ) -> None:
     number = slot = 0
     for part in parts:
-        after, last = number + part.numbers, slot + part.slots
+        after, last = number + part.numbers, slot + part.size
         part.draw(u[number:after], picture, codes[:, slot:last], args[:, slot:last])
         number, slot = after, last
 
 
-def normal(u: Floats, v: Floats) -> Floats:
-    return np.asarray(np.sqrt(-2 * np.log1p(-u)) * np.cos(2 * np.pi * v))
+def _size(parts: Sequence[Slots]) -> int:
+    return sum(part.size for part in parts)
+
+
+def _numbers(parts: Sequence[Slots]) -> int:
+    return sum(part.numbers for part in parts)
 
 
 def _dirichlet(keys: Keys, count: int) -> Floats:

@@ -3,12 +3,11 @@
 import math
 import re
 import sys
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gpuprefetch.transforms.slots import ROTATION, Floats, Mix, Picture, Step, Table
+from gpuprefetch.transforms.slots import Floats, Mix, Picture, Slots, Step, arguments, table
 
 # Levels that are drawn from a range are drawn in thousandths of it.
 _BINS = 1001
@@ -20,8 +19,8 @@ COLORS |= {
         "AutoContrast Brightness Contrast Equalize Identity Invert Posterize Sharpness Solarize"
     ).split()
 }
-# Of the six numbers of a matrix the one that the magnitude is.
-_COLUMNS = {"Rotate": ROTATION, "ShearX": 1, "ShearY": 3, "TranslateX": 2, "TranslateY": 5}
+# Of the six numbers of a matrix the one that the magnitude is; for a rotation all of them follow.
+_COLUMNS = {"Rotate": 0, "ShearX": 1, "ShearY": 3, "TranslateX": 2, "TranslateY": 5}
 
 
 def is_timm(thing: Any, name: str) -> bool:
@@ -55,6 +54,8 @@ def from_timm(op: Any) -> Any:
 def why_not(op: Any) -> str:
     if type(op).__module__.startswith("albumentations."):
         return "it is albumentations', which takes NumPy arrays"
+    if isinstance(getattr(op, "interpolation", None), tuple):
+        return 'one launch has one filter, interpolation="random" needs two'
     if is_timm(op, "RandomErasing"):
         return (
             "timm's moves with one box alone, black or noise (re_count=1, re_mode const or pixel)"
@@ -74,11 +75,17 @@ def is_augment(op: Any) -> bool:
     return bool(_policies(op)) and not _unknown(op)
 
 
-def from_augment(op: Any) -> Table | Mix:
-    if is_timm(op, "AugMixAugment"):
-        depth = op.depth if op.depth > 0 else 3
-        return Mix(_table(op, depth, most=op.depth <= 0), op.width)
-    return _table(op, getattr(op, "num_layers", 1))
+def from_augment(op: Any) -> Slots | Mix:
+    policies, mixes = _policies(op), is_timm(op, "AugMixAugment")
+    first = policies[0][0]
+    deviation = first.magnitude_std
+    slots = table(
+        [[*map(_step, policy)] for policy in policies],
+        op.depth if mixes else getattr(op, "num_layers", 1),
+        weights=getattr(op, "choice_weights", None),
+        noise=(deviation, first.magnitude_max or 10.0) if deviation > 0 else None,
+    )
+    return Mix(slots, op.width) if mixes else slots
 
 
 def _policies(op: Any) -> list[list[Any]]:
@@ -98,27 +105,32 @@ def _kind(op: Any) -> str:
 
 
 def _step(op: Any) -> Step:
-    kind, magnitudes = _kind(op), partial(_magnitudes, op)
+    kind = _kind(op)
     if kind in COLORS:  # 128 is the value from which SOLARIZE_ADD leaves pixels as they are
-        return Step(COLORS[kind], magnitudes, 0, (0, 128), op.prob, op.magnitude)
-    # PIL's numbers. Two filters are offered; of both each has half of the draws.
-    modes = op.kwargs["resample"]
-    modes = modes if isinstance(modes, (tuple, list)) else (modes,)
-    names = ["MATRIX_BICUBIC" if int(mode) == 3 else "MATRIX_BILINEAR" for mode in modes]
-    given = (1, 0, 0, 0, 1, 0, *op.kwargs["fillcolor"])
-    return Step(names[0], magnitudes, _COLUMNS[kind], given, op.prob, op.magnitude, names[-1])
+        names, column, given = [COLORS[kind]], 0, (0, 128)
+    else:  # PIL's numbers; where two filters are offered each has half of the draws
+        modes = np.atleast_1d(op.kwargs["resample"])
+        names = ["MATRIX_BICUBIC" if mode == 3 else "MATRIX_BILINEAR" for mode in modes]
+        column, given = _COLUMNS[kind], (1, 0, 0, 0, 1, 0, *op.kwargs["fillcolor"])
+
+    def args_for(picture: Picture) -> Floats:
+        magnitudes = _magnitudes(op, picture)
+        args = arguments(magnitudes, column, given)
+        if kind == "Rotate":
+            args[..., :6] = _rotation(magnitudes, picture)
+        return args
+
+    return Step(names[0], args_for, op.prob, op.magnitude, names[-1])
 
 
-def _table(op: Any, layers: int, *, most: bool = False) -> Table:
-    policies = _policies(op)
-    first = policies[0][0]
-    deviation = first.magnitude_std
-    noise = (deviation, first.magnitude_max or 10.0) if deviation > 0 else None
-    weights = getattr(op, "choice_weights", None)
-    return Table([[*map(_step, policy)] for policy in policies], layers, weights, most, noise)
+def _rotation(angle: Floats, picture: Picture) -> Floats:
+    """``(..., 6)``: from output to source coordinates, in pixels from the corner."""
+    cos, sin = np.cos(np.radians(angle)), np.sin(np.radians(angle))
+    x, y = picture.width / 2, picture.height / 2
+    return np.stack([cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y], axis=-1)
 
 
-def _magnitudes(op: Any, picture: Picture) -> Floats:
+def _magnitudes(op: Any, picture: Picture) -> Any:
     """``(B, 2)``: what the op makes of its levels, with both signs."""
     if picture.white != 255:
         raise TypeError(
@@ -131,12 +143,12 @@ def _magnitudes(op: Any, picture: Picture) -> Floats:
     # As the op's own functions, which negate by chance, without the chance.
     kind, signed = _kind(op), levels[:, None] / 10 * (-1, 1)
     if kind in ("Rotate", "ShearX", "ShearY"):
-        return np.asarray(signed * (30.0 if kind == "Rotate" else 0.3))
+        return signed * (30.0 if kind == "Rotate" else 0.3)
     if kind in _COLUMNS:
         if not op.name.endswith("Rel"):
-            return np.asarray(signed * op.hparams["translate_const"])
+            return signed * op.hparams["translate_const"]
         size = picture.width if "X" in kind else picture.height
-        return np.asarray(signed * op.hparams.get("translate_pct", 0.45) * size)
+        return signed * op.hparams.get("translate_pct", 0.45) * size
     if op.name.endswith("Increasing") and kind in ("Brightness", "Color", "Contrast", "Sharpness"):
         return np.maximum(0.1, 1 + 0.9 * signed)
     if op.level_fn is None:

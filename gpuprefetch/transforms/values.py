@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.known import constants, is_on_device, name_of
 from gpuprefetch.transforms.per_image import Loop, PerImage, refuse_integers
 
@@ -42,17 +43,15 @@ def _ops_of(transform: Any) -> Sequence[Any]:
 
 
 class Values:
-    """Looks at the values that reach the ops of a list, at each op once.
+    """Looks at the values that reach the ops of a list, at each op once."""
 
-    ``fused`` are mean and std of a fused Normalize, ``tail`` the transforms after it.
-    """
-
-    def __init__(self, fused: Constants | None = None, tail: Sequence[Any] = ()) -> None:
-        self._fused, self._seen = fused, set[int]()
-        self._began = False
-        self._scaled = False  # the source was uint8, so the list began with values in [0, 1]
+    def __init__(self, head: Head, tail: Sequence[Any]) -> None:
+        self._fused = (head.mean, head.std) if head.mean and head.std else None
+        self._seen = set[int]()
+        # Whether the source was uint8, so that the list began with values in [0, 1].
+        self._scaled: bool | None = None
         self._tail = [op for transform in tail for op in _ops_of(transform)]
-        normalized = fused is not None
+        normalized = self._fused is not None
         for op in self._tail:
             if (found := constants(op)) is None:
                 normalized &= _is_known(op) and type(op).__name__ != "Denormalize"
@@ -70,9 +69,8 @@ class Values:
 
     def begin(self, images: torch.Tensor | None = None) -> None:
         """Look at the images that the list begins with; None for decoded ones."""
-        if self._began:
+        if self._scaled is not None:
             return
-        self._began = True
         self._scaled = images is None or not images.is_floating_point()
         if self._fused is not None:
             values = (0.0, 1.0) if images is None or self._scaled else _range(images)
@@ -83,12 +81,12 @@ class Values:
         if id(transform) in self._seen or not isinstance(images, torch.Tensor):
             return
         self._seen.add(id(transform))
-        scales = isinstance(transform, PerImage) and transform.recipe.scaled
-        if not scales or images.is_floating_point():
+        recipe = transform.recipe if isinstance(transform, PerImage) else None
+        if recipe is None or not recipe.scaled or images.is_floating_point():
             for op in _ops_of(transform):
                 self._look(op, images)
-        elif transform.recipe.normalize is not None:
-            self._normalized(transform.recipe.normalize, 0.0, 1.0)
+        elif recipe.normalize is not None:
+            self._normalized(recipe.normalize, 0.0, 1.0)
 
     def _look(self, op: Any, images: torch.Tensor) -> None:
         normalize, name = constants(op), type(op).__name__
@@ -114,12 +112,9 @@ class Values:
                 raise ValueError(f"{text}.")
             if certain or max(mean) > 1:
                 _warn(text, "Normalize")
-        elif max(mean) <= 1 and 0 <= min(mean) and max(mean) > 0 and max(std) <= 1:
-            _warn(
-                f"Normalize with mean {mean} is for values in [0, 1], and gets {low:.4g} to "
-                f"{high:.4g}",
-                "Normalize",
-            )
+        elif 0 <= min(mean) and 0 < max(mean) <= 1 and max(std) <= 1:
+            text = f"Normalize with mean {mean} is for values in [0, 1], and gets "
+            _warn(f"{text}{low:.4g} to {high:.4g}", "Normalize")
 
     def _cast(self, op: Any, images: torch.Tensor) -> None:
         dtype = op.dtype
