@@ -228,6 +228,10 @@ def _calls() -> dict[str, Callable[[Any, list[float], str], Any]]:
         values = noise(seed, (F.get_num_channels(x), height, width))
         return F.erase(x, top, left, height, width, values.to(getattr(x, "device", "cpu")))
 
+    def permute(x: Any, a: list[float], mode: str) -> Any:
+        gray = F.get_num_channels(x) == 1
+        return x if gray else F.permute_channels(x, [int(channel) for channel in a[:3]])
+
     def perspective(x: Any, a: list[float], mode: str) -> Any:
         return F.perspective(x, None, None, _OF_PIL[mode], _fill(x, a[8:11]), a[:8])
 
@@ -244,7 +248,7 @@ def _calls() -> dict[str, Callable[[Any, list[float], str], Any]]:
         "INVERT": lambda x, a, m: F.invert(x),
         "AUTOCONTRAST": lambda x, a, m: F.autocontrast(x),
         "EQUALIZE": lambda x, a, m: F.equalize(x),
-        "PERMUTE": lambda x, a, m: F.permute_channels(x, [*map(int, a[: F.get_num_channels(x)])]),
+        "PERMUTE": permute,
         "HFLIP": lambda x, a, m: F.horizontal_flip(x),
         "VFLIP": lambda x, a, m: F.vertical_flip(x),
         "BLUR": lambda x, a, m: F.gaussian_blur(x, [int(a[2]), int(a[3])], a[:2]),
