@@ -8,7 +8,6 @@ step. 32 queues keep them apart. The variable is read when the context is made: 
 from __future__ import annotations
 
 import os
-import warnings
 
 import torch
 
@@ -18,7 +17,6 @@ WANTED = 32
 _too_late = VARIABLE not in os.environ and torch.cuda.is_initialized()
 if VARIABLE not in os.environ and not _too_late:
     os.environ[VARIABLE] = str(WANTED)
-_told = False
 
 
 def shortage() -> str:
@@ -36,11 +34,3 @@ def shortage() -> str:
         "to a third of the images/s of a fast model was lost to it. Import gpuprefetch before the "
         f"first CUDA call, or set {VARIABLE}={WANTED} before the program starts."
     )
-
-
-def tell() -> None:
-    """Warn once where the GPU's queues are too few for decoding beside training."""
-    global _told
-    if not _told and (text := shortage()):
-        _told = True
-        warnings.warn(text, stacklevel=4)

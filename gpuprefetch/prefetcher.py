@@ -77,7 +77,7 @@ class DataPrefetcher:
             two would need more than 512 MiB. Without workers, and on a CPU, a batch is prepared
             when the loop asks for it.
         decoder: "nvjpeg" on the GPU, called directly or by way of "torchcodec" or "torchvision";
-            "cpu" in the workers; "auto" is nvjpeg where it is found, else cpu (:func:`explain`).
+            "cpu" in the workers; "auto" is the first of nvjpeg, torchcodec and cpu that works here.
         apply_exif: whether pictures are turned upright. False agrees with PIL and ``ImageFolder``.
         cpu_share: share of the JPEGs that the workers decode, 0.0 to 1.0, the smallest first.
             "auto" is none, and more while the loop waits for the GPU's decoder.
@@ -124,21 +124,10 @@ class DataPrefetcher:
         max_bad: int | None = None,
         memory_budget: str | int | None = None,
     ) -> None:
+        asked, own = locals().copy(), ("self", "loader", "device")
+        self._options = {name: value for name, value in asked.items() if name not in own}
         _refuse_no_loader(loader)
         self.device = resolve_device(device)
-        self._options: dict[str, Any] = {
-            "transforms": transforms,
-            "dtype": dtype,
-            "memory_format": memory_format,
-            "decoder": decoder,
-            "apply_exif": apply_exif,
-            "cpu_share": cpu_share,
-            "seed": seed,
-            "on_error": on_error,
-            "max_bad": max_bad,
-            "memory_budget": memory_budget,
-            "device_prefetch_size": device_prefetch_size,
-        }
         self._pipeline, balancer = build_stage(loader, self.device, self._options)
         self.stats, self._balancer = self._pipeline.stats, balancer
         self._depth, self._first_batch = device_prefetch_size, FirstBatch(self.device)

@@ -42,17 +42,13 @@ def preprocess(
             f"preprocess takes a list of files, got one {type(files).__name__}: "
             "preprocess([file], transforms)."
         )
-    images = [_encoded(file, index) for index, file in enumerate(files)]
+    images = []
+    for index, file in enumerate(files):
+        if isinstance(file, (str, PathLike)):
+            file = EncodedImage(Path(file).read_bytes(), index, str(file))
+        images.append(file if isinstance(file, EncodedImage) else EncodedImage(file, index))
     if not images:
         raise ValueError("preprocess takes at least one file, got none.")
     loader = DataPrefetcher([images], transforms=transforms, device=device, apply_exif=apply_exif)
     (batch,) = loader
     return batch
-
-
-def _encoded(file: Any, index: int) -> EncodedImage:
-    if isinstance(file, EncodedImage):
-        return file
-    if isinstance(file, (str, PathLike)):
-        return EncodedImage(Path(file).read_bytes(), index, str(file))
-    return EncodedImage(file, index)

@@ -6,7 +6,6 @@ import random
 import sys
 import tarfile
 import threading
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,7 +72,8 @@ def folder(tmp_path_factory):
 
 
 def loader_of(root, ops, **options):
-    return DataLoader(ImageFolder(root, v1.Compose(ops)), **{"batch_size": 5} | options)
+    few = Subset(folder := ImageFolder(root, v1.Compose(ops)), range(0, len(folder), 2))
+    return DataLoader(few, **{"batch_size": 5} | options)
 
 
 def batch(count=12, size=32, seed=0):
@@ -90,15 +90,11 @@ def test_published_pipelines_move_with_no_other_change(folder, name):
     def epoch(loader):  # the user's loop
         return [(images, target) for images, target in loader]
 
-    loader = DataLoader(
-        ImageFolder(folder, PIPELINES[name]),
-        batch_size=5,
-        shuffle=True,
-        drop_last=True,
-        generator=torch.Generator().manual_seed(3),
-    )
+    few = Subset(ImageFolder(folder, PIPELINES[name]), range(0, 15, 3))
+    options = {"shuffle": True, "drop_last": True, "generator": torch.Generator().manual_seed(3)}
+    loader = DataLoader(few, batch_size=2, **options)
     moved = accelerate(loader, **CPU)
-    assert len(moved) == len(loader) == 3
+    assert len(moved) == len(loader) == 2
     loader.generator.manual_seed(5)
     # timm posterizes to 0 bits now and then, and Pillow 13 refuses that: always the same draws.
     random.seed(5)
@@ -119,8 +115,8 @@ def test_published_pipelines_move_with_no_other_change(folder, name):
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_published_pipelines_agree_with_the_same_parameters(folder, name):
-    report = parity(DataLoader(ImageFolder(folder, PIPELINES[name])), 4, device="cpu")
-    assert report.count == 4
+    report = parity(DataLoader(ImageFolder(folder, PIPELINES[name])), 3, device="cpu")
+    assert report.count == 3
     # Equalize and posterize make several levels of one that the launch did not round.
     assert report.mean <= (1 if name.startswith("examples") or "val" in name else 1.5)
 
@@ -252,14 +248,14 @@ TAIL = {
 
 
 def alone(folder, ops):
-    report = parity(loader_of(folder, ops), 3, device="cpu")
+    report = parity(loader_of(folder, ops), 2, device="cpu")
     return {row.name: row for row in report.rows}
 
 
-@pytest.mark.parametrize("version", [v1, v2], ids=["v1", "v2"])
 @pytest.mark.parametrize("name", HEAD)
-def test_head_op_against_torchvision(folder, name, version):
+def test_head_op_against_torchvision(folder, name):
     make, bound = HEAD[name]
+    version = v1 if "pads" in name else v2
     row = alone(folder, [make(version), version.RandomHorizontalFlip(), version.PILToTensor()])
     assert row[name.split()[0]].where == "fused launch"
     assert row[name.split()[0]].mean <= bound
@@ -273,15 +269,6 @@ def test_the_nearest_pixel_of_a_tensor_is_torchvisions(folder):
     assert "equally near" in ties.note
 
 
-def test_parity_of_a_flip_behind_normalize(folder):
-    flip, erasing = v1.RandomHorizontalFlip(), v1.RandomErasing(1.0)
-    ops = [v1.RandomResizedCrop(48), v1.ToTensor(), v1.Normalize(MEAN, STD), flip, erasing]
-    rows = alone(folder, ops)
-    assert rows["RandomHorizontalFlip"].where == "fused launch"
-    assert rows["RandomHorizontalFlip"].mean <= 1e-5
-    assert rows["RandomErasing"].mean_so_far < 1
-
-
 @pytest.mark.parametrize("version", [v1, v2], ids=["v1", "v2"])
 @pytest.mark.parametrize("name", TAIL)
 def test_tail_op_against_torchvision(folder, name, version):
@@ -290,7 +277,7 @@ def test_tail_op_against_torchvision(folder, name, version):
     ops = [version.CenterCrop(side), version.RandomInvert(0), make(version), version.PILToTensor()]
     plan = convert(ops)
     # Of v1 it is the conversion that differs: one image shows it.
-    report = parity(loader_of(folder, ops), 4 if version is v2 else 1, device="cpu")
+    report = parity(loader_of(folder, ops), 3 if version is v2 else 1, device="cpu")
     assert plan.transforms[-1] is plan.steps[-2].module  # uint8 to the end, as the pipeline
     assert report.rows[3].mean <= bound
 
@@ -299,9 +286,11 @@ def test_tail_op_against_torchvision(folder, name, version):
     "op",
     [v1.RandomErasing(1.0), v1.RandomErasing(1.0, value="random"), v2.RandomErasing(1.0, value=7)],
 )
-def test_random_erasing_behind_normalize(folder, op):
-    ops = [v1.RandomResizedCrop(48), v1.ToTensor(), v1.Normalize(MEAN, STD), op]
-    rows = alone(folder, ops)
+def test_a_flip_and_random_erasing_after_normalize(folder, op):
+    ops = [v1.RandomResizedCrop(48), v1.ToTensor(), v1.Normalize(MEAN, STD)]
+    rows = alone(folder, [*ops, v1.RandomHorizontalFlip(), op])
+    assert rows["RandomHorizontalFlip"].where == "fused launch"
+    assert rows["RandomHorizontalFlip"].mean <= 1e-5
     assert rows["RandomErasing"].mean <= 1e-5
     assert rows["Normalize"].where == "fused launch"
     assert rows["RandomErasing"].mean_so_far <= 0.5
@@ -344,7 +333,6 @@ IMAGES, TENSORS_ONLY = (
 )
 DTYPES = {
     "half, float": (v2.PILToTensor(), v2.ToDtype(torch.half, True), v2.ToDtype(torch.float, True)),
-    "int16, uint8": (v2.PILToTensor(), v2.ToDtype(torch.int16), v2.ToDtype(torch.uint8)),
     "int16, float": (v2.ToImage(), v2.ToDtype(torch.int16), v2.ToDtype(torch.float, True)),
     "images, an image": (v2.ToImage(), IMAGES),
     "images, a tensor": (v2.PILToTensor(), IMAGES),
@@ -624,6 +612,8 @@ def test_datasets_that_do_not_read_through_their_loader_are_refused(folder):
         accelerate(DataLoader(Opener(folder, v1.Compose(VAL))), **CPU)
     with pytest.raises(UnsupportedTransformError, match="of its own"):
         accelerate(DataLoader(ImageFolder(folder, v1.Compose(VAL), loader=Image.open)), **CPU)
+    with pytest.raises(TypeError, match="Give it a batch_size"):
+        accelerate(DataLoader(ImageFolder(folder, v1.Compose(VAL)), batch_size=None), **CPU)
     with pytest.raises(TypeError, match="knows torchvision's ImageFolder"):
         accelerate(DataLoader([1, 2]), **CPU)
     with pytest.raises(TypeError, match="has moved over already"):
@@ -631,11 +621,6 @@ def test_datasets_that_do_not_read_through_their_loader_are_refused(folder):
     with pytest.raises(TypeError, match="different transforms"):
         parts = [ImageFolder(folder, v1.Compose(VAL)), ImageFolder(folder, v1.Compose(VAL[:3]))]
         accelerate(DataLoader(ConcatDataset(parts)), **CPU)
-
-
-def test_a_loader_of_single_samples_is_refused(folder):
-    with pytest.raises(TypeError, match="Give it a batch_size"):
-        accelerate(DataLoader(ImageFolder(folder, v1.Compose(VAL)), batch_size=None), **CPU)
 
 
 def test_a_loader_that_runs_already_is_refused(folder):
@@ -798,10 +783,3 @@ def test_explain_takes_what_a_prefetcher_takes():
         assert last.startswith("GaussianNoise") and "float32 (N, 3, 9, 9)" in last
     converted = convert_transforms([v2.CenterCrop(9), v2.ColorJitter(0.1), v2.ToImage()])
     assert "uint8 (N, 3, 9, 9)" in explain(converted)
-
-
-def test_no_warnings_from_a_v1_pipeline():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for pipeline in PUBLISHED.values():
-            convert(pipeline)

@@ -296,11 +296,13 @@ def test_workers_send_what_the_collate_function_gave():
 
 KEPT_TO_THE_END = """
 from torch.utils.data import DataLoader
-from gpuprefetch import EncodedImage
 from gpuprefetch.images import slab as _slab
 
-_slab.kept = list(DataLoader([EncodedImage(b"abc")] * 4, batch_size=2, num_workers=1))
-assert _slab.kept[0].buffer.memory.is_shared()
+def collate(samples):
+    return _slab.Buffer.empty(3)
+
+_slab.kept = list(DataLoader([1] * 4, batch_size=2, num_workers=1, collate_fn=collate))
+assert _slab.kept[0].memory.is_shared()
 print(len(_slab.kept))
 """
 

@@ -6,8 +6,7 @@ import io
 import os
 import pickle
 import traceback
-from array import array
-from collections import UserList, deque
+from collections import deque
 from itertools import combinations
 from pathlib import Path
 
@@ -43,7 +42,7 @@ from gpuprefetch import (
 )
 from gpuprefetch.images import slab
 from gpuprefetch.images.header import decode_cpu
-from gpuprefetch.images.packer import Packer
+from gpuprefetch.images.packer import Packer, Packing
 from gpuprefetch.images.share import usable_cores
 from gpuprefetch.images.targets import FollowedImage
 from gpuprefetch.transforms.head import read_transforms
@@ -57,7 +56,9 @@ GPU_SHARE, GPU_LEVELS = 0.01, 3
 
 def loader_of(dataset, device, **options):
     pin = torch.device(device).type == "cuda"
-    return DataLoader(dataset, **({"batch_size": 8, "pin_memory": pin, "num_workers": 2} | options))
+    workers = 2 if pin else int("persistent_workers" in options)
+    options = {"batch_size": 8, "pin_memory": pin, "num_workers": workers} | options
+    return DataLoader(dataset, **options)
 
 
 def assert_pixels(got, want, device):
@@ -85,15 +86,7 @@ def test_folder_has_torchvisions_rules(photo_folder):
 
 
 @pytest.mark.parametrize(
-    "data",
-    [
-        b"abc",
-        bytearray(b"abc"),
-        memoryview(b"abc"),
-        memoryview(b"a-b-c-")[::2],
-        memoryview(b"abc").cast("B", (3, 1)),
-        torch.tensor([97, 98, 99]).byte(),
-    ],
+    "data", [bytearray(b"abc"), memoryview(b"a-b-c-")[::2], memoryview(b"abc").cast("B", (3, 1))]
 )
 def test_default_collate_packs_bytes(data):
     batch, target = default_collate(
@@ -105,18 +98,13 @@ def test_default_collate_packs_bytes(data):
     assert [(batch[i].index, batch[i].path) for i in range(2)] == [(4, "a.jpg"), (7, "")]
 
 
-@pytest.mark.parametrize(
-    "data", [b"abc", memoryview(b"abc"), torch.tensor([97, 98, 99]).byte(), np.full(3, 97, "u1")]
-)
-@pytest.mark.parametrize(
-    "again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
-)
-def test_encoded_images_are_copied_and_pickled(data, again):
+@pytest.mark.parametrize("data", [torch.tensor([97, 98, 99]).byte(), np.full(3, 97, "u1")])
+def test_encoded_images_are_copied_and_pickled(data):
     for image in (EncodedImage(data, 4, "a.jpg"), FollowedImage(data, 4, "a.jpg", row=5)):
-        copied = again(image)
-        assert type(copied) is type(image)
-        assert copied == image
-        assert copied._made == image._made
+        for again in (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+            copied = again(image)
+            assert type(copied) is type(image)
+            assert (copied, copied._made) == (image, image._made)
 
 
 @pytest.mark.parametrize("data", ["text", 3, torch.zeros(2, 2, dtype=torch.uint8), np.zeros(3)])
@@ -158,12 +146,10 @@ def test_decoded_pixels_are_pils(photo_folder, device, exif):
 @pytest.mark.parametrize(
     ("exif", "share", "layout"),
     [
-        (False, 0.0, torch.contiguous_format),
         (True, 0.0, torch.channels_last),
         (True, 0.5, torch.contiguous_format),
         (False, 0.5, torch.channels_last),
         (False, 1.0, torch.contiguous_format),
-        (True, 1.0, torch.channels_last),
     ],
 )
 def test_validation_pixels_are_torchvisions(photo_folder, device, exif, share, layout):
@@ -197,11 +183,10 @@ def packed(files, transforms, *, share=0.0, on_gpu=True, exif=False):
     """A batch as a worker prepares it."""
     head, _ = read_transforms(transforms)
     epoch, shared = torch.zeros(1, dtype=torch.int64), torch.tensor([share])
-    return Packer((head,), on_gpu, exif, 7, epoch, shared)(files)
+    return Packing(Packer((head,), on_gpu, exif, 7, epoch, shared))(files)
 
 
-@pytest.mark.parametrize("exif", [False, True])
-@pytest.mark.parametrize("size", [(9, 8), (40, 48), (150, 160)])
+@pytest.mark.parametrize(("exif", "size"), [(True, (9, 8)), (True, (40, 48)), (False, (150, 160))])
 def test_what_workers_ship_for_the_gpu_reads_the_same(photo_folder, exif, size):
     dataset = EncodedImageFolder(photo_folder)
     files = [dataset[i][0] for i in range(len(dataset))]
@@ -246,7 +231,7 @@ def test_files_of_a_size_are_neighbors(small_calls, most, count):
     files.insert(5, b"no picture")
     images = [EncodedImage(file, i) for i, file in enumerate(files)]
     batch = packed(images, [RandomResizedCrop((24, 32), scale=(0.05, 0.5))], share=0.25)
-    calls = batch.plan.calls
+    calls = batch.calls
     positions = np.concatenate([call.positions for call in calls])
     assert len(calls) == count
     assert sorted(positions) == [i for i in range(17) if i != 5 and not batch.decoded[i]]
@@ -278,7 +263,7 @@ def test_what_a_worker_cannot_decode_leaves_the_others_their_places(size, on_gpu
     whole, batch = (
         packed([*images(broken)], transforms, share=0.6, on_gpu=on_gpu) for broken in ((), (1, 6))
     )
-    assert whole.ready >= 5
+    assert whole.decoded.sum() >= 5
     assert batch.errors.keys() == {1, 6}
     assert {*np.flatnonzero(whole.decoded & ~batch.decoded)} == {1, 6}
     for i in range(9):
@@ -345,7 +330,7 @@ def test_a_sample_has_the_same_parameters_in_any_batch(photo_folder):
     dataset = ConcatDataset([Half(folder, 0), Half(folder, 12)])
 
     def crops(**options):
-        loader = loader_of(dataset, "cpu", **{"num_workers": 0} | options)
+        loader = loader_of(dataset, "cpu", **options)
         return DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(16)], seed=1)
 
     want = torch.cat([images for images, _ in crops(batch_size=1)])
@@ -369,7 +354,7 @@ def test_a_sample_has_the_same_parameters_in_any_batch(photo_folder):
 @pytest.mark.parametrize("path", [Path("a.jpg"), "caf\udce9.jpg", "", None])
 def test_a_sample_without_a_number_is_known_by_its_path(photo_folder, path):
     data = EncodedImageFolder(photo_folder)[0][0].data
-    loader = loader_of([EncodedImage(data, path=path)] * 2, "cpu", num_workers=0)
+    loader = loader_of([EncodedImage(data, path=path)] * 2, "cpu")
     (images,) = DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(8)])
     assert not torch.equal(images[0], images[1])
 
@@ -470,27 +455,25 @@ def copying(samples):
 def test_a_collate_function_may_discard_and_copy_a_batch(photo_folder, collate):
     folder = EncodedImageFolder(photo_folder)
     loader = loader_of(folder, "cpu", batch_size=2, num_workers=1, collate_fn=collate)
-    places = set()
     for number, (images, _) in enumerate(loader):
-        places.add(images.buffer.memory.data_ptr())
         for i in range(2):
-            assert bytes(images[i].data) == folder[2 * number + i][0].data
+            assert images[i] == folder[2 * number + i][0]
     assert number == 11
-    assert len(places) < 8  # shared memory that is used again
 
 
-def test_a_batch_that_is_sent_twice_is_an_error():
+def test_a_collate_function_may_give_a_batch_twice(photo_folder):
     kept = []
 
     def collate(samples):
         kept.append(default_collate(samples))
         return kept[0]
 
-    loader = DataLoader([EncodedImage(b"abc")] * 4, 2, num_workers=1, collate_fn=collate)
-    batches = iter(loader)
-    assert len(next(batches)) == 2
-    with pytest.raises(RuntimeError, match="sent the same batch of encoded images twice"):
-        next(batches)
+    folder = EncodedImageFolder(photo_folder)
+    loader = DataLoader(folder, 2, num_workers=1, collate_fn=collate)
+    for images, _ in loader:
+        assert [*images] == [folder[0][0], folder[1][0]]
+    first, *rest = (images for images, _ in DataPrefetcher(loader, device="cpu"))
+    assert all(torch.equal(a, b) for images in rest for a, b in zip(first, images, strict=True))
 
 
 def too_little_memory(_):
@@ -502,9 +485,9 @@ def test_too_little_shared_memory_says_what_to_do():
     files = [EncodedImage(pictures.encode_jpeg(pictures.draw(60, 50)) + bytes(60_000), 0)]
     loader = DataLoader(files, num_workers=1, worker_init_fn=too_little_memory)
     words = r"1 MiB of shared memory .*docker run --shm-size=.*num_workers, prefetch_factor"
-    with pytest.raises(RuntimeError, match=words):  # for the file
-        next(iter(loader))
-    with pytest.raises(RuntimeError, match=words):  # for what becomes of it
+    (batch,) = loader  # files take another way
+    assert batch[0] == files[0]
+    with pytest.raises(RuntimeError, match=words):
         next(iter(DataPrefetcher(loader, device="cpu", transforms=[Resize((200, 200))])))
 
 
@@ -522,17 +505,14 @@ def columns(samples):
     }
 
 
-@pytest.mark.parametrize("batch_size", [2, 8])
-@pytest.mark.parametrize("on_error", ["skip", "replace"])
+@pytest.mark.parametrize(("size", "workers", "on_error"), [(2, 0, "skip"), (8, 2, "replace")])
 def test_lists_that_the_collate_function_makes_follow_a_bad_image(
-    photo_folder, batch_size, on_error
+    photo_folder, size, workers, on_error
 ):
-    prefetcher = DataPrefetcher(
-        loader_of(damaged(photo_folder), "cpu", batch_size=batch_size, collate_fn=columns),
-        device="cpu",
-        transforms=[Resize((16, 16))],
-        on_error=on_error,
-    )
+    options = {"batch_size": size, "collate_fn": columns, "num_workers": workers}
+    loader = loader_of(damaged(photo_folder), "cpu", **options)
+    options = {"transforms": [Resize((16, 16))], "on_error": on_error}
+    prefetcher = DataPrefetcher(loader, device="cpu", **options)
     for batch in prefetcher:
         targets = batch["target"].tolist()
         assert len(batch["image"]) == len(targets)
@@ -579,9 +559,6 @@ WITHOUT_ROWS = {
     ),
     "PackedSequence'>": lambda targets: pack_sequence([torch.ones(2)] * len(targets)),
     "deque'>": lambda targets: deque(targets.tolist()),
-    "UserList'>": lambda targets: UserList(targets.tolist()),
-    "array'>": lambda targets: array("i", targets.tolist()),
-    "range'>": lambda targets: range(len(targets)),
     "Moving'>": lambda targets: Moving(target=targets),
 }
 
@@ -593,21 +570,10 @@ def test_a_bad_image_beside_rows_that_are_not_known(photo_folder, kind):
         list(beside(photo_folder, WITHOUT_ROWS[kind], "skip", batch_size=3))
 
 
-@pytest.mark.parametrize("text", ["abc", b"abc", bytearray(b"abc"), deque("abcd")])
+@pytest.mark.parametrize("text", ["abc", deque("abcd")])
 def test_what_has_no_entry_per_sample_stays_beside_a_bad_image(photo_folder, text):
     for _, _, kept in beside(photo_folder, lambda _: text, "skip", batch_size=3):
         assert kept is text
-
-
-def test_several_outputs(photo_folder, device):
-    def grid(images):
-        top, bottom = images.chunk(2, dim=2)
-        return (*top.chunk(2, dim=3), *bottom.chunk(2, dim=3))
-
-    loader = loader_of(EncodedImageFolder(photo_folder), device)
-    (parts, target), *_ = DataPrefetcher(loader, device=device, transforms=[Resize((16, 16)), grid])
-    assert [p.shape for p in parts] == [(8, 3, 8, 8)] * 4
-    assert len(target) == 8
 
 
 def test_the_same_list_on_tensors(photo_folder, device):
@@ -621,7 +587,7 @@ def test_the_same_list_on_tensors(photo_folder, device):
         K.Normalize(MEAN, STD),
         K.RandomErasing(p=1.0),
     ]
-    loader = loader_of(dataset, device, num_workers=0)
+    loader = loader_of(dataset, device)
     for images, _ in DataPrefetcher(
         loader, device=device, transforms=transforms, dtype=torch.float16
     ):
@@ -634,7 +600,7 @@ def test_only_a_cast_on_tensors(device):
     dataset = torch.utils.data.TensorDataset(
         torch.full((4, 3, 8, 8), 255, dtype=torch.uint8), torch.arange(4)
     )
-    loader = loader_of(dataset, device, num_workers=0)
+    loader = loader_of(dataset, device)
     options = {"dtype": torch.float16, "memory_format": torch.channels_last}
     images, target = next(iter(DataPrefetcher(loader, device=device, **options)))
     assert images.dtype == torch.float16
@@ -692,18 +658,18 @@ def stacked(samples):
     ("dataset", "collate_fn", "hint"),
     [
         (ImageFolder, None, "PIL.Image.Image'>\nLet the dataset return EncodedImage, as"),
-        (ImageFolder, None, "gpuprefetch.accelerate(loader)"),
         (lambda root: ImageFolder(root, v2.PILToTensor()), None, "one size on the device. Let"),
         (EncodedImageFolder, stacked, "Leave collate_fn out"),
         (lambda root: [{"bytes": b"a file's", "path": None}], None, "In place of a row with"),
     ],
 )
 def test_what_cannot_be_collated_is_told_the_way(photo_folder, dataset, collate_fn, hint):
-    for workers in (0, 1):
-        loader = loader_of(dataset(photo_folder), "cpu", collate_fn=collate_fn, num_workers=workers)
-        with pytest.raises((TypeError, RuntimeError)) as caught:
-            next(iter(DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(8)])))
-        assert hint in "".join(traceback.format_exception(caught.value))
+    workers = int(dataset is ImageFolder)
+    loader = loader_of(dataset(photo_folder), "cpu", collate_fn=collate_fn, num_workers=workers)
+    with pytest.raises((TypeError, RuntimeError)) as caught:
+        next(iter(DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(8)])))
+    words = "".join(traceback.format_exception(caught.value))
+    assert hint in words and ("accelerate(loader)" in words or not workers)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="nowhere to look")
@@ -738,7 +704,7 @@ def test_normalized_values_are_no_uint8():
 
 
 def test_transforms_without_images_are_refused():
-    loader = loader_of(torch.utils.data.TensorDataset(torch.ones(4, 5)), "cpu", num_workers=0)
+    loader = loader_of(torch.utils.data.TensorDataset(torch.ones(4, 5)), "cpu")
     with pytest.raises(ValueError, match="neither an EncodedImage nor"):
         next(iter(DataPrefetcher(loader, device="cpu", transforms=[torch.nn.Identity()])))
 
@@ -767,7 +733,7 @@ class Extremes(Dataset):
 
 def test_every_size_and_sampling_and_its_neighbor(device):
     dataset = Extremes()
-    loader = loader_of(dataset, device, num_workers=0)
+    loader = loader_of(dataset, device)
     options = {"device": device, "cpu_share": 0.0}
     images = torch.cat(list(DataPrefetcher(loader, transforms=[Resize((20, 24))], **options)))
     wholes = [image for batch in DataPrefetcher(loader, **options) for image in batch]
@@ -814,8 +780,7 @@ def test_a_bad_file_raises_an_error_that_names_it(photo_folder, device, workers)
     assert len(list(prefetcher)) == 3
 
 
-@pytest.mark.parametrize("on_error", ["skip", "replace"])
-@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize(("on_error", "share"), [("skip", 1.0), ("replace", 0.0)])
 def test_bad_files_are_skipped_or_replaced(photo_folder, device, on_error, share):
     options = {"device": device, "transforms": [Resize((16, 16))], "cpu_share": share}
     options["memory_format"] = torch.channels_last
@@ -840,7 +805,7 @@ def test_bad_files_are_skipped_or_replaced(photo_folder, device, on_error, share
 
 def test_a_rotten_dataset_is_an_error(photo_folder):
     seen, options = [], {"device": "cpu", "transforms": [Resize((16, 16))]}
-    loader = loader_of(damaged(photo_folder), "cpu", num_workers=0)
+    loader = loader_of(damaged(photo_folder), "cpu")
     with pytest.raises(BadImageError, match="more than max_bad=2"):
         list(DataPrefetcher(loader, on_error=seen.append, max_bad=2, **options))
     assert [bad.index for bad in seen] == [2, 6, 13]
@@ -858,7 +823,7 @@ def test_a_rotten_dataset_is_an_error(photo_folder):
 @pytest.mark.parametrize("on_error", ["skip", lambda bad: None])
 def test_an_epoch_of_bad_files_is_an_error(photo_folder, on_error):
     folder = EncodedImageFolder(photo_folder)
-    loader = loader_of(Damaged(folder, dict.fromkeys(range(24), b"x")), "cpu", num_workers=0)
+    loader = loader_of(Damaged(folder, dict.fromkeys(range(24), b"x")), "cpu")
     options = {"device": "cpu", "transforms": [Resize((16, 16))], "on_error": on_error}
     prefetcher = DataPrefetcher(loader, **options)
     for _ in range(2):  # each epoch says so, also where its files are known to be bad
@@ -879,9 +844,7 @@ def test_an_epoch_of_bad_files_is_an_error(photo_folder, on_error):
 def test_a_batch_of_bad_files_is_skipped_with_a_warning(photo_folder):
     files = Damaged(EncodedImageFolder(photo_folder), dict.fromkeys(range(8, 24), b"x"))
     options = {"device": "cpu", "transforms": [Resize((16, 16))], "on_error": "skip"}
-    prefetcher, resumed = (
-        DataPrefetcher(loader_of(files, "cpu", num_workers=0), **options) for _ in range(2)
-    )
+    prefetcher, resumed = (DataPrefetcher(loader_of(files, "cpu"), **options) for _ in range(2))
     epoch = iter(prefetcher)
     assert next(epoch)[1].tolist() == list(range(8))
     resumed.load_state_dict(prefetcher.state_dict())
@@ -916,8 +879,7 @@ def test_the_last_bad_image_is_named_in_any_epoch():
         order.reverse()
 
 
-@pytest.mark.parametrize("views", [1, 2, 4])
-@pytest.mark.parametrize("on_error", ["skip", "replace"])
+@pytest.mark.parametrize(("views", "on_error"), [(1, "skip"), (4, "replace")])
 def test_a_bad_image_among_samples_apart_is_an_error(photo_folder, views, on_error):
     files = damaged(photo_folder)
     pairs = [([files[i][0]] * views, i) for i in range(8)]
@@ -933,8 +895,7 @@ def test_a_bad_image_among_samples_apart_is_an_error(photo_folder, views, on_err
 
 
 @pytest.mark.parametrize(
-    ("size", "names", "on_error"),
-    [(2, False, "skip"), (2, True, "replace"), (4, True, "skip"), (4, False, "replace")],
+    ("size", "names", "on_error"), [(2, True, "replace"), (4, True, "skip"), (4, False, "replace")]
 )
 def test_a_bad_image_that_is_there_twice(photo_folder, size, names, on_error):
     def twice(samples):

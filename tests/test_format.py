@@ -440,8 +440,7 @@ def test_no_image(data):
 
 
 @pytest.mark.parametrize(
-    "begin",
-    [b"", b"\xff\xd8\xff", PNG[:8], b"GIF89a", b"RIFF\xff\0\0\0WEBPVP8X", b"BM", b"II*\0"],
+    "begin", [b"", b"\xff\xd8\xff", PNG[:8], b"GIF89a", b"RIFF\xff\0\0\0WEBPVP8X", b"BM", b"II*\0"]
 )
 def test_random_bytes(begin):
     rng = np.random.default_rng(0)

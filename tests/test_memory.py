@@ -29,7 +29,6 @@ from gpuprefetch.images import decode as _decode
 from gpuprefetch.images import job as _job
 from gpuprefetch.images import plan as _budget
 from gpuprefetch.images.decode import ImageDecoder
-from gpuprefetch.images.encoded import pack
 from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.images.plan import parse_bytes, readable
 from gpuprefetch.insight import selfcheck as _selfcheck
@@ -455,6 +454,13 @@ def test_a_stream_has_the_same_place_again(monkeypatch):
     assert len(place(1000, scratch=None)) == 1000
 
 
+def prepared(count):
+    """Pictures of 16 x 24, as a worker leaves them to the GPU."""
+    files = photos_of(*[(16, 24)] * count)
+    pipeline = prefetcher_of(files, FakeDecoder())._pipeline
+    return pipeline.receive([*map(EncodedImage, files)], 0, 0.0)[0]
+
+
 def test_an_error_without_words_may_be_a_shortage(monkeypatch):
     # TorchCodec's has no type, and with torch 2.11 no words; for a bad file the CPU would decode.
     claimed = []
@@ -470,31 +476,23 @@ def test_an_error_without_words_may_be_a_shortage(monkeypatch):
         def __call__(self, data):
             raise RuntimeError("API call failed")
 
-    images = pack(
-        [*map(EncodedImage, photos_of((8, 16), (8, 16)))],
-        sizes=np.array([(8, 16)] * 2),
-        transposed=np.zeros(2, bool),
-    )
+    images = prepared(2)
     both, cpu = images.call(np.array([0, 1])), torch.device("cpu")
     out, stats = torch.empty(both.size, dtype=torch.uint8), Stats()
     assert not _decode.decode_packed(Wordless(cpu), images, both, out, 0)
     for image in _decode.decode_part(Wordless(cpu), images, both, cpu, stats):
-        assert image.shape == (3, 8, 16)  # a second opinion
+        assert image.shape == (3, 16, 24)  # a second opinion
     monkeypatch.setattr(_decode, "claim", full)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         _decode.decode_packed(Wordless(cpu), images, both, out, 0)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         _decode.decode_part(Wordless(cpu), images, both, cpu, stats)
-    assert claimed == [2 * 3 * 8 * 16] * 2
+    assert claimed == [2 * 3 * 16 * 24] * 2
     assert images.errors == {}
 
 
 def test_a_broken_device_makes_no_file_bad():
-    images = pack(
-        [*map(EncodedImage, photos_of((8, 16)))],
-        sizes=np.array([(8, 16)]),
-        transposed=np.zeros(1, bool),
-    )
+    images = prepared(1)
     with pytest.raises(RuntimeError, match="not linked with support for xla"):
         _decode.decode_part(
             raising(RuntimeError("API call failed")),

@@ -130,7 +130,6 @@ def packed(decoder, data, shapes=SHAPES, device=CPU):
     """A call's images in one piece, which begins behind 9 bytes and leaves some."""
     call = call_of(data, shapes)
     out = torch.full((9 + call.size + 4,), 77, dtype=torch.uint8, device=device)
-    assert decoder.packs
     decoder.packed(flat(data), call, out, first=7, at=9)
     assert bool((out[:9] == 77).all())
     assert bool((out[-4:] == 77).all())
@@ -139,7 +138,6 @@ def packed(decoder, data, shapes=SHAPES, device=CPU):
 
 def test_a_call_goes_to_one_place(library):
     decoder, data = NvjpegDecoder(CPU), encoded()
-    assert decoder.packs
     assert torch.equal(packed(decoder, data), pixels(map(decode_cpu, data)))
     packed(decoder, data[:2], SHAPES[:2])
     assert library.log.count("nvjpegCreateEx") == 1
@@ -167,10 +165,10 @@ def test_a_decoder_that_failed_is_not_used_again(library, refuses):
 def test_no_room_for_a_decoder(library, where):
     library.status = {where: 5}
     with pytest.raises(torch.OutOfMemoryError, match=f"out of memory. {where}: allocator failure"):
-        NvjpegDecoder(CPU).packs  # noqa: B018
+        NvjpegDecoder(CPU).canaries  # noqa: B018
     assert library.log.count("nvjpegDestroy") == (where == "nvjpegJpegStateCreate")
     library.status = {}
-    assert NvjpegDecoder(CPU).packs  # it is tried again
+    assert NvjpegDecoder(CPU).canaries  # it is tried again
 
 
 def test_without_engines_cuda_kernels_decode_on_several_streams(library):
@@ -185,16 +183,19 @@ def test_without_engines_cuda_kernels_decode_on_several_streams(library):
     assert (decoder.streams, decoder.canaries) == (1, True)
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_where_nvjpeg_cannot_be_called_torchcodec_decodes(library, monkeypatch, there):
-    if there:
-        library.status = {"nvjpegCreateEx": 7}
-    else:
-        library.missing = True
-    monkeypatch.setattr("torchcodec.decoders.decode_jpeg", lambda data, **_: range(len(data)))
-    decoder, data = NvjpegDecoder(CPU), encoded()
-    assert decoder(data) == [0, 1, 2, 3]
-    assert not decoder.packs
+@pytest.mark.usefixtures("gpu_without_nvjpeg")
+def test_where_nvjpeg_cannot_be_called_torchcodec_decodes(monkeypatch):
+    monkeypatch.setattr("torchcodec.decoders.decode_jpeg", lambda data, **_: data)
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
+    assert type(DataPrefetcher([], device="cuda:0")._pipeline.decoder) is TorchCodecDecoder
+    with pytest.raises(ValueError, match='directly: decoder="torchcodec" can'):
+        DataPrefetcher([], device="cuda:0", decoder="nvjpeg")
+
+
+def test_a_gpu_that_nvjpeg_does_not_know(library):
+    library.status = {"nvjpegCreateEx": 7}
+    with pytest.raises(RuntimeError, match=r'CreateEx: no JPEG engines .*"cpu" the workers'):
+        packed(NvjpegDecoder(CPU), encoded())
 
 
 def test_two_threads_have_a_decoder_each(library):

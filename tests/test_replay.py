@@ -17,13 +17,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from gpuprefetch import (
-    BadImageError,
-    DataPrefetcher,
-    EncodedImage,
-    EncodedImageFolder,
-    Resize,
-)
+from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, EncodedImageFolder, Resize
 from gpuprefetch import RandomResizedCrop as Crop
 from gpuprefetch.images.worker import HostStage
 
@@ -49,9 +43,8 @@ class Numbered(Dataset):
 def prefetcher_of(dataset, device="cpu", transforms=CROP, **options):
     ours = {"seed", "on_error", "cpu_share", "memory_budget"}
     pinned = torch.device(device).type == "cuda"
-    loader = {"batch_size": 5, "num_workers": 1, "shuffle": True, "pin_memory": pinned} | {
-        name: value for name, value in options.items() if name not in ours
-    }
+    loader = {"batch_size": 5, "num_workers": int(pinned), "shuffle": True, "pin_memory": pinned}
+    loader |= {name: value for name, value in options.items() if name not in ours}
     return DataPrefetcher(
         DataLoader(dataset, **loader),
         device=device,
@@ -84,7 +77,7 @@ def assert_replayed(prefetcher, seen, epoch=None, samples=None):
     [
         ([Crop(16), K.RandomHorizontalFlip()], {}),
         ([Crop(16), JITTER], {"num_workers": 2}),
-        ([Crop(16), JITTER], {"persistent_workers": True}),
+        ([Crop(16), JITTER], {"persistent_workers": True, "num_workers": 1}),
         ([K.RandomResizedCrop((16, 16), same_on_batch=True)], {"num_workers": 0}),
     ],
 )
@@ -95,7 +88,7 @@ def test_samples_of_two_epochs(photo_folder, device, transforms, options):
     state = torch.get_rng_state()
     for epoch, seen in enumerate(epochs):
         assert len(seen) == 24
-        assert_replayed(prefetcher, seen, epoch, list(seen)[epoch::4])
+        assert_replayed(prefetcher, seen, epoch, list(seen)[epoch::8])
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(epochs[0][3], epochs[1][3])  # guards the test: the epochs differ
     assert torch.equal(prefetcher.replay(3)["image"][0], epochs[1][3])  # the latest is the default
@@ -144,7 +137,7 @@ def test_the_share_of_the_workers_is_that_of_the_batch(photo_folder, device):
     share.fill_(0.6)  # as the balancer had it then
     seen = epoch_of(prefetcher)
     share.fill_(0.0)
-    assert_replayed(prefetcher, seen)
+    assert_replayed(prefetcher, seen, samples=range(0, 24, 3))
 
 
 def test_all_views_of_a_batch_have_one_share(photo_folder):
@@ -162,13 +155,6 @@ def test_all_views_of_a_batch_have_one_share(photo_folder):
         batch = HostStage(views, packer)([dataset[i] for i in range(4)])
         assert batch["image"].share == batch["view"].share == share
         assert batch["view"].decoded.all() == batch["image"].decoded.all() == bool(share)
-
-
-def test_while_the_epoch_is_under_way(photo_folder):
-    prefetcher = prefetcher_of(Numbered(photo_folder), transforms=[Crop(16), JITTER])
-    for batch in prefetcher:
-        seen = dict(zip(batch["target"].tolist(), batch["image"], strict=True))
-        assert_replayed(prefetcher, seen, samples=list(seen)[:1])
 
 
 @pytest.mark.parametrize("kind", ["replacement", "generator", "batches of several sizes"])
@@ -213,7 +199,7 @@ def test_beside_a_bad_image(photo_folder, on_error):
     seen = epoch_of(prefetcher)
     bad = list(prefetcher.bad_images)
     assert set(seen) == set(range(24)) - {4, 9, 10}
-    assert_replayed(prefetcher, seen, samples=range(11, 24))
+    assert_replayed(prefetcher, seen, samples=range(11, 24, 3))
     with pytest.raises(BadImageError, match=r"no model has seen it: .* \(sample 9 of the dataset"):
         prefetcher.replay(9)
     assert prefetcher.bad_images == bad  # they are not counted again
@@ -247,7 +233,7 @@ def test_an_epoch_that_was_not_run(photo_folder):
 
 def test_old_epochs_are_forgotten(photo_folder):
     dataset = Subset(Numbered(photo_folder), range(5))
-    prefetcher = prefetcher_of(dataset, transforms=[Crop(16), JITTER], num_workers=0)
+    prefetcher = prefetcher_of(dataset, transforms=[Crop(16), JITTER])
     for _ in range(4):
         seen = epoch_of(prefetcher)
     assert_replayed(prefetcher, seen, 3, [1])
@@ -264,10 +250,10 @@ def test_a_collate_function_that_leaves_out_and_sorts(photo_folder):
     def chosen(samples):
         return default_collate([sample for sample in reversed(samples) if sample["target"] % 5])
 
-    prefetcher = prefetcher_of(Numbered(photo_folder), collate_fn=chosen, num_workers=0)
+    prefetcher = prefetcher_of(Numbered(photo_folder), collate_fn=chosen)
     seen = epoch_of(prefetcher)
     assert len(seen) == 19
-    assert_replayed(prefetcher, seen)
+    assert_replayed(prefetcher, seen, samples=list(seen)[::4])
     with pytest.raises(ValueError, match="left the sample out"):
         prefetcher.replay(10)
 
@@ -277,8 +263,8 @@ def test_a_collate_function_that_makes_new_images(photo_folder):
         images = [EncodedImage(s["image"].data, s["target"]) for s in samples]
         return default_collate([s | {"image": i} for s, i in zip(samples, images, strict=True)])
 
-    prefetcher = prefetcher_of(Numbered(photo_folder), collate_fn=renewed, num_workers=0)
-    assert_replayed(prefetcher, epoch_of(prefetcher))
+    prefetcher = prefetcher_of(Numbered(photo_folder), collate_fn=renewed)
+    assert_replayed(prefetcher, epoch_of(prefetcher), samples=range(0, 24, 5))
 
 
 def test_samples_apart_are_refused(photo_folder):
@@ -337,7 +323,7 @@ def test_a_dataset_that_draws_for_itself_is_not_replayed(photo_folder):
     ids=["set_epoch(0)", "set_epoch(5)", "load_state_dict", "unused"],
 )
 def test_the_latest_epoch_is_one_that_the_model_saw(photo_folder, act):
-    prefetcher = prefetcher_of(Numbered(photo_folder), num_workers=0)
+    prefetcher = prefetcher_of(Numbered(photo_folder))
     with pytest.raises(LookupError, match="no batch of any epoch"):
         prefetcher.replay(3)
     epoch_of(prefetcher)
@@ -347,7 +333,7 @@ def test_the_latest_epoch_is_one_that_the_model_saw(photo_folder, act):
     del kept
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_a_sample_whose_batch_was_not_handed_over(photo_folder, workers):
     prefetcher = prefetcher_of(Numbered(photo_folder), num_workers=workers, shuffle=False)
     iterator = iter(prefetcher)

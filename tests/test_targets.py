@@ -181,7 +181,7 @@ def as_torchvision(corners, whole):
 @pytest.mark.parametrize("name", HEADS)
 def test_head_agrees_with_torchvision(name):
     transforms, reference = HEADS[name]
-    dataset, flips = Framed(8, empty=False), 0
+    dataset, flips = Framed(5, empty=False), 0
     for index, (image, target) in enumerate(samples_of(dataset, transforms)):
         encoded, expected = dataset[index]
         picture = Image.open(io.BytesIO(encoded.data)).convert("RGB")
@@ -226,8 +226,9 @@ def test_masks_are_nearest(size):
     assert torch.equal(torch.Tensor(target["masks"]).long(), exact)
 
 
-@pytest.mark.parametrize("box_format", ["XYWH", "CXCYWH"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize(
+    ("box_format", "dtype"), [("XYWH", torch.float32), ("CXCYWH", torch.int64)]
+)
 def test_boxes_keep_their_format(box_format, dtype):
     def formatted(image, target):
         boxes = v2.ConvertBoundingBoxFormat(box_format)(target["boxes"])
@@ -323,8 +324,8 @@ CROP = [RandomResizedCrop((96, 100), scale=(0.9, 1.0)), K.RandomHorizontalFlip()
     ids=[*map(str, range(len(FUSED))), *TAILS],
 )
 def test_targets_lie_on_the_picture(transforms):
-    found = [check_square(*sample) for sample in samples_of(Squares(6), transforms)]
-    assert found == [index % 3 != 2 for index in range(6)]
+    found = [check_square(*sample) for sample in samples_of(Squares(4), transforms)]
+    assert found == [True, True, False, True]
 
 
 def test_own_transforms_move_images_as_they_do_alone():
@@ -339,15 +340,14 @@ def test_own_transforms_move_images_as_they_do_alone():
     assert torch.equal(images, alone)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bool])
 @pytest.mark.parametrize(
-    "tail",
+    ("dtype", "tail"),
     [
-        [],
-        [K.RandomGrayscale(), K.RandomHorizontalFlip(p=1.0)],
-        [torch.nn.Identity(), CenterCrop((100, 140))],
+        (torch.uint16, []),
+        (torch.uint32, [K.RandomGrayscale(), K.RandomHorizontalFlip(p=1.0)]),
+        (torch.uint64, [torch.nn.Identity(), CenterCrop((100, 140))]),
+        (torch.bool, [K.RandomGrayscale(), K.RandomHorizontalFlip(p=1.0)]),
     ],
-    ids=["head", "kornia", "own"],
 )
 def test_masks_of_any_dtype(dtype, tail):
     kind = np.dtype(str(dtype).removeprefix("torch."))
@@ -395,7 +395,7 @@ def test_a_crop_of_padding_alone_has_nothing_in_it():
     assert black > 4
 
 
-@pytest.mark.parametrize("angle", [90.0, -90.0, 180.0])
+@pytest.mark.parametrize("angle", [90.0, 180.0])
 def test_points_turn_with_the_picture(angle):
     """A quarter turn moves corners to corners, so that the point itself can be checked."""
     plain = samples_of(Squares(4, empty=False), [Resize((96, 96))])
@@ -405,7 +405,7 @@ def test_points_turn_with_the_picture(angle):
     for (_, before), (image, after) in zip(plain, turned, strict=True):
         check_square(image, after)
         x, y = (torch.Tensor(before["points"])[0] - 48).unbind(1)
-        want = {90.0: (y, -x), -90.0: (-y, x), 180.0: (-x, -y)}[angle]
+        want = {90.0: (y, -x), 180.0: (-x, -y)}[angle]
         want = torch.stack(want, 1) + 48
         # kornia computes its matrix in float32.
         torch.testing.assert_close(torch.Tensor(after["points"])[0], want, atol=1e-2, rtol=0)
@@ -413,7 +413,7 @@ def test_points_turn_with_the_picture(angle):
 
 def test_pictures_turned_by_exif():
     transforms = [RandomResizedCrop((90, 90), scale=(0.9, 1.0)), K.RandomHorizontalFlip()]
-    options = {"apply_exif": True, "workers": 2}
+    options = {"apply_exif": True, "batch_size": 8}
     found = [check_square(*s) for s in samples_of(Squares(8, upright=True), transforms, **options)]
     assert sum(found) == 6
     with pytest.raises(ValueError, match=r"'4.jpg' has 102 x 116.*EXIF"):
@@ -441,7 +441,7 @@ def test_targets_are_the_same_whoever_decodes(exif):
 
 def test_workers_agree_with_the_main_process():
     transforms = [RandomResizedCrop(40), K.RandomHorizontalFlip(), K.RandomAffine(20, p=0.5)]
-    here, there = (samples_of(Squares(), transforms, workers=workers) for workers in (0, 2))
+    here, there = (samples_of(Squares(), transforms, workers=workers) for workers in (0, 1))
     for (image, target), (same, other) in zip(here, there, strict=True):
         assert torch.equal(image, same)
         assert all(torch.equal(target[key], other[key]) for key in target)
@@ -469,7 +469,7 @@ def columns(samples):
     return {name: [sample[name] for sample in samples] for name in samples[0]}
 
 
-@pytest.mark.parametrize("labels", ["labels", "label", "class_labels", "gt_Labels"])
+@pytest.mark.parametrize("labels", ["labels", "gt_Labels"])
 def test_sanitizing_samples_that_are_dicts(labels):
     def with_an_empty_box(image, target):
         boxes = target["boxes"]
@@ -516,19 +516,6 @@ def test_default_collate_loses_boxes():
         list(prefetcher(dataset, [Resize((40, 60)), K.RandomAffine(9)], collate_fn=None))
 
 
-def as_dict(samples):
-    images, targets = zipped(samples)
-    return {"image": images} | {key: [t[key] for t in targets] for key in targets[0]}
-
-
-def test_lists_of_fields():
-    transforms = [Resize((40, 60)), K.RandomHorizontalFlip(), K.RandomAffine(20, p=1.0)]
-    (batch,) = prefetcher(Squares(2, empty=False), transforms, collate_fn=as_dict)
-    for i, (image, target) in enumerate(samples_of(Squares(2, empty=False), transforms)):
-        assert torch.equal(batch["image"][i], image)
-        assert all(torch.equal(batch[key][i], target[key]) for key in target)
-
-
 FIELDS = ("boxes", "masks", "points")
 
 
@@ -556,9 +543,12 @@ class Damaged(Squares):
         return EncodedImage(data, index, image.path), target | {"name": str(index)}
 
 
-@pytest.mark.parametrize("tail", [[], [K.RandomHorizontalFlip(p=1.0)]])
 @pytest.mark.parametrize(
-    ("on_error", "names"), [("skip", ["0", "3"]), ("replace", ["0", "3", "3", "3"])]
+    ("on_error", "names", "tail"),
+    [
+        ("skip", ["0", "3"], [K.RandomHorizontalFlip(p=1.0)]),
+        ("replace", ["0", "3", "3", "3"], []),
+    ],
 )
 def test_bad_images_take_their_targets_along(tail, on_error, names):
     loader = prefetcher(Damaged(4, empty=False), [Resize((96, 96)), *tail], on_error=on_error)
@@ -601,7 +591,6 @@ def test_lists_of_a_bad_image_without_boxes():
 
 
 NAMES = {
-    "strings": lambda i: [f"{i}a", f"{i}b"],
     "names of few classes": lambda i: [("cat", "dog")[(i + k) % 2] for k in range(2)],
     "the same": lambda i: ["cat", "dog"],
     "dicts": lambda i: [{"name": f"{i}a", "parts": [f"{i}b"]}, {"name": f"{i}c", "parts": ["x"]}],
@@ -625,8 +614,7 @@ def test_as_many_strings_as_samples(names, collate):
         assert list(got) == list(want)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_sequence_that_moves_itself_stays_what_it_is(count):
+def test_a_sequence_that_moves_itself_stays_what_it_is(count=2):
     def packed(samples):
         images, targets = zipped(samples)
         words = pack_sequence([target["labels"] for target in targets])
@@ -823,8 +811,10 @@ def images_alone(samples):
     return default_collate([s["image"] if isinstance(s, dict) else s[0] for s in samples])
 
 
-@pytest.mark.parametrize("collate_fn", [None, list, images_alone])
-@pytest.mark.parametrize("kind", ["mask", "boxes", "points"])
+@pytest.mark.parametrize(
+    ("kind", "collate_fn"),
+    [("mask", None), ("boxes", None), ("points", list), ("boxes", images_alone)],
+)
 def test_targets_beside_images_that_the_dataset_decoded(kind, collate_fn):
     loader = DataLoader([of_a_tensor(kind)] * 2, 2, collate_fn=collate_fn)
     for transforms in ([Resize(4)], [K.RandomHorizontalFlip(p=1.0)], [v2.RandomRotation(9)]):

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import DataLoader
 
-from gpuprefetch.connections import tell
+from gpuprefetch.connections import shortage
 from gpuprefetch.core.nested import tensors
 from gpuprefetch.core.source import changed, sampler_of
 from gpuprefetch.images.decode import BACKENDS, ImageDecoder
@@ -119,19 +119,18 @@ def _is_encoded_folder(dataset: Any) -> bool:
 
 
 def _backend(decoder: str, device: torch.device) -> ImageDecoder | None:
-    name = decoder
-    if decoder == "auto":
-        name = "nvjpeg" if device.type == "cuda" else "cpu"
-    if name == "cpu":
+    names = ("auto", "cpu", *BACKENDS)
+    if decoder not in names:
+        quoted = ", ".join(f'"{name}"' for name in names)
+        raise ValueError(f"decoder must be one of {quoted}, got {decoder!r}.")
+    if decoder == "cpu" or (decoder == "auto" and device.type != "cuda"):
         return None
-    if name not in BACKENDS:
-        names = ", ".join(f'"{name}"' for name in ("auto", "cpu", *BACKENDS))
-        raise ValueError(f"decoder must be one of {names}, got {decoder!r}.")
     if device.type != "cuda":
         raise ValueError(f'decoder={decoder!r} needs a CUDA device; use "auto" or "cpu" here.')
-    backend = BACKENDS[name](device)
-    if not (missing := backend.missing()):
-        return backend
+    for name in ("nvjpeg", "torchcodec") if decoder == "auto" else (decoder,):
+        backend = BACKENDS[name](device)
+        if not (missing := backend.missing()):
+            return backend
     if decoder == "auto":
         return None
     raise ValueError(
@@ -166,8 +165,8 @@ class FirstBatch:
             return
         self.seen = True
         parts = [images.pixels for images in encoded_leaves(batch)]
-        if parts:
-            tell()
+        if parts and (text := shortage()):
+            warnings.warn(text, stacklevel=2)
         host = (part for part in parts or tensors(batch) if part.device.type == "cpu")
         if any(part.numel() and not part.is_pinned() for part in host):
             warnings.warn(

@@ -13,7 +13,7 @@ import torch
 
 from gpuprefetch.core.stats import Stats
 from gpuprefetch.images import nvjpeg
-from gpuprefetch.images.encoded import Call, EncodedImages
+from gpuprefetch.images.encoded import Call, PreparedImages
 from gpuprefetch.images.header import decode_cpu, read_header
 from gpuprefetch.images.plan import UPLOAD_BYTES, WHOLE_BATCH_BYTES, in_rooms
 from gpuprefetch.transforms.launch import CANARY
@@ -54,7 +54,7 @@ from gpuprefetch.transforms.launch import CANARY
 # Note [One call for a batch]
 # The thread that trains shares the GIL and the CUDA driver's lock with the prefetch thread. Three
 # Python objects an image (the file, its view, the picture) would take the GIL thousands of times a
-# step. So the worker works out all that nvJPEG is given of the files (Call, Plan), but for the
+# step. So the worker works out all that nvJPEG is given of the files (Call), but for the
 # addresses. One ctypes call, which drops the GIL, decodes the batch into one piece of memory, and
 # one launch reads it there.
 
@@ -75,6 +75,10 @@ class ImageDecoder:
     """Decodes a batch of baseline JPEGs on the current stream of a CUDA device."""
 
     library = "nvJPEG"  # that decodes
+    packs = False  # whether there is a way to packed()
+    copies = 2  # how often the images of a call are in memory at its end
+    canaries = True  # whether packed() images that were skipped are looked for
+    streams = 1  # batches that are best decoded side by side
 
     def __init__(self, device: torch.device) -> None:
         # One spelling of the device for ever: torchvision leaks its decoder when it changes.
@@ -82,12 +86,16 @@ class ImageDecoder:
 
     def missing(self) -> str:
         """Why it can decode nothing here, "" where it can: it tries."""
+        from PIL import Image
+
         if torch.version.hip:
             return "torch is built for ROCm, and nvJPEG is NVIDIA's"
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that torchvision's is deprecated
-                pictures = self([_trial_file()])
+                file = io.BytesIO()
+                Image.new("RGB", (64, 64), "orange").save(file, "JPEG")
+                pictures = self([torch.frombuffer(file.getbuffer(), dtype=torch.uint8)])
             torch.cuda.current_stream(self._device).synchronize()  # then they may be let go
             del pictures
         except torch.OutOfMemoryError:
@@ -100,26 +108,6 @@ class ImageDecoder:
     def way(self) -> str:
         """What decodes, in words."""
         return self.library
-
-    @property
-    def packs(self) -> bool:
-        """Whether there is a way to :meth:`packed`."""
-        return False
-
-    @property
-    def copies(self) -> int:
-        """How often the images of a call are in memory at its end."""
-        return 2
-
-    @property
-    def canaries(self) -> bool:
-        """Whether :meth:`packed` images that were skipped are looked for."""
-        return True
-
-    @property
-    def streams(self) -> int:
-        """Batches that are best decoded side by side."""
-        return 1
 
     def packed(
         self, data: torch.Tensor, call: Call, out: torch.Tensor, *, first: int = 0, at: int = 0
@@ -151,20 +139,21 @@ class TorchCodecDecoder(ImageDecoder):
         return list(decode_jpeg(data, mode="RGB", device=self._device))
 
 
-class NvjpegDecoder(TorchCodecDecoder):
-    """nvJPEG without TorchCodec between, and TorchCodec where it brings no nvJPEG."""
+class NvjpegDecoder(ImageDecoder):
+    """The nvJPEG that TorchCodec brings, without TorchCodec between."""
+
+    packs, copies = True, 1
 
     def missing(self) -> str:
         # Without a trial, which takes memory of the GPU: the loader may have no photos.
         with contextlib.suppress(Exception):  # of a broken TorchCodec: the trial says what
             if not torch.version.hip and nvjpeg.library() is not None:
                 return ""
-        return super().missing()
+        failed = TorchCodecDecoder(self._device).missing()
+        return failed or 'it cannot be called directly: decoder="torchcodec" can'
 
     @property
     def way(self) -> str:
-        if not nvjpeg.available(self._device):
-            return self.library
         if not nvjpeg.has_engines(self._device):
             return (
                 "nvJPEG in CUDA kernels, as no JPEG engine can be used: the GPU has none, or the "
@@ -175,20 +164,12 @@ class NvjpegDecoder(TorchCodecDecoder):
         return f"nvJPEG's {engines} JPEG engines" if engines else "nvJPEG's JPEG engines"
 
     @property
-    def canaries(self) -> bool:
+    def canaries(self) -> bool:  # type: ignore[override]
         return nvjpeg.has_engines(self._device)  # only they have been seen to skip pictures
 
     @property
-    def streams(self) -> int:
+    def streams(self) -> int:  # type: ignore[override]
         return 1 if nvjpeg.has_engines(self._device) else 3
-
-    @property
-    def packs(self) -> bool:
-        return nvjpeg.available(self._device)
-
-    @property
-    def copies(self) -> int:
-        return 2 if nvjpeg.library() is None else 1  # without a trial, which needs memory
 
     def packed(
         self, data: torch.Tensor, call: Call, out: torch.Tensor, *, first: int = 0, at: int = 0
@@ -199,8 +180,6 @@ class NvjpegDecoder(TorchCodecDecoder):
             decoder.decode(order, torch.cuda.current_stream(self._device).cuda_stream)
 
     def __call__(self, data: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        if not self.packs:
-            return super().__call__(data)
         headers = [read_header(bytes(file.numpy())) for file in data]
         layout = np.array([(len(f), h.height, h.width) for f, h in zip(data, headers, strict=True)])
         canary = torch.tensor([*CANARY.to_bytes(3, "little")], dtype=torch.uint8)
@@ -242,14 +221,6 @@ BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
 }
 
 
-def _trial_file() -> torch.Tensor:
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.new("RGB", (64, 64), "orange").save(file, "JPEG")
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-
-
 def decoded_by(decoder: ImageDecoder | None, device: torch.device) -> str:
     """What decodes the photos of a prefetcher with this decoder on a device, in words."""
     if decoder is not None:
@@ -288,7 +259,7 @@ def _may_refuse(size: int, device: torch.device) -> Iterator[list[str]]:
 
 
 def decode_packed(
-    decoder: ImageDecoder, images: EncodedImages, call: Call, out: torch.Tensor, at: int
+    decoder: ImageDecoder, images: PreparedImages, call: Call, out: torch.Tensor, at: int
 ) -> bool:
     """Decode images of a batch into one tensor; False if they have to be decoded one by one."""
     with _may_refuse(call.size, out.device):
@@ -299,7 +270,7 @@ def decode_packed(
 
 def decode_part(
     decoder: ImageDecoder,
-    images: EncodedImages,
+    images: PreparedImages,
     call: Call,
     device: torch.device,
     stats: Stats,
@@ -325,7 +296,7 @@ def decode_part(
 
 def _decode_one(
     decoder: ImageDecoder,
-    images: EncodedImages,
+    images: PreparedImages,
     position: int,
     shape: tuple[int, int, int],
     device: torch.device,

@@ -1,14 +1,14 @@
-"""Encoded images on their way from a dataset to the decoder: one flat buffer a batch."""
+"""Encoded images on their way from a dataset to the decoder."""
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
+import copy
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from gpuprefetch.images.guard import Encoded, begin_reading
 from gpuprefetch.images.nvjpeg import order_for
 from gpuprefetch.images.slab import Buffer
 from gpuprefetch.transforms.launch import Launches, Table, by_place
-from gpuprefetch.transforms.reference import Doubles, Ints
+from gpuprefetch.transforms.reference import Ints
 
 if TYPE_CHECKING:
     from gpuprefetch.transforms.ops_launch import Layout
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class EncodedImage(Encoded):
     """The bytes of one image file, as a dataset hands them out in place of a decoded image.
 
-    The DataLoader's default collate packs them into :class:`EncodedImages`; nothing else is needed.
+    The DataLoader's default collate makes :class:`EncodedImages` of them; nothing else is needed.
 
     Args:
         data: the file's bytes; bytes, bytearray, or a memoryview, a 1-D uint8 tensor or array,
@@ -79,8 +79,53 @@ class EncodedImage(Encoded):
         return f"{type(self).__name__}({what})"
 
 
-@dataclass(slots=True)
-class Copy:
+class EncodedImages(Encoded):
+    """A batch of N encoded images, as the DataLoader's default collate makes it of them."""
+
+    def __init__(self, images: Sequence[EncodedImage]) -> None:
+        self._images = images
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, position: int) -> EncodedImage:
+        return self._images[position]
+
+    def __repr__(self) -> str:
+        size = sum(len(image.data) for image in self._images)
+        return f"EncodedImages({len(self)} images, {size:,} bytes)"
+
+
+def _send(batch: EncodedImages) -> tuple[Any, ...]:
+    """How a batch is pickled for another process, where no prefetcher has packed it."""
+    files, bare = [np.frombuffer(image.data, dtype=np.uint8) for image in batch._images], []
+    try:
+        buffer = Buffer.empty(sum(map(len, files)))
+    except RuntimeError:  # without shared memory; the parent would wait for what failed in here
+        return EncodedImages, (batch._images,)
+    np.concatenate(files, out=buffer.tensor.numpy())
+    for image in map(copy.copy, batch._images):
+        image.data = b""
+        bare.append(image)
+    return _receive, (buffer, bare, [*map(len, files)])
+
+
+def _receive(buffer: Buffer, images: list[EncodedImage], lengths: list[int]) -> EncodedImages:
+    for image, file in zip(images, buffer.tensor.split(lengths), strict=True):
+        image.data = file.numpy().tobytes()  # the worker fills the buffer again
+    return EncodedImages(images)
+
+
+def _collate(images: Sequence[EncodedImage], *, collate_fn_map: Any = None) -> EncodedImages:
+    return EncodedImages(images)
+
+
+ForkingPickler.register(EncodedImages, _send)
+# torch's own extension point: the default collate knows the type wherever this is imported.
+default_collate_fn_map[EncodedImage] = _collate
+
+
+class Copy(NamedTuple):
     """Pixels of a batch that are copied together."""
 
     positions: Ints  # in the batch, of images that workers decoded
@@ -99,70 +144,56 @@ class Call:
     layout: Ints
     copy: Copy | None = None  # the pixels; they lie before the decoded images
     size: int = field(init=False)  # bytes of all images that are decoded
-    largest: int = field(init=False)  # bytes of the largest one
+    copied: int = field(init=False)  # bytes of the pixels
     order: Ints = field(init=False)  # of nvjpeg.order_for(); made in the worker
 
     def __post_init__(self) -> None:
-        sizes = self.decoded_sizes
-        self.size, self.largest = int(sizes.sum()), int(sizes.max(initial=0))
-        self.order = order_for(self.layout)
+        self.size, self.order = int(self.sizes.sum()), order_for(self.layout)
+        self.copied = 0 if self.copy is None else self.copy.stop - self.copy.start
 
     @property
-    def decoded_sizes(self) -> Ints:
-        sizes: Ints = 3 * self.layout[1] * self.layout[2]
-        return sizes
-
-    @property
-    def copied(self) -> int:
-        return 0 if self.copy is None else self.copy.stop - self.copy.start
-
-
-@dataclass(slots=True)
-class Plan:
-    """How the images of a batch get to the device, and onto it."""
-
-    calls: list[Call]
-    tables: list[Table] = field(default_factory=list)  # of each view; none without a fixed size
+    def sizes(self) -> Any:
+        return 3 * self.layout[1] * self.layout[2]
 
 
 @dataclass(kw_only=True, repr=False)
-class EncodedImages(Encoded):
-    """A batch of N encoded images in one flat buffer.
+class PreparedImages(Encoded):
+    """N encoded images that a :class:`.packer.Packer` has prepared, in one flat buffer.
 
-    Attributes:
-        buffer: the files' bytes and, after them, uint8 pixels of every image that a worker has
-            decoded already, or room for those of one that it could not decode.
-        boundary: where the pixels start in the buffer.
-        encoded_bytes: where they stop.
-        spans: ``(N, 2)`` int64, where each image starts and stops in ``pixels`` if it was decoded,
-            in ``data`` otherwise.
-        indices: ``(N,)`` int64, of the samples in their dataset.
-        paths: of the files.
-        decoded: ``(N,)`` bool, whether a worker has decoded the image.
-        sizes: ``(N, 2)`` int64, height and width of the image, decoded or not yet; 0 where no
-            header was read.
-        transposed: ``(N,)`` bool, whether rows and columns of the decoded image change places.
-        interleaved: whether the decoded pixels lie as decoders write them, ``(H, W, 3)``, and not
-            as planes, ``(3, H, W)``.
-        views: of several views their ``(height, width)``: decoded pixels are those of all of them,
-            finished, one after the other. Empty for one.
-        errors: position in the batch -> why the image cannot be decoded.
-        pin_seconds: the DataLoader's pin thread took.
+    It holds the files' bytes, after them uint8 pixels of every image that a worker has decoded, or
+    room for those of one that it could not decode, and last what the launches read.
     """
 
     buffer: Buffer
-    boundary: int
-    encoded_bytes: int
-    spans: Ints
-    indices: Ints
+    boundary: int  # where the pixels start in the buffer
+    encoded_bytes: int  # where they stop
+    spans: Ints  # (N, 2), of each image in `pixels` if it was decoded, in `data` otherwise
+    indices: Ints  # (N,), of the samples in their dataset
     paths: list[str]
-    decoded: npt.NDArray[np.bool_]
-    sizes: Ints
-    transposed: npt.NDArray[np.bool_]
-    interleaved: bool = False
-    views: Sequence[tuple[int, int]] = ()
-    errors: dict[int, str] = field(default_factory=dict)
-    pin_seconds: float = 0.0
+    decoded: npt.NDArray[np.bool_]  # (N,), whether a worker has decoded the image
+    sizes: Ints  # (N, 2), height and width, decoded or not yet; made up where no header was read
+    transposed: npt.NDArray[np.bool_]  # (N,), whether decoded rows and columns change places
+    interleaved: bool  # whether decoded pixels lie as decoders write them, (H, W, 3), or as planes
+    # Of several views their (height, width): decoded pixels are those of all of them, finished, one
+    # after the other. Empty for one.
+    views: Sequence[tuple[int, int]]
+    errors: dict[int, str]  # position -> why the image cannot be decoded
+    # Of each view (N, 2, 6), the sampling of its fused transforms; None where these sample nothing.
+    rows: list[Any]
+    calls: list[Call] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)  # of each view; none without a fixed size
+    # Where in the buffer what the launches of each view read starts, after the pixels; and its end.
+    numbers: list[int] = field(default_factory=list)
+    # The finished batch of each view, where no device is to make it.
+    out: list[torch.Tensor] = field(default_factory=list)
+    samples: list[int]  # each image's; -1 where the collate function made a new image
+    share: float  # of the baseline JPEGs that the worker was to decode
+    counts: dict[str, float] = field(default_factory=dict)  # what to add to the counters of Stats
+    targets: str = ""  # of targets.fate()
+    # With which the worker has drawn for the first transform after the fused ones, and what it drew
+    # for each view, where that is for the device to carry out.
+    seed: int | None = None
+    laid: list[Sequence[Layout]] = field(default_factory=list)
 
     @property
     def data(self) -> torch.Tensor:
@@ -174,27 +205,8 @@ class EncodedImages(Encoded):
         """``(bytes,)`` uint8 on the CPU, the decoded pixels."""
         return self.buffer.tensor[self.boundary : self.encoded_bytes]
 
-    @property
-    def ready(self) -> int:
-        """How many of the images a worker has decoded."""
-        return int(self.decoded.sum())
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether the buffer lies in pinned memory."""
-        return self.buffer.is_pinned
-
     def __len__(self) -> int:
         return len(self.indices)
-
-    def __repr__(self) -> str:
-        return f"EncodedImages({len(self)} images, {self.encoded_bytes:,} bytes)"
-
-    def __getitem__(self, position: int) -> EncodedImage:
-        """A copy of the encoded image at ``position``, one that no worker has decoded."""
-        # A view would change once the batch is dropped: see Buffer.
-        file = self.span(position).numpy().tobytes()
-        return EncodedImage(file, int(self.indices[position]), self.paths[position])
 
     def span(self, position: int) -> torch.Tensor:
         """``(bytes,)`` uint8, a view of the image's part of the buffer."""
@@ -241,110 +253,28 @@ class EncodedImages(Encoded):
             return [piece.view(*size, 3).permute(2, 0, 1) for piece, size in pairs]
         return [piece.view(3, *size) for piece, size in pairs]
 
-    def pin_memory(self, device: Any = None) -> EncodedImages:
-        """The batch in pinned memory; the DataLoader's pin thread calls it."""
-        # nvJPEG copies each file by itself: from pageable memory that takes 13 us rather than 3.
-        started = time.perf_counter()
-        self.buffer = self.buffer.pinned()
-        self.pin_seconds = time.perf_counter() - started
-        return self
-
-
-@dataclass(kw_only=True, repr=False)
-class PreparedImages(EncodedImages):
-    """Encoded images that a :class:`.packer.Packer` has prepared for the device."""
-
-    # Of each view (N, 2, 6), the sampling of its fused transforms; None where these sample nothing.
-    rows: list[Doubles | None]
-    plan: Plan
-    # Where in the buffer what the launches of each view read starts, after the pixels; and its end.
-    numbers: list[int]
-    out: list[torch.Tensor]  # the finished batch of each view, where no device is to make it
-    samples: list[int]  # each image's; -1 where the collate function made a new image
-    share: float  # of the baseline JPEGs that the worker was to decode
-    read_seconds: float  # in the dataset
-    decode_seconds: float
-    collate_seconds: float  # on the rest of the batch
-    targets: str = ""  # of targets.fate()
-    # With which the worker has drawn for the first transform after the fused ones, and what it drew
-    # for each view, where that is for the device to carry out.
-    seed: int | None = None
-    laid: list[Sequence[Layout]] = field(default_factory=list)
-
     def words(self, view: int) -> Ints:
         """What a view's launches read of each image, ``(N, words)``, in the order of the batch."""
         first, last = self.numbers[view : view + 2]
         return by_place(Launches.words(self.buffer.tensor[first:last], 3), len(self))
 
+    def pin_memory(self, device: Any = None) -> PreparedImages:
+        """The batch in pinned memory; the DataLoader's pin thread calls it."""
+        # nvJPEG copies each file by itself: from pageable memory that takes 13 us rather than 3.
+        started = time.perf_counter()
+        self.buffer = self.buffer.pinned()
+        self.counts["pin_seconds"] = time.perf_counter() - started
+        return self
+
+
+ENCODED = (EncodedImage, EncodedImages, PreparedImages)
+
 
 def is_encoded(batch: Any) -> bool:
-    """Whether ``batch`` is an encoded image, a packed batch of them or a list of them."""
-    return isinstance(batch, (EncodedImage, EncodedImages)) or (
+    """Whether ``batch`` is an encoded image, a batch of them or a list of them."""
+    return isinstance(batch, ENCODED) or (
         isinstance(batch, (list, tuple))
         and len(batch) > 0
         and isinstance(batch[0], EncodedImage)  # which most are told apart by
         and all(isinstance(image, EncodedImage) for image in batch)
     )
-
-
-def allocate(
-    images: Sequence[EncodedImage],
-    lengths: Ints,
-    decoded: npt.NDArray[np.bool_],
-    *,
-    work: npt.NDArray[Any] | int = 0,
-    room: int = 0,
-    **known: Any,
-) -> EncodedImages:
-    """Lay out a batch whose parts are still to be written, with ``room`` bytes after the pixels."""
-    # Files with the most work lie first: nvJPEG gives the engines files in turns, and waits for one
-    # that is not through with the file before. On an H200, beside training, an image takes 102 us
-    # so, and 110 in any order. Decoded ones lie as they come: see plan.uploads().
-    order = np.lexsort((np.where(decoded, 0, -work), decoded))
-    stops = np.empty_like(lengths)
-    stops[order] = np.cumsum(lengths[order])
-    boundary, size = int(lengths[~decoded].sum()), int(lengths.sum())
-    return EncodedImages(
-        buffer=Buffer.empty(size + room),
-        boundary=boundary,
-        encoded_bytes=size,
-        spans=np.stack([stops - lengths, stops], axis=1) - np.where(decoded, boundary, 0)[:, None],
-        indices=np.array([image.index for image in images], dtype=np.int64),
-        paths=[image.path for image in images],
-        decoded=decoded,
-        **known,
-    )
-
-
-def pack(images: Sequence[EncodedImage], **known: Any) -> EncodedImages:
-    """Pack images as they are: what the default collate does where no prefetcher has its say."""
-    files = [np.frombuffer(image.data, dtype=np.uint8) for image in images]
-    lengths = np.array([len(file) for file in files], dtype=np.int64)
-    none, unread = np.zeros(len(images), dtype=bool), np.zeros((len(images), 2), dtype=np.int64)
-    known = {"sizes": unread, "transposed": none.copy()} | known
-    batch = allocate(images, lengths, none, **known)
-    for part, file in zip(batch.parts(), files, strict=True):
-        part[:] = file
-    return batch
-
-
-Pack = Callable[[Sequence[EncodedImage]], EncodedImages]
-_pack: contextvars.ContextVar[Pack] = contextvars.ContextVar("gpuprefetch_pack", default=pack)
-
-
-@contextlib.contextmanager
-def packing_with(fn: Pack) -> Iterator[None]:
-    """Make the default collate pack with ``fn``: how a prefetcher reaches the workers."""
-    token = _pack.set(fn)
-    try:
-        yield
-    finally:
-        _pack.reset(token)
-
-
-def collate_encoded(images: Sequence[EncodedImage], *, collate_fn_map: Any = None) -> EncodedImages:
-    return _pack.get()(images)
-
-
-# torch's own extension point: the default collate knows the type wherever this is imported.
-default_collate_fn_map[EncodedImage] = collate_encoded

@@ -48,7 +48,6 @@ class Encoded:
 
 
 def is_marked(leaf: Any) -> bool:
-    """Whether ``leaf`` only stands for a picture, or for a batch of them."""
     return isinstance(leaf, Encoded)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,12 @@ import torch
 from gpuprefetch.core.stats import Timed
 from gpuprefetch.core.streams import mark_reader, wait_for_reader
 from gpuprefetch.images.bad import BadImage
-from gpuprefetch.images.decode import claim, decode_packed, decode_part, place
-from gpuprefetch.images.encoded import Call, Copy, Plan, PreparedImages
-from gpuprefetch.images.plan import LARGE, WHOLE_BATCH_BYTES, lay_out, readable
+from gpuprefetch.images.decode import decode_packed, decode_part, place
+from gpuprefetch.images.encoded import Call, PreparedImages
+from gpuprefetch.images.plan import WHOLE_BATCH_BYTES, lay_out, readable
 from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.kernel import HAS_TRITON
-from gpuprefetch.transforms.launch import Launches
+from gpuprefetch.transforms.launch import Launches, Table
 
 if TYPE_CHECKING:
     from gpuprefetch.images.stage import Pipeline
@@ -52,6 +52,7 @@ class ImageJob:
         self._pipeline = pipeline
         # The tensor that holds what the launches read, and where that starts and stops in it.
         self._numbers: tuple[torch.Tensor, int, int] | None = None
+        # (N,) uint8 on the CPU, where a launch notes the canaries that it has found.
         self._survived: torch.Tensor | None = None
         for view in pipeline.views:
             if view.head.names or view.tail:
@@ -59,15 +60,16 @@ class ImageJob:
 
     def begin(self, limit: int | None = None) -> list[Callable[[], None]]:
         """Reserve the result; the decode of each sub-batch, of at most ``limit`` bytes."""
-        pipeline, images, plan = self._pipeline, self.images, self.images.plan
+        pipeline, images = self._pipeline, self.images
+        calls, tables = images.calls, images.tables
         sizes = pipeline.packer.sizes
         # Without engines a call takes as long whatever its size.
-        room = WHOLE_BATCH_BYTES if pipeline.streams > 1 and len(plan.calls) > 1 else None
+        room = WHOLE_BATCH_BYTES if pipeline.streams > 1 and len(calls) > 1 else None
         replanned = limit is not None or room is not None
         if replanned:
-            words = [images.words(view) for view in range(len(plan.tables))]
+            words = [images.words(view) for view in range(len(tables))]
             most = None if limit is None else limit // pipeline.copies
-            plan = lay_out(images, sizes, words, most, room)
+            calls, tables = lay_out(images, sizes, words, most, room)
         if not sizes:
             # The pixels themselves are the result, and the buffer is the worker's.
             ready = np.flatnonzero(images.decoded)
@@ -75,32 +77,32 @@ class ImageJob:
             pictures = images.pictures(ready, pixels)
             for i, image in zip(ready.tolist(), pictures, strict=True):
                 self.outputs[0].out[i] = image
-            return [partial(self._decode, call=call) for call in plan.calls]
+            return [partial(self._decode, call=call) for call in calls]
         if images.out:  # on the CPU, with what the workers decoded
             for output, out in zip(self.outputs, images.out, strict=True):
                 output.out = out
-            left = [call for call in plan.calls if len(call.positions)]
-            return [partial(self._decode, call=replace(call, copy=None)) for call in left]
+            left = [images.call(call.positions) for call in calls if len(call.positions)]
+            return [partial(self._decode, call=call) for call in left]
         for output in self.outputs:
             output.out = output.head.empty(len(images), pipeline.device)
         double = any(output.out.dtype == torch.float64 for output in self.outputs)
-        planned = bool(plan.tables) and HAS_TRITON and not double
+        planned = bool(tables) and HAS_TRITON and not double
         if planned:
-            self._prepare(plan, again=replanned)
+            self._prepare(tables, again=replanned)
         return [
             partial(self._decode, call=call, launch=number if planned else None)
-            for number, call in enumerate(plan.calls)
+            for number, call in enumerate(calls)
         ]
 
-    def _prepare(self, plan: Plan, *, again: bool) -> None:
+    def _prepare(self, tables: Sequence[Table], *, again: bool) -> None:
         """Prepare the launches of all views, and what they read; ``again`` if it was not kept."""
-        images, pairs = self.images, list(zip(self.outputs, plan.tables, strict=True))
+        images, pairs = self.images, list(zip(self.outputs, tables, strict=True))
         starts, held = images.numbers, images.buffer
         self._numbers = held.memory, held.start + starts[0], held.start + starts[-1]
         if again:
             parts = [Launches.numbers(t, o.head.colors) for o, t in pairs]
             numbers = torch.cat(parts)
-            numbers = numbers.pin_memory() if images.is_pinned else numbers
+            numbers = numbers.pin_memory() if held.is_pinned else numbers
             starts = [0, *np.cumsum([*map(len, parts)]).tolist()]
             self._numbers = numbers, 0, len(numbers)
         for (output, table), start in zip(pairs, starts, strict=False):
@@ -163,19 +165,18 @@ class ImageJob:
                     return False
                 pipeline.decodes_on(decoder.streams)
         with Timed(pipeline.stats, "resample"):
-            flags = self._flags().data_ptr() if checked else 0
+            flags = 0
+            if checked:
+                if self._survived is None:
+                    pinned, count = pipeline.device.type == "cuda", len(images)
+                    on_host: Any = {"dtype": torch.uint8, "device": "cpu", "pin_memory": pinned}
+                    self._survived = torch.zeros(count, **on_host)
+                flags = self._survived.data_ptr()
             for run, read in launches:
                 run.launch(number, address + pixels, read, survived=flags)
                 flags = 0  # the first view tells
             self._mark_reader()
         return True
-
-    def _flags(self) -> torch.Tensor:
-        """``(N,)`` uint8 on the CPU, where a launch notes the canaries that it has found."""
-        if self._survived is None:
-            pinned, count = self._pipeline.device.type == "cuda", len(self.images)
-            self._survived = torch.zeros(count, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        return self._survived
 
     def check(self) -> None:
         """Decode once more what the engines have skipped, after all calls. See Note [Canaries]."""
@@ -191,17 +192,20 @@ class ImageJob:
 
     def _decode_apart(self, call: Call, *, together: bool = True) -> None:
         pipeline, device = self._pipeline, self._pipeline.device
-        if call.copy is not None:
-            self._copy_apart(call.copy)
+        if (copy := call.copy) is not None:
+            held, first, last = self.images.held_copy(copy)
+            pixels = held[first:last].to(device, non_blocking=True)
+            with Timed(pipeline.stats, "resample"):
+                for view, output in enumerate(self.outputs):
+                    pictures = self.images.pictures(copy.positions, pixels, copy.start, view)
+                    self._resample(output, copy.positions, pictures)
+                self._mark_reader()
         if not len(call.positions):
             return
         assert pipeline.decoder is not None, "without one, the packer leaves nothing to decode"
         with Timed(pipeline.stats, "resample"):
             self._wait_for_reader()
         with Timed(pipeline.stats, "decode"):
-            if call.largest >= LARGE and not pipeline.decoder.packs:
-                # A decoder of others' that runs out of memory is gone; another takes half a second.
-                claim(call.size, device)
             images = decode_part(
                 pipeline.decoder, self.images, call, device, pipeline.stats, together=together
             )
@@ -215,15 +219,6 @@ class ImageJob:
             elif decoded:
                 for output in self.outputs:
                     self._resample(output, np.array([*decoded]), [*decoded.values()])
-            self._mark_reader()
-
-    def _copy_apart(self, copy: Copy) -> None:
-        held, first, last = self.images.held_copy(copy)
-        pixels = held[first:last].to(self._pipeline.device, non_blocking=True)
-        with Timed(self._pipeline.stats, "resample"):
-            for view, output in enumerate(self.outputs):
-                pictures = self.images.pictures(copy.positions, pixels, copy.start, view)
-                self._resample(output, copy.positions, pictures)
             self._mark_reader()
 
     def _mark_reader(self) -> None:

@@ -66,16 +66,12 @@ class Decoder:
     def __init__(self, backend: int) -> None:
         self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
         self.stream: int | None = None  # the handle of the one stream that it is used on
-        where = ctypes.byref(self._handle)
-        _check("nvjpegCreateEx", library().nvjpegCreateEx(backend, None, None, 0, where))
+        _call("nvjpegCreateEx", backend, None, None, 0, ctypes.byref(self._handle))
         try:
-            self._call("nvjpegJpegStateCreate", ctypes.byref(self._state))
+            _call("nvjpegJpegStateCreate", self._handle, ctypes.byref(self._state))
         except RuntimeError:
             library().nvjpegDestroy(self._handle)
             raise
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        _check(name, getattr(library(), name)(self._handle, *arguments))
 
     def close(self) -> None:
         """Give its memory back; nothing that it was asked for may be under way."""
@@ -99,8 +95,9 @@ class Decoder:
         count, files = len(order) // _WORDS, order.ctypes.data
         lengths, images = files + 8 * count, files + 16 * count
         self.stream = stream
-        self._call("nvjpegDecodeBatchedInitialize", self._state, count, 1, _RGBI)
-        self._call("nvjpegDecodeBatched", self._state, files, lengths, images, stream)
+        both = self._handle, self._state
+        _call("nvjpegDecodeBatchedInitialize", *both, count, 1, _RGBI)
+        _call("nvjpegDecodeBatched", *both, files, lengths, images, stream)
 
 
 def order_for(layout: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -123,8 +120,8 @@ def place_order(order: npt.NDArray[np.int64], files: int, out: int) -> npt.NDArr
     return placed
 
 
-def _check(name: str, status: int) -> None:
-    if not status:
+def _call(name: str, *arguments: Any) -> None:
+    if not (status := getattr(library(), name)(*arguments)):
         return
     words = f"{name}: {_STATUS[status] if status < len(_STATUS) else f'status {status}'}"
     if status == _ALLOCATOR_FAILURE:
@@ -145,24 +142,19 @@ _choosing = threading.Lock()
 
 
 @cache
-def backend_of(device: torch.device) -> int | None:
+def backend_of(device: torch.device) -> int:
     """What nvJPEG decodes with on a CUDA device: its engines where it has some. Tried once."""
-    if library() is None:
-        return None
-    with torch.cuda.device(device):
-        for backend in (_HARDWARE, _GPU_HYBRID):
-            try:
+    for backend in (_HARDWARE, _GPU_HYBRID):
+        try:
+            with torch.cuda.device(device):
                 _idle[device].append(Decoder(backend))
-            except torch.OutOfMemoryError:
-                raise  # and is tried again
-            except RuntimeError:
-                continue
+        except torch.OutOfMemoryError:
+            raise  # and is tried again
+        except RuntimeError as error:
+            failed = error
+        else:
             return backend
-    return None
-
-
-def available(device: torch.device) -> bool:
-    return backend_of(device) is not None
+    raise RuntimeError(f'{failed}. With decoder="cpu" the workers decode.')
 
 
 def has_engines(device: torch.device) -> bool:
@@ -173,7 +165,6 @@ def has_engines(device: torch.device) -> bool:
 def lease(device: torch.device) -> Iterator[Decoder]:
     """A decoder for the current stream of a device; one that has failed is not used again."""
     backend = backend_of(device)
-    assert backend is not None  # callers ask whether it is available
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device)
         with _choosing:

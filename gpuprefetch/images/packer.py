@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from gpuprefetch.images.encoded import EncodedImage, EncodedImages, Plan, PreparedImages, allocate
+from gpuprefetch.images.encoded import EncodedImage, PreparedImages
 from gpuprefetch.images.header import ImageHeader, blank, decode_cpu, read_header
 from gpuprefetch.images.plan import lay_out
-from gpuprefetch.images.slab import share
+from gpuprefetch.images.slab import Buffer, share
 from gpuprefetch.images.targets import FollowedImage, follow, followers, images_of
 from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.launch import Launches, plan_rows
@@ -79,9 +79,6 @@ class Packer:
     rank: int = 0  # of this process among those that may be given the same samples, else 0
     _last: float = field(init=False, default_factory=time.perf_counter)
 
-    def __call__(self, images: Sequence[EncodedImage]) -> PreparedImages:
-        return Packing(self)(images)
-
     def read_seconds(self, images: Sequence[EncodedImage]) -> float:
         """What the dataset took; 0 for images that it has kept from before the last batch."""
         made = [image._made for image in images]
@@ -116,51 +113,65 @@ class Packer:
         return crops, np.where(crops, area, finished)
 
     def allocate(
-        self, images: Sequence[EncodedImage], headers: Headers, rows: Sequence[Any], share: float
-    ) -> tuple[EncodedImages, Any]:
+        self, images: Sequence[EncodedImage], headers: Headers, rows: list[Any], **known: Any
+    ) -> tuple[PreparedImages, Any]:
         """Lay out a batch of which we decode a share; and which of its images become crops."""
         files = np.array([len(image.data) for image in images])
-        ours = self.divide(headers, files, share)
+        ours = self.divide(headers, files, known["share"])
         crops, pixels = self.become(headers.sizes, rows)
+        lengths = np.where(ours, 3 * pixels, files) * headers.whole
+        # Files with the most work lie first: nvJPEG gives the engines files in turns, and waits for
+        # one that is not through with the file before. On an H200, beside training, an image takes
+        # 102 us so, and 110 in any order. Decoded ones lie as they come: see plan.uploads().
+        order = np.lexsort((np.where(ours, 0, -headers.sizes.prod(axis=1)), ours))
+        stops = np.empty_like(lengths)
+        stops[order] = np.cumsum(lengths[order])
+        boundary, size = int(lengths[~ours].sum()), int(lengths.sum())
         orientation = np.where(ours, 1, headers.orientation)  # what is decoded here is turned here
-        for each in rows if self.sizes else ():
-            _mirror(each, headers.sizes, _MIRRORED[orientation - 1])
-        fused, several = self.on_gpu and bool(self.sizes), len(self.heads) > 1
+        mirrored = _MIRRORED[orientation - 1]
+        for each in rows if self.sizes else ():  # of upright pictures: now of the stored ones
+            length, (origin, step, low, high, first, last) = (
+                headers.sizes[mirrored],
+                each[mirrored].T,
+            )
+            turned = [length - 1 - origin, -step, length - high, length - low, first, last]
+            each[mirrored] = np.stack(turned, axis=1)
+        fused = self.on_gpu and bool(self.sizes)
+        room = len(rows) * Launches.room(len(images), 3) if fused else 0
         channels_last = self.heads[0].memory_format is torch.channels_last
-        batch = allocate(
-            images,
-            np.where(ours, 3 * pixels, files) * headers.whole,
-            ours,
-            work=headers.sizes.prod(axis=1),
-            room=len(rows) * Launches.room(len(images), 3) if fused else 0,
+        spans = np.stack([stops - lengths, stops], axis=1)
+        batch = PreparedImages(
+            buffer=Buffer.empty(size + room),
+            boundary=boundary,
+            encoded_bytes=size,
+            spans=spans - np.where(ours, boundary, 0)[:, None],
+            indices=np.array([image.index for image in images], dtype=np.int64),
+            paths=[image.path for image in images],
+            decoded=ours,
             sizes=headers.sizes,
             transposed=orientation >= 5,
             # As on the GPU; to turn a picture into planes takes a tenth of its decode.
             interleaved=fused or (self.finishes and channels_last),
-            views=self.sizes if several else (),
+            views=self.sizes if len(self.heads) > 1 else (),
             errors=headers.errors,
+            rows=rows,
+            **known,
         )
         return batch, crops
 
-    def copy(self, images: Sequence[EncodedImage], headers: Headers, batch: EncodedImages) -> None:
+    def fill(
+        self, images: Sequence[EncodedImage], headers: Headers, crops: Any, batch: PreparedImages
+    ) -> float:
+        """Copy the files that are left to the device, and decode the others: seconds of that."""
         parts = batch.parts()
         for i in np.flatnonzero(headers.whole & ~batch.decoded).tolist():
             file, exif = images[i].data, headers.each[i].exif
             parts[i][:] = np.frombuffer(blank(file, exif) if exif else file, dtype=np.uint8)
-
-    def decode(
-        self,
-        images: Sequence[EncodedImage],
-        headers: Headers,
-        rows: Sequence[Any],
-        crops: Any,
-        batch: EncodedImages,
-    ) -> float:
-        parts, started = batch.parts(), time.perf_counter()
+        started = time.perf_counter()
         for i in np.flatnonzero(batch.decoded).tolist():
             try:
                 picture = decode_cpu(images[i].data, headers.each[i], apply_exif=self.apply_exif)
-                own = [each[i] for each in rows if each is not None]
+                own = [each[i] for each in batch.rows if each is not None]
                 pictures = self._fit(picture, own, bool(crops[i]))
             except (ValueError, RuntimeError) as error:
                 batch.errors[i], batch.decoded[i], batch.spans[i] = str(error), False, 0
@@ -191,11 +202,12 @@ class Packer:
             row[:] = finished_row(size)
         return finished
 
-    def plan(self, batch: EncodedImages, rows: Sequence[Any]) -> tuple[Plan, list[int]]:
+    def plan(self, batch: PreparedImages) -> None:
         """Plan a batch, and put what its launches read into its buffer, after the pixels."""
-        numbers = [batch.encoded_bytes]
+        numbers = batch.numbers = [batch.encoded_bytes]
         if not self.on_gpu or not self.sizes:
-            return lay_out(batch, self.sizes), numbers
+            batch.calls, _ = lay_out(batch, self.sizes)
+            return
         words = [
             plan_rows(
                 each,
@@ -205,23 +217,21 @@ class Packer:
                 head.interpolation,
                 head.antialias,
             )
-            for view, (head, each) in enumerate(zip(self.heads, rows, strict=True))
+            for view, (head, each) in enumerate(zip(self.heads, batch.rows, strict=True))
         ]
-        plan = lay_out(batch, self.sizes, words)
-        for head, table in zip(self.heads, plan.tables, strict=False):  # none in an empty plan
+        batch.calls, batch.tables = lay_out(batch, self.sizes, words)
+        for head, table in zip(self.heads, batch.tables, strict=False):  # none in an empty plan
             given = Launches.numbers(table, head.colors)
             numbers.append(numbers[-1] + len(given))
             batch.buffer.tensor[numbers[-2] : numbers[-1]] = given
             table.words = None
-        return plan, numbers
 
-    def finish(self, batch: EncodedImages, rows: Sequence[Any]) -> list[torch.Tensor]:
-        """Run the fused transforms here, where they are to: ``(N, C, H, W)`` of each view."""
+    def finish(self, batch: PreparedImages) -> None:
+        """Run the fused transforms here, where they are to."""
         if not self.finishes or not self.sizes:
-            return []
+            return
         ready = np.flatnonzero(batch.decoded)
-        made = []
-        for view, (head, each) in enumerate(zip(self.heads, rows, strict=True)):
+        for view, (head, each) in enumerate(zip(self.heads, batch.rows, strict=True)):
             out = head.empty(len(batch), "cpu")
             program = self.programs[view] if self.programs else None
             if get_worker_info() is not None and program is None:
@@ -230,8 +240,7 @@ class Packer:
                 pictures = batch.pictures(ready, batch.pixels, view=view)
                 resampled: Any = {"dtype": out.dtype, "out": out, "positions": ready.tolist()}
                 head.resample(pictures, each[ready], self.sizes[view], **resampled)
-            made.append(out)
-        return made
+            batch.out.append(out)
 
 
 class Packing:
@@ -250,24 +259,22 @@ class Packing:
         packer, began = self._packer, time.perf_counter()
         headers = Headers(images, apply_exif=packer.apply_exif)
         rows = self._draw(images, headers)
-        batch, crops = packer.allocate(images, headers, rows, self._share)
-        packer.copy(images, headers, batch)
-        decode_seconds = packer.decode(images, headers, rows, crops, batch)
-        plan, numbers = packer.plan(batch, rows)
-        out, read_seconds = packer.finish(batch, rows), packer.read_seconds(images)
+        known = {"share": self._share, "samples": self._samples_of(images)}
+        batch, crops = packer.allocate(images, headers, rows, **known)
+        decoding = packer.fill(images, headers, crops, batch)
+        packer.plan(batch)
+        packer.finish(batch)
+        reading, ready = packer.read_seconds(images), int(batch.decoded.sum())
         packer._last = time.perf_counter()
-        return PreparedImages(
-            **vars(batch),
-            rows=rows,
-            plan=plan,
-            numbers=numbers,
-            out=out,
-            samples=self._samples_of(images),
-            share=self._share,
-            read_seconds=read_seconds,
-            decode_seconds=decode_seconds,
-            collate_seconds=packer._last - began - decode_seconds,
-        )
+        batch.counts = {
+            "cpu_images": ready,
+            "gpu_images": len(batch) - ready,
+            "encoded_bytes": batch.encoded_bytes,
+            "read_seconds": reading,
+            "worker_decode_seconds": decoding,
+            "collate_seconds": packer._last - began - decoding,
+        }
+        return batch
 
     def follow(self, samples: Any) -> tuple[Any, Packing]:
         """Move boxes, masks and points as their image will be; the samples, and what packs them."""
@@ -288,10 +295,6 @@ class Packing:
         if followed is samples:
             return samples, self
         return followed, Packing(packer, as_list(followed), self._repeats, following=True)
-
-    def forget(self) -> None:
-        """As if nothing of the batch had been packed."""
-        self._packed.clear()
 
     def _draw(self, images: Sequence[EncodedImage], headers: Headers) -> list[Any]:
         """The sampling of each view: None where it has no fixed size."""
@@ -370,10 +373,3 @@ class Packing:
 def as_list(samples: Any) -> Sequence[Any]:
     """What a dataset gave: a list of samples, or one sample."""
     return samples if isinstance(samples, list) else [samples]
-
-
-def _mirror(rows: Any, sizes: Any, where: Any) -> None:
-    """Rewrite the sampling of upright pictures for the stored ones, mirrored ``where`` it says."""
-    length, (origin, step, low, high, first, last) = sizes[where], rows[where].T
-    mirrored = [length - 1 - origin, -step, length - high, length - low, first, last]
-    rows[where] = np.stack(mirrored, axis=1)

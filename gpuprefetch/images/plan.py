@@ -12,18 +12,12 @@ import numpy as np
 
 from gpuprefetch.core.nested import objects, tensors
 from gpuprefetch.core.stage import Cost
-from gpuprefetch.images.encoded import Copy, EncodedImages, Plan, PreparedImages, is_encoded
+from gpuprefetch.images.encoded import Call, Copy, PreparedImages, is_encoded
 from gpuprefetch.transforms.head import Head
-from gpuprefetch.transforms.launch import arrange
+from gpuprefetch.transforms.launch import Table, arrange
 from gpuprefetch.transforms.reference import Ints
 
-_UNITS = {
-    "B": 1,
-    **{f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", 1)},
-    **{f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT", 1)},
-}
 BLOCK = 512  # torch's caching allocator rounds up to it
-LARGE = 10 << 20  # below it, images share its segments; from there on each gets one of its own
 
 # Images and decoded bytes of one decode call: 256 of ImageNet's photos are one. Each call fills and
 # empties the engines, which takes a millisecond. Of photos of 12 megapixels it holds seven, one for
@@ -44,10 +38,11 @@ def parse_bytes(budget: str | int | None) -> int | None:
         return None
     if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
         return budget
-    units = {unit.lower(): size for unit, size in _UNITS.items()}
-    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(units)})", str(budget).lower())
-    if found and (size := int(float(found[1]) * units[found[2]])):
-        return size
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(|[kmgt]i?)b", str(budget).lower())
+    if found:
+        unit = 1024 if found[2].endswith("i") else 1000
+        if size := int(float(found[1]) * unit ** " kmgt".index(found[2][:1] or " ")):
+            return size
     raise ValueError(
         'memory_budget is a size such as "2GiB", "2GB" or "512MiB", a positive number of bytes, or '
         f"None for no limit, got {budget!r}."
@@ -56,11 +51,11 @@ def parse_bytes(budget: str | int | None) -> int | None:
 
 def readable(size: int) -> str:
     """A size in words, as in "1.5 GiB"."""
-    unit = next((unit for unit in ("GiB", "MiB", "KiB") if size >= _UNITS[unit]), "B")
-    return f"{size / _UNITS[unit]:.4g} {unit}"
+    power = sum(size >= 1024**power for power in (1, 2, 3))
+    return f"{size / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def positions_to_decode(images: EncodedImages) -> Ints:
+def positions_to_decode(images: PreparedImages) -> Ints:
     """The images of a batch that are left to the device, in the order of its buffer."""
     todo = ~images.decoded
     todo[list(images.errors)] = False
@@ -68,13 +63,13 @@ def positions_to_decode(images: EncodedImages) -> Ints:
     return positions[np.argsort(images.spans[positions, 0], kind="stable")]
 
 
-def decoded_bytes(images: EncodedImages, positions: Any) -> Ints:
+def decoded_bytes(images: PreparedImages, positions: Any) -> Ints:
     size: Ints = 3 * images.sizes[positions].prod(axis=1)
     return -(-size // BLOCK) * BLOCK
 
 
 def sub_batches(
-    images: EncodedImages, limit: int | None = None, room: int | None = None
+    images: PreparedImages, limit: int | None = None, room: int | None = None
 ) -> list[Ints]:
     """Cut what is left to the device into about equal calls, of at most ``limit`` bytes each."""
     positions = positions_to_decode(images)
@@ -94,7 +89,9 @@ def sub_batches(
     return np.split(positions, cuts[1:]) if cuts else []
 
 
-def uploads(images: EncodedImages, limit: int | None = None, room: int | None = None) -> list[Copy]:
+def uploads(
+    images: PreparedImages, limit: int | None = None, room: int | None = None
+) -> list[Copy]:
     """Cut what the workers decoded into copies of UPLOAD_BYTES or ``room``, or of one image."""
     begin, cuts, positions = 0, [], np.flatnonzero(images.decoded)
     most = room or UPLOAD_BYTES
@@ -111,12 +108,12 @@ def uploads(images: EncodedImages, limit: int | None = None, room: int | None = 
 
 
 def lay_out(
-    images: EncodedImages,
+    images: PreparedImages,
     sizes: Sequence[tuple[int, int]] = (),
     words: Sequence[Ints] = (),
     limit: int | None = None,
     room: int | None = None,
-) -> Plan:
+) -> tuple[list[Call], list[Table]]:
     """Plan a batch whose views have these result ``sizes`` and ``words`` of :func:`.plan_rows`."""
     copies = uploads(images, limit, room) if sizes else []
     files, none = sub_batches(images, limit, room), np.zeros(0, dtype=np.int64)
@@ -126,10 +123,10 @@ def lay_out(
     else:
         calls = [*map(images.call, files), *(images.call(none, copy) for copy in copies)]
     if not words or not calls:
-        return Plan(calls)
+        return calls, []
     groups, offsets = [], []
     for call in calls:
-        group, taken = call.positions, call.decoded_sizes
+        group, taken = call.positions, call.sizes
         if (copy := call.copy) is not None:
             group = np.concatenate([copy.positions, group])
             offsets.append(images.spans[copy.positions, 0] - copy.start)
@@ -137,13 +134,10 @@ def lay_out(
         offsets.append(call.copied + np.cumsum(taken) - taken)
     places, starts, counts = np.concatenate(groups), np.concatenate(offsets), [*map(len, groups)]
     ready = images.decoded[places]
-    return Plan(
-        calls,
-        [
-            arrange(each[places], places, starts + ready * images.view_start(view), counts, size)
-            for view, (each, size) in enumerate(zip(words, sizes, strict=True))
-        ],
-    )
+    return calls, [
+        arrange(each[places], places, starts + ready * images.view_start(view), counts, size)
+        for view, (each, size) in enumerate(zip(words, sizes, strict=True))
+    ]
 
 
 def in_rooms(size: int) -> int:
@@ -185,7 +179,7 @@ def cost_of(batch: Any, heads: Sequence[Head], copies: int = 1) -> ImageCost:
             fixed += leaf.pixels.nbytes + int(decoded_bytes(leaf, left).sum())
             continue
         fixed += sum(head.empty(len(leaf), "meta").nbytes for head in heads)
-        for call in leaf.plan.calls:
+        for call in leaf.calls:
             size = int(decoded_bytes(leaf, call.positions).sum())
             size *= copies if len(call.positions) > 1 else 1
             decoded = max(decoded, size + call.copied)

@@ -147,25 +147,14 @@ class Buffer:
 def _send(buffer: Buffer) -> tuple[Any, ...]:
     """How a buffer is pickled for another process; copies and files take ``__reduce__``."""
     slab = buffer._slab
-    if slab is None and not buffer.start:
-        return Buffer, (buffer.memory, buffer.size)
     if slab is None:
-        return _refuse, ()  # in the parent: an error in here would leave it waiting
-    if slab.key[0] != os.getpid():  # passed on by the parent: the worker fills it again
-        return buffer.__reduce__()
+        return Buffer, (buffer.memory, buffer.size)
     memory = None if slab.sent else slab.memory
     buffer._slab, slab.sent = None, True  # the parent's from now on
     return _receive, (slab.key, memory, buffer.size)
 
 
 ForkingPickler.register(Buffer, _send)
-
-
-def _refuse() -> None:
-    raise RuntimeError(
-        "A worker sent the same batch of encoded images twice, whose memory it has given away. Let "
-        "the collate function make each batch anew, or return copy.deepcopy(images)."
-    )
 
 
 def _receive(key: tuple[int, int], memory: torch.Tensor | None, size: int) -> Buffer:

@@ -94,15 +94,11 @@ class Pipeline:
         stats = self.stats
         for images in packed:
             self.shares[number] = images.share
-            stats.cpu_images += images.ready
-            stats.gpu_images += len(images) - images.ready
-            stats.encoded_bytes += images.encoded_bytes
-            stats.read_seconds += images.read_seconds
-            stats.worker_decode_seconds += images.decode_seconds
-            stats.collate_seconds += images.collate_seconds
-            stats.pin_seconds += images.pin_seconds
+            for name, count in images.counts.items():
+                stats.add(name, count)
         if packed and self.balancer is not None:
-            self.balancer.fetched(waited, sum(images.decode_seconds for images in packed))
+            decoding = sum(images.counts["worker_decode_seconds"] for images in packed)
+            self.balancer.fetched(waited, decoding)
             stats.share = self.balancer.value
         return batch, count_images(batch)
 

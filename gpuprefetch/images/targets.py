@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from gpuprefetch.core.nested import children_of, map_leaves, objects, select
-from gpuprefetch.images.encoded import EncodedImage, EncodedImages
+from gpuprefetch.images.encoded import ENCODED, EncodedImage
 
 # Note [Coordinates]
 # Pixel k reaches from k to k + 1, for boxes and points alike, as in COCO and torchvision's models.
@@ -32,7 +32,7 @@ class FollowedImage(EncodedImage):
 
 
 def _is_image(leaf: Any) -> bool:
-    return isinstance(leaf, (EncodedImage, EncodedImages))
+    return isinstance(leaf, ENCODED)
 
 
 def images_of(sample: Any) -> list[Any]:

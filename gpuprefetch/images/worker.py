@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 
 from gpuprefetch.core.nested import map_leaves, objects
 from gpuprefetch.images.apart import comes_of_mixing, set_apart
-from gpuprefetch.images.encoded import EncodedImage, PreparedImages, is_encoded, packing_with
+from gpuprefetch.images.encoded import EncodedImage, PreparedImages, is_encoded
 from gpuprefetch.images.guard import UndecodedError, end_reading
 from gpuprefetch.images.packer import Packer, Packing, as_list
 from gpuprefetch.images.slab import by_value, share
@@ -94,8 +94,7 @@ class HostStage:
         packing = Packing(self.packer, as_list(samples), repeats)
         samples, packing = packing.follow(samples)
         try:
-            with packing_with(packing):
-                batch = self._collate(samples, packing)
+            batch = self._collate(samples)
             batch = self._pack(batch, samples, packing, number)
         except (TypeError, RuntimeError) as error:
             for words, hint in _HINTS.items():
@@ -104,7 +103,7 @@ class HostStage:
             raise
         return map_leaves(by_value, batch, is_encoded) if in_worker else batch
 
-    def _collate(self, samples: Any, packing: Packing) -> Any:
+    def _collate(self, samples: Any) -> Any:
         """What the collate function makes of the samples; of one that mixes, what comes before."""
         if not self.packer.late:
             try:
@@ -113,7 +112,6 @@ class HostStage:
                 if not (isinstance(samples, list) and comes_of_mixing(error)):
                     raise
             self.packer.late.fill_(True)
-            packing.forget()
         return set_apart(samples)
 
     def _pack(self, batch: Any, samples: Any, packing: Packing, number: int | None) -> Any:
@@ -147,7 +145,7 @@ class HostStage:
                 else:
                     form = head.empty(len(images), "meta")
                     images.laid[view] = program.lay_out(form, program.draw(form))
-        images.collate_seconds += time.perf_counter() - began
+        images.counts["collate_seconds"] += time.perf_counter() - began
 
     def _settle(self) -> None:
         """Once in a worker: end with the parent, and let the training thread go first."""

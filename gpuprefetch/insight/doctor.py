@@ -81,25 +81,16 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was measured of one loader and one step.
+    """What was measured of one loader and one step."""
 
-    Attributes:
-        bound: "reading", "CPU decode", "cores", "transfer", "GPU decode" or "model".
-        images_per_second: of the loop.
-        loader_images_per_second: of the loader, without a step.
-        step_ms: from one batch of the loop to the next.
-        wait_ms: the part of it spent in ``next(loader)``.
-        copy_ms: of copying a batch to the device; 0 for a prefetcher, which copies ahead of time.
-        reading_share: of the workers' time without a step, the part not spent computing: waiting
-            for files, or for work if the device is late.
-    """
-
-    bound: str
-    images_per_second: float
-    loader_images_per_second: float
-    step_ms: float
-    wait_ms: float
-    copy_ms: float
+    bound: str  # "reading", "CPU decode", "cores", "transfer", "GPU decode" or "model"
+    images_per_second: float  # of the loop
+    loader_images_per_second: float  # of the loader, without a step
+    step_ms: float  # from one batch of the loop to the next
+    wait_ms: float  # the part of it spent in next(loader)
+    copy_ms: float  # of a batch to the device; 0 for a prefetcher, which copies ahead of time
+    # Of the workers' time without a step, the part not spent computing: waiting for files, or for
+    # work if the device is late.
     reading_share: float
 
 

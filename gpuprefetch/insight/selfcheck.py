@@ -225,15 +225,8 @@ class _Delayed(ImageDecoder):
     """A decoder whose images are read late; canaries need the host's waits."""
 
     def __init__(self, decoder: ImageDecoder, witness: _Witness, *, canaries: bool) -> None:
-        self._decoder, self._witness, self._canaries = decoder, witness, canaries
-
-    @property
-    def canaries(self) -> bool:
-        return self._canaries
-
-    @property
-    def packs(self) -> bool:
-        return self._decoder.packs
+        self._decoder, self._witness = decoder, witness
+        self.packs, self.canaries = decoder.packs, canaries
 
     def packed(self, data: torch.Tensor, call: Call, out: torch.Tensor, **options: Any) -> None:
         self._decoder.packed(data, call, out, **options)

@@ -84,8 +84,9 @@ def accelerate(
             f"A sample holds {count} tensors of three dimensions, and after keep_unknown=True the "
             "device can tell the image of one only. Replace what cannot move, or return one."
         )
-    apart = not keep or count == 1
-    prefetcher = _Accelerated(loader, plan, prefetcher_options, view=view, apart=apart)
+    prefetcher = _Accelerated(loader, plan, prefetcher_options, view=view)
+    apart = (not keep or count == 1) and loader.collate_fn is not default_collate
+    prefetcher._pipeline.packer.late.fill_(apart)
     if print_plan:
         print(prefetcher.describe(decodes_on_workers=keep > 0))
     return prefetcher
@@ -95,13 +96,7 @@ class _Accelerated(DataPrefetcher):
     """A prefetcher that knows its plan, and its loader's own dataset."""
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        plan: Plan,
-        options: dict[str, Any],
-        *,
-        view: Any,
-        apart: bool,
+        self, loader: DataLoader[Any], plan: Plan, options: dict[str, Any], *, view: Any
     ) -> None:
         self.plan, self._dataset = plan, loader.dataset
         own = options.pop("transforms", None) or ()
@@ -112,7 +107,6 @@ class _Accelerated(DataPrefetcher):
             cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
             transforms += [cast] if cast.dtype or cast.memory_format else []
         super().__init__(changed(loader, dataset=view), transforms=transforms, **options)
-        self._pipeline.packer.late.fill_(apart and loader.collate_fn is not default_collate)
 
     @property
     def dataset(self) -> Any:

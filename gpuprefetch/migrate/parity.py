@@ -27,22 +27,13 @@ KEPT, ENHANCED, LABEL = 4, 8, 14
 
 @dataclass(frozen=True, slots=True)
 class ParityRow:
-    """Differences of one op, in levels of 255: mean over all pixels, and the largest.
+    """Differences of one op, in levels of 255: mean over all pixels, and the largest."""
 
-    Attributes:
-        name: of the op.
-        where: it runs now.
-        mean: of the op alone, on what torchvision made of the image so far.
-        max: likewise.
-        mean_so_far: of all ops up to this one.
-        max_so_far: likewise.
-    """
-
-    name: str
-    where: str
-    mean: float
+    name: str  # of the op
+    where: str  # it runs now
+    mean: float  # of the op alone, on what torchvision made of the image so far
     max: float
-    mean_so_far: float
+    mean_so_far: float  # of all ops up to this one
     max_so_far: float
 
 
