@@ -1,10 +1,12 @@
 """Python processes that begin at once: forked from one that has imported torch already.
 
 A new interpreter takes seconds to import it. What a child does from there to its end, the end of
-its interpreter included, is what ``python -c`` does.
+its interpreter included, is what ``python -c`` does. One process serves all of ``pytest -n``. It
+needs Linux.
 """
 
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -12,6 +14,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +24,7 @@ import weakref
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PR_SET_PDEATHSIG = 1  # Linux's
 IMPORTED = """
 import numpy.ma, torch, PIL.Image, torch.utils.data, torchvision, gpuprefetch
 PIL.Image.init()
@@ -177,6 +181,7 @@ def _answer(task):
 
 def _become(task):
     os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # where a run is broken off
     files = [os.open(os.devnull, os.O_RDONLY)]
     files += [os.open(name, os.O_WRONLY | os.O_CREAT) for name in task["files"]]
     for number, file in enumerate(files):
