@@ -130,10 +130,8 @@ class Packer:
         orientation = np.where(ours, 1, headers.orientation)  # what is decoded here is turned here
         mirrored = _MIRRORED[orientation - 1]
         for each in rows if self.sizes else ():  # of upright pictures: now of the stored ones
-            length, (origin, step, low, high, first, last) = (
-                headers.sizes[mirrored],
-                each[mirrored].T,
-            )
+            length = headers.sizes[mirrored]
+            origin, step, low, high, first, last = each[mirrored].T
             turned = [length - 1 - origin, -step, length - high, length - low, first, last]
             each[mirrored] = np.stack(turned, axis=1)
         fused = self.on_gpu and bool(self.sizes)

@@ -228,10 +228,8 @@ def coordinates(codes: _Ints, args: _Doubles, images: torch.Tensor) -> _Singles:
     """
     height, width = images.shape[-2:]
     kinds = (codes - _FIRST) >> 1  # affine, perspective, matrix
-    columns, params = (
-        args.T[: FIELDS - 1],
-        np.zeros((len(args), FIELDS - 1), np.float32),
-    )
+    columns = args.T[: FIELDS - 1]
+    params = np.zeros((len(args), FIELDS - 1), np.float32)
     matrices, fill, centered = columns[:6], columns[8:], kinds == 0
     if centered.all():
         matrices = _affine_matrices(columns, height, width)
