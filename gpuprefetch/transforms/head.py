@@ -35,17 +35,17 @@ def _pair(size: int | Sequence[int], name: str) -> Size:
     return int(pair[0]), int(pair[1])
 
 
-# The names of filters, with PIL's numbers: its NEAREST is the exact one.
-RESIZE_FILTERS = {"nearest": -1, "nearest-exact": 0, "bilinear": 2, "bicubic": 3}
+RESIZE_FILTERS = ("nearest", "nearest-exact", "bilinear", "bicubic")
+_OF_PIL = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}
 
 
 def _filter(interpolation: Any) -> str:
     """The name of a filter, which torchvision's InterpolationMode and PIL's Resampling have too."""
-    given = getattr(interpolation, "value", interpolation)
-    for name, number in RESIZE_FILTERS.items():
-        if given in (name, number):
-            return name
-    raise ValueError(f"interpolation must be one of {(*RESIZE_FILTERS,)}, got {interpolation!r}.")
+    name = getattr(interpolation, "value", interpolation)
+    name = _OF_PIL.get(name, name) if isinstance(name, int) else name
+    if name not in RESIZE_FILTERS:
+        raise ValueError(f"interpolation must be one of {RESIZE_FILTERS}, got {interpolation!r}.")
+    return str(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,9 @@ def _extended(head: Head, transform: Any, op: Any = None) -> Head | None:
     if theirs == "Normalize" or (kornias and names[-1] == "Normalize"):
         if head.mean is not None or float(getattr(transform, "p", 1.0)) != 1.0:
             return None
-        mean, std = constants(transform) or ([], [])
+        found = constants(transform)
+        assert found is not None, "both libraries' Normalize have them"
+        mean, std = found
         if 0.0 in std:
             raise ValueError(f"Normalize divides by std, which must not be 0, got {std}.")
         return replace(head, mean=mean, std=std, names=names)
