@@ -218,8 +218,11 @@ def _shares_out(sampler: Any, *, replaced: bool) -> bool:
     accelerate = sys.modules.get("accelerate.data_loader")  # without it nobody has its samplers
     if accelerate is not None and isinstance(sampler, accelerate.BatchSamplerShard):
         return not replaced
-    if isinstance(sampler, DistributedSampler):  # torch's, torchdata's, or of that order
-        return type(sampler).__iter__.__module__.startswith(("torch.utils.", "torchdata."))
+    torchdata = sys.modules.get("torchdata.stateful_dataloader.sampler")
+    kinds: list[Any] = [DistributedSampler]
+    kinds += [torchdata.StatefulDistributedSampler] if torchdata is not None else []
+    if isinstance(sampler, DistributedSampler):
+        return any(type(sampler).__iter__ is kind.__iter__ for kind in kinds)
     return isinstance(sampler, range)
 
 
