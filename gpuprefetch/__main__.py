@@ -79,22 +79,34 @@ def _doctor(args: argparse.Namespace) -> Any:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "data": {"type": Path, "metavar": "DATA", "help": "folder of class folders, or of train/"},
-    "--model": {"default": "resnet50", "help": "torchvision model"},
+    "data": {
+        "type": Path,
+        "metavar": "DATA",
+        "help": "folder of class folders, or of train/ with class folders",
+    },
+    "--model": {"default": "resnet50", "help": "torchvision model (default: %(default)s)"},
     "--loader": {
         "choices": ["torchvision", "gpuprefetch"],
         "default": "torchvision",
-        "help": "loader to examine",
+        "help": "loader to examine (default: %(default)s)",
     },
-    "--batch-size": {"type": int, "default": 256, "help": "images per batch"},
-    "--size": {"type": int, "default": 224, "help": "image size in pixels"},
-    "--workers": {"type": int, "help": "worker processes; None is the usable cores"},
-    "--seconds": {"type": float, "default": 3.0, "help": "length of each measurement"},
+    "--batch-size": {
+        "type": int,
+        "default": 256,
+        "help": "images per batch (default: %(default)s)",
+    },
+    "--size": {"type": int, "default": 224, "help": "image size in pixels (default: %(default)s)"},
+    "--workers": {"type": int, "help": "worker processes (default: the usable cores)"},
+    "--seconds": {
+        "type": float,
+        "default": 3.0,
+        "help": "length of each measurement (default: %(default)s)",
+    },
     "--no-tune": {"action": "store_true", "help": "do not try other settings"},
-    "--count": {"type": int, "default": 256, "help": "images to compare"},
+    "--count": {"type": int, "default": 256, "help": "images to compare (default: %(default)s)"},
     "--picture": {"type": Path, "help": "save the images that differ most to this file"},
-    "--rounds": {"type": int, "default": 1000, "help": "batches per check"},
-    "--device": {"help": "device, such as cuda:1; None is the current one"},
+    "--rounds": {"type": int, "default": 1000, "help": "batches per check (default: %(default)s)"},
+    "--device": {"help": "device, such as cuda:1 (default: the current one)"},
     "--json": {"action": "store_true", "help": "print the report as JSON"},
 }
 FOLDER = ["data", "--size"]
@@ -129,8 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, (run, words, options) in COMMANDS.items():
-        form = argparse.ArgumentDefaultsHelpFormatter
-        command = commands.add_parser(name, help=words, description=words, formatter_class=form)
+        command = commands.add_parser(name, help=words, description=words)
         for option in [*options, "--device", "--json"]:
             command.add_argument(option, **OPTIONS[option])
         command.set_defaults(run=run)
