@@ -216,10 +216,8 @@ def command(args: argparse.Namespace) -> str:
     launcher = ["python"]
     if "WORLD_SIZE" in os.environ:
         launcher = ["torchrun", "--standalone", f"--nproc-per-node={os.environ['WORLD_SIZE']}"]
-    for option in ("--data", "--photos"):
-        at = words.index(option) + 1 if option in words else 0
-        if at and words[at] not in ("sample", "large"):  # of train.py's own --photos
-            words[at] = "PHOTOS"  # args.data may be another folder by now, of large photos
+    if "--data" in words:  # args.data may be another folder by now, of large photos
+        words[words.index("--data") + 1] = "PHOTOS"
     hidden = dict[str, str]()
     hidden |= {word: f"{word.partition('=')[0]}=PATH" for word in getattr(args, "package", [])}
     path = Path(script).resolve()

@@ -445,7 +445,7 @@ def test_parity(tmp_path, monkeypatch, capsys):
     some = dict(list(parity.pipelines(32).items())[:3])
     monkeypatch.setattr(parity, "pipelines", lambda size: some)
     output = tmp_path / "parity.json"
-    args = f"parity.py --photos {photos.drawn()} --count 6 --size 32 --cpu --output {output}"
+    args = f"parity.py --data {photos.drawn()} --count 6 --size 32 --cpu --output {output}"
     monkeypatch.setattr(sys, "argv", args.split())
     parity.main()
     results = document(output)["results"]

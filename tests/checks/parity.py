@@ -1,6 +1,6 @@
 """How near accelerate comes to torchvision's, timm's and PyTorch's own pipelines, on photos.
 
-python tests/checks/parity.py --photos FOLDER --output benchmarks/results/parity.json
+python tests/checks/parity.py --data FOLDER --output benchmarks/results/parity.json
 
 Every pipeline is run as it is, on PIL images, and as ``accelerate`` moves it, with the same random
 parameters. timm's are left out where it is not installed.
@@ -150,7 +150,7 @@ def main() -> None:
     from bench import harness, photos  # here: the tests take no more than the pipelines
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--photos", dest="data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--count", type=int, default=128, help="photos compared")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--cpu", action="store_true", help="the new pipeline on the CPU too")
