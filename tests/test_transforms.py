@@ -277,7 +277,9 @@ WRONG = {
         for bounds in (0.5, None, (0.5, 0.1), (0.1, 0.5, 1.0), (0.1, float("inf")))
     ],
     "ratio must be .* 0 < low": [lambda: RandomResizedCrop(8, ratio=(0.0, 1.0))],
-    "interpolation": [lambda: Resize(8, interpolation="lanczos")],
+    "interpolation": [
+        lambda value=value: Resize(8, interpolation=value) for value in ("lanczos", -1)
+    ],
     "max_size": [lambda: Resize((8, 9), max_size=12), lambda: Resize(8, max_size=8)],
 }
 
