@@ -1,12 +1,18 @@
 """The workers' share of the decoding, in loops that are simulated batch by batch."""
 
 import os
+import random
 
 import pytest
 import torch
 
 from gpuprefetch import DataPrefetcher
 from gpuprefetch.images.share import FEW, WINDOW, Balancer, usable_cores
+
+
+# A try is two steps of 20 + WINDOW batches; eight of them, with pauses that double, are 4 % of 20,000
+# batches, and a step begins before the last one's batches are through.
+TRIES = 0.07
 
 
 class Loader:
@@ -55,16 +61,27 @@ def test_the_share_rises_while_that_makes_batches_come_faster():
     assert 0.2 < shares[-1] < 0.7
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_noisy_loop_keeps_a_rise_that_helps(seed):
+    # An H100's engines with a loop that only waits: 13.3 ms at no share, 10.5 at 0.3, windows of 32
+    # batches that differ by 1.5 %. In steps of 0.05 the gain of one is within the noise.
+    noise = random.Random(seed)
+    period = lambda share: (0.0133 - 0.0095 * min(share, 0.3)) * noise.gauss(1, 0.08)  # noqa: E731
+    decoding = lambda share: 256 * share * (0.0005 + 0.002 * share)  # noqa: E731
+    shares = run(balancer_of(), 1500, period, lambda share: 0.01, decoding=decoding)
+    assert min(shares[300:]) >= 0.3
+
+
 def test_a_rise_that_does_not_help_is_taken_back_and_seldom_tried_again():
     shares = run(balancer_of(), 20_000, lambda share: 0.02, lambda share: 0.01)
     assert shares[-1] == 0.0 or shares[-WINDOW * 4] == 0.0
-    assert 0 < sum(map(bool, shares)) < 0.05 * len(shares)
+    assert 0 < sum(map(bool, shares)) < TRIES * len(shares)
 
 
 def test_a_share_that_slows_the_loop_down_is_given_up():
     period = lambda share: 0.02 * (1 + share)  # noqa: E731
     shares = run(balancer_of(), 20_000, period, lambda share: 0.01)
-    assert sum(map(bool, shares)) < 0.05 * len(shares)
+    assert sum(map(bool, shares)) < TRIES * len(shares)
 
 
 def test_late_workers_decode_less_at_once():
@@ -80,8 +97,8 @@ def test_workers_are_not_asked_for_more_than_their_cores_give():
     period = lambda share: max(gpu(share), cores(share) / 8)  # noqa: E731
     late = lambda share: period(share) - gpu(share)  # noqa: E731
     shares = run(balancer_of(), 1000, period, period, late, cores)
-    assert shares[0] == 0 and shares[100] > 0.04  # 12 s after the start
-    assert max(shares) < 0.09 and shares[-1] > 0.07
+    assert shares[0] == 0 and shares[120] > 0.06  # 15 s after the start
+    assert max(shares) < 0.09 and shares[-1] > 0.06
     shares = run(balancer_of(), 1000, period, period, late)  # with no word of what they took
     assert max(shares) > 0.2
 

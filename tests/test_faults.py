@@ -127,10 +127,10 @@ def child_of(code, device):
     return Child(PRELUDE + code, device.type, forked=device.type == "cpu")
 
 
-def ended(child):
+def ended(child, seconds=SECONDS):
     """What the child wrote; it must end by itself and take its workers along."""
     try:
-        out, err = child.communicate(timeout=SECONDS)
+        out, err = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGABRT)
         out, err = child.communicate()
@@ -145,10 +145,10 @@ def ended(child):
     return out, err
 
 
-def run(code, device, returncode=0):
+def run(code, device, returncode=0, seconds=SECONDS):
     """What a child printed that ended as it should."""
     child = child_of(code, device)
-    out, err = ended(child)
+    out, err = ended(child, seconds)
     assert child.returncode == returncode, err
     return out
 

@@ -19,13 +19,13 @@ WINDOW, FEW, LONG = 32, 8, 1.0
 # The loop waits for decode, or workers are late, where that takes more than this part of the time.
 WAITED, LATE = 0.05, 0.05
 # A rise adds as much to the share as the loop waits of its time, within these bounds. Where decode
-# is the limit the loop's period is then shorter by about as much. Half of that keeps the rise. The
-# first one is the least, and shows what a photo costs: no share may take more than FILLS of the
-# spare cores.
-LEAST, MOST, KEEPS, FILLS = 0.05, 0.25, 0.5, 0.8
+# is the limit the loop's period is then shorter by about as much. A quarter of that keeps the rise.
+# LEAST comes first and is no rise yet: it shows what a photo costs. No share may take more than
+# FILLS of the spare cores, which also read and pack.
+LEAST, MOST, KEEPS, FILLS = 0.05, 0.25, 0.25, 0.7
 # Windows before the first try, in which a model warms up. The pause doubles after each try that
 # did not help, up to LONGEST.
-FIRST, LONGEST = 4, 64
+FIRST, LONGEST = 4, 128
 
 
 def usable_cores() -> int:
@@ -44,8 +44,8 @@ class Balancer:
     """Steers the share of baseline JPEGs that is decoded in the workers, unless it is ``fixed``.
 
     A busy worker can cost the training thread more than it saves the GPU, so the share starts at
-    none. It rises while the loop waits for decode, as long as batches then come faster, and is
-    halved as soon as the workers are late.
+    none. It rises while the loop waits for decode, as long as batches then come faster. As soon as
+    the workers are late, the latest rise is taken back, or the share is halved.
     """
 
     def __init__(self, share: torch.Tensor, loader: Any, *, fixed: bool) -> None:
@@ -95,7 +95,7 @@ class Balancer:
         self._waited += waited
         seconds = sum(self._periods)
         if self.value and len(self._periods) >= FEW and self._late > LATE * seconds:
-            self._give_up(self.value / 2)
+            self._give_up(self._tried[0] if self._tried else self.value / 2)
         elif len(self._periods) >= (WINDOW if seconds < LONG else FEW):
             self._judge(median(self._periods), self._waited / seconds)
             self._clear()
@@ -103,14 +103,18 @@ class Balancer:
     def _judge(self, period: float, waited: float) -> None:
         """Decide after a window with this median period; the loop ``waited`` a part of its time."""
         if self._tried is not None:
-            (share, before), self._tried = self._tried, None
+            share, before = self._tried
+            if not share and self.value == LEAST and (higher := self._higher(waited)) > LEAST:
+                self._set(higher)  # and judge both at once
+                return
+            self._tried = None
             if period > (1 - KEEPS * (self.value - share)) * before:
                 self._give_up(share)
                 return
             self._patience = 1
         if self._pause:
             self._pause -= 1
-        elif waited > WAITED and (share := self._higher(waited)) > self.value:
+        elif waited > WAITED and (share := self._higher(waited)) >= self.value + LEAST:
             self._tried = self.value, period
             self._set(share)
 
