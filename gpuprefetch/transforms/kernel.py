@@ -42,14 +42,9 @@ if triton is not None:
                     _find_canary(address, ints_ptr, survived, CANARY)
                 return
         c0 = tl.program_id(2) % GROUPS * 3
-        c1 = tl.minimum(c0 + 1, CHANNELS - 1)
-        c2 = tl.minimum(c0 + 2, CHANNELS - 1)
-        scale0 = tl.load(floats_ptr + c0).to(tl.float32)
-        scale1 = tl.load(floats_ptr + c1).to(tl.float32)
-        scale2 = tl.load(floats_ptr + c2).to(tl.float32)
-        shift0 = tl.load(floats_ptr + CHANNELS + c0).to(tl.float32)
-        shift1 = tl.load(floats_ptr + CHANNELS + c1).to(tl.float32)
-        shift2 = tl.load(floats_ptr + CHANNELS + c2).to(tl.float32)
+        channels = c0, tl.minimum(c0 + 1, CHANNELS - 1), tl.minimum(c0 + 2, CHANNELS - 1)
+        scales = [tl.load(floats_ptr + c).to(tl.float32) for c in channels]
+        shifts = [tl.load(floats_ptr + CHANNELS + c).to(tl.float32) for c in channels]
 
         row = 2 * CHANNELS + (from_image + tl.program_id(2) // GROUPS) * FIELDS
         ints_ptr += row
@@ -109,22 +104,18 @@ if triton is not None:
                 end = tl.max(center_y).to(tl.int32) + 1
                 tap_y = (begin - center_y).to(tl.float32)
 
-            red = tl.zeros([ROWS, COLS], tl.float32)
-            green = tl.zeros([ROWS, COLS], tl.float32)
-            blue = tl.zeros([ROWS, COLS], tl.float32)
-            weight_y = tl.zeros([ROWS, COLS], tl.float32)
+            zero = tl.zeros([ROWS, COLS], tl.float32)
+            colors, weight_y = (zero, zero, zero), zero
             row_ptr = source_ptr + begin.to(tl.int64) * source_stride_y
             # With the number of taps known, their weights along x stay in registers.
             for TAPS in tl.static_range(5):
                 if taps_x == TAPS or (TAPS == 0 and taps_x > 4):
-                    red, green, blue, weight_y = _sum_rows(
-                        row_ptr + c0 * source_stride_c,
-                        row_ptr + c1 * source_stride_c,
-                        row_ptr + c2 * source_stride_c,
+                    colors, weight_y = _sum_rows(
+                        [row_ptr + c * source_stride_c for c in channels],
                         (source_stride_y, source_stride_x),
                         (end - begin, tap_y, squeeze.to(tl.float32)),
                         (taps_x, tap_x, squeeze_x, 255.0 * weight_x),
-                        (red, green, blue, weight_y),
+                        (colors, weight_y),
                         BICUBIC,
                         CLAMP,
                         TAPS,
@@ -132,17 +123,18 @@ if triton is not None:
 
             norm = 1.0 / (weight_y * weight_x)
             inside = (rows >= first) & (rows < last) & inside_x
-            red = _finish_color(red * norm, inside, scale0, shift0, CLAMP, PADDED, ROUND)
-            green = _finish_color(green * norm, inside, scale1, shift1, CLAMP, PADDED, ROUND)
-            blue = _finish_color(blue * norm, inside, scale2, shift2, CLAMP, PADDED, ROUND)
+            colors = [
+                _finish_color(colors[i] * norm, inside, scales[i], shifts[i], CLAMP, PADDED, ROUND)
+                for i in (0, 1, 2)
+            ]
             # Stored as a vector: of a tile Triton 3.6 would give the lanes of a warp to rows.
             y, x = start + flat // COLS, left + flat % COLS
             pixel_ptr = out_ptr + (y * stride_y + x * stride_x)
             mask = (y < height) & (x < width)
             dtype = out_ptr.dtype.element_ty
-            tl.store(pixel_ptr + c0 * stride_c, tl.reshape(red, [ROWS * COLS]).to(dtype), mask)
-            tl.store(pixel_ptr + c1 * stride_c, tl.reshape(green, [ROWS * COLS]).to(dtype), mask)
-            tl.store(pixel_ptr + c2 * stride_c, tl.reshape(blue, [ROWS * COLS]).to(dtype), mask)
+            for i in tl.static_range(3):
+                color = tl.reshape(colors[i], [ROWS * COLS]).to(dtype)
+                tl.store(pixel_ptr + channels[i] * stride_c, color, mask)
             start += ROWS
 
     @triton.jit(do_not_specialize=["from_image"])
@@ -173,48 +165,42 @@ if triton is not None:
 
     @triton.jit
     def _sum_rows(
-        red_ptr, green_ptr, blue_ptr, strides, along_y, along_x, sums,
+        pointers, strides, along_y, along_x, sums,
         BICUBIC: tl.constexpr, CLAMP: tl.constexpr,
         TAPS: tl.constexpr,  # 0: as many as along_x says
     ):  # fmt: skip
         """The filtered rows under a strip, added to its sums."""
         n_rows, tap_y, squeeze_y = along_y
         taps_x, tap_x, squeeze_x, limit_x = along_x
-        red, green, blue, weight_y = sums
+        colors, weight_y = sums
         stride_y, stride_x = strides
         row = 0
         while row < n_rows:
             weight = _weight(tap_y + row * squeeze_y, BICUBIC)
             weight_y += weight
-            r = tl.zeros_like(tap_x)
-            g = tl.zeros_like(tap_x)
-            b = tl.zeros_like(tap_x)
+            zero = tl.zeros_like(tap_x)
+            line = zero, zero, zero
             if TAPS == 0:
                 t = 0
                 while t < taps_x:
                     w = _weight(tap_x + t * squeeze_x, BICUBIC)
-                    r += w * tl.load(red_ptr + t * stride_x).to(tl.float32)
-                    g += w * tl.load(green_ptr + t * stride_x).to(tl.float32)
-                    b += w * tl.load(blue_ptr + t * stride_x).to(tl.float32)
+                    line = _add(line, w, pointers, t * stride_x)
                     t += 1
             else:
                 for t in tl.static_range(TAPS):
                     w = _weight(tap_x + t * squeeze_x, BICUBIC)
-                    r += w * tl.load(red_ptr + t * stride_x).to(tl.float32)
-                    g += w * tl.load(green_ptr + t * stride_x).to(tl.float32)
-                    b += w * tl.load(blue_ptr + t * stride_x).to(tl.float32)
+                    line = _add(line, w, pointers, t * stride_x)
             if CLAMP:
-                r = _clamp(r, 0.0, limit_x)
-                g = _clamp(g, 0.0, limit_x)
-                b = _clamp(b, 0.0, limit_x)
-            red += weight * r
-            green += weight * g
-            blue += weight * b
-            red_ptr += stride_y
-            green_ptr += stride_y
-            blue_ptr += stride_y
+                line = [_clamp(color, 0.0, limit_x) for color in line]
+            colors = [colors[i] + weight * line[i] for i in (0, 1, 2)]
+            pointers = [pointer + stride_y for pointer in pointers]
             row += 1
-        return red, green, blue, weight_y
+        return colors, weight_y
+
+    @triton.jit
+    def _add(colors, weight, pointers, offset):
+        at = [tl.load(pointer + offset).to(tl.float32) for pointer in pointers]
+        return [colors[i] + weight * at[i] for i in (0, 1, 2)]
 
     @triton.jit
     def _finish_color(

@@ -1,8 +1,8 @@
 """The Triton kernels of :mod:`gpuprefetch.transforms.ops`.
 
-Colors are float32 in registers: 0 to 255 and whole for ``uint8`` images, else as they are. An
-image is handed on as (pointer, stride of channels, stride of pixels, height, width); one of a
-single channel has three at the same place, with a stride of 0.
+Colors are three blocks of float32 in registers: 0 to 255 and whole for ``uint8`` images, else as
+they are. An image is handed on as (pointer, stride of channels, stride of pixels, height, width);
+one of a single channel has three at the same place, with a stride of 0.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -55,43 +55,40 @@ if triton is not None:
         if MOVES:
             code = tl.load(op_ptr)
             if code < HFLIP:
-                r, g, b = _load(image, pixel, mask)
+                colors = _load(image, pixel, mask)
             elif code <= VFLIP:
                 across, down = y * width + width - 1 - x, (height - 1 - y) * width + x
-                r, g, b = _load(image, tl.where(code == HFLIP, across, down), mask)
+                colors = _load(image, tl.where(code == HFLIP, across, down), mask)
             elif code == SHARPNESS:
-                r, g, b = _sharpen(image, op_ptr, y, x, mask, UINT8)
+                colors = _sharpen(image, op_ptr, y, x, mask, UINT8)
             elif code == BLUR:
                 plane = height * width
                 blurred_ptr += arg(op_ptr, 4).to(tl.int64) * 3 * plane
                 planes = (blurred_ptr, plane, 1, height, width)
                 sigma, taps = arg(op_ptr, 1), arg(op_ptr, 3)
-                r, g, b = _blur(planes, sigma, taps, x, y, width, height, mask, VECTOR)
-                r, g, b = rounded(r, g, b, UINT8)
+                colors = _blur(planes, sigma, taps, x, y, width, height, mask, VECTOR)
+                colors = rounded(colors, UINT8)
             else:
-                r, g, b = _gather(image, op_ptr, code, y, x, mask, UINT8)
+                colors = _gather(image, op_ptr, code, y, x, mask, UINT8)
         else:
-            r, g, b = _load(image, pixel, mask)
+            colors = _load(image, pixel, mask)
 
         slot = first
         while slot < last:
-            r, g, b = point(op_ptr, statistics_ptr, r, g, b, y, x, UINT8)
+            colors = point(op_ptr, statistics_ptr, colors, y, x, UINT8)
             op_ptr += _FIELDS
             slot += 1
         if FINISH:
-            colors_ptr = table_ptr + tail
-            r = r * arg(colors_ptr, -1) + arg(colors_ptr, 2)
-            g = g * arg(colors_ptr, 0) + arg(colors_ptr, 3)
-            b = b * arg(colors_ptr, 1) + arg(colors_ptr, 4)
+            tail_ptr = table_ptr + tail - 1
+            colors = [colors[c] * arg(tail_ptr, c) + arg(tail_ptr, 3 + c) for c in (0, 1, 2)]
             while slot < end:
-                r, g, b = erase(tl.load(op_ptr), op_ptr, r, g, b, y, x, False)
+                colors = erase(tl.load(op_ptr), op_ptr, colors, y, x, False)
                 op_ptr += _FIELDS
                 slot += 1
         kind = out_ptr.dtype.element_ty
         out_ptr += n.to(tl.int64) * out_n + pixel * out_x
-        tl.store(out_ptr + 2 * out_c, b.to(kind), mask)
-        tl.store(out_ptr + out_c, g.to(kind), mask)
-        tl.store(out_ptr, r.to(kind), mask)  # last: a single channel is the first one
+        for c in tl.static_range(2, -1, -1):  # the first one last: it may be the only one
+            tl.store(out_ptr + c * out_c, colors[c].to(kind), mask)
 
     @_kernel
     def statistics_kernel(
@@ -119,17 +116,17 @@ if triton is not None:
             pixel = begin + tl.arange(0, BLOCK)
             mask = pixel < size
             y, x = pixel // width, pixel % width
-            r, g, b = _load(image, pixel, mask)
+            colors = _load(image, pixel, mask)
             before = first
             while before < slot:
                 op_ptr = ops_ptr + before * _FIELDS
-                r, g, b = point(op_ptr, statistics_ptr, r, g, b, y, x, UINT8)
+                colors = point(op_ptr, statistics_ptr, colors, y, x, UINT8)
                 before += 1
             if code == CONTRAST:
-                gray = tl.where(stride_c == 0, r, gray_of(r, g, b, UINT8))
+                gray = tl.where(stride_c == 0, colors[0], gray_of(colors, UINT8))
                 total += tl.where(mask, gray, 0.0)
             else:
-                value = tl.where(channel == 0, r, tl.where(channel == 1, g, b))
+                value = _pick(colors, channel)
                 if code == EQUALIZE:
                     counts += tl.histogram(bin_of(value, UINT8), _BINS, mask)
                 else:
@@ -172,25 +169,29 @@ if triton is not None:
         pixel = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
         mask = pixel < plane
         x = pixel % width
-        r, g, b = _blur(image, arg(op_ptr, 0), arg(op_ptr, 2), pixel - x, x, 1, width, mask, 1)
+        colors = _blur(image, arg(op_ptr, 0), arg(op_ptr, 2), pixel - x, x, 1, width, mask, 1)
         blurred_ptr += place.to(tl.int64) * 3 * plane + pixel
-        tl.store(blurred_ptr, r, mask)
-        tl.store(blurred_ptr + plane, g, mask)
-        tl.store(blurred_ptr + 2 * plane, b, mask)
+        for c in tl.static_range(3):
+            tl.store(blurred_ptr + c * plane, colors[c], mask)
 
     @triton.jit
     def _load(image, at, mask):
         ptr = image[0] + at * image[2]
-        r = tl.load(ptr, mask, 0).to(tl.float32)
-        g = tl.load(ptr + image[1], mask, 0).to(tl.float32)
-        b = tl.load(ptr + 2 * image[1], mask, 0).to(tl.float32)
-        return r, g, b
+        return [tl.load(ptr + c * image[1], mask, 0).to(tl.float32) for c in (0, 1, 2)]
+
+    @triton.jit
+    def _add(sums, weight, colors):
+        return [sums[c] + weight * colors[c] for c in (0, 1, 2)]
+
+    @triton.jit
+    def _mix(colors, others, share):
+        return [colors[c] + (others[c] - colors[c]) * share for c in (0, 1, 2)]
 
     @triton.jit
     def _blur(image, exponent, taps, across, along, stride, size, mask, VECTOR: tl.constexpr):
         """A Gaussian along one axis, whose ends are mirrored."""
-        r = tl.zeros(mask.shape, tl.float32)
-        g, b = r, r
+        zero = tl.zeros(mask.shape, tl.float32)
+        sums = zero, zero, zero
         norm = 0.0
         half = (taps * 0.5).to(tl.int32)
         d = -half
@@ -200,29 +201,24 @@ if triton is not None:
             at = (size - 1 - tl.abs(size - 1 - at)) * stride + across
             if VECTOR > 1:
                 at = tl.max_contiguous(tl.multiple_of(at, VECTOR), VECTOR)
-            red, green, blue = _load(image, at, mask)
-            r, g, b = r + weight * red, g + weight * green, b + weight * blue
+            sums = _add(sums, weight, _load(image, at, mask))
             norm += weight
             d += 1
-        return r / norm, g / norm, b / norm
+        return [total / norm for total in sums]
 
     @triton.jit
     def _sharpen(image, op_ptr, y, x, mask, UINT8: tl.constexpr):
         height, width = image[3], image[4]
-        r, g, b = _load(image, y * width + x, mask)
+        colors = _load(image, y * width + x, mask)
         inside = (y > 0) & (y < height - 1) & (x > 0) & (x < width - 1)
-        red, green, blue = r * (4.0 / 13), g * (4.0 / 13), b * (4.0 / 13)
+        blurred = [color * (4.0 / 13) for color in colors]
         i = 0
         while i < 9:
             at = (y + i // 3 - 1) * width + x + i % 3 - 1
-            r1, g1, b1 = _load(image, at, mask & inside)
-            red, green = red + r1 * (1.0 / 13), green + g1 * (1.0 / 13)
-            blue += b1 * (1.0 / 13)
+            blurred = _add(blurred, 1.0 / 13, _load(image, at, mask & inside))
             i += 1
-        red, green, blue = rounded(red, green, blue, UINT8)
         share = tl.where(inside, 1.0 - arg(op_ptr, 0), 0.0)
-        red, green, blue = r + (red - r) * share, g + (green - g) * share, b + (blue - b) * share
-        return levels(red, green, blue, UINT8)
+        return levels(_mix(colors, rounded(blurred, UINT8), share), UINT8)
 
     @triton.jit
     def _gather(image, op_ptr, code, y, x, mask, UINT8: tl.constexpr):
@@ -241,17 +237,15 @@ if triton is not None:
         source_y = ((grid_y + 1.0) * height - 1.0) * 0.5
         repeats = code >= MATRIX_BILINEAR
         taps = tl.where(code == MATRIX_BICUBIC, 4, tl.where(repeats | (code % 2 == 0), 2, 1))
-        r, g, b, share = _sample(image, source_y, source_x, taps, repeats, mask)
+        colors, share = _sample(image, source_y, source_x, taps, repeats, mask)
         if repeats:
             inside = (grid_x >= -1.0) & (grid_x < 1.0) & (grid_y >= -1.0) & (grid_y < 1.0)
             share = tl.where(inside, 1.0, 0.0)
-            white = 255.0 if UINT8 else 1.0
-            r, g, b = clamp(r, 0.0, white), clamp(g, 0.0, white), clamp(b, 0.0, white)
-        red, green, blue = arg(op_ptr, 8), arg(op_ptr, 9), arg(op_ptr, 10)
-        if red == red:  # not NaN: there is a fill
-            r, g = (r - red) * share + red, (g - green) * share + green
-            b = (b - blue) * share + blue
-        return rounded(r, g, b, UINT8)
+            colors = [clamp(color, 0.0, 255.0 if UINT8 else 1.0) for color in colors]
+        fill = [arg(op_ptr, 8 + c) for c in (0, 1, 2)]
+        if fill[0] == fill[0]:  # not NaN: there is one
+            colors = [(colors[c] - fill[c]) * share + fill[c] for c in (0, 1, 2)]
+        return rounded(colors, UINT8)
 
     @triton.jit
     def _sample(image, y, x, taps, repeats, mask):
@@ -264,8 +258,8 @@ if triton is not None:
             top, left = nearest(y), nearest(x)
         else:
             top, left = tl.floor(y) - (taps // 2 - 1), tl.floor(x) - (taps // 2 - 1)
-        r = tl.zeros_like(x)
-        g, b, share = r, r, r
+        share = tl.zeros_like(x)
+        sums = share, share, share
         i = 0
         while i < taps * taps:  # in a loop: unrolled it takes all registers
             row, column = top + i // taps, left + i % taps
@@ -273,11 +267,10 @@ if triton is not None:
             near_row, near_column = clamp(row, 0.0, height - 1.0), clamp(column, 0.0, width - 1.0)
             inside = (row == near_row) & (column == near_column)
             at = near_row.to(tl.int32) * width + near_column.to(tl.int32)
-            red, green, blue = _load(image, at, mask & (inside | repeats))
-            r, g, b = r + weight * red, g + weight * green, b + weight * blue
+            sums = _add(sums, weight, _load(image, at, mask & (inside | repeats)))
             share += tl.where(inside, weight, 0.0)
             i += 1
-        return r, g, b, share
+        return sums, share
 
     @triton.jit
     def _weight(distance, taps):
@@ -305,26 +298,19 @@ if triton is not None:
         return (value + 12582912.0) - 12582912.0
 
     @triton.jit
-    def rounded(r, g, b, UINT8: tl.constexpr):
-        if UINT8:
-            return nearest(r), nearest(g), nearest(b)
-        return r, g, b
+    def rounded(colors, UINT8: tl.constexpr):
+        return [nearest(color) for color in colors] if UINT8 else colors
 
     @triton.jit
-    def levels(r, g, b, UINT8: tl.constexpr):
+    def levels(colors, UINT8: tl.constexpr):
         """In range; torchvision's cast to uint8 truncates."""
-        white = 255.0 if UINT8 else 1.0
-        r, g, b = clamp(r, 0.0, white), clamp(g, 0.0, white), clamp(b, 0.0, white)
-        if UINT8:
-            return tl.floor(r), tl.floor(g), tl.floor(b)
-        return r, g, b
+        colors = [clamp(color, 0.0, 255.0 if UINT8 else 1.0) for color in colors]
+        return [tl.floor(color) for color in colors] if UINT8 else colors
 
     @triton.jit
-    def gray_of(r, g, b, UINT8: tl.constexpr):
-        gray = r * 0.2989 + g * 0.587 + b * 0.114
-        if UINT8:
-            gray = tl.floor(gray)
-        return gray
+    def gray_of(colors, UINT8: tl.constexpr):
+        gray = colors[0] * 0.2989 + colors[1] * 0.587 + colors[2] * 0.114
+        return tl.floor(gray) if UINT8 else gray
 
     @triton.jit
     def bin_of(value, UINT8: tl.constexpr):
@@ -333,7 +319,7 @@ if triton is not None:
         return value.to(tl.int32)
 
     @triton.jit
-    def point(op_ptr, statistics_ptr, r, g, b, y, x, UINT8: tl.constexpr):
+    def point(op_ptr, statistics_ptr, colors, y, x, UINT8: tl.constexpr):
         code = tl.load(op_ptr)
         white = 255.0 if UINT8 else 1.0
         # Read in any case: no branch waits for them.
@@ -343,42 +329,38 @@ if triton is not None:
         if (code == IDENTITY) | (code >= HFLIP):  # done where it was read
             pass
         elif code <= SATURATION:
-            other = tl.zeros_like(r)
+            other = tl.zeros_like(colors[0])
             if code == CONTRAST:
                 other += tl.load(statistics_ptr)
             elif code == SATURATION:
-                other = gray_of(r, g, b, UINT8)
+                other = gray_of(colors, UINT8)
             other *= 1.0 - a0
-            r, g, b = levels(r * a0 + other, g * a0 + other, b * a0 + other, UINT8)
+            colors = levels([color * a0 + other for color in colors], UINT8)
         elif code == HUE:
-            r, g, b = _hue(r, g, b, a0, UINT8)
+            colors = _hue(colors, a0, UINT8)
         elif code == POSTERIZE:
-            r, g, b = _posterize(r, a0, UINT8), _posterize(g, a0, UINT8), _posterize(b, a0, UINT8)
+            colors = [_posterize(color, a0, UINT8) for color in colors]
         elif code == SOLARIZE:
-            r, g = tl.where(r >= a0, white - r, r), tl.where(g >= a0, white - g, g)
-            b = tl.where(b >= a0, white - b, b)
+            colors = [tl.where(color >= a0, white - color, color) for color in colors]
         elif code == SOLARIZE_ADD:
-            red, green, blue = levels(r + a0, g + a0, b + a0, UINT8)
-            r, g = tl.where(r < a1, red, r), tl.where(g < a1, green, g)
-            b = tl.where(b < a1, blue, b)
+            brighter = levels([color + a0 for color in colors], UINT8)
+            colors = [tl.where(colors[c] < a1, brighter[c], colors[c]) for c in (0, 1, 2)]
         elif code == GRAYSCALE:
-            r = gray_of(r, g, b, UINT8)
-            g, b = r, r
+            gray = gray_of(colors, UINT8)
+            colors = gray, gray, gray
         elif code == INVERT:
-            r, g, b = white - r, white - g, white - b
+            colors = [white - color for color in colors]
         elif code == AUTOCONTRAST:
-            r, g = _stretch(r, statistics_ptr), _stretch(g, statistics_ptr + _BINS)
-            b = _stretch(b, statistics_ptr + 2 * _BINS)
-            r, g, b = levels(r, g, b, UINT8)
+            colors = [_stretch(colors[c], statistics_ptr + c * _BINS) for c in (0, 1, 2)]
+            colors = levels(colors, UINT8)
         elif code == EQUALIZE:
-            r = tl.load(statistics_ptr + bin_of(r, UINT8))
-            g = tl.load(statistics_ptr + _BINS + bin_of(g, UINT8))
-            b = tl.load(statistics_ptr + 2 * _BINS + bin_of(b, UINT8))
+            bins = [bin_of(color, UINT8) for color in colors]
+            colors = [tl.load(statistics_ptr + c * _BINS + bins[c]) for c in (0, 1, 2)]
         elif code == PERMUTE:
-            r, g, b = _pick(r, g, b, a0), _pick(r, g, b, a1), _pick(r, g, b, a2)
+            colors = _pick(colors, a0), _pick(colors, a1), _pick(colors, a2)
         else:
-            r, g, b = erase(code, op_ptr, r, g, b, y, x, UINT8)
-        return r, g, b
+            colors = erase(code, op_ptr, colors, y, x, UINT8)
+        return colors
 
     @triton.jit
     def _posterize(value, levels, UINT8: tl.constexpr):
@@ -392,13 +374,12 @@ if triton is not None:
         return tl.div_rn(value - least, scale + tl.zeros_like(value))
 
     @triton.jit
-    def _pick(r, g, b, channel):
-        return tl.where(channel == 0.0, r, tl.where(channel == 1.0, g, b))
+    def _pick(colors, channel):
+        return tl.where(channel == 0, colors[0], tl.where(channel == 1, colors[1], colors[2]))
 
     @triton.jit
-    def _hue(r, g, b, shift, UINT8: tl.constexpr):
-        if UINT8:
-            r, g, b = r * (1.0 / 255), g * (1.0 / 255), b * (1.0 / 255)
+    def _hue(colors, shift, UINT8: tl.constexpr):
+        r, g, b = [color * (1.0 / 255) for color in colors] if UINT8 else colors
         most = tl.maximum(tl.maximum(r, g), b)
         least = tl.minimum(tl.minimum(r, g), b)
         gray = most == least
@@ -421,25 +402,22 @@ if triton is not None:
         g = tl.where(sector == 3.0, q, tl.where(sector == 0.0, t, g))
         b = tl.where((sector == 3.0) | (sector == 4.0), most, p)
         b = tl.where(sector == 5.0, q, tl.where(sector == 2.0, t, b))
-        if UINT8:
-            r, g, b = tl.floor(r * 255.999), tl.floor(g * 255.999), tl.floor(b * 255.999)
-        return r, g, b
+        colors = r, g, b
+        return [tl.floor(color * 255.999) for color in colors] if UINT8 else colors
 
     @triton.jit
-    def erase(code, op_ptr, r, g, b, y, x, UINT8: tl.constexpr):
+    def erase(code, op_ptr, colors, y, x, UINT8: tl.constexpr):
         top, left = arg(op_ptr, 0).to(tl.int32), arg(op_ptr, 1).to(tl.int32)
         height, width = arg(op_ptr, 2).to(tl.int32), arg(op_ptr, 3).to(tl.int32)
-        red, green, blue = arg(op_ptr, 4), arg(op_ptr, 5), arg(op_ptr, 6)
+        values = [arg(op_ptr, 4 + c) for c in (0, 1, 2)]
         inside = (y >= top) & (y < top + height) & (x >= left) & (x < left + width)
         if code == ERASE:
-            r, g = tl.where(inside, red, r), tl.where(inside, green, g)
-            b = tl.where(inside, blue, b)
+            colors = [tl.where(inside, values[c], colors[c]) for c in (0, 1, 2)]
         elif code == ERASE_NOISE:
-            at, size, seed = (y - top) * width + x - left, height * width, red.to(tl.int32)
-            r = tl.where(inside, _noise(seed, at, UINT8), r)
-            g = tl.where(inside, _noise(seed, at + size, UINT8), g)
-            b = tl.where(inside, _noise(seed, at + 2 * size, UINT8), b)
-        return r, g, b
+            at, size, seed = (y - top) * width + x - left, height * width, values[0].to(tl.int32)
+            noise = [_noise(seed, at + c * size, UINT8) for c in (0, 1, 2)]
+            colors = [tl.where(inside, noise[c], colors[c]) for c in (0, 1, 2)]
+        return colors
 
     @triton.jit
     def _noise(seed, offset, UINT8: tl.constexpr):
