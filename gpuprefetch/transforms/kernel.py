@@ -66,10 +66,10 @@ if triton is not None:
         lo, hi, first, last = _load4(ints_ptr + 18, tl.int32)
         left = tl.program_id(0) * COLS
         cols = left + tl.arange(0, COLS)[None, :]
-        center = origin + step * _clamp(cols, first, last - 1)
+        center = origin + step * clamp(cols, first, last - 1)
         if TIE > 0:
-            center = _clamp(tl.floor(center + TIE), lo, hi - 1)
-        tap = _clamp(tl.floor(center - radius).to(tl.int32) + 1, lo, hi - taps_x)
+            center = clamp(tl.floor(center + TIE), lo, hi - 1)
+        tap = clamp(tl.floor(center - radius).to(tl.int32) + 1, lo, hi - taps_x)
         tap_x = ((tap - center) * squeeze).to(tl.float32)
         squeeze_x = squeeze.to(tl.float32)
         weight_x = tl.zeros_like(tap_x)
@@ -89,17 +89,17 @@ if triton is not None:
         while start < bottom:
             rows = start + tl.arange(0, ROWS)[:, None]
             # The source rows under the strip, from its ends.
-            near = _clamp(start, first, last - 1)
-            far = _clamp(start + ROWS - 1, first, last - 1)
+            near = clamp(start, first, last - 1)
+            far = clamp(start + ROWS - 1, first, last - 1)
             low = origin + step * tl.where(step > 0, near, far) - radius
             high = origin + step * tl.where(step > 0, far, near) + radius
             begin = tl.maximum(tl.floor(low).to(tl.int32) + 1, lo)
             end = tl.minimum(tl.ceil(high).to(tl.int32), hi)
             tap_y = ((begin - (origin + step * near)) * squeeze).to(tl.float32)
-            tap_y -= (_clamp(rows, first, last - 1) - near) * (step * squeeze).to(tl.float32)
+            tap_y -= (clamp(rows, first, last - 1) - near) * (step * squeeze).to(tl.float32)
             if TIE > 0:
-                center_y = origin + step * _clamp(rows, first, last - 1)
-                center_y = _clamp(tl.floor(center_y + TIE), lo, hi - 1)
+                center_y = origin + step * clamp(rows, first, last - 1)
+                center_y = clamp(tl.floor(center_y + TIE), lo, hi - 1)
                 begin = tl.min(center_y).to(tl.int32)
                 end = tl.max(center_y).to(tl.int32) + 1
                 tap_y = (begin - center_y).to(tl.float32)
@@ -191,7 +191,7 @@ if triton is not None:
                     w = _weight(tap_x + t * squeeze_x, BICUBIC)
                     line = _add(line, w, pointers, t * stride_x)
             if CLAMP:
-                line = [_clamp(color, 0.0, limit_x) for color in line]
+                line = [clamp(color, 0.0, limit_x) for color in line]
             colors = [colors[i] + weight * line[i] for i in (0, 1, 2)]
             pointers = [pointer + stride_y for pointer in pointers]
             row += 1
@@ -207,12 +207,12 @@ if triton is not None:
         value, inside, scale, shift, CLAMP: tl.constexpr, PADDED: tl.constexpr, ROUND: tl.constexpr
     ):
         if CLAMP:
-            value = _clamp(value, 0.0, 255.0)
+            value = clamp(value, 0.0, 255.0)
         if PADDED:
             value = tl.where(inside, value, 0.0)
         value = value * scale + shift
         if ROUND:
-            value = tl.floor(_clamp(value, 0.0, 255.0) + 0.5)
+            value = tl.floor(clamp(value, 0.0, 255.0) + 0.5)
         return value
 
     @triton.jit
@@ -226,14 +226,9 @@ if triton is not None:
         return tl.maximum(1.0 - distance, 0.0)
 
     @triton.jit
-    def _clamp(value, low, high):
+    def clamp(value, low, high):
         return tl.minimum(tl.maximum(value, low), high)
 
     @triton.jit
     def _load4(ptr, DTYPE: tl.constexpr):
-        return (
-            tl.load(ptr).to(DTYPE),
-            tl.load(ptr + 1).to(DTYPE),
-            tl.load(ptr + 2).to(DTYPE),
-            tl.load(ptr + 3).to(DTYPE),
-        )
+        return [tl.load(ptr + i).to(DTYPE) for i in (0, 1, 2, 3)]

@@ -65,10 +65,8 @@ class Program:
     # The last slots that come after normalization. These may erase, nothing else, and their values
     # are in the units of the result.
     finals: int = 0
-    # The image of the batch that each of the N results starts from; None where it is its own.
-    rows: npt.NDArray[np.int64] | None = None
-    # (1 + width, M), of each image and of the `width` results that start from it, whose weighted
-    # mean it becomes; None where results are not mixed.
+    # (1 + width, M): each of M images becomes a weighted mean of itself and of `width` results that
+    # start from it; N is width * M, the first ones of all images first. None for no such mixing.
     weights: npt.NDArray[np.float32] | None = None
 
 
@@ -132,8 +130,8 @@ def _mixed(images: torch.Tensor, program: "Program | Layout", weights: Any) -> t
     on_device = torch.from_numpy(weights).to(images.device, non_blocking=True)
     own, *others = on_device[..., None, None, None]
     total: torch.Tensor = images * own
-    chains = run(images, replace(program, weights=None)).view(len(others), *images.shape)
-    for weight, chain in zip(others, chains, strict=True):
+    chains = run(torch.cat([images] * len(others)), replace(program, weights=None))
+    for weight, chain in zip(others, chains.view(-1, *images.shape), strict=True):
         total.addcmul_(chain, weight)
     return total.to(images.dtype)
 
@@ -160,18 +158,16 @@ def reference(
     """Eager twin of :func:`run`: torchvision's functions or ours of ops_cpu.py, image by image."""
     dtype, memory_format = finish.form(images)
     finishes = finish.normalizes or dtype != images.dtype
-    if not finishes and program.rows is None and not program.ops.any():
+    if not finishes and not program.ops.any():
         return images.contiguous(memory_format=memory_format)
-    rows = range(len(images)) if program.rows is None else program.rows.tolist()
-    shape = len(rows), *images.shape[1:]
-    out = torch.empty(shape, dtype=dtype, device=images.device, memory_format=memory_format)
+    out = torch.empty(images.shape, dtype=dtype, device=images.device, memory_format=memory_format)
     if share is not None:
         share(out)
     wide = torch.promote_types(dtype, torch.float32)
     scale, shift = torch.as_tensor(finish.colors(images)).to(images.device, wide)[..., None, None]
     quick = images.device.type == "cpu" and images.dtype == torch.uint8 and images.shape[1] == 3
-    for n, row in enumerate(rows):
-        image = apply_one(images[row], program, n, quick=quick)
+    for n, given in enumerate(images):
+        image = apply_one(given, program, n, quick=quick)
         if finishes:
             image = (image.to(wide) * scale).add_(shift)
         out[n] = apply_one(image.to(dtype), program, n, finals=True) if program.finals else image

@@ -17,6 +17,8 @@ FIELDS = 12  # words of an op: its code, then arguments in float32
 BINS = 256  # floats of the statistics of a channel: EQUALIZE's table, or up to two numbers
 
 if triton is not None:
+    from gpuprefetch.transforms.kernel import clamp
+
     IDENTITY, BRIGHTNESS, CONTRAST, SATURATION, HUE = map(tl.constexpr, range(5))
     POSTERIZE, SOLARIZE, SOLARIZE_ADD, GRAYSCALE, INVERT = map(tl.constexpr, range(5, 10))
     AUTOCONTRAST, EQUALIZE, PERMUTE, ERASE, ERASE_NOISE = map(tl.constexpr, range(10, 15))
@@ -26,13 +28,13 @@ if triton is not None:
     _FIELDS, _BINS = tl.constexpr(FIELDS), tl.constexpr(BINS)
 
     # They change from batch to batch: nothing is compiled for their values.
-    _kernel = triton.jit(do_not_specialize="n_slots tail rows pairs start first last end".split())
+    _kernel = triton.jit(do_not_specialize="n_slots tail pairs start first last end".split())
 
     @_kernel
     def ops_kernel(
         source_ptr, table_ptr, out_ptr, statistics_ptr, blurred_ptr,
         height, width, stride_n, stride_c, stride_x, n_slots,
-        tail, rows, pairs,  # where they begin in the table: what is after the ops, and each list
+        tail, pairs,  # where they begin in the table: what is after the ops, and the pairs
         out_n, out_c, out_x,
         first, last, end,  # slots: before normalization up to last
         UINT8: tl.constexpr,
@@ -49,29 +51,26 @@ if triton is not None:
         y, x = pixel // width, pixel % width
         op_ptr = table_ptr + (n * n_slots + first) * _FIELDS
         # 64-bit: a batch may pass 2**31 values, an image may not.
-        source_ptr += tl.load(table_ptr + rows + n).to(tl.int64) * stride_n
+        source_ptr += n.to(tl.int64) * stride_n
         image = (source_ptr, stride_c, stride_x, height, width)
 
-        if MOVES:
-            code = tl.load(op_ptr)
-            if code < HFLIP:
-                colors = _load(image, pixel, mask)
-            elif code <= VFLIP:
-                across, down = y * width + width - 1 - x, (height - 1 - y) * width + x
-                colors = _load(image, tl.where(code == HFLIP, across, down), mask)
-            elif code == SHARPNESS:
-                colors = _sharpen(image, op_ptr, y, x, mask, UINT8)
-            elif code == BLUR:
-                plane = height * width
-                blurred_ptr += arg(op_ptr, 4).to(tl.int64) * 3 * plane
-                planes = (blurred_ptr, plane, 1, height, width)
-                sigma, taps = arg(op_ptr, 1), arg(op_ptr, 3)
-                colors = _blur(planes, sigma, taps, x, y, width, height, mask, VECTOR)
-                colors = rounded(colors, UINT8)
-            else:
-                colors = _gather(image, op_ptr, code, y, x, mask, UINT8)
-        else:
+        code = tl.load(op_ptr) if MOVES else IDENTITY
+        if code < HFLIP:
             colors = _load(image, pixel, mask)
+        elif code <= VFLIP:
+            across, down = y * width + width - 1 - x, (height - 1 - y) * width + x
+            colors = _load(image, tl.where(code == HFLIP, across, down), mask)
+        elif code == SHARPNESS:
+            colors = _sharpen(image, op_ptr, y, x, mask, UINT8)
+        elif code == BLUR:
+            plane = height * width
+            blurred_ptr += arg(op_ptr, 4).to(tl.int64) * 3 * plane
+            planes = (blurred_ptr, plane, 1, height, width)
+            sigma, taps = arg(op_ptr, 1), arg(op_ptr, 3)
+            colors = _blur(planes, sigma, taps, x, y, width, height, mask, VECTOR)
+            colors = rounded(colors, UINT8)
+        else:
+            colors = _gather(image, op_ptr, code, y, x, mask, UINT8)
 
         slot = first
         while slot < last:
@@ -93,7 +92,7 @@ if triton is not None:
     @_kernel
     def statistics_kernel(
         source_ptr, table_ptr, statistics_ptr, height, width, stride_n, stride_c, stride_x,
-        n_slots, tail, rows, pairs, start, first, UINT8: tl.constexpr, BLOCK: tl.constexpr,
+        n_slots, tail, pairs, start, first, UINT8: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Statistics of one channel of an image, as it is before the slot that needs them."""
         pair = start + tl.program_id(0) // 3
@@ -102,7 +101,7 @@ if triton is not None:
         n, slot = tl.load(pair_ptr), tl.load(pair_ptr + 1)
         ops_ptr = table_ptr + n * n_slots * _FIELDS
         code = tl.load(ops_ptr + slot * _FIELDS)
-        source_ptr += tl.load(table_ptr + rows + n).to(tl.int64) * stride_n
+        source_ptr += n.to(tl.int64) * stride_n
         image = (source_ptr, stride_c, stride_x, height, width)
         size = height * width
         counts = tl.zeros([_BINS], tl.int32)
@@ -155,7 +154,7 @@ if triton is not None:
     @_kernel
     def blur_kernel(
         source_ptr, table_ptr, blurred_ptr, height, width, stride_n, stride_c, stride_x,
-        n_slots, tail, rows, pairs, start, BLOCK: tl.constexpr,
+        n_slots, tail, pairs, start, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """The images of some pairs, blurred along x, in float32 planes one after the other."""
         plane = height * width
@@ -164,7 +163,7 @@ if triton is not None:
         pair_ptr = table_ptr + pairs + 2 * (start + place)
         n, slot = tl.load(pair_ptr), tl.load(pair_ptr + 1)
         op_ptr = table_ptr + (n * n_slots + slot) * _FIELDS
-        source_ptr += tl.load(table_ptr + rows + n).to(tl.int64) * stride_n
+        source_ptr += n.to(tl.int64) * stride_n
         image = (source_ptr, stride_c, stride_x, height, width)
         pixel = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
         mask = pixel < plane
@@ -244,7 +243,7 @@ if triton is not None:
             colors = [clamp(color, 0.0, 255.0 if UINT8 else 1.0) for color in colors]
         fill = [arg(op_ptr, 8 + c) for c in (0, 1, 2)]
         if fill[0] == fill[0]:  # not NaN: there is one
-            colors = [(colors[c] - fill[c]) * share + fill[c] for c in (0, 1, 2)]
+            colors = _mix(fill, colors, share)
         return rounded(colors, UINT8)
 
     @triton.jit
@@ -287,10 +286,6 @@ if triton is not None:
     @triton.jit
     def arg(op_ptr, i):
         return tl.load(op_ptr + 1 + i).to(tl.float32, bitcast=True)
-
-    @triton.jit
-    def clamp(value, low, high):
-        return tl.minimum(tl.maximum(value, low), high)
 
     @triton.jit
     def nearest(value):

@@ -39,13 +39,9 @@ class _Group:
 class Layout:
     """A program as the kernels read it: for images of one form, and one :class:`.ops.Finish`."""
 
-    # All that the kernels read but pixels: ops, colors, the rows as they are, pairs, and at last
-    # the rows that the results start from.
-    words: _Ints
+    words: _Ints  # all that the kernels read but pixels: ops, colors, pairs
     groups: list[_Group]
-    # The number of slots, and where colors, the rows of the results and pairs begin.
-    places: tuple[int, int, int, int]
-    count: int  # of the results
+    places: tuple[int, int, int]  # the number of slots, and where colors and pairs begin
     pairs: int  # how many results have statistics
     finishes: bool  # whether the last launch normalizes or casts
     weights: _Singles | None = None  # as in a program
@@ -54,25 +50,19 @@ class Layout:
 def lay_out(images: torch.Tensor, program: Program, finish: Finish = AS_IT_IS) -> Layout:
     """What :func:`launch` reads; of the images, which may be on "meta", only their form matters."""
     finishes = finish.normalizes or finish.form(images)[0] != images.dtype
-    count, n_slots = program.ops.shape
+    n_slots = program.ops.shape[1]
     before = n_slots - program.finals if finishes else n_slots
     table, codes, params = _pack(program, images, before)
     needs = _NEEDS_STATISTICS[codes[:, :before]]
     groups = _groups(codes[:, :before], needs)
     pairs = _pairs(groups, codes, needs, params)
-    if not groups and (finishes or program.rows is not None):
-        groups = [_Group(before, before, False)]
     if finishes:  # what stands between them does nothing
+        groups = groups or [_Group(before, before, False)]
         groups[-1].last = before
     colors = np.broadcast_to(finish.colors(images), (2, 3)).astype(np.float32)
-    own = np.arange(count, dtype=np.int32)
-    rows = own[:0] if program.rows is None else program.rows.astype(np.int32)
-    parts = [table.ravel(), colors.view(np.int32).ravel(), own, pairs.ravel(), rows]
-    at_pairs = table.size + colors.size + count
-    at_rows = at_pairs - count if program.rows is None else at_pairs + pairs.size
-    places = n_slots, table.size, at_rows, at_pairs
-    words = np.concatenate(parts)
-    return Layout(words, groups, places, count, len(pairs), finishes, program.weights)
+    words = np.concatenate([table.ravel(), colors.view(np.int32).ravel(), pairs.ravel()])
+    places = n_slots, table.size, table.size + colors.size
+    return Layout(words, groups, places, len(pairs), finishes, program.weights)
 
 
 def launch(
@@ -85,50 +75,37 @@ def launch(
         return images.contiguous(memory_format=memory_format)
     if not (images.is_contiguous() or images.is_contiguous(memory_format=torch.channels_last)):
         images = images.contiguous()
-    words = torch.from_numpy(laid.words)
+    table, uint8 = torch.from_numpy(laid.words), images.dtype == torch.uint8
+    height, width = images.shape[2:]
+    tiles = -(-height * width // kernel.BLOCK)
     with torch.cuda.device_of(images):
         if images.is_cuda:
-            words = words.pin_memory().to(images.device, non_blocking=True)
+            table = table.pin_memory().to(images.device, non_blocking=True)
         empty = partial(torch.empty, device=images.device)
         statistics = empty((max(laid.pairs, 1), 3, BINS), dtype=torch.float32)
-        places, shape = laid.places, (laid.count, *images.shape[1:])
         for group in laid.groups:
             final = group is laid.groups[-1]
             kind = dtype if final else images.dtype
-            out = empty(shape, dtype=kind, memory_format=memory_format)
-            _launch(images, words, out, statistics, group, places, laid.finishes and final)
+            out = empty(images.shape, dtype=kind, memory_format=memory_format)
+            common = height, width, *_strides(images), *laid.places
+            for start, number in group.rounds:
+                given = images, table, statistics, *common, start, group.first, uint8
+                kernel.statistics_kernel[(number * 3,)](
+                    *given, kernel.STATISTICS_BLOCK, num_warps=kernel.STATISTICS_WARPS
+                )
+            blurred, (start, number) = statistics, group.blurred
+            if number:
+                blurred = empty(number * 3 * height * width, dtype=torch.float32)
+                kernel.blur_kernel[(number * tiles,)](
+                    images, table, blurred, *common, start, kernel.BLOCK, num_warps=kernel.NUM_WARPS
+                )
+            finishes = final and laid.finishes
+            slots = group.first, group.last, laid.places[0] if finishes else group.last
+            given = images, table, out, statistics, blurred, *common, *_strides(out), *slots
+            constants = uint8, group.moves, finishes, 1 if width % 4 else 4, kernel.BLOCK
+            kernel.ops_kernel[(len(out) * tiles,)](*given, *constants, num_warps=kernel.NUM_WARPS)
             images = out
-            places = *places[:2], places[3] - laid.count, places[3]  # the rows as they are
     return images
-
-
-def _launch(
-    source: torch.Tensor,
-    table: torch.Tensor,
-    out: torch.Tensor,
-    statistics: torch.Tensor,
-    group: _Group,
-    places: tuple[int, int, int, int],
-    finish: bool,
-) -> None:
-    uint8, plane = source.dtype == torch.uint8, out[0, 0].numel()
-    tiles = -(-plane // kernel.BLOCK)
-    common = *out.shape[2:], *_strides(source), *places
-    for start, number in group.rounds:
-        given = source, table, statistics, *common, start, group.first, uint8
-        kernel.statistics_kernel[(number * 3,)](
-            *given, kernel.STATISTICS_BLOCK, num_warps=kernel.STATISTICS_WARPS
-        )
-    blurred, (start, number) = statistics, group.blurred
-    if number:
-        blurred = torch.empty(number * 3 * plane, dtype=torch.float32, device=out.device)
-        kernel.blur_kernel[(number * tiles,)](
-            source, table, blurred, *common, start, kernel.BLOCK, num_warps=kernel.NUM_WARPS
-        )
-    given = source, table, out, statistics, blurred, *common, *_strides(out)
-    slots = group.first, group.last, places[0] if finish else group.last
-    constants = uint8, group.moves, finish, 1 if out.shape[3] % 4 else 4, kernel.BLOCK
-    kernel.ops_kernel[(len(out) * tiles,)](*given, *slots, *constants, num_warps=kernel.NUM_WARPS)
 
 
 def _strides(images: torch.Tensor) -> tuple[int, int, int]:

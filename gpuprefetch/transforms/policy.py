@@ -18,7 +18,6 @@ from gpuprefetch.transforms.slots import (
     Picture,
     Slots,
     Step,
-    arguments,
     choice,
     one,
     order,
@@ -211,18 +210,14 @@ def _magnitudes(op: Any, name: str, numbers: Sequence[int], bins: int, picture: 
 
 
 def _step(op: Any, name: str, numbers: Sequence[int], bins: int, chance: float = 1.0) -> Step:
-    code, column, given = COLORS.get(name), 0, list[float]()
-    if code is None:
-        if name not in _MOVES:  # of a later torchvision
-            raise _NoForm
-        center = (0.0, 0.0) if name.startswith("Shear") else _NONE[:2]
-        code, column = f"AFFINE_{filter_of(op).upper()}", _MOVES[name]
-        given = [0, 0, 0, 1, 0, 0, *center, *_fill(op)]
-
-    def args_for(picture: Picture) -> Floats:
-        return arguments(_magnitudes(op, name, numbers, bins, picture), column, given)
-
-    return Step(code, args_for, chance)
+    magnitudes = partial(_magnitudes, op, name, numbers, bins)
+    if name in COLORS:
+        return Step(COLORS[name], magnitudes, chance=chance)
+    if name not in _MOVES:  # of a later torchvision
+        raise _NoForm
+    center = (0.0, 0.0) if name.startswith("Shear") else _NONE[:2]
+    given = (0, 0, 0, 1, 0, 0, *center, *_fill(op))
+    return Step(f"AFFINE_{filter_of(op).upper()}", magnitudes, _MOVES[name], given, chance)
 
 
 def _one_of(op: Any, numbers: Sequence[int], layers: int = 1, bins: int = 0) -> Slots:

@@ -89,18 +89,12 @@ class Step(NamedTuple):
     """An op of RandAugment or its kin."""
 
     name: str
-    arguments: Callable[[Picture], Floats]  # (B, 2, ARGS): of B bins, with one sign and the other
+    magnitudes: Callable[[Picture], Any]  # (B, 2): of B bins, with one sign and the other
+    column: int | slice = 0  # which of the arguments they are ...
+    given: Sequence[float] = ()  # ... of these
     chance: float = 1.0  # of the step, once it is chosen
     center: float = 0.0  # of normal levels
     other: str = ""  # the op in half of its draws
-
-
-def arguments(magnitudes: npt.ArrayLike, column: int = 0, given: Sequence[float] = ()) -> Floats:
-    """Of a step: the magnitudes, ``(B, 2)``, at their column, the others as they are given."""
-    args = np.zeros((*np.shape(magnitudes), ARGS))
-    args[..., : len(given)] = given
-    args[..., column] = magnitudes
-    return args
 
 
 def table(
@@ -119,7 +113,7 @@ def table(
     """
     most, layers = layers <= 0, layers if layers > 0 else 3
     depth = max(map(len, policies))
-    blank = Step("IDENTITY", policies[0][0].arguments, chance=0.0)
+    blank = Step("IDENTITY", policies[0][0].magnitudes, chance=0.0)
     steps = [s for policy in policies for s in (*policy, *[blank] * (depth - len(policy)))]
     every_code = np.array([[OPS[s.name], OPS[s.other or s.name]] for s in steps], np.int32)
     chances, centers = np.array([(s.chance, s.center) for s in steps]).T
@@ -127,7 +121,12 @@ def table(
 
     @lru_cache(maxsize=4)
     def every_argument(picture: Picture) -> Floats:
-        return np.array([step.arguments(picture) for step in steps])
+        magnitudes = [step.magnitudes(picture) for step in steps]
+        args = np.zeros((len(steps), len(magnitudes[0]), 2, ARGS))
+        for own, step, values in zip(args, steps, magnitudes, strict=True):
+            own[..., : len(step.given)] = step.given
+            own[..., step.column] = values
+        return args
 
     def bins_of(center: Floats, u: Floats, v: Floats, bins: int) -> Any:
         if noise is None:
@@ -169,7 +168,6 @@ class Mix(NamedTuple):
         """The chains, one after the other, with the weights."""
         each = fold(keys, np.arange(self.width)[:, None])
         program = program_of([self.chain], each.ravel(), picture)
-        program.rows = np.tile(np.arange(len(keys)), self.width)
         own = _dirichlet(fold(keys, -1), 2)
         weights = _dirichlet(fold(keys, -2), self.width) * own[1]
         program.weights = np.concatenate([own[:1], weights]).astype(np.float32)

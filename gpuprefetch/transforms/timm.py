@@ -3,11 +3,12 @@
 import math
 import re
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gpuprefetch.transforms.slots import Floats, Mix, Picture, Slots, Step, arguments, table
+from gpuprefetch.transforms.slots import Floats, Mix, Picture, Slots, Step, table
 
 # Levels that are drawn from a range are drawn in thousandths of it.
 _BINS = 1001
@@ -19,8 +20,8 @@ COLORS |= {
         "AutoContrast Brightness Contrast Equalize Identity Invert Posterize Sharpness Solarize"
     ).split()
 }
-# Of the six numbers of a matrix the one that the magnitude is; for a rotation all of them follow.
-_COLUMNS = {"Rotate": 0, "ShearX": 1, "ShearY": 3, "TranslateX": 2, "TranslateY": 5}
+# Of the six numbers of a matrix the one that the magnitude is; of a rotation all of them.
+_COLUMNS = {"Rotate": slice(6), "ShearX": 1, "ShearY": 3, "TranslateX": 2, "TranslateY": 5}
 
 
 def is_timm(thing: Any, name: str) -> bool:
@@ -105,22 +106,14 @@ def _kind(op: Any) -> str:
 
 
 def _step(op: Any) -> Step:
-    kind = _kind(op)
+    kind, magnitudes = _kind(op), partial(_magnitudes, op)
     if kind in COLORS:  # 128 is the value from which SOLARIZE_ADD leaves pixels as they are
-        names, column, given = [COLORS[kind]], 0, (0, 128)
-    else:  # PIL's numbers; where two filters are offered each has half of the draws
-        modes = np.atleast_1d(op.kwargs["resample"])
-        names = ["MATRIX_BICUBIC" if mode == 3 else "MATRIX_BILINEAR" for mode in modes]
-        column, given = _COLUMNS[kind], (1, 0, 0, 0, 1, 0, *op.kwargs["fillcolor"])
-
-    def args_for(picture: Picture) -> Floats:
-        magnitudes = _magnitudes(op, picture)
-        args = arguments(magnitudes, column, given)
-        if kind == "Rotate":
-            args[..., :6] = _rotation(magnitudes, picture)
-        return args
-
-    return Step(names[0], args_for, op.prob, op.magnitude, names[-1])
+        return Step(COLORS[kind], magnitudes, 0, (0, 128), op.prob, op.magnitude)
+    # PIL's numbers; where two filters are offered each has half of the draws
+    modes = np.atleast_1d(op.kwargs["resample"])
+    names = ["MATRIX_BICUBIC" if mode == 3 else "MATRIX_BILINEAR" for mode in modes]
+    given = 1, 0, 0, 0, 1, 0, *op.kwargs["fillcolor"]
+    return Step(names[0], magnitudes, _COLUMNS[kind], given, op.prob, op.magnitude, names[-1])
 
 
 def _rotation(angle: Floats, picture: Picture) -> Floats:
@@ -131,7 +124,7 @@ def _rotation(angle: Floats, picture: Picture) -> Floats:
 
 
 def _magnitudes(op: Any, picture: Picture) -> Any:
-    """``(B, 2)``: what the op makes of its levels, with both signs."""
+    """What the op makes of its levels, with both signs: ``(B, 2)``, or for a matrix (B, 2, 6)."""
     if picture.white != 255:
         raise TypeError(
             "timm's policies take uint8 images, and these are in floating point. Put them before "
@@ -142,8 +135,10 @@ def _magnitudes(op: Any, picture: Picture) -> Any:
     levels = np.linspace(0, upper, _BINS) if op.magnitude_std > 0 else fixed
     # As the op's own functions, which negate by chance, without the chance.
     kind, signed = _kind(op), levels[:, None] / 10 * (-1, 1)
-    if kind in ("Rotate", "ShearX", "ShearY"):
-        return signed * (30.0 if kind == "Rotate" else 0.3)
+    if kind == "Rotate":
+        return _rotation(signed * 30.0, picture)
+    if kind.startswith("Shear"):
+        return signed * 0.3
     if kind in _COLUMNS:
         if not op.name.endswith("Rel"):
             return signed * op.hparams["translate_const"]
