@@ -131,7 +131,7 @@ def _mixed(images: torch.Tensor, program: "Program | Layout", weights: Any) -> t
     own, *others = on_device[..., None, None, None]
     total: torch.Tensor = images * own
     chains = run(torch.cat([images] * len(others)), replace(program, weights=None))
-    for weight, chain in zip(others, chains.view(-1, *images.shape), strict=True):
+    for weight, chain in zip(others, chains.view(len(others), *images.shape), strict=True):
         total.addcmul_(chain, weight)
     return total.to(images.dtype)
 
