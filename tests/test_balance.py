@@ -9,7 +9,7 @@ import torch
 from gpuprefetch import DataPrefetcher
 from gpuprefetch.images.share import FEW, WINDOW, Balancer, usable_cores
 
-# A try is two steps of 20 + WINDOW batches, and eight tries fit into 20,000 with pauses that double.
+# A try is two steps of 20 + WINDOW batches, and 20,000 have room for eight, as pauses double.
 TRIES = 0.07
 
 
