@@ -19,12 +19,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 PLOT = ROOT / "docs" / "results.svg"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 OURS, CONTROL, DALI = "gpuprefetch", "gpuprefetch:cpu_share=0.0", "dali"
+PLAIN = "torchvision"
+POLICIES = {"ra": "RandAugment", "ta": "TrivialAugmentWide", "aa": "AutoAugment"}
 NAMES = {
     "synthetic": "resident batch",
     OURS: "**gpuprefetch**",
     CONTROL: "gpuprefetch, `cpu_share=0.0`",
     DALI: "DALI, tuned",
-    "torchvision": "DataLoader, torchvision v2",
+    PLAIN: "DataLoader, torchvision v2",
 }
 NO_MODEL = "no model"  # the loader alone
 PACKAGES = {"torch": "torch", "nvidia-dali-cuda130": "DALI"}
@@ -69,7 +71,17 @@ def title(result: dict[str, Any], affinity: int) -> str:
     words += [f"{result['epochs']} short epochs"] * bool(result["epochs"])
     words += ["default stream"] * (result["stream"] == "default")
     words += ["loss read each step"] * (result["loop"] == "item")
+    words += filter(None, [POLICIES.get(split(result["column"])[1])])
     return ", ".join(words)
+
+
+def split(column: str) -> tuple[str, str]:
+    """A column without its policy, and the policy."""
+    loader, _, options = column.partition(":")
+    words = {key: value for key, _, value in (w.partition("=") for w in options.split(",") if w)}
+    policy = words.pop("policy", "")
+    rest = ",".join(f"{key}={value}" for key, value in words.items())
+    return f"{loader}:{rest}" if rest else loader, policy
 
 
 def train_cells(documents: list[Document]) -> dict[str, Machines]:
@@ -79,7 +91,7 @@ def train_cells(documents: list[Document]) -> dict[str, Machines]:
         for r in document["results"]:
             if "error" not in r and ": " not in r["column"]:  # of another version
                 cell = title(r, document["metadata"]["affinity"])
-                rounds[cell, document["file"], r["column"]].append(r)
+                rounds[cell, document["file"], split(r["column"])[0]].append(r)
     cells: dict[str, Machines] = {}
     for (cell, machine, column), results in rounds.items():
         speeds = [r["images_per_second"] for r in results]
@@ -109,12 +121,15 @@ def spread(values: list[float]) -> str:
 def summary_table(cells: dict[str, Machines]) -> str:
     rows = []
     for cell, machines in cells.items():
-        rates = [m[OURS]["rate"] for m in machines.values() if OURS in m]
-        compared = [(OURS, "synthetic"), (DALI, "synthetic"), (OURS, DALI), (OURS, CONTROL)]
-        row = [cell, str(len(rates)), f"{statistics.median(rates):,.0f}" if rates else ""]
+        if not (rates := [m[OURS]["rate"] for m in machines.values() if OURS in m]):
+            continue
+        compared = [(OURS, "synthetic"), (DALI, "synthetic")]
+        compared += [(OURS, other) for other in (PLAIN, DALI, CONTROL)]
+        row = [cell, str(len(rates)), f"{statistics.median(rates):,.0f}"]
         rows.append(row + [spread(ratios(machines, *pair)) for pair in compared])
     header = ["median / worst machine", "machines", "images/s", "of the ceiling"]
-    header += ["DALI, of the ceiling", "**times DALI's**", "times `cpu_share=0.0`"]
+    header += ["DALI, of the ceiling", "**times a DataLoader's**"]
+    header += ["**times DALI's**", "times `cpu_share=0.0`"]
     return markdown(header, rows)
 
 
@@ -275,22 +290,23 @@ def draw(cells: dict[str, Machines], path: Path) -> None:
     mpl.rcParams.update({"svg.hashsalt": "gpuprefetch", "svg.fonttype": "none"})
     from matplotlib import pyplot as plt
 
-    colors = {OURS: "#2a6f4e", DALI: "#8aa39b"}
-    shown = {c: m for c, m in cells.items() if all(ratios(m, o, "synthetic") for o in colors)}
-    figure, axis = plt.subplots(figsize=(8, 0.6 * len(shown) + 1))
-    for place, machines in enumerate(shown.values()):
-        for number, (column, color) in enumerate(colors.items()):
-            found, at = ratios(machines, column, "synthetic"), place + 0.4 * number
-            label = name(column).replace("*", "") if place == 0 else None
-            axis.barh(at, statistics.median(found), 0.38, color=color, label=label)
-            axis.plot(found, [at] * len(found), ".", color="black", markersize=4)
-    axis.set_yticks([place + 0.2 for place in range(len(shown))], list(shown))
+    colors = {OURS: "#2a6f4e", DALI: "#8aa39b", PLAIN: "#d3c4a4"}
+    shown = {c: m for c, m in cells.items() if ratios(m, OURS, "synthetic")}
+    figure, axis = plt.subplots(figsize=(8, 0.6 * len(shown) + 1), layout="constrained")
+    for number, (column, color) in enumerate(colors.items()):
+        label: str | None = name(column).replace("*", "")
+        for place, machines in enumerate(shown.values()):
+            if found := ratios(machines, column, "synthetic"):
+                at = place + 0.27 * number
+                axis.barh(at, statistics.median(found), 0.26, color=color, label=label)
+                axis.plot(found, [at] * len(found), ".", color="black", markersize=4)
+                label = None
+    axis.set_yticks([place + 0.27 for place in range(len(shown))], list(shown))
     axis.axvline(1.0, color="0.7", linewidth=0.8, zorder=0)
     axis.set(xlim=(0, 1.05), xlabel="of the ceiling")
     axis.invert_yaxis()
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
 
 

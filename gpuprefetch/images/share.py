@@ -16,7 +16,8 @@ RESERVED_CORES = 3
 # Batches between two decisions, and the fewest that show late workers. As few are enough for a
 # decision where they take LONG seconds, as batches of large photos do.
 WINDOW, FEW, LONG = 32, 8, 1.0
-# The loop waits for decode, or workers are late, where that takes more than this part of the time.
+# The loop waits for decode, or workers are late, where that takes more than this part of the time;
+# of lateness, more than without a share, as a batch takes a while to come from its worker.
 WAITED, LATE = 0.05, 0.05
 # A rise adds as much to the share as the loop waits of its time, within these bounds. Where decode
 # is the limit the loop's period is then shorter by about as much. A quarter of that keeps the rise.
@@ -58,6 +59,7 @@ class Balancer:
         self._under_way = workers * (getattr(loader, "prefetch_factor", None) or 2) + 4
         self._tried: tuple[float, float] | None = None  # share and period before the latest rise
         self._pause, self._patience = FIRST, 1
+        self._usual = 0.0  # lateness without a share, a part of the time
         self.begin()
 
     @property
@@ -94,9 +96,11 @@ class Balancer:
         self._periods.append(period)
         self._waited += waited
         seconds = sum(self._periods)
-        if self.value and len(self._periods) >= FEW and self._late > LATE * seconds:
+        if self.value and len(self._periods) >= FEW and self._late > (self._usual + LATE) * seconds:
             self._give_up(self._tried[0] if self._tried else self.value / 2)
         elif len(self._periods) >= (WINDOW if seconds < LONG else FEW):
+            if not self.value:
+                self._usual = self._late / seconds
             self._judge(median(self._periods), self._waited / seconds)
             self._clear()
 
