@@ -101,9 +101,11 @@ def launch(
                 )
             finishes = final and laid.finishes
             slots = group.first, group.last, laid.places[0] if finishes else group.last
-            given = images, table, out, statistics, blurred, *common, *_strides(out), *slots
+            tensors = images, table, out, statistics, blurred
             constants = uint8, group.moves, finishes, 1 if width % 4 else 4, kernel.BLOCK
-            kernel.ops_kernel[(len(out) * tiles,)](*given, *constants, num_warps=kernel.NUM_WARPS)
+            kernel.ops_kernel[(len(out) * tiles,)](
+                *tensors, *common, *_strides(out), *slots, *constants, num_warps=kernel.NUM_WARPS
+            )
             images = out
     return images
 

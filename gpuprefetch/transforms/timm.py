@@ -21,7 +21,13 @@ COLORS |= {
     ).split()
 }
 # Of the six numbers of a matrix the one that the magnitude is; of a rotation all of them.
-_COLUMNS = {"Rotate": slice(6), "ShearX": 1, "ShearY": 3, "TranslateX": 2, "TranslateY": 5}
+_COLUMNS: dict[str, int | slice] = {
+    "Rotate": slice(6),
+    "ShearX": 1,
+    "ShearY": 3,
+    "TranslateX": 2,
+    "TranslateY": 5,
+}
 
 
 def is_timm(thing: Any, name: str) -> bool:
