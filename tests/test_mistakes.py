@@ -70,6 +70,10 @@ TRANSFORMS = {
     ),
     "CutMix": ([RandomResizedCrop(16), v2.CutMix(num_classes=3)], r"Mix in the training step"),
     "levels": ([RandomResizedCrop(16), LEVELS], r"Divide both by 255\."),
+    "a threshold of levels": (
+        [RandomResizedCrop(16), v2.RandomSolarize(128)],
+        r"0 to 255, and images are in \[0, 1\] here\. .*: threshold=128 / 255\.",
+    ),
     "NumPy": ([RandomResizedCrop(16), lambda x: x.numpy()], r"return torch\.from_numpy\(result\)"),
     "a class": ([RandomResizedCrop], r"Pass an instance, as in K\.RandomHorizontalFlip\(\)\.$"),
 }
