@@ -113,6 +113,10 @@ OTHERS = {
         lambda root: list(DataPrefetcher(batches(9, 8, 3), transforms=[Resize(4)], device="cpu")),
         r"torch\.from_numpy\(image\)\.permute\(2, 0, 1\)",
     ),
+    "a tensor among files": (
+        lambda root: list(DataPrefetcher(DataLoader([folder(root)[0][0], torch.ones(3)], 2))),
+        r"gave an EncodedImage in one sample, and Tensor in its place.*index, path\) in all\.",
+    ),
     "no prefetcher": (lambda root: folder(root)[0][0].mean(), r"gpuprefetch\.accelerate\(loader\)"),
     "accelerate of a dataset": (
         lambda root: gpuprefetch.accelerate(ImageFolder(root)),
