@@ -397,6 +397,9 @@ def documents():
     first += [result("synthetic", 1010.0), result("dali", 0.0, error="none")]
     first += [result("old: gpuprefetch", 10.0), result("gpuprefetch", 444.0, engine="none")]
     second = [result("synthetic", 1000.0), result("dali", 803.0), result("gpuprefetch", 761.0)]
+    second += [result("torchvision", 380.5), result("gpuprefetch:policy=ra", 800.0, model="none")]
+    second += [result("dali:policy=ra,threads=4", 100.0, model="none")]
+    second += [result("dali:policy=ra", 400.0, model="none"), result("dali", 9.0, model="other")]
     return [machine("a.json", first), machine("b.json", second)]
 
 
@@ -404,8 +407,10 @@ def test_tables(documents):
     import table
 
     block = table.front_page(documents)
-    row = "| resnet18 eager, batch 256 | 2 | 866 | 0.87 / 0.76 | 0.88 / 0.80 | 0.98 / 0.95 |  |"
-    assert row in block
+    row = "| resnet18 eager, batch 256 | 2 | 866 | 0.87 / 0.76 | 0.88 / 0.80 | 2.00 / 2.00 |"
+    assert f"{row} 0.98 / 0.95 |  |" in block
+    policy = "| no model, batch 256, RandAugment | 1 | 800 |  |  |  | 2.00 / 2.00 |  |"
+    assert policy in block and "other" not in block  # which has nothing of ours
     assert "no JPEG engines | 1 | 444 |" in block
     assert "old" not in block
     text = f"before\n{table.START}\nold\n{table.END}\nafter\n"

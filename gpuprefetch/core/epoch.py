@@ -37,7 +37,6 @@ class Slot:
     state: Any = None  # of the loader, after the batch
     cost: Cost | None = None  # bytes on the device, where they count
     fetched: float = 0.0  # when the batch came from the loader
-    ready: bool = False  # whether there is a result or an error
     result: Any = None
     error: BaseException | None = None  # raised in the loop in place of a result
     event: torch.cuda.Event | None = None  # recorded after the result
@@ -93,19 +92,26 @@ class Lookahead:
                 while not self._stopping and self._step():
                     pass
         except BaseException as error:  # the loop might wait for ever
-            self._add(Slot(self._number, error=error, ready=True))
+            self._add(Slot(self._number, error=error))
         with self._changed:
             self._changed.wait_for(lambda: self._stopping)
         self._clean_up()
 
     def _step(self) -> bool:
-        """Prepare one batch; whether another one may follow."""
-        slot = self._fetch()
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopping or self._has_room(slot))
+        """Fetch and prepare one batch; whether another one may follow."""
+        slot = Slot(self._number)
+        self._number += 1
+        try:
+            self._fetch(slot)
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or self._has_room(slot))
+            if not self._stopping:
+                self._prepare(slot)
+        except BaseException as error:
+            ended = isinstance(error, StopIteration) and slot.batch is None
+            # Nobody looks into the end of an epoch, and its frames hold the loader's iterator.
+            slot.error = error.with_traceback(None) if ended else error
         self._add(slot)
-        if slot.error is None and not self._stopping:
-            self._prepare(slot)
         return slot.error is None
 
     def _add(self, slot: Slot) -> None:
@@ -126,24 +132,16 @@ class Lookahead:
                 return False
         return len(self._slots) < depth
 
-    def _fetch(self) -> Slot:
-        slot = Slot(self._number)
-        self._number += 1
-        try:
-            with Timed(self.stage.stats, "fetch") as fetch:
-                batch, slot.state = next(self._source)
-            slot.batch, slot.images = self.stage.receive(batch, slot.number, fetch.seconds)
-            chooses = self._thread is not None and self._depth is None
-            if chooses or self.stage.memory_budget is not None:
-                slot.cost = self.stage.cost(slot.batch)
-            self._check(slot.batch)
-            self._stream_of(slot).wait_for_loader(slot.batch)
-            slot.fetched = time.perf_counter()
-        except BaseException as error:
-            # Nobody looks into the end of an epoch, and its frames hold the loader's iterator.
-            slot.error = error.with_traceback(None) if isinstance(error, StopIteration) else error
-            slot.ready = True
-        return slot
+    def _fetch(self, slot: Slot) -> None:
+        with Timed(self.stage.stats, "fetch") as fetch:
+            batch, slot.state = next(self._source)
+        slot.batch, slot.images = self.stage.receive(batch, slot.number, fetch.seconds)
+        chooses = self._thread is not None and self._depth is None
+        if chooses or self.stage.memory_budget is not None:
+            slot.cost = self.stage.cost(slot.batch)
+        self._check(slot.batch)
+        self._stream_of(slot).wait_for_loader(slot.batch)
+        slot.fetched = time.perf_counter()
 
     def _stream_of(self, slot: Slot) -> SideStream:
         """The side stream of a batch: the next of as many as there are batches side by side."""
@@ -153,20 +151,14 @@ class Lookahead:
         return self._streams[lane]
 
     def _prepare(self, slot: Slot) -> None:
-        try:
-            while self._uploads and self._uploads[0][0].query():
-                self._uploads.popleft()
-            with (stream := self._stream_of(slot)).current():
-                slot.result = self.stage.run(slot.batch, slot.number, self._epoch, slot.cost)
-            slot.event = stream.record()
-        except BaseException as error:
-            slot.error = error
-        with self._changed:
-            slot.ready = True
-            self._changed.notify_all()
+        while self._uploads and self._uploads[0][0].query():
+            self._uploads.popleft()
+        with (stream := self._stream_of(slot)).current():
+            slot.result = self.stage.run(slot.batch, slot.number, self._epoch, slot.cost)
+        slot.event = stream.record()
 
-    def take(self) -> Slot:
-        """The next batch, as soon as its work has been queued; its end if the epoch was closed."""
+    def take(self) -> Slot | None:
+        """The next batch, as soon as its work has been queued; None if the epoch was closed."""
         self._user, asked = threading.get_ident(), time.perf_counter()
         self.stage.asked()
         if self._thread is None:
@@ -174,9 +166,9 @@ class Lookahead:
                 if not self._stopping:
                     self._step()
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or (self._slots and self._slots[0].ready))
+            self._changed.wait_for(lambda: self._stopping or self._slots)
             if self._stopping:
-                raise StopIteration
+                return None
             slot = self._slots.popleft()
             self._changed.notify_all()
         if slot.fetched < asked:  # else the loader was late
@@ -219,7 +211,7 @@ class Lookahead:
                 for stream in self._streams:
                     stream.end()  # see Note [Stream handoff], 3
             for slot in self._slots:
-                slot.error = None  # breaks the cycle with the frame of _fetch
+                slot.error = None  # breaks the cycle with the frame of _step
             self._slots.clear()
             self._uploads.clear()
             self._source.close()
@@ -251,16 +243,22 @@ class Epoch:
 
     def __next__(self) -> Any:
         with self._alone:
-            while True:
-                slot = self._take()
-                if slot.error is not None:
-                    self._raise(slot)
-                if not isinstance(slot.result, Empty):
-                    break
-                self._leave_out(slot.result)
+            if self._failed:
+                raise RuntimeError(
+                    "an error has ended this epoch, and its later batches are gone. Begin a new "
+                    "one with iter(), or with set_epoch() for the prefetcher's own next(), or "
+                    "leave out what cannot be read in the dataset."
+                )
+            try:
+                while isinstance(batch := self._take(), Empty):
+                    self._leave_out(batch)
+            except BaseException as error:
+                self._failed = not isinstance(error, StopIteration)
+                self.close()
+                raise
             self._given = True
             self._stats.batches += 1
-            return slot.result
+            return batch
 
     def __reduce__(self) -> Any:
         raise NotImplementedError(
@@ -268,41 +266,32 @@ class Epoch:
             "state_dict() says where it stands"
         )
 
-    def _take(self) -> Slot:
-        """The next slot: counted, and safe to use on the current stream."""
+    def _take(self) -> Any:
+        """The next batch: counted, and safe to use on the current stream."""
+        lookahead = self._lookahead
         if not self.close.alive:
-            if not self._failed:
-                raise StopIteration
+            raise StopIteration
+        lookahead.use[0] = "used"
+        slot = self._wait()
+        if slot is None and self.close.alive:
             raise RuntimeError(
-                "an error has ended this epoch, and its later batches are gone. Begin a new one "
-                "with iter(), or with set_epoch() for the prefetcher's own next(), or leave out "
-                "what cannot be read in the dataset."
+                "a second iter() of the prefetcher has ended this epoch, and its later batches are "
+                "gone: persistent workers serve one epoch at a time. For two at once iterate "
+                "copy.copy(prefetcher) as well, which has workers of its own, or leave "
+                "persistent_workers out."
             )
-        self._lookahead.use[0] = "used"
-        try:
-            slot = self._wait()
-        except BaseException as stopped:
-            ended = isinstance(stopped, StopIteration)
-            taken = ended and self.close.alive  # by a later epoch, which did not end this one
-            self._failed = taken or not ended
-            self.close()
-            if taken:
-                raise RuntimeError(
-                    "a second iter() of the prefetcher has ended this epoch, and its later batches "
-                    "are gone: persistent workers serve one epoch at a time. For two at once "
-                    "iterate copy.copy(prefetcher) as well, which has workers of its own, or leave "
-                    "persistent_workers out."
-                ) from None
-            raise
-        if slot.error is None:
-            self._stats.images += slot.images
-            self._lookahead.place.update(batches=slot.number + 1, loader=slot.state)
+        if slot is None:
+            raise StopIteration
+        if slot.error is not None:
+            raise self._end(slot)
+        self._stats.images += slot.images
+        lookahead.place.update(batches=slot.number + 1, loader=slot.state)
         if slot.event is not None:
             with Timed(self._stats, "handoff"):
-                handoff(slot.result, slot.event, self._lookahead.device)
-        return slot
+                handoff(slot.result, slot.event, lookahead.device)
+        return slot.result
 
-    def _wait(self) -> Slot:
+    def _wait(self) -> Slot | None:
         """Wait for the next slot; count the seconds since the last one."""
         started, device = time.perf_counter(), self._lookahead.device
         ahead = throttle(self._steps, device)
@@ -310,7 +299,7 @@ class Epoch:
             slot = self._lookahead.take()
         now = time.perf_counter()
         self._stats.seconds += now - (started if self._last is None else self._last)
-        if self._last is not None and slot.error is None:
+        if self._last is not None and slot is not None and slot.error is None:
             busy = ahead and slot.waited and not torch.cuda.current_stream(device).query()
             waited = 0.0 if busy else slot.waited  # the GPU has work left
             self._lookahead.stage.handed_over(now - self._last, waited)
@@ -327,28 +316,19 @@ class Epoch:
         self._empty = batch
         self._left_out += batch.images
 
-    def _raise(self, slot: Slot) -> None:
-        """End the epoch, at its end or with an error."""
-        self.close()
+    def _end(self, slot: Slot) -> BaseException:
+        """What ends the epoch: its end or an error, which the slot no longer holds."""
         error, slot.error = slot.error, None
         assert error is not None
-        try:
-            if not isinstance(error, StopIteration):
-                error.add_note(f"raised by the prefetcher while it prepared batch {slot.number}")
-            elif slot.batch is not None:  # not the loader's, and no end of the epoch
-                raise RuntimeError("a transform, or on_error, raised StopIteration") from error
-            else:
-                self._lookahead.place.update(ended=True, loader=error.value)
-                if self._empty is not None and not self._given:
-                    error = self._empty.error(
-                        f"on_error has left out all {self._left_out} images of the epoch, the "
-                        f"last: {self._empty.last}"
-                    )
-                else:
-                    error = StopIteration()
-            raise error
-        except BaseException as raised:
-            self._failed = not isinstance(raised, StopIteration)
-            raise
-        finally:
-            del error  # breaks the cycle between the exception and this frame
+        if not isinstance(error, StopIteration):
+            error.add_note(f"raised by the prefetcher while it prepared batch {slot.number}")
+            return error
+        if slot.batch is not None:  # not the loader's, and no end of the epoch
+            raise RuntimeError("a transform, or on_error, raised StopIteration") from error
+        self._lookahead.place.update(ended=True, loader=error.value)
+        if self._empty is None or self._given:
+            return StopIteration()
+        return self._empty.error(
+            f"on_error has left out all {self._left_out} images of the epoch, the last: "
+            f"{self._empty.last}"
+        )

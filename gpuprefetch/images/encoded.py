@@ -47,6 +47,8 @@ class EncodedImage(Encoded):
     index: int = -1
     path: str = ""
     _made: float = field(init=False, repr=False, compare=False)  # when: tells how long reading took
+    # Its sampling row (2, 6), where that is settled: targets beside it have followed it.
+    _row: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         begin_reading()

@@ -20,7 +20,7 @@ from gpuprefetch.images.encoded import EncodedImage, PreparedImages
 from gpuprefetch.images.header import ImageHeader, blank, decode_cpu, read_header
 from gpuprefetch.images.plan import lay_out
 from gpuprefetch.images.slab import Buffer, share
-from gpuprefetch.images.targets import FollowedImage, follow, followers, images_of
+from gpuprefetch.images.targets import follow, followers, images_of
 from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.launch import Launches, plan_rows
 from gpuprefetch.transforms.per_image import PerImage
@@ -303,7 +303,7 @@ class Packing:
         if not packer.sizes:
             return [None]
         if self._following:
-            followed: list[Any] = [i.row for i in images if isinstance(i, FollowedImage)]
+            followed = [image._row for image in images if image._row is not None]
             if len(followed) < len(images):
                 raise ValueError(
                     "The collate function made new EncodedImages, but boxes, masks or points have "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -22,13 +22,6 @@ from gpuprefetch.images.encoded import ENCODED, EncodedImage
 # agree, but mirror points to W - 1 - x: a pixel off what they do with boxes, and with the image.
 
 Size = tuple[int, int]
-
-
-@dataclass(slots=True)
-class FollowedImage(EncodedImage):
-    """An image whose sampling row ``(2, 6)`` is settled: the targets beside it have followed it."""
-
-    row: Any = None
 
 
 def _is_image(leaf: Any) -> bool:
@@ -90,8 +83,8 @@ def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]],
 
     def move(i: int, leaf: Any) -> Any:
         if _is_image(leaf):
-            image = FollowedImage(leaf.data, leaf.index, leaf.path, rows[i])
-            image._made = leaf._made
+            image = copy.copy(leaf)
+            image._row = rows[i]
             return image
         if not followers(leaf):
             return leaf
