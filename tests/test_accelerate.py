@@ -560,6 +560,16 @@ class Opener(ImageFolder):
             return self.transform(image.convert("RGB")), 0
 
 
+class Keeper(ImageFolder):
+    kept = None  # the samples that were asked for, transformed
+
+    def __getitem__(self, index):
+        self.kept = self.kept or {}
+        if index not in self.kept:
+            self.kept[index] = super().__getitem__(index)
+        return self.kept[index]
+
+
 VAL = [v1.Resize(48), v1.CenterCrop(40), v1.ToTensor(), v1.Normalize(MEAN, STD)]
 
 
@@ -605,6 +615,16 @@ def test_what_crosses_to_a_spawned_worker_can_be_pickled(folder):
     moved = accelerate(loader, **CPU)
     view, _ = pickle.loads(pickle.dumps((view_of(moved.dataset, None), moved.collate_fn)))
     assert repr(view[0][0]).startswith("EncodedImage(")
+
+
+def test_images_that_a_dataset_keeps_are_not_transformed_again(folder):
+    dataset = Keeper(folder, v1.Compose(VAL))
+    dataset[1]
+    loader = accelerate(DataLoader(dataset), **CPU)
+    with pytest.raises(
+        TypeError, match=r"Keeper.__getitem__\(1\) gave an image that is transformed"
+    ):
+        list(loader)
 
 
 def test_datasets_that_do_not_read_through_their_loader_are_refused(folder):

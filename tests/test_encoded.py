@@ -684,7 +684,9 @@ def test_workers_leave_no_shared_memory_after(photo_folder):
         torch.multiprocessing.set_sharing_strategy(before)
     del iterator
     gc.collect()
-    assert not [p.name for pid in workers for p in Path("/dev/shm").glob(f"torch_{pid}_*")]
+    # torch leaves an empty file at times: the loop opens one that the worker has just removed.
+    left = [p for pid in workers for p in Path("/dev/shm").glob(f"torch_{pid}_*")]
+    assert not [p.name for p in left if p.stat().st_size]
 
 
 def test_images_that_no_prefetcher_has_decoded_say_so(photo_folder):

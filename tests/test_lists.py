@@ -159,6 +159,7 @@ def test_a_normalize_for_levels_is_refused_for_images_in_0_to_1(normalize):
     run([CROP, normalize], noise(4, torch.float32))  # for which it is meant
 
 
+TO_FLOAT = v2.ToDtype(torch.float32, scale=True)
 ONE = K.Normalize(torch.tensor(MEAN), torch.tensor(STD))
 TWO = v2.Normalize(MEAN, STD)
 BACK = v2.Normalize([-m / s for m, s in zip(MEAN, STD, strict=True)], [1 / s for s in STD])
@@ -185,6 +186,13 @@ def test_two_normalizes_are_refused_unless_something_undoes_one():
         ([v2.ColorJitter(0.4)], noise(4, torch.float32), r"ColorJitter is for .*gets 0 to 255"),
         ([K.RandomGamma()], noise(4, torch.float32), r"RandomGamma is for values in \[0, 1\]"),
         ([CROP, ONE, K.ColorJitter(0.4)], noise(4), r"ColorJitter is for .*gets -2"),
+        ([CROP, v2.Pad(1, fill=128)], noise(4), r"Pad is given 128, a value of 0 to 255"),
+        ([CROP, v2.RandomApply([v2.RandomAffine(9, fill=[124, 116, 104])])], noise(4), "given 124"),
+        (
+            [v2.RandAugment(fill=128), TO_FLOAT, v2.RandomErasing(1.0, value=255)],
+            noise(4),
+            "given 255",
+        ),
     ],
 )
 def test_values_that_are_likely_wrong_are_told_once(transforms, images, text):

@@ -70,6 +70,10 @@ TRANSFORMS = {
     ),
     "CutMix": ([RandomResizedCrop(16), v2.CutMix(num_classes=3)], r"Mix in the training step"),
     "levels": ([RandomResizedCrop(16), LEVELS], r"Divide both by 255\."),
+    "a threshold of levels": (
+        [RandomResizedCrop(16), v2.RandomSolarize(128)],
+        r"0 to 255, and images are in \[0, 1\] here\. .*: threshold=128 / 255\.",
+    ),
     "NumPy": ([RandomResizedCrop(16), lambda x: x.numpy()], r"return torch\.from_numpy\(result\)"),
     "a class": ([RandomResizedCrop], r"Pass an instance, as in K\.RandomHorizontalFlip\(\)\.$"),
 }
@@ -108,6 +112,10 @@ OTHERS = {
     "NHWC": (
         lambda root: list(DataPrefetcher(batches(9, 8, 3), transforms=[Resize(4)], device="cpu")),
         r"torch\.from_numpy\(image\)\.permute\(2, 0, 1\)",
+    ),
+    "a tensor among files": (
+        lambda root: list(DataPrefetcher(DataLoader([folder(root)[0][0], torch.ones(3)], 2))),
+        r"gave an EncodedImage in one sample, and Tensor in its place.*index, path\) in all\.",
     ),
     "no prefetcher": (lambda root: folder(root)[0][0].mean(), r"gpuprefetch\.accelerate\(loader\)"),
     "accelerate of a dataset": (

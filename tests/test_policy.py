@@ -201,6 +201,15 @@ def test_draws_come_from_torchs_generator_or_from_a_seed():
         seeded.calls = 2
 
 
+def test_a_seed_gives_the_workers_of_a_loader_draws_of_their_own():
+    augment = PerImage(v2.RandomRotation(180), seed=3)
+    loader = DataLoader(
+        same(8), 1, num_workers=2, collate_fn=lambda images: augment(images[0][None])
+    )
+    batches = [batch.numpy().tobytes() for _ in range(2) for batch in loader]
+    assert len(set(batches)) > 12  # half of 16 where both workers draw alike, and in each epoch
+
+
 def test_a_pickled_one_draws_the_same():
     for make in POLICIES.values():
         augment = PerImage(make(), seed=1)

@@ -119,6 +119,13 @@ def _receive(buffer: Buffer, images: list[EncodedImage], lengths: list[int]) -> 
 
 
 def _collate(images: Sequence[EncodedImage], *, collate_fn_map: Any = None) -> EncodedImages:
+    for image in images:
+        if not isinstance(image, EncodedImage):
+            raise TypeError(
+                "The dataset gave an EncodedImage in one sample, and "
+                f"{type(image).__name__} in its place in another one of the batch. Return "
+                "EncodedImage(data, index, path) in all."
+            )
     return EncodedImages(images)
 
 

@@ -254,7 +254,18 @@ def _view(dataset: Any, instead: dict[str, Any]) -> Any:
             vars(bare).pop(name, None)
         return _view, (bare, instead)
 
-    faces = {name: property(partial(read, name)) for name in instead}
+    def get(view: Any, index: Any) -> Any:
+        sample = kind.__getitem__(view, index)
+        if isinstance(image_of(sample), torch.Tensor):
+            raise TypeError(
+                f"{kind.__name__}.__getitem__({index}) gave an image that is transformed already, "
+                "as one that it has kept, and others as encoded files. Let it keep no images."
+            )
+        return sample
+
+    faces: dict[str, Any] = {name: property(partial(read, name)) for name in instead}
+    if {"loader", "reader"} & instead.keys():
+        faces["__getitem__"] = get
     face = type(kind.__name__, (kind,), {**faces, "__reduce_ex__": reduced})
     view: Any = object.__new__(face)
     view.__dict__ = vars(dataset)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from gpuprefetch.core.nested import map_leaves
 from gpuprefetch.transforms.known import (
@@ -146,8 +147,10 @@ class PerImage(torch.nn.Module):
             RandAugment, AutoAugment and AugMix. After them a conversion to float32 in [0, 1],
             ``Normalize`` and RandomErasing may follow.
         seed: of the draws. By default they come from torch's generator. With a seed each call has
-            the next draws of its own sequence, whose place is in the ``state_dict``. In a
-            prefetcher's list leave it out: draws are a function of the prefetcher's seed there.
+            the next draws of its own sequence, whose place is in the ``state_dict``; in the worker
+            of a loader the sequence depends on that worker's seed as well. Several ranks need a
+            seed each. In a prefetcher's list leave it out: draws are a function of the prefetcher's
+            seed there.
 
     Raises:
         UnsupportedTransformError: for a transform that has no such form.
@@ -213,8 +216,10 @@ class PerImage(torch.nn.Module):
     def key(self) -> Keys | int:
         if self.seed is None:
             return int(torch.randint(2**62, (), device="cpu"))
+        worker = get_worker_info()  # in a loader's, where all would have the first draws
+        seed = self.seed if worker is None else fold(self.seed, worker.seed)
         self.calls += 1
-        return fold(self.seed, self.calls - 1)
+        return fold(seed, self.calls - 1)
 
     def draw(self, images: torch.Tensor) -> list[Program]:
         return self.drawn(fold(self.key(), np.arange(len(images))), images)

@@ -85,6 +85,15 @@ def _switch(name: str, *attributes: str) -> Callable[[Any], Slots]:
     return lambda op: _one(name, *(getattr(op, a) for a in attributes), p=getattr(op, "p", 1.0))
 
 
+def _solarized(op: Any, u: Floats, picture: Picture) -> Columns:
+    if picture.white == 1 < op.threshold:
+        raise ValueError(
+            f"RandomSolarize(threshold={op.threshold}) is for values of 0 to 255, and images are "
+            f"in [0, 1] here. Divide it by 255: threshold={op.threshold} / 255."
+        )
+    return [op.threshold]
+
+
 def _blurred(op: Any, u: Floats, picture: Picture) -> Columns:
     (sigma,) = _drawn([op.sigma], u)
     return [sigma, sigma, *op.kernel_size]
@@ -260,7 +269,7 @@ COMPILERS: dict[str, Callable[[Any], Slots | Mix]] = {
     "RandomPhotometricDistort": _distort,
     "RandomPosterize": _switch("POSTERIZE", "bits"),
     "RandomRotation": lambda op: _moving("AFFINE", op, _rotated, 1),
-    "RandomSolarize": _switch("SOLARIZE", "threshold"),
+    "RandomSolarize": lambda op: one("SOLARIZE", partial(_solarized, op), 0, op.p),
     "RandomVerticalFlip": _switch("VFLIP"),
     "TrivialAugmentWide": lambda op: _one_of(op, range(op.num_magnitude_bins)),
     "timm AugMixAugment": from_augment,

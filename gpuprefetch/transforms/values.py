@@ -8,11 +8,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from gpuprefetch.transforms.head import Head
-from gpuprefetch.transforms.known import constants, is_on_device, name_of
-from gpuprefetch.transforms.per_image import Loop, PerImage, refuse_integers
+from gpuprefetch.transforms.known import constants, flatten, is_on_device, name_of
+from gpuprefetch.transforms.per_image import Loop, PerImage, ToUint8, refuse_integers
 
 Constants = tuple[list[float], list[float]]
 
@@ -22,6 +23,8 @@ LOW, HIGH = -0.5, 2.0
 # No mean of images in [0, 1] is above 1, and no std above 0.5. A Normalize that undoes another one
 # has a large std, 1 / std of the other, but a negative mean.
 CERTAIN_MEAN, CERTAIN_STD = 2.0, 10.0
+# No value is above that in [0, 1], nor normalized.
+HIGHEST = 10.0
 
 # They clamp to [0, 1], or count levels in it.
 _UNIT_OPS = frozenset(
@@ -81,6 +84,7 @@ class Values:
         if id(transform) in self._seen or not isinstance(images, torch.Tensor):
             return
         self._seen.add(id(transform))
+        self._painted(transform, images)
         recipe = transform.recipe if isinstance(transform, PerImage) else None
         if recipe is None or not recipe.scaled or images.is_floating_point():
             for op in _ops_of(transform):
@@ -99,6 +103,19 @@ class Values:
             low, high = _range(images)
             if not LOW <= low <= high <= HIGH:
                 _warn(f"{name} is for values in [0, 1], and gets {low:.4g} to {high:.4g}", name)
+
+    def _painted(self, transform: Any, images: torch.Tensor) -> None:
+        floats = images.is_floating_point()
+        for op in _ops_of(transform):
+            floats = _is_float_after(op, floats)
+            if not floats or (most := _most(op)) <= HIGHEST:
+                continue
+            if not images.is_floating_point() or _range(images)[1] <= HIGHEST:
+                name = type(op).__name__
+                text = (
+                    f"{name} is given {most:g}, a value of 0 to 255, and images are floating point"
+                )
+                _warn(f"{text} here, [0, 1] before Normalize. Divide it by 255", name)
 
     def _normalized(self, normalize: Constants, low: float, high: float) -> None:
         mean, std = normalize
@@ -126,6 +143,24 @@ class Values:
             return  # which is looked at
         if dtype.is_floating_point or _range(images)[1] <= HIGH:
             _warn(f"ToDtype leaves values as they are. For {dtype} it takes scale=True", "ToDtype")
+
+
+def _is_float_after(op: Any, floats: bool) -> bool:
+    """Whether images are floating point after an op of a program."""
+    converts = type(op).__name__ in ("ToFloat", "ToDtype", "ConvertImageDtype")
+    return converts or (floats and not isinstance(op, ToUint8))
+
+
+def _most(op: Any) -> float:
+    """The largest value that one of torchvision's ops paints with, or one of those in it."""
+    if name_of(op) is None:
+        return 0.0
+    given = [getattr(op, name, None) for name in ("fill", "value")]
+    numbers = [
+        0.0,
+        *(x for v in given if isinstance(v, (int, float, list, tuple)) for x in np.ravel(v)),
+    ]
+    return max(*numbers, *map(_most, flatten(getattr(op, "transforms", []))), 0.0)
 
 
 def _range(images: torch.Tensor) -> tuple[float, float]:
