@@ -47,8 +47,9 @@ def read(folder: Path) -> list[Document]:
 
 
 def of(documents: list[Document], benchmark: str) -> list[Document]:
-    """Those of a benchmark; "commands" tells them from files of earlier versions' scripts."""
-    return [d for d in documents if d["benchmark"] == benchmark and "commands" in d["metadata"]]
+    """Those of a benchmark, of training on a GPU; files of earlier scripts have no "commands"."""
+    found = [d for d in documents if d["benchmark"] == benchmark and "commands" in d["metadata"]]
+    return [d for d in found if d["metadata"]["gpu"] or benchmark != "train"]
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
