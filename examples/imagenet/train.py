@@ -102,12 +102,12 @@ def parse_args(argv):
     add("--epochs", type=positive)
     add("--batch-size", type=positive, help="of each process")
     add("--image-size", type=positive, help="height and width in pixels")
-    add("--workers", type=int, default=default_workers(), help="of each DataLoader")
+    add("--workers", type=natural, default=default_workers(), help="of each DataLoader")
     add("--auto-augment", choices=POLICIES, help="a policy for each training image")
-    add("--color-jitter", type=float, default=0.0, metavar="S", help="strength, 0.4 for example")
-    add("--random-erasing", type=float, default=0.0, metavar="P", help="share of images")
-    add("--mixup", type=float, default=0.0, metavar="A", help="alpha of MixUp")
-    add("--cutmix", type=float, default=0.0, metavar="A", help="alpha of CutMix")
+    add("--color-jitter", type=strength, default=0.0, metavar="S", help="strength, 0.4 for example")
+    add("--random-erasing", type=strength, default=0.0, metavar="P", help="share of images")
+    add("--mixup", type=strength, default=0.0, metavar="A", help="alpha of MixUp")
+    add("--cutmix", type=strength, default=0.0, metavar="A", help="alpha of CutMix")
     add("--compile", action="store_true")
     add("--checkpoint", type=Path, default="checkpoint.pt", help="written after each epoch")
     add("--checkpoint-steps", type=positive, metavar="N", help="write it every N steps too")
@@ -118,6 +118,8 @@ def parse_args(argv):
     for path in filter(None, (args.checkpoint, args.summary)):
         if RANK == 0 and not path.parent.is_dir():  # found here, not behind an epoch
             parser.error(f"{path.parent} is no folder to write {path.name} to")
+    if args.model not in (known := torchvision.models.list_models(torchvision.models)):
+        parser.error(f"--model: {args.model} is none of torchvision's: {', '.join(known)}")
     if args.resume and not args.checkpoint.is_file():
         parser.error(f"--resume: there is no checkpoint {args.checkpoint}")
     if args.checkpoint_steps and args.loader == "torchvision":
@@ -131,6 +133,18 @@ def parse_args(argv):
 def positive(text):
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+def natural(text):
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{number} is negative")
+    return number
+
+
+def strength(text):
+    if not 0 <= (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or above")
     return number
 
 
