@@ -112,10 +112,8 @@ class Values:
                 continue
             if not images.is_floating_point() or _range(images)[1] <= HIGHEST:
                 name = type(op).__name__
-                text = (
-                    f"{name} is given {most:g}, a value of 0 to 255, and images are floating point"
-                )
-                _warn(f"{text} here, [0, 1] before Normalize. Divide it by 255", name)
+                text = f"{name} is given {most:g}, a value of 0 to 255, and images are floating"
+                _warn(f"{text} point here, [0, 1] before Normalize. Divide it by 255", name)
 
     def _normalized(self, normalize: Constants, low: float, high: float) -> None:
         mean, std = normalize
@@ -156,11 +154,8 @@ def _most(op: Any) -> float:
     if name_of(op) is None:
         return 0.0
     given = [getattr(op, name, None) for name in ("fill", "value")]
-    numbers = [
-        0.0,
-        *(x for v in given if isinstance(v, (int, float, list, tuple)) for x in np.ravel(v)),
-    ]
-    return max(*numbers, *map(_most, flatten(getattr(op, "transforms", []))), 0.0)
+    numbers = [x for v in given if isinstance(v, (int, float, list, tuple)) for x in np.ravel(v)]
+    return max([0.0, *numbers, *map(_most, flatten(getattr(op, "transforms", [])))])
 
 
 def _range(images: torch.Tensor) -> tuple[float, float]:
