@@ -647,6 +647,23 @@ def test_a_state_of_an_older_version():
         assert listed(resumed) == listed(iterator)
 
 
+@pytest.mark.parametrize("make", [lambda: DataLoader, lambda: type(stateful())])
+@pytest.mark.parametrize("count", [9, 44])
+def test_the_middle_of_an_epoch_of_another_length_is_refused(make, count):
+    first, other = (cpu(make()(range(length), batch_size=4)) for length in (40, count))
+    other.load_state_dict(first.state_dict())  # a whole epoch needs nothing
+    assert len(list(other)) == len(other)
+    next(iter(first))
+    other.load_state_dict(state := first.state_dict())
+    with pytest.raises(ValueError, match=f"epoch of 40 samples; the dataset has {count}.*h.1"):
+        iter(other)
+    other.set_epoch(1)
+    assert len(list(other)) == len(other)
+    del state["samples"]  # of an older version
+    other.load_state_dict(state)
+    assert values(next(iter(other))) == [4, 5, 6, 7]
+
+
 def test_an_iterable_dataset_needs_as_many_workers():
     def prefetcher(workers):
         return cpu(DataLoader(Counting(), 4, num_workers=workers))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 
@@ -27,6 +28,10 @@ def in_order(loader: Any) -> bool:
     """Whether the number of a batch says which of the sampler's it is, or the loader knows."""
     workers = getattr(loader, "num_workers", 0)
     return workers < 2 or getattr(loader, "in_order", True) or is_stateful(loader)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def is_stateful(loader: Any) -> bool:
@@ -81,7 +86,27 @@ def beginning(loader: Any) -> dict[str, Any]:
         "random_states": [state.numpy().tobytes().hex() for state in states],
         "continued": continued,
         "epochs": [e if type(e) is int else None for e in epochs],
+        "samples": _samples_of(loader),
     }
+
+
+def _samples_of(loader: Any) -> int | None:
+    """How many a map-style dataset has, if it says so."""
+    dataset = getattr(loader, "dataset", None)
+    with suppress(Exception):  # whatever its __len__ raises
+        return None if isinstance(dataset, IterableDataset) else len(dataset)
+    return None
+
+
+def _refuse_another_length(loader: Any, place: dict[str, Any]) -> None:
+    before, now = place.get("samples"), _samples_of(loader)
+    # Lightning has the state of rank 0 loaded by all, whose datasets may be parts.
+    if place["batches"] and place.get("drawn", [0])[0] == rank() and None not in (before, now):
+        if before != now:
+            raise ValueError(
+                f"state is of the middle of an epoch of {before} samples; the dataset has {now}. "
+                f"Build it as it was, or begin an epoch: set_epoch({place['epoch'] + 1})."
+            )
 
 
 def own_state(loader: Any) -> Any:
@@ -146,6 +171,7 @@ class Source:
             self.place["loader"] = own_state(loader)
             return
         self.place = dict(resumed)
+        _refuse_another_length(loader, resumed)
         # A stream that goes back by itself draws no order.
         ordered = not (_restores(loader) and isinstance(loader.dataset, IterableDataset))
         with _drawing_from(loader, resumed["random_states"]) if ordered else nullcontext():

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, IterableDataset, Subset
 
-from gpuprefetch.core.source import _samplers, in_order, sampler_of
+from gpuprefetch.core.source import _samplers, in_order, rank, sampler_of
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImage, BadImageError
@@ -65,21 +64,20 @@ class Notes:
 
     def drawn(self) -> tuple[int, int | None]:
         """The rank and a checksum of what the loop has had: None where that is not known."""
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         if not self.place["batches"]:
-            return rank, 0
+            return rank(), 0
         had = self.had()
         known = had and had[-1].number == self.place["batches"] - 1
-        return rank, had[-1].checksum if known else None
+        return rank(), had[-1].checksum if known else None
 
     def refuse_another_order(self) -> None:
         """Compare what a resumed epoch has left out with what was drawn before."""
         if "drawn" not in self.place:
             return
-        rank, before = self.place["drawn"]
+        there, before = self.place["drawn"]
         here, now = self.drawn()
         # Lightning has the state of rank 0 loaded by all.
-        if rank == here and (now != before or self.given < self.place["batches"]):
+        if there == here and (now != before or self.given < self.place["batches"]):
             raise ValueError(
                 "the loader does not begin with the batches that it gave before the interruption. "
                 "What a sampler draws from torch's default generator or from its own `generator` "
@@ -209,8 +207,7 @@ def rank_of(loader: Any) -> int:
     if any(_shares_out(sampler, replaced=replaced) for sampler in samplers):
         return 0
     ranks = [getattr(sampler, "rank", None) for sampler in samplers]
-    here = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return next((rank for rank in ranks if isinstance(rank, int)), here)
+    return next((found for found in ranks if isinstance(found, int)), rank())
 
 
 def _shares_out(sampler: Any, *, replaced: bool) -> bool:
