@@ -7,6 +7,7 @@ import os
 import pickle
 import traceback
 from collections import deque
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -95,6 +96,15 @@ def test_default_collate_packs_bytes(data):
     assert target.tolist() == [1, 2]
     assert [bytes(batch[i].data) for i in range(2)] == [b"abc", b"defgh"]
     assert [(batch[i].index, batch[i].path) for i in range(2)] == [(4, "a.jpg"), (7, "")]
+
+
+@pytest.mark.parametrize(
+    "view", [lambda buffer: buffer, memoryview, partial(np.frombuffer, dtype=np.uint8)]
+)
+def test_a_buffer_may_be_filled_again(view):
+    image = EncodedImage(view(buffer := bytearray(b"abc")))
+    buffer[:] = b"xyz"
+    assert image.data == b"abc"
 
 
 @pytest.mark.parametrize("data", [torch.tensor([97, 98, 99]).byte(), np.full(3, 97, "u1")])

@@ -32,8 +32,8 @@ class EncodedImage(Encoded):
     The DataLoader's default collate makes :class:`EncodedImages` of them; nothing else is needed.
 
     Args:
-        data: the file's bytes; bytes, bytearray, or a memoryview, a 1-D uint8 tensor or array,
-            which are copied.
+        data: the file's bytes, or a bytearray, a memoryview, a 1-D uint8 tensor or array, which are
+            copied.
         index: of the sample in its dataset. Random parameters are keyed to it and error messages
             name it; -1 where there is none, then ``path`` or the bytes themselves take its place.
         path: where the bytes come from, for error messages.
@@ -68,9 +68,9 @@ class EncodedImage(Encoded):
                     f"{array.shape}. Decoded pixels do not belong in it: return them as a tensor."
                 )
             self.data = array.tobytes()
-        elif isinstance(self.data, memoryview):
-            self.data = self.data.tobytes()
-        elif not isinstance(self.data, (bytes, bytearray)):
+        elif isinstance(self.data, (bytearray, memoryview)):
+            self.data = bytes(self.data)
+        elif not isinstance(self.data, bytes):
             raise TypeError(
                 f"EncodedImage takes a file's bytes, got {type(self.data).__name__}. "
                 "Read the file first, as in EncodedImage(Path(path).read_bytes(), index, path)."
