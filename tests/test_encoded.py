@@ -579,6 +579,24 @@ def test_a_bad_image_beside_rows_that_are_not_known(photo_folder, kind):
         list(beside(photo_folder, WITHOUT_ROWS[kind], "skip", batch_size=3))
 
 
+@pytest.mark.parametrize("array", [lambda rows: rows, torch.Tensor.numpy])
+def test_a_bad_image_beside_the_joined_rows_of_all_samples(photo_folder, array):
+    def joined(targets):  # as the collate functions of some detectors join boxes
+        return array(targets.repeat_interleave(2))
+
+    with pytest.raises(ValueError, match="made 6 rows of something for 3 images"):
+        list(beside(photo_folder, joined, "skip", batch_size=3))
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_what_some_samples_have_follows_a_bad_image(photo_folder, on_error):
+    def optional(targets):
+        return [target + 0 if target % 3 else None for target in targets]
+
+    for _, targets, some in beside(photo_folder, optional, on_error):
+        assert some == optional(targets)
+
+
 @pytest.mark.parametrize("text", ["abc", deque("abcd")])
 def test_what_has_no_entry_per_sample_stays_beside_a_bad_image(photo_folder, text):
     for _, _, kept in beside(photo_folder, lambda _: text, "skip", batch_size=3):

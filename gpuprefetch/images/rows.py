@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,21 +40,29 @@ def take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
     )
 
 
-def refuse_fewer_rows(batch: Any, samples: Sequence[int]) -> None:
-    """Refuse a batch with several images of a sample in one tensor, and one row of the rest."""
+def refuse_other_rows(batch: Any, samples: Sequence[int]) -> None:
+    """Refuse a batch with other rows than one of each image, which cannot be told apart."""
     known = [sample for sample in samples if sample >= 0]
-    if (count := len(set(known))) == len(known):
-        return
+    rows, count = len(samples), len(set(known))
 
     def is_rest(node: Any) -> bool:
-        return is_column(node, count=count) and not all(_has_rows(e, len(samples)) for e in node)
+        return is_column(node, count=count) and not all(_has_rows(e, rows) for e in node)
 
-    if any(_has_rows(leaf, count) for leaf in objects(batch, is_rest)):
+    if count < len(known) and any(_has_rows(leaf, count) for leaf in objects(batch, is_rest)):
         raise ValueError(
             "on_error and replay take rows out of the batch, and the collate function has made "
-            f"{len(samples)} images of {count} samples beside {count} rows of the rest. Let it "
+            f"{rows} images of {count} samples beside {count} rows of the rest. Let it "
             "repeat these too, or give each view of the samples as a tensor of its own."
         )
+    for leaf in objects(batch, partial(is_column, count=rows)):
+        if not isinstance(leaf, (torch.Tensor, np.ndarray)) or not leaf.ndim:
+            continue
+        if (found := leaf.size(0) if isinstance(leaf, torch.Tensor) else len(leaf)) != rows:
+            raise ValueError(
+                "on_error and replay take rows out of the batch, and the collate function has made "
+                f"{found} rows of something for {rows} images. Let it give a list with an entry "
+                "per sample, joined in the loop, and leave out what is the same for all."
+            )
 
 
 def is_column(batch: Any, *, count: int) -> bool:
@@ -64,7 +73,8 @@ def is_column(batch: Any, *, count: int) -> bool:
         return False
     if any(isinstance(leaf, ImageJob) for leaf in objects(batch)):
         return False
-    tensors = [isinstance(entry, (torch.Tensor, np.ndarray)) for entry in batch]
+    there = [entry for entry in batch if entry is not None]  # a sample may have no mask
+    tensors = [isinstance(entry, (torch.Tensor, np.ndarray)) for entry in there]
     return any(tensors) == all(tensors) and not all(_has_rows(entry, count) for entry in batch)
 
 

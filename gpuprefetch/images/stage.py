@@ -23,7 +23,7 @@ from gpuprefetch.images.guard import end_reading
 from gpuprefetch.images.job import ImageJob
 from gpuprefetch.images.packer import Packer, Packing
 from gpuprefetch.images.plan import ImageCost, cost_of
-from gpuprefetch.images.rows import is_column, refuse_fewer_rows, take_rows
+from gpuprefetch.images.rows import is_column, refuse_other_rows, take_rows
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.slab import unmap_dead
 from gpuprefetch.images.tail import run_tail
@@ -199,7 +199,7 @@ class Pipeline:
             return Empty(len(jobs[0].images), str(_bad_images(jobs)[-1]), BadImageError)
         count, targets = len(jobs[0].images), jobs[0].images.targets
         if rows is not None or self.only is not None:
-            refuse_fewer_rows(batch, jobs[0].images.samples)
+            refuse_other_rows(batch, jobs[0].images.samples)
         tails = any(view.tail for view in self.views)
         batch = unstack(batch, count) if targets and tails else batch
         if rows is not None:
