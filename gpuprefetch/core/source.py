@@ -92,7 +92,7 @@ def beginning(loader: Any) -> dict[str, Any]:
 
 def _samples_of(loader: Any) -> int | None:
     """How many a map-style dataset has, if it says so."""
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     with suppress(Exception):  # whatever its __len__ raises
         return None if isinstance(dataset, IterableDataset) else len(dataset)
     return None
