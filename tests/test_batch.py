@@ -3,7 +3,7 @@
 import dataclasses
 import pickle
 import sys
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import MutableMapping
 from multiprocessing.reduction import ForkingPickler
 from types import MappingProxyType
@@ -197,6 +197,20 @@ def test_objects_with_to_move_themselves():
     assert moved[0].moved
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     assert isinstance(to_device(packed, torch.device("cpu")), type(packed))
+
+
+def test_objects_whose_to_returns_nothing_are_kept():
+    class Mover(Movable):
+        def to(self, device):
+            self.moved = True
+
+    (batch,) = DataPrefetcher([(Mover(torch.ones(2)), 1)], device="cpu")
+    assert batch[0].moved
+
+
+def test_a_counter_keeps_its_counts():
+    loader = [{"words": Counter("aab"), "n": torch.ones(1)}]
+    assert next(iter(DataPrefetcher(loader, device="cpu")))["words"] == Counter("aab")
 
 
 def test_a_mapping_whose_to_is_no_method_is_moved():

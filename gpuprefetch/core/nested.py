@@ -70,7 +70,8 @@ def _rebuild_mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         if not (copies and isinstance(batch, MutableMapping)):
             return type(batch)(items)  # type: ignore[call-arg]
         clone = copy.copy(batch)  # keeps what the constructor does not take: defaultdict's factory
-        clone.update(items)
+        for key, value in items.items():
+            clone[key] = value  # a Counter's update() adds
         return clone
     except TypeError:
         return items
@@ -106,9 +107,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
         if not moves_itself(leaf):
             return leaf
         try:
-            return leaf.to(device, non_blocking=True)
+            moved = leaf.to(device, non_blocking=True)
         except TypeError:  # a user's own .to(device) need not know non_blocking
-            return leaf.to(device)
+            moved = leaf.to(device)
+        return leaf if moved is None else moved  # it may move what it holds
 
     return map_leaves(move, batch)
 
