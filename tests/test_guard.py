@@ -133,6 +133,30 @@ def test_what_is_for_boxes_alone_may_have_the_image_beside_them(folder):
     assert same is image and target["labels"].tolist() == [0]
 
 
+class Kept(Numbered):
+    """Reads its files once, before any loop."""
+
+    def __init__(self, folder, change=lambda *sample: sample):
+        super().__init__(folder, change)
+        self.samples = [(self.folder[i][0], i) for i in range(COUNT)]
+
+    def __getitem__(self, index):
+        return self.change(*self.samples[index])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_images_that_a_dataset_has_kept_are_not_decoded_either(folder, workers):
+    kept, mixed = Kept(folder), Kept(folder)
+    whole = torch.cat([images for images, _ in wrapped(kept)])  # after it nobody reads
+    for images, target in wrapped(
+        mixed, mixed_by(v2.MixUp(num_classes=COUNT)), num_workers=workers
+    ):
+        torch.testing.assert_close(images, torch.einsum("ni,ichw->nchw", target, whole))
+    kept.change = CALLED["RandomHorizontalFlip"]
+    with pytest.raises(TypeError, match="RandomHorizontalFlip was called with an encoded image"):
+        list(wrapped(kept, num_workers=workers))
+
+
 def test_a_model_is_let_alone_between_batches(folder):
     kept, identity = EncodedImage(b"12"), torch.nn.Identity()
     with pytest.raises(TypeError, match="Identity was called"):

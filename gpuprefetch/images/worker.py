@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 from gpuprefetch.core.nested import map_leaves, objects
 from gpuprefetch.images.apart import comes_of_mixing, set_apart
 from gpuprefetch.images.encoded import EncodedImage, PreparedImages, is_encoded
-from gpuprefetch.images.guard import UndecodedError, end_reading
+from gpuprefetch.images.guard import UndecodedError, begin_reading, end_reading
 from gpuprefetch.images.packer import Packer, Packing, as_list
 from gpuprefetch.images.slab import by_value, share
 from gpuprefetch.images.targets import fate, images_of, mark, refuse_unfollowed
@@ -68,6 +68,7 @@ class Announced(list[Any]):
 
 def _announce(keys: Any, token: bytes, told: tuple[Sequence[int], int | None]) -> Any:
     _expected[token] = told
+    begin_reading()  # the dataset may have kept its encoded images
     return keys
 
 
@@ -84,8 +85,10 @@ class HostStage:
     def expect(self, repeats: Sequence[int]) -> None:
         """Say of each sample of the batch to come how often the epoch has had it before."""
         _expected[self.token] = repeats, None
+        begin_reading()
 
     def __call__(self, samples: Any) -> Any:
+        begin_reading()
         # A worker of somebody else's may have a prefetcher of its own, without workers.
         in_worker = get_worker_info() is not None and os.getpid() != self._home
         if in_worker and not self._settled:
