@@ -60,16 +60,6 @@ def test_images_that_the_dataset_keeps_are_not_read(photo_folder):
     assert prefetcher.stats.read_seconds == 0
 
 
-def test_bad_images_are_counted(photo_folder, tmp_path):
-    (tmp_path / "class").mkdir()
-    for i, path in enumerate(sorted(photo_folder.glob("*/*"))[:4]):
-        data = path.read_bytes()
-        (tmp_path / "class" / path.name).write_bytes(data[:40] if i == 1 else data)
-    prefetcher = prefetcher_of(tmp_path, EncodedImageFolder, on_error="skip")
-    assert [len(images) for images, _ in prefetcher] == [3]
-    assert prefetcher.stats.bad_images == len(prefetcher.bad_images) == 1
-
-
 def test_tensors_are_counted(device):
     loader = DataLoader(TensorDataset(torch.zeros(10, 3)), 4, pin_memory=device.type == "cuda")
     prefetcher = DataPrefetcher(loader, device=device)

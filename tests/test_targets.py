@@ -777,11 +777,6 @@ def test_a_transform_that_fails_is_named():
     assert note in caught.value.__notes__
 
 
-def test_a_transform_that_returns_nothing_is_named():
-    with pytest.raises(TypeError, match="the transform <lambda> returned None"):
-        list(prefetcher(Squares(2), [Resize((40, 40)), lambda images: None, K.RandomAffine(9)]))
-
-
 def of_tensors(transform):
     boxes = tv_tensors.BoundingBoxes([[1, 2, 3, 4]], format="XYXY", canvas_size=(8, 8))
     return DataPrefetcher(
