@@ -21,6 +21,8 @@ def pytest_configure(config):
     gc.disable()  # whatever is imported stays, and looking through it takes a quarter of the time
     import torch
 
+    # A worker that misses the end of its loader looks for it this often; on a busy machine some do.
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 1.0
     if not has_cuda():
         # Read by @triton.jit when a kernel module is imported, so it is set before gpuprefetch is.
         os.environ["TRITON_INTERPRET"] = "1"

@@ -222,29 +222,6 @@ def test_workers_take_the_smallest_files(photo_folder):
     assert weights[taken].max() <= weights[left & ~taken].min()
 
 
-@pytest.mark.parametrize(("most", "count"), [(4, 3), (16, 1)])
-def test_files_of_a_size_are_neighbors(small_calls, most, count):
-    small_calls(SUB_BATCH=most)
-    heights = np.random.default_rng(0).permutation(np.arange(40, 520, 30)).tolist()
-    files = [pictures.encode_jpeg(pictures.draw(height, 50)) for height in heights]
-    files.insert(5, b"no picture")
-    images = [EncodedImage(file, i) for i, file in enumerate(files)]
-    batch = packed(images, [RandomResizedCrop((24, 32), scale=(0.05, 0.5))], share=0.25)
-    calls = batch.calls
-    positions = np.concatenate([call.positions for call in calls])
-    assert len(calls) == count
-    assert sorted(positions) == [i for i in range(17) if i != 5 and not batch.decoded[i]]
-    assert (np.diff(batch.sizes[positions, 0]) <= 0).all()  # rows of 50 pixels each
-    for call in calls:
-        lengths, *sizes = call.layout.tolist()
-        stop = call.start + sum(lengths)
-        pieces = batch.data[call.start : stop].split(lengths)
-        for i, piece, height, width in zip(call.positions, pieces, *sizes, strict=True):
-            assert torch.equal(piece, batch.span(i))
-            assert len(piece) == len(files[i])
-            assert decode_cpu(piece).shape[1:] == (height, width)
-
-
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("size", [None, (24, 32)])
 def test_what_a_worker_cannot_decode_leaves_the_others_their_places(size, on_gpu):
@@ -573,26 +550,6 @@ def test_a_bad_image_beside_rows_that_are_not_known(photo_folder, kind):
 def test_what_has_no_entry_per_sample_stays_beside_a_bad_image(photo_folder, text):
     for _, _, kept in beside(photo_folder, lambda _: text, "skip", batch_size=3):
         assert kept is text
-
-
-def test_the_same_list_on_tensors(photo_folder, device):
-    pictures = torch.stack(
-        [torch.from_numpy(np.arange(48 * 3 * 40, dtype=np.uint8).reshape(3, 48, 40))] * 6
-    )
-    dataset = torch.utils.data.TensorDataset(pictures, torch.arange(6))
-    transforms = [
-        RandomResizedCrop(16),
-        K.RandomHorizontalFlip(),
-        K.Normalize(MEAN, STD),
-        K.RandomErasing(p=1.0),
-    ]
-    loader = loader_of(dataset, device)
-    for images, _ in DataPrefetcher(
-        loader, device=device, transforms=transforms, dtype=torch.float16
-    ):
-        assert images.shape == (6, 3, 16, 16)
-        assert images.dtype == torch.float16
-        assert not torch.equal(images[0], images[1])  # one draw per image
 
 
 def test_only_a_cast_on_tensors(device):

@@ -331,6 +331,11 @@ def planned_batch(files, decoder, share=0.0, job=_job.ImageJob, **options):
     return next(iter(prefetcher))
 
 
+class Together(_job.ImageJob):
+    def _decode_apart(self, call, **options):
+        raise AssertionError("a Python object for each photo")
+
+
 def photos_of(*shapes):
     return [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
 
@@ -349,7 +354,7 @@ def test_each_group_of_a_batch_fills_its_rows(small_calls, share, most, calls):
     expected = planned_batch(files, None)
     small_calls(UPLOAD_BYTES=2 * 18 * 16 * 3, SUB_BATCH=most)
     decoder = PackedDecoder("cpu")
-    got = planned_batch(files, decoder, share)
+    got = planned_batch(files, decoder, share, job=Together)
     assert decoder.calls == calls
     # The CPU path rounds to whole levels on its way.
     assert (got - expected).abs().max() * 255 < 1
@@ -599,11 +604,6 @@ def test_a_part_waits_for_the_reader_of_the_one_before(monkeypatch, job):
 class Apart(_job.ImageJob):
     def _packs(self, call):
         return False
-
-
-class Together(_job.ImageJob):
-    def _decode_apart(self, call, **options):
-        raise AssertionError("a Python object for each photo")
 
 
 @pytest.mark.gpu
