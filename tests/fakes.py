@@ -1,5 +1,6 @@
 """What stands in for a GPU on a machine without one, put in at one place; and helpers."""
 
+from gpuprefetch import EncodedImage
 from gpuprefetch.core.nested import children_of
 
 
@@ -11,6 +12,11 @@ def leaves(batch, is_leaf=None):
         return
     for child in children:
         yield from leaves(child, is_leaf)
+
+
+def numbered(files):
+    """A dataset of encoded files, whose targets are their numbers."""
+    return [(EncodedImage(file, i, f"{i}.jpg"), i) for i, file in enumerate(files)]
 
 
 def decode_as_on_a_gpu(prefetcher, decoder, *, job=None, launches=True):

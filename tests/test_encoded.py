@@ -16,12 +16,12 @@ import pictures
 import pytest
 import torch
 from conftest import draw_photo
+from fakes import numbered
 from PIL import Image, ImageOps
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
-    Dataset,
     IterableDataset,
     Subset,
     default_collate,
@@ -277,20 +277,6 @@ def test_a_deep_copy_reaches_its_persistent_workers(photo_folder):
     assert not torch.equal(torch.cat([i for i, _ in copied]), same)  # guards the test
 
 
-class Half(Dataset):
-    """Of a folder, numbered from 0 as a folder of its own would be."""
-
-    def __init__(self, folder, start):
-        self.folder, self.start = folder, start
-
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        image, target = self.folder[self.start + index]
-        return EncodedImage(image.data, index, image.path), target
-
-
 class Batches:
     """A loader that is not torch's."""
 
@@ -302,8 +288,12 @@ class Batches:
 
 
 def test_a_sample_has_the_same_parameters_in_any_batch(photo_folder):
-    folder = EncodedImageFolder(photo_folder)
-    dataset = ConcatDataset([Half(folder, 0), Half(folder, 12)])
+    images = [image for image, _ in EncodedImageFolder(photo_folder)]
+    halves = images[:12], images[12:]  # numbered from 0, as folders of their own would be
+    dataset = ConcatDataset(
+        [(EncodedImage(image.data, i, image.path), i) for i, image in enumerate(half)]
+        for half in halves
+    )
 
     def crops(**options):
         loader = loader_of(dataset, "cpu", **options)
@@ -350,22 +340,13 @@ def test_tail_draws_repeat_and_leave_the_users_generator_alone(photo_folder, dev
     assert torch.equal(*runs)
 
 
-class Pairs(Dataset):
-    """Two views and a mapping around them, as a user's own dataset would have."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __len__(self):
-        return len(self.folder)
-
-    def __getitem__(self, index):
-        image, target = self.folder[index]
-        return {"views": (image, image), "meta": {"target": target, "name": image.path}}
-
-
 def test_encoded_images_anywhere_in_a_sample(photo_folder, device):
-    loader = loader_of(Pairs(EncodedImageFolder(photo_folder)), device)
+    # Two views and a mapping around them, as a user's own dataset would have.
+    dataset = [
+        {"views": (image, image), "meta": {"target": target, "name": image.path}}
+        for image, target in EncodedImageFolder(photo_folder)
+    ]
+    loader = loader_of(dataset, device)
     prefetcher = DataPrefetcher(loader, device=device, transforms=[RandomResizedCrop(16)])
     for batch in prefetcher:
         one, two = batch["views"]
@@ -671,26 +652,19 @@ SIZES = [(1, 1), (1, 10_000), (10_000, 1), (8, 65_500), (65_500, 8), (17, 3), (6
 KINDS = ["4:4:4", "4:2:2", "4:2:0", "4:4:0", "4:1:1"]
 
 
-class Extremes(Dataset):
+def extremes():
     """Pictures of all sizes and samplings, each after a plain one."""
-
-    def __init__(self):
-        plain, drawn = draw_photo(61, 83, 0), [draw_photo(*size, 1) for size in SIZES]
-        self.files = [pictures.encode_jpeg(picture) for picture in drawn]
-        self.files += [pictures.encode_jpeg(plain, subsampling=kind) for kind in KINDS]
-        self.files += [pictures.encode_jpeg(plain, restart_marker_blocks=2)]
-        self.files += [pictures.encode_jpeg(plain, icc_profile=bytes(999), progressive=True)]
-        self.plain = pictures.encode_jpeg(draw_photo(60, 90, 9))
-
-    def __len__(self):
-        return 2 * len(self.files)
-
-    def __getitem__(self, index):
-        return EncodedImage(self.files[index // 2] if index % 2 else self.plain, index)
+    picture, plain = draw_photo(61, 83, 0), pictures.encode_jpeg(draw_photo(60, 90, 9))
+    files = [pictures.encode_jpeg(draw_photo(*size, 1)) for size in SIZES]
+    files += [pictures.encode_jpeg(picture, subsampling=kind) for kind in KINDS]
+    files += [pictures.encode_jpeg(picture, restart_marker_blocks=2)]
+    files += [pictures.encode_jpeg(picture, icc_profile=bytes(999), progressive=True)]
+    files = [file for extreme in files for file in (plain, extreme)]
+    return [EncodedImage(file, i) for i, file in enumerate(files)]
 
 
 def test_every_size_and_sampling_and_its_neighbor(device):
-    dataset = Extremes()
+    dataset = extremes()
     loader = loader_of(dataset, device)
     options = {"device": device, "cpu_share": 0.0}
     images = torch.cat(list(DataPrefetcher(loader, transforms=[Resize((20, 24))], **options)))
@@ -704,23 +678,12 @@ def test_every_size_and_sampling_and_its_neighbor(device):
     assert all(torch.equal(images[0], image) for image in images[::2])
 
 
-class Damaged(Dataset):
-    """A folder of which some files are broken."""
-
-    def __init__(self, folder, broken):
-        self.folder, self.broken = folder, broken
-
-    def __len__(self):
-        return len(self.folder)
-
-    def __getitem__(self, index):
-        image, _ = self.folder[index]
-        return EncodedImage(self.broken.get(index, image.data), index, image.path), index
-
-
-def damaged(folder):
-    files = EncodedImageFolder(folder)
-    return Damaged(files, {2: b"", 6: files[6][0].data[:600], 13: b"not a picture at all" * 9})
+def damaged(folder, broken=None):
+    """A dataset of numbered files, of which some are broken."""
+    images = [image for image, _ in EncodedImageFolder(folder)]
+    if broken is None:
+        broken = {2: b"", 6: images[6].data[:600], 13: b"not a picture at all" * 9}
+    return [(EncodedImage(broken.get(i, x.data), i, x.path), i) for i, x in enumerate(images)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -734,7 +697,7 @@ def test_a_bad_file_raises_an_error_that_names_it(photo_folder, device, workers)
     for _ in range(2):  # the loader can be iterated again
         with pytest.raises(BadImageError, match=r"JPEG' \(sample 2 of the dataset\): .*empty"):
             list(prefetcher)
-    dataset.broken.clear()
+    dataset[:] = damaged(photo_folder, {})
     assert len(list(prefetcher)) == 3
 
 
@@ -742,7 +705,7 @@ def test_a_bad_file_raises_an_error_that_names_it(photo_folder, device, workers)
 def test_bad_files_are_skipped_or_replaced(photo_folder, device, on_error, share):
     options = {"device": device, "transforms": [Resize((16, 16))], "cpu_share": share}
     options["memory_format"] = torch.channels_last
-    whole = Damaged(EncodedImageFolder(photo_folder), {})
+    whole = damaged(photo_folder, {})
     good = torch.cat([images for images, _ in DataPrefetcher(loader_of(whole, device), **options)])
     prefetcher = DataPrefetcher(
         loader_of(damaged(photo_folder), device), on_error=on_error, **options
@@ -767,7 +730,7 @@ def test_a_rotten_dataset_is_an_error(photo_folder):
     with pytest.raises(BadImageError, match="more than max_bad=2"):
         list(DataPrefetcher(loader, on_error=seen.append, max_bad=2, **options))
     assert [bad.index for bad in seen] == [2, 6, 13]
-    hopeless = Damaged(EncodedImageFolder(photo_folder), dict.fromkeys(range(24), b"x"))
+    hopeless = damaged(photo_folder, dict.fromkeys(range(24), b"x"))
     with pytest.raises(BadImageError, match="all 8 images"):
         list(DataPrefetcher(loader_of(hopeless, "cpu"), on_error="replace", **options))
     prefetcher = DataPrefetcher(loader, on_error=seen.append, max_bad=3, **options)
@@ -780,8 +743,7 @@ def test_a_rotten_dataset_is_an_error(photo_folder):
 
 @pytest.mark.parametrize("on_error", ["skip", lambda bad: None])
 def test_an_epoch_of_bad_files_is_an_error(photo_folder, on_error):
-    folder = EncodedImageFolder(photo_folder)
-    loader = loader_of(Damaged(folder, dict.fromkeys(range(24), b"x")), "cpu")
+    loader = loader_of(damaged(photo_folder, dict.fromkeys(range(24), b"x")), "cpu")
     options = {"device": "cpu", "transforms": [Resize((16, 16))], "on_error": on_error}
     prefetcher = DataPrefetcher(loader, **options)
     for _ in range(2):  # each epoch says so, also where its files are known to be bad
@@ -793,14 +755,14 @@ def test_an_epoch_of_bad_files_is_an_error(photo_folder, on_error):
         ):
             list(prefetcher)
     assert len(prefetcher.bad_images) == 24
-    assert str(folder.samples[23][0]) in str(error.value)
+    assert str(loader.dataset[23][0].path) in str(error.value)
     with pytest.warns(UserWarning, match="left out"), pytest.raises(BadImageError):
         prefetcher.next()
     assert list(DataPrefetcher(DataLoader([]), **options)) == []  # nothing was left out there
 
 
 def test_a_batch_of_bad_files_is_skipped_with_a_warning(photo_folder):
-    files = Damaged(EncodedImageFolder(photo_folder), dict.fromkeys(range(8, 24), b"x"))
+    files = damaged(photo_folder, dict.fromkeys(range(8, 24), b"x"))
     options = {"device": "cpu", "transforms": [Resize((16, 16))], "on_error": "skip"}
     prefetcher, resumed = (DataPrefetcher(loader_of(files, "cpu"), **options) for _ in range(2))
     epoch = iter(prefetcher)
@@ -895,8 +857,9 @@ def test_workers_where_unix_is_not(monkeypatch):
     for name in ("nice", "sched_getaffinity"):
         monkeypatch.delattr(os, name, raising=False)
     assert usable_cores() >= 1
-    photos = [(EncodedImage(pictures.encode_jpeg(pictures.draw(40, 30)), i), i) for i in range(8)]
-    loader = DataLoader(photos, 4, num_workers=1)
+    loader = DataLoader(
+        numbered([pictures.encode_jpeg(pictures.draw(40, 30))] * 8), 4, num_workers=1
+    )
     prefetcher = DataPrefetcher(loader, device="cpu", transforms=[Resize((8, 8))])
     for _ in range(2):  # the slabs of the first epoch's worker are unmapped in the second
         assert [len(images) for images, _ in prefetcher] == [4, 4]

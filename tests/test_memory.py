@@ -11,7 +11,7 @@ import pictures
 import pytest
 import test_faults
 import torch
-from fakes import decode_as_on_a_gpu
+from fakes import decode_as_on_a_gpu, numbered
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
@@ -39,19 +39,6 @@ SIZE = (4, 5)
 SMALL = [Resize(SIZE)]
 # Of pictures.draw(64, 128), and of a batch of 8 when it is finished: images and targets.
 DECODED, FINISHED = 64 * 128 * 3, 8 * (3 * 4 * 5 * 4 + 8)
-
-
-class Photos(Dataset):
-    """Sample i is a JPEG; the targets are their numbers."""
-
-    def __init__(self, files):
-        self.files = files
-
-    def __len__(self):
-        return len(self.files)
-
-    def __getitem__(self, index):
-        return EncodedImage(self.files[index], index, f"{index}.jpg"), index
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +76,7 @@ class FakeDecoder(ImageDecoder):
 
 def prefetcher_of(files, decoder, transforms=SMALL, batch_size=8, **options):
     """On the CPU with a decoder of its own, as on a GPU."""
-    loader = DataLoader(Photos(files), batch_size=batch_size)
+    loader = DataLoader(numbered(files), batch_size=batch_size)
     prefetcher = DataPrefetcher(
         loader, device="cpu", transforms=transforms, cpu_share=0.0, **options
     )
@@ -146,7 +133,7 @@ def test_a_budget_counts_what_a_decoder_copies(files):
     costs = []
     for decoder in FakeDecoder(), PackedDecoder("cpu"):
         pipeline = prefetcher_of(files, decoder)._pipeline
-        (batch,) = DataLoader(Photos(files[:8]), batch_size=8)
+        (batch,) = DataLoader(numbered(files[:8]), batch_size=8)
         costs.append(pipeline.cost(pipeline.receive(batch, 0, 0.0)[0]))
     copied, once = costs
     assert (copied.decoded, once.decoded) == (2 * 8 * DECODED, 8 * DECODED)
@@ -575,7 +562,7 @@ def test_a_bad_file_is_found_in_parts_too(files):
 
 
 def late_epoch(files, job=_job.ImageJob, **options):
-    loader = DataLoader(Photos(files), batch_size=8, pin_memory=True)
+    loader = DataLoader(numbered(files), batch_size=8, pin_memory=True)
     transforms = [Resize((256, 384))]
     prefetcher = DataPrefetcher(loader, transforms=transforms, cpu_share=0.0, **options)
     prefetcher._pipeline.job = job

@@ -578,18 +578,6 @@ def test_samples_that_the_collate_function_leaves_out():
     assert all(check_square(*sample) for sample in zip(images, targets, strict=True))
 
 
-def test_lists_of_a_bad_image_without_boxes():
-    def captions(image, target):
-        name = target["name"]
-        return {"image": image, "caption": name, "meta": (image.index, [name])}
-
-    data = [captions(*Damaged(4)[index]) for index in range(4)]
-    (batch,) = prefetcher(data, [Resize(9), CenterCrop(9)], collate_fn=None, on_error="skip")
-    assert batch["caption"] == ["0", "3"]
-    assert batch["meta"][0].tolist() == [0, 3]
-    assert batch["meta"][1] == [("0", "3")]
-
-
 NAMES = {
     "names of few classes": lambda i: [("cat", "dog")[(i + k) % 2] for k in range(2)],
     "the same": lambda i: ["cat", "dog"],
