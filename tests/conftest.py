@@ -49,7 +49,6 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     # Many tests collect garbage, and would look through all of what has been imported each time.
-    gc.collect()
     gc.freeze()
     gc.enable()
     # Python goes by what is not frozen: it would look through all of that more often than before,
