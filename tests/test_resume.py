@@ -392,7 +392,7 @@ def test_with_and_without_persistent_workers(before, after):
 
 
 class Drawing(Dataset):
-    """Draws in the workers."""
+    """Draws where it is read."""
 
     def __len__(self):
         return 40
@@ -799,14 +799,8 @@ def test_the_next_epoch_has_the_next_number(set_before_saving):
     assert resumed.state_dict()["epoch"] == 8
 
 
-class Restoring(Dataset):
+class Restoring(Drawing):
     """Draws in this process, and restores torch's generator."""
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        return torch.rand(())
 
     def state_dict(self):
         return {"generator": torch.get_rng_state()}
