@@ -216,16 +216,19 @@ def test_what_workers_ship_for_the_gpu_reads_the_same(photo_folder, exif, size):
         assert off.max() <= (1.5 if resampled[i] else 1e-6) or scaled
 
 
+@pytest.fixture(scope="module")
+def large_photos():
+    drawn = [pictures.draw(901, 1203, seed=seed) for seed in range(4)]
+    return [EncodedImage(pictures.encode_jpeg(picture), i) for i, picture in enumerate(drawn)]
+
+
 @pytest.mark.parametrize(("area", "divisor"), [(1.0, 8), (0.4, 4), (0.1, 2), (0.02, 1)])
-def test_workers_scale_large_photos_as_they_decode_them(area, divisor):
+def test_workers_scale_large_photos_as_they_decode_them(large_photos, area, divisor):
     size = (36, 48)
     crop = RandomResizedCrop(size, scale=(area, area), ratio=(4 / 3, 4 / 3))
     transforms = [crop, K.RandomHorizontalFlip(0.5)]
-    images = [
-        EncodedImage(pictures.encode_jpeg(pictures.draw(901, 1203, seed=i)), i) for i in range(4)
-    ]
-    whole, scaled = (packed(images, transforms, share=share) for share in (0.0, 1.0))
-    for i, image in enumerate(images):
+    whole, scaled = (packed(large_photos, transforms, share=share) for share in (0.0, 1.0))
+    for i, image in enumerate(large_photos):
         stored, row = decode_cpu(image.data), whole.rows[0][i : i + 1]
         assert 1 <= np.abs(row[..., 1]).min() / (2 * divisor) < 2
         (ready,) = scaled.pictures(np.array([i]), scaled.pixels)
