@@ -312,7 +312,7 @@ def test_workers_are_not_forked_from_an_import(device):
 
 
 ORPHANS = """
-loader = DataLoader(Files(1 << 16), batch_size=2048, num_workers=2, pin_memory=DEVICE != "cpu")
+loader = DataLoader(Files(1 << 16), batch_size=1024, num_workers=2, pin_memory=DEVICE != "cpu")
 for images, target in DataPrefetcher(loader, device=DEVICE, transforms=[Resize((4, 4))]):
     print(len(target), flush=True)
     time.sleep(1.5)  # the workers have filled their queues, each message larger than a pipe
@@ -321,7 +321,7 @@ for images, target in DataPrefetcher(loader, device=DEVICE, transforms=[Resize((
 
 
 def test_the_workers_end_when_their_parent_is_killed(device):
-    assert run(ORPHANS, device, returncode=-signal.SIGKILL) == "2048\n"
+    assert run(ORPHANS, device, returncode=-signal.SIGKILL) == "1024\n"
 
 
 KILLED = """
