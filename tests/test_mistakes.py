@@ -100,6 +100,12 @@ OTHERS = {
         r'one of "auto", "cpu"',
     ),
     "a share in percent": (lambda root: DataPrefetcher(files(root), cpu_share=50), r"0\.0 to 1\.0"),
+    "NHWC": (
+        lambda root: list(
+            DataPrefetcher([torch.zeros(4, 9, 8, 3).byte()], device="cpu", transforms=[Resize(4)])
+        ),
+        r"torch\.from_numpy\(image\)\.permute\(2, 0, 1\)",
+    ),
     "a tensor among files": (
         lambda root: list(DataPrefetcher(DataLoader([folder(root)[0][0], torch.ones(3)], 2))),
         r"gave an EncodedImage in one sample, and Tensor in its place.*index, path\) in all\.",

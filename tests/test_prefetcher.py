@@ -325,8 +325,7 @@ def test_a_prefetcher_in_a_worker_of_another_loader():
 @pytest.mark.parametrize("shape", [(4, 32, 40, 3), (4, 5, 8, 1), (4, 9, 9, 4)])
 def test_images_with_their_channels_last_are_refused(shape):
     images = torch.zeros(shape, dtype=torch.uint8)
-    text = r"look like \(N, H, W, C\).*torch\.from_numpy\(image\)\.permute\(2, 0, 1\)"
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match=r"look like \(N, H, W, C\).*permute"):
         list(DataPrefetcher([images], device="cpu", transforms=[Resize(4)]))
     list(DataPrefetcher([images.permute(0, 3, 1, 2)], device="cpu", transforms=[Resize(4)]))
     list(DataPrefetcher([images], device="cpu"))
