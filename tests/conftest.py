@@ -21,6 +21,8 @@ def pytest_configure(config):
     gc.disable()  # whatever is imported stays, and looking through it takes a quarter of the time
     import torch
 
+    # A worker that misses the end of its loader looks for it this often; on a busy machine some do.
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 1.0
     if not has_cuda():
         # Read by @triton.jit when a kernel module is imported, so it is set before gpuprefetch is.
         os.environ["TRITON_INTERPRET"] = "1"
@@ -47,7 +49,6 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     # Many tests collect garbage, and would look through all of what has been imported each time.
-    gc.collect()
     gc.freeze()
     gc.enable()
     # Python goes by what is not frozen: it would look through all of that more often than before,

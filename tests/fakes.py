@@ -1,5 +1,8 @@
 """What stands in for a GPU on a machine without one, put in at one place; and helpers."""
 
+import torch
+
+from gpuprefetch import EncodedImage
 from gpuprefetch.core.nested import children_of
 
 
@@ -11,6 +14,19 @@ def leaves(batch, is_leaf=None):
         return
     for child in children:
         yield from leaves(child, is_leaf)
+
+
+def numbered(files):
+    """A dataset of encoded files, whose targets are their numbers."""
+    return [(EncodedImage(file, i, f"{i}.jpg"), i) for i, file in enumerate(files)]
+
+
+def assert_same_batches(loader, moved, **tolerance):
+    """The loader and what was made of it give the same pairs, of images within a tolerance."""
+    for (want, target), (got, got_target) in zip(loader, moved, strict=True):
+        want = want.as_subclass(torch.Tensor)
+        torch.testing.assert_close(got, want, **{"atol": 1e-5, "rtol": 0} | tolerance)
+        assert torch.equal(target, got_target)
 
 
 def decode_as_on_a_gpu(prefetcher, decoder, *, job=None, launches=True):

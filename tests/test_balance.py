@@ -78,12 +78,6 @@ def test_a_rise_that_does_not_help_is_taken_back_and_seldom_tried_again():
     assert 0 < sum(map(bool, shares)) < TRIES * len(shares)
 
 
-def test_a_share_that_slows_the_loop_down_is_given_up():
-    period = lambda share: 0.02 * (1 + share)  # noqa: E731
-    shares = run(balancer_of(), 20_000, period, lambda share: 0.01)
-    assert sum(map(bool, shares)) < TRIES * len(shares)
-
-
 def test_late_workers_decode_less_at_once():
     balancer = balancer_of(0.8)
     under_way = Loader.num_workers * Loader.prefetch_factor + 4

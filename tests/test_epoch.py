@@ -449,14 +449,6 @@ def test_who_is_forked_for_an_epoch_begins_with_a_frozen_heap(collects):
         gc.enable()
 
 
-class Numbered(Dataset):
-    def __len__(self):
-        return 96
-
-    def __getitem__(self, index):
-        return EncodedImage(bytes([index]) * 5000, index)
-
-
 def keep(batches, right):
     """In a third process: are they still what they were, when the worker has gone on?"""
     received = []
@@ -472,7 +464,8 @@ def test_a_batch_that_is_passed_on_to_a_third_process():
     batches, right = context.Queue(), context.Queue()
     process = context.Process(target=keep, args=(batches, right), daemon=True)
     process.start()
-    for batch in DataLoader(Numbered(), batch_size=4, num_workers=1):
+    images = [EncodedImage(bytes([i]) * 5000, i) for i in range(96)]
+    for batch in DataLoader(images, batch_size=4, num_workers=1):
         batches.put(batch)
     batches.put(None)
     assert right.get(timeout=SECONDS) == 96

@@ -197,17 +197,7 @@ def exif_of(kind, count):
     return pictures.exif(6).replace(good, bad)
 
 
-@pytest.mark.parametrize(
-    "exif",
-    [*map(pictures.exif, (0, 9, 65535)), *(exif_of(*what) for what in ((2, 1), (3, 3), (12, 1)))],
-)
-@pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")
-def test_an_orientation_that_does_not_exist(exif):
-    data = pictures.encode(RGB, "JPEG", exif=exif)
-    assert read_header(data).orientation == 1
-    np.testing.assert_array_equal(to_array(decode_cpu(data, apply_exif=True)), turned(data))
-
-
+NO_ORIENTATION = [*map(pictures.exif, (0, 9, 65535)), exif_of(2, 1), exif_of(3, 3), exif_of(12, 1)]
 EXIF = pictures.exif(6)
 PNG_EXIF, PNG_EXIF_3 = (pictures.png_chunk(b"eXIf", pictures.exif(n)[6:]) for n in (6, 3))
 RAW_EXIF = b"\nexif\n      %d\n%b\n" % (len(EXIF), EXIF.hex().encode())
@@ -239,9 +229,14 @@ PLACES = {
     "PNG text after its pixels, beside a chunk": (with_png_chunks(PNG_EXIF_3, RAW_PROFILE), 3),
     "PNG XMP": (with_png_chunks(PNG_XMP), 6),
     "WebP without its flag": (patch(OTHERS["webp"]["turned"], b"VP8X", 8, b"\0"), 1),
+    **{
+        f"one that does not exist, {number}": (pictures.encode(RGB, "JPEG", exif=exif), 1)
+        for number, exif in enumerate(NO_ORIENTATION)
+    },
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")
 @pytest.mark.parametrize("place", PLACES)
 def test_places_of_an_orientation(place):
     data, orientation = PLACES[place]

@@ -73,7 +73,7 @@ def test_crashes_and_hangs_are_noticed(monkeypatch):
 
     monkeypatch.setattr(fuzz, "start", Forked)
     trap = json.dumps({"0": "crash", "31": "hang"})
-    result = run("--cases", 62, "--seed", 3, "--trap", trap, "--patience", 4)
+    result = run("--cases", 62, "--seed", 3, "--trap", trap, "--patience", 2)
     assert result["crashes"] == [
         {"cases": [0, 31], "ending": "signal 11"},
         {"cases": [31, 62], "ending": "hangs"},

@@ -30,16 +30,9 @@ def run(transforms, images=None, **options):
     )
 
 
-class Files(torch.utils.data.Dataset):
-    def __len__(self):
-        return SEVERAL
-
-    def __getitem__(self, index):
-        return EncodedImage(pictures.encode(pictures.draw(6, 8, seed=index), "PNG"), index)
-
-
 def of_files(transforms):
-    loader = DataLoader(Files(), batch_size=SEVERAL)
+    files = [pictures.encode(pictures.draw(6, 8, seed=seed), "PNG") for seed in range(SEVERAL)]
+    loader = DataLoader([*map(EncodedImage, files, range(SEVERAL))], batch_size=SEVERAL)
     return next(iter(DataPrefetcher(loader, transforms=transforms, device="cpu", seed=0)))
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from children import Child
 from fakes import leaves
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gpuprefetch import (
     DataPrefetcher,
@@ -73,16 +73,22 @@ def assert_same(batch, expected):
 
 
 @pytest.mark.parametrize(
-    ("kind", "workers"),
-    [("tensor", 0), ("tuple", 0), ("list", 0), ("dict", 0), ("namedtuple", 0), ("dict", 2)],
+    ("dataset", "workers"),
+    [
+        *((Numbers(kind=kind), 0) for kind in ("tensor", "tuple", "list", "dict", "namedtuple")),
+        (Numbers(kind="dict"), 2),
+        (Stream(), 0),
+        (Stream(), 2),
+    ],
 )
-def test_batches_are_the_loaders(device, kind, workers):
-    loader = loader_of(Numbers(kind=kind), device, num_workers=workers)
-    expected = list(loader_of(Numbers(kind=kind), device))
+def test_batches_are_the_loaders(device, dataset, workers):
+    loader = loader_of(dataset, device, num_workers=workers)
+    expected = list(loader)
     prefetcher = DataPrefetcher(loader, device=device)
     for _ in range(2):  # every iter() is a new epoch
         batches = list(prefetcher)
-        assert len(batches) == len(expected) == len(prefetcher)
+        assert len(batches) == len(expected)
+        assert isinstance(dataset, Stream) or len(batches) == len(prefetcher)
         for batch, want in zip(batches, expected, strict=True):
             assert_same(batch, want)
             found = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
@@ -100,21 +106,6 @@ def test_shuffled_batches_are_those_of_the_same_seed(device):
             assert_same(tuple(batch), tuple(want))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_iterable_datasets(device, workers):
-    loader = loader_of(Stream(), device, num_workers=workers)
-    expected = list(loader)
-    for batch, want in zip(DataPrefetcher(loader, device=device), expected, strict=True):
-        assert torch.equal(batch.cpu(), want)
-
-
-def test_persistent_workers(device):
-    options = {"num_workers": 1, "persistent_workers": True}
-    prefetcher = DataPrefetcher(loader_of(Numbers(8), device, **options), device=device)
-    for _ in range(2):
-        assert [t.tolist() for _, t in prefetcher] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 def test_any_iterable_can_be_wrapped(device):
     batches = [torch.ones(2), {"a": torch.zeros(1)}]
     with warnings.catch_warnings():
@@ -123,22 +114,18 @@ def test_any_iterable_can_be_wrapped(device):
         assert list(DataPrefetcher([], device=device)) == []
 
 
-def test_looks_like_the_loader():
+def test_looks_like_the_loader_and_leaves_it_as_it_was():
     loader = DataLoader(Numbers(10), batch_size=4, drop_last=True)
-    prefetcher = DataPrefetcher(loader)
+    before = dict(vars(loader))
+    prefetcher = DataPrefetcher(loader, device="cpu")
     assert len(prefetcher) == 2
     assert prefetcher.dataset is loader.dataset
     assert prefetcher.batch_size == 4
     assert prefetcher.sampler is loader.sampler
     with pytest.raises(AttributeError):
         _ = prefetcher.nothing
-
-
-def test_the_users_loader_stays_as_it_was():
-    loader = DataLoader(Numbers(4), batch_size=2)
-    collate = loader.collate_fn
-    list(DataPrefetcher(loader, device="cpu"))
-    assert loader.collate_fn is collate
+    list(prefetcher)
+    assert vars(loader) == before
 
 
 class OnceReadable:
@@ -162,17 +149,6 @@ def test_any_batch_sampler(device):
     loader = DataLoader(Any64(), batch_sampler=OnceReadable(), pin_memory=pinned)
     prefetcher = DataPrefetcher(loader, device=device)
     assert [batch.tolist() for batch in prefetcher] == [b.tolist() for b in loader]
-
-
-def test_set_epoch_reaches_the_sampler():
-    dataset = Numbers(16, "tensor")
-    sampler = DistributedSampler(dataset, num_replicas=2, rank=0, shuffle=True)
-    prefetcher = DataPrefetcher(DataLoader(dataset, batch_size=8, sampler=sampler), device="cpu")
-    orders = []
-    for epoch in (0, 1, 0):
-        prefetcher.set_epoch(epoch)
-        orders.append(torch.cat(list(prefetcher))[:, 0, 0, 0].tolist())
-    assert orders[0] == orders[2] != orders[1]
 
 
 def test_manual_form(device):
@@ -476,21 +452,16 @@ def test_the_interpreter_exits_with_an_epoch_under_way():
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"loader": Numbers()}, TypeError, "wraps a DataLoader"),
         ({"loader": Stream()}, TypeError, "that takes batch_size=None"),
-        ({"loader": "train"}, TypeError, "wraps a DataLoader"),
         ({"loader": DataLoader}, TypeError, "wraps a DataLoader"),
         ({"loader": (i for i in [1])}, TypeError, "generator gives its batches once"),
         ({"loader": zip([1], [2], strict=True)}, TypeError, "gives its batches once"),
-        ({"loader": iter(DataLoader(Numbers()))}, TypeError, "such as the DataLoader itself"),
         ({"device_prefetch_size": 0}, ValueError, "1 or more"),
         ({"device_prefetch_size": 1.5}, ValueError, r"1 or more, or None, got 1\.5"),
         ({"device": "cuda:99"}, ValueError, "not there"),
         ({"device": "meta"}, ValueError, "CUDA or CPU"),
-        ({"device": "gpu"}, ValueError, "device must be .* got 'gpu'"),
         ({"device": -1}, ValueError, "device must be .* got -1"),
         ({"device": True}, ValueError, "device must be .* got True"),
-        ({"decoder": "pil"}, ValueError, "decoder must be one of"),
         ({"decoder": "torchcodec", "device": "cpu"}, ValueError, "needs a CUDA device"),
         ({"cpu_share": 1.5}, ValueError, "cpu_share"),
         ({"on_error": "ignore"}, ValueError, "on_error"),
@@ -503,7 +474,6 @@ def test_the_interpreter_exits_with_an_epoch_under_way():
         ({"apply_exif": "no"}, ValueError, "apply_exif must be True or False"),
         ({"seed": "3"}, ValueError, "seed is an int"),
         ({"transforms": [3]}, TypeError, "callables"),
-        ({"transforms": [torch.nn.Identity]}, TypeError, "Pass an instance"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, error, text):
@@ -526,15 +496,6 @@ class Rewound:
 def test_an_iterator_that_begins_anew_is_a_loader():
     prefetcher = DataPrefetcher(Rewound(), device="cpu")
     assert [list(prefetcher) for _ in range(2)] == [[0, 1, 2]] * 2
-
-
-def test_a_transform_that_returns_nothing_is_named():
-    def draw_on(images):
-        images.add_(1)
-
-    loader = loader_of(Numbers(kind="tensor"), "cpu")
-    with pytest.raises(TypeError, match="the transform draw_on returned None"):
-        next(iter(DataPrefetcher(loader, device="cpu", transforms=[draw_on, torch.neg])))
 
 
 @pytest.mark.gpu

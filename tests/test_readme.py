@@ -231,28 +231,19 @@ def texts_of(path):
             yield node.value
 
 
-TEXTS = [text for path in (ROOT / "gpuprefetch").rglob("*.py") for text in texts_of(path)]
-# The first column of the tables whose head says that it quotes us.
-QUOTED = [
-    quote
-    for table in re.findall(
+def test_quoted_messages_are_the_packages():
+    texts = [text for path in (ROOT / "gpuprefetch").rglob("*.py") for text in texts_of(path)]
+    # The first column of the tables whose head says that it quotes us.
+    tables = re.findall(
         r"^\| (?:message|text|doctor says) \|.*\n.*\n((?:\|.*\n)+)",
         DOCS["troubleshooting.md"],
         flags=re.MULTILINE,
     )
-    for quote in re.findall(r"^\| `(.*?)` \|", table, flags=re.MULTILINE)
-]
-
-
-@pytest.mark.parametrize("quote", QUOTED)
-def test_quoted_messages_are_the_packages(quote):
-    pieces = map(re.escape, re.split(r" ?\.\.\. ?", quote))
-    pattern = re.compile(".*".join(pieces))
-    assert any(map(pattern.search, TEXTS))
-
-
-def test_messages_are_quoted():
-    assert len(QUOTED) > 50
+    quotes = re.findall(r"^\| `(.*?)` \|", "".join(tables), flags=re.MULTILINE)
+    assert len(quotes) > 50
+    for quote in quotes:
+        pieces = map(re.escape, re.split(r" ?\.\.\. ?", quote))
+        assert any(map(re.compile(".*".join(pieces)).search, texts)), quote
 
 
 def test_lines_of_code_fit_the_page():
@@ -290,32 +281,20 @@ def test_contributing_commands_are_the_workflows():
     assert commands <= set(WORKFLOW_STEPS)
 
 
-COMMANDS = [
-    line
-    for text in DOCS.values()
-    for block in blocks("bash", text)
-    for line in block.replace("\\\n", "").splitlines()
-]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_of_the_pages_exist(command):
+def test_commands_of_the_pages_exist():
     """The script, or our command line, and each of its options."""
-    _, program, arguments = re.split(r"(\S+\.py|-m gpuprefetch)", command)
-    ours = program == "-m gpuprefetch"
-    source = (ROOT / ("gpuprefetch/__main__.py" if ours else program)).read_text()
-    words = re.findall(r"--[\w-]+", arguments) + arguments.split()[:ours]
-    assert all(f'"{word}"' in source for word in words)
+    commands = "".join(block for text in DOCS.values() for block in blocks("bash", text))
+    for command in commands.replace("\\\n", "").splitlines():
+        _, program, arguments = re.split(r"(\S+\.py|-m gpuprefetch)", command)
+        ours = program == "-m gpuprefetch"
+        source = (ROOT / ("gpuprefetch/__main__.py" if ours else program)).read_text()
+        words = re.findall(r"--[\w-]+", arguments) + arguments.split()[:ours]
+        assert all(f'"{word}"' in source for word in words), command
 
 
-# The links of the pages under docs/ are Sphinx's to check.
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^):]+)\)", README))
-def test_links_lead_somewhere(link):
-    assert (ROOT / link.partition("#")[0]).exists()
-
-
-@pytest.mark.parametrize(
-    "file", sorted(set(re.findall(r"`(\w+/\w+\.py)`", "".join(DOCS.values()))))
-)
-def test_files_that_the_pages_name_exist(file):
-    assert (ROOT / file).exists()
+def test_what_the_pages_name_is_there():
+    links = re.findall(r"\]\(([^):]+)\)", README)  # those under docs/ are Sphinx's to check
+    files = re.findall(r"`(\w+/\w+\.py)`", "".join(DOCS.values()))
+    assert links and files
+    paths = [link.partition("#")[0] for link in links] + files
+    assert [path for path in paths if not (ROOT / path).exists()] == []

@@ -317,19 +317,6 @@ def test_random_resized_crop_as_on_pil(interpolation, top, left, height, width, 
         assert_as_on_pil(expected, image, rows, interpolation)
 
 
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 333), (151, 260)])
-def test_resize_and_center_crop_as_on_pil(interpolation, height, width):
-    image = picture(height, width)
-    pil = Image.fromarray(image.permute(1, 2, 0).numpy())
-    resized = TF.resize(pil, 256, InterpolationMode(interpolation), antialias=True)
-    rows = [
-        axis(0, length, 224, whole=whole, start=round((whole - 224) / 2))
-        for length, whole in ((height, resized.height), (width, resized.width))
-    ]
-    assert_as_on_pil(TF.center_crop(resized, [224, 224]), image, np.array(rows), interpolation)
-
-
 @pytest.mark.parametrize(
     ("interpolation", "place"),
     [("bilinear", axis), ("bicubic", axis), ("bilinear", aligned)],

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import Child
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from gpuprefetch import EncodedImage
 from gpuprefetch.images import slab as _slab
@@ -91,18 +91,13 @@ def test_growth_is_noticed(device, monkeypatch, one_thread):
     assert soak.failed(result)
 
 
-class Numbered(Dataset):
-    def __len__(self):
-        return 200
-
-    def __getitem__(self, index):
-        return EncodedImage(bytes([index]) * 5000, index)
+NUMBERED = [EncodedImage(bytes([i]) * 5000, i) for i in range(200)]
 
 
 def test_an_image_taken_out_of_a_batch_stays_as_it_is():
     # Its bytes came in memory that the worker fills again once the batch is gone.
     kept = []
-    for images in DataLoader(Numbered(), batch_size=4, num_workers=1):
+    for images in DataLoader(NUMBERED, batch_size=4, num_workers=1):
         kept.append(images[0])
         del images
     assert [bytes(image.data) for image in kept] == [bytes([4 * i]) * 5000 for i in range(50)]
@@ -111,7 +106,7 @@ def test_an_image_taken_out_of_a_batch_stays_as_it_is():
 def test_a_plain_loader_keeps_no_memory_of_dead_workers():
     mapped = []
     for _ in range(4):
-        for images in DataLoader(Numbered(), batch_size=4, num_workers=1):
+        for images in DataLoader(NUMBERED, batch_size=4, num_workers=1):
             del images
         mapped.append(len(_slab._mapped))
     assert max(mapped) <= 2 * _slab.LIMIT  # of this epoch's worker, and the last one's

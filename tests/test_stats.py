@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from gpuprefetch import (
     DataPrefetcher,
@@ -58,23 +58,6 @@ def test_images_that_the_dataset_keeps_are_not_read(photo_folder):
     images.sort(key=lambda sample: -sample[0].index)
     list(islice(prefetcher, 2))
     assert prefetcher.stats.read_seconds == 0
-
-
-def test_bad_images_are_counted(photo_folder, tmp_path):
-    (tmp_path / "class").mkdir()
-    for i, path in enumerate(sorted(photo_folder.glob("*/*"))[:4]):
-        data = path.read_bytes()
-        (tmp_path / "class" / path.name).write_bytes(data[:40] if i == 1 else data)
-    prefetcher = prefetcher_of(tmp_path, EncodedImageFolder, on_error="skip")
-    assert [len(images) for images, _ in prefetcher] == [3]
-    assert prefetcher.stats.bad_images == len(prefetcher.bad_images) == 1
-
-
-def test_tensors_are_counted(device):
-    loader = DataLoader(TensorDataset(torch.zeros(10, 3)), 4, pin_memory=device.type == "cuda")
-    prefetcher = DataPrefetcher(loader, device=device)
-    assert len(list(prefetcher)) == 3
-    assert (prefetcher.stats.batches, prefetcher.stats.images) == (3, 10)
 
 
 def test_json_and_postfix():

@@ -578,18 +578,6 @@ def test_samples_that_the_collate_function_leaves_out():
     assert all(check_square(*sample) for sample in zip(images, targets, strict=True))
 
 
-def test_lists_of_a_bad_image_without_boxes():
-    def captions(image, target):
-        name = target["name"]
-        return {"image": image, "caption": name, "meta": (image.index, [name])}
-
-    data = [captions(*Damaged(4)[index]) for index in range(4)]
-    (batch,) = prefetcher(data, [Resize(9), CenterCrop(9)], collate_fn=None, on_error="skip")
-    assert batch["caption"] == ["0", "3"]
-    assert batch["meta"][0].tolist() == [0, 3]
-    assert batch["meta"][1] == [("0", "3")]
-
-
 NAMES = {
     "names of few classes": lambda i: [("cat", "dog")[(i + k) % 2] for k in range(2)],
     "the same": lambda i: ["cat", "dog"],
@@ -775,11 +763,6 @@ def test_a_transform_that_fails_is_named():
         list(prefetcher(Squares(2, empty=False), [Resize((40, 30)), to_picture]))
     note = "raised by the transform to_picture, which got torch.float32 (2, 3, 40, 30)"
     assert note in caught.value.__notes__
-
-
-def test_a_transform_that_returns_nothing_is_named():
-    with pytest.raises(TypeError, match="the transform <lambda> returned None"):
-        list(prefetcher(Squares(2), [Resize((40, 40)), lambda images: None, K.RandomAffine(9)]))
 
 
 def of_tensors(transform):

@@ -6,6 +6,7 @@ import numpy as np
 import pictures
 import pytest
 import torch
+from fakes import numbered
 from kornia import augmentation as K
 from PIL import Image
 from torch.utils.data import DataLoader
@@ -16,7 +17,6 @@ import gpuprefetch
 from gpuprefetch import (
     BadImageError,
     DataPrefetcher,
-    EncodedImage,
     EncodedImageFolder,
     RandomResizedCrop,
     Resize,
@@ -36,20 +36,9 @@ def files():
     return made
 
 
-class Numbered(torch.utils.data.Dataset):
-    def __init__(self, files):
-        self.files = files
-
-    def __len__(self):
-        return len(self.files)
-
-    def __getitem__(self, index):
-        return EncodedImage(self.files[index], index), index
-
-
 def loader_of(files, device="cpu", workers=0, **options):
     loader = DataLoader(
-        Numbered(files),
+        numbered(files),
         batch_size=5,
         num_workers=workers,
         pin_memory=torch.device(device).type == "cuda",
@@ -195,11 +184,7 @@ def test_a_view_without_a_size_is_refused(files, tmp_path):
 
 
 def test_targets_beside_several_views_are_refused(files):
-    class WithMask(Numbered):
-        def __getitem__(self, index):
-            image, _ = super().__getitem__(index)
-            return image, tv_tensors.Mask(torch.zeros(40, 60))
-
-    loader = DataLoader(WithMask(files), batch_size=2)
+    mask = tv_tensors.Mask(torch.zeros(40, 60))
+    loader = DataLoader([(image, mask) for image, _ in numbered(files)], batch_size=2)
     with pytest.raises(ValueError, match="several pictures of an image"):
         list(DataPrefetcher(loader, transforms=Views(CROP, CROP), device="cpu"))

@@ -181,26 +181,11 @@ def integrity(device: str, workers: int, batches: int, seconds: float) -> dict[s
     }
 
 
-class Samples(Dataset):
-    """Encoded images with a target."""
-
-    def __init__(self, count: int, files: list[bytes]) -> None:
-        self.count, self.files = count, files
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Any:
-        from gpuprefetch import EncodedImage
-
-        return EncodedImage(self.files[index % PICTURES], index), index
-
-
 def memory(device: str, workers: int, epochs: int, epoch_batches: int) -> dict[str, Any]:
     """What the process holds after each epoch, and how much it varies once it is warm."""
     import kornia.augmentation as K
 
-    from gpuprefetch import RandomResizedCrop
+    from gpuprefetch import EncodedImage, RandomResizedCrop
 
     prepare()
     # Each batch takes the same memory, so that any rise is one. Of random sizes and flips now and
@@ -209,7 +194,7 @@ def memory(device: str, workers: int, epochs: int, epoch_batches: int) -> dict[s
     others = set(threading.enumerate())
     transforms = [RandomResizedCrop(SIZE), flip, K.Normalize(MEAN, STD)]
     loading = {"batch_size": 32, "shuffle": True}
-    dataset = Samples(32 * epoch_batches, files)
+    dataset = [(EncodedImage(files[i % PICTURES], i), i) for i in range(32 * epoch_batches)]
     prefetcher = prefetcher_of(dataset, device, workers, loading=loading, transforms=transforms)
     held: dict[str, list[int]] = {}
     for _ in range(epochs):
