@@ -173,14 +173,14 @@ def test_a_shorter_epoch_than_the_interrupted_one_is_an_error(run, train, monkey
         patch.setattr(train.Learner, "save", save_and_fail)
         with pytest.raises(KeyboardInterrupt):
             run(*arguments)
-    with pytest.raises(ValueError, match="after step 2 of an epoch. Raise --limit-batches"):
+    with pytest.raises(ValueError, match=r"after step 2 of an epoch. Raise --limit-batches"):
         run(*arguments, "--limit-batches", "2", "--resume")
 
 
 def test_train_and_val_with_other_classes_are_an_error(run, folder, tmp_path):
     other = shutil.copytree(folder, tmp_path / "other")
     shutil.rmtree(other / "val" / "plain_cross")
-    with pytest.raises(ValueError, match="the same folders.* has plain_cross"):
+    with pytest.raises(ValueError, match=r"the same folders.* has plain_cross"):
         run("--epochs", "1", data=other)
 
 
