@@ -3,7 +3,7 @@
 import dataclasses
 import pickle
 import sys
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import MutableMapping
 from multiprocessing.reduction import ForkingPickler
 from types import MappingProxyType
@@ -104,6 +104,7 @@ def nested_batches():
         "ordered": OrderedDict(a=t, b=2),
         "defaultdict": counts,
         "userdict": UserDict(a=t),
+        "counter": Counter(a=2, b=300),
         "proxy": MappingProxyType({"a": t}),
         "namedtuple": Point(t, [t]),
         "dataclass": Sample(t),

@@ -70,7 +70,8 @@ def _rebuild_mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         if not (copies and isinstance(batch, MutableMapping)):
             return type(batch)(items)  # type: ignore[call-arg]
         clone = copy.copy(batch)  # keeps what the constructor does not take: defaultdict's factory
-        clone.update(items)
+        for key, value in items.items():  # an update() would add to the counts of a Counter
+            clone[key] = value
         return clone
     except TypeError:
         return items
