@@ -346,6 +346,25 @@ def test_a_prefetcher_in_a_worker_of_another_loader():
     assert max(item[2] for item in there) == 2  # its own and that of the queue, no more each epoch
 
 
+class Zipped:
+    """Begins two epochs of prefetchers in its `__iter__`."""
+
+    def __init__(self, *loaders):
+        self.loaders = loaders
+
+    def __iter__(self):
+        return zip(*self.loaders, strict=True)
+
+
+def test_a_prefetcher_around_a_loader_of_prefetchers():
+    parts = [DataPrefetcher(DataLoader(Numbers(6, "tensor"), 2), device="cpu") for _ in range(2)]
+    batches = list(DataPrefetcher(Zipped(*parts), device="cpu"))
+    assert len(batches) == 3 and all(torch.equal(one, other) for one, other in batches)
+    assert gc.isenabled()
+    with pytest.raises(TypeError, match="got a DataPrefetcher.*wrap the DataLoader within it"):
+        DataPrefetcher(parts[0], device="cpu")
+
+
 @pytest.mark.parametrize("shape", [(4, 32, 40, 3), (4, 5, 8, 1), (4, 9, 9, 4), (4, 9, 7, 3)])
 def test_images_with_their_channels_last_are_refused(shape):
     images = torch.zeros(shape, dtype=torch.float32 if shape[2] == 7 else torch.uint8)
