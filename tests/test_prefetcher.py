@@ -361,7 +361,7 @@ def test_a_prefetcher_around_a_loader_of_prefetchers():
     batches = list(DataPrefetcher(Zipped(*parts), device="cpu"))
     assert len(batches) == 3 and all(torch.equal(one, other) for one, other in batches)
     assert gc.isenabled()
-    with pytest.raises(TypeError, match="got a DataPrefetcher.*wrap the DataLoader within it"):
+    with pytest.raises(TypeError, match=r"got a DataPrefetcher.*wrap the DataLoader within it"):
         DataPrefetcher(parts[0], device="cpu")
 
 
