@@ -55,16 +55,19 @@ def decode_cpu(
     header: ImageHeader | None = None,
     *,
     apply_exif: bool = False,
+    divisor: int = 1,
 ) -> torch.Tensor:
     """Decode one image on the CPU as ``PIL.Image.open(file).convert("RGB")`` does, bit for bit.
 
     Transparency is dropped, not blended; of an animation the first frame is decoded. An orientation
     that a JPEG has in XMP only is not looked for. What is truncated or broken raises ValueError.
+    A JPEG is decoded to 1 / ``divisor`` of its size, rounded up, with a divisor of 2, 4 or 8.
     """
     data = data.numpy().tobytes() if isinstance(data, torch.Tensor) else bytes(data)
     header = header or read_header(data)
-    image = _decode_jpeg(data, header) if header.format == "jpeg" else _decode_other(data)
-    if image.shape != (3, header.height, header.width):
+    whole = header.format == "jpeg" and divisor == 1
+    image = _decode_jpeg(data, header) if whole else _decode_other(data, divisor)
+    if image.shape != (3, -(-header.height // divisor), -(-header.width // divisor)):
         raise ValueError(
             f"broken {header.format} image: it was decoded to {tuple(image.shape)}, "
             f"but its header says {header.width} x {header.height} pixels"
@@ -157,8 +160,10 @@ def _ends_with_pixels(png: bytes) -> bool:
     return png[end + 4 : end + 8] == b"IEND"
 
 
-def _decode_other(data: bytes) -> torch.Tensor:
+def _decode_other(data: bytes, divisor: int) -> torch.Tensor:
     with _opened(data) as picture:
+        if divisor > 1:
+            picture.draft("RGB", [side // divisor for side in picture.size])
         picture.load()
         picture.info.pop("transparency", None)  # convert() drops it with a warning
         pixels = np.array(picture.convert("RGB"))

@@ -25,11 +25,15 @@ from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.launch import Launches, plan_rows
 from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.random import Keys, fold
-from gpuprefetch.transforms.reference import Ints, check_rows, finished_row, resample_uint8
+from gpuprefetch.transforms.reference import Doubles, Ints, check_rows, finished_row, resample_uint8
 
 # Up to this many pixels for each of the result, a decoded image is left to the GPU to resample: to
 # copy them takes less of a core than to resample them there.
 SHIPPED = 4
+# Divisors of a JPEG's sides that libjpeg knows, for which it computes fewer pixels. A photo of 12
+# megapixels takes 98 ms, and 75, 49 and 39 ms with them. Where KEPT pixels are left for each of the
+# result along both axes, that is 0.1 to 0.6 levels away on average.
+DIVISORS, KEPT = (8, 4, 2), 2
 # Which axes (y, x) of the stored image are mirrored, for EXIF orientations 1 to 4 and 5 to 8; the
 # latter change rows and columns before that.
 _MIRRORED = np.array([(False, False), (False, True), (True, True), (True, False)] * 2)
@@ -167,9 +171,16 @@ class Packer:
             parts[i][:] = np.frombuffer(blank(file, exif) if exif else file, dtype=np.uint8)
         started = time.perf_counter()
         for i in np.flatnonzero(batch.decoded).tolist():
+            own = [each[i] for each in batch.rows if each is not None]
+            divisor = 1 if crops[i] else self.divisor(headers.each[i], own)
+            for row in own if divisor > 1 else ():
+                row[:, 0] = (row[:, 0] + 0.5) / divisor - 0.5
+                row[:, 1] /= divisor
+                row[:, 2], row[:, 3] = row[:, 2] // divisor, -(-row[:, 3] // divisor)
             try:
-                picture = decode_cpu(images[i].data, headers.each[i], apply_exif=self.apply_exif)
-                own = [each[i] for each in batch.rows if each is not None]
+                picture = decode_cpu(
+                    images[i].data, headers.each[i], apply_exif=self.apply_exif, divisor=divisor
+                )
                 pictures = self._fit(picture, own, bool(crops[i]))
             except (ValueError, RuntimeError) as error:
                 batch.errors[i], batch.decoded[i], batch.spans[i] = str(error), False, 0
@@ -183,6 +194,16 @@ class Packer:
                 part.reshape(picture.shape)[:] = picture.numpy()
                 first += picture.numel()
         return time.perf_counter() - started
+
+    def divisor(self, header: ImageHeader, rows: Sequence[Doubles]) -> int:
+        """By what a JPEG's sides may be divided, where the GPU decodes other photos as a whole."""
+        smooth = all(head.antialias and head.interpolation != "nearest" for head in self.heads)
+        if not (rows and smooth and self.on_gpu and header.gpu):
+            return 1
+        most = min(float(np.abs(row[:, 1]).min()) for row in rows) / KEPT
+        # A picture that is turned after that has its first pixel at the other end.
+        turned = header.height | header.width if self.apply_exif and header.orientation > 1 else 0
+        return next((n for n in DIVISORS if n <= most and not turned % n), 1)
 
     def _fit(self, picture: torch.Tensor, rows: list[Any], crop: bool) -> list[torch.Tensor]:
         """What a decoded picture becomes; its samplings ``rows`` are made to fit that."""
