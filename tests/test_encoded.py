@@ -186,7 +186,9 @@ def packed(files, transforms, *, share=0.0, on_gpu=True, exif=False):
     return Packing(Packer((head,), on_gpu, exif, 7, epoch, shared))(files)
 
 
-@pytest.mark.parametrize(("exif", "size"), [(True, (9, 8)), (True, (40, 48)), (False, (150, 160))])
+@pytest.mark.parametrize(
+    ("exif", "size"), [(True, (32, 34)), (True, (40, 48)), (False, (150, 160))]
+)
 def test_what_workers_ship_for_the_gpu_reads_the_same(photo_folder, exif, size):
     dataset = EncodedImageFolder(photo_folder)
     files = [dataset[i][0] for i in range(len(dataset))]
@@ -197,7 +199,7 @@ def test_what_workers_ship_for_the_gpu_reads_the_same(photo_folder, exif, size):
     # Crops of up to four times the result's pixels are left to the GPU to resample.
     assert (shipped.sizes.prod(axis=1) <= 4 * np.prod(size)).all()
     resampled = (shipped.sizes == size).all(axis=1)
-    assert resampled.all() if size == (9, 8) else not resampled.all()
+    assert resampled.sum() > 12 if size == (32, 34) else not resampled.all()
     for i, file in enumerate(files):
         stored = decode_cpu(file.data, apply_exif=False)
         stored = stored.mT if whole.transposed[i] else stored
@@ -209,11 +211,8 @@ def test_what_workers_ship_for_the_gpu_reads_the_same(photo_folder, exif, size):
             for picture, rows in ((stored, whole.rows[0]), (ready, shipped.rows[0]))
         )
         # A crop that is shipped is resampled once, in floating point; one that the worker resamples
-        # is rounded to whole levels after each of two passes, or scaled as it was decoded.
-        scaled = np.abs(whole.rows[0][i, :, 1]).min() >= 4 and not whole.decoded[i]
-        off = (want - got).abs()
-        assert off.mean() <= (1.0 if scaled else 0.5 if resampled[i] else 1e-6)
-        assert off.max() <= (1.5 if resampled[i] else 1e-6) or scaled
+        # is rounded to whole levels after each of two passes.
+        assert (want - got).abs().max() <= (1.5 if resampled[i] else 1e-6)
 
 
 @pytest.mark.parametrize(("area", "divisor"), [(1.0, 8), (0.4, 4), (0.1, 2), (0.02, 1)])

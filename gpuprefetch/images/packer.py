@@ -25,15 +25,15 @@ from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.launch import Launches, plan_rows
 from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.random import Keys, fold
-from gpuprefetch.transforms.reference import Doubles, Ints, check_rows, finished_row, resample_uint8
+from gpuprefetch.transforms.reference import Ints, check_rows, finished_row, resample_uint8
 
 # Up to this many pixels for each of the result, a decoded image is left to the GPU to resample: to
 # copy them takes less of a core than to resample them there.
 SHIPPED = 4
-# Divisors of a JPEG's sides that libjpeg knows, for which it computes fewer pixels. A photo of 12
-# megapixels takes 98 ms, and 75, 49 and 39 ms with them. Where KEPT pixels are left for each of the
-# result along both axes, that is 0.1 to 0.6 levels away on average.
-DIVISORS, KEPT = (8, 4, 2), 2
+# libjpeg can divide the sides of a JPEG by these. Of 12 megapixels it takes 75, 49 and 39 ms then,
+# and 98 for the whole. Where KEPT pixels are left for each of the result along both axes, that is
+# 0.1 to 0.6 levels away on average. Up to as many pixels go to the GPU as such a picture has.
+DIVISORS, KEPT, DIVIDED = (2, 4, 8), 2, 16
 # Which axes (y, x) of the stored image are mirrored, for EXIF orientations 1 to 4 and 5 to 8; the
 # latter change rows and columns before that.
 _MIRRORED = np.array([(False, False), (False, True), (True, True), (True, False)] * 2)
@@ -107,22 +107,43 @@ class Packer:
         """``(height, width)`` of each view's result; none where it has no fixed size."""
         return [head.size for head in self.heads if head.size is not None]
 
-    def become(self, sizes: Ints, rows: Sequence[Any]) -> tuple[Any, Any]:
+    def shrink(self, headers: Headers, ours: Any, rows: list[Any]) -> Ints:
+        """By what the sides of each image are divided as we decode it; ``rows`` are made to fit."""
+        divisors, head = np.ones(len(ours), dtype=np.int64), self.heads[0]
+        smooth = head.antialias and head.interpolation != "nearest"
+        if not (smooth and self.on_gpu and self.sizes and len(rows) == 1):
+            return divisors
+        most = np.abs(rows[0][:, :, 1]).min(axis=1) / KEPT
+        able = ours & np.array([header.gpu for header in headers.each])
+        for number in DIVISORS:
+            # A picture that is turned after that has its first pixel at the other end.
+            fits = (headers.orientation == 1) | (headers.sizes % number == 0).all(axis=1)
+            divisors[able & fits & (number <= most)] = number
+        divided = divisors > 1
+        by, row = divisors[divided, None], rows[0][divided]
+        row[..., 0], row[..., 1] = (row[..., 0] + 0.5) / by - 0.5, row[..., 1] / by
+        row[..., 2], row[..., 3] = row[..., 2] // by, -(-row[..., 3] // by)
+        rows[0][divided] = row
+        return divisors
+
+    def become(self, sizes: Ints, rows: Sequence[Any], divisors: Ints) -> tuple[Any, Any]:
         """Which decoded images become the crop that is sampled, and the pixels of each."""
         if not self.sizes:
             return np.zeros(len(sizes), dtype=bool), sizes.prod(axis=1)
         finished = sum(map(prod, self.sizes))
         area = np.diff(rows[0][:, :, 2:4].astype(int)).prod(axis=(1, 2))
-        crops = (0 < area) & (area <= SHIPPED * finished) & self.on_gpu & (len(rows) == 1)
+        most = np.where(divisors > 1, DIVIDED, SHIPPED) * finished
+        crops = (0 < area) & (area <= most) & self.on_gpu & (len(rows) == 1)
         return crops, np.where(crops, area, finished)
 
     def allocate(
         self, images: Sequence[EncodedImage], headers: Headers, rows: list[Any], **known: Any
-    ) -> tuple[PreparedImages, Any]:
-        """Lay out a batch of which we decode a share; and which of its images become crops."""
+    ) -> tuple[PreparedImages, Any, Ints]:
+        """Lay out a batch of which we decode a share; which images become crops, their divisors."""
         files = np.array([len(image.data) for image in images])
         ours = self.divide(headers, files, known["share"])
-        crops, pixels = self.become(headers.sizes, rows)
+        divisors = self.shrink(headers, ours, rows)
+        crops, pixels = self.become(headers.sizes, rows, divisors)
         lengths = np.where(ours, 3 * pixels, files) * headers.whole
         # Files with the most work lie first: nvJPEG gives the engines files in turns, and waits for
         # one that is not through with the file before. On an H200, beside training, an image takes
@@ -159,10 +180,15 @@ class Packer:
             rows=rows,
             **known,
         )
-        return batch, crops
+        return batch, crops, divisors
 
     def fill(
-        self, images: Sequence[EncodedImage], headers: Headers, crops: Any, batch: PreparedImages
+        self,
+        images: Sequence[EncodedImage],
+        headers: Headers,
+        crops: Any,
+        divisors: Ints,
+        batch: PreparedImages,
     ) -> float:
         """Copy the files that are left to the device, and decode the others: seconds of that."""
         parts = batch.parts()
@@ -171,16 +197,12 @@ class Packer:
             parts[i][:] = np.frombuffer(blank(file, exif) if exif else file, dtype=np.uint8)
         started = time.perf_counter()
         for i in np.flatnonzero(batch.decoded).tolist():
-            own = [each[i] for each in batch.rows if each is not None]
-            divisor = 1 if crops[i] else self.divisor(headers.each[i], own)
-            for row in own if divisor > 1 else ():
-                row[:, 0] = (row[:, 0] + 0.5) / divisor - 0.5
-                row[:, 1] /= divisor
-                row[:, 2], row[:, 3] = row[:, 2] // divisor, -(-row[:, 3] // divisor)
+            whole, divisor = headers.each[i], int(divisors[i])
             try:
                 picture = decode_cpu(
-                    images[i].data, headers.each[i], apply_exif=self.apply_exif, divisor=divisor
+                    images[i].data, whole, apply_exif=self.apply_exif, divisor=divisor
                 )
+                own = [each[i] for each in batch.rows if each is not None]
                 pictures = self._fit(picture, own, bool(crops[i]))
             except (ValueError, RuntimeError) as error:
                 batch.errors[i], batch.decoded[i], batch.spans[i] = str(error), False, 0
@@ -194,16 +216,6 @@ class Packer:
                 part.reshape(picture.shape)[:] = picture.numpy()
                 first += picture.numel()
         return time.perf_counter() - started
-
-    def divisor(self, header: ImageHeader, rows: Sequence[Doubles]) -> int:
-        """By what a JPEG's sides may be divided, where the GPU decodes other photos as a whole."""
-        smooth = all(head.antialias and head.interpolation != "nearest" for head in self.heads)
-        if not (rows and smooth and self.on_gpu and header.gpu):
-            return 1
-        most = min(float(np.abs(row[:, 1]).min()) for row in rows) / KEPT
-        # A picture that is turned after that has its first pixel at the other end.
-        turned = header.height | header.width if self.apply_exif and header.orientation > 1 else 0
-        return next((n for n in DIVISORS if n <= most and not turned % n), 1)
 
     def _fit(self, picture: torch.Tensor, rows: list[Any], crop: bool) -> list[torch.Tensor]:
         """What a decoded picture becomes; its samplings ``rows`` are made to fit that."""
@@ -279,8 +291,8 @@ class Packing:
         headers = Headers(images, apply_exif=packer.apply_exif)
         rows = self._draw(images, headers)
         known = {"share": self._share, "samples": self._samples_of(images)}
-        batch, crops = packer.allocate(images, headers, rows, **known)
-        decoding = packer.fill(images, headers, crops, batch)
+        batch, crops, divisors = packer.allocate(images, headers, rows, **known)
+        decoding = packer.fill(images, headers, crops, divisors, batch)
         packer.plan(batch)
         packer.finish(batch)
         reading, ready = packer.read_seconds(images), int(batch.decoded.sum())
