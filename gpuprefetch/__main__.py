@@ -46,12 +46,12 @@ def _parity(args: argparse.Namespace) -> Any:
 
 
 def _doctor(args: argparse.Namespace) -> Any:
-    from torchvision.models import get_model, list_models
+    from torchvision import models
 
-    if args.model not in list_models():
+    if args.model not in models.list_models(models):  # without detection and the like
         raise ValueError(
-            f"--model takes a model of torchvision, such as resnet50, got {args.model!r}. "
-            "torchvision.models.list_models() has their names."
+            "--model takes a classification model of torchvision, such as resnet50, got "
+            f"{args.model!r}. torchvision.models.list_models(torchvision.models) has their names."
         )
     device = resolve_device(args.device)
     workers = usable_cores() if args.workers is None else args.workers
@@ -60,7 +60,7 @@ def _doctor(args: argparse.Namespace) -> Any:
     if args.loader == "gpuprefetch":
         loader = gpuprefetch.accelerate(loader, print_plan=False, device=device)
     torch.backends.cudnn.benchmark = True  # the shapes never change
-    model = get_model(args.model).to(device, memory_format=torch.channels_last)
+    model = models.get_model(args.model).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def step(batch: Any) -> None:

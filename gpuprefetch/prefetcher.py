@@ -34,6 +34,11 @@ _running: weakref.WeakValueDictionary[int, Lookahead] = weakref.WeakValueDiction
 
 
 def _refuse_no_loader(loader: Any) -> None:
+    if isinstance(loader, DataPrefetcher):
+        raise TypeError(
+            "DataPrefetcher wraps a DataLoader, got a DataPrefetcher, whose batches are on the "
+            "device already. Give that one all arguments, or wrap the DataLoader within it."
+        )
     if isinstance(loader, (Dataset, str, bytes, type)) or not hasattr(loader, "__iter__"):
         raise TypeError(
             f"DataPrefetcher wraps a DataLoader, got {type(loader).__name__}, which belongs into "
@@ -287,10 +292,11 @@ class DataPrefetcher:
 
         The batches are those of the uninterrupted epoch, also with other workers or another
         ``device_prefetch_size``. The batch size must be the same, and for an iterable dataset
-        without a state of its own the number of workers. The order is drawn once more. If it is not
-        the saved one, that ``iter()`` raises ``ValueError``. Torch's default generator goes on as
-        it was, unless it is in the saved state already or the dataset has a state of its own in
-        this process. A ``StatefulDataLoader``'s own state begins an epoch there.
+        without a state of its own, and a ``StatefulDataLoader``, the number of workers. The order
+        is drawn once more. If it is not the saved one, that ``iter()`` raises ``ValueError``.
+        Torch's default generator goes on as it was, unless it is in the saved state already or the
+        dataset has a state of its own in this process. A ``StatefulDataLoader``'s own state begins
+        an epoch there.
 
         Raises:
             ValueError: if ``state`` does not come from :meth:`state_dict`, or from that of another

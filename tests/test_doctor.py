@@ -150,6 +150,7 @@ def test_the_command_line_says_what_is_wrong_in_a_line(photo_folder, tmp_path, c
     bad = [str(tmp_path), "--device", "cpu", "--workers", "0", "--batch-size", "1"]
     for arguments, text in (
         ([str(photo_folder), "--model", "resnet1"], "such as resnet50, got 'resnet1'"),
+        ([str(photo_folder), "--model", "ssd300_vgg16"], "takes a classification model"),
         ([str(photo_folder / "none")], "No such file"),
         (bad, r"a/bad.jpg: cannot identify image file"),
     ):

@@ -418,15 +418,6 @@ def test_workers_that_an_abandoned_thread_waits_for(threaded, impatient, persist
     assert within(SECONDS, lambda: torch.cat(list(prefetcher)).tolist()) == [*range(12)]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_may_hold_a_prefetcher_of_its_own(workers):
-    inner = DataPrefetcher(DataLoader(range(12), 4, num_workers=workers), device="cpu")
-    outer = DataPrefetcher(inner, device="cpu")
-    for _ in range(2):
-        assert torch.cat(list(outer)).tolist() == [*range(12)]
-        assert gc.isenabled()
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.usefixtures("nothing_frozen")

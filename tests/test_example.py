@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -133,6 +134,56 @@ def test_resumed_in_the_middle_of_an_epoch(train, run, device, monkeypatch):
         run("--epochs", "2", "--loader", "torchvision", "--resume")
 
 
+def test_resumed_with_other_steps_it_has_the_learning_rate_of_its_place(run, train, monkeypatch):
+    """As after another number of processes, which has another rate and number of steps."""
+    finished = ["--epochs", "2", "--batch-size", "2", "--limit-batches", "2"]
+    _, whole = run(*finished)
+    step = train.Learner.step
+
+    def one_epoch(learner, *batch):
+        if learner.epoch == 1:
+            raise KeyboardInterrupt
+        return step(learner, *batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Learner, "step", one_epoch)
+        with pytest.raises(KeyboardInterrupt):
+            run("--epochs", "2", "--batch-size", "4", "--limit-batches", "3")
+    seen = []
+
+    def rates(learner, *batch):
+        seen.append(learner.optimizer.param_groups[0]["lr"])
+        return step(learner, *batch)
+
+    monkeypatch.setattr(train.Learner, "step", rates)
+    _, resumed = run(*finished, "--resume")
+    assert resumed["scheduler"]["last_epoch"] == whole["scheduler"]["last_epoch"] == 4
+    base = train.LEARNING_RATE * 2
+    assert seen == pytest.approx([base * train.lr_factor(step, 4) for step in (2, 3)])
+
+
+def test_a_shorter_epoch_than_the_interrupted_one_is_an_error(run, train, monkeypatch):
+    arguments = ["--epochs", "1", "--checkpoint-steps", "2"]
+
+    def save_and_fail(learner, path, midway=None, save=train.Learner.save):
+        save(learner, path, midway)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Learner, "save", save_and_fail)
+        with pytest.raises(KeyboardInterrupt):
+            run(*arguments)
+    with pytest.raises(ValueError, match=r"after step 2 of an epoch. Raise --limit-batches"):
+        run(*arguments, "--limit-batches", "2", "--resume")
+
+
+def test_train_and_val_with_other_classes_are_an_error(run, folder, tmp_path):
+    other = shutil.copytree(folder, tmp_path / "other")
+    shutil.rmtree(other / "val" / "plain_cross")
+    with pytest.raises(ValueError, match=r"the same folders.* has plain_cross"):
+        run("--epochs", "1", data=other)
+
+
 @pytest.mark.parametrize("loader", ["gpuprefetch", "torchvision"])
 def test_the_reference_recipe_is_one_command(train, run, loader):
     recipe = "--auto-augment ta_wide --random-erasing 0.5 --mixup 0.2 --cutmix 1 --color-jitter 0.2"
@@ -198,6 +249,8 @@ def test_a_folder_that_is_none_of_imagenets(train, folder, capsys):
         ("--checkpoint-steps 0", "--checkpoint-steps: 0 is not positive"),
         ("--workers -1", "--workers: -1 is negative"),
         ("--color-jitter nan", "--color-jitter: nan is not 0 or above"),
+        ("--random-erasing 5", "--random-erasing: 5 is above 1"),
+        ("--checkpoint .", ". is a folder. Name a file to write"),
         ("--mixup -0.2", "--mixup: -0.2 is not 0 or above"),
         ("--model resnet", "--model: resnet is none of torchvision's: alexnet, "),
         ("--checkpoint none/last.pt", "none is no folder to write last.pt to"),

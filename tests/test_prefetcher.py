@@ -322,13 +322,41 @@ def test_a_prefetcher_in_a_worker_of_another_loader():
     assert max(item[2] for item in there) == 2  # its own and that of the queue, no more each epoch
 
 
-@pytest.mark.parametrize("shape", [(4, 32, 40, 3), (4, 5, 8, 1), (4, 9, 9, 4)])
+class Zipped:
+    """Begins two epochs of prefetchers in its `__iter__`."""
+
+    def __init__(self, *loaders):
+        self.loaders = loaders
+
+    def __iter__(self):
+        return zip(*self.loaders, strict=True)
+
+
+def test_a_prefetcher_around_a_loader_of_prefetchers():
+    parts = [DataPrefetcher(DataLoader(Numbers(6, "tensor"), 2), device="cpu") for _ in range(2)]
+    batches = list(DataPrefetcher(Zipped(*parts), device="cpu"))
+    assert len(batches) == 3 and all(torch.equal(one, other) for one, other in batches)
+    assert gc.isenabled()
+    with pytest.raises(TypeError, match=r"got a DataPrefetcher.*wrap the DataLoader within it"):
+        DataPrefetcher(parts[0], device="cpu")
+
+
+@pytest.mark.parametrize("shape", [(4, 32, 40, 3), (4, 5, 8, 1), (4, 9, 9, 4), (4, 9, 7, 3)])
 def test_images_with_their_channels_last_are_refused(shape):
-    images = torch.zeros(shape, dtype=torch.uint8)
+    images = torch.zeros(shape, dtype=torch.float32 if shape[2] == 7 else torch.uint8)
     with pytest.raises(ValueError, match=r"look like \(N, H, W, C\).*permute"):
         list(DataPrefetcher([images], device="cpu", transforms=[Resize(4)]))
     list(DataPrefetcher([images.permute(0, 3, 1, 2)], device="cpu", transforms=[Resize(4)]))
     list(DataPrefetcher([images], device="cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.int64, torch.uint16])
+def test_integers_that_are_no_bytes_are_not_scaled_as_bytes(dtype):
+    images = torch.ones(2, 3, 5, 5).to(dtype)
+    with pytest.raises(ValueError, match="uint8 or floating point, got torch"):
+        list(DataPrefetcher([images], device="cpu", dtype=torch.bfloat16))
+    (same,) = DataPrefetcher([images], device="cpu")
+    assert same.dtype == dtype
 
 
 def test_what_is_set_is_set_on_the_loader():

@@ -672,6 +672,16 @@ def test_an_iterable_dataset_needs_as_many_workers():
     assert len(list(resumed)) == 4
 
 
+def test_a_stateful_loader_needs_as_many_workers():
+    first = cpu(stateful(shuffle=True, num_workers=2))
+    next(iter(first))
+    for workers in (0, 1):
+        other = cpu(stateful(shuffle=True, num_workers=workers))
+        text = rf"with 2 workers, .* this one has {workers} workers"
+        with pytest.raises(ValueError, match=text):
+            other.load_state_dict(first.state_dict())
+
+
 @pytest.mark.parametrize("how", ["dropped unused", "failed"])
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, PERSISTENT])
 def test_a_resumed_epoch_is_begun_a_second_time(options, how):

@@ -105,7 +105,7 @@ def parse_args(argv):
     add("--workers", type=natural, default=default_workers(), help="of each DataLoader")
     add("--auto-augment", choices=POLICIES, help="a policy for each training image")
     add("--color-jitter", type=strength, default=0.0, metavar="S", help="strength, 0.4 for example")
-    add("--random-erasing", type=strength, default=0.0, metavar="P", help="share of images")
+    add("--random-erasing", type=share, default=0.0, metavar="P", help="share of images")
     add("--mixup", type=strength, default=0.0, metavar="A", help="alpha of MixUp")
     add("--cutmix", type=strength, default=0.0, metavar="A", help="alpha of CutMix")
     add("--compile", action="store_true")
@@ -116,8 +116,10 @@ def parse_args(argv):
     add("--summary", type=Path, help="file to write the JSON summary to as well")
     args = parser.parse_args(argv)
     for path in filter(None, (args.checkpoint, args.summary)):
-        if RANK == 0 and not path.parent.is_dir():  # found here, not behind an epoch
+        if RANK == 0 and not path.parent.is_dir():  # found here, not after an epoch
             parser.error(f"{path.parent} is no folder to write {path.name} to")
+        if path.is_dir():
+            parser.error(f"{path} is a folder. Name a file to write.")
     if args.model not in (known := torchvision.models.list_models(torchvision.models)):
         parser.error(f"--model: {args.model} is none of torchvision's: {', '.join(known)}")
     if args.resume and not args.checkpoint.is_file():
@@ -145,6 +147,12 @@ def natural(text):
 def strength(text):
     if not 0 <= (number := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not 0 or above")
+    return number
+
+
+def share(text):
+    if (number := strength(text)) > 1:
+        raise argparse.ArgumentTypeError(f"{text} is above 1")
     return number
 
 
@@ -280,7 +288,13 @@ def train(args):
             f"{len(train_loader.dataset)} training images do not fill a batch of {args.batch_size} "
             f"in each of {WORLD_SIZE} processes. Lower --batch-size."
         )
-    learner = Learner(args, len(train_loader.dataset.classes), args.epochs * steps)
+    classes = train_loader.dataset.classes
+    if strangers := set(classes) ^ set(val_loader.dataset.classes):
+        raise ValueError(
+            f"{args.data}: train and val need the same folders, which number the classes. Only one "
+            f"of them has {', '.join(sorted(strangers))}."
+        )
+    learner = Learner(args, len(classes), steps)
     if args.resume:
         learner.load(args.checkpoint)
     if learner.epoch >= args.epochs:
@@ -304,13 +318,13 @@ class Learner:
 
     def __init__(self, args, classes, steps):
         torch.manual_seed(SEED)
-        self.device, self.args = args.device, args
+        self.device, self.args, self.steps = args.device, args, steps  # of an epoch
         model = torchvision.models.get_model(args.model, num_classes=classes)
         self.model = model.to(args.device, memory_format=torch.channels_last)
         self.step_model = wrap(self.model, args)
         self.criterion = nn.CrossEntropyLoss(label_smoothing=LABEL_SMOOTHING)
         self.optimizer = build_optimizer(self.model, args)
-        self.scheduler = LambdaLR(self.optimizer, lambda step: lr_factor(step, steps))
+        self.scheduler = LambdaLR(self.optimizer, lambda n: lr_factor(n, args.epochs * steps))
         self.mix = build_mix(args, classes)
         self.epoch = 0
         self.best_top1 = 0.0
@@ -344,6 +358,7 @@ class Learner:
     def load(self, path):
         """Read the checkpoint, on every rank."""
         state = torch.load(path, map_location="cpu", weights_only=True)
+        base_lrs = self.scheduler.base_lrs
         for name in self.STATEFUL:
             getattr(self, name).load_state_dict(state[name])
         self.epoch, self.best_top1 = state["epoch"], state["best_top1"]
@@ -353,9 +368,18 @@ class Learner:
                 f"{path} was written in the middle of an epoch by {len(self.midway)} processes "
                 "with --loader gpuprefetch. Resume it with the same number and loader."
             )
+        done = self.midway[RANK]["loader"]["batches"] if self.midway else 0
+        if done >= self.steps:
+            raise ValueError(f"{path} stands after step {done} of an epoch. Raise --limit-batches.")
+        # An epoch has another number of steps with another batch size or number of processes.
+        done += self.epoch * self.steps
+        self.scheduler.base_lrs, self.scheduler.last_epoch = base_lrs, done
+        factor = lr_factor(done, self.args.epochs * self.steps)
+        for group, lr in zip(self.optimizer.param_groups, base_lrs, strict=True):
+            group["lr"] = lr * factor
 
     def start_epoch(self, loader):
-        """Return the batches that are left of the epoch, and the number of steps behind them."""
+        """Return the batches that are left of the epoch, and the number of steps before them."""
         if self.args.loader == "torchvision":
             loader.sampler.set_epoch(self.epoch)
         else:
@@ -375,7 +399,7 @@ class Learner:
         return batches, mine["loader"]["batches"] if mine else 0
 
     def save_midway(self, loader):
-        """Write a checkpoint that goes on behind the last step, together with all ranks."""
+        """Write a checkpoint that goes on after the last step, together with all ranks."""
         states = [{"loader": loader.state_dict(), "random": random_states(self.device)}]
         if WORLD_SIZE > 1:
             states *= WORLD_SIZE
@@ -451,7 +475,7 @@ def train_epoch(learner, loader, steps, clock):
             clock.mark()
             midway = every and step % every == 0 and step < steps
             if step % BAR_STEPS == 0 or step == steps or midway:
-                # Reading the loss waits for the device, so the clock's marks are behind it.
+                # Reading the loss waits for the device, which has passed the clock's marks then.
                 bar.set_postfix_str(f"loss {loss.item():.3f}, {clock.read()}", refresh=False)
                 bar.update(step - bar.n)
             if midway:
@@ -524,7 +548,7 @@ class StepClock:
         return event
 
     def read(self):
-        """Take in the steps since the last call, which the device must be through with.
+        """Take in the steps since the last call, which the device must have finished.
 
         Returns:
             What the bar says about them.

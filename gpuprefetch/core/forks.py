@@ -18,7 +18,7 @@ def garbage_stays_here() -> Iterator[None]:
     Garbage may hold pinned memory and CUDA events. A forked worker that collects them calls CUDA,
     and aborts. So it begins with gc.freeze(), and nothing is collected before that.
     """
-    if hasattr(_forking, "collects"):  # the loader holds a prefetcher of its own
+    if hasattr(_forking, "collects"):  # the loader begins an epoch of a prefetcher in its __iter__
         yield
         return
     _forking.collects = gc.isenabled()

@@ -70,8 +70,8 @@ def _rebuild_mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         if not (copies and isinstance(batch, MutableMapping)):
             return type(batch)(items)  # type: ignore[call-arg]
         clone = copy.copy(batch)  # keeps what the constructor does not take: defaultdict's factory
-        for key, value in items.items():
-            clone[key] = value  # a Counter's update() adds
+        for key, value in items.items():  # an update() would add to the counts of a Counter
+            clone[key] = value
         return clone
     except TypeError:
         return items

@@ -26,22 +26,14 @@ def same_on_ranks(prefetcher: Any, loader: Any) -> str | None:
     sampler = getattr(loader, sampler_of(loader))
     if _is_exactly(sampler, "BatchSampler"):
         sampler = sampler.sampler
-    if not _is_exactly(sampler, "RandomSampler", "SequentialSampler", "WeightedRandomSampler"):
+    replacement = getattr(sampler, "replacement", False)  # each rank may well draw its own
+    if replacement or not _is_exactly(sampler, "RandomSampler", "SequentialSampler"):
         return None
     if (accelerate := sys.modules.get("accelerate.state")) is not None:
         active = accelerate.GradientState().active_dataloader
         if getattr(active, "base_dataloader", None) is prefetcher:
             return None  # accelerate iterates it: it shards, or one rank reads for all
     name = type(sampler).__name__
-    if hasattr(sampler, "weights") or getattr(sampler, "replacement", False):
-        seeded = torch.initial_seed() != torch.Generator().initial_seed()
-        if seeded or sampler.generator is not None:
-            return None
-        return (
-            f"Every rank draws the same samples: torch has not been seeded, and of {ranks} ranks "
-            f"each has a {name}. Let it have generator=torch.Generator().manual_seed(seed + rank), "
-            "or call torch.manual_seed(seed + rank)."
-        )
     return (
         f"Every rank reads the whole dataset: there are {ranks} of them, and each DataLoader has a "
         f"{name}. Build it with sampler=DistributedSampler(dataset, shuffle=...), also for "

@@ -20,6 +20,8 @@ def kind(loader: Any) -> str:
     if isinstance(getattr(loader, "dataset", None), IterableDataset) and not is_stateful(loader):
         # The workers share its samples out, and each makes batches of what it has.
         shared = f"samples shared out to {max(getattr(loader, 'num_workers', 0), 1)} workers, "
+    elif hasattr(loader, "next_iter_state"):  # torchdata's, whose state has one of each worker
+        shared = f"{loader.num_workers} workers, "
     generators = len(_generators(loader))
     return f"{shared}{batch_size=}, {generators} generators and {own} state of its own"
 

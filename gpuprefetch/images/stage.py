@@ -246,9 +246,10 @@ class Pipeline:
             if done or not isinstance(leaf, torch.Tensor) or leaf.dim() != 4:
                 return leaf
             done = True
-            if leaf.dtype == torch.uint8 and leaf.shape[-1] in (1, 3, 4) and leaf.size(1) > 4:
+            channels = (1, 3, 4) if leaf.dtype == torch.uint8 else (3,)
+            if leaf.shape[-1] in channels and min(leaf.shape[1:3]) > 4:
                 raise ValueError(
-                    f"transforms are for images (N, C, H, W); uint8 of {tuple(leaf.shape)} look "
+                    f"transforms are for images (N, C, H, W); {tuple(leaf.shape)} look "
                     "like (N, H, W, C), as NumPy and albumentations have them. Let the dataset "
                     "return torch.from_numpy(image).permute(2, 0, 1), or ToTensorV2 do so."
                 )

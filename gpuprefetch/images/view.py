@@ -42,6 +42,11 @@ class View:
             dtype = None if self.levels and images.is_floating_point() else head.dtype
             return apply_head(head, images, keys, dtype, head.memory_format)
         if head.dtype and not images.is_floating_point():
+            if images.dtype != torch.uint8:
+                raise ValueError(
+                    f"dtype is for images of uint8 or floating point, got {images.dtype} of "
+                    f"{tuple(images.shape)}. Let the dataset return image.float() / its maximum."
+                )
             images = images.to(head.dtype) / 255
         return images.to(
             dtype=head.dtype or images.dtype,
