@@ -34,11 +34,6 @@ _running: weakref.WeakValueDictionary[int, Lookahead] = weakref.WeakValueDiction
 
 
 def _refuse_no_loader(loader: Any) -> None:
-    if isinstance(loader, DataPrefetcher):
-        raise TypeError(
-            "DataPrefetcher wraps a DataLoader, got a DataPrefetcher, whose batches are on the "
-            "device already. Give that one all arguments, or wrap the DataLoader within it."
-        )
     if isinstance(loader, (Dataset, str, bytes, type)) or not hasattr(loader, "__iter__"):
         raise TypeError(
             f"DataPrefetcher wraps a DataLoader, got {type(loader).__name__}, which belongs into "
@@ -56,6 +51,11 @@ def _refuse_no_loader(loader: Any) -> None:
         raise TypeError(
             "what accelerate has prepared counts the batches of the loop and is not wrapped: "
             f"{INTO_PREPARED}."
+        )
+    if isinstance(loader, DataPrefetcher):
+        raise TypeError(
+            "DataPrefetcher wraps a DataLoader, got a DataPrefetcher, whose batches are on the "
+            "device already. Give that one all arguments, or wrap the DataLoader within it."
         )
 
 
