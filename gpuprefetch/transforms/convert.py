@@ -86,8 +86,6 @@ class Plan(Printed):
 
 
 def title(transform: Any) -> str:
-    if not isinstance(transform, (_FusedTransform, PerImage)):
-        transform = getattr(transform, "op", transform)  # of a torchvision op's wrapper
     return getattr(transform, "__name__", type(transform).__name__)
 
 
@@ -184,8 +182,7 @@ def fixes_size(op: Any) -> bool:
     """Whether images have one size after this op, whatever they had before."""
     op = from_timm(op)
     name, size = name_of(op), getattr(op, "size", None)
-    exact = name != "Resize" or (isinstance(size, Sequence) and len(size) == 2)
-    return name in _CROPS and exact
+    return name in _CROPS and isinstance(size, Sequence) and len(size) == 2
 
 
 class RandomCrop(_FusedTransform):
@@ -217,7 +214,7 @@ class _Converter:
     def take(self, op: Any) -> None:
         op = from_timm(op)
         name = name_of(op)
-        if name is None and is_on_device(op):
+        if is_on_device(op):
             raise UnsupportedTransformError(
                 f"{type(op).__name__} is not torchvision's, and runs on the device as it is. Leave "
                 "it out, and pass accelerate(loader, transforms=[it]), or DataPrefetcher(loader, "
@@ -273,7 +270,7 @@ class _Converter:
         self.is_tensor = True
         if makes_tensors or name == "ToPureTensor":
             self.kind = tv_tensors.Image if name == "ToImage" else torch.Tensor
-        dtype = torch.float32 if name == "ToTensor" else _image_dtype(op, self.kind)
+        dtype = torch.float32 if name == "ToTensor" else image_dtype(op, self.kind)
         if dtype is None or dtype == self.dtype:
             self._add(op, None, "nothing to do")
         elif (self.dtype, dtype, scale) != (torch.uint8, torch.float32, True):
@@ -374,7 +371,7 @@ def _refuse(op: Any, reason: str, advice: str = "Replace it") -> NoReturn:
     )
 
 
-def _image_dtype(op: Any, kind: Any) -> torch.dtype | None:
+def image_dtype(op: Any, kind: Any) -> torch.dtype | None:
     """What a conversion makes of images of ``kind``, None where it leaves their dtype."""
     from torchvision import tv_tensors
 

@@ -271,10 +271,7 @@ def _extended(head: Head, transform: Any, op: Any = None) -> Head | None:
             return None
         found = constants(transform)
         assert found is not None, "both libraries' Normalize have them"
-        mean, std = found
-        if 0.0 in std:
-            raise ValueError(f"Normalize divides by std, which must not be 0, got {std}.")
-        return replace(head, mean=mean, std=std, names=names)
+        return replace(head, mean=found[0], std=found[1], names=names)
     if theirs in ("RandomHorizontalFlip", "RandomVerticalFlip"):
         op = FlipOp(int(theirs == "RandomHorizontalFlip"), float(transform.p), 1.0, False)
     op = op or (transform.op if is_fused(transform) else _kornia_op(transform))

@@ -100,4 +100,6 @@ def constants(op: Any) -> tuple[list[float], list[float]] | None:
     mean, std = (
         np.ravel(torch.as_tensor(held[name]).tolist()).tolist() for name in ("mean", "std")
     )
+    if 0.0 in std:
+        raise ValueError(f"Normalize divides by std, which must not be 0, got {std}.")
     return mean, std

@@ -87,8 +87,6 @@ class Recipe:
     def then(self, op: Any) -> Self | None:
         """The recipe with one more transform; None where it is not for one program."""
         longer = replace(self, ops=(*self.ops, op))
-        if self.cast != _AS_IT_IS:
-            return None
         if isinstance(op, Cast):
             fits = op.dtype is None or (self.scaled and op.dtype.is_floating_point)
             return replace(longer, cast=op) if fits else None
@@ -102,7 +100,7 @@ class Recipe:
             return replace(longer, before=before, scaled=True)
         if (found := constants(op)) is not None:
             always = float(getattr(op, "p", 1.0)) == 1.0
-            takes = self.normalize is None and not self.finals and always and 0.0 not in found[1]
+            takes = self.normalize is None and not self.finals and always
             return replace(longer, normalize=found) if takes else None
         if (slots := compiled(op)) is None:
             return None

@@ -25,8 +25,8 @@ _COLUMNS: dict[str, int | slice] = {
     "Rotate": slice(6),
     "ShearX": 1,
     "ShearY": 3,
-    "TranslateX": 2,
-    "TranslateY": 5,
+    "TranslateXRel": 2,
+    "TranslateYRel": 5,
 }
 
 
@@ -108,7 +108,7 @@ def _unknown(op: Any) -> set[str]:
 
 
 def _kind(op: Any) -> str:
-    return re.sub("(Increasing|Original|Rel)$", "", op.name)
+    return re.sub("(Increasing|Original)$", "", op.name)
 
 
 def _step(op: Any) -> Step:
@@ -146,8 +146,6 @@ def _magnitudes(op: Any, picture: Picture) -> Any:
     if kind.startswith("Shear"):
         return signed * 0.3
     if kind in _COLUMNS:
-        if not op.name.endswith("Rel"):
-            return signed * op.hparams["translate_const"]
         size = picture.width if "X" in kind else picture.height
         return signed * op.hparams.get("translate_pct", 0.45) * size
     if op.name.endswith("Increasing") and kind in ("Brightness", "Color", "Contrast", "Sharpness"):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpuprefetch.transforms.convert import image_dtype
 from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.known import constants, flatten, is_on_device, name_of
 from gpuprefetch.transforms.per_image import Loop, PerImage, ToUint8, refuse_integers
@@ -60,8 +61,6 @@ class Values:
                 normalized &= _is_known(op) and type(op).__name__ != "Denormalize"
                 continue
             mean, std = found
-            if 0.0 in std:
-                raise ValueError(f"Normalize divides by std, which must not be 0, got {std}.")
             undoes = min(mean) < 0 or max(mean) == 0
             if normalized and not undoes:
                 raise ValueError(
@@ -132,9 +131,7 @@ class Values:
             _warn(f"{text}{low:.4g} to {high:.4g}", "Normalize")
 
     def _cast(self, op: Any, images: torch.Tensor) -> None:
-        dtype = op.dtype
-        if isinstance(dtype, dict):
-            dtype = dtype.get(torch.Tensor, dtype.get("others"))
+        dtype = image_dtype(op, torch.Tensor)
         if op.scale or dtype is None or dtype.is_floating_point == images.is_floating_point():
             return
         if dtype.is_floating_point and any(map(constants, self._tail)):
