@@ -60,7 +60,7 @@ class Values:
             if (found := constants(op)) is None:
                 normalized &= _is_known(op) and type(op).__name__ != "Denormalize"
                 continue
-            mean, std = found
+            mean, _ = found
             undoes = min(mean) < 0 or max(mean) == 0
             if normalized and not undoes:
                 raise ValueError(
