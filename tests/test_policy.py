@@ -371,14 +371,22 @@ def test_augmix_and_masks_is_refused():
         (v2.RandomRotation(9, expand=True), "no form of RandomRotation"),
         (v2.AugMix(alpha=0.4), "no form of AugMix"),
         (v2.RandomApply([v2.GaussianNoise()]), "no form of RandomApply"),
+        (v2.RandomApply([v2.AugMix()]), "no form of RandomApply"),
         (type("Mine", (v2.RandAugment,), {})(), "no form of Mine"),
         (lambda images: images, "no form of function"),
         ([v2.Normalize(MEAN, STD), v2.RandAugment()], "RandAugment comes after Normalize"),
+        ([v2.Normalize(MEAN, STD), v2.ToDtype(torch.float32, scale=True)], "ToDtype .* after Norm"),
+        ([v2.RandAugment(), v2.ToDtype(torch.float32)], "no form of ToDtype"),
     ],
 )
 def test_a_transform_without_such_a_form_is_refused(op, text):
     with pytest.raises(UnsupportedTransformError, match=text):
         PerImage(op)
+
+
+def test_three_values_are_not_erased_in_one_channel():
+    with pytest.raises(ValueError, match="images of 3 channels, and these have 1"):
+        PerImage(v2.RandomErasing(1.0, value=[0.0, 1.0, 2.0]))(same(2)[:, :1])
 
 
 @pytest.mark.parametrize(

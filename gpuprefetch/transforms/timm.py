@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 from functools import partial
 from typing import Any
 
@@ -33,8 +32,7 @@ _COLUMNS: dict[str, int | slice] = {
 def is_timm(thing: Any, name: str) -> bool:
     """Whether ``thing`` is of timm's class ``name``; timm need not be there."""
     kind = type(thing)
-    is_theirs = kind.__module__.startswith("timm.data.") and kind.__name__ == name
-    return is_theirs and getattr(sys.modules.get(kind.__module__), name, None) is kind
+    return kind.__module__.startswith("timm.data.") and kind.__name__ == name
 
 
 def from_timm(op: Any) -> Any:
