@@ -363,6 +363,9 @@ def test_augmix_and_masks_is_refused():
 # --- what it does not take ---
 
 
+FLOATS = [v2.RandAugment(), v2.ToDtype(torch.float32, scale=True)]
+
+
 @pytest.mark.parametrize(
     ("op", "text"),
     [
@@ -377,6 +380,9 @@ def test_augmix_and_masks_is_refused():
         ([v2.Normalize(MEAN, STD), v2.RandAugment()], "RandAugment comes after Normalize"),
         ([v2.Normalize(MEAN, STD), v2.ToDtype(torch.float32, scale=True)], "ToDtype .* after Norm"),
         ([v2.RandAugment(), v2.ToDtype(torch.float32)], "no form of ToDtype"),
+        ([v2.RandAugment(), v2.ToDtype(torch.float16, scale=True)], "no form of ToDtype"),
+        ([v2.Normalize(MEAN, STD)] * 2, "no form of Normalize .* after Normalize"),
+        ([*FLOATS, v2.RandomErasing(), v2.Normalize(MEAN, STD)], "no form of Normalize"),
     ],
 )
 def test_a_transform_without_such_a_form_is_refused(op, text):
@@ -395,6 +401,7 @@ def test_three_values_are_not_erased_in_one_channel():
         ([PICTURE], "tensor .* got list"),
         (PICTURE, r"got torch.uint8 \(3, 12, 12\). Add a dimension"),
         (same(2).permute(0, 2, 3, 1), "1 or 3 channels"),
+        (same(2)[:, :, None], r"got torch.uint8 \(2, 3, 1, 12, 12\)"),
         (same(2).int(), "uint8 or floating point"),
         ((same(2) / 255).requires_grad_(), "no gradient"),
     ],

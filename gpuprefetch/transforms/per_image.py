@@ -167,7 +167,7 @@ class PerImage(torch.nn.Module):
     def __name__(self) -> str:
         names = (getattr(op, "__name__", type(op).__name__) for op in self.recipe.ops)
         hidden = ("ToUint8", "ToFloat", "Cast")
-        return ", ".join(name for name in names if name not in hidden) or "PerImage"
+        return ", ".join(name for name in names if name not in hidden)
 
     @property
     def slots(self) -> int:
