@@ -503,7 +503,7 @@ def test_the_dtype_is_for_every_output(folder):
         for image, converted in zip(want[:2], got[:2], strict=True):
             assert torch.equal(converted, image.bfloat16())
             assert converted.is_contiguous(**form)
-        assert torch.equal(got[2], want[2])  # labels of pixels
+        assert torch.equal(got[2], want[2]) and got[2].dtype == torch.int64  # labels of pixels
         assert torch.equal(got[3], want[3].bfloat16())
     one = accelerate(
         loader, transforms=[lambda x: x.flatten(1)], dtype=torch.bfloat16, **form, **CPU
