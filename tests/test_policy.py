@@ -360,6 +360,15 @@ def test_augmix_and_masks_is_refused():
         next(iter(DataPrefetcher(loader, transforms=transforms, device="cpu")))
 
 
+@pytest.mark.parametrize("before", [[], [v2.RandomInvert(0.5)]])
+def test_a_seed_of_its_own_holds_in_a_list(before):
+    augment = PerImage(v2.RandAugment(), seed=3)
+    loader = DataPrefetcher(
+        [same(3)] * 2, transforms=[gpuprefetch.Resize((12, 12)), *before, augment], device="cpu"
+    )
+    assert len(list(loader)) == augment.calls == 2
+
+
 # --- what it does not take ---
 
 
