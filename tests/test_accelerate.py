@@ -171,6 +171,7 @@ def test_timm_datasets_in_an_archive(folder, tmp_path):
     ("options", "match"),
     [
         ({"re_prob": 1.0, "re_mode": "rand"}, "RandomErasing .* one box"),
+        ({"re_prob": 1.0, "re_mode": "pixel", "re_count": 2}, "RandomErasing .* one box"),
         ({"auto_augment": "3a"}, "AutoAugment .* draws GaussianBlurRand"),
     ],
 )
@@ -178,6 +179,10 @@ def test_what_of_timm_cannot_move_says_why(options, match):
     data = pytest.importorskip("timm.data")
     with pytest.raises(UnsupportedTransformError, match=match):
         convert(data.create_transform(64, is_training=True, interpolation="bicubic", **options))
+    augment = pytest.importorskip("timm.data.auto_augment")
+    own = augment.RandAugment([augment.AugmentOp("TranslateX")])
+    with pytest.raises(UnsupportedTransformError, match="draws TranslateX, of which"):
+        convert([v2.RandomResizedCrop(64), own, v2.ToImage()])
 
 
 # --- each op ------------------------------------------------------------------------------------
