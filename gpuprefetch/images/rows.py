@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from gpuprefetch.core.nested import moves_itself, objects
 from gpuprefetch.images.job import ImageJob
-from gpuprefetch.images.targets import PerSample, is_per_sample, wrap_like
+from gpuprefetch.images.targets import PerSample, is_per_sample
 
 
 def take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
@@ -23,7 +24,9 @@ def take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
         if leaf.layout is torch.sparse_coo:
             return leaf.index_select(0, rows.to(leaf.device))
         if leaf.layout is torch.strided and not leaf.is_nested:
-            return wrap_like(leaf[rows.to(leaf.device)], leaf)  # indexing keeps the memory format
+            taken = leaf[rows.to(leaf.device)]  # indexing keeps the memory format, and no tv_tensor
+            tv = sys.modules.get("torchvision.tv_tensors")
+            return taken if tv is None else tv.wrap(taken, like=leaf)
         kind = f"a {'nested' if leaf.is_nested else leaf.layout} tensor"
     elif isinstance(leaf, np.ndarray):
         return leaf[rows.numpy()] if leaf.ndim and len(leaf) == count else leaf
