@@ -19,8 +19,13 @@ def take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
     """Select rows of whatever has one entry per sample."""
     kind: Any = type(leaf)
     if isinstance(leaf, torch.Tensor):
-        if not leaf.dim() or leaf.size(0) != count:
+        if not leaf.dim():
             return leaf
+        if leaf.size(0) != count:  # of a transform: refuse_other_rows() has seen the others
+            raise ValueError(
+                f"replay takes a row out of the batch, and a transform made {leaf.size(0)} rows of "
+                f"{count} images. Call it in the loop."
+            )
         if leaf.layout is torch.sparse_coo:
             return leaf.index_select(0, rows.to(leaf.device))
         if leaf.layout is torch.strided and not leaf.is_nested:
