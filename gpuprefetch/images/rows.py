@@ -29,9 +29,9 @@ def take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
         if leaf.layout is torch.sparse_coo:
             return leaf.index_select(0, rows.to(leaf.device))
         if leaf.layout is torch.strided and not leaf.is_nested:
-            taken = leaf[rows.to(leaf.device)]  # indexing keeps the memory format, and no tv_tensor
+            kept = leaf[rows.to(leaf.device)]  # indexing keeps the memory format, and no tv_tensor
             tv = sys.modules.get("torchvision.tv_tensors")
-            return taken if tv is None else tv.wrap(taken, like=leaf)
+            return kept if tv is None else tv.wrap(kept, like=leaf)
         kind = f"a {'nested' if leaf.is_nested else leaf.layout} tensor"
     elif isinstance(leaf, np.ndarray):
         return leaf[rows.numpy()] if leaf.ndim and len(leaf) == count else leaf
