@@ -17,6 +17,6 @@ def tell_of_a_stranger() -> None:
         warnings.warn(
             f"The distribution gpuprefetch {version} is installed. It is another project, and its "
             "files and those of torch-gpuprefetch overwrite each other. Run: "
-            "pip uninstall -y gpuprefetch torch-gpuprefetch && pip install torch-gpuprefetch",
+            "pip uninstall -y gpuprefetch torch-gpuprefetch, and install this project again.",
             stacklevel=3,
         )

@@ -9,7 +9,7 @@ from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from gpuprefetch import CenterCrop, RandomResizedCrop, Resize
+from gpuprefetch import CenterCrop, DataPrefetcher, RandomResizedCrop, Resize
 from gpuprefetch.transforms.convert import read_list
 from gpuprefetch.transforms.head import (
     apply_head,
@@ -362,3 +362,14 @@ def test_crop_fallback_is_torchvisions_on_a_strip():
     rows = head.draw([(20, 400)] * 50, fold(1, np.arange(50)))
     boxes = {box_and_flip(row)[0] for row in rows if box_and_flip(row)[0][2] == 20}
     assert (0, 186, 20, 27) in boxes  # centered, full height, ratio 4/3
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_second_tensor_that_would_not_follow_is_refused(channels):
+    images, beside = torch.rand(4, 3, 8, 8), torch.rand(4, channels, 8, 8)
+    flip, same = [K.RandomHorizontalFlip()], [torch.abs]
+    with pytest.raises(ValueError, match=rf"would leave \(4, {channels}, 8, 8\) beside it"):
+        list(DataPrefetcher([(images, beside)], device="cpu", transforms=flip))
+    for other, transforms in ((beside[:, 0], flip), (beside[..., 1:], flip), (beside, same)):
+        (batch,) = DataPrefetcher([(images, other)], device="cpu", transforms=transforms)
+        assert batch[1] is other

@@ -25,15 +25,16 @@ from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.launch import Launches, plan_rows
 from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.random import Keys, fold
-from gpuprefetch.transforms.reference import Ints, check_rows, finished_row, resample_uint8
+from gpuprefetch.transforms.reference import Doubles, Ints, check_rows, finished_row, resample_uint8
 
 # Up to this many pixels for each of the result, a decoded image is left to the GPU to resample: to
 # copy them takes less of a core than to resample them there.
 SHIPPED = 4
 # libjpeg can divide the sides of a JPEG by these. Of 12 megapixels it takes 75, 49 and 39 ms then,
 # and 98 for the whole. Where KEPT pixels are left for each of the result along both axes, that is
-# 0.1 to 0.6 levels away on average. Up to as many pixels go to the GPU as such a picture has.
-DIVISORS, KEPT, DIVIDED = (2, 4, 8), 2, 16
+# 0.1 to 0.6 levels away on average. The GPU resamples it: that holds for DIVIDED times the result's
+# pixels, which a core would take longer for than it has saved.
+DIVISORS, KEPT, DIVIDED = (2, 4, 8), 2, 24
 # Which axes (y, x) of the stored image are mirrored, for EXIF orientations 1 to 4 and 5 to 8; the
 # latter change rows and columns before that.
 _MIRRORED = np.array([(False, False), (False, True), (True, True), (True, False)] * 2)
@@ -41,6 +42,12 @@ _MIRRORED = np.array([(False, False), (False, True), (True, True), (True, False)
 
 # Stands in for a header that could not be read; large, so that no crop refuses it.
 _UNREADABLE = ImageHeader("unknown", 2**15, 2**15, 1, False, ())
+
+
+def _area(rows: Doubles) -> Ints:
+    """The pixels of each image that its sampling may read."""
+    area: Ints = np.diff(rows[:, :, 2:4].astype(int)).prod(axis=(1, 2))
+    return area
 
 
 class Headers:
@@ -119,11 +126,12 @@ class Packer:
             # A picture that is turned after that has its first pixel at the other end.
             fits = (headers.orientation == 1) | (headers.sizes % number == 0).all(axis=1)
             divisors[able & fits & (number <= most)] = number
-        divided = divisors > 1
-        by, row = divisors[divided, None], rows[0][divided]
-        row[..., 0], row[..., 1] = (row[..., 0] + 0.5) / by - 0.5, row[..., 1] / by
-        row[..., 2], row[..., 3] = row[..., 2] // by, -(-row[..., 3] // by)
-        rows[0][divided] = row
+        by, divided = divisors[:, None], rows[0].copy()
+        divided[..., 0] = (divided[..., 0] + 0.5) / by - 0.5
+        divided[..., 1] /= by
+        divided[..., 2], divided[..., 3] = divided[..., 2] // by, -(-divided[..., 3] // by)
+        divisors[_area(divided) > DIVIDED * prod(self.sizes[0])] = 1
+        rows[0] = np.where(divisors[:, None, None] > 1, divided, rows[0])
         return divisors
 
     def become(self, sizes: Ints, rows: Sequence[Any], divisors: Ints) -> tuple[Any, Any]:
@@ -131,9 +139,9 @@ class Packer:
         if not self.sizes:
             return np.zeros(len(sizes), dtype=bool), sizes.prod(axis=1)
         finished = sum(map(prod, self.sizes))
-        area = np.diff(rows[0][:, :, 2:4].astype(int)).prod(axis=(1, 2))
-        most = np.where(divisors > 1, DIVIDED, SHIPPED) * finished
-        crops = (0 < area) & (area <= most) & self.on_gpu & (len(rows) == 1)
+        area = _area(rows[0])
+        few = (area <= SHIPPED * finished) | (divisors > 1)
+        crops = (0 < area) & few & self.on_gpu & (len(rows) == 1)
         return crops, np.where(crops, area, finished)
 
     def allocate(

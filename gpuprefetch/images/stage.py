@@ -239,13 +239,21 @@ class Pipeline:
         return map_leaves(take, batch, partial(is_column, count=count))
 
     def _transform_tensors(self, batch: Any, seed: int) -> Any:
-        done = False
+        first: Any = None
 
         def transform(leaf: Any) -> Any:
-            nonlocal done
-            if done or not isinstance(leaf, torch.Tensor) or leaf.dim() != 4:
+            nonlocal first
+            if not isinstance(leaf, torch.Tensor) or leaf.dim() != 4:
                 return leaf
-            done = True
+            if first is not None:
+                if self.packer.moves and leaf.shape[2:] == first[2:]:
+                    raise ValueError(
+                        f"transforms move the pixels of {tuple(first)}, the first tensor of a "
+                        f"batch, and would leave {tuple(leaf.shape)} beside it as it is. Join the "
+                        "two along N or C, or give the other one another number of dimensions."
+                    )
+                return leaf
+            first = leaf.shape
             channels = (1, 3, 4) if leaf.dtype == torch.uint8 else (3,)
             if leaf.shape[-1] in channels and min(leaf.shape[1:3]) > 4:
                 raise ValueError(
@@ -261,7 +269,7 @@ class Pipeline:
             return _one_or_all(self._run_tails(images, seed))
 
         result = map_leaves(transform, batch)
-        if not done:
+        if first is None:
             raise ValueError(
                 "transforms, dtype and memory_format are for images, but the loader gave neither "
                 "an EncodedImage nor an (N, C, H, W) tensor. Return one of them, or leave these "
