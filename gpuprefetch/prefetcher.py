@@ -260,10 +260,6 @@ class DataPrefetcher:
         except StopIteration:
             self._manual = None
             return (None,) * self._manual_length if self._manual_length else None
-        except BaseException as error:
-            if not isinstance(error, Exception):  # Ctrl-C: whoever goes on begins anew
-                self._manual = None
-            raise
         self._manual_length = len(batch) if isinstance(batch, (tuple, list)) else 0
         return batch
 

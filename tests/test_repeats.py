@@ -194,6 +194,16 @@ def test_keys_of_any_kind(file):
     assert identical(seen) == (0, COUNT)
 
 
+@pytest.mark.parametrize("key", [lambda number: [number], lambda number: (number, [16, 16])])
+def test_keys_without_a_hash_are_not_counted(file, key):
+    class Keyed(Same):
+        def __getitem__(self, key):
+            return super().__getitem__(key[0])
+
+    seen = seen_by(prefetcher_of(Keyed(file), sampler=[*map(key, range(COUNT))]))
+    assert [number for number, _ in seen] == [*range(COUNT)]
+
+
 def test_each_epoch_counts_anew(file):
     options = {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 1}
     prefetcher = prefetcher_of(Same(file), batch_size=1)

@@ -274,6 +274,15 @@ def test_samples_apart_are_refused(photo_folder):
         prefetcher.replay(3)
 
 
+def test_a_transform_that_makes_more_images_is_refused(photo_folder):
+    prefetcher = prefetcher_of(
+        Numbered(photo_folder), transforms=[Crop(16), lambda x: x.tile(2, 1, 1, 1)]
+    )
+    list(prefetcher)
+    with pytest.raises(ValueError, match="a transform made 10 rows of 5 images"):
+        prefetcher.replay(3)
+
+
 def test_a_share_that_is_not_known_is_refused(photo_folder):
     options = {"transforms": [Crop(16), JITTER], "num_workers": 0}
     prefetcher = prefetcher_of(Numbered(photo_folder), **options)

@@ -690,6 +690,9 @@ REFUSED_TAILS = {
     "Pad moves images alone": [v1.Pad(1), v1.Resize(9)],
     "Own holds RandomRotation, which moves images alone": [Own()],
     "OwnFlip moves images alone": [OwnFlip()],
+    "Loop holds RandomRotation, which": [
+        v1.Compose([v1.RandomRotation(9, expand=True), v1.Resize(9)])
+    ],
     "kornia's RandomJigsaw takes no boxes, masks": [K.RandomJigsaw()],
     "RandomJigsaw takes no boxes": [K.AugmentationSequential(K.RandomJigsaw())],
     "images of 2 shapes": [v2.RandomIoUCrop()],

@@ -8,9 +8,10 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,13 +91,10 @@ def _listed(batch: Any) -> Sequence[Any]:
     """The samples of a batch, in an array if they are integers."""
     if isinstance(batch, (Iterator, str)):  # to be read by the dataset
         return [batch]
-    for listed in (lambda: array("q", [operator.index(batch)]), lambda: array("q", batch)):
+    for read in (lambda key: array("q", [operator.index(key)]), partial(array, "q"), list):
         with suppress(TypeError, ValueError, OverflowError):
-            return listed()
-    try:
-        return list(batch)
-    except TypeError:  # whatever the dataset takes
-        return [batch]
+            return read(batch)
+    return [batch]  # whatever the dataset takes
 
 
 def _origin(dataset: Any, key: Any) -> tuple[Any, Any]:
@@ -105,7 +103,6 @@ def _origin(dataset: Any, key: Any) -> tuple[Any, Any]:
         if type(dataset) is Subset:
             dataset, key = dataset.dataset, operator.index(dataset.indices[key])
         else:
-            key += len(dataset) if key < 0 else 0
             number = bisect_right(dataset.cumulative_sizes, key)
             key -= dataset.cumulative_sizes[number - 1] if number else 0
             dataset = dataset.datasets[number]
@@ -121,8 +118,10 @@ class Repeats:
         self._others: Counter[Any] = Counter()  # what is not in its range
 
     def add(self, keys: Iterable[Any]) -> Sequence[int]:
-        repeats = array("q", map(self._add, keys))
-        return repeats if any(repeats) else ()
+        with suppress(TypeError):  # of a key that has no hash
+            repeats = array("q", map(self._add, keys))
+            return repeats if any(repeats) else ()
+        return ()
 
     def _add(self, key: Any) -> int:
         dataset = self._dataset
@@ -133,8 +132,6 @@ class Repeats:
             counts, place = self._counts[id(dataset)], key
             before = int(counts[key])
         except (IndexError, TypeError):
-            if not isinstance(key, Hashable):
-                return 0
             counts, place = self._others, (id(dataset), key)
             before = counts[place]
         counts[place] = before + 1
@@ -153,7 +150,7 @@ class NotedSampler:
     """What gives a loader its batches, or the keys that its dataset makes them of; notes them."""
 
     def __init__(self, loader: DataLoader[Any], name: str) -> None:
-        self._sampler, self._batches = getattr(loader, name), name == "batch_sampler"
+        self._sampler = getattr(loader, name)
         self._stage: Any = loader.collate_fn
         self._dataset, self._workers = loader.dataset, loader.num_workers
         # One that has an order of its own may give other batches, or leave some out.
@@ -166,8 +163,6 @@ class NotedSampler:
     def _noted(self, notes: Notes) -> Iterator[Any]:
         epoch, counted = notes, Repeats(self._dataset)
         for batch in self._sampler:
-            if self._batches and isinstance(batch, Iterator):
-                batch = list(batch)  # read once, here
             if epoch is not self.notes:  # the iterator of an earlier one goes on
                 epoch, counted = self.notes, Repeats(self._dataset)
             keys = _listed(batch)
@@ -184,8 +179,6 @@ class NotedSampler:
         return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
         return getattr(self._sampler, name)
 
 
@@ -232,11 +225,9 @@ def replay(
     loader: Any, pipeline: Pipeline, notes: Notes, index: Any, epoch: int, *, fixed: bool
 ) -> Any:
     """Prepare the batch that held a sample once more, and take the sample out of it."""
-    had = notes.had()
-    held = next((batch for batch in had if index in batch.keys), None)
+    held = next((batch for batch in notes.had() if index in batch.keys), None)
     if held is None:
-        since = f", of those since batch {had[0].number}" if had and had[0].number else ""
-        raise LookupError(f"no batch of epoch {epoch}{since} has held sample {index!r} so far.")
+        raise LookupError(f"no batch of epoch {epoch} has held sample {index!r} so far.")
     number, indices = held.number, list(held.keys)
     if number not in notes.shares and not fixed:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,19 +12,26 @@ import torch
 
 from gpuprefetch.core.nested import moves_itself, objects
 from gpuprefetch.images.job import ImageJob
-from gpuprefetch.images.targets import PerSample, is_per_sample, wrap_like
+from gpuprefetch.images.targets import PerSample, is_per_sample
 
 
 def take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
     """Select rows of whatever has one entry per sample."""
     kind: Any = type(leaf)
     if isinstance(leaf, torch.Tensor):
-        if not leaf.dim() or leaf.size(0) != count:
+        if not leaf.dim():
             return leaf
+        if leaf.size(0) != count:  # of a transform: refuse_other_rows() has seen the others
+            raise ValueError(
+                f"replay takes a row out of the batch, and a transform made {leaf.size(0)} rows of "
+                f"{count} images. Call it in the loop."
+            )
         if leaf.layout is torch.sparse_coo:
             return leaf.index_select(0, rows.to(leaf.device))
         if leaf.layout is torch.strided and not leaf.is_nested:
-            return wrap_like(leaf[rows.to(leaf.device)], leaf)  # indexing keeps the memory format
+            kept = leaf[rows.to(leaf.device)]  # indexing keeps the memory format, and no tv_tensor
+            tv = sys.modules.get("torchvision.tv_tensors")
+            return kept if tv is None else tv.wrap(kept, like=leaf)
         kind = f"a {'nested' if leaf.is_nested else leaf.layout} tensor"
     elif isinstance(leaf, np.ndarray):
         return leaf[rows.numpy()] if leaf.ndim and len(leaf) == count else leaf

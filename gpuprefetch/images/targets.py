@@ -40,14 +40,6 @@ def followers(batch: Any) -> list[Any]:
     return [leaf for leaf in objects(batch, _is_image) if isinstance(leaf, kinds)]
 
 
-def wrap_like(values: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """Some rows of ``leaf``, a tv_tensor again if that is one."""
-    tv = sys.modules.get("torchvision.tv_tensors")
-    if tv is None or not isinstance(leaf, tv.TVTensor):
-        return values
-    return tv.wrap(values, like=leaf)  # type: ignore[no-any-return]
-
-
 def refuse_unfollowed(*batches: Any) -> None:
     """Refuse to move the images of a batch away from boxes, masks and points beside them."""
     if followers(batches):
@@ -69,8 +61,6 @@ def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]],
     # Others, as the None of a sample that its dataset could not read, are the collate function's.
     numbers = [i for i, sample in enumerate(each) if images_of(sample) or followers(sample)]
     images = [images_of(each[i]) for i in numbers]
-    if not any(images):
-        return samples
     if odd := {len(found) for found in images} - {1}:
         raise ValueError(
             "Boxes, masks and points follow the one EncodedImage of their sample, but a sample has "
