@@ -4,7 +4,7 @@ import dataclasses
 import pickle
 import sys
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from multiprocessing.reduction import ForkingPickler
 from types import MappingProxyType
 
@@ -197,6 +197,26 @@ def test_objects_whose_to_returns_nothing_are_kept():
 
     (batch,) = DataPrefetcher([(Mover(torch.ones(2)), 1)], device="cpu")
     assert batch[0].moved
+
+
+class TwoArguments(Mapping):
+    def __init__(self, images, target):
+        self.items_ = {"images": images, "target": target}
+
+    def __getitem__(self, key):
+        return self.items_[key]
+
+    def __iter__(self):
+        return iter(self.items_)
+
+    def __len__(self):
+        return 2
+
+
+def test_a_mapping_that_cannot_be_made_anew_becomes_a_dict():
+    (batch,) = DataPrefetcher([TwoArguments(torch.ones(2), "a")], device="cpu")
+    assert batch == {"images": batch["images"], "target": "a"}
+    assert batch["images"].tolist() == [1, 1]
 
 
 def test_a_mapping_whose_to_is_no_method_is_moved():

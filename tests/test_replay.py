@@ -389,3 +389,14 @@ def test_several_images_of_a_sample_in_one_tensor(photo_folder):
     batch = next(iter(prefetcher))
     assert batch["target"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert_replayed(prefetcher, dict(enumerate(batch["image"][::2])))
+
+
+def test_batches_may_be_iterators(photo_folder):
+    sampler = [map(int, "31"), map(int, "20")]
+    prefetcher = DataPrefetcher(
+        DataLoader(Numbered(photo_folder), batch_sampler=sampler), device="cpu", transforms=CROP
+    )
+    batches = list(prefetcher)
+    assert [batch["target"].tolist() for batch in batches] == [[3, 1], [2, 0]]
+    again = prefetcher.replay(0)
+    assert torch.equal(again["image"][0], batches[1]["image"][1])

@@ -66,12 +66,15 @@ def _rebuild_mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
     # What is no dict would share its items with a copy that it does not make itself.
     copies = isinstance(batch, dict) or hasattr(type(batch), "__copy__")
-    if not (copies and isinstance(batch, MutableMapping)):
-        return type(batch)(items)  # type: ignore[call-arg]
-    clone = copy.copy(batch)  # keeps what the constructor does not take: defaultdict's factory
-    for key, value in items.items():  # an update() would add to the counts of a Counter
-        clone[key] = value
-    return clone
+    try:
+        if not (copies and isinstance(batch, MutableMapping)):
+            return type(batch)(items)  # type: ignore[call-arg]
+        clone = copy.copy(batch)  # keeps what the constructor does not take: defaultdict's factory
+        for key, value in items.items():  # an update() would add to the counts of a Counter
+            clone[key] = value
+        return clone
+    except TypeError:  # torch's own collate function makes a dict of it, too
+        return items
 
 
 def objects(batch: Any, is_leaf: IsLeaf = None) -> Iterator[Any]:

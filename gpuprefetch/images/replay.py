@@ -150,7 +150,7 @@ class NotedSampler:
     """What gives a loader its batches, or the keys that its dataset makes them of; notes them."""
 
     def __init__(self, loader: DataLoader[Any], name: str) -> None:
-        self._sampler = getattr(loader, name)
+        self._sampler, self._batches = getattr(loader, name), name == "batch_sampler"
         self._stage: Any = loader.collate_fn
         self._dataset, self._workers = loader.dataset, loader.num_workers
         # One that has an order of its own may give other batches, or leave some out.
@@ -163,6 +163,8 @@ class NotedSampler:
     def _noted(self, notes: Notes) -> Iterator[Any]:
         epoch, counted = notes, Repeats(self._dataset)
         for batch in self._sampler:
+            if self._batches and isinstance(batch, Iterator):
+                batch = list(batch)  # read once, here
             if epoch is not self.notes:  # the iterator of an earlier one goes on
                 epoch, counted = self.notes, Repeats(self._dataset)
             keys = _listed(batch)
@@ -179,6 +181,8 @@ class NotedSampler:
         return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a copy in the making has no _sampler
+            raise AttributeError(name)
         return getattr(self._sampler, name)
 
 
@@ -225,9 +229,11 @@ def replay(
     loader: Any, pipeline: Pipeline, notes: Notes, index: Any, epoch: int, *, fixed: bool
 ) -> Any:
     """Prepare the batch that held a sample once more, and take the sample out of it."""
-    held = next((batch for batch in notes.had() if index in batch.keys), None)
+    had = notes.had()
+    held = next((batch for batch in had if index in batch.keys), None)
     if held is None:
-        raise LookupError(f"no batch of epoch {epoch} has held sample {index!r} so far.")
+        since = f", of those since batch {had[0].number}" if had and had[0].number else ""
+        raise LookupError(f"no batch of epoch {epoch}{since} has held sample {index!r} so far.")
     number, indices = held.number, list(held.keys)
     if number not in notes.shares and not fixed:
         raise ValueError(

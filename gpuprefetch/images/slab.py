@@ -6,7 +6,9 @@ training thread for 25 MB of photos. A slab stays mapped on both sides and trave
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import weakref
 from collections.abc import Callable
 from functools import cached_property
@@ -35,8 +37,12 @@ def share(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return tensor.share_memory_()  # type: ignore[no-any-return]
     except RuntimeError as error:
+        left = ""
+        with contextlib.suppress(OSError):  # not on every platform
+            total, _, free = shutil.disk_usage("/dev/shm")
+            left = f", and /dev/shm has {free >> 20} of {total >> 20} MiB left"
         raise RuntimeError(
-            f"A worker needs {-(-tensor.nbytes >> 20)} MiB of shared memory for a batch "
+            f"A worker needs {-(-tensor.nbytes >> 20)} MiB of shared memory for a batch{left} "
             f"({error}). Start the container with more, as in docker run --shm-size=16g, or with "
             "--ipc=host, or lower the DataLoader's num_workers, prefetch_factor or batch_size."
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import weakref
@@ -31,6 +32,9 @@ Samples = list[dict[Any, Any]]  # of each sample the parts of its target
 Runner = Callable[[Any, Samples], Any]
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+
+if hasattr(os, "register_at_fork"):  # not on every platform
+    os.register_at_fork(after_in_child=lambda: _locks.clear())  # whoever held one is not here
 
 
 def alone(transform: Any) -> contextlib.AbstractContextManager[Any]:
