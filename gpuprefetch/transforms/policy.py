@@ -222,6 +222,8 @@ def _step(op: Any, name: str, numbers: Sequence[int], bins: int, chance: float =
     magnitudes = partial(_magnitudes, op, name, numbers, bins)
     if name in COLORS:
         return Step(COLORS[name], magnitudes, chance=chance)
+    if name not in _MOVES:  # of a later torchvision
+        raise _NoForm
     center = (0.0, 0.0) if name.startswith("Shear") else _NONE[:2]
     given = (0, 0, 0, 1, 0, 0, *center, *_fill(op))
     return Step(f"AFFINE_{filter_of(op).upper()}", magnitudes, _MOVES[name], given, chance)
