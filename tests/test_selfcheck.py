@@ -22,7 +22,7 @@ CAUGHT = Check("torchvision", "unsafe", rounds=20, reused=19, corrupted=18)
         ([Check("torchcodec", "library", 100, 99, 1), CAUGHT], False, "CORRUPTED"),
         ([Check("torchcodec", "library", 100, 0, 0), CAUGHT], False, "no memory was reused"),
         ([Check("torchcodec", "library", error="no CUDA build"), CAUGHT], False, "no CUDA build"),
-        ([OURS, Check("torchcodec", "unsafe", 20, 19, 0)], False, "keeps the stream's order"),
+        ([OURS, Check("torchcodec", "unsafe", 20, 19, 0)], False, "waits for the stream itself"),
         ([OURS], False, "safe"),
         ([Check("handoff", "library", 100, 99), CAUGHT], False, "safe"),
     ],

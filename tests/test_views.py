@@ -26,7 +26,7 @@ from gpuprefetch import (
 SEED = 5
 CROP = [RandomResizedCrop(12), K.RandomHorizontalFlip(), K.Normalize(torch.zeros(3), torch.ones(3))]
 SMALL = [RandomResizedCrop((8, 10), scale=(0.05, 0.4)), v2.RandomInvert(0.5)]
-FIXED = [Resize((9, 7))]
+FIXED = [Resize((18, 14))]  # not so small that workers would decode photos to a half
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ class Check:
             return "proves nothing: no memory was reused"
         if self.order == "library":
             return "CORRUPTED" if self.corrupted else "safe"
-        return "caught" if self.corrupted else "clean: this backend keeps the stream's order"
+        return "caught" if self.corrupted else "clean: its decoder waits for the stream itself"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
