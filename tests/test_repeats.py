@@ -202,6 +202,17 @@ def test_keys_without_a_hash_are_not_counted(file, key):
 
     seen = seen_by(prefetcher_of(Keyed(file), sampler=[*map(key, range(COUNT))]))
     assert [number for number, _ in seen] == [*range(COUNT)]
+    # Others in their batch are.
+    keys = [(0, "a"), (1, "a"), (0, "a"), key(2)]
+    seen = seen_by(prefetcher_of(Keyed(file), sampler=keys, batch_size=2))
+    assert identical(seen)[0] == 0
+
+
+def test_a_sample_of_a_joined_dataset_may_be_counted_from_its_end(file):
+    dataset = ConcatDataset([Same(file), Subset(Same(file), range(COUNT))])
+    seen = seen_by(prefetcher_of(dataset, sampler=[-1, 2 * COUNT - 1], batch_size=1))
+    assert [number for number, _ in seen] == [COUNT - 1] * 2
+    assert identical(seen)[0] == 0
 
 
 def test_each_epoch_counts_anew(file):

@@ -126,6 +126,8 @@ class Packer:
             # A picture that is turned after that has its first pixel at the other end.
             fits = (headers.orientation == 1) | (headers.sizes % number == 0).all(axis=1)
             divisors[able & fits & (number <= most)] = number
+        if (divisors == 1).all():  # as where the GPU decodes all
+            return divisors
         by, divided = divisors[:, None], rows[0].copy()
         divided[..., 0] = (divided[..., 0] + 0.5) / by - 0.5
         divided[..., 1] /= by
@@ -205,11 +207,9 @@ class Packer:
             parts[i][:] = np.frombuffer(blank(file, exif) if exif else file, dtype=np.uint8)
         started = time.perf_counter()
         for i in np.flatnonzero(batch.decoded).tolist():
-            whole, divisor = headers.each[i], int(divisors[i])
+            how: Any = {"apply_exif": self.apply_exif, "divisor": int(divisors[i])}
             try:
-                picture = decode_cpu(
-                    images[i].data, whole, apply_exif=self.apply_exif, divisor=divisor
-                )
+                picture = decode_cpu(images[i].data, headers.each[i], **how)
                 own = [each[i] for each in batch.rows if each is not None]
                 pictures = self._fit(picture, own, bool(crops[i]))
             except (ValueError, RuntimeError) as error:

@@ -103,6 +103,7 @@ def _origin(dataset: Any, key: Any) -> tuple[Any, Any]:
         if type(dataset) is Subset:
             dataset, key = dataset.dataset, operator.index(dataset.indices[key])
         else:
+            key += len(dataset) if key < 0 else 0
             number = bisect_right(dataset.cumulative_sizes, key)
             key -= dataset.cumulative_sizes[number - 1] if number else 0
             dataset = dataset.datasets[number]
@@ -118,10 +119,8 @@ class Repeats:
         self._others: Counter[Any] = Counter()  # what is not in its range
 
     def add(self, keys: Iterable[Any]) -> Sequence[int]:
-        with suppress(TypeError):  # of a key that has no hash
-            repeats = array("q", map(self._add, keys))
-            return repeats if any(repeats) else ()
-        return ()
+        repeats = array("q", map(self._add, keys))
+        return repeats if any(repeats) else ()
 
     def _add(self, key: Any) -> int:
         dataset = self._dataset
@@ -133,7 +132,10 @@ class Repeats:
             before = int(counts[key])
         except (IndexError, TypeError):
             counts, place = self._others, (id(dataset), key)
-            before = counts[place]
+            try:
+                before = counts[place]
+            except TypeError:  # a key that has no hash is not counted
+                return 0
         counts[place] = before + 1
         return before
 
