@@ -369,9 +369,8 @@ def _check_on_batch(op: Any) -> None:
 
 def _refuse(op: Any, reason: str, advice: str = "Replace it") -> NoReturn:
     raise UnsupportedTransformError(
-        f"{type(op).__name__} cannot move to the device: {reason}. {advice}, or keep all up to it "
-        "and the crop in the workers, after a decode on the CPU, with accelerate(loader, "
-        "keep_unknown=True)."
+        f"{type(op).__name__} cannot move to the device: {reason}. {advice}, or let the workers "
+        "decode, and run all up to it and the crop: accelerate(loader, keep_unknown=True)."
     )
 
 
