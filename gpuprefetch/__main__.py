@@ -106,7 +106,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--count": {"type": int, "default": 256, "help": "images to compare (default: %(default)s)"},
     "--picture": {"type": Path, "help": "save the images that differ most to this file"},
     "--rounds": {"type": int, "default": 1000, "help": "batches per check (default: %(default)s)"},
-    "--device": {"help": "device, such as cuda:1 (default: the current one)"},
+    "--device": {"help": "device, such as cuda:1 (default: the current GPU, else the CPU)"},
     "--json": {"action": "store_true", "help": "print the report as JSON"},
 }
 FOLDER = ["data", "--size"]
