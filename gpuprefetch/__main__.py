@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
         *_, last = (str(error).strip() or repr(error)).splitlines()  # after a worker's traceback
         print(f"{parser.prog}: {last}", file=sys.stderr)
         return 2
