@@ -133,7 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0 if all is well, 1 if not, 2 after wrong arguments or a bad file, 130 after Ctrl-C.
+        0 if all is well, 1 if not, 2 after wrong arguments, a bad file or too little GPU memory,
+        130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="python -m gpuprefetch", description=__doc__)
     found = ", ".join(f"{name} {number}" for name, number in versions().items())
