@@ -478,6 +478,16 @@ def test_pipelines_that_stay_in_the_workers_as_a_whole(folder, name, collate_fn)
         assert all(map(torch.equal, flat(want), flat(got)))
 
 
+@pytest.mark.parametrize("last", [[], [v1.Lambda(lambda picture: picture.rotate(180))]])
+def test_pil_images_from_the_workers_are_for_the_collate_function(folder, last):
+    def arrays(samples):  # (H, W, 3), as PIL and NumPy have it
+        return np.stack([np.asarray(picture) for picture, _ in samples])
+
+    loader = loader_of(folder, [v1.CenterCrop((32, 40)), *last], collate_fn=arrays)
+    for want, got in zip(loader, accelerate(loader, keep_unknown=True, **CPU), strict=True):
+        assert np.array_equal(want, got)
+
+
 def test_what_is_no_tensor_in_between_stays_in_the_workers(folder):
     ops = [v1.CenterCrop(40), v1.Lambda(flipped_array), v1.ToTensor()]
     loader = loader_of(folder, [*ops, v1.Normalize(MEAN, STD)])
@@ -545,13 +555,15 @@ class Opener(ImageFolder):
 
 
 class Keeper(ImageFolder):
-    kept = None  # the samples that were asked for, transformed
+    """It keeps samples, transformed, for as long as it has room."""
+
+    room = 99
 
     def __getitem__(self, index):
-        self.kept = self.kept or {}
-        if index not in self.kept:
-            self.kept[index] = super().__getitem__(index)
-        return self.kept[index]
+        kept = vars(self).setdefault("kept", {})
+        if index in kept or len(kept) == self.room:
+            return kept.get(index) or super().__getitem__(index)
+        return kept.setdefault(index, super().__getitem__(index))
 
 
 VAL = [v1.Resize(48), v1.CenterCrop(40), v1.ToTensor(), v1.Normalize(MEAN, STD)]
@@ -602,13 +614,48 @@ def test_what_crosses_to_a_spawned_worker_can_be_pickled(folder):
 
 
 def test_images_that_a_dataset_keeps_are_not_transformed_again(folder):
-    dataset = Keeper(folder, v1.Compose(VAL))
-    dataset[1]
-    loader = accelerate(DataLoader(dataset), **CPU)
-    with pytest.raises(
-        TypeError, match=r"Keeper.__getitem__\(1\) gave an image that is transformed"
-    ):
-        list(loader)
+    with pytest.raises(TypeError, match="Keeper keeps the images that it reads"):
+        accelerate(DataLoader(Keeper(folder, v1.Compose(VAL))), **CPU)
+    for ops in (VAL, [lambda picture: picture, *VAL]):
+        dataset = Keeper(folder, v1.Compose(ops))
+        dataset.room = 1
+        dataset[1]
+        loader = accelerate(DataLoader(dataset), keep_unknown=True, **CPU)
+        with pytest.raises(TypeError, match=r"__getitem__\(1\) gave an image that is transformed"):
+            list(loader)
+
+
+class Boxed(ImageFolder):
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        size = {"format": "XYXY", "canvas_size": (40, 40)}
+        return image, tv_tensors.BoundingBoxes([[3.0, 4, 20, 21]], **size), target
+
+
+def test_boxes_that_the_transform_leaves_are_not_moved(folder):
+    loader = DataLoader(Boxed(folder, v1.Compose(VAL)))
+    with pytest.raises(TypeError, match=r"Boxed.*gives boxes, masks or points"):
+        accelerate(loader, **CPU)
+
+
+class Drawing(ImageFolder):
+    """It transforms with draws of three generators."""
+
+    def __getitem__(self, index):
+        draws = torch.rand(()).item(), random.random(), np.random.rand()
+        return *super().__getitem__(index), draws
+
+
+@pytest.mark.parametrize("first", [[], [lambda picture: picture.rotate(random.random())]])
+def test_a_try_takes_no_random_numbers(folder, first):
+    def states():
+        torchs, numpys = torch.get_rng_state().tolist(), np.random.get_state()
+        return torchs, random.getstate(), numpys[1].tolist(), numpys[2:]
+
+    before = states()
+    loader = DataLoader(Drawing(folder, v1.Compose([*first, *VAL])))
+    accelerate(loader, keep_unknown=True, **CPU)
+    assert states() == before
 
 
 def test_datasets_that_do_not_read_through_their_loader_are_refused(folder):
