@@ -488,6 +488,12 @@ def test_pil_images_from_the_workers_are_for_the_collate_function(folder, last):
         assert np.array_equal(want, got)
 
 
+def test_images_of_different_sizes_from_the_workers_are_for_the_collate_function(folder):
+    loader = loader_of(folder, [v1.Resize(30), v1.ToTensor()], collate_fn=list)
+    for want, got in zip(loader, accelerate(loader, keep_unknown=True, **CPU), strict=True):
+        assert all(map(torch.equal, *([image for image, _ in batch] for batch in (want, got))))
+
+
 def test_what_is_no_tensor_in_between_stays_in_the_workers(folder):
     ops = [v1.CenterCrop(40), v1.Lambda(flipped_array), v1.ToTensor()]
     loader = loader_of(folder, [*ops, v1.Normalize(MEAN, STD)])
@@ -755,6 +761,8 @@ def test_dtype_waits_for_the_ops_behind_the_launch(folder):
 
 
 def test_own_transforms_run_behind_the_converted_ones(folder):
+    with pytest.raises(TypeError, match="Views stands in place of the list"):
+        accelerate(loader_of(folder, VAL), transforms=gpuprefetch.Views([views], [views]), **CPU)
     loader = loader_of(folder, VAL[:3])
     for own in ([lambda images: images * 0 + 3], lambda images: images * 0 + 3):
         moved = accelerate(loader, transforms=own, **CPU)

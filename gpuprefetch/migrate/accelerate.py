@@ -8,7 +8,7 @@ transforms go to the prefetcher.
 import contextlib
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -63,7 +63,7 @@ def accelerate(
         A prefetcher that gives the loader's batches, in its order and with its samples and
         targets, the images transformed on the device with draws of their own. Its ``dataset`` is
         the loader's own, whose samples are decoded. A ``collate_fn`` of the user's (MixUp, CutMix)
-        runs on the device, on the transformed images.
+        runs on the device, on the transformed images, unless all transforms stay in the workers.
 
     Raises:
         TypeError: for a loader or dataset that is none of these.
@@ -95,8 +95,8 @@ def accelerate(
             "device can tell the image of one only. Replace what cannot move, or return one."
         )
     prefetcher = _Accelerated(loader, plan, prefetcher_options, view=view)
-    apart = (not keep or count == 1) and loader.collate_fn is not default_collate
-    prefetcher._pipeline.packer.late.fill_(apart)
+    apart = not keep or (changes and count == 1)
+    prefetcher._pipeline.packer.late.fill_(apart and loader.collate_fn is not default_collate)
     if print_plan:
         print(prefetcher.describe(decodes_on_workers=keep > 0))
     return prefetcher
@@ -110,7 +110,7 @@ class _Accelerated(DataPrefetcher):
     ) -> None:
         self.plan, self._dataset = plan, loader.dataset
         own = options.pop("transforms", None) or ()
-        self._own = [own] if callable(own) else [*own]
+        self._own = [*own] if isinstance(own, Sequence) else [own]
         transforms = [*plan.transforms, *self._own]
         if read_transforms(transforms)[1]:
             # Between the launch and the ops after it values must not be rounded to bfloat16.
