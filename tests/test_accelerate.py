@@ -478,12 +478,13 @@ def test_pipelines_that_stay_in_the_workers_as_a_whole(folder, name, collate_fn)
         assert all(map(torch.equal, flat(want), flat(got)))
 
 
-@pytest.mark.parametrize("last", [[], [v1.Lambda(lambda picture: picture.rotate(180))]])
-def test_pil_images_from_the_workers_are_for_the_collate_function(folder, last):
+@pytest.mark.parametrize("first", [[], [v1.Lambda(lambda picture: picture.rotate(180))]])
+@pytest.mark.parametrize("last", [[], [v1.RandomHorizontalFlip(1.0)]])
+def test_pil_images_from_the_workers_are_for_the_collate_function(folder, first, last):
     def arrays(samples):  # (H, W, 3), as PIL and NumPy have it
         return np.stack([np.asarray(picture) for picture, _ in samples])
 
-    loader = loader_of(folder, [v1.CenterCrop((32, 40)), *last], collate_fn=arrays)
+    loader = loader_of(folder, [*first, v1.CenterCrop((32, 40)), *last], collate_fn=arrays)
     for want, got in zip(loader, accelerate(loader, keep_unknown=True, **CPU), strict=True):
         assert np.array_equal(want, got)
 
@@ -492,6 +493,14 @@ def test_images_of_different_sizes_from_the_workers_are_for_the_collate_function
     loader = loader_of(folder, [v1.Resize(30), v1.ToTensor()], collate_fn=list)
     for want, got in zip(loader, accelerate(loader, keep_unknown=True, **CPU), strict=True):
         assert all(map(torch.equal, *([image for image, _ in batch] for batch in (want, got))))
+
+
+def test_what_follows_in_a_pipeline_of_pil_images_is_for_them(folder):
+    ops = [v1.Lambda(lambda picture: picture.rotate(180)), v1.CenterCrop((45, 49))]
+    ops += [v1.Resize((19, 21), NEAREST), v1.PILToTensor()]
+    loader = loader_of(folder, ops)
+    moved = accelerate(loader, keep_unknown=True, **CPU)
+    assert_same_batches(loader, moved, atol=0)
 
 
 def test_what_is_no_tensor_in_between_stays_in_the_workers(folder):

@@ -163,7 +163,7 @@ def _unchanged(image: Any) -> Any:  # a module would refuse what is not decoded
     return image
 
 
-def _worker_part(ops: list[Any], *, tensors: bool = True, marked: bool = False) -> Any:
+def _worker_part(ops: list[Any], *, tensors: bool, marked: bool) -> Any:
     """The ops that stay in the workers, after a decode; gives uint8 or float tensors."""
     from torchvision.transforms import v2
 
@@ -339,17 +339,20 @@ def picture_of(folder: Any) -> Any:
 
 def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
     """The shortest start of a pipeline that must stay in the workers, and the plan of the rest."""
+    from torchvision.transforms import v2
+
     sample = picture_of(folder)
     keep = next((i + 1 for i, op in enumerate(pipeline) if fixes_size(op)), len(pipeline))
     while True:
         with _own_draws():
-            made = _worker_part(pipeline[:keep])(sample)
+            given = v2.Compose(pipeline[:keep])(sample)
+        made = v2.PILToTensor()(given)
         kept = [Step(op, None, "worker CPU", "unchanged") for op in pipeline[:keep]]
         if keep == len(pipeline):  # whatever it gives
             return Plan(kept, []), keep
         if is_image(made):
             with contextlib.suppress(UnsupportedTransformError):
-                plan = convert(pipeline[keep:], batched=made)
+                plan = convert(pipeline[keep:], batched=made, pictures=given is not made)
                 return Plan([*kept, *plan.steps], plan.transforms), keep
         keep += 1
 
