@@ -88,11 +88,11 @@ def accelerate(
     tensors = changes or keep < len(pipeline)  # else PIL images may be for the collate function
     part = _worker_part(pipeline[:keep], tensors=tensors, marked=changes) if keep else None
     view = view_of(loader.dataset, part)
-    count = _probe(view, encoded=not keep, needed=not keep or bool(plan.transforms))
+    count = check_sample(view, encoded=not keep, needed=not keep or bool(plan.transforms))
     if keep and changes and count > 1:
         raise TypeError(
-            f"A sample holds {count} tensors of three dimensions, and after keep_unknown=True the "
-            "device can tell the image of one only. Replace what cannot move, or return one."
+            f"A sample holds {count} tensors of three dimensions, and with keep_unknown=True it is "
+            "not known which of them is the image. Replace what cannot move, or return one."
         )
     prefetcher = _Accelerated(loader, plan, prefetcher_options, view=view)
     apart = not keep or (changes and count == 1)
@@ -257,7 +257,7 @@ def _view(dataset: Any, instead: dict[str, Any]) -> Any:
 
     def read(name: str, view: Any) -> Any:
         if vars(view).get(name) is not seen[name]:
-            raise TypeError(f"dataset.{name} is another one since accelerate(). Call it again.")
+            raise TypeError(f"dataset.{name} has changed since accelerate(). Call it again.")
         return instead[name]
 
     def reduced(view: Any, protocol: Any) -> Any:
@@ -271,7 +271,7 @@ def _view(dataset: Any, instead: dict[str, Any]) -> Any:
         if isinstance(image_of(sample), torch.Tensor):
             raise UndecodedError(
                 f"{kind.__name__}.__getitem__({index}) gave an image that is transformed already, "
-                "as one that it has kept. Let it keep no images."
+                "such as a kept one. Let it keep no images."
             )
         return sample
 
@@ -289,8 +289,8 @@ def _refuse_under_way(loader: DataLoader[Any]) -> None:
     if under_way:
         raise TypeError(
             f"{type(loader).__name__} keeps an iterator over its own dataset (.{under_way[0]}), "
-            "which goes on giving that one's samples. Use a DataLoader, with "
-            "persistent_workers=True for workers that live on."
+            "which would go on giving that dataset's samples. Use a DataLoader, with "
+            "persistent_workers=True if the workers are to live on."
         )
 
 
@@ -369,7 +369,12 @@ def _own_draws() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _probe(dataset: Any, *, encoded: bool, needed: bool) -> int:
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """A state with lists and dicts of its own."""
+    return {n: copy.copy(v) if isinstance(v, (dict, list)) else v for n, v in state.items()}
+
+
+def check_sample(dataset: Any, *, encoded: bool, needed: bool) -> int:
     """How many images the first sample has; 1 of an empty dataset.
 
     One is ``needed`` where the device has something to do, and an ``encoded`` one for all of it.
@@ -381,6 +386,7 @@ def _probe(dataset: Any, *, encoded: bool, needed: bool) -> int:
         "Return EncodedImage(data, index, path) from it instead, and wrap its loader in "
         "DataPrefetcher(loader, transforms=convert_transforms(pipeline))."
     )
+    held = [(vars(folder), _copied(vars(folder))) for folder in _bottom(dataset)]
     try:
         with _own_draws():
             sample, again = dataset[0], dataset[0]
@@ -394,6 +400,9 @@ def _probe(dataset: Any, *, encoded: bool, needed: bool) -> int:
     if needed and (image is None or (encoded and not isinstance(image, EncodedImage))):
         raise TypeError(f"{type(dataset).__name__}.__getitem__ gave no encoded file: {hint}")
     if is_marked(image) and image_of(again) is image:
+        for state, before in held:  # the dataset gives it back
+            state.clear()
+            state.update(before)
         raise TypeError(
             f"{type(dataset).__name__} keeps the images that it reads. Here these are not decoded "
             "or transformed, and its own samples would not be either. Let it keep no images."
