@@ -609,6 +609,20 @@ def test_subclasses_subsets_and_concatenations(folder):
         same_batches(loader, moved)
 
 
+@pytest.mark.parametrize(
+    "repeated",
+    [
+        lambda data: Subset(data, [*range(18)] * 2),
+        lambda data: ConcatDataset([data, data]),
+        lambda data: ConcatDataset([data, Subset(data, range(18))]),
+    ],
+)
+def test_a_dataset_that_repeats_samples_gives_each_another_crop(folder, repeated):
+    data = ImageFolder(folder, v1.Compose([v1.RandomResizedCrop(16), v1.ToTensor()]))
+    (first, _), (second, _) = accelerate(DataLoader(repeated(data), 18), **CPU)
+    assert not any(map(torch.equal, first, second))
+
+
 def test_the_loader_keeps_its_options_and_is_left_alone(folder):
     dataset = ImageFolder(folder, v1.Compose(VAL))
     options = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}
@@ -774,7 +788,7 @@ def test_dtype_waits_for_the_ops_behind_the_launch(folder):
 
 
 def test_own_transforms_run_behind_the_converted_ones(folder):
-    with pytest.raises(TypeError, match="Views stands in place of the list"):
+    with pytest.raises(TypeError, match="Views takes the place of the list"):
         accelerate(loader_of(folder, VAL), transforms=gpuprefetch.Views([views], [views]), **CPU)
     loader = loader_of(folder, VAL[:3])
     for own in ([lambda images: images * 0 + 3], lambda images: images * 0 + 3):

@@ -88,7 +88,8 @@ def accelerate(
     tensors = changes or keep < len(pipeline)  # else PIL images may be for the collate function
     part = _worker_part(pipeline[:keep], tensors=tensors, marked=changes) if keep else None
     view = view_of(loader.dataset, part)
-    count = check_sample(view, encoded=not keep, needed=not keep or bool(plan.transforms))
+    needed = not keep or bool(plan.transforms)
+    count = check_sample(view, folders, encoded=not keep, needed=needed)
     if keep and changes and count > 1:
         raise TypeError(
             f"A sample holds {count} tensors of three dimensions, and with keep_unknown=True it is "
@@ -374,8 +375,8 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return {n: copy.copy(v) if isinstance(v, (dict, list)) else v for n, v in state.items()}
 
 
-def check_sample(dataset: Any, *, encoded: bool, needed: bool) -> int:
-    """How many images the first sample has; 1 of an empty dataset.
+def check_sample(dataset: Any, folders: list[Any], *, encoded: bool, needed: bool) -> int:
+    """How many images the first sample of a view has, of ``folders``; 1 of an empty one.
 
     One is ``needed`` where the device has something to do, and an ``encoded`` one for all of it.
     """
@@ -386,7 +387,7 @@ def check_sample(dataset: Any, *, encoded: bool, needed: bool) -> int:
         "Return EncodedImage(data, index, path) from it instead, and wrap its loader in "
         "DataPrefetcher(loader, transforms=convert_transforms(pipeline))."
     )
-    held = [(vars(folder), _copied(vars(folder))) for folder in _bottom(dataset)]
+    held = [(vars(folder), _copied(vars(folder))) for folder in folders]
     try:
         with _own_draws():
             sample, again = dataset[0], dataset[0]

@@ -138,7 +138,7 @@ def parity(
     plan = convert(pipeline_of(folders), pictures=True)
     check_loaders(folders)
     view = view_of(loader.dataset, None)
-    check_sample(view, encoded=True, needed=True)
+    check_sample(view, folders, encoded=True, needed=True)
     indices = np.linspace(0, len(view) - 1, min(n, len(view))).round().astype(int)
     found, worst = list[list[tuple[float, ...]]](), list[_Pair]()
     with progress("parity", len(indices)) as bar:
