@@ -503,6 +503,19 @@ def test_what_follows_in_a_pipeline_of_pil_images_is_for_them(folder):
     assert_same_batches(loader, moved, atol=0)
 
 
+def test_pictures_of_16_bits_stay_in_the_workers(tmp_path):
+    (tmp_path / "a").mkdir()
+    for i in range(4):
+        Image.fromarray(draw(40, 50, 1, seed=i).astype(np.uint16) * 257).save(
+            tmp_path / f"a/{i}.png"
+        )
+    ops = v1.Compose([v1.CenterCrop((32, 32)), v1.RandomHorizontalFlip(1.0), v1.ToTensor()])
+    loader = DataLoader(ImageFolder(tmp_path, ops, loader=Image.open), 2)
+    moved = accelerate(loader, keep_unknown=True, **CPU)
+    for (want, _), (got, _) in zip(loader, moved, strict=True):  # integers, which are not scaled
+        assert want.dtype == got.dtype and torch.equal(want, got)
+
+
 def test_what_is_no_tensor_in_between_stays_in_the_workers(folder):
     ops = [v1.CenterCrop(40), v1.Lambda(flipped_array), v1.ToTensor()]
     loader = loader_of(folder, [*ops, v1.Normalize(MEAN, STD)])

@@ -351,7 +351,7 @@ def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
         kept = [Step(op, None, "worker CPU", "unchanged") for op in pipeline[:keep]]
         if keep == len(pipeline):  # whatever it gives
             return Plan(kept, []), keep
-        if is_image(made):
+        if is_image(made) and (made.dtype == torch.uint8 or made.is_floating_point()):
             with contextlib.suppress(UnsupportedTransformError):
                 plan = convert(pipeline[keep:], batched=made, pictures=given is not made)
                 return Plan([*kept, *plan.steps], plan.transforms), keep
