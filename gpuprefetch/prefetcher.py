@@ -175,7 +175,6 @@ class DataPrefetcher:
         try:
             loader, stage = self._prepared(epoch)
             notes = self._note(loader, epoch)
-            notes.place = resumed or notes.place  # what is left out is noted as well
             load_decoders()
             with garbage_stays_here():
                 source = Source(loader, resumed)

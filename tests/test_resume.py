@@ -305,22 +305,33 @@ def test_a_state_after_an_iterator_that_was_dropped_unused():
         assert listed(second) == expected
 
 
-def test_an_epoch_that_is_interrupted_as_it_begins_is_begun_again():
+@pytest.mark.parametrize("place", ["before its loader", "in its loader"])
+def test_an_epoch_that_is_interrupted_as_it_begins_is_begun_again(place):
     class Interrupted(RandomSampler):
         @property
-        def rank(self):  # asked for before the epoch begins
-            if interrupts:
-                raise interrupts.pop()
+        def rank(self):
+            interrupt("before its loader")
 
-    interrupts = []
+        def __iter__(self):
+            interrupt("in its loader")
+            return super().__iter__()
+
+    def interrupt(here):
+        if here in places:
+            places.remove(here)
+            raise KeyboardInterrupt
+
+    places = []
     prefetcher = DataPrefetcher(numbers(sampler=Interrupted), device="cpu")
     iterator = iter(prefetcher)
     next(iterator)
-    state, rest = prefetcher.state_dict(), [*map(values, iterator)]
-    prefetcher.load_state_dict(state)
-    interrupts.append(KeyboardInterrupt)
+    prefetcher.load_state_dict(prefetcher.state_dict())
+    places.append(place)
     with pytest.raises(KeyboardInterrupt):
         iter(prefetcher)
+    state, rest = prefetcher.state_dict(), [*map(values, iterator)]
+    assert [*map(values, prefetcher)] == rest
+    prefetcher.load_state_dict(state)
     assert [*map(values, prefetcher)] == rest
 
 
