@@ -395,6 +395,10 @@ class DataPrefetcher:
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = vars(self)
+        if name in own.get("_options", ()):
+            raise AttributeError(
+                f"{name} is fixed: give it to DataPrefetcher(loader, {name}={value!r})."
+            )
         ours = name.startswith("_") or name in own or hasattr(type(self), name)
         if not ours and hasattr(own.get("_loader"), name):
             setattr(self._loader, name, value)  # read from there; it says what may be changed

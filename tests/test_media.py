@@ -122,6 +122,15 @@ def test_it_trains_on_clips_and_sees_each_once(video, clips, capsys):
     assert "epoch 0: loss " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", ["audio", "video"])
+def test_other_folders_in_val_would_number_the_classes_otherwise(kind, tmp_path):
+    for name in ("train/a/1.wav", "train/b/1.wav", "val/b/1.wav"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).with_suffix(".mp4" if kind == "video" else ".wav").touch()
+    with pytest.raises(ValueError, match="train and val need the same folders"):
+        example(kind).main(tmp_path)
+
+
 def prepared(clips, transforms, device):
     """What a prefetcher makes of ``(N, T, 3, H, W)``."""
     options = {"device": device, "seed": 0}

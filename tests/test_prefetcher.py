@@ -124,6 +124,10 @@ def test_looks_like_the_loader_and_leaves_it_as_it_was():
     assert prefetcher.sampler is loader.sampler
     with pytest.raises(AttributeError):
         _ = prefetcher.nothing
+    with pytest.raises(
+        AttributeError, match=r"give it to DataPrefetcher\(loader, on_error='skip'\)"
+    ):
+        prefetcher.on_error = "skip"
     list(prefetcher)
     assert vars(loader) == before
 

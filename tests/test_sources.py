@@ -17,7 +17,7 @@ import torch.distributed as dist
 from PIL import Image
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, EncodedImageFolder
+from gpuprefetch import BadImageError, CenterCrop, DataPrefetcher, EncodedImage, EncodedImageFolder
 
 FOLDER = Path(__file__).parents[1] / "examples" / "sources"
 # Recipe -> the library it needs, and the dataset that it makes of what write() returned.
@@ -152,6 +152,26 @@ def test_lmdb_is_read_in_workers_where_it_was_read_here(monkeypatch, tmp_path):
     image, _ = dataset[3]
     assert copy.deepcopy(dataset)[3][0].data == image.data
     assert sorted(label for label, _ in read(DataLoader(dataset, 5, num_workers=1))) == [*range(24)]
+
+
+def test_persistent_workers_follow_the_epoch(monkeypatch, tmp_path):
+    pytest.importorskip("pyarrow")
+    monkeypatch.syspath_prepend(FOLDER)
+    recipe = importlib.import_module("from_parquet")
+    data = recipe.write(str(tmp_path))
+
+    def orders(epochs, persistent):
+        loader = DataLoader(
+            recipe.ParquetImages(data), 5, num_workers=2, persistent_workers=persistent
+        )
+        prefetcher = DataPrefetcher(loader, transforms=[CenterCrop(8)])
+        for epoch in epochs:
+            prefetcher.set_epoch(epoch)
+            yield [label for _, target in prefetcher for label in target.tolist()]
+
+    first, second = orders((0, 3), persistent=True)
+    assert first != second
+    assert [second] == [*orders((3,), persistent=False)]  # as for an epoch that is resumed
 
 
 def test_jpeg2000_is_decoded_here_where_the_gpu_does_it(monkeypatch, tmp_path):

@@ -129,7 +129,10 @@ def main(root, epochs=6, batch_size=16, num_workers=2):
     options = {"batch_size": batch_size, "num_workers": num_workers}
     train = build(f"{root}/train", shuffle=True, **options)
     val = build(f"{root}/val", shuffle=False, **options)
-    model = Keywords(len(train.dataset.classes)).to(train.device)
+    classes = train.dataset.classes
+    if val.dataset.classes != classes:
+        raise ValueError(f"train and val need the same folders, which number the classes: {root}")
+    model = Keywords(len(classes)).to(train.device)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     for epoch in range(epochs):
         model.train()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 import torch.distributed as dist
 from drawn import pictures
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -25,7 +26,8 @@ class ParquetImages(IterableDataset):
     """Samples (image, label); ``prefetcher.set_epoch(epoch)`` changes their order."""
 
     def __init__(self, files, *, shuffle=True, seed=0):
-        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
+        self.shuffle, self.seed = shuffle, seed
+        self.epoch = torch.tensor(0).share_memory_()  # persistent workers see it change
         counts = {file: pq.read_metadata(file).num_row_groups for file in sorted(files)}
         self.groups = [(file, group) for file, count in counts.items() for group in range(count)]
         # Asked here: a spawned worker is in no process group.
@@ -33,10 +35,10 @@ class ParquetImages(IterableDataset):
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
 
     def set_epoch(self, epoch):
-        self.epoch = epoch
+        self.epoch.fill_(epoch)
 
     def __iter__(self):
-        groups, order = list(self.groups), random.Random(f"{self.seed} {self.epoch}")
+        groups, order = list(self.groups), random.Random(f"{self.seed} {int(self.epoch)}")
         if self.shuffle:  # in the same way everywhere, before the groups are dealt out
             order.shuffle(groups)
         worker = get_worker_info()

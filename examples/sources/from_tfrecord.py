@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import tfrecord
+import torch
 import torch.distributed as dist
 from drawn import pictures
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -25,18 +26,19 @@ class TFRecordImages(IterableDataset):
     FIELDS = {"image/encoded": "byte", "image/class/label": "int"}  # noqa: RUF012
 
     def __init__(self, files, *, shuffle=1000, seed=0):
-        self.files, self.shuffle, self.seed, self.epoch = sorted(files), shuffle, seed, 0
+        self.files, self.shuffle, self.seed = sorted(files), shuffle, seed
+        self.epoch = torch.tensor(0).share_memory_()  # persistent workers see it change
         # Asked here: a spawned worker is in no process group.
         distributed = dist.is_available() and dist.is_initialized()
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
 
     def set_epoch(self, epoch):
-        self.epoch = epoch
+        self.epoch.fill_(epoch)
 
     def __iter__(self):
         files = list(self.files)
         if self.shuffle:  # in the same way everywhere, before the files are dealt out
-            random.Random(f"{self.seed} {self.epoch}").shuffle(files)
+            random.Random(f"{self.seed} {int(self.epoch)}").shuffle(files)
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         files = files[self.rank :: self.ranks][number::workers]

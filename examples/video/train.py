@@ -126,7 +126,10 @@ def main(root, epochs=4, **options):
     options = {"batch_size": 16} | options
     train = build(f"{root}/train", train_transforms(), shuffle=True, **options)
     val = build(f"{root}/val", val_transforms(), **options)
-    model = Motion(len(train.dataset.classes)).to(train.device)
+    classes = train.dataset.classes
+    if val.dataset.classes != classes:
+        raise ValueError(f"train and val need the same folders, which number the classes: {root}")
+    model = Motion(len(classes)).to(train.device)
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, LEARNING_RATE, total_steps=epochs * len(train)
