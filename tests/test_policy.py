@@ -3,6 +3,7 @@
 import copy
 import pickle
 import random
+from functools import partial
 
 import kornia.augmentation as K
 import numpy as np
@@ -24,16 +25,18 @@ BILINEAR, BICUBIC = InterpolationMode.BILINEAR, InterpolationMode.BICUBIC
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIDE = 12
 pytestmark = pytest.mark.usefixtures("one_thread")
-PICTURE = torch.from_numpy(draw(SIDE, SIDE, seed=3)).permute(2, 0, 1)
+HIGH = 9
+PICTURE = torch.from_numpy(draw(HIGH, SIDE, seed=3)).permute(2, 0, 1)
 
 
 def same(count, image=PICTURE):
     return image.expand(count, -1, -1, -1).contiguous()
 
 
-def timms(config, **hparams):
+def timms(config, transforms=None, **hparams):
     augment = pytest.importorskip("timm.data.auto_augment")
-    kinds = {"rand": augment.rand_augment_transform, "augmix": augment.augment_and_mix_transform}
+    rand = partial(augment.rand_augment_transform, transforms=transforms)
+    kinds = {"rand": rand, "augmix": augment.augment_and_mix_transform}
     make = kinds.get(config.split("-")[0], augment.auto_augment_transform)
     op = make(config, {"translate_const": 5, "img_mean": (9, 90, 200)} | hparams)
     policies = getattr(op, "policy", None) or [op.ops]
@@ -52,9 +55,6 @@ POLICIES = {
     "RandAugment": lambda: v2.RandAugment(),
     "RandAugment, fill": lambda: v2.RandAugment(3, 15, interpolation=BILINEAR, fill=[1, 99, 200]),
     "TrivialAugmentWide": lambda: v2.TrivialAugmentWide(),
-    "AutoAugment": lambda: v2.AutoAugment(),
-    "AutoAugment, CIFAR10": lambda: v1.AutoAugment(v1.AutoAugmentPolicy.CIFAR10),
-    "AutoAugment, SVHN": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.SVHN),
     "AugMix": lambda: v2.AugMix(),
     "AugMix, few": lambda: v2.AugMix(7, 2, 2, all_ops=False),
     "ColorJitter": lambda: v2.ColorJitter(0.4, 0.4, 0.4, 0.2),
@@ -81,11 +81,24 @@ POLICIES = {
     "timm rand": lambda: timms("rand-m9-mstd0.5-inc1"),
     "timm rand, uniform": lambda: timms("rand-m7-n3-mstd101"),
     "timm rand, weights": lambda: timms("rand-tweights", interpolation=BILINEAR_OF_PIL),
-    "timm v0": lambda: timms("v0"),
     "timm originalr": lambda: timms("originalr-mstd1"),
     "timm augmix": lambda: timms("augmix-m5-w2"),
 }
-BILINEAR_OF_PIL = 2
+BILINEAR_OF_PIL, BICUBIC_OF_PIL = 2, 3
+COLORS_OF_TIMM = ("Color", "Contrast", "Brightness", "Sharpness", "Posterize", "Solarize")
+OPS_OF_TIMM = "AutoContrast Equalize Invert Rotate ShearX ShearY TranslateXRel TranslateYRel"
+OPS_OF_TIMM = [*OPS_OF_TIMM.split(), "SolarizeAdd", "Desaturate", "PosterizeOriginal"]
+OPS_OF_TIMM += [name + kind for name in COLORS_OF_TIMM for kind in ("", "Increasing")]
+# They make few pictures of one, each of which is to be as frequent as the original makes it.
+FEW = {
+    "AutoAugment": lambda: v2.AutoAugment(),
+    "AutoAugment, CIFAR10": lambda: v1.AutoAugment(v1.AutoAugmentPolicy.CIFAR10),
+    "AutoAugment, SVHN": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.SVHN),
+    "RandAugment, one": lambda: v2.RandAugment(1),
+    "TrivialAugmentWide, 5": lambda: v2.TrivialAugmentWide(5, BILINEAR, [1, 99, 200]),
+    "timm ops": lambda: timms("rand-m7-n1-p0.8", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
+    "timm v0": lambda: timms("v0", interpolation=BILINEAR_OF_PIL),
+}
 # Of some the distribution of another op, which must be seen.
 OTHERS = {
     "RandAugment": lambda: v2.RandAugment(2, 20),
@@ -93,6 +106,9 @@ OTHERS = {
     "RandomRotation": lambda: v2.RandomRotation((-20, 40), fill=50),
     "RandomOrder": lambda: v2.Compose([INVERT, SOLARIZE, v2.RandomHorizontalFlip()]),
     "AugMix, few": lambda: v2.AugMix(3, 2, 2, all_ops=False),
+    "RandAugment, one": lambda: v2.RandAugment(1, 10),
+    "TrivialAugmentWide, 5": lambda: v2.TrivialAugmentWide(5, BILINEAR, [1, 99, 100]),
+    "timm ops": lambda: timms("rand-m7-n1-p0.8", OPS_OF_TIMM[:-1], interpolation=BICUBIC_OF_PIL),
 }
 COUNT = 400
 # The Kolmogorov-Smirnov distance of two samples of 400 is above it with a chance of 1 in 50,000.
@@ -120,15 +136,28 @@ def distances(ours, theirs):
     return found
 
 
-def theirs(op):
+def surprise(ours, theirs):
+    """How far two counts of each picture are from one chance, in deviations of chi-squared.
+
+    Pictures that are within 3 levels on the average count as one.
+    """
+    every = torch.cat([ours, theirs]).flatten(1).double()
+    pictures, numbers = every.unique(dim=0, return_inverse=True)
+    alike = torch.cdist(pictures, pictures, p=1) < 3 * every.shape[1]
+    kinds = alike.int().argmax(1)[numbers].unique(return_inverse=True)[1]
+    a, b = (torch.bincount(half, minlength=int(kinds.max()) + 1) for half in kinds.chunk(2))
+    return float(((a - b) ** 2 / (a + b) - 1).sum() / (2 * len(a)) ** 0.5)
+
+
+def theirs(op, count=COUNT):
     """Draws of torchvision's or timm's own, one image at a time."""
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
     if type(op).__module__.startswith("timm."):
         picture = v2.functional.to_pil_image(PICTURE)
-        return torch.stack([v2.functional.pil_to_tensor(op(picture)) for _ in range(COUNT)])
-    return torch.stack([op(PICTURE) for _ in range(COUNT)])
+        return torch.stack([v2.functional.pil_to_tensor(op(picture)) for _ in range(count)])
+    return torch.stack([op(PICTURE) for _ in range(count)])
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -142,13 +171,23 @@ def test_its_distribution_is_the_original_ones(name):
         assert max(distances(other, expected)) > FARTHEST
 
 
+@pytest.mark.parametrize("name", FEW)
+def test_its_pictures_are_as_frequent_as_the_original_ones(name):
+    op, images = FEW[name](), same(2 * COUNT)
+    expected = theirs(op, len(images))
+    assert surprise(PerImage(op, seed=0)(images), expected) < 5
+    if name in OTHERS:  # guards the test itself
+        assert surprise(PerImage(OTHERS[name](), seed=0)(images), expected) > 5
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", POLICIES | FEW)
 def test_the_gpu_gives_what_the_cpu_gives(name):
     images = torch.from_numpy(np.stack([draw(50, 41, seed=i) for i in range(32)]))
     images = images.permute(0, 3, 1, 2).contiguous()
-    want = PerImage(POLICIES[name](), seed=0)(images).float()
-    got = PerImage(POLICIES[name](), seed=0)(images.cuda()).cpu().float()
+    make = (POLICIES | FEW)[name]
+    want = PerImage(make(), seed=0)(images).float()
+    got = PerImage(make(), seed=0)(images.cuda()).cpu().float()
     # A level apart in one slot, two pixels equally near, or what equalize makes of that.
     assert ((got - want).abs() > 2).float().mean() < 0.02
 
@@ -211,7 +250,7 @@ def test_a_seed_gives_the_workers_of_a_loader_draws_of_their_own():
 
 
 def test_a_pickled_one_draws_the_same():
-    for make in POLICIES.values():
+    for make in (POLICIES | FEW).values():
         augment = PerImage(make(), seed=1)
         copied = pickle.loads(pickle.dumps(augment))
         assert torch.equal(copied(same(3)), augment(same(3)))
@@ -229,6 +268,14 @@ def test_floats_normalize_and_erasing_in_one_program():
     torch.testing.assert_close(floats[0], v2.functional.solarize(PICTURE / 255, 0.5))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64])
+def test_a_conversion_to_float32_is_torchvisions(dtype):
+    images, convert = v2.functional.to_dtype(same(2), dtype, True), v2.ToDtype(torch.float32, True)
+    for ops in ([convert, INVERT], [INVERT, convert], [INVERT, convert, v2.Normalize(MEAN, STD)]):
+        want = v2.Compose(ops)(images)
+        torch.testing.assert_close(PerImage(ops)(images), want, atol=2e-3, rtol=0)
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 def test_an_empty_batch_and_gray_images(channels):
     augment = PerImage([v2.RandAugment(), v2.ColorJitter(0.1, 0.1, 0.5, 0.3), v2.AugMix()])
@@ -237,6 +284,9 @@ def test_an_empty_batch_and_gray_images(channels):
         assert augment(images).shape == images.shape
     gray = same(3)[:, :1]
     assert torch.equal(PerImage(v2.ColorJitter(0, 0, 0.5, 0.3))(gray), gray)
+    widened = PerImage([v2.RandomInvert(1.0), v2.Grayscale(3)])(gray)
+    assert widened.shape == (3, 3, HIGH, SIDE)
+    torch.testing.assert_close(widened, 255 - gray.expand(-1, 3, -1, -1), atol=1, rtol=0)
 
 
 # --- on any loader ---
@@ -364,7 +414,7 @@ def test_augmix_and_masks_is_refused():
 def test_a_seed_of_its_own_holds_in_a_list(before):
     augment = PerImage(v2.RandAugment(), seed=3)
     loader = DataPrefetcher(
-        [same(3)] * 2, transforms=[gpuprefetch.Resize((12, 12)), *before, augment], device="cpu"
+        [same(3)] * 2, transforms=[gpuprefetch.Resize((HIGH, SIDE)), *before, augment], device="cpu"
     )
     assert len(list(loader)) == augment.calls == 2
 
@@ -399,6 +449,15 @@ def test_a_transform_without_such_a_form_is_refused(op, text):
         PerImage(op)
 
 
+@pytest.mark.parametrize("config", ["rand-m9", "v0", "augmix"])
+def test_timms_nearest_pixel_is_not_taken_for_bilinear(config):
+    op = timms(config, interpolation=0)
+    with pytest.raises(UnsupportedTransformError, match=f"no form of {type(op).__name__}"):
+        PerImage(op)
+    with pytest.raises(UnsupportedTransformError, match="draws PIL's filter 0"):
+        gpuprefetch.convert_transforms([v2.RandomResizedCrop(9), op, v2.PILToTensor()])
+
+
 def test_three_values_are_not_erased_in_one_channel():
     with pytest.raises(ValueError, match="images of 3 channels, and these have 1"):
         PerImage(v2.RandomErasing(1.0, value=[0.0, 1.0, 2.0]))(same(2)[:, :1])
@@ -408,9 +467,9 @@ def test_three_values_are_not_erased_in_one_channel():
     ("images", "text"),
     [
         ([PICTURE], "tensor .* got list"),
-        (PICTURE, r"got torch.uint8 \(3, 12, 12\). Add a dimension"),
+        (PICTURE, r"got torch.uint8 \(3, 9, 12\). Add a dimension"),
         (same(2).permute(0, 2, 3, 1), "1 or 3 channels"),
-        (same(2)[:, :, None], r"got torch.uint8 \(2, 3, 1, 12, 12\)"),
+        (same(2)[:, :, None], r"got torch.uint8 \(2, 3, 1, 9, 12\)"),
         (same(2).int(), "uint8 or floating point"),
         ((same(2) / 255).requires_grad_(), "no gradient"),
     ],
