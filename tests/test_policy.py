@@ -42,6 +42,9 @@ def timms(config, transforms=None, **hparams):
     policies = getattr(op, "policy", None) or [op.ops]
     for each in (each for policy in policies for each in policy if "Posterize" in each.name):
         each.aug_fn = posterize
+    if transforms:  # of one magnitude two of them could be exchanged
+        for number, each in enumerate(op.ops):
+            each.magnitude = 8 + number % 5
     return op
 
 
@@ -96,7 +99,7 @@ FEW = {
     "AutoAugment, SVHN": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.SVHN),
     "RandAugment, one": lambda: v2.RandAugment(1),
     "TrivialAugmentWide, 5": lambda: v2.TrivialAugmentWide(5, BILINEAR, [1, 99, 200]),
-    "timm ops": lambda: timms("rand-m7-n1-p0.8", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
+    "timm ops": lambda: timms("rand-n1-p0.8-mmax20", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
     "timm v0": lambda: timms("v0", interpolation=BILINEAR_OF_PIL),
 }
 # Of some the distribution of another op, which must be seen.
@@ -108,7 +111,7 @@ OTHERS = {
     "AugMix, few": lambda: v2.AugMix(3, 2, 2, all_ops=False),
     "RandAugment, one": lambda: v2.RandAugment(1, 10),
     "TrivialAugmentWide, 5": lambda: v2.TrivialAugmentWide(5, BILINEAR, [1, 99, 100]),
-    "timm ops": lambda: timms("rand-m7-n1-p0.8", OPS_OF_TIMM[:-1], interpolation=BICUBIC_OF_PIL),
+    "timm ops": lambda: timms("rand-n1-p0.8", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
 }
 COUNT = 400
 # The Kolmogorov-Smirnov distance of two samples of 400 is above it with a chance of 1 in 50,000.
