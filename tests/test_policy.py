@@ -99,7 +99,7 @@ FEW = {
     "AutoAugment, SVHN": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.SVHN),
     "RandAugment, one": lambda: v2.RandAugment(1),
     "TrivialAugmentWide, 5": lambda: v2.TrivialAugmentWide(5, BILINEAR, [1, 99, 200]),
-    "timm ops": lambda: timms("rand-n1-p0.8-mmax20", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
+    "timm ops": lambda: timms("rand-n1-p1-mmax20", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
     "timm v0": lambda: timms("v0", interpolation=BILINEAR_OF_PIL),
 }
 # Of some the distribution of another op, which must be seen.
@@ -111,7 +111,7 @@ OTHERS = {
     "AugMix, few": lambda: v2.AugMix(3, 2, 2, all_ops=False),
     "RandAugment, one": lambda: v2.RandAugment(1, 10),
     "TrivialAugmentWide, 5": lambda: v2.TrivialAugmentWide(5, BILINEAR, [1, 99, 100]),
-    "timm ops": lambda: timms("rand-n1-p0.8", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
+    "timm ops": lambda: timms("rand-n1-p1", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
 }
 COUNT = 400
 # The Kolmogorov-Smirnov distance of two samples of 400 is above it with a chance of 1 in 50,000.
@@ -139,17 +139,19 @@ def distances(ours, theirs):
     return found
 
 
-def surprise(ours, theirs):
-    """How far two counts of each picture are from one chance, in deviations of chi-squared.
+def surprise(ours, theirs, *, within=3):
+    """How far two counts of each picture are from one chance, in standard deviations.
 
-    Pictures that are within 3 levels on the average count as one.
+    Of the one that is farthest, or of all by chi-squared. Pictures that differ by less levels than
+    ``within``, on the average, count as one.
     """
     every = torch.cat([ours, theirs]).flatten(1).double()
     pictures, numbers = every.unique(dim=0, return_inverse=True)
-    alike = torch.cdist(pictures, pictures, p=1) < 3 * every.shape[1]
+    alike = torch.cdist(pictures, pictures, p=1) < within * every.shape[1]
     kinds = alike.int().argmax(1)[numbers].unique(return_inverse=True)[1]
     a, b = (torch.bincount(half, minlength=int(kinds.max()) + 1) for half in kinds.chunk(2))
-    return float(((a - b) ** 2 / (a + b) - 1).sum() / (2 * len(a)) ** 0.5)
+    squares = (a - b) ** 2 / (a + b)
+    return max(float((squares - 1).sum() / (2 * len(a)) ** 0.5), float(squares.max() ** 0.5))
 
 
 def theirs(op, count=COUNT):
@@ -176,11 +178,21 @@ def test_its_distribution_is_the_original_ones(name):
 
 @pytest.mark.parametrize("name", FEW)
 def test_its_pictures_are_as_frequent_as_the_original_ones(name):
-    op, images = FEW[name](), same(2 * COUNT)
+    op, images = FEW[name](), same(1000)
     expected = theirs(op, len(images))
     assert surprise(PerImage(op, seed=0)(images), expected) < 5
     if name in OTHERS:  # guards the test itself
         assert surprise(PerImage(OTHERS[name](), seed=0)(images), expected) > 5
+
+
+def test_timm_draws_a_filter():
+    def of(**kind):
+        return PerImage(timms("rand-n1-p1", ["Rotate", "ShearX"], **kind), seed=0)(same(COUNT))
+
+    bilinear, bicubic = (of(interpolation=kind) for kind in (BILINEAR_OF_PIL, BICUBIC_OF_PIL))
+    half = torch.cat([bilinear, bicubic])[::2]
+    assert surprise(of(), half, within=1) < 5
+    assert surprise(bilinear, half, within=1) > 5
 
 
 @pytest.mark.gpu
