@@ -3,7 +3,6 @@
 import copy
 import pickle
 import random
-from functools import partial
 
 import kornia.augmentation as K
 import numpy as np
@@ -35,16 +34,16 @@ def same(count, image=PICTURE):
 
 def timms(config, transforms=None, **hparams):
     augment = pytest.importorskip("timm.data.auto_augment")
-    rand = partial(augment.rand_augment_transform, transforms=transforms)
-    kinds = {"rand": rand, "augmix": augment.augment_and_mix_transform}
+    kinds = {"rand": augment.rand_augment_transform, "augmix": augment.augment_and_mix_transform}
     make = kinds.get(config.split("-")[0], augment.auto_augment_transform)
-    op = make(config, {"translate_const": 5, "img_mean": (9, 90, 200)} | hparams)
+    hparams |= {"translate_const": 5, "img_mean": (9, 90, 200)}
+    op = make(config, hparams)
+    if transforms:  # of one magnitude two of them could be exchanged
+        each = [(name, 1.0, 8 + number % 5) for number, name in enumerate(transforms)]
+        op.ops = [augment.AugmentOp(*arguments, hparams) for arguments in each]
     policies = getattr(op, "policy", None) or [op.ops]
     for each in (each for policy in policies for each in policy if "Posterize" in each.name):
         each.aug_fn = posterize
-    if transforms:  # of one magnitude two of them could be exchanged
-        for number, each in enumerate(op.ops):
-            each.magnitude = 8 + number % 5
     return op
 
 
@@ -82,10 +81,11 @@ POLICIES = {
         ]
     ),
     "timm rand": lambda: timms("rand-m9-mstd0.5-inc1"),
-    "timm rand, uniform": lambda: timms("rand-m7-n3-mstd101"),
+    "timm rand, uniform": lambda: timms("rand-m14-n3-mstd101-mmax20"),
     "timm rand, weights": lambda: timms("rand-tweights", interpolation=BILINEAR_OF_PIL),
     "timm originalr": lambda: timms("originalr-mstd1"),
     "timm augmix": lambda: timms("augmix-m5-w2"),
+    "timm augmix, one chain": lambda: timms("augmix-w1-d1-mstd0", ["Invert", "Sharpness"]),
 }
 BILINEAR_OF_PIL, BICUBIC_OF_PIL = 2, 3
 COLORS_OF_TIMM = ("Color", "Contrast", "Brightness", "Sharpness", "Posterize", "Solarize")
@@ -99,7 +99,7 @@ FEW = {
     "AutoAugment, SVHN": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.SVHN),
     "RandAugment, one": lambda: v2.RandAugment(1),
     "TrivialAugmentWide, 5": lambda: v2.TrivialAugmentWide(5, BILINEAR, [1, 99, 200]),
-    "timm ops": lambda: timms("rand-n1-p1-mmax20", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
+    "timm ops": lambda: timms("rand-n1-mmax20", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
     "timm v0": lambda: timms("v0", interpolation=BILINEAR_OF_PIL),
 }
 # Of some the distribution of another op, which must be seen.
@@ -109,9 +109,10 @@ OTHERS = {
     "RandomRotation": lambda: v2.RandomRotation((-20, 40), fill=50),
     "RandomOrder": lambda: v2.Compose([INVERT, SOLARIZE, v2.RandomHorizontalFlip()]),
     "AugMix, few": lambda: v2.AugMix(3, 2, 2, all_ops=False),
+    "timm augmix, one chain": lambda: timms("augmix-w2-d1-mstd0", ["Invert", "Sharpness"]),
     "RandAugment, one": lambda: v2.RandAugment(1, 10),
     "TrivialAugmentWide, 5": lambda: v2.TrivialAugmentWide(5, BILINEAR, [1, 99, 100]),
-    "timm ops": lambda: timms("rand-n1-p1", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
+    "timm ops": lambda: timms("rand-n1", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
 }
 COUNT = 400
 # The Kolmogorov-Smirnov distance of two samples of 400 is above it with a chance of 1 in 50,000.
@@ -187,7 +188,7 @@ def test_its_pictures_are_as_frequent_as_the_original_ones(name):
 
 def test_timm_draws_a_filter():
     def of(**kind):
-        return PerImage(timms("rand-n1-p1", ["Rotate", "ShearX"], **kind), seed=0)(same(COUNT))
+        return PerImage(timms("rand-n1", ["Rotate", "ShearX"], **kind), seed=0)(same(COUNT))
 
     bilinear, bicubic = (of(interpolation=kind) for kind in (BILINEAR_OF_PIL, BICUBIC_OF_PIL))
     half = torch.cat([bilinear, bicubic])[::2]
