@@ -86,6 +86,7 @@ POLICIES = {
     "timm originalr": lambda: timms("originalr-mstd1"),
     "timm augmix": lambda: timms("augmix-m5-w2"),
     "timm augmix, one chain": lambda: timms("augmix-w1-d1-mstd0", ["Invert", "Sharpness"]),
+    "timm augmix, any depth": lambda: timms("augmix-w1-mstd0", ["Brightness"]),
 }
 BILINEAR_OF_PIL, BICUBIC_OF_PIL = 2, 3
 COLORS_OF_TIMM = ("Color", "Contrast", "Brightness", "Sharpness", "Posterize", "Solarize")
@@ -110,6 +111,7 @@ OTHERS = {
     "RandomOrder": lambda: v2.Compose([INVERT, SOLARIZE, v2.RandomHorizontalFlip()]),
     "AugMix, few": lambda: v2.AugMix(3, 2, 2, all_ops=False),
     "timm augmix, one chain": lambda: timms("augmix-w2-d1-mstd0", ["Invert", "Sharpness"]),
+    "timm augmix, any depth": lambda: timms("augmix-w1-d3-mstd0", ["Brightness"]),
     "RandAugment, one": lambda: v2.RandAugment(1, 10),
     "TrivialAugmentWide, 5": lambda: v2.TrivialAugmentWide(5, BILINEAR, [1, 99, 100]),
     "timm ops": lambda: timms("rand-n1", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
