@@ -134,6 +134,31 @@ def summary_table(cells: dict[str, Machines]) -> str:
     return markdown(header, rows)
 
 
+def whole(machines: Machines) -> dict[str, dict[str, Figures]]:
+    """The machines that ran every loader of the front page, the worst against DALI first."""
+    found = {k: m for k, m in machines.items() if {OURS, DALI, PLAIN} <= m.keys()}
+    return dict(sorted(found.items(), key=lambda item: ratios({"": item[1]}, OURS, DALI)))
+
+
+def front_table(cells: dict[str, Machines]) -> str:
+    """The cells with every loader, on one machine or several, and what each of them costs."""
+    rows = []
+    for cell, machines in cells.items():
+        if not all(ratios(machines, OURS, other) for other in (PLAIN, DALI)):
+            continue
+        ours = [m[OURS] for m in machines.values() if OURS in m]
+        row = [cell, str(len(ours)), f"{statistics.median(f['rate'] for f in ours):,.0f}"]
+        row += [spread(ratios(machines, OURS, o)) or "-" for o in ("synthetic", PLAIN, DALI)]
+        both = [m for m in machines.values() if {OURS, DALI} <= m.keys()]
+        for figure, digits in (("cpu", 2), ("memory", 1)):
+            costs = [statistics.median(m[c][figure] for m in both) for c in (OURS, DALI)]
+            row.append(" / ".join(f"{cost:.{digits}f}" for cost in costs))
+        rows.append(row)
+    header = ["median / worst machine", "machines", "images/s", "of the ceiling"]
+    header += ["**times a DataLoader's**", "**times DALI's**"]
+    return markdown([*header, "CPU s per 1,000 images, DALI's", "GPU GiB in all, DALI's"], rows)
+
+
 def machines_table(cells: dict[str, Machines]) -> str:
     """Every column of every cell on every machine."""
     rows = []
@@ -251,11 +276,11 @@ def front_page(documents: list[Document]) -> str:
     """The block of README.md; "" where nothing has been measured yet."""
     if not (cells := train_cells(documents)):
         return ""
-    plot = "![Share of the ceiling that each loader reaches](docs/results.svg)"
+    plot = "![Images per second with each loader](docs/results.svg)"
     machines = [d["metadata"]["gpu"] or "no GPU" for d in of(documents, "train")]
     counted = ", ".join(f"{machines.count(gpu)} x {gpu}" for gpu in dict.fromkeys(machines))
     where = f"Machines: {counted}. [Every machine and command](benchmarks/README.md#results)."
-    return "\n\n".join([summary_table(cells), plot, where])
+    return "\n\n".join([plot, front_table(cells), where])
 
 
 def all_results(documents: list[Document]) -> str:
@@ -284,29 +309,33 @@ def replace_block(text: str, block: str, path: Path) -> str:
 
 
 def draw(cells: dict[str, Machines], path: Path) -> None:
-    """A bar for the median machine and a dot for each, of the ceiling."""
+    """Bars for each cell of which a machine ran all loaders: of the worst of these machines."""
     import matplotlib as mpl
 
     mpl.use("svg")
     mpl.rcParams.update({"svg.hashsalt": "gpuprefetch", "svg.fonttype": "none"})
     from matplotlib import pyplot as plt
 
-    colors = {OURS: "#2a6f4e", DALI: "#8aa39b", PLAIN: "#d3c4a4"}
-    shown = {c: m for c, m in cells.items() if ratios(m, OURS, "synthetic")}
-    figure, axis = plt.subplots(figsize=(8, 0.6 * len(shown) + 1), layout="constrained")
-    for number, (column, color) in enumerate(colors.items()):
-        label: str | None = name(column).replace("*", "")
-        for place, machines in enumerate(shown.values()):
-            if found := ratios(machines, column, "synthetic"):
-                at = place + 0.27 * number
-                axis.barh(at, statistics.median(found), 0.26, color=color, label=label)
-                axis.plot(found, [at] * len(found), ".", color="black", markersize=4)
-                label = None
-    axis.set_yticks([place + 0.27 for place in range(len(shown))], list(shown))
-    axis.axvline(1.0, color="0.7", linewidth=0.8, zorder=0)
-    axis.set(xlim=(0, 1.05), xlabel="of the ceiling")
+    colors = {PLAIN: "#d3c4a4", DALI: "#8aa39b", OURS: "#2a6f4e"}
+    shown = {cell: next(iter(found.items())) for cell, m in cells.items() if (found := whole(m))}
+    figure, axis = plt.subplots(figsize=(8, 0.75 * len(shown) + 1), layout="constrained")
+    for place, (_, columns) in enumerate(shown.values()):
+        for number, (column, color) in enumerate(colors.items()):
+            at, rate = place + 0.27 * number, columns[column]["rate"]
+            label = "" if place else name(column).replace("*", "")
+            axis.barh(at, rate, 0.26, color=color, label=label)
+            ink = "white" if column == OURS else "black"
+            axis.text(0, at, f" {rate:,.0f}", va="center", fontsize=8, color=ink)
+        if ceiling := columns.get("synthetic"):
+            ends = place - 0.16, place + 0.7
+            label = "" if place else "no loading at all"
+            axis.plot([ceiling["rate"]] * 2, ends, "--", color="black", linewidth=1, label=label)
+    names = [f"{cell}\n{Path(machine).stem}" for cell, (machine, _) in shown.items()]
+    axis.set_yticks([place + 0.27 for place in range(len(shown))], names)
+    axis.set(xlabel="images/s")
+    axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.invert_yaxis()
-    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
 
