@@ -467,6 +467,11 @@ def test_a_transform_without_such_a_form_is_refused(op, text):
         PerImage(op)
 
 
+@pytest.mark.parametrize("make", [lambda: v2.RandAugment(0), lambda: timms("rand-n0")])
+def test_a_policy_of_no_ops_leaves_images_as_they_are(make):
+    assert torch.equal(PerImage(make(), seed=0)(same(8)), same(8))
+
+
 @pytest.mark.parametrize("config", ["rand-m9", "v0", "augmix"])
 def test_timms_nearest_pixel_is_not_taken_for_bilinear(config):
     op = timms(config, interpolation=0)

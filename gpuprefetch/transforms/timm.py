@@ -88,7 +88,7 @@ def from_augment(op: Any) -> Slots | Mix:
     deviation = first.magnitude_std
     slots = table(
         [[*map(_step, policy)] for policy in policies],
-        op.depth if mixes else getattr(op, "num_layers", 1),
+        op.depth or -1 if mixes else getattr(op, "num_layers", 1),
         weights=getattr(op, "choice_weights", None),
         noise=(deviation, first.magnitude_max or 10.0) if deviation > 0 else None,
     )
