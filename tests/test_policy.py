@@ -53,12 +53,14 @@ def posterize(image, bits, **_):
 
 
 INVERT, SOLARIZE = v2.RandomInvert(1.0), v2.RandomSolarize(99, 1.0)
+MAYBE_INVERT = v2.RandomInvert(0.5)
 POLICIES = {
     "RandAugment": lambda: v2.RandAugment(),
     "RandAugment, fill": lambda: v2.RandAugment(3, 15, interpolation=BILINEAR, fill=[1, 99, 200]),
     "TrivialAugmentWide": lambda: v2.TrivialAugmentWide(),
     "AugMix": lambda: v2.AugMix(),
     "AugMix, few": lambda: v2.AugMix(7, 2, 2, all_ops=False),
+    "AugMix, between": lambda: v2.Compose([MAYBE_INVERT, v2.AugMix(5, 3, 1), MAYBE_INVERT]),
     "ColorJitter": lambda: v2.ColorJitter(0.4, 0.4, 0.4, 0.2),
     "RandomPhotometricDistort": lambda: v2.RandomPhotometricDistort(),
     "GaussianBlur": lambda: v2.GaussianBlur((3, 5), (0.1, 3.0)),
@@ -95,6 +97,17 @@ OPS_OF_TIMM = [*OPS_OF_TIMM.split(), "SolarizeAdd", "Desaturate", "PosterizeOrig
 OPS_OF_TIMM += [name + kind for name in COLORS_OF_TIMM for kind in ("", "Increasing")]
 # They make few pictures of one, each of which is to be as frequent as the original makes it.
 FEW = {
+    "ColorJitter, any order": lambda: v2.ColorJitter((2.5, 2.5), (0.3, 0.3), (0, 0), (0.2, 0.2)),
+    "RandomPhotometricDistort, always": lambda: v2.RandomPhotometricDistort(
+        (0.6, 0.6), (3, 3), (2, 2), (0.2, 0.2), p=1
+    ),
+    "places": lambda: v2.RandomChoice(
+        [
+            v2.RandomErasing(1, (0.3, 0.3), (2, 2), value=7),
+            v2.RandomErasing(1, (1, 1), (HIGH / SIDE, HIGH / SIDE)),  # none is smaller than that
+            v2.RandomAffine((20, 20), None, (0.8, 0.8), (15, 15, -5, -5), BILINEAR, 99, (2, 3)),
+        ]
+    ),
     "AutoAugment": lambda: v2.AutoAugment(),
     "AutoAugment, CIFAR10": lambda: v1.AutoAugment(v1.AutoAugmentPolicy.CIFAR10),
     "AutoAugment, SVHN": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.SVHN),
@@ -102,6 +115,7 @@ FEW = {
     "TrivialAugmentWide, 5": lambda: v2.TrivialAugmentWide(5, BILINEAR, [1, 99, 200]),
     "timm ops": lambda: timms("rand-n1-mmax20", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
     "timm v0": lambda: timms("v0", interpolation=BILINEAR_OF_PIL),
+    "timm weights": lambda: timms("rand-n1-m8-tweights", interpolation=BILINEAR_OF_PIL),
 }
 # Of some the distribution of another op, which must be seen.
 OTHERS = {
@@ -157,15 +171,15 @@ def surprise(ours, theirs, *, within=3):
     return max(float((squares - 1).sum() / (2 * len(a)) ** 0.5), float(squares.max() ** 0.5))
 
 
-def theirs(op, count=COUNT):
+def theirs(op, count=COUNT, image=PICTURE):
     """Draws of torchvision's or timm's own, one image at a time."""
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
     if type(op).__module__.startswith("timm."):
-        picture = v2.functional.to_pil_image(PICTURE)
+        picture = v2.functional.to_pil_image(image)
         return torch.stack([v2.functional.pil_to_tensor(op(picture)) for _ in range(count)])
-    return torch.stack([op(PICTURE) for _ in range(count)])
+    return torch.stack([op(image) for _ in range(count)])
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -186,6 +200,16 @@ def test_its_pictures_are_as_frequent_as_the_original_ones(name):
     assert surprise(PerImage(op, seed=0)(images), expected) < 5
     if name in OTHERS:  # guards the test itself
         assert surprise(PerImage(OTHERS[name](), seed=0)(images), expected) > 5
+
+
+def test_augmix_weighs_as_timm_does():
+    op = timms("augmix-w2-d1-mstd0", ["Invert", "Posterize"])
+    black, count = torch.zeros(3, 1, 1, dtype=torch.uint8), 3000
+    expected = theirs(op, count, black).float()
+    found = PerImage(op, seed=0)(same(count, black)).float()
+    assert (found.sort(0).values - expected.sort(0).values).abs().mean() < 5
+    op = timms("augmix-w1-d1-mstd0", ["Invert"])
+    assert PerImage([op, op], seed=0)(same(99, black)).max() > 140  # 127 where both draw alike
 
 
 def test_timm_draws_a_filter():
@@ -569,6 +593,15 @@ def test_workers_draw_what_the_loops_process_draws(ran_here, device):
     label = int(theirs[1][1][2])
     for prefetcher in (alone, ahead):
         assert torch.equal(prefetcher.replay(label)[0], theirs[1][0][2:3])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_and_epochs_have_draws_of_their_own(workers):
+    ops = [gpuprefetch.Resize((16, 16)), v2.RandomRotation(180)]
+    loader = DataLoader(pictures(1) * 8, 2, num_workers=workers)
+    prefetcher = DataPrefetcher(loader, transforms=ops, device="cpu", seed=3)
+    images = [image for _ in range(2) for batch, _ in prefetcher for image in batch]
+    assert len({image.numpy().tobytes() for image in images}) == 16
 
 
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
