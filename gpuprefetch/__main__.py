@@ -106,7 +106,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--count": {"type": int, "default": 256, "help": "images to compare (default: %(default)s)"},
     "--picture": {"type": Path, "help": "save the images that differ most to this file"},
     "--rounds": {"type": int, "default": 1000, "help": "batches per check (default: %(default)s)"},
-    "--device": {"help": "device, such as cuda:1 (default: the current one)"},
+    "--device": {"help": "device, such as cuda:1 (default: the current GPU, else the CPU)"},
     "--json": {"action": "store_true", "help": "print the report as JSON"},
 }
 FOLDER = ["data", "--size"]
@@ -133,7 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0 if all is well, 1 if not, 2 after wrong arguments or a bad file, 130 after Ctrl-C.
+        0 if all is well, 1 if not, 2 after wrong arguments, a bad file or too little GPU memory,
+        130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="python -m gpuprefetch", description=__doc__)
     found = ", ".join(f"{name} {number}" for name, number in versions().items())
@@ -151,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
         *_, last = (str(error).strip() or repr(error)).splitlines()  # after a worker's traceback
         print(f"{parser.prog}: {last}", file=sys.stderr)
         return 2

@@ -36,9 +36,9 @@ _running: weakref.WeakValueDictionary[int, Lookahead] = weakref.WeakValueDiction
 def _refuse_no_loader(loader: Any) -> None:
     if isinstance(loader, (Dataset, str, bytes, type)) or not hasattr(loader, "__iter__"):
         raise TypeError(
-            f"DataPrefetcher wraps a DataLoader, got {type(loader).__name__}, which belongs into "
-            "one: DataPrefetcher(DataLoader(dataset, batch_size=...)). For what gives batches "
-            "already, as WebDataset's WebLoader does, that takes batch_size=None."
+            f"DataPrefetcher wraps a DataLoader, got {type(loader).__name__}. Put it into "
+            "one: DataPrefetcher(DataLoader(dataset, batch_size=...)), with batch_size=None if it "
+            "gives batches already, as WebDataset's WebLoader does."
         )
     # Of other modules a class may begin anew in an __iter__ that returns itself.
     once = ("builtins", "itertools", "torch.utils.data.dataloader")
@@ -49,7 +49,7 @@ def _refuse_no_loader(loader: Any) -> None:
         )
     if hasattr(loader, "base_dataloader"):  # its end would come before ours, ahead of the loop
         raise TypeError(
-            "what accelerate has prepared counts the batches of the loop and is not wrapped: "
+            "a loader that accelerate has prepared counts the loop's batches and is not wrapped: "
             f"{INTO_PREPARED}."
         )
     if isinstance(loader, DataPrefetcher):

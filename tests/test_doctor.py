@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -158,12 +159,13 @@ def test_the_command_line_says_what_is_wrong_in_a_line(photo_folder, tmp_path, c
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("python -m gpuprefetch: ") and text in line
 
-    def interrupt(*args, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gpuprefetch, "selfcheck", interrupt)
-    assert main(["selfcheck"]) == 130
-    assert capsys.readouterr().err == "python -m gpuprefetch: interrupted\n"
+    for error, code, text in (
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (torch.OutOfMemoryError("CUDA out of memory."), 2, "CUDA out of memory."),
+    ):
+        monkeypatch.setattr(gpuprefetch, "selfcheck", Mock(side_effect=error))
+        assert main(["selfcheck"]) == code
+        assert capsys.readouterr().err == f"python -m gpuprefetch: {text}\n"
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert f"gpuprefetch {gpuprefetch.__version__} (torch 2." in capsys.readouterr().out

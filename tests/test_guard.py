@@ -512,7 +512,7 @@ def test_what_the_loop_tells_its_dataset_reaches_the_samples(folder, workers):
 def test_another_transform_afterwards_is_not_left_out(folder):
     moved = accelerate(DataLoader(ImageFolder(folder, v1.Compose(PIPELINE)), 6), **CPU)
     moved.dataset.transform = v1.Compose(PIPELINE[:2])
-    with pytest.raises(TypeError, match=r"dataset\.transform is another one since accelerate\(\)"):
+    with pytest.raises(TypeError, match=r"dataset\.transform has changed since accelerate\(\)"):
         list(moved)
 
 

@@ -66,7 +66,11 @@ TRANSFORMS = {
         [RandomResizedCrop(16), v2.RandomSolarize(128)],
         r"0 to 255, and images are in \[0, 1\] here\. .*: threshold=128 / 255\.",
     ),
-    "a class": ([RandomResizedCrop], r"Pass an instance, as in K\.RandomHorizontalFlip\(\)\.$"),
+    "a class": ([RandomResizedCrop], r"Pass an instance, as in K\.RandomHorizontalFlip\(\)"),
+    "lists for views": (
+        [[RandomResizedCrop(16)], [RandomResizedCrop(8)]],
+        r"several lists as Views\.$",
+    ),
 }
 
 

@@ -480,7 +480,7 @@ def test_the_interpreter_exits_with_an_epoch_under_way():
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"loader": Stream()}, TypeError, "that takes batch_size=None"),
+        ({"loader": Stream()}, TypeError, "with batch_size=None if"),
         ({"loader": DataLoader}, TypeError, "wraps a DataLoader"),
         ({"loader": (i for i in [1])}, TypeError, "generator gives its batches once"),
         ({"loader": zip([1], [2], strict=True)}, TypeError, "gives its batches once"),

@@ -163,7 +163,7 @@ def test_explain_has_the_steps_of_each_view():
         (
             lambda: DataPrefetcher([], transforms=[Views(CROP, CROP), v2.RandomInvert()]),
             TypeError,
-            "in place of the list",
+            "the place of the list",
         ),
     ],
 )

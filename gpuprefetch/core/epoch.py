@@ -309,8 +309,8 @@ class Epoch:
     def _leave_out(self, batch: Empty) -> None:
         if self._empty is None:
             warnings.warn(
-                f"on_error has left out all {batch.images} images of a batch, and the loop gets "
-                f"none for it, the last: {batch.last}",
+                f"on_error has left out all {batch.images} images of a batch, which the loop "
+                f"does not get, the last: {batch.last}",
                 stacklevel=3,
             )
         self._empty = batch

@@ -66,7 +66,7 @@ class Progress:
         if place["batches"] and not in_order(loader):
             raise ValueError(
                 f"the loop has had {place['batches']} batches, but with in_order=False it is not "
-                "known which: to resume would leave some out and repeat others. Give the "
+                "known which: resuming would leave some out and repeat others. Give the "
                 "DataLoader in_order=True, or save no state of it."
             )
         return place

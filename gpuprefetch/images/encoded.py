@@ -57,8 +57,8 @@ class EncodedImage(Encoded):
             struct.pack("q", self.index)
         except struct.error:
             raise (ValueError if isinstance(self.index, int) else TypeError)(
-                "EncodedImage(data, index, path) takes the number of the sample in its dataset for "
-                f"index, an int64, or -1 where there is none, got {self.index!r}."
+                "EncodedImage(data, index, path) takes an int64 as index, the number of the sample "
+                f"in its dataset, or -1 if it has none, got {self.index!r}."
             ) from None
         if isinstance(self.data, (torch.Tensor, np.ndarray)):
             array = np.asarray(self.data)

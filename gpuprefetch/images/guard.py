@@ -42,7 +42,7 @@ class Encoded:
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:  # else an array that holds us
         raise UndecodedError(
-            f"NumPy takes no {type(self).__name__}, which is not decoded and transformed yet. "
+            f"NumPy cannot take {type(self).__name__}: it is not decoded and transformed yet. "
             f"{_WHERE}"
         )
 
@@ -83,6 +83,6 @@ def _refuse(module: torch.nn.Module, args: Any) -> None:
     if kind is torch.nn.Sequential or (theirs and kind.__name__ in _PASS):
         return
     raise UndecodedError(
-        f"{kind.__name__} was called with an encoded image, which it would let pass as it is. "
-        f"{_WHERE} What is for boxes or masks alone gets them without the image."
+        f"{kind.__name__} was called with an encoded image, which it would return unchanged. "
+        f"{_WHERE} Call what is for boxes or masks alone without the image."
     )

@@ -81,9 +81,8 @@ class Notes:
         if there == here and (now != before or self.given < self.place["batches"]):
             raise ValueError(
                 "the loader does not begin with the batches that it gave before the interruption. "
-                "Build it as it was. What a sampler draws from torch's default generator or from "
-                "its own `generator` is drawn again, not what it draws from elsewhere, nor the "
-                "order of a loader that goes on with the iterator of an earlier epoch."
+                "Build it as it was. The order must come from torch's default generator or the "
+                "sampler's own `generator`, and not from an iterator of an earlier epoch."
             )
 
 

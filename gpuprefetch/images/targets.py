@@ -44,9 +44,9 @@ def refuse_unfollowed(*batches: Any) -> None:
     """Refuse to move the images of a batch away from boxes, masks and points beside them."""
     if followers(batches):
         raise ValueError(
-            "Boxes, masks and points follow the EncodedImage of their sample, where a DataLoader's "
-            "dataset returns both; these came otherwise. Return them so, or transform there. Where "
-            "they need not follow, return plain tensors: mask.as_subclass(torch.Tensor)."
+            "Boxes, masks and points follow the EncodedImage of their sample if a DataLoader's "
+            "dataset returns both; these came otherwise. Return both, or transform there. If they "
+            "need not follow, return plain tensors: mask.as_subclass(torch.Tensor)."
         )
 
 
@@ -84,7 +84,7 @@ def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]],
             raise ValueError(
                 f"{type(leaf).__name__} is for a picture of {canvas[0]} x {canvas[1]} (height x "
                 f"width), but {image.path or image.index!r} has {height} x {width}. Pictures are "
-                "turned by their EXIF orientation where apply_exif says so, and else are not."
+                "turned by their EXIF orientation with apply_exif=True only."
             )
         return sampled(leaf, rows[i], size)
 

@@ -81,8 +81,8 @@ def accelerate(
     count = _probe(view, encoded=not keep, needed=not keep or bool(plan.transforms))
     if keep and changes and count > 1:
         raise TypeError(
-            f"A sample holds {count} tensors of three dimensions, and after keep_unknown=True the "
-            "device can tell the image of one only. Replace what cannot move, or return one."
+            f"A sample holds {count} tensors of three dimensions, and with keep_unknown=True it is "
+            "not known which of them is the image. Replace what cannot move, or return one."
         )
     prefetcher = _Accelerated(loader, plan, prefetcher_options, view=view)
     apart = (not keep or count == 1) and loader.collate_fn is not default_collate
@@ -245,7 +245,7 @@ def _view(dataset: Any, instead: dict[str, Any]) -> Any:
 
     def read(name: str, view: Any) -> Any:
         if vars(view).get(name) is not seen[name]:
-            raise TypeError(f"dataset.{name} is another one since accelerate(). Call it again.")
+            raise TypeError(f"dataset.{name} has changed since accelerate(). Call it again.")
         return instead[name]
 
     def reduced(view: Any, protocol: Any) -> Any:
@@ -259,7 +259,7 @@ def _view(dataset: Any, instead: dict[str, Any]) -> Any:
         if isinstance(image_of(sample), torch.Tensor):
             raise TypeError(
                 f"{kind.__name__}.__getitem__({index}) gave an image that is transformed already, "
-                "as one that it has kept, and others as encoded files. Let it keep no images."
+                "such as a kept one, and others as encoded files. Let it keep no images."
             )
         return sample
 
@@ -277,8 +277,8 @@ def _refuse_under_way(loader: DataLoader[Any]) -> None:
     if under_way:
         raise TypeError(
             f"{type(loader).__name__} keeps an iterator over its own dataset (.{under_way[0]}), "
-            "which goes on giving that one's samples. Use a DataLoader, with "
-            "persistent_workers=True for workers that live on."
+            "which would go on giving that dataset's samples. Use a DataLoader, with "
+            "persistent_workers=True if the workers are to live on."
         )
 
 

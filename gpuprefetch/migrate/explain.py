@@ -52,7 +52,9 @@ def _explain(head: Head, tail: Sequence[Transform], decode: str = "") -> str:
     rows = [("decode", "uint8 (3, H, W), sizes differ", decode)]
     tail, levels = on_levels(head, tail, Cast(head.dtype, head.memory_format))
     head = replace(head, dtype=torch.uint8, memory_format=None) if levels else head
-    images = None if head.size is None else head.empty(2, "cpu").zero_()
+    images: Any = "images of different sizes"  # or why there are none to try a transform on
+    if head.size is not None:
+        images = head.empty(2, "cpu").zero_()
     if head.names:
         what = "in 0 to 255" if head.dtype == torch.uint8 else "in [0, 1]"
         what = "normalized" if head.mean else what
@@ -71,7 +73,7 @@ def _explain(head: Head, tail: Sequence[Transform], decode: str = "") -> str:
 
 def _form(images: Any) -> str:
     if not isinstance(images, torch.Tensor):
-        return "images of different sizes" if images is None else type(images).__name__
+        return images if isinstance(images, str) else type(images).__name__
     last = images.dim() == 4 and images.is_contiguous(memory_format=torch.channels_last)
     layout = "contiguous" if images.is_contiguous() else "channels_last" if last else "strided"
     shape = ", ".join(("N", *map(str, images.shape[1:])))
@@ -79,13 +81,13 @@ def _form(images: Any) -> str:
 
 
 def _try(transform: Transform, images: Any) -> tuple[Any, str]:
-    if images is None:
-        return None, _form(None)
+    if isinstance(images, str):
+        return images, images
     try:
         with own_modes(torch.device("cpu")), SeededDraws(0):
             result = transform(images)
     except Exception as error:  # the user's code: whatever it raises is the answer
-        return None, f"fails: {type(error).__name__}: {error}"
+        return "not tried", f"fails: {type(error).__name__}: {error}"
     return result, _form(result)
 
 

@@ -136,9 +136,13 @@ def _is_alone(op: Any) -> bool:
 
 
 def _opened(transform: Any) -> list[Any]:
-    """The ops of a Compose, but of one that draws sizes: the next op may make one of them again."""
+    """The ops of a Compose, but of one that draws sizes: the next op may make one of them again.
+
+    A list is none, and refused: of several views it would make one.
+    """
     ops = [*flatten(transform)]
-    return [transform] if any(map(_is_alone, ops)) else ops
+    alone = isinstance(transform, (list, tuple)) or any(map(_is_alone, ops))
+    return [transform] if alone else ops
 
 
 def _in_list(transform: Transform) -> Transform:
@@ -161,13 +165,13 @@ def _refuse_in_list(op: Any) -> None:
     name = type(op).__name__
     if name_of(op) in ("CutMix", "MixUp"):
         raise ValueError(
-            f"torchvision's {name} mixes the images of a batch, and its targets are not in the "
-            "transforms. Mix in the training step, or in a collate_fn with accelerate."
+            f"torchvision's {name} mixes the images of a batch, and transforms do not get the "
+            "targets. Mix in the training step, or in a collate_fn with accelerate."
         )
     if type(op) in (v1.ToTensor, v1.PILToTensor) or name_of(op) == "ToPILImage":
         raise ValueError(
             f"{name} is for PIL images, and in transforms images are tensors, in [0, 1] after a "
-            "crop or a resize. Leave it out. What is made of a whole pipeline for PIL images: "
+            "crop or a resize. Leave it out. For a whole pipeline for PIL images write "
             "transforms=gpuprefetch.convert_transforms(pipeline)."
         )
     if type(op).__module__.startswith("albumentations."):
@@ -365,9 +369,8 @@ def _check_on_batch(op: Any) -> None:
 
 def _refuse(op: Any, reason: str, advice: str = "Replace it") -> NoReturn:
     raise UnsupportedTransformError(
-        f"{type(op).__name__} cannot move to the device: {reason}. {advice}, or keep all up to it "
-        "and the crop in the workers, after a decode on the CPU, with accelerate(loader, "
-        "keep_unknown=True)."
+        f"{type(op).__name__} cannot move to the device: {reason}. {advice}, or let the workers "
+        "decode, and run all up to it and the crop: accelerate(loader, keep_unknown=True)."
     )
 
 

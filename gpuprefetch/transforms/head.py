@@ -299,15 +299,15 @@ def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[
     tail = [*(transforms or ())]
     if any(isinstance(transform, Views) for transform in tail):
         raise TypeError(
-            "Views stands in place of the list, and what all views have in common stands in each "
-            "of its lists: transforms=Views([crop, normalize], [crop, normalize])."
+            "Views takes the place of the list. Repeat in each of its lists what all views have in "
+            "common: transforms=Views([crop, normalize], [crop, normalize])."
         )
     K: Any = sys.modules.get("kornia.augmentation")  # nobody has any before it is imported
     for transform in tail:
         if not callable(transform) or isinstance(transform, type):
             raise TypeError(
                 f"transforms takes a list of modules and callables, got {transform!r} in it. "
-                "Pass an instance, as in K.RandomHorizontalFlip()."
+                "Pass an instance, as in K.RandomHorizontalFlip(), and several lists as Views."
             )
         for op in transform.modules() if K and isinstance(transform, torch.nn.Module) else ():
             if isinstance(op, K.MixAugmentationBaseV2) and not isinstance(op, K.RandomJigsaw):

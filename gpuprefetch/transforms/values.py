@@ -65,7 +65,7 @@ class Values:
             if normalized and not undoes:
                 raise ValueError(
                     "transforms normalize twice, and the second Normalize gets values that are not "
-                    f"in [0, 1] any more. Leave one of them out, as that with mean {mean}."
+                    f"in [0, 1] any more. Leave one of them out, such as that with mean {mean}."
                 )
             normalized = not undoes
 
@@ -164,5 +164,5 @@ def _range(images: torch.Tensor) -> tuple[float, float]:
 
 def _warn(text: str, name: str) -> None:
     warnings.warn(
-        f"{text}. If that is meant, call the {name} from a function in the list.", stacklevel=2
+        f"{text}. If you mean that, call the {name} from a function in the list.", stacklevel=2
     )

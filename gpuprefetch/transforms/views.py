@@ -7,7 +7,7 @@ from typing import Any
 class Views:
     """Several views of each image, as contrastive and self-distilling training takes them.
 
-    An image is read, copied and decoded once. It is given in place of a list of transforms::
+    An image is read, copied and decoded once. Give it in place of a list of transforms::
 
         crop = [RandomResizedCrop(224), K.RandomHorizontalFlip(), jitter, normalize]
         loader = DataPrefetcher(loader, transforms=Views(crop, crop))
