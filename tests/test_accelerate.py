@@ -478,6 +478,44 @@ def test_pipelines_that_stay_in_the_workers_as_a_whole(folder, name, collate_fn)
         assert all(map(torch.equal, flat(want), flat(got)))
 
 
+@pytest.mark.parametrize("first", [[], [v1.Lambda(lambda picture: picture.rotate(180))]])
+@pytest.mark.parametrize("last", [[], [v1.RandomHorizontalFlip(1.0)]])
+def test_pil_images_from_the_workers_are_for_the_collate_function(folder, first, last):
+    def arrays(samples):  # (H, W, 3), as PIL and NumPy have it
+        return np.stack([np.asarray(picture) for picture, _ in samples])
+
+    loader = loader_of(folder, [*first, v1.CenterCrop((32, 40)), *last], collate_fn=arrays)
+    for want, got in zip(loader, accelerate(loader, keep_unknown=True, **CPU), strict=True):
+        assert np.array_equal(want, got)
+
+
+def test_images_of_different_sizes_from_the_workers_are_for_the_collate_function(folder):
+    loader = loader_of(folder, [v1.Resize(30), v1.ToTensor()], collate_fn=list)
+    for want, got in zip(loader, accelerate(loader, keep_unknown=True, **CPU), strict=True):
+        assert all(map(torch.equal, *([image for image, _ in batch] for batch in (want, got))))
+
+
+def test_what_follows_in_a_pipeline_of_pil_images_is_for_them(folder):
+    ops = [v1.Lambda(lambda picture: picture.rotate(180)), v1.CenterCrop((45, 49))]
+    ops += [v1.Resize((19, 21), NEAREST), v1.PILToTensor()]
+    loader = loader_of(folder, ops)
+    moved = accelerate(loader, keep_unknown=True, **CPU)
+    assert_same_batches(loader, moved, atol=0)
+
+
+def test_pictures_of_16_bits_stay_in_the_workers(tmp_path):
+    (tmp_path / "a").mkdir()
+    for i in range(4):
+        Image.fromarray(draw(40, 50, 1, seed=i).astype(np.uint16) * 257).save(
+            tmp_path / f"a/{i}.png"
+        )
+    ops = v1.Compose([v1.CenterCrop((32, 32)), v1.RandomHorizontalFlip(1.0), v1.ToTensor()])
+    loader = DataLoader(ImageFolder(tmp_path, ops, loader=Image.open), 2)
+    moved = accelerate(loader, keep_unknown=True, **CPU)
+    for (want, _), (got, _) in zip(loader, moved, strict=True):  # integers, which are not scaled
+        assert want.dtype == got.dtype and torch.equal(want, got)
+
+
 def test_what_is_no_tensor_in_between_stays_in_the_workers(folder):
     ops = [v1.CenterCrop(40), v1.Lambda(flipped_array), v1.ToTensor()]
     loader = loader_of(folder, [*ops, v1.Normalize(MEAN, STD)])
@@ -545,13 +583,15 @@ class Opener(ImageFolder):
 
 
 class Keeper(ImageFolder):
-    kept = None  # the samples that were asked for, transformed
+    """It keeps samples, transformed, for as long as it has room."""
+
+    room = 99
 
     def __getitem__(self, index):
-        self.kept = self.kept or {}
-        if index not in self.kept:
-            self.kept[index] = super().__getitem__(index)
-        return self.kept[index]
+        kept = vars(self).setdefault("kept", {})
+        if index in kept or len(kept) == self.room:
+            return kept.get(index) or super().__getitem__(index)
+        return kept.setdefault(index, super().__getitem__(index))
 
 
 VAL = [v1.Resize(48), v1.CenterCrop(40), v1.ToTensor(), v1.Normalize(MEAN, STD)]
@@ -582,6 +622,20 @@ def test_subclasses_subsets_and_concatenations(folder):
         same_batches(loader, moved)
 
 
+@pytest.mark.parametrize(
+    "repeated",
+    [
+        lambda data: Subset(data, [*range(18)] * 2),
+        lambda data: ConcatDataset([data, data]),
+        lambda data: ConcatDataset([data, Subset(data, range(18))]),
+    ],
+)
+def test_a_dataset_that_repeats_samples_gives_each_another_crop(folder, repeated):
+    data = ImageFolder(folder, v1.Compose([v1.RandomResizedCrop(16), v1.ToTensor()]))
+    (first, _), (second, _) = accelerate(DataLoader(repeated(data), 18), **CPU)
+    assert not any(map(torch.equal, first, second))
+
+
 def test_the_loader_keeps_its_options_and_is_left_alone(folder):
     dataset = ImageFolder(folder, v1.Compose(VAL))
     options = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}
@@ -602,18 +656,57 @@ def test_what_crosses_to_a_spawned_worker_can_be_pickled(folder):
 
 
 def test_images_that_a_dataset_keeps_are_not_transformed_again(folder):
-    dataset = Keeper(folder, v1.Compose(VAL))
-    dataset[1]
-    loader = accelerate(DataLoader(dataset), **CPU)
-    with pytest.raises(
-        TypeError, match=r"Keeper.__getitem__\(1\) gave an image that is transformed"
-    ):
-        list(loader)
+    for move in (accelerate, parity):
+        dataset = Keeper(folder, v1.Compose(VAL))
+        with pytest.raises(TypeError, match="Keeper keeps the images that it reads"):
+            move(DataLoader(dataset), device="cpu")
+        assert isinstance(dataset[0][0], torch.Tensor)  # and not what the try has read
+    for ops in (VAL, [lambda picture: picture, *VAL]):
+        dataset = Keeper(folder, v1.Compose(ops))
+        dataset.room = 1
+        dataset[1]
+        loader = accelerate(DataLoader(dataset), keep_unknown=True, **CPU)
+        with pytest.raises(TypeError, match=r"__getitem__\(1\) gave an image that is transformed"):
+            list(loader)
+
+
+class Boxed(ImageFolder):
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        size = {"format": "XYXY", "canvas_size": (40, 40)}
+        return image, tv_tensors.BoundingBoxes([[3.0, 4, 20, 21]], **size), target
+
+
+def test_boxes_that_the_transform_leaves_are_not_moved(folder):
+    loader = DataLoader(Boxed(folder, v1.Compose(VAL)))
+    with pytest.raises(TypeError, match=r"Boxed.*gives boxes, masks or points"):
+        accelerate(loader, **CPU)
+
+
+class Drawing(ImageFolder):
+    """It transforms with draws of three generators."""
+
+    def __getitem__(self, index):
+        draws = torch.rand(()).item(), random.random(), np.random.rand()
+        return *super().__getitem__(index), draws
+
+
+@pytest.mark.parametrize("first", [[], [lambda picture: picture.rotate(random.random())]])
+def test_a_try_takes_no_random_numbers(folder, first):
+    def states():
+        torchs, numpys = torch.get_rng_state().tolist(), np.random.get_state()
+        return torchs, random.getstate(), numpys[1].tolist(), numpys[2:]
+
+    before = states()
+    loader = DataLoader(Drawing(folder, v1.Compose([*first, *VAL])))
+    accelerate(loader, keep_unknown=True, **CPU)
+    assert states() == before
 
 
 def test_datasets_that_do_not_read_through_their_loader_are_refused(folder):
-    with pytest.raises(TypeError, match=r"Opener.*must read through self\.loader"):
-        accelerate(DataLoader(Opener(folder, v1.Compose(VAL))), **CPU)
+    for move in (accelerate, parity):
+        with pytest.raises(TypeError, match=r"Opener.*must read through self\.loader"):
+            move(DataLoader(Opener(folder, v1.Compose(VAL))), device="cpu")
     with pytest.raises(UnsupportedTransformError, match="of its own"):
         accelerate(DataLoader(ImageFolder(folder, v1.Compose(VAL), loader=Image.open)), **CPU)
     with pytest.raises(TypeError, match="Give it a batch_size"):
@@ -708,6 +801,8 @@ def test_dtype_waits_for_the_ops_behind_the_launch(folder):
 
 
 def test_own_transforms_run_behind_the_converted_ones(folder):
+    with pytest.raises(TypeError, match="Views takes the place of the list"):
+        accelerate(loader_of(folder, VAL), transforms=gpuprefetch.Views([views], [views]), **CPU)
     loader = loader_of(folder, VAL[:3])
     for own in ([lambda images: images * 0 + 3], lambda images: images * 0 + 3):
         moved = accelerate(loader, transforms=own, **CPU)

@@ -118,6 +118,13 @@ def test_computing_is_not_reading(wrap, workers):
     assert json.loads(json.dumps(report.as_dict()))["found"]["bound"] == "CPU decode"
 
 
+def test_the_ceiling_is_of_a_full_batch():
+    batches = [[0, 1, 2, 3], *[[4]] * 20]  # the last one of an epoch is a small one
+    loader = DataLoader(Slow(0.001), batch_sampler=batches)
+    report = doctor(loader, lambda batch: None, device="cpu", seconds=0.2, tune=False)
+    assert "batches of 4" in report.where
+
+
 @pytest.mark.parametrize(
     ("loader", "step", "options", "error"),
     [

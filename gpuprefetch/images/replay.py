@@ -96,10 +96,14 @@ def _listed(batch: Any) -> Sequence[Any]:
     return [batch]  # whatever the dataset takes
 
 
+_TORCHS = (Subset.__getitem__, ConcatDataset.__getitem__)
+
+
 def _origin(dataset: Any, key: Any) -> tuple[Any, Any]:
     """The dataset that a sample is of, and its key there, through torch's views of datasets."""
-    while type(dataset) in (Subset, ConcatDataset):
-        if type(dataset) is Subset:
+    # accelerate's views of them are of classes derived from them.
+    while (get := getattr(type(dataset), "__getitem__", None)) in _TORCHS:
+        if get is Subset.__getitem__:
             dataset, key = dataset.dataset, operator.index(dataset.indices[key])
         else:
             key += len(dataset) if key < 0 else 0
@@ -107,6 +111,11 @@ def _origin(dataset: Any, key: Any) -> tuple[Any, Any]:
             key -= dataset.cumulative_sizes[number - 1] if number else 0
             dataset = dataset.datasets[number]
     return dataset, key
+
+
+def _owner(dataset: Any) -> int:
+    """The identity of a dataset's state, which accelerate's views of it share."""
+    return id(getattr(dataset, "__dict__", dataset))
 
 
 class Repeats:
@@ -125,12 +134,13 @@ class Repeats:
         dataset = self._dataset
         try:
             dataset, key = _origin(dataset, key)
-            if id(dataset) not in self._counts:
-                self._counts[id(dataset)] = _zeros(dataset)
-            counts, place = self._counts[id(dataset)], key
+            owner = _owner(dataset)
+            if owner not in self._counts:
+                self._counts[owner] = _zeros(dataset)
+            counts, place = self._counts[owner], key
             before = int(counts[key])
         except (IndexError, TypeError):
-            counts, place = self._others, (id(dataset), key)
+            counts, place = self._others, (_owner(dataset), key)
             try:
                 before = counts[place]
             except TypeError:  # a key that has no hash is not counted

@@ -208,7 +208,7 @@ class Run:
     seconds: float  # of a step
     wait: float = 0.0  # of these, in next(loader)
     reading: float = 0.0
-    batch: Any = None  # the last one
+    batch: Any = None  # a full one
 
 
 def bound_of(
@@ -304,17 +304,20 @@ class _Clinic:
     def _take(
         self, batches: Iterator[Any], step: Step | None, enough: Callable[[int, float], bool]
     ) -> tuple[int, float, int, float, Any]:
-        """Steps, seconds, images and seconds of waiting until there is enough; the last batch."""
+        """Steps, seconds, images and seconds of waiting until there is enough; a full batch."""
         steps, images, wait, batch = 0, 0, 0.0, None
         queued, started = deque[torch.cuda.Event](), time.perf_counter()
         while not enough(steps, time.perf_counter() - started):
             throttle(queued, self.device)
             asked = time.perf_counter()
-            batch = next(batches)
+            latest = next(batches)
             wait += time.perf_counter() - asked
-            images += count_images(batch) or 1
+            count = count_images(latest)
+            images += count or 1
             if step is not None:
-                step(to_device(batch, self.device))
+                step(to_device(latest, self.device))
+            # An epoch's last batch may be a small one.
+            batch = latest if count >= count_images(batch) else batch
             steps += 1
         self._synchronize()
         return steps, time.perf_counter() - started, images, wait, batch

@@ -7,12 +7,14 @@ transforms go to the prefetcher.
 
 import contextlib
 import copy
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -22,7 +24,14 @@ from gpuprefetch.core.source import changed
 from gpuprefetch.images.apart import image_of, is_image
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import EncodedImageFolder, read_file
-from gpuprefetch.images.guard import Encoded, UndecodedError, begin_reading, end_reading
+from gpuprefetch.images.guard import (
+    Encoded,
+    UndecodedError,
+    begin_reading,
+    end_reading,
+    is_marked,
+)
+from gpuprefetch.images.targets import followers
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.convert import Plan, Step, convert, fixes_size, title
 from gpuprefetch.transforms.head import read_transforms
@@ -54,7 +63,7 @@ def accelerate(
         A prefetcher that gives the loader's batches, in its order and with its samples and
         targets, the images transformed on the device with draws of their own. Its ``dataset`` is
         the loader's own, whose samples are decoded. A ``collate_fn`` of the user's (MixUp, CutMix)
-        runs on the device, on the transformed images.
+        runs on the device, on the transformed images, unless all transforms stay in the workers.
 
     Raises:
         TypeError: for a loader or dataset that is none of these.
@@ -76,17 +85,19 @@ def accelerate(
     _refuse_under_way(loader)
     asked = ("transforms", "dtype", "memory_format")
     changes = bool(plan.transforms) or any(prefetcher_options.get(name) for name in asked)
-    part = _worker_part(pipeline[:keep], [_keep] if changes else []) if keep else None
+    tensors = changes or keep < len(pipeline)  # else PIL images may be for the collate function
+    part = _worker_part(pipeline[:keep], tensors=tensors, marked=changes) if keep else None
     view = view_of(loader.dataset, part)
-    count = _probe(view, encoded=not keep, needed=not keep or bool(plan.transforms))
+    needed = not keep or bool(plan.transforms)
+    count = check_sample(view, folders, encoded=not keep, needed=needed)
     if keep and changes and count > 1:
         raise TypeError(
             f"A sample holds {count} tensors of three dimensions, and with keep_unknown=True it is "
             "not known which of them is the image. Replace what cannot move, or return one."
         )
     prefetcher = _Accelerated(loader, plan, prefetcher_options, view=view)
-    apart = (not keep or count == 1) and loader.collate_fn is not default_collate
-    prefetcher._pipeline.packer.late.fill_(apart)
+    apart = not keep or (changes and count == 1)
+    prefetcher._pipeline.packer.late.fill_(apart and loader.collate_fn is not default_collate)
     if print_plan:
         print(prefetcher.describe(decodes_on_workers=keep > 0))
     return prefetcher
@@ -100,7 +111,7 @@ class _Accelerated(DataPrefetcher):
     ) -> None:
         self.plan, self._dataset = plan, loader.dataset
         own = options.pop("transforms", None) or ()
-        self._own = [own] if callable(own) else [*own]
+        self._own = [*own] if isinstance(own, Sequence) else [own]
         transforms = [*plan.transforms, *self._own]
         if read_transforms(transforms)[1]:
             # Between the launch and the ops after it values must not be rounded to bfloat16.
@@ -153,11 +164,12 @@ def _unchanged(image: Any) -> Any:  # a module would refuse what is not decoded
     return image
 
 
-def _worker_part(ops: list[Any], last: Sequence[Any] = ()) -> Any:
+def _worker_part(ops: list[Any], *, tensors: bool, marked: bool) -> Any:
     """The ops that stay in the workers, after a decode; gives uint8 or float tensors."""
     from torchvision.transforms import v2
 
-    return v2.Compose([*ops, v2.PILToTensor(), *last])  # which lets tensors pass
+    last = [v2.PILToTensor()] if tensors else []  # which lets tensors pass
+    return v2.Compose([*ops, *last, *([_keep] if marked else [])])
 
 
 class EncodedReader:
@@ -242,6 +254,7 @@ def view_of(dataset: Any, transform: Any) -> Any:
 def _view(dataset: Any, instead: dict[str, Any]) -> Any:
     """A second face of a dataset, which shares all of its state but has ``instead`` for some."""
     kind, seen = type(dataset), {name: vars(dataset).get(name) for name in instead}
+    part = instead.get("transform")
 
     def read(name: str, view: Any) -> Any:
         if vars(view).get(name) is not seen[name]:
@@ -257,14 +270,14 @@ def _view(dataset: Any, instead: dict[str, Any]) -> Any:
     def get(view: Any, index: Any) -> Any:
         sample = kind.__getitem__(view, index)
         if isinstance(image_of(sample), torch.Tensor):
-            raise TypeError(
+            raise UndecodedError(
                 f"{kind.__name__}.__getitem__({index}) gave an image that is transformed already, "
-                "such as a kept one, and others as encoded files. Let it keep no images."
+                "such as a kept one. Let it keep no images."
             )
         return sample
 
     faces: dict[str, Any] = {name: property(partial(read, name)) for name in instead}
-    if {"loader", "reader"} & instead.keys():
+    if {"loader", "reader"} & instead.keys() or _keep in getattr(part, "transforms", ()):
         faces["__getitem__"] = get
     face = type(kind.__name__, (kind,), {**faces, "__reduce_ex__": reduced})
     view: Any = object.__new__(face)
@@ -327,23 +340,43 @@ def picture_of(folder: Any) -> Any:
 
 def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
     """The shortest start of a pipeline that must stay in the workers, and the plan of the rest."""
+    from torchvision.transforms import v2
+
     sample = picture_of(folder)
     keep = next((i + 1 for i, op in enumerate(pipeline) if fixes_size(op)), len(pipeline))
     while True:
-        with SeededDraws(0):  # a try must not take from the user's own random numbers
-            made = _worker_part(pipeline[:keep])(sample)
+        with _own_draws():
+            given = v2.Compose(pipeline[:keep])(sample)
+        made = v2.PILToTensor()(given)
         kept = [Step(op, None, "worker CPU", "unchanged") for op in pipeline[:keep]]
         if keep == len(pipeline):  # whatever it gives
             return Plan(kept, []), keep
-        if is_image(made):
+        if is_image(made) and (made.dtype == torch.uint8 or made.is_floating_point()):
             with contextlib.suppress(UnsupportedTransformError):
-                plan = convert(pipeline[keep:], batched=made)
+                plan = convert(pipeline[keep:], batched=made, pictures=given is not made)
                 return Plan([*kept, *plan.steps], plan.transforms), keep
         keep += 1
 
 
-def _probe(dataset: Any, *, encoded: bool, needed: bool) -> int:
-    """How many images the first sample has; 1 of an empty dataset.
+@contextlib.contextmanager
+def _own_draws() -> Iterator[None]:
+    """A try must not take from the user's own random numbers."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with SeededDraws(0):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """A state with lists and dicts of its own."""
+    return {n: copy.copy(v) if isinstance(v, (dict, list)) else v for n, v in state.items()}
+
+
+def check_sample(dataset: Any, folders: list[Any], *, encoded: bool, needed: bool) -> int:
+    """How many images the first sample of a view has, of ``folders``; 1 of an empty one.
 
     One is ``needed`` where the device has something to do, and an ``encoded`` one for all of it.
     """
@@ -354,9 +387,10 @@ def _probe(dataset: Any, *, encoded: bool, needed: bool) -> int:
         "Return EncodedImage(data, index, path) from it instead, and wrap its loader in "
         "DataPrefetcher(loader, transforms=convert_transforms(pipeline))."
     )
+    held = [(vars(folder), _copied(vars(folder))) for folder in folders]
     try:
-        with SeededDraws(0):
-            sample = dataset[0]
+        with _own_draws():
+            sample, again = dataset[0], dataset[0]
     except UndecodedError:
         raise  # which says more
     except (AttributeError, TypeError) as error:
@@ -366,4 +400,18 @@ def _probe(dataset: Any, *, encoded: bool, needed: bool) -> int:
     image = image_of(sample)
     if needed and (image is None or (encoded and not isinstance(image, EncodedImage))):
         raise TypeError(f"{type(dataset).__name__}.__getitem__ gave no encoded file: {hint}")
+    if is_marked(image) and image_of(again) is image:
+        for state, before in held:  # the dataset gives it back
+            state.clear()
+            state.update(before)
+        raise TypeError(
+            f"{type(dataset).__name__} keeps the images that it reads. Here these are not decoded "
+            "or transformed, and its own samples would not be either. Let it keep no images."
+        )
+    if encoded and followers(sample):
+        raise TypeError(
+            f"{type(dataset).__name__}.__getitem__ gives boxes, masks or points. Its transform "
+            "leaves them where they are, but a prefetcher moves them with their image. Return "
+            "plain tensors: mask.as_subclass(torch.Tensor)."
+        )
     return len(select(sample, is_image))

@@ -12,7 +12,13 @@ from torch.utils.data import DataLoader
 
 from gpuprefetch.core.report import Printed, columns, progress
 from gpuprefetch.images.apart import image_of
-from gpuprefetch.migrate.accelerate import check_loaders, folders_of, pipeline_of, view_of
+from gpuprefetch.migrate.accelerate import (
+    check_loaders,
+    check_sample,
+    folders_of,
+    pipeline_of,
+    view_of,
+)
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.convert import CONVERSIONS, Plan, convert
 from gpuprefetch.transforms.head import Head, read_transforms
@@ -132,6 +138,7 @@ def parity(
     plan = convert(pipeline_of(folders), pictures=True)
     check_loaders(folders)
     view = view_of(loader.dataset, None)
+    check_sample(view, folders, encoded=True, needed=True)
     indices = np.linspace(0, len(view) - 1, min(n, len(view))).round().astype(int)
     found, worst = list[list[tuple[float, ...]]](), list[_Pair]()
     with progress("parity", len(indices)) as bar:

@@ -110,11 +110,12 @@ def convert(pipeline: Any, *, batched: torch.Tensor | None = None, pictures: boo
     """As :func:`convert_transforms`, with what became of each op.
 
     ``batched`` is one of the images, if they come as ``(N, C, H, W)`` and not as encoded files.
-    ``pictures`` says that the pipeline gets PIL images for sure, and not perhaps tensors.
+    ``pictures`` says that the pipeline gets PIL images for sure, and not perhaps tensors; its batch
+    is made of them.
     """
     converter = _Converter(pictures=pictures)
     if batched is not None:
-        converter.is_tensor = converter.sized = True
+        converter.is_tensor, converter.sized = not pictures, True
         converter.kind, converter.dtype = type(batched), batched.dtype
         converter.holds_float = converter.is_float
     for op in flatten(pipeline):
