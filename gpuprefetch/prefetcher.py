@@ -171,33 +171,32 @@ class DataPrefetcher:
     def _begin(self) -> Epoch:
         progress = self._progress
         epoch, resumed = progress.begin()
-        loader, stage = self._prepared(epoch)
-        notes = self._note(loader, epoch)
-        notes.place = resumed or notes.place  # what is left out is noted as well
-        load_decoders()
         source = None
         try:
+            loader, stage = self._prepared(epoch)
+            notes = self._note(loader, epoch)
+            load_decoders()
             with garbage_stays_here():
                 source = Source(loader, resumed)
             notes.place = source.place
             if noted(loader) is not None:
                 notes.refuse_another_order()
+            self._balancer.begin()
+            lookahead = Lookahead(
+                replace(stage, balancer=self._balancer, shares=notes.shares),
+                source,
+                epoch=epoch,
+                depth=self._depth,
+                # Without workers the dataset runs in this process, and draws its random numbers in
+                # the caller's thread as without us. On the CPU there is nothing to run ahead of.
+                threaded=self.device.type == "cuda" and getattr(loader, "num_workers", 0) > 0,
+                check=self._first_batch,
+            )
         except BaseException:
             if source is not None:
                 source.close()
             progress.failed()
             raise
-        self._balancer.begin()
-        lookahead = Lookahead(
-            replace(stage, balancer=self._balancer, shares=notes.shares),
-            source,
-            epoch=epoch,
-            depth=self._depth,
-            # Without workers the dataset runs in this process, and draws its random numbers in the
-            # caller's thread as without us. On the CPU there is nothing to run ahead of.
-            threaded=self.device.type == "cuda" and getattr(loader, "num_workers", 0) > 0,
-            check=self._first_batch,
-        )
         iterator = Epoch(lookahead)
         progress.began(source.place, lookahead.use)
         _running[id(loader)] = lookahead
@@ -312,6 +311,7 @@ class DataPrefetcher:
                 "Build it as it was."
             )
         self._manual = None
+        self._pipeline = self._with_epoch(state["epoch"])  # not of an epoch that runs
         packer = self._pipeline.packer
         packer.seed = state["seed"]
         packer.late.fill_(state.get("late", packer.late))

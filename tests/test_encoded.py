@@ -804,6 +804,8 @@ def test_bad_files_are_skipped_or_replaced(photo_folder, device, on_error, share
         assert torch.equal(image, good[target])  # every target has its own picture, no neighbour's
     assert [b.index for b in prefetcher.bad_images] == [2, 6, 13]
     assert all(b.reason and b.path for b in prefetcher.bad_images)
+    if device.type == "cpu":
+        assert (prefetcher.stats.cpu_images, prefetcher.stats.gpu_images) == (21, 0)
 
 
 def test_a_rotten_dataset_is_an_error(photo_folder):

@@ -177,6 +177,21 @@ def test_a_shorter_epoch_than_the_interrupted_one_is_an_error(run, train, monkey
         run(*arguments, "--limit-batches", "2", "--resume")
 
 
+@pytest.mark.parametrize("change", ["classes", "no checkpoint"])
+def test_a_checkpoint_of_another_model_is_an_error(run, folder, tmp_path, change):
+    _, checkpoint = run("--epochs", "1")
+    data = folder
+    if change == "classes":
+        data = shutil.copytree(folder, tmp_path / "other")
+        for split in ("train", "val"):
+            shutil.rmtree(data / split / "plain_cross")
+    else:
+        torch.save(checkpoint["model"], "checkpoint.pt")
+    with pytest.raises(ValueError, match=r"^checkpoint.pt is none of .*\.$") as error:
+        run("--epochs", "2", "--resume", data=data)
+    assert error.value.__suppress_context__  # torch's list of all weights
+
+
 def test_train_and_val_with_other_classes_are_an_error(run, folder, tmp_path):
     other = shutil.copytree(folder, tmp_path / "other")
     shutil.rmtree(other / "val" / "plain_cross")

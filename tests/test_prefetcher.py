@@ -495,6 +495,7 @@ def test_the_interpreter_exits_with_an_epoch_under_way():
         ({"on_error": "ignore"}, ValueError, "on_error"),
         ({"max_bad": "3"}, ValueError, "max_bad is a number"),
         ({"max_bad": -1}, ValueError, "max_bad is a number"),
+        ({"max_bad": 3}, ValueError, 'max_bad is for on_error="skip"'),
         ({"dtype": "float16"}, ValueError, "dtype must be torch.uint8 or a floating-point one"),
         ({"dtype": torch.float8_e4m3fn}, ValueError, "floating-point one of 16 bits or more"),
         ({"memory_format": torch.preserve_format}, ValueError, "memory_format is .* got"),

@@ -305,6 +305,59 @@ def test_a_state_after_an_iterator_that_was_dropped_unused():
         assert listed(second) == expected
 
 
+@pytest.mark.parametrize("place", ["before its loader", "in its loader"])
+def test_an_epoch_that_is_interrupted_as_it_begins_is_begun_again(place):
+    class Interrupted(RandomSampler):
+        @property
+        def rank(self):
+            interrupt("before its loader")
+
+        def __iter__(self):
+            interrupt("in its loader")
+            return super().__iter__()
+
+    def interrupt(here):
+        if here in places:
+            places.remove(here)
+            raise KeyboardInterrupt
+
+    places = []
+    prefetcher = DataPrefetcher(numbers(sampler=Interrupted), device="cpu")
+    iterator = iter(prefetcher)
+    next(iterator)
+    prefetcher.load_state_dict(prefetcher.state_dict())
+    places.append(place)
+    with pytest.raises(KeyboardInterrupt):
+        iter(prefetcher)
+    state, rest = prefetcher.state_dict(), [*map(values, iterator)]
+    assert [*map(values, prefetcher)] == rest
+    prefetcher.load_state_dict(state)
+    assert [*map(values, prefetcher)] == rest
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loop_goes_on_beside_a_state_that_is_loaded(photo_folder, persistent):
+    def make(seed):
+        options = {"num_workers": 1, "persistent_workers": persistent}
+        loader = DataLoader(EncodedImageFolder(photo_folder), batch_size=4, **options)
+        transforms = [
+            RandomResizedCrop(8),
+            lambda images: images + torch.rand(len(images), 1, 1, 1),
+        ]
+        return DataPrefetcher(loader, device="cpu", transforms=transforms, seed=seed)
+
+    other = make(seed=2)
+    other.set_epoch(5)
+    state = other.state_dict()
+    expected, prefetcher = torch.cat([images for images, _ in make(seed=1)]), make(seed=1)
+    iterator = iter(prefetcher)
+    got = [next(iterator)[0]]
+    prefetcher.load_state_dict(state)
+    loaded = torch.cat([images for images, _ in prefetcher])
+    assert torch.equal(loaded, torch.cat([images for images, _ in other]))
+    assert torch.equal(torch.cat(got + [images for images, _ in iterator]), expected)
+
+
 def test_the_state_of_a_copy_is_its_own():
     prefetcher = cpu(numbers())
     iterator = iter(prefetcher)

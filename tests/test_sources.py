@@ -1,5 +1,6 @@
 """Every recipe of examples/sources runs, and hands out each sample once."""
 
+import copy
 import gc
 import importlib.util
 import io
@@ -140,6 +141,17 @@ def test_fsspec_reads_what_a_url_names(scheme, monkeypatch, tmp_path):
     with pytest.raises(FileNotFoundError, match="has no images"):
         recipe.RemoteImages(f"{url}/none")
     fsspec.filesystem("memory").store.clear()
+
+
+def test_lmdb_is_read_in_workers_where_it_was_read_here(monkeypatch, tmp_path):
+    """As after replay(), or a look at a sample: LMDB opens no database twice in a process."""
+    pytest.importorskip("lmdb")
+    monkeypatch.syspath_prepend(FOLDER)
+    recipe = importlib.import_module("from_lmdb")
+    dataset = recipe.LMDBImages(recipe.write(str(tmp_path)))
+    image, _ = dataset[3]
+    assert copy.deepcopy(dataset)[3][0].data == image.data
+    assert sorted(label for label, _ in read(DataLoader(dataset, 5, num_workers=1))) == [*range(24)]
 
 
 def test_jpeg2000_is_decoded_here_where_the_gpu_does_it(monkeypatch, tmp_path):

@@ -626,6 +626,16 @@ def rotated(image, target):
     return image, {"boxes": boxes}
 
 
+def without_boxes(image, target):
+    """A list without boxes, of which torchvision makes a row without numbers."""
+    boxes = tv_tensors.BoundingBoxes([], format="XYXY", canvas_size=target["boxes"].canvas_size)
+    return image, {"boxes": boxes}
+
+
+def depths(image, target):
+    return image, {"depth": tv_tensors.Mask(1000.7 * target["masks"])}
+
+
 def renewed(samples):
     return zipped([(EncodedImage(image.data, image.index), target) for image, target in samples])
 
@@ -709,8 +719,11 @@ REFUSED = {
     "a sample has 2": (With(lambda i, t: (i, i, t)), [], {}),
     "CXCYWHR do not follow": (With(rotated), [], {}),
     "Mask is for": (With(lambda i, t: (i, tv_tensors.Mask(t["masks"][:, 1:]))), [], {}),
+    r"Mask is for a picture of 0 \(height": (With(lambda i, _: (i, tv_tensors.Mask([]))), [], {}),
+    r"shape \(1, 0\) hold none.*reshape\(-1, 4\)": (With(without_boxes), [], {}),
     "made new EncodedImages": (Squares(2), [], {"collate_fn": renewed}),
     "too coarse": (Squares(2), [K.RandomAffine(9)], {"dtype": torch.bfloat16}),
+    "floating point.*too coarse": (With(depths), [K.RandomAffine(9)], {"dtype": torch.float16}),
     "CenterCrop moves boxes": (
         Squares(2, empty=False),
         [torch.nn.Identity(), CenterCrop(9)],

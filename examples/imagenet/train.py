@@ -359,8 +359,14 @@ class Learner:
         """Read the checkpoint, on every rank."""
         state = torch.load(path, map_location="cpu", weights_only=True)
         base_lrs = self.scheduler.base_lrs
-        for name in self.STATEFUL:
-            getattr(self, name).load_state_dict(state[name])
+        try:
+            for name in self.STATEFUL:
+                getattr(self, name).load_state_dict(state[name])
+        except (KeyError, RuntimeError):  # which lists all weights
+            raise ValueError(
+                f"{path} is none of --model {self.args.model} with these classes. Name what it was "
+                "written with, or another --checkpoint."
+            ) from None
         self.epoch, self.best_top1 = state["epoch"], state["best_top1"]
         self.midway = state.get("midway")
         if self.midway and (len(self.midway), self.args.loader) != (WORLD_SIZE, "gpuprefetch"):

@@ -7,6 +7,7 @@ Here a key is the sample's number, eight digits, and a value four bytes of label
 bytes. Change ``__getitem__`` where yours are others.
 """
 
+import functools
 import os
 import sys
 import tempfile
@@ -18,29 +19,25 @@ from torch.utils.data import DataLoader, Dataset
 from gpuprefetch import DataPrefetcher, EncodedImage, RandomResizedCrop
 
 
+@functools.cache
+def opened(path):
+    """A database, opened once in a process: LMDB refuses to do so twice."""
+    return lmdb.open(path, readonly=True, lock=False, readahead=False, meminit=False)
+
+
+if hasattr(os, "register_at_fork"):  # not on every platform
+    os.register_at_fork(after_in_child=opened.cache_clear)  # none must be carried over a fork
+
+
 class LMDBImages(Dataset):
     """Map-style: shuffle and split between ranks with a sampler, as for any other dataset."""
 
     def __init__(self, path):
         self.path = path
-        self.opened = None
-        with lmdb.open(path, readonly=True, lock=False) as database:
-            self.length = database.stat()["entries"]
-
-    def database(self):
-        # Opened where it is read: a database must not be carried over a fork, nor be pickled.
-        if self.opened is None or self.opened[0] != os.getpid():
-            self.opened = (
-                os.getpid(),
-                lmdb.open(self.path, readonly=True, lock=False, readahead=False, meminit=False),
-            )
-        return self.opened[1]
-
-    def __getstate__(self):
-        return {**vars(self), "opened": None}
+        self.length = opened(path).stat()["entries"]
 
     def __getitem__(self, index):
-        with self.database().begin() as transaction:
+        with opened(self.path).begin() as transaction:
             value = transaction.get(b"%08d" % index)
         return EncodedImage(value[4:], index), int.from_bytes(value[:4], "little")
 

@@ -284,11 +284,11 @@ class Epoch:
             raise StopIteration
         if slot.error is not None:
             raise self._end(slot)
-        self._stats.images += slot.images
-        lookahead.place.update(batches=slot.number + 1, loader=slot.state)
         if slot.event is not None:
             with Timed(self._stats, "handoff"):
                 handoff(slot.result, slot.event, lookahead.device)
+        self._stats.images += slot.images
+        lookahead.place.update(batches=slot.number + 1, loader=slot.state)
         return slot.result
 
     def _wait(self) -> Slot | None:

@@ -58,7 +58,7 @@ class Stats(Printed):
         batches: handed to the loop.
         images: in them, as the loader gave them.
         bad_images: skipped or replaced.
-        gpu_images: left to the GPU's decoder.
+        gpu_images: left to the GPU's decoder; no files that a worker finds to be bad.
         cpu_images: decoded by the workers.
         fallback_images: of the GPU's, those that its decoder did not take. The prefetch thread
             decodes them on the CPU, one by one. One warning tells of more than 1 %.

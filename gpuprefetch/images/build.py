@@ -102,6 +102,10 @@ def _check(options: dict[str, Any]) -> None:
         refuse("on_error", 'must be "raise", "skip", "replace" or a callable')
     if max_bad is not None and (not isinstance(max_bad, int) or max_bad < 0):
         refuse("max_bad", "is a number of images, or None")
+    if max_bad and on_error == "raise":
+        refuse(
+            "max_bad", 'is for on_error="skip", "replace" or a callable, and on_error is "raise"'
+        )
     if options["apply_exif"] not in (True, False):
         refuse("apply_exif", "must be True or False")
     if options["seed"] is not None and not hasattr(options["seed"], "__index__"):

@@ -199,9 +199,8 @@ class PreparedImages(Encoded):
     share: float  # of the baseline JPEGs that the worker was to decode
     counts: dict[str, float] = field(default_factory=dict)  # what to add to the counters of Stats
     targets: str = ""  # of targets.fate()
-    # With which the worker has drawn for the first transform after the fused ones, and what it drew
-    # for each view, where that is for the device to carry out.
-    seed: int | None = None
+    # What the worker drew for the first transform after the fused ones, of each view; an empty list
+    # where that was carried out or there is none. None of all where no worker drew.
     laid: list[Sequence[Layout]] = field(default_factory=list)
 
     @property

@@ -307,7 +307,7 @@ class Packing:
         packer._last = time.perf_counter()
         batch.counts = {
             "cpu_images": ready,
-            "gpu_images": len(batch) - ready,
+            "gpu_images": len(batch) - ready - len(batch.errors),
             "encoded_bytes": batch.encoded_bytes,
             "read_seconds": reading,
             "worker_decode_seconds": decoding,

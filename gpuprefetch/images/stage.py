@@ -283,14 +283,10 @@ class Pipeline:
         """What runs after the fused ones; of ``images`` a worker may have drawn or run some."""
         if not any(view.tail for view in self.views):
             return list(outs)
-        laid: Sequence[Any] = [None] * len(outs)
-        if images is not None and images.seed == seed:
-            laid = images.laid
-        elif images is not None and images.seed is not None and not any(images.laid):
-            raise RuntimeError("the loader gives its batches in another order than its sampler")
+        laid: Sequence[Any] = images.laid if images is not None else ()
         with Timed(self.stats, "tail"):
             return [
-                view.run_tail(each, view_seed(seed, n), laid[n])
+                view.run_tail(each, view_seed(seed, n), laid[n] if laid else None)
                 for n, (view, each) in enumerate(zip(self.views, outs, strict=True))
             ]
 

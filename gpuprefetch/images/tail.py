@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -247,7 +248,7 @@ def _run_by_data_keys(transform: Any, images: torch.Tensor, samples: Samples) ->
         [signed(leaf).reshape(-1, *leaf.shape[-2:]) for leaf in some if isinstance(leaf, Mask)]
         for some in targets
     ]
-    _check_kornia(transform, images.dtype, any(points))
+    _check_kornia(transform, images.dtype, any(points), [*chain(*points, *masks)])
     # kornia takes no empty masks, so a blank one ends each list, and a point that nobody reads.
     blank = images.new_zeros(1, *images.shape[-2:], dtype=torch.uint8)
     origin = images.new_zeros(1, 2, dtype=torch.float64)
@@ -277,7 +278,9 @@ def _run_by_data_keys(transform: Any, images: torch.Tensor, samples: Samples) ->
     return images, _moved(samples, move)
 
 
-def _check_kornia(transform: Any, dtype: torch.dtype, has_points: bool) -> None:
+def _check_kornia(
+    transform: Any, dtype: torch.dtype, has_points: bool, moved: Sequence[torch.Tensor]
+) -> None:
     import kornia.augmentation as K
 
     for op in transform.modules():
@@ -292,8 +295,10 @@ def _check_kornia(transform: Any, dtype: torch.dtype, has_points: bool) -> None:
                 f"kornia's {name} leaves boxes and points where they were. Leave it out, or give "
                 "masks alone."
             )
-    if has_points and dtype in (torch.float16, torch.bfloat16):
+    wider = any(torch.promote_types(dtype, each.dtype) != dtype for each in moved)
+    if wider and dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
-            f"kornia moves boxes and points in the dtype of the images, and {dtype} is too "
-            "coarse for that. Leave dtype out of DataPrefetcher and cast after it."
+            "kornia moves boxes, points and masks of floating point in the dtype of the images, "
+            f"and {dtype} is too coarse for that. Leave dtype out of DataPrefetcher and cast after "
+            "it."
         )

@@ -82,8 +82,8 @@ def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]],
         if canvas != (height, width) and i not in errors:
             image = images[i][0]
             raise ValueError(
-                f"{type(leaf).__name__} is for a picture of {canvas[0]} x {canvas[1]} (height x "
-                f"width), but {image.path or image.index!r} has {height} x {width}. Pictures are "
+                f"{type(leaf).__name__} is for a picture of {' x '.join(map(str, canvas))} (height "
+                f"x width), but {image.path or image.index!r} has {height} x {width}. Pictures are "
                 "turned by their EXIF orientation with apply_exif=True only."
             )
         return sampled(leaf, rows[i], size)
@@ -134,6 +134,11 @@ def points_of(leaf: Any) -> torch.Tensor:
 
     values = leaf.as_subclass(torch.Tensor).double()
     if hasattr(leaf, "format"):
+        if not values.shape[-1]:
+            raise ValueError(
+                f"BoundingBoxes of shape {tuple(values.shape)} hold none, which is (0, 4): give "
+                "them torch.tensor(boxes).reshape(-1, 4)."
+            )
         if values.shape[-1] != 4:
             raise ValueError(
                 f"Boxes of format {leaf.format.value} do not follow their image: a crop that is "

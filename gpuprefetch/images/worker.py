@@ -136,12 +136,12 @@ class HostStage:
         packer, began = self.packer, time.perf_counter()
         if not packer.programs or images.errors or images.targets:
             return
-        images.seed = batch_seed(packer.seed, int(packer.epoch), number + (packer.rank << 32))
+        seed = batch_seed(packer.seed, int(packer.epoch), number + (packer.rank << 32))
         for view, (program, head) in enumerate(zip(packer.programs, packer.heads, strict=True)):
             images.laid.append([])
             if program is None:
                 continue
-            with SeededDraws(view_seed(images.seed, view)):
+            with SeededDraws(view_seed(seed, view)):
                 if packer.finishes:
                     out = images.out[view]
                     images.out[view] = program.carry_out(out, program.draw(out), share)
