@@ -24,18 +24,23 @@ BILINEAR, BICUBIC = InterpolationMode.BILINEAR, InterpolationMode.BICUBIC
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIDE = 12
 pytestmark = pytest.mark.usefixtures("one_thread")
-PICTURE = torch.from_numpy(draw(SIDE, SIDE, seed=3)).permute(2, 0, 1)
+HIGH = 9
+PICTURE = torch.from_numpy(draw(HIGH, SIDE, seed=3)).permute(2, 0, 1)
 
 
 def same(count, image=PICTURE):
     return image.expand(count, -1, -1, -1).contiguous()
 
 
-def timms(config, **hparams):
+def timms(config, transforms=None, **hparams):
     augment = pytest.importorskip("timm.data.auto_augment")
     kinds = {"rand": augment.rand_augment_transform, "augmix": augment.augment_and_mix_transform}
     make = kinds.get(config.split("-")[0], augment.auto_augment_transform)
-    op = make(config, {"translate_const": 5, "img_mean": (9, 90, 200)} | hparams)
+    hparams |= {"translate_const": 5, "img_mean": (9, 90, 200)}
+    op = make(config, hparams)
+    if transforms:  # of one magnitude two of them could be exchanged
+        each = [(name, 1.0, 8 + number % 5) for number, name in enumerate(transforms)]
+        op.ops = [augment.AugmentOp(*arguments, hparams) for arguments in each]
     policies = getattr(op, "policy", None) or [op.ops]
     for each in (each for policy in policies for each in policy if "Posterize" in each.name):
         each.aug_fn = posterize
@@ -48,15 +53,14 @@ def posterize(image, bits, **_):
 
 
 INVERT, SOLARIZE = v2.RandomInvert(1.0), v2.RandomSolarize(99, 1.0)
+MAYBE_INVERT = v2.RandomInvert(0.5)
 POLICIES = {
     "RandAugment": lambda: v2.RandAugment(),
     "RandAugment, fill": lambda: v2.RandAugment(3, 15, interpolation=BILINEAR, fill=[1, 99, 200]),
     "TrivialAugmentWide": lambda: v2.TrivialAugmentWide(),
-    "AutoAugment": lambda: v2.AutoAugment(),
-    "AutoAugment, CIFAR10": lambda: v1.AutoAugment(v1.AutoAugmentPolicy.CIFAR10),
-    "AutoAugment, SVHN": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.SVHN),
     "AugMix": lambda: v2.AugMix(),
     "AugMix, few": lambda: v2.AugMix(7, 2, 2, all_ops=False),
+    "AugMix, between": lambda: v2.Compose([MAYBE_INVERT, v2.AugMix(5, 3, 1), MAYBE_INVERT]),
     "ColorJitter": lambda: v2.ColorJitter(0.4, 0.4, 0.4, 0.2),
     "RandomPhotometricDistort": lambda: v2.RandomPhotometricDistort(),
     "GaussianBlur": lambda: v2.GaussianBlur((3, 5), (0.1, 3.0)),
@@ -79,13 +83,40 @@ POLICIES = {
         ]
     ),
     "timm rand": lambda: timms("rand-m9-mstd0.5-inc1"),
-    "timm rand, uniform": lambda: timms("rand-m7-n3-mstd101"),
+    "timm rand, uniform": lambda: timms("rand-m14-n3-mstd101-mmax20"),
     "timm rand, weights": lambda: timms("rand-tweights", interpolation=BILINEAR_OF_PIL),
-    "timm v0": lambda: timms("v0"),
     "timm originalr": lambda: timms("originalr-mstd1"),
     "timm augmix": lambda: timms("augmix-m5-w2"),
+    "timm augmix, one chain": lambda: timms("augmix-w1-d1-mstd0", ["Invert", "Sharpness"]),
+    "timm augmix, any depth": lambda: timms("augmix-w1-mstd0", ["Brightness"]),
 }
-BILINEAR_OF_PIL = 2
+BILINEAR_OF_PIL, BICUBIC_OF_PIL = 2, 3
+COLORS_OF_TIMM = ("Color", "Contrast", "Brightness", "Sharpness", "Posterize", "Solarize")
+OPS_OF_TIMM = "AutoContrast Equalize Invert Rotate ShearX ShearY TranslateXRel TranslateYRel"
+OPS_OF_TIMM = [*OPS_OF_TIMM.split(), "SolarizeAdd", "Desaturate", "PosterizeOriginal"]
+OPS_OF_TIMM += [name + kind for name in COLORS_OF_TIMM for kind in ("", "Increasing")]
+# They make few pictures of one, each of which is to be as frequent as the original makes it.
+FEW = {
+    "ColorJitter, any order": lambda: v2.ColorJitter((2.5, 2.5), (0.3, 0.3), (0, 0), (0.2, 0.2)),
+    "RandomPhotometricDistort, always": lambda: v2.RandomPhotometricDistort(
+        (0.6, 0.6), (3, 3), (2, 2), (0.2, 0.2), p=1
+    ),
+    "places": lambda: v2.RandomChoice(
+        [
+            v2.RandomErasing(1, (0.3, 0.3), (2, 2), value=7),
+            v2.RandomErasing(1, (1, 1), (HIGH / SIDE, HIGH / SIDE)),  # none is smaller than that
+            v2.RandomAffine((20, 20), None, (0.8, 0.8), (15, 15, -5, -5), BILINEAR, 99, (2, 3)),
+        ]
+    ),
+    "AutoAugment": lambda: v2.AutoAugment(),
+    "AutoAugment, CIFAR10": lambda: v1.AutoAugment(v1.AutoAugmentPolicy.CIFAR10),
+    "AutoAugment, SVHN": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.SVHN),
+    "RandAugment, one": lambda: v2.RandAugment(1),
+    "TrivialAugmentWide, 5": lambda: v2.TrivialAugmentWide(5, BILINEAR, [1, 99, 200]),
+    "timm ops": lambda: timms("rand-n1-mmax20", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
+    "timm v0": lambda: timms("v0", interpolation=BILINEAR_OF_PIL),
+    "timm weights": lambda: timms("rand-n1-m8-tweights", interpolation=BILINEAR_OF_PIL),
+}
 # Of some the distribution of another op, which must be seen.
 OTHERS = {
     "RandAugment": lambda: v2.RandAugment(2, 20),
@@ -93,6 +124,11 @@ OTHERS = {
     "RandomRotation": lambda: v2.RandomRotation((-20, 40), fill=50),
     "RandomOrder": lambda: v2.Compose([INVERT, SOLARIZE, v2.RandomHorizontalFlip()]),
     "AugMix, few": lambda: v2.AugMix(3, 2, 2, all_ops=False),
+    "timm augmix, one chain": lambda: timms("augmix-w2-d1-mstd0", ["Invert", "Sharpness"]),
+    "timm augmix, any depth": lambda: timms("augmix-w1-d3-mstd0", ["Brightness"]),
+    "RandAugment, one": lambda: v2.RandAugment(1, 10),
+    "TrivialAugmentWide, 5": lambda: v2.TrivialAugmentWide(5, BILINEAR, [1, 99, 100]),
+    "timm ops": lambda: timms("rand-n1", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
 }
 COUNT = 400
 # The Kolmogorov-Smirnov distance of two samples of 400 is above it with a chance of 1 in 50,000.
@@ -120,15 +156,30 @@ def distances(ours, theirs):
     return found
 
 
-def theirs(op):
+def surprise(ours, theirs, *, within=3):
+    """How far two counts of each picture are from one chance, in standard deviations.
+
+    Of the one that is farthest, or of all by chi-squared. Pictures that differ by less levels than
+    ``within``, on the average, count as one.
+    """
+    every = torch.cat([ours, theirs]).flatten(1).double()
+    pictures, numbers = every.unique(dim=0, return_inverse=True)
+    alike = torch.cdist(pictures, pictures, p=1) < within * every.shape[1]
+    kinds = alike.int().argmax(1)[numbers].unique(return_inverse=True)[1]
+    a, b = (torch.bincount(half, minlength=int(kinds.max()) + 1) for half in kinds.chunk(2))
+    squares = (a - b) ** 2 / (a + b)
+    return max(float((squares - 1).sum() / (2 * len(a)) ** 0.5), float(squares.max() ** 0.5))
+
+
+def theirs(op, count=COUNT, image=PICTURE):
     """Draws of torchvision's or timm's own, one image at a time."""
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
     if type(op).__module__.startswith("timm."):
-        picture = v2.functional.to_pil_image(PICTURE)
-        return torch.stack([v2.functional.pil_to_tensor(op(picture)) for _ in range(COUNT)])
-    return torch.stack([op(PICTURE) for _ in range(COUNT)])
+        picture = v2.functional.to_pil_image(image)
+        return torch.stack([v2.functional.pil_to_tensor(op(picture)) for _ in range(count)])
+    return torch.stack([op(image) for _ in range(count)])
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -142,13 +193,43 @@ def test_its_distribution_is_the_original_ones(name):
         assert max(distances(other, expected)) > FARTHEST
 
 
+@pytest.mark.parametrize("name", FEW)
+def test_its_pictures_are_as_frequent_as_the_original_ones(name):
+    op, images = FEW[name](), same(1000)
+    expected = theirs(op, len(images))
+    assert surprise(PerImage(op, seed=0)(images), expected) < 5
+    if name in OTHERS:  # guards the test itself
+        assert surprise(PerImage(OTHERS[name](), seed=0)(images), expected) > 5
+
+
+def test_augmix_weighs_as_timm_does():
+    op = timms("augmix-w2-d1-mstd0", ["Invert", "Posterize"])
+    black, count = torch.zeros(3, 1, 1, dtype=torch.uint8), 3000
+    expected = theirs(op, count, black).float()
+    found = PerImage(op, seed=0)(same(count, black)).float()
+    assert (found.sort(0).values - expected.sort(0).values).abs().mean() < 5
+    op = timms("augmix-w1-d1-mstd0", ["Invert"])
+    assert PerImage([op, op], seed=0)(same(99, black)).max() > 140  # 127 where both draw alike
+
+
+def test_timm_draws_a_filter():
+    def of(**kind):
+        return PerImage(timms("rand-n1", ["Rotate", "ShearX"], **kind), seed=0)(same(COUNT))
+
+    bilinear, bicubic = (of(interpolation=kind) for kind in (BILINEAR_OF_PIL, BICUBIC_OF_PIL))
+    half = torch.cat([bilinear, bicubic])[::2]
+    assert surprise(of(), half, within=1) < 5
+    assert surprise(bilinear, half, within=1) > 5
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", POLICIES | FEW)
 def test_the_gpu_gives_what_the_cpu_gives(name):
     images = torch.from_numpy(np.stack([draw(50, 41, seed=i) for i in range(32)]))
     images = images.permute(0, 3, 1, 2).contiguous()
-    want = PerImage(POLICIES[name](), seed=0)(images).float()
-    got = PerImage(POLICIES[name](), seed=0)(images.cuda()).cpu().float()
+    make = (POLICIES | FEW)[name]
+    want = PerImage(make(), seed=0)(images).float()
+    got = PerImage(make(), seed=0)(images.cuda()).cpu().float()
     # A level apart in one slot, two pixels equally near, or what equalize makes of that.
     assert ((got - want).abs() > 2).float().mean() < 0.02
 
@@ -211,7 +292,7 @@ def test_a_seed_gives_the_workers_of_a_loader_draws_of_their_own():
 
 
 def test_a_pickled_one_draws_the_same():
-    for make in POLICIES.values():
+    for make in (POLICIES | FEW).values():
         augment = PerImage(make(), seed=1)
         copied = pickle.loads(pickle.dumps(augment))
         assert torch.equal(copied(same(3)), augment(same(3)))
@@ -229,6 +310,14 @@ def test_floats_normalize_and_erasing_in_one_program():
     torch.testing.assert_close(floats[0], v2.functional.solarize(PICTURE / 255, 0.5))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64])
+def test_a_conversion_to_float32_is_torchvisions(dtype):
+    images, convert = v2.functional.to_dtype(same(2), dtype, True), v2.ToDtype(torch.float32, True)
+    for ops in ([convert, INVERT], [INVERT, convert], [INVERT, convert, v2.Normalize(MEAN, STD)]):
+        want = v2.Compose(ops)(images)
+        torch.testing.assert_close(PerImage(ops)(images), want, atol=2e-3, rtol=0)
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 def test_an_empty_batch_and_gray_images(channels):
     augment = PerImage([v2.RandAugment(), v2.ColorJitter(0.1, 0.1, 0.5, 0.3), v2.AugMix()])
@@ -237,6 +326,9 @@ def test_an_empty_batch_and_gray_images(channels):
         assert augment(images).shape == images.shape
     gray = same(3)[:, :1]
     assert torch.equal(PerImage(v2.ColorJitter(0, 0, 0.5, 0.3))(gray), gray)
+    widened = PerImage([v2.RandomInvert(1.0), v2.Grayscale(3)])(gray)
+    assert widened.shape == (3, 3, HIGH, SIDE)
+    torch.testing.assert_close(widened, 255 - gray.expand(-1, 3, -1, -1), atol=1, rtol=0)
 
 
 # --- on any loader ---
@@ -364,7 +456,7 @@ def test_augmix_and_masks_is_refused():
 def test_a_seed_of_its_own_holds_in_a_list(before):
     augment = PerImage(v2.RandAugment(), seed=3)
     loader = DataPrefetcher(
-        [same(3)] * 2, transforms=[gpuprefetch.Resize((12, 12)), *before, augment], device="cpu"
+        [same(3)] * 2, transforms=[gpuprefetch.Resize((HIGH, SIDE)), *before, augment], device="cpu"
     )
     assert len(list(loader)) == augment.calls == 2
 
@@ -399,6 +491,20 @@ def test_a_transform_without_such_a_form_is_refused(op, text):
         PerImage(op)
 
 
+@pytest.mark.parametrize("make", [lambda: v2.RandAugment(0), lambda: timms("rand-n0")])
+def test_a_policy_of_no_ops_leaves_images_as_they_are(make):
+    assert torch.equal(PerImage(make(), seed=0)(same(8)), same(8))
+
+
+@pytest.mark.parametrize("config", ["rand-m9", "v0", "augmix"])
+def test_timms_nearest_pixel_is_not_taken_for_bilinear(config):
+    op = timms(config, interpolation=0)
+    with pytest.raises(UnsupportedTransformError, match=f"no form of {type(op).__name__}"):
+        PerImage(op)
+    with pytest.raises(UnsupportedTransformError, match="draws PIL's filter 0"):
+        gpuprefetch.convert_transforms([v2.RandomResizedCrop(9), op, v2.PILToTensor()])
+
+
 def test_three_values_are_not_erased_in_one_channel():
     with pytest.raises(ValueError, match="images of 3 channels, and these have 1"):
         PerImage(v2.RandomErasing(1.0, value=[0.0, 1.0, 2.0]))(same(2)[:, :1])
@@ -408,9 +514,9 @@ def test_three_values_are_not_erased_in_one_channel():
     ("images", "text"),
     [
         ([PICTURE], "tensor .* got list"),
-        (PICTURE, r"got torch.uint8 \(3, 12, 12\). Add a dimension"),
+        (PICTURE, r"got torch.uint8 \(3, 9, 12\). Add a dimension"),
         (same(2).permute(0, 2, 3, 1), "1 or 3 channels"),
-        (same(2)[:, :, None], r"got torch.uint8 \(2, 3, 1, 12, 12\)"),
+        (same(2)[:, :, None], r"got torch.uint8 \(2, 3, 1, 9, 12\)"),
         (same(2).int(), "uint8 or floating point"),
         ((same(2) / 255).requires_grad_(), "no gradient"),
     ],
@@ -487,6 +593,15 @@ def test_workers_draw_what_the_loops_process_draws(ran_here, device):
     label = int(theirs[1][1][2])
     for prefetcher in (alone, ahead):
         assert torch.equal(prefetcher.replay(label)[0], theirs[1][0][2:3])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_and_epochs_have_draws_of_their_own(workers):
+    ops = [gpuprefetch.Resize((16, 16)), v2.RandomRotation(180)]
+    loader = DataLoader(pictures(1) * 8, 2, num_workers=workers)
+    prefetcher = DataPrefetcher(loader, transforms=ops, device="cpu", seed=3)
+    images = [image for _ in range(2) for batch, _ in prefetcher for image in batch]
+    assert len({image.numpy().tobytes() for image in images}) == 16
 
 
 @pytest.mark.parametrize("on_error", ["skip", "replace"])

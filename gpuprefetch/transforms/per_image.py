@@ -78,8 +78,9 @@ class Recipe:
 
     ops: tuple[Any, ...] = ()
     steps: tuple[Slots | Mix, ...] = ()
-    before: ToUint8 | ToFloat | None = None
-    scaled: bool = False  # to floating point, that of uint8 in [0, 1]
+    before: Transform | None = None  # of the first op: ToUint8, ToFloat or torchvision's conversion
+    scaled: bool = False  # to floating point, that of uint8 in [0, 1] ...
+    exactly: bool = False  # ... to float32, floating point as well
     normalize: tuple[list[float], list[float]] | None = None  # mean and std
     finals: tuple[Slots, ...] = ()  # drawn after that
     cast: Cast = _AS_IT_IS
@@ -96,8 +97,8 @@ class Recipe:
         if isinstance(op, ToFloat) or (conversion and op.dtype == torch.float32):
             if self.normalize is not None and not self.scaled:
                 return None
-            before = self.before if self.ops else ToFloat()
-            return replace(longer, before=before, scaled=True)
+            before = self.before if self.ops else op
+            return replace(longer, before=before, scaled=True, exactly=self.exactly or conversion)
         if (found := constants(op)) is not None:
             always = float(getattr(op, "p", 1.0)) == 1.0
             takes = self.normalize is None and not self.finals and always
@@ -111,12 +112,15 @@ class Recipe:
         return replace(longer, finals=(*self.finals, slots))
 
     def begin(self, images: torch.Tensor) -> torch.Tensor:
+        if images.shape[1] == 1 and any(name_of(op) == "Grayscale" for op in self.ops):
+            images = images.expand(-1, 3, -1, -1)  # Grayscale(3) gives three channels of one
         return images if self.before is None else self.before(images)
 
     def finish(self, images: torch.Tensor) -> Finish:
         if self.normalize is not None and not self.scaled:
             refuse_integers(images)
-        floats = torch.float32 if self.scaled and not images.is_floating_point() else None
+        converts = self.exactly or (self.scaled and not images.is_floating_point())
+        floats = torch.float32 if converts else None
         mean, std = self.normalize or (None, None)
         return Finish(mean, std, self.cast.dtype or floats, self.cast.memory_format)
 
@@ -225,7 +229,7 @@ class PerImage(torch.nn.Module):
     def drawn(self, keys: Keys, images: torch.Tensor) -> list[Program]:
         """What is done to images with these ``(N,)`` keys."""
         (channels, height, width), before = images.shape[-3:], self.recipe.before
-        floats = isinstance(before, ToFloat) if before else images.is_floating_point()
+        floats = not isinstance(before, ToUint8) if before else images.is_floating_point()
         picture = Picture(height, width, channels, 1.0 if floats else 255.0)
         programs, row = list[Program](), list[Slots]()
         for number, step in enumerate(self.recipe.steps):

@@ -241,7 +241,7 @@ def _auto_augment(op: Any) -> Slots:
 def _aug_mix(op: Any) -> Mix:
     if op.alpha != 1:
         raise _NoForm
-    return Mix(_one_of(op, range(op.severity), op.chain_depth, 10), op.mixture_width)
+    return Mix(_one_of(op, range(op.severity), op.chain_depth or -1, 10), op.mixture_width)
 
 
 COMPILERS: dict[str, Callable[[Any], Slots | Mix]] = {

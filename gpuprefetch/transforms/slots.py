@@ -107,11 +107,13 @@ def table(
     """Slots with one of many ops each: RandAugment and its kin.
 
     Of the policies each image draws one per layer, without replacement where they have ``weights``;
-    with no ``layers`` it draws how many, 1 to 3. A step runs with its own chance. ``noise`` is the
-    deviation and the upper bound of normal levels, which the bins divide; deviation inf is for
+    for ``layers`` of -1 it draws how many, 1 to 3. A step runs with its own chance. ``noise`` is
+    the deviation and the upper bound of normal levels, which the bins divide; deviation inf is for
     uniform ones up to the center, None for bins with equal chances.
     """
-    most, layers = layers <= 0, layers if layers > 0 else 3
+    if layers == 0:
+        return row(())
+    most, layers = layers < 0, layers if layers > 0 else 3
     depth = max(map(len, policies))
     blank = Step("IDENTITY", policies[0][0].magnitudes, chance=0.0)
     steps = [s for policy in policies for s in (*policy, *[blank] * (depth - len(policy)))]

@@ -19,6 +19,8 @@ COLORS |= {
         "AutoContrast Brightness Contrast Equalize Identity Invert Posterize Sharpness Solarize"
     ).split()
 }
+# By PIL's numbers.
+_FILTERS = {2: "MATRIX_BILINEAR", 3: "MATRIX_BICUBIC"}
 # Of the six numbers of a matrix the one that the magnitude is; of a rotation all of them.
 _COLUMNS: dict[str, int | slice] = {
     "Rotate": slice(6),
@@ -86,7 +88,7 @@ def from_augment(op: Any) -> Slots | Mix:
     deviation = first.magnitude_std
     slots = table(
         [[*map(_step, policy)] for policy in policies],
-        op.depth if mixes else getattr(op, "num_layers", 1),
+        op.depth or -1 if mixes else getattr(op, "num_layers", 1),
         weights=getattr(op, "choice_weights", None),
         noise=(deviation, first.magnitude_max or 10.0) if deviation > 0 else None,
     )
@@ -101,8 +103,10 @@ def _policies(op: Any) -> list[list[Any]]:
 
 
 def _unknown(op: Any) -> set[str]:
-    names = {_kind(each) for policy in _policies(op) for each in policy}
-    return names - COLORS.keys() - _COLUMNS.keys()
+    every = [each for policy in _policies(op) for each in policy]
+    modes = {mode for each in every for mode in np.ravel(each.kwargs["resample"]).tolist()}
+    filters = {f"PIL's filter {mode} (2 and 3 are known)" for mode in modes - _FILTERS.keys()}
+    return {*map(_kind, every)} - COLORS.keys() - _COLUMNS.keys() | filters
 
 
 def _kind(op: Any) -> str:
@@ -113,9 +117,8 @@ def _step(op: Any) -> Step:
     kind, magnitudes = _kind(op), partial(_magnitudes, op)
     if kind in COLORS:  # 128 is the value from which SOLARIZE_ADD leaves pixels as they are
         return Step(COLORS[kind], magnitudes, 0, (0, 128), op.prob, op.magnitude)
-    # PIL's numbers; where two filters are offered each has half of the draws
-    modes = np.atleast_1d(op.kwargs["resample"])
-    names = ["MATRIX_BICUBIC" if mode == 3 else "MATRIX_BILINEAR" for mode in modes]
+    # Where two filters are offered each has half of the draws.
+    names = [_FILTERS[mode] for mode in np.ravel(op.kwargs["resample"]).tolist()]
     given = 1, 0, 0, 0, 1, 0, *op.kwargs["fillcolor"]
     return Step(names[0], magnitudes, _COLUMNS[kind], given, op.prob, op.magnitude, names[-1])
 
