@@ -239,7 +239,7 @@ class DataPrefetcher:
         return notes
 
     def _with_epoch(self, epoch: int) -> Pipeline:
-        packer = replace(self._pipeline.packer, epoch=torch.tensor([epoch]))
+        packer = replace(self._pipeline.packer, epoch=torch.tensor([epoch], device="cpu"))
         return replace(self._pipeline, packer=packer)
 
     def next(self) -> Any:

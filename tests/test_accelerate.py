@@ -582,6 +582,12 @@ class Opener(ImageFolder):
             return self.transform(image.convert("RGB")), 0
 
 
+class Keyed(ImageFolder):
+    def __getitem__(self, key):
+        index, _ = key
+        return super().__getitem__(index)
+
+
 class Keeper(ImageFolder):
     """It keeps samples, transformed, for as long as it has room."""
 
@@ -707,6 +713,8 @@ def test_datasets_that_do_not_read_through_their_loader_are_refused(folder):
     for move in (accelerate, parity):
         with pytest.raises(TypeError, match=r"Opener.*must read through self\.loader"):
             move(DataLoader(Opener(folder, v1.Compose(VAL))), device="cpu")
+        with pytest.raises(TypeError, match=r"__getitem__\(0\) failed .*and take an int"):
+            move(DataLoader(Keyed(folder, v1.Compose(VAL)), sampler=[(0, 40)]), device="cpu")
     with pytest.raises(UnsupportedTransformError, match="of its own"):
         accelerate(DataLoader(ImageFolder(folder, v1.Compose(VAL), loader=Image.open)), **CPU)
     with pytest.raises(TypeError, match="Give it a batch_size"):
@@ -800,6 +808,18 @@ def test_dtype_waits_for_the_ops_behind_the_launch(folder):
         assert torch.equal(got, want.bfloat16())
 
 
+def test_a_dtype_leaves_the_values_of_a_pipeline_as_they_are(folder):
+    crop, kept = v1.CenterCrop(40), v1.Lambda(lambda image: image)
+    for ops in ([crop, v1.PILToTensor()], [crop, kept, v1.PILToTensor()]):
+        loader = loader_of(folder, ops)
+        moved = accelerate(loader, keep_unknown=True, dtype=torch.float32, **CPU)
+        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(loader, moved, strict=True))
+    for ops in ([crop, v1.RandomInvert(1.0)], [crop, kept]):
+        loader = loader_of(folder, [*ops, v1.ToTensor()])
+        with pytest.raises(ValueError, match="uint8 is for values of 0 to 255"):
+            list(accelerate(loader, keep_unknown=True, dtype=torch.uint8, **CPU))
+
+
 def test_own_transforms_run_behind_the_converted_ones(folder):
     with pytest.raises(TypeError, match="Views takes the place of the list"):
         accelerate(loader_of(folder, VAL), transforms=gpuprefetch.Views([views], [views]), **CPU)
@@ -814,7 +834,7 @@ def test_the_plan_is_printed(folder, capsys):
     accelerate(loader, device="cpu")
     text = capsys.readouterr().out
     for line in (
-        r"Resize         fused launch",
+        r"Resize         fused launch  not rounded to uint8 on a GPU",
         r"RandomErasing  one program",
         r"collate: worker CPU",
     ):
@@ -830,6 +850,8 @@ def test_the_report_is_a_table_and_a_picture(folder, tmp_path):
     loader = loader_of(folder, [v1.RandomResizedCrop(48), v1.ToTensor()])
     with pytest.raises(ValueError, match="at least 1, got 0"):
         parity(loader, 0, device="cpu")
+    with pytest.raises(ValueError, match="has none"):
+        parity(DataLoader(Subset(loader.dataset, [])), device="cpu")
     with pytest.raises(TypeError, match=r"parity take a DataLoader, .*Build one of it"):
         parity(loader.dataset, device="cpu")
     report = parity(loader, 7, device="cpu")
@@ -862,6 +884,7 @@ def test_explain_says_what_is_fused_and_why_the_rest_is_not():
         [1], transforms=[gpuprefetch.Resize((9, 8))], dtype=torch.float16, device="cpu"
     )
     assert "float16 (N, 3, 9, 8)" in explain(prefetcher)
+    assert "sizes as they came" in explain([K.RandomErasing()])  # photos, or a batch of tensors
     with pytest.raises(TypeError, match="takes a list of modules and callables, got DataLoader"):
         explain(DataLoader([1]))
     assert "uint8 (N, 3, 9, 9)" in explain(

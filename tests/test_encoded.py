@@ -84,6 +84,8 @@ def test_folder_has_torchvisions_rules(photo_folder):
     assert EncodedImageFolder(photo_folder, target_transform=str)[0][1] == "0"
     with pytest.raises(FileNotFoundError, match=r"takes root/class/.*without classes write"):
         EncodedImageFolder(photo_folder / "class0")
+    with pytest.raises(FileNotFoundError, match=r"'missing'\. EncodedImageFolder takes"):
+        EncodedImageFolder("missing")
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,7 @@ def test_encoded_images_are_copied_and_pickled(data):
         copied = again(image)
         assert type(copied) is type(image)
         assert (copied, copied._made) == (image, image._made)
+    assert EncodedImage(data, 4, Path("a.jpg")) == image
 
 
 @pytest.mark.parametrize("data", ["text", 3, torch.zeros(2, 2, dtype=torch.uint8), np.zeros(3)])
@@ -777,7 +780,9 @@ def test_a_bad_file_raises_an_error_that_names_it(photo_folder, device, workers)
         transforms=[Resize((16, 16))],
     )
     for _ in range(2):  # the loader can be iterated again
-        with pytest.raises(BadImageError, match=r"JPEG' \(sample 2 of the dataset\): .*empty"):
+        with pytest.raises(
+            BadImageError, match=r"JPEG' \(sample 2 of the dataset\): .*empty.*=\"skip\""
+        ):
             list(prefetcher)
     dataset[:] = damaged(photo_folder, {})
     assert len(list(prefetcher)) == 3
@@ -857,6 +862,7 @@ def test_a_batch_of_bad_files_is_skipped_with_a_warning(photo_folder):
             assert list(rest) == []
         assert len(told) == 1  # of two batches
         assert told[0].filename == __file__
+    assert (prefetcher.stats.images, prefetcher.stats.bad_images) == (8, 16)
 
 
 def test_bad_files_without_a_name_count_each():

@@ -10,13 +10,16 @@ import time
 import warnings
 import weakref
 from collections import namedtuple
+from functools import partial
 from itertools import islice
 
+import kornia.augmentation as K
 import pytest
 import torch
 from children import Child
 from fakes import leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchvision.transforms import v2
 
 from gpuprefetch import (
     DataPrefetcher,
@@ -418,6 +421,18 @@ def test_dropping_the_prefetcher_ends_the_epoch_of_its_next(device, workers):
     gc.collect()
     assert iterator() is None
     assert not any(thread.name == "gpuprefetch" for thread in threading.enumerate())
+
+
+def test_the_default_device_changes_nothing(photo_folder):
+    ops = [RandomResizedCrop(16), v2.ColorJitter(0.3), K.RandomGrayscale()]
+    ops.append(v2.Normalize([0.5], [0.5]))
+    make = partial(DataPrefetcher, device="cpu", seed=0, transforms=ops)
+    images = [EncodedImageFolder(photo_folder)[i][0] for i in range(4)]
+    want, loader = list(make([images])), DataLoader(images, batch_size=4, num_workers=1)
+    with torch.device("meta"):
+        (got,), prefetcher = make([images]), make(loader)
+    assert torch.equal(got, want[0])
+    assert torch.equal(next(iter(prefetcher)), want[0])
 
 
 def test_a_shallow_copy_has_epochs_of_its_own(photo_folder):

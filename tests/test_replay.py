@@ -197,12 +197,13 @@ def test_beside_a_bad_image(photo_folder, on_error):
     dataset = Numbered(photo_folder, broken=(4, 9, 10))
     prefetcher = prefetcher_of(dataset, transforms=[Crop(16), JITTER], on_error=on_error)
     seen = epoch_of(prefetcher)
-    bad = list(prefetcher.bad_images)
+    bad, count = list(prefetcher.bad_images), prefetcher.stats.bad_images
     assert set(seen) == set(range(24)) - {4, 9, 10}
     assert_replayed(prefetcher, seen, samples=range(11, 24, 3))
     with pytest.raises(BadImageError, match=r"no model has seen it: .* \(sample 9 of the dataset"):
         prefetcher.replay(9)
     assert prefetcher.bad_images == bad  # they are not counted again
+    assert prefetcher.stats.bad_images == count
 
 
 def test_several_outputs_and_pictures_of_their_own_size(photo_folder):

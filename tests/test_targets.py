@@ -503,6 +503,7 @@ def test_default_collate_stacks_masks(tail):
     assert masks.shape == (4, 40, 60)
     assert masks.dtype == torch.int64
     assert names == ("0", "1", "2", "3")
+    assert type(default_collate([masks, masks])) is torch.Tensor  # other loaders are left alone
     assert ((images.mean(1) > 0.5) ^ masks.bool()).float().mean() < 0.02
 
 
@@ -728,6 +729,11 @@ REFUSED = {
         Squares(2, empty=False),
         [torch.nn.Identity(), CenterCrop(9)],
         {"collate_fn": None},
+    ),
+    "a sample has 0.* in a tuple or a dict": (
+        With(lambda i, t: [i, t["masks"]]),
+        [],
+        {"collate_fn": None, "batch_size": None},
     ),
     "leaves samples apart": (Squares(2), [K.RandomAffine(9)], {"collate_fn": list}),
     "some in a Record. Return a dict": (

@@ -287,7 +287,8 @@ class Epoch:
         if slot.event is not None:
             with Timed(self._stats, "handoff"):
                 handoff(slot.result, slot.event, lookahead.device)
-        self._stats.images += slot.images
+        if not isinstance(slot.result, Empty):
+            self._stats.images += slot.images
         lookahead.place.update(batches=slot.number + 1, loader=slot.state)
         return slot.result
 

@@ -113,7 +113,7 @@ class Stats(Printed):
     _told = False  # no counter
 
     def add(self, counter: str, value: float) -> None:
-        """Add to a counter, of which each is one thread's but for ``replay`` and copies.
+        """Add to a counter, of which each is one thread's but for copies.
 
         There is no lock: the garbage collector may run in here, and wait for an epoch's thread.
         """

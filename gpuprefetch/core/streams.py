@@ -62,8 +62,10 @@ def using(stream: torch.cuda.Stream) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_modes(device: torch.device) -> Iterator[None]:
-    """Without gradients, autocast and inference mode of the caller, in whose thread we may be."""
+    """Without the caller's gradients, autocast, inference mode and default device."""
     with contextlib.ExitStack() as modes:
+        if torch.get_default_device().type != "cpu":  # it is of one thread, and we may be in it
+            modes.enter_context(torch.device("cpu"))
         for kind in {device.type, "cpu"}:
             if torch.is_autocast_enabled(kind):
                 modes.enter_context(torch.autocast(kind, enabled=False))

@@ -43,13 +43,14 @@ def build_stage(
     views = [_view(each, loader, options["dtype"], options["memory_format"]) for each in lists]
     programs = tuple(view.program for view in views)
     backend = _backend(options["decoder"], device)
-    share = torch.tensor([0.0 if cpu_share == "auto" else cpu_share], dtype=torch.float64)
+    on_host: Any = {"dtype": torch.float64, "device": "cpu"}  # whatever the default device is
+    share = torch.full((1,), 0.0 if cpu_share == "auto" else cpu_share, **on_host)
     packer = Packer(
         tuple(view.head for view in views),
         on_gpu=backend is not None,
         apply_exif=options["apply_exif"],
         seed=torch.initial_seed() if seed is None else operator.index(seed),
-        epoch=torch.zeros(1, dtype=torch.int64),
+        epoch=torch.zeros(1, dtype=torch.int64, device="cpu"),
         share=share,
         finishes=device.type == "cpu",
         programs=programs if (HAS_TRITON or device.type == "cpu") and any(programs) else (),

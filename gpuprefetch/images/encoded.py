@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import struct
 import time
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ class EncodedImage(Encoded):
     def __post_init__(self) -> None:
         begin_reading()
         self._made = time.perf_counter()
+        if isinstance(self.path, os.PathLike):
+            self.path = os.fspath(self.path)
         try:
             struct.pack("q", self.index)
         except struct.error:

@@ -60,8 +60,9 @@ class EncodedImageFolder(Dataset[tuple[EncodedImage, Any]]):
             folder = ImageFolder(str(root), is_valid_file=is_valid_file, allow_empty=allow_empty)
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"{error} EncodedImageFolder takes root/class/.../file.jpg. For a folder without "
-                "classes write a Dataset of EncodedImage(path.read_bytes(), index, str(path))."
+                f"{str(error).rstrip('.')}. EncodedImageFolder takes root/class/.../file.jpg. For "
+                "a folder without classes write a Dataset of EncodedImage(path.read_bytes(), "
+                "index, path)."
             ) from error
         self.root = folder.root
         self.classes: list[str] = folder.classes

@@ -83,7 +83,9 @@ class Packer:
     finishes: bool = False
     # In shared memory, whether the collate function runs after the transforms. One that mixes
     # images sets it where it first meets encoded ones.
-    late: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
+    late: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(1, dtype=torch.bool, device="cpu")
+    )
     moves: bool = False  # whether a transform moves pixels
     # Of each view what workers draw for, and run on its finished images if there are some here.
     programs: tuple[PerImage | None, ...] = ()

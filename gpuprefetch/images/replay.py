@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, IterableDataset, Subset
 
 from gpuprefetch.core.source import _samplers, in_order, rank, sampler_of
+from gpuprefetch.core.stats import Stats
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImage, BadImageError
@@ -255,12 +256,14 @@ def replay(
     packer = replace(
         pipeline.packer,
         seed=notes.seed,
-        epoch=torch.tensor([epoch]),
-        share=torch.tensor([share], dtype=torch.float64),
+        epoch=torch.tensor([epoch], device="cpu"),
+        share=torch.tensor([share], dtype=torch.float64, device="cpu"),
         rank=rank_of(loader),
     )
     on_error = pipeline.on_error if isinstance(pipeline.on_error, str) else "skip"
-    pipeline = replace(pipeline, packer=packer, on_error=on_error, bad_images={}, max_bad=None)
+    pipeline = replace(
+        pipeline, packer=packer, on_error=on_error, bad_images={}, max_bad=None, stats=Stats()
+    )
     fetch = getattr(loader.dataset, "__getitems__", None)  # which torch's fetcher prefers
     samples = fetch(indices) if fetch else [loader.dataset[i] for i in indices]
     stage = HostStage(loader.collate_fn, packer)

@@ -316,7 +316,7 @@ class Pipeline:
 
     def _tolerate(self, bad: BadImage) -> None:
         if self.on_error == "raise":
-            raise BadImageError(str(bad))
+            raise BadImageError(f'{bad}. DataPrefetcher(on_error="skip") leaves such files out.')
         if callable(self.on_error):
             self.on_error(bad)
         # Each epoch comes upon the same files again. One without a name may be any.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -22,6 +23,13 @@ from gpuprefetch.images.encoded import ENCODED, EncodedImage
 # agree, but mirror points to W - 1 - x: a pixel off what they do with boxes, and with the image.
 
 Size = tuple[int, int]
+
+
+class _Here(threading.local):
+    following = False  # whether this thread collates samples whose masks and points have followed
+
+
+here = _Here()
 
 
 def _is_image(leaf: Any) -> bool:
@@ -64,12 +72,14 @@ def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]],
     if odd := {len(found) for found in images} - {1}:
         raise ValueError(
             "Boxes, masks and points follow the one EncodedImage of their sample, but a sample has "
-            f"{odd.pop()}. Return one image a sample, or plain tensors instead of tv_tensors."
+            f"{odd.pop()}. Return one image a sample, with batch_size=None in a tuple or a dict, "
+            "as a list is one of samples, or plain tensors instead of tv_tensors."
         )
     rows, sizes, errors = draw([image for (image,) in images])
     tv = sys.modules["torchvision.tv_tensors"]
     for kind in (tv.Mask, tv.KeyPoints):
-        default_collate_fn_map.setdefault(kind, _stack)
+        default_collate_fn_map.setdefault(kind, _stack_followed)
+    here.following = True
 
     def move(i: int, leaf: Any) -> Any:
         if _is_image(leaf):
@@ -164,12 +174,18 @@ def at_points(leaf: Any, points: torch.Tensor, canvas: Size) -> Any:
     return tv_tensors.wrap(moved, like=leaf, canvas_size=canvas)
 
 
-def _stack(batch: Any, *, collate_fn_map: Any = None) -> Any:
-    """Entry of the default collate: masks and points of equal shapes stay what they are."""
+def _stack(batch: Any) -> Any:
+    """Masks and points of equal shapes stay what they are."""
     from torchvision import tv_tensors
 
     stacked = default_collate([entry.as_subclass(torch.Tensor) for entry in batch])
     return tv_tensors.wrap(stacked, like=batch[0])
+
+
+def _stack_followed(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    """Entry of the default collate, which other loaders of the process have as well."""
+    stacked = _stack(batch)
+    return stacked if here.following else stacked.as_subclass(torch.Tensor)
 
 
 class PerSample(list[Any]):

@@ -20,7 +20,7 @@ from gpuprefetch.images.encoded import EncodedImage, PreparedImages, is_encoded
 from gpuprefetch.images.guard import UndecodedError, begin_reading, end_reading
 from gpuprefetch.images.packer import Packer, Packing, as_list
 from gpuprefetch.images.slab import by_value, share
-from gpuprefetch.images.targets import fate, images_of, mark, refuse_unfollowed
+from gpuprefetch.images.targets import fate, here, images_of, mark, refuse_unfollowed
 from gpuprefetch.transforms.random import SeededDraws, batch_seed, view_seed
 
 # Added to the workers' priority number: the training thread launches kernels, they only decode.
@@ -104,6 +104,8 @@ class HostStage:
                 if re.search(words, str(error)):
                     error.add_note(hint)
             raise
+        finally:
+            here.following = False
         return map_leaves(by_value, batch, is_encoded) if in_worker else batch
 
     def _collate(self, samples: Any) -> Any:

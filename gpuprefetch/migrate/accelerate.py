@@ -113,7 +113,7 @@ class _Accelerated(DataPrefetcher):
         own = options.pop("transforms", None) or ()
         self._own = [*own] if isinstance(own, Sequence) else [own]
         transforms = [*plan.transforms, *self._own]
-        if read_transforms(transforms)[1]:
+        if not transforms or read_transforms(transforms)[1]:
             # Between the launch and the ops after it values must not be rounded to bfloat16.
             cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
             transforms += [cast] if cast.dtype or cast.memory_format else []
@@ -383,9 +383,9 @@ def check_sample(dataset: Any, folders: list[Any], *, encoded: bool, needed: boo
     if not len(dataset):
         return 1
     hint = (
-        "it must read through self.loader(path) and self.transform(sample), as ImageFolder does. "
-        "Return EncodedImage(data, index, path) from it instead, and wrap its loader in "
-        "DataPrefetcher(loader, transforms=convert_transforms(pipeline))."
+        "it must read through self.loader(path) and self.transform(sample), as ImageFolder does, "
+        "and take an int. Return EncodedImage(data, index, path) from it instead, and wrap its "
+        "loader in DataPrefetcher(loader, transforms=convert_transforms(pipeline))."
     )
     held = [(vars(folder), _copied(vars(folder))) for folder in folders]
     try:
@@ -394,7 +394,9 @@ def check_sample(dataset: Any, folders: list[Any], *, encoded: bool, needed: boo
     except UndecodedError:
         raise  # which says more
     except (AttributeError, TypeError) as error:
-        raise TypeError(f"{type(dataset).__name__}.__getitem__ failed on a file: {hint}") from error
+        raise TypeError(
+            f"{type(dataset).__name__}.__getitem__(0) failed ({error}): {hint}"
+        ) from error
     finally:
         end_reading()
     image = image_of(sample)

@@ -52,7 +52,7 @@ def _explain(head: Head, tail: Sequence[Transform], decode: str = "") -> str:
     rows = [("decode", "uint8 (3, H, W), sizes differ", decode)]
     tail, levels = on_levels(head, tail, Cast(head.dtype, head.memory_format))
     head = replace(head, dtype=torch.uint8, memory_format=None) if levels else head
-    images: Any = "images of different sizes"  # or why there are none to try a transform on
+    images: Any = "sizes as they came"  # or why there are none to try a transform on
     if head.size is not None:
         images = head.empty(2, "cpu").zero_()
     if head.names:

@@ -114,7 +114,8 @@ def parity(
 ) -> ParityReport:
     """Run a loader's pipeline as it is and as ``accelerate`` moves it, with the same parameters.
 
-    A bar on stderr shows how far it is.
+    The fused transforms run as in the launch, also where workers would carry them out, who round
+    to uint8 as torchvision does. A bar on stderr shows how far it is.
 
     Args:
         loader: what ``accelerate`` would take; a collate function is left out.
@@ -125,7 +126,7 @@ def parity(
         Differences per op and the worst images. v1 ops are run as their v2 twins on PIL images.
 
     Raises:
-        ValueError: if ``n`` is less than 1.
+        ValueError: if ``n`` is less than 1, or the dataset is empty.
         TypeError: for a loader that ``accelerate`` does not take.
         UnsupportedTransformError: for an op that cannot move.
         BadImageError: for a file that cannot be decoded.
@@ -139,6 +140,8 @@ def parity(
     check_loaders(folders)
     view = view_of(loader.dataset, None)
     check_sample(view, folders, encoded=True, needed=True)
+    if not len(view):
+        raise ValueError("parity compares images of a dataset, and it has none.")
     indices = np.linspace(0, len(view) - 1, min(n, len(view))).round().astype(int)
     found, worst = list[list[tuple[float, ...]]](), list[_Pair]()
     with progress("parity", len(indices)) as bar:

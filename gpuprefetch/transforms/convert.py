@@ -55,7 +55,7 @@ _KNOWN = COMPILERS.keys() | _LOOPED | _AS_THEY_ARE
 _CONTAINERS = frozenset("RandomApply RandomChoice RandomOrder".split())
 
 # What differs in the fused launch, given the same parameters.
-_UNROUNDED = "not rounded to uint8 on the way"
+_UNROUNDED = "not rounded to uint8 on a GPU"
 _CLIPPED = "clipped to [0, 1], torchvision's floats are not"
 _TIES = "where two pixels are equally near it may be the other"
 

@@ -98,7 +98,8 @@ def constants(op: Any) -> tuple[list[float], list[float]] | None:
         return None
     held = getattr(op, "flags", None) or {"mean": op.mean, "std": op.std}
     mean, std = (
-        np.ravel(torch.as_tensor(held[name]).tolist()).tolist() for name in ("mean", "std")
+        np.ravel(torch.as_tensor(held[name], device="cpu").tolist()).tolist()
+        for name in ("mean", "std")
     )
     if 0.0 in std:
         raise ValueError(f"Normalize divides by std, which must not be 0, got {std}.")

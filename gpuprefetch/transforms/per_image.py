@@ -63,6 +63,11 @@ class Cast:
             is_tensor = isinstance(leaf, torch.Tensor)
             if not is_tensor or not (leaf is images or leaf.is_floating_point()):
                 return leaf
+            if self.dtype == torch.uint8 and leaf.is_floating_point():
+                raise ValueError(
+                    "dtype=torch.uint8 is for values of 0 to 255, and the pipeline gives floating "
+                    "point. Leave its conversion to that out, or dtype."
+                )
             memory_format = self.memory_format if leaf.dim() == 4 else None
             return leaf.to(dtype=self.dtype, memory_format=memory_format)
 
