@@ -3,8 +3,9 @@
     python custom_op.py            # on pictures that it draws itself
     python custom_op.py FOLDER     # class/*.jpg
 
-What stands in ``transforms`` behind the head is any callable on an ``(N, C, H, W)`` batch. It runs
-on the prefetcher's stream, ahead of the loop, and may return what it likes: here four batches.
+What stands in ``transforms`` after the crop and the flip is any callable on an ``(N, C, H, W)``
+batch. It runs on the prefetcher's stream, ahead of the loop, and may return what it likes: here
+four batches.
 """
 
 import sys

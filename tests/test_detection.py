@@ -46,6 +46,16 @@ def loader_of(train, folder, split, *arguments):
     return train.build_loader(args, split)
 
 
+def test_other_categories_in_val_are_refused(train, scenes, tmp_path):
+    scenes.write_folder(folder := tmp_path / "scenes", 4, 1)
+    path = folder / "annotations" / "instances_val.json"
+    content = json.loads(path.read_text())
+    content["categories"].pop(0)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="train and val need the same categories"):
+        train.main([str(folder), *TINY])
+
+
 @pytest.mark.parametrize(
     ("model", "loader"),
     [

@@ -67,6 +67,14 @@ def test_it_trains(train, folder, method, epochs, tmp_path):
     assert not any("fc" in name for name in torch.load(checkpoint, weights_only=True))
 
 
+def test_other_classes_in_val_are_refused(train, tmp_path):
+    for split in ("train/a", "train/b", "val/b"):
+        (tmp_path / split).mkdir(parents=True)
+        (tmp_path / split / "0.jpg").touch()
+    with pytest.raises(ValueError, match="train and val need the same folders"):
+        train.main([str(tmp_path)])
+
+
 def test_nt_xent_is_the_mean_over_all_pairs(train):
     first, second = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
     both = F.normalize(torch.cat([first, second]), dim=1)

@@ -121,7 +121,7 @@ class CocoFolder(Dataset):
         self.categories = sorted(category["id"] for category in content["categories"])
         self.objects = defaultdict(list)
         for item in content["annotations"]:
-            if not item["iscrowd"]:
+            if not item.get("iscrowd"):
                 self.objects[item["image_id"]].append(item)
 
     def __len__(self):
@@ -272,6 +272,10 @@ def train(args):
     """Train, and evaluate before and after; returns the summary."""
     train_loader, val_loader = build_loader(args, "train"), build_loader(args, "val")
     categories = train_loader.dataset.categories
+    if val_loader.dataset.categories != categories:
+        raise ValueError(
+            f"train and val need the same categories, which number labels: {args.data}"
+        )
     steps = min(len(train_loader), args.limit_batches or len(train_loader))
     if steps == 0:
         raise ValueError(f"{len(train_loader.dataset)} pictures do not fill a batch.")

@@ -3,7 +3,7 @@
     python with_timm.py            # on pictures that it draws itself
     python with_timm.py FOLDER     # train/CLASS/*.jpg and val/CLASS/*.jpg
 
-For timm's own train.py: put the two accelerate() lines behind its create_loader calls and start it
+For timm's own train.py: put the two accelerate() lines after its create_loader calls and start it
 with ``--no-prefetcher --train-interpolation bicubic`` (``random``, its default, draws between two
 filters, and one launch has one). Nothing else in it changes.
 """

@@ -132,6 +132,11 @@ def main(argv=None):
         from draw import drawn_folder
 
         args.data = drawn_folder()
+    train_classes, val_classes = (
+        EncodedImageFolder(args.data / s).classes for s in ("train", "val")
+    )
+    if train_classes != val_classes:  # before the training, which does without
+        raise ValueError(f"train and val need the same folders, which number classes: {args.data}")
     method, summary = train(args)
     if args.checkpoint:
         torch.save(method.backbone.state_dict(), args.checkpoint)

@@ -316,7 +316,9 @@ class Pipeline:
 
     def _tolerate(self, bad: BadImage) -> None:
         if self.on_error == "raise":
-            raise BadImageError(f'{bad}. DataPrefetcher(on_error="skip") leaves such files out.')
+            error = BadImageError(str(bad))
+            error.add_note('DataPrefetcher(on_error="skip") leaves such files out')
+            raise error
         if callable(self.on_error):
             self.on_error(bad)
         # Each epoch comes upon the same files again. One without a name may be any.
