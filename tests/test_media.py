@@ -129,6 +129,8 @@ def test_other_folders_in_val_would_number_the_classes_otherwise(kind, tmp_path)
         (tmp_path / name).with_suffix(".mp4" if kind == "video" else ".wav").touch()
     with pytest.raises(ValueError, match="train and val need the same folders"):
         example(kind).main(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"train has no files in CLASS/"):
+        example(kind).main(tmp_path / "a")
 
 
 def prepared(clips, transforms, device):

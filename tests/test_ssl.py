@@ -73,6 +73,11 @@ def test_other_classes_in_val_are_refused(train, tmp_path):
         (tmp_path / split / "0.jpg").touch()
     with pytest.raises(ValueError, match="train and val need the same folders"):
         train.main([str(tmp_path)])
+    (tmp_path / "val" / "b").rename(tmp_path / "val" / "a")
+    (tmp_path / "train" / "b" / "0.jpg").rename(tmp_path / "train" / "a" / "1.jpg")
+    (tmp_path / "train" / "b").rmdir()
+    with pytest.raises(ValueError, match="2 pictures do not fill a batch"):
+        train.main([str(tmp_path), *TINY])
 
 
 def test_nt_xent_is_the_mean_over_all_pairs(train):

@@ -35,6 +35,8 @@ class Sounds(Dataset):
 
     def __init__(self, folder):
         self.paths = sorted(path for path in Path(folder).glob("*/*") if path.is_file())
+        if not self.paths:
+            raise FileNotFoundError(f"{folder} has no files in CLASS/*")
         self.classes = sorted({path.parent.name for path in self.paths})
 
     def __getitem__(self, index):

@@ -26,6 +26,8 @@ class JPEG2000Images(Dataset):
 
     def __init__(self, folder):
         self.paths = sorted(Path(folder).glob("*/*.jp2"))
+        if not self.paths:
+            raise FileNotFoundError(f"{folder} has no files in CLASS/*.jp2")
         self.classes = sorted({path.parent.name for path in self.paths})
 
     def __getitem__(self, index):

@@ -65,6 +65,8 @@ def train(args):
     groups += [{"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups)
     steps = min(len(loader), args.limit_batches or len(loader))
+    if steps == 0:
+        raise ValueError(f"{len(loader.dataset)} pictures do not fill a batch.")
     total, done, losses = args.epochs * steps, 0, []
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total, pct_start=0.1)
     begin = time.perf_counter()

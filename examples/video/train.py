@@ -45,6 +45,8 @@ class Clips(Dataset):
     def __init__(self, folder, device="cpu"):
         self.device = device
         self.paths = sorted(path for path in Path(folder).glob("*/*") if path.is_file())
+        if not self.paths:
+            raise FileNotFoundError(f"{folder} has no files in CLASS/*")
         self.classes = sorted({path.parent.name for path in self.paths})
 
     def __getitem__(self, index):
