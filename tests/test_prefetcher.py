@@ -428,7 +428,9 @@ def test_the_default_device_changes_nothing(photo_folder):
     ops.append(v2.Normalize([0.5], [0.5]))
     make = partial(DataPrefetcher, device="cpu", seed=0, transforms=ops)
     images = [EncodedImageFolder(photo_folder)[i][0] for i in range(4)]
-    want, loader = list(make([images])), DataLoader(images, batch_size=4, num_workers=1)
+    want = list(make([images]))
+    in_worker = {"num_workers": 1, "worker_init_fn": lambda _: torch.set_default_device("meta")}
+    loader = DataLoader(images, batch_size=4, **in_worker)
     with torch.device("meta"):
         (got,), prefetcher = make([images]), make(loader)
     assert torch.equal(got, want[0])

@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.utils.data import get_worker_info
 
 from gpuprefetch.core.nested import map_leaves, objects
+from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import comes_of_mixing, set_apart
 from gpuprefetch.images.encoded import EncodedImage, PreparedImages, is_encoded
 from gpuprefetch.images.guard import UndecodedError, begin_reading, end_reading
@@ -143,7 +145,7 @@ class HostStage:
             images.laid.append([])
             if program is None:
                 continue
-            with SeededDraws(view_seed(seed, view)):
+            with own_modes(torch.device("cpu")), SeededDraws(view_seed(seed, view)):
                 if packer.finishes:
                     out = images.out[view]
                     images.out[view] = program.carry_out(out, program.draw(out), share)
