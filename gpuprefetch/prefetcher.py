@@ -275,8 +275,7 @@ class DataPrefetcher:
             ValueError: after a batch of a loader with ``in_order=False``, before the epoch's end.
         """
         place = self._progress.save(self._loader, self._persistent)
-        packer = self._pipeline.packer
-        state = place | {"seed": packer.seed, "kind": self._kind, "late": bool(packer.late)}
+        state = place | {"seed": self.seed, "kind": self._kind}
         notes = self._notes.get(place["epoch"])
         if notes is not None and notes.place is place:  # else loaded, with its own
             state["drawn"] = notes.drawn()
@@ -312,9 +311,7 @@ class DataPrefetcher:
             )
         self._manual = None
         self._pipeline = self._with_epoch(state["epoch"])  # not of an epoch that runs
-        packer = self._pipeline.packer
-        packer.seed = state["seed"]
-        packer.late.fill_(state.get("late", packer.late))
+        self._pipeline.packer.seed = state["seed"]
         self._persistent = None  # its workers may have another seed
         self.set_epoch(state["epoch"])
         for owner, epoch in zip(owners(self._loader), state.get("epochs", ()), strict=False):
