@@ -297,11 +297,3 @@ def _row_of(position: int, count: int, images: Sequence[PreparedImages]) -> int:
     if len(samples) == count and samples[position] < 0:
         return position
     raise ValueError("the collate function has left the sample out of its batch.")
-
-
-def stands_alone(pipeline: Pipeline, *, fixed: bool) -> bool:
-    """Whether an image does not depend on its batch; ``fixed`` says that the share stays."""
-    one_decoder = pipeline.decoder is None or (fixed and float(pipeline.packer.share) in (0, 1))
-    ops = [op for view in pipeline.views for op in view.head.ops]
-    alike = any(getattr(op, "same_on_batch", False) or getattr(op, "p_batch", 1) < 1 for op in ops)
-    return one_decoder and not alike and not any(view.tail for view in pipeline.views)
