@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 import zlib
 from array import array
 from bisect import bisect_right
@@ -220,14 +219,11 @@ def rank_of(loader: Any) -> int:
 
 def _shares_out(sampler: Any, *, replaced: bool) -> bool:
     """Whether no other rank gets the samples of this one, but for padding."""
-    accelerate = sys.modules.get("accelerate.data_loader")  # without it nobody has its samplers
-    if accelerate is not None and isinstance(sampler, accelerate.BatchSamplerShard):
+    kind = type(sampler)
+    if (kind.__module__, kind.__name__) == ("accelerate.data_loader", "BatchSamplerShard"):
         return not replaced
-    torchdata = sys.modules.get("torchdata.stateful_dataloader.sampler")
-    kinds: list[Any] = [DistributedSampler]
-    kinds += [torchdata.StatefulDistributedSampler] if torchdata is not None else []
-    if isinstance(sampler, DistributedSampler):
-        return any(type(sampler).__iter__ is kind.__iter__ for kind in kinds)
+    if isinstance(sampler, DistributedSampler):  # as torch or torchdata wrote it
+        return kind.__iter__.__module__.startswith(("torch.utils.data.", "torchdata."))
     return isinstance(sampler, range)
 
 
