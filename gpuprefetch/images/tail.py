@@ -165,17 +165,12 @@ def _runner(transform: Any) -> Runner | None:
 
 def _run_program(transform: PerImage, images: torch.Tensor, samples: Samples) -> Any:
     drawn = transform.draw(images)
-    moved = _moved(samples, lambda leaf, i: transform.carry_out_one(leaf, drawn, i))
+
+    def move(row: int, leaf: Any) -> Any:
+        return transform.carry_out_one(leaf, drawn, row) if followers(leaf) else leaf
+
+    moved = [map_leaves(partial(move, row), parts) for row, parts in enumerate(samples)]
     return transform.carry_out(images, drawn), moved
-
-
-def _moved(samples: Samples, move: Callable[[Any, int], Any]) -> Samples:
-    """The samples with their boxes, masks and points moved, each with the number of its sample."""
-
-    def move_leaf(i: int, leaf: Any) -> Any:
-        return move(leaf, i) if followers(leaf) else leaf
-
-    return [map_leaves(partial(move_leaf, i), parts) for i, parts in enumerate(samples)]
 
 
 _IMAGE = "\0"  # its name in a sample for torchvision, which looks for labels by theirs
