@@ -113,6 +113,15 @@ def test_streams_are_reused_and_never_shared():
     return_stream(second)
 
 
+def test_a_stream_that_torch_hands_out_again_is_not_shared(monkeypatch):
+    # Two epochs on one stream would take the same decoder, and a decode may be under way in it.
+    device, given = torch.device("cuda", 99), iter([1, 1, 2, *[1, 2] * 20])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(given))
+    assert [lease_stream(device) for _ in range(2)] == [1, 2]
+    assert lease_stream(device) in (1, 2)  # there is no other
+    del _stream._made[device]
+
+
 @pytest.mark.gpu
 def test_handoff_leaves_the_current_stream_alone():
     stream = torch.cuda.Stream()

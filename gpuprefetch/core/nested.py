@@ -116,7 +116,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield every strided tensor of ``batch``, also inside objects that have a ``to`` method."""
+    """Yield every strided tensor of ``batch``, also inside objects that have a ``to`` method.
+
+    Other objects stay on the host: what they hold on a device, a transform has put there.
+    """
     for leaf in objects(batch):
         if isinstance(leaf, torch.Tensor):
             yield from _strided(leaf)
@@ -127,6 +130,12 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
             if isinstance(leaf, (dict, list, tuple)):
                 values += leaf.values() if isinstance(leaf, dict) else leaf
             yield from tensors([value for value in values if value is not leaf])
+        else:
+            for held in getattr(leaf, "__dict__", {}).values():
+                several = [*held.values()] if isinstance(held, dict) else held
+                for part in several if isinstance(several, (list, tuple)) else [held]:
+                    if isinstance(part, torch.Tensor) and part.device.type != "cpu":
+                        yield from _strided(part)
 
 
 def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -137,5 +146,7 @@ def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    elif tensor.is_nested and tensor.layout is torch.strided:
+        yield tensor.values()
     else:
         yield tensor
