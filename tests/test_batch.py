@@ -240,12 +240,18 @@ def test_tensors_reaches_into_objects_and_sparse_tensors():
     assert all(t.layout is torch.strided and not t.is_nested for t in found)
 
 
+class SlotsAlone:
+    __slots__ = ("tensor",)
+
+
 def test_tensors_reaches_what_a_transform_put_into_an_object():
     # A hand-over that overlooks them lets the next batch write where the step still reads.
     host, one, two = torch.ones(2), torch.ones(2, device="meta"), torch.ones(3, device="meta")
     views = SimpleNamespace(first=one, others=[two], boxes={0: one}, target=host, name="a")
-    found = list(tensors({"views": views, "kind": SimpleNamespace}))
-    assert [id(tensor) for tensor in found] == [*map(id, (one, two, one))]
+    slotted = SlotsAlone()
+    slotted.tensor = two
+    found = list(tensors({"views": views, "kind": SimpleNamespace, "slotted": slotted}))
+    assert [id(tensor) for tensor in found] == [*map(id, (one, two, one, two))]
 
 
 class Slotted(Movable):

@@ -123,19 +123,25 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
     for leaf in objects(batch):
         if isinstance(leaf, torch.Tensor):
             yield from _strided(leaf)
-        elif moves_itself(leaf):
-            state: Any = object.__getstate__(leaf)
-            parts = filter(None, state if isinstance(state, tuple) else (state,))  # with slots
-            values = [value for part in parts for value in part.values()]
-            if isinstance(leaf, (dict, list, tuple)):
-                values += leaf.values() if isinstance(leaf, dict) else leaf
+            continue
+        state: Any = object.__getstate__(leaf)
+        parts = filter(None, state if isinstance(state, tuple) else (state,))  # with slots
+        values = [value for part in parts for value in part.values()]
+        if moves_itself(leaf):
+            values += _parts(leaf)
             yield from tensors([value for value in values if value is not leaf])
-        else:
-            for held in getattr(leaf, "__dict__", {}).values():
-                several = [*held.values()] if isinstance(held, dict) else held
-                for part in several if isinstance(several, (list, tuple)) else [held]:
-                    if isinstance(part, torch.Tensor) and part.device.type != "cpu":
-                        yield from _strided(part)
+            continue
+        for value in values:  # no deeper: it may hold anything
+            for held in (value, *_parts(value)):
+                if isinstance(held, torch.Tensor) and held.device.type != "cpu":
+                    yield from _strided(held)
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a dict, a list or a tuple holds, if it is one."""
+    if isinstance(value, dict):
+        return [*value.values()]
+    return [*value] if isinstance(value, (list, tuple)) else []
 
 
 def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
