@@ -318,6 +318,13 @@ def test_a_conversion_to_float32_is_torchvisions(dtype):
         torch.testing.assert_close(PerImage(ops)(images), want, atol=2e-3, rtol=0)
 
 
+def test_ops_after_a_conversion_are_those_on_floats():
+    convert, images = v2.ToDtype(torch.float32, True), same(8)
+    ops = [v2.ColorJitter(0.5, 0.5, 0.5, 0.2), v2.RandomRotation(30), v2.Normalize(MEAN, STD)]
+    want = PerImage(ops, seed=3)(convert(images))
+    assert torch.equal(PerImage([convert, *ops], seed=3)(images), want)
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 def test_an_empty_batch_and_gray_images(channels):
     augment = PerImage([v2.RandAugment(), v2.ColorJitter(0.1, 0.1, 0.5, 0.3), v2.AugMix()])

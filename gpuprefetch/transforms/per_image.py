@@ -105,7 +105,8 @@ class Recipe:
             return replace(longer, normalize=found) if takes else None
         if (slots := compiled(op)) is None:
             return None
-        if self.normalize is None and not (self.scaled and self.steps):
+        converted = self.scaled and self.steps and isinstance(self.before, ToUint8 | None)
+        if self.normalize is None and not converted:
             return replace(longer, steps=(*self.steps, slots))
         if isinstance(slots, Mix) or name_of(twin(op)) != "RandomErasing":
             return None
