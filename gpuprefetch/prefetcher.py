@@ -25,7 +25,7 @@ from gpuprefetch.images.apart import collate_apart
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.build import FirstBatch, build_stage, with_packing
 from gpuprefetch.images.header import load_decoders
-from gpuprefetch.images.replay import KEPT, Notes, has_keys, noted, rank_of, replay, stands_alone
+from gpuprefetch.images.replay import KEPT, Notes, has_keys, noted, rank_of, replay
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.transforms.convert import title
 from gpuprefetch.transforms.head import Transform
@@ -275,8 +275,7 @@ class DataPrefetcher:
             ValueError: after a batch of a loader with ``in_order=False``, before the epoch's end.
         """
         place = self._progress.save(self._loader, self._persistent)
-        packer = self._pipeline.packer
-        state = place | {"seed": packer.seed, "kind": self._kind, "late": bool(packer.late)}
+        state = place | {"seed": self.seed, "kind": self._kind}
         notes = self._notes.get(place["epoch"])
         if notes is not None and notes.place is place:  # else loaded, with its own
             state["drawn"] = notes.drawn()
@@ -312,9 +311,7 @@ class DataPrefetcher:
             )
         self._manual = None
         self._pipeline = self._with_epoch(state["epoch"])  # not of an epoch that runs
-        packer = self._pipeline.packer
-        packer.seed = state["seed"]
-        packer.late.fill_(state.get("late", packer.late))
+        self._pipeline.packer.seed = state["seed"]
         self._persistent = None  # its workers may have another seed
         self.set_epoch(state["epoch"])
         for owner, epoch in zip(owners(self._loader), state.get("epochs", ()), strict=False):
@@ -326,10 +323,9 @@ class DataPrefetcher:
         """What the model saw of a sample, bit for bit: its batch is prepared once more.
 
         The batches of the two latest epochs are known, those of a resumed epoch before its
-        :meth:`load_state_dict` only if ``cpu_share`` is fixed. A sample of any other epoch is
-        replayed alone, if no transform depends on the rest of the batch and ``cpu_share`` is 0 or
-        1. What dataset and collate function draw is not repeated, nor what a transform draws from
-        elsewhere than torch, or within a function of torch, as in a dropout.
+        :meth:`load_state_dict` only if ``cpu_share`` is fixed. What dataset and collate function
+        draw is not repeated, nor what a transform draws from elsewhere than torch, or within a
+        function of torch, as in a dropout.
 
         Args:
             index: of the sample in ``dataset``, as the sampler gives it. If the epoch drew it
@@ -355,16 +351,13 @@ class DataPrefetcher:
             if not (used := [place["epoch"] for place in places if place["batches"]]):
                 raise LookupError("no batch of any epoch has been handed over so far.")
             epoch = used[-1]
-        notes, fixed = self._notes.get(epoch), self._balancer.fixed
-        if notes is None:
-            if not stands_alone(self._pipeline, fixed=fixed):
-                raise ValueError(
-                    f"what the model saw in epoch {epoch} depends on the rest of the batch, and "
-                    f"only the batches of epochs {list(self._notes)} are known. Load a "
-                    "state_dict() of that epoch and take a batch, or keep what you need."
-                )
-            notes = Notes(self._pipeline.packer.seed, place={"batches": 1})
-            notes.add([index])
+        if epoch not in self._notes:
+            raise ValueError(
+                f"the batches of epoch {epoch} are not known, only those of epochs "
+                f"{list(self._notes)}. Load a state_dict() of that epoch and take a batch, or keep "
+                "what you need."
+            )
+        notes, fixed = self._notes[epoch], self._balancer.fixed
         return replay(loader, self._pipeline, notes, index, epoch, fixed=fixed)
 
     def set_epoch(self, epoch: int) -> None:

@@ -78,9 +78,9 @@ def test_it_learns(train, scenes, tmp_path, monkeypatch):
     shutil.copytree(root / "train", root / "val", dirs_exist_ok=True)
     annotations = root / "annotations"
     shutil.copy(annotations / "instances_train.json", annotations / "instances_val.json")
-    arguments = ["--model", "small_ssd", "--lr", "8e-3", "--epochs", "30"]
+    arguments = ["--model", "small_ssd", "--lr", "8e-3", "--epochs", "24"]
     summary = train.main([str(root), *TINY, *arguments])
-    # 0.17 where it was tried, for 0.00 without training and with categories by chance.
+    # 0.28 where it was tried, for 0.00 without training and 0.10 with categories by chance.
     assert summary["map"] > 0.08
     assert summary["map"] > 2.5 * max(summary["map_untrained"], summary["map_labels_by_chance"])
 

@@ -172,10 +172,11 @@ def device_transforms(args, split):
     clean = [v2.SanitizeBoundingBoxes(), v2.ToPureTensor()]
     if split != "train":
         return [Resize(size), *clean]
+    affine = v2.RandomAffine(0, translate=(0.1, 0.1), scale=(0.8, 1.2))
     return [
         RandomResizedCrop(size, scale=(MIN_AREA, 1.0)),
         K.RandomHorizontalFlip(p=0.5),
-        K.RandomAffine(0, translate=(0.1, 0.1), scale=(0.8, 1.2), p=0.5),
+        v2.RandomApply([affine]),
         K.ColorJitter(0.2, 0.2, 0.2, 0.05),
         *clean,
     ]

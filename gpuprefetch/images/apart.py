@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ from gpuprefetch.core.nested import map_leaves, select, to_device
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.guard import is_marked
 from gpuprefetch.transforms.random import SeededDraws
-from gpuprefetch.transforms.timm import is_timm
 
 
 class Apart(NamedTuple):
@@ -72,16 +70,3 @@ def collate_apart(
 
 def _exchanged(sample: Any, old: Any, new: Any) -> Any:
     return map_leaves(lambda leaf: new if leaf is old else leaf, sample, is_image)
-
-
-def comes_of_mixing(error: BaseException) -> bool:
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(_mixes(frame.f_locals.get("self")) for frame, _ in frames)
-
-
-def _mixes(op: Any) -> bool:
-    from torchvision.transforms import v2
-
-    if isinstance(op, (v2.RandomApply, v2.RandomChoice, v2.RandomOrder)):
-        return any(map(_mixes, op.transforms))
-    return isinstance(op, (v2.MixUp, v2.CutMix)) or is_timm(op, "Mixup")

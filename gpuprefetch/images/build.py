@@ -149,8 +149,7 @@ def with_packing(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
     if hasattr(loader, "next_iter_state"):
         loader.next_iter_state = None  # a StatefulDataLoader's: good for one epoch, the clone's
         vars(clone)["_initial_iter_for_state_dict"] = False  # of the iterator that it leaves here
-    for shared in (packer.share, packer.late):
-        shared.share_memory_()  # not in a deep copy of the prefetcher
+    packer.share.share_memory_()  # not in a deep copy of the prefetcher
     clone.collate_fn = HostStage(loader.collate_fn, packer)
     if has_keys(clone):
         name = sampler_of(clone)

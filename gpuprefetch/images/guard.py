@@ -14,7 +14,8 @@ from gpuprefetch.core.nested import select
 
 _WHERE = (
     "Transforms belong in DataPrefetcher(loader, transforms=[...]), which runs them on the decoded "
-    "images, or in the transform of an ImageFolder, which gpuprefetch.accelerate(loader) moves."
+    "images, or in the transform of an ImageFolder, which gpuprefetch.accelerate(loader) moves. "
+    "What mixes images, as MixUp, belongs in the training step."
 )
 
 

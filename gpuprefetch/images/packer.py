@@ -81,9 +81,7 @@ class Packer:
     # Whether the result is made here, as without a device: a worker runs its share of it in one
     # thread, and in the loop's process many threads would wait for cores that the workers have.
     finishes: bool = False
-    # In shared memory, whether the collate function runs after the transforms. One that mixes
-    # images sets it where it first meets encoded ones.
-    late: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
+    late: bool = False  # whether the collate function runs after the transforms
     moves: bool = False  # whether a transform moves pixels
     # Of each view what workers draw for, and run on its finished images if there are some here.
     programs: tuple[PerImage | None, ...] = ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 import zlib
 from array import array
 from bisect import bisect_right
@@ -220,14 +219,11 @@ def rank_of(loader: Any) -> int:
 
 def _shares_out(sampler: Any, *, replaced: bool) -> bool:
     """Whether no other rank gets the samples of this one, but for padding."""
-    accelerate = sys.modules.get("accelerate.data_loader")  # without it nobody has its samplers
-    if accelerate is not None and isinstance(sampler, accelerate.BatchSamplerShard):
+    kind = type(sampler)
+    if (kind.__module__, kind.__name__) == ("accelerate.data_loader", "BatchSamplerShard"):
         return not replaced
-    torchdata = sys.modules.get("torchdata.stateful_dataloader.sampler")
-    kinds: list[Any] = [DistributedSampler]
-    kinds += [torchdata.StatefulDistributedSampler] if torchdata is not None else []
-    if isinstance(sampler, DistributedSampler):
-        return any(type(sampler).__iter__ is kind.__iter__ for kind in kinds)
+    if isinstance(sampler, DistributedSampler):  # as torch or torchdata wrote it
+        return kind.__iter__.__module__.startswith(("torch.utils.data.", "torchdata."))
     return isinstance(sampler, range)
 
 
@@ -297,11 +293,3 @@ def _row_of(position: int, count: int, images: Sequence[PreparedImages]) -> int:
     if len(samples) == count and samples[position] < 0:
         return position
     raise ValueError("the collate function has left the sample out of its batch.")
-
-
-def stands_alone(pipeline: Pipeline, *, fixed: bool) -> bool:
-    """Whether an image does not depend on its batch; ``fixed`` says that the share stays."""
-    one_decoder = pipeline.decoder is None or (fixed and float(pipeline.packer.share) in (0, 1))
-    ops = [op for view in pipeline.views for op in view.head.ops]
-    alike = any(getattr(op, "same_on_batch", False) or getattr(op, "p_batch", 1) < 1 for op in ops)
-    return one_decoder and not alike and not any(view.tail for view in pipeline.views)

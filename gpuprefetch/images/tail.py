@@ -10,23 +10,12 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from gpuprefetch.core.nested import children_of, map_leaves, objects, select
-from gpuprefetch.images.targets import (
-    SIGNED,
-    at_points,
-    followers,
-    is_per_sample,
-    points_of,
-    sampled,
-    signed,
-)
-from gpuprefetch.transforms.head import apply_head, is_fused
+from gpuprefetch.images.targets import followers, is_per_sample
 from gpuprefetch.transforms.per_image import Loop, PerImage
 
 Samples = list[dict[Any, Any]]  # of each sample the parts of its target
@@ -92,19 +81,20 @@ _MOVERS = tuple(
     " torchvision.transforms.v2._auto_augment. torchvision.transforms.v2._geometry."
     " torchvision.transforms._presets.ImageClassification timm.data.auto_augment.".split()
 )
+_ERASING = "kornia.augmentation._2d.intensity.erasing."  # of which a mask would not know
 
 
-def _movers(transform: Any) -> Iterator[str]:
-    """The names of what moves pixels: a transform, or those that it is made of."""
+def _movers(transform: Any, where: tuple[str, ...] = _MOVERS) -> Iterator[str]:
+    """The names of what is from ``where``: a transform, or those that it is made of."""
     for kind in type(transform).__mro__:
         if kind.__module__ == "torchvision.transforms.transforms":
             from torchvision.transforms import v2
 
             kind = getattr(v2, kind.__name__, kind)  # v1 is one file; those of v2 tell what moves
-        if f"{kind.__module__}.{kind.__name__}".startswith(_MOVERS):
+        if f"{kind.__module__}.{kind.__name__}".startswith(where):
             yield type(transform).__name__
     for each in _held(transform):
-        yield from _movers(each)
+        yield from _movers(each, where)
 
 
 def _held(transform: Any) -> list[Any]:
@@ -162,42 +152,25 @@ def _runner(transform: Any) -> Runner | None:
     v2 = sys.modules.get("torchvision.transforms.v2")
     if v2 is not None and isinstance(op, v2.Transform):
         return partial(_run_each, op)
-    if is_fused(transform):
-        return partial(_run_fused, transform)
-    module, name = type(transform).__module__, type(transform).__name__
-    if module.startswith("kornia.augmentation."):
-        colors = ".intensity." in module and name != "RandomErasing"  # which erases masks as well
-        return None if colors else partial(_run_by_data_keys, transform)
-    if mover := next(_movers(transform), None):
+    if mover := next(_movers(transform, (*_MOVERS, _ERASING)), None):
+        module, name = type(transform).__module__, type(transform).__name__
         moved = "moves images" if mover == name else f"holds {mover}, which moves images"
         raise ValueError(
-            f"{module}.{name} {moved} alone, but the targets hold boxes, masks or points. Put ops "
-            "of gpuprefetch, kornia.augmentation or torchvision.transforms.v2 into the list itself."
+            f"{module}.{name} {moved} alone, but the targets hold boxes, masks or points. After "
+            "the fused transforms these follow torchvision's v2 ops in the list itself, as "
+            "v2.RandomAffine(10), which samples for each image."
         )
     return None
 
 
-def _run_fused(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
-    head, keys = transform.draw(len(images))
-    rows = head.draw([images.shape[-2:]] * len(images), keys)
-    images = apply_head(head, images, keys)
-    size = (images.shape[-2], images.shape[-1])
-    return images, _moved(samples, lambda leaf, i: sampled(leaf, rows[i], size))
-
-
 def _run_program(transform: PerImage, images: torch.Tensor, samples: Samples) -> Any:
     drawn = transform.draw(images)
-    moved = _moved(samples, lambda leaf, i: transform.carry_out_one(leaf, drawn, i))
+
+    def move(row: int, leaf: Any) -> Any:
+        return transform.carry_out_one(leaf, drawn, row) if followers(leaf) else leaf
+
+    moved = [map_leaves(partial(move, row), parts) for row, parts in enumerate(samples)]
     return transform.carry_out(images, drawn), moved
-
-
-def _moved(samples: Samples, move: Callable[[Any, int], Any]) -> Samples:
-    """The samples with their boxes, masks and points moved, each with the number of its sample."""
-
-    def move_leaf(i: int, leaf: Any) -> Any:
-        return move(leaf, i) if followers(leaf) else leaf
-
-    return [map_leaves(partial(move_leaf, i), parts) for i, parts in enumerate(samples)]
 
 
 _IMAGE = "\0"  # its name in a sample for torchvision, which looks for labels by theirs
@@ -236,69 +209,3 @@ def _run_each(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
             "Put it into a v2.Compose with a v2.Resize((height, width)) after it."
         )
     return torch.stack([image.as_subclass(torch.Tensor) for image in results]), [*moved]
-
-
-def _run_by_data_keys(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
-    import kornia.augmentation as K
-    from torchvision.tv_tensors import Mask
-
-    targets = [followers(parts) for parts in samples]
-    points = [[points_of(leaf) for leaf in some if not isinstance(leaf, Mask)] for some in targets]
-    masks = [
-        [signed(leaf).reshape(-1, *leaf.shape[-2:]) for leaf in some if isinstance(leaf, Mask)]
-        for some in targets
-    ]
-    _check_kornia(transform, images.dtype, any(points), [*chain(*points, *masks)])
-    # kornia takes no empty masks, so a blank one ends each list, and a point that nobody reads.
-    blank = images.new_zeros(1, *images.shape[-2:], dtype=torch.uint8)
-    origin = images.new_zeros(1, 2, dtype=torch.float64)
-    padded = pad_sequence([torch.cat([*some, origin]) for some in points], batch_first=True)
-    if not isinstance(transform, K.AugmentationSequential):
-        transform = K.AugmentationSequential(transform)
-    images, padded, layers = transform(
-        images,
-        padded - 0.5,  # see Note [Coordinates]
-        [torch.cat([*some, blank]) for some in masks],
-        data_keys=["input", "keypoints", "mask"],
-    )
-    canvas = (images.shape[-2], images.shape[-1])
-    lengths = [[*map(len, some)] for some in points]
-    counts = [[*some, padded.shape[1] - sum(some)] for some in lengths]
-    moved_points = [iter(row.split(some)) for row, some in zip(padded, counts, strict=True)]
-    counts = [[*map(len, some), 1] for some in masks]
-    stacks = (layer.reshape(-1, *canvas) for layer in layers)
-    moved_masks = [iter(stack.split(some)) for stack, some in zip(stacks, counts, strict=True)]
-
-    def move(leaf: Any, i: int) -> Any:
-        if not isinstance(leaf, Mask):
-            return at_points(leaf, next(moved_points[i]) + 0.5, canvas)
-        mask = next(moved_masks[i]).reshape(*leaf.shape[:-2], *canvas)
-        return Mask(mask.to(SIGNED.get(leaf.dtype, leaf.dtype)).view(leaf.dtype))
-
-    return images, _moved(samples, move)
-
-
-def _check_kornia(
-    transform: Any, dtype: torch.dtype, has_points: bool, moved: Sequence[torch.Tensor]
-) -> None:
-    import kornia.augmentation as K
-
-    for op in transform.modules():
-        name = type(op).__name__
-        if isinstance(op, K.MixAugmentationBaseV2):
-            raise ValueError(
-                f"kornia's {name} takes no boxes, masks or points along. Mix in the training step."
-            )
-        rigid = isinstance(op, K.RigidAffineAugmentationBase2D)
-        if has_points and isinstance(op, K.AugmentationBase2D) and not rigid:
-            raise ValueError(
-                f"kornia's {name} leaves boxes and points where they were. Leave it out, or give "
-                "masks alone."
-            )
-    wider = any(torch.promote_types(dtype, each.dtype) != dtype for each in moved)
-    if wider and dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(
-            "kornia moves boxes, points and masks of floating point in the dtype of the images, "
-            f"and {dtype} is too coarse for that. Leave dtype out of DataPrefetcher and cast after "
-            "it."
-        )

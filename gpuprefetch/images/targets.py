@@ -95,13 +95,7 @@ def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]],
 
 
 # torch's unsigned types of more than 8 bits know few operations: the same bits, signed, know all.
-SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-
-
-def signed(leaf: Any) -> torch.Tensor:
-    """A mask as a plain tensor of a dtype that can be moved; ``view`` gives it its own again."""
-    mask: torch.Tensor = leaf.as_subclass(torch.Tensor)
-    return mask.view(SIGNED.get(mask.dtype, mask.dtype))
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def sampled(leaf: Any, row: Any, size: Size) -> Any:
@@ -113,10 +107,9 @@ def sampled(leaf: Any, row: Any, size: Size) -> Any:
         step = np.where(step == 0, 1 / np.array(size[::-1]), step)
         origin = np.where(row[::-1, 1] == 0, low + step / 2 - 0.5, origin)
         origin, step = torch.from_numpy(np.stack([origin, step])).to(leaf.device)
-        return at_points(
-            leaf, (points_of(leaf) - 0.5 - origin) / step + 0.5, size
-        )  # Note [Coordinates]
-    mask = signed(leaf)
+        points = (_points_of(leaf) - 0.5 - origin) / step + 0.5  # Note [Coordinates]
+        return _at_points(leaf, points, size)
+    mask = leaf.as_subclass(torch.Tensor).view(_SIGNED.get(leaf.dtype, leaf.dtype))
     for dim, (origin, step, low, high, first, last) in zip((-2, -1), row, strict=True):
         index = np.arange(size[dim])
         pixel = np.floor(origin + step * index + 0.5).clip(low, high - 1)  # the nearest one
@@ -128,7 +121,7 @@ def sampled(leaf: Any, row: Any, size: Size) -> Any:
     return tv_tensors.Mask(mask.view(leaf.dtype))
 
 
-def points_of(leaf: Any) -> torch.Tensor:
+def _points_of(leaf: Any) -> torch.Tensor:
     """``(P, 2)`` float64, x and y of all points, or of the four corners of all boxes."""
     from torchvision.transforms.v2 import functional as F
 
@@ -149,7 +142,7 @@ def points_of(leaf: Any) -> torch.Tensor:
     return torch.Tensor(values.reshape(-1, 2))
 
 
-def at_points(leaf: Any, points: torch.Tensor, canvas: Size) -> Any:
+def _at_points(leaf: Any, points: torch.Tensor, canvas: Size) -> Any:
     """``leaf`` with its points elsewhere; a box becomes the upright one around its corners."""
     from torchvision import tv_tensors
     from torchvision.transforms.v2 import functional as F

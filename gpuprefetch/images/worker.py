@@ -15,9 +15,9 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from gpuprefetch.core.nested import map_leaves, objects
-from gpuprefetch.images.apart import comes_of_mixing, set_apart
+from gpuprefetch.images.apart import set_apart
 from gpuprefetch.images.encoded import EncodedImage, PreparedImages, is_encoded
-from gpuprefetch.images.guard import UndecodedError, begin_reading, end_reading
+from gpuprefetch.images.guard import begin_reading, end_reading
 from gpuprefetch.images.packer import Packer, Packing, as_list
 from gpuprefetch.images.slab import by_value, share
 from gpuprefetch.images.targets import fate, images_of, mark, refuse_unfollowed
@@ -97,7 +97,7 @@ class HostStage:
         packing = Packing(self.packer, as_list(samples), repeats)
         samples, packing = packing.follow(samples)
         try:
-            batch = self._collate(samples)
+            batch = set_apart(samples) if self.packer.late else self.collate_fn(samples)
             batch = self._pack(batch, samples, packing, number)
         except (TypeError, RuntimeError) as error:
             for words, hint in _HINTS.items():
@@ -105,17 +105,6 @@ class HostStage:
                     error.add_note(hint)
             raise
         return map_leaves(by_value, batch, is_encoded) if in_worker else batch
-
-    def _collate(self, samples: Any) -> Any:
-        """What the collate function makes of the samples; of one that mixes, what comes before."""
-        if not self.packer.late:
-            try:
-                return self.collate_fn(samples)
-            except UndecodedError as error:
-                if not (isinstance(samples, list) and comes_of_mixing(error)):
-                    raise
-            self.packer.late.fill_(True)
-        return set_apart(samples)
 
     def _pack(self, batch: Any, samples: Any, packing: Packing, number: int | None) -> Any:
         """Pack what the collate function left, and say what became of the targets."""

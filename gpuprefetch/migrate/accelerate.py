@@ -97,7 +97,7 @@ def accelerate(
         )
     prefetcher = _Accelerated(loader, plan, prefetcher_options, view=view)
     apart = not keep or (changes and count == 1)
-    prefetcher._pipeline.packer.late.fill_(apart and loader.collate_fn is not default_collate)
+    prefetcher._pipeline.packer.late = apart and loader.collate_fn is not default_collate
     if print_plan:
         print(prefetcher.describe(decodes_on_workers=keep > 0))
     return prefetcher

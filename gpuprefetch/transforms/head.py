@@ -116,13 +116,10 @@ class _FusedTransform(torch.nn.Module):
                 "DataPrefetcher(transforms=[...]), and let the dataset return EncodedImage."
             )
         images = images if images.dim() == 4 else images[None]
-        head, keys = self.draw(len(images))
-        return apply_head(head, images, keys)
-
-    def draw(self, count: int) -> tuple[Head, Keys]:
         head = _extended(Head(), self, self.op)
         assert head is not None  # one op alone always fits
-        return head, fold(int(torch.randint(2**62, ())), np.arange(count))
+        keys = fold(int(torch.randint(2**62, ())), np.arange(len(images)))
+        return apply_head(head, images, keys)
 
     def extra_repr(self) -> str:
         names = (name for name in ("size", "interpolation") if hasattr(self.op, name))
@@ -209,7 +206,7 @@ class CenterCrop(_FusedTransform):
         super().__init__(CenterCropOp(_pair(size, "CenterCrop"), pad=True))
 
 
-def is_fused(transform: Any) -> bool:
+def _is_fused(transform: Any) -> bool:
     """Whether a transform is this library's own; a subclass that does something else is not."""
     kind = type(transform)
     return isinstance(transform, _FusedTransform) and kind.forward is _FusedTransform.forward
@@ -274,7 +271,7 @@ def _extended(head: Head, transform: Any, op: Any = None) -> Head | None:
         return replace(head, mean=found[0], std=found[1], names=names)
     if theirs in ("RandomHorizontalFlip", "RandomVerticalFlip"):
         op = FlipOp(int(theirs == "RandomHorizontalFlip"), float(transform.p), 1.0, False)
-    op = op or (transform.op if is_fused(transform) else _kornia_op(transform))
+    op = op or (transform.op if _is_fused(transform) else _kornia_op(transform))
     if op is None or (head.mean is not None and not isinstance(op, FlipOp)):
         return None  # padding and blending come before the normalization they would change
     longer = replace(head, ops=(*head.ops, op), names=names)
