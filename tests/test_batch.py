@@ -6,7 +6,7 @@ import sys
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Mapping, MutableMapping
 from multiprocessing.reduction import ForkingPickler
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -229,13 +229,29 @@ def test_a_class_with_to_is_a_leaf_that_stays():
     assert to_device([Movable], torch.device("cpu")) == [Movable]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_reaches_into_objects_and_sparse_tensors():
     inside = torch.ones(2)
-    sparse = torch.eye(3).to_sparse()
-    found = list(tensors([Movable(inside), sparse, 1]))
+    sparse, nested = torch.eye(3).to_sparse(), torch.nested.nested_tensor([inside, torch.ones(3)])
+    found = list(tensors([Movable(inside), sparse, nested, 1]))
     assert any(t is inside for t in found)
-    assert len(found) == 3
-    assert all(t.layout is torch.strided for t in found)
+    assert len(found) == 4
+    # Others, and what is nested, record_stream() does not take.
+    assert all(t.layout is torch.strided and not t.is_nested for t in found)
+
+
+class SlotsAlone:
+    __slots__ = ("tensor",)
+
+
+def test_tensors_reaches_what_a_transform_put_into_an_object():
+    # A hand-over that overlooks them lets the next batch write where the step still reads.
+    host, one, two = torch.ones(2), torch.ones(2, device="meta"), torch.ones(3, device="meta")
+    views = SimpleNamespace(first=one, others=[two], boxes={0: one}, target=host, name="a")
+    slotted = SlotsAlone()
+    slotted.tensor = two
+    found = list(tensors({"views": views, "kind": SimpleNamespace, "slotted": slotted}))
+    assert [id(tensor) for tensor in found] == [*map(id, (one, two, one, two))]
 
 
 class Slotted(Movable):

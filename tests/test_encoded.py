@@ -954,3 +954,18 @@ def test_workers_where_unix_is_not(monkeypatch):
     for _ in range(2):  # the slabs of the first epoch's worker are unmapped in the second
         assert [len(images) for images, _ in prefetcher] == [4, 4]
     assert len({worker for worker, _ in slab._mapped}) <= 1
+
+
+def test_a_slab_that_comes_while_dead_ones_are_unmapped_stays(monkeypatch):
+    key = (-1, 0)
+
+    def children():  # as they were before another thread received from a worker that began since
+        slab._mapped[key] = None
+        return []
+
+    monkeypatch.setattr(slab, "active_children", children)
+    slab.unmap_dead()
+    assert key in slab._mapped
+    monkeypatch.undo()
+    slab.unmap_dead()
+    assert key not in slab._mapped

@@ -311,6 +311,42 @@ def test_a_broken_context_does_not_keep_an_epoch_from_its_end(threaded, monkeypa
         next(iterator)
 
 
+def test_what_copies_still_read_is_kept(either, monkeypatch):
+    # A worker fills a slab again once the loop's process drops it.
+    events, log = [], []
+
+    class Pinned:
+        def __init__(self, number):
+            weakref.finalize(self, log.append, number)
+
+        def to(self, device):
+            return torch.ones(2)
+
+    class Event:
+        done = False
+
+        def query(self):
+            return self.done
+
+    def record(stream):
+        events.append(Event())
+        return events[-1]
+
+    monkeypatch.setattr(_epoch.SideStream, "record", record)
+    monkeypatch.setattr(_epoch.SideStream, "end", lambda stream: log.append("drained"))
+    monkeypatch.setattr(_epoch, "handoff", lambda *batch: None)
+    iterator = iter(prefetcher_of(lambda: map(Pinned, range(20))))
+    for _ in range(4):
+        next(iterator)
+    assert log == []
+    events[0].done = events[2].done = True
+    next(iterator)
+    until(lambda: log)
+    iterator.close()
+    assert log[:2] == [0, "drained"]
+    assert len(log) > 5
+
+
 def test_the_collector_may_run_in_a_thread_that_the_epoch_waits_for(threaded):
     dropped, seconds = threading.Event(), []
 

@@ -26,6 +26,7 @@ from gpuprefetch.images import nvjpeg as _nvjpeg
 from gpuprefetch.images.decode import NvjpegDecoder, TorchCodecDecoder
 from gpuprefetch.images.encoded import Call
 from gpuprefetch.images.header import decode_cpu
+from gpuprefetch.transforms.launch import CANARY
 
 CPU = torch.device("cpu")
 SHAPES = [(24, 32), (17, 19), (40, 20), (33, 65)]
@@ -285,6 +286,20 @@ def test_a_picture_that_is_skipped_again_is_decoded_on_the_cpu():
     got, stats = batches_of(SkippingAgain, CPU)
     assert (got - batches_of(None, CPU)[0]).abs().max() * 255 < 1
     assert (stats.missed_images, stats.fallback_images) == (2, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not pin its memory")
+@pytest.mark.usefixtures("large_tiles")
+def test_a_worker_decoded_a_picture_of_the_canaries_color(engines):
+    green = np.full((17, 16, 3), [*CANARY.to_bytes(3, "little")], np.uint8)
+    photo = pictures.encode_jpeg(pictures.draw(16, 18, seed=1))
+    batch = [EncodedImage(photo), EncodedImage(pictures.encode(green, "PNG"))]
+    options = {"device": engines, "transforms": [CenterCrop((6, 5))], "cpu_share": 0.0}
+    prefetcher = decode_as_on_a_gpu(DataPrefetcher([batch], **options), NvjpegDecoder(engines))
+    ((_, got),) = prefetcher
+    expected = torch.from_numpy(green[:6, :5] / 255).permute(2, 0, 1).to(got)
+    torch.testing.assert_close(got, expected)
+    assert prefetcher.stats.missed_images == 0
 
 
 def test_a_picture_of_its_own_memory_that_is_skipped(library):

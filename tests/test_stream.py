@@ -15,8 +15,11 @@ SHAPE = (64, 3, 224, 224)
 SLEEP_CYCLES = 20_000_000  # about 10 ms: the reader and the writer surely overlap in it
 
 
-def corrupted(wait: bool, record: bool, rounds: int = 10) -> int:
-    """Produce on a side stream, read behind a sleep on the current one, free, produce again."""
+def corrupted(wait: bool, record: bool, rounds: int = 10, put=lambda batch: batch) -> int:
+    """Produce on a side stream, read behind a sleep on the current one, free, produce again.
+
+    ``put`` makes of the tensor what is handed over.
+    """
     side = torch.cuda.Stream()
     wrong = 0
     for number in range(rounds):
@@ -28,7 +31,7 @@ def corrupted(wait: bool, record: bool, rounds: int = 10) -> int:
             ready = side.record_event()
         address = batch.data_ptr()
         if wait and record:
-            handoff(batch, ready, torch.device("cuda", torch.cuda.current_device()))
+            handoff(put(batch), ready, torch.device("cuda", torch.cuda.current_device()))
         elif wait:
             torch.cuda.current_stream().wait_event(ready)
         elif record:
@@ -50,8 +53,9 @@ def corrupted(wait: bool, record: bool, rounds: int = 10) -> int:
 
 
 @pytest.mark.gpu
-def test_handoff():
-    assert corrupted(wait=True, record=True) == 0
+@pytest.mark.parametrize("put", [lambda batch: batch, lambda batch: SimpleNamespace(a=[batch])])
+def test_handoff(put):
+    assert corrupted(wait=True, record=True, put=put) == 0
 
 
 @pytest.mark.gpu
@@ -111,6 +115,15 @@ def test_streams_are_reused_and_never_shared():
     assert lease_stream(device) == first
     return_stream(first)
     return_stream(second)
+
+
+def test_a_stream_that_torch_hands_out_again_is_not_shared(monkeypatch):
+    # Two epochs on one stream would take the same decoder, and a decode may be under way in it.
+    device, given = torch.device("cuda", 99), iter([1, 1, 2, *[1, 2] * 20])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(given))
+    assert [lease_stream(device) for _ in range(2)] == [1, 2]
+    assert lease_stream(device) in (1, 2)  # there is no other
+    del _stream._made[device]
 
 
 @pytest.mark.gpu

@@ -116,17 +116,32 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield every strided tensor of ``batch``, also inside objects that have a ``to`` method."""
+    """Yield every strided tensor of ``batch``, also inside objects that have a ``to`` method.
+
+    Other objects stay on the host: what they hold on a device, a transform has put there.
+    """
     for leaf in objects(batch):
         if isinstance(leaf, torch.Tensor):
             yield from _strided(leaf)
-        elif moves_itself(leaf):
-            state: Any = object.__getstate__(leaf)
-            parts = filter(None, state if isinstance(state, tuple) else (state,))  # with slots
-            values = [value for part in parts for value in part.values()]
-            if isinstance(leaf, (dict, list, tuple)):
-                values += leaf.values() if isinstance(leaf, dict) else leaf
+            continue
+        state: Any = object.__getstate__(leaf)
+        parts = filter(None, state if isinstance(state, tuple) else (state,))  # with slots
+        values = [value for part in parts for value in part.values()]
+        if moves_itself(leaf):
+            values += _parts(leaf)
             yield from tensors([value for value in values if value is not leaf])
+            continue
+        for value in values:  # no deeper: it may hold anything
+            for held in (value, *_parts(value)):
+                if isinstance(held, torch.Tensor) and held.device.type != "cpu":
+                    yield from _strided(held)
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a dict, a list or a tuple holds, if it is one."""
+    if isinstance(value, dict):
+        return [*value.values()]
+    return [*value] if isinstance(value, (list, tuple)) else []
 
 
 def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -137,5 +152,7 @@ def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    elif tensor.is_nested and tensor.layout is torch.strided:
+        yield tensor.values()
     else:
         yield tensor

@@ -78,14 +78,21 @@ def own_modes(device: torch.device) -> Iterator[None]:
 # Without a lock: the garbage collector may run in here and wait for the thread of an epoch, which
 # gives its stream back.
 _idle: dict[torch.device, list[torch.cuda.Stream]] = {}
+_made: dict[torch.device, list[torch.cuda.Stream]] = {}
+POOL = 32  # streams of a device that torch hands out in turns, whoever uses them
 
 
 def lease_stream(device: torch.device) -> torch.cuda.Stream:
-    """Take a stream that nobody uses. New ones would strand the allocator's blocks of the old."""
+    """Take a stream that no epoch uses. New ones would strand the allocator's blocks of the old."""
     try:
         return _idle[device].pop()
     except (KeyError, IndexError):
-        return torch.cuda.Stream(device)
+        made = _made.setdefault(device, [])
+        for _ in range(POOL):
+            if (stream := torch.cuda.Stream(device)) not in made:
+                break
+        made.append(stream)
+        return stream
 
 
 def return_stream(stream: torch.cuda.Stream) -> None:

@@ -185,7 +185,8 @@ class ImageJob:
         with Timed(self._pipeline.stats, "decode"):
             self._mark_reader()
             self._wait_for_reader()
-        missed = self._survived.numpy().nonzero()[0]
+        # A worker's picture may have that color.
+        missed = np.flatnonzero(self._survived.numpy() > self.images.decoded)
         if len(missed):
             self._pipeline.stats.add("missed_images", len(missed))
             self._decode_apart(self.images.call(missed), together=False)

@@ -224,7 +224,8 @@ def _shares_out(sampler: Any, *, replaced: bool) -> bool:
     if (kind.__module__, kind.__name__) == ("accelerate.data_loader", "BatchSamplerShard"):
         return not replaced
     if isinstance(sampler, DistributedSampler):  # as torch or torchdata wrote it
-        return kind.__iter__.__module__.startswith(("torch.utils.data.", "torchdata."))
+        where: str = kind.__iter__.__module__
+        return where.startswith(("torch.utils.data.", "torchdata."))
     return isinstance(sampler, range)
 
 

@@ -166,8 +166,9 @@ def _receive(key: tuple[int, int], memory: torch.Tensor | None, size: int) -> Bu
 
 
 def unmap_dead() -> None:
+    known = list(_mapped)  # first: other threads receive slabs of new workers meanwhile
     alive = {child.pid for child in active_children()}
-    for key in list(_mapped):  # a copy: other threads receive slabs meanwhile
+    for key in known:
         if key[0] not in alive:
             _mapped.pop(key, None)
 
