@@ -156,7 +156,7 @@ def front_table(cells: dict[str, Machines]) -> str:
         rows.append(row)
     header = ["median / worst machine", "machines", "images/s", "of the ceiling"]
     header += ["**times a DataLoader's**", "**times DALI's**"]
-    return markdown([*header, "CPU s per 1,000 images, DALI's", "GPU GiB in all, DALI's"], rows)
+    return markdown([*header, "CPU s per 1,000 images / DALI's", "GPU GiB in all / DALI's"], rows)
 
 
 def machines_table(cells: dict[str, Machines]) -> str:
