@@ -195,8 +195,9 @@ def test_its_distribution_is_the_original_ones(name):
 
 @pytest.mark.parametrize("name", FEW)
 def test_its_pictures_are_as_frequent_as_the_original_ones(name):
-    op, images = FEW[name](), same(1000)
-    expected = theirs(op, len(images))
+    few = 400 if name.startswith(("ColorJitter", "RandomPhotometric")) else 1000  # which are slow
+    op, images = FEW[name](), same(few)
+    expected = theirs(op, few)
     assert surprise(PerImage(op, seed=0)(images), expected) < 5
     if name in OTHERS:  # guards the test itself
         assert surprise(PerImage(OTHERS[name](), seed=0)(images), expected) > 5
