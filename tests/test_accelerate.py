@@ -706,6 +706,7 @@ def test_a_try_takes_no_random_numbers(folder, first):
     before = states()
     loader = DataLoader(Drawing(folder, v1.Compose([*first, *VAL])))
     accelerate(loader, keep_unknown=True, **CPU)
+    explain([gpuprefetch.Resize((4, 4)), lambda images: images * random.random()])
     assert states() == before
 
 

@@ -12,7 +12,7 @@ from gpuprefetch.core.streams import own_modes
 from gpuprefetch.migrate.accelerate import folders_of, picture_of, pipeline_of
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.convert import title
-from gpuprefetch.transforms.random import SeededDraws
+from gpuprefetch.transforms.random import trial_draws
 
 # Of these many tries the quickest counts: the first one may compile. And how many are named.
 TRIES, SHOWN = 3, 3
@@ -43,7 +43,7 @@ def _timed(ops: Sequence[Any], images: Any, device: torch.device) -> list[tuple[
     for op in ops:
         seconds = []
         for _ in range(TRIES):
-            with own_modes(device), SeededDraws(0):
+            with own_modes(device), trial_draws():
                 started = time.perf_counter()
                 made = op(images)
                 if device.type == "cuda":

@@ -7,14 +7,12 @@ transforms go to the prefetcher.
 
 import contextlib
 import copy
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -37,7 +35,7 @@ from gpuprefetch.transforms.convert import Plan, Step, convert, fixes_size, titl
 from gpuprefetch.transforms.head import read_transforms
 from gpuprefetch.transforms.known import UnsupportedTransformError, flatten
 from gpuprefetch.transforms.per_image import Cast
-from gpuprefetch.transforms.random import SeededDraws
+from gpuprefetch.transforms.random import trial_draws
 from gpuprefetch.transforms.timm import is_timm
 
 
@@ -345,7 +343,7 @@ def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
     sample = picture_of(folder)
     keep = next((i + 1 for i, op in enumerate(pipeline) if fixes_size(op)), len(pipeline))
     while True:
-        with _own_draws():
+        with trial_draws():
             given = v2.Compose(pipeline[:keep])(sample)
         made = v2.PILToTensor()(given)
         kept = [Step(op, None, "worker CPU", "unchanged") for op in pipeline[:keep]]
@@ -356,18 +354,6 @@ def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
                 plan = convert(pipeline[keep:], batched=made, pictures=given is not made)
                 return Plan([*kept, *plan.steps], plan.transforms), keep
         keep += 1
-
-
-@contextlib.contextmanager
-def _own_draws() -> Iterator[None]:
-    """A try must not take from the user's own random numbers."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with SeededDraws(0):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
@@ -389,7 +375,7 @@ def check_sample(dataset: Any, folders: list[Any], *, encoded: bool, needed: boo
     )
     held = [(vars(folder), _copied(vars(folder))) for folder in folders]
     try:
-        with _own_draws():
+        with trial_draws():
             sample, again = dataset[0], dataset[0]
     except UndecodedError:
         raise  # which says more

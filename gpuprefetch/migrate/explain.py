@@ -14,7 +14,7 @@ from gpuprefetch.transforms.convert import convert_transforms, read_list, title
 from gpuprefetch.transforms.head import Head, Transform, read_transforms
 from gpuprefetch.transforms.known import flatten, is_on_device, name_of
 from gpuprefetch.transforms.per_image import Cast, Loop, PerImage, on_levels
-from gpuprefetch.transforms.random import SeededDraws
+from gpuprefetch.transforms.random import trial_draws
 from gpuprefetch.transforms.views import Views
 
 
@@ -84,7 +84,7 @@ def _try(transform: Transform, images: Any) -> tuple[Any, str]:
     if isinstance(images, str):
         return images, images
     try:
-        with own_modes(torch.device("cpu")), SeededDraws(0):
+        with own_modes(torch.device("cpu")), trial_draws():
             result = transform(images)
     except Exception as error:  # the user's code: whatever it raises is the answer
         return "not tried", f"fails: {type(error).__name__}: {error}"

@@ -4,6 +4,9 @@ The generator is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom n
 OOPSLA 2014), used as a hash of (seed, epoch, sample, ...) followed by a counter.
 """
 
+import contextlib
+import random
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -108,3 +111,15 @@ class SeededDraws(TorchFunctionMode):
                 self._generators[device] = torch.Generator(device).manual_seed(self._seed)
             kwargs["generator"] = self._generators[device]
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def trial_draws() -> Iterator[None]:
+    """For a try of transforms, which must not take from the user's own random numbers."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with SeededDraws(0):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
