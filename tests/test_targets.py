@@ -483,6 +483,16 @@ def test_default_collate_stacks_masks(tail):
     assert ((images.mean(1) > 0.5) ^ masks.bool()).float().mean() < 0.02
 
 
+def test_masks_of_other_loaders_are_plain_after_an_error():
+    def misfit(image, target):
+        return image, tv_tensors.Mask(torch.zeros(int(image.index) + 1, 2, 3))
+
+    with pytest.raises(ValueError, match="is for a picture of"):
+        list(prefetcher(With(misfit, 4), [Resize((40, 60))], collate_fn=None))
+    masks = [tv_tensors.Mask(torch.zeros(2, 3))] * 2
+    assert type(default_collate(masks)) is torch.Tensor
+
+
 def test_default_collate_loses_boxes():
     dataset = Squares(4, empty=False)
     ((_, target),) = prefetcher(dataset, [Resize((40, 60))], collate_fn=None)

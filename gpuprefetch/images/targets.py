@@ -79,7 +79,6 @@ def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]],
     tv = sys.modules["torchvision.tv_tensors"]
     for kind in (tv.Mask, tv.KeyPoints):
         default_collate_fn_map.setdefault(kind, _stack_followed)
-    here.following = True
 
     def move(i: int, leaf: Any) -> Any:
         if _is_image(leaf):

@@ -97,7 +97,9 @@ class HostStage:
             self._settle()
         repeats, number = _expected.pop(self.token, ((), None))
         packing = Packing(self.packer, as_list(samples), repeats)
-        samples, packing = packing.follow(samples)
+        given = samples
+        samples, packing = packing.follow(given)
+        here.following = samples is not given
         try:
             batch = set_apart(samples) if self.packer.late else self.collate_fn(samples)
             batch = self._pack(batch, samples, packing, number)
