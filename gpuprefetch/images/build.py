@@ -43,8 +43,9 @@ def build_stage(
     views = [_view(each, loader, options["dtype"], options["memory_format"]) for each in lists]
     programs = tuple(view.program for view in views)
     backend = _backend(options["decoder"], device)
-    on_host: Any = {"dtype": torch.float64, "device": "cpu"}  # whatever the default device is
-    share = torch.full((1,), 0.0 if cpu_share == "auto" else cpu_share, **on_host)
+    share = torch.full(  # on the CPU, whatever the default device is
+        (1,), 0.0 if cpu_share == "auto" else cpu_share, dtype=torch.float64, device="cpu"
+    )
     packer = Packer(
         tuple(view.head for view in views),
         on_gpu=backend is not None,

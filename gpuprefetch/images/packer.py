@@ -205,9 +205,11 @@ class Packer:
             parts[i][:] = np.frombuffer(blank(file, exif) if exif else file, dtype=np.uint8)
         started = time.perf_counter()
         for i in np.flatnonzero(batch.decoded).tolist():
-            how: Any = {"apply_exif": self.apply_exif, "divisor": int(divisors[i])}
+            whole, divisor = headers.each[i], int(divisors[i])
             try:
-                picture = decode_cpu(images[i].data, headers.each[i], **how)
+                picture = decode_cpu(
+                    images[i].data, whole, apply_exif=self.apply_exif, divisor=divisor
+                )
                 own = [each[i] for each in batch.rows if each is not None]
                 pictures = self._fit(picture, own, bool(crops[i]))
             except (ValueError, RuntimeError) as error:

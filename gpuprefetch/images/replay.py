@@ -96,13 +96,13 @@ def _listed(batch: Any) -> Sequence[Any]:
     return [batch]  # whatever the dataset takes
 
 
-_TORCHS = (Subset.__getitem__, ConcatDataset.__getitem__)
+_VIEWS = (Subset.__getitem__, ConcatDataset.__getitem__)
 
 
 def _origin(dataset: Any, key: Any) -> tuple[Any, Any]:
     """The dataset that a sample is of, and its key there, through torch's views of datasets."""
     # accelerate's views of them are of classes derived from them.
-    while (get := getattr(type(dataset), "__getitem__", None)) in _TORCHS:
+    while (get := getattr(type(dataset), "__getitem__", None)) in _VIEWS:
         if get is Subset.__getitem__:
             dataset, key = dataset.dataset, operator.index(dataset.indices[key])
         else:

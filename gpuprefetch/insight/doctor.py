@@ -305,7 +305,7 @@ class _Clinic:
         self, batches: Iterator[Any], step: Step | None, enough: Callable[[int, float], bool]
     ) -> tuple[int, float, int, float, Any]:
         """Steps, seconds, images and seconds of waiting until there is enough; a full batch."""
-        steps, images, wait, batch = 0, 0, 0.0, None
+        steps, images, most, wait, batch = 0, 0, 0, 0.0, None
         queued, started = deque[torch.cuda.Event](), time.perf_counter()
         while not enough(steps, time.perf_counter() - started):
             throttle(queued, self.device)
@@ -316,8 +316,8 @@ class _Clinic:
             images += count or 1
             if step is not None:
                 step(to_device(latest, self.device))
-            # An epoch's last batch may be a small one.
-            batch = latest if count >= count_images(batch) else batch
+            if count >= most:  # an epoch's last batch may be a small one
+                batch, most = latest, count
             steps += 1
         self._synchronize()
         return steps, time.perf_counter() - started, images, wait, batch

@@ -152,8 +152,8 @@ class PerImage(torch.nn.Module):
         transform: RandAugment, TrivialAugmentWide, AutoAugment, AugMix, ColorJitter,
             RandomErasing, RandomAffine or another random transform that keeps the size of images;
             RandomApply, RandomChoice, RandomOrder, ``Compose`` or a list of them; timm's
-            RandAugment, AutoAugment and AugMix. After them a conversion to float32 in [0, 1],
-            ``Normalize`` and RandomErasing may follow.
+            RandAugment, AutoAugment and AugMix. A conversion to float32 in [0, 1] may come before
+            or after them, then ``Normalize`` and RandomErasing.
         seed: of the draws. By default they come from torch's generator. With a seed each call has
             the next draws of its own sequence, whose place is in the ``state_dict``; in the worker
             of a loader the sequence depends on that worker's seed as well. Several ranks need a
