@@ -9,7 +9,6 @@ spread of the seeds.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +17,7 @@ from statistics import mean
 import numpy as np
 import torch
 import torchvision
+from bench import harness
 from torch.utils.data import DataLoader
 from torchvision import transforms as T
 from torchvision.datasets import ImageFolder
@@ -83,7 +83,7 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--output", type=Path)
+    harness.output_arguments(parser)
     parser.add_argument("--cpu", action="store_true", help="train on the CPU")
     parser.add_argument("--tiny", action="store_true", help="try it out: small, on the CPU")
     args = parser.parse_args(words)
@@ -99,12 +99,10 @@ def main(words: list[str] | None = None) -> None:
                 print(f"seed {seed}  {path:12} {found[path][-1]:.4f}", flush=True)
     apart = abs(mean(found["torchvision"]) - mean(found["gpuprefetch"]))
     spread = max(max(each) - min(each) for each in found.values())
-    document = {path: {"mean": mean(each), "each": each} for path, each in found.items()}
-    document |= {"apart": apart, "spread": spread, "within": apart <= spread}
-    document |= {name: getattr(args, name) for name in SIZES}
-    print(json.dumps(document))
-    if args.output:
-        args.output.write_text(json.dumps(document, indent=1) + "\n")
+    result = {path: {"mean": mean(each), "each": each} for path, each in found.items()}
+    result |= {"apart": apart, "spread": spread, "within": apart <= spread}
+    result |= {name: getattr(args, name) for name in SIZES}
+    harness.Document("accuracy", args, harness.Device(), anew=True).add(result)
 
 
 if __name__ == "__main__":
