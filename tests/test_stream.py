@@ -9,7 +9,7 @@ import torch
 
 from gpuprefetch import DataPrefetcher
 from gpuprefetch.core import streams as _stream
-from gpuprefetch.core.streams import handoff, lease_stream, mark_reader, return_stream
+from gpuprefetch.core.streams import drain, handoff, lease_stream, return_stream
 
 SHAPE = (64, 3, 224, 224)
 SLEEP_CYCLES = 20_000_000  # about 10 ms: the reader and the writer surely overlap in it
@@ -141,6 +141,7 @@ def test_handoff_leaves_the_current_stream_alone():
 def test_a_fork_destroys_no_event_of_another_thread(monkeypatch, keep):
     # CUDA may not be called in a fork, and a worker forked by another loader's epoch is one.
     destroyed, owner = [], os.getpid()
+    local, ready, over = threading.local(), threading.Event(), threading.Event()
 
     class Event:
         def __init__(self, **options):
@@ -149,21 +150,21 @@ def test_a_fork_destroys_no_event_of_another_thread(monkeypatch, keep):
         def record(self, stream):
             pass
 
+        def synchronize(self):
+            ready.set()
+            over.wait()
+
         def __del__(self):
             if os.getpid() != owner:
                 destroyed.append(True)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=1))
-    local, ready, over = threading.local(), threading.Event(), threading.Event()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
 
     def decode():
-        if keep == "ours":
-            mark_reader(torch.device("cuda"))
-        else:  # guards the test: such an event is destroyed
+        if keep == "thread-local":  # guards the test: such an event is destroyed
             local.event = Event()
-        ready.set()
-        over.wait()
+        drain(torch.device("cuda"))
 
     thread = threading.Thread(target=decode)
     thread.start()
@@ -172,6 +173,5 @@ def test_a_fork_destroys_no_event_of_another_thread(monkeypatch, keep):
         os._exit(len(destroyed))
     over.set()
     thread.join()
-    _stream._readers.clear()
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == (keep == "thread-local")

@@ -134,20 +134,8 @@ class SideStream:
             return_stream(stream)
 
 
-# The launch that reads the scratch memory of each stream, the latest one. Not in a threading.local:
-# a forked worker drops those of all threads but its own, and a fork that destroys an event aborts.
-_readers: dict[tuple[torch.device, int], torch.cuda.Event] = {}
-
-
-def mark_reader(device: torch.device) -> None:
-    """Note that what is queued on the current stream reads decoded images."""
-    stream = torch.cuda.current_stream(device)
-    event = _readers.setdefault((device, stream.cuda_stream), torch.cuda.Event(blocking=True))
-    event.record(stream)
-
-
-def wait_for_reader(device: torch.device) -> None:
-    """Have the host wait until the reader noted last on the current stream has completed."""
-    done = _readers.get((device, torch.cuda.current_stream(device).cuda_stream))
-    if done is not None:
-        done.synchronize()
+def drain(device: torch.device) -> None:
+    """Have the host sleep until all that is queued on the current stream has completed."""
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    event.synchronize()

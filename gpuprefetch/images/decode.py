@@ -29,8 +29,8 @@ from gpuprefetch.transforms.launch import CANARY
 #     after the call does come after it.
 #   - nvJPEG is not through when the call returns: it still reads the last files, which lie in the
 #     batch's buffer. That is kept until the batch is on the device (Lookahead._uploads).
-# The host protects us: the prefetch thread decodes nothing until the launch that reads its images,
-# or their packed copy, has completed (ImageJob._wait_for_reader).
+# The host protects us: the prefetch thread decodes nothing until all that is queued on its stream
+# has completed, the launches that read earlier images among it (ImageJob._drain).
 # gpuprefetch.selfcheck() tries both on the machine at hand, and tests/test_selfcheck.py fails
 # without the wait.
 

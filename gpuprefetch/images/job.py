@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch.core.stats import Timed
-from gpuprefetch.core.streams import mark_reader, wait_for_reader
+from gpuprefetch.core.streams import drain
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.decode import decode_packed, decode_part, place
 from gpuprefetch.images.encoded import Call, PreparedImages
@@ -154,8 +154,8 @@ class ImageJob:
             if checked:
                 run, read = launches[0]
                 run.set_canaries(number, address + pixels, read)
-                self._mark_reader()
-            self._wait_for_reader()
+            if decoder is not None:
+                self._drain()
             if call.copy is not None:
                 held, start, stop = images.held_copy(call.copy)
                 copied = flat[pixels : pixels + call.copied]
@@ -175,7 +175,6 @@ class ImageJob:
             for run, read in launches:
                 run.launch(number, address + pixels, read, survived=flags)
                 flags = 0  # the first view tells
-            self._mark_reader()
         return True
 
     def check(self) -> None:
@@ -183,8 +182,7 @@ class ImageJob:
         if self._survived is None:
             return
         with Timed(self._pipeline.stats, "decode"):
-            self._mark_reader()
-            self._wait_for_reader()
+            self._drain()
         # A worker's picture may have that color.
         missed = np.flatnonzero(self._survived.numpy() > self.images.decoded)
         if len(missed):
@@ -200,13 +198,11 @@ class ImageJob:
                 for view, output in enumerate(self.outputs):
                     pictures = self.images.pictures(copy.positions, pixels, copy.start, view)
                     self._resample(output, copy.positions, pictures)
-                self._mark_reader()
         if not len(call.positions):
             return
         assert pipeline.decoder is not None, "without one, the packer leaves nothing to decode"
-        with Timed(pipeline.stats, "resample"):
-            self._wait_for_reader()
         with Timed(pipeline.stats, "decode"):
+            self._drain()
             images = decode_part(
                 pipeline.decoder, self.images, call, device, pipeline.stats, together=together
             )
@@ -220,16 +216,11 @@ class ImageJob:
             elif decoded:
                 for output in self.outputs:
                     self._resample(output, np.array([*decoded]), [*decoded.values()])
-            self._mark_reader()
 
-    def _mark_reader(self) -> None:
+    def _drain(self) -> None:
+        """Wait until no kernel on this stream reads what the decoder may write to."""
         if self._pipeline.device.type == "cuda":
-            mark_reader(self._pipeline.device)
-
-    def _wait_for_reader(self) -> None:
-        """Until no kernel on this stream reads decoded images any more."""
-        if self._pipeline.device.type == "cuda":
-            wait_for_reader(self._pipeline.device)
+            drain(self._pipeline.device)
 
     def _too_large(self, position: int) -> torch.OutOfMemoryError:
         device, (height, width) = self._pipeline.device, self.images.sizes[position].tolist()

@@ -217,7 +217,7 @@ class _Witness:
 class _CarelessJob(ImageJob):
     """Lets the decoded images go while the launch that reads them is still queued."""
 
-    def _wait_for_reader(self) -> None:
+    def _drain(self) -> None:
         pass
 
 
