@@ -81,70 +81,46 @@ def read_files(folder: Path, count: int = 200) -> list[bytes]:
     return found
 
 
-def _flip_bits(data: bytearray, rng: Rng, first: int, last: int) -> None:
-    for at in rng.integers(first, max(last, first + 1), rng.integers(1, 9)):
-        data[min(at, len(data) - 1)] ^= 1 << rng.integers(8)
+KINDS = "flip, header, scan, truncate, cut, insert, splice, zero, marker, resize".split(", ")
 
 
-def _scan(data: bytes) -> int:
-    return max(data.find(b"\xff\xda"), 0) or min(len(data), 64)
-
-
-def flip(data: bytearray, rng: Rng, _other: bytes) -> None:
-    _flip_bits(data, rng, 0, len(data))
-
-
-def flip_header(data: bytearray, rng: Rng, _other: bytes) -> None:
-    _flip_bits(data, rng, 2, _scan(data))
-
-
-def flip_scan(data: bytearray, rng: Rng, _other: bytes) -> None:
-    _flip_bits(data, rng, _scan(data), len(data))
-
-
-def truncate(data: bytearray, rng: Rng, _other: bytes) -> None:
-    del data[rng.integers(len(data)) :]
-
-
-def cut(data: bytearray, rng: Rng, _other: bytes) -> None:
-    at = rng.integers(len(data))
-    del data[at : at + rng.integers(1, 200)]
-
-
-def insert(data: bytearray, rng: Rng, other: bytes) -> None:
-    at, start = rng.integers(len(data)), rng.integers(len(other))
-    data[at:at] = other[start : start + rng.integers(1, 400)]
-
-
-def splice(data: bytearray, rng: Rng, other: bytes) -> None:
-    data[rng.integers(len(data)) :] = other[rng.integers(len(other)) :]
-
-
-def zero(data: bytearray, rng: Rng, _other: bytes) -> None:
-    at, length = rng.integers(len(data)), rng.integers(1, 100)
-    data[at : at + length] = bytes(len(data[at : at + length]))
-
-
-def marker(data: bytearray, rng: Rng, _other: bytes) -> None:
-    """Another code, or another length, for a marker."""
-    places = [i for i in range(len(data) - 3) if data[i] == 0xFF and data[i + 1] >= 0xC0]
-    if places:
-        at = rng.choice(places)
-        if rng.random() < 0.5:
-            data[at + 1] = rng.integers(0xC0, 0x100)
-        else:
-            data[at + 2 : at + 4] = struct.pack(">H", rng.integers(0, 1 << rng.integers(1, 17)))
-
-
-def resize(data: bytearray, rng: Rng, _other: bytes) -> None:
-    """Another height or width in the frame header, rarely a huge one."""
-    at = max(data.find(b"\xff\xc0"), data.find(b"\xff\xc2"), 0) + 5
-    if at + 4 > len(data):
-        return
-    sides = list(struct.unpack_from(">HH", data, at))
-    limit = 1 << 16 if rng.random() < 0.01 else 2 * max(sides) + 2
-    sides[rng.integers(2)] = int(rng.integers(min(limit, 1 << 16)))
-    struct.pack_into(">HH", data, at, *sides)
+def mutate(kind: str, data: bytearray, rng: Rng, other: bytes) -> None:
+    """Damage a file; ``other`` is one that bytes may come from."""
+    scan = max(data.find(b"\xff\xda"), 0) or min(len(data), 64)
+    match kind:
+        case "flip" | "header" | "scan":
+            first, last = {"header": (2, scan), "scan": (scan, len(data))}.get(kind, (0, len(data)))
+            for at in rng.integers(first, max(last, first + 1), rng.integers(1, 9)):
+                data[min(at, len(data) - 1)] ^= 1 << rng.integers(8)
+        case "truncate":
+            del data[rng.integers(len(data)) :]
+        case "cut":
+            at = rng.integers(len(data))
+            del data[at : at + rng.integers(1, 200)]
+        case "insert":
+            at, start = rng.integers(len(data)), rng.integers(len(other))
+            data[at:at] = other[start : start + rng.integers(1, 400)]
+        case "splice":
+            start = rng.integers(len(other))
+            data[rng.integers(len(data)) :] = other[start:]
+        case "zero":
+            at, length = rng.integers(len(data)), rng.integers(1, 100)
+            data[at : at + length] = bytes(len(data[at : at + length]))
+        case "marker":  # another code, or another length
+            places = [i for i in range(len(data) - 3) if data[i] == 0xFF and data[i + 1] >= 0xC0]
+            at = rng.choice(places) if places else None
+            if places and rng.random() < 0.5:
+                data[at + 1] = rng.integers(0xC0, 0x100)
+            elif places:
+                length = rng.integers(0, 1 << rng.integers(1, 17))
+                data[at + 2 : at + 4] = struct.pack(">H", length)
+        case "resize":  # another height or width in the frame header, rarely a huge one
+            at = max(data.find(b"\xff\xc0"), data.find(b"\xff\xc2"), 0) + 5
+            if at + 4 <= len(data):
+                sides = list(struct.unpack_from(">HH", data, at))
+                limit = 1 << 16 if rng.random() < 0.01 else 2 * max(sides) + 2
+                sides[rng.integers(2)] = int(rng.integers(min(limit, 1 << 16)))
+                struct.pack_into(">HH", data, at, *sides)
 
 
 def _tame(data: bytearray, rng: Rng) -> None:
@@ -156,17 +132,12 @@ def _tame(data: bytearray, rng: Rng) -> None:
                 struct.pack_into(">HH", data, at, height % 512, width % 512)
 
 
-MUTATIONS = (
-    flip, flip_header, flip_scan, truncate, cut, insert, splice, zero, marker, resize,
-)  # fmt: skip
-
-
 def damaged(files: list[bytes], seed: int, case: int) -> bytes:
     """The file of a case: a function of its arguments alone."""
     rng = np.random.default_rng([seed, case])
     data, other = (bytearray(files[i]) for i in rng.integers(len(files), size=2))
-    for mutate in rng.choice(len(MUTATIONS), rng.integers(1, 3)):
-        MUTATIONS[mutate](data, rng, bytes(other))
+    for kind in rng.choice(len(KINDS), rng.integers(1, 3)):
+        mutate(KINDS[kind], data, rng, bytes(other))
         data = data or bytearray(1)
     _tame(data, rng)
     if rng.random() < 0.5 and data[:2] == b"\xff\xd8":
