@@ -43,16 +43,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def output_arguments(parser: argparse.ArgumentParser) -> None:
+def output_parser(description: str | None) -> argparse.ArgumentParser:
+    """Arguments of whatever writes a :class:`Document`."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=form)
     parser.add_argument("--commit", help="of this repository, where git cannot tell")
     parser.add_argument("--output", type=Path, help="JSON file; a measurement goes on with it")
+    return parser
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
     """Arguments that mean the same in every benchmark of loaders."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = output_parser(description)
     parser.add_argument("--data", type=Path, help="folder of JPEGs, searched deeply")
     parser.add_argument("--files", type=int, default=13_200, help="repeat the photos to this many")
     parser.add_argument("--batch-size", type=int, default=256)
@@ -61,7 +63,6 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one child")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU")
     parser.add_argument("--tiny", action="store_true", help="try it out: small, on the CPU")
-    output_arguments(parser)
     return parser
 
 
@@ -199,7 +200,9 @@ def run_child(
 
 
 def child_main(measurement: Callable[..., dict[str, Any]]) -> None:
-    """Run a measurement in the child, on the task that the parent gave."""
+    """In the child, run a measurement on the task that the parent gave, and end."""
+    if sys.argv[1:2] != ["--child"]:
+        return
     result = measurement(**json.loads(sys.argv[2]))
     print(RESULT + json.dumps(result), flush=True)
     sys.stderr.flush()

@@ -136,9 +136,7 @@ def sweep(time: Any) -> Iterator[dict[str, Any]]:
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.output_parser(__doc__)
     parser.add_argument("--images", type=int, default=256)
     parser.add_argument("--photos", type=Path, help="folder of JPEGs; without: noise")
     parser.add_argument("--size", type=int, default=224)
@@ -147,7 +145,6 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--sweep", action="store_true", help="try block sizes instead")
     parser.add_argument("--tiny", action="store_true", help="try it out: small, on the CPU")
-    harness.output_arguments(parser)
     args = parser.parse_args(words)
     args.device, args.data = "cuda", args.photos
     if args.tiny:

@@ -11,7 +11,6 @@ process of its own, which trains a few steps.
 
 import gc
 import re
-import sys
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -245,6 +244,5 @@ def main(words: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        harness.child_main(measure)
+    harness.child_main(measure)
     main()

@@ -182,9 +182,7 @@ def measure(
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.output_parser(__doc__)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES))
     cells = [f"{side}:{policy}" for side in SIDES for policy in POLICIES]
@@ -194,7 +192,6 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="try it out: small, on the CPU")
-    harness.output_arguments(parser)
     args = parser.parse_args(words)
     args.device = "cuda"
     if args.tiny:

@@ -308,6 +308,15 @@ def replace_block(text: str, block: str, path: Path) -> str:
     return f"{head}{START}\n{block}\n{END}{rest.partition(END)[2]}" if block else text
 
 
+def refresh(blocks: dict[Path, str], *, check: bool) -> None:
+    """Write the blocks into their pages, or with ``check`` fail where one says something else."""
+    for path, block in blocks.items():
+        written = replace_block(path.read_text(), block, path)
+        if check and written != path.read_text():
+            sys.exit(f"stale: {path.name}; run python {sys.argv[0]}")
+        path.write_text(written)
+
+
 def draw(cells: dict[str, Machines], path: Path) -> None:
     """Bars for each cell of which a machine ran all loaders: of the worst of these machines."""
     import matplotlib as mpl
@@ -347,19 +356,9 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args(words)
     documents = read(RESULTS)
-    blocks = {
-        ROOT / "README.md": front_page(documents),
-        ROOT / "benchmarks" / "README.md": all_results(documents),
-    }
-    stale = []
-    for path, block in blocks.items():
-        written = replace_block(path.read_text(), block, path)
-        if written != path.read_text():
-            stale.append(path.name)
-            if not args.check:
-                path.write_text(written)
-    if args.check and stale:
-        sys.exit(f"stale: {', '.join(stale)}; run python benchmarks/table.py")
+    front, everything = front_page(documents), all_results(documents)
+    pages = {ROOT / "README.md": front, ROOT / "benchmarks" / "README.md": everything}
+    refresh(pages, check=args.check)
     if not args.check and (cells := train_cells(documents)):
         draw(cells, PLOT)
 

@@ -19,7 +19,6 @@ loaders.py: ``gpuprefetch:cpu_share=0.0``. ``--package`` adds a column of anothe
 import argparse
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -235,6 +234,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        harness.child_main(measure)
+    harness.child_main(measure)
     main()

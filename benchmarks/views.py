@@ -7,7 +7,6 @@ of 96 x 96 ("2 + 8"), as DINO has them. Rounds take the two in turn and then the
 """
 
 import argparse
-import sys
 from typing import Any
 
 import clock
@@ -78,6 +77,5 @@ def main(words: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        harness.child_main(measure)
+    harness.child_main(measure)
     main()

@@ -9,7 +9,6 @@ spread of the seeds.
 """
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
@@ -17,15 +16,12 @@ from statistics import mean
 import numpy as np
 import torch
 import torchvision
-from bench import harness
+from bench import harness, pictures
 from torch.utils.data import DataLoader
 from torchvision import transforms as T
 from torchvision.datasets import ImageFolder
 
 import gpuprefetch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from pictures import draw, encode
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLASSES = 8
@@ -35,7 +31,7 @@ TINY = {"images": 64, "epochs": 1, "seeds": 2, "workers": 1, "batch": 16}
 
 def picture(label: int, seed: int, side: int = 96) -> np.ndarray:
     """One or two shapes of a random color: a disc, a ring, a square or a cross."""
-    rng, image = np.random.default_rng(seed), draw(side, side, seed=seed)
+    rng, image = np.random.default_rng(seed), pictures.draw(side, side, seed=seed)
     for _ in range(1 + label // 4):
         center, radius = rng.uniform(side / 4, 3 * side / 4, 2), rng.uniform(side / 9, side / 5)
         y, x = (np.mgrid[:side, :side] - center[:, None, None]) / radius
@@ -49,7 +45,7 @@ def draw_set(folder: Path, count: int, first: int) -> None:
     for i in range(count):
         path = folder / str(i % CLASSES) / f"{i}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encode(picture(i % CLASSES, first + i), "JPEG", quality=95))
+        path.write_bytes(pictures.encode(picture(i % CLASSES, first + i), "JPEG", quality=95))
 
 
 def accuracy(path: str, seed: int, folder: Path, args: argparse.Namespace) -> float:
@@ -79,11 +75,9 @@ def accuracy(path: str, seed: int, folder: Path, args: argparse.Namespace) -> fl
 
 
 def main(words: list[str] | None = None) -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = harness.output_parser(__doc__)
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    harness.output_arguments(parser)
     parser.add_argument("--cpu", action="store_true", help="train on the CPU")
     parser.add_argument("--tiny", action="store_true", help="try it out: small, on the CPU")
     args = parser.parse_args(words)

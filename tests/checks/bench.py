@@ -1,10 +1,17 @@
-"""What the checks share with the benchmarks."""
+"""What the checks share, with the benchmarks and with the tests too."""
 
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-harness, photos, ranks, table = map(
-    importlib.import_module, ("harness", "photos", "ranks", "table")
-)
+TESTS = Path(__file__).resolve().parents[1]
+sys.path += [str(TESTS.parent / "benchmarks"), str(TESTS)]
+names = ("children", "clock", "harness", "photos", "pictures", "ranks", "table")
+children, clock, harness, photos, pictures, ranks, table = map(importlib.import_module, names)
+
+
+def verdict(results: list[dict[str, Any]]) -> str | int:
+    """To exit with: the names of checks that are wrong, or missed a mistake made for them."""
+    bad = [r["check"] for r in results if not r["ok"] or "missed" in r.get("mistakes", {}).values()]
+    return f"failed: {', '.join(bad)}" if bad else 0

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
+import bench
 import fuzz
 import torch
 import torch.distributed as dist
@@ -315,15 +316,12 @@ def run(args: argparse.Namespace, device: torch.device) -> list[Result]:
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.output_parser(__doc__)
     parser.add_argument("--pictures", type=int, default=211)
     parser.add_argument("--batch-size", type=int, default=8, help="of each process")
     parser.add_argument("--size", type=int, default=32, help="of the crops, in pixels")
     parser.add_argument("--workers", type=int, default=2, help="of each DataLoader")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU")
-    harness.output_arguments(parser)
     args = parser.parse_args(words)
     if args.pictures <= args.batch_size * WORLD:
         # In one batch a repeated sample gets other random numbers than the first time.
@@ -343,8 +341,7 @@ def main() -> None:
         document = harness.Document("distributed", args, harness.Device(), anew=True)
         for result in results:
             document.keep(result)
-    bad = [r["check"] for r in results if not r["ok"] or "missed" in r["mistakes"].values()]
-    sys.exit(f"failed: {', '.join(bad)}" if bad else 0)
+    sys.exit(bench.verdict(results))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ crash is seen.
 """
 
 import argparse
-import io
 import json
 import math
 import os
@@ -29,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench import harness
+import torch
+from bench import harness, photos, pictures
 from PIL import Image
 
 GROUP = 31  # damaged files in a batch, beside a good one
@@ -64,18 +64,14 @@ def draw_files(count: int = 48, seed: int = 0) -> list[bytes]:
         elif kind == 10:
             options["restart_marker_blocks"] = 3
         image_format = ("PNG", "WEBP", "GIF")[number // 12 % 3] if kind == 11 else "JPEG"
-        file = io.BytesIO()
-        picture.save(file, image_format, **(options if image_format == "JPEG" else {}))
-        files.append(file.getvalue())
+        options = options if image_format == "JPEG" else {}
+        files.append(pictures.encode(picture, image_format, **options))
     return files
 
 
 def read_files(folder: Path, count: int = 200) -> list[bytes]:
-    """The first baseline JPEGs of a folder."""
-    found = []
-    for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() in (".jpg", ".jpeg") and len(found) < count:
-            found.append(path.read_bytes())
+    """The first JPEGs of a folder."""
+    found = [path.read_bytes() for path in photos.found(folder)[:count]]
     if len(found) < GOOD:
         raise ValueError(f"{folder} holds {len(found)} JPEGs, at least {GOOD} are needed")
     return found
@@ -210,8 +206,6 @@ class Attack:
 
 def attack(**task: Any) -> dict[str, Any]:
     """Run the cases of a task in this process; a line of progress for each group."""
-    import torch
-
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     counts: Counter[str] = Counter(good_batches=0, good_wrong=0)
@@ -254,8 +248,6 @@ def attack(**task: Any) -> dict[str, Any]:
 
 
 def _compare(ours: Any, theirs: Any, levels: int, share: float) -> str:
-    import torch
-
     if ours is None or theirs is None:
         both = ours is theirs
         return "both_refuse" if both else "only_ours_refuses" if ours is None else "only_ours_reads"
@@ -276,11 +268,8 @@ def _decode_cpu(data: bytes) -> Any:
 
 
 def _decode_pil(data: bytes) -> Any:
-    import torch
-
     try:
-        with Image.open(io.BytesIO(data)) as image:
-            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+        return torch.from_numpy(pictures.read_with_pil(data).copy()).permute(2, 0, 1)
     except Exception:  # PIL raises nearly everything
         return None
 
@@ -343,18 +332,10 @@ def fuzz(args: argparse.Namespace) -> dict[str, Any]:
     """All cases, ``jobs`` children at a time: what came of them."""
     per_job = -(-args.cases // args.jobs)
     until = time.time() + args.seconds if args.seconds else math.inf
+    shared = {name: getattr(args, name) for name in ("seed", "device", "decoder", "patience")}
+    shared |= {"data": str(args.data or ""), "until": until, "trap": args.trap}
     tasks = [
-        {
-            "first": first,
-            "last": min(first + per_job, args.cases),
-            "seed": args.seed,
-            "device": args.device,
-            "decoder": args.decoder,
-            "data": str(args.data) if args.data else "",
-            "patience": args.patience,
-            "until": until,
-            "trap": args.trap,
-        }
+        shared | {"first": first, "last": min(first + per_job, args.cases)}
         for first in range(0, args.cases, per_job)
     ]
     started = time.monotonic()
@@ -375,9 +356,7 @@ def fuzz(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.output_parser(__doc__)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--decoder", default="auto", help="on the GPU")
@@ -387,7 +366,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=HANGS_SECONDS, help="for a group")
     parser.add_argument("--seconds", type=float, help="fewer cases rather than longer")
     parser.add_argument("--trap", type=json.loads, default={}, help=argparse.SUPPRESS)
-    harness.output_arguments(parser)
     return parser.parse_args(words)
 
 
@@ -402,6 +380,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        harness.child_main(attack)
+    harness.child_main(attack)
     main()

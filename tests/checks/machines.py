@@ -6,7 +6,6 @@ Making them takes root on Linux. Without that a machine is a loopback address.
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,9 +82,3 @@ def kill(process: subprocess.Popen) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
     process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return free.getsockname()[1]

@@ -10,7 +10,6 @@ with one process that reads the data in order, and the order with what a sampler
 seen says. The example's weights are those of as many ranks on one machine that nobody has killed.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -22,6 +21,7 @@ from collections import Counter
 from itertools import chain
 from pathlib import Path
 
+import bench
 import machines
 import torch
 import torch.distributed as dist
@@ -87,24 +87,21 @@ def mean_in_order(_, bucket):
 
 def train_shards(words):
     """A loop over shards of different lengths: until no rank has a batch."""
-    args = argparse.ArgumentParser()
-    args.add_argument("--checkpoint", type=Path)
-    args.add_argument("--resume", action="store_true")
-    args = args.parse_args(words)
+    checkpoint, resume = words[0].partition("=")[2], "--resume" in words
     dist.init_process_group("gloo")
     loader, states = shard_loader(shard_names()), [None] * dist.get_world_size()
-    if args.resume:
-        states = torch.load(args.checkpoint, weights_only=True)["midway"]
+    if resume:
+        states = torch.load(checkpoint, weights_only=True)["midway"]
         loader.load_state_dict(states[dist.get_rank()]["loader"])
     batches, step, left = iter(loader), 0, torch.ones(())
     while left:
         if (batch := next(batches, None)) is not None:
             note("train", batch)
         dist.all_reduce(left.fill_(batch is not None))
-        if (step := step + 1) % SAVE_EVERY == 0 and not args.resume:
+        if (step := step + 1) % SAVE_EVERY == 0 and not resume:
             dist.all_gather_object(states, {"loader": loader.state_dict()})
             if dist.get_rank() == 0:
-                torch.save({"epoch": 0, "midway": states}, args.checkpoint)
+                torch.save({"epoch": 0, "midway": states}, checkpoint)
     dist.destroy_process_group()
 
 
@@ -175,7 +172,7 @@ class Check:
         nodes, log = nodes or self.nodes, self.folder / f"{name}-"
         place = [f"--nnodes={len(nodes)}", f"--nproc-per-node={self.world // len(nodes)}"]
         place += ["--rdzv-backend=c10d", f"--rdzv-id={name}"]
-        place += [f"--rdzv-endpoint={nodes[0].address}:{machines.free_port()}"]
+        place += [f"--rdzv-endpoint={nodes[0].address}:{bench.children.free_port()}"]
         agents = []
         for number, node in enumerate(nodes):
             output, dies = Path(f"{log}{number}.txt"), stop_at * (number == 1)
@@ -221,6 +218,7 @@ class Check:
         ]
         found = [a[:at] + b for a, at, b in zip(first, done, rest, strict=True)]
         careless = [a + b for a, b in zip(first, rest, strict=True)]
+        control = "missed" if careless == expected else "noticed"
         had, due = (
             Counter(p for lines in x for _, ps in lines for p in ps) for x in (found, expected)
         )
@@ -235,7 +233,7 @@ class Check:
             "seconds": round(time.monotonic() - start, 1),
             "batches_before": done,
             "batches_after": [*map(len, rest)],
-            "mistakes": {"no regard to the checkpoint": noticed(careless != expected)},
+            "mistakes": {"no regard to the checkpoint": control},
         }
 
     def same_weights(self):
@@ -258,10 +256,6 @@ def checks(check):
 
 def trained(lines):
     return sum(split == "train" for split, _ in lines)
-
-
-def noticed(seen):
-    return "noticed" if seen else "missed"
 
 
 def draw(folder):
@@ -287,11 +281,8 @@ def main():
     if sys.argv[1:2] == ["--rank"]:
         run = {"example": train_example, "shards": train_shards}[sys.argv[2]]
         return run(sys.argv[3:])
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.output_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="of each of the two nodes")
-    harness.output_arguments(parser)
     args = parser.parse_args()
     args.output = args.output and args.output.resolve()  # before another folder is the current one
     torch.set_num_threads(1)
@@ -305,9 +296,7 @@ def main():
             for result in checks(Check(Path(folder), nodes, args.ranks)):
                 document.keep(result)
                 print(json.dumps(result), flush=True)
-    results = document.content["results"]
-    bad = [r["check"] for r in results if not r["ok"] or "missed" in r.get("mistakes", {}).values()]
-    sys.exit(f"failed: {', '.join(bad)}" if bad else 0)
+    sys.exit(bench.verdict(document.content["results"]))
 
 
 if __name__ == "__main__":

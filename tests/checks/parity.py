@@ -6,7 +6,6 @@ Every pipeline is run as it is, on PIL images, and as ``accelerate`` moves it, w
 parameters. timm's are left out where it is not installed.
 """
 
-import argparse
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -25,43 +24,36 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BILINEAR = InterpolationMode.BILINEAR
 
 
-class ClassificationPresetTrain:
-    """The training pipeline of torchvision's references/classification, by its options."""
+class ClassificationPreset:
+    """A pipeline of torchvision's references/classification: what it crops with, and the rest."""
 
-    def __init__(
-        self, T: Any, policy: str | None = None, *, backend: str = "pil", size: int = 224
-    ) -> None:
-        policies: dict[str, Callable[[], Any]] = {
-            "ra": lambda: T.RandAugment(magnitude=9, interpolation=BILINEAR),
-            "ta_wide": lambda: T.TrivialAugmentWide(interpolation=BILINEAR),
-            "augmix": lambda: T.AugMix(severity=3, interpolation=BILINEAR),
-            "imagenet": lambda: T.AutoAugment(T.AutoAugmentPolicy.IMAGENET, BILINEAR),
-        }
-        ops = [T.RandomResizedCrop(size, interpolation=BILINEAR, antialias=True)]
-        ops += [T.RandomHorizontalFlip(0.5)]
-        ops += [policies[policy]()] if policy else []
-        self.transforms = _ending(T, ops, backend, [T.RandomErasing(p=0.1)])
+    def __init__(self, T: Any, ops: list[Any], backend: str, last: list[Any]) -> None:
+        ops.insert(0 if backend == "tensor" else len(ops), T.PILToTensor())
+        new = T is v2
+        ops += [T.ToDtype(torch.float, scale=True) if new else T.ConvertImageDtype(torch.float)]
+        ops += [T.Normalize(MEAN, STD), *last, *([T.ToPureTensor()] if new else [])]
+        self.transforms = T.Compose(ops)
 
     def __call__(self, image: Any) -> Any:
         return self.transforms(image)
 
 
-class ClassificationPresetEval:
-    """Likewise, for validation."""
+def preset_train(T: Any, policy: str | None, backend: str, size: int) -> ClassificationPreset:
+    policies: dict[str | None, Callable[[], list[Any]]] = {
+        None: list,
+        "ra": lambda: [T.RandAugment(magnitude=9, interpolation=BILINEAR)],
+        "ta_wide": lambda: [T.TrivialAugmentWide(interpolation=BILINEAR)],
+        "augmix": lambda: [T.AugMix(severity=3, interpolation=BILINEAR)],
+        "imagenet": lambda: [T.AutoAugment(T.AutoAugmentPolicy.IMAGENET, BILINEAR)],
+    }
+    ops = [T.RandomResizedCrop(size, interpolation=BILINEAR, antialias=True)]
+    ops += [T.RandomHorizontalFlip(0.5), *policies[policy]()]
+    return ClassificationPreset(T, ops, backend, [T.RandomErasing(p=0.1)])
 
-    def __init__(self, T: Any, *, backend: str = "pil", size: int = 224) -> None:
-        ops = [T.Resize(size * 8 // 7, interpolation=BILINEAR, antialias=True), T.CenterCrop(size)]
-        self.transforms = _ending(T, ops, backend, [])
 
-    def __call__(self, image: Any) -> Any:
-        return self.transforms(image)
-
-
-def _ending(T: Any, ops: list[Any], backend: str, last: list[Any]) -> Any:
-    ops.insert(0 if backend == "tensor" else len(ops), T.PILToTensor())
-    new = T is v2
-    ops += [T.ToDtype(torch.float, scale=True) if new else T.ConvertImageDtype(torch.float)]
-    return T.Compose([*ops, T.Normalize(MEAN, STD), *last, *([T.ToPureTensor()] if new else [])])
+def preset_eval(T: Any, backend: str, size: int) -> ClassificationPreset:
+    ops = [T.Resize(size * 8 // 7, interpolation=BILINEAR, antialias=True), T.CenterCrop(size)]
+    return ClassificationPreset(T, ops, backend, [])
 
 
 def pipelines(size: int = 224) -> dict[str, Any]:
@@ -74,8 +66,8 @@ def pipelines(size: int = 224) -> dict[str, Any]:
         "examples/imagenet val": v1.Compose(
             [v1.Resize(size * 8 // 7), v1.CenterCrop(size), *ending]
         ),
-        "torchvision val, v1": ClassificationPresetEval(v1, size=size),
-        "torchvision val, v2, tensor": ClassificationPresetEval(v2, backend="tensor", size=size),
+        "torchvision val, v1": preset_eval(v1, "pil", size),
+        "torchvision val, v2, tensor": preset_eval(v2, "tensor", size),
         "torchvision weights": ResNet50_Weights.IMAGENET1K_V2.transforms(
             crop_size=size, resize_size=size * 8 // 7
         ),
@@ -84,7 +76,7 @@ def pipelines(size: int = 224) -> dict[str, Any]:
         for T, backend in ((v1, "pil"), (v2, "pil"), (v1, "tensor"), (v2, "tensor")):
             version = "v1" if T is v1 else "v2"
             name = f"torchvision train{', ' * bool(policy)}{policy or ''}, {version}, {backend}"
-            found[name] = ClassificationPresetTrain(T, policy, backend=backend, size=size)
+            found[name] = preset_train(T, policy, backend, size)
     if importlib.util.find_spec("timm"):
         found |= _timm(size)
     return found
@@ -149,12 +141,11 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     from bench import harness, photos  # here: the tests take no more than the pipelines
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.output_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--count", type=int, default=128, help="photos compared")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--cpu", action="store_true", help="the new pipeline on the CPU too")
-    harness.output_arguments(parser)
     args = parser.parse_args()
     document = harness.Document("parity", args, harness.Device(), anew=True)
     folder = photos.photo_folder(args.data, args.count)

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import ctypes
 import gc
-import io
 import os
 import random
 import statistics
@@ -26,10 +25,16 @@ from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
+import kornia.augmentation as K
 import numpy as np
 import torch
-from bench import harness
+from bench import clock, harness, pictures
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
+
+# Before there is a CUDA context: it prepares the environment.
+from gpuprefetch import DataPrefetcher, EncodedImage, RandomResizedCrop, Resize
+from gpuprefetch.core.nested import map_leaves, tensors
 
 PICTURES = 64
 SIZE = 64
@@ -45,16 +50,12 @@ Pair = namedtuple("Pair", "first second")
 
 def draw_pictures(sides: tuple[int, int] = (120, 400)) -> list[bytes]:
     """JPEGs whose sides are drawn from a range ``[low, high)``."""
-    from PIL import Image
-
     rng = np.random.default_rng(0)
     files = []
     for _ in range(PICTURES):
         coarse = Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8))
         picture = coarse.resize(tuple(rng.integers(*sides, 2)), Image.Resampling.BICUBIC)
-        file = io.BytesIO()
-        picture.save(file, "JPEG", quality=90)
-        files.append(file.getvalue())
+        files.append(pictures.encode(picture, "JPEG", quality=90))
     return files
 
 
@@ -78,8 +79,6 @@ class Batches(Dataset):
         return self.count
 
     def __getitem__(self, number: int) -> Any:
-        from gpuprefetch import EncodedImage
-
         rng = random.Random(number)
         sums: list[int] = []
         structure = self._structure(rng, sums, depth=0)
@@ -118,18 +117,12 @@ def as_it_is(batch: Any) -> Any:
 
 def skeleton(structure: Any) -> Any:
     """The structure with a (dtype, shape) in place of each tensor."""
-    from gpuprefetch.core.nested import map_leaves
-
     return map_leaves(
         lambda leaf: (leaf.dtype, leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, structure
     )
 
 
 def prefetcher_of(dataset: Any, device: str, workers: int, **options: Any) -> Any:
-    import kornia.augmentation as K
-
-    from gpuprefetch import DataPrefetcher, Resize
-
     loading = {"batch_size": None, "pin_memory": device == "cuda", "num_workers": workers}
     transforms = options.pop("transforms", [Resize((SIZE, SIZE)), K.Normalize(MEAN, STD)])
     loader = DataLoader(dataset, **(loading | options.pop("loading", {})))
@@ -138,15 +131,12 @@ def prefetcher_of(dataset: Any, device: str, workers: int, **options: Any) -> An
 
 def integrity(device: str, workers: int, batches: int, seconds: float) -> dict[str, Any]:
     """Batches until ``batches`` or ``seconds`` are reached, and how many came out wrong."""
-    from gpuprefetch import EncodedImage
-    from gpuprefetch.core.nested import tensors
-
     prepare()
     files = draw_pictures()
     every_picture = [EncodedImage(file, number) for number, file in enumerate(files)]
     (undisturbed,) = prefetcher_of([{"images": every_picture}], device, 0)
     reference = undisturbed["images"].clone()
-    synchronize(device)
+    clock.synchronize(device)
     dataset, rng = Batches(batches, files), random.Random(0)
     wrong = torch.zeros(3, dtype=torch.int64, device=device)  # sums, images, anything else
     tensors_seen = done = 0
@@ -183,10 +173,6 @@ def integrity(device: str, workers: int, batches: int, seconds: float) -> dict[s
 
 def memory(device: str, workers: int, epochs: int, epoch_batches: int) -> dict[str, Any]:
     """What the process holds after each epoch, and how much it varies once it is warm."""
-    import kornia.augmentation as K
-
-    from gpuprefetch import EncodedImage, RandomResizedCrop
-
     prepare()
     # Each batch takes the same memory, so that any rise is one. Of random sizes and flips now and
     # then one takes more than all before, and torch's allocator another 2 MiB.
@@ -202,7 +188,7 @@ def memory(device: str, workers: int, epochs: int, epoch_batches: int) -> dict[s
             images.mean()
         del images, _target
         gc.collect()
-        synchronize(device)
+        clock.synchronize(device)
         end_of_feeders(others)
         for name, value in holdings(device).items():
             held.setdefault(name, []).append(value)
@@ -246,15 +232,8 @@ def holdings(device: str) -> dict[str, int]:
 
 
 def prepare() -> None:
-    import gpuprefetch  # noqa: F401  # before the context: it prepares the environment
-
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def measure(what: str, **task: Any) -> dict[str, Any]:
@@ -262,9 +241,7 @@ def measure(what: str, **task: Any) -> dict[str, Any]:
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.output_parser(__doc__)
     parser.add_argument("--batches", type=int, default=20_000, help="checksummed")
     parser.add_argument("--seconds", type=float, default=120.0, help="for them, at most")
     parser.add_argument("--epochs", type=int, default=50, help="of the memory measurement")
@@ -272,7 +249,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=max(harness.cores() - 2, 1))
     parser.add_argument("--cpu", action="store_true", help="run on the CPU")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one child")
-    harness.output_arguments(parser)
     return parser.parse_args(words)
 
 
@@ -283,13 +259,11 @@ def soak(args: argparse.Namespace) -> list[dict[str, Any]]:
         {"what": "integrity", "batches": args.batches, "seconds": args.seconds},
         {"what": "memory", "epochs": args.epochs, "epoch_batches": args.epoch_batches},
     ]
-    results = []
-    for task in tasks:
-        found = harness.run_child(
-            __file__, shared | task, device=harness.Device(), timeout=args.timeout
-        )
-        results.append({"what": task["what"], **found})
-    return results
+    child = {"device": harness.Device(), "timeout": args.timeout}
+    return [
+        {"what": task["what"], **harness.run_child(__file__, shared | task, **child)}
+        for task in tasks
+    ]
 
 
 def failed(result: dict[str, Any]) -> bool:
@@ -311,6 +285,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        harness.child_main(measure)
+    harness.child_main(measure)
     main()
