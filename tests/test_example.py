@@ -65,8 +65,25 @@ def run(train, folder, tmp_path, monkeypatch, capfd):
     return run
 
 
+@pytest.fixture
+def interrupted(train, run, monkeypatch):
+    """Run the script until it has saved once; returns that checkpoint."""
+
+    def interrupted(*arguments, save=train.Learner.save):
+        def save_and_fail(*args):
+            save(*args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(train.Learner, "save", save_and_fail)
+            run(*arguments)
+        return torch.load("checkpoint.pt", weights_only=True)
+
+    return interrupted
+
+
 @pytest.mark.parametrize("loader", ["gpuprefetch", "torchvision"])
-def test_resumed_run_ends_with_the_same_weights(train, run, loader, monkeypatch):
+def test_resumed_run_ends_with_the_same_weights(run, interrupted, loader):
     arguments = ["--loader", loader, "--epochs", "2", "--limit-batches", "2"]
     summary, checkpoint = run(*arguments)
     assert checkpoint["epoch"] == 2
@@ -74,26 +91,15 @@ def test_resumed_run_ends_with_the_same_weights(train, run, loader, monkeypatch)
     assert summary["images_per_second"] > 0
     assert 0 <= summary["data_wait_share"] <= 1
 
-    save = train.Learner.save
-
-    def save_and_fail(learner, path):
-        save(learner, path)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Learner, "save", save_and_fail)
-        with pytest.raises(KeyboardInterrupt):
-            run(*arguments)
-    assert torch.load("checkpoint.pt", weights_only=True)["epoch"] == 1
+    assert interrupted(*arguments)["epoch"] == 1
     _, resumed = run(*arguments, "--resume")
     assert resumed["epoch"] == 2
-    for name, weight in checkpoint["model"].items():
-        assert torch.equal(resumed["model"][name], weight), name
+    torch.testing.assert_close(resumed["model"], checkpoint["model"], rtol=0, atol=0)
     with pytest.raises(ValueError, match="Raise --epochs"):
         run(*arguments, "--resume")
 
 
-def test_resumed_in_the_middle_of_an_epoch(train, run, device, monkeypatch):
+def test_resumed_in_the_middle_of_an_epoch(train, run, interrupted, device, monkeypatch):
     monkeypatch.setattr(train, "local_device", lambda: device)
     if device.type == "cuda":
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
@@ -102,19 +108,9 @@ def test_resumed_in_the_middle_of_an_epoch(train, run, device, monkeypatch):
     workers = "1" if device.type == "cpu" else "0"
     arguments = f"--epochs 2 --workers {workers} --checkpoint-steps 1 --limit-batches 2".split()
     _, whole = run(*arguments)
-    save, saved = train.Learner.save, []
-
-    def save_and_fail(learner, path, midway=None):
-        save(learner, path, midway)
-        saved.append(midway)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Learner, "save", save_and_fail)
-        with pytest.raises(KeyboardInterrupt):
-            run(*arguments)
-    assert [midway[0]["loader"]["batches"] for midway in saved] == [1]
-    interrupted = Path("checkpoint.pt").read_bytes()
+    (midway,) = interrupted(*arguments)["midway"]
+    assert midway["loader"]["batches"] == 1
+    checkpoint = Path("checkpoint.pt").read_bytes()
     _, resumed = run(*arguments, "--resume")
     for part in ("model", "optimizer", "scheduler"):
         torch.testing.assert_close(resumed[part], whole[part], rtol=0, atol=0)
@@ -122,34 +118,26 @@ def test_resumed_in_the_middle_of_an_epoch(train, run, device, monkeypatch):
     # Guards the test: what the checkpoint says of random numbers and batches does matter.
     forgotten = [(train.DataPrefetcher, "load_state_dict"), (train, "set_random_states")]
     for owner, name in forgotten:
-        Path("checkpoint.pt").write_bytes(interrupted)
+        Path("checkpoint.pt").write_bytes(checkpoint)
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, lambda *_: None)
             _, other = run(*arguments, "--resume")
         with pytest.raises(AssertionError):
             torch.testing.assert_close(other["model"], whole["model"], rtol=0, atol=0)
 
-    Path("checkpoint.pt").write_bytes(interrupted)
+    Path("checkpoint.pt").write_bytes(checkpoint)
     with pytest.raises(ValueError, match="by 1 processes with --loader gpuprefetch"):
         run("--epochs", "2", "--loader", "torchvision", "--resume")
 
 
-def test_resumed_with_other_steps_it_has_the_learning_rate_of_its_place(run, train, monkeypatch):
+def test_resumed_with_other_steps_it_has_the_learning_rate_of_its_place(
+    run, train, interrupted, monkeypatch
+):
     """As after another number of processes, which has another rate and number of steps."""
     finished = ["--epochs", "2", "--batch-size", "2", "--limit-batches", "2"]
     _, whole = run(*finished)
-    step = train.Learner.step
-
-    def one_epoch(learner, *batch):
-        if learner.epoch == 1:
-            raise KeyboardInterrupt
-        return step(learner, *batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Learner, "step", one_epoch)
-        with pytest.raises(KeyboardInterrupt):
-            run("--epochs", "2", "--batch-size", "4", "--limit-batches", "3")
-    seen = []
+    assert interrupted("--epochs", "2", "--limit-batches", "3")["epoch"] == 1
+    step, seen = train.Learner.step, []
 
     def rates(learner, *batch):
         seen.append(learner.optimizer.param_groups[0]["lr"])
@@ -162,17 +150,9 @@ def test_resumed_with_other_steps_it_has_the_learning_rate_of_its_place(run, tra
     assert seen == pytest.approx([base * train.lr_factor(step, 4) for step in (2, 3)])
 
 
-def test_a_shorter_epoch_than_the_interrupted_one_is_an_error(run, train, monkeypatch):
+def test_a_shorter_epoch_than_the_interrupted_one_is_an_error(run, interrupted):
     arguments = ["--epochs", "1", "--checkpoint-steps", "2"]
-
-    def save_and_fail(learner, path, midway=None, save=train.Learner.save):
-        save(learner, path, midway)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Learner, "save", save_and_fail)
-        with pytest.raises(KeyboardInterrupt):
-            run(*arguments)
+    interrupted(*arguments)
     with pytest.raises(ValueError, match=r"after step 2 of an epoch. Raise --limit-batches"):
         run(*arguments, "--limit-batches", "2", "--resume")
 
@@ -211,13 +191,16 @@ def test_the_reference_recipe_is_one_command(train, run, loader):
     assert [name for name in names if name in policies] == policies == here[2:]
 
 
-def test_without_data_it_trains_on_a_drawn_folder(draw, run, tmp_path, monkeypatch):
+def test_without_data_it_trains_on_a_folder_that_is_drawn_once(draw, run, tmp_path, monkeypatch):
     monkeypatch.setattr(draw.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(draw, "TRAIN_PER_CLASS", 1)
     monkeypatch.setattr(draw, "VAL_PER_CLASS", 1)
     summary, _ = run("--epochs", "1", "--summary", "summary.json", data=None)
     assert json.loads(Path("summary.json").read_text()) == summary
-    assert len(list(tmp_path.rglob("*.JPEG"))) == 20
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.JPEG")}
+    assert len(times) == 20
+    assert draw.drawn_folder() == next(iter(times)).parents[2]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.JPEG")} == times
 
 
 def test_two_processes_count_every_validation_image_once(train, folder, tmp_path):
@@ -333,17 +316,6 @@ def test_every_picture_is_its_own_and_always_the_same(draw):
     assert np.array_equal(first, again)
     assert first.shape != other.shape
     assert first.dtype == np.uint8
-
-
-def test_drawn_once(draw, tmp_path, monkeypatch):
-    monkeypatch.setattr(draw.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(draw, "TRAIN_PER_CLASS", 1)
-    monkeypatch.setattr(draw, "VAL_PER_CLASS", 1)
-    folder = draw.drawn_folder()
-    times = {path: path.stat().st_mtime_ns for path in folder.rglob("*.JPEG")}
-    assert len(times) == 20
-    assert draw.drawn_folder() == folder
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.JPEG")} == times
 
 
 def test_interrupted_drawing_leaves_no_folder(draw, tmp_path, monkeypatch):
