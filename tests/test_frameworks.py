@@ -58,27 +58,8 @@ class Counting(L.LightningModule):  # the target is the picture's number
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
 
-def fit(path=None):
-    model = Counting()
-    save = ModelCheckpoint(root + "/saved", "{step}", every_n_train_steps=1, save_top_k=-1)
-    trainer = L.Trainer(
-        max_epochs=2, accelerator="cpu", devices=ranks, strategy="ddp", logger=False,
-        enable_progress_bar=False, num_sanity_val_steps=0, callbacks=[] if path else [save],
-        enable_checkpointing=not path,
-    )
-    trainer.fit(model, datamodule=Images(root, batch_size=2, num_workers=0, size=8), ckpt_path=path)
-    return model.train_seen, model.val_seen
-
-with told() as recipe:
-    train, val = fit()
-steps = len(train)
-resumed = {n: fit(f"{root}/saved/step={n}.ckpt")[0] for n in (2, steps // 2)}
-result["lightning"] = {"train": train, "val": val, "resumed": resumed}
-
 class Plain(L.LightningDataModule):  # Lightning adds a sampler to what is a DataLoader
-    def __init__(self, wrap=lambda loader: loader):
-        super().__init__()
-        self.wrap = wrap
+    wrap = staticmethod(lambda loader: loader)
     def loader(self, split, shuffle):
         from torchvision import datasets, transforms as T
         ops = T.Compose([T.Resize((8, 8)), T.ToTensor()])
@@ -89,20 +70,35 @@ class Plain(L.LightningDataModule):  # Lightning adds a sampler to what is a Dat
     def val_dataloader(self):
         return self.loader("val", False)
 
-def fit_plain(wrap, *callbacks, **options):
+class Moved(Plain):
+    def wrap(self, loader):
+        return gpuprefetch.accelerate(loader, device="cpu", print_plan=False)
+
+save = ModelCheckpoint(root + "/saved", "{step}", every_n_train_steps=1, save_top_k=-1)
+
+def fit(data, *callbacks, path=None, **options):
     model = Counting()
     trainer = L.Trainer(
         accelerator="cpu", devices=ranks, strategy="ddp", logger=False, num_sanity_val_steps=0,
-        enable_progress_bar=False, enable_checkpointing=False, callbacks=[*callbacks], **options,
+        enable_progress_bar=False, enable_checkpointing=save in callbacks, callbacks=[*callbacks],
+        **options,
     )
-    trainer.fit(model, datamodule=Plain(wrap))
+    trainer.fit(model, datamodule=data, ckpt_path=path)
     return trainer, model
 
+def fit_recipe(*callbacks, path=None):
+    data = Images(root, batch_size=2, num_workers=0, size=8)
+    return fit(data, *callbacks, path=path, max_epochs=2)[1]
+
+with told() as recipe:
+    first = fit_recipe(save)
+resumed = {n: fit_recipe(path=f"{root}/saved/step={n}.ckpt").train_seen
+           for n in (2, len(first.train_seen) // 2)}
+result["lightning"] = {"train": first.train_seen, "val": first.val_seen, "resumed": resumed}
 with told() as words:
-    fit_plain(lambda loader: gpuprefetch.accelerate(loader, device="cpu", print_plan=False),
-              max_steps=1, limit_val_batches=0)
+    fit(Moved(), max_steps=1, limit_val_batches=0)
 with told() as callback:
-    trainer, model = fit_plain(lambda loader: loader, Accelerated(), max_epochs=2)
+    trainer, model = fit(Plain(), Accelerated(), max_epochs=2)
     assert isinstance(trainer.train_dataloader, DataPrefetcher)
     assert isinstance(trainer.val_dataloaders, DataPrefetcher)
     assert "process_dataloader" not in vars(trainer.strategy)
