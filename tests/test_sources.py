@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from gpuprefetch import BadImageError, CenterCrop, DataPrefetcher, EncodedImage, EncodedImageFolder
 
 FOLDER = Path(__file__).parents[1] / "examples" / "sources"
+SHUFFLED = {"shuffle": True, "batch_size": 5}
 # Recipe -> the library it needs, and the dataset that it makes of what write() returned.
 RECIPES = {
     "from_webdataset": ("webdataset", lambda recipe, data: recipe.read(data)),
@@ -28,10 +29,7 @@ RECIPES = {
     "from_jpeg2000": ("PIL", lambda recipe, data: recipe.JPEG2000Images(data)),
     "from_csv": ("csv", lambda recipe, data: recipe.ListedImages(data, cache=True)),
     "from_litdata": ("litdata", lambda recipe, data: recipe.read(data)),
-    "from_mosaicml": (
-        "streaming",
-        lambda recipe, data: recipe.MDSImages(local=data, shuffle=True, batch_size=5),
-    ),
+    "from_mosaicml": ("streaming", lambda recipe, data: recipe.MDSImages(local=data, **SHUFFLED)),
     "from_lmdb": ("lmdb", lambda recipe, data: recipe.LMDBImages(data)),
     "from_tfrecord": ("tfrecord", lambda recipe, data: recipe.TFRecordImages(data, shuffle=4)),
     "from_huggingface": ("datasets", lambda recipe, data: recipe.HuggingFaceImages(_table(data))),
@@ -102,8 +100,10 @@ def test_every_sample_comes_once_whoever_reads_it(recipe, tmp_path, monkeypatch,
     files = dict(enumerate(file for file, _ in pictures()))
     loader = loader_of(recipe, data, workers=1)
     orders = []
-    for epoch in range(2):
-        samples = read(loader) if not epoch else read(_numbered(loader, 2))
+    for epoch in (None, 2):
+        if epoch:
+            DataPrefetcher(loader).set_epoch(epoch)
+        samples = read(loader)
         orders.append([label for label, _ in samples])
         assert sorted(orders[-1]) == list(range(24))
     assert orders[0] != orders[1]
@@ -128,42 +128,39 @@ def test_every_sample_comes_once_whoever_reads_it(recipe, tmp_path, monkeypatch,
     assert sorted(shares[0] + shares[1]) == list(range(24))
 
 
+def of(name):
+    return pytest.mark.parametrize("recipe", [name], indirect=True)
+
+
+@of("from_fsspec")
 @pytest.mark.parametrize("scheme", ["memory", "simplecache::memory"])
-def test_fsspec_reads_what_a_url_names(scheme, monkeypatch, tmp_path):
-    fsspec = pytest.importorskip("fsspec")
-    monkeypatch.syspath_prepend(FOLDER)
+def test_fsspec_reads_what_a_url_names(recipe, scheme, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where simplecache keeps files
-    recipe = importlib.import_module("from_fsspec")
     url = recipe.write(f"{scheme.removeprefix('simplecache::')}://{tmp_path}/bucket")
     dataset = recipe.RemoteImages(f"{scheme}://{tmp_path}/bucket/train")
     loader = DataLoader(dataset, 5, shuffle=True, num_workers=1)
     assert sorted(label for label, _ in read(loader)) == list(range(24))
     with pytest.raises(FileNotFoundError, match="has no images"):
         recipe.RemoteImages(f"{url}/none")
-    fsspec.filesystem("memory").store.clear()
+    sys.modules["fsspec"].filesystem("memory").store.clear()
 
 
-def test_lmdb_is_read_in_workers_where_it_was_read_here(monkeypatch, tmp_path):
+@of("from_lmdb")
+def test_lmdb_is_read_in_workers_where_it_was_read_here(recipe, tmp_path):
     """As after replay(), or a look at a sample: LMDB opens no database twice in a process."""
-    pytest.importorskip("lmdb")
-    monkeypatch.syspath_prepend(FOLDER)
-    recipe = importlib.import_module("from_lmdb")
     dataset = recipe.LMDBImages(recipe.write(str(tmp_path)))
     image, _ = dataset[3]
     assert copy.deepcopy(dataset)[3][0].data == image.data
     assert sorted(label for label, _ in read(DataLoader(dataset, 5, num_workers=1))) == [*range(24)]
 
 
-def test_persistent_workers_follow_the_epoch(monkeypatch, tmp_path):
-    pytest.importorskip("pyarrow")
-    monkeypatch.syspath_prepend(FOLDER)
-    recipe = importlib.import_module("from_parquet")
+@of("from_parquet")
+def test_persistent_workers_follow_the_epoch(recipe, tmp_path):
     data = recipe.write(str(tmp_path))
 
     def orders(epochs, persistent):
-        loader = DataLoader(
-            recipe.ParquetImages(data), 5, num_workers=2, persistent_workers=persistent
-        )
+        workers = {"num_workers": 2, "persistent_workers": persistent}
+        loader = DataLoader(recipe.ParquetImages(data), 5, **workers)
         prefetcher = DataPrefetcher(loader, transforms=[CenterCrop(8)])
         for epoch in epochs:
             prefetcher.set_epoch(epoch)
@@ -174,9 +171,8 @@ def test_persistent_workers_follow_the_epoch(monkeypatch, tmp_path):
     assert [second] == [*orders((3,), persistent=False)]  # as for an epoch that is resumed
 
 
-def test_jpeg2000_is_decoded_here_where_the_gpu_does_it(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(FOLDER)
-    recipe = importlib.import_module("from_jpeg2000")
+@of("from_jpeg2000")
+def test_jpeg2000_is_decoded_here_where_the_gpu_does_it(recipe, tmp_path):
     dataset = recipe.JPEG2000Images(recipe.write(str(tmp_path)))
 
     def decode(files):  # what nvImageCodec gives, None for what it cannot decode
@@ -193,9 +189,8 @@ def test_jpeg2000_is_decoded_here_where_the_gpu_does_it(monkeypatch, tmp_path):
         list(prefetcher)
 
 
-def test_a_record_that_holds_the_magic_number_is_read_as_it_was_written(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(FOLDER)
-    recipe = importlib.import_module("from_recordio")
+@of("from_recordio")
+def test_a_record_that_holds_the_magic_number_is_read_as_it_was_written(recipe, tmp_path):
     magic = recipe.MAGIC
     # At a multiple of four it is cut out, elsewhere it stays; one record begins and one ends in it.
     records = [b"ab" + magic, magic, b"abcd" + magic + b"ef", magic * 2 + b"x", b""]
@@ -213,8 +208,8 @@ def test_images_go_to_jax_without_a_copy(monkeypatch):
         monkeypatch.setitem(sys.modules, "jax", types.ModuleType("jax"))
         monkeypatch.setitem(sys.modules, "jax.numpy", np)
         monkeypatch.setattr(sys.modules["jax"], "numpy", np, raising=False)
-    samples = TensorDataset(torch.rand(4, 3, 8, 8), torch.arange(4))
-    batches = list(DataPrefetcher(DataLoader(samples, 4), device="cpu"))
+    samples = [torch.rand(4, 3, 8, 8), torch.arange(4)]
+    batches = list(DataPrefetcher([samples], device="cpu"))
     names = {"table_loader": batches}
     exec(code, names)
     ((images, target),) = batches
@@ -232,8 +227,3 @@ def test_a_custom_op_cuts_each_image_into_four(photo_folder, monkeypatch, capsys
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert all(line.startswith("4 x (12, 3, 8, 8) of (12, 3, 16, 16), 12") for line in lines)
-
-
-def _numbered(loader, epoch):
-    DataPrefetcher(loader).set_epoch(epoch)
-    return loader
