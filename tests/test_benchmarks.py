@@ -1,4 +1,4 @@
-"""The benchmark scripts run, at tiny size and on the CPU."""
+"""The benchmark scripts run, at tiny size and on the CPU; what pages say of results is fresh."""
 
 import importlib
 import itertools
@@ -19,6 +19,8 @@ from gpuprefetch.images import nvjpeg
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
+
+VERSIONS = {"torch": "2.11.0", "torchcodec": "0.17.0"}
 
 pytestmark = pytest.mark.usefixtures("scripts")
 
@@ -76,16 +78,16 @@ def test_train(train_main, in_this_process):
 def test_a_child_says_what_it_measured_or_why_it_failed(tmp_path):
     import harness
 
-    script = tmp_path / "script.py"
-    script.write_text("import harness; harness.child_main(lambda **task: task)")
-    result = harness.run_child(str(script), {"a": 1}, device=harness.Device(), package=BENCHMARKS)
-    assert result["a"] == 1
-    script.write_text("raise ValueError('so')")
-    result = harness.run_child(str(script), {}, device=harness.Device())
-    assert result["error"].endswith("ValueError: so\n")
-    script.write_text("import time; time.sleep(100)")
-    result = harness.run_child(str(script), {}, device=harness.Device(), timeout=0.1)
-    assert "no result after 0.1 s" in result["error"]
+    def run(code, **options):
+        script = tmp_path / "script.py"
+        script.write_text(code)
+        return harness.run_child(str(script), {"a": 1}, device=harness.Device(), **options)
+
+    code = "import harness; harness.child_main(lambda **task: task)"
+    assert run(code, package=BENCHMARKS)["a"] == 1
+    assert run("raise ValueError('so')")["error"].endswith("ValueError: so\n")
+    code = "import time; time.sleep(100)"
+    assert "no result after 0.1 s" in run(code, timeout=0.1)["error"]
 
 
 def test_columns_take_turns_and_a_file_is_continued(train_main, monkeypatch, tmp_path):
@@ -106,10 +108,8 @@ def test_columns_take_turns_and_a_file_is_continued(train_main, monkeypatch, tmp
     assert ran == [(column, str(ROOT)) for column in turns]
     assert [r["column"] for r in found["results"]] == turns
     found = train_main("--columns", *columns, "--rounds", "2", "--package", f"old={tmp_path}")
-    old, rest = (
-        ("gpuprefetch", str(tmp_path)),
-        [(r["column"], r["round"]) for r in found["results"][4:]],
-    )
+    old = ("gpuprefetch", str(tmp_path))
+    rest = [(r["column"], r["round"]) for r in found["results"][4:]]
     assert ran[4:] == [old, old, ("dali", str(ROOT))]  # the one that failed, and what is new
     assert rest == [("old: gpuprefetch", 0), ("old: gpuprefetch", 1), ("dali", 1)]
     first, second = found["metadata"]["commands"]
@@ -149,11 +149,8 @@ def test_cells_and_columns(tmp_path, monkeypatch):
     words = "--tiny --models none resnet18 --modes eager graphs --engine none --photos large"
     args = train.parse([*words.split(), "--package", f"old={tmp_path}"])
     cells = train.cells(args)
-    assert [(c["model"], c["mode"]) for c in cells] == [
-        ("none", "eager"),
-        ("resnet18", "eager"),
-        ("resnet18", "graphs"),
-    ]
+    found = [(c["model"], c["mode"]) for c in cells]
+    assert found == [("none", "eager"), ("resnet18", "eager"), ("resnet18", "graphs")]
     names = [[name for name, _, _ in train.columns(args, cell)] for cell in cells]
     control = "gpuprefetch:cpu_share=0.0"
     assert names[0] == ["gpuprefetch", control, "dali", "old: gpuprefetch"]
@@ -209,9 +206,8 @@ def test_scaling(tmp_path):
     assert [r["column"] for r in results] == ["synthetic", "gpuprefetch"]
     one = results[1]["images_per_second"]["median"]
     two = results[1] | {"processes": 2, "images_per_second": {"median": 1.5 * one}}
-    assert f"| {one:,.0f} (1.000) | {1.5 * one:,.0f} (0.750) |" in table.scaling_table(
-        [*results, two]
-    )
+    found = table.scaling_table([*results, two])
+    assert f"| {one:,.0f} (1.000) | {1.5 * one:,.0f} (0.750) |" in found
 
 
 def test_views(tmp_path, in_this_process):
@@ -387,7 +383,7 @@ def result(column, rate, **more):
 
 def machine(file, results, benchmark="train"):
     metadata = {"utc": file, "gpu": "GPU", "affinity": 16, "cpu": "CPU", "commit": "abc"}
-    metadata |= {"commands": [f"python {benchmark}.py"], "versions": {"torch": "2.11.0"}}
+    metadata |= {"commands": [f"python {benchmark}.py"], "versions": VERSIONS}
     return {"benchmark": benchmark, "file": file, "metadata": metadata, "results": results}
 
 
@@ -443,9 +439,14 @@ def test_plot(documents, tmp_path):
 
 
 def test_committed_tables_are_fresh():
+    import correctness
+    import parity
     import table
 
     table.main(["--check"])
+    correctness.main(["--check"])
+    results = document(BENCHMARKS / "results" / "parity-cpu.json")["results"]
+    assert parity.markdown(results) in (ROOT / "docs" / "migrate.md").read_text()
 
 
 @pytest.mark.slow
@@ -456,19 +457,38 @@ def test_parity(tmp_path, monkeypatch, capsys):
     some = dict(list(parity.pipelines(32).items())[:3])
     monkeypatch.setattr(parity, "pipelines", lambda size: some)
     output = tmp_path / "parity.json"
-    args = f"parity.py --data {photos.drawn()} --count 6 --size 32 --cpu --output {output}"
-    monkeypatch.setattr(sys, "argv", args.split())
-    parity.main()
+    words = f"--data {photos.drawn()} --count 6 --size 32 --cpu --output {output}"
+    parity.main(words.split())
     results = document(output)["results"]
     assert all(r["images"] == 6 and 0 < r["mean_levels"] < 1 for r in results.values())
     assert "| examples/imagenet train |" in capsys.readouterr().out
 
 
-def test_the_parity_table_is_fresh():
-    import parity
+def test_the_rows_of_what_was_checked():
+    import correctness
 
-    results = document(BENCHMARKS / "results" / "parity-cpu.json")["results"]
-    assert parity.markdown(results) in (ROOT / "docs" / "migrate.md").read_text()
+    check = {"backend": "torchvision", "order": "unsafe", "rounds": 80, "corrupted": 79}
+    broken = {"backend": "torchcodec", "order": "library", "verdict": "not checked: no CUDA"}
+    integrity = {"what": "integrity", "batches": 20000, "tensors": 30000, "wrong_tensors": 1}
+    memory = {"what": "memory", "epochs": 50, "warm_epochs": 10, "spread": {"threads": 0.0}}
+    ranks = {"check": "images", "processes": 2, "ok": True, "different": 0, "compared": 76}
+    counts = {"good_wrong": 0, "good_batches": 60, "same": 7, "differs": 2}
+    fuzz = {"device": "cuda", "cases": 900, "crashes": [1], "counts": counts}
+    checks = [check | {"error": "", "verdict": "caught"}, broken | {"error": "x"}]
+    found = {"train": [], "soak": [integrity, memory], "fuzz": [fuzz], "selfcheck": checks}
+    found["distributed"] = [ranks | {"mistakes": {"another epoch": "noticed"}}]
+    block = correctness.block([machine("a.json", rows, name) for name, rows in found.items()])
+    for text in (
+        "| self-check, torchvision, unsafe order | 79 of 80 batches corrupted (caught) |",
+        "| not checked: no CUDA |",
+        "| 1 mismatches | GPU; torch 2.11.0, TorchCodec 0.17.0 |",
+        "spread over 40 epochs after 10 | threads 0.00% |",
+        "| exact; 0 of 76 pictures different; another epoch: noticed |",
+        "1 crashes or hangs; 0 of 60 good batches wrong",
+        "read by both 9, of them with other pixels 2",
+    ):
+        assert text in block
+    assert correctness.block([machine("a.json", [])]) == ""
 
 
 def test_engines_are_refused_as_by_a_gpu_that_has_none(monkeypatch):

@@ -138,7 +138,7 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
     return table.markdown(["pipeline", "crop, resize, flip", "all ops", "worst image"], rows)
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     from bench import harness, photos  # here: the tests take no more than the pipelines
 
     parser = harness.output_parser(__doc__)
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=128, help="photos compared")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--cpu", action="store_true", help="the new pipeline on the CPU too")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     document = harness.Document("parity", args, harness.Device(), anew=True)
     folder = photos.photo_folder(args.data, args.count)
     results: dict[str, dict[str, Any]] = {}
