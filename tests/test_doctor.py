@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -64,10 +65,6 @@ def loader_of(dataset, workers=1, **options):
     return DataLoader(dataset, batch_size=4, num_workers=workers, **options)
 
 
-def on_cpu(loader):
-    return DataPrefetcher(loader, device="cpu")
-
-
 @pytest.fixture
 def busy_machine(monkeypatch):
     """Tell runs apart only where the causes made here do: other processes make 10 % any time."""
@@ -109,7 +106,9 @@ def test_model_bound():
     assert "bound by the model" in str(report)
 
 
-@pytest.mark.parametrize(("wrap", "workers"), [(lambda loader: loader, 0), (on_cpu, 1)])
+@pytest.mark.parametrize(
+    ("wrap", "workers"), [(lambda loader: loader, 0), (partial(DataPrefetcher, device="cpu"), 1)]
+)
 def test_computing_is_not_reading(wrap, workers):
     loader = wrap(loader_of(Slow(0.01, compute=True), workers))
     report = doctor(loader, sleep(0.001), device="cpu", seconds=0.3, tune=False)
@@ -222,23 +221,12 @@ def test_what_the_numbers_say(alone, ceiling, loop, wait, copy, reading, bound):
     assert on_cpu == ("cores" if bound == "transfer" else bound)
 
 
-class Batches(Dataset):
-    """Whole batches of float32 images, 77 MB each."""
-
-    images = torch.zeros(128, 3, 224, 224)
-
-    def __len__(self):
-        return 1000
-
-    def __getitem__(self, index):
-        return self.images
-
-
 @pytest.mark.alone  # beside others, pinning gained nothing once
 @pytest.mark.gpu
 def test_unpinned():
     # A copy takes 2 ms from pinned memory and 10 or more from pageable, next to a step of 20 ms.
-    loader = DataLoader(Batches(), batch_size=None, num_workers=6)
+    batches = [torch.zeros(128, 3, 224, 224)] * 1000  # of 77 MB each
+    loader = DataLoader(batches, batch_size=None, num_workers=6)
     report = doctor(loader, lambda images: torch.cuda._sleep(36_000_000), seconds=1.0)
     assert report.bound == "transfer"
     assert report.changes[0].setting == "pin_memory=True"
