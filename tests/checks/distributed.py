@@ -20,7 +20,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -31,13 +31,7 @@ import torch.distributed as dist
 from bench import harness, ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    Sampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
 
 from gpuprefetch import DataPrefetcher, EncodedImage, RandomResizedCrop
 
@@ -47,30 +41,6 @@ CLASSES = 10
 
 Result = dict[str, Any]
 Picture = tuple[int, str]
-
-
-class Pictures(Dataset):
-    """Encoded pictures of all kinds, and their numbers."""
-
-    def __init__(self, count: int) -> None:
-        self.files = fuzz.draw_files(count)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> tuple[EncodedImage, int]:
-        return EncodedImage(self.files[index], index), index
-
-
-class RepeatedAugmentation(Sampler[int]):
-    """Gives each sample three times, to ranks in turn, as torchvision's and timm's do."""
-
-    def __init__(self, count: int, rank: int) -> None:
-        self.count, self.first = count, rank
-
-    def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(SEED))
-        return iter(order.repeat_interleave(3).tolist()[self.first :: WORLD])
 
 
 def gather(value: Any) -> list[Any]:
@@ -86,9 +56,11 @@ def joined(parts: Iterable[Iterable[int]]) -> list[int]:
 
 
 class Order(list[Any]):
-    """What is dealt out here: no other rank has these samples, so that the rank does not count."""
+    """What is dealt out here; of rank 0 where no other rank has these samples, and none counts."""
 
-    rank = 0
+    def __init__(self, samples: Iterable[Any], rank: int | None = None) -> None:
+        super().__init__(samples)
+        self.rank = rank
 
 
 class Checks:
@@ -96,7 +68,8 @@ class Checks:
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args, self.device = args, device
-        self.data = Pictures(args.pictures)
+        files = fuzz.draw_files(args.pictures)
+        self.data = [(EncodedImage(file, number), number) for number, file in enumerate(files)]
 
     def loader(self, scale: tuple[float, float] = (0.08, 1.0), **how: Any) -> DataPrefetcher:
         pinned = self.device.type == "cuda"
@@ -171,13 +144,16 @@ class Checks:
             "sha256": summary.hexdigest(),  # the same for any number of processes
         }
 
-    def drawing(self, kind: str, rank: int) -> Sampler[int]:
+    def drawing(self, kind: str, rank: int) -> Order | WeightedRandomSampler:
         """Of one rank, each with another number of samples."""
-        count = len(self.data)
-        if kind == "augmentation":
-            return RepeatedAugmentation(count, rank)
-        draws, generator = count // WORLD + rank, torch.Generator().manual_seed(SEED + rank)
-        return WeightedRandomSampler(range(1, count + 1), draws, generator=generator)
+        count, generator = len(self.data), torch.Generator()
+        if kind == "augmentation":  # three times each, to ranks in turn, as torchvision and timm do
+            order = torch.randperm(count, generator=generator.manual_seed(SEED))
+            return Order(order.repeat_interleave(3).tolist()[rank::WORLD])
+        generator.manual_seed(SEED + rank)
+        return WeightedRandomSampler(
+            range(1, count + 1), count // WORLD + rank, generator=generator
+        )
 
     def repeats(self, mistake: str, *, kind: str) -> Result:
         """Whether repeats are pictures of their own, the same for whoever makes them."""
@@ -214,11 +190,11 @@ class Checks:
             orders[RANK] = [(number + 1) % len(self.data) for number in orders[RANK]]
         torch.manual_seed(SEED)
         model = network().to(self.device, dtype)
-        expected = gradients(model, self.loader(batch_sampler=Order(together)), dtype)
+        expected = gradients(model, self.loader(batch_sampler=Order(together, 0)), dtype)
         if WORLD > 1:
             ids = [self.device] if self.device.type == "cuda" else None
             model = DistributedDataParallel(model, device_ids=ids)
-        mine = Order(orders[RANK])
+        mine = Order(orders[RANK], 0)
         found = gradients(model, self.loader(sampler=mine, batch_size=size), dtype)
         pairs = list(zip(found, expected, strict=True))
         return {
