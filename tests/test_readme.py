@@ -151,9 +151,8 @@ def test_index_runs(namespace, capsys):
 
 def test_loop_runs(wrapped, capsys):
     run_page("loop.md", wrapped, capsys)
-    assert (
-        wrapped["prefetcher"].next()[0] is not None
-    )  # an epoch of the manual form had come to its end
+    # An epoch of the manual form had come to its end.
+    assert wrapped["prefetcher"].next()[0] is not None
     images, _ = next(iter(wrapped["val_loader"]))
     assert images.shape == (3, 3, 224, 224)
     assert images.dtype == torch.bfloat16
@@ -162,9 +161,7 @@ def test_loop_runs(wrapped, capsys):
 
     files = [(path, path.stem) for path in sorted(Path("val").rglob("*.jpg"))]
     captions = DataLoader(wrapped["Captions"](files), batch_size=3, pin_memory=True)
-    batch = next(
-        iter(gpuprefetch.DataPrefetcher(captions, transforms=[gpuprefetch.Resize((8, 9))]))
-    )
+    (batch,) = wrapped["DataPrefetcher"](captions, transforms=[wrapped["Resize"]((8, 9))])
     assert batch["image"].shape == (3, 3, 8, 9)
     assert batch["caption"] == ["0", "1", "2"]
 
@@ -234,12 +231,9 @@ def texts_of(path):
 def test_quoted_messages_are_the_packages():
     texts = [text for path in (ROOT / "gpuprefetch").rglob("*.py") for text in texts_of(path)]
     # The first column of the tables whose head says that it quotes us.
-    tables = re.findall(
-        r"^\| (?:message|text|doctor says) \|.*\n.*\n((?:\|.*\n)+)",
-        DOCS["troubleshooting.md"],
-        flags=re.MULTILINE,
-    )
-    quotes = re.findall(r"^\| `(.*?)` \|", "".join(tables), flags=re.MULTILINE)
+    table = re.compile(r"^\| (?:message|text|doctor says) \|.*\n.*\n((?:\|.*\n)+)", re.MULTILINE)
+    tables = "".join(table.findall(DOCS["troubleshooting.md"]))
+    quotes = re.findall(r"^\| `(.*?)` \|", tables, flags=re.MULTILINE)
     assert len(quotes) > 50
     for quote in quotes:
         pieces = map(re.escape, re.split(r" ?\.\.\. ?", quote))
@@ -249,17 +243,14 @@ def test_quoted_messages_are_the_packages():
 def test_lines_of_code_fit_the_page():
     """84 columns; what is printed, in blocks of text, has a smaller type."""
     code = re.compile(r"```(?:python|diff|bash)\n(.*?)```", flags=re.DOTALL)
-    lines = [
-        line for page in DOCS.values() for block in code.findall(page) for line in block.split("\n")
-    ]
-    assert max(map(len, lines)) <= 84
+    found = "".join(code.findall("\n".join(DOCS.values())))
+    assert max(map(len, found.splitlines())) <= 84
 
 
 def test_settings_table_is_the_signature():
     (table,) = re.findall(r"\| `DataPrefetcher\(.*?\n\n", DOCS["tuning.md"], flags=re.DOTALL)
-    names = re.findall(
-        r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?`) \|", table, flags=re.MULTILINE))
-    )
+    columns = re.findall(r"^\| (`.*?`) \|", table, flags=re.MULTILINE)
+    names = re.findall(r"`(\w+)`", " ".join(columns))
     parameters = inspect.signature(gpuprefetch.DataPrefetcher).parameters
     assert sorted(names) == sorted(set(parameters) - {"loader"})
 
