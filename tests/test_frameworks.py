@@ -39,15 +39,31 @@ def told():
 
 """
 
-LIGHTNING = """
+FIT = """
 import lightning as L, torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from with_lightning import Accelerated, Images
 
-class Counting(L.LightningModule):  # the target is the picture's number
+class Module(L.LightningModule):
     def __init__(self):
         super().__init__()
         self.layer, self.train_seen, self.val_seen = torch.nn.Linear(3, 1), [], []
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+def fit(model, data, *callbacks, path=None, **options):
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, num_sanity_val_steps=0, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=saves, callbacks=[*callbacks], **options,
+    )
+    trainer.fit(model, datamodule=data, ckpt_path=path)
+    return trainer
+"""
+
+LIGHTNING = """
+from with_lightning import Accelerated, Images
+
+class Counting(Module):  # the target is the picture's number
     def training_step(self, batch, _):
         images, target = batch
         assert images.device == self.device
@@ -55,8 +71,6 @@ class Counting(L.LightningModule):  # the target is the picture's number
         return self.layer(images.mean((2, 3))).mean()
     def validation_step(self, batch, _):
         self.val_seen.extend(batch[1].tolist())
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 class Plain(L.LightningDataModule):  # Lightning adds a sampler to what is a DataLoader
     wrap = staticmethod(lambda loader: loader)
@@ -74,31 +88,24 @@ class Moved(Plain):
     def wrap(self, loader):
         return gpuprefetch.accelerate(loader, device="cpu", print_plan=False)
 
-save = ModelCheckpoint(root + "/saved", "{step}", every_n_train_steps=1, save_top_k=-1)
-
-def fit(data, *callbacks, path=None, **options):
+def fit_ranks(data, *callbacks, **options):
     model = Counting()
-    trainer = L.Trainer(
-        accelerator="cpu", devices=ranks, strategy="ddp", logger=False, num_sanity_val_steps=0,
-        enable_progress_bar=False, enable_checkpointing=save in callbacks, callbacks=[*callbacks],
-        **options,
-    )
-    trainer.fit(model, datamodule=data, ckpt_path=path)
-    return trainer, model
+    return fit(model, data, *callbacks, devices=ranks, strategy="ddp", **options), model
 
 def fit_recipe(*callbacks, path=None):
     data = Images(root, batch_size=2, num_workers=0, size=8)
-    return fit(data, *callbacks, path=path, max_epochs=2)[1]
+    return fit_ranks(data, *callbacks, path=path, max_epochs=2)[1]
 
 with told() as recipe:
-    first = fit_recipe(save)
+    every_step = {"every_n_train_steps": 1, "save_top_k": -1}
+    first = fit_recipe(ModelCheckpoint(root + "/saved", "{step}", **every_step))
 resumed = {n: fit_recipe(path=f"{root}/saved/step={n}.ckpt").train_seen
            for n in (2, len(first.train_seen) // 2)}
 result["lightning"] = {"train": first.train_seen, "val": first.val_seen, "resumed": resumed}
 with told() as words:
-    fit(Moved(), max_steps=1, limit_val_batches=0)
+    fit_ranks(Moved(), max_steps=1, limit_val_batches=0)
 with told() as callback:
-    trainer, model = fit(Plain(), Accelerated(), max_epochs=2)
+    trainer, model = fit_ranks(Plain(), Accelerated(), max_epochs=2)
     assert isinstance(trainer.train_dataloader, DataPrefetcher)
     assert isinstance(trainer.val_dataloaders, DataPrefetcher)
     assert "process_dataloader" not in vars(trainer.strategy)
@@ -155,7 +162,7 @@ MODULES = ["torchvision", "kornia.augmentation", "datasets", "lightning", "accel
 @pytest.fixture(scope="module")
 def found(folder, tmp_path_factory):
     """What each of two processes found; they find each other as torchrun's do."""
-    parts = {"lightning": LIGHTNING, "accelerate": ACCELERATE}
+    parts = {"lightning": FIT + LIGHTNING, "accelerate": ACCELERATE}
     code = "".join(parts[name] for name in parts if importlib.util.find_spec(name))
     # In a function: a DDP model that lives on holds the group, whose threads must have ended at
     # exit. One process in a hundred aborted there.
@@ -273,59 +280,49 @@ def test_lightning_recipe_without_a_length(monkeypatch):
     assert len(list(resumed)) == 9
 
 
-FITS = """
+EPOCHS = """
 import sys, warnings, logging
 warnings.simplefilter("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-import lightning as L, torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 from with_lightning import Prefetcher
 
 def drawn(x):
     return x + torch.rand(len(x), 1, 1, 1)
 
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.saw = torch.nn.Linear(1, 1), []
-    def training_step(self, batch, i):
-        self.saw.append(batch[0][:, 0, 0, 0].tolist())
-        return self.layer(batch[0].mean((1, 2, 3))[:, None]).mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
+class Seeing(Module):
+    def training_step(self, batch, _):
+        self.train_seen.append(batch[0][:, 0, 0, 0].tolist())
+        return self.layer(batch[0].mean((2, 3))).mean()
 
 class Data(L.LightningDataModule):
     def train_dataloader(self):
         data = TensorDataset(torch.zeros(8, 3, 2, 2))
         return Prefetcher(DataLoader(data, 2), transforms=[drawn], device="cpu", seed=0)
 
-def fit(epochs, resumed=None, callbacks=(), **options):
-    module, quiet = Module(), {"logger": False, "enable_progress_bar": False}
-    L.Trainer(accelerator="cpu", max_epochs=epochs, enable_model_summary=False, callbacks=callbacks,
-              enable_checkpointing=bool(callbacks), **quiet, **options).fit(
-        module, Data(), ckpt_path=resumed)
-    return module.saw
+def seen(epochs, *callbacks, **options):
+    fit(model := Seeing(), Data(), *callbacks, max_epochs=epochs, **options)
+    return model.train_seen
 
-whole = fit(3)
+whole = seen(3)
 assert len({str(batch) for batch in whole}) == 12
-assert fit(3, reload_dataloaders_every_n_epochs=1) == whole
+assert seen(3, reload_dataloaders_every_n_epochs=1) == whole
 saved = ModelCheckpoint(dirpath=sys.argv[1], filename="epoch")
-assert fit(2, callbacks=[saved]) == whole[:8]
-assert fit(3, saved.best_model_path) == whole[8:]
+assert seen(2, saved) == whole[:8]
+assert seen(3, path=saved.best_model_path) == whole[8:]
 steps = ModelCheckpoint(dirpath=sys.argv[1], filename="steps", every_n_train_steps=2)
-short = fit(2, limit_train_batches=2)
+short = seen(2, limit_train_batches=2)
 assert short == whole[:2] + whole[4:6]
-assert fit(1, callbacks=[steps], limit_train_batches=2) == short[:2]
-assert fit(2, steps.best_model_path, limit_train_batches=2) == short[2:]
-assert fit(2, overfit_batches=2) == short
+assert seen(1, steps, limit_train_batches=2) == short[:2]
+assert seen(2, path=steps.best_model_path, limit_train_batches=2) == short[2:]
+assert seen(2, overfit_batches=2) == short
 """
 
 
 def test_lightning_numbers_the_epochs(tmp_path):
     pytest.importorskip("lightning", exc_type=ImportError)
     options = {"PYTHONPATH": str(FOLDER), "CUDA_VISIBLE_DEVICES": "", "modules": ["lightning"]}
-    child = Child(FITS, str(tmp_path), **options)
+    child = Child(FIT + EPOCHS, str(tmp_path), **options)
     _, err = child.communicate(240)
     assert child.returncode == 0, err
 
