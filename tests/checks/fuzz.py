@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from bench import harness, photos, pictures
 from PIL import Image
+from torch.utils.data import DataLoader
 
 GROUP = 31  # damaged files in a batch, beside a good one
 GOOD = 8  # files in the batch behind it
@@ -137,9 +138,7 @@ def damaged(files: list[bytes], seed: int, case: int) -> bytes:
         data = data or bytearray(1)
     _tame(data, rng)
     if rng.random() < 0.5 and data[:2] == b"\xff\xd8":
-        data += (
-            b"\xff\xd9"  # whole to its end, as far as a header tells: such a file goes to the GPU
-        )
+        data += b"\xff\xd9"  # whole as far as a header tells: such a file goes to the GPU
     return bytes(data)
 
 
@@ -177,18 +176,13 @@ class Attack:
     """The batches of some cases on one device, and what came of them."""
 
     def __init__(self, task: dict[str, Any], device: str) -> None:
-        from torch.utils.data import DataLoader
-
         from gpuprefetch import DataPrefetcher, Resize
 
         folder = task["data"]
         self.files = read_files(Path(folder)) if folder else draw_files()
         dataset = Cases(self.files, task["seed"], task["trap"])
-        loader = DataLoader(
-            dataset,  # type: ignore[arg-type]
-            batch_sampler=list(batches(task["first"], task["last"])),
-            pin_memory=device == "cuda",
-        )
+        planned = list(batches(task["first"], task["last"]))
+        loader = DataLoader(dataset, batch_sampler=planned, pin_memory=device == "cuda")
         self.prefetcher = DataPrefetcher(
             loader,
             device=device,
@@ -206,6 +200,8 @@ class Attack:
 
 def attack(**task: Any) -> dict[str, Any]:
     """Run the cases of a task in this process; a line of progress for each group."""
+    from gpuprefetch.images.header import decode_cpu
+
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     counts: Counter[str] = Counter(good_batches=0, good_wrong=0)
@@ -231,7 +227,7 @@ def attack(**task: Any) -> dict[str, Any]:
             if task["device"] == "cuda":
                 outcome = _compare(found.get(case), others[0].get(case), LEVELS, SHARE)
             else:
-                ours = None if case not in found else _decode_cpu(damaged(files, seed, case))
+                ours = None if case not in found else decode_cpu(damaged(files, seed, case))
                 outcome = _compare(ours, _decode_pil(damaged(files, seed, case)), 0, 0.0)
             counts[outcome] += 1
             if outcome == "differs":
@@ -240,11 +236,8 @@ def attack(**task: Any) -> dict[str, Any]:
             print("AT", max(cases) + 1, flush=True)
         elif counts["good_batches"] > 1 and time.time() > task["until"]:
             break
-    return {
-        "counts": counts,
-        "differing": differing[:MAX_DIFFERING],
-        "wrong": wrong[:MAX_DIFFERING],
-    }
+    named = {"differing": differing[:MAX_DIFFERING], "wrong": wrong[:MAX_DIFFERING]}
+    return {"counts": counts, **named}
 
 
 def _compare(ours: Any, theirs: Any, levels: int, share: float) -> str:
@@ -259,12 +252,6 @@ def _compare(ours: Any, theirs: Any, levels: int, share: float) -> str:
     scale = 255 if ours.is_floating_point() else 1
     off = (ours.float() - theirs.float()).abs() * scale > levels
     return "differs" if off.float().mean() > share else "same"
-
-
-def _decode_cpu(data: bytes) -> Any:
-    from gpuprefetch.images.header import decode_cpu
-
-    return decode_cpu(data)
 
 
 def _decode_pil(data: bytes) -> Any:
