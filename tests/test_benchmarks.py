@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image
 
 from gpuprefetch.images import nvjpeg
@@ -25,11 +26,23 @@ VERSIONS = {"torch": "2.11.0", "torchcodec": "0.17.0"}
 pytestmark = pytest.mark.usefixtures("scripts")
 
 
+class Script:
+    """A benchmark or a check, imported where a test uses it: the examples have a train.py too."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, name):
+        return getattr(importlib.import_module(self._name), name)
+
+
+clock, harness, loaders, photos, train = map(Script, "clock harness loaders photos train".split())
+kernel, memory, policy, scaling, views = map(Script, "kernel memory policy scaling views".split())
+correctness, parity, table = map(Script, ("correctness", "parity", "table"))
+
+
 @pytest.fixture
 def settings():
-    import loaders
-    import photos
-
     folder = photos.photo_folder(photos.drawn(), 24)
     return loaders.Settings(str(folder), batch_size=4, workers=0, size=32, device="cpu")
 
@@ -41,7 +54,6 @@ def document(path):
 @pytest.fixture
 def train_main(monkeypatch, tmp_path):
     """Runs train.py with some words; returns its results."""
-    import train
 
     def main(*words):
         output = tmp_path / "train.json"
@@ -56,12 +68,11 @@ def train_main(monkeypatch, tmp_path):
 @pytest.fixture
 def in_this_process(monkeypatch):
     """Measure here: a child would import torch for seconds."""
-    import harness
 
     def run_child(script, task, **options):
         return importlib.import_module(Path(script).stem).measure(**task)
 
-    monkeypatch.setattr(harness, "run_child", run_child)
+    monkeypatch.setattr("harness.run_child", run_child)
 
 
 def test_train(train_main, in_this_process):
@@ -76,8 +87,6 @@ def test_train(train_main, in_this_process):
 
 
 def test_a_child_says_what_it_measured_or_why_it_failed(tmp_path):
-    import harness
-
     def run(code, **options):
         script = tmp_path / "script.py"
         script.write_text(code)
@@ -91,9 +100,6 @@ def test_a_child_says_what_it_measured_or_why_it_failed(tmp_path):
 
 
 def test_columns_take_turns_and_a_file_is_continued(train_main, monkeypatch, tmp_path):
-    import harness
-    import loaders
-
     ran = []
 
     def run_child(script, task, *, environment, package, **options):
@@ -101,7 +107,7 @@ def test_columns_take_turns_and_a_file_is_continued(train_main, monkeypatch, tmp
         ran.append((task["column"], str(package)))
         return {"error": "so"} if len(ran) == 3 else {"loops": {"step": {"rate": 1.0}}}
 
-    monkeypatch.setattr(harness, "run_child", run_child)
+    monkeypatch.setattr("harness.run_child", run_child)
     columns = ["gpuprefetch", "dali"]
     turns = ["gpuprefetch", "dali", "dali", "gpuprefetch"]
     found = train_main("--columns", *columns, "--rounds", "2")
@@ -115,14 +121,12 @@ def test_columns_take_turns_and_a_file_is_continued(train_main, monkeypatch, tmp
     first, second = found["metadata"]["commands"]
     assert first.startswith("python benchmarks/train.py --tiny")
     assert second.endswith("--package old=PATH")
-    monkeypatch.setattr(harness, "machine", lambda args, device: {"gpu": "another"})
+    monkeypatch.setattr("harness.machine", lambda args, device: {"gpu": "another"})
     with pytest.raises(SystemExit, match="is of another machine or version"):
         train_main()
 
 
 def test_a_column_of_a_model(settings):
-    import train
-
     timing = {"loops": ["item"], "settle": (0, 0), "seconds": 0.02, "repeats": 1}
     cell = {"model": "squeezenet1_1", "mode": "eager", "epochs": 0, "engine": "auto"}
     cell |= {"stream": "own"}
@@ -140,8 +144,6 @@ def test_a_column_of_a_model(settings):
 
 
 def test_cells_and_columns(tmp_path, monkeypatch):
-    import train
-
     taken = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: taken.append(cores))
     train.parse(["--tiny", "--cores", "1"])
@@ -197,9 +199,6 @@ def test_a_script_that_is_terminated_leaves_no_child(handled, tmp_path):
 
 
 def test_scaling(tmp_path):
-    import scaling
-    import table
-
     output = tmp_path / "scaling-x1.json"
     scaling.main(["--tiny", "--models", "none", "--output", str(output)])
     results = document(output)["results"]
@@ -211,9 +210,6 @@ def test_scaling(tmp_path):
 
 
 def test_views(tmp_path, in_this_process):
-    import table
-    import views
-
     output = tmp_path / "views.json"
     views.main(["--tiny", "--output", str(output)])
     one, ten = document(output)["results"]
@@ -225,10 +221,6 @@ def test_views(tmp_path, in_this_process):
 
 @pytest.mark.parametrize("script", ["kernel", "policy"])
 def test_milliseconds(script, tmp_path):
-    import kernel
-    import policy
-    import table
-
     words = ["--tiny", "--output", str(tmp_path / "a.json")]
     if script == "kernel":
         kernel.main(words)
@@ -245,8 +237,6 @@ def test_milliseconds(script, tmp_path):
 
 
 def test_photos(tmp_path, monkeypatch):
-    import photos
-
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     folder = photos.photo_folder(photos.drawn(), 250)
     files = sorted(folder.glob("*/*"))
@@ -273,9 +263,6 @@ LOADERS += ["torchvision:policy=ta", "torchvision:backend=tensor", "dali", "dali
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_loaders_agree_on_the_batch(settings, loader, train):
-    import clock
-    import loaders
-
     name, _ = loaders.parse(loader)
     pytest.importorskip({"timm": "timm", "dali": "nvidia.dali"}.get(name, "torch"))
     batches = loaders.build(loader, replace(settings, train=train, images=8))
@@ -291,8 +278,6 @@ def test_loaders_agree_on_the_batch(settings, loader, train):
 @pytest.mark.parametrize("limit", [1, 7, 777])
 @pytest.mark.parametrize("guess", [1, 790])
 def test_largest_batch(limit, guess):
-    import memory
-
     found = memory.largest(lambda batch_size: batch_size <= limit, guess, 0.01)
     assert limit - max(1, 0.01 * limit) <= found <= limit
 
@@ -307,9 +292,6 @@ def test_largest_batch(limit, guess):
     ],
 )
 def test_search_tells_memory_from_other_errors(error, expected):
-    import memory
-    import table
-
     def child(task):
         return {"fits": True} if task["settings"]["batch_size"] <= 100 else {"error": error}
 
@@ -327,8 +309,6 @@ def test_search_tells_memory_from_other_errors(error, expected):
 
 
 def test_memory_without_a_gpu(settings):
-    import memory
-
     shared = {key: value for key, value in vars(settings).items() if key != "images"}
     assert memory.probe("squeezenet1_1", "gpuprefetch", shared, 16.0, 2) == {"fits": True}
     assert memory.idle("torchvision", shared | {"train": False, "images": 8})["held_gib"] == 0.0
@@ -336,9 +316,6 @@ def test_memory_without_a_gpu(settings):
 
 @pytest.mark.parametrize("workers", [0, 8])
 def test_windows_hold_whole_bursts(workers):
-    import clock
-    import torch
-
     batch = torch.zeros(1, 3, 2, 2).contiguous(memory_format=torch.channels_last), torch.ones(1)
 
     def batches():  # as of eight workers: eight of them, and then nothing
@@ -361,8 +338,6 @@ def test_windows_hold_whole_bursts(workers):
 
 
 def test_cpu_seconds_count_children():
-    import clock
-
     before = clock.cpu_seconds()
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
     pipe = subprocess.PIPE
@@ -400,8 +375,6 @@ def documents():
 
 
 def test_tables(documents):
-    import table
-
     block = table.front_page(documents)
     row = "| resnet18 eager, batch 256 | 2 | 866 | 0.87 / 0.76 |"
     assert f"{row} 2.00 / 2.00 | 0.98 / 0.95 | 1.00 / 1.00 | 5.0 / 5.0 |" in block
@@ -429,8 +402,6 @@ def test_tables(documents):
 
 def test_plot(documents, tmp_path):
     pytest.importorskip("matplotlib")
-    import table
-
     table.draw(table.train_cells(documents), tmp_path / "results.svg")
     drawn = (tmp_path / "results.svg").read_text()
     for words in ("resnet18 eager, batch 256", "no loading at all", "380", "803", "761"):
@@ -439,10 +410,6 @@ def test_plot(documents, tmp_path):
 
 
 def test_committed_tables_are_fresh():
-    import correctness
-    import parity
-    import table
-
     table.main(["--check"])
     correctness.main(["--check"])
     results = document(BENCHMARKS / "results" / "parity-cpu.json")["results"]
@@ -451,11 +418,8 @@ def test_committed_tables_are_fresh():
 
 @pytest.mark.slow
 def test_parity(tmp_path, monkeypatch, capsys):
-    import parity
-    import photos
-
     some = dict(list(parity.pipelines(32).items())[:3])
-    monkeypatch.setattr(parity, "pipelines", lambda size: some)
+    monkeypatch.setattr("parity.pipelines", lambda size: some)
     output = tmp_path / "parity.json"
     words = f"--data {photos.drawn()} --count 6 --size 32 --cpu --output {output}"
     parity.main(words.split())
@@ -465,8 +429,6 @@ def test_parity(tmp_path, monkeypatch, capsys):
 
 
 def test_the_rows_of_what_was_checked():
-    import correctness
-
     check = {"backend": "torchvision", "order": "unsafe", "rounds": 80, "corrupted": 79}
     broken = {"backend": "torchcodec", "order": "library", "verdict": "not checked: no CUDA"}
     integrity = {"what": "integrity", "batches": 20000, "tensors": 30000, "wrong_tensors": 1}
@@ -492,8 +454,6 @@ def test_the_rows_of_what_was_checked():
 
 
 def test_engines_are_refused_as_by_a_gpu_that_has_none(monkeypatch):
-    import loaders
-
     library = SimpleNamespace(nvjpegCreateEx=lambda backend, *arguments: 0)
     monkeypatch.setattr(nvjpeg, "library", lambda: library)
     loaders.refuse_engines()
