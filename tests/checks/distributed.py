@@ -20,7 +20,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -255,31 +255,27 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return True
 
 
-def plan(checks: Checks) -> dict[str, tuple[Callable[..., Result], Result, list[str]]]:
-    """Each check with its options and the mistakes it has to notice."""
+def plan(checks: Checks) -> Iterator[tuple[str, Callable[..., Result], Result, list[str]]]:
+    """Each check with its name, its options and the mistakes it has to notice."""
     several = WORLD > 1
     no_sampler = ["no sampler"] * several
-    found: dict[str, tuple[Callable[..., Result], Result, list[str]]] = {
-        "union": (checks.union, {"drop_last": False}, ["no set_epoch", *no_sampler]),
-        "union, drop_last": (checks.union, {"drop_last": True}, no_sampler),
-        "shards": (checks.shards, {}, ["one shard for all"] * several),
-        "images": (checks.images, {}, ["another epoch"]),
-    }
+    yield "union", checks.union, {"drop_last": False}, ["no set_epoch", *no_sampler]
+    yield "union, drop_last", checks.union, {"drop_last": True}, no_sampler
+    yield "shards", checks.shards, {}, ["one shard for all"] * several
+    yield "images", checks.images, {}, ["another epoch"]
     for kind in ("augmentation", "weighted"):
-        one = ["one rank for all"] * several
-        found[f"repeats, {kind}"] = (checks.repeats, {"kind": kind}, one)
+        yield f"repeats, {kind}", checks.repeats, {"kind": kind}, ["one rank for all"] * several
     for dtype in (torch.float32, torch.float64):
         name = str(dtype).replace("torch.", "gradients, ")
-        found[name] = (checks.gradients, {"dtype": dtype}, ["other samples"])
+        yield name, checks.gradients, {"dtype": dtype}, ["other samples"]
     if checks.device.type == "cuda":  # last: the control leaves a context behind
         others = torch.cuda.device_count() > 1
-        found["contexts"] = (checks.contexts, {}, ["another GPU"] * others)
-    return found
+        yield "contexts", checks.contexts, {}, ["another GPU"] * others
 
 
 def run(args: argparse.Namespace, device: torch.device) -> list[Result]:
     checks, results = Checks(args, device), []
-    for name, (check, options, mistakes) in plan(checks).items():
+    for name, check, options, mistakes in plan(checks):
         result = {"check": name, "processes": WORLD, **check("", **options)}
         result["mistakes"] = {
             mistake: "missed" if check(mistake, **options)["ok"] else "noticed"
