@@ -85,30 +85,21 @@ def pipelines(size: int = 224) -> dict[str, Any]:
 def _timm(size: int) -> dict[str, Any]:
     from timm.data import create_transform
 
+    random = {"auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.25}
+    simclr = {"color_jitter_prob": 0.8, "grayscale_prob": 0.2, "gaussian_blur_prob": 0.5}
     options: dict[str, dict[str, Any]] = {
         "train": {},
         "train, bicubic": {"interpolation": "bicubic", "hflip": 0.5, "vflip": 0.2},
-        "train, simclr": {
-            "color_jitter_prob": 0.8,
-            "grayscale_prob": 0.2,
-            "gaussian_blur_prob": 0.5,
-        },
-        "train, rand-m9-mstd0.5-inc1": {
-            "auto_augment": "rand-m9-mstd0.5-inc1",
-            "interpolation": "bicubic",
-            "re_prob": 0.25,
-            "re_mode": "pixel",
-        },
+        "train, simclr": simclr,
+        "train, rand-m9-mstd0.5-inc1": random | {"interpolation": "bicubic", "re_mode": "pixel"},
         "train, original": {"auto_augment": "original-mstd0.5", "re_prob": 0.25},
+        "val, bilinear": {"interpolation": "bilinear"},
+        "val, bicubic": {"interpolation": "bicubic"},
     }
-    made = {
-        f"timm {name}": create_transform(size, is_training=True, **given)
+    return {
+        f"timm {name}": create_transform(size, is_training=name.startswith("train"), **given)
         for name, given in options.items()
     }
-    for interpolation in ("bilinear", "bicubic"):
-        name = f"timm val, {interpolation}"
-        made[name] = create_transform(size, interpolation=interpolation)
-    return made
 
 
 def measure(folder: Path, count: int, transform: Any, device: str | None) -> dict[str, Any]:
