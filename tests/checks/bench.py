@@ -12,6 +12,6 @@ children, clock, harness, photos, pictures, ranks, table = map(importlib.import_
 
 
 def verdict(results: list[dict[str, Any]]) -> str | int:
-    """To exit with: the names of checks that are wrong, or missed a mistake made for them."""
+    """What to exit with: 0, or the checks that failed or missed the mistake made in them."""
     bad = [r["check"] for r in results if not r["ok"] or "missed" in r.get("mistakes", {}).values()]
     return f"failed: {', '.join(bad)}" if bad else 0

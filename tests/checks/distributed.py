@@ -56,7 +56,7 @@ def joined(parts: Iterable[Iterable[int]]) -> list[int]:
 
 
 class Order(list[Any]):
-    """What is dealt out here; of rank 0 where no other rank has these samples, and none counts."""
+    """Samples dealt out here; ``rank`` is 0 where no other rank has them, so it does not count."""
 
     def __init__(self, samples: Iterable[Any], rank: int | None = None) -> None:
         super().__init__(samples)
