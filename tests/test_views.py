@@ -27,6 +27,7 @@ SEED = 5
 CROP = [RandomResizedCrop(12), K.RandomHorizontalFlip(), K.Normalize(torch.zeros(3), torch.ones(3))]
 SMALL = [RandomResizedCrop((8, 10), scale=(0.05, 0.4)), v2.RandomInvert(0.5)]
 FIXED = [Resize((18, 14))]  # not so small that workers would decode photos to a half
+TWO = Views(CROP, SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +37,14 @@ def files():
     return made
 
 
-def loader_of(files, device="cpu", workers=0, **options):
+def loader_of(files, device="cpu", workers=0, transforms=TWO, **options):
     loader = DataLoader(
         numbered(files),
         batch_size=5,
         num_workers=workers,
         pin_memory=torch.device(device).type == "cuda",
     )
-    return DataPrefetcher(loader, device=device, seed=SEED, **options)
+    return DataPrefetcher(loader, device=device, transforms=transforms, seed=SEED, **options)
 
 
 def images_of(prefetcher):
@@ -77,60 +78,51 @@ def test_the_first_view_is_its_list_alone_and_the_others_have_draws_of_their_own
 def test_views_without_draws_are_their_lists(device, files, share):
     lists = FIXED, [Resize((20, 30)), K.Normalize(torch.full((3,), 0.4), torch.full((3,), 0.2))]
     options = {"cpu_share": share, "dtype": torch.float64}
-    got = images_of(loader_of(files, device, transforms=Views(*lists), **options))
+    options["memory_format"] = torch.channels_last
+    prefetcher = loader_of(files, device, transforms=Views(*lists), **options)
+    got = images_of(prefetcher)
+    counted = prefetcher.stats.as_dict()  # each is decoded once
+    assert counted["images"] == counted["cpu_images"] + counted["gpu_images"] == len(files)
     for each, view in zip(lists, got, strict=True):
+        assert view.dtype == torch.float64
+        assert view.is_contiguous(memory_format=torch.channels_last)
         (alone,) = images_of(loader_of(files, device, transforms=each, **options))
         # A worker rounds to whole levels after each of two passes, the device not at all.
         assert (view - alone).abs().max() <= 1.5 / 255 / 0.2
-
-
-def test_an_image_is_decoded_once(device, files):
-    prefetcher = loader_of(files, device, transforms=Views(CROP, SMALL, FIXED))
-    list(prefetcher)
-    counted = prefetcher.stats.as_dict()
-    assert counted["images"] == counted["cpu_images"] + counted["gpu_images"] == len(files)
-
-
-def test_dtype_and_layout_are_of_all_views(device, files):
-    options = {"dtype": torch.float16, "memory_format": torch.channels_last}
-    for view in images_of(loader_of(files, device, transforms=Views(CROP, SMALL), **options)):
-        assert view.dtype == torch.float16
-        assert view.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
 def test_a_bad_file_is_left_out_of_all_views(device, files, on_error):
     spoiled = [*files]
     spoiled[3] = b"no picture"
-    options = {"transforms": Views(CROP, SMALL), "on_error": on_error}
-    good = images_of(loader_of(files, device, **options))
-    got = images_of(loader_of(spoiled, device, **options))
+    good = images_of(loader_of(files, device))
+    got = images_of(loader_of(spoiled, device, on_error=on_error))
     rows = [*range(3), *([4] if on_error == "replace" else []), *range(4, 13)]
     assert torch.equal(got[0], good[0][rows])
     assert len(got[1]) == len(rows)
     with pytest.raises(BadImageError, match=r"sample 3"):
-        list(loader_of(spoiled, device, transforms=Views(CROP, SMALL)))
+        list(loader_of(spoiled, device))
 
 
 def test_views_are_replayed_and_resumed(device, files):
-    prefetcher, resumed = (loader_of(files, device, transforms=Views(CROP, SMALL)) for _ in "ab")
+    prefetcher, resumed = (loader_of(files, device) for _ in "ab")
     whole = images_of(prefetcher)
     images, _ = prefetcher.replay(7)
     assert all(map(torch.equal, images, [view[7:8] for view in whole]))
-    prefetcher = loader_of(files, device, transforms=Views(CROP, SMALL))
+    prefetcher = loader_of(files, device)
     next(iter(prefetcher))
     resumed.load_state_dict(pickle.loads(pickle.dumps(prefetcher.state_dict())))
     assert all(map(torch.equal, images_of(resumed), [view[5:] for view in whole]))
 
 
 def test_a_memory_budget_counts_all_views(device, files):
-    want = images_of(loader_of(files, device, transforms=Views(CROP, SMALL)))
+    want = images_of(loader_of(files, device))
     largest = 3 * 40 * 60 * 8
     budget = 5 * 3 * (12 * 12 + 8 * 10) * 4 + largest
-    got = images_of(loader_of(files, device, transforms=Views(CROP, SMALL), memory_budget=budget))
+    got = images_of(loader_of(files, device, memory_budget=budget))
     assert all(map(torch.equal, got, want))
     with pytest.raises(ValueError, match="memory_budget"):
-        list(loader_of(files, device, transforms=Views(CROP, SMALL), memory_budget=8000))
+        list(loader_of(files, device, memory_budget=8000))
 
 
 def test_a_batch_of_tensors_has_views_too(device):
