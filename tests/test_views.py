@@ -78,17 +78,21 @@ def test_the_first_view_is_its_list_alone_and_the_others_have_draws_of_their_own
 def test_views_without_draws_are_their_lists(device, files, share):
     lists = FIXED, [Resize((20, 30)), K.Normalize(torch.full((3,), 0.4), torch.full((3,), 0.2))]
     options = {"cpu_share": share, "dtype": torch.float64}
-    options["memory_format"] = torch.channels_last
-    prefetcher = loader_of(files, device, transforms=Views(*lists), **options)
-    got = images_of(prefetcher)
-    counted = prefetcher.stats.as_dict()  # each is decoded once
-    assert counted["images"] == counted["cpu_images"] + counted["gpu_images"] == len(files)
+    got = images_of(loader_of(files, device, transforms=Views(*lists), **options))
     for each, view in zip(lists, got, strict=True):
-        assert view.dtype == torch.float64
-        assert view.is_contiguous(memory_format=torch.channels_last)
         (alone,) = images_of(loader_of(files, device, transforms=each, **options))
         # A worker rounds to whole levels after each of two passes, the device not at all.
         assert (view - alone).abs().max() <= 1.5 / 255 / 0.2
+
+
+def test_a_decode_a_dtype_and_a_layout_are_for_all_views(device, files):
+    options = {"dtype": torch.float16, "memory_format": torch.channels_last}
+    prefetcher = loader_of(files, device, transforms=Views(CROP, SMALL, FIXED), **options)
+    for view in images_of(prefetcher):
+        assert view.dtype == torch.float16
+        assert view.is_contiguous(memory_format=torch.channels_last)
+    counted = prefetcher.stats.as_dict()
+    assert counted["images"] == counted["cpu_images"] + counted["gpu_images"] == len(files)
 
 
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
