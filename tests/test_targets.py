@@ -152,14 +152,11 @@ HEADS = {
 }
 
 
-class Framed(Squares):
+def framed(image, target):
     """With two corners of the picture, which tell the crop that was sampled."""
-
-    def __getitem__(self, index):
-        image, target = super().__getitem__(index)
-        height, width = target["points"].canvas_size
-        corners = torch.tensor([[0.0, 0], [width, height]])
-        return image, target | {"corners": tv_tensors.wrap(corners, like=target["points"])}
+    height, width = target["points"].canvas_size
+    corners = torch.tensor([[0.0, 0], [width, height]])
+    return image, target | {"corners": tv_tensors.wrap(corners, like=target["points"])}
 
 
 def as_torchvision(corners, whole):
@@ -181,7 +178,7 @@ def as_torchvision(corners, whole):
 @pytest.mark.parametrize("name", HEADS)
 def test_head_agrees_with_torchvision(name):
     transforms, reference = HEADS[name]
-    dataset, flips = Framed(5, empty=False), 0
+    dataset, flips = With(framed, 5), 0
     for index, (image, target) in enumerate(samples_of(dataset, transforms)):
         encoded, expected = dataset[index]
         picture = Image.open(io.BytesIO(encoded.data)).convert("RGB")
@@ -523,11 +520,9 @@ def test_as_many_lists_as_samples_beside_packed_images(count):
         assert all(torch.equal(a, b[key]) for a, b in zip(got, want, strict=True))
 
 
-class Damaged(Squares):
-    def __getitem__(self, index):
-        image, target = super().__getitem__(index)
-        data = image.data[:100] if index in (1, 2) else image.data
-        return EncodedImage(data, index, image.path), target | {"name": str(index)}
+def damaged(image, target):
+    data = image.data[:100] if image.index in (1, 2) else image.data
+    return EncodedImage(data, image.index, image.path), target | {"name": str(image.index)}
 
 
 @pytest.mark.parametrize(
@@ -538,14 +533,14 @@ class Damaged(Squares):
     ],
 )
 def test_bad_images_take_their_targets_along(tail, on_error, names):
-    loader = prefetcher(Damaged(4, empty=False), [Resize((96, 96)), *tail], on_error=on_error)
+    loader = prefetcher(With(damaged, 4), [Resize((96, 96)), *tail], on_error=on_error)
     ((images, targets),) = loader
     assert [target["name"] for target in targets] == names
     assert all(check_square(*sample) for sample in zip(images, targets, strict=True))
 
 
 def test_stacked_masks_of_a_batch_with_a_bad_image_are_masks():
-    data = [Damaged(4, empty=False)[index] for index in range(4)]
+    data = [With(damaged, 4)[index] for index in range(4)]
     data = [(image, tv_tensors.Mask(target["masks"][0])) for image, target in data]
     ((images, masks),) = prefetcher(data, [Resize((40, 60))], collate_fn=None, on_error="skip")
     assert isinstance(masks, tv_tensors.Mask)
@@ -555,7 +550,7 @@ def test_stacked_masks_of_a_batch_with_a_bad_image_are_masks():
 def test_samples_that_the_collate_function_leaves_out():
     """Many datasets give None for a file that they cannot open."""
     ((images, targets),) = prefetcher(
-        [None, *(Damaged(5, empty=False)[index] for index in range(1, 5))],
+        [None, *(With(damaged, 5)[index] for index in range(1, 5))],
         [Resize((96, 96)), K.RandomHorizontalFlip(p=1.0)],
         collate_fn=lambda samples: zipped([sample for sample in samples if sample]),
         batch_size=5,
@@ -581,7 +576,7 @@ def beside_packed(samples):
 @pytest.mark.parametrize("names", NAMES)
 @pytest.mark.parametrize("collate", [default_collate, zipped, beside_packed])
 def test_as_many_strings_as_samples(names, collate):
-    data = [(Damaged(4)[index][0], NAMES[names](index)) for index in range(4)]
+    data = [(With(damaged, 4)[index][0], NAMES[names](index)) for index in range(4)]
     options = {"collate_fn": collate, "batch_size": 2, "on_error": "skip"}
     batches = prefetcher(data, [Resize((9, 9))], **options)
     for (_, got), good in zip(batches, (0, 3), strict=True):
@@ -606,10 +601,8 @@ def test_a_sequence_that_moves_itself_stays_what_it_is(count=2):
 
 
 def rotated(image, target):
-    boxes = tv_tensors.BoundingBoxes(
-        [[50.0, 50, 20, 10, 30]], format="CXCYWHR", canvas_size=(96, 130)
-    )
-    boxes.canvas_size = target["boxes"].canvas_size
+    size = target["boxes"].canvas_size
+    boxes = tv_tensors.BoundingBoxes([[50.0, 50, 20, 10, 30]], format="CXCYWHR", canvas_size=size)
     return image, {"boxes": boxes}
 
 
