@@ -32,6 +32,10 @@ def same(count, image=PICTURE):
     return image.expand(count, -1, -1, -1).contiguous()
 
 
+def different(images):
+    return len({image.numpy().tobytes() for image in images})
+
+
 def timms(config, transforms=None, **hparams):
     augment = pytest.importorskip("timm.data.auto_augment")
     kinds = {"rand": augment.rand_augment_transform, "augmix": augment.augment_and_mix_transform}
@@ -54,6 +58,8 @@ def posterize(image, bits, **_):
 
 INVERT, SOLARIZE = v2.RandomInvert(1.0), v2.RandomSolarize(99, 1.0)
 MAYBE_INVERT = v2.RandomInvert(0.5)
+SWITCHES = [v2.RandomEqualize(0.3), v2.RandomPosterize(2, 0.3), v2.RandomAutocontrast(0.3)]
+SWITCHES += [v2.RandomGrayscale(0.3), v2.RandomAdjustSharpness(3, 0.3)]
 POLICIES = {
     "RandAugment": lambda: v2.RandAugment(),
     "RandAugment, fill": lambda: v2.RandAugment(3, 15, interpolation=BILINEAR, fill=[1, 99, 200]),
@@ -73,15 +79,7 @@ POLICIES = {
     "RandomApply": lambda: v2.RandomApply([v1.ColorJitter(0.5), v2.RandomVerticalFlip()], 0.6),
     "RandomChoice": lambda: v2.RandomChoice([INVERT, v2.RandAugment(), v2.Identity()], [3, 2, 1]),
     "RandomOrder": lambda: v2.RandomOrder([INVERT, SOLARIZE, v2.RandomHorizontalFlip()]),
-    "switches": lambda: v2.Compose(
-        [
-            v2.RandomEqualize(0.3),
-            v2.RandomPosterize(2, 0.3),
-            v2.RandomAutocontrast(0.3),
-            v2.RandomGrayscale(0.3),
-            v2.RandomAdjustSharpness(3, 0.3),
-        ]
-    ),
+    "switches": lambda: v2.Compose(SWITCHES),
     "timm rand": lambda: timms("rand-m9-mstd0.5-inc1"),
     "timm rand, uniform": lambda: timms("rand-m14-n3-mstd101-mmax20"),
     "timm rand, weights": lambda: timms("rand-tweights", interpolation=BILINEAR_OF_PIL),
@@ -248,11 +246,10 @@ STRONG = [
 def test_every_image_draws_for_itself(op):
     images = same(16)
     torch.manual_seed(0)
-    results = PerImage(op)(images)
-    assert len({image.numpy().tobytes() for image in results}) >= 14
+    assert different(PerImage(op)(images)) >= 14
     assert torch.equal(images, same(16))
-    alike = op(images)  # guards the test itself: torchvision draws once for a batch
-    assert len({image.numpy().tobytes() for image in alike}) < 14 or type(op) is v2.AugMix
+    # guards the test itself: torchvision draws once for a batch
+    assert different(op(images)) < 14 or type(op) is v2.AugMix
 
 
 def test_draws_come_from_torchs_generator_or_from_a_seed():
@@ -285,11 +282,10 @@ def test_draws_come_from_torchs_generator_or_from_a_seed():
 
 def test_a_seed_gives_the_workers_of_a_loader_draws_of_their_own():
     augment = PerImage(v2.RandomRotation(180), seed=3)
-    loader = DataLoader(
-        same(8), 1, num_workers=2, collate_fn=lambda images: augment(images[0][None])
-    )
-    batches = [batch.numpy().tobytes() for _ in range(2) for batch in loader]
-    assert len(set(batches)) > 12  # half of 16 where both workers draw alike, and in each epoch
+    loader = DataLoader(same(8), num_workers=2, collate_fn=lambda images: augment(images[0][None]))
+    assert (
+        different(batch for _ in range(2) for batch in loader) > 12
+    )  # half of 16 where both workers draw alike, and in each epoch
 
 
 def test_a_pickled_one_draws_the_same():
@@ -362,22 +358,17 @@ def test_a_run_of_policies_and_normalize_in_a_list_is_one_program(encoded, dtype
     ops = [v2.RandomHorizontalFlip(), v2.RandAugment(), K.Normalize(MEAN, STD)]
     ops = [gpuprefetch.Resize((16, 16)), *ops, v2.RandomErasing(0.5)]
     form = {"dtype": dtype, "memory_format": torch.channels_last}
-    loader = DataPrefetcher(encoded, transforms=ops, device="cpu", seed=0, **form)
-    images = torch.cat([batch for batch, _ in loader])
+    loader, again = (
+        DataPrefetcher(encoded, transforms=ops, device="cpu", seed=0, **form) for _ in range(2)
+    )
+    copied = copy.deepcopy(loader)
+    images, *others = (torch.cat([batch for batch, _ in it]) for it in (loader, again, copied))
     assert images.dtype == (dtype or torch.float32) and images.shape[1:] == (3, 16, 16)
     assert images.is_contiguous(memory_format=torch.channels_last)
-    again = DataPrefetcher(encoded, transforms=ops, device="cpu", seed=0, **form)
-    assert torch.equal(images, torch.cat([batch for batch, _ in again]))
+    assert all(torch.equal(images, other) and other.dtype == images.dtype for other in others)
     text = gpuprefetch.explain(loader)
     assert "RandAugment, Normalize, RandomErasing" in text and "one program of 3 slots" in text
     assert "image by image" in gpuprefetch.explain([ops[0], v2.GaussianNoise()])
-
-
-def test_a_copy_of_a_prefetcher_keeps_its_program(encoded):
-    ops = [gpuprefetch.Resize((16, 16)), v2.RandAugment(), v2.RandomErasing(0.5)]
-    loader = DataPrefetcher(encoded, transforms=ops, device="cpu", dtype=torch.float16, seed=0)
-    (images, _), *_ = copy.deepcopy(loader)
-    assert images.dtype == torch.float16 and torch.equal(images, next(iter(loader))[0])
 
 
 def test_a_list_that_ends_in_uint8_keeps_its_layout(encoded):
@@ -404,19 +395,20 @@ def test_the_fused_launch_gives_levels_only_where_an_op_does_the_same_on_them():
     torch.testing.assert_close(next(iter(tensors)), 1 - plain)
 
 
-class Boxed(torch.utils.data.Dataset):
-    """A white square on black with its box, mask and corners, beside a label."""
+def boxed():
+    """A white square on black with its box and mask, beside a label."""
+    picture = np.zeros((40, 40, 3), dtype=np.uint8)
+    picture[8:20, 10:26] = 255
+    box = tv_tensors.BoundingBoxes([[10, 8, 26, 20]], format="XYXY", canvas_size=(40, 40))
+    mask = tv_tensors.Mask(torch.from_numpy(picture[:, :, 0] // 255))
+    for number in range(6):
+        image = gpuprefetch.EncodedImage(encode(picture, "PNG"), number)
+        yield image, {"boxes": box, "mask": mask, "label": torch.tensor(number)}
 
-    def __len__(self):
-        return 6
 
-    def __getitem__(self, index):
-        picture = np.zeros((40, 40, 3), dtype=np.uint8)
-        picture[8:20, 10:26] = 255
-        box = tv_tensors.BoundingBoxes([[10, 8, 26, 20]], format="XYXY", canvas_size=(40, 40))
-        mask = tv_tensors.Mask(torch.from_numpy(picture[:, :, 0] // 255))
-        image = gpuprefetch.EncodedImage(encode(picture, "PNG"), index)
-        return image, {"boxes": box, "mask": mask, "label": torch.tensor(index)}
+def lists(samples):
+    """A loader of all samples in one batch, a tuple of images and one of targets."""
+    return DataLoader([*samples], 9, collate_fn=lambda batch: tuple(zip(*batch, strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -429,13 +421,9 @@ class Boxed(torch.utils.data.Dataset):
     ids=["policy", "apply", "compose"],
 )
 def test_boxes_and_masks_follow(op):
-    def collate(samples):
-        return tuple(zip(*samples, strict=True))
-
-    loader = DataLoader(Boxed(), batch_size=6, collate_fn=collate)
     transforms = [gpuprefetch.Resize((40, 40)), op]
-    images, targets = next(
-        iter(DataPrefetcher(loader, transforms=transforms, device="cpu", seed=4))
+    ((images, targets),) = DataPrefetcher(
+        lists(boxed()), transforms=transforms, device="cpu", seed=4
     )
     moved = 0
     for number, (image, target) in enumerate(zip(images, targets, strict=True)):
@@ -453,8 +441,7 @@ def test_boxes_and_masks_follow(op):
 
 def test_augmix_and_masks_is_refused():
     mask = tv_tensors.Mask(torch.zeros(24, 30))
-    samples = [(image, {"mask": mask}) for image, _ in pictures(2)]
-    loader = DataLoader(samples, 2, collate_fn=lambda batch: tuple(zip(*batch, strict=True)))
+    loader = lists((image, {"mask": mask}) for image, _ in pictures(2))
     transforms = [gpuprefetch.Resize((24, 30)), v2.AugMix()]
     with pytest.raises(ValueError, match=r"AugMix mixes .* cannot follow"):
         next(iter(DataPrefetcher(loader, transforms=transforms, device="cpu")))
@@ -513,11 +500,6 @@ def test_timms_nearest_pixel_is_not_taken_for_bilinear(config):
         gpuprefetch.convert_transforms([v2.RandomResizedCrop(9), op, v2.PILToTensor()])
 
 
-def test_three_values_are_not_erased_in_one_channel():
-    with pytest.raises(ValueError, match="images of 3 channels, and these have 1"):
-        PerImage(v2.RandomErasing(1.0, value=[0.0, 1.0, 2.0]))(same(2)[:, :1])
-
-
 @pytest.mark.parametrize(
     ("images", "text"),
     [
@@ -534,9 +516,11 @@ def test_images_that_it_does_not_take(images, text):
         PerImage(v2.RandAugment())(images)
 
 
-def test_uint8_images_do_not_reach_normalize():
+def test_images_that_an_op_does_not_take():
     with pytest.raises(TypeError, match="Normalize takes floating point, and "):
         PerImage([v2.RandomInvert(), v2.Normalize(MEAN, STD)])(same(2))
+    with pytest.raises(ValueError, match="images of 3 channels, and these have 1"):
+        PerImage(v2.RandomErasing(1.0, value=[0.0, 1.0, 2.0]))(same(2)[:, :1])
 
 
 def pictures(count):
@@ -556,10 +540,10 @@ POLICY = [v2.TrivialAugmentWide(), K.Normalize(MEAN, STD), v2.RandomErasing(0.5)
 MORE = [v2.AugMix(), *POLICY[:2], v2.ColorJitter(0.4), torch.rand_like]
 
 
-def batches(workers, ops, *, dataset=None, device="cpu", **options):
+def batches(workers, ops, *, kind=DataLoader, dataset=None, device="cpu", **options):
     pin = torch.device(device).type == "cuda"
     dataset = dataset or pictures(10)
-    loader = DataLoader(dataset, 4, shuffle=True, num_workers=workers, pin_memory=pin)
+    loader = kind(dataset, 4, shuffle=True, num_workers=workers, pin_memory=pin)
     ops = [gpuprefetch.Resize((16, 16)), *ops]
     return DataPrefetcher(loader, transforms=ops, device=device, seed=3, **options)
 
@@ -605,11 +589,8 @@ def test_workers_draw_what_the_loops_process_draws(ran_here, device):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_and_epochs_have_draws_of_their_own(workers):
-    ops = [gpuprefetch.Resize((16, 16)), v2.RandomRotation(180)]
-    loader = DataLoader(pictures(1) * 8, 2, num_workers=workers)
-    prefetcher = DataPrefetcher(loader, transforms=ops, device="cpu", seed=3)
-    images = [image for _ in range(2) for batch, _ in prefetcher for image in batch]
-    assert len({image.numpy().tobytes() for image in images}) == 16
+    prefetcher = batches(workers, [v2.RandomRotation(180)], dataset=pictures(1) * 8)
+    assert different(image for _ in range(2) for images, _ in prefetcher for image in images) == 16
 
 
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
@@ -645,12 +626,8 @@ class Backwards(DataLoader):
 
 
 def test_only_batches_of_a_known_number_are_drawn_for_in_workers(ran_here):
-    def run(workers):
-        loader = Backwards(pictures(6), 2, num_workers=workers)
-        ops = [gpuprefetch.Resize((16, 16)), v2.RandAugment()]
-        return every(DataPrefetcher(loader, transforms=ops, device="cpu", seed=3))
-
-    assert_equal_batches(run(2), run(0))
+    ahead, alone = (batches(workers, [v2.RandAugment()], kind=Backwards) for workers in (2, 0))
+    assert_equal_batches(every(ahead), every(alone))
     assert len(ran_here) == 6
 
 
@@ -685,7 +662,6 @@ def test_images_in_floats_stay_as_they_are(device):
     assert torch.equal(images, before)
     gray = v2.functional.normalize(v2.functional.rgb_to_grayscale(images, 3), MEAN, STD)
     plain = v2.functional.normalize(images, MEAN, STD)
-    is_gray = (result - gray).abs().amax((1, 2, 3)) < 1e-5
-    is_plain = (result - plain).abs().amax((1, 2, 3)) < 1e-5
+    is_gray, is_plain = ((result - x).abs().amax((1, 2, 3)) < 1e-5 for x in (gray, plain))
     assert (is_gray ^ is_plain).all()
     assert is_gray.any() and is_plain.any()
