@@ -42,11 +42,8 @@ ARGUMENTS = {
     "SHARPNESS": [[1.9], [0.1]],
     "BLUR": [[1, 1.5, 5, 3], [0.2, 2, 3, 7]],
 }
-FLOATS = [
-    torch.float32,
-    # The interpreter truncates float32 -> bfloat16, so only a GPU run says anything here.
-    pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
-]
+# The interpreter truncates float32 -> bfloat16, so only a GPU run says anything here.
+FLOATS = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 
 def family_of(name):
@@ -367,8 +364,3 @@ def test_what_does_not_fit(run):
         run(torch.zeros(2, 3, 4, 1), program)
     with pytest.raises(ValueError, match="mean must have 3 values"):
         run(torch.zeros(2, 3, 9, 9), program, ops.Finish(mean=(0.5, 0.5)))
-
-
-def test_kernels_know_the_codes():
-    for name, code in ops.OPS.items():
-        assert getattr(ops_kernel, name).value == code

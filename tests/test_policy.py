@@ -283,9 +283,8 @@ def test_draws_come_from_torchs_generator_or_from_a_seed():
 def test_a_seed_gives_the_workers_of_a_loader_draws_of_their_own():
     augment = PerImage(v2.RandomRotation(180), seed=3)
     loader = DataLoader(same(8), num_workers=2, collate_fn=lambda images: augment(images[0][None]))
-    assert (
-        different(batch for _ in range(2) for batch in loader) > 12
-    )  # half of 16 where both workers draw alike, and in each epoch
+    # Half of 16 where both workers draw alike, and in each epoch.
+    assert different(batch for _ in range(2) for batch in loader) > 12
 
 
 def test_a_pickled_one_draws_the_same():
@@ -406,7 +405,7 @@ def boxed():
         yield image, {"boxes": box, "mask": mask, "label": torch.tensor(number)}
 
 
-def lists(samples):
+def in_lists(samples):
     """A loader of all samples in one batch, a tuple of images and one of targets."""
     return DataLoader([*samples], 9, collate_fn=lambda batch: tuple(zip(*batch, strict=True)))
 
@@ -421,10 +420,9 @@ def lists(samples):
     ids=["policy", "apply", "compose"],
 )
 def test_boxes_and_masks_follow(op):
-    transforms = [gpuprefetch.Resize((40, 40)), op]
-    ((images, targets),) = DataPrefetcher(
-        lists(boxed()), transforms=transforms, device="cpu", seed=4
-    )
+    ops = [gpuprefetch.Resize((40, 40)), op]
+    loader = DataPrefetcher(in_lists(boxed()), transforms=ops, device="cpu", seed=4)
+    ((images, targets),) = loader
     moved = 0
     for number, (image, target) in enumerate(zip(images, targets, strict=True)):
         mask, (box,) = target["mask"], target["boxes"].tolist()
@@ -441,7 +439,7 @@ def test_boxes_and_masks_follow(op):
 
 def test_augmix_and_masks_is_refused():
     mask = tv_tensors.Mask(torch.zeros(24, 30))
-    loader = lists((image, {"mask": mask}) for image, _ in pictures(2))
+    loader = in_lists((image, {"mask": mask}) for image, _ in pictures(2))
     transforms = [gpuprefetch.Resize((24, 30)), v2.AugMix()]
     with pytest.raises(ValueError, match=r"AugMix mixes .* cannot follow"):
         next(iter(DataPrefetcher(loader, transforms=transforms, device="cpu")))
