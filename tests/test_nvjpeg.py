@@ -2,15 +2,16 @@ import contextlib
 import copy
 import ctypes
 import itertools
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
-import pictures
 import pytest
 import torch
 from fakes import decode_as_on_a_gpu
+from pictures import draw, encode, encode_jpeg
 from torch.utils.data import DataLoader
 
 from gpuprefetch import (
@@ -98,9 +99,9 @@ def library(monkeypatch):
     fake = Library()
     monkeypatch.setattr(_nvjpeg, "library", lambda: None if fake.missing else fake)
     _nvjpeg._idle.clear()
-    current = SimpleNamespace(cuda_stream=7, synchronize=lambda: fake.log.append("synchronize"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    fake.current = current
+    synchronize = partial(fake.log.append, "synchronize")
+    fake.current = SimpleNamespace(cuda_stream=7, synchronize=synchronize)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.current)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     _nvjpeg.backend_of.cache_clear()
     yield fake
@@ -108,8 +109,8 @@ def library(monkeypatch):
     _nvjpeg.backend_of.cache_clear()
 
 
-def encoded(shapes=SHAPES):
-    files = [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
+def encoded(shapes=SHAPES, channels=3, **options):
+    files = [encode_jpeg(draw(*hw, channels, i), **options) for i, hw in enumerate(shapes)]
     return [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
 
 
@@ -137,16 +138,13 @@ def packed(decoder, data, shapes=SHAPES, device=CPU):
     return out[9:-4]
 
 
-def test_a_call_goes_to_one_place(library):
+def test_a_call_goes_to_one_place_and_files_one_by_one_to_theirs(library):
     decoder, data = NvjpegDecoder(CPU), encoded()
     assert torch.equal(packed(decoder, data), pixels(map(decode_cpu, data)))
+    for got, file in zip(decoder(data), data, strict=True):
+        assert torch.equal(got, decode_cpu(file))
     packed(decoder, data[:2], SHAPES[:2])
     assert library.log.count("nvjpegCreateEx") == 1
-
-
-def test_files_one_by_one(library):
-    for got, file in zip(NvjpegDecoder(CPU)(data := encoded()), data, strict=True):
-        assert torch.equal(got, decode_cpu(file))
 
 
 @pytest.mark.parametrize("refuses", ["nvjpegDecodeBatched", "nvjpegDecodeBatchedInitialize"])
@@ -242,7 +240,7 @@ def batches_of(decoder, device):
     """
     shapes = [(16, 18), (17, 16)]
     batches = [
-        [EncodedImage(pictures.encode_jpeg(pictures.draw(*hw, seed=seed + hw[0]))) for hw in shapes]
+        [EncodedImage(encode_jpeg(draw(*hw, seed=seed + hw[0]))) for hw in shapes]
         for seed in (0, 50)
     ]
     options = {"device": device, "transforms": [CenterCrop((6, 5))], "cpu_share": 0.0}
@@ -253,6 +251,13 @@ def batches_of(decoder, device):
         return torch.stack([images.cpu() for images in prefetcher]), prefetcher.stats
 
 
+def a_gpu_with_engines():
+    device = torch.device("cuda", 0)
+    if not _nvjpeg.has_engines(device):
+        pytest.skip("no JPEG engines")
+    return device
+
+
 @pytest.fixture
 def engines(device, request):
     """A device with JPEG engines, or the CPU taken for one."""
@@ -260,9 +265,8 @@ def engines(device, request):
         if torch.cuda.is_available():
             pytest.skip("Triton compiles: the GPU's test does it")
         request.getfixturevalue("library")
-    elif not _nvjpeg.has_engines(device := torch.device("cuda", 0)):
-        pytest.skip("no JPEG engines")
-    return device
+        return device
+    return a_gpu_with_engines()
 
 
 @pytest.mark.filterwarnings("ignore:.*does not pin its memory")
@@ -292,8 +296,8 @@ def test_a_picture_that_is_skipped_again_is_decoded_on_the_cpu():
 @pytest.mark.usefixtures("large_tiles")
 def test_a_worker_decoded_a_picture_of_the_canaries_color(engines):
     green = np.full((17, 16, 3), [*CANARY.to_bytes(3, "little")], np.uint8)
-    photo = pictures.encode_jpeg(pictures.draw(16, 18, seed=1))
-    batch = [EncodedImage(photo), EncodedImage(pictures.encode(green, "PNG"))]
+    photo = encode_jpeg(draw(16, 18, seed=1))
+    batch = [EncodedImage(photo), EncodedImage(encode(green, "PNG"))]
     options = {"device": engines, "transforms": [CenterCrop((6, 5))], "cpu_share": 0.0}
     prefetcher = decode_as_on_a_gpu(DataPrefetcher([batch], **options), NvjpegDecoder(engines))
     ((_, got),) = prefetcher
@@ -312,13 +316,6 @@ def test_a_picture_of_its_own_memory_that_is_skipped(library):
     assert (prefetcher.stats.missed_images, prefetcher.stats.fallback_images) == (1, 1)
 
 
-def refusing(error):
-    def decode(data, **options):
-        raise error
-
-    return decode
-
-
 @pytest.fixture
 def gpu_without_nvjpeg(monkeypatch, library):
     """A machine with a CUDA device, and a TorchCodec that was built for the CPU."""
@@ -327,7 +324,7 @@ def gpu_without_nvjpeg(monkeypatch, library):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     error = RuntimeError("no CUDA in this build\nException raised from ...")
     for name in ("torchcodec.decoders.decode_jpeg", "torchvision.io.decode_jpeg"):
-        monkeypatch.setattr(name, refusing(error))
+        monkeypatch.setattr(name, Mock(side_effect=error))
 
 
 @pytest.mark.usefixtures("gpu_without_nvjpeg")
@@ -353,9 +350,6 @@ def test_what_decodes_in_words(library):
     assert "in the workers: no CUDA device" in explain(DataPrefetcher([], device="cpu"))
     library.status = {"nvjpegGetHardwareDecoderInfo": 9}
     assert NvjpegDecoder(CPU).way == "nvJPEG's JPEG engines"
-    library.engines = False
-    _nvjpeg.backend_of.cache_clear()
-    assert "in CUDA kernels, as no JPEG engine can be used" in NvjpegDecoder(CPU).way
     # No trial, and no memory of the GPU, where the library is there.
     library.log.clear()
     assert NvjpegDecoder(CPU).missing() == ""
@@ -363,7 +357,7 @@ def test_what_decodes_in_words(library):
 
 
 def test_a_decoder_short_of_memory_is_not_missing(monkeypatch):
-    decode = refusing(torch.OutOfMemoryError("no room"))
+    decode = Mock(side_effect=torch.OutOfMemoryError("no room"))
     monkeypatch.setattr("torchcodec.decoders.decode_jpeg", decode)
     assert TorchCodecDecoder(CPU).missing() == ""
 
@@ -387,16 +381,10 @@ def test_no_library(monkeypatch, maps):
 @pytest.mark.gpu
 @pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0", "gray"])
 def test_pixels_are_torchcodecs(subsampling):
-    device = torch.device("cuda", 0)
+    device = a_gpu_with_engines()
     shapes = [(64 + 7 * i, 300 - 11 * i) for i in range(20)]
-    files = []
-    for i, hw in enumerate(shapes):
-        gray = subsampling == "gray"
-        picture = pictures.draw(*hw, channels=1 if gray else 3, seed=i)
-        file = pictures.encode_jpeg(picture, subsampling="4:4:4" if gray else subsampling)
-        files.append(torch.frombuffer(bytearray(file), dtype=torch.uint8))
-    if not _nvjpeg.has_engines(device):
-        pytest.skip("no JPEG engines")
+    gray = {"channels": 1, "subsampling": "4:4:4"}
+    files = encoded(shapes, **(gray if subsampling == "gray" else {"subsampling": subsampling}))
     expected = TorchCodecDecoder(device)(files)
     decoder = NvjpegDecoder(device)
     together, apart = packed(decoder, files, shapes, device), decoder(files)
@@ -408,9 +396,7 @@ def test_pixels_are_torchcodecs(subsampling):
 
 @pytest.mark.gpu
 def test_what_the_engines_refuse_leaves_the_next_call_alone():
-    device = torch.device("cuda", 0)
-    if not _nvjpeg.has_engines(device):
-        pytest.skip("no JPEG engines")
+    device = a_gpu_with_engines()
     decoder, data = NvjpegDecoder(device), encoded()
     broken = [*data[:2], torch.zeros(len(data[2]), dtype=torch.uint8), data[3]]
     expected = pixels(decoder(data))
@@ -425,17 +411,14 @@ def test_batches_side_by_side_without_engines(monkeypatch, tmp_path):
     """CUDA kernels decode three batches at once, while the loop keeps the GPU busy."""
     (tmp_path / "a").mkdir()
     for i in range(640):
-        file = pictures.encode_jpeg(
-            pictures.draw(200 + 7 * (i % 9), 300 - 5 * (i % 7), seed=i % 32)
-        )
-        (tmp_path / "a" / f"{i:03d}.jpg").write_bytes(file)
+        picture = draw(200 + 7 * (i % 9), 300 - 5 * (i % 7), seed=i % 32)
+        (tmp_path / "a" / f"{i:03d}.jpg").write_bytes(encode_jpeg(picture))
     loader = DataLoader(EncodedImageFolder(tmp_path), 64, num_workers=2, pin_memory=True)
 
     def run():
         busy, got = torch.rand(4096, 4096, device="cuda"), []
-        for images, _ in DataPrefetcher(
-            loader, transforms=[RandomResizedCrop(64)], seed=3, cpu_share=0.0
-        ):
+        crop = [RandomResizedCrop(64)]
+        for images, _ in DataPrefetcher(loader, transforms=crop, seed=3, cpu_share=0.0):
             for _ in range(5):
                 busy @ busy  # reads of this batch wait for it
             got.append(images + 0)

@@ -2,7 +2,9 @@
 
 import importlib
 import sys
+from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import kornia.augmentation as K
 import numpy as np
@@ -21,22 +23,12 @@ FIXED = [
 ]
 
 
-def loaded(folder, transforms, **options):
-    loader = DataPrefetcher(
-        DataLoader(EncodedImageFolder(folder), batch_size=100), transforms=transforms, **options
-    )
-    ((images, _),) = loader
-    return images
-
-
 def test_files_become_what_a_loader_gives(photo_folder):
     paths = [path for path, _ in EncodedImageFolder(photo_folder).samples]
-    want = loaded(photo_folder, FIXED)
-    for files in (
-        paths,
-        [Path(path).read_bytes() for path in paths],
-        [EncodedImage(Path(path).read_bytes()) for path in paths],
-    ):
+    loader = DataLoader(EncodedImageFolder(photo_folder), batch_size=100)
+    ((want, _),) = DataPrefetcher(loader, transforms=FIXED)
+    contents = [Path(path).read_bytes() for path in paths]
+    for files in (paths, contents, [*map(EncodedImage, contents)]):
         assert torch.equal(gpuprefetch.preprocess(files, FIXED), want)
 
 
@@ -52,11 +44,9 @@ def test_it_turns_pictures_where_it_is_asked(tmp_path):
     picture, exif = Image.new("RGB", (40, 20), "red"), Image.Exif()
     exif[0x0112] = 6
     picture.save(tmp_path / "turned.jpg", exif=exif)
-    shapes = [
-        gpuprefetch.preprocess([tmp_path / "turned.jpg"], apply_exif=turn)[0].shape[1:]
-        for turn in (False, True)
-    ]
-    assert shapes == [(20, 40), (40, 20)]
+    for turn, shape in ((False, (20, 40)), (True, (40, 20))):
+        (image,) = gpuprefetch.preprocess([tmp_path / "turned.jpg"], apply_exif=turn)
+        assert image.shape[1:] == shape
 
 
 @pytest.mark.parametrize(
@@ -74,29 +64,17 @@ def test_what_is_no_list_of_files_is_refused(files, error, message):
         gpuprefetch.preprocess(files, FIXED)
 
 
-class FakeBackend:
-    """What the model uses of Triton's Python backend."""
-
-    class Tensor:
-        def __init__(self, name, array):
-            self.name, self.array = name, array
-
-        def as_numpy(self):
-            return self.array
-
-    class InferenceResponse:
-        def __init__(self, tensors, error=None):
-            self.tensors, self.error = tensors, error
-
-    TritonError = ValueError
-
-    @staticmethod
-    def get_input_tensor_by_name(request, name):
-        return FakeBackend.Tensor(name, request[name])
+# What the model uses of Triton's Python backend.
+BACKEND = SimpleNamespace(
+    Tensor=lambda name, array: SimpleNamespace(name=name, array=array),
+    InferenceResponse=namedtuple("InferenceResponse", "tensors error", defaults=[None]),
+    TritonError=ValueError,
+    get_input_tensor_by_name=lambda request, name: SimpleNamespace(as_numpy=lambda: request[name]),
+)
 
 
 def test_the_served_model_answers_each_request(photo_folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakeBackend)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", BACKEND)
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples" / "serving")
     served = importlib.import_module("model").TritonPythonModel()
     served.initialize({})
