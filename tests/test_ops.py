@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(ops_kernel.triton is None, reason="needs Triton"
 
 NAN = float("nan")
 FILL = [10.0, 120.0, 250.0]
-# Of each op one or two sets of arguments; a value of 0 to 255 is scaled for other dtypes.
+# Of each op one or two sets of arguments.
 ARGUMENTS = {
     "IDENTITY": [[]],
     "BRIGHTNESS": [[1.3], [0.4]],
@@ -42,6 +42,8 @@ ARGUMENTS = {
     "SHARPNESS": [[1.9], [0.1]],
     "BLUR": [[1, 1.5, 5, 3], [0.2, 2, 3, 7]],
 }
+# From which argument of an op on they are values of 0 to 255, which are scaled for other dtypes.
+VALUES = {"SOLARIZE": 0, "SOLARIZE_ADD": 0, "ERASE": 4, "AFFINE": 8, "PERSPECTIVE": 8, "MATRIX": 6}
 # The interpreter truncates float32 -> bfloat16, so only a GPU run says anything here.
 FLOATS = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
@@ -54,14 +56,9 @@ def arguments_of(name, dtype=torch.uint8):
     """The sets of arguments of an op, with values in the units of ``dtype``."""
     family = family_of(name)
     sets = [np.array(given, float) for given in ARGUMENTS[family]]
-    if dtype != torch.uint8:
+    if dtype != torch.uint8 and family in VALUES:
         for given in sets:
-            if family in ("AFFINE", "PERSPECTIVE", "MATRIX"):
-                given[6 if family == "MATRIX" else 8 :] /= 255
-            elif family == "ERASE":
-                given[4:] /= 255
-            elif family in ("SOLARIZE", "SOLARIZE_ADD"):
-                given /= 255
+            given[VALUES[family] :] /= 255
     return sets
 
 
@@ -123,12 +120,9 @@ def by_torchvision(name, image, a):
     mode = InterpolationMode(name.split("_")[1].lower() if family != name else "nearest")
     fill = {"AFFINE": 8, "PERSPECTIVE": 8}.get(family)
     fill = None if fill is None or a[fill] != a[fill] else a[fill : fill + 3]
+    center = None if a[6] != a[6] else a[6:8]
 
     limit = 256 if image.dtype == torch.uint8 else 256 / 255  # above the range
-
-    def center(values):
-        return None if values[0] != values[0] else values
-
     if family in ("BRIGHTNESS", "CONTRAST", "SATURATION", "HUE", "SHARPNESS"):
         return getattr(F, f"adjust_{family.lower()}")(image, a[0])
     if family in ("INVERT", "AUTOCONTRAST", "EQUALIZE"):
@@ -142,9 +136,7 @@ def by_torchvision(name, image, a):
         "ERASE": lambda: F.erase(image, *map(int, a[:4]), torch.tensor(a[4:7])[:, None, None]),
         "HFLIP": lambda: F.horizontal_flip(image),
         "VFLIP": lambda: F.vertical_flip(image),
-        "AFFINE": lambda: F.affine(
-            image, a[0], a[1:3], a[3], a[4:6], mode, fill, center=center(a[6:8])
-        ),
+        "AFFINE": lambda: F.affine(image, a[0], a[1:3], a[3], a[4:6], mode, fill, center),
         "PERSPECTIVE": lambda: F.perspective(image, None, None, mode, fill, coefficients=a[:8]),
         "BLUR": lambda: F.gaussian_blur(image, [int(a[2]), int(a[3])], a[:2]),
     }[family]()
@@ -288,15 +280,14 @@ def test_the_last_launch_normalizes_and_erases(source, options, finals, kernel_d
     erases = [[("ERASE", 1), ("IDENTITY", 0), ("ERASE_NOISE", 0)]] * 2
     program = program_of([[("INVERT", 0)] * 3, *erases], torch.float32, finals=finals)
     if not finals:
-        program.ops = program.ops[:, :1]
-        program.args = program.args[:, :1]
+        program.ops, program.args = program.ops[:, :1], program.args[:, :1]
     expected, result = both(images, program, kernel_device, **options)
     assert result.dtype == options.get("dtype", torch.float32)
     tolerance = 1e-4 if result.dtype == torch.float32 else 1e-2
     torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
     if finals:
         value = torch.tensor([0, 0, 1.0]).to(result.dtype)[:, None, None]
-        assert torch.equal(result[0, :, :, :5], value.expand(3, 15, 5))
+        assert (result[0, :, :, :5] == value).all()
 
 
 def test_gray_images(kernel_device):
@@ -309,21 +300,16 @@ def test_gray_images(kernel_device):
     assert ((result - expected).abs() < 1.5 / 255).float().mean() > 0.999
 
 
-class Launches:
-    """Counts the programs of the kernels."""
+class Noted:
+    """A kernel that notes the programs of its launches."""
 
-    def __init__(self, monkeypatch):
-        self.grids = []
-        for name in ("ops_kernel", "statistics_kernel", "blur_kernel"):
-            monkeypatch.setattr(ops_kernel, name, self.recorder(name, getattr(ops_kernel, name)))
+    def __init__(self, name, launches):
+        self.name, self.launches = name, launches
+        self.kernel = getattr(ops_kernel, f"{name}_kernel")
 
-    def recorder(self, name, kernel):
-        class Recorder:
-            def __getitem__(_, grid):
-                self.grids.append((name, grid[0]))
-                return kernel[grid]
-
-        return Recorder()
+    def __getitem__(self, grid):
+        self.launches.append((self.name, grid[0]))
+        return self.kernel[grid]
 
 
 @pytest.mark.parametrize(
@@ -343,11 +329,13 @@ class Launches:
     ],
 )
 def test_launches(slots, grids, kernel_device, monkeypatch):
-    launches = Launches(monkeypatch)
+    launches = []
+    for name in ("ops", "statistics", "blur"):
+        monkeypatch.setattr(ops_kernel, f"{name}_kernel", Noted(name, launches))
     images = photos((2, 3, 16, 32))
     program = program_of([[(name, 0) for name in slot.split()] for slot in slots])
     assert_near(*both(images, program, kernel_device)[::-1], exact=0.95)
-    assert launches.grids == [(f"{name}_kernel", number) for name, number in grids]
+    assert launches == grids
 
 
 def test_nothing_to_do_gives_the_images():
