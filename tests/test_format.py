@@ -463,8 +463,9 @@ def test_bomb_of_many_scans():
     for junk in (b"", b"\xff\2\xff\xff"):
         with pytest.raises(ValueError, match=r"JPEG with 2\d\d scans of 16000000 pixels"):
             decode_cpu(data[:-2] + junk + last * 200 + data[-2:])
-    film = photo + b"\0\0\0\x18ftypmp42" + (SOS + bytes(9)) * 200
-    comment = insert_segment(bytes(2), 0xFE, SOS * 200)[2:]
+    scans = (SOS + bytes(9)) * 200
+    film = photo + b"\0\0\0\x18ftypmp42" + scans
+    comment = insert_segment(bytes(2), 0xFE, scans)[2:]
     for good in (film, photo[:-2] + comment + photo[-2:], data[:-2] + last * 10 + data[-2:]):
         assert (read_header(good).width, read_header(good).gpu) == (4000, False)
 
