@@ -93,24 +93,16 @@ def png_chunk(kind, payload):
 
 def exif(orientation, *, byte_order=">", kind=3):
     """Return EXIF data with one entry before the orientation; ``kind`` 3 is SHORT, 4 is LONG."""
+    begin = b"Exif\0\0" + {">": b"MM\0*", "<": b"II*\0"}[byte_order]
+    entries = 8, 2, 0x010F, 2, 4, b"gpu\0", 0x0112, kind, 1
     value = struct.pack(byte_order + {3: "HH", 4: "I"}[kind], *[orientation, 0][: 5 - kind])
-    return (
-        b"Exif\0\0"
-        + {">": b"MM\0*", "<": b"II*\0"}[byte_order]
-        + struct.pack(byte_order + "IH", 8, 2)
-        + struct.pack(byte_order + "HHI", 0x010F, 2, 4)
-        + b"gpu\0"
-        + struct.pack(byte_order + "HHI", 0x0112, kind, 1)
-        + value
-        + bytes(4)
-    )
+    return begin + struct.pack(byte_order + "IHHHI4sHHI", *entries) + value + bytes(4)
 
 
 def insert_segment(jpeg, marker, payload):
     """Put a segment right behind the start of a JPEG."""
-    return (
-        jpeg[:2] + bytes([0xFF, marker]) + struct.pack(">H", len(payload) + 2) + payload + jpeg[2:]
-    )
+    begin = struct.pack(">BBH", 0xFF, marker, len(payload) + 2)
+    return jpeg[:2] + begin + payload + jpeg[2:]
 
 
 def read_with_pil(data):
