@@ -145,9 +145,8 @@ def draw_photo(height, width, seed):
         torch.nn.functional.interpolate(x, (height, width), mode="bicubic")[0]
         for x in (light, color)
     )
-    image = (
-        0.7 * light + color + 0.03 * torch.randn(1, height, width, generator=generator)
-    )  # gray: as cameras do
+    noise = torch.randn(1, height, width, generator=generator)  # gray: as cameras do
+    image = 0.7 * light + color + 0.03 * noise
     return (image.clamp(0, 1) * 255).to(torch.uint8).permute(1, 2, 0).numpy()
 
 
@@ -157,6 +156,8 @@ def photo_folder(tmp_path_factory):
     from PIL import Image
 
     root = tmp_path_factory.mktemp("photos")
+    modes = {5: "L", 9: "CMYK"}
+    others = {7: {"progressive": True}, 11: {"format": "PNG", "exif": None}}
     for i in range(24):
         picture = Image.fromarray(draw_photo(60 + 13 * (i % 7), 120 - 9 * (i % 5), seed=i))
         path = root / f"class{i % 3}" / f"{i:02d}.JPEG"
@@ -164,13 +165,5 @@ def photo_folder(tmp_path_factory):
         exif = Image.Exif()
         exif[0x0112] = i % 8 + 1
         options = {"format": "JPEG", "quality": 90, "subsampling": i % 3, "exif": exif}
-        if i == 5:
-            picture = picture.convert("L")
-        elif i == 7:
-            options["progressive"] = True
-        elif i == 9:
-            picture = picture.convert("CMYK")
-        elif i == 11:
-            options = {"format": "PNG"}
-        picture.save(path, **options)
+        picture.convert(modes.get(i, "RGB")).save(path, **options | others.get(i, {}))
     return root
