@@ -361,13 +361,15 @@ def test_a_run_of_policies_and_normalize_in_a_list_is_one_program(dtype):
     assert all(torch.equal(images, other) and other.dtype == images.dtype for other in others)
     text = gpuprefetch.explain(loader)
     assert "RandAugment, Normalize, RandomErasing" in text and "one program of 3 slots" in text
-    assert "image by image" in gpuprefetch.explain([gpuprefetch.Resize(16), v2.GaussianNoise()])
+    assert "image by image" in gpuprefetch.explain(
+        [gpuprefetch.Resize((16, 16)), v2.GaussianNoise()]
+    )
 
 
 def test_a_list_that_ends_in_uint8_keeps_its_layout():
     ops = gpuprefetch.convert_transforms([v2.CenterCrop(16), v2.RandAugment(), v2.PILToTensor()])
-    form, loader = {"memory_format": torch.channels_last}, DataLoader(pictures(3), 3)
-    ((images, _),) = DataPrefetcher(loader, transforms=ops, device="cpu", **form)
+    form, loader = {"memory_format": torch.channels_last}, DataLoader(pictures(6), 3)
+    (images, _), *_ = DataPrefetcher(loader, transforms=ops, device="cpu", **form)
     assert images.dtype == torch.uint8
     assert images.is_contiguous(memory_format=torch.channels_last)
 
