@@ -129,15 +129,12 @@ def test_no_two_repeats_are_the_same_picture(reference, plain):
     assert identical([*reference, *reference])[0] == len(reference)
 
 
-@pytest.mark.parametrize(("batch_size", "workers"), [(2, 0), (7, 0), (7, 2)])
-def test_whatever_the_batches(file, reference, batch_size, workers):
-    options = {"batch_size": batch_size, "num_workers": workers}
-    assert_same(seen_by(prefetcher_of(Same(file), sampler=drawn(), **options)), reference)
-
-
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [
+        (Same, {"batch_size": 2}),
+        (Same, {"batch_size": 7}),
+        (Same, {"batch_size": 7, "num_workers": 2}),
         (Together, {}),
         (Viewed, {}),
         (Followed, {}),
@@ -149,12 +146,10 @@ def test_whatever_the_batches(file, reference, batch_size, workers):
         (Together, {"num_workers": 1, "persistent_workers": True}),
     ],
 )
-def test_however_samples_are_made(file, reference, dataset, options):
+def test_however_samples_and_batches_are_made(file, reference, dataset, options):
     if options.get("batch_size", 0) is None:
         options = options | {"collate_fn": lambda sample: default_collate([sample])}
-    sampler = drawn()
-    seen = seen_by(prefetcher_of(dataset(file), sampler=sampler, **options))
-    assert_same(seen, reference)
+    assert_same(seen_by(prefetcher_of(dataset(file), sampler=drawn(), **options)), reference)
 
 
 def test_without_an_order_of_the_batches(file, reference):
@@ -173,24 +168,21 @@ def test_views_of_repeats(file):
     assert identical(views)[0] == 0
 
 
+NAMES = [f"sample {number}" for number in range(COUNT)]
+
+
 @pytest.mark.parametrize(
-    "repeat",
+    ("repeat", "options"),
     [
-        lambda data: Subset(data, [*range(COUNT)] * 2),
-        lambda data: ConcatDataset([data, Subset(data, range(COUNT))]),
+        (lambda data: Subset(data, [*range(COUNT)] * 2), {}),
+        (lambda data: ConcatDataset([data, Subset(data, range(COUNT))]), {}),
+        (lambda data: dict(zip(NAMES, data, strict=True)), {"sampler": NAMES * 2}),
     ],
 )
-def test_datasets_that_repeat(file, plain, repeat):
-    seen = seen_by(prefetcher_of(repeat(Same(file)), batch_size=4))
+def test_datasets_and_keys_that_repeat(file, plain, repeat, options):
+    seen = seen_by(prefetcher_of(repeat(Same(file)), **options))
     assert [number for number, _ in seen] == [*range(COUNT)] * 2
     assert_same(seen[:COUNT], [*plain.items()])
-    assert identical(seen)[0] == 0
-
-
-def test_keys_of_any_kind(file):
-    names = [f"sample {number}" for number in range(COUNT)]
-    dataset = dict(zip(names, Same(file), strict=False))
-    seen = seen_by(prefetcher_of(dataset, sampler=names * 2))
     assert identical(seen) == (0, COUNT)
 
 
@@ -235,71 +227,62 @@ class Repeated(Sampler):
         return iter(order[self.rank :: self.world_size])
 
 
+def seen_by_ranks(file, world_size, options_of):
+    """What all of them see, the first one's first."""
+    options = map(options_of, range(world_size))
+    return [one for each in options for one in seen_by(prefetcher_of(Same(file), **each))]
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_repeated_augmentation(file, plain, world_size):
-    ranks = [
-        seen_by(prefetcher_of(Same(file), sampler=Repeated(world_size, rank)))
-        for rank in range(world_size)
-    ]
-    assert identical([one for rank in ranks for one in rank]) == (0, 3 * COUNT)
-    first = dict(reversed(ranks[0]))
-    assert all(torch.equal(first[number], plain[number]) for number in first)
+@pytest.mark.parametrize(
+    "transforms",
+    [None, [K.Resize((8, 8)), K.ColorJitter(0.5, 0.5, 0.5, 0.1)]],
+    ids=["fused", "after the fused ones"],
+)
+def test_repeated_augmentation(file, plain, world_size, transforms):
+    def options(rank):
+        return {"sampler": Repeated(world_size, rank), "transforms": transforms}
+
+    seen = seen_by_ranks(file, world_size, options)
+    assert identical(seen) == (0, 3 * COUNT)
+    first = dict(reversed(seen[: 3 * COUNT // world_size]))
+    assert transforms or all(torch.equal(first[number], plain[number]) for number in first)
 
 
-def test_transforms_after_the_fused_ones_differ_on_ranks(file):
-    transforms = [K.Resize((8, 8)), K.ColorJitter(0.5, 0.5, 0.5, 0.1)]
-    ranks = [
-        seen_by(prefetcher_of(Same(file), transforms=transforms, sampler=Repeated(3, rank)))
-        for rank in range(3)
-    ]
-    assert identical([one for rank in ranks for one in rank]) == (0, 3 * COUNT)
+def ranked(batches, rank):
+    batches.rank = rank  # as torch.distributed would say
+    return {"batch_sampler": batches, "batch_size": 1}
 
 
-def samplers_of_ranks(kind, count):
-    for rank in range(2):
-        if kind == "torch":
-            yield {"sampler": DistributedSampler(range(count), 2, rank, shuffle=False)}
-        elif kind == "range":
-            yield {"sampler": range(rank, count, 2)}
-        elif kind == "torchdata":
-            module = pytest.importorskip("torchdata.stateful_dataloader.sampler")
-            yield {"sampler": module.StatefulDistributedSampler(range(count), 2, rank)}
-        else:
-            module = pytest.importorskip("accelerate.data_loader")
-            batches = BatchSampler(range(count), 4, False)
-            shard = module.BatchSamplerShard(batches, 2, rank)
-            shard.rank = rank  # as torch.distributed would say
-            yield {"batch_sampler": shard, "batch_size": 1}
+def torchdata(rank):
+    module = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+    return {"sampler": module.StatefulDistributedSampler(range(COUNT), 2, rank)}
 
 
-@pytest.mark.parametrize("kind", ["torch", "range", "torchdata", "accelerate"])
-def test_samples_that_ranks_share_out_are_the_same_on_each(file, plain, kind):
-    union = []
-    for options in samplers_of_ranks(kind, COUNT):
-        if kind == "range":
-            options = {"batch_sampler": Ranked(options["sampler"]), "batch_size": 1}
-        union += seen_by(prefetcher_of(Same(file), **options))
+def accelerate(rank, sampler=range(COUNT), size=4):
+    module = pytest.importorskip("accelerate.data_loader")
+    return ranked(module.BatchSamplerShard(BatchSampler(sampler, size, False), 2, rank), rank)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda rank: {"sampler": DistributedSampler(range(COUNT), 2, rank, shuffle=False)},
+        lambda rank: ranked(BatchSampler(range(rank, COUNT, 2), 4, False), rank),
+        torchdata,
+        accelerate,
+    ],
+)
+def test_samples_that_ranks_share_out_are_the_same_on_each(file, plain, options):
+    union = seen_by_ranks(file, 2, options)
     assert {number for number, _ in union} == set(range(COUNT))
     assert all(torch.equal(picture, plain[number]) for number, picture in union)
 
 
 def test_ranks_that_share_out_repeats(file):
-    module = pytest.importorskip("accelerate.data_loader")
-    union = []
-    for rank in range(2):
-        shard = module.BatchSamplerShard(BatchSampler(drawn(), 2, False), 2, rank)
-        shard.rank = rank  # as torch.distributed would say
-        union += seen_by(prefetcher_of(Same(file), batch_sampler=shard, batch_size=1))
+    union = seen_by_ranks(file, 2, lambda rank: accelerate(rank, drawn(), 2))
     assert len(union) == DRAWN
     assert identical(union)[0] == 0
-
-
-class Ranked(BatchSampler):
-    """Says a rank, as torch.distributed would."""
-
-    def __init__(self, sampler):
-        super().__init__(sampler, 4, drop_last=False)
-        self.rank = sampler.start
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -308,26 +291,21 @@ def test_resume_in_the_middle(file, workers):
         return prefetcher_of(Same(file), sampler=drawn(seed), num_workers=workers)
 
     first, resumed = prefetcher(3), prefetcher(4)
-    batches, state = [], None
-    for number, batch in enumerate(first):
-        batches.append(batch)
-        if number == 3:
-            state = first.state_dict()
-    resumed.load_state_dict(state)
+    iterator = iter(first)
+    list(islice(iterator, 4))
+    resumed.load_state_dict(first.state_dict())
     rest = seen_by(resumed)
     assert len(rest) == DRAWN - 16
-    assert_same(rest, [*unpacked(batches[4:])])
+    assert_same(rest, seen_by(iterator))
 
 
 def test_the_state_of_rank_0_does_not_make_others_draw_as_it(file):
-    ranks = [prefetcher_of(Same(file), sampler=Repeated(3, rank)) for rank in range(2)]
-    state = None
-    for _ in zip(ranks[0], range(1), strict=False):
-        state = ranks[0].state_dict()
-    whole = seen_by(ranks[1])
-    resumed = prefetcher_of(Same(file), sampler=Repeated(3, 1))
-    resumed.load_state_dict(state)
-    assert_same(seen_by(resumed), whole[4:])
+    first, other, resumed = (
+        prefetcher_of(Same(file), sampler=Repeated(3, rank)) for rank in (0, 1, 1)
+    )
+    next(iter(first))
+    resumed.load_state_dict(first.state_dict())
+    assert_same(seen_by(resumed), seen_by(other)[4:])
 
 
 @pytest.mark.parametrize("sampler", [drawn, lambda: Repeated(3, 2, repeats=9)])
