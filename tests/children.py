@@ -54,13 +54,13 @@ class Child:
         if forked:
             task = {"code": code, "argv": ["-c", *arguments], "files": [*map(str, self._files)]}
             task |= {"modules": modules, "folder": str(Path(folder).absolute())}
-            self.pid = _ask(task | {"environment": _environment() | variables})
+            self.pid = _ask(task | {"environment": environment() | variables})
             self._wait = functools.partial(_ask, {"wait": self.pid})
         else:
             command = [sys.executable, "-c", code, *arguments]
             with self._files[0].open("w") as out, self._files[1].open("w") as err:
                 options = {"stdout": out, "stderr": err, "start_new_session": True, "cwd": folder}
-                process = subprocess.Popen(command, env=_environment() | variables, **options)
+                process = subprocess.Popen(command, env=environment() | variables, **options)
             self.pid, self._wait = process.pid, process.wait
         self._end = os.pidfd_open(self.pid)  # can be read from when it ends
         weakref.finalize(self, os.close, self._end)
@@ -113,7 +113,7 @@ def free_port():
         return str(free.getsockname()[1])
 
 
-def _environment():
+def environment():
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
@@ -137,7 +137,7 @@ def _parent():
             listener.listen()
             listener.set_inheritable(True)
             command = [sys.executable, __file__, str(listener.fileno())]
-            os.posix_spawn(sys.executable, command, _environment())
+            os.posix_spawn(sys.executable, command, environment())
         time.sleep(0.01)
 
 

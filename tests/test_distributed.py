@@ -14,7 +14,7 @@ import kornia.augmentation as K
 import pytest
 import torch
 import torch.distributed as dist
-from children import ranks, script
+from children import ROOT, environment, ranks, script
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -25,8 +25,6 @@ from torch.utils.data import (
 )
 
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop
-
-ROOT = Path(__file__).parents[1]
 
 
 def needs_gpus(count):
@@ -42,10 +40,8 @@ def torchrun(processes, folder, *words):
     output = folder / "distributed.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", CHECK, "--output", output, *words]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    options = {"capture_output": True, "text": True, "timeout": 280}
-    done = subprocess.run([*map(str, command)], env=env, **options)
+    options = {"capture_output": True, "text": True, "timeout": 280, "env": environment()}
+    done = subprocess.run([*map(str, command)], **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return results_in(output)
 
@@ -154,12 +150,8 @@ def stateful():
 )
 def test_ranks_that_read_everything_are_told_once(two_ranks, make, words):
     (message,) = told(loader := make())
-    for part in (
-        words,
-        "sampler=DistributedSampler(dataset",
-        "Lightning",
-        "prepared.base_dataloader = DataPrefetcher(prepared.base_dataloader",
-    ):
+    prepared = "prepared.base_dataloader = DataPrefetcher(prepared.base_dataloader"
+    for part in (words, "sampler=DistributedSampler(dataset", "Lightning", prepared):
         assert part in message
     # The line that silences it, as it is written there.
     silence = re.search(r"warnings\.filterwarnings\('ignore', '(.*)'\)", message)[1]
@@ -194,23 +186,20 @@ def test_ranks_that_may_share_samples_out_are_not_told(two_ranks, loader):
     assert told(loader) == []
 
 
-def test_one_rank_alone_is_told_nothing(monkeypatch, two_ranks):
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)  # the first one says it for all
-    assert told(DataLoader(DATA, 2)) == []
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+@pytest.mark.parametrize("name", ["get_rank", "get_world_size"])
+def test_the_first_of_several_ranks_is_told_for_all(monkeypatch, two_ranks, name):
+    monkeypatch.setattr(dist, name, lambda: 1)
     assert told(DataLoader(DATA, 2)) == []
 
 
-def test_what_accelerate_shares_out_is_not_told(monkeypatch):
+def test_what_accelerate_shares_out_is_not_told(request):
     Accelerator = pytest.importorskip("accelerate").Accelerator
     from accelerate.data_loader import DataLoaderDispatcher
 
     accelerator = Accelerator(cpu=True)  # a single process: before two are pretended
     prepared = DataLoaderDispatcher(DATA, batch_size=2)  # one rank reads, with torch's samplers
     prepared.base_dataloader = DataPrefetcher(prepared.base_dataloader, **CPU)
-    for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 0}.items():
-        monkeypatch.setattr(dist, name, lambda value=value: value)
+    request.getfixturevalue("two_ranks")
     assert sum(map(len, prepared)) == 7
     # It is no DataLoader to accelerate, which hands it back.
     prefetcher = DataPrefetcher(DataLoader(DATA, 2), **CPU)

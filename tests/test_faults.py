@@ -20,12 +20,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
-from gpuprefetch import (
-    BadImageError,
-    DataPrefetcher,
-    EncodedImage,
-    Resize,
-)
+from gpuprefetch import DataPrefetcher, EncodedImage, Resize
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
@@ -268,11 +263,7 @@ nothing_left()
 print("end")
 """
 
-
-def test_ways_to_stop(device):
-    assert run(ENDINGS, device) == "end\n"
-
-
+# Workers that are forked from an import would wait for ever for a lock of a thread that they lack.
 IMPORTING = """
 import importlib.abc, importlib.util, torchcodec.decoders
 
@@ -305,12 +296,6 @@ thread.join()
 print(*found)
 """
 
-
-def test_workers_are_not_forked_from_an_import(device):
-    # They would wait for ever for a lock of a thread that they do not have.
-    assert run(IMPORTING, device) == "[0, 4, 8, 12]\n[0]\n"
-
-
 ORPHANS = """
 loader = DataLoader(Files(1 << 16), batch_size=1024, num_workers=2, pin_memory=DEVICE != "cpu")
 for images, target in DataPrefetcher(loader, device=DEVICE, transforms=[Resize((4, 4))]):
@@ -318,11 +303,6 @@ for images, target in DataPrefetcher(loader, device=DEVICE, transforms=[Resize((
     time.sleep(1.5)  # the workers have filled their queues, each message larger than a pipe
     os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-def test_the_workers_end_when_their_parent_is_killed(device):
-    assert run(ORPHANS, device, returncode=-signal.SIGKILL) == "1024\n"
-
 
 KILLED = """
 def kill(index):
@@ -338,13 +318,36 @@ try:
     iterate(got := [])
 except RuntimeError as error:
     assert "DataLoader worker" in str(error), error
-    print("ok", len(got))
+    print("ok")
 nothing_left()
 """
 
+# The worker will not come back: it is given up and killed, as the DataLoader does.
+STUCK = """
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # the loader would wait 5 s for a worker
 
-def test_a_killed_worker(device):
-    assert run(KILLED, device).startswith("ok")
+def stuck(index):
+    if index == 9:
+        time.sleep(1000)
+
+for _, target in prefetcher_of(Files(fault=stuck)):
+    break
+print("left")
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "returncode", "printed"),
+    [
+        pytest.param(ENDINGS, 0, ["end"], id="ways to stop"),
+        pytest.param(IMPORTING, 0, ["[0, 4, 8, 12]", "[0]"], id="importing"),
+        pytest.param(ORPHANS, -signal.SIGKILL, ["1024"], id="parent is killed"),
+        pytest.param(KILLED, 0, ["ok"], id="worker is killed"),
+        pytest.param(STUCK, 0, ["left"], id="worker hangs"),
+    ],
+)
+def test_endings(device, code, returncode, printed):
+    assert run(code, device, returncode).splitlines() == printed
 
 
 INTERRUPTED = """
@@ -376,25 +379,6 @@ def test_ctrl_c(device, sample, step, workers, group):
     assert time.monotonic() - started < 15
     assert child.returncode in (-signal.SIGINT, 128 + signal.SIGINT), err
     assert "KeyboardInterrupt" in err, err
-
-
-STUCK = """
-torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # the loader would wait 5 s for a worker
-
-def stuck(index):
-    if index == 9:
-        time.sleep(1000)
-
-started = time.monotonic()
-for _, target in prefetcher_of(Files(fault=stuck)):
-    break
-print("left", round(time.monotonic() - started), flush=True)
-"""
-
-
-def test_leaving_a_loader_that_hangs(device):
-    # The worker will not come back: it is given up and killed, as the DataLoader does.
-    assert run(STUCK, device).startswith("left")
 
 
 OUT_OF_MEMORY = """

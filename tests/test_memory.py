@@ -11,7 +11,7 @@ import pictures
 import pytest
 import test_faults
 import torch
-from fakes import decode_as_on_a_gpu, numbered
+from fakes import decode_as_on_a_gpu, leaves, numbered
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
@@ -139,21 +139,26 @@ class Tensors(Dataset):
         return torch.full((1 << 18,), index, dtype=torch.float32)
 
 
-def test_a_photo_that_does_not_fit_is_named_with_both_sizes(files):
+@pytest.mark.parametrize(
+    ("transforms", "budget", "text"),
+    [
+        (
+            SMALL,
+            "512KiB",
+            r"'9.jpg' of 480 x 640 pixels takes 900 KiB decoded.* memory_budget=512 KiB",
+        ),
+        ([Resize((64, 64))], "100 KiB", r"a batch takes 384.1 KiB .* memory_budget=100 KiB"),
+        (None, "100 KiB", r"a batch takes 192.1 KiB .* a crop or a resize"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_both_sizes(files, transforms, budget, text):
     large = pictures.encode_jpeg(pictures.draw(640, 480))
-    prefetcher = prefetcher_of([*files[:9], large], FakeDecoder(), memory_budget="512KiB")
-    text = r"'9.jpg' of 480 x 640 pixels takes 900 KiB decoded.* memory_budget=512 KiB"
+    decoder, options = FakeDecoder(), {"memory_budget": budget}
     with pytest.raises(ValueError, match=text):
-        list(prefetcher)
+        list(prefetcher_of([*files[:9], large], decoder, transforms, **options))
 
 
-def test_a_batch_that_does_not_fit_when_it_is_finished(files):
-    prefetcher = prefetcher_of(files, FakeDecoder(), [Resize((64, 64))], memory_budget="100 KiB")
-    with pytest.raises(ValueError, match=r"a batch takes 384.1 KiB .* memory_budget=100 KiB"):
-        list(prefetcher)
-    prefetcher = prefetcher_of(files, FakeDecoder(), None, memory_budget="100 KiB")
-    with pytest.raises(ValueError, match=r"a batch takes 192.1 KiB .* a crop or a resize"):
-        list(prefetcher)
+def test_a_batch_of_tensors_that_does_not_fit():
     tensors = [torch.zeros(1000, 1000)]
     with pytest.raises(ValueError, match=r"a batch takes 3.815 MiB"):
         list(DataPrefetcher(tensors, device="cpu", memory_budget="1MiB"))
@@ -184,32 +189,34 @@ def test_wrong_sizes(budget):
         DataPrefetcher([], device="cpu", memory_budget=budget)
 
 
+def budget_for(finished):
+    """What is ready has been resampled, and the next one is decoded beside it."""
+    return 16 * DECODED + int(finished * FINISHED)
+
+
 @pytest.mark.usefixtures("threaded")
 @pytest.mark.parametrize(
-    ("depth", "ready", "kept"), [(None, 3.0, 2), (None, 1.9, 1), (None, 0.1, 1), (3, 0.1, 3)]
+    ("ready", "depth", "budget", "kept"),
+    [
+        (3.0, None, None, 2),
+        (1.9, None, None, 1),
+        (0.1, None, None, 1),
+        (0.1, 3, None, 3),
+        (99, 2, budget_for(3), 2),
+        (99, 2, budget_for(1.5), 1),
+        (99, 2, budget_for(0.1), 1),
+    ],
 )
-def test_fewer_large_batches_are_kept_ready(files, monkeypatch, depth, ready, kept):
+def test_batches_that_are_kept_ready(files, monkeypatch, ready, depth, budget, kept):
     monkeypatch.setattr(_epoch, "READY_BYTES", int(ready * FINISHED))
-    assert batches_ahead(files, kept, device_prefetch_size=depth) == kept
-
-
-@pytest.mark.usefixtures("threaded")
-@pytest.mark.parametrize(("room", "kept"), [(3, 2), (1.5, 1), (0.1, 1)])
-def test_batches_in_flight_fit_into_the_budget(files, room, kept):
-    # What is ready has been resampled, and the next one is decoded beside it.
-    budget = FINISHED + 16 * DECODED + int((room - 1) * FINISHED)
-    assert batches_ahead(files, kept, device_prefetch_size=2, memory_budget=budget) == kept
-
-
-def batches_ahead(files, expected, **options):
-    """How many of them are decoded before the loop has taken one."""
+    options = {"device_prefetch_size": depth, "memory_budget": budget}
     iterator = iter(prefetcher_of(files, decoder := FakeDecoder(), **options))
     deadline = time.monotonic() + 10
-    while sum(decoder.calls) < 8 * expected and time.monotonic() < deadline:
+    while sum(decoder.calls) < 8 * kept and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.05)  # for one too many
     iterator.close()
-    return sum(decoder.calls) / 8
+    assert sum(decoder.calls) == 8 * kept
 
 
 @pytest.mark.gpu
@@ -300,6 +307,15 @@ def planned_batch(files, decoder, share=0.0, job=_job.ImageJob, **options):
     return next(iter(prefetcher))
 
 
+def assert_planned(files, decoder, share=0.0, *, levels=1, job=_job.ImageJob, **options):
+    """It gives what the CPU does, which rounds on its way."""
+    expected, got = (
+        planned_batch(files, *way, **options) for way in ((None,), (decoder, share, job))
+    )
+    for view, want in zip(leaves(got), leaves(expected), strict=True):
+        assert (view - want).abs().max() * 255 < levels
+
+
 class Together(_job.ImageJob):
     def _decode_apart(self, call, **options):
         raise AssertionError("a Python object for each photo")
@@ -309,43 +325,36 @@ def photos_of(*shapes):
     return [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
 
 
-interpreted = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Triton compiles: the GPU tests do it"
-)
+@pytest.fixture
+def interpreted(large_tiles):
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles: the GPU tests do it")
 
 
-@interpreted
-@pytest.mark.usefixtures("large_tiles")
-@pytest.mark.parametrize(("share", "most", "calls"), [(0.5, 3, [2]), (0.0, 3, [3, 2])])
-def test_each_group_of_a_batch_fills_its_rows(small_calls, share, most, calls):
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("share", "calls"), [(0.5, [2]), (0.0, [3, 2])])
+def test_each_group_of_a_batch_fills_its_rows(small_calls, share, calls):
     # The longest are launched first.
     files = photos_of((18, 16), (17, 17), (20, 16), (16, 16), (16, 24))
-    expected = planned_batch(files, None)
-    small_calls(UPLOAD_BYTES=2 * 18 * 16 * 3, SUB_BATCH=most)
+    small_calls(UPLOAD_BYTES=2 * 18 * 16 * 3, SUB_BATCH=3)
     decoder = PackedDecoder("cpu")
-    got = planned_batch(files, decoder, share, job=Together)
+    assert_planned(files, decoder, share, job=Together)
     assert decoder.calls == calls
-    # The CPU path rounds to whole levels on its way.
-    assert (got - expected).abs().max() * 255 < 1
 
 
-@interpreted
-@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("budget", "calls"), [(None, [2]), (4400, [1, 1])])
 def test_each_view_has_a_launch_for_a_decode(budget, calls):
     files = photos_of((18, 16), (17, 17), (20, 16))
-    lists = [CenterCrop(8)], [Resize((6, 10)), v2.RandomInvert(0.5)]
-    expected = planned_batch(files, None, transforms=Views(*lists), seed=2)
+    views = Views([CenterCrop(8)], [Resize((6, 10)), v2.RandomInvert(0.5)])
+    options = {"transforms": views, "seed": 2, "memory_budget": budget}
     decoder = PackedDecoder("cpu")
-    options = {"transforms": Views(*lists), "seed": 2, "memory_budget": budget}
-    got = planned_batch(files, decoder, 0.34, **options)  # a worker decodes one of three
+    # A worker decodes one of three.
+    assert_planned(files, decoder, share=0.34, levels=1.01, **options)
     assert decoder.calls == calls
-    for view, want in zip(got, expected, strict=True):
-        assert (view - want).abs().max() * 255 < 1.01  # the CPU rounds on its way
 
 
-@interpreted
-@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("streams", "count"), [(1, 2), (3, 1)])
 def test_without_engines_a_batch_is_one_call(small_calls, streams, count):
     # A second call would wait for the first one, and the batches would not run side by side.
@@ -364,28 +373,22 @@ def test_without_engines_a_batch_is_one_call(small_calls, streams, count):
         canaries = False
 
     files = photos_of(*[(16, 17)] * 4)
-    expected = planned_batch(files, None)
     small_calls(UPLOAD_BYTES=400)
-    got = planned_batch(files, WithoutCanaries("cpu"), share=0.75, job=Noted)
+    assert_planned(files, WithoutCanaries("cpu"), share=0.75, levels=1.01, job=Noted)
     assert len(parts) == count
-    assert (got - expected).abs().max() * 255 < 1.01  # the CPU rounds on its way
 
 
-@interpreted
-@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.usefixtures("interpreted")
 def test_what_cannot_be_packed_is_decoded_apart(small_calls):
     files = photos_of(*[(16, 17)] * 4)
-    expected = planned_batch(files, None)
     files[1] += b"\0\0"  # the fake's own complaint
     small_calls(SUB_BATCH=2)
     decoder = PackedDecoder("cpu")
-    got = planned_batch(files, decoder)
+    assert_planned(files, decoder)
     assert decoder.calls == [2, 2]
-    assert (got - expected).abs().max() * 255 < 1
 
 
-@interpreted
-@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("canaries", [True, False])
 def test_what_is_waited_for_before_anything_lies_there(canaries):
     done = []
@@ -424,16 +427,9 @@ def test_a_stream_has_the_same_place_again(monkeypatch):
     assert len(place(1000, scratch=None)) == 1000
 
 
-def prepared(count):
-    """Pictures of 16 x 24, as a worker leaves them to the GPU."""
-    files = photos_of(*[(16, 24)] * count)
-    pipeline = prefetcher_of(files, FakeDecoder())._pipeline
-    return pipeline.receive([*map(EncodedImage, files)], 0, 0.0)[0]
-
-
 def test_an_error_without_words_may_be_a_shortage(monkeypatch):
     # TorchCodec's has no type, and with torch 2.11 no words; for a bad file the CPU would decode.
-    claimed = []
+    claimed, files = [], photos_of(*[(16, 24)] * 2)
 
     def full(size, device):
         claimed.append(size)
@@ -446,12 +442,16 @@ def test_an_error_without_words_may_be_a_shortage(monkeypatch):
         def __call__(self, data):
             raise RuntimeError("API call failed")
 
-    images = prepared(2)
+    pipeline = prefetcher_of(files, FakeDecoder())._pipeline
+    images = pipeline.receive([*map(EncodedImage, files)], 0, 0.0)[0]
     both, cpu = images.call(np.array([0, 1])), torch.device("cpu")
     out, stats = torch.empty(both.size, dtype=torch.uint8), Stats()
     assert not _decode.decode_packed(Wordless(cpu), images, both, out, 0)
     for image in _decode.decode_part(Wordless(cpu), images, both, cpu, stats):
         assert image.shape == (3, 16, 24)  # a second opinion
+    with pytest.raises(RuntimeError, match="not linked with support for xla"):
+        # Nothing can be copied to a broken device: no file is bad.
+        _decode.decode_part(Wordless(cpu), images, both, torch.device("xla"), stats)
     monkeypatch.setattr(_decode, "claim", full)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         _decode.decode_packed(Wordless(cpu), images, both, out, 0)
@@ -459,26 +459,6 @@ def test_an_error_without_words_may_be_a_shortage(monkeypatch):
         _decode.decode_part(Wordless(cpu), images, both, cpu, stats)
     assert claimed == [2 * 3 * 16 * 24] * 2
     assert images.errors == {}
-
-
-def test_a_broken_device_makes_no_file_bad():
-    images = prepared(1)
-    with pytest.raises(RuntimeError, match="not linked with support for xla"):
-        _decode.decode_part(
-            raising(RuntimeError("API call failed")),
-            images,
-            images.call(np.array([0])),
-            torch.device("xla"),  # nothing can be copied there
-            Stats(),
-        )
-    assert images.errors == {}
-
-
-def raising(error):
-    def function(*args):
-        raise error
-
-    return function
 
 
 class Refusing(FakeDecoder):
@@ -578,7 +558,6 @@ def test_good_photos_are_decoded_without_a_python_object_each():
 
 
 BIG = """
-from gpuprefetch import Resize
 rng = np.random.default_rng(0)
 buffer = io.BytesIO()
 small = Image.fromarray(rng.integers(0, 256, (40, 60, 3), dtype=np.uint8))
@@ -596,9 +575,7 @@ def epoch(count, **options):
     return images, peak, prefetcher.stats.out_of_memory
 """
 
-BUDGETED = (
-    BIG
-    + """
+BUDGETED = """
 # A call has seven photos; the peak does not follow the batch of 17 GiB.
 whole, most, _ = epoch(256)
 assert most < 8 * 72_000_000 + 5 * whole.nbytes, most
@@ -616,11 +593,8 @@ except ValueError as error:
     print("named")
 nothing_left()
 """
-)
 
-SHORT = (
-    BIG
-    + """
+SHORT = """
 whole, most, repeated = epoch(48)
 assert repeated == 0
 gc.collect()
@@ -641,12 +615,11 @@ except torch.OutOfMemoryError as error:
     print("named")
 nothing_left()
 """
-)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("code", "lines"), [(BUDGETED, 3), (SHORT, 1)])
 def test_photos_of_24_megapixels_on_a_gpu(code, lines):
-    printed = test_faults.run(code, torch.device("cuda"), seconds=180).splitlines()
+    printed = test_faults.run(BIG + code, torch.device("cuda"), seconds=180).splitlines()
     assert printed[-1] == "named"
     assert len(printed) == lines
