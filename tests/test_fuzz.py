@@ -1,5 +1,6 @@
 """A slice of the fuzz test, and that it would notice a crash, a hang and a wrong neighbor."""
 
+import importlib
 import json
 import os
 import signal
@@ -11,19 +12,18 @@ from children import Child
 
 CHECKS = str(Path(__file__).parent / "checks")
 
-pytestmark = pytest.mark.usefixtures("scripts")
+
+@pytest.fixture
+def fuzz(scripts):
+    return importlib.import_module("fuzz")
 
 
-def attack(first, last, until=float("inf")):
-    import fuzz
-
+def attack(fuzz, first, last, until=float("inf")):
     task = {"seed": 0, "device": "cpu", "decoder": "auto", "data": "", "trap": {}}
     return fuzz.attack(**task, first=first, last=last, until=until)
 
 
-def run(*words):
-    import fuzz
-
+def run(fuzz, *words):
     return fuzz.fuzz(fuzz.parse([str(word) for word in words]))
 
 
@@ -49,14 +49,14 @@ class Forked(Child):
         self.poll(60)
 
 
-def test_a_slice(device):
+def test_a_slice(device, fuzz):
     if device.type == "cuda":
         cases = 500
-        result = run("--cases", cases, "--device", "cuda", "--patience", 60)
+        result = run(fuzz, "--cases", cases, "--device", "cuda", "--patience", 60)
         assert result["crashes"] == []
     else:  # here, as a child's start takes longer: a crash ends this process, which is seen
         cases = 155
-        result = attack(first=31, last=31 + cases)
+        result = attack(fuzz, first=31, last=31 + cases)
     counts = result["counts"]
     assert counts["good_wrong"] == 0
     assert counts["good_batches"] == 1 + 2 * -(-cases // 31)
@@ -67,28 +67,24 @@ def test_a_slice(device):
         assert differing == 0
 
 
-def test_crashes_and_hangs_are_noticed(monkeypatch):
+def test_crashes_and_hangs_are_noticed(monkeypatch, fuzz):
     # Guards the test above: each at the first case of its group, so that little comes before it.
-    import fuzz
-
     monkeypatch.setattr(fuzz, "start", Forked)
     trap = json.dumps({"0": "crash", "31": "hang"})
-    result = run("--cases", 62, "--seed", 3, "--trap", trap, "--patience", 2)
+    result = run(fuzz, "--cases", 62, "--seed", 3, "--trap", trap, "--patience", 2)
     assert result["crashes"] == [
         {"cases": [0, 31], "ending": "signal 11"},
         {"cases": [31, 62], "ending": "hangs"},
     ]
 
 
-def test_fewer_cases_rather_than_longer():
-    counts = attack(first=31, last=124, until=0.0)["counts"]
+def test_fewer_cases_rather_than_longer(fuzz):
+    counts = attack(fuzz, first=31, last=124, until=0.0)["counts"]
     assert sum(count for name, count in counts.items() if not name.startswith("good")) == 31
 
 
-def test_wrong_neighbors_are_noticed(monkeypatch):
-    # Guards the test above.
-    import fuzz
-
+def test_wrong_neighbors_are_noticed(monkeypatch, fuzz):
+    # Guards the first test.
     whole = fuzz.Attack.__iter__
 
     def spoiled(self):
@@ -97,12 +93,10 @@ def test_wrong_neighbors_are_noticed(monkeypatch):
             yield found if number != 3 else found | {good: found[good] + torch.tensor(1 / 255)}
 
     monkeypatch.setattr(fuzz.Attack, "__iter__", spoiled)
-    assert attack(first=40, last=100)["counts"]["good_wrong"] == 1
+    assert attack(fuzz, first=40, last=100)["counts"]["good_wrong"] == 1
 
 
-def test_cases_are_a_function_of_their_number():
-    import fuzz
-
+def test_cases_are_a_function_of_their_number(fuzz):
     files = fuzz.draw_files()
     assert files == fuzz.draw_files()
     damaged = [fuzz.damaged(files, 0, case) for case in range(200)]

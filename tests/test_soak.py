@@ -1,5 +1,6 @@
 """A slice of the soak test, and that it would notice wrong batches and growing memory."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -9,22 +10,21 @@ from children import Child
 from torch.utils.data import DataLoader
 
 from gpuprefetch import EncodedImage
+from gpuprefetch.core.nested import tensors
 from gpuprefetch.images import slab as _slab
 
 CHECKS = str(Path(__file__).parent / "checks")
-pytestmark = pytest.mark.usefixtures("scripts")
 
 
 @pytest.fixture
-def one_thread(monkeypatch):
-    """The measurements set the number of threads; in this process it is to stay."""
+def soak(scripts, monkeypatch):
+    """Its measurements set the number of threads; in this process it is to stay."""
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    return importlib.import_module("soak")
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_slice(device, one_thread):
-    import soak
-
+def test_a_slice(device, soak):
     if device.type == "cuda":
         size = "--batches 2000 --epochs 20 --epoch-batches 20 --workers 4"
         integrity, memory = soak.soak(soak.parse(size.split()))
@@ -42,26 +42,19 @@ def test_a_slice(device, one_thread):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fault", ["tensor", "image", "structure"])
-def test_wrong_batches_are_noticed(device, monkeypatch, one_thread, fault):
+def test_wrong_batches_are_noticed(device, monkeypatch, soak, fault):
     # Guards the test above.
-    import soak
-
     whole = soak.prefetcher_of
 
     def spoiled(dataset, *args, **options):
         for number, batch in enumerate(whole(dataset, *args, **options)):
             if number == 5 and fault == "tensor":
-                batch["structure"] = [torch.zeros_like(t) for t in soak_tensors(batch)]
+                batch["structure"] = [torch.zeros_like(t) for t in tensors(batch["structure"])]
             elif number == 5 and fault == "image":
                 batch["images"][0, 0, 0, 0] += 1
             elif number == 5:
                 batch["number"] = 6
             yield batch
-
-    def soak_tensors(batch):
-        from gpuprefetch.core.nested import tensors
-
-        return list(tensors(batch["structure"]))
 
     monkeypatch.setattr(soak, "prefetcher_of", spoiled)
     result = soak.integrity(device.type, 0, 12, 60.0)
@@ -71,12 +64,9 @@ def test_wrong_batches_are_noticed(device, monkeypatch, one_thread, fault):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_growth_is_noticed(device, monkeypatch, one_thread):
-    # Guards the test above.
-    import soak
-
-    files = []
-    whole = soak.holdings
+def test_growth_is_noticed(device, monkeypatch, soak):
+    # Guards the first test.
+    files, whole = [], soak.holdings
 
     def leaking(device):
         files.append(Path(__file__).open())
