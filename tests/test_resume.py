@@ -451,7 +451,7 @@ def test_another_number_of_workers_is_refused(make, there, here):
     next(iter(first))
     for workers, words in enumerate(here):
         other = cpu(make(num_workers=workers))
-        with pytest.raises(ValueError, match=rf"{there}, .* this one has .*{words} workers"):
+        with pytest.raises(ValueError, match=rf"{there}, .* this one has .*\b{words} workers"):
             other.load_state_dict(first.state_dict())
 
 
