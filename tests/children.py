@@ -94,23 +94,15 @@ def ranks(count, code, *arguments, of_rank=lambda rank: {}, **options):
 
     ``of_rank`` gives more variables for a rank.
     """
-    options |= {
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_PORT": free_port(),
-    }
-    options |= {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    options |= address | sizes | {"CUDA_VISIBLE_DEVICES": ""}
     return [
         Child(code, *arguments, **options, RANK=rank, LOCAL_RANK=rank, **of_rank(int(rank)))
         for rank in map(str, range(count))
     ]
-
-
-def free_port():
-    """A port that nobody listens at, as an environment variable has it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def environment():

@@ -37,9 +37,16 @@ pytestmark = [
 ]
 
 
+PERSISTENT = {"num_workers": 1, "persistent_workers": True}
+
+
 class Counting(IterableDataset):
     def __iter__(self):
         yield from range(20)
+
+
+def counting(**options):
+    return DataLoader(Counting(), batch_size=4, **options)
 
 
 class Resumable(IterableDataset):
@@ -115,13 +122,11 @@ LOADERS = {
         lambda data: RandomSampler(data, generator=torch.Generator().manual_seed(3)), num_workers=1
     ),
     "iterable": lambda: counting(),
-    "persistent": lambda: numbers(shuffle=True, num_workers=1, persistent_workers=True),
+    "persistent": lambda: numbers(shuffle=True, **PERSISTENT),
     "iter of its own": lambda: numbers(OneIterator, shuffle=True),
     "stateful": lambda: stateful(shuffle=True),
     "stateful workers": lambda: stateful(shuffle=True, num_workers=2),
-    "stateful persistent": lambda: stateful(
-        sampler=RandomSampler, num_workers=1, persistent_workers=True
-    ),
+    "stateful persistent": lambda: stateful(sampler=RandomSampler, **PERSISTENT),
     "stateful seldom": lambda: stateful(shuffle=True, num_workers=1, snapshot_every_n_steps=5),
     "stateful sampler": lambda: stateful(sampler=RandomSampler),
     "stateful dataset": lambda: stateful(Resumable()),
@@ -213,8 +218,7 @@ def test_the_loaders_own_state_would_lose_batches(device, ahead):
 def test_a_resumed_epoch_is_resumed_again_and_the_next_ones_are_the_same():
     def prefetcher():
         generator = torch.Generator().manual_seed(3)
-        options = {"num_workers": 1, "persistent_workers": True}
-        return cpu(numbers(shuffle=True, generator=generator, **options))
+        return cpu(numbers(shuffle=True, generator=generator, **PERSISTENT))
 
     whole = prefetcher()
     whole = [listed(whole) for _ in range(4)]
@@ -264,10 +268,8 @@ def test_a_state_of_something_else_is_refused():
         prefetcher.load_state_dict({"model": 1})
     list(prefetcher)
     state = prefetcher.state_dict()
-    for other in (
-        DataLoader(prefetcher.dataset, batch_size=5),
-        numbers(shuffle=True, generator=torch.Generator()),
-    ):
+    generator = numbers(shuffle=True, generator=torch.Generator())
+    for other in DataLoader(prefetcher.dataset, batch_size=5), generator:
         with pytest.raises(ValueError, match="state is of a loader with batch_size=4, 0 gen"):
             cpu(other).load_state_dict(state)
 
@@ -411,19 +413,12 @@ def test_augmented_pictures_are_the_same(kind, photo_folder, device):
 
 
 def test_a_prefetcher_with_persistent_workers_goes_back():
-    prefetcher = cpu(numbers(num_workers=1, persistent_workers=True))
+    prefetcher = cpu(numbers(**PERSISTENT))
     had, state, rest = parted(prefetcher, 4)
     for _ in range(2):
         prefetcher.load_state_dict(state)
         assert listed(prefetcher) == rest
     assert listed(prefetcher) == had + rest
-
-
-PERSISTENT = {"num_workers": 1, "persistent_workers": True}
-
-
-def counting(**options):
-    return DataLoader(Counting(), batch_size=4, **options)
 
 
 @pytest.mark.parametrize(
@@ -694,16 +689,6 @@ def test_numbers_of_numpy_can_be_saved():
     assert (state["seed"], state["epoch"]) == (3, 2)
 
 
-class Longer(IterableDataset):
-    """Has four samples, and says two."""
-
-    def __len__(self):
-        return 2
-
-    def __iter__(self):
-        return iter(range(4))
-
-
 def saved(state):
     """As a file of JSON gives it back, where the loader's own state has no tensors."""
     try:
@@ -716,8 +701,6 @@ def saved(state):
 ELSEWHERE = ("stateful sampler", "stateful persistent")
 ENDING = ("shuffled", "generator", "iterable", "persistent", "iter of its own", "empty")
 ENDING += ("stateful", "stateful seldom", "stateful dataset", *ELSEWHERE)
-
-
 BEFORE = ("shuffled", "generator", "stateful seldom", "stateful dataset")
 
 
@@ -748,16 +731,13 @@ def test_a_state_between_epochs_begins_the_next_one(name, ended):
 
 
 def test_where_the_caller_restores_torchs_generator_no_order_comes_twice():
-    def epochs(prefetcher, count):
-        return [listed(prefetcher) for _ in range(count)]
-
     first, resumed = twice(lambda: numbers(shuffle=True))
     list(first)
     state, generator = first.state_dict(), torch.get_rng_state()
-    expected = epochs(first, 3)
+    expected = [listed(first) for _ in range(3)]
     torch.set_rng_state(generator)
     resumed.load_state_dict(state)
-    assert epochs(resumed, 3) == expected
+    assert [listed(resumed) for _ in range(3)] == expected
     assert expected[0] != expected[1]
 
 
@@ -873,8 +853,12 @@ def test_a_second_epoch_of_persistent_workers_tells_the_first():
 
 
 def test_persistent_workers_know_that_the_length_was_asked_for():
+    class Longer(Counting):
+        def __len__(self):
+            return 2
+
     prefetcher = cpu(DataLoader(Longer(), batch_size=1, **PERSISTENT))
-    assert len(list(prefetcher)) == 4  # nobody had asked
+    assert len(list(prefetcher)) == 20  # nobody had asked
     assert len(prefetcher) == 2
     with pytest.warns(UserWarning, match="reported to be 2"):
-        assert len(list(prefetcher)) == 4
+        assert len(list(prefetcher)) == 20
