@@ -41,9 +41,13 @@ SMALL = [Resize(SIZE)]
 DECODED, FINISHED = 64 * 128 * 3, 8 * (3 * 4 * 5 * 4 + 8)
 
 
+def photos_of(*shapes):
+    return [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
+
+
 @pytest.fixture(scope="module")
 def files():
-    return [pictures.encode_jpeg(pictures.draw(64, 128, seed=i)) for i in range(24)]
+    return photos_of(*[(64, 128)] * 24)
 
 
 class FakeDecoder(ImageDecoder):
@@ -321,10 +325,6 @@ class Together(_job.ImageJob):
         raise AssertionError("a Python object for each photo")
 
 
-def photos_of(*shapes):
-    return [pictures.encode_jpeg(pictures.draw(*hw, seed=i)) for i, hw in enumerate(shapes)]
-
-
 @pytest.fixture
 def interpreted(large_tiles):
     if torch.cuda.is_available():
@@ -488,9 +488,8 @@ def test_photos_that_the_decoder_does_not_take_are_counted_and_told_about(files)
     broken = [files[1][:400] + b"\xff\xd8" * 20 + files[1][440:], *files]
     decoder = Refusing(b"\xff\xd8", RuntimeError("built for the CPU\nat ..."))
     prefetcher = prefetcher_of(broken, decoder, on_error="skip")
-    with pytest.warns(
-        UserWarning, match=r"not take 11 of 15 photos.* reason: built for the CPU. If"
-    ):
+    text = r"not take 11 of 15 photos.* reason: built for the CPU. If"
+    with pytest.warns(UserWarning, match=text):
         got = images_of(prefetcher)
     assert torch.equal(got, images_of(prefetcher_of(files, FakeDecoder())))
     assert (prefetcher.stats.fallback_images, prefetcher.stats.bad_images) == (24, 1)
@@ -530,7 +529,7 @@ def late_epoch(files, job=_job.ImageJob, **options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("job", [_job.ImageJob, _selfcheck._CarelessJob])
 def test_a_part_waits_for_the_reader_of_the_one_before(monkeypatch, job):
-    files = [pictures.encode_jpeg(pictures.draw(512, 768, seed=seed)) for seed in range(8)]
+    files = photos_of(*[(512, 768)] * 8)
     expected = late_epoch(files)
     launch = Launches.launch
 
@@ -553,7 +552,7 @@ class Apart(_job.ImageJob):
 
 @pytest.mark.gpu
 def test_good_photos_are_decoded_without_a_python_object_each():
-    files = [pictures.encode_jpeg(pictures.draw(200 + i, 300, seed=i)) for i in range(24)]
+    files = photos_of(*[(200 + i, 300) for i in range(24)])
     assert torch.equal(late_epoch(files, Together), late_epoch(files, Apart))
 
 

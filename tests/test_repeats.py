@@ -1,14 +1,13 @@
 """Each repeat of a sample in an epoch is another picture, whichever batch or rank it falls on."""
 
-import io
 from dataclasses import replace
 from itertools import combinations, islice
 
 import kornia.augmentation as K
+import pictures
 import pytest
 import torch
 from one_iterator import OneIterator
-from PIL import Image
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -29,10 +28,7 @@ COUNT, DRAWN = 6, 40
 
 @pytest.fixture(scope="module")
 def file():
-    torch.manual_seed(0)
-    pixels = torch.randint(256, (24, 32, 3), dtype=torch.uint8).numpy()
-    Image.fromarray(pixels).save(written := io.BytesIO(), "JPEG")
-    return written.getvalue()
+    return pictures.encode_jpeg(pictures.draw(24, 32))
 
 
 class Same(Dataset):

@@ -39,16 +39,11 @@ class Numbered(Dataset):
 
 
 def prefetcher_of(dataset, device="cpu", transforms=CROP, **options):
-    ours = {"seed", "on_error", "cpu_share", "memory_budget"}
+    names = {"seed", "on_error", "cpu_share"} & options.keys()
+    ours = {"device": device, "transforms": transforms, **{n: options.pop(n) for n in names}}
     pinned = torch.device(device).type == "cuda"
     loader = {"batch_size": 5, "num_workers": int(pinned), "shuffle": True, "pin_memory": pinned}
-    loader |= {name: value for name, value in options.items() if name not in ours}
-    return DataPrefetcher(
-        DataLoader(dataset, **loader),
-        device=device,
-        transforms=transforms,
-        **{name: value for name, value in options.items() if name in ours},
-    )
+    return DataPrefetcher(DataLoader(dataset, **loader | options), **ours)
 
 
 def epoch_of(prefetcher):
@@ -254,11 +249,6 @@ def test_old_epochs_are_forgotten(photo_folder):
         prefetcher.replay(1, epoch=1)
 
 
-class Endless(IterableDataset):
-    def __iter__(self):
-        yield torch.ones(3, 4, 4)
-
-
 def test_a_collate_function_that_leaves_out_and_sorts(photo_folder):
     def chosen(samples):
         return default_collate([sample for sample in reversed(samples) if sample["target"] % 5])
@@ -304,6 +294,10 @@ def test_a_share_that_is_not_known_is_refused(photo_folder):
         resumed.replay(seen[0])
 
 
+class Stream(IterableDataset):
+    __iter__ = None
+
+
 def test_what_cannot_be_known_is_refused(photo_folder):
     prefetcher = prefetcher_of(Numbered(photo_folder))
     with pytest.raises(ValueError, match=r"epoch 17 are not known, only those of epochs \[\]"):
@@ -311,7 +305,7 @@ def test_what_cannot_be_known_is_refused(photo_folder):
     next(iter(prefetcher))
     with pytest.raises(LookupError, match="no batch of epoch 0 has held sample 24"):
         prefetcher.replay(24)
-    for source in (DataLoader(Endless()), [torch.ones(2)]):
+    for source in (DataLoader(Stream()), [torch.ones(2)]):
         with pytest.raises(ValueError, match="a map-style dataset"):
             DataPrefetcher(source, device="cpu").replay(0)
     tensors = DataPrefetcher(DataLoader(TensorDataset(torch.ones(4, 3, 8, 8))), device="cpu")

@@ -6,7 +6,6 @@ import io
 import json
 import random
 import time
-from array import array
 from itertools import chain, cycle, islice
 
 import kornia.augmentation as K
@@ -167,6 +166,10 @@ def assert_goes_on(first, resumed, batches=1):
 def distributed():
     data = TensorDataset(torch.arange(40))
     return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0))
+
+
+def distributed_rows():
+    return rows(lambda data: DistributedSampler(data, 2, 0))
 
 
 @pytest.fixture(params=[False, True], ids=["", "ahead"])
@@ -388,15 +391,18 @@ def test_set_epoch_behind_an_unused_iterator_leaves_what_was_to_be_resumed(epoch
 
 
 @pytest.mark.parametrize("whose", ["ours", "its own"])
-def test_a_distributed_sampler_gets_its_epoch_back(whose):
-    first, resumed = twice(distributed)
+@pytest.mark.parametrize("kind", ["a sampler", "within a sampler"])
+def test_a_distributed_sampler_gets_its_epoch_back(kind, whose):
+    within = kind == "within a sampler"
+    first, resumed = twice(distributed_rows if within else distributed)
+    there, here = (p.sampler.sampler if within else p.sampler for p in (first, resumed))
     if whose == "ours":
         first.set_epoch(7)
     else:
         list(first)
-        first.sampler.set_epoch(7)  # as in loops without a prefetcher
+        there.set_epoch(7)  # as in loops without a prefetcher
     assert_goes_on(first, resumed)
-    assert resumed.sampler.epoch == 7
+    assert here.epoch == 7
 
 
 @pytest.mark.parametrize("kind", ["plain", "stateful"])
@@ -543,16 +549,6 @@ def test_generators_of_samplers_within_batch_samplers(kind, same):
     assert sorted(chain.from_iterable(had + rest)) == [*range(40)]
 
 
-def test_set_epoch_reaches_a_sampler_within_a_sampler():
-    prefetcher = cpu(rows(lambda data: DistributedSampler(data, 1, 0)))
-    orders = []
-    for epoch in range(2):
-        prefetcher.set_epoch(epoch)
-        orders.append([batch.tolist() for batch in prefetcher])
-    assert prefetcher.sampler.sampler.epoch == 1
-    assert orders[0] != orders[1]
-
-
 def test_a_loader_whose_state_was_taken_before_its_first_epoch():
     loader = stateful(num_workers=0)
     loader.state_dict()
@@ -582,16 +578,17 @@ def test_a_state_of_the_loader_itself(options, before, ours):
 
 
 def test_of_an_epoch_without_end_the_latest_samples_are_noted(monkeypatch):
-    whole = _replay.Notes(0, place={"batches": 301})
-    for number in range(301):
-        whole.add(array("q", [(4 * number + k) % 40 for k in range(4)]))
+    def prefetcher():
+        return cpu(numbers(sampler=lambda _: Given(lambda: cycle(range(40)))))
+
+    list(islice(whole := prefetcher(), 301))
     monkeypatch.setattr(_replay, "MOST", 30)
-    first, resumed = twice(lambda: numbers(sampler=lambda _: Given(lambda: cycle(range(40)))))
+    first, resumed = prefetcher(), prefetcher()
     for _ in islice(first, 301):
         (notes,) = first._notes.values()
         assert len(notes.batches) <= 30
     state = first.state_dict()
-    assert state["drawn"] == whole.drawn()
+    assert state["drawn"] == whole.state_dict()["drawn"]
     resumed.load_state_dict(state)
     assert values(next(iter(resumed))) == [(4 * 301 + k) % 40 for k in range(4)]
     (notes,) = resumed._notes.values()
