@@ -301,21 +301,19 @@ class PackedDecoder(ImageDecoder):
         return [decode_cpu(file).contiguous() for file in data]
 
 
-def planned_batch(files, decoder, share=0.0, job=_job.ImageJob, **options):
+def planned_batch(files, decoder, share=0.0, job=_job.ImageJob, streams=1, **options):
     """The GPU's way through a batch, with the kernel in Triton's interpreter."""
     images = [[EncodedImage(file, i) for i, file in enumerate(files)]]
     options = {"transforms": [CenterCrop(8)], "cpu_share": share, "device": "cpu"} | options
     prefetcher = DataPrefetcher(images, **options)
     if decoder is not None:
-        decode_as_on_a_gpu(prefetcher, decoder, job=job)
+        decode_as_on_a_gpu(prefetcher, decoder, job=job)._pipeline.streams = streams
     return next(iter(prefetcher))
 
 
-def assert_planned(files, decoder, share=0.0, *, levels=1, job=_job.ImageJob, **options):
+def assert_planned(files, decoder, *, levels=1, **options):
     """It gives what the CPU does, which rounds on its way."""
-    expected, got = (
-        planned_batch(files, *way, **options) for way in ((None,), (decoder, share, job))
-    )
+    expected, got = (planned_batch(files, one, **options) for one in (None, decoder))
     for view, want in zip(leaves(got), leaves(expected), strict=True):
         assert (view - want).abs().max() * 255 < levels
 
@@ -323,6 +321,18 @@ def assert_planned(files, decoder, share=0.0, *, levels=1, job=_job.ImageJob, **
 class Together(_job.ImageJob):
     def _decode_apart(self, call, **options):
         raise AssertionError("a Python object for each photo")
+
+
+class Noted(_job.ImageJob):
+    """Notes the parts of a batch and what is waited for, between the calls of its decoder."""
+
+    def begin(self, limit=None):
+        parts = super().begin(limit)
+        self._pipeline.decoder.calls += ["part"] * len(parts)
+        return parts
+
+    def _drain(self):
+        self._pipeline.decoder.calls.append("wait")
 
 
 @pytest.fixture
@@ -338,7 +348,7 @@ def test_each_group_of_a_batch_fills_its_rows(small_calls, share, calls):
     files = photos_of((18, 16), (17, 17), (20, 16), (16, 16), (16, 24))
     small_calls(UPLOAD_BYTES=2 * 18 * 16 * 3, SUB_BATCH=3)
     decoder = PackedDecoder("cpu")
-    assert_planned(files, decoder, share, job=Together)
+    assert_planned(files, decoder, share=share, job=Together)
     assert decoder.calls == calls
 
 
@@ -358,24 +368,11 @@ def test_each_view_has_a_launch_for_a_decode(budget, calls):
 @pytest.mark.parametrize(("streams", "count"), [(1, 2), (3, 1)])
 def test_without_engines_a_batch_is_one_call(small_calls, streams, count):
     # A second call would wait for the first one, and the batches would not run side by side.
-    parts = []
-
-    class Noted(_job.ImageJob):
-        def __init__(self, pipeline, images):
-            pipeline.streams = streams
-            super().__init__(pipeline, images)
-
-        def begin(self, limit=None):
-            parts.extend(super().begin(limit))
-            return parts
-
-    class WithoutCanaries(PackedDecoder):
-        canaries = False
-
-    files = photos_of(*[(16, 17)] * 4)
+    files, decoder = photos_of(*[(16, 17)] * 4), PackedDecoder("cpu")
+    decoder.canaries = False
     small_calls(UPLOAD_BYTES=400)
-    assert_planned(files, WithoutCanaries("cpu"), share=0.75, levels=1.01, job=Noted)
-    assert len(parts) == count
+    assert_planned(files, decoder, levels=1.01, share=0.75, job=Noted, streams=streams)
+    assert decoder.calls.count("part") == count
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -391,22 +388,11 @@ def test_what_cannot_be_packed_is_decoded_apart(small_calls):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("canaries", [True, False])
 def test_what_is_waited_for_before_anything_lies_there(canaries):
-    done = []
-
-    class Noted(_job.ImageJob):
-        def _drain(self):
-            done.append("wait")
-
-    class Noting(PackedDecoder):
-        def packed(self, *args, **options):
-            done.append("decode")
-            super().packed(*args, **options)
-
-    Noting.canaries = canaries
-    files = photos_of((16, 16), (16, 16))
-    planned_batch(files, Noting("cpu"), share=0.5, job=Noted)
-    # With canaries also for what the launch found.
-    assert done == ["wait", "decode", "wait"][: 2 + canaries]
+    files, decoder = photos_of((16, 16), (16, 16)), PackedDecoder("cpu")
+    decoder.canaries = canaries
+    planned_batch(files, decoder, share=0.5, job=Noted)
+    # The call is of one photo. With canaries also for what the launch found.
+    assert decoder.calls == ["part", "wait", 1, "wait"][: 3 + canaries]
 
 
 def test_a_stream_has_the_same_place_again(monkeypatch):
