@@ -163,13 +163,8 @@ def assert_goes_on(first, resumed, batches=1):
     assert listed(resumed) == rest
 
 
-def distributed():
-    data = TensorDataset(torch.arange(40))
-    return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0))
-
-
-def distributed_rows():
-    return rows(lambda data: DistributedSampler(data, 2, 0))
+def distributed(make=numbers):
+    return make(sampler=lambda data: DistributedSampler(data, 2, 0))
 
 
 @pytest.fixture(params=[False, True], ids=["", "ahead"])
@@ -391,11 +386,10 @@ def test_set_epoch_behind_an_unused_iterator_leaves_what_was_to_be_resumed(epoch
 
 
 @pytest.mark.parametrize("whose", ["ours", "its own"])
-@pytest.mark.parametrize("kind", ["a sampler", "within a sampler"])
-def test_a_distributed_sampler_gets_its_epoch_back(kind, whose):
-    within = kind == "within a sampler"
-    first, resumed = twice(distributed_rows if within else distributed)
-    there, here = (p.sampler.sampler if within else p.sampler for p in (first, resumed))
+@pytest.mark.parametrize("make", [numbers, rows])
+def test_a_distributed_sampler_gets_its_epoch_back(make, whose):
+    first, resumed = twice(lambda: distributed(make))
+    there, here = (getattr(p.sampler, "sampler", p.sampler) for p in (first, resumed))
     if whose == "ours":
         first.set_epoch(7)
     else:
@@ -529,18 +523,14 @@ class Seedable(RandomSampler):
         return super().__iter__()
 
 
-def of_batch_sampler(sampler):
-    batches = Skipping(BatchSampler(sampler, 4, False))
-    return DataLoader(TensorDataset(torch.arange(40)), batch_sampler=batches)
-
-
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize("kind", ["within", "seedable"])
 def test_generators_of_samplers_within_batch_samplers(kind, same):
     def prefetcher():
         made = torch.Generator().manual_seed(2) if kind == "within" else None
         sampler = (Seedable if kind == "seedable" else RandomSampler)(range(40), generator=made)
-        return cpu(of_batch_sampler(sampler))
+        batches = Skipping(BatchSampler(sampler, 4, False))
+        return cpu(DataLoader(range(40), batch_sampler=batches))
 
     had, state, rest = parted(first := prefetcher(), 3)
     resumed = first if same else prefetcher()
