@@ -34,7 +34,7 @@ def _loader(args: argparse.Namespace, **options: Any) -> DataLoader[Any]:
     ops = [v2.RandomResizedCrop(args.size), v2.RandomHorizontalFlip()]
     ops += [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
     ops += [v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
-    root = args.data / "train" if (args.data / "train").is_dir() else args.data
+    root = args.DATA / "train" if (args.DATA / "train").is_dir() else args.DATA
     return DataLoader(Folder(root, v2.Compose(ops)), shuffle=True, **options)
 
 
@@ -78,38 +78,23 @@ def _doctor(args: argparse.Namespace) -> Any:
     return gpuprefetch.doctor(loader, step, device=device, seconds=seconds, tune=tune)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "data": {
-        "type": Path,
-        "metavar": "DATA",
-        "help": "folder of class folders, or of train/ with class folders",
-    },
-    "--model": {"default": "resnet50", "help": "torchvision model (default: %(default)s)"},
-    "--loader": {
-        "choices": ["torchvision", "gpuprefetch"],
-        "default": "torchvision",
-        "help": "loader to examine (default: %(default)s)",
-    },
-    "--batch-size": {
-        "type": int,
-        "default": 256,
-        "help": "images per batch (default: %(default)s)",
-    },
-    "--size": {"type": int, "default": 224, "help": "image size in pixels (default: %(default)s)"},
-    "--workers": {"type": int, "help": "worker processes (default: the usable cores)"},
-    "--seconds": {
-        "type": float,
-        "default": 3.0,
-        "help": "length of each measurement (default: %(default)s)",
-    },
-    "--no-tune": {"action": "store_true", "help": "do not try other settings"},
-    "--count": {"type": int, "default": 256, "help": "images to compare (default: %(default)s)"},
-    "--picture": {"type": Path, "help": "save the images that differ most to this file"},
-    "--rounds": {"type": int, "default": 1000, "help": "batches per check (default: %(default)s)"},
-    "--device": {"help": "device, such as cuda:1 (default: the current GPU, else the CPU)"},
-    "--json": {"action": "store_true", "help": "print the report as JSON"},
+# Of each option its type or what it may be, its default, and its help.
+OPTIONS: dict[str, tuple[Any, Any, str]] = {
+    "DATA": (Path, None, "folder of class folders, or of train/ with class folders"),
+    "--model": (str, "resnet50", "torchvision model"),
+    "--loader": (["torchvision", "gpuprefetch"], "torchvision", "loader to examine"),
+    "--batch-size": (int, 256, "images per batch"),
+    "--size": (int, 224, "image size in pixels"),
+    "--workers": (int, None, "worker processes (default: the usable cores)"),
+    "--seconds": (float, 3.0, "length of each measurement"),
+    "--no-tune": (bool, None, "do not try other settings"),
+    "--count": (int, 256, "images to compare"),
+    "--picture": (Path, None, "save the images that differ most to this file"),
+    "--rounds": (int, 1000, "batches per check"),
+    "--device": (str, None, "device, such as cuda:1 (default: the current GPU, else the CPU)"),
+    "--json": (bool, None, "print the report as JSON"),
 }
-FOLDER = ["data", "--size"]
+FOLDER = ["DATA", "--size"]
 COMMANDS = {
     "doctor": (
         _doctor,
@@ -144,7 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, (run, words, options) in COMMANDS.items():
         command = commands.add_parser(name, help=words, description=words)
         for option in [*options, "--device", "--json"]:
-            command.add_argument(option, **OPTIONS[option])
+            kind, default, text = OPTIONS[option]
+            taken = {"choices": kind} if isinstance(kind, list) else {"type": kind}
+            taken = {"action": "store_true"} if kind is bool else taken | {"default": default}
+            text += " (default: %(default)s)" if default is not None else ""
+            command.add_argument(option, help=text, **taken)
         command.set_defaults(run=run)
     args = parser.parse_args(arguments)
     try:
