@@ -247,37 +247,33 @@ class _Clinic:
     device: torch.device
     seconds: float
     bar: Any
-    ceiling: Run | None = None
     notes: list[str] = field(default_factory=list)
-    bad: set[str] = field(default_factory=set)
 
     def examine(self, loader: Any, tune: bool) -> DoctorReport:
-        found = self.diagnose(loader)
-        assert self.ceiling is not None
-        count, workers, cores = count_images(self.ceiling.batch), loader.num_workers, usable_cores()
+        probed, kind, stats = probe(loader), "DataLoader", None
+        alone = self.run("the loader", probed, None)
+        ceiling = self.run("the step", [to_device(alone.batch, self.device)], self.step)
+        loop = self.run("the loop", probe(loader), self.step)
+        copying, cuda = self._copy_seconds(alone.batch), self.device.type == "cuda"
+        if isinstance(loader, DataPrefetcher):
+            kind, stats = "DataPrefetcher", probed.stats.as_dict()
+            bad = sorted({image.path or f"sample {image.index}" for image in probed.bad_images})
+            if bad:
+                self.notes.append(f"{len(bad)} bad files, such as {', '.join(bad[:NAMED])}")
+        count, workers, cores = count_images(alone.batch), loader.num_workers, usable_cores()
+        bound = bound_of(
+            alone, ceiling, loop, copying=copying, workers=workers, cuda=cuda, stats=stats
+        )
+        step, wait, copy = 1000 * loop.seconds, 1000 * loop.wait, 1000 * copying
+        found = Diagnosis(bound, loop.rate, alone.rate, step, wait, copy, alone.reading)
         tried = self._try(loader, found) if tune else []
         self._note(loader, found, count)
-        kind = "DataPrefetcher" if isinstance(loader, DataPrefetcher) else "DataLoader"
         where = f"{kind}, batches of {count}, {workers} worker{'s' * (workers != 1)}, "
         where += f"{self.device}, {cores} core{'s' * (cores != 1)}"
         helps = int(bool(tried) and tried[0].gain >= SMALL)
         return DoctorReport(
-            found, self.ceiling.rate, tried[:helps], tried[helps:], self.notes, where, cores
+            found, ceiling.rate, tried[:helps], tried[helps:], self.notes, where, cores
         )
-
-    def diagnose(self, loader: Any) -> Diagnosis:
-        probed, cuda = probe(loader), self.device.type == "cuda"
-        alone = self.run("the loader", probed, None)
-        self.ceiling = self.run("the step", [to_device(alone.batch, self.device)], self.step)
-        loop = self.run("the loop", probe(loader), self.step)
-        copying, stats = self._copy_seconds(alone.batch), None
-        if isinstance(loader, DataPrefetcher):
-            stats = probed.stats.as_dict()
-            self.bad |= {image.path or f"sample {image.index}" for image in probed.bad_images}
-        rest: Any = {"copying": copying, "workers": loader.num_workers, "cuda": cuda}
-        bound = bound_of(alone, self.ceiling, loop, stats=stats, **rest)
-        step, wait, copy = 1000 * loop.seconds, 1000 * loop.wait, 1000 * copying
-        return Diagnosis(bound, loop.rate, alone.rate, step, wait, copy, alone.reading)
 
     def run(self, what: str, batches: Any, step: Step | None) -> Run:
         """Take batches for some seconds, after a warm-up that every worker has its part in."""
@@ -352,9 +348,6 @@ class _Clinic:
         return sorted(tried, key=lambda change: -change.gain)
 
     def _note(self, loader: Any, found: Diagnosis, count: int) -> None:
-        if self.bad:
-            named = ", ".join(sorted(self.bad)[:NAMED])
-            self.notes.append(f"{len(self.bad)} bad files, such as {named}")
         if slow := costs(loader, self.device, count):
             self.notes.append(slow)
         if isinstance(loader, DataPrefetcher):
