@@ -8,9 +8,10 @@ import threading
 import time
 import warnings
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,8 @@ class Lookahead:
         self._number = int(source.place["batches"])
         # "unused", "used", or "dropped" before it was used; shared with the prefetcher.
         self.use = ["unused"]
-        self._streams = [SideStream(self.device)]
+        # Batches take turns on as many as the stage prepares side by side.
+        self._streams = defaultdict(partial(SideStream, self.device), {0: SideStream(self.device)})
         self._changed = threading.Condition()  # guards the slots and _stopping
         self._slots: deque[Slot] = deque()
         self._stopping = False
@@ -140,20 +142,13 @@ class Lookahead:
         if chooses or self.stage.memory_budget is not None:
             slot.cost = self.stage.cost(slot.batch)
         self._check(slot.batch)
-        self._stream_of(slot).wait_for_loader(slot.batch)
+        self._streams[slot.number % self.stage.streams].wait_for_loader(slot.batch)
         slot.fetched = time.perf_counter()
-
-    def _stream_of(self, slot: Slot) -> SideStream:
-        """The side stream of a batch: the next of as many as there are batches side by side."""
-        lane = slot.number % self.stage.streams
-        while len(self._streams) <= lane:
-            self._streams.append(SideStream(self.device))
-        return self._streams[lane]
 
     def _prepare(self, slot: Slot) -> None:
         while self._uploads and self._uploads[0][0].query():
             self._uploads.popleft()
-        with (stream := self._stream_of(slot)).current():
+        with (stream := self._streams[slot.number % self.stage.streams]).current():
             slot.result = self.stage.run(slot.batch, slot.number, self._epoch, slot.cost)
         slot.event = stream.record()
 
@@ -208,7 +203,7 @@ class Lookahead:
             return False  # a loop without a thread hangs
         try:
             with contextlib.suppress(RuntimeError):  # of a broken context: the next call tells
-                for stream in self._streams:
+                for stream in self._streams.values():
                     stream.end()  # see Note [Stream handoff], 3
             for slot in self._slots:
                 slot.error = None  # breaks the cycle with the frame of _step
