@@ -216,7 +216,7 @@ class Lookahead:
         return True
 
 
-class Epoch:
+class Epoch(Iterator[Any]):
     """Iterator over one epoch; ``close`` ends it."""
 
     def __init__(self, lookahead: Lookahead) -> None:
@@ -232,9 +232,6 @@ class Epoch:
         # this iterator keeps it alive: its thread holds the transform.
         self.close = weakref.finalize(self, lookahead.drop)
         self._alone = threading.RLock()  # several threads may share the iterator
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         with self._alone:

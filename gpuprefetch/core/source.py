@@ -154,7 +154,7 @@ class _SeedApart(torch.Generator):
     """For the seeds that workers draw as they start, where the uninterrupted run's live on."""
 
 
-class Source:
+class Source(Iterator[tuple[Any, Any]]):
     """The batches of an epoch, each with the state that the loader itself has after it, or None.
 
     With the ``place`` of an earlier epoch it goes on there, in the same order: ``batches`` that the
@@ -211,9 +211,6 @@ class Source:
             skipped = done
         self._loader, self._iterator = rest, iter(rest)
         next(islice(self._iterator, skipped, skipped), None)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> tuple[Any, Any]:
         """The next batch and the loader's state after it; the end has that as its value."""
