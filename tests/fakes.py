@@ -1,8 +1,11 @@
 """What stands in for a GPU on a machine without one, put in at one place; and helpers."""
 
-import torch
+from inspect import signature
 
-from gpuprefetch import EncodedImage
+import torch
+from torch.utils.data import DataLoader
+
+from gpuprefetch import DataPrefetcher, EncodedImage
 from gpuprefetch.core.nested import children_of
 
 
@@ -45,3 +48,18 @@ def decode_as_on_a_gpu(prefetcher, decoder, *, job=None, launches=True):
     if job is not None:
         stage.job = job
     return prefetcher
+
+
+def loader_of(dataset, device="cpu", **options):
+    """A loader of batches of 8, with workers and pinned memory where they go to a GPU."""
+    gpu = torch.device(device).type == "cuda"
+    return DataLoader(
+        dataset, **{"batch_size": 8, "pin_memory": gpu, "num_workers": 2 * gpu} | options
+    )
+
+
+def prefetcher_of(dataset, device="cpu", **options):
+    """Around the loader of these options that are a loader's; the others are its own."""
+    names = signature(DataLoader).parameters.keys() & options.keys()
+    loader = loader_of(dataset, device, **{name: options.pop(name) for name in names})
+    return DataPrefetcher(loader, device=device, **options)
