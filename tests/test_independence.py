@@ -1,38 +1,26 @@
 """A picture is a function of seed, epoch and sample: bit for bit, however it gets here."""
 
+from functools import cache
 from itertools import islice
 
 import kornia.augmentation as K
 import pytest
 import torch
+from fakes import prefetcher_of
 from test_encoded import GPU_LEVELS, GPU_SHARE
 from test_replay import Numbered
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 
-from gpuprefetch import DataPrefetcher, RandomResizedCrop
+from gpuprefetch import RandomResizedCrop
 
 EPOCH = 3
 
 
-def pictures_of(folder, device, *, shuffle=True, sampler=None, **options):
+def pictures_of(folder, device, **options):
     """Of an epoch, by sample, and how often it drew each of them."""
-    ours = {"cpu_share", "device_prefetch_size", "memory_budget", "decoder"}
-    loader = {"batch_size": 8, "num_workers": 1} | {
-        name: value for name, value in options.items() if name not in ours
-    }
-    prefetcher = DataPrefetcher(
-        DataLoader(
-            Numbered(folder),
-            shuffle=shuffle and sampler is None,
-            sampler=sampler,
-            pin_memory=device.type == "cuda",
-            **loader,
-        ),
-        device=device,
-        seed=11,
-        transforms=[RandomResizedCrop(24), K.RandomHorizontalFlip(), K.Normalize(0.4, 0.2)],
-        **{"cpu_share": 0.0} | {name: options[name] for name in ours & set(options)},
-    )
+    transforms = [RandomResizedCrop(24), K.RandomHorizontalFlip(), K.Normalize(0.4, 0.2)]
+    options = {"shuffle": "sampler" not in options, "num_workers": 1, "cpu_share": 0.0} | options
+    prefetcher = prefetcher_of(Numbered(folder), device, seed=11, transforms=transforms, **options)
     prefetcher.set_epoch(EPOCH)
     found, count = {}, 0
     for batch in prefetcher:
@@ -41,16 +29,11 @@ def pictures_of(folder, device, *, shuffle=True, sampler=None, **options):
     return found, count
 
 
-@pytest.fixture(scope="module")
-def references():
-    return {}
-
-
-def reference(references, folder, device):
-    if device not in references:
-        references[device], _ = pictures_of(folder, device, shuffle=False)
-        assert len(references[device]) == 24
-    return references[device]
+@cache
+def reference(folder, device):
+    found, _ = pictures_of(folder, device, shuffle=False)
+    assert len(found) == 24
+    return found
 
 
 def assert_equal(found, expected):
@@ -71,28 +54,26 @@ def assert_equal(found, expected):
     ],
     ids=str,
 )
-def test_however_it_is_loaded(photo_folder, device, references, options):
-    expected = reference(references, photo_folder, device)
+def test_however_it_is_loaded(photo_folder, device, options):
     found, count = pictures_of(photo_folder, device, **options)
     assert len(found) == count == (20 if "drop_last" in options else 24)
-    assert_equal(found, expected)
+    assert_equal(found, reference(photo_folder, device))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_with_any_number_of_threads(photo_folder, device, references, threads):
-    expected = reference(references, photo_folder, device)
+def test_with_any_number_of_threads(photo_folder, device, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         found, _ = pictures_of(photo_folder, device, num_workers=0)
     finally:
         torch.set_num_threads(before)
-    assert_equal(found, expected)
+    assert_equal(found, reference(photo_folder, device))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_on_any_rank(photo_folder, device, references, world_size):
-    expected, union, drawn = reference(references, photo_folder, device), {}, 0
+def test_on_any_rank(photo_folder, device, world_size):
+    expected, union, drawn = reference(photo_folder, device), {}, 0
     for rank in range(world_size):
         sampler = DistributedSampler(range(24), world_size, rank)
         found, count = pictures_of(photo_folder, device, sampler=sampler, num_workers=0)
@@ -104,8 +85,8 @@ def test_on_any_rank(photo_folder, device, references, world_size):
 
 
 @pytest.mark.parametrize("options", [{"cpu_share": 0.5}, {"cpu_share": 1.0}, {"decoder": "cpu"}])
-def test_whatever_the_workers_decode(photo_folder, device, references, options):
-    expected = reference(references, photo_folder, device)
+def test_whatever_the_workers_decode(photo_folder, device, options):
+    expected = reference(photo_folder, device)
     found, _ = pictures_of(photo_folder, device, **options)
     if device.type == "cpu":
         assert_equal(found, expected)
@@ -115,10 +96,10 @@ def test_whatever_the_workers_decode(photo_folder, device, references, options):
     assert (off > GPU_LEVELS + 0.5).float().mean() <= GPU_SHARE
 
 
-def test_another_epoch_is_another_picture(photo_folder, references, monkeypatch):
+def test_another_epoch_is_another_picture(photo_folder, monkeypatch):
     # Guards the tests above.
     cpu = torch.device("cpu")
-    expected = reference(references, photo_folder, cpu)
+    expected = reference(photo_folder, cpu)
     monkeypatch.setitem(globals(), "EPOCH", 4)
     found, _ = pictures_of(photo_folder, cpu)
     assert not any(torch.equal(found[number], expected[number]) for number in expected)
@@ -135,13 +116,9 @@ def one_ahead(loader):
 
 
 def test_loops_of_training_frameworks(photo_folder, device):
-    def prefetcher():
-        loader = DataLoader(
-            Numbered(photo_folder), 8, num_workers=1, pin_memory=device.type == "cuda"
-        )
-        return DataPrefetcher(loader, device=device, transforms=[RandomResizedCrop(8)])
-
-    train, val, order = prefetcher(), prefetcher(), []
+    options = {"num_workers": 1, "transforms": [RandomResizedCrop(8)]}
+    train, val = (prefetcher_of(Numbered(photo_folder), device, **options) for _ in range(2))
+    order = []
     # Lightning's way: a few validation batches first, whose iterator is left; validation within
     # the training epoch; and a shorter loader that is started again beside a longer one.
     assert len(list(islice(val, 2))) == 2

@@ -2,20 +2,15 @@
 
 import json
 import time
+from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
+from fakes import prefetcher_of
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader
 
-from gpuprefetch import (
-    DataPrefetcher,
-    EncodedImageFolder,
-    RandomResizedCrop,
-    Stats,
-)
+from gpuprefetch import EncodedImageFolder, RandomResizedCrop, Stats
 from gpuprefetch.core.stats import Timed
 
 WORKER_STAGES = ("read", "worker_decode", "collate")
@@ -28,16 +23,12 @@ class SlowFolder(EncodedImageFolder):
         return super().__getitem__(index)
 
 
-def prefetcher_of(folder, dataset=SlowFolder, workers=1, device="cpu", **options):
-    pin = device == "cuda"
-    loader = DataLoader(dataset(folder), batch_size=8, num_workers=workers, pin_memory=pin)
-    transforms = [RandomResizedCrop(16), torch.neg]
-    return DataPrefetcher(loader, transforms=transforms, device=device, **options)
+slow = partial(prefetcher_of, transforms=[RandomResizedCrop(16), torch.neg])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_every_stage_is_counted(photo_folder, workers):
-    prefetcher = prefetcher_of(photo_folder, workers=workers)
+    prefetcher = slow(SlowFolder(photo_folder), num_workers=workers)
     for _ in prefetcher:
         time.sleep(0.02)
     stats = prefetcher.stats
@@ -54,7 +45,7 @@ def test_every_stage_is_counted(photo_folder, workers):
 
 def test_images_that_the_dataset_keeps_are_not_read(photo_folder):
     images = list(EncodedImageFolder(photo_folder))
-    prefetcher = DataPrefetcher(DataLoader(images, batch_size=8), device="cpu")
+    prefetcher = prefetcher_of(images)
     images.sort(key=lambda sample: -sample[0].index)
     list(islice(prefetcher, 2))
     assert prefetcher.stats.read_seconds == 0
@@ -83,18 +74,15 @@ def test_accounting_is_nearly_free():
     assert min(account() for _ in range(5)) < 0.005 * 0.018
 
 
-@pytest.mark.parametrize(
-    "device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=["cpu", "cuda"]
-)
-def test_profiler_names_the_stages(photo_folder, tmp_path, device_type):
+def test_profiler_names_the_stages(photo_folder, tmp_path, device):
     config = torch.profiler._ExperimentalConfig(profile_all_threads=True)
-    prefetcher = prefetcher_of(photo_folder, device=device_type)
+    prefetcher = slow(SlowFolder(photo_folder), device, num_workers=1)
     with profile(
         activities=[ProfilerActivity.CPU], experimental_config=config, acc_events=True
     ) as profiler:
         list(prefetcher)
-    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    trace = json.loads(Path(tmp_path / "trace.json").read_text())
+    profiler.export_chrome_trace(str(file := tmp_path / "trace.json"))
+    trace = json.loads(file.read_text())
     names = {event.get("name") for event in trace["traceEvents"]}
-    on_gpu = ("decode", "handoff") if device_type == "cuda" else ()
+    on_gpu = ("decode", "handoff") if device.type == "cuda" else ()
     assert {f"gpuprefetch.{stage}" for stage in (*STAGES, *on_gpu)} <= names
