@@ -29,23 +29,23 @@ def balancer_of(share=0.0, **options):
     )
 
 
-def nothing(share):
-    return 0.0
+def at(share, *values):
+    return [value(share) if callable(value) else value for value in values]
 
 
-def run(balancer, batches, period, waited, late=nothing, decoding=nothing):
-    """Batches of a loop; what each takes is a function of the share. Returns the shares."""
+def run(balancer, batches, period, waited, late=0.0, decoding=0.0):
+    """Batches of a loop, which take seconds or a function of the share. Returns the shares."""
     shares = []
     for _ in range(batches):
         share = balancer.value
-        balancer.fetched(late(share), decoding(share))
-        balancer.handed_over(period(share), waited(share))
+        balancer.fetched(*at(share, late, decoding))
+        balancer.handed_over(*at(share, period, waited))
         shares.append(balancer.value)
     return shares
 
 
 def test_no_share_where_the_loop_does_not_wait_for_decode():
-    assert set(run(balancer_of(), 2000, lambda share: 0.02, lambda share: 0.0005)) == {0.0}
+    assert set(run(balancer_of(), 2000, 0.02, 0.0005)) == {0.0}
 
 
 def test_the_share_rises_while_that_makes_batches_come_faster():
@@ -67,13 +67,12 @@ def test_a_noisy_loop_keeps_a_rise_that_helps(seed):
     noise = random.Random(seed)
     period = lambda share: (0.0133 - 0.0095 * min(share, 0.3)) * noise.gauss(1, 0.08)  # noqa: E731
     decoding = lambda share: 256 * share * (0.0005 + 0.002 * share)  # noqa: E731
-    fetch = lambda share: 0.0007  # noqa: E731
-    shares = run(balancer_of(), 1500, period, lambda share: 0.01, fetch, decoding)
+    shares = run(balancer_of(), 1500, period, 0.01, 0.0007, decoding)
     assert min(shares[300:]) >= 0.3
 
 
 def test_a_rise_that_does_not_help_is_taken_back_and_seldom_tried_again():
-    shares = run(balancer_of(), 20_000, lambda share: 0.02, lambda share: 0.01)
+    shares = run(balancer_of(), 20_000, 0.02, 0.01)
     assert shares[-1] == 0.0 or shares[-WINDOW * 4] == 0.0
     assert 0 < sum(map(bool, shares)) < TRIES * len(shares)
 
@@ -81,7 +80,7 @@ def test_a_rise_that_does_not_help_is_taken_back_and_seldom_tried_again():
 def test_late_workers_decode_less_at_once():
     balancer = balancer_of(0.8)
     under_way = Loader.num_workers * Loader.prefetch_factor + 4
-    shares = run(balancer, under_way + FEW, lambda share: 0.02, lambda share: 0, lambda share: 0.01)
+    shares = run(balancer, under_way + FEW, 0.02, 0, 0.01)
     assert shares[-2:] == [0.8, 0.4]
 
 
@@ -101,16 +100,15 @@ def test_the_first_batches_of_an_epoch_may_be_late():
     balancer = balancer_of(0.5)
     for _ in range(50):
         balancer.begin()
-        run(balancer, 20, lambda share: 0.5, lambda share: 0.4, lambda share: 0.4)
+        run(balancer, 20, 0.5, 0.4, 0.4)
     assert balancer.value == 0.5
 
 
 def test_a_fixed_share_and_a_small_machine_stay_as_they_are(monkeypatch):
-    waits = (lambda share: 0.05), (lambda share: 0.04)
-    assert set(run(balancer_of(0.3, fixed=True), 500, *waits)) == {0.3}
+    assert set(run(balancer_of(0.3, fixed=True), 500, 0.05, 0.04)) == {0.3}
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     balancer = balancer_of()
-    assert set(run(balancer, 500, *waits)) == {0.0}
+    assert set(run(balancer, 500, 0.05, 0.04)) == {0.0}
     assert balancer.fixed and not balancer.chosen
 
 

@@ -141,36 +141,30 @@ def test_so_many_batches_are_fetched_ahead(threaded, depth):
     iterator.close()
 
 
-@pytest.mark.parametrize("where", ["loader", "transform"])
-def test_an_error_comes_after_the_batches_before_it(either, where):
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("transform", OSError),
+        *(("loader", kind) for kind in (LookupError, KeyboardInterrupt, SystemExit, MemoryError)),
+    ],
+)
+def test_an_error_comes_after_the_batches_before_it(either, where, error):
     def batches():
         yield from pictures(0, 1)()
         if where == "loader":
-            raise OSError("a bad disk")
+            raise error("a bad disk")
         yield from pictures(2, 3)()
 
     def transform(images):
         if images.max() == 2:
-            raise OSError("a bad disk")
+            raise error("a bad disk")
         return images
 
     iterator = iter(prefetcher_of(batches, transforms=[transform]))
     assert [float(next(iterator).max()) for _ in range(2)] == [0, 1]
-    with pytest.raises(OSError, match="a bad disk"):
+    with pytest.raises(error, match="a bad disk"):
         next(iterator)
     with pytest.raises(RuntimeError, match="an error has ended this epoch"):
-        next(iterator)
-
-
-@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt, SystemExit, MemoryError])
-def test_whatever_ends_the_loader_reaches_the_loop(either, error):
-    def batches():
-        yield 0
-        raise error
-
-    iterator = iter(prefetcher_of(batches))
-    assert next(iterator) == 0
-    with pytest.raises(error):
         next(iterator)
 
 

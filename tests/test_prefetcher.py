@@ -13,6 +13,7 @@ from collections import namedtuple
 from functools import partial
 from itertools import islice
 
+import fakes
 import kornia.augmentation as K
 import pytest
 import torch
@@ -21,12 +22,7 @@ from fakes import leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchvision.transforms import v2
 
-from gpuprefetch import (
-    DataPrefetcher,
-    EncodedImageFolder,
-    RandomResizedCrop,
-    Resize,
-)
+from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, Resize
 from gpuprefetch import prefetcher as _prefetcher
 
 Pair = namedtuple("Pair", "image target")
@@ -61,9 +57,8 @@ class Stream(IterableDataset):
         yield from (torch.tensor([i]) for i in range(start, 9, step))
 
 
-def loader_of(dataset, device, **options):
-    options = {"batch_size": 4, "pin_memory": torch.device(device).type == "cuda"} | options
-    return DataLoader(dataset, **options)
+loader_of = partial(fakes.loader_of, batch_size=4, num_workers=0)
+prefetcher_of = partial(fakes.prefetcher_of, batch_size=4, num_workers=0)
 
 
 def assert_same(batch, expected):
@@ -127,9 +122,7 @@ def test_looks_like_the_loader_and_leaves_it_as_it_was():
     assert prefetcher.sampler is loader.sampler
     with pytest.raises(AttributeError):
         _ = prefetcher.nothing
-    with pytest.raises(
-        AttributeError, match=r"give it to DataPrefetcher\(loader, on_error='skip'\)"
-    ):
+    with pytest.raises(AttributeError, match=r"to DataPrefetcher\(loader, on_error='skip'\)"):
         prefetcher.on_error = "skip"
     list(prefetcher)
     assert vars(loader) == before
@@ -159,7 +152,7 @@ def test_any_batch_sampler(device):
 
 
 def test_manual_form(device):
-    prefetcher = DataPrefetcher(loader_of(Numbers(6), device), device=device)
+    prefetcher = prefetcher_of(Numbers(6), device)
     for _ in range(2):
         seen = []
         images, target = prefetcher.next()
@@ -173,9 +166,7 @@ def test_manual_form(device):
 @pytest.mark.usefixtures("no_threads_of_others")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_in_the_dataset_reaches_the_loop(device, workers):
-    prefetcher = DataPrefetcher(
-        loader_of(Numbers(12, fail_at=9), device, num_workers=workers), device=device
-    )
+    prefetcher = prefetcher_of(Numbers(12, fail_at=9), device, num_workers=workers)
     seen = []
     with pytest.raises(LookupError, match="sample 9 is broken") as caught:
         for _, target in prefetcher:
@@ -211,8 +202,7 @@ def test_a_transform_that_raises_stop_iteration_does_not_end_the_epoch(device):
     def add_noise(images):
         return images + next(noise)
 
-    loader = loader_of(Numbers(8), device)
-    iterator = iter(DataPrefetcher(loader, device=device, transforms=[add_noise]))
+    iterator = iter(prefetcher_of(Numbers(8), device, transforms=[add_noise]))
     next(iterator)
     with pytest.raises(RuntimeError, match="a transform, or on_error, raised StopIteration"):
         next(iterator)
@@ -225,7 +215,7 @@ def test_break_leaves_nothing_behind(device, workers):
     gc.collect()
     # Other tests leave workspaces of cuBLAS, for one.
     allocated = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    prefetcher = DataPrefetcher(loader_of(Numbers(64), device, num_workers=workers), device=device)
+    prefetcher = prefetcher_of(Numbers(64), device, num_workers=workers)
     for _ in range(2):
         for _batch in prefetcher:
             break
@@ -242,7 +232,7 @@ def test_break_leaves_nothing_behind(device, workers):
 
 
 def test_nested_and_simultaneous_iteration(device):
-    prefetcher = DataPrefetcher(loader_of(Numbers(8), device, num_workers=1), device=device)
+    prefetcher = prefetcher_of(Numbers(8), device, num_workers=1)
     pairs = [(int(a[0]), int(b[0])) for _, a in prefetcher for _, b in prefetcher]
     assert pairs == [(0, 0), (0, 4), (4, 0), (4, 4)]
     both = zip(prefetcher, prefetcher, strict=True)
@@ -272,7 +262,7 @@ def collectors(tmp_path, device):
     gc.disable()
     try:
         Garbage(log)
-        list(DataPrefetcher(loader_of(Collecting(4), device, num_workers=1), device=device))
+        list(prefetcher_of(Collecting(4), device, num_workers=1))
     finally:
         gc.enable()
     gc.collect()
@@ -288,7 +278,7 @@ def test_what_the_user_has_frozen_stays_so(device, workers):
     gc.collect()  # what is garbage already would stay, too
     gc.freeze()
     before = gc.get_freeze_count()
-    list(DataPrefetcher(loader_of(Numbers(4), device, num_workers=workers), device=device))
+    list(prefetcher_of(Numbers(4), device, num_workers=workers))
     assert gc.get_freeze_count() > before / 2 > 0  # some are freed without the collector
 
 
@@ -299,7 +289,7 @@ def test_workers_would_collect_the_garbage_of_their_parent(tmp_path, monkeypatch
 
 
 def test_the_manual_form_does_not_begin_anew_behind_an_error(device):
-    prefetcher = DataPrefetcher(loader_of(Numbers(12, fail_at=9), device), device=device)
+    prefetcher = prefetcher_of(Numbers(12, fail_at=9), device)
     seen = [prefetcher.next()[1].tolist() for _ in range(2)]
     with pytest.raises(LookupError, match="sample 9 is broken"):
         prefetcher.next()
@@ -314,8 +304,7 @@ class Nested(IterableDataset):
     """Reads through a prefetcher of its own."""
 
     def __init__(self):
-        loader = DataLoader(Numbers(6, "tensor"), 2)
-        self.prefetcher = DataPrefetcher(loader, device="cpu")
+        self.prefetcher = prefetcher_of(Numbers(6, "tensor"), batch_size=2)
 
     def __iter__(self):
         for _ in range(3):
@@ -340,9 +329,9 @@ class Zipped:
 
 
 def test_a_prefetcher_around_a_loader_of_prefetchers():
-    parts = [DataPrefetcher(DataLoader(Numbers(6, "tensor"), 2), device="cpu") for _ in range(2)]
+    parts = [prefetcher_of(Numbers(6, "tensor")) for _ in range(2)]
     batches = list(DataPrefetcher(Zipped(*parts), device="cpu"))
-    assert len(batches) == 3 and all(torch.equal(one, other) for one, other in batches)
+    assert len(batches) == 2 and all(torch.equal(one, other) for one, other in batches)
     assert gc.isenabled()
     with pytest.raises(TypeError, match=r"got a DataPrefetcher.*wrap the DataLoader within it"):
         DataPrefetcher(parts[0], device="cpu")
@@ -351,7 +340,8 @@ def test_a_prefetcher_around_a_loader_of_prefetchers():
 @pytest.mark.parametrize("shape", [(4, 32, 40, 3), (4, 5, 8, 1), (4, 9, 9, 4), (4, 9, 7, 3)])
 def test_images_with_their_channels_last_are_refused(shape):
     images = torch.zeros(shape, dtype=torch.float32 if shape[2] == 7 else torch.uint8)
-    with pytest.raises(ValueError, match=r"look like \(N, H, W, C\).*permute"):
+    words = r"look like \(N, H, W, C\).*torch\.from_numpy\(image\)\.permute\(2, 0, 1\)"
+    with pytest.raises(ValueError, match=words):
         list(DataPrefetcher([images], device="cpu", transforms=[Resize(4)]))
     list(DataPrefetcher([images.permute(0, 3, 1, 2)], device="cpu", transforms=[Resize(4)]))
     list(DataPrefetcher([images], device="cpu"))
@@ -402,8 +392,8 @@ def test_what_a_subclass_sets_is_its_own():
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_copy_made_in_the_middle_of_an_epoch(workers):
-    options = {"num_workers": 1, "persistent_workers": True} if workers else {}
-    prefetcher = DataPrefetcher(DataLoader(Numbers(4, "tensor"), 2, **options), device="cpu")
+    options = {"num_workers": workers, "persistent_workers": bool(workers)}
+    prefetcher = prefetcher_of(Numbers(8, "tensor"), **options)
     first = prefetcher.next()
     copied = copy.deepcopy(prefetcher)
     assert torch.equal(copied.next(), first)
@@ -413,8 +403,7 @@ def test_a_copy_made_in_the_middle_of_an_epoch(workers):
 @pytest.mark.usefixtures("no_threads_of_others")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_dropping_the_prefetcher_ends_the_epoch_of_its_next(device, workers):
-    loader = loader_of(Numbers(20, "tensor"), device, num_workers=workers)
-    prefetcher = DataPrefetcher(loader, device=device)
+    prefetcher = prefetcher_of(Numbers(20, "tensor"), device, num_workers=workers)
     prefetcher.next()
     iterator = weakref.ref(prefetcher._manual)
     del prefetcher
@@ -438,13 +427,10 @@ def test_the_default_device_changes_nothing(photo_folder):
 
 
 def test_a_shallow_copy_has_epochs_of_its_own(photo_folder):
-    dataset = EncodedImageFolder(photo_folder)
-    loader = loader_of(dataset, "cpu", batch_size=2, num_workers=1, persistent_workers=True)
-
-    def prefetcher():
-        return DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(8)], seed=3)
-
-    expected, one = list(prefetcher()), prefetcher()
+    options = {"num_workers": 1, "persistent_workers": True}
+    loader = loader_of(EncodedImageFolder(photo_folder), batch_size=2, **options)
+    make = partial(DataPrefetcher, loader, device="cpu", transforms=[RandomResizedCrop(8)], seed=3)
+    expected, one = list(make()), make()
     iterator = iter(one)
     batches = [next(iterator)]
     copied = copy.copy(one)
@@ -457,7 +443,7 @@ def test_a_shallow_copy_has_epochs_of_its_own(photo_folder):
 
 
 def test_an_iterator_is_not_copied(device):
-    iterator = iter(DataPrefetcher(loader_of(Numbers(8), device), device=device))
+    iterator = iter(prefetcher_of(Numbers(8), device))
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(NotImplementedError, match=r"cannot be copied.*state_dict\(\)"):
             copied(iterator)
@@ -466,8 +452,8 @@ def test_an_iterator_is_not_copied(device):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_threads_may_share_an_iterator(device, workers):
-    loader = loader_of(Numbers(200, "tensor"), device, batch_size=1, num_workers=workers)
-    iterator, seen = iter(DataPrefetcher(loader, device=device)), []
+    options = {"batch_size": 1, "num_workers": workers}
+    iterator, seen = iter(prefetcher_of(Numbers(200, "tensor"), device, **options)), []
     threads = [
         threading.Thread(target=lambda: seen.extend(int(batch[0, 0, 0, 0]) for batch in iterator))
         for _ in range(4)
@@ -498,6 +484,9 @@ def test_the_interpreter_exits_with_an_epoch_under_way():
     assert err == ""
 
 
+NORMALIZED = [RandomResizedCrop(8), K.Normalize(0.4, 0.2)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -507,12 +496,14 @@ def test_the_interpreter_exits_with_an_epoch_under_way():
         ({"loader": zip([1], [2], strict=True)}, TypeError, "gives its batches once"),
         ({"device_prefetch_size": 0}, ValueError, "1 or more"),
         ({"device_prefetch_size": 1.5}, ValueError, r"1 or more, or None, got 1\.5"),
+        ({"device": "gpu"}, ValueError, r'"cuda:1".*got \'gpu\''),
         ({"device": "cuda:99"}, ValueError, "not there"),
         ({"device": "meta"}, ValueError, "CUDA or CPU"),
         ({"device": -1}, ValueError, "device must be .* got -1"),
         ({"device": True}, ValueError, "device must be .* got True"),
+        ({"decoder": "dali"}, ValueError, 'one of "auto", "cpu"'),
         ({"decoder": "torchcodec", "device": "cpu"}, ValueError, "needs a CUDA device"),
-        ({"cpu_share": 1.5}, ValueError, "cpu_share"),
+        ({"cpu_share": 1.5}, ValueError, r"cpu_share.*0\.0 to 1\.0"),
         ({"on_error": "ignore"}, ValueError, "on_error"),
         ({"max_bad": "3"}, ValueError, "max_bad is a number"),
         ({"max_bad": -1}, ValueError, "max_bad is a number"),
@@ -524,6 +515,7 @@ def test_the_interpreter_exits_with_an_epoch_under_way():
         ({"apply_exif": "no"}, ValueError, "apply_exif must be True or False"),
         ({"seed": "3"}, ValueError, "seed is an int"),
         ({"transforms": [3]}, TypeError, "callables"),
+        ({"transforms": NORMALIZED, "dtype": torch.uint8}, ValueError, "Normalize gives others"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, error, text):
