@@ -310,19 +310,6 @@ def test_what_a_worker_cannot_decode_leaves_the_others_their_places(size, on_gpu
             assert batch.span(i).numel() > 0
 
 
-def test_epochs_and_seeds_differ(photo_folder, device):
-    options = {"batch_size": 24, "num_workers": 1 + (device.type == "cuda")}
-    loader = loader_of(EncodedImageFolder(photo_folder), device, persistent_workers=True, **options)
-    one, two, same = (
-        DataPrefetcher(loader, device=device, transforms=[RandomResizedCrop(32)], seed=seed)
-        for seed in (1, 2, 1)
-    )
-    first, second, other, again = (next(iter(p))[0] for p in (one, one, two, same))
-    assert not torch.equal(first, second)
-    assert not torch.equal(first, other)
-    assert torch.equal(first, again)
-
-
 def test_a_deep_copy_reaches_its_persistent_workers(photo_folder):
     options = {"num_workers": 1, "persistent_workers": True, "seed": 3}
     dataset = EncodedImageFolder(photo_folder)

@@ -1,7 +1,7 @@
 """A picture is a function of seed, epoch and sample: bit for bit, however it gets here."""
 
 from functools import cache
-from itertools import islice
+from itertools import chain, islice, pairwise
 
 import kornia.augmentation as K
 import pytest
@@ -13,15 +13,14 @@ from torch.utils.data import DistributedSampler
 
 from gpuprefetch import RandomResizedCrop
 
-EPOCH = 3
 
-
-def pictures_of(folder, device, **options):
+def pictures_of(folder, device, epoch=3, **options):
     """Of an epoch, by sample, and how often it drew each of them."""
     transforms = [RandomResizedCrop(24), K.RandomHorizontalFlip(), K.Normalize(0.4, 0.2)]
-    options = {"shuffle": "sampler" not in options, "num_workers": 1, "cpu_share": 0.0} | options
-    prefetcher = prefetcher_of(Numbered(folder), device, seed=11, transforms=transforms, **options)
-    prefetcher.set_epoch(EPOCH)
+    defaults = {"shuffle": "sampler" not in options, "num_workers": 1, "cpu_share": 0.0, "seed": 11}
+    options = defaults | options
+    prefetcher = prefetcher_of(Numbered(folder), device, transforms=transforms, **options)
+    prefetcher.set_epoch(epoch)
     found, count = {}, 0
     for batch in prefetcher:
         count += len(batch["target"])
@@ -96,45 +95,31 @@ def test_whatever_the_workers_decode(photo_folder, device, options):
     assert (off > GPU_LEVELS + 0.5).float().mean() <= GPU_SHARE
 
 
-def test_another_epoch_is_another_picture(photo_folder, monkeypatch):
+@pytest.mark.parametrize("options", [{"epoch": 4}, {"seed": 12}], ids=str)
+def test_another_epoch_or_seed_is_another_picture(photo_folder, device, options):
     # Guards the tests above.
-    cpu = torch.device("cpu")
-    expected = reference(photo_folder, cpu)
-    monkeypatch.setitem(globals(), "EPOCH", 4)
-    found, _ = pictures_of(photo_folder, cpu)
+    expected = reference(photo_folder, device)
+    found, _ = pictures_of(photo_folder, device, **options)
     assert not any(torch.equal(found[number], expected[number]) for number in expected)
-
-
-def one_ahead(loader):
-    """Accelerate's way: the next batch is taken before one is given, so the last is known."""
-    iterator = iter(loader)
-    batch = next(iterator)
-    for following in iterator:
-        yield batch, False
-        batch = following
-    yield batch, True
 
 
 def test_loops_of_training_frameworks(photo_folder, device):
     options = {"num_workers": 1, "transforms": [RandomResizedCrop(8)]}
     train, val = (prefetcher_of(Numbered(photo_folder), device, **options) for _ in range(2))
-    order = []
+
+    def begin(batch):
+        return int(batch["target"][0])
+
     # Lightning's way: a few validation batches first, whose iterator is left; validation within
-    # the training epoch; and a shorter loader that is started again beside a longer one.
+    # the training epoch. Accelerate's way: the next batch is taken before one is given.
     assert len(list(islice(val, 2))) == 2
     for epoch in range(2):
-        for batch, last in one_ahead(train):
-            order.append((epoch, int(batch["target"][0]), last))
-            if not last and epoch:
-                assert [int(b["target"][0]) for b in val] == [0, 8, 16]
-    assert order == [(e, n, n == 16) for e in range(2) for n in (0, 8, 16)]
-    short, cycles = iter(val), 0
-    for _ in range(2):
-        for batch in train:
-            try:
-                other = next(short)
-            except StopIteration:
-                short, cycles = iter(val), cycles + 1
-                other = next(short)
-            assert torch.equal(batch["target"], other["target"])
-    assert cycles == 1
+        order = []
+        for batch, following in pairwise(train):
+            order.append((begin(batch), begin(following)))
+            if epoch:
+                assert [*map(begin, val)] == [0, 8, 16]
+        assert order == [(0, 8), (8, 16)]
+    # A loader that is started again beside another one.
+    both = zip(chain(train, train), chain(val, val), strict=True)
+    assert [(begin(batch), begin(other)) for batch, other in both] == [(0, 0), (8, 8), (16, 16)] * 2
