@@ -1,5 +1,7 @@
 """What stands in for a GPU on a machine without one, put in at one place; and helpers."""
 
+import threading
+import time
 from inspect import signature
 
 import torch
@@ -63,3 +65,19 @@ def prefetcher_of(dataset, device="cpu", **options):
     names = signature(DataLoader).parameters.keys() & options.keys()
     loader = loader_of(dataset, device, **{name: options.pop(name) for name in names})
     return DataPrefetcher(loader, device=device, **options)
+
+
+SECONDS = 20  # for what takes milliseconds; a hang takes for ever
+
+
+def threads():
+    """The package's threads that run."""
+    return [thread for thread in threading.enumerate() if thread.name == "gpuprefetch"]
+
+
+def until(condition):
+    """Wait for another thread to bring it about."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

@@ -194,6 +194,11 @@ def packed(files, transforms, *, share=0.0, on_gpu=True, exif=False):
     return Packing(Packer((head,), on_gpu, exif, 7, epoch, shared))(files)
 
 
+def sampled(picture, row, size):
+    """What the GPU makes of a picture, in levels."""
+    return resample([picture], row[None], size, dtype=torch.float64)[0] * 255
+
+
 @pytest.mark.parametrize(
     ("exif", "size"), [(True, (32, 34)), (True, (40, 48)), (False, (150, 160))]
 )
@@ -214,8 +219,8 @@ def test_what_workers_ship_for_the_gpu_reads_the_same(photo_folder, exif, size):
             (stored,) = whole.pictures(np.array([i]), whole.pixels)
         (ready,) = shipped.pictures(np.array([i]), shipped.pixels)
         want, got = (
-            resample([picture], rows[i : i + 1], size, dtype=torch.float64)[0] * 255
-            for picture, rows in ((stored, whole.rows[0]), (ready, shipped.rows[0]))
+            sampled(stored, whole.rows[0][i], size),
+            sampled(ready, shipped.rows[0][i], size),
         )
         # A crop that is shipped is resampled once, in floating point; one that the worker resamples
         # is rounded to whole levels after each of two passes.
@@ -235,17 +240,13 @@ def test_workers_scale_large_photos_as_they_decode_them(large_photos, area, divi
     transforms = [crop, K.RandomHorizontalFlip(0.5)]
     whole, scaled = (packed(large_photos, transforms, share=share) for share in (0.0, 1.0))
     for i, image in enumerate(large_photos):
-        stored, row = decode_cpu(image.data), whole.rows[0][i : i + 1]
+        stored, row = decode_cpu(image.data), whole.rows[0][i]
         assert 1 <= np.abs(row[..., 1]).min() / (2 * divisor) < 2
         (ready,) = scaled.pictures(np.array([i]), scaled.pixels)
-        beside = row + np.array([divisor / 2, 0, 0, 0, 0, 0])
-        want, wrong, got = (
-            resample([picture], rows, size, dtype=torch.float64)[0] * 255
-            for picture, rows in (
-                (stored, row),
-                (stored, beside),
-                (ready, scaled.rows[0][i : i + 1]),
-            )
+        got = sampled(ready, scaled.rows[0][i], size)
+        want, wrong = (
+            sampled(stored, row + np.array([beside, 0, 0, 0, 0, 0]), size)
+            for beside in (0, divisor / 2)
         )
         # Whole levels are 0.25 away on average. Half a pixel of the scaled picture is more.
         assert (want - got).abs().mean() <= 0.4

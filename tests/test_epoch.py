@@ -6,10 +6,12 @@ import os
 import threading
 import time
 import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 
 import pytest
 import torch
+from fakes import SECONDS, threads, until
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -18,12 +20,6 @@ from gpuprefetch.core import epoch as _epoch
 from gpuprefetch.core.epoch import JOIN_SECONDS
 from gpuprefetch.core.forks import garbage_stays_here
 
-SECONDS = 20  # for what takes milliseconds; a hang takes for ever
-
-
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "gpuprefetch"]
-
 
 @pytest.fixture(autouse=True)
 def threads_end():
@@ -31,29 +27,18 @@ def threads_end():
     until(lambda: not threads())
 
 
-def until(condition):
-    """Wait for another thread to bring it about."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def within(seconds, function):
     """What ``function`` returns or raises, in a thread of its own."""
-    found = []
+    future = Future()
 
     def run():
         try:
-            found.append(function())
+            future.set_result(function())
         except BaseException as error:
-            found.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert found, "it hangs"
-    return found[0]
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(seconds)
 
 
 @pytest.fixture(params=["threaded", "in the loop"])
@@ -250,16 +235,12 @@ def test_the_end_waits_for_a_batch_that_the_loop_prepares():
 
     iterator = iter(prefetcher_of(pictures(0, 1), transforms=[transform]))
 
-    def go_on():
-        with contextlib.suppress(StopIteration):  # the epoch has ended
-            next(iterator)
-
-    loop = threading.Thread(target=go_on)
-    loop.start()
-    assert begun.wait(SECONDS)
-    iterator.close()
-    assert done
-    loop.join(SECONDS)
+    with ThreadPoolExecutor() as pool:
+        loop = pool.submit(next, iterator, None)
+        assert begun.wait(SECONDS)
+        iterator.close()
+        assert done
+    assert loop.result() is None  # the epoch has ended
 
 
 def test_a_loop_that_waits_when_another_thread_ends_the_epoch(threaded):
@@ -267,7 +248,7 @@ def test_a_loop_that_waits_when_another_thread_ends_the_epoch(threaded):
     threading.Timer(0.1, held.iterator.close).start()
     threading.Timer(0.2, held.release.set).start()
     with pytest.raises(StopIteration):  # not for ever
-        raise within(SECONDS, lambda: next(held.iterator))
+        within(SECONDS, lambda: next(held.iterator))
 
 
 def test_an_end_that_is_interrupted_goes_on(threaded, monkeypatch):

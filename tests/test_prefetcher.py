@@ -6,19 +6,19 @@ import gc
 import os
 import pickle
 import threading
-import time
 import warnings
 import weakref
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 import fakes
 import kornia.augmentation as K
 import pytest
 import torch
 from children import Child
-from fakes import leaves
+from fakes import leaves, threads, until
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchvision.transforms import v2
 
@@ -175,7 +175,7 @@ def test_an_error_in_the_dataset_reaches_the_loop(device, workers):
     assert any("batch 2" in note for note in caught.value.__notes__)
     text = "".join(str(entry) for entry in caught.traceback) + str(caught.value)
     assert "__getitem__" in text  # the original traceback
-    assert gpuprefetch_threads() == []
+    until(lambda: not threads())
     prefetcher.dataset.fail_at = None
     assert len(list(prefetcher)) == 3
 
@@ -184,16 +184,6 @@ def test_an_error_in_the_dataset_reaches_the_loop(device, workers):
 def no_threads_of_others():
     """What an exception of another test keeps alive is gone: its frames are garbage."""
     gc.collect()
-
-
-def gpuprefetch_threads():
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        found = [t.name for t in threading.enumerate() if t.name.startswith("gpuprefetch")]
-        if not found:
-            break
-        time.sleep(0.01)
-    return found
 
 
 def test_a_transform_that_raises_stop_iteration_does_not_end_the_epoch(device):
@@ -222,7 +212,7 @@ def test_break_leaves_nothing_behind(device, workers):
         del _batch
         assert [t.tolist() for _, t in islice(prefetcher, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     gc.collect()
-    assert gpuprefetch_threads() == []
+    until(lambda: not threads())
     assert {child.pid for child in torch.multiprocessing.active_children()} <= before
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -409,7 +399,7 @@ def test_dropping_the_prefetcher_ends_the_epoch_of_its_next(device, workers):
     del prefetcher
     gc.collect()
     assert iterator() is None
-    assert not any(thread.name == "gpuprefetch" for thread in threading.enumerate())
+    assert not threads()
 
 
 def test_the_default_device_changes_nothing(photo_folder):
@@ -453,16 +443,10 @@ def test_an_iterator_is_not_copied(device):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_threads_may_share_an_iterator(device, workers):
     options = {"batch_size": 1, "num_workers": workers}
-    iterator, seen = iter(prefetcher_of(Numbers(200, "tensor"), device, **options)), []
-    threads = [
-        threading.Thread(target=lambda: seen.extend(int(batch[0, 0, 0, 0]) for batch in iterator))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(seen) == [*range(200)]
+    iterator = iter(prefetcher_of(Numbers(200, "tensor"), device, **options))
+    with ThreadPoolExecutor(4) as pool:
+        parts = pool.map(lambda _: [int(batch[0, 0, 0, 0]) for batch in iterator], range(4))
+    assert sorted(chain.from_iterable(parts)) == [*range(200)]
 
 
 EXIT = """

@@ -1,6 +1,6 @@
 """Random numbers are functions of their key, uniform, and local to the thread that seeds them."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -78,17 +78,6 @@ def test_seeded_draws_are_local_to_their_thread():
     torch.manual_seed(0)
     expected = torch.rand(4)
     torch.manual_seed(0)
-    entered, leave = threading.Event(), threading.Event()
-
-    def hold():
-        with SeededDraws(1):
-            entered.set()
-            leave.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    entered.wait()
-    drawn = torch.rand(4)
-    leave.set()
-    thread.join()
+    with SeededDraws(1), ThreadPoolExecutor() as pool:
+        drawn = pool.submit(torch.rand, 4).result()
     assert torch.equal(drawn, expected)
