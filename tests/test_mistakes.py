@@ -125,6 +125,10 @@ DATASET = r"DataLoader\(dataset, batch_size=\.\.\.\)"
             lambda root: list(DataPrefetcher(DataLoader([first(root), torch.ones(3)], 2))),
             r"gave an EncodedImage in one sample, and Tensor in its place.*index, path\) in all\.",
         ),
+        (
+            lambda root: list(DataPrefetcher([torch.ones(4, 5)], device="cpu", transforms=[CROP])),
+            "neither an EncodedImage nor",
+        ),
         (lambda root: first(root).mean(), r"gpuprefetch\.accelerate\(loader\)"),
         (lambda root: gpuprefetch.accelerate(ImageFolder(root)), rf"Build one of it: {DATASET}\.$"),
         (
