@@ -102,14 +102,13 @@ def nested_batches():
     t = torch.arange(6.0)
     tagged = TaggedList([t, 1])
     tagged.tag = "kept"
-    counts = defaultdict(list, {"a": t})
     return {
         "tensor": t,
         "tuple": (t, 1, "name", None),
         "list": [t, [t, (t,)]],
         "dict": {"a": t, "b": {"c": t}},
         "ordered": OrderedDict(a=t, b=2),
-        "defaultdict": counts,
+        "defaultdict": defaultdict(list, {"a": t}),
         "userdict": UserDict(a=t),
         "counter": Counter(a=2, b=300),
         "proxy": MappingProxyType({"a": t}),

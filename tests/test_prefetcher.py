@@ -128,25 +128,17 @@ def test_looks_like_the_loader_and_leaves_it_as_it_was():
     assert vars(loader) == before
 
 
-class OnceReadable:
-    """A batch sampler of iterators, with numbers that no 64 bits hold."""
+class OnceReadable(list):
+    """Of iterators."""
 
     def __iter__(self):
-        yield map(int, range(4))
-        yield [2**64, 2**65]
-
-    def __len__(self):
-        return 2
-
-
-class Any64(Numbers):
-    def __getitem__(self, index):
-        return index % 7
+        return map(iter, super().__iter__())
 
 
 def test_any_batch_sampler(device):
-    pinned = device.type == "cuda"
-    loader = DataLoader(Any64(), batch_sampler=OnceReadable(), pin_memory=pinned)
+    batches = OnceReadable([range(4), [2**64, 2**65]])  # which no 64 bits hold
+    dataset = {number: number % 7 for batch in batches for number in batch}
+    loader = DataLoader(dataset, batch_sampler=batches, pin_memory=device.type == "cuda")
     prefetcher = DataPrefetcher(loader, device=device)
     assert [batch.tolist() for batch in prefetcher] == [b.tolist() for b in loader]
 
