@@ -1,7 +1,6 @@
 """A picture is a function of seed, epoch and sample: bit for bit, however it gets here."""
 
 from functools import cache
-from itertools import chain, islice, pairwise
 
 import kornia.augmentation as K
 import pytest
@@ -101,25 +100,3 @@ def test_another_epoch_or_seed_is_another_picture(photo_folder, device, options)
     expected = reference(photo_folder, device)
     found, _ = pictures_of(photo_folder, device, **options)
     assert not any(torch.equal(found[number], expected[number]) for number in expected)
-
-
-def test_loops_of_training_frameworks(photo_folder, device):
-    options = {"num_workers": 1, "transforms": [RandomResizedCrop(8)]}
-    train, val = (prefetcher_of(Numbered(photo_folder), device, **options) for _ in range(2))
-
-    def begin(batch):
-        return int(batch["target"][0])
-
-    # Lightning's way: a few validation batches first, whose iterator is left; validation within
-    # the training epoch. Accelerate's way: the next batch is taken before one is given.
-    assert len(list(islice(val, 2))) == 2
-    for epoch in range(2):
-        order = []
-        for batch, following in pairwise(train):
-            order.append((begin(batch), begin(following)))
-            if epoch:
-                assert [*map(begin, val)] == [0, 8, 16]
-        assert order == [(0, 8), (8, 16)]
-    # A loader that is started again beside another one.
-    both = zip(chain(train, train), chain(val, val), strict=True)
-    assert [(begin(batch), begin(other)) for batch, other in both] == [(0, 0), (8, 8), (16, 16)] * 2
