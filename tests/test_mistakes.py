@@ -39,10 +39,7 @@ TRANSFORMS = [
         K.AugmentationSequential(K.RandomResizedCrop((16, 16)), K.RandomHorizontalFlip()),
         r"AugmentationSequential are hidden in it\. Write transforms=\[\*pipeline\]\.$",
     ),
-    (
-        [Resize(20), CROP],
-        r"Leave Resize out: transforms=\[RandomResizedCrop\(224\), \.\.\.\]\.$",
-    ),
+    ([Resize(20), CROP], r"Leave Resize out: transforms=\[RandomResizedCrop\(224\), \.\.\.\]\.$"),
     ([CROP, v1.ToTensor()], r"Leave it out\..*" + CONVERT),
     ([CROP, v2.ToPILImage()], r"is for PIL images.*Leave it out"),
     (
