@@ -236,10 +236,10 @@ class PreparedImages(Encoded):
         layout = np.stack([spans[:, 1] - spans[:, 0], *stored.T])
         return Call(positions, int(spans[0, 0]) if len(spans) else 0, layout, copy)
 
-    def held_copy(self, copy: Copy) -> tuple[torch.Tensor, int, int]:
-        """What holds the pixels of a copy, and where they start and stop in it."""
+    def copied(self, copy: Copy) -> torch.Tensor:
+        """``(bytes,)`` uint8 on the CPU, the pixels of a copy."""
         pixels = self.buffer.start + self.boundary
-        return self.buffer.memory, pixels + copy.start, pixels + copy.stop
+        return self.buffer.memory[pixels + copy.start : pixels + copy.stop]
 
     def view_sizes(self, view: int) -> Ints:
         """``(N, 2)``, height and width of what a view is sampled from."""

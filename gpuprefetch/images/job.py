@@ -34,8 +34,6 @@ class Output:
     head: Head
     rows: npt.NDArray[np.float64] | None  # (N, 2, 6), the sampling; None where there is none
     out: Any  # the result, (N, 3, H, W); a list of N images where it has no fixed size
-    launches: Launches | None = None  # None where they are not planned
-    numbers: int = 0  # where what these read begins, from the first view's on
 
 
 class ImageJob:
@@ -50,8 +48,9 @@ class ImageJob:
         views = zip(pipeline.views, images.rows, strict=True)
         self.outputs = [Output(view.head, rows, [None] * len(images)) for view, rows in views]
         self._pipeline = pipeline
-        # The tensor that holds what the launches read, and where that starts and stops in it.
-        self._numbers: tuple[torch.Tensor, int, int] | None = None
+        # What the planned launches read; those of each view, and where in it theirs begins.
+        self._numbers: torch.Tensor | None = None
+        self._launches: list[tuple[Launches, int]] = []
         # (N,) uint8 on the CPU, where a launch notes the canaries that it has found.
         self._survived: torch.Tensor | None = None
         for view in pipeline.views:
@@ -86,28 +85,25 @@ class ImageJob:
         for output in self.outputs:
             output.out = output.head.empty(len(images), pipeline.device)
         double = any(output.out.dtype == torch.float64 for output in self.outputs)
-        planned = bool(tables) and HAS_TRITON and not double
-        if planned:
-            self._prepare(tables, again=replanned)
-        return [
-            partial(self._decode, call=call, launch=number if planned else None)
-            for number, call in enumerate(calls)
-        ]
+        if not tables or not HAS_TRITON or double:
+            return [partial(self._decode, call=call) for call in calls]
+        self._prepare(tables, again=replanned)
+        return [partial(self._decode, call=call, launch=n) for n, call in enumerate(calls)]
 
     def _prepare(self, tables: Sequence[Table], *, again: bool) -> None:
         """Prepare the launches of all views, and what they read; ``again`` if it was not kept."""
         images, pairs = self.images, list(zip(self.outputs, tables, strict=True))
         starts, held = images.numbers, images.buffer
-        self._numbers = held.memory, held.start + starts[0], held.start + starts[-1]
+        numbers = held.memory[held.start + starts[0] : held.start + starts[-1]]
         if again:
             parts = [Launches.numbers(t, o.head.colors) for o, t in pairs]
             numbers = torch.cat(parts)
             numbers = numbers.pin_memory() if held.is_pinned else numbers
             starts = [0, *np.cumsum([*map(len, parts)]).tolist()]
-            self._numbers = numbers, 0, len(numbers)
+        self._numbers = numbers
         for (output, table), start in zip(pairs, starts, strict=False):
-            output.launches = Launches(table, output.out, torch.uint8, output.head.interpolation)
-            output.numbers = start - starts[0]
+            launches = Launches(table, output.out, torch.uint8, output.head.interpolation)
+            self._launches.append((launches, start - starts[0]))
 
     def _decode(self, *, call: Call, launch: int | None = None, again: bool = False) -> None:
         """Decode and resample a sub-batch; out of memory, make room and take smaller ones.
@@ -142,24 +138,23 @@ class ImageJob:
         pipeline, images = self._pipeline, self.images
         decoder = pipeline.decoder if len(call.positions) else None
         checked = decoder is not None and decoder.canaries  # see Note [Canaries]
-        assert self._numbers is not None
-        numbers, first, last = self._numbers
-        pixels = -(-(last - first) // ALIGNED) * ALIGNED
+        numbers = self._numbers
+        assert numbers is not None
+        pixels = -(-len(numbers) // ALIGNED) * ALIGNED
         with Timed(pipeline.stats, "resample" if decoder is None else "decode"):
             flat = place(pixels + call.copied + call.size, pipeline.device, pipeline.rooms)
             address = flat.data_ptr()
             # Nobody but torch keeps what is not in the batch until it is on the device.
-            flat[: last - first].copy_(numbers[first:last], non_blocking=True)
-            launches = [(o.launches, address + o.numbers) for o in self.outputs if o.launches]
+            flat[: len(numbers)].copy_(numbers, non_blocking=True)
+            launches = [(run, address + start) for run, start in self._launches]
             if checked:
                 run, read = launches[0]
                 run.set_canaries(number, address + pixels, read)
             if decoder is not None:
                 self._drain()
             if call.copy is not None:
-                held, start, stop = images.held_copy(call.copy)
                 copied = flat[pixels : pixels + call.copied]
-                copied.copy_(held[start:stop], non_blocking=True)
+                copied.copy_(images.copied(call.copy), non_blocking=True)
             if decoder is not None:
                 if not decode_packed(decoder, images, call, flat, pixels + call.copied):
                     return False
@@ -192,8 +187,7 @@ class ImageJob:
     def _decode_apart(self, call: Call, *, together: bool = True) -> None:
         pipeline, device = self._pipeline, self._pipeline.device
         if (copy := call.copy) is not None:
-            held, first, last = self.images.held_copy(copy)
-            pixels = held[first:last].to(device, non_blocking=True)
+            pixels = self.images.copied(copy).to(device, non_blocking=True)
             with Timed(pipeline.stats, "resample"):
                 for view, output in enumerate(self.outputs):
                     pictures = self.images.pictures(copy.positions, pixels, copy.start, view)
