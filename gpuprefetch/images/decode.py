@@ -286,42 +286,27 @@ def decode_part(
         with _may_refuse(call.size, device):
             decoded = decoder(list(files.split(lengths)))
             stats.add("missed_images", sum(image is None for image in decoded))
+
+    def decode_one(position: int, shape: tuple[int, int, int]) -> torch.Tensor | None:
+        file = images.span(position)
+        with _may_refuse(prod(shape), device) as reasons:
+            (image,) = decoder([file])
+            if image is not None and image.shape == shape:
+                return image
+            got = None if image is None else tuple(image.shape)
+            reasons.append(
+                f"decoded to {got}, its header says {shape}" if got else "it was skipped"
+            )
+        try:
+            # The second opinion: a file that only the GPU's decoder dislikes is not a bad file.
+            image = decode_cpu(file)  # which is of the size that the header says
+        except (ValueError, RuntimeError) as error:
+            images.errors[position] = str(error)
+            return None
+        stats.fell_back(reasons[0])
+        return image.contiguous().to(device)
+
     return [
-        image
-        if image is not None and image.shape == shape
-        else _decode_one(decoder, images, i, shape, device, stats)
+        image if image is not None and image.shape == shape else decode_one(i, shape)
         for image, i, shape in zip(decoded, call.positions.tolist(), shapes, strict=True)
     ]
-
-
-def _decode_one(
-    decoder: ImageDecoder,
-    images: PreparedImages,
-    position: int,
-    shape: tuple[int, int, int],
-    device: torch.device,
-    stats: Stats,
-) -> torch.Tensor | None:
-    file = images.span(position)
-    with _may_refuse(prod(shape), device) as reasons:
-        (image,) = decoder([file])
-        if image is not None and image.shape == shape:
-            return image
-        reasons.append(_wrong(image, shape))
-    try:
-        # The second opinion: a file that only the GPU's decoder dislikes is not a bad file.
-        image = decode_cpu(file)
-    except (ValueError, RuntimeError) as error:
-        images.errors[position] = str(error)
-        return None
-    if image.shape != shape:
-        images.errors[position] = _wrong(image, shape)
-        return None
-    stats.fell_back(reasons[0])
-    return image.contiguous().to(device)
-
-
-def _wrong(image: torch.Tensor | None, shape: tuple[int, ...]) -> str:
-    if image is None:
-        return "it was skipped"
-    return f"decoded to {tuple(image.shape)}, its header says {shape}"
