@@ -24,7 +24,7 @@ from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImage, BadImageError
 from gpuprefetch.images.encoded import PreparedImages
 from gpuprefetch.images.stage import Pipeline
-from gpuprefetch.images.worker import Announced, HostStage, encoded_leaves
+from gpuprefetch.images.worker import Announced, HostStage, announce, encoded_leaves
 
 # Epochs whose batches are noted, and how many batches of each: 300 MB at 256 samples a batch, where
 # an epoch has no end, and 10 MB of an epoch of ImageNet.
@@ -183,10 +183,11 @@ class NotedSampler:
             notes.add(keys, repeats)
             if self._workers:
                 number = notes.given - 1 if self._numbered else None
-                yield Announced(batch, keys, self._stage.token, repeats, number)
+                announced = Announced(keys)
+                announced.told = batch, self._stage.token, repeats, number
+                yield announced
             else:
-                self._stage.expect(repeats)
-                yield batch
+                yield announce(batch, self._stage.token, repeats)
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -264,7 +265,7 @@ def replay(
     fetch = getattr(loader.dataset, "__getitems__", None)  # which torch's fetcher prefers
     samples = fetch(indices) if fetch else [loader.dataset[i] for i in indices]
     stage = HostStage(loader.collate_fn, packer)
-    stage.expect(held.repeats)
+    announce(None, stage.token, held.repeats)
     batch = stage(samples)
     if isinstance(batch, Apart):
         raise ValueError("a sample cannot be told apart after a collate_fn that mixes them.")

@@ -27,7 +27,7 @@ from gpuprefetch.images.rows import is_column, refuse_other_rows, take_rows
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.slab import unmap_dead
 from gpuprefetch.images.tail import run_tail
-from gpuprefetch.images.targets import refuse_unfollowed, unmark, unstack
+from gpuprefetch.images.targets import PerSample, refuse_unfollowed, unstack
 from gpuprefetch.images.view import View
 from gpuprefetch.images.worker import pack_lists
 from gpuprefetch.transforms.random import SeededDraws, batch_seed, derive, view_seed
@@ -339,9 +339,9 @@ def _bad_images(jobs: Sequence[ImageJob]) -> list[BadImage]:
 
 def _result(leaf: Any) -> Any:
     """What is handed over of a leaf."""
-    if not isinstance(leaf, ImageJob):
-        return unmark(leaf)
-    return _one_or_all([output.out for output in leaf.outputs])
+    if isinstance(leaf, ImageJob):
+        return _one_or_all([output.out for output in leaf.outputs])
+    return leaf.kind(leaf) if isinstance(leaf, PerSample) else leaf
 
 
 def _one_or_all(results: Sequence[Any]) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
 
@@ -25,11 +25,8 @@ from gpuprefetch.images.encoded import ENCODED, EncodedImage
 Size = tuple[int, int]
 
 
-class _Here(threading.local):
-    following = False  # whether this thread collates samples whose masks and points have followed
-
-
-here = _Here()
+# Whether this thread collates samples whose masks and points have followed their images.
+followed = ContextVar("followed", default=False)
 
 
 def _is_image(leaf: Any) -> bool:
@@ -177,7 +174,7 @@ def _stack(batch: Any) -> Any:
 def _stack_followed(batch: Any, *, collate_fn_map: Any = None) -> Any:
     """Entry of the default collate, which other loaders of the process have as well."""
     stacked = _stack(batch)
-    return stacked if here.following else stacked.as_subclass(torch.Tensor)
+    return stacked if followed.get() else stacked.as_subclass(torch.Tensor)
 
 
 class PerSample(list[Any]):
@@ -193,11 +190,6 @@ class PerSample(list[Any]):
 
 def is_per_sample(node: Any) -> bool:
     return isinstance(node, PerSample)
-
-
-def unmark(leaf: Any) -> Any:
-    """What a :class:`PerSample` was; anything else as it is."""
-    return leaf.kind(leaf) if isinstance(leaf, PerSample) else leaf
 
 
 def mark(batch: Any, samples: Any) -> Any:

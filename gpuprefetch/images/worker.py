@@ -22,7 +22,7 @@ from gpuprefetch.images.encoded import EncodedImage, PreparedImages, is_encoded
 from gpuprefetch.images.guard import begin_reading, end_reading
 from gpuprefetch.images.packer import Packer, Packing, as_list
 from gpuprefetch.images.slab import by_value, share
-from gpuprefetch.images.targets import fate, here, images_of, mark, refuse_unfollowed
+from gpuprefetch.images.targets import fate, followed, images_of, mark, refuse_unfollowed
 from gpuprefetch.transforms.random import SeededDraws, batch_seed, view_seed
 
 # Added to the workers' priority number: the training thread launches kernels, they only decode.
@@ -56,20 +56,16 @@ _HINTS = {
 class Announced(list[Any]):
     """A batch of keys on its way to a worker, which unpickles it right before it reads them."""
 
-    __slots__ = ("announced",)
-
-    def __init__(
-        self, keys: Any, listed: Sequence[Any], token: bytes, repeats: Any, number: int | None
-    ) -> None:
-        super().__init__(listed)
-        self.announced = keys, token, (repeats, number)
+    __slots__ = ("told",)
+    told: tuple[Any, ...]  # the arguments of announce(), to be called in the worker
 
     def __reduce__(self) -> Any:
-        return _announce, self.announced
+        return announce, self.told
 
 
-def _announce(keys: Any, token: bytes, told: tuple[Sequence[int], int | None]) -> Any:
-    _expected[token] = told
+def announce(keys: Any, token: bytes, repeats: Sequence[int], number: int | None = None) -> Any:
+    """Say of each sample of the batch to come how often the epoch has had it before."""
+    _expected[token] = repeats, number
     begin_reading()  # the dataset may have kept its encoded images
     return keys
 
@@ -84,11 +80,6 @@ class HostStage:
     _settled: bool = False
     _home: int = field(default_factory=os.getpid)
 
-    def expect(self, repeats: Sequence[int]) -> None:
-        """Say of each sample of the batch to come how often the epoch has had it before."""
-        _expected[self.token] = repeats, None
-        begin_reading()
-
     def __call__(self, samples: Any) -> Any:
         begin_reading()
         # A worker of somebody else's may have a prefetcher of its own, without workers.
@@ -99,7 +90,7 @@ class HostStage:
         packing = Packing(self.packer, as_list(samples), repeats)
         given = samples
         samples, packing = packing.follow(given)
-        here.following = samples is not given
+        followed.set(samples is not given)
         try:
             batch = set_apart(samples) if self.packer.late else self.collate_fn(samples)
             batch = self._pack(batch, samples, packing, number)
@@ -109,7 +100,7 @@ class HostStage:
                     error.add_note(hint)
             raise
         finally:
-            here.following = False
+            followed.set(False)
         return map_leaves(by_value, batch, is_encoded) if in_worker else batch
 
     def _pack(self, batch: Any, samples: Any, packing: Packing, number: int | None) -> Any:
