@@ -200,11 +200,11 @@ def caption(documents: list[Document], links: str) -> str:
         words = [m["gpu"] or "no GPU", m["cpu"], f"{m['affinity']} cores", m["commit"] or ""]
         words += [f"{PACKAGES[key]} {versions[key]}" for key in PACKAGES if versions.get(key)]
         machines.append(f"- [{Path(d['file']).stem}]({links}{d['file']}): {', '.join(words)}")
-    photos = documents[-1].get("photos", {}).items()
+    photos = {kind: f for each in documents for kind, f in each.get("photos", {}).items()}
     kinds = [
         f"{kind}: {f['distinct']} photos of {f['mean_width']} x {f['mean_height']} and "
         f"{f['mean_bytes'] / 1000:.0f} KB on average, repeated to {f['files']:,} files"
-        for kind, f in photos
+        for kind, f in photos.items()
     ]
     commands = dict.fromkeys(c for d in documents for c in d["metadata"]["commands"])
     listed = "\n".join(f"- `{command}`" for command in commands)
