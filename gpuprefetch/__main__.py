@@ -130,8 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=words, description=words)
         for option in [*options, "--device", "--json"]:
             kind, default, text = OPTIONS[option]
-            taken = {"choices": kind} if isinstance(kind, list) else {"type": kind}
-            taken = {"action": "store_true"} if kind is bool else taken | {"default": default}
+            how = "choices" if isinstance(kind, list) else "type"
+            taken = {"action": "store_true"} if kind is bool else {how: kind, "default": default}
             text += " (default: %(default)s)" if default is not None else ""
             command.add_argument(option, help=text, **taken)
         command.set_defaults(run=run)

@@ -71,9 +71,9 @@ class Stats(Printed):
         pin_seconds: of the DataLoader's pin thread.
         fetch_seconds: the prefetcher waited for the wrapped loader.
         copy_seconds: queueing copies to the device; long if the tensors are not pinned.
-        decode_seconds: in the GPU's decoder, and until the GPU has run the fused transforms.
-        resample_seconds: queueing the fused transforms; and that wait, if photos keep their own
-            sizes or a call is repeated file by file.
+        decode_seconds: in the GPU's decoder, and until the GPU has run what was queued before; with
+            JPEG engines the fused transforms, too.
+        resample_seconds: queueing the fused transforms.
         tail_seconds: queueing the transforms after them.
         handoff_seconds: of the loop's thread, making a finished batch safe to use.
         wait_seconds: the loop waited for a batch that was not ready.

@@ -293,9 +293,10 @@ def decode_part(
             (image,) = decoder([file])
             if image is not None and image.shape == shape:
                 return image
-            got = None if image is None else tuple(image.shape)
             reasons.append(
-                f"decoded to {got}, its header says {shape}" if got else "it was skipped"
+                "it was skipped"
+                if image is None
+                else f"decoded to {tuple(image.shape)}, its header says {shape}"
             )
         try:
             # The second opinion: a file that only the GPU's decoder dislikes is not a bad file.

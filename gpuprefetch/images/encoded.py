@@ -236,7 +236,7 @@ class PreparedImages(Encoded):
         layout = np.stack([spans[:, 1] - spans[:, 0], *stored.T])
         return Call(positions, int(spans[0, 0]) if len(spans) else 0, layout, copy)
 
-    def copied(self, copy: Copy) -> torch.Tensor:
+    def pixels_of(self, copy: Copy) -> torch.Tensor:
         """``(bytes,)`` uint8 on the CPU, the pixels of a copy."""
         pixels = self.buffer.start + self.boundary
         return self.buffer.memory[pixels + copy.start : pixels + copy.stop]

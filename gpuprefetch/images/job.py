@@ -154,7 +154,7 @@ class ImageJob:
                 self._drain()
             if call.copy is not None:
                 copied = flat[pixels : pixels + call.copied]
-                copied.copy_(images.copied(call.copy), non_blocking=True)
+                copied.copy_(images.pixels_of(call.copy), non_blocking=True)
             if decoder is not None:
                 if not decode_packed(decoder, images, call, flat, pixels + call.copied):
                     return False
@@ -187,7 +187,7 @@ class ImageJob:
     def _decode_apart(self, call: Call, *, together: bool = True) -> None:
         pipeline, device = self._pipeline, self._pipeline.device
         if (copy := call.copy) is not None:
-            pixels = self.images.copied(copy).to(device, non_blocking=True)
+            pixels = self.images.pixels_of(copy).to(device, non_blocking=True)
             with Timed(pipeline.stats, "resample"):
                 for view, output in enumerate(self.outputs):
                     pictures = self.images.pictures(copy.positions, pixels, copy.start, view)

@@ -38,9 +38,9 @@ Part = Callable[[], None]  # the decode of a few images, a call
 # A call of few large photos fills and empties the GPU's engines, and the launch that reads its
 # pictures has to complete before the next one is decoded into the same memory: in calls of seven
 # photos of 12 megapixels an H100 gave 781 a second of 1,028. So the calls of a batch take turns on
-# two streams, each with a decoder, scratch memory and a reader of its own, and the engines work on
-# one call while the host waits for the launch of another. The second stream begins after the result
-# has been allocated, and the batch's own stream waits for it at the end.
+# two streams, each with a decoder and scratch memory of its own, and the engines work on one call
+# while the host waits for the launch of another. The second stream begins after the result has been
+# allocated, and the batch's own stream waits for it at the end.
 
 
 @dataclass
