@@ -35,7 +35,6 @@ MODES = {"eager": None, "compile": "default", "graphs": "reduce-overhead"}
 STREAMS = ["own", "default"]
 # Batches of large photos are slow, and the workers' share is decided by batches.
 SETTLE = {"sample": (5.0, 15.0), "large": (25.0, 40.0)}
-CELL = "model mode batch_size photos engine epochs cores workers stream loop".split()
 
 
 def make_step(

@@ -117,7 +117,7 @@ def test_drawn_sizes_that_no_batch_can_hold_are_refused():
 # --- values -------------------------------------------------------------------------------------
 
 CROP = gpuprefetch.Resize((6, 8))
-IN_255 = [MEAN_255 := [m * 255 for m in MEAN], STD_255 := [s * 255 for s in STD]]
+MEAN_255, STD_255 = [m * 255 for m in MEAN], [s * 255 for s in STD]
 
 
 @pytest.mark.parametrize(

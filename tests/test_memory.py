@@ -34,7 +34,6 @@ from gpuprefetch.images.plan import parse_bytes, readable
 from gpuprefetch.insight import selfcheck as _selfcheck
 from gpuprefetch.transforms.launch import Launches
 
-KIB = 1024
 SIZE = (4, 5)
 SMALL = [Resize(SIZE)]
 # Of pictures.draw(64, 128), and of a batch of 8 when it is finished: images and targets.
