@@ -25,7 +25,16 @@ from gpuprefetch.images.apart import collate_apart
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.build import FirstBatch, build_stage, with_packing
 from gpuprefetch.images.header import load_decoders
-from gpuprefetch.images.replay import KEPT, Notes, has_keys, noted, rank_of, replay
+from gpuprefetch.images.notes import KEPT, Notes
+from gpuprefetch.images.replay import (
+    has_keys,
+    may_share_state,
+    noted,
+    rank_of,
+    ranks_of,
+    replay,
+)
+from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.transforms.convert import title
 from gpuprefetch.transforms.head import Transform
@@ -86,9 +95,11 @@ class DataPrefetcher:
         apply_exif: whether pictures are turned upright. False agrees with PIL and ``ImageFolder``.
         cpu_share: share of the JPEGs that the workers decode, 0.0 to 1.0, the smallest first.
             "auto" is none, and more while the loop waits for the GPU's decoder.
-        seed: of the random parameters; None is ``torch.initial_seed()``. Those of an encoded image
-            depend on seed, epoch, sample and repeat of the sample, those of tensors on seed, epoch,
-            number of the batch and row. The rank counts too, unless ranks surely share samples out.
+        seed: of the random parameters; None is ``torch.initial_seed()`` as an epoch begins. Those
+            of encoded images depend on seed, epoch, sample and repeat of the sample, and on the
+            rank unless ranks surely share samples out. All images of a sample have the same. Those
+            of tensors, and what kornia's later ops and callables sample for a batch, depend on
+            seed, epoch, rank and number of the batch.
         on_error: for a file that cannot be decoded: "raise" :class:`BadImageError`, "skip" the
             sample, or "replace" it by another one of its batch, target included. A callable gets
             the :class:`BadImage`, and the sample is skipped.
@@ -137,6 +148,7 @@ class DataPrefetcher:
         self.stats, self._balancer = self._pipeline.stats, balancer
         self._depth, self._first_batch = device_prefetch_size, FirstBatch(self.device)
         self._progress = Progress()
+        self._loaded_seed: tuple[int, int] | None = None  # a state's, and torch's at that time
         self._beginning = threading.RLock()  # one thread at a time begins an epoch
         self._persistent: DataLoader[Any] | None = None  # the copy whose workers live on
         self._notes: dict[int, Notes] = {}  # by epoch
@@ -153,8 +165,14 @@ class DataPrefetcher:
 
     @property
     def seed(self) -> int:
-        """Of the random parameters."""
-        return self._pipeline.packer.seed
+        """Of the random parameters, of an epoch that begins now."""
+        if self._options["seed"] is not None:
+            return operator.index(self._options["seed"]) % 2**64
+        if self._loaded_seed is not None:
+            loaded, before = self._loaded_seed
+            if torch.initial_seed() == before:  # else the script has seeded torch since
+                return loaded
+        return torch.initial_seed()
 
     @property
     def bad_images(self) -> list[BadImage]:
@@ -170,20 +188,22 @@ class DataPrefetcher:
 
     def _begin(self) -> Epoch:
         progress = self._progress
-        epoch, resumed = progress.begin()
+        epoch, resumed = progress.begin(self._loader)
         source = None
         try:
-            loader, stage = self._prepared(epoch)
-            notes = self._note(loader, epoch)
+            seed = self.seed if resumed is None else resumed.get("seed", self.seed)
+            loader, stage = self._prepared(seed, epoch)
+            notes = self._note(loader, seed, epoch)
             load_decoders()
             with garbage_stays_here():
-                source = Source(loader, resumed)
+                source = Source(loader, resumed, notes.skip)
+            source.place["seed"] = seed
             notes.place = source.place
-            if noted(loader) is not None:
+            if resumed is not None:
                 notes.refuse_another_order()
             self._balancer.begin()
             lookahead = Lookahead(
-                replace(stage, balancer=self._balancer, shares=notes.shares),
+                replace(stage, balancer=self._balancer, notes=notes),
                 source,
                 epoch=epoch,
                 depth=self._depth,
@@ -207,39 +227,43 @@ class DataPrefetcher:
             raise
         return iterator
 
-    def _prepared(self, epoch: int) -> tuple[Iterable[Any], Pipeline]:
+    def _prepared(self, seed: int, epoch: int) -> tuple[Iterable[Any], Pipeline]:
         """The loader with our packing in its collate; the user's own object is left as it is."""
         pipeline, loader = self._pipeline, self._loader
         pipeline.packer.rank = rank_of(loader)
+        pipeline.rank, pipeline.ranks = ranks_of(loader)
         if not isinstance(loader, DataLoader):
-            return loader, self._with_epoch(epoch)
+            return loader, self._at(seed, epoch)
         pipeline.after = partial(collate_apart, loader.collate_fn, self.device)
         if not loader.persistent_workers:
-            pipeline = self._with_epoch(epoch)
+            pipeline = self._at(seed, epoch)
             return with_packing(loader, pipeline.packer), pipeline
         running = _running.get(id(self._persistent))
         if running is not None and not running.close():  # its thread waits for the same workers
             self._persistent = None
-        # These workers live on: the epoch reaches them through shared memory.
-        pipeline.packer.epoch.share_memory_().fill_(epoch)  # not in a deep copy of us
+        # These workers live on: seed and epoch reach them through shared memory.
+        pipeline.packer.origin.share()  # not in a deep copy of us
+        pipeline.packer.origin.set(seed, epoch)
         loaded = getattr(loader, "next_iter_state", None) is not None  # torchdata's
         # A resumed epoch has changed the generator of its workers.
         if self._persistent is None or loaded or self._progress.resumed:
             self._persistent = with_packing(loader, pipeline.packer)
         return self._persistent, pipeline
 
-    def _note(self, loader: Any, epoch: int) -> Notes:
+    def _note(self, loader: Any, seed: int, epoch: int) -> Notes:
         """Notes of a new epoch, which its sampler will write; those of an older one are dropped."""
         self._notes.pop(epoch, None)
-        notes = self._notes[epoch] = Notes(self._pipeline.packer.seed)
-        if (sampler := noted(loader)) is not None:
+        sampler = noted(loader)
+        notes = Notes(seed, self._pipeline.rank, by_sampler=sampler is not None)
+        self._notes[epoch] = notes
+        if sampler is not None:
             sampler.notes = notes
         if len(self._notes) > KEPT:
             del self._notes[next(iter(self._notes))]
         return notes
 
-    def _with_epoch(self, epoch: int) -> Pipeline:
-        packer = replace(self._pipeline.packer, epoch=torch.tensor([epoch], device="cpu"))
+    def _at(self, seed: int, epoch: int) -> Pipeline:
+        packer = replace(self._pipeline.packer, origin=Origin(seed, epoch))
         return replace(self._pipeline, packer=packer)
 
     def next(self) -> Any:
@@ -275,7 +299,9 @@ class DataPrefetcher:
             ValueError: after a batch of a loader with ``in_order=False``, before the epoch's end.
         """
         place = self._progress.save(self._loader, self._persistent)
-        state = place | {"seed": self.seed, "kind": self._kind}
+        rank, world_size = ranks_of(self._loader)
+        state = {"seed": self.seed, "kind": self._kind} | place
+        state |= {"rank": rank, "world_size": world_size}
         notes = self._notes.get(place["epoch"])
         if notes is not None and notes.place is place:  # else loaded, with its own
             state["drawn"] = notes.drawn()
@@ -309,9 +335,10 @@ class DataPrefetcher:
                 f"state is of a loader with {state['kind']}; this one has {self._kind}. "
                 "Build it as it was."
             )
+        self._refuse_other_draws(state)
         self._manual = None
-        self._pipeline = self._with_epoch(state["epoch"])  # not of an epoch that runs
-        self._pipeline.packer.seed = state["seed"]
+        self._loaded_seed = state["seed"], torch.initial_seed()
+        self._pipeline = self._at(state["seed"], state["epoch"])  # not of an epoch that runs
         self._persistent = None  # its workers may have another seed
         self.set_epoch(state["epoch"])
         for owner, epoch in zip(owners(self._loader), state.get("epochs", ()), strict=False):
@@ -319,7 +346,31 @@ class DataPrefetcher:
                 owner.set_epoch(epoch)
         self._progress.load(state)
 
-    def replay(self, index: int, epoch: int | None = None) -> Any:
+    def _refuse_other_draws(self, state: dict[str, Any]) -> None:
+        """Refuse a state of another rank or with another seed where ranks would sample alike."""
+        given, rank = self._options["seed"], state.get("rank", state.get("drawn", [None])[0])
+        if given is not None and operator.index(given) % 2**64 != state["seed"] % 2**64:
+            raise ValueError(
+                f"state is of a prefetcher with seed={state['seed']}, and this one has "
+                f"seed={given}: it may be the state of another rank. Load this rank's own, give "
+                "that seed, or leave seed out."
+            )
+        here, count = ranks_of(self._loader)
+        if state["batches"] and state.get("world_size", count) != count:
+            raise ValueError(
+                f"state is of the middle of an epoch on {state['world_size']} ranks, and there are "
+                f"{count}: others would get samples twice or never. Resume on as many, or begin an "
+                f"epoch: set_epoch({state['epoch'] + 1})."
+            )
+        if rank in (None, here) or may_share_state(self._loader):
+            return
+        raise ValueError(
+            f"state is of rank {rank}, and this is rank {here}: both would sample the same from "
+            "then on. Save and load a state for each rank. Where all ranks are to read the same: "
+            f'load_state_dict(state | {{"rank": {here}}}).'
+        )
+
+    def replay(self, index: int, epoch: int | None = None, *, repeat: int = 0) -> Any:
         """What the model saw of a sample, bit for bit: its batch is prepared once more.
 
         The batches of the two latest epochs are known, those of a resumed epoch before its
@@ -328,9 +379,9 @@ class DataPrefetcher:
         function of torch, as in a dropout.
 
         Args:
-            index: of the sample in ``dataset``, as the sampler gives it. If the epoch drew it
-                several times, the first of them is meant.
+            index: of the sample in ``dataset``, as the sampler gives it.
             epoch: as for :meth:`set_epoch`; None is the latest that the loop has had a batch of.
+            repeat: which time is meant if the epoch had the sample several times: 0 is the first.
 
         Returns:
             A batch of one, in the form of the loader's batches and on the device.
@@ -358,7 +409,7 @@ class DataPrefetcher:
                 "what you need."
             )
         notes, fixed = self._notes[epoch], self._balancer.fixed
-        return replay(loader, self._pipeline, notes, index, epoch, fixed=fixed)
+        return replay(loader, self._pipeline, notes, index, epoch, repeat=repeat, fixed=fixed)
 
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch: for the samplers of the loader, and for the random parameters.
@@ -406,7 +457,7 @@ class DataPrefetcher:
         progress = copy.copy(self._progress)
         progress.place = dict(progress.place)
         state = vars(self) | {"_progress": progress, "_notes": dict(self._notes)}
-        state |= {"_pipeline": self._with_epoch(progress.epoch), "_manual": None}
+        state |= {"_pipeline": self._at(self.seed, progress.epoch), "_manual": None}
         state["_persistent"] = None
         del state["_beginning"]
         return state

@@ -716,7 +716,7 @@ def test_two_images_of_a_sample(folder):
     transform = v1.Compose([v1.RandomResizedCrop(40), *VAL[2:]])
     one, two, _ = next(iter(accelerate(DataLoader(Pair(folder, transform), 4), **CPU)))
     assert one.shape == two.shape == (4, 3, 40, 40)
-    assert not any(map(torch.equal, one, two))  # drawn apart
+    assert not any(map(torch.equal, one, two))  # each call of a transform samples anew
     loader = DataLoader(Pair(folder, transform), 4, collate_fn=list)
     with pytest.raises(TypeError, match="one image a sample"):
         next(iter(accelerate(loader, **CPU)))

@@ -31,6 +31,7 @@ from gpuprefetch import (
     convert_transforms,
 )
 from gpuprefetch.images.packer import Packer
+from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.tail import run
 from gpuprefetch.images.worker import HostStage
 from gpuprefetch.transforms.convert import RandomCrop
@@ -400,7 +401,7 @@ def test_targets_are_the_same_whoever_decodes(exif):
     dataset = Squares(8, upright=exif)
     results = []
     for on_gpu, share in [(True, 0.0), (True, 0.5), (True, 1.0), (False, 0.0)]:
-        packer = Packer((head,), on_gpu, exif, SEED, torch.tensor([0]), torch.tensor([share]))
+        packer = Packer((head,), on_gpu, exif, Origin(SEED), torch.tensor([share]))
         images, targets = HostStage(zipped, packer)([dataset[i] for i in range(8)])
         assert images.decoded.sum() == 8 if share == 1 or not on_gpu else images.decoded.sum() < 8
         results.append(targets)
@@ -692,13 +693,13 @@ REFUSED_TAILS = {
 
 
 REFUSED = {message: (Squares(2), tail, {}) for message, tail in REFUSED_TAILS.items()} | {
-    "a sample has 2": (With(lambda i, t: (i, i, t)), [], {}),
+    "a sample has none": (With(lambda i, t: t), [], {}),
     "CXCYWHR do not follow": (With(rotated), [], {}),
     "Mask is for": (With(lambda i, t: (i, tv_tensors.Mask(t["masks"][:, 1:]))), [], {}),
     r"Mask is for a picture of 0 \(height": (With(lambda i, _: (i, tv_tensors.Mask([]))), [], {}),
     r"shape \(1, 0\) hold none.*reshape\(-1, 4\)": (With(without_boxes), [], {}),
     "made new EncodedImages": (Squares(2), [], {"collate_fn": renewed}),
-    "a sample has 0.* in a tuple or a dict": (
+    "a sample has none.* in a tuple or a dict": (
         With(lambda i, t: [i, t["masks"]]),
         [],
         {"collate_fn": None, "batch_size": None},

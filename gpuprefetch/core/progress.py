@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from gpuprefetch.core.source import beginning, changed, in_order, own_state
+from gpuprefetch.core.source import beginning, changed, epochs_of, in_order, own_state
 
 
 class Progress:
@@ -17,14 +17,22 @@ class Progress:
 
     def reset(self, epoch: int) -> None:
         self.epoch = epoch  # number of the next one
+        self._asked = False  # whether set_epoch() gave that number
         self.resumes = self.resumed = False  # whether the next one goes on at place, the latest did
         # Of the latest one, see Source, or a state that was loaded.
         self.place: dict[str, Any] = {"epoch": epoch, "batches": 0}
         self._use = ["used"]  # of the latest iterator
 
-    def begin(self) -> tuple[int, dict[str, Any] | None]:
+    def follow(self, loader: Any) -> None:
+        """Number the next epoch as a sampler does that is ahead, unless set_epoch() did."""
+        if not self._asked and not self.resumes:
+            self.epoch = max([self.epoch, *(e for e in epochs_of(loader) if e is not None)])
+
+    def begin(self, loader: Any) -> tuple[int, dict[str, Any] | None]:
         """The number of an epoch that begins, and the place it goes on at."""
         self.forget_unused()
+        self.follow(loader)
+        self._asked = False
         self.resumed, self.resumes = self.resumes, False
         self.epoch += 1
         return self.epoch - 1, self.place if self.resumed else None
@@ -53,6 +61,7 @@ class Progress:
         self.epoch, self._use = epoch, ["used"]
         if epoch != self.place["epoch"] and "ended" not in self.place:
             self.reset(epoch)
+        self._asked = True
 
     def load(self, state: dict[str, Any]) -> None:
         self.place, self.resumes = dict(state), "random_states" in state
@@ -61,6 +70,7 @@ class Progress:
         """Where the latest epoch stands, or the next begins; workers of ``going_on`` live on."""
         self.forget_unused()
         place = self.place
+        self.follow(loader)
         if "ended" in place or "random_states" not in place:
             return self._next(loader, going_on)
         if place["batches"] and not in_order(loader):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from typing import Any
@@ -33,7 +34,22 @@ def in_order(loader: Any) -> bool:
 
 
 def rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    """Of torch.distributed, or else torchrun's for a process that has not initialized it."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return _number_in("RANK", 0) if world_size() > 1 else 0
+
+
+def world_size() -> int:
+    """How many ranks there are, likewise."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return _number_in("WORLD_SIZE", 1)
+
+
+def _number_in(variable: str, default: int) -> int:
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdigit() else default
 
 
 def is_stateful(loader: Any) -> bool:
@@ -76,18 +92,23 @@ def owners(loader: Any) -> list[Any]:
     return [owner for owner in each if callable(getattr(owner, "set_epoch", None))]
 
 
+def epochs_of(loader: Any) -> list[int | None]:
+    """The number of the epoch that each of the owners is in; None where it has none."""
+    epochs = [getattr(owner, "epoch", None) for owner in owners(loader)]
+    return [epoch if type(epoch) is int else None for epoch in epochs]
+
+
 def beginning(loader: Any) -> dict[str, Any]:
     """The place of an epoch of ``loader`` that begins now, without the loader's own state."""
     states = [torch.get_rng_state(), *(g.get_state() for g in _generators(loader))]
     continued = isinstance(loader, DataLoader) and (
         loader._iterator is not None or isinstance(loader.generator, _SeedApart)
     )
-    epochs = [getattr(owner, "epoch", None) for owner in owners(loader)]
     return {
         "batches": 0,
         "random_states": [state.numpy().tobytes().hex() for state in states],
         "continued": continued,
-        "epochs": [e if type(e) is int else None for e in epochs],
+        "epochs": epochs_of(loader),
         "samples": _samples_of(loader),
     }
 
@@ -160,11 +181,18 @@ class Source(Iterator[tuple[Any, Any]]):
     With the ``place`` of an earlier epoch it goes on there, in the same order: ``batches`` that the
     loop has had, the state after them of the ``loader``, the ``random_states`` that the order is
     drawn from, torch's and the generators', whether workers of an epoch before ``continued``, and
-    the samplers' ``epochs``. A map-style dataset reads nothing that was left out; others do.
+    the samplers' ``epochs``. A map-style dataset reads nothing that was left out; others do, and
+    ``skip`` gets the batches.
     """
 
-    def __init__(self, loader: Any, resumed: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        resumed: dict[str, Any] | None = None,
+        skip: Callable[[Any], None] = lambda batch: None,
+    ) -> None:
         self._loader, self._ahead = loader, list[tuple[Any, Any]]()
+        self._skip = skip
         self._iterator: Iterator[Any] = iter(())
         self._alone = False  # whether the workers are of this epoch, whatever they are
         if not resumed:
@@ -210,7 +238,8 @@ class Source(Iterator[tuple[Any, Any]]):
         else:
             skipped = done
         self._loader, self._iterator = rest, iter(rest)
-        next(islice(self._iterator, skipped, skipped), None)
+        for batch in islice(self._iterator, skipped):
+            self._skip(batch)
 
     def __next__(self) -> tuple[Any, Any]:
         """The next batch and the loader's state after it; the end has that as its value."""

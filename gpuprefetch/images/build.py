@@ -19,6 +19,7 @@ from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.plan import parse_bytes
 from gpuprefetch.images.replay import NotedSampler, has_keys
+from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.tail import moves_pixels
@@ -50,12 +51,12 @@ def build_stage(
         tuple(view.head for view in views),
         on_gpu=backend is not None,
         apply_exif=options["apply_exif"],
-        seed=torch.initial_seed() if seed is None else operator.index(seed),
-        epoch=torch.zeros(1, dtype=torch.int64, device="cpu"),
+        origin=Origin(torch.initial_seed() if seed is None else operator.index(seed)),
         share=share,
         finishes=device.type == "cpu",
         programs=programs if (HAS_TRITON or device.type == "cpu") and any(programs) else (),
         moves=any(moves_pixels([*view.head.ops, *view.tail]) for view in views),
+        draws=any(view.samples for view in views),
     )
     stage = Pipeline(
         device,

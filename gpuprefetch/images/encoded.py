@@ -20,6 +20,7 @@ from gpuprefetch.images.guard import Encoded, begin_reading
 from gpuprefetch.images.nvjpeg import order_for
 from gpuprefetch.images.slab import Buffer
 from gpuprefetch.transforms.launch import Launches, Table, by_place
+from gpuprefetch.transforms.random import Keys
 from gpuprefetch.transforms.reference import Ints
 
 if TYPE_CHECKING:
@@ -35,8 +36,10 @@ class EncodedImage(Encoded):
     Args:
         data: the file's bytes, or a bytearray, a memoryview, a 1-D uint8 tensor or array, which are
             copied.
-        index: of the sample in its dataset. Random parameters are keyed to it and error messages
-            name it; -1 where there is none, then ``path`` or the bytes themselves take its place.
+        index: of the sample in its dataset, for error messages; -1 where there is none. Random
+            parameters come from the key that the sampler gave for the sample. Where there is none,
+            as in an iterable dataset, they come from ``index``, else from ``path``, else from the
+            bytes.
         path: where the bytes come from, for error messages.
 
     Raises:
@@ -48,6 +51,8 @@ class EncodedImage(Encoded):
     index: int = -1
     path: str = ""
     _made: float = field(init=False, repr=False, compare=False)  # when: tells how long reading took
+    # Whether its random parameters are not those of other images of its sample.
+    _apart: bool = field(default=False, init=False, repr=False, compare=False)
     # Its sampling row (2, 6), where that is settled: targets beside it have followed it.
     _row: Any = field(default=None, init=False, repr=False, compare=False)
 
@@ -181,6 +186,8 @@ class PreparedImages(Encoded):
     encoded_bytes: int  # where they stop
     spans: Ints  # (N, 2), of each image in `pixels` if it was decoded, in `data` otherwise
     indices: Ints  # (N,), of the samples in their dataset
+    names: Ints  # (N,), of the samples: see images/samples.py
+    keys: Keys  # (N,), what random parameters come from; the images of a sample have the same
     paths: list[str]
     decoded: npt.NDArray[np.bool_]  # (N,), whether a worker has decoded the image
     sizes: Ints  # (N, 2), height and width, decoded or not yet; made up where no header was read
@@ -202,8 +209,8 @@ class PreparedImages(Encoded):
     share: float  # of the baseline JPEGs that the worker was to decode
     counts: dict[str, float] = field(default_factory=dict)  # what to add to the counters of Stats
     targets: str = ""  # of targets.fate()
-    # What the worker drew for the first transform after the fused ones, of each view; an empty list
-    # where that was carried out or there is none. None of all where no worker drew.
+    # Random parameters of the first transform after the fused ones, one entry a view. Empty if that
+    # transform already ran or does not exist; there are no entries if no worker sampled any.
     laid: list[Sequence[Layout]] = field(default_factory=list)
     # What the user should know of these images, kind -> text: a worker's own warnings end in its
     # stderr. Pipeline.receive() warns once of each kind.

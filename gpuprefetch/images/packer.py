@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
-import zlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -20,12 +16,20 @@ from gpuprefetch.images.bad import name_of
 from gpuprefetch.images.encoded import EncodedImage, PreparedImages
 from gpuprefetch.images.header import ImageHeader, blank, decode_cpu, read_header
 from gpuprefetch.images.plan import lay_out
+from gpuprefetch.images.samples import (
+    BatchSamples,
+    Origin,
+    Sample,
+    is_alike,
+    keys_of,
+    own_name,
+)
 from gpuprefetch.images.slab import Buffer, share
 from gpuprefetch.images.targets import follow, followers, images_of
 from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.launch import Launches, plan_rows
 from gpuprefetch.transforms.per_image import PerImage
-from gpuprefetch.transforms.random import Keys, fold
+from gpuprefetch.transforms.random import Keys, head_keys
 from gpuprefetch.transforms.reference import Doubles, Ints, check_rows, finished_row, resample_uint8
 
 # Up to this many pixels for each of the result, a decoded image is left to the GPU to resample: to
@@ -93,8 +97,7 @@ class Packer:
     heads: tuple[Head, ...]  # the fused transforms of each view
     on_gpu: bool  # whether baseline JPEGs are left to the GPU
     apply_exif: bool
-    seed: int
-    epoch: torch.Tensor
+    origin: Origin  # of random parameters
     share: torch.Tensor  # in shared memory, of the baseline JPEGs that are decoded here
     # Whether the result is made here, as without a device: a worker runs its share of it in one
     # thread, and in the loop's process many threads would wait for cores that the workers have.
@@ -104,7 +107,22 @@ class Packer:
     # Of each view what workers draw for, and run on its finished images if there are some here.
     programs: tuple[PerImage | None, ...] = ()
     rank: int = 0  # of this process among those that may be given the same samples, else 0
+    draws: bool = False  # whether any transform has random parameters
     _last: float = field(init=False, default_factory=time.perf_counter)
+    _before: EncodedImage | None = field(init=False, default=None)  # the last that named itself
+
+    def keys(self, samples: Sequence[Sample]) -> Keys:
+        """``(N,)``, what the random parameters of each sample come from."""
+        return keys_of(samples, self.origin.seed, self.origin.epoch, self.rank)
+
+    def alike(self, samples: BatchSamples) -> EncodedImage | None:
+        """An image that nothing tells from that of another sample, in the batch or before it."""
+        before, latest = self._before, samples.latest()
+        self._before = latest
+        if samples.alike is not None or before is None or latest is None:
+            return samples.alike
+        same = own_name(before) == own_name(latest)
+        return latest if same and is_alike(before, latest) else None
 
     def read_seconds(self, images: Sequence[EncodedImage]) -> float:
         """What the dataset took; 0 for images that it has kept from before the last batch."""
@@ -301,22 +319,29 @@ class Packer:
 
 
 class Packing:
-    """Packs the images of one batch, in one call or in several; its repeats may not be known."""
+    """Packs the images of one batch, in one call or in several."""
 
     def __init__(
-        self, packer: Packer, samples: Any = (), repeats: Any = (), *, following: bool = False
+        self, packer: Packer, samples: BatchSamples | None = None, *, following: bool = False
     ) -> None:
-        self._packer, self._samples, self._repeats = packer, samples, repeats
+        self._packer = packer
+        self._samples = BatchSamples() if samples is None else samples
         self._following = following
         self._share = float(packer.share)  # one for all of it: the balancer may change it meanwhile
-        self._packed: Counter[Any] = Counter()  # calls that each sample was packed in
 
     def __call__(self, images: Sequence[EncodedImage]) -> PreparedImages:
         """Prepare images: read their headers, draw, decode some of them, pack all, plan."""
         packer, began = self._packer, time.perf_counter()
         headers = Headers(images, apply_exif=packer.apply_exif)
-        rows = self._draw(images, headers)
-        known = {"share": self._share, "samples": self._samples_of(images)}
+        samples = self._samples.of(images)
+        keys = packer.keys(samples)
+        rows = self._draw(images, samples, keys, headers)
+        known = {
+            "share": self._share,
+            "samples": self._samples.positions(images),
+            "names": np.array([sample.name for sample in samples], dtype=np.int64),
+            "keys": keys,
+        }
         batch, crops, divisors = packer.allocate(images, headers, rows, **known)
         decoding = packer.fill(images, headers, crops, divisors, batch)
         packer.plan(batch)
@@ -332,29 +357,53 @@ class Packing:
             "worker_decode_seconds": decoding,
             "collate_seconds": packer._last - began - decoding,
         }
+        if packer.draws:
+            batch.remarks |= self._remarks()
         return batch
 
-    def follow(self, samples: Any) -> tuple[Any, Packing]:
-        """Move boxes, masks and points as their image will be; the samples, and what packs them."""
+    def _remarks(self) -> dict[str, str]:
+        """What the user should know of random parameters that images share."""
+        remarks = {}
+        if (alike := self._packer.alike(self._samples)) is not None:
+            remarks["alike"] = _ALIKE.format(alike)
+        if (twice := self._samples.twice) is not None:
+            remarks["twice"] = _TWICE.format(twice)
+        return remarks
+
+    def follow(self, given: Any, names: Sequence[int], repeats: Sequence[int]) -> Any:
+        """Move boxes, masks and points as their image will be; the samples, which are to be packed.
+
+        ``given`` is what the collate function is to get, with names and repeats of its samples.
+        """
         packer = self._packer
+        self._samples = BatchSamples(given, names, repeats)
 
         def draw(images: Sequence[EncodedImage]) -> tuple[Any, Any, dict[int, str]]:
             headers = Headers(images, apply_exif=packer.apply_exif)
-            rows = head.draw(headers.sizes, self._keys(images))
+            samples = self._samples.of(images)
+            leaders = _leaders(samples, headers)
+            rows = head.draw(headers.sizes, head_keys(packer.keys(samples)), leaders)
             return rows, headers.sizes, headers.errors
 
         head, *others = packer.heads
-        if others and images_of(samples) and followers(samples):
+        if others and images_of(given) and followers(given):
             raise ValueError(
                 "Views gives several pictures of an image, and boxes, masks and points can follow "
                 "one. Return plain tensors, as mask.as_subclass(torch.Tensor), or leave them out."
             )
-        followed = samples if others else follow(samples, head.size, draw)
-        if followed is samples:
-            return samples, self
-        return followed, Packing(packer, as_list(followed), self._repeats, following=True)
+        followed = given if others else follow(given, head.size, draw)
+        if followed is not given:
+            self._following = True
+            self._samples = BatchSamples(followed, names, repeats)
+        return followed
 
-    def _draw(self, images: Sequence[EncodedImage], headers: Headers) -> list[Any]:
+    def _draw(
+        self,
+        images: Sequence[EncodedImage],
+        samples: Sequence[Sample],
+        keys: Keys,
+        headers: Headers,
+    ) -> list[Any]:
         """The sampling of each view: None where it has no fixed size."""
         packer = self._packer
         if len(packer.heads) > 1:
@@ -371,63 +420,38 @@ class Packing:
                 )
             rows = [np.stack(followed)]
         else:
-            keys = self._keys(images)
+            leaders = _leaders(samples, headers)
             rows = [
-                head.draw(headers.sizes, fold(keys, -view) if view else keys)
+                head.draw(headers.sizes, head_keys(keys, view), leaders)
                 for view, head in enumerate(packer.heads)
             ]
         for each, size in zip(rows, packer.sizes, strict=True):
             check_rows(each, headers.sizes, size)
         return rows
 
-    def _keys(self, images: Sequence[EncodedImage]) -> Keys:
-        """One key per image, a function of (seed, epoch, sample, repeat) in whichever batch it is.
 
-        Images of one sample differ; its repeats, where they are not known, within one batch only.
-        """
-        repeats, here = self._repeats_of(images), Counter[Any]()
-        names, views, same = [], [], []
-        for image, repeat in zip(images, repeats, strict=True):
-            name = image.index
-            if name < 0:
-                name = zlib.crc32(os.fsencode(image.path) if image.path else image.data) - 2**33
-            sample = name, image.path, repeat  # datasets that were concatenated may number alike
-            names.append(name)
-            views.append(self._packed[sample])
-            same.append(here[sample])
-            here[sample] += 1
-        self._packed.update(here.keys())
-        keys = fold(self._packer.seed, int(self._packer.epoch))
-        keys = fold(fold(fold(keys, names), views), same)
-        numbers = np.array(repeats, dtype=np.int64)
-        # Those from 0 on are the transforms'.
-        return fold(np.where(numbers, fold(keys, -numbers), keys), 0)
-
-    @cached_property
-    def _owners(self) -> dict[int, int]:
-        """The sample of each image, by its identity; -1 where it is of several."""
-        owners: dict[int, int] = {}
-        for i, sample in enumerate(self._samples):
-            for image in map(id, images_of(sample)):
-                owners[image] = i if owners.get(image, i) == i else -1
-        return owners
-
-    def _samples_of(self, images: Sequence[EncodedImage]) -> list[int]:
-        return [self._owners.get(id(image), -1) for image in images]
-
-    def _repeats_of(self, images: Sequence[EncodedImage]) -> list[int]:
-        """Which repeat of its sample each image is of, apart from those of other ranks."""
-        owners, count = [-1] * len(images), len(self._repeats)
-        if count == 1:
-            owners = [0] * len(images)
-        elif count and count == len(self._samples):
-            owners = self._samples_of(images)
-            if count == len(images):  # new ones of the collate function's keep the order
-                owners = [i if owner < 0 else owner for i, owner in enumerate(owners)]
-        apart = self._packer.rank << 32
-        return [apart + (self._repeats[i] if i >= 0 else 0) for i in owners]
+_ALIKE = (
+    "Nothing tells some samples apart, such as that of {!r}: they have the same random parameters "
+    "in every batch. Let the dataset return EncodedImage(data, index, path) with the number of the "
+    "sample as index."
+)
 
 
-def as_list(samples: Any) -> Sequence[Any]:
-    """What a dataset gave: a list of samples, or one sample."""
-    return samples if isinstance(samples, list) else [samples]
+_TWICE = (
+    "A sample holds one file twice, {!r}, and its pictures are equal: all images of a sample have "
+    "the same random parameters. For views that are sampled apart let it hold the file once, and "
+    "give DataPrefetcher(transforms=gpuprefetch.Views([...], [...]))."
+)
+
+
+def _leaders(samples: Sequence[Sample], headers: Headers) -> Ints:
+    """``(N, 2)``, for each image the size of the first one of its sample."""
+    leaders = headers.sizes.copy()
+    for position, sample in enumerate(samples):
+        if position in headers.errors:  # its size is made up
+            continue
+        if sample.size is None:
+            height, width = leaders[position].tolist()
+            sample.size = height, width
+        leaders[position] = sample.size
+    return leaders

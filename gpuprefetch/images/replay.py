@@ -3,87 +3,33 @@
 from __future__ import annotations
 
 import operator
-import zlib
 from array import array
-from bisect import bisect_right
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from gpuprefetch.core.source import _samplers, in_order, rank, sampler_of
+from gpuprefetch.core.source import (
+    _generators,
+    _samplers,
+    is_stateful,
+    rank,
+    sampler_of,
+    world_size,
+)
 from gpuprefetch.core.stats import Stats
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImage, BadImageError
 from gpuprefetch.images.encoded import PreparedImages
+from gpuprefetch.images.notes import Noted, Notes
+from gpuprefetch.images.samples import Origin, Repeats
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.worker import Announced, HostStage, announce, encoded_leaves
-
-# Epochs whose batches are noted, and how many batches of each: 300 MB at 256 samples a batch, where
-# an epoch has no end, and 10 MB of an epoch of ImageNet.
-KEPT, MOST = 2, 1 << 17
-
-
-class Noted(NamedTuple):
-    """What is known of a batch."""
-
-    number: int  # in its epoch
-    keys: Sequence[Any]  # of its samples
-    repeats: Sequence[int]  # how often the epoch has had each before; empty where it has had none
-    checksum: int | None  # of all samples up to here; None where not all are integers
-
-
-@dataclass(slots=True)
-class Notes:
-    """Of one epoch."""
-
-    seed: int
-    place: dict[str, Any] = field(default_factory=lambda: {"batches": 0})  # of its Source
-    shares: dict[int, float] = field(default_factory=dict)  # of the workers, by number of the batch
-    # The latest that the sampler gave. The last ones are ahead of the loop.
-    batches: deque[Noted] = field(default_factory=lambda: deque(maxlen=MOST))
-    given: int = 0  # how many there were
-
-    def add(self, keys: Sequence[Any], repeats: Sequence[int] = ()) -> None:
-        before = self.batches[-1].checksum if self.batches else 0
-        known = isinstance(keys, array) and before is not None
-        checksum = zlib.crc32(keys, before) if known else None  # type: ignore[arg-type]
-        self.batches.append(Noted(self.given, keys, repeats, checksum))
-        self.shares.pop(self.given - MOST, None)
-        self.given += 1
-
-    def had(self) -> list[Noted]:
-        copied = list(self.batches)  # in one step, as another thread may be adding
-        return [noted for noted in copied if noted.number < self.place["batches"]]
-
-    def drawn(self) -> tuple[int, int | None]:
-        """The rank and a checksum of what the loop has had: None where that is not known."""
-        if not self.place["batches"]:
-            return rank(), 0
-        had = self.had()
-        known = had and had[-1].number == self.place["batches"] - 1
-        return rank(), had[-1].checksum if known else None
-
-    def refuse_another_order(self) -> None:
-        """Compare what a resumed epoch has left out with what was drawn before."""
-        if "drawn" not in self.place:
-            return
-        there, before = self.place["drawn"]
-        here, now = self.drawn()
-        # Lightning has the state of rank 0 loaded by all.
-        if there == here and (now != before or self.given < self.place["batches"]):
-            raise ValueError(
-                "the loader does not begin with the batches that it gave before the interruption. "
-                "Build it as it was. The order must come from torch's default generator or the "
-                "sampler's own `generator`, and not from an iterator of an earlier epoch."
-            )
 
 
 def _listed(batch: Any) -> Sequence[Any]:
@@ -96,67 +42,6 @@ def _listed(batch: Any) -> Sequence[Any]:
     return [batch]  # whatever the dataset takes
 
 
-_VIEWS = (Subset.__getitem__, ConcatDataset.__getitem__)
-
-
-def _origin(dataset: Any, key: Any) -> tuple[Any, Any]:
-    """The dataset that a sample is of, and its key there, through torch's views of datasets."""
-    # accelerate's views of them are of classes derived from them.
-    while (get := getattr(type(dataset), "__getitem__", None)) in _VIEWS:
-        if get is Subset.__getitem__:
-            dataset, key = dataset.dataset, operator.index(dataset.indices[key])
-        else:
-            key += len(dataset) if key < 0 else 0
-            number = bisect_right(dataset.cumulative_sizes, key)
-            key -= dataset.cumulative_sizes[number - 1] if number else 0
-            dataset = dataset.datasets[number]
-    return dataset, key
-
-
-def _owner(dataset: Any) -> int:
-    """The identity of a dataset's state, which accelerate's views of it share."""
-    return id(getattr(dataset, "__dict__", dataset))
-
-
-class Repeats:
-    """Counts the samples of an epoch: 4 bytes for each that a dataset has."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self._counts: dict[int, Any] = {}  # by the identity of a dataset
-        self._others: Counter[Any] = Counter()  # what is not in its range
-
-    def add(self, keys: Iterable[Any]) -> Sequence[int]:
-        repeats = array("q", map(self._add, keys))
-        return repeats if any(repeats) else ()
-
-    def _add(self, key: Any) -> int:
-        dataset = self._dataset
-        try:
-            dataset, key = _origin(dataset, key)
-            owner = _owner(dataset)
-            if owner not in self._counts:
-                self._counts[owner] = _zeros(dataset)
-            counts, place = self._counts[owner], key
-            before = int(counts[key])
-        except (IndexError, TypeError):
-            counts, place = self._others, (_owner(dataset), key)
-            try:
-                before = counts[place]
-            except TypeError:  # a key that has no hash is not counted
-                return 0
-        counts[place] = before + 1
-        return before
-
-
-def _zeros(dataset: Any) -> memoryview:
-    """A count for each sample, in memory that is not there before it is written to."""
-    try:
-        return np.zeros(len(dataset), dtype=np.uint32).data
-    except Exception:  # it has no length, or says one that no memory holds
-        return memoryview(bytearray())
-
-
 class NotedSampler:
     """What gives a loader its batches, or the keys that its dataset makes them of; notes them."""
 
@@ -164,8 +49,6 @@ class NotedSampler:
         self._sampler, self._batches = getattr(loader, name), name == "batch_sampler"
         self._stage: Any = loader.collate_fn
         self._dataset, self._workers = loader.dataset, loader.num_workers
-        # One that has an order of its own may give other batches, or leave some out.
-        self._numbered = in_order(loader) and type(loader).__iter__ is DataLoader.__iter__
         self.notes = Notes(0)
 
     def __iter__(self) -> Iterator[Any]:
@@ -179,15 +62,14 @@ class NotedSampler:
             if epoch is not self.notes:  # the iterator of an earlier one goes on
                 epoch, counted = self.notes, Repeats(self._dataset)
             keys = _listed(batch)
-            repeats = counted.add(keys)
-            notes.add(keys, repeats)
+            names, repeats = counted.add(keys)
+            notes.add(keys, names, repeats)
             if self._workers:
-                number = notes.given - 1 if self._numbered else None
                 announced = Announced(keys)
-                announced.told = batch, self._stage.token, repeats, number
+                announced.told = batch, self._stage.token, names, repeats
                 yield announced
             else:
-                yield announce(batch, self._stage.token, repeats)
+                yield announce(batch, self._stage.token, names, repeats)
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -207,16 +89,44 @@ def has_keys(loader: Any) -> bool:
     )
 
 
+# Where samplers of torch, timm, torchvision and accelerate keep their rank, and how many there are.
+_KNOWN_RANKS = (
+    ("rank", ("num_replicas", "world_size")),
+    ("process_index", ("num_processes",)),
+)
+
+
+def ranks_of(loader: Any) -> tuple[int, int]:
+    """The rank of this process and how many there are, for all that is known.
+
+    Without torch.distributed a sampler may know, as torch's ``DistributedSampler`` does.
+    """
+    if world_size() > 1:
+        return rank(), world_size()
+    for sampler in _samplers(loader):
+        for name, names_of_count in _KNOWN_RANKS:
+            number = getattr(sampler, name, None)
+            if type(number) is int:
+                counts = (getattr(sampler, name, None) for name in names_of_count)
+                return number, next((count for count in counts if type(count) is int), 1)
+    return 0, 1
+
+
 def rank_of(loader: Any) -> int:
     """The rank of this process if other ranks may be given the same samples, else 0."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return 0
+    if shares_out(loader):
+        return 0
+    ranks = [getattr(sampler, "rank", None) for sampler in _samplers(loader)]
+    return next((found for found in ranks if isinstance(found, int)), rank())
+
+
+def shares_out(loader: Any) -> bool:
+    """Whether no other rank gets the samples of this one, but for padding."""
     samplers = list(_samplers(loader))
     replaced = any(getattr(sampler, "replacement", False) for sampler in samplers)
-    if any(_shares_out(sampler, replaced=replaced) for sampler in samplers):
-        return 0
-    ranks = [getattr(sampler, "rank", None) for sampler in samplers]
-    return next((found for found in ranks if isinstance(found, int)), rank())
+    return any(_shares_out(sampler, replaced=replaced) for sampler in samplers)
 
 
 def _shares_out(sampler: Any, *, replaced: bool) -> bool:
@@ -230,20 +140,54 @@ def _shares_out(sampler: Any, *, replaced: bool) -> bool:
     return isinstance(sampler, range)
 
 
+def may_share_state(loader: Any) -> bool:
+    """Whether ranks may load the state of another: no order is drawn from what it holds."""
+    if isinstance(getattr(loader, "dataset", None), IterableDataset) or not isinstance(
+        loader, DataLoader
+    ):
+        return not is_stateful(loader)
+    if shares_out(loader):
+        return True
+    samplers = _samplers(loader)
+    own = any(type(getattr(sampler, "rank", None)) is int for sampler in samplers)
+    if own and not _generators(loader):  # its order is a function of its rank
+        return True
+    plain = (torch.utils.data.SequentialSampler, torch.utils.data.BatchSampler)
+    return all(type(sampler) in plain for sampler in samplers)
+
+
 def noted(loader: Any) -> NotedSampler | None:
     sampler = getattr(loader, sampler_of(loader), None)
     return sampler if isinstance(sampler, NotedSampler) else None
 
 
+def _find(notes: Notes, index: Any, epoch: int, repeat: int) -> tuple[Noted, int]:
+    """The batch that held a sample for the time after ``repeat`` others, and its place there."""
+    had, found = notes.had(), 0
+    for batch in had:
+        if index not in batch.keys:
+            continue
+        places = [place for place, key in enumerate(batch.keys) if key == index]
+        if repeat < found + len(places):
+            return batch, places[repeat - found]
+        found += len(places)
+    since = f", of those since batch {had[0].number}" if had and had[0].number else ""
+    often = f" more than {found} times" if found else ""
+    raise LookupError(f"no batch of epoch {epoch}{since} has held sample {index!r}{often} so far.")
+
+
 def replay(
-    loader: Any, pipeline: Pipeline, notes: Notes, index: Any, epoch: int, *, fixed: bool
+    loader: Any,
+    pipeline: Pipeline,
+    notes: Notes,
+    index: Any,
+    epoch: int,
+    *,
+    repeat: int,
+    fixed: bool,
 ) -> Any:
     """Prepare the batch that held a sample once more, and take the sample out of it."""
-    had = notes.had()
-    held = next((batch for batch in had if index in batch.keys), None)
-    if held is None:
-        since = f", of those since batch {had[0].number}" if had and had[0].number else ""
-        raise LookupError(f"no batch of epoch {epoch}{since} has held sample {index!r} so far.")
+    held, position = _find(notes, index, epoch, repeat)
     number, indices = held.number, list(held.keys)
     if number not in notes.shares and not fixed:
         raise ValueError(
@@ -253,24 +197,30 @@ def replay(
     share = notes.shares.get(number, float(pipeline.packer.share))
     packer = replace(
         pipeline.packer,
-        seed=notes.seed,
-        epoch=torch.tensor([epoch], device="cpu"),
+        origin=Origin(notes.seed, epoch),
         share=torch.tensor([share], dtype=torch.float64, device="cpu"),
         rank=rank_of(loader),
     )
     on_error = pipeline.on_error if isinstance(pipeline.on_error, str) else "skip"
     pipeline = replace(
-        pipeline, packer=packer, on_error=on_error, bad_images={}, max_bad=None, stats=Stats()
+        pipeline,
+        packer=packer,
+        on_error=on_error,
+        bad_images={},
+        max_bad=None,
+        stats=Stats(),
+        notes=Notes(),
+        rank=notes.rank,
     )
     fetch = getattr(loader.dataset, "__getitems__", None)  # which torch's fetcher prefers
     samples = fetch(indices) if fetch else [loader.dataset[i] for i in indices]
     stage = HostStage(loader.collate_fn, packer)
-    announce(None, stage.token, held.repeats)
+    announce(None, stage.token, held.names, held.repeats)
     batch = stage(samples)
     if isinstance(batch, Apart):
         raise ValueError("a sample cannot be told apart after a collate_fn that mixes them.")
     images = encoded_leaves(batch)
-    pipeline.only = row = _row_of(indices.index(index), len(indices), images)
+    pipeline.only = row = _row_of(position, len(indices), images)
     cuda = pipeline.device.type == "cuda"
     with own_modes(pipeline.device), torch.cuda.device(pipeline.device) if cuda else nullcontext():
         result = pipeline.run(batch, number, epoch, pipeline.cost(batch))

@@ -138,5 +138,5 @@ class Balancer:
         self._set(share)
 
     def _set(self, share: float) -> None:
-        self.share.fill_(share)
+        self.share.numpy()[:] = share  # also of a tensor that was made in inference mode
         self.begin()

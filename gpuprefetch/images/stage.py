@@ -22,6 +22,7 @@ from gpuprefetch.images.decode import ImageDecoder
 from gpuprefetch.images.encoded import PreparedImages, is_encoded
 from gpuprefetch.images.guard import end_reading
 from gpuprefetch.images.job import ImageJob
+from gpuprefetch.images.notes import Notes
 from gpuprefetch.images.packer import Packer, Packing
 from gpuprefetch.images.plan import ImageCost, cost_of
 from gpuprefetch.images.rows import is_column, refuse_other_rows, take_rows
@@ -31,7 +32,7 @@ from gpuprefetch.images.tail import run_tail
 from gpuprefetch.images.targets import PerSample, refuse_unfollowed, unstack
 from gpuprefetch.images.view import View
 from gpuprefetch.images.worker import pack_lists
-from gpuprefetch.transforms.random import SeededDraws, batch_seed, derive, view_seed
+from gpuprefetch.transforms.random import batch_seed, derive, tail_keys, view_seed
 
 Part = Callable[[], None]  # the decode of a few images, a call
 
@@ -42,6 +43,13 @@ Part = Callable[[], None]  # the decode of a few images, a call
 # two streams, each with a decoder and scratch memory of its own, and the engines work on one call
 # while the host waits for the launch of another. The second stream begins after the result has been
 # allocated, and the batch's own stream waits for it at the end.
+
+
+_UNEVEN = (
+    "on_error has left images out of a batch of one of several ranks. Collectives over tensors of "
+    "equal shapes, such as all_gather, fail with such batches, and DistributedDataParallel weighs "
+    'ranks, not images. on_error="replace" keeps batches whole.'
+)
 
 
 @dataclass
@@ -59,10 +67,12 @@ class Pipeline:
     after: Callable[[Any, int], Any] | None = None
     stats: Stats = field(default_factory=Stats)
     balancer: Balancer | None = None
-    shares: dict[int, float] = field(default_factory=dict)  # of the workers, by number of the batch
     memory_budget: int | None = None
     streams: int = 1  # batches that are decoded side by side, once the first has been
     without_engines: bool = False  # whether CUDA kernels decode; known after the first batch
+    rank: int = 0  # of this process: what is sampled for a batch as a whole depends on it
+    ranks: int = 1  # how many there are
+    notes: Notes = field(default_factory=Notes)  # of the epoch
     only: int | None = None  # the one row of a batch that is handed over, after all transforms
     rooms: dict[int, torch.Tensor] | None = None  # see decode.place()
     beside: torch.cuda.Stream | None = None  # see Note [Calls side by side]
@@ -93,9 +103,9 @@ class Pipeline:
 
     def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int]:
         batch, packed = pack_lists(batch, Packing(self.packer))
+        self.notes.see(number, packed)
         stats = self.stats
         for images in packed:
-            self.shares[number] = images.share
             for name, count in images.counts.items():
                 stats.add(name, count)
             self._pass_on(images.remarks)
@@ -127,7 +137,7 @@ class Pipeline:
             begun = self._begin(batch, limit)
         result, jobs, parts = begun
         self._run_parts(parts)
-        seed = batch_seed(self.packer.seed, epoch, number + (self.packer.rank << 32))
+        seed = batch_seed(self.packer.origin.seed, epoch, number + (self.rank << 32))
         if jobs:
             result = self._finish(result, jobs, seed)
         elif len(self.views) > 1 or self.views[0].changes:
@@ -206,7 +216,14 @@ class Pipeline:
             job.check()
         rows = self._rows_to_keep(jobs)
         if rows is not None and not len(rows):
-            return Empty(len(jobs[0].images), str(_bad_images(jobs)[-1]), BadImageError)
+            last = _bad_images(jobs)[-1]
+            if self.ranks > 1:
+                raise BadImageError(
+                    f"on_error has left out all {len(jobs[0].images)} images of a batch on rank "
+                    f"{self.rank} of {self.ranks}, which would wait for each other from here on, "
+                    f'the last: {last}. on_error="replace" keeps batches whole.'
+                )
+            return Empty(len(jobs[0].images), str(last), BadImageError)
         count, targets = len(jobs[0].images), jobs[0].images.targets
         if rows is not None or self.only is not None:
             refuse_other_rows(batch, jobs[0].images.samples)
@@ -214,24 +231,9 @@ class Pipeline:
         batch = unstack(batch, count) if targets and tails else batch
         if rows is not None:
             batch = self._keep(batch, jobs, rows, count)
-        if tails and not targets:  # each image of a sample gets draws of its own
-            for number, job in enumerate(jobs):
-                own = derive(seed, number) if number else seed
-                outs = [output.out for output in job.outputs]
-                made = self._run_tails(outs, own, job.images if rows is None else None)
-                for output, out in zip(job.outputs, made, strict=True):
-                    output.out = out
-        elif tails:
-            if len(jobs) > 1:
-                raise ValueError(
-                    "The collate function leaves samples apart, and the transforms after the fused "
-                    "ones need one batch. Use collate_fn=lambda samples: tuple(zip(*samples))."
-                )
-            (view,), (output,) = self.views, jobs[0].outputs
-            with Timed(self.stats, "tail"), SeededDraws(seed):
-                output.out, batch = run_tail(
-                    view.tail, output.out, batch, targets, view.values.reach
-                )
+        if tails:
+            with Timed(self.stats, "tail"):
+                batch = self._run_tails(jobs, batch, rows, seed)
         kept = torch.arange(count) if rows is None else rows
         if self.only is not None:
             only = kept.eq(self.only).nonzero()[:1, 0]
@@ -276,7 +278,13 @@ class Pipeline:
                 for number, view in enumerate(self.views):
                     view.values.begin(leaf)
                     images.append(view.run_head(leaf, view_seed(seed, number)))
-            return _one_or_all(self._run_tails(images, seed))
+            with Timed(self.stats, "tail"):
+                seeds = (view_seed(seed, number) for number in range(len(self.views)))
+                outs = [
+                    view.run_tail([each], own)[0]
+                    for view, each, own in zip(self.views, images, seeds, strict=True)
+                ]
+            return _one_or_all(outs)
 
         result = map_leaves(transform, batch)
         if first is None:
@@ -288,17 +296,40 @@ class Pipeline:
         return result
 
     def _run_tails(
-        self, outs: Sequence[Any], seed: int, images: PreparedImages | None = None
-    ) -> list[Any]:
-        """What runs after the fused ones; of ``images`` a worker may have drawn or run some."""
-        if not any(view.tail for view in self.views):
-            return list(outs)
-        laid: Sequence[Any] = images.laid if images is not None else ()
-        with Timed(self.stats, "tail"):
-            return [
-                view.run_tail(each, view_seed(seed, n), laid[n] if laid else None)
-                for n, (view, each) in enumerate(zip(self.views, outs, strict=True))
-            ]
+        self, jobs: list[ImageJob], batch: Any, rows: torch.Tensor | None, seed: int
+    ) -> Any:
+        """Run what comes after the fused transforms, on images and on targets beside them.
+
+        Images of one sample are transformed alike. Returns the batch with its moved targets.
+        """
+        kept = slice(None) if rows is None else rows.numpy()
+        targets = jobs[0].images.targets
+        together = _share_samples(jobs)
+        if targets and not together:
+            raise ValueError(
+                "The collate function leaves samples apart, and the transforms after the fused "
+                "ones need one batch. Use collate_fn=lambda samples: tuple(zip(*samples))."
+            )
+        groups = [jobs] if together else [[job] for job in jobs]
+        for number, group in enumerate(groups):
+            own = derive(seed, number) if number else seed
+            keys = group[0].images.keys[kept]
+            for n, view in enumerate(self.views):
+                outs = [job.outputs[n].out for job in group]
+                sampled = tail_keys(keys, n)
+                if targets:
+                    outs, batch = run_tail(
+                        view.tail, outs, batch, targets, sampled, own, view.values.reach
+                    )
+                else:
+                    laid = [
+                        job.images.laid[n] if rows is None and job.images.laid else None
+                        for job in group
+                    ]
+                    outs = view.run_tail(outs, view_seed(own, n), sampled, laid)
+                for job, out in zip(group, outs, strict=True):
+                    job.outputs[n].out = out
+        return batch
 
     def _rows_to_keep(self, jobs: list[ImageJob]) -> torch.Tensor | None:
         """Apply ``on_error``: the rows of the batch that become its result, None for all."""
@@ -318,6 +349,8 @@ class Pipeline:
         rows = np.arange(count)
         good = np.setdiff1d(rows, bad)
         if self.on_error != "replace":
+            if self.ranks > 1 and len(good):
+                self._pass_on({"uneven": _UNEVEN})
             return torch.from_numpy(good)
         if not len(good):
             raise BadImageError(f"all {count} images of a batch are bad, the last: {last}")
@@ -337,6 +370,12 @@ class Pipeline:
         self.stats.bad_images += 1
         if self.max_bad is not None and len(self.bad_images) > self.max_bad:
             raise BadImageError(f"more than max_bad={self.max_bad} bad images, the last: {bad}")
+
+
+def _share_samples(jobs: Sequence[ImageJob]) -> bool:
+    """Whether the images of all jobs are of the same samples, row by row."""
+    first = jobs[0].images.keys
+    return all(np.array_equal(job.images.keys, first) for job in jobs)
 
 
 def _bad_images(jobs: Sequence[ImageJob]) -> list[BadImage]:

@@ -16,10 +16,12 @@ import torch
 
 from gpuprefetch.core.nested import children_of, map_leaves, objects, select
 from gpuprefetch.images.targets import followers, is_per_sample
-from gpuprefetch.transforms.per_image import Loop, PerImage
+from gpuprefetch.transforms.per_image import Loop, PerImage, takes_keys
+from gpuprefetch.transforms.random import Keys, SeededDraws, derive, op_keys
 
 Samples = list[dict[Any, Any]]  # of each sample the parts of its target
-Runner = Callable[[Any, Samples], Any]
+# Batches of images, targets and (N,) keys of the samples: the moved images and targets.
+Runner = Callable[[list[Any], Samples, Keys], tuple[list[Any], Samples]]
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 
@@ -35,11 +37,13 @@ def alone(transform: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
 
-def run(transform: Any, images: Any) -> Any:
+def run(transform: Any, images: Any, keys: Keys | None = None) -> Any:
+    """Run a transform on images; with ``keys``, if it can sample for each image from its own."""
     name = getattr(transform, "__name__", type(transform).__name__)
     try:
         with alone(transform):
-            result = transform(images)
+            keyed = keys is not None and takes_keys(transform) and _count(images) == len(keys)
+            result = transform(images, keys) if keyed else transform(images)
     except Exception as error:
         kind = type(images).__name__
         form = f"{images.dtype} {tuple(images.shape)}" if kind == "Tensor" else f"a {kind}"
@@ -47,6 +51,25 @@ def run(transform: Any, images: Any) -> Any:
         raise
     _check_result(name, images, result)
     return result
+
+
+def run_alike(transform: Any, outs: Sequence[Any], keys: Keys | None, seed: int) -> list[Any]:
+    """Run a transform on batches whose images have their samples in common, with the same draws.
+
+    It samples from ``keys`` where it can, and from ``seed`` otherwise.
+    """
+    calls = getattr(transform, "calls", 0)  # of a PerImage with a seed of its own
+    done = []
+    for images in outs:
+        if isinstance(transform, PerImage):
+            transform.calls = calls
+        with SeededDraws(seed):
+            done.append(run(transform, images, keys))
+    return done
+
+
+def _count(images: Any) -> int:
+    return len(images) if isinstance(images, torch.Tensor) and images.dim() else -1
 
 
 def _check_result(name: str, images: Any, result: Any) -> None:
@@ -113,23 +136,36 @@ def moves_pixels(transforms: Iterable[Any]) -> bool:
 
 
 def run_tail(
-    tail: Sequence[Any], images: Any, batch: Any, fate: str, look: Callable[[Any, Any], None]
-) -> tuple[Any, Any]:
-    """Run transforms on images and on the :class:`PerSample` lists of boxes, masks and points."""
+    tail: Sequence[Any],
+    outs: Sequence[Any],
+    batch: Any,
+    fate: str,
+    keys: Keys,
+    seed: int,
+    look: Callable[[Any, Any], None],
+) -> tuple[list[Any], Any]:
+    """Run transforms on images and on the :class:`PerSample` lists of boxes, masks and points.
+
+    ``outs`` are batches of N images each, which have the samples and their ``keys`` in common. What
+    cannot sample from these does so from ``seed``.
+    """
     names = {id(part): name for name, part in batch.items()} if isinstance(batch, dict) else {}
     found = enumerate(select(batch, is_per_sample))
     columns = {names.get(id(column), number): column for number, column in found}
     samples: Samples = [
         dict(zip(columns, parts, strict=True)) for parts in zip(*columns.values(), strict=True)
     ]
-    for transform in tail:
-        look(transform, images)
+    outs = list(outs)
+    for position, transform in enumerate(tail):
+        own = op_keys(keys, position)
+        for images in outs:
+            look(transform, images)
         runner = _runner(transform)
         if runner is None:
-            images = run(transform, images)
+            outs = run_alike(transform, outs, own, derive(seed, position))
         elif fate == "kept":
             with alone(transform):
-                images, samples = runner(images, samples)
+                outs, samples = runner(outs, samples, own)
         else:
             raise ValueError(
                 f"{type(transform).__name__} moves boxes, masks and points, but the collate_fn has "
@@ -139,7 +175,7 @@ def run_tail(
                 "dataset."
             )
     moved = {id(old): old.of(s[name] for s in samples) for name, old in columns.items()}
-    return images, map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch, is_per_sample)
+    return outs, map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch, is_per_sample)
 
 
 def _runner(transform: Any) -> Runner | None:
@@ -163,17 +199,19 @@ def _runner(transform: Any) -> Runner | None:
     return None
 
 
-def _run_program(transform: PerImage, images: torch.Tensor, samples: Samples) -> Any:
-    drawn = transform.draw(images)
+def _run_program(
+    transform: PerImage, outs: list[torch.Tensor], samples: Samples, keys: Keys
+) -> Any:
+    drawn = transform.draw(outs[0], None if transform.seed is not None else keys)
 
     def move(row: int, leaf: Any) -> Any:
         return transform.carry_out_one(leaf, drawn, row) if followers(leaf) else leaf
 
     moved = [map_leaves(partial(move, row), parts) for row, parts in enumerate(samples)]
-    return transform.carry_out(images, drawn), moved
+    return [transform.carry_out(images, drawn) for images in outs], moved
 
 
-_IMAGE = "\0"  # its name in a sample for torchvision, which looks for labels by theirs
+_IMAGE = "\0{}"  # an image's name in a sample for torchvision, which looks for labels by theirs
 _SEEN = (dict, list, tuple, OrderedDict, defaultdict)
 
 
@@ -183,7 +221,9 @@ def _is_unseen(node: Any) -> bool:
     return not plain and children_of(node, None) is not None
 
 
-def _run_each(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
+def _run_each(
+    transform: Any, outs: list[torch.Tensor], samples: Samples, keys: Keys
+) -> tuple[list[torch.Tensor], Samples]:
     from torchvision.tv_tensors import Image
 
     name = type(transform).__name__
@@ -193,19 +233,29 @@ def _run_each(transform: Any, images: torch.Tensor, samples: Samples) -> Any:
                 f"torchvision's {name} moves boxes, masks and points in dicts, lists and tuples, "
                 f"but the targets have some in a {type(unseen).__name__}. Return a dict."
             )
+    named = [_IMAGE.format(number) for number in range(len(outs))]
 
-    def run_one(image: torch.Tensor, parts: dict[Any, Any]) -> tuple[Any, dict[Any, Any]]:
-        if all(isinstance(name, str) for name in parts):
-            moved = transform(parts | {_IMAGE: Image(image)})
-            return moved.pop(_IMAGE), moved
-        result, *values = transform(Image(image), *parts.values())
-        return result, dict(zip(parts, values, strict=True))
+    def run_one(
+        images: Sequence[torch.Tensor], parts: dict[Any, Any], key: Any
+    ) -> tuple[list[Any], dict[Any, Any]]:
+        pictures = [Image(image) for image in images]
+        with SeededDraws(derive(key, 0)):
+            if all(isinstance(name, str) for name in parts):
+                moved = transform(parts | dict(zip(named, pictures, strict=True)))
+                return [moved.pop(name) for name in named], moved
+            moved = transform(*pictures, *parts.values())
+            results, values = moved[: len(pictures)], moved[len(pictures) :]
+            return list(results), dict(zip(parts, values, strict=True))
 
-    results, moved = zip(*map(run_one, images, samples), strict=True)
-    shapes = {tuple(image.shape) for image in results}
+    results, moved = zip(*map(run_one, zip(*outs, strict=True), samples, keys), strict=True)
+    shapes = {tuple(image.shape) for images in results for image in images}
     if len(shapes) > 1:
         raise ValueError(
             f"{name} gave images of {len(shapes)} shapes, as {shapes.pop()}. "
             "Put it into a v2.Compose with a v2.Resize((height, width)) after it."
         )
-    return torch.stack([image.as_subclass(torch.Tensor) for image in results]), [*moved]
+    stacked = [
+        torch.stack([image.as_subclass(torch.Tensor) for image in images])
+        for images in zip(*results, strict=True)
+    ]
+    return stacked, [*moved]

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from gpuprefetch.core.nested import children_of, map_leaves, objects, select
-from gpuprefetch.images.encoded import ENCODED, EncodedImage
+from gpuprefetch.images.encoded import ENCODED, EncodedImage, is_encoded
 
 # Note [Coordinates]
 # Pixel k reaches from k to k + 1, for boxes and points alike, as in COCO and torchvision's models.
@@ -56,9 +56,10 @@ def refuse_unfollowed(*batches: Any) -> None:
 
 
 def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]], Any]) -> Any:
-    """Move boxes, masks and points as the fused transforms are going to sample their image.
+    """Move boxes, masks and points as the fused transforms are going to sample their images.
 
-    ``draw`` gives rows, sizes and errors. The samples are the same object where nothing moves.
+    ``draw`` gives rows, sizes and errors of images. The samples are the same object where nothing
+    moves.
     """
     if size is None or not followers(samples):
         return samples
@@ -66,38 +67,50 @@ def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]],
     # Others, as the None of a sample that its dataset could not read, are the collate function's.
     numbers = [i for i, sample in enumerate(each) if images_of(sample) or followers(sample)]
     images = [images_of(each[i]) for i in numbers]
-    if odd := {len(found) for found in images} - {1}:
+    if not all(images) or (each is not samples and len(images[0]) > 1 and _is_batch(samples)):
         raise ValueError(
-            "Boxes, masks and points follow the one EncodedImage of their sample, but a sample has "
-            f"{odd.pop()}. Return one image a sample, with batch_size=None in a tuple or a dict, "
-            "as a list is one of samples, or plain tensors instead of tv_tensors."
+            "Boxes, masks and points follow the EncodedImage of their sample, and a sample has "
+            f"{'none' if not all(images) else 'a list of them'}. Return both, with "
+            "batch_size=None in a tuple or a dict, as a list is one of samples, or plain tensors "
+            "instead of tv_tensors."
         )
-    rows, sizes, errors = draw([image for (image,) in images])
+    rows, sizes, errors = draw([image for found in images for image in found])
     tv = sys.modules["torchvision.tv_tensors"]
     for kind in (tv.Mask, tv.KeyPoints):
         default_collate_fn_map.setdefault(kind, _stack_followed)
 
-    def move(i: int, leaf: Any) -> Any:
+    def move(places: dict[int, int], leaf: Any) -> Any:
         if _is_image(leaf):
             image = copy.copy(leaf)
-            image._row = rows[i]
+            image._row = rows[places[id(leaf)]]
             return image
         if not followers(leaf):
             return leaf
-        (height, width), canvas = sizes[i], tuple(getattr(leaf, "canvas_size", leaf.shape[-2:]))
-        if canvas != (height, width) and i not in errors:
-            image = images[i][0]
+        canvas = tuple(getattr(leaf, "canvas_size", leaf.shape[-2:]))
+        readable = [place for place in places.values() if place not in errors]
+        fitting = [place for place in readable if tuple(sizes[place]) == canvas]
+        if readable and not fitting:
+            image = next(image for image in images[0] if id(image) in places)
+            height, width = sizes[readable[0]]
             raise ValueError(
                 f"{type(leaf).__name__} is for a picture of {' x '.join(map(str, canvas))} (height "
                 f"x width), but {image.path or image.index!r} has {height} x {width}. Pictures are "
                 "turned by their EXIF orientation with apply_exif=True only."
             )
-        return sampled(leaf, rows[i], size)
+        return sampled(leaf, rows[next(iter(fitting or places.values()))], size)
 
     moved = list(each)
-    for i, number in enumerate(numbers):
-        moved[number] = map_leaves(partial(move, i), each[number], _is_image)
+    first = 0
+    for number, found in zip(numbers, images, strict=True):
+        places = {id(image): first + i for i, image in enumerate(found)}
+        first += len(found)
+        moved[number] = map_leaves(partial(move, places), each[number], _is_image)
     return moved if each is samples else moved[0]
+
+
+def _is_batch(item: Any) -> bool:
+    """Whether an item of a dataset holds images in a list, one for each of its samples."""
+    return any(not isinstance(leaf, EncodedImage) for leaf in select(item, is_encoded))
 
 
 # torch's unsigned types of more than 8 bits know few operations: the same bits, signed, know all.

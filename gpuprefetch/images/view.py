@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gpuprefetch.images.tail import run
+from gpuprefetch.images.tail import run, run_alike
 from gpuprefetch.transforms.head import Head, Transform, apply_head, is_kornia
 from gpuprefetch.transforms.per_image import PerImage
-from gpuprefetch.transforms.random import SeededDraws, fold
+from gpuprefetch.transforms.random import Keys, derive, fold, op_keys
+from gpuprefetch.transforms.sampling import RANDOM
 from gpuprefetch.transforms.values import Values
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ class View:
     @property
     def changes(self) -> bool:
         return bool(self.head.names or self.tail or self.head.dtype or self.head.memory_format)
+
+    @property
+    def samples(self) -> bool:
+        """Whether it may have random parameters."""
+        return bool(self.tail) or any(isinstance(op, RANDOM) for op in self.head.ops)
 
     def run_head(self, images: torch.Tensor, seed: int) -> torch.Tensor:
         """The fused transforms, on a batch ``(N, C, H, W)`` that came as a tensor."""
@@ -60,20 +66,38 @@ class View:
         known = self.head.size is not None and not (self.head.mean or self.head.std)
         return first if known and type(first) is PerImage and first.seed is None else None
 
-    def run_tail(self, images: Any, seed: int, laid: Sequence[Layout] | None = None) -> Any:
-        """What comes after them. A worker may have ``laid`` out :attr:`program`, or have run it."""
-        tail, draws = self.tail, SeededDraws(seed)
-        if laid is not None and (program := self.program) is not None:
-            dtype, tail = self.head.dtype or torch.float32, tail[1:]
+    def run_tail(
+        self,
+        outs: Sequence[Any],
+        seed: int,
+        keys: Keys | None = None,
+        laid: Sequence[Sequence[Layout] | None] = (),
+    ) -> list[Any]:
+        """What comes after them, on batches whose images have their samples in common.
+
+        Args:
+            outs: what the fused transforms made of each batch.
+            seed: of what is sampled for a batch as a whole.
+            keys: ``(N,)``, what is sampled for each image comes from; None for tensors.
+            laid: for each batch what a worker has sampled for :attr:`program`: nothing where it has
+                run that; empty or None where no worker did.
+        """
+        images, first = list(outs), 0
+        program = self.program
+        if program is not None and any(each is not None for each in laid):
+            first = 1
+            dtype = self.head.dtype or torch.float32
             levels = torch.tensor([0, 255 if dtype == torch.uint8 else 1], dtype=dtype)
             self.values.reach(program, levels)
-            images = program.carry_out(images, laid) if laid else images
-            if not tail:
-                return images
-            with draws:
-                program.key()  # what comes after it draws the same
-        with draws:
-            for transform in tail:
-                self.values.reach(transform, images)
-                images = run(transform, images)
+            for number, each in enumerate(laid):
+                if each is None:
+                    own = None if keys is None else op_keys(keys, 0)
+                    images[number] = run(program, images[number], own)
+                elif each:
+                    images[number] = program.carry_out(images[number], each)
+        for position, transform in enumerate(self.tail[first:], first):
+            for each in images:
+                self.values.reach(transform, each)
+            own = None if keys is None else op_keys(keys, position)
+            images = run_alike(transform, images, own, derive(seed, position))
         return images

@@ -20,16 +20,16 @@ from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import set_apart
 from gpuprefetch.images.encoded import EncodedImage, PreparedImages, is_encoded
 from gpuprefetch.images.guard import begin_reading, end_reading
-from gpuprefetch.images.packer import Packer, Packing, as_list
+from gpuprefetch.images.packer import Packer, Packing
 from gpuprefetch.images.slab import by_value, share
 from gpuprefetch.images.targets import fate, followed, images_of, mark, refuse_unfollowed
-from gpuprefetch.transforms.random import SeededDraws, batch_seed, view_seed
+from gpuprefetch.transforms.random import op_keys, tail_keys
 
 # Added to the workers' priority number: the training thread launches kernels, they only decode.
 NICENESS = 10
 
-# Repeats and number of the batch that this process is about to read, by the token of its stage.
-_expected: dict[bytes, tuple[Sequence[int], int | None]] = {}
+# Names and repeats of the samples that this process is about to read, by the token of its stage.
+_expected: dict[bytes, tuple[Sequence[int], Sequence[int]]] = {}
 
 
 def _end_with(parent: int) -> None:
@@ -63,9 +63,9 @@ class Announced(list[Any]):
         return announce, self.told
 
 
-def announce(keys: Any, token: bytes, repeats: Sequence[int], number: int | None = None) -> Any:
-    """Say of each sample of the batch to come how often the epoch has had it before."""
-    _expected[token] = repeats, number
+def announce(keys: Any, token: bytes, names: Sequence[int], repeats: Sequence[int]) -> Any:
+    """Name each sample of the batch to come, and say how often the epoch has had it before."""
+    _expected[token] = names, repeats
     begin_reading()  # the dataset may have kept its encoded images
     return keys
 
@@ -86,14 +86,13 @@ class HostStage:
         in_worker = get_worker_info() is not None and os.getpid() != self._home
         if in_worker and not self._settled:
             self._settle()
-        repeats, number = _expected.pop(self.token, ((), None))
-        packing = Packing(self.packer, as_list(samples), repeats)
-        given = samples
-        samples, packing = packing.follow(given)
+        names, repeats = _expected.pop(self.token, ((), ()))
+        packing, given = Packing(self.packer), samples
+        samples = packing.follow(given, names, repeats)
         followed.set(samples is not given)
         try:
             batch = set_apart(samples) if self.packer.late else self.collate_fn(samples)
-            batch = self._pack(batch, samples, packing, number)
+            batch = self._pack(batch, samples, packing)
         except (TypeError, RuntimeError) as error:
             for words, hint in _HINTS.items():
                 if re.search(words, str(error)):
@@ -103,7 +102,7 @@ class HostStage:
             followed.set(False)
         return map_leaves(by_value, batch, is_encoded) if in_worker else batch
 
-    def _pack(self, batch: Any, samples: Any, packing: Packing, number: int | None) -> Any:
+    def _pack(self, batch: Any, samples: Any, packing: Packing) -> Any:
         """Pack what the collate function left, and say what became of the targets."""
         if not images_of(batch):
             if self.packer.moves:
@@ -113,27 +112,26 @@ class HostStage:
         targets = fate(batch, samples)
         for images in packed:
             images.targets = targets
-        if number is not None and len(packed) == 1:
-            self._augment(packed[0], number)
+            self._augment(images)
         return batch
 
-    def _augment(self, images: PreparedImages, number: int) -> None:
+    def _augment(self, images: PreparedImages) -> None:
         """Draw for each view's program here, and run it on a CPU; not with targets or bad files."""
         packer, began = self.packer, time.perf_counter()
         if not packer.programs or images.errors or images.targets:
             return
-        seed = batch_seed(packer.seed, int(packer.epoch), number + (packer.rank << 32))
         for view, (program, head) in enumerate(zip(packer.programs, packer.heads, strict=True)):
             images.laid.append([])
             if program is None:
                 continue
-            with own_modes(torch.device("cpu")), SeededDraws(view_seed(seed, view)):
+            keys = op_keys(tail_keys(images.keys, view), 0)
+            with own_modes(torch.device("cpu")):
                 if packer.finishes:
                     out = images.out[view]
-                    images.out[view] = program.carry_out(out, program.draw(out), share)
+                    images.out[view] = program.carry_out(out, program.drawn(keys, out), share)
                 else:
                     form = head.empty(len(images), "meta")
-                    images.laid[view] = program.lay_out(form, program.draw(form))
+                    images.laid[view] = program.lay_out(form, program.drawn(keys, form))
         images.counts["collate_seconds"] += time.perf_counter() - began
 
     def _settle(self) -> None:

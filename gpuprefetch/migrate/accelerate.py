@@ -158,7 +158,15 @@ def read_encoded(path: Any) -> EncodedImage:
     return EncodedImage(read_file(path), path=str(path))
 
 
-def _unchanged(image: Any) -> Any:  # a module would refuse what is not decoded
+def _left_encoded(image: Any) -> Any:
+    """Stands for a transform that runs on the device; a module would refuse what is not decoded.
+
+    Each call of the transform samples anew, so the images of a sample are sampled for one by one.
+    """
+    if not isinstance(image, EncodedImage):
+        return image
+    image = copy.copy(image)
+    image._apart = True
     return image
 
 
@@ -241,7 +249,7 @@ def view_of(dataset: Any, transform: Any) -> Any:
     if isinstance(dataset, Subset):
         return _view(dataset, {"dataset": view_of(dataset.dataset, transform)})
     # A dataset may call it without asking whether it is there.
-    instead: dict[str, Any] = {"transform": transform or _unchanged}
+    instead: dict[str, Any] = {"transform": transform or _left_encoded}
     if transform is None and is_timm(dataset, "ImageDataset"):
         instead |= {"reader": EncodedReader(dataset.reader), "load_bytes": True}
     elif transform is None:
@@ -356,6 +364,13 @@ def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
         keep += 1
 
 
+def _is_kept(image: Any, again: Any) -> bool:
+    """Whether two samples hold the same file as it was read once."""
+    if isinstance(image, EncodedImage) and isinstance(again, EncodedImage):
+        return image.data is again.data
+    return again is image
+
+
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     """A state with lists and dicts of its own."""
     return {n: copy.copy(v) if isinstance(v, (dict, list)) else v for n, v in state.items()}
@@ -388,7 +403,7 @@ def check_sample(dataset: Any, folders: list[Any], *, encoded: bool, needed: boo
     image = image_of(sample)
     if needed and (image is None or (encoded and not isinstance(image, EncodedImage))):
         raise TypeError(f"{type(dataset).__name__}.__getitem__ gave no encoded file: {hint}")
-    if is_marked(image) and image_of(again) is image:
+    if is_marked(image) and _is_kept(image, image_of(again)):
         for state, before in held:  # the dataset gives it back
             state.clear()
             state.update(before)

@@ -76,15 +76,30 @@ class Head:
     def colors(self) -> Ints:
         return coloring(3, torch.uint8, self.dtype or torch.float32, self.mean, self.std)
 
-    def sample(self, sizes: npt.ArrayLike, keys: Keys) -> Sampling:
-        """The sampling of images of ``sizes`` ``(N, 2)`` with ``(N,)`` keys."""
+    def sample(
+        self, sizes: npt.ArrayLike, keys: Keys, leaders: npt.ArrayLike | None = None
+    ) -> Sampling:
+        """The sampling of images of ``sizes`` ``(N, 2)`` with ``(N,)`` keys.
+
+        ``leaders`` ``(N, 2)`` are the sizes of the first image of each one's sample, if these have
+        several.
+        """
         sampling = Sampling.identity(sizes)
+        if leaders is None or np.array_equal(sizes, leaders):
+            for position, op in enumerate(self.ops):
+                sampling = op(sampling, fold(keys, position))
+            return sampling
+        leading = Sampling.identity(leaders)
         for position, op in enumerate(self.ops):
-            sampling = op(sampling, fold(keys, position))
+            own = fold(keys, position)
+            sampling = op(sampling, own, like=leading.length)
+            leading = op(leading, own)
         return sampling
 
-    def draw(self, sizes: npt.ArrayLike, keys: Keys) -> Floats:
-        return self.sample(sizes, keys).rows()
+    def draw(
+        self, sizes: npt.ArrayLike, keys: Keys, leaders: npt.ArrayLike | None = None
+    ) -> Floats:
+        return self.sample(sizes, keys, leaders).rows()
 
     def resample(
         self, images: Sequence[torch.Tensor], rows: Floats, size: Size, **options: Any

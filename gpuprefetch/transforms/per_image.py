@@ -5,6 +5,7 @@ transforms to slots, in which each image has an op of its own, and runs a launch
 What has no such form goes through :class:`Loop`, image by image.
 """
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from gpuprefetch.core.nested import map_leaves
+from gpuprefetch.core.source import rank
 from gpuprefetch.transforms.known import (
     UnsupportedTransformError,
     constants,
@@ -24,7 +26,7 @@ from gpuprefetch.transforms.known import (
 )
 from gpuprefetch.transforms.ops import Finish, Program, Share, apply_one, run
 from gpuprefetch.transforms.policy import compiled
-from gpuprefetch.transforms.random import Keys, fold
+from gpuprefetch.transforms.random import Keys, SeededDraws, derive, fold
 from gpuprefetch.transforms.slots import Mix, Picture, Slots, program_of
 
 if TYPE_CHECKING:
@@ -155,10 +157,9 @@ class PerImage(torch.nn.Module):
             RandAugment, AutoAugment and AugMix. A conversion to float32 in [0, 1] may come before
             or after them, then ``Normalize`` and RandomErasing.
         seed: of the draws. By default they come from torch's generator. With a seed each call has
-            the next draws of its own sequence, whose place is in the ``state_dict``; in the worker
-            of a loader the sequence depends on that worker's seed as well. Several ranks need a
-            seed each. In a prefetcher's list leave it out: draws are a function of the prefetcher's
-            seed there.
+            the next draws of its own sequence, whose place is in the ``state_dict``. The sequence
+            also depends on the rank and, in the worker of a loader, on that worker's seed. In a
+            prefetcher's list leave it out: draws are a function of the prefetcher's seed there.
 
     Raises:
         UnsupportedTransformError: for a transform that has no such form.
@@ -200,12 +201,14 @@ class PerImage(torch.nn.Module):
     def extra_repr(self) -> str:
         return f"{self.op!r}" + ("" if self.seed is None else f", seed={self.seed}")
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: torch.Tensor, keys: Keys | None = None) -> torch.Tensor:
         """Transform a batch.
 
         Args:
             images: ``(N, C, H, W)``, C of 1 or 3, uint8 or in [0, 1] in floating point, on the
                 CPU or CUDA; left untouched.
+            keys: ``(N,)`` uint64 that the draws are a function of, image by image. None, the
+                default, takes them from torch's generator or from ``seed``.
 
         Returns:
             ``(N, C, H, W)`` of the same dtype, or what a conversion or Normalize makes of it.
@@ -214,23 +217,28 @@ class PerImage(torch.nn.Module):
             TypeError: for anything else.
         """
         if torch.compiler.is_compiling():  # a decorator would load the compiler with this module
-            return torch.compiler.disable(PerImage._eager)(self, images)  # type: ignore[no-any-return]
-        return self._eager(images)
+            eager = torch.compiler.disable(PerImage._eager)
+            return eager(self, images, keys)  # type: ignore[no-any-return]
+        return self._eager(images, keys)
 
-    def _eager(self, images: torch.Tensor) -> torch.Tensor:
+    def _eager(self, images: torch.Tensor, keys: Keys | None) -> torch.Tensor:
         _check(images)
-        return self.carry_out(images, self.draw(images))
+        return self.carry_out(images, self.draw(images, keys))
 
     def key(self) -> Keys | int:
         if self.seed is None:
             return int(torch.randint(2**62, (), device="cpu"))
         worker = get_worker_info()  # in a loader's, where all would have the first draws
         seed = self.seed if worker is None else fold(self.seed, worker.seed)
+        if (number := rank()) > 0:
+            seed = fold(seed, -number)
         self.calls += 1
         return fold(seed, self.calls - 1)
 
-    def draw(self, images: torch.Tensor) -> list[Program]:
-        return self.drawn(fold(self.key(), np.arange(len(images))), images)
+    def draw(self, images: torch.Tensor, keys: Keys | None = None) -> list[Program]:
+        if keys is None:
+            keys = fold(self.key(), np.arange(len(images)))
+        return self.drawn(keys, images)
 
     def drawn(self, keys: Keys, images: torch.Tensor) -> list[Program]:
         """What is done to images with these ``(N,)`` keys."""
@@ -370,8 +378,10 @@ class Loop(torch.nn.Module):
         super().__init__()
         self.op, self.__name__ = copy.copy(op), type(op).__name__
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        done = [self.op(image[None]) for image in images.unbind()]
+    def forward(self, images: torch.Tensor, keys: Keys | None = None) -> torch.Tensor:
+        """Call the op on each of ``(N, C, H, W)``; with ``keys`` each has draws of its own key."""
+        seeds = [None] * len(images) if keys is None else [derive(key, 0) for key in keys]
+        done = [self._one(image[None], seed) for image, seed in zip(images, seeds, strict=True)]
         if len({image.shape for image in done}) > 1:
             raise ValueError(
                 f"{self.__name__} draws for each image, and gave shapes that no batch can hold. "
@@ -379,3 +389,12 @@ class Loop(torch.nn.Module):
                 "draw a batch into a function: lambda images: op(images)."
             )
         return torch.cat(done)
+
+    def _one(self, image: torch.Tensor, seed: int | None) -> torch.Tensor:
+        with contextlib.nullcontext() if seed is None else SeededDraws(seed):
+            return self.op(image)  # type: ignore[no-any-return]
+
+
+def takes_keys(transform: Any) -> bool:
+    """Whether a transform can sample for each image from a key."""
+    return type(transform) is Loop or (type(transform) is PerImage and transform.seed is None)

@@ -46,6 +46,23 @@ def uniform(keys: Keys, count: int) -> Uniforms:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def head_keys(keys: Keys, view: int = 0) -> Keys:
+    """``(N,)`` for the fused transforms of a view, from those of the images."""
+    own = fold(keys, 0)
+    return fold(own, -view) if view else own
+
+
+def tail_keys(keys: Keys, view: int = 0) -> Keys:
+    """``(N,)`` for the transforms after the fused ones, from those of the images."""
+    own = fold(keys, 1)
+    return fold(own, -view) if view else own
+
+
+def op_keys(keys: Keys, position: int) -> Keys:
+    """``(N,)`` for the op at a position among those transforms."""
+    return fold(keys, position)
+
+
 def derive(keys: Keys | int, data: int) -> int:
     return int(fold(keys, data)[()] >> np.uint64(1))
 

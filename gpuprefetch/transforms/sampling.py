@@ -5,9 +5,8 @@ them composes into one map, and one resampling launch carries it out.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -94,9 +93,15 @@ class Sampling:
         return np.stack([self.origin, self.step, self.low, self.high, self.first, self.last], -1)
 
 
-# Composes an op, with parameters drawn from the (N,) keys, onto a sampling. Picklable: the workers
-# draw the parameters.
-HeadOp = Callable[[Sampling, Keys], Sampling]
+class HeadOp(Protocol):
+    """One of the fused crops, resizes and flips; picklable, as the workers sample its parameters.
+
+    Images of one sample have the same key. A random part of them is chosen for the first one, whose
+    size ``like`` ``(N, 2)`` is at this point of the list: None where all images have their own.
+    """
+
+    def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
+        """Compose the op, with parameters sampled from the ``(N,)`` keys, onto a sampling."""
 
 
 def _drawn(keys: Keys, count: int, same_on_batch: bool) -> Floats:
@@ -117,9 +122,23 @@ class ResizedCropOp:
     centered_fallback: bool = True
     same_on_batch: bool = False
 
-    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
+    def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
+        start, box = self._part(sampling.length if like is None else like, keys)
+        if like is not None:  # the same part of a picture of another size
+            scale = sampling.length / like
+            low = np.minimum(np.rint(start * scale), sampling.length - 1)
+            high = np.maximum(np.rint((start + box) * scale), low + 1)
+            start, box = low, high - low
+        cropped = sampling.crop(start, box).clip()
+        size = np.full_like(sampling.length, self.size)
+        return cropped.resize(
+            size, align_corners=self.align_corners, first_pixel=self.interpolation == "nearest"
+        )
+
+    def _part(self, length: Floats, keys: Keys) -> tuple[Floats, Floats]:
+        """First pixel and size of the part of pictures of this size, ``(N, 2)`` each."""
         draws = _drawn(keys, 22, self.same_on_batch)
-        height, width = sampling.length[:, :1], sampling.length[:, 1:]
+        height, width = length[:, :1], length[:, 1:]
         area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * draws[:, :10])
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         aspect = np.exp(low + (high - low) * draws[:, 10:20])
@@ -131,14 +150,10 @@ class ResizedCropOp:
         largest_h = np.clip(np.rint(width / min(self.ratio)), 1, height)
         largest_w = np.clip(np.rint(height * max(self.ratio)), 1, width)
         box = np.where(found[:, None], box, np.concatenate([largest_h, largest_w], axis=1))
-        start = np.floor(draws[:, 20:] * (sampling.length - box + 1))
+        start = np.floor(draws[:, 20:] * (length - box + 1))
         if self.centered_fallback:
-            start = np.where(found[:, None], start, np.floor((sampling.length - box) / 2))
-        cropped = sampling.crop(start, box).clip()
-        size = np.full_like(sampling.length, self.size)
-        return cropped.resize(
-            size, align_corners=self.align_corners, first_pixel=self.interpolation == "nearest"
-        )
+            start = np.where(found[:, None], start, np.floor((length - box) / 2))
+        return start, box
 
 
 def _scaled(length: Floats, one: Floats, to: float) -> Floats:
@@ -157,7 +172,7 @@ class ResizeOp:
     align_corners: bool = False
     max_size: int | None = None  # of the longer side; it is that where there is no size
 
-    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
+    def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
         size = sampling.length
         if isinstance(self.size, tuple):
             size = np.full_like(size, self.size)
@@ -179,7 +194,7 @@ class CenterCropOp:
     size: Size
     pad: bool  # torchvision pads a smaller image, kornia refuses it
 
-    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
+    def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
         size = np.full_like(sampling.length, self.size)
         room = sampling.length - size
         if not self.pad:
@@ -199,13 +214,15 @@ class RandomCropOp:
     after: Size = (0, 0)
     pad_if_needed: bool = False
 
-    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
+    def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
         size, before = (np.full_like(sampling.length, pair) for pair in (self.size, self.before))
         room = sampling.length + before + self.after - size
         if self.pad_if_needed:
             before += np.maximum(-room, 0)  # on both sides, as torchvision does
             room = np.abs(room)
         _refuse_small(sampling, room, self.size, "RandomCrop")
+        if like is not None:
+            _refuse_unlike(sampling, like, self.size)
         draws = _drawn(keys, 2, self.same_on_batch)
         return sampling.crop(np.floor(draws * (room + 1)) - before, size)
 
@@ -225,6 +242,18 @@ def _refuse_small(sampling: Sampling, room: Floats, size: Size, name: str) -> No
         )
 
 
+def _refuse_unlike(sampling: Sampling, like: Floats, size: Size) -> None:
+    unlike = (sampling.length != like).any(axis=1)
+    if unlike.any():
+        first, second = like[unlike][0].astype(int), sampling.length[unlike][0].astype(int)
+        raise ValueError(
+            f"RandomCrop cuts the same {size} pixels out of all images of a sample, and a sample "
+            f"has images of {first[0]} x {first[1]} and {second[0]} x {second[1]} pixels here. Put "
+            "Resize((height, width)) before it, or use RandomResizedCrop, which takes the same "
+            "part of each."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class FlipOp:
     """A mirror image of one axis, for a share ``p`` of the images."""
@@ -234,7 +263,11 @@ class FlipOp:
     p_batch: float
     same_on_batch: bool
 
-    def __call__(self, sampling: Sampling, keys: Keys) -> Sampling:
+    def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
         each = _drawn(keys, 1, self.same_on_batch) < self.p
         whole = _drawn(fold(keys, 1), 1, True) < self.p_batch
         return sampling.flip(each & whole & (np.arange(2) == self.axis))
+
+
+# The ops that sample.
+RANDOM = (ResizedCropOp, RandomCropOp, FlipOp)

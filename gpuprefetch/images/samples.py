@@ -1,0 +1,323 @@
+"""Which sample of an epoch an image is of, and what its random parameters come from.
+
+All images of one sample share their random parameters, as in torchvision's v2 transforms: a pair of
+pictures, or a picture and a mask stored as one, move together. A sample is named by the key that
+its dataset was asked for, where a sampler gave one, and else by what the image says of itself.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import zlib
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Subset
+
+from gpuprefetch.images.encoded import EncodedImage
+from gpuprefetch.images.targets import images_of
+from gpuprefetch.transforms.random import Keys, fold
+
+# --- Names and repeats: in the process that iterates the sampler ---
+
+_VIEWS = (Subset.__getitem__, ConcatDataset.__getitem__)
+# The names of a second and later dataset within a ConcatDataset begin at multiples of this.
+_DATASET = 1 << 40
+# Names made of a checksum are negative: an integer key gives no such name.
+_CHECKSUMS = -(1 << 33)
+_PLAIN = (int, float, bool, str, bytes, type(None), np.generic)
+
+
+def _origin(dataset: Any, key: Any) -> tuple[Any, Any, int]:
+    """The dataset that a sample is of, its key there, and the number of that dataset.
+
+    It looks through torch's views of datasets, and those that accelerate derives from them.
+    """
+    number = 0
+    while (get := getattr(type(dataset), "__getitem__", None)) in _VIEWS:
+        if get is Subset.__getitem__:
+            dataset, key = dataset.dataset, operator.index(dataset.indices[key])
+            continue
+        key += len(dataset) if key < 0 else 0
+        part = bisect_right(dataset.cumulative_sizes, key)
+        key -= dataset.cumulative_sizes[part - 1] if part else 0
+        number = number * len(dataset.datasets) + part
+        dataset = dataset.datasets[part]
+    return dataset, key, number
+
+
+def _owner(dataset: Any) -> int:
+    """The identity of a dataset's state, which accelerate's views of it share."""
+    return id(getattr(dataset, "__dict__", dataset))
+
+
+def _checksum(data: bytes) -> int:
+    return zlib.crc32(data) + _CHECKSUMS
+
+
+def _is_plain(key: Any) -> bool:
+    if isinstance(key, (tuple, list)):
+        return all(map(_is_plain, key))
+    return isinstance(key, _PLAIN)
+
+
+class _Counts:
+    """Counts integers: memory is held for the pages of those that came, 4 bytes an integer."""
+
+    PAGE_BITS = 10
+
+    def __init__(self) -> None:
+        self._pages: dict[int, array[int]] = {}
+
+    def add(self, key: int) -> int:
+        """Count ``key`` once more; how often it had come before."""
+        number, place = key >> self.PAGE_BITS, key & ((1 << self.PAGE_BITS) - 1)
+        page = self._pages.get(number)
+        if page is None:
+            page = self._pages[number] = array("I", bytes(4 << self.PAGE_BITS))
+        before = page[place]
+        page[place] = before + 1
+        return before
+
+
+class Repeats:
+    """Names the samples of an epoch by the keys of a sampler, and counts how often each came."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._counts: dict[int, _Counts] = {}  # by the identity of a dataset
+        self._lengths: dict[int, int] = {}  # likewise; 0 where it has none
+        self._others: Counter[Any] = Counter()  # keys that are no integers
+
+    def add(self, keys: Iterable[Any]) -> tuple[Sequence[int], Sequence[int]]:
+        """The name of each sample, and how often the epoch has had it before.
+
+        Names are empty where a key has none, repeats where all are 0.
+        """
+        names, repeats, known = array("q"), array("q"), True
+        for key in keys:
+            name, repeat = self._add(key)
+            known = known and name is not None
+            names.append(0 if name is None else name)
+            repeats.append(repeat)
+        return names if known else (), repeats if any(repeats) else ()
+
+    def _add(self, key: Any) -> tuple[int | None, int]:
+        dataset, number = self._dataset, 0
+        try:
+            dataset, key, number = _origin(dataset, key)
+            owner = _owner(dataset)
+            place = self._place(dataset, owner, operator.index(key))
+        except (IndexError, TypeError):
+            return self._add_other(dataset, key)
+        counts = self._counts.setdefault(owner, _Counts())
+        name = place + number * _DATASET
+        return name if abs(name) < 1 << 62 else None, counts.add(place)
+
+    def _place(self, dataset: Any, owner: int, key: int) -> int:
+        """The key, counted from the dataset's beginning."""
+        if key >= 0:
+            return key
+        if owner not in self._lengths:
+            self._lengths[owner] = 0
+            with suppress(Exception):  # whatever its __len__ raises
+                self._lengths[owner] = len(dataset)
+        return key + self._lengths[owner]
+
+    def _add_other(self, dataset: Any, key: Any) -> tuple[int | None, int]:
+        name = _checksum(repr(key).encode()) if _is_plain(key) else None
+        place = _owner(dataset), key
+        try:
+            before = self._others[place]
+        except TypeError:  # a key without a hash is not counted
+            return name, 0
+        self._others[place] = before + 1
+        return name, before
+
+
+# --- Samples of a batch: in the process that packs it ---
+
+
+@dataclass(slots=True)
+class Sample:
+    """What the random parameters of a sample come from, besides seed and epoch."""
+
+    first: EncodedImage  # of it that was packed
+    name: int
+    # Which sample of an item that holds several; below 0 which image of a sample whose images are
+    # sampled for one by one.
+    part: int = 0
+    same: int = 0  # how many samples before it in its batch have its name and repeat
+    repeat: int = 0
+    size: tuple[int, int] | None = None  # (height, width) of its first image with a good header
+
+
+def own_name(image: EncodedImage) -> int:
+    """What an image says of the sample that it is of: its index, its path or its bytes."""
+    if image.index >= 0:
+        return image.index
+    return _checksum(os.fsencode(image.path) if image.path else image.data)
+
+
+class BatchSamples:
+    """The samples of one batch, whose images may be packed in several calls.
+
+    Args:
+        given: what the collate function got: a list of samples, or one item that the dataset made;
+            None if that is not known.
+        names: of the samples or of the item; empty if they are not known.
+        repeats: likewise; empty if there are none.
+    """
+
+    def __init__(
+        self, given: Any = None, names: Sequence[int] = (), repeats: Sequence[int] = ()
+    ) -> None:
+        self._listed = isinstance(given, list)
+        self._item = given is not None and not self._listed
+        self._given: Sequence[Any] = given if self._listed else [given] if self._item else ()
+        self._names = names
+        self._repeats = repeats
+        self._known: dict[Hashable, Sample] = {}
+        self._same: Counter[Hashable] = Counter()
+        self._first: dict[int, EncodedImage] = {}  # of each name that its image gave itself
+        self.alike: EncodedImage | None = None  # an image that nothing tells from another sample's
+        self.twice: EncodedImage | None = None  # an image that its sample holds twice
+
+    @cached_property
+    def _owners(self) -> dict[int, tuple[int, int]]:
+        """By an image's identity the position of its sample, and which image of that it is.
+
+        The position is -1 for an image of several samples.
+        """
+        owners: dict[int, tuple[int, int]] = {}
+        for position, sample in enumerate(self._given):
+            for place, image in enumerate(images_of(sample)):
+                known, first = owners.get(id(image), (position, place))
+                owners[id(image)] = (position if known == position else -1), first
+        return owners
+
+    def positions(self, images: Sequence[EncodedImage]) -> list[int]:
+        """Of each image the position of its sample; -1 where the collate function made it anew."""
+        return [self._owners.get(id(image), (-1, 0))[0] for image in images]
+
+    def of(self, images: Sequence[EncodedImage]) -> list[Sample]:
+        """The sample of each image of a call."""
+        found = []
+        for identity, image in zip(self._identities(images), images, strict=True):
+            sample = self._known.get(identity)
+            if sample is None:
+                sample = self._meet(identity, image, len(images))
+            elif not image._apart and sample.first is not image:
+                self.twice = image if sample.first.data == image.data else self.twice
+            place = self._owners.get(id(image), (-1, 0))[1] if image._apart else 0
+            found.append(
+                sample if place == 0 else replace(sample, part=sample.part - place, size=None)
+            )
+        return found
+
+    def _identities(self, images: Sequence[EncodedImage]) -> list[Hashable]:
+        """What images of one sample have in common: its position, or else what they say."""
+        if self._item:  # its lists have an entry for each sample
+            return list(range(len(images)))
+        positions: Sequence[int] = range(len(images))
+        if self._listed:
+            positions = self.positions(images)
+            if len(self._given) == len(images):  # a collate function's new ones keep the order
+                positions = [i if p < 0 else p for i, p in enumerate(positions)]
+        identities: list[Hashable] = []
+        here = Counter[Hashable]()
+        for position, image in zip(positions, images, strict=True):
+            if position >= 0 and (self._listed or image.index < 0):
+                identities.append(position)
+                continue
+            name = own_name(image), image.path if self._listed else ""
+            identities.append((*name, here[name]))
+            here[name] += 1
+        return identities
+
+    def _meet(self, identity: Hashable, image: EncodedImage, count: int) -> Sample:
+        """The sample of an image that is the first of it."""
+        repeat, position = 0, identity if isinstance(identity, int) else None
+        count = len(self._given) if self._listed else count
+        if len(self._repeats) == 1:
+            repeat = self._repeats[0]
+        elif position is not None and len(self._repeats) == count:
+            repeat = self._repeats[position]
+        if position is not None and len(self._names) == count:
+            sample = Sample(image, self._names[position], repeat=repeat)
+        elif position is not None and len(self._names) == 1:
+            sample = Sample(image, self._names[0], part=position, repeat=repeat)
+        else:
+            sample = self._named_by_itself(image, repeat)
+        self._known[identity] = sample
+        return sample
+
+    def _named_by_itself(self, image: EncodedImage, repeat: int) -> Sample:
+        name = own_name(image)
+        if name not in self._first:
+            self._first[name] = image
+        elif is_alike(self._first[name], image):
+            self.alike = image
+        place = name, image.path, repeat  # datasets that were concatenated may number alike
+        self._same[place] += 1
+        return Sample(image, name, same=self._same[place] - 1, repeat=repeat)
+
+    def latest(self) -> EncodedImage | None:
+        """The last image that had to name its sample itself."""
+        return next(reversed(self._first.values()), None)
+
+
+def is_alike(first: EncodedImage, second: EncodedImage) -> bool:
+    """Whether two images with one name may be of different samples."""
+    if first.index >= 0:
+        return bool(first.data != second.data)  # else the sample came again
+    return not first.path
+
+
+def keys_of(samples: Sequence[Sample], seed: int, epoch: int, rank: int) -> Keys:
+    """``(N,)``, one key for each: a function of (seed, epoch, sample, repeat) in whichever batch.
+
+    ``rank`` is 0 unless other ranks may be given the same samples.
+    """
+    parts = [(sample.name, sample.part, sample.same, sample.repeat) for sample in samples]
+    name, part, same, repeat = np.array(parts, dtype=np.int64).reshape(-1, 4).T
+    keys = fold(fold(fold(fold(seed, epoch), name), part), same)
+    numbers = repeat + (rank << 32)
+    return np.asarray(np.where(numbers, fold(keys, -numbers), keys))
+
+
+class Origin:
+    """Seed and epoch that random parameters come from.
+
+    Workers that live on read them in shared memory. They are written through NumPy: a tensor that
+    was made in inference mode cannot be written to outside of it.
+    """
+
+    def __init__(self, seed: int, epoch: int = 0) -> None:
+        self._numbers = torch.empty(2, dtype=torch.int64, device="cpu")
+        self.set(seed, epoch)
+
+    def share(self) -> None:
+        """Let workers that begin from now on see what is set later."""
+        self._numbers.share_memory_()
+
+    def set(self, seed: int, epoch: int) -> None:
+        self._numbers.numpy()[:] = np.array([seed & (2**64 - 1), epoch & (2**64 - 1)], np.uint64)
+
+    @property
+    def seed(self) -> int:
+        """In 0 to 2**64 - 1, as ``torch.initial_seed()`` gives it."""
+        return int(self._numbers.numpy()[0]) & (2**64 - 1)
+
+    @property
+    def epoch(self) -> int:
+        return int(self._numbers.numpy()[1])
