@@ -22,6 +22,8 @@ def preprocess(
 ) -> Any:
     """Decode and transform some image files as :class:`DataPrefetcher` does, in one batch.
 
+    Random transforms sample the same in each call, until torch is seeded anew.
+
     Args:
         files: N of them: bytes, paths, or :class:`EncodedImage`.
         transforms: as for :class:`DataPrefetcher`.

@@ -109,5 +109,6 @@ class Notes:
                 "Build it as it was. The order must come from torch's default generator or the "
                 "sampler's own `generator`, and not from an iterator of an earlier epoch. An "
                 "iterable dataset must give the same samples each time that it is iterated, as "
-                "with a fixed seed."
+                "with a fixed seed. To begin an epoch in place of resuming this one: "
+                f"set_epoch({self.place['epoch'] + 1})."
             )
