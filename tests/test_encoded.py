@@ -5,6 +5,7 @@ import gc
 import io
 import os
 import pickle
+import re
 import traceback
 from collections import deque
 from functools import partial
@@ -845,3 +846,29 @@ def test_a_slab_that_comes_while_dead_ones_are_unmapped_stays(monkeypatch):
     monkeypatch.undo()
     slab.unmap_dead()
     assert key not in slab._mapped
+
+
+DEEP = {
+    "16 bits": (np.full((16, 16), 40_000, np.uint16), "PNG", 255),
+    "32 bits": (np.full((16, 16), 40_000, np.int32), "TIFF", 255),
+    "float": (np.full((16, 16), 0.6, np.float32), "TIFF", 0),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", DEEP)
+def test_what_pil_clips_is_pils_with_one_warning(kind, workers, tmp_path):
+    pixels, image_format, level = DEEP[kind]
+    path = tmp_path / "deep"
+    Image.fromarray(pixels).save(path, image_format)
+    dataset = [(EncodedImage(path.read_bytes(), i, path), i) for i in range(8)]
+    prefetcher = small(dataset, batch_size=2, num_workers=workers)
+    with pytest.warns(UserWarning, match=r"more than 8 bits .*deep' \(sample 0 of") as told:
+        for images, _ in chain(prefetcher, prefetcher):  # of two epochs, with new workers
+            assert (images * 255).unique().tolist() == [level]
+    assert len(told) == 1
+    # What the warning says to write.
+    line = re.search(r"torch\.from_numpy.*\)", str(told[0].message))[0].replace("65535", "60000")
+    image = eval(line, {"torch": torch, "np": np, "Image": Image, "path": path})
+    tensors = prefetcher_of([image, image], transforms=[CenterCrop(8)])
+    assert torch.allclose(next(iter(tensors)), torch.tensor(float(pixels[0, 0]) / 60000))

@@ -9,6 +9,12 @@ class BadImageError(ValueError):
     """A file that cannot be decoded; the message names its path, its index and the reason."""
 
 
+def name_of(index: int, path: str) -> str:
+    """How messages name a file, by its path and its sample's index; empty where it has neither."""
+    sample = f"(sample {index} of the dataset)" if index >= 0 else ""
+    return " ".join(filter(None, (repr(path) if path else "", sample)))
+
+
 @dataclass(frozen=True, slots=True)
 class BadImage:
     """A file that could not be decoded.
@@ -24,6 +30,5 @@ class BadImage:
     reason: str
 
     def __str__(self) -> str:
-        named = f"(sample {self.index} of the dataset)" if self.index >= 0 else ""
-        words = ("cannot decode", repr(self.path) if self.path else "", named)
-        return f"{' '.join(filter(None, words))}: {self.reason}"
+        name = name_of(self.index, self.path)
+        return f"cannot decode {name}: {self.reason}" if name else f"cannot decode: {self.reason}"

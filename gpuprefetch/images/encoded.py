@@ -205,6 +205,9 @@ class PreparedImages(Encoded):
     # What the worker drew for the first transform after the fused ones, of each view; an empty list
     # where that was carried out or there is none. None of all where no worker drew.
     laid: list[Sequence[Layout]] = field(default_factory=list)
+    # What the user should know of these images, kind -> text: a worker's own warnings end in its
+    # stderr. Pipeline.receive() warns once of each kind.
+    remarks: dict[str, str] = field(default_factory=dict)
 
     @property
     def data(self) -> torch.Tensor:

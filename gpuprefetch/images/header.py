@@ -32,6 +32,7 @@ class ImageHeader:
     gpu: bool = False  # whether nvJPEG gives libjpeg's picture: see Note [Files for the GPU]
     # Byte spans in a JPEG. With zeros over them no decoder finds an orientation.
     exif: tuple[tuple[int, int], ...] = ()
+    clipped: str = ""  # PIL's mode of a picture whose values convert("RGB") clips to 0 to 255
 
 
 def read_header(data: bytes | memoryview) -> ImageHeader:
@@ -151,7 +152,8 @@ def _read_other(data: bytes) -> ImageHeader:
             if orientation >= 5:
                 width, height = height, width
             orientation = 1
-    return ImageHeader(kind, height, width, orientation)
+        clipped = picture.mode if picture.mode[0] in _DEEP else ""
+    return ImageHeader(kind, height, width, orientation, clipped=clipped)
 
 
 def _ends_with_pixels(png: bytes) -> bool:
@@ -176,6 +178,7 @@ def _orientation(exif: Any) -> int:
     return int(found) if found in range(1, 9) else 1
 
 
+_DEEP = "IF"  # PIL's modes of one channel with more than 8 bits begin with these: I, I;16B, F
 _JPEG = b"\xff\xd8\xff"
 _SOF0, _DHT, _EOI, _SOS, _DQT, _DRI = 0xC0, 0xC4, 0xD9, 0xDA, 0xDB, 0xDD
 _APP0, _APP1, _APP2, _APP14, _COM = 0xE0, 0xE1, 0xE2, 0xEE, 0xFE

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from gpuprefetch.images.bad import name_of
 from gpuprefetch.images.encoded import EncodedImage, PreparedImages
 from gpuprefetch.images.header import ImageHeader, blank, decode_cpu, read_header
 from gpuprefetch.images.plan import lay_out
@@ -66,6 +67,23 @@ class Headers:
         self.orientation = np.array([h.orientation if apply_exif else 1 for h in self.each])
         sizes = np.array([(h.height, h.width) for h in self.each], dtype=np.int64)
         self.sizes = np.where(self.orientation[:, None] >= 5, sizes[:, ::-1], sizes)
+
+
+def _remark_on_clipped(images: Sequence[EncodedImage], headers: Headers) -> dict[str, str]:
+    """A remark on the first picture whose values PIL clips to 0 to 255."""
+    for image, header in zip(images, headers.each, strict=True):
+        if header.clipped:
+            name = name_of(image.index, image.path) or "an image"
+            return {
+                "clipped": f"There are more than 8 bits a pixel in {name}, of PIL's mode "
+                f'{header.clipped}. As in PIL\'s convert("RGB"), values above 255 become 255 and '
+                "fractions are cut off: pictures of 16 bits come out white, and those in [0, 1] "
+                "black. Decode such files in the dataset, and return a tensor divided by their "
+                "largest value: "
+                "torch.from_numpy(np.array(Image.open(path), np.float32) / 65535)"
+                ".expand(3, -1, -1)."
+            }
+    return {}
 
 
 @dataclass(slots=True)
@@ -303,6 +321,7 @@ class Packing:
         decoding = packer.fill(images, headers, crops, divisors, batch)
         packer.plan(batch)
         packer.finish(batch)
+        batch.remarks |= _remark_on_clipped(images, headers)
         reading, ready = packer.read_seconds(images), int(batch.decoded.sum())
         packer._last = time.perf_counter()
         batch.counts = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,6 +66,7 @@ class Pipeline:
     only: int | None = None  # the one row of a batch that is handed over, after all transforms
     rooms: dict[int, torch.Tensor] | None = None  # see decode.place()
     beside: torch.cuda.Stream | None = None  # see Note [Calls side by side]
+    remarked: set[str] = field(default_factory=set)  # kinds of remarks that were warned of
     job: Callable[[Pipeline, PreparedImages], ImageJob] = field(
         default_factory=lambda: ImageJob, repr=False
     )
@@ -96,11 +98,19 @@ class Pipeline:
             self.shares[number] = images.share
             for name, count in images.counts.items():
                 stats.add(name, count)
+            self._pass_on(images.remarks)
         if packed and self.balancer is not None:
             decoding = sum(images.counts["worker_decode_seconds"] for images in packed)
             self.balancer.fetched(waited, decoding)
             stats.share = self.balancer.value
         return batch, count_images(batch)
+
+    def _pass_on(self, remarks: dict[str, str]) -> None:
+        """Warn of what workers found, once of each kind in the life of the prefetcher."""
+        for kind, text in remarks.items():
+            if kind not in self.remarked:
+                self.remarked.add(kind)
+                warnings.warn(text, stacklevel=2)
 
     def handed_over(self, period: float, waited: float) -> None:
         if self.balancer is not None:
