@@ -20,6 +20,7 @@ from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import set_apart
 from gpuprefetch.images.encoded import EncodedImage, PreparedImages, is_encoded
 from gpuprefetch.images.guard import begin_reading, end_reading
+from gpuprefetch.images.host_memory import memory_for
 from gpuprefetch.images.packer import Packer, Packing, as_list
 from gpuprefetch.images.slab import by_value, share
 from gpuprefetch.images.targets import fate, followed, images_of, mark, refuse_unfollowed
@@ -114,7 +115,8 @@ class HostStage:
         for images in packed:
             images.targets = targets
         if number is not None and len(packed) == 1:
-            self._augment(packed[0], number)
+            with memory_for(f"the transforms of a batch of {len(packed[0])} images"):
+                self._augment(packed[0], number)
         return batch
 
     def _augment(self, images: PreparedImages, number: int) -> None:
@@ -155,7 +157,9 @@ def pack_lists(batch: Any, packing: Packing) -> tuple[Any, list[PreparedImages]]
     def pack_leaf(leaf: Any) -> Any:
         if isinstance(leaf, PreparedImages) or not is_encoded(leaf):
             return leaf
-        return packing([leaf] if isinstance(leaf, EncodedImage) else list(leaf))
+        images = [leaf] if isinstance(leaf, EncodedImage) else list(leaf)
+        with memory_for(f"a batch of {len(images)} images"):
+            return packing(images)
 
     if get_worker_info() is None:
         end_reading()
