@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from gpuprefetch.images.encoded import EncodedImage
+from gpuprefetch.images.folder import read_image
 from gpuprefetch.prefetcher import DataPrefetcher
 
 
@@ -47,7 +47,7 @@ def preprocess(
     images = []
     for index, file in enumerate(files):
         if isinstance(file, (str, PathLike)):
-            file = EncodedImage(Path(file).read_bytes(), index, str(file))
+            file = read_image(file, index)
         images.append(file if isinstance(file, EncodedImage) else EncodedImage(file, index))
     if not images:
         raise ValueError("preprocess takes at least one file, got none.")

@@ -377,6 +377,101 @@ def test_ctrl_c(device, sample, step, workers, group):
     assert "KeyboardInterrupt" in err, err
 
 
+GLOBALS = """
+import locale, random, sys
+from PIL import ImageFile
+from torch.utils.data._utils.collate import default_collate_fn_map
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+from gpuprefetch import EncodedImageFolder, RandomResizedCrop, accelerate, preprocess
+from torchvision.datasets import ImageFolder
+
+warnings.resetwarnings()
+warnings.simplefilter("error", Image.DecompressionBombWarning)  # as Pillow's documentation has it
+hooks = torch.nn.modules.module
+
+def state():
+    return {
+        "filters": list(warnings.filters),
+        "environment": dict(os.environ),
+        "hooks": [dict(v) for n, v in vars(hooks).items() if n.startswith("_global_") and v],
+        "random": (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()),
+        "torch": (
+            torch.get_num_threads(), torch.get_num_interop_threads(), torch.get_default_dtype(),
+            torch.get_default_device(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+            torch.are_deterministic_algorithms_enabled(), torch.is_autocast_enabled("cpu"),
+            torch.multiprocessing.get_sharing_strategy(),
+            torch.multiprocessing.get_start_method(allow_none=True),
+        ),
+        "signals": {n: signal.getsignal(n) for n in signal.valid_signals()},
+        "python": (
+            sys.path[:], sys.excepthook, threading.excepthook, sys.getswitchinterval(),
+            sys.getrecursionlimit(), gc.isenabled(), gc.get_threshold(),
+            locale.setlocale(locale.LC_ALL), os.getcwd(), os.nice(0),
+        ),
+        "threads": threading.active_count(),
+        "PIL": (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES),
+        "collate": set(default_collate_fn_map) - {tv_tensors.Mask, tv_tensors.KeyPoints},
+    }
+
+class Masked(Files):
+    def __getitem__(self, index):
+        mask = tv_tensors.Mask(torch.zeros(40, 50, dtype=torch.uint8))
+        return super().__getitem__(index)[0], mask
+
+os.makedirs("folder/a")
+for name in ("0.jpg", "1.jpg"):
+    with open(f"folder/a/{name}", "wb") as opened:
+        opened.write(JPEG)
+pipeline = v2.Compose([v2.Resize((16, 16)), v2.PILToTensor()])
+bad = [(EncodedImage(b"bad" if i == 1 else JPEG, i), i) for i in range(4)]
+loops = {
+    "tensors": lambda new: new([(torch.zeros(3, 40, 50), 0)] * 4),
+    "files": lambda new: new(Files()),
+    "masks": lambda new: new(Masked()),
+    "a bad file": lambda new: new(bad),
+}
+for workers, name in enumerate(loops):
+    workers = min(workers, 1)
+    states = []
+    for kind in ("plain", "plain", "ours"):
+        def new(dataset):
+            loader = DataLoader(dataset, batch_size=8, num_workers=workers)
+            if kind == "plain":
+                return loader
+            transforms = [RandomResizedCrop(16), *[v2.RandomGrayscale()] * (name != "masks")]
+            return DataPrefetcher(loader, device=DEVICE, transforms=transforms, on_error="skip")
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        for batch in loops[name](new):
+            pass
+        del batch
+        nothing_left()
+        states.append(state())
+    _, plain, ours = states
+    plain["hooks"] = []  # of encoded images that only a plain loader reads, one is left
+    changed = [key for key in plain if plain[key] != ours[key]]
+    assert not changed, (name, workers, [(plain[key], ours[key]) for key in changed])
+before = state()
+preprocess(["folder/a/0.jpg"], [Resize((16, 16))], device=DEVICE)
+loader = DataLoader(ImageFolder("folder", pipeline))
+moved = accelerate(loader, device=DEVICE, print_plan=False)
+moved.set_epoch(1)
+after = state()
+changed = [key for key in before if before[key] != after[key]]
+assert changed in ([], ["random"]), changed
+print("unchanged")
+"""
+
+
+def test_nothing_global_changes(tmp_path):
+    """But for what docs/correctness.md lists; a plain DataLoader's epoch is what it is held to."""
+    child = Child(PRELUDE + GLOBALS, "cpu", folder=tmp_path)
+    out, err = ended(child)
+    assert out == "unchanged\n", err
+
+
 OUT_OF_MEMORY = """
 buffer = io.BytesIO()
 Image.fromarray(np.zeros((6000, 8000, 3), dtype=np.uint8)).save(buffer, "JPEG")

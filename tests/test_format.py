@@ -19,10 +19,9 @@ from pictures import (
     png_chunk,
     read_with_pil,
 )
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 from torchcodec import decoders
 
-from gpuprefetch.images import header as _format
 from gpuprefetch.images.header import ImageHeader, blank, decode_cpu, read_header
 
 RGB = draw(61, 83)
@@ -434,35 +433,71 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("pils_limit", [Image.MAX_IMAGE_PIXELS, None])  # users turn it off
 @pytest.mark.parametrize("kind", BOMBS)
-def test_decompression_bomb(monkeypatch, kind, pils_limit):
-    assert _format.MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", pils_limit)
-    with pytest.raises(ValueError, match=f"400000000 pixels.*{_format.MAX_PIXELS}.* bomb"):
+def test_decompression_bomb(monkeypatch, kind):
+    with pytest.raises(ValueError, match=r"400000000 pixels.*178956970.* bomb"):
         read_header(BOMBS[kind])
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as users do who trust their files
+    assert read_header(BOMBS[kind]).width == 20_000
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)
+    with pytest.raises(ValueError, match=r"5063 pixels.*4000.* bomb"):
+        read_header(PLAIN if kind == "jpeg" else OTHERS[kind]["rgb"])
 
 
-@pytest.mark.parametrize("kind", ["rgb", "palette transparent"])
-def test_pil_warns_of_nothing_that_is_read_all_the_same(monkeypatch, kind):
-    data = OTHERS["png"][kind]
-    expected = pil_or_none(data)
+@pytest.mark.parametrize(
+    "data", [PNG, PLAIN, PROGRESSIVE, OTHERS["png"]["palette transparent"]], ids=range(4)
+)
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+def test_pil_warns_of_large_images_and_so_do_we(monkeypatch, data):
+    expected = read_with_pil(data)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 61 * 83 - 1)  # up to twice that it only warns
-    with pytest.warns(Image.DecompressionBombWarning):  # guards the test
+    with pytest.warns(Image.DecompressionBombWarning) as theirs:
         Image.open(io.BytesIO(data))
-    _format.load_decoders.cache_clear()
-    np.testing.assert_array_equal(to_array(decode_cpu(data)), expected)
+    with pytest.warns(Image.DecompressionBombWarning) as ours:
+        np.testing.assert_array_equal(to_array(decode_cpu(data)), expected)
+    assert str(ours[0].message) == str(theirs[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a program's guard
+        with pytest.raises(ValueError, match=r"DecompressionBombWarning: Image size \(5063 pixels"):
+            decode_cpu(data)
 
 
-def test_bomb_of_many_scans():
+@pytest.mark.parametrize("kind", ["plain", "progressive", "damaged in the middle", "odd header"])
+def test_truncated_jpegs_are_pils_if_it_takes_them(monkeypatch, kind):
+    middle = len(PLAIN) // 2
+    data = {
+        "plain": PLAIN,
+        "progressive": PROGRESSIVE,
+        "damaged in the middle": PLAIN[:middle] + bytes(40) + PLAIN[middle + 40 :],
+        "odd header": BROKEN["segment too short"][0],
+    }[kind]
+    ends = [*range(2, len(data), max(1, len(data) // 80)), len(data)]
+    before = [ours_or_none(data[:end]) for end in ends]
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    read = 0
+    for end, refused in zip(ends, before, strict=True):
+        ours, theirs = ours_or_none(data[:end]), pil_or_none(data[:end])
+        assert (ours is None) == (theirs is None), end
+        assert ours is None or np.array_equal(ours, theirs), end
+        read += ours is not None and refused is None
+    assert read > 20 or kind == "odd header"
+    for end in ends[:-1]:
+        with contextlib.suppress(ValueError):
+            assert not read_header(data[:end]).gpu
+
+
+def test_bomb_of_many_scans(monkeypatch):
     # 12 bytes a scan, of which each would go over 16 million pixels.
     photo, data = (encode(np.zeros((4000, 4000), np.uint8), "JPEG", progressive=p) for p in (0, 1))
     last = data[data.rindex(SOS) : -2]
     assert len(last) < 2500
     # Where a decoder looks for a restart, junk is no segment that would hide what follows.
     for junk in (b"", b"\xff\2\xff\xff"):
-        with pytest.raises(ValueError, match=r"JPEG with 2\d\d scans of 16000000 pixels"):
-            decode_cpu(data[:-2] + junk + last * 200 + data[-2:])
+        bomb = data[:-2] + junk + last * 200 + data[-2:]
+        for truncated in (False, True):  # which forgives damage, and no bomb
+            monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", truncated)
+            with pytest.raises(ValueError, match=r"JPEG with 2\d\d scans of 16000000 pixels"):
+                decode_cpu(bomb)
     scans = (SOS + bytes(9)) * 200
     film = photo + b"\0\0\0\x18ftypmp42" + scans
     comment = insert_segment(bytes(2), 0xFE, scans)[2:]

@@ -9,10 +9,10 @@ class BadImageError(ValueError):
     """A file that cannot be decoded; the message names its path, its index and the reason."""
 
 
-def name_of(index: int, path: str) -> str:
-    """How messages name a file, by its path and its sample's index; empty where it has neither."""
+def name_of(index: int, path: str, unnamed: str = "an image") -> str:
+    """How messages name a file: by its path and its sample's index; ``unnamed`` without both."""
     sample = f"(sample {index} of the dataset)" if index >= 0 else ""
-    return " ".join(filter(None, (repr(path) if path else "", sample)))
+    return " ".join(filter(None, (repr(path) if path else "", sample))) or unnamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,5 +30,4 @@ class BadImage:
     reason: str
 
     def __str__(self) -> str:
-        name = name_of(self.index, self.path)
-        return f"cannot decode {name}: {self.reason}" if name else f"cannot decode: {self.reason}"
+        return f"cannot decode {name_of(self.index, self.path)}: {self.reason}"

@@ -13,9 +13,11 @@ import torch
 
 from gpuprefetch.core.stats import Stats
 from gpuprefetch.images import nvjpeg
+from gpuprefetch.images.bad import name_of
 from gpuprefetch.images.encoded import Call, PreparedImages
 from gpuprefetch.images.header import decode_cpu, read_header
-from gpuprefetch.images.plan import UPLOAD_BYTES, WHOLE_BATCH_BYTES, in_rooms
+from gpuprefetch.images.host_memory import memory_for
+from gpuprefetch.images.plan import UPLOAD_BYTES, WHOLE_BATCH_BYTES, in_rooms, readable
 from gpuprefetch.transforms.launch import CANARY
 
 # Note [Decoded memory]
@@ -300,8 +302,10 @@ def decode_part(
             )
         try:
             # The second opinion: a file that only the GPU's decoder dislikes is not a bad file.
-            image = decode_cpu(file)  # which is of the size that the header says
-        except (ValueError, RuntimeError) as error:
+            name = name_of(int(images.indices[position]), images.paths[position])
+            with memory_for(f"a picture of {readable(prod(shape))} decoded: {name}"):
+                image = decode_cpu(file)  # which is of the size that the header says
+        except ValueError as error:
             images.errors[position] = str(error)
             return None
         stats.fell_back(reasons[0])

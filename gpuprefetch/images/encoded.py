@@ -55,6 +55,7 @@ class EncodedImage(Encoded):
     _apart: bool = field(default=False, init=False, repr=False, compare=False)
     # Its sampling row (2, 6), where that is settled: targets beside it have followed it.
     _row: Any = field(default=None, init=False, repr=False, compare=False)
+    _fault: str = field(default="", init=False, repr=False, compare=False)  # why it is no image
 
     def __post_init__(self) -> None:
         begin_reading()
@@ -111,7 +112,8 @@ def _send(batch: EncodedImages) -> tuple[Any, ...]:
     files, bare = [np.frombuffer(image.data, dtype=np.uint8) for image in batch._images], []
     try:
         buffer = Buffer.empty(sum(map(len, files)))
-    except RuntimeError:  # without shared memory; the parent would wait for what failed in here
+    except (RuntimeError, MemoryError):
+        # Without shared memory; the parent would wait for what failed in here.
         return EncodedImages, (batch._images,)
     np.concatenate(files, out=buffer.tensor.numpy())
     for image in map(copy.copy, batch._images):

@@ -3,19 +3,55 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch.utils.data import Dataset
 
 from gpuprefetch.images.encoded import EncodedImage
+from gpuprefetch.images.header import bytes_worth_reading
+
+# Files of more bytes are looked at before they are read.
+LARGE = 64 << 20
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
-def read_file(path: str | os.PathLike[str]) -> bytes:
-    """What a file holds. For a photo, Path.read_bytes takes half as long again."""
+def read_image(path: str | os.PathLike[str], index: int = -1) -> EncodedImage:
+    """A file as an encoded image; one that is no image by its kind or its beginning is a bad one.
+
+    To open a FIFO would wait for whoever writes to it, and a device may have no end.
+    """
+    status = os.stat(path)  # noqa: PTH116  # for a photo, pathlib takes half as long again
+    if fault := fault_of(status):
+        image = EncodedImage(b"", index, os.fspath(path))
+        image._fault = fault
+        return image
     with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+        return EncodedImage(read_open(file, status.st_size), index, os.fspath(path))
+
+
+def fault_of(status: os.stat_result) -> str:
+    """Why a file is no image, by its kind; empty if it may be one."""
+    kind = stat.S_IFMT(status.st_mode)
+    name = _KINDS.get(kind, "of an unknown kind")
+    return "" if kind == stat.S_IFREG else f"it is {name}, and no regular file"
+
+
+def read_open(file: BinaryIO, size: int) -> bytes:
+    """What an open file of ``size`` bytes holds, as far as an image can go."""
+    if size <= LARGE:
         return file.read()
+    worth = bytes_worth_reading(file, size)
+    file.seek(0)
+    return file.read() if worth == size else file.read(worth)
 
 
 class EncodedImageFolder(Dataset[tuple[EncodedImage, Any]]):
@@ -76,7 +112,7 @@ class EncodedImageFolder(Dataset[tuple[EncodedImage, Any]]):
     def __getitem__(self, index: int) -> tuple[EncodedImage, Any]:
         path, target = self.samples[index]
         position = index if index >= 0 else len(self) + index
-        image = EncodedImage(read_file(path), int(position), path)
+        image = read_image(path, int(position))
         return image, target if self.target_transform is None else self.target_transform(target)
 
     def __len__(self) -> int:

@@ -6,18 +6,21 @@ import re
 import struct
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
-# PIL's threshold for DecompressionBombError, twice Image.MAX_IMAGE_PIXELS.
-MAX_PIXELS = 178_956_970
-# Of all scans of a JPEG: each, if only of 12 bytes, takes a decoder over the whole picture, 35 ns a
-# block of 64 pixels. These take 2 seconds; 16 scans of the most pixels pass.
-MAX_SCANNED_PIXELS = 16 * MAX_PIXELS
+from gpuprefetch.images.host_memory import has_room, lacks_memory
+
+# Scans that a JPEG of the most pixels may have. Each, if only of 12 bytes, takes a decoder over the
+# whole picture, 35 ns a block of 64 pixels: 2 seconds for these.
+MAX_SCANS = 16
+# Bytes a pixel that Pillow and its decoders take at most: 4 for the picture, 6 for the coefficients
+# of a progressive JPEG.
+PILLOW_BYTES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +36,95 @@ class ImageHeader:
     # Byte spans in a JPEG. With zeros over them no decoder finds an orientation.
     exif: tuple[tuple[int, int], ...] = ()
     clipped: str = ""  # PIL's mode of a picture whose values convert("RGB") clips to 0 to 255
+    # Whether it is a damaged JPEG that Pillow alone reads, as with LOAD_TRUNCATED_IMAGES.
+    damaged: bool = False
 
 
-def read_header(data: bytes | memoryview) -> ImageHeader:
-    """Read format, size and orientation of a file, or raise ValueError if it is no good image."""
+def read_header(data: bytes | memoryview, *, oriented: bool = True) -> ImageHeader:
+    """Read format and size of a file, or raise ValueError if it is no good image.
+
+    ``oriented`` is whether to look for its EXIF orientation: PIL warns of broken metadata.
+    See Note [PIL's own settings].
+    """
     data = bytes(data)
     try:
-        header = (_read_jpeg if data.startswith(_JPEG) else _read_other)(data)
+        header = _read(data, oriented)
+        if header.format == "jpeg":
+            _warn_of_size(header)
     except (IndexError, struct.error) as error:
         raise ValueError(f"broken or truncated header, in a file of {len(data)} bytes") from error
-    pixels = header.height * header.width
-    if not 0 < pixels <= MAX_PIXELS:
+    except Warning as error:  # which a filter of the program's has made an error
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    limit, pixels = max_pixels(), header.height * header.width
+    if pixels == 0 or (limit is not None and pixels > limit):
         raise ValueError(
             f"an image of {header.width} x {header.height} = {pixels} pixels is outside the limits "
-            f"of 1 to {MAX_PIXELS}: its header is broken or it is a decompression bomb"
+            f"of 1 to {limit or 'any number'}: its header is broken or it is a decompression bomb"
         )
     return header
+
+
+# Note [PIL's own settings]
+# A program sets PIL's module variables and Python's warning filters, and a plain DataLoader obeys
+# them. So does this package: it reads them at each call, in the process that decodes. It sets none.
+#   1. Image.MAX_IMAGE_PIXELS: PIL refuses an image of more than twice as many pixels, and so do we,
+#      also a JPEG that PIL never sees. Above once as many PIL warns, with the program's filters. An
+#      error that these make of it is a bad file's reason, as a plain loader would raise it.
+#   2. ImageFile.LOAD_TRUNCATED_IMAGES: a JPEG that our decoder refuses is what Pillow makes of it.
+#      The GPU gets no such file: see Note [Files for the GPU].
+#   3. No filter is set, not even for one call: warnings.catch_warnings() swaps the list that all
+#      threads share. PIL's warnings of broken EXIF data come where an orientation is asked for.
+# test_format.py::test_pils_settings and test_faults.py::test_nothing_global_changes hold them.
+
+
+def max_pixels() -> int | None:
+    """The pixels of an image beyond which PIL raises DecompressionBombError; None without bound."""
+    from PIL import Image
+
+    return None if Image.MAX_IMAGE_PIXELS is None else int(2 * Image.MAX_IMAGE_PIXELS)
+
+
+def _warn_of_size(header: ImageHeader) -> None:
+    from PIL import Image
+
+    limit, pixels = Image.MAX_IMAGE_PIXELS, header.height * header.width
+    if limit is not None and limit < pixels <= 2 * limit:
+        warnings.warn(
+            f"Image size ({pixels} pixels) exceeds limit of {limit} pixels, could be decompression "
+            "bomb DOS attack.",
+            Image.DecompressionBombWarning,
+            stacklevel=2,
+        )
+
+
+def _loads_truncated() -> bool:
+    from PIL import ImageFile
+
+    return bool(ImageFile.LOAD_TRUNCATED_IMAGES)
+
+
+# Large files are read no further than a picture can go: bytes beside the pixels, and for each of
+# these. Uncompressed ones take up to 16, and as text up to 18.
+_BEGINNING, _BESIDE, _PER_PIXEL = 64 << 10, 64 << 20, 32
+# Formats whose first picture is read from the front to its end. Others, as TIFF, have no order.
+_IN_ORDER = {"JPEG", "MPO", "PNG", "GIF", "BMP", "PPM"}
+
+
+def bytes_worth_reading(file: BinaryIO, size: int) -> int:
+    """How many of the ``size`` bytes of an open file to read; few where it begins as no image."""
+    load_decoders()
+    from PIL import Image
+
+    try:
+        with Image.open(file) as picture:
+            width, height = picture.size
+            if picture.format in _IN_ORDER:
+                return min(size, _BESIDE + _PER_PIXEL * width * height)
+            return size
+    except MemoryError:
+        raise
+    except Exception:  # what it is will be told by who decodes it
+        return min(size, _BEGINNING)
 
 
 def decode_cpu(
@@ -61,13 +137,16 @@ def decode_cpu(
     """Decode one image on the CPU as ``PIL.Image.open(file).convert("RGB")`` does, bit for bit.
 
     Transparency is dropped, not blended; of an animation the first frame is decoded. An orientation
-    that a JPEG has in XMP only is not looked for. What is truncated or broken raises ValueError.
-    A JPEG is decoded to 1 / ``divisor`` of its size, rounded up, with a divisor of 2, 4 or 8.
+    that a JPEG has in XMP only is not looked for. A JPEG is decoded to 1 / ``divisor`` of its size,
+    rounded up, with a divisor of 2, 4 or 8. What is truncated or broken raises ValueError, and a
+    lack of memory MemoryError.
     """
     data = data.numpy().tobytes() if isinstance(data, torch.Tensor) else bytes(data)
-    header = header or read_header(data)
-    whole = header.format == "jpeg" and divisor == 1
-    image = _decode_jpeg(data, header) if whole else _decode_other(data, divisor)
+    header = header or read_header(data, oriented=apply_exif)
+    if header.format == "jpeg" and divisor == 1 and not header.damaged:
+        image = _decode_jpeg(data, header)
+    else:
+        image = _decode_other(data, header, divisor)
     if image.shape != (3, -(-header.height // divisor), -(-header.width // divisor)):
         raise ValueError(
             f"broken {header.format} image: it was decoded to {tuple(image.shape)}, "
@@ -91,10 +170,6 @@ def load_decoders() -> None:
         from PIL import Image
 
         Image.init()
-        # MAX_PIXELS says what is too large. A filter for each call would not be thread-safe.
-        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-        # Nor is a broken orientation worth a line of every worker's.
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.TiffImagePlugin")
         from torchcodec import decoders  # noqa: F401  # as _decode_jpeg() does
 
 
@@ -114,13 +189,18 @@ def _decode_jpeg(data: bytes, header: ImageHeader) -> torch.Tensor:
     except RuntimeError as error:
         # TorchCodec's messages begin with the C++ function, file and line.
         reason = re.sub(r"^.*\.cpp:\d+, ", "", str(error).partition("\n")[0])
+        # What comes from torch's allocator has its words in some versions only.
+        if lacks_memory(error) or not has_room(3 * header.height * header.width):
+            raise MemoryError(reason) from error
+        if _loads_truncated():
+            return _decode_other(data, header)
         raise ValueError(f"broken or truncated jpeg image: {reason}") from error
     return image
 
 
 @contextlib.contextmanager
 def _opened(data: bytes) -> Iterator[Any]:
-    """A ``PIL.Image.Image``; whatever PIL raises of it is a ValueError."""
+    """A ``PIL.Image.Image``; whatever PIL raises of it is a ValueError, but for MemoryError."""
     load_decoders()
     from PIL import Image, UnidentifiedImageError
 
@@ -133,20 +213,50 @@ def _opened(data: bytes) -> Iterator[Any]:
             "neither a JPEG nor another image that Pillow reads (PNG, WebP, GIF, BMP, TIFF, ...), "
             f"or its header is broken: {begins}"
         ) from None
+    except MemoryError:
+        raise
     except Exception as error:  # which kinds PIL raises of damaged files is not documented
+        if lacks_memory(error):
+            raise MemoryError(str(error)) from error
         raise ValueError(f"broken or truncated image: {type(error).__name__}: {error}") from error
 
 
-def _read_other(data: bytes) -> ImageHeader:
+@contextlib.contextmanager
+def _forgiven() -> Iterator[None]:
+    """Read metadata in it: broken ones are none."""
+    try:
+        yield
+    except (MemoryError, Warning):
+        raise
+    except Exception as error:
+        if lacks_memory(error):
+            raise
+
+
+def _read(data: bytes, oriented: bool) -> ImageHeader:
+    if not data.startswith(_JPEG):
+        return _read_other(data, oriented)
+    try:
+        return _read_jpeg(data, oriented)
+    except _BombError:
+        raise
+    except (ValueError, IndexError, struct.error):
+        if not _loads_truncated():
+            raise
+        return replace(_read_other(data, oriented), damaged=True)
+
+
+def _read_other(data: bytes, oriented: bool) -> ImageHeader:
     from PIL import Image
 
     with _opened(data) as picture:
         kind, (width, height), orientation = picture.format.lower(), picture.size, 1
-        with contextlib.suppress(Exception):  # broken metadata
-            if kind == "png" and not _ends_with_pixels(data):
-                picture.load()  # and what follows them
-            # PngImageFile.getexif() decodes every picture that has none.
-            orientation = _orientation(Image.Image.getexif(picture))
+        if oriented or kind == "tiff":
+            with _forgiven():
+                if kind == "png" and not _ends_with_pixels(data):
+                    picture.load()  # and what follows them
+                # PngImageFile.getexif() decodes every picture that has none.
+                orientation = _orientation(Image.Image.getexif(picture))
         if kind == "tiff":  # PIL turns it when it decodes it, and before 11.1 its size only then
             width, height = picture.tag_v2[256], picture.tag_v2[257]
             if orientation >= 5:
@@ -162,13 +272,19 @@ def _ends_with_pixels(png: bytes) -> bool:
     return png[end + 4 : end + 8] == b"IEND"
 
 
-def _decode_other(data: bytes, divisor: int) -> torch.Tensor:
-    with _opened(data) as picture:
-        if divisor > 1:
-            picture.draft("RGB", [side // divisor for side in picture.size])
-        picture.load()
-        picture.info.pop("transparency", None)  # convert() drops it with a warning
-        pixels = np.array(picture.convert("RGB"))
+def _decode_other(data: bytes, header: ImageHeader, divisor: int = 1) -> torch.Tensor:
+    try:
+        with _opened(data) as picture:
+            if divisor > 1:
+                picture.draft("RGB", [side // divisor for side in picture.size])
+            picture.load()
+            picture.info.pop("transparency", None)  # convert() drops it with a warning
+            pixels = np.array(picture.convert("RGB"))
+    except ValueError as error:
+        # libjpeg's and libtiff's lack of memory is a broken data stream in Pillow's words.
+        if not has_room(PILLOW_BYTES * header.height * header.width):
+            raise MemoryError(str(error)) from error
+        raise
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
@@ -214,7 +330,11 @@ def _jpeg_segments(data: bytes) -> _Segments:
     return found
 
 
-def _read_jpeg(data: bytes) -> ImageHeader:
+class _BombError(ValueError):
+    """What could be read, and is refused."""
+
+
+def _read_jpeg(data: bytes, oriented: bool) -> ImageHeader:
     found = _jpeg_segments(data)
     frames = [span for marker in found.keys() & _FRAME_HEADERS for span in found[marker]]
     if len(frames) != 1:
@@ -223,13 +343,15 @@ def _read_jpeg(data: bytes) -> ImageHeader:
     gpu = height in _GPU_SIDES and width in _GPU_SIDES and _decodes_on_gpu(data, found)
     # A file for the GPU has one scan, and nothing after it.
     scans, later = (1, []) if gpu else _after_first_scan(data, found[_SOS][0][1])
-    if scans > 1 and scans * height * width > MAX_SCANNED_PIXELS:
-        raise ValueError(
+    limit = max_pixels()
+    if scans > 1 and limit is not None and scans * height * width > MAX_SCANS * limit:
+        raise _BombError(
             f"a JPEG with {scans} scans of {height * width} pixels is outside the limit of "
-            f"{MAX_SCANNED_PIXELS} for all of them: it is a decompression bomb"
+            f"{MAX_SCANS * limit} for all of them: it is a decompression bomb"
         )
     app1 = found.get(_APP1, [])
-    orientation, exif = _read_app1(data, app1, later) if app1 or later else (1, ())
+    orientation = _read_exif(data, app1) if oriented and app1 else 1
+    exif = _exif_spans(data, app1 + later)
     return ImageHeader("jpeg", height, width, orientation, gpu, exif)
 
 
@@ -254,24 +376,27 @@ def _after_first_scan(data: bytes, pos: int) -> tuple[int, _Spans]:
     return scans, app1
 
 
-def _read_app1(
-    data: bytes, segments: _Spans, later: _Spans
-) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """The orientation, and the spans of all that a decoder could take for one.
+def _read_exif(data: bytes, segments: _Spans) -> int:
+    """The orientation that PIL finds in a JPEG's APP1 segments; it joins what several hold."""
+    from PIL import Image
+
+    held = b"".join(data[a + 6 : b] for a, b in segments if data.startswith(b"Exif\0\0", a, b))
+    with _forgiven():
+        found = Image.Exif()
+        found.load(held)
+        return _orientation(found)
+    return 1
+
+
+def _exif_spans(data: bytes, segments: _Spans) -> tuple[tuple[int, int], ...]:
+    """The spans of all that a decoder could take for an orientation.
 
     PIL and TorchCodec's CUDA decoder look for the "Exif" identifier, TorchCodec's CPU decoder takes
     the first APP1 segment whatever its identifier, also one of the later ones after the first
-    scan; all of them need the 42 of the TIFF header. PIL joins what several segments hold.
+    scan; all of them need the 42 of the TIFF header.
     """
-    from PIL import Image
-
-    orientation, found = 1, Image.Exif()
-    held = b"".join(data[a + 6 : b] for a, b in segments if data.startswith(b"Exif\0\0", a, b))
-    with contextlib.suppress(Exception):  # broken metadata
-        found.load(held)
-        orientation = _orientation(found)
-    forty_twos = [a for a, b in segments + later if data[a + 8 : min(a + 10, b)] in _FORTY_TWO]
-    return orientation, tuple((start, start + 10) for start in forty_twos)
+    forty_twos = [a for a, b in segments if data[a + 8 : min(a + 10, b)] in _FORTY_TWO]
+    return tuple((start, start + 10) for start in forty_twos)
 
 
 # Note [Files for the GPU]

@@ -15,7 +15,8 @@ from torch.utils.data import get_worker_info
 from gpuprefetch.images.bad import name_of
 from gpuprefetch.images.encoded import EncodedImage, PreparedImages
 from gpuprefetch.images.header import ImageHeader, blank, decode_cpu, read_header
-from gpuprefetch.images.plan import lay_out
+from gpuprefetch.images.host_memory import memory_for
+from gpuprefetch.images.plan import lay_out, readable
 from gpuprefetch.images.samples import (
     BatchSamples,
     Origin,
@@ -40,6 +41,9 @@ SHIPPED = 4
 # 0.1 to 0.6 levels away on average. The GPU resamples it: that holds for DIVIDED times the result's
 # pixels, which a core would take longer for than it has saved.
 DIVISORS, KEPT, DIVIDED = (2, 4, 8), 2, 24
+# Without a fixed size: decoded bytes for each byte of a file that a batch has room for before the
+# decode. Photos have 5 to 50. Flat colors have up to 1,000: they are decoded first, and copied.
+BELIEVED = 64
 # Which axes (y, x) of the stored image are mirrored, for EXIF orientations 1 to 4 and 5 to 8; the
 # latter change rows and columns before that.
 _MIRRORED = np.array([(False, False), (False, True), (True, True), (True, False)] * 2)
@@ -61,9 +65,15 @@ class Headers:
     def __init__(self, images: Sequence[EncodedImage], *, apply_exif: bool) -> None:
         self.each = [_UNREADABLE] * len(images)
         self.errors: dict[int, str] = {}  # position -> why the image cannot be decoded
+        # Pictures that were decoded before there was room for them: see Packer.decode_first().
+        self.early: dict[int, torch.Tensor] = {}
         for i, image in enumerate(images):
+            if image._fault:
+                self.errors[i] = image._fault
+                continue
             try:
-                self.each[i] = read_header(image.data)
+                with memory_for(f"the header of {name_of(image.index, image.path)}"):
+                    self.each[i] = read_header(image.data, oriented=apply_exif)
             except ValueError as error:
                 self.errors[i] = str(error)
         self.whole = np.array([i not in self.errors for i in range(len(images))])
@@ -77,7 +87,7 @@ def _remark_on_clipped(images: Sequence[EncodedImage], headers: Headers) -> dict
     """A remark on the first picture whose values PIL clips to 0 to 255."""
     for image, header in zip(images, headers.each, strict=True):
         if header.clipped:
-            name = name_of(image.index, image.path) or "an image"
+            name = name_of(image.index, image.path)
             return {
                 "clipped": f"There are more than 8 bits a pixel in {name}, of PIL's mode "
                 f'{header.clipped}. As in PIL\'s convert("RGB"), values above 255 become 255 and '
@@ -180,12 +190,37 @@ class Packer:
         crops = (0 < area) & few & self.on_gpu & (len(rows) == 1)
         return crops, np.where(crops, area, finished)
 
+    def decode(self, image: EncodedImage, header: ImageHeader, divisor: int = 1) -> torch.Tensor:
+        """Decode an image. A bad file is a ValueError, and too little memory a MemoryError."""
+        name, size = name_of(image.index, image.path), 3 * header.height * header.width
+        pixels = f"{header.width} x {header.height} pixels, {readable(size)} decoded"
+        with memory_for(f"a picture of {pixels}: {name}"):
+            return decode_cpu(image.data, header, apply_exif=self.apply_exif, divisor=divisor)
+
+    def decode_first(
+        self, images: Sequence[EncodedImage], headers: Headers, files: Ints, ours: Any
+    ) -> Any:
+        """Decode what claims to be out of proportion to its bytes; which images are still ours.
+
+        Without a fixed size the batch has room for whole pictures, and shared memory that is full
+        ends the run. So nothing is believed that a file of that length seldom holds.
+        """
+        claims = 3 * headers.sizes.prod(axis=1)
+        for i in np.flatnonzero(ours & (claims > BELIEVED * files)).tolist():
+            try:
+                headers.early[i] = self.decode(images[i], headers.each[i])
+            except ValueError as error:
+                headers.errors[i], headers.whole[i] = str(error), False
+        return ours & headers.whole
+
     def allocate(
         self, images: Sequence[EncodedImage], headers: Headers, rows: list[Any], **known: Any
     ) -> tuple[PreparedImages, Any, Ints]:
         """Lay out a batch of which we decode a share; which images become crops, their divisors."""
         files = np.array([len(image.data) for image in images])
         ours = self.divide(headers, files, known["share"])
+        if not self.sizes:
+            ours = self.decode_first(images, headers, files, ours)
         divisors = self.shrink(headers, ours, rows)
         crops, pixels = self.become(headers.sizes, rows, divisors)
         lengths = np.where(ours, 3 * pixels, files) * headers.whole
@@ -241,16 +276,15 @@ class Packer:
             parts[i][:] = np.frombuffer(blank(file, exif) if exif else file, dtype=np.uint8)
         started = time.perf_counter()
         for i in np.flatnonzero(batch.decoded).tolist():
-            whole, divisor = headers.each[i], int(divisors[i])
-            try:
-                picture = decode_cpu(
-                    images[i].data, whole, apply_exif=self.apply_exif, divisor=divisor
-                )
-                own = [each[i] for each in batch.rows if each is not None]
-                pictures = self._fit(picture, own, bool(crops[i]))
-            except (ValueError, RuntimeError) as error:
-                batch.errors[i], batch.decoded[i], batch.spans[i] = str(error), False, 0
-                continue
+            picture = headers.early.pop(i, None)
+            if picture is None:
+                try:
+                    picture = self.decode(images[i], headers.each[i], int(divisors[i]))
+                except ValueError as error:
+                    batch.errors[i], batch.decoded[i], batch.spans[i] = str(error), False, 0
+                    continue
+            own = [each[i] for each in batch.rows if each is not None]
+            pictures = self._fit(picture, own, bool(crops[i]))
             if not batch.views:
                 batch.sizes[i] = pictures[0].shape[-2:]
             first = 0

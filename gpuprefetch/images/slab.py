@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import cached_property
 from multiprocessing import active_children, util
@@ -31,6 +32,9 @@ SMALL = 16 << 10
 # Room for a larger batch: the parent page-locks each new slab, milliseconds in which the training
 # thread cannot launch.
 SLACK = 1.25
+# A free slab of more than SPARE times what any of its worker's latest RECENT batches took is
+# replaced by a smaller one. The last batch of an epoch is often small, and the next one is not.
+SPARE, RECENT = 4, 4
 
 
 def share(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,23 +78,35 @@ def _unpin(memory: torch.Tensor, owner: int) -> None:
 
 
 _ring: list[_Slab] = []  # this worker's
+_recent: deque[int] = deque(maxlen=RECENT)  # bytes of this worker's latest batches
 _mapped: dict[tuple[int, int], _Slab] = {}  # the parent's
 
 
 def _take(size: int) -> _Slab | None:
     """A slab of this worker's that the parent does not read; None where all are in flight."""
+    _recent.append(size)
     free = [slab for slab in _ring if not slab.busy[0]]
-    slab = next((slab for slab in free if slab.memory.numel() >= HEADER + size), None)
+    most = max(_recent)
+    spare = [slab for slab in free if slab.memory.numel() > HEADER + SPARE * SLACK * most]
+    slab: _Slab | None
+    if spare and len(_recent) == RECENT:
+        slab = _make(_ring.index(spare[0]), most)
+    else:
+        slab = next((slab for slab in free if slab.memory.numel() >= HEADER + size), None)
     if slab is None and (free or len(_ring) < LIMIT):
-        # One that is too small gives its name and its place to a larger one.
-        number = _ring.index(free[0]) if free else len(_ring)
-        if not _ring:  # a worker ends without the interpreter's end, which would give them back
-            util.Finalize(None, _ring.clear, exitpriority=0)
-        memory = torch.empty(HEADER + int(size * SLACK), dtype=torch.uint8, device="cpu")
-        slab = _Slab((os.getpid(), number), share(memory))
-        _ring[number : number + 1] = [slab]
+        slab = _make(_ring.index(free[0]) if free else len(_ring), size)
     if slab is not None:
         slab.busy[0] = 1
+    return slab
+
+
+def _make(number: int, size: int) -> _Slab:
+    """A new slab of this worker's. It takes over the name and the place of an earlier one."""
+    if not _ring:  # a worker ends without the interpreter's end, which would give them back
+        util.Finalize(None, _ring.clear, exitpriority=0)
+    memory = torch.empty(HEADER + int(size * SLACK), dtype=torch.uint8, device="cpu")
+    slab = _Slab((os.getpid(), number), share(memory))
+    _ring[number : number + 1] = [slab]
     return slab
 
 
@@ -159,13 +175,26 @@ ForkingPickler.register(Buffer, _send)
 
 def _receive(key: tuple[int, int], memory: torch.Tensor | None, size: int) -> Buffer:
     if memory is not None:
-        unmap_dead()  # here too: a loader without a prefetcher has nobody else to do it
         _mapped[key] = _Slab(key, memory)
+        _unmap_with_worker(_mapped[key])
     slab = _mapped[key]
     return Buffer(slab.memory, size, slab)
 
 
+def _unmap_with_worker(slab: _Slab) -> None:
+    """Unmap a slab once nobody has its worker's process any more: its loader is gone, or done."""
+    for child in active_children():
+        if child.pid == slab.key[0]:
+            weakref.finalize(child, _unmap, slab.key, weakref.ref(slab)).atexit = False
+
+
+def _unmap(key: tuple[int, int], slab: weakref.ref[_Slab]) -> None:
+    if _mapped.get(key) is slab():  # else the number of the process is another one's by now
+        _mapped.pop(key, None)
+
+
 def unmap_dead() -> None:
+    """Unmap the slabs of processes that have ended, though somebody may still have them."""
     known = list(_mapped)  # first: other threads receive slabs of new workers meanwhile
     alive = {child.pid for child in active_children()}
     for key in known:

@@ -20,6 +20,7 @@ from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import set_apart
 from gpuprefetch.images.encoded import EncodedImage, PreparedImages, is_encoded
 from gpuprefetch.images.guard import begin_reading, end_reading
+from gpuprefetch.images.host_memory import memory_for
 from gpuprefetch.images.packer import Packer, Packing
 from gpuprefetch.images.slab import by_value, share
 from gpuprefetch.images.targets import fate, followed, images_of, mark, refuse_unfollowed
@@ -112,7 +113,8 @@ class HostStage:
         targets = fate(batch, samples)
         for images in packed:
             images.targets = targets
-            self._augment(images)
+            with memory_for(f"the transforms of a batch of {len(images)} images"):
+                self._augment(images)
         return batch
 
     def _augment(self, images: PreparedImages) -> None:
@@ -153,7 +155,9 @@ def pack_lists(batch: Any, packing: Packing) -> tuple[Any, list[PreparedImages]]
     def pack_leaf(leaf: Any) -> Any:
         if isinstance(leaf, PreparedImages) or not is_encoded(leaf):
             return leaf
-        return packing([leaf] if isinstance(leaf, EncodedImage) else list(leaf))
+        images = [leaf] if isinstance(leaf, EncodedImage) else list(leaf)
+        with memory_for(f"a batch of {len(images)} images"):
+            return packing(images)
 
     if get_worker_info() is None:
         end_reading()

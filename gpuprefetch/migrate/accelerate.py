@@ -7,6 +7,7 @@ transforms go to the prefetcher.
 
 import contextlib
 import copy
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from gpuprefetch.core.nested import map_leaves, select
 from gpuprefetch.core.source import changed
 from gpuprefetch.images.apart import image_of, is_image
 from gpuprefetch.images.encoded import EncodedImage
-from gpuprefetch.images.folder import EncodedImageFolder, read_file
+from gpuprefetch.images.folder import EncodedImageFolder, fault_of, read_image, read_open
 from gpuprefetch.images.guard import (
     Encoded,
     UndecodedError,
@@ -155,7 +156,14 @@ default_collate_fn_map[_Kept] = _collate_kept
 
 
 def read_encoded(path: Any) -> EncodedImage:
-    return EncodedImage(read_file(path), path=str(path))
+    return read_image(path)
+
+
+def _refuse_odd_file(path: Any) -> None:
+    """Refuse what others would open, and wait for ever."""
+    with contextlib.suppress(OSError):  # they will tell; or it is in an archive
+        if fault := fault_of(os.stat(path)):  # noqa: PTH116
+            raise ValueError(f"cannot read {str(path)!r}: {fault}.")
 
 
 def _left_encoded(image: Any) -> Any:
@@ -185,9 +193,13 @@ class EncodedReader:
         self._reader = reader
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
+        path = self.filename(index, absolute=True)
+        _refuse_odd_file(path)
         file, *rest = self._reader[index]
         with file:
-            image = EncodedImage(file.read(), index, self.filename(index, absolute=True))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            image = EncodedImage(read_open(file, size), index, path)
         return SimpleNamespace(read=lambda: image), *rest
 
     def __len__(self) -> int:
@@ -338,6 +350,7 @@ def check_loaders(folders: list[Any]) -> None:
 def picture_of(folder: Any) -> Any:
     """What the folder's transform gets of its first file."""
     if hasattr(folder, "samples"):
+        _refuse_odd_file(folder.samples[0][0])
         return folder.loader(folder.samples[0][0])
     folder = copy.copy(folder)  # timm's, whose files may be in an archive
     folder.transform = None

@@ -1,0 +1,49 @@
+"""Tell a lack of the host's memory from a bad file, whatever raises it.
+
+A bad file is what a decoder says of its bytes. on_error may leave it out; it must not leave out the
+largest files because a worker has too little memory for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import torch
+
+# torch's allocator, libjpeg in TorchCodec, Pillow's codecs, C++ and the system.
+_WORDS = re.compile(
+    r"allocate memory|not enough memory|insufficient memory|out of memory|bad_alloc", re.IGNORECASE
+)
+_ADVICE = (
+    "That is no bad file, and on_error leaves nothing out for it. Give the process more memory, or "
+    "lower the DataLoader's num_workers, prefetch_factor or batch_size."
+)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error is of a lack of host memory: few libraries raise MemoryError."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False  # the device's
+    return isinstance(error, MemoryError) or _WORDS.search(str(error)) is not None
+
+
+def has_room(size: int) -> bool:
+    """Whether so many bytes could be allocated now; they are not touched."""
+    try:
+        torch.empty(size, dtype=torch.uint8, device="cpu")
+    except (RuntimeError, MemoryError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Raise MemoryError, with what to do, where there is too little memory for ``what``."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not lacks_memory(error) or _ADVICE in str(error) or "shared memory" in str(error):
+            raise
+        raise MemoryError(f"not enough memory for {what}. {_ADVICE}") from error
