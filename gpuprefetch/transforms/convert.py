@@ -32,7 +32,7 @@ from gpuprefetch.transforms.known import (
     name_of,
     twin,
 )
-from gpuprefetch.transforms.per_image import Loop, PerImage, ToFloat, ToUint8, grouped
+from gpuprefetch.transforms.per_image import Cast, Loop, PerImage, ToFloat, ToUint8, grouped
 from gpuprefetch.transforms.policy import COMPILERS, FILTERS, compiled
 from gpuprefetch.transforms.sampling import RandomCropOp
 from gpuprefetch.transforms.timm import from_timm, why_not
@@ -208,6 +208,7 @@ class _Converter:
     kind: Any = None  # ... torch.Tensor or torchvision's Image; None where that is not known ...
     dtype: torch.dtype = torch.uint8  # ... and from uint8 to another dtype
     holds_float: bool = True  # in our list: the launch gives [0, 1], later ops may want uint8
+    cast: torch.dtype | None = None  # of the launch's floats, before what comes after it
     sized: bool = False
     steps: list[Step] = field(default_factory=list)
     transforms: list[Transform] = field(default_factory=list)
@@ -262,6 +263,9 @@ class _Converter:
         if self.holds_float != floating:
             self.transforms.append(ToFloat() if floating else ToUint8())
             self.holds_float = floating
+        if self.cast is not None and floating:
+            self.transforms.append(Cast(self.cast, None))
+        self.cast = None
 
     def _take_conversion(self, op: Any) -> None:
         from torchvision import tv_tensors
@@ -275,9 +279,13 @@ class _Converter:
         self.is_tensor = True
         if makes_tensors or name == "ToPureTensor":
             self.kind = tv_tensors.Image if name == "ToImage" else torch.Tensor
-        dtype = torch.float32 if name == "ToTensor" else image_dtype(op, self.kind)
+        # torchvision reads the default dtype at each call, and it is read here once.
+        dtype = torch.get_default_dtype() if name == "ToTensor" else image_dtype(op, self.kind)
         if dtype is None or dtype == self.dtype:
             self._add(op, None, "nothing to do")
+        elif name == "ToTensor" and not self.sized:
+            self._add(op, None, "fused launch", "its result is in [0, 1]")
+            self.cast = dtype if dtype != torch.float32 else None
         elif (self.dtype, dtype, scale) != (torch.uint8, torch.float32, True):
             self._take_on_batch(v2.ToDtype(dtype, scale=scale), source=op)
             self.holds_float = dtype.is_floating_point
@@ -296,7 +304,7 @@ class _Converter:
         if name in ("RandomHorizontalFlip", "RandomVerticalFlip"):
             return getattr(K, name)(p=op.p), ""
         if name == "Normalize" and self.is_float and self.sized:
-            return K.Normalize(mean=torch.tensor(op.mean), std=torch.tensor(op.std)), ""
+            return K.Normalize(mean=_numbers(op.mean), std=_numbers(op.std)), ""
         if name == "CenterCrop":
             return CenterCrop(op.size), ""
         if name == "RandomCrop":
@@ -349,6 +357,11 @@ class _Converter:
         elif name in _DRAWN:
             module, where = Loop(op), f"{where}, image by image"
         return self._add(source or op, module, where, note)
+
+
+def _numbers(values: Sequence[float]) -> torch.Tensor:
+    """A tensor whose dtype is not the default one, which may be too narrow."""
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def _check_on_batch(op: Any) -> None:
