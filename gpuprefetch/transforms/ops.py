@@ -312,7 +312,8 @@ def _sample_matrix(image: torch.Tensor, a: list[float], mode: str) -> torch.Tens
     )[0]
     sampled = sampled if image.is_floating_point() else sampled.round_()
     fill = torch.tensor(_fill(image, a[6:9]) or [0.0], dtype=torch.float32, device=device)
-    return torch.where(inside, sampled.clamp_(0, _white(image)), fill[:, None, None]).to(image.dtype)
+    result = torch.where(inside, sampled.clamp_(0, _white(image)), fill[:, None, None])
+    return result.to(image.dtype)
 
 
 def noise(seed: int, shape: Sequence[int]) -> torch.Tensor:
