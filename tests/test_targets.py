@@ -10,7 +10,6 @@ import numpy as np
 import pictures
 import pytest
 import torch
-from kornia.augmentation.auto import TrivialAugment
 from kornia.geometry import Hflip
 from PIL import Image
 from torch.nn.functional import max_pool2d
@@ -641,7 +640,7 @@ GEOMETRIC = [
     K.RandomAffine(9),
     K.RandomJigsaw(),
     K.AugmentationSequential(K.RandomGrayscale(), K.RandomHorizontalFlip()),
-    TrivialAugment(),
+    K.ImageSequential(K.RandomAffine(10)),
     OwnFlip(),
     Own(),
     Hflip(),
@@ -675,7 +674,7 @@ REFUSED_TAILS = {
     "kornia.augmentation.*RandomAffine moves images alone": [K.RandomGamma(), K.RandomAffine(9)],
     "RandomHorizontalFlip moves images alone": [K.RandomGamma(), K.RandomHorizontalFlip()],
     "AugmentationSequential holds RandomRotation": [K.AugmentationSequential(K.RandomRotation(9))],
-    "TrivialAugment holds": [TrivialAugment()],
+    "ImageSequential holds": [K.ImageSequential(K.RandomAffine(10))],
     "RandomErasing moves images alone": [K.RandomErasing()],
     "Sequential holds RandomErasing": [K.AugmentationSequential(K.RandomErasing())],
     "RandomElasticTransform moves images alone": [K.RandomElasticTransform()],

@@ -303,9 +303,9 @@ def test_a_sequential_stands_for_its_modules():
 )
 def test_what_mixes_images_behind_the_back_of_their_targets_is_refused(op):
     with pytest.raises(ValueError, match="mixes the images of a batch and leaves their targets"):
-        read_transforms([RandomResizedCrop(8), op])
-    assert len(read_transforms([RandomResizedCrop(8), lambda images: op(images)])[1]) == 1
-    assert len(read_transforms([RandomResizedCrop(8), K.RandomJigsaw()])[1]) == 1  # of one image
+        read_list([RandomResizedCrop(8), op])
+    assert len(read_list([RandomResizedCrop(8), lambda images: op(images)])[1]) == 1
+    assert len(read_list([RandomResizedCrop(8), K.RandomJigsaw()])[1]) == 1  # of one image
 
 
 @pytest.mark.slow

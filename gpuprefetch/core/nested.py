@@ -115,6 +115,14 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return map_leaves(move, batch)
 
 
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether writing into one tensor may change the other."""
+    try:
+        return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a sparse tensor has no storage of its own
+        return one is other
+
+
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
     """Yield every strided tensor of ``batch``, also inside objects that have a ``to`` method.
 

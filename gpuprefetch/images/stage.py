@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuprefetch.core.nested import map_leaves, objects, to_device
+from gpuprefetch.core.nested import map_leaves, objects, share_memory, to_device
 from gpuprefetch.core.stage import Empty
 from gpuprefetch.core.stats import Stats, Timed
 from gpuprefetch.core.streams import lease_stream, return_stream, using
@@ -141,7 +141,7 @@ class Pipeline:
         if jobs:
             result = self._finish(result, jobs, seed)
         elif len(self.views) > 1 or self.views[0].changes:
-            result = self._transform_tensors(result, seed)
+            result = self._transform_tensors(result, seed, batch)
         if isinstance(batch, Apart) and not isinstance(result, Empty):
             assert self.after is not None
             with Timed(self.stats, "tail"):
@@ -250,7 +250,8 @@ class Pipeline:
                 output.out = map_leaves(take, output.out) if view.tail else take(output.out)
         return map_leaves(take, batch, partial(is_column, count=count))
 
-    def _transform_tensors(self, batch: Any, seed: int) -> Any:
+    def _transform_tensors(self, batch: Any, seed: int, given: Any) -> Any:
+        """Transform a batch that came as tensors; ``given`` is what the loader gave."""
         first: Any = None
 
         def transform(leaf: Any) -> Any:
@@ -277,7 +278,8 @@ class Pipeline:
             with Timed(self.stats, "resample"):
                 for number, view in enumerate(self.views):
                     view.values.begin(leaf)
-                    images.append(view.run_head(leaf, view_seed(seed, number)))
+                    made = view.run_head(leaf, view_seed(seed, number))
+                    images.append(_own(made, given) if view.tail else made)
             with Timed(self.stats, "tail"):
                 seeds = (view_seed(seed, number) for number in range(len(self.views)))
                 outs = [
@@ -384,6 +386,12 @@ def _bad_images(jobs: Sequence[ImageJob]) -> list[BadImage]:
         for job in jobs
         for i, reason in sorted(job.images.errors.items())
     ]
+
+
+def _own(images: torch.Tensor, given: Any) -> torch.Tensor:
+    """Images in memory that a transform may write to: what the loader gave stays as it is."""
+    theirs = [leaf for leaf in objects(given) if isinstance(leaf, torch.Tensor)]
+    return images.clone() if any(share_memory(images, leaf) for leaf in theirs) else images
 
 
 def _result(leaf: Any) -> Any:

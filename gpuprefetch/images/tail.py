@@ -16,6 +16,7 @@ import torch
 
 from gpuprefetch.core.nested import children_of, map_leaves, objects, select
 from gpuprefetch.images.targets import followers, is_per_sample
+from gpuprefetch.transforms.known import name_of, parts_of
 from gpuprefetch.transforms.per_image import Loop, PerImage, takes_keys
 from gpuprefetch.transforms.random import Keys, SeededDraws, derive, op_keys
 
@@ -126,9 +127,7 @@ def _held(transform: Any) -> list[Any]:
         return [*transform.recipe.ops]
     if isinstance(transform, Loop):
         return [transform.op]
-    children = transform.children() if isinstance(transform, torch.nn.Module) else ()
-    listed = getattr(transform, "transforms", ())
-    return [*children, *(listed if isinstance(listed, (list, tuple)) else ())]
+    return parts_of(transform)
 
 
 def moves_pixels(transforms: Iterable[Any]) -> bool:
@@ -180,7 +179,10 @@ def run_tail(
 
 def _runner(transform: Any) -> Runner | None:
     """How a transform takes images and targets; None where it gets the images alone."""
-    if isinstance(transform, (PerImage, Loop)) and not moves_pixels([transform]):
+    known = isinstance(transform, PerImage) or (
+        isinstance(transform, Loop) and name_of(transform.op) is not None
+    )
+    if known and not moves_pixels([transform]):
         return None
     if isinstance(transform, PerImage):
         return partial(_run_program, transform)

@@ -10,7 +10,7 @@ from gpuprefetch.core.report import Text, columns
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.decode import decoded_by
 from gpuprefetch.prefetcher import DataPrefetcher
-from gpuprefetch.transforms.convert import convert_transforms, read_list, title
+from gpuprefetch.transforms.convert import convert_transforms, opened, read_list, title, why_refused
 from gpuprefetch.transforms.head import Head, Transform, read_transforms
 from gpuprefetch.transforms.known import flatten, is_on_device, name_of
 from gpuprefetch.transforms.per_image import Cast, Loop, PerImage, on_levels
@@ -45,7 +45,21 @@ def explain(transforms_or_prefetcher: Any) -> str:
     # torchvision's may stand in a prefetcher's list, too.
     if not any(map(is_on_device, ops)) and any(name_of(op) is not None for op in ops):
         given = convert_transforms(given)
+    given = opened(given)
+    if isinstance(given, list):
+        given = [_Refused(op, why) if (why := why_refused(op)) else op for op in given]
     return Text(_explain(*read_list(given)))
+
+
+class _Refused:
+    """What stands for a transform that a prefetcher's list would not take."""
+
+    def __init__(self, op: Any, why: str) -> None:
+        self.__name__ = title(op)
+        self.why = why
+
+    def __call__(self, images: Any) -> Any:
+        raise ValueError(self.why)
 
 
 def _explain(head: Head, tail: Sequence[Transform], decode: str = "") -> str:
@@ -66,6 +80,10 @@ def _explain(head: Head, tail: Sequence[Transform], decode: str = "") -> str:
             how = f"one program of {transform.slots} slots, a draw for each image"
         elif type(transform) is Loop:
             how = "image by image, with a call for each: slow"
+        if isinstance(transform, _Refused):
+            rows.append((title(transform), "", f"refused: {transform.why}"))
+            images = "not tried"
+            continue
         images, form = _try(transform, images)
         rows.append((title(transform), form, how))
     return columns(rows)

@@ -22,7 +22,7 @@ from gpuprefetch.migrate.accelerate import (
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.convert import CONVERSIONS, Plan, convert
 from gpuprefetch.transforms.head import Head, read_transforms
-from gpuprefetch.transforms.per_image import PerImage
+from gpuprefetch.transforms.per_image import Cast, PerImage
 from gpuprefetch.transforms.random import SeededDraws, fold
 from gpuprefetch.transforms.sampling import Sampling
 
@@ -188,7 +188,10 @@ class _State:
         """This side after torchvision's ``op``, or ours in its place, which made ``image``."""
         name = type(op).__name__
         if name == "Normalize":
-            mean, std = (torch.tensor(list(v)).view(-1, 1, 1) for v in (op.mean, op.std))
+            mean, std = (
+                torch.tensor(list(values), dtype=torch.float32).view(-1, 1, 1)
+                for values in (op.mean, op.std)
+            )
             slope = 255.0 if self.slope is None else self.slope
             return _State(image, slope * std, slope * mean + self.shift)
         dtypes = {getattr(each, "dtype", None) for each in (self.image, image)}
@@ -247,7 +250,8 @@ def _walk(
             else:
                 # Our list may have a change of dtype before it that the pipeline has not.
                 while (first := tail.pop(0)) is not module:
-                    new = _State(first(new.image[None])[0])
+                    made = first(new.image[None])[0]
+                    new = new.then(first, made) if isinstance(first, Cast) else _State(made)
             if isinstance(module, PerImage):  # drawn once, for both sides
                 parts = module.drawn(fold(number, [0]), before)
                 alone = old.then(op, module.carry_out(before[None], parts)[0])

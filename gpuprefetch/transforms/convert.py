@@ -29,13 +29,16 @@ from gpuprefetch.transforms.known import (
     filter_of,
     flatten,
     is_on_device,
+    is_torchvisions,
     name_of,
+    parts_of,
     twin,
 )
-from gpuprefetch.transforms.per_image import Loop, PerImage, ToFloat, ToUint8, grouped
+from gpuprefetch.transforms.per_image import Cast, Loop, PerImage, ToFloat, ToUint8, grouped
 from gpuprefetch.transforms.policy import COMPILERS, FILTERS, compiled
+from gpuprefetch.transforms.refused import is_container, refuse_in_list, refuse_once_a_batch
 from gpuprefetch.transforms.sampling import RandomCropOp
-from gpuprefetch.transforms.timm import from_timm, why_not
+from gpuprefetch.transforms.timm import from_timm, samples_once, why_not
 
 CONVERSIONS = frozenset(
     "ToTensor PILToTensor ToImage ToPureTensor ToDtype ConvertImageDtype".split()
@@ -49,6 +52,13 @@ _LOOPED = frozenset("ElasticTransform GaussianNoise RandomCrop RandomResizedCrop
 # They take a batch as they are: nothing is drawn.
 _AS_THEY_ARE = frozenset(
     "CenterCrop ConvertImageDtype Grayscale Identity Normalize Pad RGB Resize ToDtype".split()
+)
+# The same in a list, where images are tensors; and what is the user's own function.
+_SAMPLE_NOTHING = _AS_THEY_ARE | frozenset(
+    "ClampBoundingBoxes ClampKeyPoints ConvertBoundingBoxFormat FiveCrop Lambda"
+    " LinearTransformation ObjectDetection OpticalFlow PILToTensor SanitizeBoundingBoxes"
+    " SanitizeKeyPoints SemanticSegmentation SetClampingMode TenCrop ToImage ToPureTensor ToTensor"
+    " UniformTemporalSubsample VideoClassification".split()
 )
 _DRAWN = (COMPILERS.keys() | _LOOPED | _ALONE) - _AS_THEY_ARE
 _KNOWN = COMPILERS.keys() | _LOOPED | _AS_THEY_ARE
@@ -125,15 +135,24 @@ def convert(pipeline: Any, *, batched: torch.Tensor | None = None, pictures: boo
 
 def read_list(transforms: Any) -> tuple[Head, list[Transform]]:
     """:func:`read_transforms`, with a draw for each image where torchvision's would share one."""
-    given = [transforms] if callable(transforms) else transforms
-    if isinstance(given, (list, tuple)):
-        given = [op for each in given for op in _opened(each)]
+    given = opened(transforms)
+    if isinstance(given, list):
+        for op in given:
+            refuse_in_list(op)
     head, tail = read_transforms(given)
     return head, grouped(map(_in_list, tail))
 
 
 def _is_alone(op: Any) -> bool:
     return name_of(op) in _ALONE or getattr(op, "expand", False)
+
+
+def opened(transforms: Any) -> Any:
+    """The transforms of a list, without the Compose around some; anything else as it is."""
+    given = [transforms] if callable(transforms) else transforms
+    if not isinstance(given, (list, tuple)):
+        return given
+    return [op for each in given for op in _opened(each)]
 
 
 def _opened(transform: Any) -> list[Any]:
@@ -147,40 +166,48 @@ def _opened(transform: Any) -> list[Any]:
 
 
 def _in_list(transform: Transform) -> Transform:
-    """What runs in a list for a transform: itself if it draws nothing, or is not torchvision's."""
-    ops = [*flatten(transform)]
-    for op in ops:
-        _refuse_in_list(op)
-    if _is_alone(transform) or len(ops) > 1:
+    """What runs in a list for a transform: itself if it samples nothing, or for each image."""
+    if _is_alone(transform) or len([*flatten(transform)]) > 1:
         return Loop(transform)
     op = from_timm(transform)
-    if name_of(op) not in _DRAWN:
-        return transform
-    op = twin(op)
-    return op if compiled(op) is not None else Loop(op)
+    if name_of(op) in _DRAWN:
+        op = twin(op)
+        return op if compiled(op) is not None else Loop(op)
+    if _samples_once(op):
+        return Loop(op)
+    refuse_once_a_batch(transform)
+    _refuse_within_kornia(transform)
+    return transform
 
 
-def _refuse_in_list(op: Any) -> None:
-    from torchvision import transforms as v1
+def _samples_once(op: Any) -> bool:
+    """Whether an op may sample once a call: torchvision's and timm's, and derived classes."""
+    if name_of(op) in _DRAWN or samples_once(op):
+        return True
+    is_theirs = type(op).__module__.startswith("torchvision.transforms.")
+    return is_torchvisions(op) and not (is_theirs and type(op).__name__ in _SAMPLE_NOTHING)
 
-    name = type(op).__name__
-    if name_of(op) in ("CutMix", "MixUp"):
-        raise ValueError(
-            f"torchvision's {name} mixes the images of a batch, and transforms do not get the "
-            "targets. Mix in the training step, or in a collate_fn with accelerate."
-        )
-    if type(op) in (v1.ToTensor, v1.PILToTensor) or name_of(op) == "ToPILImage":
-        raise ValueError(
-            f"{name} is for PIL images, and in transforms images are tensors, in [0, 1] after a "
-            "crop or a resize. Leave it out. For a whole pipeline for PIL images write "
-            "transforms=gpuprefetch.convert_transforms(pipeline)."
-        )
-    if type(op).__module__.startswith("albumentations."):
-        raise ValueError(
-            f"albumentations' {name} is for one NumPy array in a worker. Take kornia's or "
-            "torchvision's op in its place: transforms=[gpuprefetch.RandomResizedCrop(224), "
-            "K.RandomHorizontalFlip(), v2.ColorJitter(0.4)]."
-        )
+
+def _refuse_within_kornia(transform: Any) -> None:
+    for part in parts_of(transform) if is_container(transform) else ():
+        _refuse_within_kornia(part)
+        for op in flatten(part):
+            if _samples_once(from_timm(op)):
+                name, container = type(op).__name__, type(transform).__name__
+                raise ValueError(
+                    f"{name} within kornia's {container} would sample once a batch. In the list "
+                    f"itself it samples for each image: transforms=[{name}(...), {container}(...)]."
+                )
+
+
+def why_refused(transform: Any) -> str:
+    """Why a list does not take one of its transforms; empty where it does."""
+    try:
+        refuse_in_list(transform)
+        _in_list(transform)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def fixes_size(op: Any) -> bool:
@@ -208,6 +235,7 @@ class _Converter:
     kind: Any = None  # ... torch.Tensor or torchvision's Image; None where that is not known ...
     dtype: torch.dtype = torch.uint8  # ... and from uint8 to another dtype
     holds_float: bool = True  # in our list: the launch gives [0, 1], later ops may want uint8
+    cast: torch.dtype | None = None  # of the launch's floats, before what comes after it
     sized: bool = False
     steps: list[Step] = field(default_factory=list)
     transforms: list[Transform] = field(default_factory=list)
@@ -262,6 +290,9 @@ class _Converter:
         if self.holds_float != floating:
             self.transforms.append(ToFloat() if floating else ToUint8())
             self.holds_float = floating
+        if self.cast is not None and floating:
+            self.transforms.append(Cast(self.cast, None))
+        self.cast = None
 
     def _take_conversion(self, op: Any) -> None:
         from torchvision import tv_tensors
@@ -275,9 +306,13 @@ class _Converter:
         self.is_tensor = True
         if makes_tensors or name == "ToPureTensor":
             self.kind = tv_tensors.Image if name == "ToImage" else torch.Tensor
-        dtype = torch.float32 if name == "ToTensor" else image_dtype(op, self.kind)
+        # torchvision reads the default dtype at each call, and it is read here once.
+        dtype = torch.get_default_dtype() if name == "ToTensor" else image_dtype(op, self.kind)
         if dtype is None or dtype == self.dtype:
             self._add(op, None, "nothing to do")
+        elif name == "ToTensor" and not self.sized:
+            self._add(op, None, "fused launch", "its result is in [0, 1]")
+            self.cast = dtype if dtype != torch.float32 else None
         elif (self.dtype, dtype, scale) != (torch.uint8, torch.float32, True):
             self._take_on_batch(v2.ToDtype(dtype, scale=scale), source=op)
             self.holds_float = dtype.is_floating_point
@@ -296,7 +331,7 @@ class _Converter:
         if name in ("RandomHorizontalFlip", "RandomVerticalFlip"):
             return getattr(K, name)(p=op.p), ""
         if name == "Normalize" and self.is_float and self.sized:
-            return K.Normalize(mean=torch.tensor(op.mean), std=torch.tensor(op.std)), ""
+            return K.Normalize(mean=_numbers(op.mean), std=_numbers(op.std)), ""
         if name == "CenterCrop":
             return CenterCrop(op.size), ""
         if name == "RandomCrop":
@@ -349,6 +384,11 @@ class _Converter:
         elif name in _DRAWN:
             module, where = Loop(op), f"{where}, image by image"
         return self._add(source or op, module, where, note)
+
+
+def _numbers(values: Sequence[float]) -> torch.Tensor:
+    """A tensor whose dtype is not the default one, which may be too narrow."""
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def _check_on_batch(op: Any) -> None:

@@ -1,7 +1,6 @@
 """Read a list of transforms: which become one launch on ragged images, and what runs after it."""
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -314,20 +313,12 @@ def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[
             "Views takes the place of the list. Repeat in each of its lists what all views have in "
             "common: transforms=Views([crop, normalize], [crop, normalize])."
         )
-    K: Any = sys.modules.get("kornia.augmentation")  # nobody has any before it is imported
     for transform in tail:
         if not callable(transform) or isinstance(transform, type):
             raise TypeError(
                 f"transforms takes a list of modules and callables, got {transform!r} in it. "
                 "Pass an instance, as in K.RandomHorizontalFlip(), and several lists as Views."
             )
-        for op in transform.modules() if K and isinstance(transform, torch.nn.Module) else ():
-            if isinstance(op, K.MixAugmentationBaseV2) and not isinstance(op, K.RandomJigsaw):
-                raise ValueError(
-                    f"kornia's {type(op).__name__} mixes the images of a batch and leaves their "
-                    "targets as they were. Mix in the training step, or in a collate_fn with "
-                    "accelerate; where targets do not matter, call it from a function in the list."
-                )
     head = Head()
     while tail and (longer := _extended(head, tail[0])) is not None:
         head, tail = longer, tail[1:]

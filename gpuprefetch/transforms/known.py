@@ -60,6 +60,18 @@ def name_of(op: Any) -> str | None:
     return kind.__name__ if known else None
 
 
+def parts_of(transform: Any) -> list[Any]:
+    """The transforms that a module or a container of torchvision's holds."""
+    children = transform.children() if isinstance(transform, torch.nn.Module) else ()
+    listed = getattr(transform, "transforms", ())
+    return [*children, *(listed if isinstance(listed, (list, tuple)) else ())]
+
+
+def is_torchvisions(op: Any) -> bool:
+    """Whether an op is of a class of torchvision's transforms, or of one derived from them."""
+    return any(kind.__module__.startswith("torchvision.transforms.") for kind in type(op).__mro__)
+
+
 def is_on_device(op: Any) -> bool:
     """Whether an op is kornia's or our own, which a prefetcher's list holds as it is."""
     return type(op).__module__.startswith(("kornia.", "gpuprefetch."))

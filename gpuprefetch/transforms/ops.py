@@ -216,7 +216,8 @@ def _calls() -> dict[str, Callable[[Any, list[float], str], Any]]:
         return F.affine(x, a[0], a[1:3], a[3], a[4:6], _OF_PIL[mode], fill, center)
 
     def erase(x: Any, a: list[float], mode: str) -> Any:
-        values = torch.tensor(a[4 : 4 + F.get_num_channels(x)])[:, None, None]
+        given = a[4 : 4 + F.get_num_channels(x)]
+        values = torch.tensor(given, dtype=torch.float32)[:, None, None]
         return F.erase(x, *map(int, a[:4]), values)
 
     def erase_noise(x: Any, a: list[float], mode: str) -> Any:
@@ -298,8 +299,8 @@ def _matrix(x: Any, a: list[float], mode: str) -> Any:
 
 def _sample_matrix(image: torch.Tensor, a: list[float], mode: str) -> torch.Tensor:
     device, (height, width) = image.device, image.shape[-2:]
-    x = torch.arange(width, device=device) + 0.5
-    y = (torch.arange(height, device=device) + 0.5)[:, None]
+    x = torch.arange(width, dtype=torch.float32, device=device) + 0.5
+    y = (torch.arange(height, dtype=torch.float32, device=device) + 0.5)[:, None]
     # No matrix product: in TF32, which training often turns on, it is off by a tenth of a pixel.
     source = torch.stack([x * a[0] + y * a[1] + a[2], x * a[3] + y * a[4] + a[5]], dim=-1)
     size = torch.tensor([width, height], device=device)
@@ -310,8 +311,9 @@ def _sample_matrix(image: torch.Tensor, a: list[float], mode: str) -> torch.Tens
         values[None], grid[None], mode, "border", align_corners=False
     )[0]
     sampled = sampled if image.is_floating_point() else sampled.round_()
-    fill = torch.tensor(_fill(image, a[6:9]) or [0.0], device=device)[:, None, None]
-    return torch.where(inside, sampled.clamp_(0, _white(image)), fill).to(image.dtype)
+    fill = torch.tensor(_fill(image, a[6:9]) or [0.0], dtype=torch.float32, device=device)
+    result = torch.where(inside, sampled.clamp_(0, _white(image)), fill[:, None, None])
+    return result.to(image.dtype)
 
 
 def noise(seed: int, shape: Sequence[int]) -> torch.Tensor:

@@ -37,6 +37,30 @@ def is_timm(thing: Any, name: str) -> bool:
     return kind.__module__.startswith("timm.data.") and kind.__name__ == name
 
 
+# They take a batch as it is: they sample nothing, or for each of its images.
+_ON_BATCHES = frozenset(
+    "MaybePILToTensor MaybeToTensor RandomErasing"
+    " CenterCropOrPad CenterCropToSequence ResizeKeepRatioToSequence ResizeToSequence"
+    " TrimBorder".split()
+)
+PASSES_TENSORS = _ON_BATCHES | frozenset(
+    "RandomCropOrPad RandomCropToSequence RandomPad RandomResizedCropAndInterpolation"
+    " RandomResizedCropToSequence ResizeKeepRatio".split()
+)
+
+
+def timm_class(op: Any) -> type | None:
+    """The class of timm's data that ``op`` is of, or derived from; None for anything else."""
+    kinds = (kind for kind in type(op).__mro__ if kind.__module__.startswith("timm.data."))
+    return next(kinds, None)
+
+
+def samples_once(op: Any) -> bool:
+    """Whether one of timm's ops samples once a call, so that a batch would share the result."""
+    kind = timm_class(op)
+    return kind is not None and (kind is not type(op) or kind.__name__ not in _ON_BATCHES)
+
+
 def from_timm(op: Any) -> Any:
     """What one of timm's transforms stands for; the op itself where there is nothing."""
     name = type(op).__name__
@@ -69,6 +93,8 @@ def why_not(op: Any) -> str:
         )
     if unknown := ", ".join(sorted(_unknown(op))):
         return f"it draws {unknown}, of which there is no form for a batch"
+    if is_timm(op, "AugMixAugment") and op.alpha != 1:
+        return f"it has a form for a batch with alpha=1, and its alpha is {op.alpha}"
     if hasattr(op, "transforms"):
         return (
             "it is a class of your own, which may do more than call its `transforms`. If it does "

@@ -1,0 +1,173 @@
+"""What a list of transforms does not take, each with the line to write instead.
+
+A transform in a list gets the batch ``(N, C, H, W)``. Ops of libraries for one image would take N
+for its channels, and containers that choose once a call would choose for the whole batch.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gpuprefetch.transforms.known import flatten, name_of, parts_of
+from gpuprefetch.transforms.timm import PASSES_TENSORS, timm_class, why_not
+
+_ARRAY = "is for one NumPy array in a worker"
+_PICTURE = "is for one PIL image in a worker"
+_SAMPLE = "is for one sample in its library's own form"
+_TENSOR = "is for one image (C, H, W), and would take the images of a batch for channels"
+_VOLUME = "is for one volume (C, W, H, D), and would take the images of a batch for channels"
+# Modules of other libraries, and what their transforms are for.
+FOREIGN = {
+    "Augmentor": _PICTURE,
+    "PIL": _PICTURE,
+    "albumentations": _ARRAY,
+    "audiomentations": _ARRAY,
+    "augly": _PICTURE,
+    "batchgenerators": _ARRAY,
+    "batchgeneratorsv2": _SAMPLE,
+    "cv2": _ARRAY,
+    "detectron2.data": _SAMPLE,
+    "imagecorruptions": _ARRAY,
+    "imgaug": _ARRAY,
+    "mmaction.datasets": _SAMPLE,
+    "mmcv.transforms": _SAMPLE,
+    "mmdet.datasets": _SAMPLE,
+    "mmpose.datasets": _SAMPLE,
+    "mmpretrain.datasets": _SAMPLE,
+    "mmseg.datasets": _SAMPLE,
+    "monai.transforms": _TENSOR,
+    "scipy": _ARRAY,
+    "skimage": _ARRAY,
+    "solt": _ARRAY,
+    "torchio": _VOLUME,
+    "volumentations": _ARRAY,
+}
+_INSTEAD = (
+    "Or take kornia's or torchvision's op in its place: transforms=[gpuprefetch.RandomResizedCrop("
+    "224), K.RandomHorizontalFlip(), v2.ColorJitter(0.4)]."
+)
+# What calls an op for each image.
+_CALLS = {
+    _TENSOR: "torch.stack([op(image) for image in images]).as_subclass(torch.Tensor)",
+    _VOLUME: "torch.stack([op(image[..., None])[..., 0] for image in images])",
+}
+_PER_IMAGE = "lambda images: torch.cat([op(image[None]) for image in images])"
+_PER_BATCH = "lambda images: op(images)"
+
+
+def refuse_in_list(transform: Any) -> None:
+    """Raise a ValueError for a transform of a list that is not for batches of images alone."""
+    for op in _ops(transform):
+        _refuse_mixing(op)
+        _refuse_foreign(op)
+        _refuse_timms(op)
+        _refuse_conversion(op)
+
+
+def _ops(transform: Any) -> Iterator[Any]:
+    """The ops that a transform is made of, also within torchvision's random containers."""
+    for op in flatten(transform):
+        yield op
+        if name_of(op) in ("RandomApply", "RandomChoice", "RandomOrder"):
+            yield from _ops(list(op.transforms))
+
+
+def _refuse_mixing(op: Any) -> None:
+    from torchvision.transforms import v2
+
+    kind = timm_class(op)
+    timms = kind is not None and kind.__name__ in ("FastCollateMixup", "Mixup")
+    if isinstance(op, (v2.CutMix, v2.MixUp)) or timms:
+        raise ValueError(
+            f"{'timm' if timms else 'torchvision'}'s {type(op).__name__} mixes the images of a "
+            "batch, and transforms do not get the targets. Mix in the training step, or in a "
+            "collate_fn with accelerate."
+        )
+    K: Any = sys.modules.get("kornia.augmentation")  # nobody has any before it is imported
+    for part in op.modules() if K and isinstance(op, torch.nn.Module) else ():
+        if isinstance(part, K.MixAugmentationBaseV2) and not isinstance(part, K.RandomJigsaw):
+            raise ValueError(
+                f"kornia's {type(part).__name__} mixes the images of a batch and leaves their "
+                "targets as they were. Mix in the training step, or in a collate_fn with "
+                "accelerate; where targets do not matter, call it from a function in the list."
+            )
+
+
+def _refuse_foreign(op: Any) -> None:
+    function = op
+    while isinstance(function, functools.partial):
+        function = function.func
+    # A function has a module and a name of its own.
+    kinds = [function] if hasattr(function, "__name__") else type(function).__mro__
+    for kind in kinds:
+        module = f"{getattr(kind, '__module__', None)}."
+        what = next((what for name, what in FOREIGN.items() if module.startswith(f"{name}.")), None)
+        if what is None:
+            continue
+        library = module.partition(".")[0]
+        name = getattr(function, "__name__", type(function).__name__)
+        owner = f"{library}'" if library.endswith("s") else f"{library}'s"
+        text = f"{owner} {name} {what}. Call it in the dataset, on the decoded image"
+        if (call := _CALLS.get(what)) is not None:
+            text += f", or for each image of the batch: lambda images: {call}"
+        raise ValueError(f"{text}. {_INSTEAD}")
+
+
+def _refuse_timms(op: Any) -> None:
+    kind = timm_class(op)
+    if kind is None or name_of(op) is not None or kind.__name__ in PASSES_TENSORS:
+        return
+    advice = "Leave it out"
+    if kind.__name__ in ("AugMixAugment", "AutoAugment", "RandAugment"):
+        name = kind.__name__.replace("AugMixAugment", "AugMix")
+        advice = f"Take torchvision's in its place, v2.{name}()"
+    raise ValueError(
+        f"timm's {type(op).__name__} cannot run in a list: {why_not(op)}. {advice}, or let the "
+        "dataset call it on the PIL image."
+    )
+
+
+def _refuse_conversion(op: Any) -> None:
+    from torchvision import transforms as v1
+
+    if type(op) in (v1.ToTensor, v1.PILToTensor) or name_of(op) == "ToPILImage":
+        raise ValueError(
+            f"{type(op).__name__} is for PIL images, and in transforms images are tensors, in [0, "
+            "1] after a crop or a resize. Leave it out. For a whole pipeline for PIL images write "
+            "transforms=gpuprefetch.convert_transforms(pipeline)."
+        )
+
+
+def refuse_once_a_batch(transform: Any) -> None:
+    """Raise a ValueError for kornia's policies and containers that choose ops once a batch."""
+    policies: Any = getattr(sys.modules.get("kornia.augmentation.auto"), "PolicyAugmentBase", ())
+    if isinstance(transform, policies):
+        raise ValueError(
+            f"kornia's {type(transform).__name__} chooses its ops once a batch, not for each "
+            "image. Take torchvision's, which chooses for each image here: v2.RandAugment(), "
+            "v2.TrivialAugmentWide() or v2.AutoAugment(). Or call it from a function, for each "
+            f"image: {_PER_IMAGE}; or once a batch: {_PER_BATCH}."
+        )
+    if not is_container(transform):
+        return
+    for part in parts_of(transform):
+        refuse_once_a_batch(part)
+    wanted = getattr(transform, "same_on_batch", False)
+    # The patches of an image have ops of their own.
+    patches = getattr(transform, "patchwise_apply", False)
+    if getattr(transform, "random_apply", False) and not (wanted or patches):
+        raise ValueError(
+            f"kornia's {type(transform).__name__}(random_apply=...) chooses its ops once a batch, "
+            "not for each image. Take torchvision's containers, which choose for each image here "
+            "and take kornia's ops: v2.RandomChoice([...]), v2.RandomOrder([...]). Or call it "
+            f"from a function, for each image: {_PER_IMAGE}; or once a batch: {_PER_BATCH}."
+        )
+
+
+def is_container(transform: Any) -> bool:
+    """Whether a module is one of kornia's containers, which hold ops."""
+    containers: Any = sys.modules.get("kornia.augmentation.container.base")
+    return containers is not None and isinstance(transform, containers.BasicSequentialBase)
