@@ -21,6 +21,7 @@ from gpuprefetch.core.forks import garbage_stays_here
 from gpuprefetch.core.progress import Progress
 from gpuprefetch.core.ranks import INTO_PREPARED, same_on_ranks
 from gpuprefetch.core.source import Source, in_order, is_stateful, kind, owners
+from gpuprefetch.core.state import checked, is_foreign, is_state
 from gpuprefetch.images.apart import collate_apart
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.build import FirstBatch, build_stage, with_packing
@@ -296,13 +297,12 @@ class DataPrefetcher:
             ValueError: if ``state`` does not come from :meth:`state_dict`, or from that of another
                 kind of loader.
         """
-        if not isinstance(state, dict) or not {"epoch", "batches", "seed"} <= state.keys():
-            if isinstance(state, dict) and is_stateful(self._loader):  # the loader's own
-                self._loader.load_state_dict(state)
-                self._progress.reset(self._progress.epoch)
-                self._manual = None
-                return
-            raise ValueError(f"state must come from DataPrefetcher.state_dict(), got {state!r}.")
+        if is_stateful(self._loader) and not is_state(state) and not is_foreign(state):
+            self._loader.load_state_dict(state)  # the loader's own
+            self._progress.reset(self._progress.epoch)
+            self._manual = None
+            return
+        state = checked(state)
         # A state of an older version does not know of shared samples, which are named first.
         if not self._kind.endswith(state.get("kind", "")):
             raise ValueError(

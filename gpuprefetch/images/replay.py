@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, IterableDataset, Subset
 
-from gpuprefetch.core.source import _samplers, in_order, rank, sampler_of
+from gpuprefetch.core.source import _samplers, attribute, in_order, rank, sampler_of
 from gpuprefetch.core.stats import Stats
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import Apart
@@ -212,10 +212,10 @@ def rank_of(loader: Any) -> int:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return 0
     samplers = list(_samplers(loader))
-    replaced = any(getattr(sampler, "replacement", False) for sampler in samplers)
+    replaced = any(attribute(sampler, "replacement") for sampler in samplers)
     if any(_shares_out(sampler, replaced=replaced) for sampler in samplers):
         return 0
-    ranks = [getattr(sampler, "rank", None) for sampler in samplers]
+    ranks = [attribute(sampler, "rank") for sampler in samplers]
     return next((found for found in ranks if isinstance(found, int)), rank())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpuprefetch.core.errors import scope
 from gpuprefetch.core.nested import map_leaves, objects, to_device
 from gpuprefetch.core.stage import Empty
 from gpuprefetch.core.stats import Stats, Timed
@@ -76,7 +76,7 @@ class Pipeline:
     def copies(self) -> int:
         return 1 if self.decoder is None else self.decoder.copies
 
-    @contextlib.contextmanager
+    @scope
     def scratch(self) -> Iterator[None]:
         if self.memory_budget is None:
             self.rooms = {}

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gpuprefetch.core.errors import add_note
 from gpuprefetch.core.nested import children_of, map_leaves, objects, select
 from gpuprefetch.images.targets import followers, is_per_sample
 from gpuprefetch.transforms.per_image import Loop, PerImage
@@ -43,7 +44,7 @@ def run(transform: Any, images: Any) -> Any:
     except Exception as error:
         kind = type(images).__name__
         form = f"{images.dtype} {tuple(images.shape)}" if kind == "Tensor" else f"a {kind}"
-        error.add_note(f"raised by the transform {name}, which got {form}")
+        add_note(error, f"raised by the transform {name}, which got {form}")
         raise
     _check_result(name, images, result)
     return result

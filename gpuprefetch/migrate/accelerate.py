@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from gpuprefetch.core.errors import text_of
 from gpuprefetch.core.nested import map_leaves, select
 from gpuprefetch.core.source import changed
 from gpuprefetch.images.apart import image_of, is_image
@@ -381,7 +382,7 @@ def check_sample(dataset: Any, folders: list[Any], *, encoded: bool, needed: boo
         raise  # which says more
     except (AttributeError, TypeError) as error:
         raise TypeError(
-            f"{type(dataset).__name__}.__getitem__(0) failed ({error}): {hint}"
+            f"{type(dataset).__name__}.__getitem__(0) failed ({text_of(error)}): {hint}"
         ) from error
     finally:
         end_reading()
