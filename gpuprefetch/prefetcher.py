@@ -25,11 +25,13 @@ from gpuprefetch.core.state import checked, is_foreign, is_state
 from gpuprefetch.images.apart import collate_apart
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.build import FirstBatch, build_stage, with_packing
-from gpuprefetch.images.header import load_decoders
+from gpuprefetch.images.imports import load_worker_modules
 from gpuprefetch.images.replay import KEPT, Notes, has_keys, noted, rank_of, replay
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.transforms.convert import title
 from gpuprefetch.transforms.head import Transform
+from gpuprefetch.transforms.per_image import PerImage
+from gpuprefetch.transforms.snapshot import Snapshot
 
 _running: weakref.WeakValueDictionary[int, Lookahead] = weakref.WeakValueDictionary()  # by loader
 
@@ -136,6 +138,7 @@ class DataPrefetcher:
         self.device = resolve_device(device)
         self._pipeline, balancer = build_stage(loader, self.device, self._options)
         self.stats, self._balancer = self._pipeline.stats, balancer
+        self._read = Snapshot(transforms, self._running_ops())
         self._depth, self._first_batch = device_prefetch_size, FirstBatch(self.device)
         self._progress = Progress()
         self._beginning = threading.RLock()  # one thread at a time begins an epoch
@@ -167,7 +170,21 @@ class DataPrefetcher:
             self._told_of_ranks = True
             warnings.warn(words, stacklevel=2)
         with self._beginning:
+            self._refuse_changed()
             return self._begin()
+
+    def _running_ops(self) -> list[Any]:
+        """The transforms that run as they were given, and not as they were read."""
+        tails = [op for view in self._pipeline.views for op in view.tail]
+        return [op for op in tails if not isinstance(op, PerImage)]
+
+    def _refuse_changed(self) -> None:
+        """Compare the list of transforms, which has been read, with what it was."""
+        if self._read.differs(self._options["transforms"]):
+            raise TypeError(
+                "transforms, or one of its ops, has changed since DataPrefetcher was built, which "
+                "has read it. Build it anew: DataPrefetcher(loader, transforms=...)."
+            )
 
     def _begin(self) -> Epoch:
         progress = self._progress
@@ -176,7 +193,7 @@ class DataPrefetcher:
         try:
             loader, stage = self._prepared(epoch)
             notes = self._note(loader, epoch)
-            load_decoders()
+            load_worker_modules(stage.packer)
             with garbage_stays_here():
                 source = Source(loader, resumed)
             notes.place = source.place

@@ -37,6 +37,7 @@ from gpuprefetch.transforms.head import read_transforms
 from gpuprefetch.transforms.known import UnsupportedTransformError, flatten
 from gpuprefetch.transforms.per_image import Cast
 from gpuprefetch.transforms.random import trial_draws
+from gpuprefetch.transforms.snapshot import Snapshot
 from gpuprefetch.transforms.timm import is_timm
 
 
@@ -94,7 +95,7 @@ def accelerate(
             f"A sample holds {count} tensors of three dimensions, and with keep_unknown=True it is "
             "not known which of them is the image. Replace what cannot move, or return one."
         )
-    prefetcher = _Accelerated(loader, plan, prefetcher_options, view=view)
+    prefetcher = _Accelerated(loader, plan, prefetcher_options, view=view, kept=pipeline[:keep])
     apart = not keep or (changes and count == 1)
     prefetcher._pipeline.packer.late = apart and loader.collate_fn is not default_collate
     if print_plan:
@@ -102,14 +103,25 @@ def accelerate(
     return prefetcher
 
 
+# What says how a dataset decodes its files, in place of which they come encoded.
+_DECODING = ("loader", "load_bytes", "input_img_mode")
+
+
 class _Accelerated(DataPrefetcher):
     """A prefetcher that knows its plan, and its loader's own dataset."""
 
     def __init__(
-        self, loader: DataLoader[Any], plan: Plan, options: dict[str, Any], *, view: Any
+        self,
+        loader: DataLoader[Any],
+        plan: Plan,
+        options: dict[str, Any],
+        *,
+        view: Any,
+        kept: list[Any],
     ) -> None:
         self.plan, self._dataset = plan, loader.dataset
-        own = options.pop("transforms", None) or ()
+        self._added = options.pop("transforms", None)
+        own = self._added or ()
         self._own = [*own] if isinstance(own, Sequence) else [own]
         transforms = [*plan.transforms, *self._own]
         if not transforms or read_transforms(transforms)[1]:
@@ -117,6 +129,25 @@ class _Accelerated(DataPrefetcher):
             cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
             transforms += [cast] if cast.dtype or cast.memory_format else []
         super().__init__(changed(loader, dataset=view), transforms=transforms, **options)
+        running = [*kept, *self._running_ops()]
+        self._folders = _bottom(self._dataset)
+        # What stays in the workers reads files by the dataset's own loader, whatever that is.
+        names = ["transform"] if kept else ["transform", *_DECODING]
+        self._sources = {name: Snapshot(self._read_now(name), running) for name in names}
+        self._added_read = Snapshot(self._added, running)
+
+    def _read_now(self, name: str) -> list[Any]:
+        return [getattr(folder, name, None) for folder in self._folders]
+
+    def _refuse_changed(self) -> None:
+        if self._added_read.differs(self._added):
+            raise stale("transforms")
+        folders = _bottom(self._dataset)
+        if [*map(id, folders)] != [*map(id, self._folders)]:
+            raise stale("dataset")
+        for name, before in self._sources.items():
+            if before.differs(self._read_now(name)):
+                raise stale(f"dataset.{name}")
 
     @property
     def dataset(self) -> Any:
@@ -250,6 +281,10 @@ def view_of(dataset: Any, transform: Any) -> Any:
     return _view(dataset, instead)
 
 
+def stale(what: str) -> TypeError:
+    return TypeError(f"{what} has changed since accelerate(). Call it again.")
+
+
 def _view(dataset: Any, instead: dict[str, Any]) -> Any:
     """A second face of a dataset, which shares all of its state but has ``instead`` for some."""
     kind, seen = type(dataset), {name: vars(dataset).get(name) for name in instead}
@@ -257,7 +292,7 @@ def _view(dataset: Any, instead: dict[str, Any]) -> Any:
 
     def read(name: str, view: Any) -> Any:
         if vars(view).get(name) is not seen[name]:
-            raise TypeError(f"dataset.{name} has changed since accelerate(). Call it again.")
+            raise stale(f"dataset.{name}")
         return instead[name]
 
     def reduced(view: Any, protocol: Any) -> Any:
