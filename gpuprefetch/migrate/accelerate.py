@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from types import MemberDescriptorType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -148,6 +148,7 @@ class _Accelerated(DataPrefetcher):
         for name, before in self._sources.items():
             if before.differs(self._read_now(name)):
                 raise stale(f"dataset.{name}")
+        super()._refuse_changed()
 
     @property
     def dataset(self) -> Any:
@@ -313,10 +314,42 @@ def _view(dataset: Any, instead: dict[str, Any]) -> Any:
     faces: dict[str, Any] = {name: property(partial(read, name)) for name in instead}
     if {"loader", "reader"} & instead.keys() or _keep in getattr(part, "transforms", ()):
         faces["__getitem__"] = get
-    face = type(kind.__name__, (kind,), {**faces, "__reduce_ex__": reduced})
-    view: Any = object.__new__(face)
-    view.__dict__ = vars(dataset)
+    faces = _slots_of(dataset) | faces
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    own = {**faces, **names, "__reduce_ex__": reduced}
+    # Neither the metaclass of the user's class nor its __init_subclass__ hears of this class.
+    view: Any = object.__new__(type.__new__(type(kind), kind.__name__, (_Unheard, kind), own))
+    object.__setattr__(view, "__dict__", vars(dataset))
     return view
+
+
+class _Unheard:
+    """Stands before a user's class among the bases of another: its hooks do not run."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        pass
+
+
+def _slots_of(dataset: Any) -> dict[str, Any]:
+    """What a dataset holds in slots, for a view that shares only its ``__dict__``."""
+    return {
+        name: _forwarded(slot, dataset)
+        for base in type(dataset).__mro__
+        for name, slot in vars(base).items()
+        if isinstance(slot, MemberDescriptorType)
+    }
+
+
+def _forwarded(slot: MemberDescriptorType, dataset: Any) -> property:
+    def read(view: Any) -> Any:
+        return slot.__get__(dataset)
+
+    def write(view: Any, value: Any) -> None:
+        slot.__set__(dataset, value)
+
+    return property(read, write)
 
 
 def _refuse_under_way(loader: DataLoader[Any]) -> None:
