@@ -353,7 +353,9 @@ def _forwarded(slot: MemberDescriptorType, dataset: Any) -> property:
 
 
 def _refuse_under_way(loader: DataLoader[Any]) -> None:
-    under_way = [n for n, v in vars(loader).items() if n != "_iterator" and isinstance(v, Iterator)]
+    # A sampler gives no samples, and may be its own iterator.
+    apart = ("_iterator", "sampler", "batch_sampler")
+    under_way = [n for n, v in vars(loader).items() if n not in apart and isinstance(v, Iterator)]
     if under_way:
         raise TypeError(
             f"{type(loader).__name__} keeps an iterator over its own dataset (.{under_way[0]}), "
