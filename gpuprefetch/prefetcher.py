@@ -21,10 +21,11 @@ from gpuprefetch.core.forks import garbage_stays_here
 from gpuprefetch.core.progress import Progress
 from gpuprefetch.core.ranks import INTO_PREPARED, same_on_ranks
 from gpuprefetch.core.source import Source, in_order, is_stateful, kind, owners
+from gpuprefetch.core.state import checked, is_foreign, is_state
 from gpuprefetch.images.apart import collate_apart
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.build import FirstBatch, build_stage, with_packing
-from gpuprefetch.images.header import load_decoders
+from gpuprefetch.images.imports import load_worker_modules
 from gpuprefetch.images.notes import KEPT, Notes
 from gpuprefetch.images.replay import (
     has_keys,
@@ -38,6 +39,8 @@ from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.transforms.convert import title
 from gpuprefetch.transforms.head import Transform
+from gpuprefetch.transforms.per_image import PerImage
+from gpuprefetch.transforms.snapshot import Snapshot
 
 _running: weakref.WeakValueDictionary[int, Lookahead] = weakref.WeakValueDictionary()  # by loader
 
@@ -146,6 +149,7 @@ class DataPrefetcher:
         self.device = resolve_device(device)
         self._pipeline, balancer = build_stage(loader, self.device, self._options)
         self.stats, self._balancer = self._pipeline.stats, balancer
+        self._read = Snapshot(transforms, self._running_ops())
         self._depth, self._first_batch = device_prefetch_size, FirstBatch(self.device)
         self._progress = Progress()
         self._loaded_seed: tuple[int, int] | None = None  # a state's, and torch's at that time
@@ -184,7 +188,21 @@ class DataPrefetcher:
             self._told_of_ranks = True
             warnings.warn(words, stacklevel=2)
         with self._beginning:
+            self._refuse_changed()
             return self._begin()
+
+    def _running_ops(self) -> list[Any]:
+        """The transforms that run as they were given, and not as they were read."""
+        tails = [op for view in self._pipeline.views for op in view.tail]
+        return [op for op in tails if not isinstance(op, PerImage)]
+
+    def _refuse_changed(self) -> None:
+        """Compare the list of transforms, which has been read, with what it was."""
+        if self._read.differs(self._options["transforms"]):
+            raise TypeError(
+                "transforms, or one of its ops, has changed since DataPrefetcher was built, which "
+                "has read it. Build it anew: DataPrefetcher(loader, transforms=...)."
+            )
 
     def _begin(self) -> Epoch:
         progress = self._progress
@@ -194,7 +212,7 @@ class DataPrefetcher:
             seed = self.seed if resumed is None else resumed.get("seed", self.seed)
             loader, stage = self._prepared(seed, epoch)
             notes = self._note(loader, seed, epoch)
-            load_decoders()
+            load_worker_modules(stage.packer)
             with garbage_stays_here():
                 source = Source(loader, resumed, notes.skip)
             source.place["seed"] = seed
@@ -322,13 +340,12 @@ class DataPrefetcher:
             ValueError: if ``state`` does not come from :meth:`state_dict`, or from that of another
                 kind of loader.
         """
-        if not isinstance(state, dict) or not {"epoch", "batches", "seed"} <= state.keys():
-            if isinstance(state, dict) and is_stateful(self._loader):  # the loader's own
-                self._loader.load_state_dict(state)
-                self._progress.reset(self._progress.epoch)
-                self._manual = None
-                return
-            raise ValueError(f"state must come from DataPrefetcher.state_dict(), got {state!r}.")
+        if is_stateful(self._loader) and not is_state(state) and not is_foreign(state):
+            self._loader.load_state_dict(state)  # the loader's own
+            self._progress.reset(self._progress.epoch)
+            self._manual = None
+            return
+        state = checked(state)
         # A state of an older version does not know of shared samples, which are named first.
         if not self._kind.endswith(state.get("kind", "")):
             raise ValueError(

@@ -327,6 +327,56 @@ def test_lightning_numbers_the_epochs(tmp_path):
     assert child.returncode == 0, err
 
 
+PREDICT = """
+import sys, warnings, logging
+warnings.simplefilter("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch.utils.data import DataLoader
+from torchvision import datasets, transforms as T
+from with_lightning import Accelerated, Images
+
+class Writer(BasePredictionWriter):
+    def __init__(self):
+        super().__init__("batch_and_epoch")
+        self.had = []
+    def write_on_batch_end(self, trainer, module, prediction, indices, batch, number, _):
+        self.had.append((indices, batch[1].tolist()))
+    def write_on_epoch_end(self, trainer, module, predictions, indices):
+        self.epoch = indices
+
+class Module(L.LightningModule):
+    def predict_step(self, batch, number):
+        return batch[1]
+
+class Plain(L.LightningDataModule):
+    def predict_dataloader(self):
+        ops = T.Compose([T.Resize((8, 8)), T.ToTensor()])
+        folder = datasets.ImageFolder(sys.argv[1] + "/val", ops)
+        return DataLoader(folder, batch_size=5, num_workers=1)
+
+data = Images(sys.argv[1], batch_size=5, num_workers=1, size=8)
+for data, callbacks in ((data, []), (Plain(), [Accelerated()])):
+    writer = Writer()
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[writer, *callbacks]
+    )
+    trainer.predict(Module(), datamodule=data)
+    assert [len(indices) for indices, _ in writer.had] == [5, 5, 5, 3]
+    assert all(indices == target for indices, target in writer.had), writer.had
+    assert writer.epoch == [[indices for indices, _ in writer.had]]
+    str(data)
+"""
+
+
+def test_lightning_says_which_samples_were_predicted(folder):
+    pytest.importorskip("lightning", exc_type=ImportError)
+    options = {"PYTHONPATH": str(FOLDER), "CUDA_VISIBLE_DEVICES": "", "modules": ["lightning"]}
+    child = Child("import lightning as L\n" + PREDICT, str(folder), **options)
+    _, err = child.communicate(240)
+    assert child.returncode == 0, err
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*unclosed file")  # timm leaves that to PIL

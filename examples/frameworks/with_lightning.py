@@ -18,6 +18,7 @@ import kornia.augmentation as K
 import lightning as L
 import torch
 import torchvision
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import DataLoader, DistributedSampler
 
 import gpuprefetch
@@ -40,7 +41,10 @@ class Numbered:
         # Lightning numbers the epochs of samplers, also where a run is resumed or a loader is made
         # anew: let it number ours, which numbers those of the samplers. It finds them as `sampler`,
         # which has to stay as it is for `overfit_batches`, and as `batch_sampler.sampler`.
-        return SimpleNamespace(sampler=self)
+        own = self.__getattr__("batch_sampler")
+        # In `predict` Lightning asks this one for the samples of each batch.
+        indexed = isinstance(own, _IndexBatchSamplerWrapper)
+        return own if indexed else SimpleNamespace(sampler=self)
 
     def __iter__(self):
         yield from super().__iter__()  # with the first batch: after a resume it is numbered later
@@ -90,6 +94,13 @@ class Images(L.LightningDataModule):
     def val_dataloader(self):
         return self.prefetcher("val", self.val, shuffle=False)
 
+    def predict_dataloader(self):
+        return self.prefetcher("val", self.val, shuffle=False)
+
+    def __str__(self):
+        # Lightning's own looks into what is no DataLoader, and reads a batch.
+        return f"{type(self).__name__}({self.root!r}, batch_size={self.batch_size})"
+
     def prefetcher(self, split, transforms, *, shuffle):
         dataset, sampler = EncodedImageFolder(f"{self.root}/{split}"), None
         trainer = self.trainer
@@ -104,6 +115,13 @@ class Images(L.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=True,
         )
+        if trainer.predicting:  # for a BasePredictionWriter; Lightning wraps those of DataLoaders
+            loader = DataLoader(
+                dataset,
+                batch_sampler=_IndexBatchSamplerWrapper(loader.batch_sampler),
+                num_workers=self.num_workers,
+                pin_memory=True,
+            )
         return Prefetcher(loader, transforms=transforms, device=trainer.strategy.root_device)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from gpuprefetch.core.errors import add_note, unexpected_end
 from gpuprefetch.core.source import Source
 from gpuprefetch.core.stage import Cost, Empty, Stage
 from gpuprefetch.core.stats import Timed
@@ -37,6 +38,7 @@ class Slot:
     images: int = 0
     state: Any = None  # of the loader, after the batch
     cost: Cost | None = None  # bytes on the device, where they count
+    ended: bool = False  # the loader has given its last batch
     fetched: float = 0.0  # when the batch came from the loader
     result: Any = None
     error: BaseException | None = None  # raised in the loop in place of a result
@@ -110,9 +112,8 @@ class Lookahead:
             if not self._stopping:
                 self._prepare(slot)
         except BaseException as error:
-            ended = isinstance(error, StopIteration) and slot.batch is None
             # Nobody looks into the end of an epoch, and its frames hold the loader's iterator.
-            slot.error = error.with_traceback(None) if ended else error
+            slot.error = error.with_traceback(None) if slot.ended else error
         self._add(slot)
         return slot.error is None
 
@@ -136,7 +137,11 @@ class Lookahead:
 
     def _fetch(self, slot: Slot) -> None:
         with Timed(self.stage.stats, "fetch") as fetch:
-            batch, slot.state = next(self._source)
+            try:
+                batch, slot.state = next(self._source)
+            except StopIteration:
+                slot.ended = True
+                raise
         slot.batch, slot.images = self.stage.receive(batch, slot.number, fetch.seconds)
         chooses = self._thread is not None and self._depth is None
         if chooses or self.stage.memory_budget is not None:
@@ -314,10 +319,10 @@ class Epoch(Iterator[Any]):
         error, slot.error = slot.error, None
         assert error is not None
         if not isinstance(error, StopIteration):
-            error.add_note(f"raised by the prefetcher while it prepared batch {slot.number}")
+            add_note(error, f"raised by the prefetcher while it prepared batch {slot.number}")
             return error
-        if slot.batch is not None:  # not the loader's, and no end of the epoch
-            raise RuntimeError("a transform, or on_error, raised StopIteration") from error
+        if not slot.ended:
+            raise unexpected_end(error, "a transform, or on_error,") from error
         self._lookahead.place.update(ended=True, loader=error.value)
         if self._empty is None or self._given:
             return StopIteration()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import threading
 from collections.abc import Iterator
 
+from gpuprefetch.core.errors import scope
+
 _forking = threading.local()  # whether this thread forks workers of ours
 
 
-@contextlib.contextmanager
+@scope
 def garbage_stays_here() -> Iterator[None]:
     """Fork workers in it: they do not collect what this process left to its garbage collector.
 

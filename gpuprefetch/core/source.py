@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from itertools import islice
 from typing import Any
 
@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
+from gpuprefetch.core.errors import is_end, scope, unexpected_end
+from gpuprefetch.core.state import decoded
+
 
 def kind(loader: Any) -> str:
     """What two loaders must have in common for one's state to mean something to the other."""
-    batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    batch_size = attribute(attribute(loader, "batch_sampler"), "batch_size")
     own, shared = "a" if is_stateful(loader) else "no", ""
     if isinstance(getattr(loader, "dataset", None), IterableDataset) and not is_stateful(loader):
         # The workers share its samples out, and each makes batches of what it has.
@@ -69,19 +72,36 @@ def sampler_of(loader: Any) -> str:
     return "sampler" if getattr(loader, "batch_sampler", None) is None else "batch_sampler"
 
 
+MOST_SAMPLERS = 32  # of a loader: one that makes another when asked for it would have no end
+
+
+def attribute(owner: Any, name: str) -> Any:
+    """An attribute of a user's sampler; None where it has none, or a property of it fails."""
+    try:
+        return getattr(owner, name, None)
+    except Exception:
+        return None
+
+
 def _samplers(loader: Any) -> list[Any]:
     """The samplers of a loader and those within them, as in ``BatchSampler(sampler)``."""
     found = [loader]
     for outer in found:  # which grows
         for name in ("sampler", "batch_sampler"):
-            inner = getattr(outer, name, None)
-            if inner is not None and not any(inner is other for other in found):
+            inner = attribute(outer, name)
+            if inner is None or any(inner is other for other in found):
+                continue
+            # A property may make a sampler when it is asked for one: the first of a class will do.
+            made = attribute(outer, name) is not inner
+            if made and any(type(inner) is type(other) for other in found):
+                continue
+            if len(found) <= MOST_SAMPLERS:
                 found.append(inner)
     return found[1:]
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    found = [getattr(sampler, "generator", None) for sampler in _samplers(loader)]
+    found = [attribute(sampler, "generator") for sampler in _samplers(loader)]
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
@@ -89,12 +109,12 @@ def owners(loader: Any) -> list[Any]:
     """Who numbers epochs, of a loader and its parts: whatever has a ``set_epoch``."""
     found = (loader, *_samplers(loader), getattr(loader, "dataset", None))
     each = {id(owner): owner for owner in found}.values()
-    return [owner for owner in each if callable(getattr(owner, "set_epoch", None))]
+    return [owner for owner in each if callable(attribute(owner, "set_epoch"))]
 
 
 def epochs_of(loader: Any) -> list[int | None]:
     """The number of the epoch that each of the owners is in; None where it has none."""
-    epochs = [getattr(owner, "epoch", None) for owner in owners(loader)]
+    epochs = [attribute(owner, "epoch") for owner in owners(loader)]
     return [epoch if type(epoch) is int else None for epoch in epochs]
 
 
@@ -141,22 +161,16 @@ def own_state(loader: Any) -> Any:
     return state if getattr(loader, "num_workers", 0) else copy.deepcopy(state)
 
 
-def _decoded(state: str | torch.Tensor) -> torch.Tensor:
-    if isinstance(state, torch.Tensor):  # of an older version; torch.load may have moved it
-        return state.cpu()
-    return torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
-
-
 def _restores(loader: Any) -> bool:
     """Whether the dataset goes back to a state of its own here, perhaps torch's generator too."""
     here = is_stateful(loader) and not getattr(loader, "num_workers", 0)
     return here and hasattr(getattr(loader, "dataset", None), "load_state_dict")
 
 
-@contextmanager
+@scope
 def _drawing_from(loader: Any, saved: list[Any]) -> Iterator[None]:
     """Draw from the saved states; after that torch's own is what it was."""
-    before, states = torch.get_rng_state(), [_decoded(state) for state in saved]
+    before, states = torch.get_rng_state(), [decoded(state) for state in saved]
     # Not if the caller has restored it, as the next epoch would repeat the order; nor if the
     # dataset may have.
     undone = not _restores(loader) and not torch.equal(before, states[0])
@@ -169,6 +183,9 @@ def _drawing_from(loader: Any, saved: list[Any]) -> Iterator[None]:
     finally:
         if undone:
             torch.set_rng_state(before)
+
+
+_END = object()  # in place of a batch
 
 
 class _SeedApart(torch.Generator):
@@ -238,18 +255,27 @@ class Source(Iterator[tuple[Any, Any]]):
         else:
             skipped = done
         self._loader, self._iterator = rest, iter(rest)
-        for batch in islice(self._iterator, skipped):
+        for _ in range(skipped):
+            batch = self._next_batch()
+            if batch is _END:
+                break
             self._skip(batch)
 
     def __next__(self) -> tuple[Any, Any]:
         """The next batch and the loader's state after it; the end has that as its value."""
         if self._ahead:
             return self._ahead.pop()
-        try:
-            batch = next(self._iterator)
-        except StopIteration:
-            raise StopIteration(own_state(self._loader)) from None
+        if (batch := self._next_batch()) is _END:
+            raise StopIteration(own_state(self._loader))
         return batch, own_state(self._loader)
+
+    def _next_batch(self) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration as error:
+            if not is_end(error):
+                raise unexpected_end(error, "the dataset") from error
+            return _END
 
     def close(self) -> None:
         """Shut down the workers, unless they are persistent and serve more epochs."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gpuprefetch.core.errors import scope
 from gpuprefetch.core.nested import tensors
 
 # Steps that the loop may be ahead of the GPU: each keeps its batch in memory, and one is enough to
@@ -52,7 +53,7 @@ def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
     return True
 
 
-@contextlib.contextmanager
+@scope
 def using(stream: torch.cuda.Stream) -> Iterator[None]:
     """Make ``stream`` and its device current."""
     # On its way out torch.cuda.stream alone sets the device before, where CUDA makes a context.
@@ -60,7 +61,7 @@ def using(stream: torch.cuda.Stream) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
+@scope
 def own_modes(device: torch.device) -> Iterator[None]:
     """Without the caller's gradients, autocast, inference mode and default device."""
     with contextlib.ExitStack() as modes:
@@ -107,7 +108,7 @@ class SideStream:
         self._device = device
         self._stream = lease_stream(device) if device.type == "cuda" else None
 
-    @contextlib.contextmanager
+    @scope
     def current(self) -> Iterator[None]:
         with own_modes(self._device):
             with contextlib.nullcontext() if self._stream is None else using(self._stream):

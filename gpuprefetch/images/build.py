@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from gpuprefetch.connections import shortage
 from gpuprefetch.core.nested import tensors
 from gpuprefetch.core.source import changed, sampler_of
+from gpuprefetch.core.workers import WorkerStart
 from gpuprefetch.images.decode import BACKENDS, ImageDecoder
 from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.images.packer import Packer
@@ -154,6 +155,8 @@ def with_packing(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
         vars(clone)["_initial_iter_for_state_dict"] = False  # of the iterator that it leaves here
     packer.share.share_memory_()  # not in a deep copy of the prefetcher
     clone.collate_fn = HostStage(loader.collate_fn, packer)
+    stateful = hasattr(loader, "next_iter_state")
+    clone.worker_init_fn = WorkerStart(loader.worker_init_fn, packer.on_gpu, stateful)
     if has_keys(clone):
         name = sampler_of(clone)
         vars(clone)[name] = NotedSampler(clone, name)  # DataLoader locks the name, not the value

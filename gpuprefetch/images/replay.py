@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from gpuprefetch.core.source import (
     _generators,
     _samplers,
+    attribute,
     is_stateful,
     rank,
     sampler_of,
@@ -105,9 +106,9 @@ def ranks_of(loader: Any) -> tuple[int, int]:
         return rank(), world_size()
     for sampler in _samplers(loader):
         for name, names_of_count in _KNOWN_RANKS:
-            number = getattr(sampler, name, None)
+            number = attribute(sampler, name)
             if type(number) is int:
-                counts = (getattr(sampler, name, None) for name in names_of_count)
+                counts = (attribute(sampler, name) for name in names_of_count)
                 return number, next((count for count in counts if type(count) is int), 1)
     return 0, 1
 
@@ -118,14 +119,14 @@ def rank_of(loader: Any) -> int:
         return 0
     if shares_out(loader):
         return 0
-    ranks = [getattr(sampler, "rank", None) for sampler in _samplers(loader)]
+    ranks = [attribute(sampler, "rank") for sampler in _samplers(loader)]
     return next((found for found in ranks if isinstance(found, int)), rank())
 
 
 def shares_out(loader: Any) -> bool:
     """Whether no other rank gets the samples of this one, but for padding."""
     samplers = list(_samplers(loader))
-    replaced = any(getattr(sampler, "replacement", False) for sampler in samplers)
+    replaced = any(attribute(sampler, "replacement") for sampler in samplers)
     return any(_shares_out(sampler, replaced=replaced) for sampler in samplers)
 
 
@@ -149,7 +150,7 @@ def may_share_state(loader: Any) -> bool:
     if shares_out(loader):
         return True
     samplers = _samplers(loader)
-    own = any(type(getattr(sampler, "rank", None)) is int for sampler in samplers)
+    own = any(type(attribute(sampler, "rank")) is int for sampler in samplers)
     if own and not _generators(loader):  # its order is a function of its rank
         return True
     plain = (torch.utils.data.SequentialSampler, torch.utils.data.BatchSampler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpuprefetch.core.errors import scope
 from gpuprefetch.core.nested import map_leaves, objects, share_memory, to_device
 from gpuprefetch.core.stage import Empty
 from gpuprefetch.core.stats import Stats, Timed
@@ -88,7 +88,7 @@ class Pipeline:
     def copies(self) -> int:
         return 1 if self.decoder is None else self.decoder.copies
 
-    @contextlib.contextmanager
+    @scope
     def scratch(self) -> Iterator[None]:
         if self.memory_budget is None:
             self.rooms = {}

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gpuprefetch.core.errors import add_note
 from gpuprefetch.core.nested import children_of, map_leaves, objects, select
 from gpuprefetch.images.targets import followers, is_per_sample
 from gpuprefetch.transforms.known import name_of, parts_of
@@ -48,7 +49,7 @@ def run(transform: Any, images: Any, keys: Keys | None = None) -> Any:
     except Exception as error:
         kind = type(images).__name__
         form = f"{images.dtype} {tuple(images.shape)}" if kind == "Tensor" else f"a {kind}"
-        error.add_note(f"raised by the transform {name}, which got {form}")
+        add_note(error, f"raised by the transform {name}, which got {form}")
         raise
     _check_result(name, images, result)
     return result

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
+from gpuprefetch.core.errors import add_note, text_of, unexpected_end
 from gpuprefetch.core.nested import map_leaves, objects
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import set_apart
@@ -26,18 +25,8 @@ from gpuprefetch.images.slab import by_value, share
 from gpuprefetch.images.targets import fate, followed, images_of, mark, refuse_unfollowed
 from gpuprefetch.transforms.random import op_keys, tail_keys
 
-# Added to the workers' priority number: the training thread launches kernels, they only decode.
-NICENESS = 10
-
 # Names and repeats of the samples that this process is about to read, by the token of its stage.
 _expected: dict[bytes, tuple[Sequence[int], Sequence[int]]] = {}
-
-
-def _end_with(parent: int) -> None:
-    """End this process after its parent, for whom it would wait for ever while it fills a pipe."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 _ENCODED = (
@@ -78,15 +67,12 @@ class HostStage:
     collate_fn: Callable[[Any], Any]
     packer: Packer
     token: bytes = field(default_factory=secrets.token_bytes)  # the same in its copies in workers
-    _settled: bool = False
     _home: int = field(default_factory=os.getpid)
 
     def __call__(self, samples: Any) -> Any:
         begin_reading()
         # A worker of somebody else's may have a prefetcher of its own, without workers.
         in_worker = get_worker_info() is not None and os.getpid() != self._home
-        if in_worker and not self._settled:
-            self._settle()
         names, repeats = _expected.pop(self.token, ((), ()))
         packing, given = Packing(self.packer), samples
         samples = packing.follow(given, names, repeats)
@@ -94,10 +80,12 @@ class HostStage:
         try:
             batch = set_apart(samples) if self.packer.late else self.collate_fn(samples)
             batch = self._pack(batch, samples, packing)
+        except StopIteration as error:  # an iterable dataset's end, to torch
+            raise unexpected_end(error, "the collate_fn") from error
         except (TypeError, RuntimeError) as error:
             for words, hint in _HINTS.items():
-                if re.search(words, str(error)):
-                    error.add_note(hint)
+                if re.search(words, text_of(error)):
+                    add_note(error, hint)
             raise
         finally:
             followed.set(False)
@@ -135,14 +123,6 @@ class HostStage:
                     form = head.empty(len(images), "meta")
                     images.laid[view] = program.lay_out(form, program.drawn(keys, form))
         images.counts["collate_seconds"] += time.perf_counter() - began
-
-    def _settle(self) -> None:
-        """Once in a worker: end with the parent, and let the training thread go first."""
-        self._settled = True
-        if self.packer.on_gpu:
-            with contextlib.suppress(AttributeError):  # not on Windows
-                os.nice(NICENESS)
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 
 def encoded_leaves(batch: Any) -> list[PreparedImages]:

@@ -11,13 +11,14 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from types import MemberDescriptorType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from gpuprefetch.core.errors import text_of
 from gpuprefetch.core.nested import map_leaves, select
 from gpuprefetch.core.source import changed
 from gpuprefetch.images.apart import image_of, is_image
@@ -37,6 +38,7 @@ from gpuprefetch.transforms.head import read_transforms
 from gpuprefetch.transforms.known import UnsupportedTransformError, flatten
 from gpuprefetch.transforms.per_image import Cast
 from gpuprefetch.transforms.random import trial_draws
+from gpuprefetch.transforms.snapshot import Snapshot
 from gpuprefetch.transforms.timm import is_timm
 
 
@@ -94,7 +96,7 @@ def accelerate(
             f"A sample holds {count} tensors of three dimensions, and with keep_unknown=True it is "
             "not known which of them is the image. Replace what cannot move, or return one."
         )
-    prefetcher = _Accelerated(loader, plan, prefetcher_options, view=view)
+    prefetcher = _Accelerated(loader, plan, prefetcher_options, view=view, kept=pipeline[:keep])
     apart = not keep or (changes and count == 1)
     prefetcher._pipeline.packer.late = apart and loader.collate_fn is not default_collate
     if print_plan:
@@ -102,14 +104,25 @@ def accelerate(
     return prefetcher
 
 
+# What says how a dataset decodes its files, in place of which they come encoded.
+_DECODING = ("loader", "load_bytes", "input_img_mode")
+
+
 class _Accelerated(DataPrefetcher):
     """A prefetcher that knows its plan, and its loader's own dataset."""
 
     def __init__(
-        self, loader: DataLoader[Any], plan: Plan, options: dict[str, Any], *, view: Any
+        self,
+        loader: DataLoader[Any],
+        plan: Plan,
+        options: dict[str, Any],
+        *,
+        view: Any,
+        kept: list[Any],
     ) -> None:
         self.plan, self._dataset = plan, loader.dataset
-        own = options.pop("transforms", None) or ()
+        self._added = options.pop("transforms", None)
+        own = self._added or ()
         self._own = [*own] if isinstance(own, Sequence) else [own]
         transforms = [*plan.transforms, *self._own]
         if not transforms or read_transforms(transforms)[1]:
@@ -117,6 +130,26 @@ class _Accelerated(DataPrefetcher):
             cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
             transforms += [cast] if cast.dtype or cast.memory_format else []
         super().__init__(changed(loader, dataset=view), transforms=transforms, **options)
+        running = [*kept, *self._running_ops()]
+        self._folders = _bottom(self._dataset)
+        # What stays in the workers reads files by the dataset's own loader, whatever that is.
+        names = ["transform"] if kept else ["transform", *_DECODING]
+        self._sources = {name: Snapshot(self._read_now(name), running) for name in names}
+        self._added_read = Snapshot(self._added, running)
+
+    def _read_now(self, name: str) -> list[Any]:
+        return [getattr(folder, name, None) for folder in self._folders]
+
+    def _refuse_changed(self) -> None:
+        if self._added_read.differs(self._added):
+            raise stale("transforms")
+        folders = _bottom(self._dataset)
+        if [*map(id, folders)] != [*map(id, self._folders)]:
+            raise stale("dataset")
+        for name, before in self._sources.items():
+            if before.differs(self._read_now(name)):
+                raise stale(f"dataset.{name}")
+        super()._refuse_changed()
 
     @property
     def dataset(self) -> Any:
@@ -269,6 +302,10 @@ def view_of(dataset: Any, transform: Any) -> Any:
     return _view(dataset, instead)
 
 
+def stale(what: str) -> TypeError:
+    return TypeError(f"{what} has changed since accelerate(). Call it again.")
+
+
 def _view(dataset: Any, instead: dict[str, Any]) -> Any:
     """A second face of a dataset, which shares all of its state but has ``instead`` for some."""
     kind, seen = type(dataset), {name: vars(dataset).get(name) for name in instead}
@@ -276,7 +313,7 @@ def _view(dataset: Any, instead: dict[str, Any]) -> Any:
 
     def read(name: str, view: Any) -> Any:
         if vars(view).get(name) is not seen[name]:
-            raise TypeError(f"dataset.{name} has changed since accelerate(). Call it again.")
+            raise stale(f"dataset.{name}")
         return instead[name]
 
     def reduced(view: Any, protocol: Any) -> Any:
@@ -297,14 +334,48 @@ def _view(dataset: Any, instead: dict[str, Any]) -> Any:
     faces: dict[str, Any] = {name: property(partial(read, name)) for name in instead}
     if {"loader", "reader"} & instead.keys() or _keep in getattr(part, "transforms", ()):
         faces["__getitem__"] = get
-    face = type(kind.__name__, (kind,), {**faces, "__reduce_ex__": reduced})
-    view: Any = object.__new__(face)
-    view.__dict__ = vars(dataset)
+    faces = _slots_of(dataset) | faces
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    own = {**faces, **names, "__reduce_ex__": reduced}
+    # Neither the metaclass of the user's class nor its __init_subclass__ hears of this class.
+    view: Any = object.__new__(type.__new__(type(kind), kind.__name__, (_Unheard, kind), own))
+    object.__setattr__(view, "__dict__", vars(dataset))
     return view
 
 
+class _Unheard:
+    """Stands before a user's class among the bases of another: its hooks do not run."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        pass
+
+
+def _slots_of(dataset: Any) -> dict[str, Any]:
+    """What a dataset holds in slots, for a view that shares only its ``__dict__``."""
+    return {
+        name: _forwarded(slot, dataset)
+        for base in type(dataset).__mro__
+        for name, slot in vars(base).items()
+        if isinstance(slot, MemberDescriptorType)
+    }
+
+
+def _forwarded(slot: MemberDescriptorType, dataset: Any) -> property:
+    def read(view: Any) -> Any:
+        return slot.__get__(dataset)
+
+    def write(view: Any, value: Any) -> None:
+        slot.__set__(dataset, value)
+
+    return property(read, write)
+
+
 def _refuse_under_way(loader: DataLoader[Any]) -> None:
-    under_way = [n for n, v in vars(loader).items() if n != "_iterator" and isinstance(v, Iterator)]
+    # A sampler gives no samples, and may be its own iterator.
+    apart = ("_iterator", "sampler", "batch_sampler")
+    under_way = [n for n, v in vars(loader).items() if n not in apart and isinstance(v, Iterator)]
     if under_way:
         raise TypeError(
             f"{type(loader).__name__} keeps an iterator over its own dataset (.{under_way[0]}), "
@@ -409,7 +480,7 @@ def check_sample(dataset: Any, folders: list[Any], *, encoded: bool, needed: boo
         raise  # which says more
     except (AttributeError, TypeError) as error:
         raise TypeError(
-            f"{type(dataset).__name__}.__getitem__(0) failed ({error}): {hint}"
+            f"{type(dataset).__name__}.__getitem__(0) failed ({text_of(error)}): {hint}"
         ) from error
     finally:
         end_reading()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from gpuprefetch.core.errors import text_of
 from gpuprefetch.core.report import Text, columns
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.decode import decoded_by
@@ -105,7 +106,7 @@ def _try(transform: Transform, images: Any) -> tuple[Any, str]:
         with own_modes(torch.device("cpu")), trial_draws():
             result = transform(images)
     except Exception as error:  # the user's code: whatever it raises is the answer
-        return "not tried", f"fails: {type(error).__name__}: {error}"
+        return "not tried", f"fails: {type(error).__name__}: {text_of(error)}"
     return result, _form(result)
 
 

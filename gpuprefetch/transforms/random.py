@@ -4,7 +4,6 @@ The generator is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom n
 OOPSLA 2014), used as a hash of (seed, epoch, sample, ...) followed by a counter.
 """
 
-import contextlib
 import random
 from collections.abc import Iterator
 from functools import lru_cache
@@ -14,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.overrides import TorchFunctionMode
+
+from gpuprefetch.core.errors import scope
 
 Keys = npt.NDArray[np.uint64]
 Uniforms = npt.NDArray[np.float64]
@@ -130,7 +131,7 @@ class SeededDraws(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextlib.contextmanager
+@scope
 def trial_draws() -> Iterator[None]:
     """For a try of transforms, which must not take from the user's own random numbers."""
     python, numpy = random.getstate(), np.random.get_state()

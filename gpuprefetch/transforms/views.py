@@ -35,7 +35,7 @@ class Views:
                 f"Views takes two lists of transforms or more, got {len(lists)}. For one view give "
                 "transforms=[...] itself."
             )
-        self.lists = [list(each) for each in lists]
+        self.lists = lists
 
     def __repr__(self) -> str:
         return f"Views({', '.join(map(repr, self.lists))})"

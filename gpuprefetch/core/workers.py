@@ -1,0 +1,105 @@
+"""A worker process of a loader: it ends with the main process, and whatever fails in it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partialmethod
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
+from multiprocessing.queues import Queue
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from torch._utils import ExceptionWrapper
+
+from gpuprefetch.core.errors import add_note, text_of
+
+# Added to the workers' priority number: the training thread launches kernels, they only decode.
+NICENESS = 10
+
+
+@dataclass(slots=True)
+class WorkerStart:
+    """The ``worker_init_fn`` a prefetcher gives its loader: runs first in a worker."""
+
+    init_fn: Callable[[int], Any] | None  # the user's
+    nice: bool  # whether the training thread goes first
+    stateful: bool  # whether the loader is torchdata's, whose workers send their state as well
+
+    def __call__(self, worker: int) -> None:
+        if self.nice:
+            with contextlib.suppress(AttributeError):  # not on Windows
+                os.nice(NICENESS)
+        threading.Thread(target=_end_with_main, daemon=True).start()
+        ForkingPickler.register(ExceptionWrapper, _reduced)
+        # Read by the thread that pickles what a queue is given.
+        hook = partialmethod(_tell, stateful=self.stateful)
+        Queue._on_queue_feeder_error = hook  # type: ignore[attr-defined]
+        if self.init_fn is not None:
+            self.init_fn(worker)
+
+
+def _end_with_main() -> None:
+    """End this process after the main one, for which it would wait for ever to empty a pipe."""
+    main, parent = parent_process(), os.getppid()
+    if main is None or main.pid == parent:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+    else:  # the parent is a fork server, which lives as long as its children
+        wait([main.sentinel])
+    os._exit(1)
+
+
+class WorkerError(ExceptionWrapper):
+    """An exception from a worker: whatever its class makes of it, its text is there."""
+
+    def reraise(self) -> None:
+        try:
+            super().reraise()  # type: ignore[no-untyped-call,unused-ignore]
+        except Exception as error:
+            text = f"Caught {self.exc_type.__name__} {self.where}.\nOriginal {self.exc_msg}"
+            if not isinstance(error, (self.exc_type, RuntimeError)):  # of its constructor
+                raise RuntimeError(text) from None
+            if self.exc_msg not in text_of(error):  # the class has a message of its own
+                add_note(error, text)
+            raise
+
+
+def _reduced(error: ExceptionWrapper) -> Any:
+    """Pickle an exception on its way to the main process, whatever class it has."""
+    try:
+        kind: bytes | None = pickle.dumps(error.exc_type)
+    except Exception:  # a class within a function, for one
+        kind = None
+    return _restored, (kind, error.exc_msg, error.where)
+
+
+def _restored(kind: bytes | None, message: str, where: str) -> WorkerError:
+    error: WorkerError = object.__new__(WorkerError)
+    error.exc_msg = message
+    error.where = where
+    error.exc_type = RuntimeError
+    if kind is not None:
+        with contextlib.suppress(Exception):  # a class that only the worker can import
+            error.exc_type = pickle.loads(kind)
+    return error
+
+
+def _tell(queue: Queue[Any], error: Exception, unsent: Any, *, stateful: bool) -> None:
+    """Send an error in place of a batch that could not be sent: the loop would wait for ever."""
+    if not isinstance(unsent, tuple) or len(unsent) != 2:
+        return  # not a worker's answer
+    number, batch = unsent
+    told = _restored(
+        None,
+        f"{type(error).__name__}: {text_of(error)}\nA batch is pickled, and its tensors are moved "
+        "to shared memory: leave out what cannot be.",
+        "while a DataLoader worker process sent a batch",
+    )
+    queue.put((number, (told, batch[1], None) if stateful else told))

@@ -1,0 +1,207 @@
+"""What a list of transforms was when it was read: its ops and their parameters, as values.
+
+A prefetcher reads a list once. Who edits the list afterwards, or an op in it, would get the
+pictures of the list as it was. So the list is compared when an epoch begins.
+
+What an op changes in itself as it runs, as its counters and generators, is no parameter. An op that
+runs as it is, such as a function, is its own parameters: only its identity is compared, and where
+that is another one what it was made of, since a property may make its ops anew each time.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+# Libraries whose ops are read: their attributes are parameters, but for what they keep as they run.
+_READ = frozenset(("torchvision", "timm", "kornia", "gpuprefetch"))
+_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList)
+_PRIVATE = frozenset(("_modules", "_parameters", "_buffers", "_policies", "_param_generator"))
+_STATE = frozenset(("calls", "recipe", "training"))
+_OF_KORNIA = frozenset(("device", "dtype"))  # of the latest draw
+_VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, type)
+_TORCH_VALUES = (torch.dtype, torch.device, torch.memory_format, np.generic)
+_STATEFUL = (
+    torch.Generator,
+    torch.distributions.Distribution,
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+)
+MOST_ELEMENTS = 1 << 16  # of a tensor that is compared by its values
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """What runs as it is: the same object, or another one that is made of the same."""
+
+    held: Any
+    made_of: Callable[[], Any] | None  # None where only the same object will do
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Kept):
+            return NotImplemented
+        if self.held is other.held or not (self.made_of and other.made_of):
+            return self.held is other.held
+        return bool(self.made_of() == other.made_of())
+
+
+@dataclass(slots=True)
+class _Made:
+    """What an object was made of when the list was read."""
+
+    parts: Any
+
+    def __call__(self) -> Any:
+        return self.parts
+
+
+class Snapshot:
+    """The parameters of all ops in ``read``, but for those of ``running``, which run themselves."""
+
+    def __init__(self, read: Any, running: Iterable[Any] = ()) -> None:
+        self._running = [*running]
+        self._before = self._reader(at_once=True).freeze(read)
+
+    def differs(self, now: Any) -> bool:
+        return bool(self._before != self._reader(at_once=False).freeze(now))
+
+    def _reader(self, *, at_once: bool) -> _Reader:
+        return _Reader({id(op) for op in self._running}, at_once)
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Makes values that compare equal as long as nothing in what they were made of has changed."""
+
+    running: set[int]
+    at_once: bool  # else objects are looked into where they are others than before
+    within: list[Any] = field(default_factory=list)  # what is being read: it may hold itself
+
+    def freeze(self, value: Any) -> Any:
+        if isinstance(value, _VALUES):
+            return repr(value) if isinstance(value, (float, complex)) else value
+        if isinstance(value, _TORCH_VALUES):
+            return str(value)
+        if isinstance(value, _STATEFUL) or any(value is outer for outer in self.within):
+            return type(value)
+        self.within.append(value)
+        try:
+            return self._parts(value)
+        finally:
+            self.within.pop()
+
+    def _parts(self, value: Any) -> Any:
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            return _array(value)
+        if isinstance(value, _Same):
+            return _Kept(value.held, None)
+        if isinstance(value, (list, tuple)):
+            return [*map(self.freeze, value)]
+        if isinstance(value, dict):
+            return [(self.freeze(key), self.freeze(item)) for key, item in value.items()]
+        if isinstance(value, (set, frozenset)):
+            return sorted(map(repr, value))
+        if isinstance(value, partial):
+            return [*map(self.freeze, (value.func, value.args, value.keywords))]
+        if isinstance(value, types.MethodType):
+            return [*map(self.freeze, (value.__func__, value.__self__))]
+        if isinstance(value, types.FunctionType):
+            return self._kept(value, _function)
+        if _is_read(value):
+            runs = id(value) in self.running
+            return self._kept(value, _parameters) if runs else self._named(_parameters(value))
+        return self._kept(value, _own_values)
+
+    def _kept(self, value: Any, parts_of: Callable[[Any], dict[str, Any]]) -> _Kept:
+        def made_of() -> Any:
+            return self._named(parts_of(value))
+
+        return _Kept(value, _Made(made_of()) if self.at_once else made_of)
+
+    def _named(self, parts: dict[str, Any]) -> Any:
+        return [(name, self.freeze(part)) for name, part in parts.items()]
+
+
+def _library(op: Any) -> str:
+    return type(op).__module__.partition(".")[0]
+
+
+def _is_read(op: Any) -> bool:
+    return _library(op) in _READ or type(op) in _CONTAINERS
+
+
+class _Same:
+    """Something that is compared by its identity alone."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def _own_values(op: Any) -> dict[str, Any]:
+    """What an object holds, which may be anything: of what holds others only the identity."""
+    return {name: _plain(value) for name, value in _parameters(op).items()}
+
+
+def _plain(value: Any) -> Any:
+    return value if _is_plain(value) else _Same(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, (*_VALUES, *_TORCH_VALUES, *_STATEFUL, types.FunctionType))
+
+
+def _parameters(op: Any) -> dict[str, Any]:
+    """The attributes of an object that are parameters."""
+    state: Any = object.__getstate__(op)
+    parts = filter(None, state if isinstance(state, tuple) else (state,))  # with slots
+    attributes = {name: value for part in parts for name, value in part.items()}
+    left_out = _STATE | _OF_KORNIA if _library(op) == "kornia" else _STATE
+    return {
+        name: value
+        for name, value in {"": type(op), **attributes}.items()
+        if name in _PRIVATE or not (name.startswith("_") or name in left_out)
+    }
+
+
+def _array(array: Any) -> Any:
+    if isinstance(array, torch.Tensor):
+        if array.numel() > MOST_ELEMENTS or array.layout is not torch.strided:
+            return _Kept(array, None)
+        kind, shape = array.dtype, array.shape
+        levels = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return [str(kind), tuple(shape), levels.numpy().tobytes()]
+    return [str(array.dtype), array.shape, array.tobytes()]
+
+
+def _function(function: types.FunctionType) -> dict[str, Any]:
+    """What a function is made of: a property may make it anew, as a lambda, each time."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    given = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return {"code": _code(function.__code__), "given": [*map(_plain, cells + given)]}
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # nothing yet
+        return False
+
+
+def _code(code: types.CodeType) -> Any:
+    constants = [_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return [code.co_code, code.co_names, constants]
