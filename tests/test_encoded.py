@@ -6,6 +6,8 @@ import io
 import os
 import pickle
 import re
+import socket
+import struct
 import traceback
 from collections import deque
 from functools import partial
@@ -18,7 +20,7 @@ import pictures
 import pytest
 import torch
 from conftest import draw_photo
-from fakes import loader_of, numbered, prefetcher_of
+from fakes import loader_of, numbered, prefetcher_of, until
 from PIL import Image, ImageOps
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, default_collate
@@ -35,8 +37,11 @@ from gpuprefetch import (
     EncodedImages,
     RandomResizedCrop,
     Resize,
+    accelerate,
+    preprocess,
 )
-from gpuprefetch.images import slab
+from gpuprefetch.images import folder, header, slab
+from gpuprefetch.images.folder import read_image
 from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.images.packer import Packer, Packing
 from gpuprefetch.images.samples import Origin
@@ -464,6 +469,137 @@ def test_too_little_shared_memory_says_what_to_do():
     assert batch[0] == files[0]
     with pytest.raises(RuntimeError, match=words):
         next(iter(DataPrefetcher(loader, device="cpu", transforms=[Resize((200, 200))])))
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_pillows_words_for_both_are_the_same(monkeypatch, room):
+    monkeypatch.setattr(header, "has_room", lambda size: room)
+    broken = pictures.encode(pictures.draw(60, 50), "PNG")
+    broken = broken[:100] + bytes(40) + broken[140:]
+    with pytest.raises(ValueError if room else MemoryError, match=r"broken|SyntaxError"):
+        decode_cpu(broken)
+
+
+def claiming(height, width, length):
+    """A JPEG that is cut off, and whose header claims a size."""
+    jpeg = bytearray(pictures.encode_jpeg(pictures.draw(60, 50)))
+    frame = jpeg.index(b"\xff\xc0")
+    jpeg[frame + 5 : frame + 9] = struct.pack(">HH", height, width)
+    return bytes(jpeg[:length])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_header_alone_reserves_no_memory(monkeypatch, workers):
+    sizes = []
+
+    def empty(size, make=slab.Buffer.empty):
+        sizes.append(size)
+        return make(size)
+
+    monkeypatch.setattr(slab.Buffer, "empty", empty)
+    good = pictures.encode_jpeg(pictures.draw(60, 50))
+    flat = pictures.encode(np.zeros((1000, 1000, 3), np.uint8), "PNG")  # 1,000 bytes to a byte
+    dataset = numbered([claiming(4000, 4000, 900), good, flat, claiming(4000, 4000, 900)])
+    prefetcher = prefetcher_of(dataset, batch_size=4, num_workers=workers, on_error="skip")
+    for _ in range(2):
+        ((images, target),) = prefetcher
+        assert target.tolist() == [1, 2]
+        assert torch.equal(images[0], decode_cpu(good))
+        assert torch.equal(images[1], torch.zeros(3, 1000, 1000, dtype=torch.uint8))
+    if workers == 0:
+        assert max(sizes) == 3 * (60 * 50 + 1000 * 1000)
+    else:
+        assert max((s.memory.numel() for s in slab._mapped.values()), default=0) < 5 << 20
+
+
+def test_a_slab_shrinks_after_some_smaller_batches():
+    small_one, large = (
+        pictures.encode_jpeg(pictures.draw(*size)) for size in [(60, 50), (900, 700)]
+    )
+    dataset = numbered([large] * 2 + [small_one] * 12 + [large] + [small_one])
+    prefetcher = prefetcher_of(dataset, batch_size=1, num_workers=1, persistent_workers=True)
+    held = []
+    for images, target in prefetcher:
+        assert torch.equal(images[0], decode_cpu(dataset[int(target)][0].data))
+        held.append(sum(each.memory.numel() for each in slab._mapped.values()))
+        del images
+    assert max(held[:6]) > 2 * 900 * 700
+    assert min(held[6:14]) < 900 * 700  # all that large ones had
+    del prefetcher
+    gc.collect()
+
+
+def test_slabs_of_a_dropped_loader_go_with_its_workers(photo_folder):
+    kept, dropped = (
+        small(EncodedImageFolder(photo_folder), num_workers=1, persistent_workers=True)
+        for _ in range(2)
+    )
+    for prefetcher in (kept, dropped):
+        list(prefetcher)
+    before = {worker for worker, _ in slab._mapped}
+    assert len(before) == 2
+    del dropped, prefetcher
+    gc.collect()
+    until(lambda: len({worker for worker, _ in slab._mapped}) == 1)
+    assert len(list(kept)) == 3  # whose slabs stayed
+
+
+def odd_files(folder):
+    """A FIFO, a link to a device, a socket, and two files of 3 GB that take no room on the disk."""
+    os.mkfifo(folder / "fifo.jpg")
+    (folder / "device.jpg").symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.bind(os.path.relpath(folder / "socket.jpg"))
+    for name, begin in (("sparse.jpg", b""), ("photo.jpg", claiming(60, 50, 1500))):
+        with (folder / name).open("wb") as file:
+            file.write(begin)
+            file.truncate(3 << 30)
+    return {
+        "fifo.jpg": "it is a FIFO",
+        "device.jpg": "it is a device",
+        "socket.jpg": "it is a socket",
+        "sparse.jpg": "neither a JPEG nor",
+    }
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs Unix")
+@pytest.mark.parametrize("way", ["folder", "accelerate", "preprocess"])
+def test_files_that_are_no_images_are_not_read(tmp_path, way):
+    (tmp_path / "a").mkdir()
+    good = pictures.encode_jpeg(pictures.draw(60, 50))
+    (tmp_path / "a" / "0.jpg").write_bytes(good)
+    reasons = odd_files(tmp_path / "a")
+    if way == "preprocess":
+        for name, reason in reasons.items():
+            with pytest.raises(BadImageError, match=f"{name}' .*{reason}"):
+                preprocess([tmp_path / "a" / name], [Resize((16, 16))], device="cpu")
+        return
+    if way == "folder":
+        dataset, options = EncodedImageFolder(tmp_path), {"transforms": [Resize((16, 16))]}
+        prefetcher = prefetcher_of(dataset, on_error="skip", **options)
+    else:
+        dataset = ImageFolder(tmp_path, v2.Compose([v2.Resize((16, 16)), v2.PILToTensor()]))
+        loader = DataLoader(dataset, batch_size=8)
+        prefetcher = accelerate(loader, device="cpu", on_error="skip", print_plan=False)
+    ((images, _),) = prefetcher
+    assert len(images) == 2  # PIL, too, takes the zeros in photo.jpg for the rest of its pixels
+    assert len(read_image(tmp_path / "a" / "photo.jpg").data) < 65 << 20
+    assert len(prefetcher.bad_images) == len(reasons)
+    for bad in prefetcher.bad_images:
+        assert bad.reason.startswith(reasons[Path(bad.path).name])
+
+
+def test_a_large_tiff_is_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "LARGE", 100)
+    monkeypatch.setattr(header, "_BESIDE", 0)
+    picture = pictures.draw(60, 50)
+    for image_format in ("TIFF", "PNG", "JPEG", "BMP", "WEBP", "GIF", "PPM"):
+        data = pictures.encode(picture, image_format)
+        (tmp_path / "file").write_bytes(data + bytes(10_000_000))
+        image = read_image(tmp_path / "file")
+        assert torch.equal(decode_cpu(image.data), decode_cpu(data))
+        cut = image_format not in ("TIFF", "WEBP")
+        assert len(image.data) == (32 * 60 * 50 if cut else len(data) + 10_000_000)
 
 
 def columns(samples):

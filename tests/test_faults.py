@@ -472,6 +472,40 @@ def test_nothing_global_changes(tmp_path):
     assert out == "unchanged\n", err
 
 
+LITTLE_MEMORY = """
+import resource
+large = {}
+for kind in ("JPEG", "PNG"):
+    buffer = io.BytesIO()
+    Image.new("RGB", (6000, 6000), (90, 120, 30)).save(buffer, kind, compress_level=1)
+    large[kind] = buffer.getvalue()
+
+def limit(worker):
+    with open("/proc/self/statm") as statm:
+        used = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+
+cases = [("JPEG", "skip", 1), ("PNG", "replace", 1), ("JPEG", "raise", 0), ("PNG", "skip", 0)]
+for kind, on_error, resize in cases:
+    files = [(EncodedImage(f, i, f"{i}.jpg"), i) for i, f in enumerate([JPEG, large[kind], JPEG])]
+    prefetcher = DataPrefetcher(
+        DataLoader(files, batch_size=3, num_workers=1, worker_init_fn=limit),
+        device="cpu",
+        transforms=[Resize((16, 16))] * resize,
+        on_error=on_error,
+    )
+    text = "a picture of 6000 x 6000 pixels, 103 MiB decoded: '1.jpg' (sample 1 of the dataset)"
+    expect(f"{kind} {on_error}", MemoryError, text, [], loop(prefetcher))
+    assert not prefetcher.bad_images
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_a_lack_of_memory_is_no_bad_file():
+    lines = run(LITTLE_MEMORY, torch.device("cpu")).splitlines()
+    assert lines == ["ok JPEG skip", "ok PNG replace", "ok JPEG raise", "ok PNG skip"]
+
+
 OUT_OF_MEMORY = """
 buffer = io.BytesIO()
 Image.fromarray(np.zeros((6000, 8000, 3), dtype=np.uint8)).save(buffer, "JPEG")

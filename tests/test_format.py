@@ -359,6 +359,7 @@ CPU = {
     "junk at the end": PLAIN + b"junk",
     "narrow": encode_jpeg(RGB[:, :15]),
     "low": encode_jpeg(RGB[:15]),
+    "more blocks than bits": patch(PLAIN, SOF0, 5, struct.pack(">HH", 2000, 2000)),
     "wide": encode_jpeg(np.zeros((16, 16385, 3), np.uint8)),
     "a segment of an unknown kind": insert_segment(PLAIN, 0xF0, b"what"),
     "a segment for arithmetic coding": insert_segment(PLAIN, 0xCC, b"\0\x10"),

@@ -12,6 +12,8 @@ from torch.utils.data import Dataset
 
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.header import bytes_worth_reading
+from gpuprefetch.images.host_memory import no_memory
+from gpuprefetch.images.plan import readable
 
 # Files of more bytes are looked at before they are read.
 LARGE = 64 << 20
@@ -34,8 +36,11 @@ def read_image(path: str | os.PathLike[str], index: int = -1) -> EncodedImage:
         image = EncodedImage(b"", index, os.fspath(path))
         image._fault = fault
         return image
-    with open(path, "rb", buffering=0) as file:  # noqa: PTH123
-        return EncodedImage(read_open(file, status.st_size), index, os.fspath(path))
+    try:
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+            return EncodedImage(read_open(file, status.st_size), index, os.fspath(path))
+    except MemoryError as error:
+        raise no_memory(f"the {readable(status.st_size)} of {os.fspath(path)!r}") from error
 
 
 def fault_of(status: os.stat_result) -> str:

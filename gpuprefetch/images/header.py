@@ -412,7 +412,9 @@ def _exif_spans(data: bytes, segments: _Spans) -> tuple[tuple[int, int], ...]:
 #      index of those, "MPF", would tell).
 #   5. In the compressed data no marker but the restarts, each in its turn and as many as the size
 #      asks for, and the end of the image at their end. Of damaged photos that got here without this
-#      rule, it finds half, for 10 us a photo. The rest cannot be told without decoding.
+#      rule, it finds half, for 10 us a photo. The rest cannot be told without a decode.
+#   6. At least two bits for each block of 64 values: a code for the first of them, and one for the
+#      end of the others. A header that claims more pixels is broken.
 # test_format.py::test_gpu and test_not_gpu hold each of them.
 _GPU_SIDES = range(16, 16384 + 1)
 _GPU_SAMPLINGS = {b"\x11", b"\x11\x11\x11", b"\x21\x11\x11", b"\x22\x11\x11", b"\x12\x11\x11"}
@@ -496,9 +498,12 @@ def _whole(data: bytes, found: _Segments, frame: bytes) -> bool:
     interval = int.from_bytes(data[start:stop])
     if begin >= end or (_DRI in found and any(stop - start != 2 for start, stop in found[_DRI])):
         return False
+    height, width = struct.unpack_from(">HH", frame, 1)
+    units = -(-width // (8 * (frame[7] >> 4))) * -(-height // (8 * (frame[7] & 15)))
+    blocks = units * sum((sampling >> 4) * (sampling & 15) for sampling in frame[7::3])
+    if 2 * blocks > 8 * (end - begin):
+        return False
     if interval:
-        height, width = struct.unpack_from(">HH", frame, 1)
-        units = -(-width // (8 * (frame[7] >> 4))) * -(-height // (8 * (frame[7] & 15)))
         restarts = [bytes([0xD0 | i % 8]) for i in range((units - 1) // interval)]
         return _MARKERS.findall(data, begin, end + 1) == restarts
     # For each photo, so in numpy: a regular expression takes three times as long.

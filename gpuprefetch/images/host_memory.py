@@ -38,6 +38,10 @@ def has_room(size: int) -> bool:
     return True
 
 
+def no_memory(what: str) -> MemoryError:
+    return MemoryError(f"not enough memory for {what}. {_ADVICE}")
+
+
 @contextlib.contextmanager
 def memory_for(what: str) -> Iterator[None]:
     """Raise MemoryError, with what to do, where there is too little memory for ``what``."""
@@ -46,4 +50,4 @@ def memory_for(what: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not lacks_memory(error) or _ADVICE in str(error) or "shared memory" in str(error):
             raise
-        raise MemoryError(f"not enough memory for {what}. {_ADVICE}") from error
+        raise no_memory(what) from error

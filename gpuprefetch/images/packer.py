@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 from gpuprefetch.images.bad import name_of
 from gpuprefetch.images.encoded import EncodedImage, PreparedImages
 from gpuprefetch.images.header import ImageHeader, blank, decode_cpu, read_header
-from gpuprefetch.images.host_memory import memory_for
+from gpuprefetch.images.host_memory import memory_for, no_memory
 from gpuprefetch.images.plan import lay_out, readable
 from gpuprefetch.images.samples import (
     BatchSamples,
@@ -72,10 +72,11 @@ class Headers:
                 self.errors[i] = image._fault
                 continue
             try:
-                with memory_for(f"the header of {name_of(image.index, image.path)}"):
-                    self.each[i] = read_header(image.data, oriented=apply_exif)
+                self.each[i] = read_header(image.data, oriented=apply_exif)
             except ValueError as error:
                 self.errors[i] = str(error)
+            except MemoryError as error:
+                raise no_memory(f"the header of {name_of(image.index, image.path)}") from error
         self.whole = np.array([i not in self.errors for i in range(len(images))])
         # EXIF's; 1 where it is not to be applied. The sizes are those after it.
         self.orientation = np.array([h.orientation if apply_exif else 1 for h in self.each])
