@@ -406,7 +406,7 @@ class Kept(Dataset):
     """Whole batches that stay in memory, all ones."""
 
     def __init__(self, device="cpu"):
-        self.images = torch.ones(2, 4, 3, 8, 8, device=device)
+        self.images = torch.ones(2, 4, 3, 64, 64, device=device)  # in shared memory
 
     def __len__(self):
         return len(self.images)
@@ -424,7 +424,7 @@ IN_PLACE = {
     "v2": [normalize_of(v2)],
     "within": [v2.Compose([v2.Identity(), v2.RandomApply([normalize_of(v2)], p=1.0)])],
     "function": [v2.Identity(), lambda images: images.sub_(0.5).div_(0.25)],
-    "after a crop": [CenterCrop(8), normalize_of(v2), lambda images: images.mul_(1)],
+    "after a crop": [CenterCrop(64), normalize_of(v2), lambda images: images.mul_(1)],
     "views": Views(*[[normalize_of(v2)]] * 2),
 }
 
@@ -440,7 +440,7 @@ def test_what_works_in_place_does_not_write_into_the_dataset(name, workers, devi
     for _ in range(3):
         for images, _ in prefetcher:
             for view in images if isinstance(images, tuple) else (images,):
-                assert torch.equal(view.cpu(), torch.full((4, 3, 8, 8), 2.0))
+                assert torch.equal(view.cpu(), torch.full((4, 3, 64, 64), 2.0))
     assert dataset.images.eq(1).all()
 
 
@@ -453,7 +453,11 @@ def test_only_what_is_the_loaders_is_copied(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "clone", counted)
     function = [lambda images: images.mul_(2)]
-    for transforms, count in ((function, 2), ([CenterCrop(8), *function], 0), ([CenterCrop(8)], 0)):
+    for transforms, count in (
+        (function, 2),
+        ([CenterCrop(64), *function], 0),
+        ([CenterCrop(8)], 0),
+    ):
         copies.clear()
         loader = DataLoader(Kept(), batch_size=None)
         list(DataPrefetcher(loader, device="cpu", transforms=transforms))
