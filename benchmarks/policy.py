@@ -9,8 +9,8 @@ sides are ``PerImage``; torchvision's v2 on one image after the other, on the GP
 ``tv.Compose`` likewise, as it keeps torchvision's one draw a call; kornia's equivalent, in floating
 point; and DALI's, in a pipeline of its own. A row of a side that is not there says why.
 
-kornia's RandAugment, TrivialAugment and AutoAugment choose their ops once a batch: these rows are of
-less work than the others, and the table marks them.
+kornia's RandAugment, TrivialAugment and AutoAugment choose their ops once a batch: these rows are
+less work than the others', and the table marks them.
 """
 
 import argparse

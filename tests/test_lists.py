@@ -313,10 +313,26 @@ class Dim(v2.Transform):
         return inpt * params["factor"]
 
 
+class Own(torch.nn.Sequential):
+    """Of a user's, who has only named its parts."""
+
+    def __init__(self):
+        super().__init__(v2.ColorJitter(0.4))
+
+
 @pytest.mark.parametrize("op", [Jitter(0.4), OldJitter(0.4), Dim(), v2.RandomApply([Dim()], p=1.0)])
 def test_classes_derived_from_torchvisions_sample_for_each_image(op):
     assert different(op) == SEVERAL
     assert "image by image" in gpuprefetch.explain([CROP, K.RandomGamma(), op])
+
+
+def test_a_derived_container_is_opened_if_it_is_called_as_its_base():
+    class Twice(Own):
+        def forward(self, images):
+            return super().forward(images)
+
+    assert different(Own()) == SEVERAL
+    assert different(Twice()) == 1  # runs as it is written
 
 
 def test_a_derived_class_that_samples_sizes_stands_before_a_resize():
