@@ -27,7 +27,9 @@ class WebDatasetImages(IterableDataset):
     """
 
     def __init__(self, shards, *, shuffle=1000, seed=0):
-        self.shards, self.shuffle, self.seed = shards, shuffle, seed
+        one = isinstance(shards, str)  # such as train-{000000..001281}.tar
+        self.shards = wds.shardlists.expand_urls(shards) if one else list(shards)
+        self.shuffle, self.seed = shuffle, seed
         self._epoch = torch.tensor(0).share_memory_()  # persistent workers see it change
 
     @property
@@ -38,7 +40,7 @@ class WebDatasetImages(IterableDataset):
         self._epoch.fill_(epoch)
 
     def __iter__(self):
-        shards = wds.shardlists.expand_urls(self.shards)
+        shards = list(self.shards)
         order = random.Random(f"{self.seed} {self.epoch}")
         if self.shuffle:  # in the same way everywhere, before the shards are dealt out
             order.shuffle(shards)
