@@ -1,4 +1,4 @@
-"""GPU time of lists with a random policy, one draw an image, and of the same list without it.
+"""GPU time of lists with a random policy, sampled for each image, and of the list without it.
 
     python benchmarks/policy.py --output benchmarks/results/policy-h100.json
     python benchmarks/policy.py --policies RandAugment --sides gpuprefetch torchvision
@@ -8,6 +8,9 @@ Every side takes 256 uint8 images of 224 x 224 on the GPU and gives normalized f
 sides are ``PerImage``; torchvision's v2 on one image after the other, on the GPU; CV-CUDA's
 ``tv.Compose`` likewise, as it keeps torchvision's one draw a call; kornia's equivalent, in floating
 point; and DALI's, in a pipeline of its own. A row of a side that is not there says why.
+
+kornia's RandAugment, TrivialAugment and AutoAugment choose their ops once a batch: these rows are
+less work than the others', and the table marks them.
 """
 
 import argparse

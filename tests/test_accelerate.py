@@ -100,6 +100,40 @@ def test_published_pipelines_move_with_no_other_change(folder, name):
         assert max(levels) < 1
 
 
+@pytest.fixture(params=[torch.float64, torch.float16, torch.bfloat16])
+def default_dtype(request):
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+
+
+NORMALIZE = v1.Normalize(MEAN, STD)
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        [v1.Resize((24, 32)), v1.ToTensor()],
+        [v1.Resize((24, 32)), v1.ToTensor(), NORMALIZE],
+        [v1.Resize((24, 32)), v1.ToTensor(), v1.ColorJitter((1, 1)), NORMALIZE],
+        [v1.ToTensor(), v1.Resize((24, 32)), NORMALIZE],
+        [v1.ToTensor(), v1.Resize((24, 32)), v1.ColorJitter((1, 1)), NORMALIZE],
+        [v1.Resize((24, 32)), v1.ToTensor(), v1.ConvertImageDtype(torch.float32)],
+        [v2.Resize((24, 32)), v2.ToImage(), v2.ToDtype(torch.float32, True), NORMALIZE],
+    ],
+    ids=["uint8", "normalized", "color", "first", "first, color", "converted", "explicit"],
+)
+def test_to_tensor_gives_the_default_dtype(folder, ops, default_dtype):
+    loader = loader_of(folder, ops)
+    want, _ = next(iter(loader))
+    got, _ = next(iter(accelerate(loader, **CPU)))
+    assert got.dtype == want.dtype
+    steps = 8 * torch.finfo(want.dtype).eps  # a few roundings, and a level
+    torch.testing.assert_close(got, want, rtol=0, atol=steps + 1.1 / 255 / min(STD))
+    assert parity(loader, 2, device="cpu").mean < 1
+    assert str(want.dtype).removeprefix("torch.") in explain(v1.Compose(ops)).splitlines()[-1]
+
+
 @pytest.mark.parametrize("name", PIPELINES)
 def test_published_pipelines_agree_with_the_same_parameters(folder, name):
     report = parity(DataLoader(ImageFolder(folder, PIPELINES[name])), 3, device="cpu")
@@ -173,7 +207,7 @@ def test_timm_datasets_in_an_archive(folder, tmp_path):
         ({"re_prob": 1.0, "re_mode": "rand"}, "RandomErasing .* one box"),
         ({"re_prob": 1.0, "re_mode": "pixel", "re_count": 2}, "RandomErasing .* one box"),
         ({"auto_augment": "3a"}, "AutoAugment .* draws GaussianBlurRand"),
-        ({"auto_augment": "augmix-a3"}, "AugMixAugment .* nor among those of timm's"),
+        ({"auto_augment": "augmix-a3"}, "AugMixAugment .* its alpha is 3"),
     ],
 )
 def test_what_of_timm_cannot_move_says_why(options, match):

@@ -233,7 +233,13 @@ def test_milliseconds(script, tmp_path):
     for side in ("torchvision", "kornia"):
         assert results[side, "ColorJitter"]["median_ms"] > 0 < results[side, "none"]["median_ms"]
     assert results["kornia", "AugMix"]["missing"] == "kornia has no AugMix"
-    assert "not there" in table.policy_table(list(results.values()))
+    written = table.policy_table(list(results.values()))
+    assert "not there" in written and "once for the whole batch" not in written
+    sides = ("torchvision", "kornia")
+    policies = [{"policy": "RandAugment", "side": s, "median_ms": 1, "host_ms": 2} for s in sides]
+    written = table.policy_table(policies)
+    assert "| RandAugment | 1.00 (2.00) | 1.00 (2.00) \\* |" in written
+    assert "kornia chooses the ops of its policies once for the whole batch" in written
 
 
 def test_photos(tmp_path, monkeypatch):

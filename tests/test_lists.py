@@ -1,11 +1,14 @@
 """What a list in ``transforms`` means: torchvision's draws for each image, and likely mistakes."""
 
 import re
+from functools import partial
 
 import kornia.augmentation as K
 import pictures
 import pytest
 import torch
+from kornia.augmentation import auto
+from PIL import ImageOps
 from torch.utils.data import DataLoader
 from torchvision import transforms as v1
 from torchvision.transforms import v2
@@ -224,3 +227,195 @@ def test_a_function_returns_images_on_the_device(transform, error, text):
     with pytest.raises(error, match=text):
         run([transform])
     assert run([lambda images: torch.cat([images, images])]).shape[0] == 8  # views
+
+
+# --- once a batch, or for one image -------------------------------------------------------------
+
+
+def different(*transforms, dtype=torch.float32):
+    """How many results a list gives of 64 equal images."""
+    image = torch.rand(3, 24, 24, generator=torch.Generator().manual_seed(0))
+    images = (image * 255).to(dtype) if dtype == torch.uint8 else image
+    made = run([*transforms], images.expand(SEVERAL, 3, 24, 24))
+    return len({each.numpy().tobytes() for each in made})
+
+
+def always():
+    return [
+        K.RandomHorizontalFlip(p=1.0),
+        K.RandomInvert(p=1.0),
+        K.RandomSolarize((0.5, 0.5), (0.0, 0.0), p=1.0),
+    ]
+
+
+ONCE = {
+    "RandAugment": lambda: auto.RandAugment(2, 9),
+    "TrivialAugment": auto.TrivialAugment,
+    "AutoAugment": auto.AutoAugment,
+    "AugmentationSequential": lambda: K.AugmentationSequential(*always(), random_apply=1),
+    "ImageSequential": lambda: K.ImageSequential(*always(), random_apply=True),
+    "PatchSequential": lambda: K.PatchSequential(
+        *always(), grid_size=(2, 2), patchwise_apply=False, random_apply=1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_kornias_choices_for_a_whole_batch_are_refused(name):
+    op = ONCE[name]()
+    text = rf"kornia's {name}.* chooses its ops once a batch.*v2\.Rand.*lambda images: op\(images\)"
+    inside = (v2.Compose([v2.Identity(), op]), torch.nn.Sequential(op), K.ImageSequential(op))
+    for given in (op, *inside):
+        with pytest.raises(ValueError, match=text):
+            DataPrefetcher([noise(4)], transforms=[given], device="cpu")
+    assert re.search(
+        rf"^{name} +refused: kornia's .* once a batch", gpuprefetch.explain([op]), re.MULTILINE
+    )
+    # The ways that the message names.
+    assert different(lambda images: torch.cat([op(image[None]) for image in images])) > 1
+    assert different(v2.RandomApply([op], p=0.5)) > 1
+    assert len(run([lambda images: op(images)], torch.rand(4, 3, 8, 8))) == 4
+
+
+def test_kornias_other_containers_stay_as_they_are():
+    assert different(v2.RandomChoice(always())) == 3
+    assert different(K.AugmentationSequential(K.RandomAffine(30.0, p=1.0))) == SEVERAL
+    assert different(K.ImageSequential(*always(), random_apply=1, same_on_batch=True)) == 1
+    patches = K.PatchSequential(
+        *always(), grid_size=(2, 2), patchwise_apply=True, random_apply=True
+    )
+    assert different(patches) > 32
+    assert different(K.ImageSequential(v2.Normalize([0.5], [0.5]))) == 1
+    for op in (v2.ColorJitter(0.4), v2.RandomApply([v2.ColorJitter(0.4)]), Jitter(0.4)):
+        with pytest.raises(ValueError, match=r"within kornia's ImageSequential would sample once"):
+            run([K.ImageSequential(K.ImageSequential(op))])
+
+
+class Jitter(v2.ColorJitter):
+    """Of a user's."""
+
+
+class OwnResize(v2.RandomResize):
+    """Of a user's."""
+
+
+class OldJitter(v1.ColorJitter):
+    """Of a user's."""
+
+
+class Dim(v2.Transform):
+    """Of a user's own."""
+
+    def make_params(self, flat_inputs):
+        return {"factor": float(torch.rand(()))}
+
+    def transform(self, inpt, params):
+        return inpt * params["factor"]
+
+
+class Own(torch.nn.Sequential):
+    """Of a user's, who has only named its parts."""
+
+    def __init__(self):
+        super().__init__(v2.ColorJitter(0.4))
+
+
+@pytest.mark.parametrize("op", [Jitter(0.4), OldJitter(0.4), Dim(), v2.RandomApply([Dim()], p=1.0)])
+def test_classes_derived_from_torchvisions_sample_for_each_image(op):
+    assert different(op) == SEVERAL
+    assert "image by image" in gpuprefetch.explain([CROP, K.RandomGamma(), op])
+
+
+def test_a_derived_container_is_opened_if_it_is_called_as_its_base():
+    class Twice(Own):
+        def forward(self, images):
+            return super().forward(images)
+
+    assert different(Own()) == SEVERAL
+    assert different(Twice()) == 1  # runs as it is written
+
+
+def test_a_derived_class_that_samples_sizes_stands_before_a_resize():
+    assert different(v2.Compose([OwnResize(8, 30), v2.Resize((12, 12))])) > 8
+    resized = [CROP, OwnResize(8, 30), v2.Resize((6, 6))]  # the crop is fused, in a Compose as well
+    assert of_files(v2.Compose(resized)).shape == (SEVERAL, 3, 6, 6)
+
+
+def test_timms_ops_sample_for_each_image_or_are_refused():
+    timm = pytest.importorskip("timm.data.transforms")
+    naflex = pytest.importorskip("timm.data.naflex_transforms")
+    policies = pytest.importorskip("timm.data.auto_augment")
+    mixing = pytest.importorskip("timm.data.mixup")
+    erasing = pytest.importorskip("timm.data.random_erasing")
+
+    class OwnCrop(timm.RandomCropOrPad):
+        pass
+
+    for op in (
+        timm.RandomCropOrPad(12),
+        OwnCrop(12),
+        timm.RandomPad((40, 40)),
+        timm.RandomResizedCropAndInterpolation(12, interpolation="random"),
+        naflex.RandomCropToSequence(4, 9),
+        naflex.RandomResizedCropToSequence(4, 9),
+        erasing.RandomErasing(1.0, max_count=2, device="cpu"),
+    ):
+        assert different(op) > 16, op
+    for op in (timm.CenterCropOrPad(12), timm.TrimBorder(2), naflex.ResizeToSequence(4, 9)):
+        assert different(op) == 1, op
+    crops = [timm.ResizeKeepRatio(24, random_scale_prob=1.0), v2.Resize((12, 12))]
+    assert different(v2.Compose(crops)) > 2  # of a few sizes
+    for op, text in (
+        (policies.auto_augment_transform("3a", {}), r"draws GaussianBlurRand.*v2\.AutoAugment\(\)"),
+        (
+            policies.augment_and_mix_transform("augmix-m5-a0.5", {}),
+            r"alpha is 0\.5.*v2\.AugMix\(\)",
+        ),
+        (policies.rand_augment_transform("rand-m9", {"interpolation": 1}), "PIL's filter 1"),
+        (policies.AugmentOp("Rotate"), "AugmentOp cannot run in a list"),
+        (timm.ToNumpy(), "ToNumpy cannot run in a list"),
+        (mixing.Mixup(), "timm's Mixup mixes the images"),
+    ):
+        for given in (op, v2.Compose([v2.Identity(), op])):
+            with pytest.raises(ValueError, match=text):
+                DataPrefetcher([noise(4)], transforms=[given], device="cpu")
+
+
+def of_module(module):
+    """An op that flips rows of one (C, H, W), of a class that says it is from ``module``."""
+    return type("RandFlip", (), {"__module__": module, "__call__": lambda self, x: x.flip(1)})()
+
+
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        (of_module("monai.transforms.spatial.array"), r"monai's RandFlip is for one image"),
+        (of_module("torchio.transforms.augmentation"), r"torchio's RandFlip is for one volume"),
+        (of_module("imgaug.augmenters.flip"), r"imgaug's RandFlip is for one NumPy array"),
+        (of_module("mmcv.transforms.processing"), r"mmcv's RandFlip is for one sample"),
+        (ImageOps.autocontrast, r"PIL's autocontrast is for one PIL image"),
+        (partial(ImageOps.posterize, bits=4), r"PIL's posterize is for one PIL image"),
+    ],
+)
+def test_ops_of_other_libraries_for_one_image_are_refused_by_name(op, text):
+    derived = type("Own", (type(op),), {})() if text.startswith("monai") else op
+    for given in (
+        op,
+        derived,
+        v2.Compose([v2.Identity(), v1.Compose([op])]),
+        v2.RandomApply([op]),
+        v2.RandomChoice([v2.Identity(), v2.RandomOrder([op])]),
+    ):
+        with pytest.raises(ValueError, match=text if given is not derived else "for one"):
+            DataPrefetcher([noise(4)], transforms=[CROP, given], device="cpu")
+
+
+def test_the_way_that_is_named_for_ops_for_one_image_works():
+    op, images = of_module("monai.transforms.spatial.array"), noise(4)
+    with pytest.raises(ValueError) as caught:
+        run([op])
+    (call,) = re.findall(r"(lambda images: .*?)\. Or", str(caught.value))
+    made = run([eval(call, {"torch": torch, "op": op})], images)
+    assert torch.equal(made, images.flip(2))
+    networks = of_module("monai.networks.layers.simplelayers")  # for batches
+    assert torch.equal(run([networks], images), images.flip(1))

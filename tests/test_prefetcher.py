@@ -20,9 +20,17 @@ import torch
 from children import Child
 from fakes import leaves, threads, until
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchvision import transforms as v1
 from torchvision.transforms import v2
 
-from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, Resize
+from gpuprefetch import (
+    CenterCrop,
+    DataPrefetcher,
+    EncodedImageFolder,
+    RandomResizedCrop,
+    Resize,
+    Views,
+)
 from gpuprefetch import prefetcher as _prefetcher
 
 Pair = namedtuple("Pair", "image target")
@@ -392,6 +400,68 @@ def test_dropping_the_prefetcher_ends_the_epoch_of_its_next(device, workers):
     gc.collect()
     assert iterator() is None
     assert not threads()
+
+
+class Kept(Dataset):
+    """Whole batches that stay in memory, all ones."""
+
+    def __init__(self, device="cpu"):
+        self.images = torch.ones(2, 4, 3, 64, 64, device=device)  # in shared memory
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return self.images[index], index
+
+
+def normalize_of(library):
+    return library.Normalize([0.5] * 3, [0.25] * 3, inplace=True)
+
+
+IN_PLACE = {
+    "v1": [normalize_of(v1)],
+    "v2": [normalize_of(v2)],
+    "within": [v2.Compose([v2.Identity(), v2.RandomApply([normalize_of(v2)], p=1.0)])],
+    "function": [v2.Identity(), lambda images: images.sub_(0.5).div_(0.25)],
+    "after a crop": [CenterCrop(64), normalize_of(v2), lambda images: images.mul_(1)],
+    "views": Views(*[[normalize_of(v2)]] * 2),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_works_in_place_does_not_write_into_the_dataset(name, workers, device):
+    dataset = Kept(device if workers == 0 else "cpu")  # on a GPU it is not copied, either
+    loader = DataLoader(
+        dataset, batch_size=None, num_workers=workers, persistent_workers=workers > 0
+    )
+    prefetcher = DataPrefetcher(loader, device=device, transforms=IN_PLACE[name])
+    for _ in range(3):
+        for images, _ in prefetcher:
+            for view in images if isinstance(images, tuple) else (images,):
+                assert torch.equal(view.cpu(), torch.full((4, 3, 64, 64), 2.0))
+    assert dataset.images.eq(1).all()
+
+
+def test_only_what_is_the_loaders_is_copied(monkeypatch):
+    copies, clone = [], torch.Tensor.clone
+
+    def counted(images):
+        copies.append(images.shape)
+        return clone(images)
+
+    monkeypatch.setattr(torch.Tensor, "clone", counted)
+    function = [lambda images: images.mul_(2)]
+    for transforms, count in (
+        (function, 2),
+        ([CenterCrop(64), *function], 0),
+        ([CenterCrop(8)], 0),
+    ):
+        copies.clear()
+        loader = DataLoader(Kept(), batch_size=None)
+        list(DataPrefetcher(loader, device="cpu", transforms=transforms))
+        assert len(copies) == count
 
 
 def test_the_default_device_changes_nothing(photo_folder):

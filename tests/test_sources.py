@@ -4,7 +4,9 @@ import copy
 import gc
 import importlib.util
 import io
+import json
 import multiprocessing
+import random
 import re
 import sys
 import types
@@ -23,7 +25,7 @@ FOLDER = Path(__file__).parents[1] / "examples" / "sources"
 SHUFFLED = {"shuffle": True, "batch_size": 5}
 # Recipe -> the library it needs, and the dataset that it makes of what write() returned.
 RECIPES = {
-    "from_webdataset": ("webdataset", lambda recipe, data: recipe.read(data)),
+    "from_webdataset": ("webdataset", lambda recipe, data: recipe.WebDatasetImages(data)),
     "from_recordio": ("struct", lambda recipe, data: recipe.RecordImages(data)),
     "from_fsspec": ("fsspec", lambda recipe, data: recipe.RemoteImages(data)),
     "from_jpeg2000": ("PIL", lambda recipe, data: recipe.JPEG2000Images(data)),
@@ -126,6 +128,40 @@ def test_every_sample_comes_once_whoever_reads_it(recipe, tmp_path, monkeypatch,
         shares.append([label for label, _ in read(loader_of(recipe, data, rank=rank, ranks=2))])
     assert len(shares[0]) == len(shares[1]) == 12
     assert sorted(shares[0] + shares[1]) == list(range(24))
+
+
+# The libraries leave the files open that an interrupted epoch was reading.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupted_epoch_goes_on_in_its_order(recipe, tmp_path):
+    name = recipe.__name__
+    if name == "from_mosaicml":
+        pytest.skip("docs/sources.md says that it does not")
+    data = recipe.write(str(tmp_path))
+
+    def build(workers, seed):
+        for seeded in (random.seed, np.random.seed, torch.manual_seed):  # as in another process
+            seeded(seed)
+        dataset = RECIPES[name][1](recipe, data)
+        if name == "from_torchdata":
+            return DataPrefetcher(recipe.build(dataset, 5, threads=2), device="cpu")
+        shuffle = None if isinstance(dataset, IterableDataset) else True
+        return DataPrefetcher(
+            DataLoader(dataset, 5, shuffle=shuffle, num_workers=workers), device="cpu"
+        )
+
+    for workers in (0, 2) if name != "from_torchdata" else (0,):
+        prefetcher, labels = build(workers, 0), []
+        list(prefetcher)  # the second epoch, which nobody has numbered
+        for _, target in prefetcher:
+            labels += target.tolist()
+            if len(labels) == 10:
+                break
+        state = json.loads(json.dumps(prefetcher.state_dict()))
+        prefetcher = build(workers, 1)
+        prefetcher.load_state_dict(state)
+        labels += [label for _, target in prefetcher for label in target.tolist()]
+        assert sorted(labels) == [*range(24)]
 
 
 def of(name):

@@ -632,6 +632,23 @@ class Own(torch.nn.Module):
         return images
 
 
+class Mirror(v2.Transform):
+    """Of a user's own."""
+
+    def transform(self, inpt, params):
+        return F.horizontal_flip(inpt)
+
+
+@pytest.mark.parametrize("op", [Mirror(), v2.RandomApply([Mirror()], p=1.0)], ids=["it", "within"])
+def test_targets_follow_a_transform_of_a_users_own(op):
+    plain = samples_of(Squares(3, empty=False), [Resize((40, 50))])
+    moved = samples_of(Squares(3, empty=False), [Resize((40, 50)), op])
+    for (image, target), (mirrored, other) in zip(plain, moved, strict=True):
+        assert torch.equal(mirrored, image.flip(-1))
+        assert torch.equal(other["masks"], target["masks"].flip(-1))
+        assert torch.equal(other["boxes"], F.horizontal_flip(target["boxes"]))
+
+
 class OwnFlip(K.RandomHorizontalFlip):
     """In a module of the user's."""
 

@@ -22,8 +22,16 @@ def encoded(sample):
     return EncodedImage(sample["image"], path=sample["name"]), sample["label"]
 
 
+class LitDataImages(StreamingDataset):
+    """Samples (image, label); ``prefetcher.set_epoch(epoch)`` changes their order."""
+
+    @property
+    def epoch(self):  # the library's own count, which the state of a prefetcher keeps
+        return self.current_epoch
+
+
 def read(data, *, shuffle=True):
-    return StreamingDataset(data, shuffle=shuffle, drop_last=False, transform=encoded)
+    return LitDataImages(data, shuffle=shuffle, drop_last=False, transform=encoded)
 
 
 def as_sample(picture):

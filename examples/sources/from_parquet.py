@@ -27,18 +27,22 @@ class ParquetImages(IterableDataset):
 
     def __init__(self, files, *, shuffle=True, seed=0):
         self.shuffle, self.seed = shuffle, seed
-        self.epoch = torch.tensor(0).share_memory_()  # persistent workers see it change
+        self._epoch = torch.tensor(0).share_memory_()  # persistent workers see it change
         counts = {file: pq.read_metadata(file).num_row_groups for file in sorted(files)}
         self.groups = [(file, group) for file, count in counts.items() for group in range(count)]
         # Asked here: a spawned worker is in no process group.
         distributed = dist.is_available() and dist.is_initialized()
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
 
+    @property
+    def epoch(self):  # an int, which the state of a prefetcher keeps
+        return int(self._epoch)
+
     def set_epoch(self, epoch):
-        self.epoch.fill_(epoch)
+        self._epoch.fill_(epoch)
 
     def __iter__(self):
-        groups, order = list(self.groups), random.Random(f"{self.seed} {int(self.epoch)}")
+        groups, order = list(self.groups), random.Random(f"{self.seed} {self.epoch}")
         if self.shuffle:  # in the same way everywhere, before the groups are dealt out
             order.shuffle(groups)
         worker = get_worker_info()

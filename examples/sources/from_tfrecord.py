@@ -27,28 +27,44 @@ class TFRecordImages(IterableDataset):
 
     def __init__(self, files, *, shuffle=1000, seed=0):
         self.files, self.shuffle, self.seed = sorted(files), shuffle, seed
-        self.epoch = torch.tensor(0).share_memory_()  # persistent workers see it change
+        self._epoch = torch.tensor(0).share_memory_()  # persistent workers see it change
         # Asked here: a spawned worker is in no process group.
         distributed = dist.is_available() and dist.is_initialized()
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
 
+    @property
+    def epoch(self):  # an int, which the state of a prefetcher keeps
+        return int(self._epoch)
+
     def set_epoch(self, epoch):
-        self.epoch.fill_(epoch)
+        self._epoch.fill_(epoch)
 
     def __iter__(self):
         files = list(self.files)
+        order = random.Random(f"{self.seed} {self.epoch}")
         if self.shuffle:  # in the same way everywhere, before the files are dealt out
-            random.Random(f"{self.seed} {int(self.epoch)}").shuffle(files)
+            order.shuffle(files)
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         files = files[self.rank :: self.ranks][number::workers]
         samples = (sample for file in files for sample in self.read(file))
-        return tfrecord.shuffle_iterator(samples, self.shuffle) if self.shuffle else samples
+        return shuffled(samples, self.shuffle, order) if self.shuffle else samples
 
     def read(self, file):
         for number, record in enumerate(tfrecord.tfrecord_loader(file, None, self.FIELDS)):
             data, label = (record[name] for name in self.FIELDS)
             yield EncodedImage(data, path=f"{file}/{number}"), int(label[0])
+
+
+def shuffled(samples, size, order):
+    """Shuffle within ``size`` samples. The library's own draws from NumPy, which no state holds."""
+    waiting = []
+    for sample in samples:
+        waiting.append(sample)
+        if len(waiting) == size:
+            yield waiting.pop(order.randrange(size))
+    order.shuffle(waiting)
+    yield from waiting
 
 
 def write(folder, files=4):

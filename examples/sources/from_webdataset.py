@@ -7,22 +7,47 @@ A shard goes to one worker of one rank, so there should be as many for each of t
 decoding steps of a WebDataset pipeline are left out: the prefetcher decodes.
 """
 
+import random
 import sys
 import tempfile
 
+import torch
 import webdataset as wds
 from drawn import pictures
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from gpuprefetch import DataPrefetcher, EncodedImage, RandomResizedCrop
 
 
-def read(shards, *, shuffle=1000):
-    """Samples (image, label) of tar files of ``.jpg`` and ``.cls``."""
-    dataset = wds.WebDataset(
-        shards, nodesplitter=wds.split_by_node, shardshuffle=100 if shuffle else False
-    )
-    return dataset.shuffle(shuffle).map(to_sample)
+class WebDatasetImages(IterableDataset):
+    """Samples (image, label) of tar files of ``.jpg`` and ``.cls``.
+
+    ``prefetcher.set_epoch(epoch)`` changes their order. The library's own shuffle takes its seed
+    from the time and the process, so an epoch could not be resumed in its order.
+    """
+
+    def __init__(self, shards, *, shuffle=1000, seed=0):
+        one = isinstance(shards, str)  # such as train-{000000..001281}.tar
+        self.shards = wds.shardlists.expand_urls(shards) if one else list(shards)
+        self.shuffle, self.seed = shuffle, seed
+        self._epoch = torch.tensor(0).share_memory_()  # persistent workers see it change
+
+    @property
+    def epoch(self):  # an int, which the state of a prefetcher keeps
+        return int(self._epoch)
+
+    def set_epoch(self, epoch):
+        self._epoch.fill_(epoch)
+
+    def __iter__(self):
+        shards = list(self.shards)
+        order = random.Random(f"{self.seed} {self.epoch}")
+        if self.shuffle:  # in the same way everywhere, before the shards are dealt out
+            order.shuffle(shards)
+        dataset = wds.WebDataset(shards, nodesplitter=wds.split_by_node, shardshuffle=False)
+        if self.shuffle:
+            dataset = dataset.shuffle(self.shuffle, rng=order)
+        return iter(dataset.map(to_sample))
 
 
 def to_sample(sample):
@@ -38,7 +63,7 @@ def write(folder, shards=4):
 
 
 def main(shards):
-    loader = DataLoader(read(shards), batch_size=8, num_workers=2, pin_memory=True)
+    loader = DataLoader(WebDatasetImages(shards), batch_size=8, num_workers=2, pin_memory=True)
     for images, target in DataPrefetcher(loader, transforms=[RandomResizedCrop(64)]):
         print(tuple(images.shape), images.device, target.tolist())
 

@@ -17,7 +17,7 @@ import torch
 from gpuprefetch.core.errors import add_note
 from gpuprefetch.core.nested import children_of, map_leaves, objects, select
 from gpuprefetch.images.targets import followers, is_per_sample
-from gpuprefetch.transforms.known import name_of, parts_of
+from gpuprefetch.transforms.known import is_torchvisions, name_of, parts_of
 from gpuprefetch.transforms.per_image import Loop, PerImage, takes_keys
 from gpuprefetch.transforms.random import Keys, SeededDraws, derive, op_keys
 
@@ -178,11 +178,15 @@ def run_tail(
     return outs, map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch, is_per_sample)
 
 
+def _holds_own(transform: Any) -> bool:
+    """Whether a transform is or holds one of a user's class that derives from torchvision's."""
+    own = is_torchvisions(transform) and name_of(transform) is None
+    return own or any(map(_holds_own, _held(transform)))
+
+
 def _runner(transform: Any) -> Runner | None:
     """How a transform takes images and targets; None where it gets the images alone."""
-    known = isinstance(transform, PerImage) or (
-        isinstance(transform, Loop) and name_of(transform.op) is not None
-    )
+    known = isinstance(transform, (PerImage, Loop)) and not _holds_own(transform)
     if known and not moves_pixels([transform]):
         return None
     if isinstance(transform, PerImage):

@@ -29,7 +29,8 @@ def costs(loader: Any, device: torch.device, count: int) -> str:
             found, where = [], "of a batch, after the fused launch"
             for view in loader._pipeline.views:
                 if view.tail and view.head.size is not None:
-                    images = torch.rand((count, 3, *view.head.size), device=device)
+                    shape = (count, 3, *view.head.size)
+                    images = torch.rand(shape, dtype=torch.float32, device=device)
                     images = (images * 255).to(torch.uint8) if view.levels else images
                     found += _timed(view.tail, images, device)
     except Exception:  # the user's code, and loaders of whatever: then there is nothing to tell

@@ -38,7 +38,7 @@ from gpuprefetch.transforms.per_image import Cast, Loop, PerImage, ToFloat, ToUi
 from gpuprefetch.transforms.policy import COMPILERS, FILTERS, compiled
 from gpuprefetch.transforms.refused import is_container, refuse_in_list, refuse_once_a_batch
 from gpuprefetch.transforms.sampling import RandomCropOp
-from gpuprefetch.transforms.timm import from_timm, samples_once, why_not
+from gpuprefetch.transforms.timm import from_timm, samples_once, samples_sizes, why_not
 
 CONVERSIONS = frozenset(
     "ToTensor PILToTensor ToImage ToPureTensor ToDtype ConvertImageDtype".split()
@@ -144,7 +144,12 @@ def read_list(transforms: Any) -> tuple[Head, list[Transform]]:
 
 
 def _is_alone(op: Any) -> bool:
-    return name_of(op) in _ALONE or getattr(op, "expand", False)
+    return name_of(op) in _ALONE or getattr(op, "expand", False) or samples_sizes(op)
+
+
+def _may_be_alone(op: Any) -> bool:
+    """Whether an op may sample a size: also one of a class derived from torchvision's or timm's."""
+    return _is_alone(op) or (name_of(from_timm(op)) is None and _samples_once(op))
 
 
 def opened(transforms: Any) -> Any:
@@ -156,13 +161,21 @@ def opened(transforms: Any) -> Any:
 
 
 def _opened(transform: Any) -> list[Any]:
-    """The ops of a Compose, but of one that draws sizes: the next op may make one of them again.
+    """The ops of a Compose. From one that samples sizes on they stay together up to its end.
 
-    A list is none, and refused: of several views it would make one.
+    A later op makes one size of them again. A list is none, and refused: of several views it would
+    make one.
     """
+    from torchvision.transforms import v2
+
+    if isinstance(transform, (list, tuple)):
+        return [transform]
     ops = [*flatten(transform)]
-    alone = isinstance(transform, (list, tuple)) or any(map(_is_alone, ops))
-    return [transform] if alone else ops
+    for number, op in enumerate(ops):
+        sized = any(name_of(from_timm(later)) in _CROPS for later in ops[number + 1 :])
+        if _is_alone(op) or (sized and _may_be_alone(op)):
+            return [*ops[:number], v2.Compose(ops[number:])] if number else [transform]
+    return ops
 
 
 def _in_list(transform: Transform) -> Transform:

@@ -17,25 +17,41 @@ class UnsupportedTransformError(ValueError):
 def flatten(pipeline: Any) -> Iterator[Any]:
     """The ops of nested ``Compose``, ``Sequential``, lists and torchvision's presets, in order.
 
-    A class of somebody's own is an op, whatever it is called: it may do more than call its parts.
+    A class of somebody's own is an op, whatever it is called, if it is called in a way of its own:
+    it may do more than call its parts.
     """
-    from torchvision.transforms import _presets, v2
-    from torchvision.transforms import transforms as v1
+    from torchvision.transforms import _presets
 
     kind = type(pipeline)
-    if kind in (v1.Compose, v2.Compose) or _only_calls_transforms(kind):
+    if _is_compose(kind) or _only_calls_transforms(kind):
         yield from flatten(pipeline.transforms)
     elif kind is _presets.ImageClassification:
+        from torchvision.transforms import v2
+
         yield v2.Resize(pipeline.resize_size, pipeline.interpolation)
         yield v2.CenterCrop(pipeline.crop_size)
         yield v2.PILToTensor()
         yield v2.ToDtype(torch.float32, scale=True)
         yield v2.Normalize(pipeline.mean, pipeline.std)
-    elif kind in (list, tuple, torch.nn.Sequential, torch.nn.ModuleList):
+    elif kind in (list, tuple, torch.nn.ModuleList) or _is_called_as(kind, torch.nn.Sequential):
         for op in pipeline:
             yield from flatten(op)
     else:
         yield pipeline
+
+
+def _is_compose(kind: type) -> bool:
+    from torchvision.transforms import transforms as v1
+    from torchvision.transforms import v2
+
+    return _is_called_as(kind, v1.Compose) or _is_called_as(kind, v2.Compose)
+
+
+def _is_called_as(kind: type, base: type) -> bool:
+    """Whether a class is ``base``, or derived from it without a call of its own."""
+    names = ("__call__", "forward", "__iter__", "_call_impl")
+    same = (getattr(kind, name, None) is getattr(base, name, None) for name in names)
+    return issubclass(kind, base) and all(same)
 
 
 def _call(self: Any, img: Any) -> Any:

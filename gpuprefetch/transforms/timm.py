@@ -61,6 +61,11 @@ def samples_once(op: Any) -> bool:
     return kind is not None and (kind is not type(op) or kind.__name__ not in _ON_BATCHES)
 
 
+def samples_sizes(op: Any) -> bool:
+    kind = timm_class(op)
+    return kind is not None and kind.__name__ == "ResizeKeepRatio"
+
+
 def from_timm(op: Any) -> Any:
     """What one of timm's transforms stands for; the op itself where there is nothing."""
     name = type(op).__name__

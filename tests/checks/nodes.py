@@ -112,7 +112,7 @@ def shard_names():
 def shard_loader(shards):
     import from_webdataset
 
-    loader = DataLoader(from_webdataset.read(shards, shuffle=0), BATCH, num_workers=1)
+    loader = DataLoader(from_webdataset.WebDatasetImages(shards, shuffle=0), BATCH, num_workers=1)
     return DataPrefetcher(loader, device="cpu", transforms=[RandomResizedCrop(32)], seed=0)
 
 
