@@ -133,7 +133,9 @@ class _Accelerated(DataPrefetcher):
         self._folders = _bottom(self._dataset)
         # What stays in the workers reads files by the dataset's own loader, whatever that is.
         names = ["transform"] if kept else ["transform", *_DECODING]
-        self._sources = {name: Snapshot(self._read_now(name), running) for name in names}
+        self._sources = {
+            name: [Snapshot(read, running) for read in self._read_now(name)] for name in names
+        }
         self._added_read = Snapshot(self._added, running)
 
     def _read_now(self, name: str) -> list[Any]:
@@ -146,7 +148,7 @@ class _Accelerated(DataPrefetcher):
         if [*map(id, folders)] != [*map(id, self._folders)]:
             raise stale("dataset")
         for name, before in self._sources.items():
-            if before.differs(self._read_now(name)):
+            if any(map(Snapshot.differs, before, self._read_now(name))):
                 raise stale(f"dataset.{name}")
         super()._refuse_changed()
 
