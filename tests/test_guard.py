@@ -620,6 +620,13 @@ def test_ops_that_stay_in_the_workers_change_as_in_a_plain_loader(folder):
         iter(moved)
 
 
+def test_a_collate_function_afterwards_is_an_error(folder):
+    moved = accelerate(DataLoader(ImageFolder(folder, v1.Compose(PIPELINE)), 3), **CPU)
+    moved.collate_fn = v2.MixUp(num_classes=2)
+    with pytest.raises(TypeError, match=r"collate_fn has changed since accelerate\(\)"):
+        iter(moved)
+
+
 def test_other_datasets_afterwards_are_an_error(folder):
     transform = v1.Compose(PIPELINE)
     parts = ConcatDataset([ImageFolder(folder, transform) for _ in range(2)])

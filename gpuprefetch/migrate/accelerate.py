@@ -130,6 +130,7 @@ class _Accelerated(DataPrefetcher):
             transforms += [cast] if cast.dtype or cast.memory_format else []
         super().__init__(changed(loader, dataset=view), transforms=transforms, **options)
         running = [*kept, *self._running_ops()]
+        self._collates_as_torch = loader.collate_fn is default_collate
         self._folders = _bottom(self._dataset)
         # What stays in the workers reads files by the dataset's own loader, whatever that is.
         names = ["transform"] if kept else ["transform", *_DECODING]
@@ -144,6 +145,8 @@ class _Accelerated(DataPrefetcher):
     def _refuse_changed(self) -> None:
         if self._added_read.differs(self._added):
             raise stale("transforms")
+        if (self.collate_fn is default_collate) != self._collates_as_torch:
+            raise stale("collate_fn")  # which says whether it gets the transformed images
         folders = _bottom(self._dataset)
         if [*map(id, folders)] != [*map(id, self._folders)]:
             raise stale("dataset")
