@@ -1,6 +1,7 @@
 """Devices the tests run on, and JPEG files drawn for them."""
 
 import gc
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,10 @@ def pytest_configure(config):
         raise pytest.UsageError("GPUPREFETCH_REQUIRE_CUDA is set but no CUDA device is visible")
     if getattr(config.option, "dist", "no") != "no":
         return  # those processes run the tests: this one need not import torch
+    if method := os.environ.get("GPUPREFETCH_START_METHOD"):  # of workers: see CONTRIBUTING.md
+        multiprocessing.set_start_method(method, force=True)
+        # A new worker would import these for seconds.
+        multiprocessing.set_forkserver_preload(["torch", "torchvision", "torchcodec.decoders"])
     gc.disable()  # whatever is imported stays, and looking through it takes a quarter of the time
     import torch
 

@@ -1,5 +1,6 @@
 """A torchvision loader moved in one call gives what it gave: held to torchvision on PIL images."""
 
+import abc
 import pickle
 import random
 import runpy
@@ -16,7 +17,7 @@ from fakes import assert_same_batches
 from one_iterator import OneIterator, OneIteratorAtOnce
 from pictures import draw
 from PIL import Image
-from torch.utils.data import ConcatDataset, DataLoader, Subset, default_collate
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Subset, default_collate
 from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.datasets import DatasetFolder, ImageFolder
@@ -628,6 +629,76 @@ def test_subclasses_subsets_and_concatenations(folder):
         moved = accelerate(loader, **CPU)
         assert type(moved.dataset) is type(dataset)
         same_batches(loader, moved)
+
+
+REGISTRY = {}
+
+
+class Registered(type):
+    """A metaclass that knows its classes, and asks for a keyword."""
+
+    def __new__(cls, name, bases, namespace, *, task):
+        REGISTRY[name] = made = super().__new__(cls, name, bases, namespace)
+        return made
+
+    def __init__(cls, name, bases, namespace, *, task):
+        super().__init__(name, bases, namespace)
+
+
+class ByMetaclass(ImageFolder, metaclass=Registered, task="a"):
+    pass
+
+
+class Hooked(ImageFolder):
+    def __init_subclass__(cls, *, task, **options):
+        super().__init_subclass__(**options)
+        REGISTRY[cls.__name__] = cls
+
+
+class ByHook(Hooked, task="b"):
+    pass
+
+
+class Final(ImageFolder, abc.ABC):
+    def __init_subclass__(cls):
+        raise TypeError("Final is final")
+
+
+class Slotted(ImageFolder):
+    __slots__ = ("read",)
+
+    def __init__(self, *args):
+        self.read = 0
+        super().__init__(*args)
+
+    def __getitem__(self, index):
+        self.read += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("kind", [ByMetaclass, ByHook, Final, Slotted])
+def test_a_class_that_asks_something_of_its_subclasses_has_no_new_one(folder, kind):
+    known = dict(REGISTRY)
+    loader = DataLoader(kind(folder, v1.Compose(VAL)), batch_size=4)
+    same_batches(loader, moved := accelerate(loader, **CPU))
+    assert known == REGISTRY
+    same_batches(loader, pickle.loads(pickle.dumps(moved)))
+    if kind is Slotted:
+        assert loader.dataset.read == 3 * len(loader.dataset) + 2  # two as a try
+
+
+def test_a_sampler_may_be_its_own_iterator(folder):
+    class Once(BatchSampler):
+        def __iter__(self):
+            self.batches = super().__iter__()
+            return self
+
+        def __next__(self):
+            return next(self.batches)
+
+    data = ImageFolder(folder, v1.Compose(VAL))
+    loader = DataLoader(data, batch_sampler=Once(range(9), 4, drop_last=False))
+    assert [len(target) for _, target in accelerate(loader, **CPU)] == [4, 4, 1]
 
 
 @pytest.mark.parametrize(

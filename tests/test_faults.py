@@ -3,15 +3,22 @@
 Every fault runs in a child process, in a session of its own: what the child leaves behind is seen.
 """
 
+import dataclasses
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from children import Child
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from gpuprefetch import DataPrefetcher
 
 SECONDS = 60  # for a child, on a busy machine
 PRELUDE = '''
@@ -218,6 +225,172 @@ def test_exceptions(device):
     assert len(lines) == 12
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    code: str
+
+
+class StrictError(Exception):
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+
+
+class NotelessError(TypeError):
+    def add_note(self, note):
+        raise NotImplementedError
+
+    def __str__(self):
+        return "NoSuchKey"
+
+
+class OwnTextError(Exception):
+    def __init__(self, code, lock=None):
+        super().__init__("its class has one text")
+        self.lock = threading.Lock()
+
+
+class MessageError(Exception):
+    message = property(lambda self: self.args[0])
+
+
+def of_a_function():
+    class LocalError(Exception):
+        pass
+
+    return LocalError("NoSuchKey")
+
+
+def of_the_worker():
+    """Of a module that only the worker has."""
+    module = sys.modules.setdefault("only_there", types.ModuleType("only_there"))
+    module.ThereError = type("ThereError", (Exception,), {"__module__": "only_there"})
+    return module.ThereError("NoSuchKey")
+
+
+class Failing(Dataset):
+    """Numbers; ``make`` gives what is raised for sample 5."""
+
+    def __init__(self, make=None):
+        self.make = make
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 5 and self.make is not None:
+            raise self.make()
+        return torch.full((3, 2, 2), float(index))
+
+
+class At:
+    """A collate function, or a transform, that fails at the third batch of two."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __call__(self, samples):
+        if float(samples[0].flatten()[0]) == 4:
+            raise self.make()
+        return default_collate(samples) if isinstance(samples, list) else samples
+
+
+class Order:
+    def __init__(self, make):
+        self.make = make
+
+    def __iter__(self):
+        yield from range(4)
+        raise self.make()
+
+
+def ends_in(make, where, workers, kind):
+    """What the loop gets in place of the third batch."""
+    loader = DataLoader(
+        Failing(make if where == "dataset" else None),
+        batch_size=2,
+        sampler=Order(make) if where == "sampler" else None,
+        collate_fn=At(make) if where == "collate_fn" else None,
+        num_workers=workers,
+        timeout=20 if workers else 0,
+    )
+    transforms, seen = [At(make)] if where == "transform" else [], []
+    with pytest.raises(kind) as caught:
+        for batch in DataPrefetcher(loader, device="cpu", transforms=transforms):
+            seen.append(int(batch[0, 0, 0, 0]))
+    assert seen in ([0, 2], [])  # with workers a sampler is read ahead
+    return caught.value
+
+
+@pytest.mark.parametrize("where", ["dataset", "collate_fn", "sampler", "transform"])
+@pytest.mark.parametrize("kind", [FrozenError, StrictError, NotelessError])
+def test_an_exception_that_takes_no_note_arrives(kind, where):
+    for workers in (0, 1):
+        assert "NoSuchKey" in str(ends_in(lambda: kind("NoSuchKey"), where, workers, kind))
+
+
+@pytest.mark.parametrize(
+    ("where", "who"),
+    [
+        ("dataset", "the dataset"),
+        ("collate_fn", "the collate_fn"),
+        ("transform", "a transform"),
+        ("sampler", "generator"),
+    ],
+)
+def test_stop_iteration_ends_no_epoch_early(where, who):
+    for workers in (0, 1):
+        text = str(ends_in(StopIteration, where, workers, RuntimeError))
+        assert f"{who}" in text and "raised StopIteration" in text
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(8.0).view(-1, 1))
+
+
+def test_stop_iteration_of_a_collate_function_is_no_end_of_a_stream():
+    for workers in (0, 1):
+        options = {"num_workers": workers, "timeout": 20 if workers else 0}
+        loader = DataLoader(Stream(), 2, collate_fn=At(StopIteration), **options)
+        with pytest.raises(RuntimeError, match="collate_fn raised StopIteration"):
+            list(DataPrefetcher(loader, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (of_a_function, RuntimeError),
+        (of_the_worker, RuntimeError),
+        (lambda: OwnTextError("NoSuchKey"), OwnTextError),
+        (lambda: MessageError("NoSuchKey"), RuntimeError),
+        (lambda: ExceptionGroup("NoSuchKey", [OSError()]), RuntimeError),
+    ],
+)
+def test_an_exception_that_cannot_be_sent_is_told_by_its_text(make, kind):
+    for where in ("dataset", "collate_fn"):
+        error = ends_in(make, where, 1, kind)
+        text = "".join([str(error), *error.__notes__])
+        assert "NoSuchKey" in text or "one text" in text
+        assert "Traceback (most recent call last)" in text
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+def test_a_batch_that_cannot_be_sent_is_an_error(capfd):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    for kind in (DataLoader, stateful):
+        loader = kind(Failing(), batch_size=4, num_workers=1, timeout=20, collate_fn=Unsendable())
+        iterator = iter(DataPrefetcher(loader, device="cpu"))
+        assert len(next(iterator)) == 2
+        with pytest.raises(RuntimeError, match="worker process sent a batch") as caught:
+            next(iterator)
+        assert "pickle" in str(caught.value)
+
+
+class Unsendable:
+    def __call__(self, samples):
+        return [default_collate(samples), (lambda: 0) if samples[0].any() else 0]
+
+
 ENDINGS = """
 def first(prefetcher):
     for _, target in prefetcher:
@@ -296,6 +469,92 @@ thread.join()
 print(*found)
 """
 
+# All that workers use is imported before they are forked.
+IMPORTED = """
+import json, pathlib, tempfile
+from torchvision import datasets, tv_tensors
+from torchvision.transforms import v2
+import gpuprefetch
+from gpuprefetch import RandomResizedCrop, Views, accelerate
+
+forked, out = [], pathlib.Path(tempfile.mkdtemp()) / "modules"
+os.register_at_fork(after_in_child=lambda: forked.extend(sys.modules))
+
+def tell(index):
+    if forked:
+        out.write_text(json.dumps(sorted({*sys.modules} - {*forked})))
+
+def encoded(kind, **options):
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, kind, **options)
+    return file.getvalue()
+
+class Boxed(Files):
+    def __getitem__(self, index):
+        image, _ = super().__getitem__(index)
+        options = {"format": "XYXY", "canvas_size": (40, 50)}
+        return image, tv_tensors.BoundingBoxes([[1.0, 2.0, 30.0, 20.0]], **options)
+
+class Folder(datasets.ImageFolder):
+    def __getitem__(self, index):
+        tell(index)
+        return super().__getitem__(index)
+
+root = pathlib.Path(tempfile.mkdtemp())
+for number in range(8):
+    (root / "a").mkdir(exist_ok=True)
+    (root / "a" / f"{number}.jpg").write_bytes(JPEG)
+crop = RandomResizedCrop(16)
+lists = {
+    "policy": [crop, v2.RandAugment(), v2.ColorJitter(0.1), v2.GaussianBlur(3)],
+    "views": Views([crop], [crop, v2.TrivialAugmentWide()]),
+}
+pipelines = {
+    "v2": [v2.RandomResizedCrop(16), v2.RandAugment(), v2.PILToTensor()],
+    "kept": [v2.RandomResizedCrop(16), lambda image: image.copy(), v2.PILToTensor()],
+}
+options = {"batch_size": 2, "num_workers": 1}
+made = {}
+for name, transforms in lists.items():
+    loader = DataLoader(Files(8, tell), **options)
+    made[name] = DataPrefetcher(loader, transforms=transforms, device="cpu")
+for kind in ("PNG", "TIFF"):
+    loader = DataLoader([(EncodedImage(encoded(kind), i), i) for i in range(8)], **options)
+    made[kind] = DataPrefetcher(loader, transforms=[crop], device="cpu")
+loader = DataLoader(Boxed(8, tell), collate_fn=lambda samples: [*zip(*samples)], **options)
+made["boxes"] = DataPrefetcher(loader, transforms=[crop], device="cpu")
+for name, ops in pipelines.items():
+    loader = DataLoader(Folder(root, v2.Compose(ops)), **options)
+    made[name] = accelerate(loader, keep_unknown=True, print_plan=False, device="cpu")
+ours = "gpuprefetch torchvision torchcodec PIL numpy kornia".split()
+for name in sys.argv[2:] or made:
+    out.write_text("[]")
+    assert len(list(made[name])) == 4
+    late = [module for module in json.loads(out.read_text()) if module.split(".")[0] in ours]
+    assert not late, (name, late)
+print("end")
+"""
+
+# A worker whose parent is a fork server, which lives as long as its children: a real one would
+# import torch for seconds.
+FORK_SERVER = """
+from multiprocessing import process
+from gpuprefetch.core.workers import WorkerStart
+
+main, (sentinel, held) = os.getpid(), os.pipe()
+if os.fork() == 0:  # the server
+    os.close(held)
+    if os.fork() == 0:  # a worker, as multiprocessing tells it who its main process is
+        process._parent_process = process._ParentProcess("main", main, sentinel)
+        WorkerStart(None, nice=False, stateful=False)(0)
+        print("worker", flush=True)
+        time.sleep(1000)
+    os.wait()
+    os._exit(0)
+time.sleep(0.5)
+os.kill(main, signal.SIGKILL)
+"""
+
 ORPHANS = """
 loader = DataLoader(Files(1 << 16), batch_size=1024, num_workers=2, pin_memory=DEVICE != "cpu")
 for images, target in DataPrefetcher(loader, device=DEVICE, transforms=[Resize((4, 4))]):
@@ -338,6 +597,8 @@ print("left")
         pytest.param(ENDINGS, 0, ["end"], id="ways to stop"),
         pytest.param(IMPORTING, 0, ["[0, 4, 8, 12]", "[0]"], id="importing"),
         pytest.param(ORPHANS, -signal.SIGKILL, ["1024"], id="parent is killed"),
+        pytest.param(FORK_SERVER, -signal.SIGKILL, ["worker"], id="fork server's parent is killed"),
+        pytest.param(IMPORTED, 0, ["end"], id="imported"),
         pytest.param(KILLED, 0, ["ok"], id="worker is killed"),
         pytest.param(STUCK, 0, ["left"], id="worker hangs"),
     ],

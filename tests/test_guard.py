@@ -13,10 +13,11 @@ import torch
 from fakes import assert_same_batches
 from pictures import draw, encode
 from PIL import ImageOps
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import default_loader
 from torchvision.transforms import v2
 
 import gpuprefetch
@@ -507,6 +508,171 @@ def test_another_transform_afterwards_is_not_left_out(folder):
     moved.dataset.transform = v1.Compose(PIPELINE[:2])
     with pytest.raises(TypeError, match=r"dataset\.transform has changed since accelerate\(\)"):
         list(moved)
+
+
+class Switched(ImageFolder):
+    """Another pipeline, and another way to read a file, where it is not for training."""
+
+    training = True
+
+    def __init__(self, root, train, test):
+        super().__init__(root)
+        self.pipelines = train, test
+
+    @property
+    def transform(self):
+        """Made anew each time, of the same ops or of others."""
+        return v1.Compose(list(self.pipelines[not self.training]))
+
+    @transform.setter
+    def transform(self, value):
+        pass
+
+
+class OwnLoader(ImageFolder):
+    training = True
+
+    @property
+    def loader(self):
+        return default_loader if self.training else (lambda path: default_loader(path).rotate(90))
+
+    @loader.setter
+    def loader(self, value):
+        pass
+
+
+def random_ops():
+    jitter = v2.ColorJitter(0.4)
+    return v2.Compose(
+        [v2.RandomResizedCrop(16), v2.RandomApply([jitter]), v2.RandAugment(), v2.PILToTensor()]
+    )
+
+
+EDITS = {
+    "appended": lambda data: data.transform.transforms.append(v2.RandomInvert(1.0)),
+    "taken out": lambda data: data.transform.transforms.pop(2),
+    "another op": lambda data: data.transform.transforms.__setitem__(2, v2.RandomInvert(1.0)),
+    "p": lambda data: setattr(data.transform.transforms[1], "p", 1.0),
+    "an inner op": lambda data: setattr(
+        data.transform.transforms[1].transforms[0], "brightness", (0.1, 0.2)
+    ),
+    "the crop": lambda data: setattr(data.transform.transforms[0], "scale", (0.9, 1.0)),
+    "loader": lambda data: setattr(data, "loader", lambda path: default_loader(path).rotate(90)),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("around", [lambda data: data, lambda data: Subset(data, [0, 3, 4])])
+def test_a_pipeline_that_is_edited_afterwards_is_an_error(folder, name, around):
+    data = ImageFolder(folder, random_ops())
+    options = {"num_workers": 1, "persistent_workers": True} if name == "p" else {}
+    moved = accelerate(DataLoader(around(data), 3, **options), **CPU)
+    for _ in range(2):
+        list(moved)  # what ops keep as they run is no change
+        data[0]
+    EDITS[name](data)
+    what = "loader" if name == "loader" else "transform"
+    with pytest.raises(TypeError, match=rf"dataset\.{what} has changed since accelerate\(\)"):
+        iter(moved)
+    if name != "loader":
+        again = accelerate(DataLoader(around(data), 3), **CPU)
+        assert len(list(again)) == len(again)
+
+
+def test_a_transform_that_is_a_property_may_make_equal_ops_but_no_others(folder):
+    data = Switched(folder, PIPELINE, PIPELINE[:1] + PIPELINE[-1:])
+    moved = accelerate(DataLoader(data, 3), **CPU)
+    assert len(list(moved)) == len(list(moved)) == 2
+    data.training = False
+    with pytest.raises(TypeError, match=r"dataset\.transform has changed"):
+        iter(moved)
+    data.training = True
+    assert len(list(moved)) == 2
+    other = OwnLoader(folder, v1.Compose(PIPELINE))
+    moved = accelerate(DataLoader(other, 3), **CPU)
+    other.training = False
+    with pytest.raises(TypeError, match=r"dataset\.loader has changed"):
+        iter(moved)
+
+
+class Counted:
+    """An op of the user's, which counts its calls."""
+
+    def __init__(self):
+        self.calls, self.seen, self.strength = 0, [], 1
+
+    def __call__(self, image):
+        self.calls += 1
+        self.seen.append(image.size)
+        return image
+
+
+def test_ops_that_stay_in_the_workers_change_as_in_a_plain_loader(folder):
+    op, pipeline = Counted(), [v1.Resize((16, 24)), v1.ToTensor()]
+    data = ImageFolder(folder, v1.Compose([pipeline[0], op, pipeline[1]]))
+    moved = accelerate(DataLoader(data, 3), keep_unknown=True, **CPU)
+    for strength in range(2):
+        op.strength = strength  # it runs itself
+        assert len(list(moved)) == 2
+    assert op.calls > 12
+    data.transform.transforms.append(v1.Normalize((0.5,) * 3, (0.5,) * 3))
+    with pytest.raises(TypeError, match=r"dataset\.transform has changed"):
+        iter(moved)
+
+
+def test_a_collate_function_afterwards_is_an_error(folder):
+    moved = accelerate(DataLoader(ImageFolder(folder, v1.Compose(PIPELINE)), 3), **CPU)
+    moved.collate_fn = v2.MixUp(num_classes=2)
+    with pytest.raises(TypeError, match=r"collate_fn has changed since accelerate\(\)"):
+        iter(moved)
+
+
+def test_other_datasets_afterwards_are_an_error(folder):
+    transform = v1.Compose(PIPELINE)
+    parts = ConcatDataset([ImageFolder(folder, transform) for _ in range(2)])
+    moved = accelerate(DataLoader(parts, 3), **CPU)
+    assert len(list(moved)) == 4
+    for other in (moved, copy.deepcopy(moved), pickle.loads(pickle.dumps(moved))):
+        assert len(list(other)) == 4
+        other.dataset.datasets[1] = ImageFolder(folder, transform)
+        with pytest.raises(TypeError, match=r"dataset has changed since accelerate\(\)"):
+            iter(other)
+
+
+class Live(torch.nn.Module):
+    """An op that runs as it is, and keeps what it was called with."""
+
+    gain = 1.0
+
+    def forward(self, images):
+        self.latest, self.count = images, getattr(self, "count", 0) + 1
+        return images * self.gain
+
+
+LIST_EDITS = {
+    "appended": lambda given: given.append(K.RandomVerticalFlip()),
+    "the crop": lambda given: setattr(given[0], "op", gpuprefetch.Resize(8).op),
+    "a kornia flip": lambda given: setattr(given[1], "p", 1.0),
+    "a policy": lambda given: setattr(given[2], "magnitude", 3),
+    "another op": lambda given: given.__setitem__(3, Live()),
+}
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("name", LIST_EDITS)
+def test_a_list_that_is_edited_afterwards_is_an_error(folder, name, views):
+    given = [gpuprefetch.Resize((16, 24)), K.RandomHorizontalFlip(), v2.RandAugment(), Live()]
+    transforms = gpuprefetch.Views(given, given[:1]) if views else given
+    prefetcher = DataPrefetcher(
+        DataLoader(EncodedImageFolder(folder), 3), transforms=transforms, device="cpu"
+    )
+    for gain in (1.0, 0.0):
+        given[3].gain = gain  # it runs itself
+        (images, *_), *_ = prefetcher
+        assert bool((images[0] if views else images).any()) == bool(gain)
+    LIST_EDITS[name](given)
+    with pytest.raises(TypeError, match="has changed since DataPrefetcher was built"):
+        iter(prefetcher)
 
 
 # --- how they print -----------------------------------------------------------------------------

@@ -285,6 +285,7 @@ def test_a_skipped_picture_is_decoded_again(engines):
     assert stats.missed_images == 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles: it is for a GPU's memory")
 @pytest.mark.usefixtures("large_tiles", "library")
 def test_a_picture_that_is_skipped_again_is_decoded_on_the_cpu():
     got, stats = batches_of(SkippingAgain, CPU)

@@ -272,6 +272,108 @@ def test_a_state_of_something_else_is_refused():
             cpu(other).load_state_dict(state)
 
 
+class Named(torch.nn.Module):
+    """With a state like a model's: many tensors of many values."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+
+
+@pytest.mark.parametrize("make", [numbers, lambda: stateful()])
+def test_a_checkpoint_around_a_state_is_named(make):
+    prefetcher = cpu(make())
+    next(iter(prefetcher))
+    state = prefetcher.state_dict()
+    model = Named().state_dict()
+    for other, text in (
+        ({"model": model, "loader": state}, r"keys model, loader: pass checkpoint\['loader'\]\."),
+        ({"epoch": 3, "seed": 1, "x": {"y": [0, state]}}, r"pass checkpoint\['x'\]\['y'\]\[1\]\."),
+        (model, r"keys layers\.0\.weight, .* and 11 more\. Save it as checkpoint\['loader'\]"),
+        ("a" * 1000, "got 'aaaa"),
+        (None, "got None"),
+    ):
+        with pytest.raises(ValueError, match=text) as caught:
+            prefetcher.load_state_dict(other)
+        assert len(str(caught.value)) < 400
+    prefetcher.load_state_dict(state)
+    assert len(list(prefetcher)) == len(prefetcher) - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "accepted"),
+    [
+        ("epoch", "3", "the number of an epoch"),
+        ("batches", -1, "a number of batches, 0 or more"),
+        ("batches", 1.0, "a number of batches"),
+        ("seed", None, "an int"),
+        ("random_states", [], "a list of generators' states"),
+        ("random_states", ["00ff"], "a list of generators' states"),
+        ("random_states", [7], "a list of generators' states"),
+        ("continued", "no", "True or False"),
+        ("epochs", [1.5], "a list of ints and None"),
+        ("samples", "40", "an int, or None"),
+        ("kind", 4, "a str"),
+        ("drawn", [0], "a rank, and a checksum or None"),
+    ],
+)
+def test_a_state_is_checked_as_it_is_loaded(name, wrong, accepted):
+    prefetcher = cpu(numbers(shuffle=True))
+    next(iter(prefetcher))
+    state, others = prefetcher.state_dict(), prefetcher.state_dict()
+    with pytest.raises(ValueError, match=f"'{name}' in the state is {accepted}"):
+        prefetcher.load_state_dict(state | {name: wrong})
+    if name in ("batches", "random_states", "continued"):
+        del others[name]
+        with pytest.raises(ValueError, match=f"the state has no '{name}', {accepted}"):
+            prefetcher.load_state_dict(others)
+    prefetcher.load_state_dict(json.loads(json.dumps(state)))
+    assert len(list(prefetcher)) == 9
+
+
+class MakesAnother(RandomSampler):
+    """Each access makes a sampler of its kind, and others fail."""
+
+    @property
+    def sampler(self):
+        return MakesAnother(self.data_source, generator=self.generator)
+
+    @property
+    def epoch(self):
+        raise RuntimeError("not yet")
+
+    rank = batch_sampler = epoch
+
+
+class Linked(Sampler):
+    """Each keeps the next one, which it makes when it is asked for it."""
+
+    def __init__(self):
+        self.within = None
+
+    def __iter__(self):
+        return iter(range(40))
+
+    @property
+    def sampler(self):
+        self.within = self.within or Linked()
+        return self.within
+
+
+def test_samplers_that_make_samplers_have_an_end():
+    generator = torch.Generator()
+    endless = MakesAnother(range(40), generator=generator)
+    circle = BatchSampler(endless, 4, drop_last=False)
+    circle.batch_sampler = circle
+    first, resumed = twice(lambda: DataLoader(range(40), batch_sampler=circle))
+    order = listed(first)
+    next(iter(first))
+    resumed.load_state_dict(first.state_dict())
+    rest = listed(resumed)
+    assert len(order) == 10 and len(rest) == 9
+    assert len(list(cpu(DataLoader(range(40), 4, sampler=Linked())))) == 10
+
+
 def test_without_an_order_there_is_no_state():
     prefetcher = cpu(numbers(num_workers=2, in_order=False))
     prefetcher.load_state_dict(prefetcher.state_dict())  # nothing is lost yet

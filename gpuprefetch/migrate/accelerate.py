@@ -131,10 +131,13 @@ class _Accelerated(DataPrefetcher):
             transforms += [cast] if cast.dtype or cast.memory_format else []
         super().__init__(changed(loader, dataset=view), transforms=transforms, **options)
         running = [*kept, *self._running_ops()]
+        self._collates_as_torch = loader.collate_fn is default_collate
         self._folders = _bottom(self._dataset)
         # What stays in the workers reads files by the dataset's own loader, whatever that is.
         names = ["transform"] if kept else ["transform", *_DECODING]
-        self._sources = {name: Snapshot(self._read_now(name), running) for name in names}
+        self._sources = {
+            name: [Snapshot(read, running) for read in self._read_now(name)] for name in names
+        }
         self._added_read = Snapshot(self._added, running)
 
     def _read_now(self, name: str) -> list[Any]:
@@ -143,11 +146,13 @@ class _Accelerated(DataPrefetcher):
     def _refuse_changed(self) -> None:
         if self._added_read.differs(self._added):
             raise stale("transforms")
+        if (self.collate_fn is default_collate) != self._collates_as_torch:
+            raise stale("collate_fn")  # which says whether it gets the transformed images
         folders = _bottom(self._dataset)
         if [*map(id, folders)] != [*map(id, self._folders)]:
             raise stale("dataset")
         for name, before in self._sources.items():
-            if before.differs(self._read_now(name)):
+            if any(map(Snapshot.differs, before, self._read_now(name))):
                 raise stale(f"dataset.{name}")
         super()._refuse_changed()
 

@@ -4,8 +4,9 @@ A prefetcher reads a list once. Who edits the list afterwards, or an op in it, w
 pictures of the list as it was. So the list is compared when an epoch begins.
 
 What an op changes in itself as it runs, as its counters and generators, is no parameter. An op that
-runs as it is, such as a function, is its own parameters: only its identity is compared, and where
-that is another one what it was made of, since a property may make its ops anew each time.
+runs as it is, such as a function, follows its parameters by itself: only its identity is compared.
+Where the whole list is another object, which a property may make anew each time, what it was made
+of is compared instead.
 """
 
 from __future__ import annotations
@@ -41,16 +42,19 @@ MOST_ELEMENTS = 1 << 16  # of a tensor that is compared by its values
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """What runs as it is: the same object, or another one that is made of the same."""
+    """What runs as it is: the same object, or in another list one that is made of the same."""
 
     held: Any
     made_of: Callable[[], Any] | None  # None where only the same object will do
+    root: Any = None  # what was read, and has it
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Kept):
             return NotImplemented
-        if self.held is other.held or not (self.made_of and other.made_of):
+        if self.held is other.held or self.root is other.root:
             return self.held is other.held
+        if self.made_of is None or other.made_of is None:
+            return False
         return bool(self.made_of() == other.made_of())
 
 
@@ -103,7 +107,7 @@ class _Reader:
         if isinstance(value, (torch.Tensor, np.ndarray)):
             return _array(value)
         if isinstance(value, _Same):
-            return _Kept(value.held, None)
+            return _Kept(value.held, None, self.within[0])
         if isinstance(value, (list, tuple)):
             return [*map(self.freeze, value)]
         if isinstance(value, dict):
@@ -125,7 +129,7 @@ class _Reader:
         def made_of() -> Any:
             return self._named(parts_of(value))
 
-        return _Kept(value, _Made(made_of()) if self.at_once else made_of)
+        return _Kept(value, _Made(made_of()) if self.at_once else made_of, self.within[0])
 
     def _named(self, parts: dict[str, Any]) -> Any:
         return [(name, self.freeze(part)) for name, part in parts.items()]
@@ -181,7 +185,7 @@ def _parameters(op: Any) -> dict[str, Any]:
 def _array(array: Any) -> Any:
     if isinstance(array, torch.Tensor):
         if array.numel() > MOST_ELEMENTS or array.layout is not torch.strided:
-            return _Kept(array, None)
+            return _Kept(array, None, array)
         kind, shape = array.dtype, array.shape
         levels = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return [str(kind), tuple(shape), levels.numpy().tobytes()]
