@@ -67,7 +67,7 @@ FORMS = {
         '{{"x": {image}, "y": i, "no": None, "at": (i, i + 1)}}',
         '(b["x"],)',
         'b["y"]',
-        collate='default_collate([{**s, "no": 0} for s in samples]) | {"no": [None] * len(samples)}',
+        collate='default_collate([s | {"no": 0} for s in samples]) | {"no": [None] * len(samples)}',
     ),
     "two images": Form('{{"A": {image}, "B": {image}, "y": i}}', '(b["A"], b["B"])', 'b["y"]'),
 }
@@ -212,7 +212,7 @@ def draw(seed: int, device: str = "cpu") -> Config:
     in_order = workers < 2 or data == "stream" or story != "epochs" or rng.random() < 0.8
     bad, raises = (), -1
     faults = story in ("epochs", "ranks", "numbered", "resume") and in_order and count > 0
-    if faults and not tensors and rng.random() < 0.3:
+    if faults and not tensors and rng.random() < 0.4:
         bad = tuple(sorted(rng.sample(range(count), rng.randrange(1, count // 3 + 2))))
     elif faults and story != "resume" and rng.random() < 0.12:
         raises = rng.randrange(count)
@@ -220,6 +220,11 @@ def draw(seed: int, device: str = "cpu") -> Config:
     if story == "resume":  # the loop that is left early has no error
         on_error = rng.choice(["skip", "callable"])
         bad = () if count < 5 or sampler in ("replacement", "weighted") else bad
+    max_bad = rng.randrange(4) if story != "resume" and rng.random() < 0.25 else None
+    ends = on_error in ("raise", "replace") or max_bad is not None
+    if bad and ends and sampler in ("shuffle", "generator", "random"):
+        # RandomSampler draws once more at the end of an epoch, which the plain loader reaches.
+        sampler = "subset random"
     form = "pair" if tensors else rng.choice(list(FORMS))
     form = "pair" if form == "two images" and rng.random() < 0.3 else form
     single = sampler not in ("batches",) and story == "epochs" and not tensors
@@ -279,7 +284,7 @@ def draw(seed: int, device: str = "cpu") -> Config:
         bad=bad,
         bad_kind=rng.choice(list(BAD)),
         on_error=on_error,
-        max_bad=rng.randrange(4) if story != "resume" and rng.random() < 0.25 else None,
+        max_bad=max_bad,
         slow=rng.random() < 0.15,
         raises=raises,
         raised=rng.choice(list(RAISED)),

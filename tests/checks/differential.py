@@ -506,7 +506,8 @@ class Judge:
             raise Wrong(Finding("structure", f"{name} has other batches", **where))
         rows, times = list[Row](), Counter[int]()
         for number, (batch, wanted) in enumerate(zip(came, batches, strict=True)):
-            count = len(_numbers(wanted.batch))
+            # Without a batch size a sample comes as it is: nothing in it has rows.
+            count = 0 if config.batch is None else len(_numbers(wanted.batch))
             if kind := _follow(batch, wanted.batch, wanted.rows, count, []):
                 raise Wrong(Finding(kind, f"{name}, batch {number}: {batch}", **where))
             for place, sample in enumerate(wanted.numbers):
@@ -727,9 +728,8 @@ class Judge:
         if not config.in_order or apart or not self._in_force(*["late"] * late):
             return
         for rank in range(config.world):
-            # What an epoch left early has used of torch's random numbers depends on its workers.
-            workers = config.workers if config.story == "early" else config.other_workers
-            epochs = self.runs.alone(rank, plain=False, workers=workers, whole=resumed)
+            how = {"workers": other_workers(config), "whole": resumed}
+            epochs = self.runs.alone(rank, plain=False, **how)
             batches = (b for epoch in epochs for b in epoch if not isinstance(b, Exception))
             again = [row for batch in batches for row in _pictures(config, batch)]
             mine = [row for row in rows if row.rank == rank]
@@ -855,120 +855,140 @@ def check(
 
 def script(config: Config, finding: Finding) -> str:
     """At most ``configurations.LINES`` lines that show the finding, with public names alone."""
-    return configurations.script(config, _ending(config, finding))
+    return configurations.script(config, Ending(config, finding).lines())
 
 
-def _begun(config: Config, rank: int, name: str, workers: int | None = None) -> str:
-    seed, make = config.draws_seed, [f"rank={rank}"] * bool(rank)
-    make += [] if workers is None else [f"workers={workers}"]
-    before = f"torch.manual_seed({seed + 7 * len(name) if config.seeding == 'late' else seed})"
-    after = f"; torch.manual_seed({seed})" if config.seeding == "late" else ""
-    return f"{before}; {name} = make({', '.join(make)}){after}"
+class Ending:
+    """The last lines of a script: the story once more, and what is to be seen there."""
+
+    def __init__(self, config: Config, finding: Finding) -> None:
+        self.config, self.finding, self.form = config, finding, FORMS[config.form]
+        first = f"{self.form.images}[0]" + "[0]" * (config.transforms == "views")
+        self.rows = self._reader("rows", first)
+        self.epoch = f"rows(epochs[{finding.epoch}])"
+        self.row = f"{self.epoch}[{finding.row}][1]"
+
+    def lines(self) -> list[str]:
+        finding = self.finding
+        shown = {
+            "error": self.as_it_is,
+            "epochs": self.as_it_is,
+            "structure": self.as_it_is,
+            "ending": self.ending,
+            "label": self.labels,
+            "pixels": self.pixels,
+            "pair": self.pair,
+            "alone": self.alone,
+            "seed": self.other_seed,
+            "again": self.again,
+            "resume": self.again,
+            "replay": self.replay,
+        }
+        if finding.kind in ("lost", "twice", "order", "wrong"):
+            shown[finding.kind] = self.order
+        run = f"{self._begin('loader', finding.rank)}; epochs = [*story(loader, {finding.rank})]"
+        return [run, *shown.get(finding.kind, self.differing)()]
+
+    def _reader(self, name: str, images: str) -> str:
+        pairs = f"zip(np.atleast_1d({self.form.label}), {images})"
+        kept = "b in e if not isinstance(b, Exception)"
+        return f"{name} = lambda e: [(int(y), x.cpu()) for {kept} for y, x in {pairs}]"
+
+    def _begin(self, name: str, rank: int, workers: int | None = None) -> str:
+        """Build a loader; where the seed is set late, another one each time before that."""
+        config = self.config
+        make = [f"rank={rank}"] * bool(rank)
+        make += [] if workers is None else [f"workers={workers}"]
+        late = config.seeding == "late"
+        before = config.draws_seed + (7 * len(name) if late else 0)
+        after = f"; torch.manual_seed({config.draws_seed})" if late else ""
+        return f"torch.manual_seed({before}); {name} = make({', '.join(make)}){after}"
+
+    def as_it_is(self) -> list[str]:
+        return [f"raise SystemExit(epochs)  # {self.finding.words[:60]!r}"]
+
+    def ending(self) -> list[str]:
+        last = f"epochs[{self.finding.epoch}][-1:]"
+        ended = f"[type(b).__name__ for b in {last} if isinstance(b, Exception)]"
+        return _wanted(ended, [self.finding.right] if self.finding.right else [])
+
+    def order(self) -> list[str]:
+        number = _read_back(self.config) if self.config.named else "y"
+        return [self.rows, *_wanted(f"[{number} for y, x in {self.epoch}]", self.finding.right)]
+
+    def labels(self) -> list[str]:
+        if not self.config.named:
+            return self.as_it_is()
+        both = f"[(y, {_read_back(self.config)}) for y, x in {self.epoch}]"
+        return [self.rows, f"got = {both}; print(got); assert all(y == i for y, i in got), epochs"]
+
+    def pixels(self) -> list[str]:
+        picture = f"Image.open(io.BytesIO(file({self.finding.number}))).convert('RGB')"
+        return [self.rows, f"raise SystemExit(({self.row}, np.array({picture})))"]
+
+    def pair(self) -> list[str]:
+        views = "[0]" * (self.config.transforms == "views")
+        pairs = f'zip(b["A"]{views}, b["B"]{views})'
+        same = f"[torch.equal(x, y) for b in epochs[{self.finding.epoch}] for x, y in {pairs}]"
+        return [f"got = {same}; print(got); assert all(got)"]
+
+    def _apart(self, seed: int) -> str:
+        """The first of each sample in a batch of its own."""
+        config = self.config
+        data = configurations.base(config)
+        data = f"list({data})" if config.data == "stream" else data
+        collate = ", collate_fn=collate" * bool(self.form.collate)
+        number = config.numbers[self.finding.epoch]
+        loader = f"ours(DataLoader({data}, batch_sampler=[[i] for i in got]{collate}), {seed})"
+        first = f"got = dict(reversed({self.epoch}))"
+        return f"{first}; one = {loader}; one.set_epoch({number}); right = dict(rows(one))"
+
+    def alone(self) -> list[str]:
+        same = "{i: torch.equal(right[i], got[i]) for i in got}"
+        apart = self._apart(self.config.draws_seed)
+        return [self.rows, apart, f"same = {same}; print(same); assert all(same.values())"]
+
+    def other_seed(self) -> list[str]:
+        same = "[torch.equal(right[i], got[i]) for i in got]"
+        apart = self._apart(self.config.draws_seed + 1)
+        return [self.rows, apart, f"same = {same}; print(same); assert not all(same)"]
+
+    def again(self) -> list[str]:
+        config, rank, epoch = self.config, self.finding.rank, self.finding.epoch
+        workers = other_workers(config)
+        story = f"[*story(another, {rank})]"
+        if self.finding.kind == "resume":
+            story = "[list(another) for _ in epochs]"
+        second = f"{self._begin('another', rank, workers)}; others = {story}"
+        pairs = f"zip({self.epoch}, rows(others[{epoch}]), strict=True)"
+        same = f"[y == z and torch.equal(x, w) for (y, x), (z, w) in {pairs}]"
+        return [self.rows, second, f"got = {same}; print(got); assert all(got)"]
+
+    def replay(self) -> list[str]:
+        index, number = self.finding.number, self.config.numbers[self.finding.epoch]
+        if self.config.data == "subset":
+            index = configurations.subset(self.config).index(index)
+        again = f"rows([loader.replay({index}, {number})])[0][1]"
+        return [self.rows, f"assert torch.equal({again}, {self.row})"]
+
+    def differing(self) -> list[str]:
+        """Two pictures that are cut at the same place, which red and green tell."""
+        finding, lines, name = self.finding, [self.rows], "epochs"
+        rank, epoch, row = finding.other
+        if rank != finding.rank:
+            other = f"others = [*story(another, {rank})]"
+            lines.append(f"{self._begin('another', rank)}; {other}")
+            name = "others"
+        second = f"rows({name}[{epoch}])[{row}][1]"
+        if finding.kind == "views":
+            lines.append(self._reader("seconds", f"{self.form.images}[0][1]"))
+            second = f"seconds(epochs[{finding.epoch}])[{finding.row}][1]"
+        apart = "(1.0 * a - 1.0 * b).abs().mean() > 0.02 * (1.0 * a).abs().max()"
+        return [*lines, f"a, b = {self.row}[:2], {second}[:2]; print(a, b); assert {apart}"]
 
 
-def _ending(config: Config, finding: Finding) -> list[str]:
-    form, rank, epoch = FORMS[config.form], finding.rank, finding.epoch
-    run = [f"{_begun(config, rank, 'loader')}; epochs = [*story(loader, {rank})]"]
-    failures = "[type(b).__name__ for e in epochs for b in e if isinstance(b, Exception)]"
-    image = f"{form.images}[0]" + "[0]" * (config.transforms == "views")
-    pairs = f"zip(np.atleast_1d({form.label}), {image})"
-    rows = f"rows = lambda e: [(int(y), x.cpu()) for b in e if not isinstance(b, Exception) for y, x in {pairs}]"
-    shown = "print('got  ', got); print('right', right); assert got == right"
-    match finding.kind:
-        case "error" | "epochs":
-            return [*run, f"print(epochs)  # {finding.words[:60]!r}"]
-        case "ending":
-            return [
-                *run,
-                f"got, right = {failures}[-1:], {[finding.right] if finding.right else []}; {shown}",
-            ]
-        case "lost" | "twice" | "order" | "wrong":
-            got = f"got, right = [y for y, _ in rows(epochs[{epoch}])], {finding.right}"
-            if config.named:
-                number = _read_back(config)
-                got = f"got, right = [{number} for _, x in rows(epochs[{epoch}])], {finding.right}"
-            return [*run, rows, f"{got}; {shown}"]
-        case "label" if config.named:
-            both = (
-                f"got, right = zip(*[(y, {_read_back(config)}) for y, x in rows(epochs[{epoch}])])"
-            )
-            return [*run, rows, f"{both}; print(epochs[{epoch}]); {shown}"]
-        case "label" | "structure":
-            return [*run, f"raise SystemExit(epochs[{epoch}])"]
-        case "pair":
-            same = f"torch.equal(a, b) for b_ in epochs[{epoch}] for a, b in zip(*{form.images})"
-            same = (
-                same.replace("b[", "b_[")
-                .replace("for a, b in", "for a, c in")
-                .replace("(a, b)", "(a, c)")
-            )
-            if config.transforms == "views":
-                same = same.replace(
-                    f"zip(*{form.images.replace('b[', 'b_[')})", 'zip(b_["A"][0], b_["B"][0])'
-                )
-            return [*run, f"got = [{same}]; print(got); assert all(got)"]
-        case "pixels":
-            picture = f"Image.open(io.BytesIO(file({finding.number}))).convert('RGB')"
-            return [
-                *run,
-                rows,
-                f"print(rows(epochs[{epoch}])[{finding.row}][1], np.asarray({picture}))",
-            ]
-        case "alone" | "seed":
-            data = configurations.base(config)
-            data = f"list({data})" if config.data == "stream" else data
-            collate = ", collate_fn=collate" * bool(form.collate)
-            seed = config.draws_seed + (finding.kind == "seed")
-            one = f"one = ours(DataLoader({data}, batch_sampler=[[{finding.number}]]{collate}), {seed})"
-            one += f"; one.set_epoch({config.numbers[epoch]}); right = rows(one)[0][1]"
-            got = f"got = rows(epochs[{epoch}])[{finding.row}][1]; print(got, right)"
-            return [
-                *run,
-                rows,
-                one,
-                f"{got}; assert {'not ' * (finding.kind == 'seed')}torch.equal(got, right)",
-            ]
-        case "again":
-            other = config.workers if config.story == "early" else config.other_workers
-            second = f"{_begun(config, rank, 'another', other)}; others = [*story(another, {rank})]"
-            return [
-                *run,
-                rows,
-                second,
-                _compared(f"rows(others[{epoch}])", f"rows(epochs[{epoch}])"),
-            ]
-        case "resume":
-            whole = f"{_begun(config, rank, 'whole')}; right = [list(whole) for _ in epochs]"
-            return [*run, rows, whole, _compared(f"rows(right[{epoch}])", f"rows(epochs[{epoch}])")]
-        case "replay":
-            index = finding.number
-            if config.data == "subset":
-                index = configurations.subset(config).index(index)
-            again = f"[*zip(*rows([loader.replay({index}, {config.numbers[epoch]})]))][1][0]"
-            return [
-                *run,
-                rows,
-                f"assert torch.equal({again}, rows(epochs[{epoch}])[{finding.row}][1])",
-            ]
-    other_rank, other_epoch, other_row = finding.other
-    name = "epochs"
-    if other_rank != rank:
-        run.append(
-            f"{_begun(config, other_rank, 'another')}; others = [*story(another, {other_rank})]"
-        )
-        name = "others"
-    one = f"rows(epochs[{epoch}])[{finding.row}][1]"
-    second = f"rows({name}[{other_epoch}])[{other_row}][1]"
-    if finding.kind == "views":
-        second = one.replace("rows", "second")
-        run.append(rows.replace("rows", "second").replace("[0][0])", "[0][1])"))
-    # Red and green say where a picture was cut: from no two samples at the same place.
-    both = f"a, b = {one}[:2], {second}[:2]"
-    return [
-        *run,
-        rows,
-        f"{both}; print(a, b); assert (1.0 * a - 1.0 * b).abs().mean() > 0.02 * (1.0 * a).abs().max()",
-    ]
+def _wanted(got: str, right: Any) -> list[str]:
+    return [f"got, right = {got}, {right}", "print(got, right, sep='\\n'); assert got == right"]
 
 
 def _read_back(config: Config) -> str:
@@ -980,10 +1000,10 @@ def _read_back(config: Config) -> str:
     return f"round({value} / 10)" if whole else f"round({value} * 25.5)"
 
 
-def _compared(right: str, got: str) -> str:
-    pairs = f"zip({got}, {right}, strict=True)"
-    same = f"got = [y == z and torch.equal(x, w) for (y, x), (z, w) in {pairs}]"
-    return f"{same}; print(got); assert all(got)"
+def other_workers(config: Config) -> int:
+    """Of a second run: the same where they decide what an epoch that ends early has drawn."""
+    early = config.story == "early" or configurations.may_fail(config)
+    return config.workers if early else config.other_workers
 
 
 # What a configuration is made simpler by, as long as it fails in the same way.
