@@ -83,7 +83,8 @@ def is_column(batch: Any, *, count: int) -> bool:
         return False
     there = [entry for entry in batch if entry is not None]  # a sample may have no mask
     tensors = [isinstance(entry, (torch.Tensor, np.ndarray)) for entry in there]
-    return any(tensors) == all(tensors) and not all(_has_rows(entry, count) for entry in batch)
+    alike = all(tensors) or not any(tensors)
+    return alike and not all(_has_rows(entry, count) for entry in batch)
 
 
 def _has_rows(entry: Any, count: int) -> bool:

@@ -293,21 +293,31 @@ def start(task: dict[str, Any], out: Any, err: Any) -> subprocess.Popen[bytes]:
 
 
 def _run_child(task: dict[str, Any]) -> tuple[list[str], str, str]:
-    """A child's lines, how it ended ("0", "signal 11", "exit 1", "hangs"), its last errors."""
+    """A child's lines, how it ended, its last errors."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        child = start(task, out, err)
-        size, moved = 0, time.monotonic()
-        while child.poll() is None:
-            time.sleep(0.05)
-            if (now := Path(f"/proc/self/fd/{out.fileno()}").stat().st_size) != size:
-                size, moved = now, time.monotonic()
-            elif time.monotonic() - moved > task["patience"] + (0 if size else START_SECONDS):
-                child.kill()
-                child.wait()
-                return _lines(out), "hangs", ""
-        code = child.returncode
-        ending = f"signal {-code}" if code < 0 else f"exit {code}" if code else "0"
-        return _lines(out), ending, "\n".join(_lines(err)[-12:])
+        return watch(start(task, out, err), out, err, task["patience"])
+
+
+def watch(
+    child: subprocess.Popen[bytes], out: Any, err: Any, patience: float
+) -> tuple[list[str], str, str]:
+    """Wait for a child that writes lines to ``out``, each within ``patience`` seconds.
+
+    Returns:
+        Its lines, how it ended ("0", "signal 11", "exit 1", "hangs"), its last errors.
+    """
+    size, moved = 0, time.monotonic()
+    while child.poll() is None:
+        time.sleep(0.05)
+        if (now := Path(f"/proc/self/fd/{out.fileno()}").stat().st_size) != size:
+            size, moved = now, time.monotonic()
+        elif time.monotonic() - moved > patience + (0 if size else START_SECONDS):
+            child.kill()
+            child.wait()
+            return _lines(out), "hangs", ""
+    code = child.returncode
+    ending = f"signal {-code}" if code < 0 else f"exit {code}" if code else "0"
+    return _lines(out), ending, "\n".join(_lines(err)[-12:])
 
 
 def _lines(file: Any) -> list[str]:
