@@ -270,7 +270,7 @@ def test_what_nothing_tells_apart_is_told_about_once(file):
             with pytest.warns(UserWarning, match="Nothing tells some samples apart") as told:
                 for _ in range(2):
                     list(prefetcher)
-            assert len(told) == 1
+            assert sum(warning.category is UserWarning for warning in told) == 1
     list(load(Stream([EncodedImage(file, 0), EncodedImage(other, 1)] * 2), CROP))
     list(load(Stream([EncodedImage(file), EncodedImage(other)]), CROP))  # their bytes tell
     list(load(Stream(alike["no number"]), [Resize((8, 8))]))
