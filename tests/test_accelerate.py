@@ -831,6 +831,30 @@ def test_two_images_of_a_sample(folder):
         accelerate(DataLoader(Pair(folder, transform), 4), keep_unknown=True, **CPU)
 
 
+class Kept(ImageFolder):
+    """Its targets stay in memory."""
+
+    def __init__(self, root):
+        super().__init__(str(root), v1.Compose(VAL))
+        self.kept = torch.ones(len(self.samples), 2)
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0], self.kept[index]
+
+
+def test_a_collate_function_that_works_in_place_does_not_write_into_the_dataset(folder):
+    def collate(samples):
+        for image, target in samples:
+            image.mul_(0)
+            target.add_(1)
+        return default_collate(samples)
+
+    moved = accelerate(DataLoader(dataset := Kept(folder), 6, collate_fn=collate), **CPU)
+    for _ in range(2):
+        assert all(images.eq(0).all() and target.eq(2).all() for images, target in moved)
+    assert dataset.kept.eq(1).all()
+
+
 @pytest.mark.gpu
 def test_the_collate_function_runs_ahead(folder):
     threads = set()

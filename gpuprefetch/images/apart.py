@@ -64,8 +64,19 @@ def collate_apart(
         )
     put_back = zip(images.unbind(), samples.tolist(), strict=True)
     with SeededDraws(seed):
-        collated = collate([_exchanged(sample, _Hole, image) for image, sample in put_back])
+        collated = collate([_put_back(sample, image) for image, sample in put_back])
     return to_device(collated, device)
+
+
+def _put_back(sample: Any, image: torch.Tensor) -> Any:
+    """A sample with its image, and copies of its tensors: the dataset may keep those it gave."""
+
+    def own(leaf: Any) -> Any:
+        if leaf is _Hole:
+            return image
+        return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+    return map_leaves(own, sample, is_image)
 
 
 def _exchanged(sample: Any, old: Any, new: Any) -> Any:
