@@ -18,9 +18,11 @@ from gpuprefetch.images.host_memory import has_room, lacks_memory
 # Scans that a JPEG of the most pixels may have. Each, if only of 12 bytes, takes a decoder over the
 # whole picture, 35 ns a block of 64 pixels: 2 seconds for these.
 MAX_SCANS = 16
-# Bytes a pixel that Pillow and its decoders take at most: 4 for the picture, 6 for the coefficients
-# of a progressive JPEG.
-PILLOW_BYTES = 10
+# Bytes a pixel that Pillow takes at most in _decode_other(): two pictures of 4 bytes, and three
+# copies of their 3 bytes. The coefficients of a progressive JPEG take 6, before these.
+PILLOW_BYTES = 17
+# And what it takes to read a header, beside some copies of the file.
+_HEADER_ROOM = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ def decode_cpu(
     if header.format == "jpeg" and divisor == 1 and not header.damaged:
         image = _decode_jpeg(data, header)
     else:
-        image = _decode_other(data, header, divisor)
+        image = _decode_other(data, divisor)
     if image.shape != (3, -(-header.height // divisor), -(-header.width // divisor)):
         raise ValueError(
             f"broken {header.format} image: it was decoded to {tuple(image.shape)}, "
@@ -193,19 +195,26 @@ def _decode_jpeg(data: bytes, header: ImageHeader) -> torch.Tensor:
         if lacks_memory(error) or not has_room(3 * header.height * header.width):
             raise MemoryError(reason) from error
         if _loads_truncated():
-            return _decode_other(data, header)
+            return _decode_other(data)
         raise ValueError(f"broken or truncated jpeg image: {reason}") from error
     return image
 
 
 @contextlib.contextmanager
 def _opened(data: bytes) -> Iterator[Any]:
-    """A ``PIL.Image.Image``; whatever PIL raises of it is a ValueError, but for MemoryError."""
+    """A ``PIL.Image.Image``; whatever PIL raises of it is a ValueError.
+
+    It is a MemoryError if the memory that a good picture of the size takes is not there. What PIL
+    raises does not tell: libjpeg's lack of memory is a broken data stream, and a few wrong bytes
+    may ask for more memory than any machine has.
+    """
     load_decoders()
     from PIL import Image, UnidentifiedImageError
 
+    room = _HEADER_ROOM + 4 * len(data)
     try:
         with Image.open(io.BytesIO(data)) as picture:
+            room += PILLOW_BYTES * picture.width * picture.height
             yield picture
     except UnidentifiedImageError:
         begins = f"it begins with {data[:12]!r}" if data else "it is empty"
@@ -213,10 +222,8 @@ def _opened(data: bytes) -> Iterator[Any]:
             "neither a JPEG nor another image that Pillow reads (PNG, WebP, GIF, BMP, TIFF, ...), "
             f"or its header is broken: {begins}"
         ) from None
-    except MemoryError:
-        raise
     except Exception as error:  # which kinds PIL raises of damaged files is not documented
-        if lacks_memory(error):
+        if not has_room(room):
             raise MemoryError(str(error)) from error
         raise ValueError(f"broken or truncated image: {type(error).__name__}: {error}") from error
 
@@ -272,19 +279,13 @@ def _ends_with_pixels(png: bytes) -> bool:
     return png[end + 4 : end + 8] == b"IEND"
 
 
-def _decode_other(data: bytes, header: ImageHeader, divisor: int = 1) -> torch.Tensor:
-    try:
-        with _opened(data) as picture:
-            if divisor > 1:
-                picture.draft("RGB", [side // divisor for side in picture.size])
-            picture.load()
-            picture.info.pop("transparency", None)  # convert() drops it with a warning
-            pixels = np.array(picture.convert("RGB"))
-    except ValueError as error:
-        # libjpeg's and libtiff's lack of memory is a broken data stream in Pillow's words.
-        if not has_room(PILLOW_BYTES * header.height * header.width):
-            raise MemoryError(str(error)) from error
-        raise
+def _decode_other(data: bytes, divisor: int = 1) -> torch.Tensor:
+    with _opened(data) as picture:
+        if divisor > 1:
+            picture.draft("RGB", [side // divisor for side in picture.size])
+        picture.load()
+        picture.info.pop("transparency", None)  # convert() drops it with a warning
+        pixels = np.array(picture.convert("RGB"))
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
