@@ -82,6 +82,7 @@ def test_a_module_that_gets_an_encoded_image_is_named(folder, name):
         list(wrapped(Numbered(folder, CALLED[name])))
 
 
+@pytest.mark.forks("its functions are local")
 def test_a_module_is_named_in_a_worker_in_every_sample_and_in_a_collate_function(folder):
     def only_the_last(image, target):
         return (v2.RandomHorizontalFlip(1.0)(image) if target == COUNT - 1 else image), target
@@ -204,6 +205,7 @@ def moved(folder, collate_fn=None, count=COUNT // 2, seed=3, **options):
 
 
 @pytest.mark.parametrize(("name", "workers"), [("either", 0), ("in a Compose", 2)])
+@pytest.mark.forks("its collate function is local")
 def test_accelerate_mixes_the_transformed_images(folder, name, workers):
     plain = list(moved(folder))
     prefetcher = moved(folder, mixed_by(MIXES[name]()), num_workers=workers)
@@ -231,6 +233,7 @@ def test_accelerate_mixes_the_transformed_images(folder, name, workers):
 @pytest.mark.parametrize(
     "options", [{}, {"mode": "elem"}, {"mixup_alpha": 0.0, "cutmix_alpha": 1.0}]
 )
+@pytest.mark.forks("its collate function is local")
 def test_accelerate_mixes_by_timms_mixup(folder, options):
     mix = timm_mixup(**options)
     prefetcher = moved(folder, mixed_by(mix), 2, num_workers=1)
