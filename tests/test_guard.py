@@ -623,6 +623,18 @@ def test_ops_that_stay_in_the_workers_change_as_in_a_plain_loader(folder):
         iter(moved)
 
 
+def test_what_is_taken_apart_is_read_as_well(folder):
+    """Presets and containers of a user's class, however deep."""
+    inner = [*PIPELINE]
+    preset = Preset(inner)
+    data = ImageFolder(folder, v1.Compose([preset]))
+    moved = accelerate(DataLoader(data, 3), **CPU)
+    assert len(list(moved)) == len(list(moved)) == 2
+    preset.transforms.transforms.append(v1.Normalize(MEAN, STD))
+    with pytest.raises(TypeError, match=r"dataset\.transform has changed"):
+        iter(moved)
+
+
 def test_a_collate_function_afterwards_is_an_error(folder):
     moved = accelerate(DataLoader(ImageFolder(folder, v1.Compose(PIPELINE)), 3), **CPU)
     moved.collate_fn = v2.MixUp(num_classes=2)
