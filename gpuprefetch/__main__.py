@@ -17,6 +17,7 @@ import gpuprefetch
 from gpuprefetch.core.device import resolve_device
 from gpuprefetch.core.report import versions
 from gpuprefetch.images.share import usable_cores
+from gpuprefetch.insight.named import NamedFiles
 
 
 def _loader(args: argparse.Namespace, **options: Any) -> DataLoader[Any]:
@@ -24,18 +25,11 @@ def _loader(args: argparse.Namespace, **options: Any) -> DataLoader[Any]:
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
 
-    class Folder(ImageFolder):  # type: ignore[misc]
-        def __getitem__(self, index: int) -> Any:
-            try:
-                return super().__getitem__(index)
-            except OSError as error:  # which PIL raises, in part without the file's name
-                raise OSError(f"{self.samples[index][0]}: {error}") from error
-
     ops = [v2.RandomResizedCrop(args.size), v2.RandomHorizontalFlip()]
     ops += [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
     ops += [v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
     root = args.DATA / "train" if (args.DATA / "train").is_dir() else args.DATA
-    return DataLoader(Folder(root, v2.Compose(ops)), shuffle=True, **options)
+    return DataLoader(NamedFiles(ImageFolder(root, v2.Compose(ops))), shuffle=True, **options)
 
 
 def _parity(args: argparse.Namespace) -> Any:

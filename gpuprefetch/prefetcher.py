@@ -159,6 +159,7 @@ class DataPrefetcher:
         self._manual: Epoch | None = None  # the iterator of next(), and the length of its batches
         self._manual_length = 2
         self._told_of_ranks = False
+        self._sent: Pipeline | None = None  # what a copy was made with last
         self._kind = kind(loader)  # before a sampler makes its generator
         self._loader: Any = loader  # from here on its attributes are set there
 
@@ -475,8 +476,10 @@ class DataPrefetcher:
         progress.place = dict(progress.place)
         state = vars(self) | {"_progress": progress, "_notes": dict(self._notes)}
         state |= {"_pipeline": self._at(self.seed, progress.epoch), "_manual": None}
-        state["_persistent"] = None
+        state["_persistent"] = state["_sent"] = None
         del state["_beginning"]
+        # A new process gets its tensors as open files, which are closed with the tensors.
+        self._sent = state["_pipeline"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -46,7 +46,10 @@ def pytest_collection_modifyitems(config, items):
     reasons = {} if has_cuda() else {"gpu": "needs a CUDA device"}
     if hasattr(config, "workerinput"):  # one of the processes of pytest -n
         reasons["alone"] = "needs a GPU to itself: run pytest without -n"
+    method = multiprocessing.get_start_method()
     for item in items:
+        if method != "fork" and (forks := item.get_closest_marker("forks")):
+            item.add_marker(pytest.mark.skip(reason=f"workers are forked here: {forks.args[0]}"))
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -300,6 +300,7 @@ def test_small_tensors_are_sent_by_value():
         assert torch.equal(LEAVES[name], want)
 
 
+@pytest.mark.forks("its collate function is local")
 def test_workers_send_what_the_collate_function_gave():
     expected = {n: leaf for n, leaf in LEAVES.items() if n != "conjugate"}  # torch loses the bit
     loader = DataLoader([expected], batch_size=1, num_workers=1, collate_fn=lambda batch: batch[0])

@@ -442,6 +442,7 @@ def test_a_collate_function_may_discard_and_copy_a_batch(photo_folder, collate):
     assert number == 11
 
 
+@pytest.mark.forks("its collate function is local")
 def test_a_collate_function_may_give_a_batch_twice(photo_folder):
     kept = []
 

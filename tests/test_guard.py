@@ -82,6 +82,7 @@ def test_a_module_that_gets_an_encoded_image_is_named(folder, name):
         list(wrapped(Numbered(folder, CALLED[name])))
 
 
+@pytest.mark.forks("its functions are local")
 def test_a_module_is_named_in_a_worker_in_every_sample_and_in_a_collate_function(folder):
     def only_the_last(image, target):
         return (v2.RandomHorizontalFlip(1.0)(image) if target == COUNT - 1 else image), target
@@ -204,6 +205,7 @@ def moved(folder, collate_fn=None, count=COUNT // 2, seed=3, **options):
 
 
 @pytest.mark.parametrize(("name", "workers"), [("either", 0), ("in a Compose", 2)])
+@pytest.mark.forks("its collate function is local")
 def test_accelerate_mixes_the_transformed_images(folder, name, workers):
     plain = list(moved(folder))
     prefetcher = moved(folder, mixed_by(MIXES[name]()), num_workers=workers)
@@ -231,6 +233,7 @@ def test_accelerate_mixes_the_transformed_images(folder, name, workers):
 @pytest.mark.parametrize(
     "options", [{}, {"mode": "elem"}, {"mixup_alpha": 0.0, "cutmix_alpha": 1.0}]
 )
+@pytest.mark.forks("its collate function is local")
 def test_accelerate_mixes_by_timms_mixup(folder, options):
     mix = timm_mixup(**options)
     prefetcher = moved(folder, mixed_by(mix), 2, num_workers=1)
@@ -616,6 +619,18 @@ def test_ops_that_stay_in_the_workers_change_as_in_a_plain_loader(folder):
         assert len(list(moved)) == 2
     assert op.calls > 12
     data.transform.transforms.append(v1.Normalize((0.5,) * 3, (0.5,) * 3))
+    with pytest.raises(TypeError, match=r"dataset\.transform has changed"):
+        iter(moved)
+
+
+def test_what_is_taken_apart_is_read_as_well(folder):
+    """Presets and containers of a user's class, however deep."""
+    inner = [*PIPELINE]
+    preset = Preset(inner)
+    data = ImageFolder(folder, v1.Compose([preset]))
+    moved = accelerate(DataLoader(data, 3), **CPU)
+    assert len(list(moved)) == len(list(moved)) == 2
+    preset.transforms.transforms.append(v1.Normalize(MEAN, STD))
     with pytest.raises(TypeError, match=r"dataset\.transform has changed"):
         iter(moved)
 

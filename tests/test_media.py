@@ -77,6 +77,7 @@ def test_a_padded_sound_has_the_spectrogram_that_it_has_alone(audio, sounds):
         torch.testing.assert_close(spectrogram[..., :frames].cpu(), alone[0], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.forks("its module has another name")
 def test_it_trains_on_sounds_and_hears_each_once(audio, sounds, capsys):
     loader = audio.build(sounds / "train", batch_size=5, num_workers=2, shuffle=True)
     dataset = loader.dataset
@@ -111,6 +112,7 @@ def test_a_clip_is_what_was_drawn(video, clips):
         assert (clip.float() - some.float()).abs().mean() < 6
 
 
+@pytest.mark.forks("its module has another name")
 def test_it_trains_on_clips_and_sees_each_once(video, clips, capsys):
     loader = video.build(clips / "train", [video.as_clips], batch_size=5, shuffle=True)
     seen = [clip for batch, _ in loader for clip in batch]

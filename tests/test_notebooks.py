@@ -12,6 +12,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs" / "notebooks").glob("*.ip
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.forks("its datasets are of a cell")
 def test_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where they draw their pictures
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]

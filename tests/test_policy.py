@@ -276,6 +276,7 @@ def test_draws_come_from_torchs_generator_or_from_a_seed():
         seeded.calls = 2
 
 
+@pytest.mark.forks("its collate function is local")
 def test_a_seed_gives_the_workers_of_a_loader_draws_of_their_own():
     augment = PerImage(v2.RandomRotation(180), seed=3)
     loader = DataLoader(same(8), num_workers=2, collate_fn=lambda images: augment(images[0][None]))

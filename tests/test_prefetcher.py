@@ -272,6 +272,7 @@ def test_what_the_user_has_frozen_stays_so(device, workers):
     assert gc.get_freeze_count() > before / 2 > 0  # some are freed without the collector
 
 
+@pytest.mark.forks("only then they have the garbage")
 def test_workers_would_collect_the_garbage_of_their_parent(tmp_path, monkeypatch):
     # Guards the test above: without the guard a forked worker does collect it.
     monkeypatch.setattr(_prefetcher, "garbage_stays_here", contextlib.nullcontext)
@@ -464,6 +465,7 @@ def test_only_what_is_the_loaders_is_copied(monkeypatch):
         assert len(copies) == count
 
 
+@pytest.mark.forks("its dataset is local")
 def test_the_default_device_changes_nothing(photo_folder):
     ops = [RandomResizedCrop(16), v2.ColorJitter(0.3), K.RandomGrayscale()]
     ops.append(v2.Normalize([0.5], [0.5]))

@@ -144,6 +144,7 @@ def test_no_two_repeats_are_the_same_picture(reference, plain):
         (Together, {"num_workers": 1, "persistent_workers": True}),
     ],
 )
+@pytest.mark.forks("its collate functions are local")
 def test_however_samples_and_batches_are_made(file, reference, dataset, options):
     if options.get("batch_size", 0) is None:
         options = options | {"collate_fn": lambda sample: default_collate([sample])}

@@ -553,6 +553,7 @@ def test_another_number_of_workers_is_refused(make, there, here):
             other.load_state_dict(first.state_dict())
 
 
+@pytest.mark.forks("its collate function is local")
 def test_workers_that_start_where_others_live_on_draw_of_their_own():
     dataset = Read(lambda _: torch.rand(()))
     first = cpu(DataLoader(dataset, 4, **PERSISTENT))
@@ -942,6 +943,7 @@ def test_a_second_epoch_of_persistent_workers_tells_the_first():
     assert values(prefetcher.next()) == values(manual)
 
 
+@pytest.mark.forks("its dataset is local")
 def test_persistent_workers_know_that_the_length_was_asked_for():
     class Longer(Counting):
         def __len__(self):

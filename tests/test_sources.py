@@ -91,6 +91,7 @@ def read(loader):
     ]
 
 
+@pytest.mark.forks("workers inherit what stands in for torch.distributed")
 def test_every_sample_comes_once_whoever_reads_it(recipe, tmp_path, monkeypatch, capsys):
     from drawn import pictures
 
@@ -170,6 +171,7 @@ def of(name):
 
 @of("from_fsspec")
 @pytest.mark.parametrize("scheme", ["memory", "simplecache::memory"])
+@pytest.mark.forks("a file system in memory is of one process")
 def test_fsspec_reads_what_a_url_names(recipe, scheme, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where simplecache keeps files
     url = recipe.write(f"{scheme.removeprefix('simplecache::')}://{tmp_path}/bucket")

@@ -23,7 +23,7 @@ def flatten(pipeline: Any) -> Iterator[Any]:
     from torchvision.transforms import _presets
 
     kind = type(pipeline)
-    if _is_compose(kind) or _only_calls_transforms(kind):
+    if _is_compose(kind) or only_calls_transforms(kind):
         yield from flatten(pipeline.transforms)
     elif kind is _presets.ImageClassification:
         from torchvision.transforms import v2
@@ -58,7 +58,7 @@ def _call(self: Any, img: Any) -> Any:
     return self.transforms(img)
 
 
-def _only_calls_transforms(kind: type) -> bool:
+def only_calls_transforms(kind: type) -> bool:
     """Whether a class is called as those of torchvision's references, by its compiled code."""
     own, mine = getattr(kind.__call__, "__code__", None), _call.__code__
     return own is not None and (own.co_code, own.co_names) == (mine.co_code, mine.co_names)

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpuprefetch.transforms.known import only_calls_transforms
+
 # Libraries whose ops are read: their attributes are parameters, but for what they keep as they run.
 _READ = frozenset(("torchvision", "timm", "kornia", "gpuprefetch"))
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList)
@@ -140,7 +142,8 @@ def _library(op: Any) -> str:
 
 
 def _is_read(op: Any) -> bool:
-    return _library(op) in _READ or type(op) in _CONTAINERS
+    kind = type(op)
+    return _library(op) in _READ or kind in _CONTAINERS or only_calls_transforms(kind)
 
 
 class _Same:
