@@ -84,6 +84,27 @@ class Child:
         return [file.read_text() for file in self._files]
 
 
+class Watched(Child):
+    """A child that is followed by what it writes to ``out``, as ``subprocess`` has it."""
+
+    def __init__(self, out, code, *arguments, **options):
+        super().__init__(code, *arguments, **options)
+        self.out = out
+
+    def poll(self, seconds=0):
+        super().poll(seconds)
+        self.out.seek(0)
+        self.out.write(self._files[0].read_text())
+        self.out.flush()
+        return self.returncode
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self):
+        self.poll(60)
+
+
 def script(path, before=""):
     """The code that runs a script as its own file does, after some lines."""
     return f"{before}\nimport runpy; runpy.run_path({str(path)!r}, run_name='__main__')"

@@ -442,8 +442,11 @@ def test_the_rows_of_what_was_checked():
     ranks = {"check": "images", "processes": 2, "ok": True, "different": 0, "compared": 76}
     counts = {"good_wrong": 0, "good_batches": 60, "same": 7, "differs": 2}
     fuzz = {"device": "cuda", "cases": 900, "crashes": [1], "counts": counts}
+    counts = {"samples": 5100, "pictures": 3000, "draws": 6000, "pairs": 40}
+    random = {"device": "cpu", "cases": 2000, "wrong": 3, "without": ["late"], "counts": counts}
     checks = [check | {"error": "", "verdict": "caught"}, broken | {"error": "x"}]
     found = {"train": [], "soak": [integrity, memory], "fuzz": [fuzz], "selfcheck": checks}
+    found["differential"] = [random]
     found["distributed"] = [ranks | {"mistakes": {"another epoch": "noticed"}}]
     block = correctness.block([machine("a.json", rows, name) for name, rows in found.items()])
     for text in (
@@ -454,6 +457,9 @@ def test_the_rows_of_what_was_checked():
         "| exact; 0 of 76 pictures different; another epoch: noticed |",
         "1 crashes or hangs; 0 of 60 good batches wrong",
         "read by both 9, of them with other pixels 2",
+        "| random configurations, CPU path, 2,000 of them | 3 wrong; samples 5,100, pictures ",
+        "compared with PIL and eager PyTorch 3,000, with another run's 6,000, pairs of draws 40; not",
+        "not checked: late |",
     ):
         assert text in block
     assert correctness.block([machine("a.json", [])]) == ""

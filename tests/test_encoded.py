@@ -630,6 +630,7 @@ def columns(samples):
         "pairs": [torch.tensor(targets), [str(target) for target in targets]],
         "sparse": torch.diag(torch.tensor(targets)).to_sparse(),
         "some": [torch.tensor(target) if target % 3 else None for target in targets],
+        "none": [None] * len(targets),
         "text": "a" * len(targets),
         "more": deque(range(len(targets) + 1)),
     }
@@ -652,6 +653,7 @@ def test_what_the_collate_function_makes_follows_a_bad_image(photo_folder, size,
         assert batch["sparse"].layout is torch.sparse_coo
         assert batch["sparse"].to_dense().sum(1).tolist() == targets
         assert batch["some"] == [target if target % 3 else None for target in targets]
+        assert batch["none"] == [None] * len(targets)
         assert (batch["text"], batch["more"]) == ("a" * size, deque(range(size + 1)))
     assert {bad.index for bad in prefetcher.bad_images} == {2, 6, 13}
 

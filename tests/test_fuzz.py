@@ -2,13 +2,11 @@
 
 import importlib
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from children import Child
+from children import Watched
 
 CHECKS = str(Path(__file__).parent / "checks")
 
@@ -27,26 +25,9 @@ def run(fuzz, *words):
     return fuzz.fuzz(fuzz.parse([str(word) for word in words]))
 
 
-class Forked(Child):
-    """In place of a new interpreter, which takes seconds to begin."""
-
-    def __init__(self, task, out, err):
-        code = "import fuzz, json, sys; fuzz.attack(**json.loads(sys.argv[1]))"
-        super().__init__(code, json.dumps(task), PYTHONPATH=CHECKS)
-        self.out = out
-
-    def poll(self, seconds=0):
-        super().poll(seconds)
-        self.out.seek(0)
-        self.out.write(self._files[0].read_text())
-        self.out.flush()
-        return self.returncode
-
-    def kill(self):
-        os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self):
-        self.poll(60)
+def start(task, out, err):
+    code = "import fuzz, json, sys; fuzz.attack(**json.loads(sys.argv[1]))"
+    return Watched(out, code, json.dumps(task), PYTHONPATH=CHECKS)
 
 
 def test_a_slice(device, fuzz):
@@ -69,7 +50,7 @@ def test_a_slice(device, fuzz):
 
 def test_crashes_and_hangs_are_noticed(monkeypatch, fuzz):
     # Guards the test above: each at the first case of its group, so that little comes before it.
-    monkeypatch.setattr(fuzz, "start", Forked)
+    monkeypatch.setattr(fuzz, "start", start)
     trap = json.dumps({"0": "crash", "31": "hang"})
     result = run(fuzz, "--cases", 62, "--seed", 3, "--trap", trap, "--patience", 2)
     assert result["crashes"] == [

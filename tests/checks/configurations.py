@@ -297,6 +297,9 @@ def draw(seed: int, device: str = "cpu") -> Config:
         epochs=numbers.get(story, ()),
         together=together,
     )
+    if context != "fork":  # each of these workers is seconds of work
+        other = 1 if data == "stream" or persistent else min(config.other_workers, 1)
+        config = replace(config, workers=1, other_workers=other, world=min(world, 2))
     if story != "resume":
         return config
     return replace(config, taken=min(taken, max(_least_batches(config) - len(bad), 0)))

@@ -58,6 +58,21 @@ def fuzz_rows(result: Result) -> Iterator[Row]:
     yield f"fuzz, {path} path against {other}", words
 
 
+def differential_rows(result: Result) -> Iterator[Row]:
+    counts = Counter(result["counts"])
+    path = "GPU" if result["device"] == "cuda" else "CPU"
+    compared = {
+        "samples": counts["samples"],
+        "pictures compared with PIL and eager PyTorch": counts["pictures"],
+        "with another run's": counts["draws"],
+        "pairs of draws": counts["pairs"],
+    }
+    words = ", ".join(f"{name} {count:,}" for name, count in compared.items())
+    without = f"; not checked: {', '.join(result['without'])}" if result["without"] else ""
+    name = f"random configurations, {path} path, {result['cases']:,} of them"
+    yield name, f"{result['wrong']:,} wrong; {words}{without}"
+
+
 def distributed_rows(result: Result) -> Iterator[Row]:
     figures = {
         "missing": "{missing} samples missing in two epochs",
@@ -77,6 +92,7 @@ ROWS = {
     "selfcheck": selfcheck_rows,
     "soak": soak_rows,
     "fuzz": fuzz_rows,
+    "differential": differential_rows,
     "distributed": distributed_rows,
 }
 

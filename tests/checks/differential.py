@@ -52,7 +52,7 @@ ROUNDING = 2.0  # levels, of a resampling on the CPU against eager PyTorch's
 ALIKE = 0.8  # share of pairs with the same draw that is no coincidence; of at least PAIRS
 PAIRS = 4
 CHUNK = 5  # samples of a batch where pictures are made alone
-PATIENCE = 90.0  # seconds for one configuration
+PATIENCE = 120.0  # seconds for one configuration
 MAX_FAILURES = 20  # of one job, which then ends
 
 # Rules that are not in force yet: what breaks them is not reported.
@@ -806,12 +806,10 @@ def _close(config: Config, one: Box | None, other: Box | None) -> bool:
     return one[4] == other[4] and all(abs(a - b) <= limit for a, b, limit in edges)
 
 
-def prepare() -> None:
-    """For a process that makes many small loaders."""
-    torch.set_num_threads(1)
-    # A worker that misses the end of its loader looks for it this often; on a busy machine some do.
-    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 1.0
-    torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 1.0
+def impatient() -> None:
+    """Let workers that miss the end of their loader, as some do on a busy machine, look sooner."""
+    utilities = torch.utils.data._utils
+    utilities.MP_STATUS_CHECK_INTERVAL = utilities.worker.MP_STATUS_CHECK_INTERVAL = 1.0
 
 
 def check(
@@ -1055,7 +1053,8 @@ def simpler(
 
 def run_cases(**task: Any) -> dict[str, Any]:
     """In a child: the configurations of a range of seeds; a line for each as it begins."""
-    prepare()
+    torch.set_num_threads(1)
+    impatient()
     pending, counts = frozenset(task["pending"]), Counter[str]()
     kinds, failures = Counter[str](), list[Any]()
     for seed in range(task["first"], task["last"]):

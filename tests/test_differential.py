@@ -1,0 +1,246 @@
+"""Configurations compared with the plain DataLoader, and that the comparison finds faults."""
+
+import importlib
+import json
+import re
+from dataclasses import replace
+from itertools import count, islice
+from pathlib import Path
+
+import pytest
+import torch
+from children import Watched
+
+import gpuprefetch
+from gpuprefetch import DataPrefetcher, prefetcher
+from gpuprefetch.core.epoch import Epoch
+from gpuprefetch.core.source import Source
+from gpuprefetch.transforms.head import Head
+
+CHECKS = str(Path(__file__).parent / "checks")
+CONFIGURATIONS, GROUP = 60, 3
+
+
+@pytest.fixture(scope="module")
+def differential(scripts):
+    module = importlib.import_module("differential")
+    module.impatient()
+    return module
+
+
+@pytest.fixture(scope="module")
+def chosen(differential):
+    """The first ones without new interpreters, which take seconds to begin, and of few workers."""
+
+    def quick(config):
+        few = config.workers * config.world < 3 and config.count * config.world < 30
+        return few and config.context == "fork" and config.together != "processes"
+
+    drawn = map(differential.configurations.draw, count())
+    return list(islice(filter(quick, drawn), CONFIGURATIONS))
+
+
+@pytest.mark.parametrize("group", range(CONFIGURATIONS // GROUP))
+def test_a_slice(differential, chosen, group):
+    counts = differential.Counter()
+    for config in chosen[group * GROUP :][:GROUP]:
+        if findings := differential.check(config, counts=counts):
+            script = differential.script(config, findings[0])
+            pytest.fail("\n".join(map(str, [config, *findings, script])))
+    assert counts["samples"]
+
+
+def test_a_configuration_is_a_function_of_its_seed(differential):
+    draw = differential.configurations.draw
+    drawn = list(map(draw, range(200)))
+    assert drawn == list(map(draw, range(200)))
+    assert len({replace(config, seed=0) for config in drawn}) == 200
+
+
+def test_scripts_are_short_and_use_public_names(differential):
+    for config in map(differential.configurations.draw, range(80)):
+        for kind in ("order", "label", "pair", "alone", "again", "resume", "ranks", "ending"):
+            finding = differential.Finding(kind, "", right=[1, 2], other=(config.world - 1, 1, 0))
+            script = differential.script(config, finding)
+            assert len(script.splitlines()) <= 20
+            compile(script, "script", "exec")
+            assert set(re.findall(r"\bg\.(\w+)", script)) <= set(gpuprefetch.__all__)
+            assert "gpuprefetch." not in script
+
+
+# Faults, each planted in the package; the kind of what has to be found, and where it shows.
+
+
+def of_batches(change):
+    """Every batch of a loop is changed."""
+
+    def plant(monkeypatch):
+        whole = Epoch.__next__
+        monkeypatch.setattr(Epoch, "__next__", lambda self: change(*whole(self)))
+
+    return plant
+
+
+def twice(images, labels):
+    rows = [0, 0, *range(2, len(labels))]
+    return [images[rows], labels[rows]]
+
+
+def swapped(images, labels):
+    return [images, labels[[1, 0, *range(2, len(labels))]]]
+
+
+def brighter(images, labels):
+    return [images + 4 / 255, labels]
+
+
+def of_source(make):
+    """The batches of an epoch are what ``make`` gives of them."""
+
+    class Changed(Source):
+        def __init__(self, loader, resumed=None):
+            super().__init__(loader, resumed)
+            self._changed = make(super().__next__)
+
+        def __next__(self):
+            return next(self._changed)
+
+    return lambda monkeypatch: monkeypatch.setattr(prefetcher, "Source", Changed)
+
+
+def until_the_end(following):
+    while True:
+        try:
+            yield following()
+        except StopIteration:
+            return
+
+
+def one_lost(following):
+    yield from (batch for at, batch in enumerate(until_the_end(following)) if at != 1)
+
+
+def two_exchanged(following):
+    first, second, *rest = until_the_end(following)
+    yield from (second, first, *rest)
+
+
+def repeats_a_batch(monkeypatch):
+    class Repeating(Source):
+        def __init__(self, loader, resumed=None):
+            if resumed and resumed["batches"]:
+                resumed = {**resumed, "batches": resumed["batches"] - 1}
+                resumed.pop("drawn", None)  # else it is noticed
+            super().__init__(loader, resumed)
+
+    monkeypatch.setattr(prefetcher, "Source", Repeating)
+
+
+def of_draws(change):
+    """The keys that random parameters are drawn from are changed."""
+
+    def plant(monkeypatch):
+        whole = Head.draw
+        monkeypatch.setattr(
+            Head, "draw", lambda self, sizes, keys: whole(self, sizes, change(keys))
+        )
+
+    return plant
+
+
+def one_for_all(keys):
+    return keys[:1].repeat(len(keys))
+
+
+def by_row(keys):
+    return keys + torch.arange(len(keys)).numpy().astype(keys.dtype)
+
+
+def always_the_first_epoch(monkeypatch):
+    whole = DataPrefetcher._with_epoch
+    monkeypatch.setattr(DataPrefetcher, "_with_epoch", lambda self, epoch: whole(self, 0))
+
+
+def ends_silently(monkeypatch):
+    whole = Epoch.__next__
+
+    def following(self):
+        try:
+            return whole(self)
+        except ValueError:
+            raise StopIteration from None
+
+    monkeypatch.setattr(Epoch, "__next__", following)
+
+
+def replays_another(monkeypatch):
+    whole = DataPrefetcher.replay
+
+    def replay(self, index, epoch=None):
+        images, labels = whole(self, index, epoch)
+        return [images.flip(-1), labels]
+
+    monkeypatch.setattr(DataPrefetcher, "replay", replay)
+
+
+FAULTS = {
+    "a sample given twice": (of_batches(twice), "twice", {}),
+    "a swapped label": (of_batches(swapped), "label", {}),
+    "other pixels": (of_batches(brighter), "pixels", {}),
+    "a lost batch": (of_source(one_lost), "lost", {}),
+    "another order": (of_source(two_exchanged), "order", {}),
+    "a shared crop": (of_draws(one_for_all), "shared", {"batch": 6}),
+    "a draw of the row": (of_draws(by_row), "alone", {}),
+    "a stale epoch number": (always_the_first_epoch, "stale", {}),
+    "a resume that repeats a batch": (repeats_a_batch, "twice", {"story": "resume", "taken": 2}),
+    "an error that is not told": (ends_silently, "ending", {"raises": 7, "raised": "ValueError"}),
+    "a replay of another picture": (replays_another, "replay", {}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found_and_their_scripts_show_them(differential, monkeypatch, fault):
+    # Guards the first test.
+    plant, kind, changes = FAULTS[fault]
+    config = differential.configurations.draw(0)
+    for simple in differential.SIMPLER:
+        config = replace(config, **simple)
+    changes = {"batch": 4} | changes
+    config = replace(config, count=12, size=14, alike=False, seed=1, done=0, **changes)
+    assert differential.check(config) == []
+    with monkeypatch.context() as planted:
+        plant(planted)
+        findings = differential.check(config)
+        found = next((finding for finding in findings if finding.kind == kind), None)
+        assert found is not None, findings
+        script = compile(differential.script(config, found), "script", "exec")
+        with pytest.raises((AssertionError, SystemExit)):
+            exec(script, {"__name__": "__main__"})
+    if kind != "pixels":  # which is shown, and not judged once more
+        exec(script, {"__name__": "__main__"})
+
+
+def test_a_failure_is_made_simpler(differential, monkeypatch):
+    of_batches(lambda *batch: swapped(*batch))(monkeypatch)
+    changes = {"form": "pair", "world": 1, "story": "epochs", "epochs": (), "together": "alone"}
+    config = replace(differential.configurations.draw(3), count=12, batch=4, **changes)
+    (found,) = differential.check(config)
+    least, still = differential.simpler(config, found, frozenset(differential.RULES))
+    assert (found.kind, still.kind) == ("label", "label")
+    assert (least.transforms, least.sampler, least.workers) == ("crop", "sequential", 0)
+
+
+def test_crashes_and_hangs_are_noticed(differential, monkeypatch):
+    # Guards the first test.
+    def start(task, out, err):
+        code = "import differential, json, sys; differential.run_cases(**json.loads(sys.argv[1]))"
+        return Watched(out, code, json.dumps(task), PYTHONPATH=CHECKS)
+
+    monkeypatch.setattr(differential, "start", start)
+    trap = json.dumps({"0": "crash", "1": "hang"})
+    words = ["--cases", "2", "--trap", trap, "--patience", "1"]
+    result = differential.differential(differential.parse(words))
+    ended = [(failure["seed"], failure["what"]) for failure in result["failures"]]
+    assert ended == [(0, ["signal 11"]), (1, ["hangs"])]
+    assert result["cases"] == result["wrong"] == 2
+    assert all(len(failure["script"].splitlines()) <= 20 for failure in result["failures"])
