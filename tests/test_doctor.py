@@ -87,6 +87,7 @@ def test_slow_disk():
 
 
 @pytest.mark.usefixtures("busy_machine")
+@pytest.mark.forks("a spawned worker starts too late for its times")
 def test_too_few_workers():
     report = doctor(loader_of(Slow(0.02)), sleep(0.02), device="cpu", seconds=0.2)
     assert report.bound == "reading"

@@ -398,6 +398,7 @@ class Waits(Sampler):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", [None, Waits()], ids=["next", "iter"])
+@pytest.mark.forks("a spawned worker starts too late for its times")
 def test_persistent_workers_whose_epochs_begin_in_two_threads(either, sampler):
     """The one begins while the other waits for a batch, or begins itself."""
     loader = DataLoader(Slow(0.3, at=0), sampler=sampler, num_workers=2, persistent_workers=True)
@@ -420,6 +421,7 @@ def test_persistent_workers_whose_epochs_begin_in_two_threads(either, sampler):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.forks("a spawned worker starts too late for its times")
 def test_workers_that_an_abandoned_thread_waits_for(threaded, impatient, persistent):
     loader = DataLoader(Slow(1, at=2), num_workers=2, persistent_workers=persistent)
     prefetcher = DataPrefetcher(loader, device="cpu")

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -325,7 +326,7 @@ def ends_in(make, where, workers, kind):
 @pytest.mark.parametrize("kind", [FrozenError, StrictError, NotelessError])
 def test_an_exception_that_takes_no_note_arrives(kind, where):
     for workers in (0, 1):
-        assert "NoSuchKey" in str(ends_in(lambda: kind("NoSuchKey"), where, workers, kind))
+        assert "NoSuchKey" in str(ends_in(partial(kind, "NoSuchKey"), where, workers, kind))
 
 
 @pytest.mark.parametrize(
@@ -361,9 +362,9 @@ def test_stop_iteration_of_a_collate_function_is_no_end_of_a_stream():
     [
         (of_a_function, RuntimeError),
         (of_the_worker, RuntimeError),
-        (lambda: OwnTextError("NoSuchKey"), OwnTextError),
-        (lambda: MessageError("NoSuchKey"), RuntimeError),
-        (lambda: ExceptionGroup("NoSuchKey", [OSError()]), RuntimeError),
+        (partial(OwnTextError, "NoSuchKey"), OwnTextError),
+        (partial(MessageError, "NoSuchKey"), RuntimeError),
+        (partial(ExceptionGroup, "NoSuchKey", [OSError()]), RuntimeError),
     ],
 )
 def test_an_exception_that_cannot_be_sent_is_told_by_its_text(make, kind):
