@@ -458,7 +458,7 @@ def test_the_rows_of_what_was_checked():
         "1 crashes or hangs; 0 of 60 good batches wrong",
         "read by both 9, of them with other pixels 2",
         "| random configurations, CPU path, 2,000 of them | 3 wrong; samples 5,100, pictures ",
-        "compared with PIL and eager PyTorch 3,000, with another run's 6,000, pairs of draws 40; not",
+        "compared with PIL and eager PyTorch 3,000, with another run's 6,000, pairs of draws 40; ",
         "not checked: late |",
     ):
         assert text in block

@@ -12,6 +12,7 @@ from typing import Any
 Sizes = tuple[tuple[int, int], ...]
 
 LINES = 20  # of a script, at most
+LARGER = 2  # times each side, of the second image of "two sizes"
 THIN = 12  # pixels: a narrower picture has too few crops to tell two apart
 SIZES: dict[str, Sizes] = {
     "equal": ((24, 32),),
@@ -31,7 +32,10 @@ RAISED = {"ValueError": "ValueError", "KeyError": "KeyError", "own": "Trouble"}
 
 @dataclass(frozen=True)
 class Form:
-    """How a sample and its batch look; ``{image}`` is an image, and ``b`` a batch."""
+    """How a sample and its batch look; ``{image}`` is its image, and ``b`` a batch.
+
+    ``{large}`` is the same picture in twice the size.
+    """
 
     sample: str
     images: str = "(b[0],)"
@@ -70,6 +74,7 @@ FORMS = {
         collate='default_collate([s | {"no": 0} for s in samples]) | {"no": [None] * len(samples)}',
     ),
     "two images": Form('{{"A": {image}, "B": {image}, "y": i}}', '(b["A"], b["B"])', 'b["y"]'),
+    "two sizes": Form('{{"A": {image}, "B": {large}, "y": i}}', '(b["A"], b["B"])', 'b["y"]'),
 }
 
 _CROP = "g.RandomResizedCrop({size}, scale=(0.1, 0.7))"
@@ -129,6 +134,7 @@ class Config:
     channels_last: bool
     depth: int | None
     budget: str | None
+    decoder: str
     bad: tuple[int, ...]
     bad_kind: str
     on_error: str
@@ -158,6 +164,11 @@ class Config:
     def named(self) -> bool:
         """Whether a picture says which sample it is of."""
         return bool(self.reads) and not self.alike
+
+    @property
+    def images(self) -> int:
+        """How many images a sample has."""
+        return 2 if self.form in ("two images", "two sizes") else 1
 
     @property
     def counts_batches(self) -> bool:
@@ -220,13 +231,13 @@ def draw(seed: int, device: str = "cpu") -> Config:
     if story == "resume":  # the loop that is left early has no error
         on_error = rng.choice(["skip", "callable"])
         bad = () if count < 5 or sampler in ("replacement", "weighted") else bad
-    max_bad = rng.randrange(4) if story != "resume" and rng.random() < 0.25 else None
+    few = story != "resume" and on_error != "raise" and rng.random() < 0.25
+    max_bad = rng.randrange(4) if few else None
     ends = on_error in ("raise", "replace") or max_bad is not None
     if bad and ends and sampler in ("shuffle", "generator", "random"):
         # RandomSampler draws once more at the end of an epoch, which the plain loader reaches.
         sampler = "subset random"
     form = "pair" if tensors else rng.choice(list(FORMS))
-    form = "pair" if form == "two images" and rng.random() < 0.3 else form
     single = sampler not in ("batches",) and story == "epochs" and not tensors
     single = single and in_order and form not in ("dataclass", "extras") and rng.random() < 0.1
     sizes = "equal" if tensors else rng.choice([*SIZES, "mixed"])
@@ -250,7 +261,8 @@ def draw(seed: int, device: str = "cpu") -> Config:
         "numbered": tuple(sorted(rng.sample(range(6), 2))),
         "restarted": tuple(range(first := rng.randrange(1, 4), first + 2)),
     }
-    together = _pick(rng, alone=5, threads=3, processes=0.6) if story == "ranks" else "alone"
+    ways = {"alone": 5, "threads": 3} | ({"processes": 0.6} if device == "cpu" else {})
+    together = _pick(rng, **ways) if story == "ranks" else "alone"
     config = Config(
         seed=seed,
         device=device,
@@ -281,6 +293,7 @@ def draw(seed: int, device: str = "cpu") -> Config:
         channels_last=rng.random() < 0.2,
         depth=rng.choice([None, None, 1, 2, 3]),
         budget=rng.choice([None, None, None, "1MiB"]),
+        decoder=_pick(rng, auto=5, cpu=1),
         bad=bad,
         bad_kind=rng.choice(list(BAD)),
         on_error=on_error,
@@ -387,9 +400,12 @@ def _imports(config: Config) -> list[str]:
 def _file(config: Config) -> list[str]:
     sizes, number = list(SIZES[config.sizes]), "7" if config.alike else "i"
     planes = f"x * 255 // max(w - 1, 1), y * 255 // max(h - 1, 1), 0 * x + 10 * {number}"
+    of, grid = ("i", "np.mgrid[:h, :w]")
+    if config.form == "two sizes":
+        of, grid = "i, by=1", "np.mgrid[: by * h, : by * w] // by"
     return [
-        "def file(i):  # red grows along x, green along y, blue is the sample",
-        f"    (h, w), f = {sizes}[i % {len(sizes)}], io.BytesIO(); y, x = np.mgrid[:h, :w]",
+        f"def file({of}):  # red grows along x, green along y, blue is the sample",
+        f"    (h, w), f = {sizes}[i % {len(sizes)}], io.BytesIO(); y, x = {grid}",
         f"    a = np.stack([{planes}], 2).astype(np.uint8)",
         f"    Image.fromarray(a).save(f, {FILES[config.files]}); return f.getvalue()",
     ]
@@ -404,7 +420,8 @@ def _dataset(config: Config, *, plain: bool) -> list[str]:
         image = "torch.tensor(np.array(Image.open(io.BytesIO(file(i))))).permute(2, 0, 1)"
     if plain:
         image = f"(float(i) if self.plain else {image})"
-    sample = FORMS[config.form].sample.format(image=image)
+    large = image.replace("file(i)", f"file(i, {LARGER})")
+    sample = FORMS[config.form].sample.format(image=image, large=large)
     body = [f"if i == {config.raises}: raise {RAISED[config.raised]}(i)"] * (config.raises >= 0)
     wait = "time.sleep(i * 7 % 5 / 1000); " * config.slow
     keep = "    def __init__(self, plain): self.plain = plain"
@@ -438,6 +455,8 @@ def _options(config: Config) -> str:
         given.append(f"device_prefetch_size={config.depth}")
     if config.budget is not None:
         given.append(f'memory_budget="{config.budget}"')
+    if config.decoder != "auto":
+        given.append(f'decoder="{config.decoder}"')
     if config.bad:
         choice = "lambda bad: None" if config.on_error == "callable" else f'"{config.on_error}"'
         given.append(f"on_error={choice}")

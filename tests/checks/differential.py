@@ -288,7 +288,6 @@ def _numbers(batch: Any) -> list[int]:
 def expected(config: Config, epochs: list[list[Any]]) -> list[tuple[list[Expected], str]]:
     """What is left of the plain loader's epochs, and the name of the error that each ends with."""
     known: set[Any] = set()  # bad files so far
-    images = 2 if config.form == "two images" else 1
     found = []
     for epoch in epochs:
         batches, error, left_out = list[Expected](), "", False
@@ -298,7 +297,7 @@ def expected(config: Config, epochs: list[list[Any]]) -> list[tuple[list[Expecte
                 break
             numbers = _numbers(batch)
             bad = [at for at, number in enumerate(numbers) if number in config.bad]
-            for _ in range(images if config.names == "none" else 1):
+            for _ in range(config.images if config.names == "none" else 1):
                 known |= {object() if config.names == "none" else numbers[at] for at in bad}
             rows = [at for at in range(len(numbers)) if at not in bad]
             too_many = config.max_bad is not None and len(known) > config.max_bad
@@ -383,7 +382,7 @@ def weights(source: int, target: int) -> np.ndarray[Any, Any]:
     return made[0, 0].numpy()
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(128)
 def _spans(ramp: tuple[float, ...], target: int) -> tuple[Any, Any]:
     """Every part ``(start, length)`` of an axis, and what a resize makes of its ramp."""
     values, starts, made = np.array(ramp), [], []
@@ -391,7 +390,7 @@ def _spans(ramp: tuple[float, ...], target: int) -> tuple[Any, Any]:
         windows = np.lib.stride_tricks.sliding_window_view(values, length)
         starts += [(start, length) for start in range(len(windows))]
         made.append(windows @ weights(length, target).T)
-    return np.array(starts), np.concatenate(made)
+    return np.array(starts), np.concatenate(made, dtype=np.float32)
 
 
 def resampled(picture: Any, box: Any, size: tuple[int, int]) -> np.ndarray[Any, Any]:
@@ -458,7 +457,11 @@ class Judge:
         self.config, self.runs, self.pending = config, runs, pending
         self.findings: list[Finding] = []
         self.counts: Counter[str] = Counter()
-        self.files = {number: runs.module.file(number) for number in range(config.count)}
+        file, numbers = runs.module.file, range(config.count)
+        self.files = {number: file(number) for number in numbers}
+        self.larger = dict(self.files)  # of the second image
+        if config.form == "two sizes":
+            self.larger = {number: file(number, configurations.LARGER) for number in numbers}
 
     def add(self, kind: str, words: str, row: Row | None = None, **where: Any) -> None:
         if row is not None:
@@ -536,22 +539,26 @@ class Judge:
 
     def look(self, row: Row) -> None:
         """Compare pictures with what eager PyTorch makes of PIL's, and read where they lie."""
-        picture = decoded(self.files[row.number])
-        for image, view in itertools.chain.from_iterable(
-            [(n, view) for view in views] for n, views in enumerate(row.images)
-        ):
-            off, box = self._read(levels(self.config, view), view, picture)
-            self.counts["pictures"] += 1
-            limit = 0.0 if self.config.reads == "whole" else ROUNDING
-            exact = self.config.device == "cpu"
-            if (off > limit) if exact else not self._near(view, picture, box):
-                words = f"sample {row.number} is {off:.1f} levels from any crop of its file"
-                self.add("pixels", words, row)
-                return
-            if image == 0:
-                height, width = picture.shape[:2]
-                wide = min(height, width) >= THIN
-                row.boxes.append(_relative(box, height, width) if wide and box else None)
+        for files, views in zip((self.files, self.larger), row.images, strict=False):
+            picture = decoded(files[row.number])
+            boxes = [self._look(row, view, picture) for view in views]
+            if row.boxes and self.config.reads == "crop" and self._in_force("pairs"):
+                told = [pair for pair in zip(row.boxes, boxes, strict=True) if None not in pair]
+                apart = not all(_close(self.config, *pair) for pair in told)
+                if apart and not any(finding.kind == "pair" for finding in self.findings):
+                    self.add("pair", f"the images of sample {row.number} are cut apart", row)
+            row.boxes = row.boxes or boxes
+
+    def _look(self, row: Row, view: Picture, picture: Any) -> Box | None:
+        off, box = self._read(levels(self.config, view), view, picture)
+        self.counts["pictures"] += 1
+        limit = 0.0 if self.config.reads == "whole" else ROUNDING
+        on_cpu = self.config.device == "cpu"
+        if (off > limit) if on_cpu else not self._near(view, picture, box):
+            words = f"sample {row.number} is {off:.1f} levels from any crop of its file"
+            self.add("pixels", words, row)
+        height, width = picture.shape[:2]
+        return _relative(box, height, width) if box and min(height, width) >= THIN else None
 
     def _read(self, values: Any, view: Picture, picture: Any) -> tuple[float, Any]:
         """How many levels a picture is off, and the crop that it is."""
@@ -711,7 +718,7 @@ class Judge:
             self.add("seed", f"{equal} of {len(wide)} pictures are those of another seed", rows[0])
 
     def pairs_agree(self, rows: list[Row]) -> None:
-        """All images of a sample share its draw; here they are of one file."""
+        """All images of a sample share its draw; of one file they are one picture."""
         config = self.config
         if config.form != "two images" or config.counts_batches or not self._in_force("pairs"):
             return
@@ -927,7 +934,10 @@ class Ending:
     def pair(self) -> list[str]:
         views = "[0]" * (self.config.transforms == "views")
         pairs = f'zip(b["A"]{views}, b["B"]{views})'
-        same = f"[torch.equal(x, y) for b in epochs[{self.finding.epoch}] for x, y in {pairs}]"
+        equal = "torch.equal(x, y)"
+        if self.config.form == "two sizes":
+            equal = "float((1.0 * x[:2] - y[:2]).abs().mean() / x[:2].max()) < 0.04"
+        same = f"[{equal} for b in epochs[{self.finding.epoch}] for x, y in {pairs}]"
         return [f"got = {same}; print(got); assert all(got)"]
 
     def _apart(self, seed: int) -> str:
@@ -1013,7 +1023,9 @@ SIMPLER: tuple[dict[str, Any], ...] = (
     {"raises": -1},
     {"slow": False},
     {"in_order": True},
+    {"form": "two images"},
     {"form": "pair"},
+    {"decoder": "auto"},
     {"data": "samples"},
     {"sampler": "sequential", "world": 1},
     {"files": "png"},
