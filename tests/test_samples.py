@@ -153,6 +153,23 @@ def test_a_bad_image_gives_no_other_its_made_up_size(file):
     assert found == [0, *range(2, COUNT)]
 
 
+@pytest.mark.parametrize(("on_error", "kept"), [("skip", [0, 2, 3]), ("replace", [0, 2, 2, 3])])
+@pytest.mark.parametrize("later", ["policy", "kornia"])
+def test_a_pair_with_a_bad_image_leaves_the_others_together(file, on_error, kept, later):
+    def sample(index):
+        other = b"no picture" if index == 1 else file + bytes(1)
+        return EncodedImage(file, index, "a"), EncodedImage(other, index, "b"), index
+
+    options = {"prefetcher": {"on_error": on_error}, "num_workers": 1, "batch_size": 4}
+    transforms = [*CROP, *LATER[later]]
+    ((one, two, numbers),) = load(Of(sample, 4), transforms, **options)
+    assert numbers.tolist() == kept
+    assert torch.equal(one, two)
+    if later == "policy":  # a function of the sample, whatever is beside it
+        whole = images_of(load(Of(lambda index: EncodedImage(file, index), 4), transforms))
+        assert torch.equal(one, whole[kept])
+
+
 def test_targets_follow_all_images_of_their_sample(ramp):
     def sample(index):
         mask = torch.zeros(1, 40, 60, dtype=torch.uint8)

@@ -101,14 +101,17 @@ class HostStage:
         targets = fate(batch, samples)
         for images in packed:
             images.targets = targets
-            with memory_for(f"the transforms of a batch of {len(images)} images"):
-                self._augment(images)
+        # The loop's process does it where rows are left out or replaced, or targets move as well.
+        if not targets and not any(images.errors for images in packed):
+            for images in packed:
+                with memory_for(f"the transforms of a batch of {len(images)} images"):
+                    self._augment(images)
         return batch
 
     def _augment(self, images: PreparedImages) -> None:
-        """Draw for each view's program here, and run it on a CPU; not with targets or bad files."""
+        """Sample for each view's program here, and run it on a CPU."""
         packer, began = self.packer, time.perf_counter()
-        if not packer.programs or images.errors or images.targets:
+        if not packer.programs:
             return
         for view, (program, head) in enumerate(zip(packer.programs, packer.heads, strict=True)):
             images.laid.append([])
