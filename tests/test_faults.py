@@ -387,6 +387,32 @@ def test_a_batch_that_cannot_be_sent_is_an_error(capfd):
         assert "pickle" in str(caught.value)
 
 
+class Cut:
+    """A loader's iterator, the connection to whose worker breaks."""
+
+    def __init__(self, code):
+        self.process = torch.multiprocessing.get_context("fork").Process(target=eval, args=(code,))
+        self.process.start()
+        self._workers = [self.process]
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise ConnectionResetError(104, "reset by peer")
+
+
+def test_a_worker_that_ends_while_its_batch_is_fetched_is_named():
+    with pytest.raises(RuntimeError, match=r"worker \(pid\(s\) .* exited unexpectedly"):
+        next(iter(DataPrefetcher(Cut("0"), device="cpu")))
+    alive = Cut("__import__('time').sleep(60)")
+    try:
+        with pytest.raises(ConnectionResetError):
+            next(iter(DataPrefetcher(alive, device="cpu")))
+    finally:
+        alive.process.kill()
+
+
 class Unsendable:
     def __call__(self, samples):
         return [default_collate(samples), (lambda: 0) if samples[0].any() else 0]

@@ -23,6 +23,7 @@ NAMES = {
     "_MapDatasetFetcher": "torch.utils.data._utils.fetch",
     "DataLoader._iterator": "torch.utils.data:DataLoader",
     "_persistent_workers": "torch.utils.data.dataloader:_BaseDataLoaderIter",
+    "_workers": "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter",
     "_shutdown_workers": "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter",
     "StatefulDataLoader.next_iter_state": "torchdata.stateful_dataloader:StatefulDataLoader",
     "_initial_iter_for_state_dict": "torchdata.stateful_dataloader:StatefulDataLoader",

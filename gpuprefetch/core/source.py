@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from gpuprefetch.core.errors import is_end, scope, unexpected_end
+from gpuprefetch.core.errors import is_end, scope, text_of, unexpected_end
 from gpuprefetch.core.state import decoded
+from gpuprefetch.core.workers import gone
 
 
 def kind(loader: Any) -> str:
@@ -276,6 +277,11 @@ class Source(Iterator[tuple[Any, Any]]):
             if not is_end(error):
                 raise unexpected_end(error, "the dataset") from error
             return _END
+        except (ConnectionError, EOFError, FileNotFoundError) as error:
+            # A batch's memory is fetched from its worker, which may have been killed meanwhile.
+            if text_of(error).startswith("Caught ") or not (pids := gone(self._iterator)):
+                raise
+            raise RuntimeError(f"DataLoader worker (pid(s) {pids}) exited unexpectedly") from error
 
     def close(self) -> None:
         """Shut down the workers, unless they are persistent and serve more epochs."""

@@ -56,6 +56,12 @@ def _end_with_main() -> None:
     os._exit(1)
 
 
+def gone(iterator: Any) -> list[int]:
+    """The workers of a loader's iterator that have ended, or do so at this moment."""
+    workers = {worker.sentinel: worker.pid for worker in getattr(iterator, "_workers", ())}
+    return [workers[sentinel] for sentinel in wait([*workers], timeout=1.0)] if workers else []
+
+
 class WorkerError(ExceptionWrapper):
     """An exception from a worker: whatever its class makes of it, its text is there."""
 
