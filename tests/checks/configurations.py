@@ -216,7 +216,7 @@ def draw(seed: int, device: str = "cpu") -> Config:
         data = "samples"
     if data == "stream":
         sampler = "sequential"
-    if not count and sampler != "range":
+    if not count and sampler not in ("range", "distributed"):
         sampler = "sequential"
     workers = rng.choices([0, 1, 2, 3], [5, 3, 2, 0.7])[0]
     batch = rng.randrange(1, 8)

@@ -30,7 +30,7 @@ ALIKE = 0.8  # share of pairs with the same draw that is no coincidence; of at l
 PAIRS = 4
 CHUNK = 5  # samples of a batch where pictures are made alone
 
-# Rules that are not in force yet: what breaks them is not reported.
+# Rules about draws that can be left out, one by one.
 RULES = {
     "pairs": "all images of a sample share one draw",
     "policies": "what a policy draws depends on the sample, not on its batch",
@@ -39,7 +39,7 @@ RULES = {
     "late": "seed=None is read when an epoch begins",
     "restarted": "a sampler's epoch numbers the epoch",
 }
-PENDING = frozenset(RULES)
+PENDING = frozenset(RULES)  # those that do not hold yet: what breaks them is not reported
 
 Box = tuple[float, ...]
 
