@@ -330,7 +330,7 @@ def _least_batches(config: Config) -> int:
 
 def _sampler(config: Config) -> str:
     """The arguments of the DataLoader that say which samples come."""
-    count, seeded = config.count, f"torch.Generator().manual_seed({config.seed})"
+    seeded = f"torch.Generator().manual_seed({config.seed})"
     sampler = {
         "sequential": "",
         "shuffle": "shuffle=True",
@@ -348,7 +348,6 @@ def _sampler(config: Config) -> str:
         words.append(f"batch_size={config.batch}")
     if config.drop_last:
         words.append("drop_last=True")
-    assert count >= 0
     return ", ".join(words)
 
 
