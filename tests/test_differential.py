@@ -18,13 +18,13 @@ from gpuprefetch.core.source import Source
 from gpuprefetch.transforms.head import Head
 
 CHECKS = str(Path(__file__).parent / "checks")
-CONFIGURATIONS, GROUP = 60, 3
+CONFIGURATIONS, GROUP = 60, 2
 
 
 @pytest.fixture(scope="module")
 def differential(scripts):
     module = importlib.import_module("differential")
-    module.impatient()
+    module.judging.impatient()
     return module
 
 
@@ -33,7 +33,7 @@ def chosen(differential):
     """The first ones without new interpreters, which take seconds to begin, and of few workers."""
 
     def quick(config):
-        few = config.workers * config.world < 3 and config.count * config.world < 30
+        few = config.workers * config.world < 3 and config.count * config.world < 45
         return few and config.context == "fork" and config.together != "processes"
 
     drawn = map(differential.configurations.draw, count())
@@ -42,12 +42,19 @@ def chosen(differential):
 
 @pytest.mark.parametrize("group", range(CONFIGURATIONS // GROUP))
 def test_a_slice(differential, chosen, group):
-    counts = differential.Counter()
     for config in chosen[group * GROUP :][:GROUP]:
-        if findings := differential.check(config, counts=counts):
-            script = differential.script(config, findings[0])
+        if findings := differential.judging.check(config):
+            script = differential.reproduce.script(config, findings[0])
             pytest.fail("\n".join(map(str, [config, *findings, script])))
-    assert counts["samples"]
+
+
+def test_the_slice_has_all_kinds(differential, chosen):
+    known = differential.configurations
+    assert len({config.transforms for config in chosen}) > len(known.LISTS) - 3
+    assert {config.form for config in chosen} == set(known.FORMS)
+    assert {config.story for config in chosen} >= {"epochs", "early", "resume", "ranks", "numbered"}
+    assert len({config.sampler for config in chosen}) > 8
+    assert sum(bool(config.bad) for config in chosen) > 5
 
 
 def test_a_configuration_is_a_function_of_its_seed(differential):
@@ -60,8 +67,10 @@ def test_a_configuration_is_a_function_of_its_seed(differential):
 def test_scripts_are_short_and_use_public_names(differential):
     for config in map(differential.configurations.draw, range(80)):
         for kind in ("order", "label", "pair", "alone", "again", "resume", "ranks", "ending"):
-            finding = differential.Finding(kind, "", right=[1, 2], other=(config.world - 1, 1, 0))
-            script = differential.script(config, finding)
+            finding = differential.judging.Finding(
+                kind, "", right=[1, 2], other=(config.world - 1, 1, 0)
+            )
+            script = differential.reproduce.script(config, finding)
             assert len(script.splitlines()) <= 20
             compile(script, "script", "exec")
             assert set(re.findall(r"\bg\.(\w+)", script)) <= set(gpuprefetch.__all__)
@@ -173,6 +182,10 @@ def ends_silently(monkeypatch):
     monkeypatch.setattr(Epoch, "__next__", following)
 
 
+def forgets_a_bad_file(monkeypatch):
+    monkeypatch.setattr(DataPrefetcher, "bad_images", property(lambda self: []))
+
+
 def replays_another(monkeypatch):
     whole = DataPrefetcher.replay
 
@@ -194,6 +207,7 @@ FAULTS = {
     "a stale epoch number": (always_the_first_epoch, "stale", {}),
     "a resume that repeats a batch": (repeats_a_batch, "twice", {"story": "resume", "taken": 2}),
     "an error that is not told": (ends_silently, "ending", {"raises": 7, "raised": "ValueError"}),
+    "a bad file that is not listed": (forgets_a_bad_file, "bad", {"bad": (3,), "on_error": "skip"}),
     "a replay of another picture": (replays_another, "replay", {}),
 }
 
@@ -203,20 +217,20 @@ def test_faults_are_found_and_their_scripts_show_them(differential, monkeypatch,
     # Guards the first test.
     plant, kind, changes = FAULTS[fault]
     config = differential.configurations.draw(0)
-    for simple in differential.SIMPLER:
+    for simple in differential.reproduce.SIMPLER:
         config = replace(config, **simple)
     changes = {"batch": 4} | changes
     config = replace(config, count=12, size=14, alike=False, seed=1, done=0, **changes)
-    assert differential.check(config) == []
+    assert differential.judging.check(config) == []
     with monkeypatch.context() as planted:
         plant(planted)
-        findings = differential.check(config)
+        findings = differential.judging.check(config)
         found = next((finding for finding in findings if finding.kind == kind), None)
         assert found is not None, findings
-        script = compile(differential.script(config, found), "script", "exec")
+        script = compile(differential.reproduce.script(config, found), "script", "exec")
         with pytest.raises((AssertionError, SystemExit)):
             exec(script, {"__name__": "__main__"})
-    if kind != "pixels":  # which is shown, and not judged once more
+    if kind not in ("pixels", "bad"):  # which are shown, and not judged once more
         exec(script, {"__name__": "__main__"})
 
 
@@ -224,8 +238,10 @@ def test_a_failure_is_made_simpler(differential, monkeypatch):
     of_batches(lambda *batch: swapped(*batch))(monkeypatch)
     changes = {"form": "pair", "world": 1, "story": "epochs", "epochs": (), "together": "alone"}
     config = replace(differential.configurations.draw(3), count=12, batch=4, **changes)
-    (found,) = differential.check(config)
-    least, still = differential.simpler(config, found, frozenset(differential.RULES))
+    (found,) = differential.judging.check(config)
+    least, still = differential.reproduce.simpler(
+        config, found, frozenset(differential.judging.RULES)
+    )
     assert (found.kind, still.kind) == ("label", "label")
     assert (least.transforms, least.sampler, least.workers) == ("crop", "sequential", 0)
 

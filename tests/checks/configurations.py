@@ -216,7 +216,7 @@ def draw(seed: int, device: str = "cpu") -> Config:
         data = "samples"
     if data == "stream":
         sampler = "sequential"
-    if not count and sampler != "range":
+    if not count and sampler not in ("range", "distributed"):
         sampler = "sequential"
     workers = rng.choices([0, 1, 2, 3], [5, 3, 2, 0.7])[0]
     batch = rng.randrange(1, 8)
@@ -330,7 +330,7 @@ def _least_batches(config: Config) -> int:
 
 def _sampler(config: Config) -> str:
     """The arguments of the DataLoader that say which samples come."""
-    count, seeded = config.count, f"torch.Generator().manual_seed({config.seed})"
+    seeded = f"torch.Generator().manual_seed({config.seed})"
     sampler = {
         "sequential": "",
         "shuffle": "shuffle=True",
@@ -348,7 +348,6 @@ def _sampler(config: Config) -> str:
         words.append(f"batch_size={config.batch}")
     if config.drop_last:
         words.append("drop_last=True")
-    assert count >= 0
     return ", ".join(words)
 
 
