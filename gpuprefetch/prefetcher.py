@@ -150,7 +150,7 @@ class DataPrefetcher:
         self._pipeline, balancer = build_stage(loader, self.device, self._options)
         self.stats, self._balancer = self._pipeline.stats, balancer
         self._read = Snapshot(transforms, self._running_ops())
-        self._depth, self._first_batch = device_prefetch_size, FirstBatch(self.device)
+        self._depth, self._first_batch = device_prefetch_size, FirstBatch(loader, self.device)
         self._progress = Progress()
         self._loaded_seed: tuple[int, int] | None = None  # a state's, and torch's at that time
         self._beginning = threading.RLock()  # one thread at a time begins an epoch

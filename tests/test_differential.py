@@ -107,8 +107,8 @@ def of_source(make):
     """The batches of an epoch are what ``make`` gives of them."""
 
     class Changed(Source):
-        def __init__(self, loader, resumed=None):
-            super().__init__(loader, resumed)
+        def __init__(self, *given):
+            super().__init__(*given)
             self._changed = make(super().__next__)
 
         def __next__(self):
@@ -136,11 +136,11 @@ def two_exchanged(following):
 
 def repeats_a_batch(monkeypatch):
     class Repeating(Source):
-        def __init__(self, loader, resumed=None):
+        def __init__(self, loader, resumed, skip):
             if resumed and resumed["batches"]:
                 resumed = {**resumed, "batches": resumed["batches"] - 1}
                 resumed.pop("drawn", None)  # else it is noticed
-            super().__init__(loader, resumed)
+            super().__init__(loader, resumed, skip)
 
     monkeypatch.setattr(prefetcher, "Source", Repeating)
 
@@ -151,7 +151,9 @@ def of_draws(change):
     def plant(monkeypatch):
         whole = Head.draw
         monkeypatch.setattr(
-            Head, "draw", lambda self, sizes, keys: whole(self, sizes, change(keys))
+            Head,
+            "draw",
+            lambda self, sizes, keys, leaders: whole(self, sizes, change(keys), leaders),
         )
 
     return plant
@@ -166,8 +168,8 @@ def by_row(keys):
 
 
 def always_the_first_epoch(monkeypatch):
-    whole = DataPrefetcher._with_epoch
-    monkeypatch.setattr(DataPrefetcher, "_with_epoch", lambda self, epoch: whole(self, 0))
+    whole = DataPrefetcher._at
+    monkeypatch.setattr(DataPrefetcher, "_at", lambda self, seed, epoch: whole(self, seed, 0))
 
 
 def ends_silently(monkeypatch):
@@ -189,8 +191,8 @@ def forgets_a_bad_file(monkeypatch):
 def replays_another(monkeypatch):
     whole = DataPrefetcher.replay
 
-    def replay(self, index, epoch=None):
-        images, labels = whole(self, index, epoch)
+    def replay(self, index, epoch=None, **options):
+        images, labels = whole(self, index, epoch, **options)
         return [images.flip(-1), labels]
 
     monkeypatch.setattr(DataPrefetcher, "replay", replay)

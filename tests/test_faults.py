@@ -97,7 +97,7 @@ def expect(name, error, text, seen, iterate, seconds=8):
     except error as caught:
         assert text in str(caught), caught
     else:
-        raise AssertionError(f"{name}: no {error}")
+        raise AssertionError(f"{name}: no {error}, but {got}")
     assert got == seen, got
     nothing_left()
     assert time.monotonic() - started < seconds, time.monotonic() - started

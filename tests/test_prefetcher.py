@@ -435,7 +435,11 @@ IN_PLACE = {
 def test_what_works_in_place_does_not_write_into_the_dataset(name, workers, device):
     dataset = Kept(device if workers == 0 else "cpu")  # on a GPU it is not copied, either
     loader = DataLoader(
-        dataset, batch_size=None, num_workers=workers, persistent_workers=workers > 0
+        dataset,
+        batch_size=None,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        pin_memory=device.type == "cuda" and workers > 0,
     )
     prefetcher = DataPrefetcher(loader, device=device, transforms=IN_PLACE[name])
     for _ in range(3):

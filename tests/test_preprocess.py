@@ -25,7 +25,8 @@ FIXED = [
 
 def test_files_become_what_a_loader_gives(photo_folder):
     paths = [path for path, _ in EncodedImageFolder(photo_folder).samples]
-    loader = DataLoader(EncodedImageFolder(photo_folder), batch_size=100)
+    pin = torch.cuda.is_available()
+    loader = DataLoader(EncodedImageFolder(photo_folder), batch_size=100, pin_memory=pin)
     ((want, _),) = DataPrefetcher(loader, transforms=FIXED)
     contents = [Path(path).read_bytes() for path in paths]
     for files in (paths, contents, [*map(EncodedImage, contents)]):

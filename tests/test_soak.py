@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,14 @@ CHECKS = str(Path(__file__).parent / "checks")
 
 @pytest.fixture
 def soak(scripts, monkeypatch):
-    """Its measurements set the number of threads; in this process it is to stay."""
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    """Its measurements set the number of threads; in this process it is to stay.
+
+    Not in those that it forks: a worker's second thread would wait for one that was not forked.
+    """
+    whole, home = torch.set_num_threads, os.getpid()
+    monkeypatch.setattr(
+        torch, "set_num_threads", lambda number: None if os.getpid() == home else whole(number)
+    )
     return importlib.import_module("soak")
 
 

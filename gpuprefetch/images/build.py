@@ -166,8 +166,9 @@ def with_packing(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
 class FirstBatch:
     """Says once, at the first batch, what will make a loader slow."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, loader: Any, device: torch.device) -> None:
         self.seen = device.type != "cuda"
+        self.pins = hasattr(loader, "pin_memory")  # whether it can, as a list of batches cannot
 
     def __call__(self, batch: Any) -> None:
         if self.seen:
@@ -177,7 +178,7 @@ class FirstBatch:
         if parts and (text := shortage()):
             warnings.warn(text, stacklevel=2)
         host = (part for part in parts or tensors(batch) if part.device.type == "cpu")
-        if any(part.numel() and not part.is_pinned() for part in host):
+        if self.pins and any(part.numel() and not part.is_pinned() for part in host):
             warnings.warn(
                 "The wrapped loader does not pin its memory, so copies to the GPU block and "
                 "overlap less. Pass pin_memory=True to the DataLoader.",
