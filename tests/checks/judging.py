@@ -570,7 +570,8 @@ class Judge:
     def draws_agree(self, rows: list[Row]) -> None:
         """With each sample alone in another batch, for the epoch and the seed."""
         config = self.config
-        nameless = config.names == "none" and config.data == "stream"
+        # A stream has no sampler: its samples are compared by what they say of themselves.
+        nameless = config.names != "index" and config.data == "stream"
         unreadable = config.data == "stream" and config.raises >= 0
         if config.counts_batches or nameless or unreadable or not self._in_force(*self._rules()):
             return
