@@ -768,16 +768,33 @@ for kind in ("JPEG", "PNG"):
     Image.new("RGB", (12000, 7000), (90, 120, 30)).save(buffer, kind, compress_level=1)
     large[kind] = buffer.getvalue()
 
-def limit(worker):
+def limit():
+    # Less room than a third of the picture takes, whatever is mapped and unused.
     with open("/proc/self/statm") as statm:
-        used = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (48 << 20),) * 2)
+        room = int(statm.read().split()[0]) * resource.getpagesize() + (48 << 20)
+    try:
+        while room > 0:
+            resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
+            torch.empty(80 << 20, dtype=torch.uint8)
+            room -= 32 << 20
+    except RuntimeError:
+        pass
+
+class Limited(torch.utils.data.Dataset):
+    def __init__(self, files):
+        self.files = files
+    def __len__(self):
+        return len(self.files)
+    def __getitem__(self, index):
+        if index == 2:  # right before the batch is packed
+            limit()
+        return self.files[index]
 
 cases = [("JPEG", "skip", 1), ("PNG", "replace", 1), ("JPEG", "raise", 0)]
 for kind, on_error, resize in cases:
     files = [(EncodedImage(f, i, f"{i}.jpg"), i) for i, f in enumerate([JPEG, large[kind], JPEG])]
     prefetcher = DataPrefetcher(
-        DataLoader(files, batch_size=3, num_workers=1, worker_init_fn=limit),
+        DataLoader(Limited(files), batch_size=3, num_workers=1),
         device="cpu",
         transforms=[Resize((16, 16))] * resize,
         on_error=on_error,

@@ -274,12 +274,13 @@ class Pipeline:
                     "like (N, H, W, C), as NumPy and albumentations have them. Let the dataset "
                     "return torch.from_numpy(image).permute(2, 0, 1), or ToTensorV2 do so."
                 )
-            images = []
+            images = list[torch.Tensor]()
             with Timed(self.stats, "resample"):
                 for number, view in enumerate(self.views):
                     view.values.begin(leaf)
                     made = view.run_head(leaf, view_seed(seed, number))
-                    images.append(_own(made, given) if view.tail else made)
+                    writes = bool(view.tail or images)  # or a view before it does
+                    images.append(_own(made, [given, *images]) if writes else made)
             with Timed(self.stats, "tail"):
                 seeds = (view_seed(seed, number) for number in range(len(self.views)))
                 outs = [
