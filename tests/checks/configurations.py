@@ -261,7 +261,9 @@ def draw(seed: int, device: str = "cpu") -> Config:
         "numbered": tuple(sorted(rng.sample(range(6), 2))),
         "restarted": tuple(range(first := rng.randrange(1, 4), first + 2)),
     }
-    ways = {"alone": 5, "threads": 3} | ({"processes": 0.6} if device == "cpu" else {})
+    # The processes are forked, and are no parents of a fork server that was there before.
+    forks = device == "cpu" and context == "fork"
+    ways = {"alone": 5, "threads": 3} | ({"processes": 0.6} if forks else {})
     together = _pick(rng, **ways) if story == "ranks" else "alone"
     config = Config(
         seed=seed,

@@ -532,7 +532,10 @@ class Judge:
             ranks[row.epoch, row.batch, row.place].append(row)
         neighbors = (pair for each in batches.values() for pair in itertools.pairwise(each))
         self.differ("shared", "neighbors in a batch share their draw", neighbors)
-        if self._in_force("names" if config.names == "none" and config.encoded else ""):
+        named = config.names != "none" or not config.encoded
+        # Nothing tells samples of one picture apart in a stream, and a warning says so.
+        nameless = not named and config.alike and config.data == "stream"
+        if not nameless and self._in_force("" if named else "names"):
             following = (
                 pair
                 for each in places.values()
