@@ -40,6 +40,7 @@ def chosen(differential):
     return list(islice(filter(quick, drawn), CONFIGURATIONS))
 
 
+@pytest.mark.forks("a configuration says how its workers start")
 @pytest.mark.parametrize("group", range(CONFIGURATIONS // GROUP))
 def test_a_slice(differential, chosen, group):
     for config in chosen[group * GROUP :][:GROUP]:
@@ -214,6 +215,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.forks("a configuration says how its workers start")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found_and_their_scripts_show_them(differential, monkeypatch, fault):
     # Guards the first test.
@@ -236,6 +238,7 @@ def test_faults_are_found_and_their_scripts_show_them(differential, monkeypatch,
         exec(script, {"__name__": "__main__"})
 
 
+@pytest.mark.forks("a configuration says how its workers start")
 def test_a_failure_is_made_simpler(differential, monkeypatch):
     of_batches(lambda *batch: swapped(*batch))(monkeypatch)
     changes = {"form": "pair", "world": 1, "story": "epochs", "epochs": (), "together": "alone"}

@@ -67,6 +67,8 @@ class Of(Dataset):
 
 
 def load(dataset, transforms, *, seed=0, prefetcher=None, **options):
+    if options.get("num_workers"):  # other workers could not import what is local to a test
+        options["multiprocessing_context"] = "fork"
     loader = DataLoader(dataset, **{"batch_size": 4} | options)
     options = {"transforms": transforms, "device": "cpu", "seed": seed} | (prefetcher or {})
     return DataPrefetcher(loader, **options)
