@@ -15,6 +15,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Subset,
     WeightedRandomSampler,
     default_collate,
 )
@@ -238,6 +239,16 @@ def test_the_samplers_own_index_tells_samples_apart(file, image, workers, later)
     found = images_of(load(dataset, transforms, **options))
     assert distinct(found) == COUNT
     assert torch.equal(images_of(load(dataset, transforms, **options | {"batch_size": 1})), found)
+
+
+def test_a_sample_is_named_by_its_dataset_however_that_is_cut_and_joined(file):
+    first, second = (Of(lambda index: EncodedImage(file), 6) for _ in range(2))
+    whole = images_of(load(first, CROP))
+    halves = ConcatDataset([Subset(first, [4, 5]), Subset(first, [0, 1, 2, 3])])
+    assert torch.equal(images_of(load(halves, CROP)), whole[[4, 5, 0, 1, 2, 3]])
+    joined = images_of(load(ConcatDataset([halves, second]), CROP))
+    assert torch.equal(joined[:6], whole[[4, 5, 0, 1, 2, 3]])
+    assert distinct(joined) == 12
 
 
 def test_batches_that_the_dataset_makes(file):

@@ -13,7 +13,7 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,19 +30,16 @@ from gpuprefetch.transforms.random import Keys, fold
 # --- Names and repeats: in the process that iterates the sampler ---
 
 _VIEWS = (Subset.__getitem__, ConcatDataset.__getitem__)
-# The names of a second and later dataset within a ConcatDataset begin at multiples of this.
+# The names in a second and later dataset that a ConcatDataset joins begin at multiples of this.
 _DATASET = 1 << 40
 # Names made of a checksum are negative: an integer key gives no such name.
 _CHECKSUMS = -(1 << 33)
 _PLAIN = (int, float, bool, str, bytes, type(None), np.generic)
 
 
-def _origin(dataset: Any, key: Any) -> tuple[Any, Any, int]:
-    """The dataset that a sample is of, its key there, and the number of that dataset.
-
-    It looks through torch's views of datasets, and those that accelerate derives from them.
-    """
-    number = 0
+def _origin(dataset: Any, key: Any) -> tuple[Any, Any]:
+    """The dataset that a sample is of, and its key there, through torch's views of datasets."""
+    # accelerate's views of them are of classes derived from them.
     while (get := getattr(type(dataset), "__getitem__", None)) in _VIEWS:
         if get is Subset.__getitem__:
             dataset, key = dataset.dataset, operator.index(dataset.indices[key])
@@ -50,9 +47,20 @@ def _origin(dataset: Any, key: Any) -> tuple[Any, Any, int]:
         key += len(dataset) if key < 0 else 0
         part = bisect_right(dataset.cumulative_sizes, key)
         key -= dataset.cumulative_sizes[part - 1] if part else 0
-        number = number * len(dataset.datasets) + part
         dataset = dataset.datasets[part]
-    return dataset, key, number
+    return dataset, key
+
+
+def _origins(dataset: Any) -> Iterator[Any]:
+    """The datasets that a dataset's samples are of, through the same views, in their order."""
+    get = getattr(type(dataset), "__getitem__", None)
+    if get is Subset.__getitem__:
+        yield from _origins(dataset.dataset)
+    elif get is ConcatDataset.__getitem__:
+        for part in dataset.datasets:
+            yield from _origins(part)
+    else:
+        yield dataset
 
 
 def _owner(dataset: Any) -> int:
@@ -97,6 +105,9 @@ class Repeats:
         self._counts: dict[int, _Counts] = {}  # by the identity of a dataset
         self._lengths: dict[int, int] = {}  # likewise; 0 where it has none
         self._others: Counter[Any] = Counter()  # keys that are no integers
+        # By the identity of a dataset, which a ConcatDataset may join in several parts.
+        owners = dict.fromkeys(map(_owner, _origins(dataset)))
+        self._numbers = {owner: number for number, owner in enumerate(owners)}
 
     def add(self, keys: Iterable[Any]) -> tuple[Sequence[int], Sequence[int]]:
         """The name of each sample, and how often the epoch has had it before.
@@ -112,15 +123,15 @@ class Repeats:
         return names if known else (), repeats if any(repeats) else ()
 
     def _add(self, key: Any) -> tuple[int | None, int]:
-        dataset, number = self._dataset, 0
+        dataset = self._dataset
         try:
-            dataset, key, number = _origin(dataset, key)
+            dataset, key = _origin(dataset, key)
             owner = _owner(dataset)
             place = self._place(dataset, owner, operator.index(key))
         except (IndexError, TypeError):
             return self._add_other(dataset, key)
         counts = self._counts.setdefault(owner, _Counts())
-        name = place + number * _DATASET
+        name = place + self._numbers.get(owner, 0) * _DATASET
         return name if abs(name) < 1 << 62 else None, counts.add(place)
 
     def _place(self, dataset: Any, owner: int, key: int) -> int:
