@@ -712,6 +712,11 @@ REFUSED = {message: (Squares(2), tail, {}) for message, tail in REFUSED_TAILS.it
     "a sample has none": (With(lambda i, t: t), [], {}),
     "CXCYWHR do not follow": (With(rotated), [], {}),
     "Mask is for": (With(lambda i, t: (i, tv_tensors.Mask(t["masks"][:, 1:]))), [], {}),
+    r"but '1\.jpg' has 101 x 123": (
+        With(lambda i, t: (i, tv_tensors.Mask(t["masks"][:, i.index :]))),
+        [],
+        {},
+    ),
     r"Mask is for a picture of 0 \(height": (With(lambda i, _: (i, tv_tensors.Mask([]))), [], {}),
     r"shape \(1, 0\) hold none.*reshape\(-1, 4\)": (With(without_boxes), [], {}),
     "made new EncodedImages": (Squares(2), [], {"collate_fn": renewed}),

@@ -79,32 +79,33 @@ def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]],
     for kind in (tv.Mask, tv.KeyPoints):
         default_collate_fn_map.setdefault(kind, _stack_followed)
 
-    def move(places: dict[int, int], leaf: Any) -> Any:
+    def move(found: list[EncodedImage], first: int, leaf: Any) -> Any:
+        """Move a part of a sample, whose images ``found`` have the rows from ``first`` on."""
+        places = range(first, first + len(found))
         if _is_image(leaf):
             image = copy.copy(leaf)
-            image._row = rows[places[id(leaf)]]
+            image._row = rows[next(p for p, i in zip(places, found, strict=True) if i is leaf)]
             return image
         if not followers(leaf):
             return leaf
         canvas = tuple(getattr(leaf, "canvas_size", leaf.shape[-2:]))
-        readable = [place for place in places.values() if place not in errors]
+        readable = [place for place in places if place not in errors]
         fitting = [place for place in readable if tuple(sizes[place]) == canvas]
         if readable and not fitting:
-            image = next(image for image in images[0] if id(image) in places)
+            image = found[readable[0] - first]
             height, width = sizes[readable[0]]
             raise ValueError(
                 f"{type(leaf).__name__} is for a picture of {' x '.join(map(str, canvas))} (height "
                 f"x width), but {image.path or image.index!r} has {height} x {width}. Pictures are "
                 "turned by their EXIF orientation with apply_exif=True only."
             )
-        return sampled(leaf, rows[next(iter(fitting or places.values()))], size)
+        return sampled(leaf, rows[next(iter(fitting or places))], size)
 
     moved = list(each)
     first = 0
     for number, found in zip(numbers, images, strict=True):
-        places = {id(image): first + i for i, image in enumerate(found)}
+        moved[number] = map_leaves(partial(move, found, first), each[number], _is_image)
         first += len(found)
-        moved[number] = map_leaves(partial(move, places), each[number], _is_image)
     return moved if each is samples else moved[0]
 
 

@@ -79,8 +79,8 @@ class View:
             outs: what the fused transforms made of each batch.
             seed: of what is sampled for a batch as a whole.
             keys: ``(N,)``, what is sampled for each image comes from; None for tensors.
-            laid: for each batch what a worker has sampled for :attr:`program`: nothing where it has
-                run that; empty or None where no worker did.
+            laid: for each batch what a worker has sampled for :attr:`program`: an empty list if it
+                has run that as well, None if no worker has sampled anything.
         """
         images, first = list(outs), 0
         program = self.program
