@@ -367,7 +367,7 @@ class DataPrefetcher:
     def _refuse_other_draws(self, state: dict[str, Any]) -> None:
         """Refuse a state of another rank or with another seed where ranks would sample alike."""
         given, rank = self._options["seed"], state.get("rank", state.get("drawn", [None])[0])
-        if given is not None and operator.index(given) % 2**64 != state["seed"] % 2**64:
+        if given is not None and self.seed != state["seed"] % 2**64:
             raise ValueError(
                 f"state is of a prefetcher with seed={state['seed']}, and this one has "
                 f"seed={given}: it may be the state of another rank. Load this rank's own, give "

@@ -125,13 +125,13 @@ def rank_of(loader: Any) -> int:
 
 def shares_out(loader: Any) -> bool:
     """Whether no other rank gets the samples of this one, but for padding."""
-    samplers = list(_samplers(loader))
+    samplers = _samplers(loader)
     replaced = any(attribute(sampler, "replacement") for sampler in samplers)
     return any(_shares_out(sampler, replaced=replaced) for sampler in samplers)
 
 
 def _shares_out(sampler: Any, *, replaced: bool) -> bool:
-    """Whether no other rank gets the samples of this one, but for padding."""
+    """The same of one sampler; ``replaced`` is whether samples are drawn with replacement."""
     kind = type(sampler)
     if (kind.__module__, kind.__name__) == ("accelerate.data_loader", "BatchSamplerShard"):
         return not replaced

@@ -17,7 +17,7 @@ import torch
 from gpuprefetch.core.errors import add_note
 from gpuprefetch.core.nested import children_of, map_leaves, objects, select
 from gpuprefetch.images.targets import followers, is_per_sample
-from gpuprefetch.transforms.known import is_torchvisions, name_of, parts_of
+from gpuprefetch.transforms.known import name_of, parts_of, torchvision_class
 from gpuprefetch.transforms.per_image import Loop, PerImage, takes_keys
 from gpuprefetch.transforms.random import Keys, SeededDraws, derive, op_keys
 
@@ -180,7 +180,7 @@ def run_tail(
 
 def _holds_own(transform: Any) -> bool:
     """Whether a transform is or holds one of a user's class that derives from torchvision's."""
-    own = is_torchvisions(transform) and name_of(transform) is None
+    own = torchvision_class(transform) is not None and name_of(transform) is None
     return own or any(map(_holds_own, _held(transform)))
 
 

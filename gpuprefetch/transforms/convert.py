@@ -25,13 +25,14 @@ from gpuprefetch.transforms.head import (
     read_transforms,
 )
 from gpuprefetch.transforms.known import (
+    CONTAINERS,
     UnsupportedTransformError,
     filter_of,
     flatten,
     is_on_device,
-    is_torchvisions,
     name_of,
     parts_of,
+    torchvision_class,
     twin,
 )
 from gpuprefetch.transforms.per_image import Cast, Loop, PerImage, ToFloat, ToUint8, grouped
@@ -62,7 +63,6 @@ _SAMPLE_NOTHING = _AS_THEY_ARE | frozenset(
 )
 _DRAWN = (COMPILERS.keys() | _LOOPED | _ALONE) - _AS_THEY_ARE
 _KNOWN = COMPILERS.keys() | _LOOPED | _AS_THEY_ARE
-_CONTAINERS = frozenset("RandomApply RandomChoice RandomOrder".split())
 
 # What differs in the fused launch, given the same parameters.
 _UNROUNDED = "not rounded to uint8 on a GPU"
@@ -197,8 +197,8 @@ def _samples_once(op: Any) -> bool:
     """Whether an op may sample once a call: torchvision's and timm's, and derived classes."""
     if name_of(op) in _DRAWN or samples_once(op):
         return True
-    is_theirs = type(op).__module__.startswith("torchvision.transforms.")
-    return is_torchvisions(op) and not (is_theirs and type(op).__name__ in _SAMPLE_NOTHING)
+    kind = torchvision_class(op)
+    return kind is not None and (kind is not type(op) or kind.__name__ not in _SAMPLE_NOTHING)
 
 
 def _refuse_within_kornia(transform: Any) -> None:
@@ -413,7 +413,7 @@ def _check_on_batch(op: Any) -> None:
     accepted = RESIZE_FILTERS if name in _CROPS else FILTERS
     if hasattr(op, "interpolation") and filter_of(op) not in accepted:
         _refuse(op, f"interpolation={filter_of(op)!r} is for PIL images only")
-    for inner in flatten(op.transforms) if name in _CONTAINERS else ():
+    for inner in flatten(op.transforms) if name in CONTAINERS else ():
         inner = twin(inner)
         _check_on_batch(inner)
         sizes = type(inner).__name__ in _CROPS | {"Pad"}

@@ -9,6 +9,9 @@ import torch
 
 from gpuprefetch.transforms.timm import from_timm, is_augment
 
+# torchvision's transforms that choose among others, which they hold.
+CONTAINERS = frozenset("RandomApply RandomChoice RandomOrder".split())
+
 
 class UnsupportedTransformError(ValueError):
     """An op of a pipeline that cannot move to the device; the message says what to do."""
@@ -83,9 +86,11 @@ def parts_of(transform: Any) -> list[Any]:
     return [*children, *(listed if isinstance(listed, (list, tuple)) else ())]
 
 
-def is_torchvisions(op: Any) -> bool:
-    """Whether an op is of a class of torchvision's transforms, or of one derived from them."""
-    return any(kind.__module__.startswith("torchvision.transforms.") for kind in type(op).__mro__)
+def torchvision_class(op: Any) -> type | None:
+    """The class of torchvision's transforms that ``op`` is of, or derived from; None otherwise."""
+    mro = type(op).__mro__
+    kinds = (kind for kind in mro if kind.__module__.startswith("torchvision.transforms."))
+    return next(kinds, None)
 
 
 def is_on_device(op: Any) -> bool:

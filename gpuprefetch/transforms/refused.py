@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gpuprefetch.transforms.known import flatten, name_of, parts_of
+from gpuprefetch.transforms.known import CONTAINERS, flatten, name_of, parts_of
 from gpuprefetch.transforms.timm import PASSES_TENSORS, timm_class, why_not
 
 _ARRAY = "is for one NumPy array in a worker"
@@ -71,7 +71,7 @@ def _ops(transform: Any) -> Iterator[Any]:
     """The ops that a transform is made of, also within torchvision's random containers."""
     for op in flatten(transform):
         yield op
-        if name_of(op) in ("RandomApply", "RandomChoice", "RandomOrder"):
+        if name_of(op) in CONTAINERS:
             yield from _ops(list(op.transforms))
 
 
