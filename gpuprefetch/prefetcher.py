@@ -37,10 +37,10 @@ from gpuprefetch.images.replay import (
 )
 from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.stage import Pipeline
-from gpuprefetch.transforms.convert import title
+from gpuprefetch.lists.convert import title
+from gpuprefetch.lists.snapshot import Snapshot
+from gpuprefetch.policies.per_image import PerImage
 from gpuprefetch.transforms.head import Transform
-from gpuprefetch.transforms.per_image import PerImage
-from gpuprefetch.transforms.snapshot import Snapshot
 
 _running: weakref.WeakValueDictionary[int, Lookahead] = weakref.WeakValueDictionary()  # by loader
 

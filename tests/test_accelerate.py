@@ -26,13 +26,13 @@ from torchvision.transforms import InterpolationMode, v2
 
 import gpuprefetch
 from gpuprefetch import DataPrefetcher, EncodedImageFolder
+from gpuprefetch.lists.convert import convert, convert_transforms
 from gpuprefetch.migrate.accelerate import accelerate, view_of
 from gpuprefetch.migrate.explain import explain
 from gpuprefetch.migrate.parity import parity
-from gpuprefetch.transforms import per_image
-from gpuprefetch.transforms.convert import convert, convert_transforms
+from gpuprefetch.policies import per_image
+from gpuprefetch.policies.known import UnsupportedTransformError
 from gpuprefetch.transforms.head import read_transforms
-from gpuprefetch.transforms.known import UnsupportedTransformError
 from gpuprefetch.transforms.random import fold
 from gpuprefetch.transforms.sampling import Sampling
 

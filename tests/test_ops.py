@@ -8,7 +8,7 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from gpuprefetch.transforms import ops, ops_kernel, ops_launch
+from gpuprefetch.policies import ops, ops_kernel, ops_launch
 
 pytestmark = pytest.mark.skipif(ops_kernel.triton is None, reason="needs Triton")
 

@@ -17,7 +17,7 @@ from torch.utils.data import (
 
 from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, EncodedImageFolder, Resize
 from gpuprefetch import RandomResizedCrop as Crop
-from gpuprefetch.images.worker import HostStage
+from gpuprefetch.images.collate import HostStage
 
 CHANGED = [Crop(16), K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.7)]
 

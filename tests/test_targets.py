@@ -29,13 +29,13 @@ from gpuprefetch import (
     Resize,
     convert_transforms,
 )
+from gpuprefetch.images.collate import HostStage
 from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.tail import run
-from gpuprefetch.images.worker import HostStage
-from gpuprefetch.transforms.convert import RandomCrop
+from gpuprefetch.lists.convert import RandomCrop
+from gpuprefetch.policies.per_image import PerImage
 from gpuprefetch.transforms.head import read_transforms
-from gpuprefetch.transforms.per_image import PerImage
 
 SEED = 3
 # torchvision computes in float32, at coordinates below 200, through up to four ops.

@@ -11,7 +11,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from gpuprefetch import CenterCrop, DataPrefetcher, RandomResizedCrop, Resize
-from gpuprefetch.transforms.convert import read_list
+from gpuprefetch.lists.convert import read_list
 from gpuprefetch.transforms.head import apply_head, read_transforms, require_fixed_size
 from gpuprefetch.transforms.launch import resample
 from gpuprefetch.transforms.random import fold

@@ -15,6 +15,7 @@ from gpuprefetch.connections import shortage
 from gpuprefetch.core.nested import tensors
 from gpuprefetch.core.source import changed, sampler_of
 from gpuprefetch.core.workers import WorkerStart
+from gpuprefetch.images.collate import HostStage, encoded_leaves
 from gpuprefetch.images.decode import BACKENDS, ImageDecoder
 from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.images.packer import Packer
@@ -25,13 +26,12 @@ from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.tail import moves_pixels
 from gpuprefetch.images.view import View
-from gpuprefetch.images.worker import HostStage, encoded_leaves
-from gpuprefetch.transforms.convert import read_list
+from gpuprefetch.lists.convert import read_list
+from gpuprefetch.lists.values import Values
+from gpuprefetch.policies.per_image import Cast, on_levels
 from gpuprefetch.transforms.head import require_fixed_size
 from gpuprefetch.transforms.kernel import HAS_TRITON
-from gpuprefetch.transforms.per_image import Cast, on_levels
 from gpuprefetch.transforms.reference import FLOAT_DTYPES
-from gpuprefetch.transforms.values import Values
 from gpuprefetch.transforms.views import Views
 
 

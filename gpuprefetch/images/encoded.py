@@ -24,7 +24,7 @@ from gpuprefetch.transforms.random import Keys
 from gpuprefetch.transforms.reference import Ints
 
 if TYPE_CHECKING:
-    from gpuprefetch.transforms.ops_launch import Layout
+    from gpuprefetch.policies.ops_launch import Layout
 
 
 @dataclass(slots=True, repr=False)

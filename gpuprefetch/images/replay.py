@@ -26,11 +26,11 @@ from gpuprefetch.core.stats import Stats
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImage, BadImageError
+from gpuprefetch.images.collate import Announced, HostStage, announce, encoded_leaves
 from gpuprefetch.images.encoded import PreparedImages
 from gpuprefetch.images.notes import Noted, Notes
 from gpuprefetch.images.samples import Origin, Repeats
 from gpuprefetch.images.stage import Pipeline
-from gpuprefetch.images.worker import Announced, HostStage, announce, encoded_leaves
 
 
 def _listed(batch: Any) -> Sequence[Any]:

@@ -17,8 +17,8 @@ import torch
 from gpuprefetch.core.errors import add_note
 from gpuprefetch.core.nested import children_of, map_leaves, objects, select
 from gpuprefetch.images.targets import followers, is_per_sample
-from gpuprefetch.transforms.known import name_of, parts_of, torchvision_class
-from gpuprefetch.transforms.per_image import Loop, PerImage, takes_keys
+from gpuprefetch.policies.known import name_of, parts_of, torchvision_class
+from gpuprefetch.policies.per_image import Loop, PerImage, takes_keys
 from gpuprefetch.transforms.random import Keys, SeededDraws, derive, op_keys
 
 Samples = list[dict[Any, Any]]  # of each sample the parts of its target
@@ -100,7 +100,7 @@ def _check_result(name: str, images: Any, result: Any) -> None:
 
 
 _MOVERS = tuple(
-    "gpuprefetch.transforms.convert. gpuprefetch.transforms.head. gpuprefetch.transforms.sampling."
+    "gpuprefetch.lists.convert. gpuprefetch.transforms.head. gpuprefetch.transforms.sampling."
     " kornia.augmentation._2d.geometric. kornia.augmentation._2d.mix. kornia.geometry."
     " torchvision.transforms.autoaugment."
     " torchvision.transforms.v2._auto_augment. torchvision.transforms.v2._geometry."

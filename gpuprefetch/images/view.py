@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from gpuprefetch.images.tail import run, run_alike
+from gpuprefetch.lists.values import Values
+from gpuprefetch.policies.per_image import PerImage
 from gpuprefetch.transforms.head import Head, Transform, apply_head, is_kornia
-from gpuprefetch.transforms.per_image import PerImage
 from gpuprefetch.transforms.random import Keys, derive, fold, op_keys
 from gpuprefetch.transforms.sampling import RANDOM
-from gpuprefetch.transforms.values import Values
 
 if TYPE_CHECKING:
-    from gpuprefetch.transforms.ops_launch import Layout
+    from gpuprefetch.policies.ops_launch import Layout
 
 
 @dataclass

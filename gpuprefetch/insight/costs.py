@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from gpuprefetch.core.streams import own_modes
+from gpuprefetch.lists.convert import title
 from gpuprefetch.migrate.accelerate import folders_of, picture_of, pipeline_of
 from gpuprefetch.prefetcher import DataPrefetcher
-from gpuprefetch.transforms.convert import title
 from gpuprefetch.transforms.random import trial_draws
 
 # Of these many tries the quickest counts: the first one may compile. And how many are named.

@@ -28,8 +28,8 @@ from gpuprefetch.images.stage import count_images
 from gpuprefetch.insight.costs import costs
 from gpuprefetch.insight.probe import Workers, endless, probe
 from gpuprefetch.migrate.accelerate import accelerate
+from gpuprefetch.policies.known import UnsupportedTransformError
 from gpuprefetch.prefetcher import DataPrefetcher
-from gpuprefetch.transforms.known import UnsupportedTransformError
 
 # Below this gain two runs are called equal: what a few seconds on a shared machine can tell apart.
 SMALL = 1.1

@@ -32,14 +32,14 @@ from gpuprefetch.images.guard import (
     is_marked,
 )
 from gpuprefetch.images.targets import followers
+from gpuprefetch.lists.convert import Plan, Step, convert, fixes_size, title
+from gpuprefetch.lists.snapshot import Snapshot
+from gpuprefetch.policies.known import UnsupportedTransformError, flatten
+from gpuprefetch.policies.per_image import Cast
+from gpuprefetch.policies.timm import is_timm
 from gpuprefetch.prefetcher import DataPrefetcher
-from gpuprefetch.transforms.convert import Plan, Step, convert, fixes_size, title
 from gpuprefetch.transforms.head import read_transforms
-from gpuprefetch.transforms.known import UnsupportedTransformError, flatten
-from gpuprefetch.transforms.per_image import Cast
 from gpuprefetch.transforms.random import trial_draws
-from gpuprefetch.transforms.snapshot import Snapshot
-from gpuprefetch.transforms.timm import is_timm
 
 
 def accelerate(

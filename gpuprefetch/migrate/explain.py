@@ -10,11 +10,11 @@ from gpuprefetch.core.errors import text_of
 from gpuprefetch.core.report import Text, columns
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.decode import decoded_by
+from gpuprefetch.lists.convert import convert_transforms, opened, read_list, title, why_refused
+from gpuprefetch.policies.known import flatten, is_on_device, name_of
+from gpuprefetch.policies.per_image import Cast, Loop, PerImage, on_levels
 from gpuprefetch.prefetcher import DataPrefetcher
-from gpuprefetch.transforms.convert import convert_transforms, opened, read_list, title, why_refused
 from gpuprefetch.transforms.head import Head, Transform, read_transforms
-from gpuprefetch.transforms.known import flatten, is_on_device, name_of
-from gpuprefetch.transforms.per_image import Cast, Loop, PerImage, on_levels
 from gpuprefetch.transforms.random import trial_draws
 from gpuprefetch.transforms.views import Views
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from gpuprefetch.core.report import Printed, columns, progress
 from gpuprefetch.images.apart import image_of
+from gpuprefetch.lists.convert import CONVERSIONS, Plan, convert
 from gpuprefetch.migrate.accelerate import (
     check_loaders,
     check_sample,
@@ -19,10 +20,9 @@ from gpuprefetch.migrate.accelerate import (
     pipeline_of,
     view_of,
 )
+from gpuprefetch.policies.per_image import Cast, PerImage
 from gpuprefetch.prefetcher import DataPrefetcher
-from gpuprefetch.transforms.convert import CONVERSIONS, Plan, convert
 from gpuprefetch.transforms.head import Head, read_transforms
-from gpuprefetch.transforms.per_image import Cast, PerImage
 from gpuprefetch.transforms.random import SeededDraws, fold
 from gpuprefetch.transforms.sampling import Sampling
 

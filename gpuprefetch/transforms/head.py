@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuprefetch.transforms.known import constants, name_of
+from gpuprefetch.policies.known import constants, name_of
 from gpuprefetch.transforms.launch import coloring, resample
 from gpuprefetch.transforms.random import Keys, fold
 from gpuprefetch.transforms.reference import Ints

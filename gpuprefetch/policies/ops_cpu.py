@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuprefetch.transforms.ops import OPS
-from gpuprefetch.transforms.ops_launch import coordinates
+from gpuprefetch.policies.ops import OPS
+from gpuprefetch.policies.ops_launch import coordinates
 
 _Levels = npt.NDArray[np.uint8]
 

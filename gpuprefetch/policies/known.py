@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuprefetch.transforms.timm import from_timm, is_augment
+from gpuprefetch.policies.timm import from_timm, is_augment
 
 # torchvision's transforms that choose among others, which they hold.
 CONTAINERS = frozenset("RandomApply RandomChoice RandomOrder".split())

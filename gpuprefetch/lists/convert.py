@@ -13,6 +13,21 @@ from typing import Any, NoReturn
 import torch
 
 from gpuprefetch.core.report import Printed, columns
+from gpuprefetch.lists.refused import is_container, refuse_in_list, refuse_once_a_batch
+from gpuprefetch.policies.compile import COMPILERS, FILTERS, compiled
+from gpuprefetch.policies.known import (
+    CONTAINERS,
+    UnsupportedTransformError,
+    filter_of,
+    flatten,
+    is_on_device,
+    name_of,
+    parts_of,
+    torchvision_class,
+    twin,
+)
+from gpuprefetch.policies.per_image import Cast, Loop, PerImage, ToFloat, ToUint8, grouped
+from gpuprefetch.policies.timm import from_timm, samples_once, samples_sizes, why_not
 from gpuprefetch.transforms.head import (
     RESIZE_FILTERS,
     CenterCrop,
@@ -24,22 +39,7 @@ from gpuprefetch.transforms.head import (
     _pair,
     read_transforms,
 )
-from gpuprefetch.transforms.known import (
-    CONTAINERS,
-    UnsupportedTransformError,
-    filter_of,
-    flatten,
-    is_on_device,
-    name_of,
-    parts_of,
-    torchvision_class,
-    twin,
-)
-from gpuprefetch.transforms.per_image import Cast, Loop, PerImage, ToFloat, ToUint8, grouped
-from gpuprefetch.transforms.policy import COMPILERS, FILTERS, compiled
-from gpuprefetch.transforms.refused import is_container, refuse_in_list, refuse_once_a_batch
 from gpuprefetch.transforms.sampling import RandomCropOp
-from gpuprefetch.transforms.timm import from_timm, samples_once, samples_sizes, why_not
 
 CONVERSIONS = frozenset(
     "ToTensor PILToTensor ToImage ToPureTensor ToDtype ConvertImageDtype".split()

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuprefetch.transforms.convert import image_dtype
+from gpuprefetch.lists.convert import image_dtype
+from gpuprefetch.policies.known import constants, flatten, is_on_device, name_of
+from gpuprefetch.policies.per_image import Loop, PerImage, ToUint8, refuse_integers
 from gpuprefetch.transforms.head import Head
-from gpuprefetch.transforms.known import constants, flatten, is_on_device, name_of
-from gpuprefetch.transforms.per_image import Loop, PerImage, ToUint8, refuse_integers
 
 Constants = tuple[list[float], list[float]]
 

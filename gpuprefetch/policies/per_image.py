@@ -17,20 +17,20 @@ from torch.utils.data import get_worker_info
 
 from gpuprefetch.core.nested import map_leaves
 from gpuprefetch.core.source import rank
-from gpuprefetch.transforms.known import (
+from gpuprefetch.policies.compile import compiled
+from gpuprefetch.policies.known import (
     UnsupportedTransformError,
     constants,
     flatten,
     name_of,
     twin,
 )
-from gpuprefetch.transforms.ops import Finish, Program, Share, apply_one, run
-from gpuprefetch.transforms.policy import compiled
+from gpuprefetch.policies.ops import Finish, Program, Share, apply_one, run
+from gpuprefetch.policies.slots import Mix, Picture, Slots, program_of
 from gpuprefetch.transforms.random import Keys, SeededDraws, derive, fold
-from gpuprefetch.transforms.slots import Mix, Picture, Slots, program_of
 
 if TYPE_CHECKING:
-    from gpuprefetch.transforms.ops_launch import Layout
+    from gpuprefetch.policies.ops_launch import Layout
 
 Transform = Callable[..., Any]
 
@@ -266,7 +266,7 @@ class PerImage(torch.nn.Module):
 
     def lay_out(self, images: torch.Tensor, drawn: Sequence[Program]) -> "list[Layout]":
         """The same for the kernels, whatever the device is; the images may be on "meta"."""
-        from gpuprefetch.transforms.ops_launch import lay_out
+        from gpuprefetch.policies.ops_launch import lay_out
 
         images = self.recipe.begin(images)
         laid = [lay_out(images, program) for program in drawn[:-1]]

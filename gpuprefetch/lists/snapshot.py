@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuprefetch.transforms.known import only_calls_transforms
+from gpuprefetch.policies.known import only_calls_transforms
 
 # Libraries whose ops are read: their attributes are parameters, but for what they keep as they run.
 _READ = frozenset(("torchvision", "timm", "kornia", "gpuprefetch"))

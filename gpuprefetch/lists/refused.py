@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from gpuprefetch.transforms.known import CONTAINERS, flatten, name_of, parts_of
-from gpuprefetch.transforms.timm import PASSES_TENSORS, timm_class, why_not
+from gpuprefetch.policies.known import CONTAINERS, flatten, name_of, parts_of
+from gpuprefetch.policies.timm import PASSES_TENSORS, timm_class, why_not
 
 _ARRAY = "is for one NumPy array in a worker"
 _PICTURE = "is for one PIL image in a worker"

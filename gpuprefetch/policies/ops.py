@@ -35,7 +35,7 @@ from gpuprefetch.transforms.kernel import HAS_TRITON
 from gpuprefetch.transforms.reference import ChannelValues, per_channel
 
 if TYPE_CHECKING:
-    from gpuprefetch.transforms.ops_launch import Layout
+    from gpuprefetch.policies.ops_launch import Layout
 
 ARGS = 12
 
@@ -117,7 +117,7 @@ def run(
     left untouched, and given back where there is nothing to do. A ``program`` that a worker drew is
     laid out for them. ``share`` gets the tensor for the result before it is written, on the CPU.
     """
-    from gpuprefetch.transforms import ops_launch
+    from gpuprefetch.policies import ops_launch
 
     if program.weights is not None:
         return _mixed(images, program, program.weights)
@@ -184,7 +184,7 @@ def apply_one(
     those before. ``quick`` is for ``(3, H, W)`` uint8 on the CPU. What no op touches is the same
     object.
     """
-    from gpuprefetch.transforms import ops_cpu
+    from gpuprefetch.policies import ops_cpu
 
     if program.weights is not None:
         return _mixed_one(sample, program)

@@ -1,4 +1,4 @@
-"""The Triton kernels of :mod:`gpuprefetch.transforms.ops`.
+"""The Triton kernels of :mod:`gpuprefetch.policies.ops`.
 
 Colors are three blocks of float32 in registers: 0 to 255 and whole for ``uint8`` images, else as
 they are. An image is handed on as (pointer, stride of channels, stride of pixels, height, width);

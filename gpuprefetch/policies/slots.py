@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpuprefetch.transforms.ops import ARGS, OPS, Program
+from gpuprefetch.policies.ops import ARGS, OPS, Program
 from gpuprefetch.transforms.random import Keys, fold, uniform
 
 Floats = npt.NDArray[np.float64]

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from gpuprefetch.transforms.known import filter_of, flatten, name_of, twin
-from gpuprefetch.transforms.slots import (
+from gpuprefetch.policies.known import filter_of, flatten, name_of, twin
+from gpuprefetch.policies.slots import (
     Columns,
     Floats,
     Mix,
@@ -24,7 +24,7 @@ from gpuprefetch.transforms.slots import (
     row,
     table,
 )
-from gpuprefetch.transforms.timm import COLORS, from_augment
+from gpuprefetch.policies.timm import COLORS, from_augment
 
 # Filters that torchvision has for tensors.
 FILTERS = ("nearest", "bilinear")

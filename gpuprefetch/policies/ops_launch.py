@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuprefetch.transforms import ops_kernel as kernel
-from gpuprefetch.transforms.ops import AS_IT_IS, NAMES, OPS, Finish, Program
-from gpuprefetch.transforms.ops_kernel import BINS, FIELDS
+from gpuprefetch.policies import ops_kernel as kernel
+from gpuprefetch.policies.ops import AS_IT_IS, NAMES, OPS, Finish, Program
+from gpuprefetch.policies.ops_kernel import BINS, FIELDS
 
 _Doubles = npt.NDArray[np.float64]
 _Singles = npt.NDArray[np.float32]
@@ -68,7 +68,7 @@ def lay_out(images: torch.Tensor, program: Program, finish: Finish = AS_IT_IS) -
 def launch(
     images: torch.Tensor, program: Program | Layout, finish: Finish = AS_IT_IS
 ) -> torch.Tensor:
-    """:func:`gpuprefetch.transforms.ops.run` by kernels: on CUDA, or in Triton's interpreter."""
+    """:func:`gpuprefetch.policies.ops.run` by kernels: on CUDA, or in Triton's interpreter."""
     dtype, memory_format = finish.form(images)
     laid = program if isinstance(program, Layout) else lay_out(images, program, finish)
     if not laid.groups:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuprefetch.transforms.slots import Floats, Mix, Picture, Slots, Step, table
+from gpuprefetch.policies.slots import Floats, Mix, Picture, Slots, Step, table
 
 # Levels that are drawn from a range are drawn in thousandths of it.
 _BINS = 1001

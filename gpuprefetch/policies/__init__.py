@@ -1,0 +1,1 @@
+"""Per-image policies: random ops that each image samples for itself, and their kernels."""
