@@ -36,7 +36,17 @@ def test_public_names_are_one_sorted_list():
 
 
 # Each may import what stands before it, and itself.
-FLOORS = ["core", "transforms", "policies", "lists", "images", "prefetcher", "preprocess", "migrate", "insight"]
+FLOORS = [
+    "core",
+    "transforms",
+    "policies",
+    "lists",
+    "images",
+    "prefetcher",
+    "preprocess",
+    "migrate",
+    "insight",
+]
 
 
 def test_imports_run_downwards():
