@@ -161,7 +161,7 @@ class Pipeline:
             for view in self.views:
                 if view.head.names or view.tail:
                     require_fixed_size(view.head, view.tail)
-            jobs.append(ImageJob(leaf, heads, self.decoding, self._learned))
+            jobs.append(ImageJob(leaf, heads, self.decoding, self.learned))
             return jobs[-1]
 
         with Timed(self.stats, "copy"):
@@ -175,7 +175,7 @@ class Pipeline:
         with Timed(self.stats, "resample"):
             return moved, jobs, [part for job in jobs for part in job.begin(limit)]
 
-    def _learned(self) -> None:
+    def learned(self) -> None:
         """Let idle cores help CUDA kernels that decode."""
         if self.balancer is not None:
             self.balancer.start_without_engines()
