@@ -73,10 +73,32 @@ class Call:
 
 
 @dataclass(slots=True)
+class Part:
+    """What one launch a view samples: pictures that workers decoded, then files of a call.
+
+    The pictures lie in this order in the part's memory on the device. A launch for both saves the
+    decode thread half a millisecond a batch.
+    """
+
+    upload: Upload | None
+    call: Call | None
+
+    @property
+    def uploaded(self) -> int:
+        """Bytes of the pictures that workers decoded."""
+        return 0 if self.upload is None else self.upload.size
+
+    @property
+    def size(self) -> int:
+        """Bytes of all pictures."""
+        return self.uploaded + (0 if self.call is None else self.call.size)
+
+
+@dataclass(slots=True)
 class Plan:
     """How a batch gets to the device, part by part; launch k of a view samples part k."""
 
-    parts: Sequence[Upload | Call] = ()
+    parts: Sequence[Part] = ()
     tables: Sequence[Table] = ()  # of each view; none without a fixed size
 
 
