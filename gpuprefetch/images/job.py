@@ -234,6 +234,4 @@ class ImageJob:
         assert output.rows is not None
         turned = self.images.transposed[positions].tolist()
         upright = [image.mT if turn else image for image, turn in zip(images, turned, strict=True)]
-        assert output.head.size is not None
-        way: Any = {"dtype": output.out.dtype, "out": output.out, "positions": positions.tolist()}
-        output.head.resample(upright, output.rows[positions], output.head.size, **way)
+        output.head.resample_into(output.out, positions, upright, output.rows[positions])

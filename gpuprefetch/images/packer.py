@@ -307,8 +307,15 @@ class Packer:
             return [picture[:, top:bottom, left:right]]
         finished = []
         for head, size, row in zip(self.heads, self.sizes, rows, strict=True):
-            way: Any = {"interpolation": head.interpolation, "antialias": head.antialias}
-            finished.append(resample_uint8(picture, row, size, **way))
+            finished.append(
+                resample_uint8(
+                    picture,
+                    row,
+                    size,
+                    interpolation=head.interpolation,
+                    antialias=head.antialias,
+                )
+            )
             row[:] = finished_row(size)
         return finished
 
@@ -348,8 +355,7 @@ class Packer:
                 share(out)  # torch would do so as it sends it
             if len(ready):
                 pictures = batch.pictures(ready, batch.pixels, view=view)
-                resampled: Any = {"dtype": out.dtype, "out": out, "positions": ready.tolist()}
-                head.resample(pictures, each[ready], self.sizes[view], **resampled)
+                head.resample_into(out, ready, pictures, each[ready])
             batch.out.append(out)
 
 

@@ -15,6 +15,7 @@ from gpuprefetch.core.stage import Cost
 from gpuprefetch.images.encoded import Call, Copy, PreparedImages, is_encoded
 from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.launch import Table, arrange
+from gpuprefetch.transforms.launch_table import Words
 from gpuprefetch.transforms.reference import Ints
 
 BLOCK = 512  # torch's caching allocator rounds up to it
@@ -110,7 +111,7 @@ def uploads(
 def lay_out(
     images: PreparedImages,
     sizes: Sequence[tuple[int, int]] = (),
-    words: Sequence[Ints] = (),
+    words: Sequence[Words] = (),
     limit: int | None = None,
     room: int | None = None,
 ) -> tuple[list[Call], list[Table]]:

@@ -1,7 +1,6 @@
 """Several views of one decode."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 
 class Views:
@@ -23,7 +22,7 @@ class Views:
         ValueError: for a single one.
     """
 
-    def __init__(self, *lists: Sequence[Any]) -> None:
+    def __init__(self, *lists: Sequence[Callable[..., object]]) -> None:
         for each in lists:
             if not isinstance(each, (list, tuple)) or any(isinstance(op, Views) for op in each):
                 raise TypeError(
