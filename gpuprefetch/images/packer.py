@@ -27,7 +27,7 @@ from gpuprefetch.images.samples import (
 )
 from gpuprefetch.images.slab import Buffer, share
 from gpuprefetch.images.targets import follow, followers, images_of
-from gpuprefetch.policies.per_image import PerImage
+from gpuprefetch.policies.policy import Policy
 from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.launch import Launches, plan_rows
 from gpuprefetch.transforms.random import Keys, head_keys
@@ -116,7 +116,7 @@ class Packer:
     late: bool = False  # whether the collate function runs after the transforms
     moves: bool = False  # whether a transform moves pixels
     # Of each view what workers draw for, and run on its finished images if there are some here.
-    programs: tuple[PerImage | None, ...] = ()
+    programs: tuple[Policy | None, ...] = ()
     rank: int = 0  # of this process among those that may be given the same samples, else 0
     draws: bool = False  # whether any transform has random parameters
     _last: float = field(init=False, default_factory=time.perf_counter)

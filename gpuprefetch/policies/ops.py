@@ -238,12 +238,10 @@ def noise(seed: int, shape: Sequence[int]) -> torch.Tensor:
     for _ in range(10):
         left = np.uint64(0xD2511F53) * a
         right = np.uint64(0xCD9E8D57) * c
-        a, b, c, d = (
-            (right >> half) ^ b ^ keys[0],
-            right & low,
-            (left >> half) ^ d ^ keys[1],
-            left & low,
-        )
+        a = (right >> half) ^ b ^ keys[0]
+        b = right & low
+        c = (left >> half) ^ d ^ keys[1]
+        d = left & low
         keys = (keys + np.array([0x9E3779B9, 0xBB67AE85], np.uint64)) & low
     bits = np.stack([a, b]).astype(np.uint32).view(np.int32)
     u, v = np.where(bits < 0, ~bits, bits).astype(np.float32) * np.float32(4.6566127342e-10)
@@ -327,7 +325,9 @@ if triton is not None:
         code = tl.load(op_ptr)
         white = 255.0 if UINT8 else 1.0
         # Read in any case: no branch waits for them.
-        a0, a1, a2 = arg(op_ptr, 0), arg(op_ptr, 1), arg(op_ptr, 2)
+        a0 = arg(op_ptr, 0)
+        a1 = arg(op_ptr, 1)
+        a2 = arg(op_ptr, 2)
         if (code == CONTRAST) | (code == AUTOCONTRAST) | (code == EQUALIZE):
             tl.static_assert(_STATISTICS == 1)
             statistics_ptr += a1.to(tl.int32) * 3 * _BINS
@@ -375,7 +375,8 @@ if triton is not None:
 
     @triton.jit
     def _stretch(value, statistics_ptr):
-        least, scale = tl.load(statistics_ptr), tl.load(statistics_ptr + 1)
+        least = tl.load(statistics_ptr)
+        scale = tl.load(statistics_ptr + 1)
         return tl.div_rn(value - least, scale + tl.zeros_like(value))
 
     @triton.jit
@@ -390,7 +391,9 @@ if triton is not None:
         gray = most == least
         saturation = (most - least) / tl.where(gray, 1.0, most)
         divisor = tl.where(gray, 1.0, most - least)
-        rc, gc, bc = (most - r) / divisor, (most - g) / divisor, (most - b) / divisor
+        rc = (most - r) / divisor
+        gc = (most - g) / divisor
+        bc = (most - b) / divisor
         hue = tl.where(most == g, 2.0 + rc - bc, 4.0 + gc - rc)
         hue = tl.where(most == r, bc - gc, hue) * (1.0 / 6) + 1.0
         hue = hue - tl.floor(hue) + shift

@@ -89,7 +89,8 @@ if triton is not None:
         n = tl.program_id(0) // tiles
         pixel = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
         mask = pixel < height * width
-        y, x = pixel // width, pixel % width
+        y = pixel // width
+        x = pixel % width
         op_ptr = table_ptr + (n * n_slots + first) * _FIELDS
         # 64-bit: a batch may pass 2**31 values, an image may not.
         source_ptr += n.to(tl.int64) * stride_n
@@ -144,7 +145,8 @@ if triton is not None:
         pair = start + tl.program_id(0) // 3
         channel = tl.program_id(0) % 3
         pair_ptr = table_ptr + pairs_at + 2 * pair
-        n, slot = tl.load(pair_ptr), tl.load(pair_ptr + 1)
+        n = tl.load(pair_ptr)
+        slot = tl.load(pair_ptr + 1)
         ops_ptr = table_ptr + n * n_slots * _FIELDS
         code = tl.load(ops_ptr + slot * _FIELDS)
         source_ptr += n.to(tl.int64) * stride_n
@@ -160,7 +162,8 @@ if triton is not None:
         while begin < stop:
             pixel = begin + tl.arange(0, BLOCK)
             mask = pixel < size
-            y, x = pixel // width, pixel % width
+            y = pixel // width
+            x = pixel % width
             colors = _load(image, pixel, mask)
             before = first
             while before < slot:
@@ -190,7 +193,8 @@ if triton is not None:
             tl.store(statistics_ptr, 0.0)
             tl.store(statistics_ptr + 1 + index, table, index < _BINS - 1)
         elif code == AUTOCONTRAST:
-            least, most = tl.min(low), tl.max(high)
+            least = tl.min(low)
+            most = tl.max(high)
             scale = (most - least) * (1.0 / 255 if UINT8 else 1.0)
             tl.store(statistics_ptr, tl.where(most == least, 0.0, least))
             tl.store(statistics_ptr + 1, tl.where(most == least, 1.0, scale))
@@ -207,7 +211,8 @@ if triton is not None:
         tiles = tl.cdiv(plane, BLOCK)
         place = tl.program_id(0) // tiles
         pair_ptr = table_ptr + pairs_at + 2 * (start + place)
-        n, slot = tl.load(pair_ptr), tl.load(pair_ptr + 1)
+        n = tl.load(pair_ptr)
+        slot = tl.load(pair_ptr + 1)
         op_ptr = table_ptr + (n * n_slots + slot) * _FIELDS
         source_ptr += n.to(tl.int64) * stride_n
         image = (source_ptr, stride_c, stride_x, height, width)
@@ -223,8 +228,9 @@ if triton is not None:
 
     @triton.jit
     def _load(image, at, mask):
-        ptr = image[0] + at * image[2]
-        return [tl.load(ptr + c * image[1], mask, 0).to(tl.float32) for c in (0, 1, 2)]
+        source_ptr, stride_c, stride_x, _, _ = image
+        ptr = source_ptr + at * stride_x
+        return [tl.load(ptr + c * stride_c, mask, 0).to(tl.float32) for c in (0, 1, 2)]
 
     @triton.jit
     def _add(sums, weight, colors):
@@ -255,7 +261,7 @@ if triton is not None:
 
     @triton.jit
     def _sharpen(image, op_ptr, y, x, mask, UINT8: tl.constexpr):
-        height, width = image[3], image[4]
+        _, _, _, height, width = image
         colors = _load(image, y * width + x, mask)
         inside = (y > 0) & (y < height - 1) & (x > 0) & (x < width - 1)
         blurred = [color * (4.0 / 13) for color in colors]
@@ -269,7 +275,7 @@ if triton is not None:
 
     @triton.jit
     def _gather(image, op_ptr, code, y, x, mask, UINT8: tl.constexpr):
-        height, width = image[3], image[4]
+        _, _, _, height, width = image
         # In [-1, 1] as torch's grid_sample has it, and rounded as torchvision rounds on the way.
         base_x = x + 0.5
         base_y = y + 0.5
@@ -304,18 +310,22 @@ if triton is not None:
 
         Beyond the border the border repeats, or there is nothing.
         """
-        height, width = image[3], image[4]
+        _, _, _, height, width = image
         if taps == 1:
-            top, left = nearest(y), nearest(x)
+            top = nearest(y)
+            left = nearest(x)
         else:
-            top, left = tl.floor(y) - (taps // 2 - 1), tl.floor(x) - (taps // 2 - 1)
+            top = tl.floor(y) - (taps // 2 - 1)
+            left = tl.floor(x) - (taps // 2 - 1)
         share = tl.zeros_like(x)
         sums = share, share, share
         i = 0
         while i < taps * taps:  # in a loop: unrolled it takes all registers
-            row, column = top + i // taps, left + i % taps
+            row = top + i // taps
+            column = left + i % taps
             weight = _weight(row - y, taps) * _weight(column - x, taps)
-            near_row, near_column = clamp(row, 0.0, height - 1.0), clamp(column, 0.0, width - 1.0)
+            near_row = clamp(row, 0.0, height - 1.0)
+            near_column = clamp(column, 0.0, width - 1.0)
             inside = (row == near_row) & (column == near_column)
             at = near_row.to(tl.int32) * width + near_column.to(tl.int32)
             sums = _add(sums, weight, _load(image, at, mask & (inside | repeats)))

@@ -120,7 +120,8 @@ if triton is not None:
                 tap_y = (begin - center_y).to(tl.float32)
 
             zero = tl.zeros([ROWS, COLS], tl.float32)
-            colors, weight_y = (zero, zero, zero), zero
+            colors = (zero, zero, zero)
+            weight_y = zero
             row_ptr = source_ptr + begin.to(tl.int64) * source_stride_y
             # With the number of taps known, their weights along x stay in registers.
             for TAPS in tl.static_range(5):
