@@ -7,9 +7,10 @@ row for each transform that is known.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
+import torch
 
 from gpuprefetch.policies.known import filter_of, flatten, name_of, twin
 from gpuprefetch.policies.ops import Family, Filter, Op
@@ -27,10 +28,7 @@ from gpuprefetch.policies.slots import (
     table,
 )
 from gpuprefetch.policies.spatial import Affine
-from gpuprefetch.policies.timm import COLORS, from_augment
-
-# A transform of torchvision or timm, read by its attributes.
-Transform = Any
+from gpuprefetch.policies.timm import COLORS, Transform, from_augment
 
 # Filters that torchvision has for tensors.
 FILTERS = (Filter.NEAREST.value, Filter.BILINEAR.value)
@@ -76,10 +74,10 @@ def _moving(
     family: Family,
     op: Transform,
     sample: Callable[[Transform, Floats, Picture], Columns],
-    draws: int,
+    numbers: int,
     p: float = 1.0,
 ) -> Slots:
-    return one(Op.sampling(family, Filter(filter_of(op))), partial(sample, op), draws, p)
+    return one(Op.sampling(family, Filter(filter_of(op))), partial(sample, op), numbers, p)
 
 
 # --- One op ---
@@ -242,10 +240,15 @@ _MOVES = {
 }
 
 
-def _space(op: Transform) -> Any:
-    """Name -> (function of magnitudes, whether they have a sign): torchvision's own tables."""
+# torchvision's own tables: by name, a function of bins, height and width that gives magnitudes, and
+# whether these have a sign.
+Space = dict[str, tuple[Callable[[int, int, int], torch.Tensor | None], bool]]
+
+
+def _space(op: Transform) -> Space:
     few = getattr(op, "all_ops", True) is False
-    return op._PARTIAL_AUGMENTATION_SPACE if few else op._AUGMENTATION_SPACE
+    space: Space = op._PARTIAL_AUGMENTATION_SPACE if few else op._AUGMENTATION_SPACE
+    return space
 
 
 def _magnitudes(

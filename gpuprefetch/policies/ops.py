@@ -1,8 +1,8 @@
 """The ops that a random policy is made of, with their codes and arguments.
 
 A pointwise op is all here: its code (:class:`Op`), its eager twin, which defines the result
-(:func:`twins`), and what the kernels do to a pixel (:func:`point`). Of spatial ops, which make a
-pixel of other pixels, spatial.py has the twins, and ops_kernel.py what the kernels do.
+(:func:`twins`), and what the kernels do to a pixel (:func:`point`). A spatial op makes a pixel of
+other pixels: its twin is in spatial.py, and what the kernels do is in ops_kernel.py.
 
 Arguments of an op are in torchvision's units (a value of ``uint8`` images is 0 to 255, of others 0
 to 1), in this order; ``fill`` is three values, or NaN for torchvision's ``fill=None``:
@@ -90,12 +90,12 @@ class Op(IntEnum):
 
     @property
     def family(self) -> Family | None:
-        """Of an op that samples between pixels, its kind; None for others."""
+        """The kind of an op that samples between pixels; None for others."""
         return _SAMPLED[self][0] if self in _SAMPLED else None
 
     @property
     def filter(self) -> Filter | None:
-        """Of an op that samples between pixels, how; None for others."""
+        """The filter of an op that samples between pixels; None for others."""
         return _SAMPLED[self][1] if self in _SAMPLED else None
 
     @property

@@ -62,9 +62,9 @@ def _hued(image: _Levels, shift: float) -> _Levels:
     span *= white
     least *= white
     for out, middle, sign in zip(result, (3, 2, 4), (1, -1, -1), strict=True):
-        share = np.abs(hue - middle)
-        share = share - 1 if sign > 0 else 2 - share
-        out[:] = share.clip(0, 1, out=share) * span + least
+        ramp = np.abs(hue - middle)
+        ramp = ramp - 1 if sign > 0 else 2 - ramp
+        out[:] = ramp.clip(0, 1, out=ramp) * span + least
     return result
 
 

@@ -8,7 +8,7 @@ one of a single channel has three at the same place, with a stride of 0.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from gpuprefetch.policies.ops import BINS, FIELDS, Op
-from gpuprefetch.policies.spatial import BLUR_PLANE, Blur, Grid
+from gpuprefetch.policies.spatial import Blur, Grid
 from gpuprefetch.transforms.kernel import tl, triton
 
 # Pixels of a program, three channels each. Four pixels to a thread: the lanes of a warp then read
@@ -55,7 +55,7 @@ if triton is not None:
     _EXPONENT_Y = tl.constexpr(Blur.SIGMA_Y.value)
     _TAPS_X = tl.constexpr(Blur.TAPS_X.value)
     _TAPS_Y = tl.constexpr(Blur.TAPS_Y.value)
-    _PLANE = tl.constexpr(BLUR_PLANE)
+    _PLANE = tl.constexpr(Blur.PLANE.value)
     _A = tl.constexpr(Grid.A.value)
     _B = tl.constexpr(Grid.B.value)
     _C = tl.constexpr(Grid.C.value)
@@ -237,8 +237,8 @@ if triton is not None:
         return [sums[c] + weight * colors[c] for c in (0, 1, 2)]
 
     @triton.jit
-    def _mix(colors, others, share):
-        return [colors[c] + (others[c] - colors[c]) * share for c in (0, 1, 2)]
+    def _mix(colors, others, weight):
+        return [colors[c] + (others[c] - colors[c]) * weight for c in (0, 1, 2)]
 
     @triton.jit
     def _blur(image, exponent, taps, across, along, stride, size, mask, VECTOR: tl.constexpr):
@@ -270,8 +270,8 @@ if triton is not None:
             at = (y + i // 3 - 1) * width + x + i % 3 - 1
             blurred = _add(blurred, 1.0 / 13, _load(image, at, mask & inside))
             i += 1
-        share = tl.where(inside, 1.0 - arg(op_ptr, 0), 0.0)
-        return levels(_mix(colors, rounded(blurred, UINT8), share), UINT8)
+        weight = tl.where(inside, 1.0 - arg(op_ptr, 0), 0.0)
+        return levels(_mix(colors, rounded(blurred, UINT8), weight), UINT8)
 
     @triton.jit
     def _gather(image, op_ptr, code, y, x, mask, UINT8: tl.constexpr):
@@ -294,21 +294,21 @@ if triton is not None:
         repeats = (code == MATRIX_BILINEAR) | (code == MATRIX_BICUBIC)
         nearest_pixel = (code == AFFINE_NEAREST) | (code == PERSPECTIVE_NEAREST)
         taps = tl.where(code == MATRIX_BICUBIC, 4, tl.where(nearest_pixel, 1, 2))
-        colors, share = _sample(image, source_y, source_x, taps, repeats, mask)
+        colors, coverage = _sample(image, source_y, source_x, taps, repeats, mask)
         if repeats:
             inside = (grid_x >= -1.0) & (grid_x < 1.0) & (grid_y >= -1.0) & (grid_y < 1.0)
-            share = tl.where(inside, 1.0, 0.0)
+            coverage = tl.where(inside, 1.0, 0.0)
             colors = [clamp(color, 0.0, 255.0 if UINT8 else 1.0) for color in colors]
         fill = [arg(op_ptr, _FILL + c) for c in (0, 1, 2)]
         if fill[0] == fill[0]:  # not NaN: there is one
-            colors = _mix(fill, colors, share)
+            colors = _mix(fill, colors, coverage)
         return rounded(colors, UINT8)
 
     @triton.jit
     def _sample(image, y, x, taps, repeats, mask):
-        """Colors between pixels, and the share of them that is from inside.
+        """Colors between pixels, and how much of each comes from inside of the image.
 
-        Beyond the border the border repeats, or there is nothing.
+        Outside, the border ``repeats``, or there is nothing.
         """
         _, _, _, height, width = image
         if taps == 1:
@@ -317,10 +317,10 @@ if triton is not None:
         else:
             top = tl.floor(y) - (taps // 2 - 1)
             left = tl.floor(x) - (taps // 2 - 1)
-        share = tl.zeros_like(x)
-        sums = share, share, share
+        coverage = tl.zeros_like(x)
+        sums = coverage, coverage, coverage
         i = 0
-        while i < taps * taps:  # in a loop: unrolled it takes all registers
+        while i < taps * taps:  # in a loop: unrolled, it needs all registers
             row = top + i // taps
             column = left + i % taps
             weight = _weight(row - y, taps) * _weight(column - x, taps)
@@ -329,9 +329,9 @@ if triton is not None:
             inside = (row == near_row) & (column == near_column)
             at = near_row.to(tl.int32) * width + near_column.to(tl.int32)
             sums = _add(sums, weight, _load(image, at, mask & (inside | repeats)))
-            share += tl.where(inside, weight, 0.0)
+            coverage += tl.where(inside, weight, 0.0)
             i += 1
-        return sums, share
+        return sums, coverage
 
     @triton.jit
     def _weight(distance, taps):

@@ -9,7 +9,7 @@ import torch
 from gpuprefetch.policies import ops_kernel as kernel
 from gpuprefetch.policies.ops import BINS, STATISTICS, WORDS, Erase, Op, flags
 from gpuprefetch.policies.program import AS_IT_IS, Finish, Program
-from gpuprefetch.policies.spatial import BLUR_PLANE, Blur, coordinates
+from gpuprefetch.policies.spatial import Blur, coordinates
 
 _Doubles = npt.NDArray[np.float64]
 _Singles = npt.NDArray[np.float32]
@@ -110,69 +110,90 @@ def launch(
                 device=images.device,
                 memory_format=memory_format,
             )
-            _launch_group(group, laid, images, table, statistics, out, final and laid.finishes)
+            launcher = _Launcher(laid, group, images, table, statistics)
+            launcher.make_statistics()
+            launcher.carry_out(launcher.blurred(), out, finishes=final and laid.finishes)
             images = out
     return images
 
 
-def _launch_group(
-    group: _Group,
-    laid: Layout,
-    images: torch.Tensor,
-    table: torch.Tensor,
-    statistics: torch.Tensor,
-    out: torch.Tensor,
-    finishes: bool,
-) -> None:
-    height, width = images.shape[2:]
-    tiles = -(-height * width // kernel.BLOCK)
-    uint8 = images.dtype == torch.uint8
-    # What all three kernels are given after their tensors.
-    common = height, width, *_strides(images), laid.n_slots, laid.colors_at, laid.pairs_at
-    for start, number in group.rounds:
-        kernel.statistics_kernel[(number * 3,)](
-            images,
-            table,
-            statistics,
-            *common,
-            start,
-            group.first,
-            UINT8=uint8,
-            BLOCK=kernel.STATISTICS_BLOCK,
-            num_warps=kernel.STATISTICS_WARPS,
-        )
-    blurred = statistics  # where nothing is blurred, it is not read
-    start, number = group.blurred
-    if number:
-        size = number * 3 * height * width
-        blurred = torch.empty(size, dtype=torch.float32, device=images.device)
-        kernel.blur_kernel[(number * tiles,)](
-            images,
-            table,
+class _Launcher:
+    """The launches of one group, on images as they are before it."""
+
+    def __init__(
+        self,
+        laid: Layout,
+        group: _Group,
+        images: torch.Tensor,
+        table: torch.Tensor,
+        statistics: torch.Tensor,
+    ) -> None:
+        self._laid = laid
+        self._group = group
+        self._images = images
+        self._table = table
+        self._statistics = statistics
+        height, width = images.shape[2:]
+        self._pixels = height * width
+        self._tiles = -(-self._pixels // kernel.BLOCK)
+        self._uint8 = images.dtype == torch.uint8
+        # What all three kernels are given after their tensors.
+        at = laid.n_slots, laid.colors_at, laid.pairs_at
+        self._common = height, width, *_strides(images), *at
+
+    def make_statistics(self) -> None:
+        for start, number in self._group.rounds:
+            kernel.statistics_kernel[(number * 3,)](
+                self._images,
+                self._table,
+                self._statistics,
+                *self._common,
+                start,
+                self._group.first,
+                UINT8=self._uint8,
+                BLOCK=kernel.STATISTICS_BLOCK,
+                num_warps=kernel.STATISTICS_WARPS,
+            )
+
+    def blurred(self) -> torch.Tensor:
+        """Float32 planes of the images that are blurred along x first; anything if none is."""
+        start, number = self._group.blurred
+        if not number:
+            return self._statistics  # which is not read for that
+        size = number * 3 * self._pixels
+        blurred = torch.empty(size, dtype=torch.float32, device=self._images.device)
+        kernel.blur_kernel[(number * self._tiles,)](
+            self._images,
+            self._table,
             blurred,
-            *common,
+            *self._common,
             start,
             BLOCK=kernel.BLOCK,
             num_warps=kernel.NUM_WARPS,
         )
-    kernel.ops_kernel[(len(out) * tiles,)](
-        images,
-        table,
-        out,
-        statistics,
-        blurred,
-        *common,
-        *_strides(out),
-        group.first,
-        group.last,
-        laid.n_slots if finishes else group.last,
-        UINT8=uint8,
-        MOVES=group.spatial,
-        FINISH=finishes,
-        VECTOR=1 if width % 4 else 4,
-        BLOCK=kernel.BLOCK,
-        num_warps=kernel.NUM_WARPS,
-    )
+        return blurred
+
+    def carry_out(self, blurred: torch.Tensor, out: torch.Tensor, *, finishes: bool) -> None:
+        """Write the result of the group's slots."""
+        group = self._group
+        kernel.ops_kernel[(len(out) * self._tiles,)](
+            self._images,
+            self._table,
+            out,
+            self._statistics,
+            blurred,
+            *self._common,
+            *_strides(out),
+            group.first,
+            group.last,
+            self._laid.n_slots if finishes else group.last,
+            UINT8=self._uint8,
+            MOVES=group.spatial,
+            FINISH=finishes,
+            VECTOR=1 if out.shape[3] % 4 else 4,
+            BLOCK=kernel.BLOCK,
+            num_warps=kernel.NUM_WARPS,
+        )
 
 
 def _strides(images: torch.Tensor) -> tuple[int, int, int]:
@@ -201,7 +222,7 @@ def _groups(codes: _Ints) -> list[_Group]:
 def _pairs(groups: list[_Group], table: _Table) -> _Ints:
     """List what goes before each launch, (P, 2) images and slots, and note its places in args.
 
-    A round takes an op of each image: the next one of an image needs what this one has made.
+    A round has one op of an image at most: the next op of that image needs the result of this one.
     """
     codes = table["code"]
     args = table["args"]
@@ -220,7 +241,7 @@ def _pairs(groups: list[_Group], table: _Table) -> _Ints:
             start += len(image)
         image = np.flatnonzero(codes[:, group.first] == Op.BLUR)
         if len(image):
-            args[image, group.first, BLUR_PLANE] = np.arange(len(image))
+            args[image, group.first, Blur.PLANE] = np.arange(len(image))
             group.blurred = start, len(image)
             pairs.append(np.stack([image, np.full_like(image, group.first)]))
             start += len(image)
@@ -271,7 +292,7 @@ def _exponents(args: _Doubles, images: torch.Tensor) -> _Doubles:
     """What the kernels read instead of both sigmas of a BLUR."""
     height, width = images.shape[2:]
     sigmas = args[:, Blur.SIGMA_X : Blur.TAPS_X]
-    taps = args[:, Blur.TAPS_X : BLUR_PLANE]
+    taps = args[:, Blur.TAPS_X : Blur.PLANE]
     if (taps // 2 >= (width, height)).any():
         raise ValueError(
             f"images of {height} x {width} are too small for a blur of {taps.max():.0f} pixels: "

@@ -250,7 +250,7 @@ class PerImage(torch.nn.Module):
                 row.append(step)
                 continue
             programs += [program_of(row, fold(keys, -1 - number), picture)] if row else []
-            programs.append(step.draw(fold(keys, number), picture))
+            programs.append(step.sample(fold(keys, number), picture))
             row = []
         return [*programs, program_of(row, keys, picture, self.recipe.finals)]
 

@@ -50,15 +50,20 @@ class Slots(NamedTuple):
     sample: Callable[[Floats, Picture, Ints, Floats], None]
 
 
-def one(op: Op, sample: Callable[[Floats, Picture], Columns], draws: int, p: float = 1.0) -> Slots:
-    """One op, for each image with a chance of ``p``; its arguments come from ``draws`` numbers."""
+def one(
+    op: Op, sample: Callable[[Floats, Picture], Columns], numbers: int, p: float = 1.0
+) -> Slots:
+    """One op, for each image with a chance of ``p``.
+
+    ``sample`` makes columns of arguments from ``(numbers, N)`` uniform ones.
+    """
 
     def sample_one(u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
         for column, values in enumerate(sample(u[1:], picture)):
             args[:, 0, column] = values
         codes[:, 0] = (u[0] < p) * op
 
-    return Slots(1, 1 + draws, sample_one)
+    return Slots(1, 1 + numbers, sample_one)
 
 
 def row(parts: Sequence[Slots], p: float = 1.0) -> Slots:
@@ -158,7 +163,7 @@ def table(
 
     def sample(u: Floats, picture: Picture, codes: Ints, args: Floats) -> None:
         step, kept = chooser.sample(u[5 * count :])
-        # Of the shape of the codes: whether a step runs, its level twice, its sign, which op.
+        # Each has the shape of the codes. A level needs two numbers; `other` chooses the filter.
         runs, level, second, sign, other = u[: 5 * count].reshape(5, count, -1).transpose(0, 2, 1)
         kept &= runs < chances[step]
         codes[:] = codes_of[step, (other >= 0.5).astype(np.int64)] * kept
@@ -226,7 +231,7 @@ class Mix(NamedTuple):
     chain: Slots
     width: int
 
-    def draw(self, keys: Keys, picture: Picture) -> Program:
+    def sample(self, keys: Keys, picture: Picture) -> Program:
         """The chains, one after the other, with the weights."""
         each = fold(keys, np.arange(self.width)[:, None])
         program = program_of([self.chain], each.ravel(), picture)

@@ -68,17 +68,13 @@ class Matrix(IntEnum):
 
 
 class Blur(IntEnum):
-    """Arguments of ``BLUR``."""
+    """Arguments of ``BLUR``; for each sigma the kernels read an exponent, 1 / (2 sigma**2)."""
 
     SIGMA_X = 0
     SIGMA_Y = 1
     TAPS_X = 2  # the size of the kernel
     TAPS_Y = 3
-
-
-# The argument of BLUR after these, set when it is laid out: which planes the image is blurred in
-# along x. The kernels read an exponent for each sigma, 1 / (2 sigma**2).
-BLUR_PLANE = 4
+    PLANE = 4  # in which the image is blurred along x; set when it is laid out
 
 
 # --- The eager twins ---
@@ -157,16 +153,17 @@ def _matrix(x: Sample, a: list[float], filter: Filter) -> Sample:
     if is_target(x):
         # Without the picture's fill: timm, whose op it is, knows no masks.
         return _perspective(x, [*a[: Matrix.FILL], 0.0, 0.0, *[np.nan] * 3], Filter.NEAREST)
-    return as_tensor(partial(_sample_matrix, a=a, filter=filter), x)
+    return as_tensor(partial(_sample_matrix, numbers=a, filter=filter), x)
 
 
-def _sample_matrix(image: torch.Tensor, a: list[float], filter: Filter) -> torch.Tensor:
+def _sample_matrix(image: torch.Tensor, numbers: list[float], filter: Filter) -> torch.Tensor:
+    a, b, c, d, e, f = numbers[: Matrix.FILL]
     device = image.device
     height, width = image.shape[-2:]
     x = torch.arange(width, dtype=torch.float32, device=device) + 0.5
     y = (torch.arange(height, dtype=torch.float32, device=device) + 0.5)[:, None]
     # No matrix product: in TF32, which training often turns on, it is off by a tenth of a pixel.
-    source = torch.stack([x * a[0] + y * a[1] + a[2], x * a[3] + y * a[4] + a[5]], dim=-1)
+    source = torch.stack([x * a + y * b + c, x * d + y * e + f], dim=-1)
     size = torch.tensor([width, height], device=device)
     inside = ((source >= 0) & (source < size)).all(-1)
     values = image if image.is_floating_point() else image.float()
@@ -175,7 +172,7 @@ def _sample_matrix(image: torch.Tensor, a: list[float], filter: Filter) -> torch
         values[None], grid[None], filter.value, "border", align_corners=False
     )[0]
     sampled = sampled if image.is_floating_point() else sampled.round_()
-    filled = _fill_for(image, a[Matrix.FILL : Matrix.FILL + 3]) or [0.0]
+    filled = _fill_for(image, numbers[Matrix.FILL : Matrix.FILL + 3]) or [0.0]
     fill = torch.tensor(filled, dtype=torch.float32, device=device)
     result = torch.where(inside, sampled.clamp_(0, white_of(image)), fill[:, None, None])
     return result.to(image.dtype)
@@ -188,8 +185,11 @@ class Grid(IntEnum):
     """What the kernels read of an op that samples: output to source on torch's grid, -1 to 1.
 
     ``((a x + b y + c) / s, (d x + e y + f) / s)`` is the source of pixel ``(x, y)``, with
-    ``s = g x + h y + 1``. An affine map counts pixels from the middle and has an ``s`` of 1; the
-    others count from the corner, and end one further on: 1 is taken from the source.
+    ``s = g x + h y + 1``. An affine map counts pixels from the middle, and its ``s`` is 1. The
+    others count from the corner, on a grid from 0 to 2: the kernels subtract 1.
+
+    A flip of an image 8 pixels wide, as an affine map, has ``a`` = -1 / 4: the middle of the first
+    pixel is at -3.5, and its source at 0.875 is the middle of the last one.
     """
 
     A = 0

@@ -11,7 +11,7 @@ from gpuprefetch.policies.ops import Op
 from gpuprefetch.policies.slots import Floats, Mix, Noise, Picture, Slots, Step, table
 from gpuprefetch.policies.spatial import Matrix
 
-# A transform or one of its ops, read by its attributes.
+# A transform of torchvision or timm, or one of timm's ops, read by its attributes.
 Transform = Any
 # Levels that are sampled from a range are multiples of a thousandth of it.
 _BINS = 1001

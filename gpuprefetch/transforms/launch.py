@@ -53,9 +53,9 @@ def resample(
     """Resample images of different sizes into one batch.
 
     Output pixel ``j`` of an axis is centered on the source coordinate ``origin + step * j``, where
-    source pixel ``k`` has its center at ``k``; a negative ``step`` flips. It is a weighted mean of
-    the source pixels in the box ``lo <= k < hi``, and 0 unless ``first <= j < last``. Cropping
-    ``y0 <= y < y0 + h`` and resizing to H rows, for instance, is ``step = h / H``,
+    source pixel ``k`` has its center at ``k``; a negative ``step`` flips. The pixel is a weighted
+    mean of the source pixels in the box ``lo <= k < hi``, and 0 unless ``first <= j < last``.
+    Cropping ``y0 <= y < y0 + h`` and resizing to H rows, for instance, is ``step = h / H``,
     ``origin = y0 + step / 2 - 0.5``, ``lo = y0``, ``hi = y0 + h``, ``first = 0``, ``last = H``.
 
     On a CUDA device this is one launch on the current stream; ``images`` live until it has run.

@@ -102,6 +102,14 @@ def resample_reference(
     return out
 
 
+class _Taps(NamedTuple):
+    """The source pixels of one axis of a result."""
+
+    pixels: Ints  # (size, K)
+    weights: Doubles  # (size, K)
+    inside: npt.NDArray[np.bool_]  # (size,), what is not padding
+
+
 def _resampled(
     image: torch.Tensor, request: Request, n: int, compute: torch.dtype, clamp: bool
 ) -> torch.Tensor:
@@ -121,14 +129,6 @@ def _resampled(
         padding = torch.from_numpy(~(y.inside[:, None] & x.inside))
         values.masked_fill_(padding.to(image.device), 0)
     return values
-
-
-class _Taps(NamedTuple):
-    """The source pixels of one axis of a result."""
-
-    pixels: Ints  # (size, K)
-    weights: Doubles  # (size, K)
-    inside: npt.NDArray[np.bool_]  # (size,), what is not padding
 
 
 def _taps(row: list[float], size: int, interpolation: str, antialias: bool) -> _Taps:
@@ -168,6 +168,14 @@ def _filter_rows(values: torch.Tensor, taps: Ints, weights: Doubles) -> torch.Te
     return result
 
 
+class _Window(NamedTuple):
+    """A part of a resized axis."""
+
+    length: int  # of the whole axis, resized
+    start: int
+    flipped: bool
+
+
 def resample_uint8(
     image: torch.Tensor,
     rows: Doubles,
@@ -195,37 +203,42 @@ def resample_uint8(
             antialias=antialias,
             dtype=torch.uint8,
         )[0]
-    (top, bottom, y0, y1), (left, right, x0, x1) = rows[:, 2:].astype(int).tolist()
-    resized = (vertical.length, horizontal.length)
+    resized = _resized(image, rows, (vertical.length, horizontal.length), interpolation, antialias)
+    return _placed(resized, rows, vertical, horizontal, size)
+
+
+def _resized(
+    image: torch.Tensor, rows: Doubles, size: tuple[int, int], interpolation: str, antialias: bool
+) -> torch.Tensor:
+    """The whole box of an image in a size, by torch."""
+    (top, bottom), (left, right) = rows[:, 2:4].astype(int).tolist()
     box = image[:, top:bottom, left:right]
-    if box.shape[1:] == resized:
-        box = box.clone()
-    else:
-        # A batch that torch knows as channels_last: its pixels are read and written as they are.
-        batch = box.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
-        box = F.interpolate(
-            batch,
-            resized,
-            mode=interpolation,
-            align_corners=not antialias,
-            antialias=antialias,
-        )[0]
+    if box.shape[1:] == size:
+        return box.clone()
+    # A batch that torch knows as channels_last: its pixels are read and written as they are.
+    batch = box.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+    return F.interpolate(
+        batch, size, mode=interpolation, align_corners=not antialias, antialias=antialias
+    )[0]
+
+
+def _placed(
+    resized: torch.Tensor,
+    rows: Doubles,
+    vertical: _Window,
+    horizontal: _Window,
+    size: tuple[int, int],
+) -> torch.Tensor:
+    """The part of a resized box that the rows want, flipped, with padding around it."""
+    (y0, y1), (x0, x1) = rows[:, 4:].astype(int).tolist()
     y = vertical.start
     x = horizontal.start
-    picture = box[:, y : y + y1 - y0, x : x + x1 - x0]
+    picture = resized[:, y : y + y1 - y0, x : x + x1 - x0]
     if flipped := [dim for dim, window in ((1, vertical), (2, horizontal)) if window.flipped]:
         picture = picture.flip(flipped)
     if picture.shape[1:] != size:
         picture = F.pad(picture, (x0, size[1] - x1, y0, size[0] - y1))
     return picture
-
-
-class _Window(NamedTuple):
-    """A part of a resized axis."""
-
-    length: int  # of the whole axis, resized
-    start: int
-    flipped: bool
 
 
 def _window(row: list[float], antialias: bool) -> _Window | None:
