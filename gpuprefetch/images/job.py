@@ -377,17 +377,9 @@ def _resample(
 ) -> None:
     """Carry out the fused transforms of one view on pictures as they are stored."""
     assert output.rows is not None
-    assert output.head.size is not None
     assert isinstance(output.out, torch.Tensor)
     turned = images.stored.transposed[positions].tolist()
     upright = [
         picture.mT if turn else picture for picture, turn in zip(pictures, turned, strict=True)
     ]
-    output.head.resample(
-        upright,
-        output.rows[positions],
-        output.head.size,
-        dtype=output.out.dtype,
-        out=output.out,
-        positions=positions.tolist(),
-    )
+    output.head.resample_into(output.out, positions, upright, output.rows[positions])

@@ -14,6 +14,7 @@ from gpuprefetch.core.stage import Cost
 from gpuprefetch.images.prepared import Part, Plan, PreparedImages, Upload, is_encoded
 from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.launch import arrange
+from gpuprefetch.transforms.launch_table import Words
 from gpuprefetch.transforms.reference import Ints
 
 Batch = object  # whatever a collate function returns
@@ -124,7 +125,7 @@ def uploads(
 def lay_out(
     images: PreparedImages,
     sizes: Sequence[Size] = (),
-    words: Sequence[Ints] = (),
+    words: Sequence[Words] = (),
     limit: int | None = None,
     room: int | None = None,
 ) -> Plan:

@@ -17,6 +17,7 @@ from gpuprefetch.images.nvjpeg import order_for
 from gpuprefetch.images.slab import Buffer
 from gpuprefetch.policies.ops_launch import Layout
 from gpuprefetch.transforms.launch import Launches, Table, by_place
+from gpuprefetch.transforms.launch_table import Words
 from gpuprefetch.transforms.random import Keys
 from gpuprefetch.transforms.reference import Doubles, Ints
 
@@ -243,8 +244,8 @@ class PreparedImages(Encoded):
             return [piece.view(*size, 3).permute(2, 0, 1) for piece, size in pairs]
         return [piece.view(3, *size) for piece, size in pairs]
 
-    def words(self, view: int) -> Ints:
-        """What a view's launches read of each image, ``(N, words)``, in the order of the batch."""
+    def words(self, view: int) -> Words:
+        """What a view's launches read of each image, ``(N,)``, in the order of the batch."""
         first, last = self.regions.words[view : view + 2]
         return by_place(Launches.words(self.buffer.tensor[first:last], 3), len(self))
 
