@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop
-from gpuprefetch.core.source import own_state
+from gpuprefetch.core.loaders import own_state
 from gpuprefetch.images import notes as _notes
 
 # torchdata 0.11 calls a function that torch 2.15 warns of.
@@ -205,7 +205,7 @@ def test_the_loaders_own_state_would_lose_batches(device, ahead):
     prefetcher = cpu(stateful(shuffle=True))
     iterator = iter(prefetcher)
     next(iterator)
-    while len(iterator._lookahead._slots) < 3:
+    while len(iterator._lookahead._ready.slots) < 3:
         time.sleep(0.01)
     state = prefetcher.state_dict() | {"loader": own_state(iterator._lookahead._source._loader)}
     rest = listed(iterator)
@@ -679,13 +679,13 @@ def test_of_an_epoch_without_end_the_latest_samples_are_noted(monkeypatch):
     monkeypatch.setattr(_notes, "MOST", 30)
     first, resumed = prefetcher(), prefetcher()
     for _ in islice(first, 301):
-        (notes,) = first._notes.values()
+        (notes,) = first._notes
         assert len(notes.batches) <= 30
     state = first.state_dict()
     assert state["drawn"] == whole.state_dict()["drawn"]
     resumed.load_state_dict(state)
     assert values(next(iter(resumed))) == [(4 * 301 + k) % 40 for k in range(4)]
-    (notes,) = resumed._notes.values()
+    (notes,) = resumed._notes
     assert len(notes.batches) <= 30  # of those left out as well
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-IsLeaf = Callable[[Any], bool] | None
+Loader: TypeAlias = Any  # a DataLoader, or what is iterated in its place
+Batch: TypeAlias = Any  # what a loader gives: any structure of any leaves
+Leaf: TypeAlias = Any  # a part of it that is no structure
+
+IsLeaf: TypeAlias = Callable[[Leaf], bool] | None
 
 # Samples may hold thousands of plain values, as the polygons of COCO's annotations: they are told
 # apart by their type, and a list of nothing else at one go.

@@ -22,7 +22,6 @@ from gpuprefetch.core.device import resolve_device
 from gpuprefetch.core.nested import tensors, to_device
 from gpuprefetch.core.report import Printed, columns, progress
 from gpuprefetch.core.streams import throttle
-from gpuprefetch.images.decode import decoded_by
 from gpuprefetch.images.share import usable_cores
 from gpuprefetch.images.stage import count_images
 from gpuprefetch.insight.costs import costs
@@ -179,7 +178,7 @@ def doctor(
         ...     optimizer.zero_grad()
         >>> print(gpuprefetch.doctor(loader, step))
     """
-    inner = loader._loader if isinstance(loader, DataPrefetcher) else loader
+    inner = loader.wrapped if isinstance(loader, DataPrefetcher) else loader
     if not isinstance(inner, DataLoader):
         raise TypeError(
             "doctor takes a DataLoader, or a DataPrefetcher around one, got "
@@ -351,10 +350,9 @@ class _Clinic:
         if slow := costs(loader, self.device, count):
             self.notes.append(slow)
         if isinstance(loader, DataPrefetcher):
-            decoder = loader._pipeline.decoder
-            self.notes.append(f"encoded images are decoded by {decoded_by(decoder, loader.device)}")
+            self.notes.append(f"encoded images are decoded by {loader.decoding}")
             # Not to be tried: it takes effect where the model is made. The default stream is 0.
-            decodes = decoder and found.bound == "GPU decode"
+            decodes = loader.decodes_on_gpu and found.bound == "GPU decode"
             if decodes and not torch.cuda.current_stream(self.device).cuda_stream:
                 self.notes.append(_DEFAULT_STREAM)
 
