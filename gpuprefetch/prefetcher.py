@@ -97,8 +97,8 @@ class DataPrefetcher:
             on an ``(N, C, H, W)`` batch; or :class:`Views`. All but these callables sample for each
             image. The first ones (crop or resize, flips, ``Normalize``) are fused into one launch,
             which gives values in [0, 1] before ``Normalize``. The others run after it.
-        dtype: of the images after the fused transforms; float32 by default.
-        memory_format: of these images; contiguous by default.
+        dtype: that of the images after the fused transforms; float32 by default.
+        memory_format: that of the same images; contiguous by default.
         device_prefetch_size: batches that are ready or in preparation. None is two, or one where
             two would need more than 512 MiB. Without workers, and on a CPU, a batch is prepared
             when the loop asks for it.
@@ -106,24 +106,22 @@ class DataPrefetcher:
             "cpu" in the workers; "auto" is the first of nvjpeg, torchcodec and cpu that works here.
         apply_exif: whether pictures are turned upright. False agrees with PIL and ``ImageFolder``.
         cpu_share: share of the JPEGs that the workers decode, 0.0 to 1.0, the smallest first.
-            "auto" is none, and more while the loop waits for the GPU's decoder.
-        seed: of the random parameters; None is ``torch.initial_seed()`` as an epoch begins. Those
-            of encoded images depend on seed, epoch, sample and repeat of the sample, and on the
-            rank unless ranks surely share samples out. All images of a sample have the same. Those
-            of tensors, and what kornia's later ops and callables sample for a batch, depend on
-            seed, epoch, rank and number of the batch.
-        on_error: for a file that cannot be decoded: "raise" :class:`BadImageError`, "skip" the
-            sample, or "replace" it by another one of its batch, target included. A callable gets
-            the :class:`BadImage`, and the sample is skipped.
-        max_bad: bad files that are tolerated, each counted once; None is any number. One more
-            raises :class:`BadImageError`.
+            "auto" begins with none, and rises while the loop waits for the GPU's decoder.
+        seed: the seed of random parameters; None is ``torch.initial_seed()`` as an epoch begins.
+            Parameters of encoded images depend on seed, epoch, sample and repeat of the sample, and
+            are the same for all images of a sample. They also depend on the rank, unless the
+            sampler is known to give each rank different samples. Parameters of tensors, and what
+            kornia's later ops and callables sample for a batch, depend on seed, epoch, rank and
+            number of the batch.
+        on_error: what happens to a file that cannot be decoded: "raise" :class:`BadImageError`,
+            "skip" the sample, or "replace" it by another one of its batch, target included. A
+            callable gets the :class:`BadImage`, and the sample is skipped.
+        max_bad: number of bad files that are tolerated, each counted once; None is any number. One
+            more raises :class:`BadImageError`.
         memory_budget: device memory for batches on their way to the loop: "2GiB", "2GB", or bytes.
             Decoded images count, and the tensors of a batch until its hand-over; the decoder's own
             memory and what later transforms allocate do not. Batches that need more are decoded in
             smaller parts, and fewer are kept ready.
-
-    Attributes:
-        stats: counters, see :class:`Stats`.
 
     Raises:
         TypeError: if ``loader`` is a dataset, iterated once or what accelerate prepared, or a
@@ -180,7 +178,7 @@ class DataPrefetcher:
 
     @property
     def wrapped(self) -> Loader:
-        """The loader that was given: its attributes are set there."""
+        """The loader that was given, to set its attributes: ``prefetcher.wrapped.timeout = 60``."""
         return self._loader
 
     @property
@@ -190,7 +188,7 @@ class DataPrefetcher:
 
     @property
     def stats(self) -> Stats:
-        """Counters since the prefetcher was made, or since ``stats.reset()``."""
+        """Counters, see :class:`Stats`."""
         return self._pipeline.stats
 
     @property
@@ -408,10 +406,10 @@ class DataPrefetcher:
     def replay(self, index: int, epoch: int | None = None, *, repeat: int = 0) -> Batch:
         """What the model saw of a sample, bit for bit: its batch is prepared once more.
 
-        The batches of the two latest epochs are known, those of a resumed epoch before its
-        :meth:`load_state_dict` only if ``cpu_share`` is fixed. What dataset and collate function
-        draw is not repeated, nor what a transform draws from elsewhere than torch, or within a
-        function of torch, as in a dropout.
+        The batches of the two latest epochs are known. Batches of a resumed epoch from before its
+        :meth:`load_state_dict` are known only if ``cpu_share`` is fixed. Random values of dataset
+        and collate function are not repeated, nor those that a transform samples without torch, or
+        within a function of torch, as in a dropout.
 
         Args:
             index: of the sample in ``dataset``, as the sampler gives it.

@@ -127,7 +127,9 @@ class _Accelerated(DataPrefetcher):
         kept: list[Any],
         late: bool,
     ) -> None:
-        self.plan, self._dataset, self._late = plan, loader.dataset, late
+        self.plan = plan
+        self._dataset = loader.dataset
+        self._late = late
         self._added = options.pop("transforms", None)
         own = self._added or ()
         self._own = [*own] if isinstance(own, Sequence) else [own]
