@@ -137,7 +137,7 @@ class DataPrefetcher:
 
     def __init__(
         self,
-        loader: DataLoader[Any] | Iterable[Any],
+        loader: DataLoader[Any] | Iterable[Batch],
         *,
         device: torch.device | str | int | None = None,
         transforms: Sequence[Transform] | Views | None = None,
@@ -148,7 +148,7 @@ class DataPrefetcher:
         apply_exif: bool = False,
         cpu_share: float | str = "auto",
         seed: int | None = None,
-        on_error: str | Callable[[BadImage], Any] = "raise",
+        on_error: str | Callable[[BadImage], object] = "raise",
         max_bad: int | None = None,
         memory_budget: str | int | None = None,
     ) -> None:
@@ -192,7 +192,7 @@ class DataPrefetcher:
         return self._pipeline.stats
 
     @property
-    def transforms(self) -> Any:
+    def transforms(self) -> Sequence[Transform] | Views:
         """As they were given; an empty list for none."""
         return [] if self._options.transforms is None else self._options.transforms
 
@@ -239,7 +239,7 @@ class DataPrefetcher:
         )
         return clone
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         self._advice.of_ranks(self, self._loader)
         return self._begin()
 
@@ -354,7 +354,7 @@ class DataPrefetcher:
         """
         return self._manual.next(self)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Where the latest epoch stands: what the loop has had, not what is on its way to it.
 
         Before the first epoch, and once the loop has come to an epoch's end, the state is the
@@ -377,7 +377,7 @@ class DataPrefetcher:
             state["drawn"] = notes.drawn()
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Let the next ``iter()`` go on where :meth:`state_dict` was taken.
 
         The batches are those of the uninterrupted epoch, also with other workers or another

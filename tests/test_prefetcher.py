@@ -291,6 +291,24 @@ def test_the_manual_form_does_not_begin_anew_behind_an_error(device):
     assert [prefetcher.next()[1].tolist() for _ in range(2)] == seen
 
 
+class Generated(DataPrefetcher):
+    """As Lightning's recipe: its epochs are generators."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+def test_the_manual_form_of_a_subclass_with_an_iterator_of_its_own():
+    prefetcher = Generated(DataLoader(Numbers(4, "tensor"), 2), device="cpu")
+    expected = [*prefetcher]
+    for _ in range(2):
+        prefetcher.set_epoch(0)
+        assert torch.equal(prefetcher.next(), expected[0])
+        prefetcher.set_epoch(1)  # the epoch under way goes on
+        assert torch.equal(prefetcher.next(), expected[1])
+        assert prefetcher.next() is None
+
+
 class Nested(IterableDataset):
     """Reads through a prefetcher of its own."""
 

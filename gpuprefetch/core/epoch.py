@@ -12,11 +12,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from gpuprefetch.core.errors import add_note, unexpected_end
+from gpuprefetch.core.loaders import LoaderState
 from gpuprefetch.core.nested import Batch
 from gpuprefetch.core.resume import Place, Source, Use
 from gpuprefetch.core.stage import Cost, Empty, Stage
@@ -38,7 +39,7 @@ class Slot:
     number: int  # of the batch in its epoch
     batch: Batch = None  # what the loader gave
     images: int = 0
-    state: Any = None  # of the loader, after the batch
+    state: LoaderState = None  # of the loader, after the batch
     cost: Cost | None = None  # bytes on the device, where they count
     ended: bool = False  # the loader has given its last batch
     fetched: float = 0.0  # when the batch came from the loader
@@ -258,7 +259,7 @@ class Lookahead:
         self.place.batches = slot.number + 1
         self.place.loader = slot.state
 
-    def ended(self, state: object) -> None:
+    def ended(self, state: LoaderState) -> None:
         """The loop has come to the end of the epoch; ``state`` is the loader's own."""
         self.place.ended = True
         self.place.loader = state
@@ -301,7 +302,7 @@ class Lookahead:
         return True
 
 
-class Epoch(Iterator[Any]):
+class Epoch(Iterator[Batch]):
     """Iterator over one epoch; ``close`` ends it."""
 
     def __init__(self, lookahead: Lookahead) -> None:

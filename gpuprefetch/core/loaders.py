@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from gpuprefetch.core.nested import Loader
+from gpuprefetch.core.nested import Batch, Loader
 from gpuprefetch.core.samplers import attribute, generators_of
+
+TorchLoader: TypeAlias = DataLoader[Batch]
+LoaderState: TypeAlias = Any  # the state of a loader that saves one, else None
 
 
 def is_stateful(loader: Loader) -> bool:
@@ -49,7 +52,7 @@ def length_of_dataset(loader: Loader) -> int | None:
     return None
 
 
-def changed(loader: DataLoader[Any], **values: object) -> DataLoader[Any]:
+def changed(loader: TorchLoader, **values: object) -> TorchLoader:
     """A copy of a loader, with workers of its own, and with attributes that DataLoader locks."""
     clone = copy.copy(loader)
     clone._iterator = None
@@ -57,7 +60,7 @@ def changed(loader: DataLoader[Any], **values: object) -> DataLoader[Any]:
     return clone
 
 
-def own_state(loader: Loader) -> Any:
+def own_state(loader: Loader) -> LoaderState:
     """The state of a loader that has one, else None."""
     if not is_stateful(loader):
         return None

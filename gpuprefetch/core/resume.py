@@ -13,13 +13,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from gpuprefetch.core.errors import is_end, scope, text_of, unexpected_end
 from gpuprefetch.core.loaders import (
+    LoaderState,
     changed,
     in_order,
     is_stateful,
@@ -75,7 +75,7 @@ class Place:
     continued: bool = False  # whether workers of an earlier epoch lived on
     epochs: Sequence[int | None] = ()  # the samplers' own numbers, see epochs_of()
     samples: int | None = None  # of a map-style dataset
-    loader: Any = None  # the loader's own state after these batches, if it has one
+    loader: LoaderState = None  # the loader's own state after these batches, if it has one
     drawn: Sequence[int | None] | None = None  # a saved one's: see Notes.drawn()
     ended: bool = False  # whether the loop has come to its end
     use: Use = Use.UNUSED
@@ -134,7 +134,7 @@ class _SeedApart(torch.Generator):
 _END = object()  # in place of a batch
 
 
-class Source(Iterator[tuple[Batch, Any]]):
+class Source(Iterator[tuple[Batch, LoaderState]]):
     """The batches of an epoch, each with the state that the loader itself has after it, or None.
 
     A source that goes on at a place gives the batches after those the loop has had, in the same
@@ -153,7 +153,7 @@ class Source(Iterator[tuple[Batch, Any]]):
         self._loader = loader
         self._skip = skip
         self._iterator: Iterator[Batch] = iter(())
-        self._first: list[tuple[Batch, Any]] = []  # the first batch, where it has been read
+        self._first: list[tuple[Batch, LoaderState]] = []  # the first batch, where it has been read
         self._own_workers = False  # whether they end with the epoch, whatever they are
         if beginning is Beginning.ANEW:
             self._iterator = iter(loader)
@@ -204,7 +204,7 @@ class Source(Iterator[tuple[Batch, Any]]):
                 break
             self._skip(batch)
 
-    def __next__(self) -> tuple[Batch, Any]:
+    def __next__(self) -> tuple[Batch, LoaderState]:
         """The next batch and the loader's state after it; the end has that as its value."""
         if self._first:
             return self._first.pop()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from gpuprefetch.core.nested import Loader
 
 Sampler: TypeAlias = object  # a user's: it may have any attribute, and none
+Key: TypeAlias = Any  # what a sampler gives for a sample; mostly its index
 
 # Samplers of a loader that are looked at. One that makes another whenever it is asked has no end.
 MOST_SAMPLERS = 32

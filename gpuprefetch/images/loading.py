@@ -14,9 +14,9 @@ from typing import Any, TypeGuard
 from torch.utils.data import DataLoader
 
 from gpuprefetch.core.epoch import Lookahead
-from gpuprefetch.core.loaders import changed, is_stream
+from gpuprefetch.core.loaders import TorchLoader, changed, is_stream
 from gpuprefetch.core.nested import Loader
-from gpuprefetch.core.samplers import sampler_name
+from gpuprefetch.core.samplers import Key, sampler_name
 from gpuprefetch.core.workers import WorkerStart
 from gpuprefetch.images.collate import Announced, HostStage, announce
 from gpuprefetch.images.notes import Notes
@@ -24,7 +24,7 @@ from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.samples import Origin, Repeats
 
 
-def has_keys(loader: Loader) -> TypeGuard[DataLoader[Any]]:
+def has_keys(loader: Loader) -> TypeGuard[TorchLoader]:
     """Whether a sampler says what batches are, and may be wrapped: torchdata's may not."""
     return (
         isinstance(loader, DataLoader)
@@ -33,7 +33,7 @@ def has_keys(loader: Loader) -> TypeGuard[DataLoader[Any]]:
     )
 
 
-def _listed(batch: Any) -> Sequence[Any]:
+def _listed(batch: Key | Sequence[Key]) -> Sequence[Key]:
     """The samples of a batch, in an array if they are integers."""
     if isinstance(batch, (Iterator, str)):  # to be read by the dataset
         return [batch]
@@ -44,9 +44,12 @@ def _listed(batch: Any) -> Sequence[Any]:
 
 
 class NotedSampler:
-    """What gives a loader its batches, or the keys that its dataset makes them of; notes them."""
+    """Stands before the sampler of a loader, and notes what it gives: batches of keys, or keys.
 
-    def __init__(self, loader: DataLoader[Any], name: str, collate: HostStage) -> None:
+    Each batch also says the names and repeats of its samples to the process that reads it.
+    """
+
+    def __init__(self, loader: TorchLoader, name: str, collate: HostStage) -> None:
         self._sampler = getattr(loader, name)
         self._gives_batches = name == "batch_sampler"
         self._token = collate.token
@@ -58,10 +61,10 @@ class NotedSampler:
         """Write the notes of the epoch that begins now."""
         self._notes = notes
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Key | Sequence[Key]]:
         return self._noted(self._notes)
 
-    def _noted(self, notes: Notes) -> Iterator[Any]:
+    def _noted(self, notes: Notes) -> Iterator[Key | Sequence[Key]]:
         epoch = notes
         counted = Repeats(self._dataset)
         for batch in self._sampler:
@@ -95,7 +98,7 @@ def noting_sampler(loader: Loader) -> NotedSampler | None:
     return sampler if isinstance(sampler, NotedSampler) else None
 
 
-def with_packing(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
+def with_packing(loader: TorchLoader, packer: Packer) -> TorchLoader:
     """A copy of a loader whose workers pack encoded images, and whose batches are noted."""
     clone = changed(loader)
     if hasattr(loader, "next_iter_state"):
@@ -120,12 +123,12 @@ class LivingWorkers:
     """
 
     def __init__(self) -> None:
-        self._loader: DataLoader[Any] | None = None
+        self._loader: TorchLoader | None = None
         self._origin = Origin(0)
         self._epoch: weakref.ref[Lookahead] | None = None  # the latest
 
     @property
-    def loader(self) -> DataLoader[Any] | None:
+    def loader(self) -> TorchLoader | None:
         """The copy, whose length and iterator go on from epoch to epoch."""
         return self._loader
 
@@ -135,8 +138,8 @@ class LivingWorkers:
         self._epoch = None
 
     def begin(
-        self, loader: DataLoader[Any], packer: Packer, seed: int, epoch: int, *, anew: bool
-    ) -> tuple[DataLoader[Any], Packer]:
+        self, loader: TorchLoader, packer: Packer, seed: int, epoch: int, *, anew: bool
+    ) -> tuple[TorchLoader, Packer]:
         """The copy to iterate, and the packer that its workers have; ``anew`` starts others."""
         running = None if self._epoch is None else self._epoch()
         if running is not None and not running.close():  # its thread waits for the same workers

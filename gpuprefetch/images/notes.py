@@ -7,10 +7,11 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpuprefetch.core.nested import Batch, objects
 from gpuprefetch.core.resume import Place
+from gpuprefetch.core.samplers import Key
 from gpuprefetch.images.encoded import EncodedImage, PreparedImages, is_encoded
 from gpuprefetch.images.samples import own_name
 
@@ -24,7 +25,7 @@ class Noted(NamedTuple):
     """What is known of a batch."""
 
     number: int  # in its epoch
-    keys: Sequence[Any]  # of its samples, as the sampler gave them; empty where there is none
+    keys: Sequence[Key]  # of its samples, as the sampler gave them; empty where there is none
     names: Sequence[int]  # of its samples
     repeats: Sequence[int]  # how often the epoch has had each before; empty where it has had none
     checksum: int | None  # of all samples up to here; None where they have no names
@@ -44,7 +45,7 @@ class Notes:
     given: int = 0  # how many there were
 
     def add(
-        self, keys: Sequence[Any], names: Sequence[int] = (), repeats: Sequence[int] = ()
+        self, keys: Sequence[Key], names: Sequence[int] = (), repeats: Sequence[int] = ()
     ) -> None:
         """Note the next batch."""
         before: int | None = 0 if not self.given else None

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from gpuprefetch.core.loaders import in_order
+from gpuprefetch.core.loaders import TorchLoader, in_order
 from gpuprefetch.core.nested import Batch, Loader
 from gpuprefetch.core.ranks import sampling_rank
+from gpuprefetch.core.samplers import Key
 from gpuprefetch.core.stats import Stats
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import Apart
@@ -30,7 +29,7 @@ from gpuprefetch.images.stage import Pipeline
 class Occurrence:
     """A sample, at one of the times that its epoch had it."""
 
-    index: Any  # of the sample, as the sampler gave it
+    index: Key
     batch: Noted
     position: int  # in the batch
 
@@ -44,7 +43,7 @@ def refuse_unknown(loader: Loader) -> None:
         )
 
 
-def find(notes: Notes, index: Any, repeat: int) -> Occurrence:
+def find(notes: Notes, index: Key, repeat: int) -> Occurrence:
     """The batch that held a sample for the time after ``repeat`` others, and its place there."""
     had = notes.had()
     found = 0
@@ -62,9 +61,7 @@ def find(notes: Notes, index: Any, repeat: int) -> Occurrence:
     )
 
 
-def replay(
-    loader: DataLoader[Any], pipeline: Pipeline, notes: Notes, index: Any, repeat: int
-) -> Batch:
+def replay(loader: TorchLoader, pipeline: Pipeline, notes: Notes, index: Key, repeat: int) -> Batch:
     """Prepare the batch that held a sample once more, and take the sample out of it."""
     sample = find(notes, index, repeat)
     packer = _packer_of(loader, pipeline, notes, sample.batch.number)
@@ -96,7 +93,7 @@ def replay(
     return result
 
 
-def _packer_of(loader: DataLoader[Any], pipeline: Pipeline, notes: Notes, number: int) -> Packer:
+def _packer_of(loader: TorchLoader, pipeline: Pipeline, notes: Notes, number: int) -> Packer:
     """The packer as the workers had it for a batch."""
     fixed = pipeline.balancer is None or pipeline.balancer.fixed
     if number not in notes.shares and not fixed:
@@ -113,7 +110,7 @@ def _packer_of(loader: DataLoader[Any], pipeline: Pipeline, notes: Notes, number
     )
 
 
-def _read(loader: DataLoader[Any], packer: Packer, held: Noted) -> Batch:
+def _read(loader: TorchLoader, packer: Packer, held: Noted) -> Batch:
     """Read the samples of a batch here, and collate them."""
     indices = list(held.keys)
     fetch = getattr(loader.dataset, "__getitems__", None)  # which torch's fetcher prefers
