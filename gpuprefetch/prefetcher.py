@@ -18,7 +18,7 @@ from gpuprefetch.core.forks import garbage_stays_here
 from gpuprefetch.core.loaders import is_stateful, kind
 from gpuprefetch.core.nested import Batch, Loader
 from gpuprefetch.core.ranks import INTO_PREPARED, ranks_of, sampling_rank
-from gpuprefetch.core.resume import Beginning, Place, Progress, Source, Use
+from gpuprefetch.core.resume import Beginning, Place, Progress, Source
 from gpuprefetch.core.state import State, checked, is_foreign, is_state
 from gpuprefetch.core.stats import Stats
 from gpuprefetch.images.advice import Advice
@@ -260,12 +260,11 @@ class DataPrefetcher:
         with self._beginning:
             self._refuse_changed()
             number, beginning = self._progress.begin(self._loader)
-            lookahead = None
             try:
                 lookahead = self._look_ahead(number, beginning)
-            finally:
-                if lookahead is None:
-                    self._progress.failed()
+            except BaseException:
+                self._progress.failed()
+                raise
             iterator = Epoch(lookahead)
             self._progress.began(lookahead.place)
             self._workers.serve(lookahead)
@@ -284,7 +283,7 @@ class DataPrefetcher:
         if resumed is None:
             place = Place.beginning(loader, number, seed)
         else:
-            place = replace(resumed, epoch=number, seed=seed, use=Use.UNUSED)
+            place = resumed.again(number, seed)
         sampler = noting_sampler(loader)
         notes = Notes(
             seed, ranks_of(self._loader).rank, by_sampler=sampler is not None, place=place
@@ -359,7 +358,7 @@ class DataPrefetcher:
 
         Before the first epoch, and once the loop has come to an epoch's end, the state is the
         beginning of the next epoch, with the order that is drawn now. A state taken in the loop
-        after the last batch resumes with nothing left. It can be written as JSON, unless the
+        after the last batch resumes with nothing left. States can be written as JSON, unless the
         loader's own state cannot. Only torchdata's ``StatefulDataLoader`` saves a state of the
         dataset; random numbers that another dataset draws in its workers are not repeated.
 
@@ -478,7 +477,7 @@ class DataPrefetcher:
         return bool(self._loader)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy begins a new epoch, with workers of its own.
+        # A copy begins a new epoch, with its own workers.
         state = vars(self) | {"_progress": self._progress.copied(), "_notes": self._notes.copied()}
         for name in ("_workers", "_manual", "_beginning"):
             del state[name]

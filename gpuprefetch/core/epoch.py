@@ -193,7 +193,7 @@ class Lookahead:
             if self._ready.wait_until(lambda: self._has_room(slot)):
                 self._prepare(slot)
         except BaseException as error:
-            # Nobody looks into the end of an epoch, and its frames hold the loader's iterator.
+            # The frames of an epoch's end hold the loader's iterator, and nobody needs them.
             slot.error = error.with_traceback(None) if slot.ended else error
         self._ready.add(slot)
         return slot.error is None
@@ -265,9 +265,9 @@ class Lookahead:
         self.place.loader = state
 
     def close(self) -> bool:
-        """End the epoch; whether its thread has ended, which one whose loader hangs does later."""
+        """End the epoch; False if its thread has not ended yet, because the loader hangs."""
         if os.getpid() != self._pid:
-            return True  # a forked worker collects garbage of ours, which is not the worker's
+            return True  # a forked worker collects what is not its own
         self._ready.stop()
         if self._thread is None or self._thread.ident is None:  # which could not start
             return self._clean_up()
@@ -311,10 +311,9 @@ class Epoch(Iterator[Batch]):
         self._steps: deque[torch.cuda.Event] = deque()
         self._last: float | None = None  # time of the previous hand-over
         self._failed = False
-        # Whether the loop has had a batch, also before a resume; what was left out without one.
-        self._given = lookahead.place.batches > 0
-        self._empty: Empty | None = None
-        self._left_out = 0
+        self._given = lookahead.place.batches > 0  # whether the loop has had a batch of the epoch
+        self._empty: Empty | None = None  # the latest batch that on_error has left nothing of
+        self._left_out = 0  # images of such batches
         # Called when the iterator is dropped, and at interpreter exit. A transform that leads to
         # this iterator keeps it alive: its thread holds the transform.
         self.close = weakref.finalize(self, lookahead.drop)
@@ -355,7 +354,7 @@ class Epoch(Iterator[Batch]):
             raise RuntimeError(
                 "a second iter() of the prefetcher has ended this epoch, and its later batches are "
                 "gone: persistent workers serve one epoch at a time. For two at once iterate "
-                "copy.copy(prefetcher) as well, which has workers of its own, or leave "
+                "copy.copy(prefetcher) as well, which has its own workers, or leave "
                 "persistent_workers out."
             )
         if slot is None:
@@ -439,7 +438,7 @@ class OneByOne:
 
     @property
     def iterator(self) -> Iterator[Batch] | None:
-        """The iterator over the epoch that is under way."""
+        """The iterator over the current epoch."""
         return self._iterator
 
     def forget(self) -> None:

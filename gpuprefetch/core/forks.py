@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from gpuprefetch.core.errors import scope
 
-_forking = threading.local()  # whether this thread forks workers of ours
+_forking = threading.local()  # whether this thread forks workers of a prefetcher
 
 
 @scope

@@ -53,7 +53,7 @@ def length_of_dataset(loader: Loader) -> int | None:
 
 
 def changed(loader: TorchLoader, **values: object) -> TorchLoader:
-    """A copy of a loader, with workers of its own, and with attributes that DataLoader locks."""
+    """A copy of a loader, with its own workers, and with attributes that DataLoader locks."""
     clone = copy.copy(loader)
     clone._iterator = None
     vars(clone).update(values)

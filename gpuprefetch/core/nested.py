@@ -132,7 +132,7 @@ def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether writing into one tensor may change the other."""
     try:
         return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # a sparse tensor has no storage of its own
+    except (NotImplementedError, RuntimeError):  # a sparse tensor has no storage
         return one is other
 
 

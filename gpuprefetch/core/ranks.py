@@ -74,7 +74,11 @@ def ranks_of(loader: Loader) -> Ranks:
 
 
 def sampling_rank(loader: Loader) -> int:
-    """The rank where random parameters depend on it: 0 if no other rank gets the same samples."""
+    """The rank that random parameters depend on.
+
+    0 if the sampler is known to give each rank different samples: a picture then has the same
+    parameters on any rank.
+    """
     if not isinstance(loader, DataLoader) or is_stream(loader) or shares_out(loader):
         return 0
     found = (number(sampler, "rank") for sampler in samplers_of(loader))
@@ -82,7 +86,7 @@ def sampling_rank(loader: Loader) -> int:
 
 
 def shares_out(loader: Loader) -> bool:
-    """Whether no other rank gets the samples of this one, but for padding."""
+    """Whether the sampler is known to give each rank different samples, but for padding."""
     samplers = samplers_of(loader)
     replaced = any(attribute(sampler, "replacement") for sampler in samplers)
     return any(_shares_out(sampler, replaced=replaced) for sampler in samplers)
@@ -114,7 +118,7 @@ def may_share_state(loader: Loader) -> bool:
 
 
 def same_on_ranks(prefetcher: object, loader: Loader) -> str | None:
-    """What to tell the first of several ranks that surely read the same, if they do."""
+    """A warning for rank 0 where all ranks are known to read the same samples, else None."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks < 2 or dist.get_rank() or not isinstance(loader, DataLoader):
         return None

@@ -93,6 +93,10 @@ class Place:
             samples=length_of_dataset(loader),
         )
 
+    def again(self, epoch: int, seed: int) -> Place:
+        """The same place, for an epoch that goes on here."""
+        return replace(self, epoch=epoch, seed=seed, use=Use.UNUSED)
+
     @classmethod
     def of_state(cls, state: State) -> Place:
         """The place that a :func:`.core.state.checked` state was taken at; older ones say less."""
@@ -154,7 +158,7 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
         self._skip = skip
         self._iterator: Iterator[Batch] = iter(())
         self._first: list[tuple[Batch, LoaderState]] = []  # the first batch, where it has been read
-        self._own_workers = False  # whether they end with the epoch, whatever they are
+        self._own_workers = False  # whether the workers end with the epoch, also persistent ones
         if beginning is Beginning.ANEW:
             self._iterator = iter(loader)
             place.loader = own_state(loader)
@@ -175,7 +179,11 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
                 raise
 
     def _resume(self, loader: Loader, *, apart: bool) -> None:
-        """Begin after the batches that the loop has had; ``apart`` is the seed of the workers."""
+        """Begin after the batches that the loop has had.
+
+        ``apart`` says that the workers' seed is not drawn from torch's generator: in the
+        uninterrupted run no workers start here, or the order is drawn elsewhere.
+        """
         done = self.place.batches
         stateful = is_stateful(loader)
         rest = loader
@@ -256,7 +264,7 @@ def _drawing_from(loader: Loader, saved: Sequence[str | torch.Tensor]) -> Iterat
     # dataset may have.
     undone = not restores_itself(loader) and not torch.equal(before, states[0])
     torch.set_rng_state(states[0])
-    # A sampler may have made one since: that draws a seed of its own for each epoch.
+    # A sampler may have made a generator since. Such a sampler draws a seed for each epoch.
     for generator, state in zip(generators_of(loader), states[1:], strict=False):
         generator.set_state(state)
     try:

@@ -39,7 +39,7 @@ def handoff(batch: Batch, ready: torch.cuda.Event, device: torch.device) -> None
 
 
 def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
-    """Wait until the GPU is at most RUN_AHEAD ``steps`` behind the host; whether it had to."""
+    """Wait until the host is at most RUN_AHEAD ``steps`` ahead of the GPU; whether it had to."""
     if device.type != "cuda":
         return False
     # The loop has waited for the oldest event, which is recorded again.

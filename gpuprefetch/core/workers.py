@@ -72,7 +72,7 @@ class WorkerError(ExceptionWrapper):
             text = f"Caught {self.exc_type.__name__} {self.where}.\nOriginal {self.exc_msg}"
             if not isinstance(error, (self.exc_type, RuntimeError)):  # of its constructor
                 raise RuntimeError(text) from None
-            if self.exc_msg not in text_of(error):  # the class has a message of its own
+            if self.exc_msg not in text_of(error):  # the class writes its own message
                 add_note(error, text)
             raise
 

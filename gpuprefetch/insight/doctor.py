@@ -88,8 +88,8 @@ class Diagnosis:
     step_ms: float  # from one batch of the loop to the next
     wait_ms: float  # the part of it spent in next(loader)
     copy_ms: float  # of a batch to the device; 0 for a prefetcher, which copies ahead of time
-    # Of the workers' time without a step, the part not spent computing: waiting for files, or for
-    # work if the device is late.
+    # The part of the workers' time, without a step, that they wait for files, or for work if the
+    # device is late.
     reading_share: float
 
 
