@@ -25,7 +25,7 @@ from gpuprefetch.images.advice import Advice
 from gpuprefetch.images.apart import collate_apart
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.build import build_stage, rebuilt
-from gpuprefetch.images.decode import decoded_by
+from gpuprefetch.images.decode import ImageDecoder, decoded_by
 from gpuprefetch.images.imports import load_worker_modules
 from gpuprefetch.images.loading import LivingWorkers, noting_sampler, with_packing
 from gpuprefetch.images.notes import Notebook, Notes
@@ -102,8 +102,8 @@ class DataPrefetcher:
         device_prefetch_size: batches that are ready or in preparation. None is two, or one where
             two would need more than 512 MiB. Without workers, and on a CPU, a batch is prepared
             when the loop asks for it.
-        decoder: "nvjpeg" on the GPU, called directly or by way of "torchcodec" or "torchvision";
-            "cpu" in the workers; "auto" is the first of nvjpeg, torchcodec and cpu that works here.
+        decoder: "nvjpeg" on the GPU, called directly, or by "torchvision", whose ``decode_jpeg`` is
+            used; "cpu" in the workers; "auto" is "nvjpeg" where that works, else "cpu".
         apply_exif: whether pictures are turned upright. False agrees with PIL and ``ImageFolder``.
         cpu_share: share of the JPEGs that the workers decode, 0.0 to 1.0, the smallest first.
             "auto" begins with none, and rises while the loop waits for the GPU's decoder.
@@ -144,7 +144,7 @@ class DataPrefetcher:
         dtype: torch.dtype | None = None,
         memory_format: torch.memory_format | None = None,
         device_prefetch_size: int | None = None,
-        decoder: str = "auto",
+        decoder: str | ImageDecoder = "auto",
         apply_exif: bool = False,
         cpu_share: float | str = "auto",
         seed: int | None = None,
@@ -205,7 +205,7 @@ class DataPrefetcher:
     @property
     def bad_images(self) -> list[BadImage]:
         """The images that were skipped or replaced, over all epochs, each file once."""
-        return list(self._pipeline.bad_images.values())
+        return list(self._pipeline.tolerance.seen.values())
 
     @property
     def views(self) -> Sequence[View]:
@@ -215,12 +215,12 @@ class DataPrefetcher:
     @property
     def decodes_on_gpu(self) -> bool:
         """Whether encoded images are left to the GPU, but for a share."""
-        return self._pipeline.decoder is not None
+        return self._pipeline.decoding.decoder is not None
 
     @property
     def decoding(self) -> str:
         """What decodes encoded images, in words: for tools that explain it."""
-        return decoded_by(self._pipeline.decoder, self.device)
+        return decoded_by(self._pipeline.decoding.decoder, self.device)
 
     def over(self, loader: Loader) -> DataPrefetcher:
         """The same prefetcher over another loader, for tools that try one.
@@ -333,12 +333,11 @@ class DataPrefetcher:
 
     def _stage_of(self, packer: Packer, notes: Notes) -> Pipeline:
         """The stage of one epoch."""
-        rank, ranks = ranks_of(self._loader)
         after = None
         if isinstance(self._loader, DataLoader):
             after = partial(collate_apart, self._loader.collate_fn, self.device)
-        return replace(
-            self._pipeline, packer=packer, notes=notes, rank=rank, ranks=ranks, after=after
+        return self._pipeline.for_epoch(
+            packer=packer, notes=notes, ranks=ranks_of(self._loader), after=after
         )
 
     def next(self) -> Batch:
@@ -366,11 +365,11 @@ class DataPrefetcher:
             ValueError: after a batch of a loader with ``in_order=False``, before the epoch's end.
         """
         place = self._progress.save(self._loader, self._workers.loader)
-        rank, world_size = ranks_of(self._loader)
+        ranks = ranks_of(self._loader)
         state: State = {"seed": self.seed, "kind": self._progress.kind}
         state |= place.as_state()
-        state["rank"] = rank
-        state["world_size"] = world_size
+        state["rank"] = ranks.rank
+        state["world_size"] = ranks.count
         notes = self._notes.of_place(place)
         if notes is not None:
             state["drawn"] = notes.drawn()

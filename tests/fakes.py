@@ -34,24 +34,6 @@ def assert_same_batches(loader, moved, **tolerance):
         assert torch.equal(target, got_target)
 
 
-def decode_as_on_a_gpu(prefetcher, decoder, *, job=None, launches=True):
-    """Let ``decoder`` have the photos of a prefetcher on the CPU.
-
-    Args:
-        prefetcher: on the CPU.
-        decoder: an ``ImageDecoder``.
-        job: the class that takes a batch through it.
-        launches: whether kernels resample what it decoded, in Triton's interpreter.
-    """
-    stage = prefetcher._pipeline
-    stage.decoder, stage.packer.on_gpu = decoder, True
-    if launches:
-        stage.packer.finishes = False
-    if job is not None:
-        stage.job = job
-    return prefetcher
-
-
 def loader_of(dataset, device="cpu", **options):
     """A loader of batches of 8, with workers and pinned memory where they go to a GPU."""
     gpu = torch.device(device).type == "cuda"

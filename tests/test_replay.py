@@ -145,7 +145,7 @@ def test_all_views_of_a_batch_have_one_share(photo_folder):
     dataset = Numbered(photo_folder)
     for share in (1.0, 0.0):
         batch = HostStage(views, packer)([dataset[i] for i in range(4)])
-        assert batch["image"].share == batch["view"].share == share
+        assert batch["image"].report.share == batch["view"].report.share == share
         assert batch["view"].decoded.all() == batch["image"].decoded.all() == bool(share)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,12 @@ _KNOWN_RANKS = (
 )
 
 
-class Ranks(NamedTuple):
-    """Which rank this process is, and how many there are."""
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those that train together."""
 
-    rank: int
-    world_size: int
+    rank: int = 0
+    count: int = 1
 
 
 def rank() -> int:
@@ -70,7 +71,7 @@ def ranks_of(loader: Loader) -> Ranks:
             if here is not None:
                 counts = (number(sampler, name) for name in names_of_count)
                 return Ranks(here, next((count for count in counts if count is not None), 1))
-    return Ranks(0, 1)
+    return Ranks()
 
 
 def sampling_rank(loader: Loader) -> int:

@@ -429,12 +429,13 @@ class Progress:
                 f"seed={given_seed}: it may be the state of another rank. Load this rank's own, "
                 "give that seed, or leave seed out."
             )
-        here, count = ranks_of(loader)
-        if state["batches"] and state.get("world_size", count) != count:
+        ranks = ranks_of(loader)
+        here = ranks.rank
+        if state["batches"] and state.get("world_size", ranks.count) != ranks.count:
             raise ValueError(
                 f"state is of the middle of an epoch on {state['world_size']} ranks, and there are "
-                f"{count}: others would get samples twice or never. Resume on as many, or begin an "
-                f"epoch: set_epoch({state['epoch'] + 1})."
+                f"{ranks.count}: others would get samples twice or never. Resume on as many, or "
+                f"begin an epoch: set_epoch({state['epoch'] + 1})."
             )
         there = state.get("rank", state.get("drawn", [None])[0])
         if there in (None, here) or may_share_state(loader):

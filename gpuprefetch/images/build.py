@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 
 from gpuprefetch.core.nested import Loader
 from gpuprefetch.core.stats import Stats
-from gpuprefetch.images.decode import BACKENDS, ImageDecoder
+from gpuprefetch.images.decode import DECODERS, ImageDecoder
+from gpuprefetch.images.decoding import Decoding
 from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.images.options import Options
 from gpuprefetch.images.packer import Packer
@@ -19,6 +21,7 @@ from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.tail import moves_pixels
+from gpuprefetch.images.tolerance import Tolerance
 from gpuprefetch.images.view import View
 from gpuprefetch.lists.convert import read_list
 from gpuprefetch.lists.values import Values
@@ -40,33 +43,31 @@ def build_stage(
     lists = transforms.lists if isinstance(transforms, Views) else [transforms]
     views = [_view(each, loader, options.dtype, options.memory_format) for each in lists]
     programs = tuple(view.program for view in views)
-    backend = _backend(options.decoder, device)
+    decoder = _decoder(options.decoder, device)
     given = options.given_seed
     share = 0.0 if isinstance(options.cpu_share, str) else options.cpu_share
     on_cpu = device.type == "cpu"
     packer = Packer(
         tuple(view.head for view in views),
-        on_gpu=backend is not None,
+        on_gpu=decoder is not None,
         apply_exif=options.apply_exif,
         origin=Origin(torch.initial_seed() if given is None else given),
         share=torch.full((1,), share, dtype=torch.float64, device="cpu"),
-        finishes=on_cpu,
+        finishes=on_cpu and decoder is None,
         late=late,
         programs=programs if (HAS_TRITON or on_cpu) and any(programs) else (),
         moves=any(moves_pixels([*view.head.ops, *view.tail]) for view in views),
         draws=any(view.samples for view in views),
     )
+    fixed = options.cpu_share != "auto" or decoder is None
+    stats = Stats()
     return Pipeline(
-        device,
         views,
         packer,
-        backend,
-        on_error=options.on_error,
-        max_bad=options.max_bad,
-        memory_budget=parse_bytes(options.memory_budget),
-        balancer=Balancer(
-            packer.share, loader, fixed=options.cpu_share != "auto" or backend is None
-        ),
+        Decoding(device, decoder, parse_bytes(options.memory_budget), stats),
+        Tolerance(options.on_error, options.max_bad, stats),
+        stats,
+        balancer=Balancer(packer.share, loader, fixed=fixed),
     )
 
 
@@ -76,7 +77,15 @@ def rebuilt(stage: Pipeline, loader: Loader) -> Pipeline:
     balancer = stage.balancer
     if balancer is not None:
         balancer = Balancer(packer.share, loader, fixed=balancer.chosen)
-    return replace(stage, packer=packer, balancer=balancer, bad_images={}, stats=Stats())
+    stats = Stats()
+    return replace(
+        stage,
+        packer=packer,
+        balancer=balancer,
+        decoding=stage.decoding.anew(stats=stats),
+        tolerance=replace(stage.tolerance, seen={}, stats=stats),
+        stats=stats,
+    )
 
 
 def _view(transforms: Any, loader: Any, dtype: Any, memory_format: Any) -> View:
@@ -104,23 +113,34 @@ def _is_encoded_folder(dataset: object) -> bool:
     return isinstance(inner, Sequence) and all(_is_encoded_folder(d) for d in inner)
 
 
-def _backend(decoder: str, device: torch.device) -> ImageDecoder | None:
-    """What decodes on the device; None where the workers do."""
-    names = ("auto", "cpu", *BACKENDS)
-    if decoder not in names:
+def _decoder(asked: str | ImageDecoder, device: torch.device) -> ImageDecoder | None:
+    """The decoder of what is left to the GPU; None where the workers decode all."""
+    if isinstance(asked, ImageDecoder):
+        return asked
+    if asked == "torchcodec":
+        warnings.warn(
+            'decoder="torchcodec" is "nvjpeg" now, which calls the nvJPEG that TorchCodec brings. '
+            'Write decoder="nvjpeg", or leave it out.',
+            FutureWarning,
+            stacklevel=4,
+        )
+        asked = "nvjpeg"
+    names = ("auto", "cpu", *DECODERS)
+    if asked not in names:
         quoted = ", ".join(f'"{name}"' for name in names)
-        raise ValueError(f"decoder must be one of {quoted}, got {decoder!r}.")
-    if decoder == "cpu" or (decoder == "auto" and device.type != "cuda"):
+        raise ValueError(f"decoder must be one of {quoted}, got {asked!r}.")
+    if asked == "cpu" or (asked == "auto" and device.type != "cuda"):
         return None
     if device.type != "cuda":
-        raise ValueError(f'decoder={decoder!r} needs a CUDA device; use "auto" or "cpu" here.')
-    for name in ("nvjpeg", "torchcodec") if decoder == "auto" else (decoder,):
-        backend = BACKENDS[name](device)
-        if not (missing := backend.missing()):
-            return backend
-    if decoder == "auto":
+        raise ValueError(f'decoder={asked!r} needs a CUDA device; use "auto" or "cpu" here.')
+    name = next(iter(DECODERS)) if asked == "auto" else asked
+    decoder = DECODERS[name](device)
+    missing = decoder.missing()
+    if not missing:
+        return decoder
+    if asked == "auto":
         return None
     raise ValueError(
-        f"decoder={decoder!r} can decode nothing on {device}: {missing}. Use "
+        f"decoder={asked!r} can decode nothing on {device}: {missing}. Use "
         '"auto" or "cpu", which decodes in the workers.'
     )

@@ -10,6 +10,7 @@ from typing import NoReturn
 import torch
 
 from gpuprefetch.images.bad import BadImage
+from gpuprefetch.images.decode import ImageDecoder
 from gpuprefetch.transforms.head import Transform
 from gpuprefetch.transforms.reference import FLOAT_DTYPES
 from gpuprefetch.transforms.views import Views
@@ -23,7 +24,7 @@ class Options:
     dtype: torch.dtype | None = None
     memory_format: torch.memory_format | None = None
     device_prefetch_size: int | None = None
-    decoder: str = "auto"
+    decoder: str | ImageDecoder = "auto"
     apply_exif: bool = False
     cpu_share: float | str = "auto"
     seed: int | None = None

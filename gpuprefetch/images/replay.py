@@ -10,19 +10,20 @@ import torch
 
 from gpuprefetch.core.loaders import TorchLoader, in_order
 from gpuprefetch.core.nested import Batch, Loader
-from gpuprefetch.core.ranks import sampling_rank
+from gpuprefetch.core.ranks import Ranks, sampling_rank
 from gpuprefetch.core.samplers import Key
 from gpuprefetch.core.stats import Stats
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImage, BadImageError
 from gpuprefetch.images.collate import HostStage, announce, encoded_leaves
-from gpuprefetch.images.encoded import PreparedImages
 from gpuprefetch.images.loading import has_keys
 from gpuprefetch.images.notes import Noted, Notes
 from gpuprefetch.images.packer import Packer
+from gpuprefetch.images.prepared import PreparedImages
 from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.stage import Pipeline
+from gpuprefetch.images.tolerance import Tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +69,16 @@ def replay(loader: TorchLoader, pipeline: Pipeline, notes: Notes, index: Key, re
     batch = _read(loader, packer, sample.batch)
     images = encoded_leaves(batch)
     row = _row_of(sample.position, len(sample.batch.keys), images)
-    pipeline = replace(
-        pipeline,
+    on_error = pipeline.tolerance.on_error
+    stats = Stats()
+    pipeline = pipeline.for_epoch(
         packer=packer,
-        on_error=pipeline.on_error if isinstance(pipeline.on_error, str) else "skip",
-        bad_images={},
-        max_bad=None,
-        stats=Stats(),
+        tolerance=Tolerance(on_error if isinstance(on_error, str) else "skip", None, stats),
+        decoding=pipeline.decoding.anew(stats=stats),
+        stats=stats,
         balancer=None,
         notes=Notes(),
-        rank=notes.rank,
+        ranks=Ranks(notes.rank),
         only=row,
     )
     cuda = pipeline.device.type == "cuda"
@@ -86,7 +87,7 @@ def replay(loader: TorchLoader, pipeline: Pipeline, notes: Notes, index: Key, re
         result = pipeline.run(batch, sample.batch.number, notes.place.epoch, cost)
         for leaf in images:
             if row in leaf.errors:
-                bad = BadImage(index, leaf.paths[row], leaf.errors[row])
+                bad = BadImage(index, leaf.who.paths[row], leaf.errors[row])
                 raise BadImageError(f"no model has seen it: {bad}")
         if cuda:
             torch.cuda.current_stream().synchronize()  # the decoder has read the batch's bytes
@@ -127,8 +128,8 @@ def _row_of(position: int, count: int, images: Sequence[PreparedImages]) -> int:
     """Where the collate function has put a sample, given its place among ``count``."""
     if not images:
         raise ValueError("replay is for encoded images, and the dataset gave none.")
-    samples = images[0].samples
-    if any(leaf.samples != samples for leaf in images):
+    samples = images[0].who.samples
+    if any(leaf.who.samples != samples for leaf in images):
         raise ValueError(
             "replay takes a row out of the batch, and the collate function leaves samples apart, "
             "or has another number of images for each. Use one that keeps the images together."
