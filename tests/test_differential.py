@@ -14,7 +14,8 @@ from children import Watched
 import gpuprefetch
 from gpuprefetch import DataPrefetcher, prefetcher
 from gpuprefetch.core.epoch import Epoch
-from gpuprefetch.core.source import Source
+from gpuprefetch.core.resume import Beginning, Source
+from gpuprefetch.images.samples import Origin
 from gpuprefetch.transforms.head import Head
 
 CHECKS = str(Path(__file__).parent / "checks")
@@ -137,11 +138,11 @@ def two_exchanged(following):
 
 def repeats_a_batch(monkeypatch):
     class Repeating(Source):
-        def __init__(self, loader, resumed, skip):
-            if resumed and resumed["batches"]:
-                resumed = {**resumed, "batches": resumed["batches"] - 1}
-                resumed.pop("drawn", None)  # else it is noticed
-            super().__init__(loader, resumed, skip)
+        def __init__(self, loader, place, beginning, skip):
+            if beginning is Beginning.AT_PLACE and place.batches:
+                place.batches -= 1
+                place.drawn = None  # else it is noticed
+            super().__init__(loader, place, beginning, skip)
 
     monkeypatch.setattr(prefetcher, "Source", Repeating)
 
@@ -169,8 +170,7 @@ def by_row(keys):
 
 
 def always_the_first_epoch(monkeypatch):
-    whole = DataPrefetcher._at
-    monkeypatch.setattr(DataPrefetcher, "_at", lambda self, seed, epoch: whole(self, seed, 0))
+    monkeypatch.setattr(prefetcher, "Origin", lambda seed, epoch: Origin(seed, 0))
 
 
 def ends_silently(monkeypatch):

@@ -477,7 +477,7 @@ def test_the_dataset_is_the_users_own(folder):
     assert target.tolist() == [dataset.targets[i] for i in (1, 3, 5)]
     seen = [batch for batch, _ in moved]
     assert torch.equal(moved.replay(2)[0][0], seen[0][1])
-    with pytest.raises(AttributeError, match="dataset"):
+    with pytest.raises(AttributeError, match=r"dataset is fixed in the DataLoader.*wrap that"):
         moved.dataset = dataset
     assert accelerate(loader, **CPU).dataset is loader.dataset
     for other in (copy.copy(moved), copy.deepcopy(moved), pickle.loads(pickle.dumps(moved))):
@@ -637,7 +637,7 @@ def test_what_is_taken_apart_is_read_as_well(folder):
 
 def test_a_collate_function_afterwards_is_an_error(folder):
     moved = accelerate(DataLoader(ImageFolder(folder, v1.Compose(PIPELINE)), 3), **CPU)
-    moved.collate_fn = v2.MixUp(num_classes=2)
+    moved.wrapped.collate_fn = v2.MixUp(num_classes=2)
     with pytest.raises(TypeError, match=r"collate_fn has changed since accelerate\(\)"):
         iter(moved)
 

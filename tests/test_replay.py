@@ -203,7 +203,9 @@ def test_a_resumed_epoch_can_be_replayed_from_its_start_if_the_share_is_known(ph
     torch.manual_seed(99)
     resumed = prefetcher_of(Numbered(photo_folder))
     if not known:
-        resumed._balancer.fixed = False  # as on a GPU, where the balancer changes the share
+        resumed._pipeline.balancer.fixed = (
+            False  # as on a GPU, where the balancer changes the share
+        )
     resumed.load_state_dict(first.state_dict())
     later = next(iter(resumed))["target"].tolist()
     assert resumed.replay(later[0])["target"].tolist() == later[:1]
