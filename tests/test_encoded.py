@@ -665,8 +665,10 @@ class Moving(dict):
         return self
 
 
-NONE = r" is none\. .*, in a list or a dict"
-JOINED = "made 6 rows of something for 3 images"  # as some detectors' collate functions join boxes
+NONE = r"\. Let .*, a list or a dict"
+JOINED = (
+    "made 6 rows of something beside 3 images"  # as some detectors' collate functions join boxes
+)
 
 
 @pytest.mark.parametrize(

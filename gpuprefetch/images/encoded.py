@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from gpuprefetch.images.fate import Fate
 from gpuprefetch.images.guard import Encoded, begin_reading
 from gpuprefetch.images.nvjpeg import order_for
 from gpuprefetch.images.slab import Buffer
@@ -210,7 +211,7 @@ class PreparedImages(Encoded):
     samples: list[int]  # each image's; -1 where the collate function made a new image
     share: float  # of the baseline JPEGs that the worker was to decode
     counts: dict[str, float] = field(default_factory=dict)  # what to add to the counters of Stats
-    targets: str = ""  # of targets.fate()
+    targets: Fate | None = None  # of the boxes, masks and points beside them; None without any
     # Random parameters of the first transform after the fused ones, one entry a view. Empty if that
     # transform already ran or does not exist; there are no entries if no worker sampled any.
     laid: list[Sequence[Layout]] = field(default_factory=list)

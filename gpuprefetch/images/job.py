@@ -17,6 +17,7 @@ from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.decode import decode_packed, decode_part, place
 from gpuprefetch.images.encoded import Call, PreparedImages
 from gpuprefetch.images.plan import WHOLE_BATCH_BYTES, lay_out, readable
+from gpuprefetch.images.rows import PendingImages
 from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.kernel import HAS_TRITON
 from gpuprefetch.transforms.launch import Launches, Table
@@ -36,7 +37,7 @@ class Output:
     out: Any  # the result, (N, 3, H, W); a list of N images where it has no fixed size
 
 
-class ImageJob:
+class ImageJob(PendingImages):
     """The encoded images of one batch, on their way into a tensor for each view.
 
     Decoded images, or their packed copy, are let go after the launches that read them. Their memory

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from gpuprefetch.images.encoded import EncodedImage
-from gpuprefetch.images.targets import images_of
+from gpuprefetch.images.targets import walk
 from gpuprefetch.transforms.random import Keys, fold
 
 # --- Names and repeats: in the process that iterates the sampler ---
@@ -211,7 +211,7 @@ class BatchSamples:
         """
         owners: dict[int, tuple[int, int]] = {}
         for position, sample in enumerate(self._given):
-            for place, image in enumerate(images_of(sample)):
+            for place, image in enumerate(walk(sample).images):
                 known, first = owners.get(id(image), (position, place))
                 owners[id(image)] = (position if known == position else -1), first
         return owners

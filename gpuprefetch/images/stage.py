@@ -399,7 +399,7 @@ def _result(leaf: Any) -> Any:
     """What is handed over of a leaf."""
     if isinstance(leaf, ImageJob):
         return _one_or_all([output.out for output in leaf.outputs])
-    return leaf.kind(leaf) if isinstance(leaf, PerSample) else leaf
+    return leaf.restored() if isinstance(leaf, PerSample) else leaf
 
 
 def _one_or_all(results: Sequence[Any]) -> Any:

@@ -31,7 +31,7 @@ from gpuprefetch.images.guard import (
     end_reading,
     is_marked,
 )
-from gpuprefetch.images.targets import followers
+from gpuprefetch.images.targets import walk
 from gpuprefetch.lists.convert import Plan, Step, convert, fixes_size, title
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.policies.known import UnsupportedTransformError, flatten
@@ -500,7 +500,7 @@ def check_sample(dataset: Any, folders: list[Any], *, encoded: bool, needed: boo
             f"{type(dataset).__name__} keeps the images that it reads. Here these are not decoded "
             "or transformed, and its own samples would not be either. Let it keep no images."
         )
-    if encoded and followers(sample):
+    if encoded and walk(sample).has_followers:
         raise TypeError(
             f"{type(dataset).__name__}.__getitem__ gives boxes, masks or points. Its transform "
             "leaves them where they are, but a prefetcher moves them with their image. Return "
