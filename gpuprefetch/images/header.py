@@ -1,4 +1,8 @@
-"""Know an encoded image without decoding it, and decode it on the CPU to the pixels PIL gives."""
+"""Read the header of an encoded image, and decode the image on the CPU as PIL does, bit for bit.
+
+A header says what a file is, how large its picture is, and whether the GPU may decode it. Most of
+this file answers the last question: see Note [Files for the GPU].
+"""
 
 import contextlib
 import io
@@ -15,38 +19,56 @@ import torch
 
 from gpuprefetch.images.host_memory import has_room, lacks_memory
 
-# Scans that a JPEG of the most pixels may have. Each, if only of 12 bytes, takes a decoder over the
-# whole picture, 35 ns a block of 64 pixels: 2 seconds for these.
+# Scans that a JPEG of the most pixels may have. A decoder goes over the whole picture for each
+# scan, even for one of 12 bytes, at 35 ns a block of 64 pixels: 2 seconds for 16 scans.
 MAX_SCANS = 16
-# Bytes a pixel that Pillow takes at most in _decode_other(): two pictures of 4 bytes, and three
-# copies of their 3 bytes. The coefficients of a progressive JPEG take 6, before these.
+# Memory that Pillow needs at most in _decode_other(), in bytes a pixel: two pictures of 4 bytes,
+# and three copies of their 3 bytes. The coefficients of a progressive JPEG need 6, but earlier.
 PILLOW_BYTES = 17
-# And what it takes to read a header, beside some copies of the file.
+# Memory that Pillow needs to read a header, besides some copies of the file.
 _HEADER_ROOM = 16 << 20
+
+
+Span = tuple[int, int]  # first byte, and the one after the last
 
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What the bytes of an encoded image say about it."""
+    """What the bytes of an encoded image say about it.
 
-    format: str  # PIL's name for it in lower case; by content and not by file name
-    height: int  # of the picture as it is stored
+    Attributes:
+        format: PIL's name for it in lower case, by content and not by file name.
+        height: of the picture as it is stored.
+        width: of the same.
+        orientation: EXIF's, 1 to 8. It is 1 if it is broken, and for a TIFF, which PIL turns
+            whenever it decodes one.
+        gpu: whether nvJPEG gives libjpeg's picture: see Note [Files for the GPU].
+        exif: byte spans in a JPEG. With zeros over them no decoder finds an orientation.
+        clipped: PIL's mode of a picture whose values ``convert("RGB")`` clips to 0 to 255, or "".
+        damaged: whether it is a damaged JPEG that only Pillow reads, with LOAD_TRUNCATED_IMAGES.
+
+    Example:
+        A photo of 500 x 375 pixels has ``ImageHeader("jpeg", 375, 500, gpu=True)``. A camera that
+        was held upright adds ``orientation=6, exif=((6, 16),)``.
+    """
+
+    format: str
+    height: int
     width: int
-    # EXIF's, 1 to 8; 1 where it is broken, and for a TIFF, which PIL turns whenever it decodes one.
     orientation: int = 1
-    gpu: bool = False  # whether nvJPEG gives libjpeg's picture: see Note [Files for the GPU]
-    # Byte spans in a JPEG. With zeros over them no decoder finds an orientation.
-    exif: tuple[tuple[int, int], ...] = ()
-    clipped: str = ""  # PIL's mode of a picture whose values convert("RGB") clips to 0 to 255
-    # Whether it is a damaged JPEG that Pillow alone reads, as with LOAD_TRUNCATED_IMAGES.
+    gpu: bool = False
+    exif: tuple[Span, ...] = ()
+    clipped: str = ""
     damaged: bool = False
 
 
 def read_header(data: bytes | memoryview, *, oriented: bool = True) -> ImageHeader:
     """Read format and size of a file, or raise ValueError if it is no good image.
 
-    ``oriented`` is whether to look for its EXIF orientation: PIL warns of broken metadata.
-    See Note [PIL's own settings].
+    Args:
+        data: the file's bytes.
+        oriented: whether to look for its EXIF orientation. PIL warns of broken metadata then: see
+            Note [PIL's own settings].
     """
     data = bytes(data)
     try:
@@ -55,9 +77,10 @@ def read_header(data: bytes | memoryview, *, oriented: bool = True) -> ImageHead
             _warn_of_size(header)
     except (IndexError, struct.error) as error:
         raise ValueError(f"broken or truncated header, in a file of {len(data)} bytes") from error
-    except Warning as error:  # which a filter of the program's has made an error
+    except Warning as error:  # a warning filter of the program made it an error
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    limit, pixels = max_pixels(), header.height * header.width
+    limit = max_pixels()
+    pixels = header.height * header.width
     if pixels == 0 or (limit is not None and pixels > limit):
         raise ValueError(
             f"an image of {header.width} x {header.height} = {pixels} pixels is outside the limits "
@@ -80,7 +103,7 @@ def read_header(data: bytes | memoryview, *, oriented: bool = True) -> ImageHead
 
 
 def max_pixels() -> int | None:
-    """The pixels of an image beyond which PIL raises DecompressionBombError; None without bound."""
+    """The most pixels of an image before PIL raises DecompressionBombError; None without bound."""
     from PIL import Image
 
     return None if Image.MAX_IMAGE_PIXELS is None else int(2 * Image.MAX_IMAGE_PIXELS)
@@ -89,7 +112,8 @@ def max_pixels() -> int | None:
 def _warn_of_size(header: ImageHeader) -> None:
     from PIL import Image
 
-    limit, pixels = Image.MAX_IMAGE_PIXELS, header.height * header.width
+    limit = Image.MAX_IMAGE_PIXELS
+    pixels = header.height * header.width
     if limit is not None and limit < pixels <= 2 * limit:
         warnings.warn(
             f"Image size ({pixels} pixels) exceeds limit of {limit} pixels, could be decompression "
@@ -105,15 +129,18 @@ def _loads_truncated() -> bool:
     return bool(ImageFile.LOAD_TRUNCATED_IMAGES)
 
 
-# Large files are read no further than a picture can go: bytes beside the pixels, and for each of
-# these. Uncompressed ones take up to 16, and as text up to 18.
-_BEGINNING, _BESIDE, _PER_PIXEL = 64 << 10, 64 << 20, 32
+# How many bytes of a large file are read, if it is no image.
+_BEGINNING = 64 << 10
+# How many bytes are read of an image: 64 MiB beside the pixels, and 32 bytes a pixel. Uncompressed
+# pixels need up to 16 bytes, and 18 as text.
+_BESIDE = 64 << 20
+_PER_PIXEL = 32
 # Formats whose first picture is read from the front to its end. Others, as TIFF, have no order.
 _IN_ORDER = {"JPEG", "MPO", "PNG", "GIF", "BMP", "PPM"}
 
 
 def bytes_worth_reading(file: BinaryIO, size: int) -> int:
-    """How many of the ``size`` bytes of an open file to read; few where it begins as no image."""
+    """How many of an open file's ``size`` bytes to read: few if it does not begin as an image."""
     load_decoders()
     from PIL import Image
 
@@ -125,7 +152,7 @@ def bytes_worth_reading(file: BinaryIO, size: int) -> int:
             return size
     except MemoryError:
         raise
-    except Exception:  # what it is will be told by who decodes it
+    except Exception:  # the decoder will say what is wrong with the file
         return min(size, _BEGINNING)
 
 
@@ -138,10 +165,21 @@ def decode_cpu(
 ) -> torch.Tensor:
     """Decode one image on the CPU as ``PIL.Image.open(file).convert("RGB")`` does, bit for bit.
 
-    Transparency is dropped, not blended; of an animation the first frame is decoded. An orientation
-    that a JPEG has in XMP only is not looked for. A JPEG is decoded to 1 / ``divisor`` of its size,
-    rounded up, with a divisor of 2, 4 or 8. What is truncated or broken raises ValueError, and a
-    lack of memory MemoryError.
+    Transparency is dropped, not blended. The first frame of an animation is decoded. An orientation
+    that a JPEG has only in XMP is ignored.
+
+    Args:
+        data: the file's bytes.
+        header: of the file, if it has been read.
+        apply_exif: whether to turn the picture upright.
+        divisor: 2, 4 or 8 decodes a JPEG to that fraction of its size, rounded up.
+
+    Returns:
+        ``(3, H, W)`` uint8.
+
+    Raises:
+        ValueError: for a truncated or broken file.
+        MemoryError: for a lack of memory.
     """
     data = data.numpy().tobytes() if isinstance(data, torch.Tensor) else bytes(data)
     header = header or read_header(data, oriented=apply_exif)
@@ -162,20 +200,22 @@ def decode_cpu(
 
 @cache
 def load_decoders() -> None:
-    """Import what decodes; to be called before workers are forked.
+    """Import the decoders. Call this before workers are forked.
 
-    Who is forked while a thread imports a module has its lock and not the thread: it would hang.
+    A process that is forked while a thread imports a module has the module's lock without the
+    thread that holds it, and would hang.
     """
     import numpy.ma  # noqa: F401  # numpy does so at the first unique()
 
-    with contextlib.suppress(Exception):  # for a loader without images; others will be told
+    with contextlib.suppress(Exception):  # a loader without images needs none; others get an error
         from PIL import Image
 
         Image.init()
         from torchcodec import decoders  # noqa: F401  # as _decode_jpeg() does
 
 
-def blank(data: bytes | memoryview, spans: Sequence[tuple[int, int]]) -> bytearray:
+def blank(data: bytes | memoryview, spans: Sequence[Span]) -> bytearray:
+    """A copy of the data with zeros over some spans."""
     copied = bytearray(data)
     for start, stop in spans:
         copied[start:stop] = bytes(stop - start)
@@ -191,7 +231,7 @@ def _decode_jpeg(data: bytes, header: ImageHeader) -> torch.Tensor:
     except RuntimeError as error:
         # TorchCodec's messages begin with the C++ function, file and line.
         reason = re.sub(r"^.*\.cpp:\d+, ", "", str(error).partition("\n")[0])
-        # What comes from torch's allocator has its words in some versions only.
+        # Only some versions pass on the words of torch's allocator.
         if lacks_memory(error) or not has_room(3 * header.height * header.width):
             raise MemoryError(reason) from error
         if _loads_truncated():
@@ -202,11 +242,11 @@ def _decode_jpeg(data: bytes, header: ImageHeader) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _opened(data: bytes) -> Iterator[Any]:
-    """A ``PIL.Image.Image``; whatever PIL raises of it is a ValueError.
+    """A ``PIL.Image.Image``; whatever PIL raises in the block becomes a ValueError.
 
-    It is a MemoryError if the memory that a good picture of the size takes is not there. What PIL
-    raises does not tell: libjpeg's lack of memory is a broken data stream, and a few wrong bytes
-    may ask for more memory than any machine has.
+    It becomes a MemoryError if there is not enough memory for a good picture of this size. PIL's
+    own error does not tell the two apart: libjpeg reports a lack of memory as a broken data stream,
+    and a few wrong bytes may ask for more memory than any machine has.
     """
     load_decoders()
     from PIL import Image, UnidentifiedImageError
@@ -222,7 +262,7 @@ def _opened(data: bytes) -> Iterator[Any]:
             "neither a JPEG nor another image that Pillow reads (PNG, WebP, GIF, BMP, TIFF, ...), "
             f"or its header is broken: {begins}"
         ) from None
-    except Exception as error:  # which kinds PIL raises of damaged files is not documented
+    except Exception as error:  # PIL does not document what it raises for damaged files
         if not has_room(room):
             raise MemoryError(str(error)) from error
         raise ValueError(f"broken or truncated image: {type(error).__name__}: {error}") from error
@@ -230,7 +270,7 @@ def _opened(data: bytes) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _forgiven() -> Iterator[None]:
-    """Read metadata in it: broken ones are none."""
+    """Read metadata in this block: broken metadata count as none."""
     try:
         yield
     except (MemoryError, Warning):
@@ -257,15 +297,18 @@ def _read_other(data: bytes, oriented: bool) -> ImageHeader:
     from PIL import Image
 
     with _opened(data) as picture:
-        kind, (width, height), orientation = picture.format.lower(), picture.size, 1
+        kind = picture.format.lower()
+        width, height = picture.size
+        orientation = 1
         if oriented or kind == "tiff":
             with _forgiven():
                 if kind == "png" and not _ends_with_pixels(data):
-                    picture.load()  # and what follows them
-                # PngImageFile.getexif() decodes every picture that has none.
+                    picture.load()  # with the metadata after the pixels
+                # PngImageFile.getexif() would decode every picture without an orientation.
                 orientation = _orientation(Image.Image.getexif(picture))
-        if kind == "tiff":  # PIL turns it when it decodes it, and before 11.1 its size only then
-            width, height = picture.tag_v2[256], picture.tag_v2[257]
+        if kind == "tiff":  # PIL turns the picture as it decodes; before 11.1, the size only then
+            width = picture.tag_v2[256]
+            height = picture.tag_v2[257]
             if orientation >= 5:
                 width, height = height, width
             orientation = 1
@@ -290,21 +333,36 @@ def _decode_other(data: bytes, divisor: int = 1) -> torch.Tensor:
 
 
 def _orientation(exif: Any) -> int:
-    """The orientation in a ``PIL.Image.Exif``; 1 where it has none that exists."""
+    """The orientation in a ``PIL.Image.Exif``; 1 if it has no valid one."""
     found = exif.get(0x0112, 1)
     return int(found) if found in range(1, 9) else 1
 
 
 _DEEP = "IF"  # PIL's modes of one channel with more than 8 bits begin with these: I, I;16B, F
+
+# A JPEG is a row of segments, each with a marker (FF and one of these), a length of two bytes and
+# its payload. The payload of a start of scan is followed by compressed data without a length:
+#
+#     FFD8 | FFE0 len JFIF... | FFDB len tables | FFC0 len frame | FFC4 len tables | FFDA len scan,
+#     compressed data ... | FFD9
 _JPEG = b"\xff\xd8\xff"
-_SOF0, _DHT, _EOI, _SOS, _DQT, _DRI = 0xC0, 0xC4, 0xD9, 0xDA, 0xDB, 0xDD
-_APP0, _APP1, _APP2, _APP14, _COM = 0xE0, 0xE1, 0xE2, 0xEE, 0xFE
+_SOF0 = 0xC0  # the frame header of a baseline JPEG
+_DHT = 0xC4  # Huffman tables
+_EOI = 0xD9  # end of the image
+_SOS = 0xDA  # start of a scan
+_DQT = 0xDB  # quantization tables
+_DRI = 0xDD  # restart interval
+_APP0 = 0xE0  # JFIF
+_APP1 = 0xE1  # EXIF, XMP
+_APP2 = 0xE2  # an index of several pictures, color profiles
+_APP14 = 0xEE  # Adobe
+_COM = 0xFE  # comment
 _FRAME_HEADERS = {*range(0xC0, 0xD0)} - {_DHT, 0xC8, 0xCC}
 _NO_SEGMENT = {0x00, 0x01, *range(0xD0, 0xD9), 0xFF}  # no length follows these
-_IRREGULAR = 0
+_IRREGULAR = 0  # stands for a marker: something between the segments
 _FORTY_TWO = (b"*\0", b"\0*")
 
-_Spans = list[tuple[int, int]]
+_Spans = list[Span]
 _Segments = dict[int, _Spans]
 
 
@@ -332,7 +390,7 @@ def _jpeg_segments(data: bytes) -> _Segments:
 
 
 class _BombError(ValueError):
-    """What could be read, and is refused."""
+    """A file that could be read, and is refused."""
 
 
 def _read_jpeg(data: bytes, oriented: bool) -> ImageHeader:
@@ -342,8 +400,10 @@ def _read_jpeg(data: bytes, oriented: bool) -> ImageHeader:
         raise ValueError(f"broken JPEG: {len(frames)} frame headers instead of one")
     height, width = struct.unpack_from(">HH", data, frames[0][0] + 1)
     gpu = height in _GPU_SIDES and width in _GPU_SIDES and _decodes_on_gpu(data, found)
-    # A file for the GPU has one scan, and nothing after it.
-    scans, later = (1, []) if gpu else _after_first_scan(data, found[_SOS][0][1])
+    scans = 1  # a file for the GPU has one scan, and nothing after it
+    later: _Spans = []
+    if not gpu:
+        scans, later = _after_first_scan(data, found[_SOS][0][1])
     limit = max_pixels()
     if scans > 1 and limit is not None and scans * height * width > MAX_SCANS * limit:
         raise _BombError(
@@ -356,17 +416,19 @@ def _read_jpeg(data: bytes, oriented: bool) -> ImageHeader:
     return ImageHeader("jpeg", height, width, orientation, gpu, exif)
 
 
-# No segment follows the others: libjpeg skips or refuses them.
+# Markers that a segment may follow. libjpeg skips or refuses all others.
 _LATER_MARKERS = re.compile(rb"\xff[\xc0-\xcf\xd9-\xfe]")
 
 
 def _after_first_scan(data: bytes, pos: int) -> tuple[int, _Spans]:
     """The number of scans, and the APP1 segments after the first, up to the image's end."""
-    scans, app1 = 1, []
+    scans = 1
+    app1 = []
     data += b"\0\0"  # the last marker may have no length
     while found := _LATER_MARKERS.search(data, pos):
         pos = found.end()
-        marker, length = data[pos - 1], data[pos] << 8 | data[pos + 1]
+        marker = data[pos - 1]
+        length = data[pos] << 8 | data[pos + 1]
         if marker == _EOI:
             break
         if marker == _SOS:
@@ -378,7 +440,7 @@ def _after_first_scan(data: bytes, pos: int) -> tuple[int, _Spans]:
 
 
 def _read_exif(data: bytes, segments: _Spans) -> int:
-    """The orientation that PIL finds in a JPEG's APP1 segments; it joins what several hold."""
+    """The orientation that PIL finds in a JPEG's APP1 segments. PIL joins what several hold."""
     from PIL import Image
 
     held = b"".join(data[a + 6 : b] for a, b in segments if data.startswith(b"Exif\0\0", a, b))
@@ -389,32 +451,35 @@ def _read_exif(data: bytes, segments: _Spans) -> int:
     return 1
 
 
-def _exif_spans(data: bytes, segments: _Spans) -> tuple[tuple[int, int], ...]:
-    """The spans of all that a decoder could take for an orientation.
+def _exif_spans(data: bytes, segments: _Spans) -> tuple[Span, ...]:
+    """The spans of everything that a decoder could take for an orientation.
 
-    PIL and TorchCodec's CUDA decoder look for the "Exif" identifier, TorchCodec's CPU decoder takes
-    the first APP1 segment whatever its identifier, also one of the later ones after the first
-    scan; all of them need the 42 of the TIFF header.
+    PIL and TorchCodec's CUDA decoder look for the "Exif" identifier. TorchCodec's CPU decoder takes
+    the first APP1 segment whatever its identifier, even one after the first scan. All of them need
+    the 42 of the TIFF header.
     """
     forty_twos = [a for a, b in segments if data[a + 8 : min(a + 10, b)] in _FORTY_TWO]
     return tuple((start, start + 10) for start in forty_twos)
 
 
 # Note [Files for the GPU]
-# What nvJPEG makes of a file that was cut off, or whose color space must be guessed, is documented
-# nowhere; of most damage it says nothing, and a file that it does refuse costs it its decoder. So
-# the GPU gets only files that leave nothing open; libjpeg on the CPU judges the others:
-#   1. Baseline with 8 bits, one scan of all components, and the tables that baseline may have, all
-#      of them in the file and none with codes or symbols that it cannot have.
+# NVIDIA does not document what nvJPEG does with a truncated file, or with one whose color space
+# must be guessed. nvJPEG reports little damage, and a decoder that has refused a file cannot be
+# used any more. So the GPU gets only files that leave nothing open. libjpeg decodes the others on
+# the CPU.
+# A file for the GPU has:
+#   1. Baseline coding with 8 bits, one scan of all components, and the tables that baseline may
+#      have, all of them in the file and none with codes or symbols that baseline cannot have.
 #   2. Gray, or YCbCr by libjpeg's rules (JFIF, Adobe's transform, the component ids), none of which
 #      says RGB.
-#   3. The four common chroma samplings. Even gray has a sampling, and others than 1 x 1 exist.
-#   4. Nothing between the segments, none of an unknown kind, no second picture after the first (an
-#      index of those, "MPF", would tell).
-#   5. In the compressed data no marker but the restarts, each in its turn and as many as the size
-#      asks for, and the end of the image at their end. Of damaged photos that got here without this
-#      rule, it finds half, for 10 us a photo. The rest cannot be told without a decode.
-#   6. At least two bits for each block of 64 values: a code for the first of them, and one for the
+#   3. One of the four common chroma samplings. Even gray has a sampling, and others than 1 x 1
+#      exist.
+#   4. Nothing between the segments, no segment of an unknown kind, and no second picture after the
+#      first (an index of pictures, "MPF", would tell).
+#   5. No marker in the compressed data but the restarts, each in its turn and as many as the size
+#      asks for, and the end of the image at their end. This rule finds half of the damaged photos
+#      that pass the others, for 10 us a photo. The rest cannot be found without a decode.
+#   6. At least two bits for each block of 64 values: a code for the first value, and one for the
 #      end of the others. A header that claims more pixels is broken.
 # test_format.py::test_gpu and test_not_gpu hold each of them.
 _GPU_SIDES = range(16, 16384 + 1)
@@ -442,12 +507,16 @@ def _decodes_on_gpu(data: bytes, found: _Segments) -> bool:
     )
 
 
-@lru_cache(1024)  # an encoder writes the same ones into many files
+@lru_cache(1024)  # an encoder writes the same headers into many files
 def _is_baseline(
     frame: bytes, scan: bytes, huffman: tuple[bytes, ...], quantization: tuple[bytes, ...]
 ) -> bool:
     """Points 1 and 3 of Note [Files for the GPU], for a frame header without its size."""
-    ids, samplings, quantizers, coders = frame[2::3], frame[3::3], frame[4::3], scan[2:-3:2]
+    # Three bytes a component in the frame header, two in that of the scan.
+    ids = frame[2::3]
+    samplings = frame[3::3]
+    quantizers = frame[4::3]
+    coders = scan[2:-3:2]
     found = [_huffman_tables(segment) for segment in huffman]
     tables = frozenset().union(*found)
     return (
@@ -465,10 +534,11 @@ def _is_baseline(
 
 @lru_cache(1024)  # many encoders write the tables of the standard
 def _huffman_tables(segment: bytes) -> frozenset[int]:
-    """The ids of the tables of a segment; empty if one of them is broken or not of baseline."""
+    """The ids of a segment's tables; empty if one of them is broken or not for baseline."""
     found = set()
     while segment:
-        number, lengths = segment[0], segment[1:17]
+        number = segment[0]
+        lengths = segment[1:17]  # how many codes have 1, 2, ..., 16 bits
         symbols = segment[17 : 17 + sum(lengths)]
         codes = 0
         for bits, count in enumerate(lengths, 1):
@@ -484,7 +554,7 @@ def _huffman_tables(segment: bytes) -> frozenset[int]:
 
 
 def _quantization_tables(segments: Sequence[bytes]) -> set[int]:
-    """The ids of the tables of some segments; empty if one is not of 8 bits, 64 after its id."""
+    """The ids of some segments' tables; empty if one is not 64 values of 8 bits after its id."""
     ids = b"".join(segment[::65] for segment in segments)
     whole = all(len(segment) % 65 == 0 for segment in segments)
     return {*ids} if whole and max(ids, default=0) < 4 else set()
@@ -494,7 +564,8 @@ def _whole(data: bytes, found: _Segments, frame: bytes) -> bool:
     """Whether the compressed data have the markers that they must have, and no others."""
     if not data[-64:].rstrip(b"\0").endswith(b"\xff\xd9"):
         return False
-    begin, end = found[_SOS][0][1], data.rindex(b"\xff\xd9")
+    begin = found[_SOS][0][1]
+    end = data.rindex(b"\xff\xd9")
     start, stop = found.get(_DRI, [(0, 0)])[-1]
     interval = int.from_bytes(data[start:stop])
     if begin >= end or (_DRI in found and any(stop - start != 2 for start, stop in found[_DRI])):
@@ -507,14 +578,14 @@ def _whole(data: bytes, found: _Segments, frame: bytes) -> bool:
     if interval:
         restarts = [bytes([0xD0 | i % 8]) for i in range((units - 1) // interval)]
         return _MARKERS.findall(data, begin, end + 1) == restarts
-    # For each photo, so in numpy: a regular expression takes three times as long.
+    # Every photo comes here, so NumPy does it: a regular expression needs three times as long.
     codes = np.frombuffer(data, np.uint8, end + 1 - begin, begin)
     marks = (codes[:-1] == 0xFF).view(np.uint8)
     return not np.minimum(marks, codes[1:], out=marks).max()
 
 
 def _is_ycbcr(data: bytes, found: _Segments, ids: bytes) -> bool:
-    # libjpeg leaves out what is too short.
+    # libjpeg ignores a segment that is too short.
     jfif = any(data.startswith(b"JFIF\0", a) and b - a >= 14 for a, b in found.get(_APP0, ()))
     whole = (a for a, b in found.get(_APP14, ()) if data.startswith(b"Adobe", a) and b - a >= 12)
     adobe = {data[a + 11] for a in whole}
