@@ -126,6 +126,8 @@ class DataPrefetcher:
         >>> for images, target in loader: ...
     """
 
+    _late = False  # whether the collate function runs after the transforms: see accelerate()
+
     def __init__(
         self,
         loader: DataLoader[Any] | Iterable[Any],
@@ -147,7 +149,7 @@ class DataPrefetcher:
         self._options = {name: value for name, value in asked.items() if name not in own}
         _refuse_no_loader(loader)
         self.device = resolve_device(device)
-        self._pipeline, balancer = build_stage(loader, self.device, self._options)
+        self._pipeline, balancer = build_stage(loader, self.device, self._options, late=self._late)
         self.stats, self._balancer = self._pipeline.stats, balancer
         self._read = Snapshot(transforms, self._running_ops())
         self._depth, self._first_batch = device_prefetch_size, FirstBatch(loader, self.device)

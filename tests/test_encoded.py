@@ -791,7 +791,7 @@ def test_images_that_no_prefetcher_has_decoded_say_so(photo_folder):
     with pytest.raises(AttributeError, match=r"'to': its images are not decoded.*DataPrefetcher"):
         images.to("cpu")
     assert not hasattr(images, "cuda")
-    with pytest.raises(TypeError, match=r"transforms=\[...\]\), or move an ImageFolder"):
+    with pytest.raises(TypeError, match=r"transforms=\[...\]\), or pass the loader"):
         EncodedImageFolder(photo_folder, v2.Resize(8))
 
 

@@ -36,7 +36,7 @@ from gpuprefetch.transforms.views import Views
 
 
 def build_stage(
-    loader: Any, device: torch.device, options: dict[str, Any]
+    loader: Any, device: torch.device, options: dict[str, Any], *, late: bool = False
 ) -> tuple[Pipeline, Balancer]:
     """The stage that a DataPrefetcher's arguments ask for, and what steers its workers' share."""
     _check(options)
@@ -55,6 +55,7 @@ def build_stage(
         origin=Origin(torch.initial_seed() if seed is None else operator.index(seed)),
         share=share,
         finishes=device.type == "cpu",
+        late=late,
         programs=programs if (HAS_TRITON or device.type == "cpu") and any(programs) else (),
         moves=any(moves_pixels([*view.head.ops, *view.tail]) for view in views),
         draws=any(view.samples for view in views),

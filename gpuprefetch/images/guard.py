@@ -18,9 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from gpuprefetch.core.nested import select
 
 _WHERE = (
-    "Pass transforms to DataPrefetcher(loader, transforms=[...]), which runs them on the decoded "
-    "images, or leave them in an ImageFolder and call gpuprefetch.accelerate(loader). Call MixUp, "
-    "and whatever else mixes images, in the training step."
+    "Pass transforms to DataPrefetcher(loader, transforms=[...]), or leave them in an ImageFolder "
+    "and call gpuprefetch.accelerate(loader). Call MixUp and CutMix in the training step."
 )
 
 

@@ -208,10 +208,10 @@ def run_tail(
                 moved = runner(moved.batches, moved.targets, own_keys)
         else:
             raise ValueError(
-                f"{type(transform).__name__} moves boxes, masks and points, but the collate_fn has "
-                "made plain tensors of some, dropped some, or put some where their sample is not "
-                "known. Use one that keeps them, such as collate_fn=lambda samples: "
-                "tuple(zip(*samples)), or move them in the dataset."
+                f"{type(transform).__name__} moves boxes, masks and points, but the collate_fn "
+                "lost some: they are plain tensors, missing, or in no list with one entry per "
+                "sample. Use collate_fn=lambda samples: tuple(zip(*samples)) and a batch_size, or "
+                "move them in the dataset."
             )
     return moved.batches, _with_targets(batch, columns, moved.targets)
 

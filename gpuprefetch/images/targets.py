@@ -216,9 +216,9 @@ def follow(samples: Structure, size: Size | None, sample_for: Sampler) -> Struct
 
 def _unmatched(found: str) -> ValueError:
     return ValueError(
-        "Boxes, masks and points follow the EncodedImage of their sample, and a sample has "
-        f"{found}. Return one image beside them, with batch_size=None in a tuple or a dict. If "
-        "they need not follow, return plain tensors: mask.as_subclass(torch.Tensor)."
+        f"Boxes, masks and points follow one EncodedImage, and a sample has {found}. Return it "
+        "beside them, in a tuple or a dict: with batch_size=None a list is a batch. If they need "
+        "not follow, return plain tensors: mask.as_subclass(torch.Tensor)."
     )
 
 
