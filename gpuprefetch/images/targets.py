@@ -453,6 +453,8 @@ def _columns(node: object, owners: Owners, *, beside_images: bool) -> Iterator[S
             yield node
             return
     children = children_of(node, None) or ()
+    if _PLAIN_TYPES.issuperset(map(type, children)):
+        return
     beside_images = any(
         _is_list_of(child, len(owners.samples)) and all(map(_is_image, child)) for child in children
     )
