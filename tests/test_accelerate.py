@@ -181,7 +181,7 @@ def test_timm_datasets_and_loaders(folder):
     assert [images.shape for images, _ in kept] == [images.shape for images, _ in mixed]
     dataset = data.create_dataset("", root=str(folder), input_img_mode="L")
     dataset.transform = data.create_transform(64)
-    with pytest.raises(UnsupportedTransformError, match=r"'L'.*of its own"):
+    with pytest.raises(UnsupportedTransformError, match=r"'L'.*its own way"):
         accelerate(DataLoader(dataset), **CPU)
     with pytest.raises(TypeError, match="use_prefetcher=False"):
         accelerate(data.loader.PrefetchLoader(mixed, device=torch.device("cpu")), **CPU)
