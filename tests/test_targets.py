@@ -30,11 +30,13 @@ from gpuprefetch import (
     convert_transforms,
 )
 from gpuprefetch.images.collate import HostStage
+from gpuprefetch.images.columns import Owners, fate, mark
 from gpuprefetch.images.fate import Fate
 from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.tail import run
-from gpuprefetch.images.targets import Axis, Owners, PerSample, fate, mark, walk
+from gpuprefetch.images.targets import Axis
+from gpuprefetch.images.walk import PerSample, walk
 from gpuprefetch.lists.convert import RandomCrop
 from gpuprefetch.policies.per_image import PerImage
 from gpuprefetch.transforms.head import read_transforms

@@ -17,12 +17,14 @@ from gpuprefetch.core.errors import add_note, text_of, unexpected_end
 from gpuprefetch.core.nested import map_leaves, objects
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import set_apart
+from gpuprefetch.images.columns import Owners, fate, mark
 from gpuprefetch.images.encoded import EncodedImage, PreparedImages, is_encoded
 from gpuprefetch.images.guard import begin_reading, end_reading
 from gpuprefetch.images.host_memory import memory_for
 from gpuprefetch.images.packer import Packer, Packing
 from gpuprefetch.images.slab import by_value, share
-from gpuprefetch.images.targets import Owners, fate, followed, mark, refuse_unfollowed, walk
+from gpuprefetch.images.targets import followed, refuse_unfollowed
+from gpuprefetch.images.walk import walk
 from gpuprefetch.transforms.random import op_keys, tail_keys
 
 # Names and repeats of the samples that this process is about to read, by the token of its stage.

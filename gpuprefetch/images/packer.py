@@ -26,7 +26,8 @@ from gpuprefetch.images.samples import (
     own_name,
 )
 from gpuprefetch.images.slab import Buffer, share
-from gpuprefetch.images.targets import follow, walk
+from gpuprefetch.images.targets import follow
+from gpuprefetch.images.walk import walk
 from gpuprefetch.policies.per_image import PerImage
 from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.launch import Launches, plan_rows

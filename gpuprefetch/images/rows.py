@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from gpuprefetch.core.nested import moves_itself, objects
-from gpuprefetch.images.targets import PerSample, is_per_sample
+from gpuprefetch.images.walk import PerSample, is_per_sample
 
 
 class PendingImages:

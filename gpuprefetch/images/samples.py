@@ -28,7 +28,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from gpuprefetch.images.encoded import EncodedImage
-from gpuprefetch.images.targets import walk
+from gpuprefetch.images.walk import walk
 from gpuprefetch.transforms.random import Keys, fold
 
 Dataset = Any  # whatever a sampler's keys are for

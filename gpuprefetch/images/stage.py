@@ -19,6 +19,7 @@ from gpuprefetch.core.streams import lease_stream, return_stream, using
 from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImage, BadImageError
 from gpuprefetch.images.collate import pack_lists
+from gpuprefetch.images.columns import unstack
 from gpuprefetch.images.decode import ImageDecoder
 from gpuprefetch.images.encoded import PreparedImages, is_encoded
 from gpuprefetch.images.guard import end_reading
@@ -30,8 +31,9 @@ from gpuprefetch.images.rows import is_column, refuse_other_rows, take_rows
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.slab import unmap_dead
 from gpuprefetch.images.tail import run_tail
-from gpuprefetch.images.targets import PerSample, refuse_unfollowed, unstack
+from gpuprefetch.images.targets import refuse_unfollowed
 from gpuprefetch.images.view import View
+from gpuprefetch.images.walk import PerSample
 from gpuprefetch.transforms.random import batch_seed, derive, tail_keys, view_seed
 
 Part = Callable[[], None]  # the decode of a few images, a call

@@ -24,7 +24,7 @@ import torch
 from gpuprefetch.core.errors import add_note
 from gpuprefetch.core.nested import children_of, map_leaves, objects, select
 from gpuprefetch.images.fate import Fate
-from gpuprefetch.images.targets import PerSample, is_follower, is_per_sample, walk
+from gpuprefetch.images.walk import PerSample, is_follower, is_per_sample, walk
 from gpuprefetch.policies.known import name_of, parts_of, torchvision_class
 from gpuprefetch.policies.per_image import Loop, PerImage, Transform, takes_keys
 from gpuprefetch.transforms.random import Keys, SeededDraws, derive, op_keys

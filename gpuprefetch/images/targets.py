@@ -4,35 +4,36 @@ A worker does this before and after the user's collate function::
 
     samples -> follow() -> samples, moved -> collate_fn -> batch -> mark(), fate()
 
-:func:`follow` moves what stands beside an image. :func:`mark` finds the lists of the batch that
-have one entry per sample, and :func:`fate` tells whether all boxes, masks and points are in them.
-The transforms after the fused ones then move these lists: see images/tail.py.
+:func:`follow` moves what stands beside an image. images/columns.py then finds the lists of the
+batch that have one entry per sample. The transforms after the fused ones move what is in these
+lists: see images/tail.py.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from gpuprefetch.core.nested import children_of, map_leaves, select
-from gpuprefetch.images.encoded import (
-    ENCODED,
-    EncodedImage,
-    EncodedImages,
-    PreparedImages,
-    is_encoded,
+from gpuprefetch.core.nested import map_leaves, select
+from gpuprefetch.images.columns import stack
+from gpuprefetch.images.encoded import ENCODED, EncodedImage, is_encoded
+from gpuprefetch.images.walk import (
+    EncodedLeaf,
+    Follower,
+    follower_types,
+    is_follower,
+    is_image,
+    walk,
 )
-from gpuprefetch.images.fate import Fate
 from gpuprefetch.transforms.reference import Ints
 from gpuprefetch.transforms.sampling import Floats, Size
 
@@ -41,126 +42,13 @@ from gpuprefetch.transforms.sampling import Floats, Size
 # Its center is at k + 0.5 then, but at k in sampling rows and in kornia. torchvision's transforms
 # agree, but mirror points to W - 1 - x: a pixel off what they do with boxes, and with the image.
 
-EncodedLeaf = EncodedImage | EncodedImages | PreparedImages
-Follower = torch.Tensor  # one of torchvision's BoundingBoxes, KeyPoints and Mask
-Structure = TypeVar("Structure")  # a sample or a batch; the same structure comes back
+Structure = TypeVar("Structure")  # the samples of a batch; the same structure comes back
 
 # Samples rows, sizes and errors (position -> reason) for images, in their order.
 Sampler = Callable[[list[EncodedImage]], tuple[Floats, Ints, dict[int, str]]]
 
 # Whether this thread collates samples whose masks and points have followed their images.
 followed = ContextVar("followed", default=False)
-
-
-# --- The walk ---
-
-
-class PerSample(list[Any]):
-    """A list within a batch that has one entry per sample.
-
-    Args:
-        entries: one per sample.
-        restore: makes what the loop gets of the entries, such as ``tuple`` or a stack.
-
-    Example:
-        A collate function made ``("cat", "dog")`` beside two images. :func:`mark` makes it
-        ``PerSample(["cat", "dog"], tuple)``. If the second image is bad, ``with_entries(["cat"])``
-        is left, and the loop gets ``restored()``, which is ``("cat",)``.
-    """
-
-    def __init__(
-        self, entries: Iterable[Any], restore: Callable[[list[Any]], object] = list
-    ) -> None:
-        super().__init__(entries)
-        self.restore = restore
-
-    def with_entries(self, entries: Iterable[Any]) -> PerSample:
-        return PerSample(entries, self.restore)
-
-    def restored(self) -> object:
-        return self.restore(self)
-
-
-def is_per_sample(node: object) -> bool:
-    return isinstance(node, PerSample)
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What one walk finds in a sample or a batch, in the order of its leaves.
-
-    Attributes:
-        images: encoded images, and batches of them.
-        followers: boxes, masks and points that are in no column.
-        columns: the lists with one entry per sample; raw samples have none.
-        in_columns: boxes, masks and points in these lists.
-        parts: identities of all objects and structures, by which a part of a batch is recognized
-            as a part of a sample.
-
-    Example:
-        >>> found = walk((image, {"boxes": boxes, "name": "cat"}))
-        >>> found.images, found.followers
-        ([image], [boxes])
-        >>> len(found.parts)  # the tuple, the image, the dict and the boxes
-        4
-    """
-
-    images: list[EncodedLeaf]
-    followers: list[Follower]
-    columns: list[PerSample]
-    in_columns: list[Follower]
-    parts: set[int]
-
-    @property
-    def has_followers(self) -> bool:
-        return bool(self.followers or self.in_columns)
-
-
-def walk(structure: object) -> Contents:
-    found = Contents([], [], [], [], set())
-    _visit(structure, found, found.followers)
-    return found
-
-
-# Plain values are no parts of a sample: two samples may hold the same string.
-_PLAIN = (str, bytes, int, float, complex, type(None))
-_PLAIN_TYPES = {*_PLAIN, bool}
-
-
-def _visit(node: object, found: Contents, followers: list[Follower]) -> None:
-    """Note what is in a node. Its boxes, masks and points go into ``followers``."""
-    if isinstance(node, _PLAIN):
-        return
-    found.parts.add(id(node))
-    if isinstance(node, ENCODED):
-        found.images.append(node)
-        return
-    if is_follower(node):
-        followers.append(node)
-        return
-    if isinstance(node, PerSample):
-        found.columns.append(node)
-        followers = found.in_columns
-    children = children_of(node, None) or ()
-    # A sample may hold thousands of numbers, as the polygons of COCO: skip them at once.
-    if not _PLAIN_TYPES.issuperset(map(type, children)):
-        for child in children:
-            _visit(child, found, followers)
-
-
-def _follower_types() -> tuple[type, ...]:
-    """Empty before torchvision's module is imported: no object has one of its types."""
-    tv = sys.modules.get("torchvision.tv_tensors")
-    return () if tv is None else (tv.BoundingBoxes, tv.KeyPoints, tv.Mask)
-
-
-def is_follower(leaf: object) -> TypeGuard[Follower]:
-    """Whether a leaf is boxes, a mask or points."""
-    return isinstance(leaf, torch.Tensor) and isinstance(leaf, _follower_types())
-
-
-def _is_image(leaf: object) -> bool:
-    return isinstance(leaf, ENCODED)
 
 
 def refuse_unfollowed(*batches: object) -> None:
@@ -171,9 +59,6 @@ def refuse_unfollowed(*batches: object) -> None:
             "these came otherwise. Return both from the dataset. If they need not follow, return "
             "plain tensors: mask.as_subclass(torch.Tensor)."
         )
-
-
-# --- Before the collate function: move what stands beside an image ---
 
 
 def follow(samples: Structure, size: Size | None, sample_for: Sampler) -> Structure:
@@ -188,7 +73,7 @@ def follow(samples: Structure, size: Size | None, sample_for: Sampler) -> Struct
         The samples with moved targets, or the same object if it has none. Their images are copies
         that know their sampling rows.
     """
-    if size is None or not _follower_types():
+    if size is None or not follower_types():
         return samples
     each: list[Any] = samples if isinstance(samples, list) else [samples]
     contents = [walk(sample) for sample in each]
@@ -210,7 +95,7 @@ def follow(samples: Structure, size: Size | None, sample_for: Sampler) -> Struct
     remaining = iter(placed)
     for i in involved:
         own = [next(remaining) for _ in contents[i].images]
-        moved[i] = map_leaves(partial(_moved, own, size), each[i], _is_image)
+        moved[i] = map_leaves(partial(_moved, own, size), each[i], is_image)
     return moved if each is samples else moved[0]  # type: ignore[return-value]
 
 
@@ -368,18 +253,9 @@ def _at_points(follower: Follower, points: torch.Tensor, canvas: Size) -> Follow
     return wrapped
 
 
-def _stack(entries: Sequence[Follower]) -> torch.Tensor:
-    """Stack masks or points of equal shapes, which stay what they are."""
-    from torchvision import tv_tensors
-
-    stacked = default_collate([entry.as_subclass(torch.Tensor) for entry in entries])
-    wrapped: torch.Tensor = tv_tensors.wrap(stacked, like=entries[0])
-    return wrapped
-
-
 def _stack_followed(entries: Sequence[Follower], *, collate_fn_map: object = None) -> torch.Tensor:
     """Entry of the default collate: other loaders of the process get plain tensors, as before."""
-    stacked = _stack(entries)
+    stacked = stack(entries)
     return stacked if followed.get() else stacked.as_subclass(torch.Tensor)
 
 
@@ -388,109 +264,3 @@ def _keep_stacks_of_followed() -> None:
     tv = sys.modules["torchvision.tv_tensors"]
     for kind in (tv.Mask, tv.KeyPoints):
         default_collate_fn_map.setdefault(kind, _stack_followed)
-
-
-# --- After the collate function: find whose each part of the batch is ---
-
-
-@dataclass(frozen=True, slots=True)
-class Owners:
-    """The samples that a collate function got, each walked once.
-
-    Attributes:
-        samples: those that have an image, in their order. Empty for an item that the dataset made
-            whole, as with ``batch_size=None``.
-        followers: how many boxes, masks and points all samples have.
-    """
-
-    samples: list[Contents]
-    followers: int
-
-    @staticmethod
-    def of(samples: object) -> Owners:
-        if not isinstance(samples, list):
-            return Owners([], len(walk(samples).followers))
-        contents = [walk(sample) for sample in samples]
-        with_image = [found for found in contents if found.images]
-        return Owners(with_image, sum(len(found.followers) for found in contents))
-
-    def own_each(self, entries: Sequence[object]) -> bool:
-        """Whether each entry of a list holds objects of its own sample, and of no other one."""
-        known = set[int]().union(*(sample.parts for sample in self.samples))
-        shared = [known & walk(entry).parts for entry in entries]
-        pairs = zip(shared, self.samples, strict=True)
-        return all(ids and ids <= sample.parts for ids, sample in pairs)
-
-
-def mark(batch: Structure, owners: Owners) -> Structure:
-    """Make a :class:`PerSample` of every list that has one entry per sample.
-
-    Such a list lies beside a list of the images, or its entries hold objects of their own samples.
-
-    Example:
-        For two samples ``(image, {"boxes": boxes})``, ``zip`` makes ``((image, image), ({...},
-        {...}))``. The second tuple lies beside the images: it becomes a :class:`PerSample`.
-    """
-    if not owners.samples:
-        return batch
-    columns = {id(column) for column in _columns(batch, owners, beside_images=False)}
-
-    def is_column(node: object) -> bool:
-        return id(node) in columns or _is_image(node)
-
-    def marked(leaf: Any) -> object:
-        return PerSample(leaf, type(leaf)) if id(leaf) in columns else leaf
-
-    return map_leaves(marked, batch, is_column)  # type: ignore[no-any-return]
-
-
-def _columns(node: object, owners: Owners, *, beside_images: bool) -> Iterator[Sequence[Any]]:
-    """The lists in a node that have one entry per sample."""
-    if isinstance(node, ENCODED):
-        return
-    if _is_list_of(node, len(owners.samples)) and not walk(node).images:
-        if beside_images or owners.own_each(node):
-            yield node
-            return
-    children = children_of(node, None) or ()
-    if _PLAIN_TYPES.issuperset(map(type, children)):
-        return
-    beside_images = any(
-        _is_list_of(child, len(owners.samples)) and all(map(_is_image, child)) for child in children
-    )
-    for child in children:
-        yield from _columns(child, owners, beside_images=beside_images)
-
-
-def _is_list_of(node: object, count: int) -> TypeGuard[Sequence[Any]]:
-    return isinstance(node, (list, tuple)) and type(node) in (list, tuple) and len(node) == count
-
-
-def fate(batch: object, owners: Owners) -> Fate | None:
-    """What a collate function did with boxes, masks and points; None if the samples have none."""
-    if not owners.followers:
-        return None
-    count = len(owners.samples)
-    found = walk(batch)
-    stacks = sum(_is_stack(follower, count) for follower in found.followers)
-    kept = len(found.in_columns) + stacks * count
-    return Fate.KEPT if kept == owners.followers else Fate.LOST
-
-
-def _is_stack(follower: Follower, count: int) -> bool:
-    """Whether masks or points have one entry per sample; boxes differ in number."""
-    return not hasattr(follower, "format") and len(follower) == count
-
-
-def unstack(batch: Structure, count: int) -> Structure:
-    """Make a :class:`PerSample` of every stack of ``count`` masks or points."""
-
-    def split(leaf: object) -> object:
-        if is_per_sample(leaf) or not is_follower(leaf) or not _is_stack(leaf, count):
-            return leaf
-        from torchvision import tv_tensors
-
-        entries = [tv_tensors.wrap(entry, like=leaf) for entry in torch.unbind(leaf)]
-        return PerSample(entries, _stack)
-
-    return map_leaves(split, batch, is_per_sample)  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from gpuprefetch.images.apart import image_of, is_image
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.images.guard import UndecodedError, end_reading, is_marked
-from gpuprefetch.images.targets import walk
+from gpuprefetch.images.walk import walk
 from gpuprefetch.migrate.dataset_view import refuse_odd_file
 from gpuprefetch.policies.known import UnsupportedTransformError, flatten
 from gpuprefetch.policies.per_image import Transform
