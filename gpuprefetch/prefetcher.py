@@ -37,9 +37,8 @@ from gpuprefetch.images.replay import (
 )
 from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.stage import Pipeline
-from gpuprefetch.lists.convert import title
 from gpuprefetch.lists.snapshot import Snapshot
-from gpuprefetch.policies.per_image import PerImage
+from gpuprefetch.policies.known import title
 from gpuprefetch.transforms.head import Transform
 
 _running: weakref.WeakValueDictionary[int, Lookahead] = weakref.WeakValueDictionary()  # by loader
@@ -194,8 +193,7 @@ class DataPrefetcher:
 
     def _running_ops(self) -> list[Any]:
         """The transforms that run as they were given, and not as they were read."""
-        tails = [op for view in self._pipeline.views for op in view.tail]
-        return [op for op in tails if not isinstance(op, PerImage)]
+        return [op for view in self._pipeline.views for op in view.running]
 
     def _refuse_changed(self) -> None:
         """Compare the list of transforms, which has been read, with what it was."""

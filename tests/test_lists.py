@@ -85,7 +85,8 @@ def test_a_random_order_is_each_images_own():
 def test_what_draws_nothing_stays_as_it_is(op):
     images = noise(4, torch.float32) / 255
     assert torch.equal(run([op], images), op(images))
-    assert DataPrefetcher([images], transforms=[op], device="cpu")._pipeline.views[0].tail == [op]
+    (view,) = DataPrefetcher([images], transforms=[op], device="cpu")._pipeline.views
+    assert view.of_tensors().tail == [op]
 
 
 def test_timms_policies_are_for_uint8():

@@ -17,7 +17,7 @@ from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.decode import decode_packed, decode_part, place
 from gpuprefetch.images.encoded import Call, PreparedImages
 from gpuprefetch.images.plan import WHOLE_BATCH_BYTES, lay_out, readable
-from gpuprefetch.transforms.head import Head, require_fixed_size
+from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.kernel import HAS_TRITON
 from gpuprefetch.transforms.launch import Launches, Table
 
@@ -54,8 +54,8 @@ class ImageJob:
         # (N,) uint8 on the CPU, where a launch notes the canaries that it has found.
         self._survived: torch.Tensor | None = None
         for view in pipeline.views:
-            if view.head.names or view.tail:
-                require_fixed_size(view.head, view.tail)
+            if view.head.names or view.tail or view.refused:
+                view.require_files()
 
     def begin(self, limit: int | None = None) -> list[Callable[[], None]]:
         """Reserve the result; the decode of each sub-batch, of at most ``limit`` bytes."""

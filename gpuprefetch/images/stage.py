@@ -275,17 +275,18 @@ class Pipeline:
                     "return torch.from_numpy(image).permute(2, 0, 1), or ToTensorV2 do so."
                 )
             images = list[torch.Tensor]()
+            views = [view.of_tensors() for view in self.views]
             with Timed(self.stats, "resample"):
-                for number, view in enumerate(self.views):
+                for number, view in enumerate(views):
                     view.values.begin(leaf)
                     made = view.run_head(leaf, view_seed(seed, number))
                     writes = bool(view.tail or images)  # or a view before it does
                     images.append(_own(made, [given, *images]) if writes else made)
             with Timed(self.stats, "tail"):
-                seeds = (view_seed(seed, number) for number in range(len(self.views)))
+                seeds = (view_seed(seed, number) for number in range(len(views)))
                 outs = [
                     view.run_tail([each], own)[0]
-                    for view, each, own in zip(self.views, images, seeds, strict=True)
+                    for view, each, own in zip(views, images, seeds, strict=True)
                 ]
             return _one_or_all(outs)
 

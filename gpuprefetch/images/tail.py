@@ -19,6 +19,7 @@ from gpuprefetch.core.nested import children_of, map_leaves, objects, select
 from gpuprefetch.images.targets import followers, is_per_sample
 from gpuprefetch.policies.known import name_of, parts_of, torchvision_class
 from gpuprefetch.policies.per_image import Loop, PerImage, takes_keys
+from gpuprefetch.policies.registry import Is, is_or_extends
 from gpuprefetch.transforms.random import Keys, SeededDraws, derive, op_keys
 
 Samples = list[dict[Any, Any]]  # of each sample the parts of its target
@@ -99,27 +100,12 @@ def _check_result(name: str, images: Any, result: Any) -> None:
         )
 
 
-_MOVERS = tuple(
-    "gpuprefetch.lists.convert. gpuprefetch.transforms.head. gpuprefetch.transforms.sampling."
-    " kornia.augmentation._2d.geometric. kornia.augmentation._2d.mix. kornia.geometry."
-    " torchvision.transforms.autoaugment."
-    " torchvision.transforms.v2._auto_augment. torchvision.transforms.v2._geometry."
-    " torchvision.transforms._presets.ImageClassification timm.data.auto_augment.".split()
-)
-_ERASING = "kornia.augmentation._2d.intensity.erasing."  # of which a mask would not know
-
-
-def _movers(transform: Any, where: tuple[str, ...] = _MOVERS) -> Iterator[str]:
-    """The names of what is from ``where``: a transform, or those that it is made of."""
-    for kind in type(transform).__mro__:
-        if kind.__module__ == "torchvision.transforms.transforms":
-            from torchvision.transforms import v2
-
-            kind = getattr(v2, kind.__name__, kind)  # v1 is one file; those of v2 tell what moves
-        if f"{kind.__module__}.{kind.__name__}".startswith(where):
-            yield type(transform).__name__
+def _movers(transform: Any, traits: Is = Is.MOVES) -> Iterator[str]:
+    """The names of what has one of these traits: a transform, or those that it is made of."""
+    if is_or_extends(transform, traits):
+        yield type(transform).__name__
     for each in _held(transform):
-        yield from _movers(each, where)
+        yield from _movers(each, traits)
 
 
 def _held(transform: Any) -> list[Any]:
@@ -195,7 +181,7 @@ def _runner(transform: Any) -> Runner | None:
     v2 = sys.modules.get("torchvision.transforms.v2")
     if v2 is not None and isinstance(op, v2.Transform):
         return partial(_run_each, op)
-    if mover := next(_movers(transform, (*_MOVERS, _ERASING)), None):
+    if mover := next(_movers(transform, Is.MOVES | Is.ERASES), None):
         module, name = type(transform).__module__, type(transform).__name__
         moved = "moves images" if mover == name else f"holds {mover}, which moves images"
         raise ValueError(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from gpuprefetch.core.streams import own_modes
-from gpuprefetch.lists.convert import title
 from gpuprefetch.migrate.accelerate import folders_of, picture_of, pipeline_of
+from gpuprefetch.policies.known import title
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.random import trial_draws
 

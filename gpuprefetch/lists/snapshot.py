@@ -23,9 +23,8 @@ import numpy as np
 import torch
 
 from gpuprefetch.policies.known import only_calls_transforms
+from gpuprefetch.policies.registry import LIBRARIES
 
-# Libraries whose ops are read: their attributes are parameters, but for what they keep as they run.
-_READ = frozenset(("torchvision", "timm", "kornia", "gpuprefetch"))
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList)
 _PRIVATE = frozenset(("_modules", "_parameters", "_buffers", "_policies", "_param_generator"))
 _STATE = frozenset(("calls", "recipe", "training"))
@@ -143,7 +142,7 @@ def _library(op: Any) -> str:
 
 def _is_read(op: Any) -> bool:
     kind = type(op)
-    return _library(op) in _READ or kind in _CONTAINERS or only_calls_transforms(kind)
+    return _library(op) in LIBRARIES or kind in _CONTAINERS or only_calls_transforms(kind)
 
 
 class _Same:

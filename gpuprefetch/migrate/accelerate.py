@@ -9,7 +9,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MemberDescriptorType, SimpleNamespace
 from typing import Any
@@ -32,13 +32,13 @@ from gpuprefetch.images.guard import (
     is_marked,
 )
 from gpuprefetch.images.targets import followers
-from gpuprefetch.lists.convert import Plan, Step, convert, fixes_size, title
+from gpuprefetch.lists.forms import fixes_size
 from gpuprefetch.lists.snapshot import Snapshot
-from gpuprefetch.policies.known import UnsupportedTransformError, flatten
+from gpuprefetch.lists.walk import Plan, Step, convert, read_for_tensors
+from gpuprefetch.policies.known import UnsupportedTransformError, flatten, title
 from gpuprefetch.policies.per_image import Cast
 from gpuprefetch.policies.timm import is_timm
 from gpuprefetch.prefetcher import DataPrefetcher
-from gpuprefetch.transforms.head import read_transforms
 from gpuprefetch.transforms.random import trial_draws
 
 
@@ -125,7 +125,7 @@ class _Accelerated(DataPrefetcher):
         own = self._added or ()
         self._own = [*own] if isinstance(own, Sequence) else [own]
         transforms = [*plan.transforms, *self._own]
-        if not transforms or read_transforms(transforms)[1]:
+        if not transforms or read_for_tensors(transforms).tail:
             # Between the launch and the ops after it values must not be rounded to bfloat16.
             cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
             transforms += [cast] if cast.dtype or cast.memory_format else []
@@ -445,11 +445,11 @@ def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
         made = v2.PILToTensor()(given)
         kept = [Step(op, None, "worker CPU", "unchanged") for op in pipeline[:keep]]
         if keep == len(pipeline):  # whatever it gives
-            return Plan(kept, []), keep
+            return Plan(kept), keep
         if is_image(made) and (made.dtype == torch.uint8 or made.is_floating_point()):
             with contextlib.suppress(UnsupportedTransformError):
                 plan = convert(pipeline[keep:], batched=made, pictures=given is not made)
-                return Plan([*kept, *plan.steps], plan.transforms), keep
+                return replace(plan, steps=[*kept, *plan.steps]), keep
         keep += 1
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from gpuprefetch.core.report import Printed, columns, progress
 from gpuprefetch.images.apart import image_of
-from gpuprefetch.lists.convert import CONVERSIONS, Plan, convert
+from gpuprefetch.lists.walk import FUSED, Plan, convert
 from gpuprefetch.migrate.accelerate import (
     check_loaders,
     check_sample,
@@ -21,8 +21,9 @@ from gpuprefetch.migrate.accelerate import (
     view_of,
 )
 from gpuprefetch.policies.per_image import Cast, PerImage
+from gpuprefetch.policies.registry import Is, has
 from gpuprefetch.prefetcher import DataPrefetcher
-from gpuprefetch.transforms.head import Head, read_transforms
+from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.random import SeededDraws, fold
 from gpuprefetch.transforms.sampling import Sampling
 
@@ -195,7 +196,7 @@ class _State:
             slope = 255.0 if self.slope is None else self.slope
             return _State(image, slope * std, slope * mean + self.shift)
         dtypes = {getattr(each, "dtype", None) for each in (self.image, image)}
-        if name in CONVERSIONS and len(dtypes) > 1:
+        if has(op, Is.CONVERTS) and len(dtypes) > 1:
             return _State(image, 1.0 if getattr(op, "scale", True) is False else None)
         return _State(image, self.slope, self.shift)
 
@@ -219,7 +220,8 @@ def _walk(
 
     These are torchvision's, our op on the image that torchvision's op was given, and ours.
     """
-    head, tail = read_transforms(plan.transforms)
+    head = plan.head
+    tail = plan.written[len(head.names) :]
     draws = ((op, fold(fold(seed, [0]), position)) for position, op in enumerate(head.ops))
     sampling = Sampling.identity([decoded.shape[-2:]])
     launch = plain = replace(head, mean=None, std=None)  # until the step that normalizes
@@ -238,14 +240,14 @@ def _walk(
         op, module, before = step.source, step.module, _tensor(old.image).to(decoded.device)
         if module is None:
             old, alone = old.then(op, op(old.image)), old
-        elif step.where == "fused launch" and step.name != "Normalize":
+        elif step.where == FUSED and step.name != "Normalize":
             ours, keys = next(draws)
             own, sampling = ours(Sampling.identity([before.shape[-2:]]), keys), ours(sampling, keys)
             alone = old.then(op, resampled(plain, before, own))
             new = new.then(op, resampled(launch, decoded, sampling))
             old = old.then(op, _with_parameters(op, old.image, own))
         else:
-            if step.where == "fused launch":
+            if step.where == FUSED:
                 launch = head
             else:
                 # Our list may have a change of dtype before it that the pipeline has not.

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpuprefetch.policies.registry import SHARED, row_of
 from gpuprefetch.policies.timm import from_timm, is_augment
+from gpuprefetch.policies.timm import samples_once as timms_samples_once
 
-# torchvision's transforms that choose among others, which they hold.
-CONTAINERS = frozenset("RandomApply RandomChoice RandomOrder".split())
+Constants = tuple[list[float], list[float]]  # mean and std, a number for each channel
 
 
 class UnsupportedTransformError(ValueError):
@@ -93,6 +94,20 @@ def torchvision_class(op: Any) -> type | None:
     return next(kinds, None)
 
 
+def samples_once(op: Any) -> bool:
+    """Whether an op may sample once a call: torchvision's and timm's, and derived classes."""
+    if timms_samples_once(op):
+        return True
+    row = row_of(op)
+    return torchvision_class(op) is not None and (row is None or bool(row.traits & SHARED))
+
+
+def title(transform: Any) -> str:
+    """The name of a transform, for messages: a function has one of its own."""
+    name: str = getattr(transform, "__name__", type(transform).__name__)
+    return name
+
+
 def is_on_device(op: Any) -> bool:
     """Whether an op is kornia's or our own, which a prefetcher's list holds as it is."""
     return type(op).__module__.startswith(("kornia.", "gpuprefetch."))
@@ -125,15 +140,19 @@ def filter_of(op: Any) -> str:
     return Resampling(mode).name.lower() if isinstance(mode, int) else InterpolationMode(mode).value
 
 
-def constants(op: Any) -> tuple[list[float], list[float]] | None:
+def constants(op: Any) -> Constants | None:
     """Mean and std of a Normalize of torchvision or kornia; None for anything else."""
     if type(op).__name__ != "Normalize" or not (name_of(op) or is_on_device(op)):
         return None
     held = getattr(op, "flags", None) or {"mean": op.mean, "std": op.std}
-    mean, std = (
-        np.ravel(torch.as_tensor(held[name], device="cpu").tolist()).tolist()
-        for name in ("mean", "std")
-    )
-    if 0.0 in std:
-        raise ValueError(f"Normalize divides by std, which must not be 0, got {std}.")
-    return mean, std
+    return checked(held["mean"], held["std"])
+
+
+def checked(mean: Any, std: Any) -> Constants:
+    """Mean and std as lists; a std of 0 is an error."""
+    lists = [
+        np.ravel(torch.as_tensor(values, device="cpu").tolist()).tolist() for values in (mean, std)
+    ]
+    if 0.0 in lists[1]:
+        raise ValueError(f"Normalize divides by std, which must not be 0, got {lists[1]}.")
+    return lists[0], lists[1]

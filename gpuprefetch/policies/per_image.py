@@ -7,7 +7,7 @@ What has no such form goes through :class:`Loop`, image by image.
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,16 +23,18 @@ from gpuprefetch.policies.known import (
     constants,
     flatten,
     name_of,
+    samples_once,
+    title,
     twin,
 )
 from gpuprefetch.policies.ops import Finish, Program, Share, apply_one, run
+from gpuprefetch.policies.registry import Is, has
 from gpuprefetch.policies.slots import Mix, Picture, Slots, program_of
+from gpuprefetch.transforms.head import Transform as Transform
 from gpuprefetch.transforms.random import Keys, SeededDraws, derive, fold
 
 if TYPE_CHECKING:
     from gpuprefetch.policies.ops_launch import Layout
-
-Transform = Callable[..., Any]
 
 
 class ToUint8(torch.nn.Module):
@@ -58,6 +60,10 @@ class Cast:
     dtype: torch.dtype | None
     memory_format: torch.memory_format | None
 
+    @property
+    def leaves_all(self) -> bool:
+        return self.dtype is None and self.memory_format is None
+
     def __call__(self, images: Any) -> Any:
         """The images with values as they are; of several outputs, those in floating point."""
 
@@ -77,6 +83,7 @@ class Cast:
 
 
 _AS_IT_IS = Cast(None, None)
+_AUXILIARY = (ToUint8, ToFloat, Cast)  # what lists put between the ops of the user
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,7 @@ class Recipe:
             return replace(longer, cast=op) if fits else None
         if isinstance(op, ToUint8):
             return None if self.ops else replace(longer, before=op)
-        conversion = name_of(op) in ("ConvertImageDtype", "ToDtype") and getattr(op, "scale", True)
+        conversion = _is_of_dtypes(op) and getattr(op, "scale", True)
         if isinstance(op, ToFloat) or (conversion and op.dtype == torch.float32):
             if self.normalize is not None and not self.scaled:
                 return None
@@ -133,10 +140,15 @@ class Recipe:
         return Finish(mean, std, self.cast.dtype or floats, self.cast.memory_format)
 
 
+def _is_of_dtypes(op: Any) -> bool:
+    """Whether an op of torchvision's converts between dtypes, and not from PIL images."""
+    return name_of(op) is not None and has(op, Is.CONVERTS) and has(op, Is.BATCHES)
+
+
 def _compiled(transform: Any) -> Recipe:
     recipe = Recipe()
     for op in flatten(transform):
-        longer = recipe if name_of(op) == "Identity" else recipe.then(op)
+        longer = recipe if has(op, Is.DOES_NOTHING) else recipe.then(op)
         if longer is None:
             raise UnsupportedTransformError(_why_not(op, recipe))
         recipe = longer
@@ -171,14 +183,15 @@ class PerImage(torch.nn.Module):
 
     def __init__(self, transform: Any, *, seed: int | None = None) -> None:
         super().__init__()
-        self.op, self.seed, self.calls = transform, seed, 0
+        self.op = transform
+        self.seed = seed
+        self.calls = 0
         self.recipe = _compiled(transform)
 
     @property
     def __name__(self) -> str:
-        names = (getattr(op, "__name__", type(op).__name__) for op in self.recipe.ops)
-        hidden = ("ToUint8", "ToFloat", "Cast")
-        return ", ".join(name for name in names if name not in hidden)
+        ops = (op for op in self.recipe.ops if not isinstance(op, _AUXILIARY))
+        return ", ".join(map(title, ops))
 
     @property
     def slots(self) -> int:
@@ -242,10 +255,12 @@ class PerImage(torch.nn.Module):
 
     def drawn(self, keys: Keys, images: torch.Tensor) -> list[Program]:
         """What is done to images with these ``(N,)`` keys."""
-        (channels, height, width), before = images.shape[-3:], self.recipe.before
+        channels, height, width = images.shape[-3:]
+        before = self.recipe.before
         floats = not isinstance(before, ToUint8) if before else images.is_floating_point()
         picture = Picture(height, width, channels, 1.0 if floats else 255.0)
-        programs, row = list[Program](), list[Slots]()
+        programs: list[Program] = []
+        row: list[Slots] = []
         for number, step in enumerate(self.recipe.steps):
             if not isinstance(step, Mix):
                 row.append(step)
@@ -317,45 +332,14 @@ def _why_not(op: Any, recipe: Recipe) -> str:
     )
 
 
-def on_levels(head: Any, tail: Sequence[Transform], cast: Cast) -> tuple[list[Transform], bool]:
-    """Let the first program take uint8 of the fused transforms, and do what else they would.
-
-    ``cast`` is the form of what the fused transforms would give. Returns the new tail, and whether
-    they are to give uint8.
-    """
-    first = tail[0] if tail else None
-    if not isinstance(first, PerImage) or not head.names or head.mean or cast.dtype == torch.uint8:
-        return [*tail], False
-    recipe = first.recipe
-    given = isinstance(recipe.before, ToUint8)
-    steps = [op for op in recipe.ops if compiled(op) is not None][: len(recipe.steps)]
-    same = recipe.before is None and all(map(_is_same_on_levels, steps))
-    same = same and not all(type(op).__name__.endswith("Flip") for op in recipe.ops)
-    if first.seed is not None or not recipe.steps or not (given or same):
-        return [*tail], False
-    ops = list(recipe.ops)
-    if not (given or recipe.scaled):
-        ops.insert(next((i for i, op in enumerate(ops) if constants(op)), len(ops)), ToFloat())
-    if recipe.cast == _AS_IT_IS:
-        floats = recipe.scaled or not given
-        ops.append(cast if floats else Cast(None, cast.memory_format))
-    return [PerImage(ops), *tail[1:]], True
-
-
-def _is_same_on_levels(op: Any) -> bool:
-    """Whether an op does to 0..255 what it does to [0, 1]: all but those that are given a value."""
-    if hasattr(op, "transforms"):
-        return all(map(_is_same_on_levels, flatten(op.transforms)))
-    black = not np.any(getattr(op, "fill", None))
-    return black and type(op).__name__ not in ("RandomErasing", "RandomSolarize")
-
-
 def grouped(transforms: Iterable[Transform]) -> list[Transform]:
     """The list with each run of transforms that one program carries out in one PerImage."""
-    done, recipe = list[Transform](), Recipe()
+    done: list[Transform] = []
+    recipe = Recipe()
     for transform in transforms:
-        own = isinstance(transform, PerImage) and transform.seed is None
-        each = transform.recipe.ops if own else (transform,)  # type: ignore[attr-defined]
+        each: tuple[Transform, ...] = (transform,)
+        if isinstance(transform, PerImage) and transform.seed is None:
+            each = transform.recipe.ops
         for op in each:
             if (longer := recipe.then(op)) is None:
                 done += _of_recipe(recipe)
@@ -367,8 +351,8 @@ def grouped(transforms: Iterable[Transform]) -> list[Transform]:
 
 
 def _of_recipe(recipe: Recipe) -> list[Transform]:
-    draws = any(name_of(op) != "Grayscale" for op in recipe.ops if compiled(op) is not None)
-    return [PerImage(recipe.ops)] if draws else [*recipe.ops]
+    samples = any(samples_once(op) for op in recipe.ops if compiled(op) is not None)
+    return [PerImage(recipe.ops)] if samples else [*recipe.ops]
 
 
 class Loop(torch.nn.Module):
@@ -376,7 +360,8 @@ class Loop(torch.nn.Module):
 
     def __init__(self, op: Any) -> None:
         super().__init__()
-        self.op, self.__name__ = copy.copy(op), type(op).__name__
+        self.op = copy.copy(op)
+        self.__name__ = type(op).__name__
 
     def forward(self, images: torch.Tensor, keys: Keys | None = None) -> torch.Tensor:
         """Call the op on each of ``(N, C, H, W)``; with ``keys`` each has draws of its own key."""
