@@ -13,7 +13,13 @@ from gpuprefetch.images.tail import run, run_alike
 from gpuprefetch.lists.fused import is_kornia
 from gpuprefetch.lists.refused import require_fixed_size
 from gpuprefetch.lists.values import ValueCheck
-from gpuprefetch.lists.walk import Plan, levels_for_program, read_for_files, read_for_tensors
+from gpuprefetch.lists.walk import (
+    Plan,
+    Transforms,
+    levels_for_program,
+    read_for_files,
+    read_for_tensors,
+)
 from gpuprefetch.policies.per_image import Cast, PerImage
 from gpuprefetch.policies.registry import SHARED, Is, has
 from gpuprefetch.transforms.head import Head, Transform, apply_head
@@ -46,7 +52,7 @@ class View:
 
     @staticmethod
     def read(
-        transforms: Any,
+        transforms: Transforms,
         dtype: torch.dtype | None = None,
         memory_format: torch.memory_format | None = None,
         *,

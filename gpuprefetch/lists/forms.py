@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from gpuprefetch.policies.known import constants, is_on_device, name_of
 from gpuprefetch.policies.per_image import Cast, ToFloat, ToUint8
-from gpuprefetch.policies.registry import Is, has, row_of
+from gpuprefetch.policies.registry import Is, LibraryOp, has, row_of
 from gpuprefetch.policies.timm import from_timm
 
 _MAKE_TENSORS = ("ToTensor", "PILToTensor", "ToImage")
@@ -50,7 +50,7 @@ class Form:
     def is_float(self) -> bool:
         return self.dtype.is_floating_point
 
-    def after(self, op: Any) -> Self:
+    def after(self, op: LibraryOp) -> Self:
         """The form of what an op of torchvision, timm, kornia or this library gives."""
         op = from_timm(op)
         if isinstance(op, ToUint8):
@@ -69,18 +69,18 @@ class Form:
             return self._as_float()._sized_by(op)
         return self._converted(op) if has(op, Is.CONVERTS) else self._sized_by(op)
 
-    def lets_pass(self, op: Any) -> bool:
+    def lets_pass(self, op: LibraryOp) -> bool:
         """Whether a conversion leaves what it gets: a conversion of dtypes leaves PIL images."""
         return self.is_picture and not (self.is_tensor or type(op).__name__ in _MAKE_TENSORS)
 
-    def dtype_after(self, op: Any) -> torch.dtype:
+    def dtype_after(self, op: LibraryOp) -> torch.dtype:
         """What a conversion makes of these images."""
         if type(op).__name__ == "ToTensor":
             # torchvision reads the default dtype at each call, and it is read here once.
             return torch.get_default_dtype()
         return image_dtype(op, self.kind_after(op)) or self.dtype
 
-    def kind_after(self, op: Any) -> type | None:
+    def kind_after(self, op: LibraryOp) -> type | None:
         from torchvision import tv_tensors
 
         name = type(op).__name__
@@ -92,10 +92,10 @@ class Form:
     def _as_float(self) -> Self:
         return replace(self, dtype=torch.float32, values=Values.UNIT)
 
-    def _sized_by(self, op: Any) -> Self:
+    def _sized_by(self, op: LibraryOp) -> Self:
         return replace(self, is_sized=self.is_sized or fixes_size(op))
 
-    def _converted(self, op: Any) -> Self:
+    def _converted(self, op: LibraryOp) -> Self:
         if self.lets_pass(op):
             return self
         dtype = self.dtype_after(op)
@@ -111,7 +111,7 @@ def undoes(mean: Sequence[float], std: Sequence[float]) -> bool:
     return min(mean) < 0 or max(mean) == 0
 
 
-def fixes_size(op: Any) -> bool:
+def fixes_size(op: LibraryOp) -> bool:
     """Whether images have one size after this op, whatever they had before."""
     op = from_timm(op)
     size = getattr(op, "size", None)
@@ -120,7 +120,7 @@ def fixes_size(op: Any) -> bool:
     return theirs and isinstance(size, Sequence) and len(size) == 2
 
 
-def image_dtype(op: Any, kind: type | None) -> torch.dtype | None:
+def image_dtype(op: LibraryOp, kind: type | None) -> torch.dtype | None:
     """What a conversion makes of images of ``kind``, None where it leaves their dtype."""
     from torchvision import tv_tensors
 

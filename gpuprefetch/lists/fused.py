@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from gpuprefetch.policies.known import constants, filter_of, name_of
-from gpuprefetch.policies.registry import Is, has
+from gpuprefetch.policies.registry import Is, LibraryOp, has
 from gpuprefetch.transforms.head import (
     RESIZE_FILTERS,
     CenterCrop,
@@ -35,7 +35,7 @@ NEAREST_TIES = "where two pixels are equally near it may be the other"
 class RandomCrop(FusedTransform):
     """torchvision's RandomCrop with black padding."""
 
-    def __init__(self, op: Any) -> None:
+    def __init__(self, op: LibraryOp) -> None:
         left, right, top, bottom = op.padding or (0, 0, 0, 0)
         super().__init__(
             RandomCropOp(
@@ -47,7 +47,7 @@ class RandomCrop(FusedTransform):
         )
 
 
-def extended(head: Head, transform: Any) -> Head | None:
+def extended(head: Head, transform: LibraryOp) -> Head | None:
     """The fused transforms and one more of a list; None where the launch does not take it.
 
     torchvision's own stand for themselves only after a crop or a resize, which scales to [0, 1].
@@ -67,7 +67,7 @@ def extended(head: Head, transform: Any) -> Head | None:
 
 
 def in_launch(
-    op: Any, *, is_tensor: bool, is_float: bool
+    op: LibraryOp, *, is_tensor: bool, is_float: bool
 ) -> tuple[FusedTransform | HeadOp | None, str]:
     """What stands for torchvision's crop, resize or flip in a pipeline; and what differs."""
     how = filter_of(op)
@@ -97,14 +97,21 @@ def in_launch(
     return Resize(size, how, op.max_size), note
 
 
-def in_kornia(op: Any) -> Any:
+def in_kornia(op: LibraryOp) -> torch.nn.Module:
     """Kornia's module for torchvision's flip or Normalize, which a list fuses in any place."""
     import kornia.augmentation as K
 
+    module: torch.nn.Module
     if has(op, Is.NORMALIZES):
-        mean, std = (torch.tensor(values, dtype=torch.float32) for values in (op.mean, op.std))
-        return K.Normalize(mean=mean, std=std)
-    return getattr(K, type(op).__name__)(p=op.p)
+        module = K.Normalize(mean=as_float32(op.mean), std=as_float32(op.std))
+    else:
+        module = getattr(K, type(op).__name__)(p=op.p)
+    return module
+
+
+def as_float32(values: Sequence[float]) -> torch.Tensor:
+    """A tensor whose dtype is not the default one, which may be too narrow."""
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def is_kornia(transform: object) -> bool:
@@ -112,18 +119,21 @@ def is_kornia(transform: object) -> bool:
     return any(kind.__module__.startswith("kornia.") for kind in type(transform).__mro__)
 
 
-def _flip(op: Any) -> FlipOp:
+def _flip(op: LibraryOp) -> FlipOp:
     axis = int(type(op).__name__ == "RandomHorizontalFlip")
     return FlipOp(axis, float(op.p), p_batch=1.0, same_on_batch=False)
 
 
-def _is_ours(transform: Any) -> bool:
+def _is_ours(transform: object) -> bool:
     """Whether a transform is this library's own; a subclass that does something else is not."""
     kind = type(transform)
-    return isinstance(transform, FusedTransform) and kind.forward is FusedTransform.forward
+    return (
+        isinstance(transform, FusedTransform)
+        and getattr(kind, "forward", None) is FusedTransform.forward
+    )
 
 
-def _kornia_op(transform: Any) -> HeadOp | None:
+def _kornia_op(transform: LibraryOp) -> HeadOp | None:
     """The fused form of a kornia module; None where it has none, and for anything else."""
     if not type(transform).__module__.startswith("kornia."):
         return None
@@ -131,7 +141,7 @@ def _kornia_op(transform: Any) -> HeadOp | None:
 
     kind = type(transform)
     flags = getattr(transform, "flags", {})
-    size: Any = flags.get("size")
+    size = flags.get("size", 0)  # all of them have one
     if kind in (K.RandomHorizontalFlip, K.RandomVerticalFlip):
         axis = int(kind is K.RandomHorizontalFlip)
         return FlipOp(axis, float(transform.p), float(transform.p_batch), transform.same_on_batch)

@@ -13,7 +13,7 @@ import torch
 
 from gpuprefetch.policies.known import flatten, name_of, parts_of, samples_once, title
 from gpuprefetch.policies.per_image import ToFloat, ToUint8
-from gpuprefetch.policies.registry import Is, has, is_or_extends
+from gpuprefetch.policies.registry import Is, LibraryOp, has, is_or_extends
 from gpuprefetch.policies.timm import from_timm, timm_class, why_not
 from gpuprefetch.transforms.head import Head, Transform
 
@@ -61,7 +61,7 @@ _PER_IMAGE = "lambda images: torch.cat([op(image[None]) for image in images])"
 _PER_BATCH = "lambda images: op(images)"
 
 
-def refuse_in_list(transform: Any) -> None:
+def refuse_in_list(transform: LibraryOp) -> None:
     """Raise a ValueError for a transform of a list that is not for batches of images alone."""
     for op in _ops(transform):
         _refuse_mixing(op)
@@ -70,7 +70,7 @@ def refuse_in_list(transform: Any) -> None:
         _refuse_conversion(op)
 
 
-def _ops(transform: Any) -> Iterator[Any]:
+def _ops(transform: LibraryOp) -> Iterator[LibraryOp]:
     """The ops that a transform is made of, also within torchvision's random containers."""
     for op in flatten(transform):
         yield op
@@ -78,7 +78,7 @@ def _ops(transform: Any) -> Iterator[Any]:
             yield from _ops(list(op.transforms))
 
 
-def _refuse_mixing(op: Any) -> None:
+def _refuse_mixing(op: LibraryOp) -> None:
     from torchvision.transforms import v2
 
     kind = timm_class(op)
@@ -99,7 +99,7 @@ def _refuse_mixing(op: Any) -> None:
             )
 
 
-def _refuse_foreign(op: Any) -> None:
+def _refuse_foreign(op: LibraryOp) -> None:
     function = op
     while isinstance(function, functools.partial):
         function = function.func
@@ -119,7 +119,7 @@ def _refuse_foreign(op: Any) -> None:
         raise ValueError(f"{text}. {_INSTEAD}")
 
 
-def _refuse_timms(op: Any) -> None:
+def _refuse_timms(op: LibraryOp) -> None:
     kind = timm_class(op)
     if kind is None or name_of(op) is not None or is_or_extends(op, Is.BATCHES):
         return
@@ -133,7 +133,7 @@ def _refuse_timms(op: Any) -> None:
     )
 
 
-def _refuse_conversion(op: Any) -> None:
+def _refuse_conversion(op: LibraryOp) -> None:
     from torchvision import transforms as v1
 
     if type(op) in (v1.ToTensor, v1.PILToTensor) or name_of(op) == "ToPILImage":
@@ -144,7 +144,7 @@ def _refuse_conversion(op: Any) -> None:
         )
 
 
-def refuse_once_a_batch(transform: Any) -> None:
+def refuse_once_a_batch(transform: LibraryOp) -> None:
     """Raise a ValueError for kornia's policies and containers that choose ops once a batch."""
     policies: Any = getattr(sys.modules.get("kornia.augmentation.auto"), "PolicyAugmentBase", ())
     if isinstance(transform, policies):
@@ -170,13 +170,13 @@ def refuse_once_a_batch(transform: Any) -> None:
         )
 
 
-def is_container(transform: Any) -> bool:
+def is_container(transform: object) -> bool:
     """Whether a module is one of kornia's containers, which hold ops."""
     containers: Any = sys.modules.get("kornia.augmentation.container.base")
     return containers is not None and isinstance(transform, containers.BasicSequentialBase)
 
 
-def refuse_within_kornia(transform: Any) -> None:
+def refuse_within_kornia(transform: LibraryOp) -> None:
     """Raise a ValueError for torchvision's random ops within kornia's containers."""
     for part in parts_of(transform) if is_container(transform) else ():
         refuse_within_kornia(part)

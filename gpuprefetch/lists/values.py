@@ -6,7 +6,6 @@ op: to look at values makes the host wait for the device.
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +13,8 @@ import torch
 from gpuprefetch.lists.forms import Form, Values, image_dtype, undoes
 from gpuprefetch.policies.known import Constants, constants, flatten, is_on_device, name_of
 from gpuprefetch.policies.per_image import Loop, PerImage, refuse_integers
-from gpuprefetch.policies.registry import Is, has
-from gpuprefetch.transforms.head import Head
+from gpuprefetch.policies.registry import Is, LibraryOp, has
+from gpuprefetch.transforms.head import Head, Transform
 
 # Filters and noise leave [0, 1] by less than this on each side; what is normalized, or in 0 to 255,
 # by more.
@@ -27,11 +26,11 @@ CERTAIN_MEAN, CERTAIN_STD = 2.0, 10.0
 HIGHEST = 10.0
 
 
-def _is_known(op: Any) -> bool:
+def _is_known(op: object) -> bool:
     return name_of(op) is not None or is_on_device(op)
 
 
-def _ops_of(transform: Any) -> Sequence[Any]:
+def _ops_of(transform: LibraryOp) -> Sequence[LibraryOp]:
     if isinstance(transform, PerImage):
         return transform.recipe.ops
     return [transform.op if isinstance(transform, Loop) else transform]
@@ -40,7 +39,7 @@ def _ops_of(transform: Any) -> Sequence[Any]:
 class ValueCheck:
     """Looks at the values that reach the ops of a list, at each op once."""
 
-    def __init__(self, head: Head, tail: Sequence[Any]) -> None:
+    def __init__(self, head: Head, tail: Sequence[Transform]) -> None:
         self._fused = (head.mean, head.std) if head.mean and head.std else None
         self._seen = set[int]()
         # Whether the source was uint8, so that the list began with values in [0, 1].
@@ -66,7 +65,7 @@ class ValueCheck:
             values = (0.0, 1.0) if images is None or self._scaled else _range(images)
             self._normalized(self._fused, *values)
 
-    def reach(self, transform: Any, images: Any) -> None:
+    def reach(self, transform: LibraryOp, images: object) -> None:
         """Look at images that a transform after the fused ones gets."""
         if id(transform) in self._seen or not isinstance(images, torch.Tensor):
             return
@@ -79,7 +78,7 @@ class ValueCheck:
         elif recipe.normalize is not None:
             self._normalized(recipe.normalize, 0.0, 1.0)
 
-    def _look(self, op: Any, images: torch.Tensor) -> None:
+    def _look(self, op: LibraryOp, images: torch.Tensor) -> None:
         normalize = constants(op)
         name = type(op).__name__
         if name == "ToDtype" and _is_known(op):
@@ -92,7 +91,7 @@ class ValueCheck:
             if not LOW <= low <= high <= HIGH:
                 _warn(f"{name} is for values in [0, 1], and gets {low:.4g} to {high:.4g}", name)
 
-    def _painted(self, transform: Any, images: torch.Tensor) -> None:
+    def _painted(self, transform: LibraryOp, images: torch.Tensor) -> None:
         form = Form(images.dtype)
         for op in _ops_of(transform):
             form = form.after(op)
@@ -119,7 +118,7 @@ class ValueCheck:
             text = f"Normalize with mean {mean} is for values in [0, 1], and gets "
             _warn(f"{text}{low:.4g} to {high:.4g}", "Normalize")
 
-    def _cast(self, op: Any, images: torch.Tensor) -> None:
+    def _cast(self, op: LibraryOp, images: torch.Tensor) -> None:
         dtype = image_dtype(op, torch.Tensor)
         if op.scale or dtype is None or dtype.is_floating_point == images.is_floating_point():
             return
@@ -129,7 +128,7 @@ class ValueCheck:
             _warn(f"ToDtype leaves values as they are. For {dtype} it takes scale=True", "ToDtype")
 
 
-def _most(op: Any) -> float:
+def _most(op: LibraryOp) -> float:
     """The largest value that one of torchvision's ops paints with, or one of those in it."""
     if name_of(op) is None:
         return 0.0

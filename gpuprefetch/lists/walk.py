@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from gpuprefetch.core.report import Printed, columns
 from gpuprefetch.lists.forms import Form
 from gpuprefetch.lists.fused import (
     NEAREST_TIES,
+    as_float32,
     extended,
     in_kornia,
     in_launch,
@@ -47,10 +48,14 @@ from gpuprefetch.policies.known import (
     twin,
 )
 from gpuprefetch.policies.per_image import Cast, Loop, PerImage, ToFloat, ToUint8, grouped
-from gpuprefetch.policies.registry import Is, has, rows_of
+from gpuprefetch.policies.registry import Is, LibraryOp, has, rows_of
 from gpuprefetch.policies.timm import from_timm, samples_sizes, why_not
 from gpuprefetch.transforms.head import RESIZE_FILTERS, FusedTransform, Head, Transform
+from gpuprefetch.transforms.sampling import HeadOp
 from gpuprefetch.transforms.views import Views
+
+# What a prefetcher takes: a list, one transform, or nothing.
+Transforms = Transform | Sequence[Transform] | None
 
 FUSED = "fused launch"
 _IN_WORKERS = (
@@ -64,7 +69,7 @@ IN_LAUNCH = "its result is in [0, 1]"
 class Step:
     """What became of one op."""
 
-    source: Any  # a v1 op's twin from v2
+    source: LibraryOp  # a v1 op's twin from v2
     module: Transform | None  # what stands for it in the list, if anything needs to
     where: str
     note: str = ""  # what differs, or why it is not fused
@@ -106,7 +111,9 @@ class Plan(Printed):
         return columns((f"  {step.name}", step.where, step.note) for step in self.steps)
 
 
-def convert(pipeline: Any, *, batched: torch.Tensor | None = None, pictures: bool = False) -> Plan:
+def convert(
+    pipeline: LibraryOp, *, batched: torch.Tensor | None = None, pictures: bool = False
+) -> Plan:
     """What becomes of a pipeline of torchvision's, all of which must move to the device.
 
     ``batched`` is one of the images, if they come as ``(N, C, H, W)`` and not as encoded files.
@@ -130,7 +137,7 @@ def convert(pipeline: Any, *, batched: torch.Tensor | None = None, pictures: boo
     return walk.finish_pipeline()
 
 
-def read_for_tensors(transforms: Any) -> Plan:
+def read_for_tensors(transforms: Transforms) -> Plan:
     """What becomes of a list where images come as ``(N, C, H, W)``: each op runs as written."""
     walk = _Walk(Form(is_tensor=True), is_pipeline=False)
     for op in _checked(transforms):
@@ -138,7 +145,7 @@ def read_for_tensors(transforms: Any) -> Plan:
     return walk.finish()
 
 
-def read_for_files(transforms: Any) -> Plan:
+def read_for_files(transforms: Transforms) -> Plan:
     """What becomes of a list where images are decoded, and have different sizes.
 
     Raises:
@@ -150,7 +157,7 @@ def read_for_files(transforms: Any) -> Plan:
     return walk.finish()
 
 
-def _checked(transforms: Any) -> list[Transform]:
+def _checked(transforms: Transforms) -> list[Transform]:
     """The transforms of a list, without the Compose around some."""
     given = opened(transforms)
     if not isinstance(given, Sequence | None):
@@ -172,7 +179,7 @@ def _checked(transforms: Any) -> list[Transform]:
     return ops
 
 
-def opened(transforms: Any) -> Any:
+def opened(transforms: Transforms) -> object:
     """The transforms of a list, without the Compose around some; anything else as it is."""
     given = [transforms] if callable(transforms) else transforms
     if not isinstance(given, (list, tuple)):
@@ -180,7 +187,7 @@ def opened(transforms: Any) -> Any:
     return [op for each in given for op in _opened(each)]
 
 
-def _opened(transform: Any) -> list[Any]:
+def _opened(transform: LibraryOp) -> list[LibraryOp]:
     """The ops of a Compose. From one that samples sizes on they stay together up to its end.
 
     A later op makes one size of them again. A list is none, and refused: of several views it would
@@ -198,19 +205,19 @@ def _opened(transform: Any) -> list[Any]:
     return ops
 
 
-def _is_theirs(op: Any, traits: Is) -> bool:
+def _is_theirs(op: LibraryOp, traits: Is) -> bool:
     """Whether an op is torchvision's, or timm's that stands for one, and has these traits."""
     op = from_timm(op)
     return name_of(op) is not None and has(op, traits)
 
 
-def _is_alone(op: Any) -> bool:
+def _is_alone(op: LibraryOp) -> bool:
     """Whether an op is for one image, and the rest of its Compose with it."""
     expands = bool(getattr(op, "expand", False))
     return expands or has(op, Is.ALONE) or samples_sizes(op)
 
 
-def _may_be_alone(op: Any) -> bool:
+def _may_be_alone(op: LibraryOp) -> bool:
     """Whether an op may sample a size: also one of a class derived from torchvision's or timm's."""
     return _is_alone(op) or (name_of(from_timm(op)) is None and samples_once(op))
 
@@ -230,7 +237,7 @@ def in_list(transform: Transform) -> Transform:
     return transform
 
 
-def why_refused(op: Any) -> str:
+def why_refused(op: LibraryOp) -> str:
     """Why a list does not take one of its transforms; empty where it does."""
     try:
         refuse_in_list(op)
@@ -317,7 +324,7 @@ class _Walk:
             return "the launch takes it with p=1, bilinear, and without padding"
         return "it is no crop, resize, flip or Normalize"
 
-    def _stays_pipeline(self, op: Any) -> bool:
+    def _stays_pipeline(self, op: LibraryOp) -> bool:
         if name_of(op) is None:
             return False
         if has(op, Is.CONVERTS) or _why_not_on_batch(twin(op)) is None:
@@ -338,7 +345,7 @@ class _Walk:
 
     # --- torchvision's, with torchvision's meaning ---
 
-    def take_theirs(self, op: Any) -> None:
+    def take_theirs(self, op: LibraryOp) -> None:
         """Take an op of a pipeline for PIL images or uint8 tensors."""
         op = from_timm(op)
         if is_on_device(op):
@@ -360,39 +367,40 @@ class _Walk:
             self._take_on_batch(op)
         self.form = self.form.after(op)
 
-    def _fuse(self, op: Any) -> bool:
+    def _fuse(self, op: LibraryOp) -> bool:
         """Whether the launch takes an op, which it does then."""
         if self.tail:
             return False
         if has(op, Is.NORMALIZES):
+            mean_and_std = checked(as_float32(op.mean), as_float32(op.std))
             ready = self.form.is_float and self.form.is_sized
-            # Their dtype is not the default one, which may be too narrow.
-            values = (torch.tensor(each, dtype=torch.float32) for each in (op.mean, op.std))
-            longer = self.head.normalized(*checked(*values)) if ready else None
-            note = ""
-            stands: Any = op
-        else:
-            stands, note = self._in_launch(op)
-            if stands is None:
-                return False
-            mover = stands.op if isinstance(stands, FusedTransform) else stands
-            stands = stands if isinstance(stands, FusedTransform) else op
-            longer = self.head.then(mover, type(stands).__name__)
+            return ready and self._join(op, op, self.head.normalized(*mean_and_std))
+        stands, note = self._in_launch(op)
+        if stands is None:
+            return False
+        if isinstance(stands, FusedTransform):
+            longer = self.head.then(stands.op, type(stands).__name__)
+            return self._join(op, stands, longer, note)
+        return self._join(op, op, self.head.then(stands, type(op).__name__), note)
+
+    def _join(self, op: LibraryOp, written: Transform, longer: Head | None, note: str = "") -> bool:
+        """Let an op join the fused ones, if they are ``longer`` with it."""
         if longer is None:
             return False
         self.head = longer
         self.holds_float = True  # the launch gives that, whatever it is given
-        self._add(op, stands, FUSED, note)
+        self._add(op, written, FUSED, note)
         return True
 
-    def _in_launch(self, op: Any) -> tuple[Any, str]:
+    def _in_launch(self, op: LibraryOp) -> tuple[FusedTransform | HeadOp | None, str]:
         return in_launch(op, is_tensor=self.form.is_tensor, is_float=self.form.is_float)
 
-    def _take_conversion(self, op: Any) -> None:
+    def _take_conversion(self, op: LibraryOp) -> None:
         if self.form.lets_pass(op):
             self._add(op, None, "nothing to do", "it lets PIL images pass")
             return
-        form, after = self.form, self.form.after(op)
+        form = self.form
+        after = form.after(op)
         # An op on the batch comes after what makes tensors of PIL images.
         self.form = replace(after, dtype=form.dtype, values=form.values)
         scale = getattr(op, "scale", True)
@@ -413,7 +421,7 @@ class _Walk:
             self.holds_float = True
         self.form = after
 
-    def _take_on_batch(self, op: Any, source: Any = None) -> None:
+    def _take_on_batch(self, op: LibraryOp, source: LibraryOp = None) -> None:
         if why := _why_not_on_batch(op):
             self._refuse(*why)
         if not self.form.is_sized:
@@ -441,13 +449,13 @@ class _Walk:
             where = f"{where}, image by image"
         self._add_after(source or op, module, where, note)
 
-    def _refuse(self, op: Any, reason: str, advice: str = "Replace it") -> NoReturn:
+    def _refuse(self, op: LibraryOp, reason: str, advice: str = "Replace it") -> NoReturn:
         name = type(op).__name__
         raise UnsupportedTransformError(
             f"{name} cannot move to the device: {reason}. {advice}, or {self.else_}."
         )
 
-    def _refuse_before_crop(self, op: Any) -> NoReturn:
+    def _refuse_before_crop(self, op: LibraryOp) -> NoReturn:
         if not has(op, Is.CROPS):
             reason = "it comes before the crop or resize that gives images one size"
             self._refuse(op, reason, "Put it after the crop")
@@ -466,11 +474,11 @@ class _Walk:
             self._run(Cast(self.cast, None))
         self.cast = None
 
-    def _add(self, source: Any, module: Transform | None, where: str, note: str = "") -> None:
+    def _add(self, source: LibraryOp, module: Transform | None, where: str, note: str = "") -> None:
         self.written += [] if module is None else [module]
         self.steps.append(Step(source, module, where, note))
 
-    def _add_after(self, source: Any, module: Transform, where: str, note: str = "") -> None:
+    def _add_after(self, source: LibraryOp, module: Transform, where: str, note: str = "") -> None:
         self.tail.append(module)
         self._add(source, module, where, note)
 
@@ -482,7 +490,7 @@ class _Walk:
 _AUGMENTS = frozenset(row.key for row in rows_of("timm") if Is.COMPILES in row.traits)
 
 
-def _why_not_on_batch(op: Any) -> tuple[Any, str] | None:
+def _why_not_on_batch(op: LibraryOp) -> tuple[LibraryOp, str] | None:
     """Which op cannot run on a batch and why: this one, or one of those that it holds."""
     if name_of(op) not in _AUGMENTS and not (name_of(op) and has(op, Is.BATCHES)):
         return op, "it is not among the ops that can run on a batch"
@@ -531,7 +539,7 @@ def levels_for_program(head: Head, tail: Sequence[Transform], cast: Cast) -> lis
     return [PerImage(ops), *tail[1:]]
 
 
-def _is_same_on_levels(op: Any) -> bool:
+def _is_same_on_levels(op: LibraryOp) -> bool:
     """Whether an op does to 0..255 what it does to [0, 1]: all but those that are given a value."""
     if hasattr(op, "transforms"):
         return all(map(_is_same_on_levels, flatten(op.transforms)))

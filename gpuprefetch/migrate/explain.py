@@ -1,6 +1,6 @@
 """explain: what becomes of a transform list, in words."""
 
-from typing import Any
+from typing import NoReturn
 
 import torch
 
@@ -9,7 +9,7 @@ from gpuprefetch.core.report import Text, columns
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.decode import decoded_by
 from gpuprefetch.images.view import View
-from gpuprefetch.lists.walk import opened, why_refused
+from gpuprefetch.lists.walk import Transforms, opened, why_refused
 from gpuprefetch.policies.known import title
 from gpuprefetch.policies.per_image import Loop, PerImage
 from gpuprefetch.prefetcher import DataPrefetcher
@@ -18,7 +18,7 @@ from gpuprefetch.transforms.random import trial_draws
 from gpuprefetch.transforms.views import Views
 
 
-def explain(transforms_or_prefetcher: Any) -> str:
+def explain(transforms_or_prefetcher: Transforms | Views | DataPrefetcher) -> str:
     """Say what of a transform list is fused, what is not and why, and what each step gives.
 
     Args:
@@ -44,25 +44,24 @@ def explain(transforms_or_prefetcher: Any) -> str:
     return Text(_explain(_view_of_list(given)))
 
 
-def _view_of_list(transforms: Any) -> View:
+def _view_of_list(transforms: Transforms) -> View:
     try:
         return View.read(transforms)
     except ValueError:
         given = opened(transforms)
-        refused = [_Refused(op, why) if (why := why_refused(op)) else op for op in given]
-        if not any(isinstance(op, _Refused) for op in refused):
+        if not isinstance(given, list) or not any(map(why_refused, given)):
             raise
-        return View.read(refused)
+        return View.read([_Refused(op, why) if (why := why_refused(op)) else op for op in given])
 
 
 class _Refused:
     """What stands for a transform that a prefetcher's list would not take."""
 
-    def __init__(self, op: Any, why: str) -> None:
+    def __init__(self, op: Transform, why: str) -> None:
         self.__name__ = title(op)
         self.why = why
 
-    def __call__(self, images: Any) -> Any:
+    def __call__(self, images: object) -> NoReturn:
         raise ValueError(self.why)
 
 
@@ -71,7 +70,7 @@ def _explain(view: View, decode: str = "") -> str:
     rows = [("decode", "uint8 (3, H, W), sizes differ", decode)]
     if view.refused is not None:
         rows = [("encoded images", "", f"refused: {view.refused}")]
-    images: Any = "sizes as they came"  # or why there are none to try a transform on
+    images: object = "sizes as they came"  # or why there are none to try a transform on
     if head.size is not None:
         images = head.empty(2, "cpu").zero_()
     if head.names:
@@ -101,7 +100,7 @@ def _how(view: View, position: int) -> str:
     return f"not fused: {step.note}" if step is not None and step.note else "on the batch"
 
 
-def _form(images: Any) -> str:
+def _form(images: object) -> str:
     if not isinstance(images, torch.Tensor):
         return images if isinstance(images, str) else type(images).__name__
     last = images.dim() == 4 and images.is_contiguous(memory_format=torch.channels_last)
@@ -110,7 +109,7 @@ def _form(images: Any) -> str:
     return f"{str(images.dtype).removeprefix('torch.')} ({shape}) {layout}"
 
 
-def _try(transform: Transform, images: Any) -> tuple[Any, str]:
+def _try(transform: Transform, images: object) -> tuple[object, str]:
     if isinstance(images, str):
         return images, images
     try:

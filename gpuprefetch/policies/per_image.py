@@ -28,7 +28,7 @@ from gpuprefetch.policies.known import (
     twin,
 )
 from gpuprefetch.policies.ops import Finish, Program, Share, apply_one, run
-from gpuprefetch.policies.registry import Is, has
+from gpuprefetch.policies.registry import Is, LibraryOp, has
 from gpuprefetch.policies.slots import Mix, Picture, Slots, program_of
 from gpuprefetch.transforms.head import Transform as Transform
 from gpuprefetch.transforms.random import Keys, SeededDraws, derive, fold
@@ -90,7 +90,7 @@ _AUXILIARY = (ToUint8, ToFloat, Cast)  # what lists put between the ops of the u
 class Recipe:
     """What transforms one after the other are compiled to."""
 
-    ops: tuple[Any, ...] = ()
+    ops: tuple[LibraryOp, ...] = ()
     steps: tuple[Slots | Mix, ...] = ()
     before: Transform | None = None  # of the first op: ToUint8, ToFloat or torchvision's conversion
     scaled: bool = False  # to floating point, that of uint8 in [0, 1] ...
@@ -99,7 +99,7 @@ class Recipe:
     finals: tuple[Slots, ...] = ()  # drawn after that
     cast: Cast = _AS_IT_IS
 
-    def then(self, op: Any) -> Self | None:
+    def then(self, op: LibraryOp) -> Self | None:
         """The recipe with one more transform; None where it is not for one program."""
         longer = replace(self, ops=(*self.ops, op))
         if isinstance(op, Cast):
@@ -140,12 +140,12 @@ class Recipe:
         return Finish(mean, std, self.cast.dtype or floats, self.cast.memory_format)
 
 
-def _is_of_dtypes(op: Any) -> bool:
+def _is_of_dtypes(op: LibraryOp) -> bool:
     """Whether an op of torchvision's converts between dtypes, and not from PIL images."""
     return name_of(op) is not None and has(op, Is.CONVERTS) and has(op, Is.BATCHES)
 
 
-def _compiled(transform: Any) -> Recipe:
+def _compiled(transform: LibraryOp) -> Recipe:
     recipe = Recipe()
     for op in flatten(transform):
         longer = recipe if has(op, Is.DOES_NOTHING) else recipe.then(op)
@@ -181,7 +181,7 @@ class PerImage(torch.nn.Module):
         >>> images = augment(images)  # (N, 3, H, W) uint8, on the GPU
     """
 
-    def __init__(self, transform: Any, *, seed: int | None = None) -> None:
+    def __init__(self, transform: LibraryOp, *, seed: int | None = None) -> None:
         super().__init__()
         self.op = transform
         self.seed = seed
@@ -302,7 +302,7 @@ def refuse_integers(images: torch.Tensor) -> None:
         )
 
 
-def _check(images: Any) -> None:
+def _check(images: object) -> None:
     if not isinstance(images, torch.Tensor):
         raise TypeError(
             f"PerImage takes a batch of images as a tensor (N, C, H, W), got "
@@ -320,7 +320,7 @@ def _check(images: Any) -> None:
         raise TypeError("PerImage gives no gradient of its images. Call it on images.detach().")
 
 
-def _why_not(op: Any, recipe: Recipe) -> str:
+def _why_not(op: LibraryOp, recipe: Recipe) -> str:
     name = type(op).__name__
     after = " after Normalize or a conversion, where only RandomErasing may stand"
     if compiled(op) is not None:
@@ -358,7 +358,7 @@ def _of_recipe(recipe: Recipe) -> list[Transform]:
 class Loop(torch.nn.Module):
     """One call per image; shape, dtype and range are what torchvision makes of them."""
 
-    def __init__(self, op: Any) -> None:
+    def __init__(self, op: LibraryOp) -> None:
         super().__init__()
         self.op = copy.copy(op)
         self.__name__ = type(op).__name__
@@ -380,6 +380,6 @@ class Loop(torch.nn.Module):
             return self.op(image)  # type: ignore[no-any-return]
 
 
-def takes_keys(transform: Any) -> bool:
+def takes_keys(transform: object) -> bool:
     """Whether a transform can sample for each image from a key."""
     return type(transform) is Loop or (type(transform) is PerImage and transform.seed is None)

@@ -15,6 +15,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Flag, auto
+from typing import Any
+
+LibraryOp = Any  # a transform of a library, whose attributes are read by their names
 
 
 class Is(Flag):
