@@ -437,7 +437,10 @@ PIL_TO_FLOATS = [v2.ToImage(), TO_FLOAT]
 KORNIAS = K.Normalize(torch.tensor(MEAN), torch.tensor(STD))
 # A pipeline for encoded images, and the same in this library's and kornia's transforms.
 SAME_LISTS = {
-    "crop": ([v2.RandomResizedCrop(16)], [gpuprefetch.RandomResizedCrop(16), ToUint8()]),
+    "levels": (
+        [v2.RandomResizedCrop(16), v2.ToImage()],
+        [gpuprefetch.RandomResizedCrop(16), ToUint8()],
+    ),
     "training": (
         [v2.RandomResizedCrop(16), v2.RandomHorizontalFlip(), TO_FLOAT, TWO],
         [gpuprefetch.RandomResizedCrop(16), K.RandomHorizontalFlip(), KORNIAS],
@@ -525,9 +528,8 @@ def test_a_pipeline_gives_what_torchvision_gives(name):
 
 def pil_first(ops):
     """The ops for a tensor, of which v1.ToTensor takes none."""
-    return [
-        v2.Compose([v2.ToImage(), TO_FLOAT]) if isinstance(op, v1.ToTensor) else op for op in ops
-    ]
+    to_tensor = v2.Compose(PIL_TO_FLOATS)
+    return [to_tensor if isinstance(op, v1.ToTensor) else op for op in ops]
 
 
 def test_weights_bring_their_pipeline():
