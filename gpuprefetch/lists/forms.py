@@ -54,9 +54,9 @@ class Form:
         """The form of what an op of torchvision, timm, kornia or this library gives."""
         op = from_timm(op)
         if isinstance(op, ToUint8):
-            return replace(self, dtype=torch.uint8, values=Values.LEVELS)
+            return self._scaled_to(torch.uint8)
         if isinstance(op, ToFloat):
-            return self if self.is_float else self._as_float()
+            return self if self.is_float else self._scaled_to(torch.float32)
         if isinstance(op, Cast):
             return replace(self, dtype=op.dtype or self.dtype)
         if (found := constants(op)) is not None:
@@ -66,7 +66,7 @@ class Form:
         if type(op).__name__ == "Denormalize":
             return replace(self, values=Values.UNIT)
         if is_on_device(op) and has(op, Is.CROPS | Is.FLIPS) and not self.is_float:
-            return self._as_float()._sized_by(op)
+            return self._scaled_to(torch.float32)._sized_by(op)
         return self._converted(op) if has(op, Is.CONVERTS) else self._sized_by(op)
 
     def lets_pass(self, op: LibraryOp) -> bool:
@@ -89,8 +89,11 @@ class Form:
             return image
         return torch.Tensor if name in (*_MAKE_TENSORS, "ToPureTensor") else self.kind
 
-    def _as_float(self) -> Self:
-        return replace(self, dtype=torch.float32, values=Values.UNIT)
+    def _scaled_to(self, dtype: torch.dtype) -> Self:
+        """Levels become [0, 1] in floating point, and the other way round; other values stay."""
+        scales = self.values in (Values.LEVELS, Values.UNIT)
+        values = Values.UNIT if dtype.is_floating_point else Values.LEVELS
+        return replace(self, dtype=dtype, values=values if scales else self.values)
 
     def _sized_by(self, op: LibraryOp) -> Self:
         return replace(self, is_sized=self.is_sized or fixes_size(op))
@@ -98,12 +101,11 @@ class Form:
     def _converted(self, op: LibraryOp) -> Self:
         if self.lets_pass(op):
             return self
+        tensors = replace(self, kind=self.kind_after(op), is_tensor=True)
         dtype = self.dtype_after(op)
-        values = self.values
-        if dtype != self.dtype and getattr(op, "scale", True):
-            values = Values.UNIT if dtype.is_floating_point else Values.LEVELS
-        kind = self.kind_after(op)
-        return replace(self, dtype=dtype, values=values, kind=kind, is_tensor=True)
+        if dtype == self.dtype or not getattr(op, "scale", True):
+            return replace(tensors, dtype=dtype)
+        return tensors._scaled_to(dtype)
 
 
 def undoes(mean: Sequence[float], std: Sequence[float]) -> bool:

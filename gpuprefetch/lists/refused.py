@@ -139,7 +139,7 @@ def _refuse_conversion(op: LibraryOp) -> None:
     if type(op) in (v1.ToTensor, v1.PILToTensor) or name_of(op) == "ToPILImage":
         raise ValueError(
             f"{type(op).__name__} is for PIL images, and here images are tensors. Leave it out. "
-            "Encoded images may have it after torchvision's crop: "
+            "Encoded images may have it right after torchvision's crop: "
             "transforms=[v2.RandomResizedCrop(224), v2.ToTensor()]."
         )
 

@@ -318,6 +318,8 @@ class _Walk:
             if self.head.mean is not None:
                 return "it comes after Normalize, where the launch takes flips only"
             return "the images are resized or padded already, and two resamplings are not one"
+        if _is_theirs(transform, Is.CROPS):
+            return "torchvision's crops and resizes are fused where its ops come first"
         if not is_kornia(transform):
             return "the launch takes crops, resizes, flips and Normalize"
         if name in ("RandomCrop", "CenterCrop", "RandomResizedCrop", "Resize", "Normalize"):

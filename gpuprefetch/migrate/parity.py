@@ -21,9 +21,9 @@ from gpuprefetch.migrate.accelerate import (
     view_of,
 )
 from gpuprefetch.policies.per_image import Cast, PerImage
-from gpuprefetch.policies.registry import Is, has
+from gpuprefetch.policies.registry import Is, LibraryOp, has
 from gpuprefetch.prefetcher import DataPrefetcher
-from gpuprefetch.transforms.head import Head
+from gpuprefetch.transforms.head import Head, Transform
 from gpuprefetch.transforms.random import SeededDraws, fold
 from gpuprefetch.transforms.sampling import Sampling
 
@@ -77,7 +77,7 @@ class ParityReport(Printed):
         """(path, mean, max) of the images that differ most, in levels of 255."""
         return [(pair.path, pair.mean, pair.max) for pair in self._worst]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Everything but the pictures, for JSON."""
         return {"count": self.count, "rows": [*map(asdict, self.rows)], "worst": self.worst}
 
@@ -144,7 +144,8 @@ def parity(
     if not len(view):
         raise ValueError("parity compares images of a dataset, and it has none.")
     indices = np.linspace(0, len(view) - 1, min(n, len(view))).round().astype(int)
-    found, worst = list[list[tuple[float, ...]]](), list[_Pair]()
+    found: list[list[tuple[float, ...]]] = []
+    worst: list[_Pair] = []
     with progress("parity", len(indices)) as bar:
         for start in range(0, len(indices), 16):
             images = [image_of(view[int(index)]) for index in indices[start : start + 16]]
@@ -162,20 +163,27 @@ def parity(
                 worst.append(_Pair(mean, image.path, most, old.levels(), new.levels()))
                 worst = sorted(worst, key=lambda pair: pair[:2], reverse=True)[:KEPT]
                 bar.update(1)
-    means, largest = np.mean(found, axis=0), np.max(found, axis=0)
-    means[:, [1, 3]] = largest[:, [1, 3]]
+    means = np.mean(found, axis=0)
+    means[:, [1, 3]] = np.max(found, axis=0)[:, [1, 3]]
     names = [("decode", ""), *((step.name, step.where) for step in plan.steps)]
     rows = [ParityRow(*name, *row) for name, row in zip(names, means.tolist(), strict=True)]
     return ParityReport(len(found), rows, worst)
 
 
-@dataclass(slots=True)
-class _State:
-    """One side of the comparison: an image, and how its values turn into levels of 255."""
+# An image, as torchvision's ops take and give it.
+_Image = Any
 
-    image: Any
-    slope: Any = None
-    shift: Any = 0.0
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """One side of the comparison: an image, and how its values turn into levels of 255.
+
+    An image in [0, 1] that was normalized has the levels ``value * 255 * std + 255 * mean``.
+    """
+
+    image: _Image
+    slope: torch.Tensor | float | None = None  # None for that of the dtype: 255 or 1
+    shift: torch.Tensor | float = 0.0
 
     def levels(self) -> torch.Tensor:
         values = _tensor(self.image).cpu()
@@ -185,7 +193,7 @@ class _State:
         levels: torch.Tensor = values.float() * slope + self.shift
         return levels
 
-    def then(self, op: Any, image: Any) -> "_State":
+    def then(self, op: LibraryOp, image: _Image) -> "_State":
         """This side after torchvision's ``op``, or ours in its place, which made ``image``."""
         name = type(op).__name__
         if name == "Normalize":
@@ -201,7 +209,7 @@ class _State:
         return _State(image, self.slope, self.shift)
 
 
-def _tensor(image: Any) -> torch.Tensor:
+def _tensor(image: _Image) -> torch.Tensor:
     from torchvision.transforms.v2 import functional as F
 
     tensor: torch.Tensor = image if isinstance(image, torch.Tensor) else F.pil_to_tensor(image)
@@ -214,7 +222,7 @@ def _difference(old: _State, new: _State) -> tuple[float, float]:
 
 
 def _walk(
-    plan: Plan, picture: Any, decoded: torch.Tensor, seed: int
+    plan: Plan, picture: _Image, decoded: torch.Tensor, seed: int
 ) -> Iterator[tuple[_State, _State, _State]]:
     """Take one file through a plan: of the decoders and then of each op three sides.
 
@@ -230,19 +238,24 @@ def _walk(
         height, width = sampling.length[0].astype(int).tolist()
         return launch.resample([image], sampling.rows(), (height, width))[0]
 
-    def drawn(fn: Any, image: Any, seed: int) -> Any:
+    def drawn(fn: Transform, image: _Image, seed: int) -> _Image:
         with SeededDraws(seed):
             return fn(image)
 
-    old, new = _State(picture), _State(decoded)
+    old = _State(picture)
+    new = _State(decoded)
     yield old, new, new
     for number, step in enumerate(plan.steps, seed):
-        op, module, before = step.source, step.module, _tensor(old.image).to(decoded.device)
+        op = step.source
+        module = step.module
+        before = _tensor(old.image).to(decoded.device)
         if module is None:
-            old, alone = old.then(op, op(old.image)), old
+            alone = old
+            old = old.then(op, op(old.image))
         elif step.where == FUSED and step.name != "Normalize":
             ours, keys = next(draws)
-            own, sampling = ours(Sampling.identity([before.shape[-2:]]), keys), ours(sampling, keys)
+            own = ours(Sampling.identity([before.shape[-2:]]), keys)
+            sampling = ours(sampling, keys)
             alone = old.then(op, resampled(plain, before, own))
             new = new.then(op, resampled(launch, decoded, sampling))
             old = old.then(op, _with_parameters(op, old.image, own))
@@ -266,7 +279,7 @@ def _walk(
         yield old, alone, new
 
 
-def _with_parameters(op: Any, image: Any, own: Sampling) -> Any:
+def _with_parameters(op: LibraryOp, image: _Image, own: Sampling) -> _Image:
     from torchvision.transforms.v2 import functional as F
 
     name = type(op).__name__

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, Self
 
 import numpy as np
@@ -36,10 +37,12 @@ def pair(size: int | Sequence[int], name: str) -> Size:
 
 
 RESIZE_FILTERS = ("nearest", "nearest-exact", "bilinear", "bicubic")
+# A name, torchvision's InterpolationMode, or PIL's Resampling, which is an int.
+Interpolation = str | int | Enum
 _OF_PIL = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}
 
 
-def _filter(interpolation: Any) -> str:
+def _filter(interpolation: Interpolation) -> str:
     """The name of a filter, which torchvision's InterpolationMode and PIL's Resampling have too."""
     name = getattr(interpolation, "value", interpolation)
     name = _OF_PIL.get(name, name) if isinstance(name, int) else name
@@ -192,7 +195,7 @@ class RandomResizedCrop(FusedTransform):
         size: int | Sequence[int],
         scale: tuple[float, float] = (0.08, 1.0),
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
-        interpolation: Any = "bilinear",
+        interpolation: Interpolation = "bilinear",
     ) -> None:
         for name, value, least in (("scale", scale, 0.0), ("ratio", ratio, math.ulp(0.0))):
             if np.shape(value) != (2,) or not least <= value[0] <= value[1] < math.inf:
@@ -222,7 +225,7 @@ class Resize(FusedTransform):
     def __init__(
         self,
         size: int | Sequence[int] | None,
-        interpolation: Any = "bilinear",
+        interpolation: Interpolation = "bilinear",
         max_size: int | None = None,
     ) -> None:
         both = None if size is None and max_size else pair(size, "Resize")  # type: ignore[arg-type]
