@@ -83,10 +83,12 @@ class DataPrefetcher:
         loader: a ``DataLoader``, or any iterable of batches that can be iterated again.
         device: CUDA device, its index, or "cpu". None is CUDA where there is one, else the CPU,
             which gives the same results without streams.
-        transforms: list of kornia's augmentations, torchvision's, this library's own, and callables
-            on an ``(N, C, H, W)`` batch; or :class:`Views`. All but these callables sample for each
-            image. The first ones (crop or resize, flips, ``Normalize``) are fused into one launch,
-            which gives values in [0, 1] before ``Normalize``. The others run after it.
+        transforms: a pipeline of torchvision's, as it is; or a list of torchvision's transforms,
+            kornia's, this library's own, and callables on an ``(N, C, H, W)`` batch; or
+            :class:`Views`. All but these callables sample for each image. The first ones (crop or
+            resize, flips, ``Normalize``) are fused into one launch, and the others run after it.
+            Values are in [0, 1] before ``Normalize``; after torchvision's crop of encoded images
+            they are uint8 until a conversion, as torchvision has it.
         dtype: of the images after the fused transforms; float32 by default.
         memory_format: of these images; contiguous by default.
         device_prefetch_size: batches that are ready or in preparation. None is two, or one where

@@ -302,19 +302,19 @@ def test_kornias_other_containers_stay_as_they_are():
 
 
 class Jitter(v2.ColorJitter):
-    """Of a user's."""
+    """A user's."""
 
 
 class OwnResize(v2.RandomResize):
-    """Of a user's."""
+    """A user's."""
 
 
 class OldJitter(v1.ColorJitter):
-    """Of a user's."""
+    """A user's."""
 
 
 class Dim(v2.Transform):
-    """Of a user's own."""
+    """A user's own."""
 
     def make_params(self, flat_inputs):
         return {"factor": float(torch.rand(()))}
@@ -324,7 +324,7 @@ class Dim(v2.Transform):
 
 
 class Own(torch.nn.Sequential):
-    """Of a user's, who has only named its parts."""
+    """A user's, who has only named its parts."""
 
     def __init__(self):
         super().__init__(v2.ColorJitter(0.4))
@@ -637,7 +637,7 @@ def test_timms_policies_come_before_a_conversion():
 
 # --- the registry -------------------------------------------------------------------------------
 
-# Of these nothing is known, so that they are refused, or run as functions of the user's do.
+# Nothing is known of these: they are refused, or run as functions of the user's do.
 UNKNOWN_OF_TORCHVISION = {
     "AutoAugmentPolicy": "an enum",
     "Compose": "stands for its ops",
@@ -652,6 +652,15 @@ UNKNOWN_OF_KORNIA = re.compile(
 )
 
 
+# Where the classes of a library are from: what is read by this alone would fail in silence.
+HOME = {
+    "torchvision": "torchvision.transforms.",
+    "kornia": "kornia.augmentation.",
+    "timm": "timm.data.",
+    "gpuprefetch": "gpuprefetch.",
+}
+
+
 def classes_of(module):
     return {name for name, value in vars(module).items() if inspect.isclass(value)}
 
@@ -663,6 +672,7 @@ def test_a_row_names_a_class_that_is_there(row):
     kinds = {kind for kind in found if inspect.isclass(kind)}
     assert kinds, f"{row.library} has no {row.name} in {row.modules} any more: see registry.py"
     for kind in kinds:
+        assert kind.__module__.startswith(HOME[row.library])
         derived = type(row.name, (kind,), {"__module__": __name__})
         assert row_of(object.__new__(kind)) is row
         assert row_of(object.__new__(derived)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -80,13 +81,13 @@ class View:
     def of_tensors(self) -> View:
         """The view of images that come as tensors."""
         if isinstance(self.tensors, ValueError):
-            raise self.tensors
+            raise copy.copy(self.tensors)  # whose traceback would grow from batch to batch
         return self.tensors or self
 
     def require_files(self) -> None:
         """Raise a ValueError if decoded images do not get one size."""
         if self.refused is not None:
-            raise self.refused
+            raise copy.copy(self.refused)
         require_fixed_size(self.head, self.tail)
 
     @property

@@ -21,7 +21,7 @@ def convert_transforms(pipeline: Any) -> list[Transform]:
 
     Returns:
         A list that gives what the pipeline gives, for decoded images of different sizes. They are
-        floating point where it ends in that, else uint8. Random ops draw once per image.
+        floating point where it ends in that, else uint8. Random ops sample for each image.
 
     Raises:
         UnsupportedTransformError: for an op that cannot move; the message names it.

@@ -1,11 +1,11 @@
 """Read a list of transforms, or a pipeline of torchvision's, once and op by op.
 
-Of each op the walk knows the :class:`.forms.Form` of the images that reach it. A crop, a resize, a
-flip or a Normalize joins the fused launch where that can take it, and what is left runs after it.
+The walk knows the :class:`.forms.Form` of the images that reach each op. A crop, a resize, a flip
+or a Normalize joins the fused launch where that can take it, and what is left runs after it.
 
-torchvision's ops give what torchvision gives. Of decoded images they make uint8 until a conversion,
-and the launch may give [0, 1] in the meantime: ``holds_float`` says which of the two our images
-are. From the first other op on, each transform runs as it is written.
+torchvision's ops give what torchvision gives: uint8, for decoded images, until a conversion. The
+launch may give [0, 1] in the meantime, and ``holds_float`` says which of the two our images are.
+From the first other op on, each transform runs as it is written.
 
     pipeline = [v2.RandomResizedCrop(224), v2.RandAugment(), v2.ToImage(), v2.ToDtype(...)]
     fused launch   RandomResizedCrop, and ToUint8, which it does for the program's sake
@@ -62,7 +62,7 @@ _IN_WORKERS = (
     "let the workers decode, and run all up to it and the crop: accelerate(loader, "
     "keep_unknown=True)"
 )
-IN_LAUNCH = "its result is in [0, 1]"
+_IN_LAUNCH = "its result is in [0, 1]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def convert(
             dtype=batched.dtype,
         )
     walk = _Walk(
-        form, is_pipeline=True, holds_float=batched is None or form.is_float, else_=_IN_WORKERS
+        form, is_pipeline=True, holds_float=batched is None or form.is_float, instead=_IN_WORKERS
     )
     for op in flatten(pipeline):
         walk.take_theirs(op)
@@ -222,7 +222,7 @@ def _may_be_alone(op: LibraryOp) -> bool:
     return _is_alone(op) or (name_of(from_timm(op)) is None and samples_once(op))
 
 
-def in_list(transform: Transform) -> Transform:
+def _in_list(transform: Transform) -> Transform:
     """What runs in a list for a transform: itself if it samples nothing, or for each image."""
     if _is_alone(transform) or len([*flatten(transform)]) > 1:
         return Loop(transform)
@@ -241,7 +241,7 @@ def why_refused(op: LibraryOp) -> str:
     """Why a list does not take one of its transforms; empty where it does."""
     try:
         refuse_in_list(op)
-        in_list(op)
+        _in_list(op)
     except ValueError as error:
         return str(error)
     return ""
@@ -256,10 +256,10 @@ class _Walk:
         *,
         is_pipeline: bool,
         holds_float: bool = True,
-        else_: str = "call it in the dataset, on the decoded image",
+        instead: str = "call it in the dataset, on the decoded image",
     ) -> None:
         self.form = form
-        self.else_ = else_  # what may be done with an op that cannot run here
+        self.instead = instead  # what may be done with an op that cannot run here
         self.is_pipeline = is_pipeline  # only torchvision's ops so far, on decoded images
         self.began_as_pipeline = False
         self.holds_float = holds_float  # our images: the launch gives [0, 1]
@@ -305,7 +305,7 @@ class _Walk:
             self._add(transform, transform, FUSED)
         else:
             why = self._why_not_fused(transform)
-            runs = in_list(transform)
+            runs = _in_list(transform)
             self.tail.append(runs)
             self._add(transform, runs, "on the batch", why)
         self.form = self.form.after(transform)
@@ -409,7 +409,7 @@ class _Walk:
         if after.dtype == form.dtype:
             self._add(op, None, "nothing to do")
         elif type(op).__name__ == "ToTensor" and not form.is_sized:
-            self._add(op, None, FUSED, IN_LAUNCH)
+            self._add(op, None, FUSED, _IN_LAUNCH)
             self.cast = after.dtype if after.dtype != torch.float32 else None
         elif (form.dtype, after.dtype, scale) != (torch.uint8, torch.float32, True):
             from torchvision.transforms import v2
@@ -417,7 +417,7 @@ class _Walk:
             self._take_on_batch(v2.ToDtype(after.dtype, scale=scale), source=op)
             self.holds_float = after.is_float
         elif self.holds_float:
-            self._add(op, None, FUSED, IN_LAUNCH)
+            self._add(op, None, FUSED, _IN_LAUNCH)
         else:
             self._add_after(op, ToFloat(), "on the batch")
             self.holds_float = True
@@ -454,7 +454,7 @@ class _Walk:
     def _refuse(self, op: LibraryOp, reason: str, advice: str = "Replace it") -> NoReturn:
         name = type(op).__name__
         raise UnsupportedTransformError(
-            f"{name} cannot move to the device: {reason}. {advice}, or {self.else_}."
+            f"{name} cannot move to the device: {reason}. {advice}, or {self.instead}."
         )
 
     def _refuse_before_crop(self, op: LibraryOp) -> NoReturn:

@@ -27,9 +27,9 @@ def explain(transforms_or_prefetcher: Transforms | Views | DataPrefetcher) -> st
             the CPU, to see what it gives.
 
     Returns:
-        A line per step, with where it runs, what it gives, and why it is not fused. Of a prefetcher
-        the first line says what decodes encoded images: JPEG engines and how many, the GPU without
-        them, or the CPU and why.
+        A line per step, with where it runs, what it gives, and why it is not fused. For a
+        prefetcher the first line says what decodes encoded images: JPEG engines and how many, the
+        GPU without them, or the CPU and why.
 
     Example:
         >>> print(explain([gpuprefetch.RandomResizedCrop(224), K.RandomHorizontalFlip(), blur]))

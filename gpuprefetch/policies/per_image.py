@@ -1,6 +1,6 @@
-"""Random transforms on a batch, each image with a draw of its own.
+"""Random transforms on a batch, sampled for each image.
 
-torchvision v2 draws once per call, so a batch would share one draw. :class:`PerImage` compiles
+torchvision v2 samples once per call, so a batch would share the result. :class:`PerImage` compiles
 transforms to slots, in which each image has an op of its own, and runs a launch per slot.
 What has no such form goes through :class:`Loop`, image by image.
 """
@@ -96,7 +96,7 @@ class Recipe:
     scaled: bool = False  # to floating point, that of uint8 in [0, 1] ...
     exactly: bool = False  # ... to float32, floating point as well
     normalize: tuple[list[float], list[float]] | None = None  # mean and std
-    finals: tuple[Slots, ...] = ()  # drawn after that
+    finals: tuple[Slots, ...] = ()  # run after that
     cast: Cast = _AS_IT_IS
 
     def then(self, op: LibraryOp) -> Self | None:
@@ -156,11 +156,11 @@ def _compiled(transform: LibraryOp) -> Recipe:
 
 
 class PerImage(torch.nn.Module):
-    """Random transforms of torchvision or timm on a batch, with one draw per image.
+    """Random transforms of torchvision or timm on a batch, sampled for each image.
 
-    What is drawn has torchvision's (timm's) distribution, and the result its shape, dtype and
-    range. It runs on the device of the images: on CUDA in a launch or two, whatever is drawn, on
-    the CPU by torchvision's functions, some of them written anew for ``uint8``.
+    What is sampled has torchvision's (timm's) distribution, and the result its shape, dtype and
+    range. The batch is transformed on its own device: on CUDA in a launch or two, whatever is
+    sampled, on the CPU by torchvision's functions, some of them written anew for ``uint8``.
 
     Args:
         transform: RandAugment, TrivialAugmentWide, AutoAugment, AugMix, ColorJitter,
@@ -168,10 +168,10 @@ class PerImage(torch.nn.Module):
             RandomApply, RandomChoice, RandomOrder, ``Compose`` or a list of them; timm's
             RandAugment, AutoAugment and AugMix. A conversion to float32 in [0, 1] may come before
             or after them, then ``Normalize`` and RandomErasing.
-        seed: of the draws. By default they come from torch's generator. With a seed each call has
-            the next draws of its own sequence, whose place is in the ``state_dict``. The sequence
+        seed: of what is sampled. The default is torch's generator. With a seed each call has the
+            next numbers of its own sequence, whose place is in the ``state_dict``. The sequence
             also depends on the rank and, in the worker of a loader, on that worker's seed. In a
-            prefetcher's list leave it out: draws are a function of the prefetcher's seed there.
+            prefetcher's list leave it out: what is sampled depends on the prefetcher's seed there.
 
     Raises:
         UnsupportedTransformError: for a transform that has no such form.
@@ -220,7 +220,7 @@ class PerImage(torch.nn.Module):
         Args:
             images: ``(N, C, H, W)``, C of 1 or 3, uint8 or in [0, 1] in floating point, on the
                 CPU or CUDA; left untouched.
-            keys: ``(N,)`` uint64 that the draws are a function of, image by image. None, the
+            keys: ``(N,)`` uint64 that each image is sampled from. None, the
                 default, takes them from torch's generator or from ``seed``.
 
         Returns:
@@ -241,7 +241,7 @@ class PerImage(torch.nn.Module):
     def key(self) -> Keys | int:
         if self.seed is None:
             return int(torch.randint(2**62, (), device="cpu"))
-        worker = get_worker_info()  # in a loader's, where all would have the first draws
+        worker = get_worker_info()  # in a loader's, where all would sample the same
         seed = self.seed if worker is None else fold(self.seed, worker.seed)
         if (number := rank()) > 0:
             seed = fold(seed, -number)
@@ -364,7 +364,7 @@ class Loop(torch.nn.Module):
         self.__name__ = type(op).__name__
 
     def forward(self, images: torch.Tensor, keys: Keys | None = None) -> torch.Tensor:
-        """Call the op on each of ``(N, C, H, W)``; with ``keys`` each has draws of its own key."""
+        """Call the op on each of ``(N, C, H, W)``; with ``keys`` each samples from its own."""
         seeds = [None] * len(images) if keys is None else [derive(key, 0) for key in keys]
         done = [self._one(image[None], seed) for image, seed in zip(images, seeds, strict=True)]
         if len({image.shape for image in done}) > 1:

@@ -56,7 +56,7 @@ _RESIZES = (ResizedCropOp, ResizeOp)
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The fused part of a list; picklable, so that workers can draw its parameters."""
+    """The fused part of a list; picklable, so that workers can sample its parameters."""
 
     ops: tuple[HeadOp, ...] = ()
     size: Size | None = None  # None where the list does not fix it
@@ -181,7 +181,7 @@ class RandomResizedCrop(FusedTransform):
 
     Args:
         size: result, an int for a square or ``(height, width)``, in pixels.
-        scale: range of the crop's share of the area; a draw above 1 fits no image and is repeated.
+        scale: range of the crop's share of the area; above 1 it fits no image and is sampled again.
         ratio: range of width / height.
         interpolation: ``"bilinear"``, ``"bicubic"``, ``"nearest"`` (torch's) or ``"nearest-exact"``
             (PIL's NEAREST), or torchvision's ``InterpolationMode``.
