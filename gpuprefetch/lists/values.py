@@ -18,10 +18,12 @@ from gpuprefetch.transforms.head import Head, Transform
 
 # Filters and noise leave [0, 1] by less than this on each side; what is normalized, or in 0 to 255,
 # by more.
-LOW, HIGH = -0.5, 2.0
+LOW = -0.5
+HIGH = 2.0
 # No mean of images in [0, 1] is above 1, and no std above 0.5. A Normalize that undoes another one
 # has a large std, 1 / std of the other, but a negative mean.
-CERTAIN_MEAN, CERTAIN_STD = 2.0, 10.0
+CERTAIN_MEAN = 2.0
+CERTAIN_STD = 10.0
 # No value is above that in [0, 1], nor normalized.
 HIGHEST = 10.0
 

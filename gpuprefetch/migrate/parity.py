@@ -27,9 +27,9 @@ from gpuprefetch.transforms.head import Head, Transform
 from gpuprefetch.transforms.random import SeededDraws, fold
 from gpuprefetch.transforms.sampling import Sampling
 
-# Images that a report keeps for its picture, how much that enhances the difference, and the height
-# of its labels in pixels.
-KEPT, ENHANCED, LABEL = 4, 8, 14
+KEPT = 4  # images, for the picture of a report
+ENHANCED = 8  # times the difference, in that picture
+LABEL = 14  # pixels, the height of its labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +289,7 @@ def _with_parameters(op: LibraryOp, image: _Image, own: Sampling) -> _Image:
     if "Flip" in name and not (own.step < 0).any():
         return image
     if name == "RandomResizedCrop":
-        (top, left), (bottom, right) = own.low[0].astype(int), own.high[0].astype(int)
+        top, left = own.low[0].astype(int)
+        bottom, right = own.high[0].astype(int)
         parameters = {"top": top, "left": left, "height": bottom - top, "width": right - left}
     return op.transform(image, parameters)
