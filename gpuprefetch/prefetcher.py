@@ -35,9 +35,8 @@ from gpuprefetch.images.replay import refuse_unknown, replay
 from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.view import View
-from gpuprefetch.lists.convert import title
 from gpuprefetch.lists.snapshot import Snapshot
-from gpuprefetch.policies.per_image import PerImage
+from gpuprefetch.policies.known import title
 from gpuprefetch.transforms.head import Transform
 from gpuprefetch.transforms.views import Views
 
@@ -93,10 +92,12 @@ class DataPrefetcher:
         loader: a ``DataLoader``, or any iterable of batches that can be iterated again.
         device: CUDA device, its index, or "cpu". None is CUDA where there is one, else the CPU,
             which gives the same results without streams.
-        transforms: list of kornia's augmentations, torchvision's, this library's own, and callables
-            on an ``(N, C, H, W)`` batch; or :class:`Views`. All but these callables sample for each
-            image. The first ones (crop or resize, flips, ``Normalize``) are fused into one launch,
-            which gives values in [0, 1] before ``Normalize``. The others run after it.
+        transforms: a pipeline of torchvision's, as it is; or a list of torchvision's transforms,
+            kornia's, this library's own, and callables on an ``(N, C, H, W)`` batch; or
+            :class:`Views`. All but these callables sample for each image. The first ones (crop or
+            resize, flips, ``Normalize``) are fused into one launch, and the others run after it.
+            Values are in [0, 1] before ``Normalize``; after torchvision's crop of encoded images
+            they are uint8 until a conversion, as torchvision has it.
         dtype: that of the images after the fused transforms; float32 by default.
         memory_format: that of the same images; contiguous by default.
         device_prefetch_size: batches that are ready or in preparation. None is two, or one where
@@ -245,8 +246,7 @@ class DataPrefetcher:
 
     def _running_ops(self) -> list[Transform]:
         """The transforms that run as they were given, and not as they were read."""
-        tails = [op for view in self._pipeline.views for op in view.tail]
-        return [op for op in tails if not isinstance(op, PerImage)]
+        return [op for view in self._pipeline.views for op in view.running]
 
     def _refuse_changed(self) -> None:
         """Compare the list of transforms, which has been read, with what it was."""

@@ -26,14 +26,14 @@ from torchvision.transforms import InterpolationMode, v2
 
 import gpuprefetch
 from gpuprefetch import DataPrefetcher, EncodedImageFolder
-from gpuprefetch.lists.convert import convert, convert_transforms
+from gpuprefetch.lists.convert import convert_transforms
+from gpuprefetch.lists.walk import convert, read_for_tensors
 from gpuprefetch.migrate.accelerate import accelerate
 from gpuprefetch.migrate.dataset_view import view_of
 from gpuprefetch.migrate.explain import explain
 from gpuprefetch.migrate.parity import parity
 from gpuprefetch.policies import per_image
 from gpuprefetch.policies.known import UnsupportedTransformError
-from gpuprefetch.transforms.head import read_transforms
 from gpuprefetch.transforms.random import fold
 from gpuprefetch.transforms.sampling import Sampling
 
@@ -399,9 +399,7 @@ def test_dtypes_and_channels_are_torchvisions(folder, name, keep):
 @pytest.mark.slow
 @pytest.mark.parametrize("padding", [0, 4])
 def test_random_crop_is_uniform_over_its_places(padding):
-    head, _ = read_transforms(
-        convert_transforms([v2.RandomCrop(28, padding=padding), v2.ToImage()])
-    )
+    head = convert([v2.RandomCrop(28, padding=padding), v2.ToImage()]).head
     count = 9000
     origin = head.ops[0](Sampling.identity([(32, 32)] * count), fold(0, np.arange(count))).origin
     places = 5 + 2 * padding
@@ -536,7 +534,7 @@ def test_conversions_that_let_pil_images_pass(folder, op):
     assert next(iter(loader))[0].dtype == torch.uint8
     assert_same_batches(loader, moved, atol=0)
     # A pipeline by itself may be for tensors, which they do not let pass.
-    assert read_transforms(convert_transforms([v2.CenterCrop(40), op, v2.ToImage()]))[1] == []
+    assert read_for_tensors(convert_transforms([v2.CenterCrop(40), op, v2.ToImage()])).tail == []
 
 
 def views(images):

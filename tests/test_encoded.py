@@ -47,7 +47,7 @@ from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.images.packer import Packer, Packing
 from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.share import usable_cores
-from gpuprefetch.transforms.head import read_transforms
+from gpuprefetch.lists.walk import read_for_tensors
 from gpuprefetch.transforms.launch import resample
 from gpuprefetch.transforms.reference import resample_uint8
 
@@ -191,7 +191,7 @@ def test_validation_pixels_are_torchvisions(photo_folder, device, exif, share, l
 
 def packed(files, transforms, *, share=0.0, on_gpu=True, exif=False):
     """A batch as a worker prepares it."""
-    head, _ = read_transforms(transforms)
+    head = read_for_tensors(transforms).head
     return Packing(Packer((head,), on_gpu, exif, Origin(7), torch.tensor([share])))(files)
 
 

@@ -1,20 +1,29 @@
 """What a list in ``transforms`` means: torchvision's draws for each image, and likely mistakes."""
 
+import dataclasses
+import importlib
+import inspect
+import io
 import re
 from functools import partial
 
+import kornia
 import kornia.augmentation as K
 import pictures
 import pytest
 import torch
 from kornia.augmentation import auto
-from PIL import ImageOps
+from PIL import Image, ImageOps
 from torch.utils.data import DataLoader
 from torchvision import transforms as v1
+from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 import gpuprefetch
 from gpuprefetch import DataPrefetcher, EncodedImage
+from gpuprefetch.policies.compile import COMPILERS
+from gpuprefetch.policies.per_image import ToFloat, ToUint8
+from gpuprefetch.policies.registry import ROWS, Is, is_or_extends, row_of
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SEVERAL = 64
@@ -85,7 +94,8 @@ def test_a_random_order_is_each_images_own():
 def test_what_draws_nothing_stays_as_it_is(op):
     images = noise(4, torch.float32) / 255
     assert torch.equal(run([op], images), op(images))
-    assert DataPrefetcher([images], transforms=[op], device="cpu")._pipeline.views[0].tail == [op]
+    (view,) = DataPrefetcher([images], transforms=[op], device="cpu")._pipeline.views
+    assert view.of_tensors().tail == [op]
 
 
 def test_timms_policies_are_for_uint8():
@@ -292,19 +302,19 @@ def test_kornias_other_containers_stay_as_they_are():
 
 
 class Jitter(v2.ColorJitter):
-    """Of a user's."""
+    """A user's."""
 
 
 class OwnResize(v2.RandomResize):
-    """Of a user's."""
+    """A user's."""
 
 
 class OldJitter(v1.ColorJitter):
-    """Of a user's."""
+    """A user's."""
 
 
 class Dim(v2.Transform):
-    """Of a user's own."""
+    """A user's own."""
 
     def make_params(self, flat_inputs):
         return {"factor": float(torch.rand(()))}
@@ -314,7 +324,7 @@ class Dim(v2.Transform):
 
 
 class Own(torch.nn.Sequential):
-    """Of a user's, who has only named its parts."""
+    """A user's, who has only named its parts."""
 
     def __init__(self):
         super().__init__(v2.ColorJitter(0.4))
@@ -419,3 +429,274 @@ def test_the_way_that_is_named_for_ops_for_one_image_works():
     assert torch.equal(made, images.flip(2))
     networks = of_module("monai.networks.layers.simplelayers")  # for batches
     assert torch.equal(run([networks], images), images.flip(1))
+
+
+# --- torchvision's pipelines as they are --------------------------------------------------------
+
+PIL_TO_FLOATS = [v2.ToImage(), TO_FLOAT]
+KORNIAS = K.Normalize(torch.tensor(MEAN), torch.tensor(STD))
+# A pipeline for encoded images, and the same in this library's and kornia's transforms.
+SAME_LISTS = {
+    "levels": (
+        [v2.RandomResizedCrop(16), v2.ToImage()],
+        [gpuprefetch.RandomResizedCrop(16), ToUint8()],
+    ),
+    "training": (
+        [v2.RandomResizedCrop(16), v2.RandomHorizontalFlip(), TO_FLOAT, TWO],
+        [gpuprefetch.RandomResizedCrop(16), K.RandomHorizontalFlip(), KORNIAS],
+    ),
+    "v1": (
+        [v1.RandomResizedCrop(16), v1.RandomVerticalFlip(), v1.ToTensor(), v1.Normalize(MEAN, STD)],
+        [gpuprefetch.RandomResizedCrop(16), K.RandomVerticalFlip(), KORNIAS],
+    ),
+    "validation": (
+        [v2.Resize(20), v2.CenterCrop(16), v2.PILToTensor(), TO_FLOAT, TWO],
+        [gpuprefetch.Resize(20), gpuprefetch.CenterCrop(16), KORNIAS],
+    ),
+    "flip first": (
+        [v2.RandomHorizontalFlip(), v2.Resize((9, 12)), *PIL_TO_FLOATS],
+        [K.RandomHorizontalFlip(), gpuprefetch.Resize((9, 12))],
+    ),
+    "conversion first": (
+        [*PIL_TO_FLOATS, v2.CenterCrop(16), v2.RandomHorizontalFlip(), TWO],
+        [gpuprefetch.CenterCrop(16), K.RandomHorizontalFlip(), KORNIAS],
+    ),
+    "policy": (
+        [v2.Resize((16, 16)), v2.RandAugment(), *PIL_TO_FLOATS, TWO, v2.RandomErasing(0.5)],
+        [
+            gpuprefetch.Resize((16, 16)),
+            ToUint8(),
+            v2.RandAugment(),
+            ToFloat(),
+            TWO,
+            v2.RandomErasing(0.5),
+        ],
+    ),
+    "then kornia's": (
+        [v2.RandomResizedCrop(16), K.RandomHorizontalFlip(), K.RandomGamma(), KORNIAS],
+        [gpuprefetch.RandomResizedCrop(16), K.RandomHorizontalFlip(), K.RandomGamma(), KORNIAS],
+    ),
+    "then ours": (
+        [v2.RandomHorizontalFlip(), gpuprefetch.RandomResizedCrop(16), TWO],
+        [K.RandomHorizontalFlip(), gpuprefetch.RandomResizedCrop(16), TWO],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME_LISTS)
+def test_a_pipeline_of_torchvisions_is_a_list(name):
+    pipeline, listed = SAME_LISTS[name]
+    want = of_files(listed)
+    for given in (pipeline, v2.Compose(pipeline), [v1.Compose(pipeline)], tuple(pipeline)):
+        got = of_files(given)
+        assert got.dtype == want.dtype and torch.equal(got, want)
+    if "then" not in name:
+        assert torch.equal(of_files(gpuprefetch.convert_transforms(pipeline)), want)
+
+
+EXACT = {
+    "levels": [v2.Resize((5, 7)), v2.CenterCrop(4)],
+    "the sizes of PIL images": [v2.Resize(20), v2.CenterCrop(16), v2.PILToTensor()],
+    "floats": [v2.CenterCrop(6), v1.ToTensor()],
+    "floats of levels": [v2.CenterCrop(6), v2.ToImage(), v2.ToDtype(torch.float32)],
+    "normalized": [v2.Resize((6, 6)), v2.ToImage(), TO_FLOAT, TWO],
+    "half": [v2.CenterCrop(6), v2.ToImage(), v2.ToDtype(torch.half, scale=True)],
+    "flipped": [v2.RandomVerticalFlip(1.0), v2.CenterCrop((4, 5)), v2.RandomHorizontalFlip(1.0)],
+    "colors": [v2.CenterCrop(6), v2.ColorJitter((2, 2)), *PIL_TO_FLOATS, v2.RandomInvert(1.0)],
+    "resized twice": [v2.CenterCrop((6, 8)), v2.Resize(3), v2.Pad(2, fill=9), v2.Grayscale(3)],
+    "an own function": [v2.CenterCrop(6), lambda images: images // 2, TO_FLOAT],
+    "a Lambda": [v2.CenterCrop(6), v2.Lambda(lambda images: 255 - images), v2.ToImage()],
+    "of one size": [v2.CenterCrop(6), v2.Compose([v2.RandomResize(9, 10), v2.Resize((3, 3))])],
+}
+
+
+@pytest.mark.filterwarnings("ignore:ToDtype leaves values as they are")
+@pytest.mark.parametrize("name", EXACT)
+def test_a_pipeline_gives_what_torchvision_gives(name):
+    ops = EXACT[name]
+    images = [
+        torch.from_numpy(pictures.draw(6, 8, seed=seed)).permute(2, 0, 1) for seed in range(4)
+    ]
+    want = torch.stack([v2.Compose(pil_first(ops))(image) for image in images])
+    got = of_files(ops)[:4]
+    assert got.dtype == want.dtype and got.shape == want.shape
+    levels = 1.01 * (1 if want.max() > 20 else 1 / 255 / min(STD))  # one of rounding
+    if name == "of one size":
+        levels = 40  # its sizes are sampled
+    torch.testing.assert_close(got, want, rtol=0, atol=levels)
+
+
+def pil_first(ops):
+    """The ops for a tensor, of which v1.ToTensor takes none."""
+    to_tensor = v2.Compose(PIL_TO_FLOATS)
+    return [to_tensor if isinstance(op, v1.ToTensor) else op for op in ops]
+
+
+def test_weights_bring_their_pipeline():
+    from torchvision.models import ResNet18_Weights
+
+    pipeline = ResNet18_Weights.DEFAULT.transforms(crop_size=16, resize_size=18)
+    files = [pictures.encode(pictures.draw(40, 60, seed=seed), "PNG") for seed in range(3)]
+    got = gpuprefetch.preprocess(files, pipeline, device="cpu")
+    want = torch.stack([pipeline(Image.open(io.BytesIO(file))) for file in files])
+    torch.testing.assert_close(got, want, rtol=0, atol=1.01 / 255 / min(STD))
+
+
+def test_each_op_gives_what_its_library_gives():
+    crop, seen = v2.CenterCrop(4), []
+    look = [lambda images: seen.append(images.dtype) or images]
+    assert of_files([crop]).dtype == torch.uint8
+    assert of_files([gpuprefetch.CenterCrop(4)]).dtype == torch.float32
+    for ops in ([crop, *look], [crop, TO_FLOAT, *look], [crop, K.RandomInvert(), *look]):
+        of_files(ops)
+    assert seen == [torch.uint8, torch.float32, torch.float32]
+    floats = of_files([crop, K.RandomHorizontalFlip()])
+    assert floats.dtype == torch.float32 and floats.max() <= 1
+
+
+@pytest.mark.parametrize("ops", [[v2.CenterCrop(4)], [v2.CenterCrop(4), v2.RandomInvert(1.0)]])
+def test_a_dtype_keeps_the_values_of_a_pipeline(ops):
+    loader = DataLoader([EncodedImage(pictures.encode(pictures.draw(6, 8), "PNG"))], batch_size=1)
+    form = {"dtype": torch.float16, "memory_format": torch.channels_last, "device": "cpu"}
+    (got,) = DataPrefetcher(loader, transforms=ops, **form)
+    (want,) = DataPrefetcher(loader, transforms=ops, device="cpu")
+    assert want.dtype == torch.uint8 and torch.equal(got, want.half())
+    assert got.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_tensors_get_each_op_as_it_is_written():
+    ops = [v2.CenterCrop(4), v2.ToDtype(torch.float32, scale=True)]
+    assert torch.equal(run(ops), v2.Compose(ops)(noise(4)))
+    for_files = [v2.CenterCrop(4), v1.ToTensor()]
+    assert of_files(for_files).dtype == torch.float32
+    with pytest.raises(ValueError, match=r"ToTensor is for PIL images.*Leave it out"):
+        run(for_files)
+
+
+def test_a_pipeline_that_was_edited_is_an_error(photo_folder):
+    crop = v2.CenterCrop(4)
+    loader = DataLoader(gpuprefetch.EncodedImageFolder(photo_folder), batch_size=4)
+    prefetcher = DataPrefetcher(loader, transforms=[crop, v2.ToImage()], device="cpu")
+    next(iter(prefetcher))
+    crop.size = (5, 5)
+    with pytest.raises(TypeError, match="has changed since DataPrefetcher was built"):
+        iter(prefetcher)
+
+
+def test_views_of_pipelines():
+    first = [v2.RandomResizedCrop(16), *PIL_TO_FLOATS]
+    second = [v2.CenterCrop(4)]
+    large, small = of_files(gpuprefetch.Views(first, second))
+    assert torch.equal(large, of_files(first)) and torch.equal(small, of_files(second))
+
+
+def test_boxes_follow_a_pipeline():
+    def of_boxes(transforms):
+        box = tv_tensors.BoundingBoxes([[1, 1, 5, 4]], format="XYXY", canvas_size=(6, 8))
+        file = pictures.encode(pictures.draw(6, 8), "PNG")
+        samples = [(EncodedImage(file, index), {"boxes": box}) for index in range(8)]
+        loader = DataLoader(samples, 8, collate_fn=lambda batch: tuple(zip(*batch, strict=True)))
+        ((images, targets),) = DataPrefetcher(loader, transforms=transforms, device="cpu", seed=0)
+        return images, torch.stack([target["boxes"] for target in targets])
+
+    got, boxes = of_boxes([v2.RandomResizedCrop(6), v2.RandomHorizontalFlip(), *PIL_TO_FLOATS])
+    want, other = of_boxes([gpuprefetch.RandomResizedCrop(6), K.RandomHorizontalFlip()])
+    assert torch.equal(got, want) and torch.equal(boxes, other)
+    assert len(boxes.unique(dim=0)) > 2
+
+
+def test_explain_reads_a_pipeline_as_a_prefetcher_does():
+    pipeline = SAME_LISTS["policy"][0]
+    text = gpuprefetch.explain(pipeline)
+    assert re.search(
+        r"^Resize +uint8 \(N, 3, 16, 16\).* one fused launch, in 0 to 255$", text, re.M
+    )
+    assert re.search(r"RandAugment, .*Normalize, RandomErasing .*one program", text)
+    prefetcher = DataPrefetcher([1], transforms=pipeline, device="cpu")
+    assert gpuprefetch.explain(prefetcher).splitlines()[1:] == text.splitlines()[1:]
+    (view,) = prefetcher._pipeline.views
+    assert [(step.name, step.where) for step in view.plan.steps] == [
+        ("Resize", "fused launch"),
+        ("RandAugment", "one program"),
+        ("ToImage", "nothing to do"),
+        ("ToDtype", "on the batch"),
+        ("Normalize", "torchvision v2 on the batch"),
+        ("RandomErasing", "one program"),
+    ]
+    tensors = gpuprefetch.explain([v2.ColorJitter(0.4)])
+    assert "refused: ColorJitter cannot move to the device: it comes before the crop" in tensors
+
+
+def test_timms_policies_come_before_a_conversion():
+    timm = pytest.importorskip("timm.data")
+    policy = timm.rand_augment_transform("rand-m9", {})
+    assert of_files([v2.CenterCrop(6), policy, v2.ToImage()]).dtype == torch.uint8
+    with pytest.raises(ValueError, match=r"RandAugment .* it takes uint8.* Put it before that"):
+        of_files([v2.CenterCrop(6), v2.ToImage(), TO_FLOAT, policy])
+
+
+# --- the registry -------------------------------------------------------------------------------
+
+# Nothing is known of these: they are refused, or run as functions of the user's do.
+UNKNOWN_OF_TORCHVISION = {
+    "AutoAugmentPolicy": "an enum",
+    "Compose": "stands for its ops",
+    "CutMix": "refused by its class",
+    "InterpolationMode": "an enum",
+    "MixUp": "refused by its class",
+    "ToPILImage": "refused by its name",
+    "Transform": "the base of all",
+}
+UNKNOWN_OF_KORNIA = re.compile(
+    r"3D|^(AugmentationBase|RigidAffine|IntensityAugmentation|ManyTo)|Sequential$"
+)
+
+
+# Where the classes of a library are from: what is read by this alone would fail in silence.
+HOME = {
+    "torchvision": "torchvision.transforms.",
+    "kornia": "kornia.augmentation.",
+    "timm": "timm.data.",
+    "gpuprefetch": "gpuprefetch.",
+}
+
+
+def classes_of(module):
+    return {name for name, value in vars(module).items() if inspect.isclass(value)}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.library}.{row.name}")
+def test_a_row_names_a_class_that_is_there(row):
+    pytest.importorskip(row.library)
+    found = [getattr(importlib.import_module(name), row.name, None) for name in row.modules]
+    kinds = {kind for kind in found if inspect.isclass(kind)}
+    assert kinds, f"{row.library} has no {row.name} in {row.modules} any more: see registry.py"
+    for kind in kinds:
+        assert kind.__module__.startswith(HOME[row.library])
+        derived = type(row.name, (kind,), {"__module__": __name__})
+        assert row_of(object.__new__(kind)) is row
+        assert row_of(object.__new__(derived)) is None
+        assert is_or_extends(object.__new__(derived), row.traits) == bool(row.traits)
+
+
+def test_a_renamed_class_is_seen():
+    # Guards the test above.
+    gone = dataclasses.replace(ROWS[0], name="Gone")
+    with pytest.raises(AssertionError, match="has no Gone in"):
+        test_a_row_names_a_class_that_is_there(gone)
+
+
+def test_every_public_transform_has_a_row():
+    rows = {(row.library, row.name) for row in ROWS}
+    known = {name for library, name in rows if library == "torchvision"}
+    assert not known & UNKNOWN_OF_TORCHVISION.keys()
+    assert classes_of(v2) <= known | UNKNOWN_OF_TORCHVISION.keys()
+    assert classes_of(v1) <= known | UNKNOWN_OF_TORCHVISION.keys()
+    public = {name for name in K.__all__ if inspect.isclass(getattr(K, name))}
+    of_images = {name for name in public if not UNKNOWN_OF_KORNIA.search(name)}
+    assert of_images <= {name for library, name in rows if library == "kornia"}
+
+
+def test_rows_and_the_compiler_name_the_same_ops():
+    assert {row.key for row in ROWS if Is.COMPILES in row.traits} == COMPILERS.keys()
+    assert is_or_extends(kornia.geometry.transform.Hflip(), Is.MOVES)

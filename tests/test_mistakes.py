@@ -13,7 +13,6 @@ from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, R
 
 CROP = RandomResizedCrop(16)
 PIPELINE = v2.Compose([v2.RandomResizedCrop(16), v2.ToImage(), v2.ToDtype(torch.float32, True)])
-CONVERT = r"transforms=gpuprefetch\.convert_transforms\(pipeline\)\.$"
 
 
 class HorizontalFlip:
@@ -31,16 +30,17 @@ def files(root):
 
 # What is given as transforms for a loader of files, and the end of the message.
 TRANSFORMS = [
-    (PIPELINE, CONVERT),
-    (v1.Compose([v1.RandomResizedCrop(16), v1.ToTensor()]), CONVERT),
-    ([v2.RandomResizedCrop(16)], CONVERT),
-    (torch.nn.Sequential(v2.RandomResizedCrop(16)), CONVERT),
+    ([v2.RandomHorizontalFlip()], r"Add a RandomResizedCrop, or a Resize and a CenterCrop, to it"),
+    ([v2.ColorJitter(0.4), PIPELINE], r"ColorJitter.*Put it after the crop, or call it in the da"),
+    ([v2.Resize(20), PIPELINE], r"RandomResizedCrop.*already.*Leave out what does so before it"),
+    ([v2.Lambda(abs), PIPELINE], r"Lambda comes first .*transforms=\[gpuprefetch\.Random.*\]\.$"),
+    ([v2.CenterCrop(16), v2.Normalize([0.5], [0.5])], r"Put v2\.ToDtype\(.*\) before it"),
     (
         K.AugmentationSequential(K.RandomResizedCrop((16, 16)), K.RandomHorizontalFlip()),
         r"AugmentationSequential are hidden in it\. Write transforms=\[\*pipeline\]\.$",
     ),
     ([Resize(20), CROP], r"Leave Resize out: transforms=\[RandomResizedCrop\(224\), \.\.\.\]\.$"),
-    ([CROP, v1.ToTensor()], r"Leave it out\..*" + CONVERT),
+    ([CROP, v1.ToTensor()], r"Leave it out\..*transforms=\[v2\.RandomResizedCrop\(224\), .*\]\.$"),
     ([CROP, v2.ToPILImage()], r"is for PIL images.*Leave it out"),
     (
         [CROP, HorizontalFlip()],

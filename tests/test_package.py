@@ -56,8 +56,6 @@ def test_imports_run_downwards():
         for file in files:
             found = re.findall(r"from gpuprefetch\.?(\w*)[\w.]* import (\w+)", file.read_text())
             used = {first or second for first, second in found} - {"connections"}
-            if name in ("transforms", "policies"):
-                used -= {"policies", "lists"}
             assert used <= {*FLOORS[: floor + 1]}, (file, used)
 
 

@@ -171,7 +171,9 @@ def test_transforms_run(wrapped, capsys):
     views, _ = next(iter(wrapped["loader"]))
     assert [view.shape for view in views] == [(3, 3, 224, 224)] * 2
     assert torch.equal(views[0], views[1].flip(-1))
-    assert len(wrapped["transforms"]) > 1
+    for pipeline in ("train_loader", "validation_loader"):
+        images, _ = next(iter(wrapped[pipeline]))
+        assert images.dtype == torch.float32 and images.shape[1:] == (3, 224, 224)
     sides = [crop.shape[-1] for crop in wrapped["crops"]]
     assert sides == [224] * 2 + [96] * 8
 

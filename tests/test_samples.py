@@ -152,7 +152,7 @@ def test_a_bad_image_gives_no_other_its_made_up_size(file):
         data = b"\xff\xd8bad" if index == 1 else file
         return EncodedImage(data, index, "a"), EncodedImage(file + bytes(1), index, "b"), index
 
-    crop = [gpuprefetch.lists.convert.RandomCrop(v2.RandomCrop(16))]
+    crop = [v2.RandomCrop(16)]
     prefetcher = load(Of(sample), crop, prefetcher={"on_error": "skip"})
     found = [index for *_, indices in prefetcher for index in indices.tolist()]
     assert found == [0, *range(2, COUNT)]

@@ -37,9 +37,9 @@ from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.tail import run
 from gpuprefetch.images.targets import Axis
 from gpuprefetch.images.walk import PerSample, walk
-from gpuprefetch.lists.convert import RandomCrop
+from gpuprefetch.lists.fused import RandomCrop
+from gpuprefetch.lists.walk import read_for_tensors
 from gpuprefetch.policies.per_image import PerImage
-from gpuprefetch.transforms.head import read_transforms
 from gpuprefetch.transforms.sampling import Sampling
 
 SEED = 3
@@ -401,7 +401,7 @@ def test_pictures_turned_by_exif():
 @pytest.mark.parametrize("exif", [False, True])
 def test_targets_are_the_same_whoever_decodes(exif):
     """A worker that decodes an image crops it too; its targets must not know."""
-    head, _ = read_transforms([RandomResizedCrop(40), K.RandomHorizontalFlip()])
+    head = read_for_tensors([RandomResizedCrop(40), K.RandomHorizontalFlip()]).head
     dataset = Squares(8, upright=exif)
     results = []
     for on_gpu, share in [(True, 0.0), (True, 0.5), (True, 1.0), (False, 0.0)]:

@@ -11,8 +11,9 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from gpuprefetch import CenterCrop, DataPrefetcher, RandomResizedCrop, Resize
-from gpuprefetch.lists.convert import read_list
-from gpuprefetch.transforms.head import apply_head, read_transforms, require_fixed_size
+from gpuprefetch.lists.refused import require_fixed_size
+from gpuprefetch.lists.walk import read_for_tensors
+from gpuprefetch.transforms.head import apply_head
 from gpuprefetch.transforms.launch import resample
 from gpuprefetch.transforms.random import fold
 from gpuprefetch.transforms.sampling import Sampling
@@ -27,8 +28,13 @@ def photos(sizes=PHOTOS):
     return [torch.from_numpy(draw(*hw, seed=i)).permute(2, 0, 1) for i, hw in enumerate(sizes)]
 
 
+def read_list(transforms):
+    plan = read_for_tensors(transforms)
+    return plan.head, plan.tail
+
+
 def run(transforms, images):
-    head, tail = read_transforms(transforms)
+    head, tail = read_list(transforms)
     assert not tail
     keys = fold(0, np.arange(len(images)))
     rows = head.draw([image.shape[-2:] for image in images], keys)
@@ -98,7 +104,7 @@ def test_a_list_in_one_launch_gives_what_its_transforms_give(transforms, theirs,
 @pytest.mark.parametrize(("size", "max_size"), [(37, None), (37, 60), (37, 200), (None, 60)])
 def test_resize_keeps_the_longer_side_below_max_size_as_torchvision(size, max_size):
     sizes = [(101, 203), (203, 101), (77, 77), (20, 203), (40, 64)]
-    head, _ = read_transforms([Resize(size, max_size=max_size)])
+    head, _ = read_list([Resize(size, max_size=max_size)])
     lengths = head.ops[0](Sampling.identity(sizes), fold(0, np.zeros(5, int))).length.astype(int)
     for canvas, got in zip(sizes, lengths.tolist(), strict=True):
         want = F.resize(torch.zeros(1, *canvas), size and [size], max_size=max_size).shape[-2:]
@@ -196,7 +202,7 @@ def test_small_images_are_refused_where_kornia_refuses_them():
     ],
 )
 def test_how_far_the_head_goes(transforms, fused, tail):
-    head, rest = read_transforms(transforms)
+    head, rest = read_list(transforms)
     assert (len(head.names), len(rest)) == (fused, tail)
 
 
@@ -213,7 +219,7 @@ def test_how_far_the_head_goes(transforms, fused, tail):
 def test_what_stands_in_the_way_of_one_size_is_named(transforms, text):
     text = rf"and {text} does not give them the one .*RandomResizedCrop\(224\)"
     with pytest.raises(ValueError, match=text):
-        require_fixed_size(*read_transforms(transforms))
+        require_fixed_size(*read_list(transforms))
 
 
 def test_own_modules_work_alone_and_on_any_layout():
@@ -231,7 +237,7 @@ def test_own_modules_work_alone_and_on_any_layout():
 
 
 def test_head_without_a_size_keeps_that_of_the_batch():
-    head, _ = read_transforms([K.RandomHorizontalFlip(1.0), K.Normalize(MEAN, STD)])
+    head, _ = read_list([K.RandomHorizontalFlip(1.0), K.Normalize(MEAN, STD)])
     images = torch.stack(photos([(12, 10)] * 2))
     want = F.normalize(images.float().flip(-1) / 255, MEAN, STD)
     torch.testing.assert_close(apply_head(head, images, fold(0, [0, 1])), want, atol=5e-5, rtol=0)
@@ -315,7 +321,7 @@ def test_crop_distribution_is_torchvisions():
     theirs = [generator.make_params([torch.zeros(3, *size)]) for _ in range(n)]
     theirs = np.array([[p["top"], p["left"], p["height"], p["width"]] for p in theirs], dtype=float)
     for op in (RandomResizedCrop(8), K.RandomResizedCrop((8, 8))):
-        rows = read_transforms([op])[0].draw([size] * n, fold(5, np.arange(n)))
+        rows = read_list([op])[0].draw([size] * n, fold(5, np.arange(n)))
         ours = np.array([box_and_flip(row)[0] for row in rows], dtype=float)
         for column in range(4):
             below = [(boxes[:, column, None] <= np.arange(121)).mean(0) for boxes in (ours, theirs)]
@@ -327,7 +333,7 @@ def test_crop_distribution_is_torchvisions():
 
 @pytest.mark.slow
 def test_crop_fallback_is_torchvisions_on_a_strip():
-    head, _ = read_transforms([RandomResizedCrop(8)])
+    head, _ = read_list([RandomResizedCrop(8)])
     rows = head.draw([(20, 400)] * 50, fold(1, np.arange(50)))
     boxes = {box_and_flip(row)[0] for row in rows if box_and_flip(row)[0][2] == 20}
     assert (0, 186, 20, 27) in boxes  # centered, full height, ratio 4/3

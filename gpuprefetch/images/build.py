@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -23,10 +22,7 @@ from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.tail import moves_pixels
 from gpuprefetch.images.tolerance import Tolerance
 from gpuprefetch.images.view import View
-from gpuprefetch.lists.convert import read_list
-from gpuprefetch.lists.values import Values
-from gpuprefetch.policies.per_image import Cast, on_levels
-from gpuprefetch.transforms.head import require_fixed_size
+from gpuprefetch.lists.walk import Transforms
 from gpuprefetch.transforms.kernel import HAS_TRITON
 from gpuprefetch.transforms.views import Views
 
@@ -56,7 +52,7 @@ def build_stage(
         finishes=on_cpu and decoder is None,
         late=late,
         programs=programs if (HAS_TRITON or on_cpu) and any(programs) else (),
-        moves=any(moves_pixels([*view.head.ops, *view.tail]) for view in views),
+        moves=any(moves_pixels(view.movers) for view in views),
         draws=any(view.samples for view in views),
     )
     fixed = options.cpu_share != "auto" or decoder is None
@@ -88,21 +84,18 @@ def rebuilt(stage: Pipeline, loader: Loader) -> Pipeline:
     )
 
 
-def _view(transforms: Any, loader: Any, dtype: Any, memory_format: Any) -> View:
-    head, tail = read_list(transforms)
-    if dtype == torch.uint8 and (head.mean or head.std):
-        raise ValueError(
-            "dtype=torch.uint8 is for values of 0 to 255, and Normalize gives others. Leave one of "
-            "them out."
-        )
+def _view(
+    transforms: Transforms,
+    loader: Loader,
+    dtype: torch.dtype | None,
+    memory_format: torch.memory_format | None,
+) -> View:
+    files_alone = _is_encoded_folder(getattr(loader, "dataset", None))
+    view = View.read(transforms, dtype, memory_format, files_alone=files_alone)
     asked = dtype not in (None, torch.uint8) or memory_format is torch.channels_last
-    if (head.names or tail or asked) and _is_encoded_folder(getattr(loader, "dataset", None)):
-        require_fixed_size(head, tail)
-    tail, levels = on_levels(head, tail, Cast(dtype, memory_format))
-    if levels:
-        dtype, memory_format = torch.uint8, None
-    head = replace(head, dtype=dtype, memory_format=memory_format)
-    return View(head, tail, levels, Values(head, tail))
+    if files_alone and (view.head.names or view.tail or asked):
+        view.require_files()
+    return view
 
 
 def _is_encoded_folder(dataset: object) -> bool:

@@ -31,8 +31,9 @@ from gpuprefetch.images.samples import (
 from gpuprefetch.images.slab import Buffer, share
 from gpuprefetch.images.targets import follow
 from gpuprefetch.images.walk import walk
+from gpuprefetch.lists.refused import require_fixed_size
 from gpuprefetch.policies.policy import Policy
-from gpuprefetch.transforms.head import Head, require_fixed_size
+from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.launch import Launches, plan_rows
 from gpuprefetch.transforms.random import Keys, head_keys
 from gpuprefetch.transforms.reference import Doubles, Ints, check_rows, finished_row, resample_uint8

@@ -30,7 +30,6 @@ from gpuprefetch.images.targets import refuse_unfollowed
 from gpuprefetch.images.tensors import transform_tensors
 from gpuprefetch.images.tolerance import Tolerance, bad_images
 from gpuprefetch.images.view import View
-from gpuprefetch.transforms.head import require_fixed_size
 from gpuprefetch.transforms.random import batch_seed, derive
 
 _UNEVEN = (
@@ -152,8 +151,8 @@ class Pipeline:
             if not isinstance(leaf, PreparedImages):
                 return to_device(leaf, self.device)
             for view in self.views:
-                if view.head.names or view.tail:
-                    require_fixed_size(view.head, view.tail)
+                if view.head.names or view.tail or view.refused:
+                    view.require_files()
             jobs.append(ImageJob(leaf, heads, self.decoding, self.learned))
             return jobs[-1]
 

@@ -27,6 +27,7 @@ from gpuprefetch.images.fate import Fate
 from gpuprefetch.images.walk import PerSample, is_follower, is_per_sample, walk
 from gpuprefetch.policies.known import name_of, parts_of, torchvision_class
 from gpuprefetch.policies.per_image import Loop, PerImage, Transform, takes_keys
+from gpuprefetch.policies.registry import Is, is_or_extends
 from gpuprefetch.transforms.random import Keys, SeededDraws, derive, op_keys
 
 # --- One transform on images ---
@@ -115,27 +116,13 @@ def _check_result(name: str, images: object, result: object) -> None:
 
 # --- What moves pixels ---
 
-_MOVERS = tuple(
-    "gpuprefetch.lists.convert. gpuprefetch.transforms.head. gpuprefetch.transforms.sampling."
-    " kornia.augmentation._2d.geometric. kornia.augmentation._2d.mix. kornia.geometry."
-    " torchvision.transforms.autoaugment."
-    " torchvision.transforms.v2._auto_augment. torchvision.transforms.v2._geometry."
-    " torchvision.transforms._presets.ImageClassification timm.data.auto_augment.".split()
-)
-_ERASING = "kornia.augmentation._2d.intensity.erasing."  # of which a mask would not know
 
-
-def _movers(transform: Any, where: tuple[str, ...] = _MOVERS) -> Iterator[str]:
-    """The names of what is from ``where``: a transform, or those that it is made of."""
-    for kind in type(transform).__mro__:
-        if kind.__module__ == "torchvision.transforms.transforms":
-            from torchvision.transforms import v2
-
-            kind = getattr(v2, kind.__name__, kind)  # v1 is one file; those of v2 tell what moves
-        if f"{kind.__module__}.{kind.__name__}".startswith(where):
-            yield type(transform).__name__
+def _movers(transform: Transform, traits: Is = Is.MOVES) -> Iterator[str]:
+    """The names of what has one of these traits: a transform, or those that it is made of."""
+    if is_or_extends(transform, traits):
+        yield type(transform).__name__
     for each in _held(transform):
-        yield from _movers(each, where)
+        yield from _movers(each, traits)
 
 
 def _held(transform: Any) -> list[Any]:
@@ -257,7 +244,7 @@ def _runner(transform: Transform) -> Runner | None:
     v2 = sys.modules.get("torchvision.transforms.v2")
     if v2 is not None and isinstance(op, v2.Transform):
         return _EachSample(op).run
-    mover = next(_movers(transform, (*_MOVERS, _ERASING)), None)
+    mover = next(_movers(transform, Is.MOVES | Is.ERASES), None)
     if mover is not None:
         raise _moves_images_alone(transform, mover)
     return None

@@ -77,6 +77,7 @@ def _refuse_channels_last(images: torch.Tensor) -> None:
 def _run(
     given: torch.Tensor, batch: Batch, views: Sequence[View], seed: int, stats: Stats
 ) -> Batch:
+    views = [view.of_tensors() for view in views]
     heads: list[torch.Tensor] = []
     with Timed(stats, "resample"):
         for number, view in enumerate(views):

@@ -2,46 +2,122 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from gpuprefetch.images.tail import run, run_alike
-from gpuprefetch.lists.values import Values
-from gpuprefetch.policies.per_image import PerImage
-from gpuprefetch.transforms.head import Head, Transform, apply_head, is_kornia
+from gpuprefetch.lists.fused import is_kornia
+from gpuprefetch.lists.refused import require_fixed_size
+from gpuprefetch.lists.values import ValueCheck
+from gpuprefetch.lists.walk import (
+    Plan,
+    Transforms,
+    levels_for_program,
+    read_for_files,
+    read_for_tensors,
+)
+from gpuprefetch.policies.per_image import Cast, PerImage
+from gpuprefetch.policies.registry import SHARED, Is, has
+from gpuprefetch.transforms.head import Head, Transform, apply_head
 from gpuprefetch.transforms.random import Keys, derive, fold, op_keys
-from gpuprefetch.transforms.sampling import RANDOM
 
 if TYPE_CHECKING:
     from gpuprefetch.policies.ops_launch import Layout
 
 
-@dataclass
+@dataclass(frozen=True)
 class View:
-    """What becomes of the images; most loops have one view of them."""
+    """What becomes of the images; most loops have one view of them.
 
+    A list that begins with torchvision's ops means torchvision's of decoded images, and each op as
+    it is written of images that come as tensors. Either may be refused, which is said when such
+    images come:
+
+        [v2.CenterCrop(9)]                     on both: levels, of one launch or of torchvision's op
+        [v2.CenterCrop(9), v1.ToTensor()]      on decoded images
+        [v2.ToDtype(torch.float32, True), op]  on tensors: decoded images would keep their sizes
+    """
+
+    plan: Plan
     head: Head
     tail: Sequence[Transform]
     levels: bool  # whether head.dtype is uint8 for the first program's sake: of decoded images only
-    values: Values
+    values: ValueCheck
+    tensors: View | ValueError | None = None  # for images that come as tensors, if not this one
+    refused: ValueError | None = None  # why decoded images are
+
+    @staticmethod
+    def read(
+        transforms: Transforms,
+        dtype: torch.dtype | None = None,
+        memory_format: torch.memory_format | None = None,
+        *,
+        files_alone: bool = False,
+    ) -> View:
+        """The view of a list; an error where it is neither for decoded images nor for tensors.
+
+        ``files_alone`` says that no images come as tensors.
+        """
+        try:
+            view = _view_of(read_for_files(transforms), dtype, memory_format)
+        except ValueError as error:
+            if files_alone:
+                raise
+            written = _view_of(read_for_tensors(transforms), dtype, memory_format)
+            return replace(written, refused=error)
+        if files_alone or not view.plan.is_pipeline:
+            return view
+        try:
+            written = _view_of(read_for_tensors(transforms), dtype, memory_format)
+        except ValueError as error:
+            return replace(view, tensors=error)
+        return replace(view, tensors=written)
+
+    def of_tensors(self) -> View:
+        """The view of images that come as tensors."""
+        if isinstance(self.tensors, ValueError):
+            raise copy.copy(self.tensors)  # whose traceback would grow from batch to batch
+        return self.tensors or self
+
+    def require_files(self) -> None:
+        """Raise a ValueError if decoded images do not get one size."""
+        if self.refused is not None:
+            raise copy.copy(self.refused)
+        require_fixed_size(self.head, self.tail)
 
     @property
     def changes(self) -> bool:
         return bool(self.head.names or self.tail or self.head.dtype or self.head.memory_format)
 
     @property
+    def running(self) -> list[Transform]:
+        """The transforms that run as they were given, and not as they were read."""
+        own = [op for op in self.tail if not isinstance(op, PerImage)]
+        if not isinstance(self.tensors, View):
+            return own
+        as_tensors = {id(op) for op in self.tensors.running}
+        return [op for op in own if id(op) in as_tensors]
+
+    @property
+    def movers(self) -> list[object]:
+        """What may move pixels, of decoded images or of tensors."""
+        own: list[object] = [*self.head.ops, *self.tail]
+        return own + self.tensors.movers if isinstance(self.tensors, View) else own
+
+    @property
     def samples(self) -> bool:
         """Whether it may have random parameters."""
-        return bool(self.tail) or any(isinstance(op, RANDOM) for op in self.head.ops)
+        return bool(self.tail) or any(has(op, SHARED | Is.EACH) for op in self.head.ops)
 
     def run_head(self, images: torch.Tensor, seed: int) -> torch.Tensor:
         """The fused transforms, on a batch ``(N, C, H, W)`` that came as a tensor."""
-        head, tail = self.head, self.tail
-        kornia_next = bool(tail) and is_kornia(tail[0])
+        head = self.head
+        kornia_next = bool(self.tail) and is_kornia(self.tail[0])
         to_floats = kornia_next and not images.is_floating_point()
         if head.names or to_floats or head.dtype == torch.uint8:
             keys = fold(seed, np.arange(len(images)))
@@ -82,7 +158,8 @@ class View:
             laid: for each batch what a worker has sampled for :attr:`program`: an empty list if it
                 has run that as well, None if no worker has sampled anything.
         """
-        images, first = list(outs), 0
+        images = list(outs)
+        first = 0
         program = self.program
         if program is not None and any(each is not None for each in laid):
             first = 1
@@ -101,3 +178,25 @@ class View:
             own = None if keys is None else op_keys(keys, position)
             images = run_alike(transform, images, own, derive(seed, position))
         return images
+
+
+def _view_of(
+    plan: Plan, dtype: torch.dtype | None, memory_format: torch.memory_format | None
+) -> View:
+    """The view of a list that was read, with the form that the loop asks for."""
+    if dtype == torch.uint8 and plan.head.mean:
+        raise ValueError(
+            "dtype=torch.uint8 is for values of 0 to 255, and Normalize gives others. Leave one of "
+            "them out."
+        )
+    cast = Cast(dtype, memory_format)
+    if plan.is_pipeline and plan.tail and not cast.leaves_all:
+        # A pipeline keeps its values up to its end, so that they are not rounded before.
+        plan = plan.then(cast)
+        cast = Cast(None, None)
+    tail = levels_for_program(plan.head, plan.tail, cast)
+    head = replace(plan.head, dtype=cast.dtype, memory_format=cast.memory_format)
+    if tail is None:
+        return View(plan, head, plan.tail, False, ValueCheck(head, plan.tail))
+    head = replace(head, dtype=torch.uint8, memory_format=None)
+    return View(plan, head, tail, True, ValueCheck(head, tail))

@@ -6,13 +6,16 @@ for its channels, and containers that choose once a call would choose for the wh
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from gpuprefetch.policies.known import CONTAINERS, flatten, name_of, parts_of
-from gpuprefetch.policies.timm import PASSES_TENSORS, timm_class, why_not
+from gpuprefetch.policies.known import flatten, name_of, parts_of, samples_once, title
+from gpuprefetch.policies.per_image import ToFloat, ToUint8
+from gpuprefetch.policies.registry import Is, LibraryOp, has, is_or_extends
+from gpuprefetch.policies.timm import from_timm, timm_class, why_not
+from gpuprefetch.transforms.head import Head, Transform
 
 _ARRAY = "is for one NumPy array in a worker"
 _PICTURE = "is for one PIL image in a worker"
@@ -58,7 +61,7 @@ _PER_IMAGE = "lambda images: torch.cat([op(image[None]) for image in images])"
 _PER_BATCH = "lambda images: op(images)"
 
 
-def refuse_in_list(transform: Any) -> None:
+def refuse_in_list(transform: LibraryOp) -> None:
     """Raise a ValueError for a transform of a list that is not for batches of images alone."""
     for op in _ops(transform):
         _refuse_mixing(op)
@@ -67,15 +70,15 @@ def refuse_in_list(transform: Any) -> None:
         _refuse_conversion(op)
 
 
-def _ops(transform: Any) -> Iterator[Any]:
+def _ops(transform: LibraryOp) -> Iterator[LibraryOp]:
     """The ops that a transform is made of, also within torchvision's random containers."""
     for op in flatten(transform):
         yield op
-        if name_of(op) in CONTAINERS:
+        if has(op, Is.HOLDS):
             yield from _ops(list(op.transforms))
 
 
-def _refuse_mixing(op: Any) -> None:
+def _refuse_mixing(op: LibraryOp) -> None:
     from torchvision.transforms import v2
 
     kind = timm_class(op)
@@ -96,7 +99,7 @@ def _refuse_mixing(op: Any) -> None:
             )
 
 
-def _refuse_foreign(op: Any) -> None:
+def _refuse_foreign(op: LibraryOp) -> None:
     function = op
     while isinstance(function, functools.partial):
         function = function.func
@@ -116,9 +119,9 @@ def _refuse_foreign(op: Any) -> None:
         raise ValueError(f"{text}. {_INSTEAD}")
 
 
-def _refuse_timms(op: Any) -> None:
+def _refuse_timms(op: LibraryOp) -> None:
     kind = timm_class(op)
-    if kind is None or name_of(op) is not None or kind.__name__ in PASSES_TENSORS:
+    if kind is None or name_of(op) is not None or is_or_extends(op, Is.BATCHES):
         return
     advice = "Leave it out"
     if kind.__name__ in ("AugMixAugment", "AutoAugment", "RandAugment"):
@@ -130,18 +133,18 @@ def _refuse_timms(op: Any) -> None:
     )
 
 
-def _refuse_conversion(op: Any) -> None:
+def _refuse_conversion(op: LibraryOp) -> None:
     from torchvision import transforms as v1
 
     if type(op) in (v1.ToTensor, v1.PILToTensor) or name_of(op) == "ToPILImage":
         raise ValueError(
-            f"{type(op).__name__} is for PIL images, and in transforms images are tensors, in [0, "
-            "1] after a crop or a resize. Leave it out. For a whole pipeline for PIL images write "
-            "transforms=gpuprefetch.convert_transforms(pipeline)."
+            f"{type(op).__name__} is for PIL images, and here images are tensors. Leave it out. "
+            "Encoded images may have it right after torchvision's crop: "
+            "transforms=[v2.RandomResizedCrop(224), v2.ToTensor()]."
         )
 
 
-def refuse_once_a_batch(transform: Any) -> None:
+def refuse_once_a_batch(transform: LibraryOp) -> None:
     """Raise a ValueError for kornia's policies and containers that choose ops once a batch."""
     policies: Any = getattr(sys.modules.get("kornia.augmentation.auto"), "PolicyAugmentBase", ())
     if isinstance(transform, policies):
@@ -167,7 +170,46 @@ def refuse_once_a_batch(transform: Any) -> None:
         )
 
 
-def is_container(transform: Any) -> bool:
+def is_container(transform: object) -> bool:
     """Whether a module is one of kornia's containers, which hold ops."""
     containers: Any = sys.modules.get("kornia.augmentation.container.base")
     return containers is not None and isinstance(transform, containers.BasicSequentialBase)
+
+
+def refuse_within_kornia(transform: LibraryOp) -> None:
+    """Raise a ValueError for torchvision's random ops within kornia's containers."""
+    for part in parts_of(transform) if is_container(transform) else ():
+        refuse_within_kornia(part)
+        for op in flatten(part):
+            if samples_once(from_timm(op)):
+                name = type(op).__name__
+                container = type(transform).__name__
+                raise ValueError(
+                    f"{name} within kornia's {container} would sample once a batch. In the list "
+                    f"itself it samples for each image: transforms=[{name}(...), {container}(...)]."
+                )
+
+
+def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
+    """Raise a ValueError for fused transforms that do not give decoded images one size."""
+    if head.size is not None:
+        return
+    names = ", ".join(head.names)
+    stop = names or "an empty list"
+    hint = (
+        "Start the list with a crop for training, or with Resize(256) and CenterCrop(224) for "
+        "validation (torchvision's and kornia's work as well, if bilinear and without padding): "
+        "transforms=[gpuprefetch.RandomResizedCrop(224), ...]."
+    )
+    first = next((op for op in tail if not isinstance(op, (ToFloat, ToUint8))), None)
+    if first is not None:
+        name = title(first)
+        stop = f"{name} after {names}" if names else f"{name} comes first and"
+        if type(first).__module__.startswith("kornia.augmentation.container"):
+            hint = f"The parts of {name} are hidden in it. Write transforms=[*pipeline]."
+        elif "Resize" in names and "Resize" in name:
+            hint = f"Two resizes are not one. Leave {names} out: transforms=[{name}(224), ...]."
+    raise ValueError(
+        f"Decoded photos have different sizes, and {stop} does not give them the one that "
+        f"transforms, dtype and memory_format need. {hint}"
+    )

@@ -17,15 +17,17 @@ import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpuprefetch.policies.known import only_calls_transforms
+from gpuprefetch.policies.registry import LIBRARIES
 
-# Libraries whose ops are read: their attributes are parameters, but for what they keep as they run.
-_READ = frozenset(("torchvision", "timm", "kornia", "gpuprefetch"))
+T = TypeVar("T")
+
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList)
 _PRIVATE = frozenset(("_modules", "_parameters", "_buffers", "_policies", "_param_generator"))
 _STATE = frozenset(("calls", "recipe", "training"))
@@ -46,9 +48,9 @@ MOST_ELEMENTS = 1 << 16  # of a tensor that is compared by its values
 class _Kept:
     """What runs as it is: the same object, or in another list one that is made of the same."""
 
-    held: Any
-    made_of: Callable[[], Any] | None  # None where only the same object will do
-    root: Any = None  # what was read, and has it
+    held: object
+    made_of: Callable[[], object] | None  # None where only the same object will do
+    root: object = None  # what was read, and has it
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Kept):
@@ -64,20 +66,20 @@ class _Kept:
 class _Made:
     """What an object was made of when the list was read."""
 
-    parts: Any
+    parts: object
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         return self.parts
 
 
 class Snapshot:
     """The parameters of all ops in ``read``, but for those of ``running``, which run themselves."""
 
-    def __init__(self, read: Any, running: Iterable[Any] = ()) -> None:
+    def __init__(self, read: object, running: Iterable[object] = ()) -> None:
         self._running = [*running]
         self._before = self._reader(at_once=True).freeze(read)
 
-    def differs(self, now: Any) -> bool:
+    def differs(self, now: object) -> bool:
         return bool(self._before != self._reader(at_once=False).freeze(now))
 
     def _reader(self, *, at_once: bool) -> _Reader:
@@ -90,9 +92,9 @@ class _Reader:
 
     running: set[int]
     at_once: bool  # else objects are looked into where they are others than before
-    within: list[Any] = field(default_factory=list)  # what is being read: it may hold itself
+    within: list[object] = field(default_factory=list)  # what is being read: it may hold itself
 
-    def freeze(self, value: Any) -> Any:
+    def freeze(self, value: object) -> object:
         if isinstance(value, _VALUES):
             return repr(value) if isinstance(value, (float, complex)) else value
         if isinstance(value, _TORCH_VALUES):
@@ -105,7 +107,7 @@ class _Reader:
         finally:
             self.within.pop()
 
-    def _parts(self, value: Any) -> Any:
+    def _parts(self, value: object) -> object:
         if isinstance(value, (torch.Tensor, np.ndarray)):
             return _array(value)
         if isinstance(value, _Same):
@@ -127,23 +129,23 @@ class _Reader:
             return self._kept(value, _parameters) if runs else self._named(_parameters(value))
         return self._kept(value, _own_values)
 
-    def _kept(self, value: Any, parts_of: Callable[[Any], dict[str, Any]]) -> _Kept:
-        def made_of() -> Any:
+    def _kept(self, value: T, parts_of: Callable[[T], dict[str, object]]) -> _Kept:
+        def made_of() -> object:
             return self._named(parts_of(value))
 
         return _Kept(value, _Made(made_of()) if self.at_once else made_of, self.within[0])
 
-    def _named(self, parts: dict[str, Any]) -> Any:
+    def _named(self, parts: dict[str, object]) -> object:
         return [(name, self.freeze(part)) for name, part in parts.items()]
 
 
-def _library(op: Any) -> str:
+def _library(op: object) -> str:
     return type(op).__module__.partition(".")[0]
 
 
-def _is_read(op: Any) -> bool:
+def _is_read(op: object) -> bool:
     kind = type(op)
-    return _library(op) in _READ or kind in _CONTAINERS or only_calls_transforms(kind)
+    return _library(op) in LIBRARIES or kind in _CONTAINERS or only_calls_transforms(kind)
 
 
 class _Same:
@@ -151,20 +153,20 @@ class _Same:
 
     __slots__ = ("held",)
 
-    def __init__(self, held: Any) -> None:
+    def __init__(self, held: object) -> None:
         self.held = held
 
 
-def _own_values(op: Any) -> dict[str, Any]:
+def _own_values(op: object) -> dict[str, object]:
     """What an object holds, which may be anything: of what holds others only the identity."""
     return {name: _plain(value) for name, value in _parameters(op).items()}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return value if _is_plain(value) else _Same(value)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
@@ -172,9 +174,9 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (*_VALUES, *_TORCH_VALUES, *_STATEFUL, types.FunctionType))
 
 
-def _parameters(op: Any) -> dict[str, Any]:
+def _parameters(op: object) -> dict[str, object]:
     """The attributes of an object that are parameters."""
-    state: Any = object.__getstate__(op)
+    state: object = object.__getstate__(op)
     parts = filter(None, state if isinstance(state, tuple) else (state,))  # with slots
     attributes = {name: value for part in parts for name, value in part.items()}
     left_out = _STATE | _OF_KORNIA if _library(op) == "kornia" else _STATE
@@ -185,17 +187,16 @@ def _parameters(op: Any) -> dict[str, Any]:
     }
 
 
-def _array(array: Any) -> Any:
+def _array(array: torch.Tensor | npt.NDArray[np.generic]) -> object:
     if isinstance(array, torch.Tensor):
         if array.numel() > MOST_ELEMENTS or array.layout is not torch.strided:
             return _Kept(array, None, array)
-        kind, shape = array.dtype, array.shape
         levels = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return [str(kind), tuple(shape), levels.numpy().tobytes()]
+        return [str(array.dtype), tuple(array.shape), levels.numpy().tobytes()]
     return [str(array.dtype), array.shape, array.tobytes()]
 
 
-def _function(function: types.FunctionType) -> dict[str, Any]:
+def _function(function: types.FunctionType) -> dict[str, object]:
     """What a function is made of: a property may make it anew, as a lambda, each time."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     given = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -209,6 +210,6 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _code(code: types.CodeType) -> Any:
+def _code(code: types.CodeType) -> object:
     constants = [_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
     return [code.co_code, code.co_names, constants]

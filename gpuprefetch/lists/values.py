@@ -6,68 +6,57 @@ op: to look at values makes the host wait for the device.
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
-from gpuprefetch.lists.convert import image_dtype
-from gpuprefetch.policies.known import constants, flatten, is_on_device, name_of
-from gpuprefetch.policies.per_image import Loop, PerImage, ToUint8, refuse_integers
-from gpuprefetch.transforms.head import Head
-
-Constants = tuple[list[float], list[float]]
+from gpuprefetch.lists.forms import Form, Values, image_dtype, undoes
+from gpuprefetch.policies.known import Constants, constants, flatten, is_on_device, name_of
+from gpuprefetch.policies.per_image import Loop, PerImage, refuse_integers
+from gpuprefetch.policies.registry import Is, LibraryOp, has
+from gpuprefetch.transforms.head import Head, Transform
 
 # Filters and noise leave [0, 1] by less than this on each side; what is normalized, or in 0 to 255,
 # by more.
-LOW, HIGH = -0.5, 2.0
+LOW = -0.5
+HIGH = 2.0
 # No mean of images in [0, 1] is above 1, and no std above 0.5. A Normalize that undoes another one
 # has a large std, 1 / std of the other, but a negative mean.
-CERTAIN_MEAN, CERTAIN_STD = 2.0, 10.0
+CERTAIN_MEAN = 2.0
+CERTAIN_STD = 10.0
 # No value is above that in [0, 1], nor normalized.
 HIGHEST = 10.0
 
-# They clamp to [0, 1], or count levels in it.
-_UNIT_OPS = frozenset(
-    "AugMix AutoAugment ColorJiggle ColorJitter RandAugment RandomAdjustSharpness"
-    " RandomAutoContrast RandomAutocontrast RandomBrightness RandomClahe RandomContrast"
-    " RandomEqualize RandomGamma RandomHue RandomInvert RandomPhotometricDistort RandomPosterize"
-    " RandomSaturation RandomSharpness RandomSolarize TrivialAugment TrivialAugmentWide".split()
-)
 
-
-def _is_known(op: Any) -> bool:
+def _is_known(op: object) -> bool:
     return name_of(op) is not None or is_on_device(op)
 
 
-def _ops_of(transform: Any) -> Sequence[Any]:
+def _ops_of(transform: LibraryOp) -> Sequence[LibraryOp]:
     if isinstance(transform, PerImage):
         return transform.recipe.ops
     return [transform.op if isinstance(transform, Loop) else transform]
 
 
-class Values:
+class ValueCheck:
     """Looks at the values that reach the ops of a list, at each op once."""
 
-    def __init__(self, head: Head, tail: Sequence[Any]) -> None:
+    def __init__(self, head: Head, tail: Sequence[Transform]) -> None:
         self._fused = (head.mean, head.std) if head.mean and head.std else None
         self._seen = set[int]()
         # Whether the source was uint8, so that the list began with values in [0, 1].
         self._scaled: bool | None = None
         self._tail = [op for transform in tail for op in _ops_of(transform)]
-        normalized = self._fused is not None
+        values = Values.UNKNOWN if self._fused is None else Values.NORMALIZED
+        form = Form(torch.float32, values)
         for op in self._tail:
-            if (found := constants(op)) is None:
-                normalized &= _is_known(op) and type(op).__name__ != "Denormalize"
-                continue
-            mean, _ = found
-            undoes = min(mean) < 0 or max(mean) == 0
-            if normalized and not undoes:
+            found = constants(op)
+            if found is not None and form.values is Values.NORMALIZED and not undoes(*found):
                 raise ValueError(
                     "transforms normalize twice, and the second Normalize gets values that are not "
-                    f"in [0, 1] any more. Leave one of them out, such as that with mean {mean}."
+                    f"in [0, 1] any more. Leave one of them out, such as that with mean {found[0]}."
                 )
-            normalized = not undoes
+            form = form.after(op)
 
     def begin(self, images: torch.Tensor | None = None) -> None:
         """Look at the images that the list begins with; None for decoded ones."""
@@ -78,7 +67,7 @@ class Values:
             values = (0.0, 1.0) if images is None or self._scaled else _range(images)
             self._normalized(self._fused, *values)
 
-    def reach(self, transform: Any, images: Any) -> None:
+    def reach(self, transform: LibraryOp, images: object) -> None:
         """Look at images that a transform after the fused ones gets."""
         if id(transform) in self._seen or not isinstance(images, torch.Tensor):
             return
@@ -91,23 +80,24 @@ class Values:
         elif recipe.normalize is not None:
             self._normalized(recipe.normalize, 0.0, 1.0)
 
-    def _look(self, op: Any, images: torch.Tensor) -> None:
-        normalize, name = constants(op), type(op).__name__
+    def _look(self, op: LibraryOp, images: torch.Tensor) -> None:
+        normalize = constants(op)
+        name = type(op).__name__
         if name == "ToDtype" and _is_known(op):
             self._cast(op, images)
         elif normalize is not None:
             refuse_integers(images)
             self._normalized(normalize, *_range(images))
-        elif name in _UNIT_OPS and _is_known(op) and images.is_floating_point():
+        elif has(op, Is.UNIT) and images.is_floating_point():
             low, high = _range(images)
             if not LOW <= low <= high <= HIGH:
                 _warn(f"{name} is for values in [0, 1], and gets {low:.4g} to {high:.4g}", name)
 
-    def _painted(self, transform: Any, images: torch.Tensor) -> None:
-        floats = images.is_floating_point()
+    def _painted(self, transform: LibraryOp, images: torch.Tensor) -> None:
+        form = Form(images.dtype)
         for op in _ops_of(transform):
-            floats = _is_float_after(op, floats)
-            if not floats or (most := _most(op)) <= HIGHEST:
+            form = form.after(op)
+            if not form.is_float or (most := _most(op)) <= HIGHEST:
                 continue
             if not images.is_floating_point() or _range(images)[1] <= HIGHEST:
                 name = type(op).__name__
@@ -130,7 +120,7 @@ class Values:
             text = f"Normalize with mean {mean} is for values in [0, 1], and gets "
             _warn(f"{text}{low:.4g} to {high:.4g}", "Normalize")
 
-    def _cast(self, op: Any, images: torch.Tensor) -> None:
+    def _cast(self, op: LibraryOp, images: torch.Tensor) -> None:
         dtype = image_dtype(op, torch.Tensor)
         if op.scale or dtype is None or dtype.is_floating_point == images.is_floating_point():
             return
@@ -140,13 +130,7 @@ class Values:
             _warn(f"ToDtype leaves values as they are. For {dtype} it takes scale=True", "ToDtype")
 
 
-def _is_float_after(op: Any, floats: bool) -> bool:
-    """Whether images are floating point after an op of a program."""
-    converts = type(op).__name__ in ("ToFloat", "ToDtype", "ConvertImageDtype")
-    return converts or (floats and not isinstance(op, ToUint8))
-
-
-def _most(op: Any) -> float:
+def _most(op: LibraryOp) -> float:
     """The largest value that one of torchvision's ops paints with, or one of those in it."""
     if name_of(op) is None:
         return 0.0

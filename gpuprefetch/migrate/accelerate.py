@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, default_collate
 
 from gpuprefetch.core.loaders import changed
 from gpuprefetch.images.apart import is_image
-from gpuprefetch.lists.convert import Plan, Step, convert, fixes_size, title
+from gpuprefetch.lists.forms import fixes_size
 from gpuprefetch.lists.snapshot import Snapshot
+from gpuprefetch.lists.walk import Plan, Step, convert, read_for_tensors
 from gpuprefetch.migrate.dataset_view import stale, view_of, worker_part
 from gpuprefetch.migrate.folders import (
     Folder,
@@ -29,10 +30,9 @@ from gpuprefetch.migrate.folders import (
     pipeline_of,
     refuse_under_way,
 )
-from gpuprefetch.policies.known import UnsupportedTransformError
+from gpuprefetch.policies.known import UnsupportedTransformError, title
 from gpuprefetch.policies.per_image import Cast, Transform
 from gpuprefetch.prefetcher import DataPrefetcher
-from gpuprefetch.transforms.head import read_transforms
 from gpuprefetch.transforms.random import trial_draws
 
 
@@ -156,10 +156,10 @@ def _split_late(pipeline: list[Transform], folder: Folder) -> _Split:
             with contextlib.suppress(UnsupportedTransformError):
                 rest = convert(pipeline[count:], batched=image, pictures=given is not image)
                 steps = [*_kept_steps(pipeline[:count]), *rest.steps]
-                return _Split(pipeline[:count], Plan(steps, rest.transforms), is_whole=False)
+                return _Split(pipeline[:count], replace(rest, steps=steps), is_whole=False)
     with trial_draws():
         v2.PILToTensor()(v2.Compose(pipeline)(picture))  # raises here, and not in a worker
-    return _Split(pipeline, Plan(_kept_steps(pipeline), []), is_whole=True)
+    return _Split(pipeline, Plan(_kept_steps(pipeline)), is_whole=True)
 
 
 def _kept_steps(ops: Sequence[Transform]) -> list[Step]:
@@ -184,7 +184,7 @@ class _Accelerated(DataPrefetcher):
         added = options.get("transforms")
         transforms = [*split.plan.transforms, *_listed(added)]
         options = options | {"transforms": transforms}
-        if not transforms or read_transforms(transforms)[1]:
+        if not transforms or read_for_tensors(transforms).tail:
             options = _with_cast(options)
         self._late = late
         super().__init__(changed(loader, dataset=view), **options)

@@ -1,35 +1,34 @@
 """explain: what becomes of a transform list, in words."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import NoReturn
 
 import torch
 
 from gpuprefetch.core.errors import text_of
 from gpuprefetch.core.report import Text, columns
 from gpuprefetch.core.streams import own_modes
-from gpuprefetch.lists.convert import convert_transforms, opened, read_list, title, why_refused
-from gpuprefetch.policies.known import flatten, is_on_device, name_of
-from gpuprefetch.policies.per_image import Cast, Loop, PerImage, on_levels
+from gpuprefetch.images.view import View
+from gpuprefetch.lists.walk import Transforms, opened, why_refused
+from gpuprefetch.policies.known import title
+from gpuprefetch.policies.per_image import Loop, PerImage
 from gpuprefetch.prefetcher import DataPrefetcher
-from gpuprefetch.transforms.head import Head, Transform, read_transforms
+from gpuprefetch.transforms.head import Transform
 from gpuprefetch.transforms.random import trial_draws
 from gpuprefetch.transforms.views import Views
 
 
-def explain(transforms_or_prefetcher: Any) -> str:
+def explain(transforms_or_prefetcher: Transforms | Views | DataPrefetcher) -> str:
     """Say what of a transform list is fused, what is not and why, and what each step gives.
 
     Args:
-        transforms_or_prefetcher: a list as for ``DataPrefetcher(transforms=...)``, a prefetcher, or
-            a torchvision pipeline, which is converted first. What is not fused is tried on a batch
-            of two black images on the CPU, to see what it gives.
+        transforms_or_prefetcher: a list as for ``DataPrefetcher(transforms=...)``, a torchvision
+            pipeline, or a prefetcher. What is not fused is tried on a batch of two black images on
+            the CPU, to see what it gives.
 
     Returns:
-        A line per step, with where it runs, what it gives, and why it is not fused. Of a prefetcher
-        the first line says what decodes encoded images: JPEG engines and how many, the GPU without
-        them, or the CPU and why.
+        A line per step, with where it runs, what it gives, and why it is not fused. For a
+        prefetcher the first line says what decodes encoded images: JPEG engines and how many, the
+        GPU without them, or the CPU and why.
 
     Example:
         >>> print(explain([gpuprefetch.RandomResizedCrop(224), K.RandomHorizontalFlip(), blur]))
@@ -37,58 +36,69 @@ def explain(transforms_or_prefetcher: Any) -> str:
     given = transforms_or_prefetcher
     if isinstance(given, DataPrefetcher):
         decode = f"by {given.decoding}"
-        return Text("\n".join(_explain(v.head, v.tail, decode) for v in given.views))
+        return Text("\n".join(_explain(view, decode) for view in given.views))
     if isinstance(given, Views):
         return Text("\n".join(map(explain, given.lists)))
-    ops = list(flatten(given))
-    # torchvision's may stand in a prefetcher's list, too.
-    if not any(map(is_on_device, ops)) and any(name_of(op) is not None for op in ops):
-        given = convert_transforms(given)
-    given = opened(given)
-    if isinstance(given, list):
-        given = [_Refused(op, why) if (why := why_refused(op)) else op for op in given]
-    return Text(_explain(*read_list(given)))
+    return Text(_explain(_view_of_list(given)))
+
+
+def _view_of_list(transforms: Transforms) -> View:
+    try:
+        return View.read(transforms)
+    except ValueError:
+        given = opened(transforms)
+        if not isinstance(given, list) or not any(map(why_refused, given)):
+            raise
+        return View.read([_Refused(op, why) if (why := why_refused(op)) else op for op in given])
 
 
 class _Refused:
     """What stands for a transform that a prefetcher's list would not take."""
 
-    def __init__(self, op: Any, why: str) -> None:
+    def __init__(self, op: Transform, why: str) -> None:
         self.__name__ = title(op)
         self.why = why
 
-    def __call__(self, images: Any) -> Any:
+    def __call__(self, images: object) -> NoReturn:
         raise ValueError(self.why)
 
 
-def _explain(head: Head, tail: Sequence[Transform], decode: str = "") -> str:
+def _explain(view: View, decode: str = "") -> str:
+    head = view.head
     rows = [("decode", "uint8 (3, H, W), sizes differ", decode)]
-    tail, levels = on_levels(head, tail, Cast(head.dtype, head.memory_format))
-    head = replace(head, dtype=torch.uint8, memory_format=None) if levels else head
-    images: Any = "sizes as they came"  # or why there are none to try a transform on
+    if view.refused is not None:
+        rows = [("encoded images", "", f"refused: {view.refused}")]
+    images: object = "sizes as they came"  # or why there are none to try a transform on
     if head.size is not None:
         images = head.empty(2, "cpu").zero_()
     if head.names:
         what = "in 0 to 255" if head.dtype == torch.uint8 else "in [0, 1]"
         what = "normalized" if head.mean else what
         rows.append((", ".join(head.names), _form(images), f"one fused launch, {what}"))
-    for position, transform in enumerate(tail):
-        reason = _why(transform, head) if not position else f"after {title(tail[0])}"
-        how = f"not fused: {reason}"
-        if isinstance(transform, PerImage):
-            how = f"one program of {transform.slots} slots, a draw for each image"
-        elif type(transform) is Loop:
-            how = "image by image, with a call for each: slow"
+    for position, transform in enumerate(view.tail):
         if isinstance(transform, _Refused):
             rows.append((title(transform), "", f"refused: {transform.why}"))
             images = "not tried"
             continue
         images, form = _try(transform, images)
-        rows.append((title(transform), form, how))
+        rows.append((title(transform), form, _how(view, position)))
     return columns(rows)
 
 
-def _form(images: Any) -> str:
+def _how(view: View, position: int) -> str:
+    """How a transform after the fused ones runs, and why it is not one of them."""
+    transform = view.tail[position]
+    if isinstance(transform, PerImage):
+        return f"one program of {transform.slots} slots, a draw for each image"
+    if type(transform) is Loop:
+        return "image by image, with a call for each: slow"
+    if position:
+        return f"not fused: after {title(view.tail[0])}"
+    step = next((step for step in view.plan.steps if step.module is transform), None)
+    return f"not fused: {step.note}" if step is not None and step.note else "on the batch"
+
+
+def _form(images: object) -> str:
     if not isinstance(images, torch.Tensor):
         return images if isinstance(images, str) else type(images).__name__
     last = images.dim() == 4 and images.is_contiguous(memory_format=torch.channels_last)
@@ -97,7 +107,7 @@ def _form(images: Any) -> str:
     return f"{str(images.dtype).removeprefix('torch.')} ({shape}) {layout}"
 
 
-def _try(transform: Transform, images: Any) -> tuple[Any, str]:
+def _try(transform: Transform, images: object) -> tuple[object, str]:
     if isinstance(images, str):
         return images, images
     try:
@@ -106,16 +116,3 @@ def _try(transform: Transform, images: Any) -> tuple[Any, str]:
     except Exception as error:  # the user's code: whatever it raises is the answer
         return "not tried", f"fails: {type(error).__name__}: {text_of(error)}"
     return result, _form(result)
-
-
-def _why(transform: Any, head: Head) -> str:
-    module, name = type(transform).__module__, title(transform)
-    if read_transforms([transform])[0].names:
-        if head.mean is not None:
-            return "it comes after Normalize, where the launch takes flips only"
-        return "the images are resized or padded already, and two resamplings are not one"
-    if not module.startswith("kornia."):
-        return "the launch takes kornia's and gpuprefetch's crops, resizes, flips and Normalize"
-    if name in ("RandomCrop", "CenterCrop", "RandomResizedCrop", "Resize", "Normalize"):
-        return "the launch takes it with p=1, bilinear, and without padding"
-    return "it is no crop, resize, flip or Normalize"

@@ -12,18 +12,19 @@ from torch.utils.data import DataLoader
 
 from gpuprefetch.core.report import Printed, columns, progress
 from gpuprefetch.images.apart import image_of
-from gpuprefetch.lists.convert import CONVERSIONS, Plan, convert
+from gpuprefetch.lists.walk import FUSED, Plan, convert
 from gpuprefetch.migrate.dataset_view import view_of
 from gpuprefetch.migrate.folders import check_loaders, check_sample, folders_of, pipeline_of
 from gpuprefetch.policies.per_image import Cast, PerImage
+from gpuprefetch.policies.registry import Is, LibraryOp, has
 from gpuprefetch.prefetcher import DataPrefetcher
-from gpuprefetch.transforms.head import Head, read_transforms
+from gpuprefetch.transforms.head import Head, Transform
 from gpuprefetch.transforms.random import SeededDraws, fold
 from gpuprefetch.transforms.sampling import Sampling
 
-# Images that a report keeps for its picture, how much that enhances the difference, and the height
-# of its labels in pixels.
-KEPT, ENHANCED, LABEL = 4, 8, 14
+KEPT = 4  # images, for the picture of a report
+ENHANCED = 8  # times the difference, in that picture
+LABEL = 14  # pixels, the height of its labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class ParityReport(Printed):
         """(path, mean, max) of the images that differ most, in levels of 255."""
         return [(pair.path, pair.mean, pair.max) for pair in self._worst]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Everything but the pictures, for JSON."""
         return {"count": self.count, "rows": [*map(asdict, self.rows)], "worst": self.worst}
 
@@ -138,7 +139,8 @@ def parity(
     if not len(view):
         raise ValueError("parity compares images of a dataset, and it has none.")
     indices = np.linspace(0, len(view) - 1, min(n, len(view))).round().astype(int)
-    found, worst = list[list[tuple[float, ...]]](), list[_Pair]()
+    found: list[list[tuple[float, ...]]] = []
+    worst: list[_Pair] = []
     with progress("parity", len(indices)) as bar:
         for start in range(0, len(indices), 16):
             images = [image_of(view[int(index)]) for index in indices[start : start + 16]]
@@ -156,20 +158,27 @@ def parity(
                 worst.append(_Pair(mean, image.path, most, old.levels(), new.levels()))
                 worst = sorted(worst, key=lambda pair: pair[:2], reverse=True)[:KEPT]
                 bar.update(1)
-    means, largest = np.mean(found, axis=0), np.max(found, axis=0)
-    means[:, [1, 3]] = largest[:, [1, 3]]
+    means = np.mean(found, axis=0)
+    means[:, [1, 3]] = np.max(found, axis=0)[:, [1, 3]]
     names = [("decode", ""), *((step.name, step.where) for step in plan.steps)]
     rows = [ParityRow(*name, *row) for name, row in zip(names, means.tolist(), strict=True)]
     return ParityReport(len(found), rows, worst)
 
 
-@dataclass(slots=True)
-class _State:
-    """One side of the comparison: an image, and how its values turn into levels of 255."""
+# An image, as torchvision's ops take and give it.
+_Image = Any
 
-    image: Any
-    slope: Any = None
-    shift: Any = 0.0
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """One side of the comparison: an image, and how its values turn into levels of 255.
+
+    An image in [0, 1] that was normalized has the levels ``value * 255 * std + 255 * mean``.
+    """
+
+    image: _Image
+    slope: torch.Tensor | float | None = None  # None for that of the dtype: 255 or 1
+    shift: torch.Tensor | float = 0.0
 
     def levels(self) -> torch.Tensor:
         values = _tensor(self.image).cpu()
@@ -179,7 +188,7 @@ class _State:
         levels: torch.Tensor = values.float() * slope + self.shift
         return levels
 
-    def then(self, op: Any, image: Any) -> "_State":
+    def then(self, op: LibraryOp, image: _Image) -> "_State":
         """This side after torchvision's ``op``, or ours in its place, which made ``image``."""
         name = type(op).__name__
         if name == "Normalize":
@@ -190,12 +199,12 @@ class _State:
             slope = 255.0 if self.slope is None else self.slope
             return _State(image, slope * std, slope * mean + self.shift)
         dtypes = {getattr(each, "dtype", None) for each in (self.image, image)}
-        if name in CONVERSIONS and len(dtypes) > 1:
+        if has(op, Is.CONVERTS) and len(dtypes) > 1:
             return _State(image, 1.0 if getattr(op, "scale", True) is False else None)
         return _State(image, self.slope, self.shift)
 
 
-def _tensor(image: Any) -> torch.Tensor:
+def _tensor(image: _Image) -> torch.Tensor:
     from torchvision.transforms.v2 import functional as F
 
     tensor: torch.Tensor = image if isinstance(image, torch.Tensor) else F.pil_to_tensor(image)
@@ -208,13 +217,14 @@ def _difference(old: _State, new: _State) -> tuple[float, float]:
 
 
 def _walk(
-    plan: Plan, picture: Any, decoded: torch.Tensor, seed: int
+    plan: Plan, picture: _Image, decoded: torch.Tensor, seed: int
 ) -> Iterator[tuple[_State, _State, _State]]:
     """Take one file through a plan: of the decoders and then of each op three sides.
 
     These are torchvision's, our op on the image that torchvision's op was given, and ours.
     """
-    head, tail = read_transforms(plan.transforms)
+    head = plan.head
+    tail = plan.written[len(head.names) :]
     draws = ((op, fold(fold(seed, [0]), position)) for position, op in enumerate(head.ops))
     sampling = Sampling.identity([decoded.shape[-2:]])
     launch = plain = replace(head, mean=None, std=None)  # until the step that normalizes
@@ -223,24 +233,29 @@ def _walk(
         height, width = sampling.length[0].astype(int).tolist()
         return launch.resample([image], sampling.rows(), (height, width))[0]
 
-    def drawn(fn: Any, image: Any, seed: int) -> Any:
+    def drawn(fn: Transform, image: _Image, seed: int) -> _Image:
         with SeededDraws(seed):
             return fn(image)
 
-    old, new = _State(picture), _State(decoded)
+    old = _State(picture)
+    new = _State(decoded)
     yield old, new, new
     for number, step in enumerate(plan.steps, seed):
-        op, module, before = step.source, step.module, _tensor(old.image).to(decoded.device)
+        op = step.source
+        module = step.module
+        before = _tensor(old.image).to(decoded.device)
         if module is None:
-            old, alone = old.then(op, op(old.image)), old
-        elif step.where == "fused launch" and step.name != "Normalize":
+            alone = old
+            old = old.then(op, op(old.image))
+        elif step.where == FUSED and step.name != "Normalize":
             ours, keys = next(draws)
-            own, sampling = ours(Sampling.identity([before.shape[-2:]]), keys), ours(sampling, keys)
+            own = ours(Sampling.identity([before.shape[-2:]]), keys)
+            sampling = ours(sampling, keys)
             alone = old.then(op, resampled(plain, before, own))
             new = new.then(op, resampled(launch, decoded, sampling))
             old = old.then(op, _with_parameters(op, old.image, own))
         else:
-            if step.where == "fused launch":
+            if step.where == FUSED:
                 launch = head
             else:
                 # Our list may have a change of dtype before it that the pipeline has not.
@@ -259,7 +274,7 @@ def _walk(
         yield old, alone, new
 
 
-def _with_parameters(op: Any, image: Any, own: Sampling) -> Any:
+def _with_parameters(op: LibraryOp, image: _Image, own: Sampling) -> _Image:
     from torchvision.transforms.v2 import functional as F
 
     name = type(op).__name__
@@ -269,6 +284,7 @@ def _with_parameters(op: Any, image: Any, own: Sampling) -> Any:
     if "Flip" in name and not (own.step < 0).any():
         return image
     if name == "RandomResizedCrop":
-        (top, left), (bottom, right) = own.low[0].astype(int), own.high[0].astype(int)
+        top, left = own.low[0].astype(int)
+        bottom, right = own.high[0].astype(int)
         parameters = {"top": top, "left": left, "height": bottom - top, "width": right - left}
     return op.transform(image, parameters)

@@ -1,23 +1,23 @@
 """Whose a transform is: torchvision's, kornia's, timm's, ours, or somebody's own; and what of."""
 
 import inspect
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
+from gpuprefetch.policies.registry import SHARED, LibraryOp, row_of
 from gpuprefetch.policies.timm import from_timm, is_augment
+from gpuprefetch.policies.timm import samples_once as timms_samples_once
 
-# torchvision's transforms that choose among others, which they hold.
-CONTAINERS = frozenset("RandomApply RandomChoice RandomOrder".split())
+Constants = tuple[list[float], list[float]]  # mean and std, a number for each channel
 
 
 class UnsupportedTransformError(ValueError):
     """An op of a pipeline that cannot move to the device; the message says what to do."""
 
 
-def flatten(pipeline: Any) -> Iterator[Any]:
+def flatten(pipeline: LibraryOp) -> Iterator[LibraryOp]:
     """The ops of nested ``Compose``, ``Sequential``, lists and torchvision's presets, in order.
 
     A class of somebody's own is an op, whatever it is called, if it is called in a way of its own:
@@ -57,17 +57,18 @@ def _is_called_as(kind: type, base: type) -> bool:
     return issubclass(kind, base) and all(same)
 
 
-def _call(self: Any, img: Any) -> Any:
+def _call(self, img):  # type: ignore[no-untyped-def]
     return self.transforms(img)
 
 
 def only_calls_transforms(kind: type) -> bool:
     """Whether a class is called as those of torchvision's references, by its compiled code."""
-    own, mine = getattr(kind.__call__, "__code__", None), _call.__code__
+    own = getattr(kind.__call__, "__code__", None)
+    mine = _call.__code__
     return own is not None and (own.co_code, own.co_names) == (mine.co_code, mine.co_names)
 
 
-def name_of(op: Any) -> str | None:
+def name_of(op: object) -> str | None:
     """Name of an op that we know; None for a subclass and whatever else there is."""
     from torchvision import transforms as v1
     from torchvision.transforms import v2
@@ -79,26 +80,40 @@ def name_of(op: Any) -> str | None:
     return kind.__name__ if known else None
 
 
-def parts_of(transform: Any) -> list[Any]:
+def parts_of(transform: LibraryOp) -> list[LibraryOp]:
     """The transforms that a module or a container of torchvision's holds."""
     children = transform.children() if isinstance(transform, torch.nn.Module) else ()
     listed = getattr(transform, "transforms", ())
     return [*children, *(listed if isinstance(listed, (list, tuple)) else ())]
 
 
-def torchvision_class(op: Any) -> type | None:
+def torchvision_class(op: object) -> type | None:
     """The class of torchvision's transforms that ``op`` is of, or derived from; None otherwise."""
     mro = type(op).__mro__
     kinds = (kind for kind in mro if kind.__module__.startswith("torchvision.transforms."))
     return next(kinds, None)
 
 
-def is_on_device(op: Any) -> bool:
+def samples_once(op: object) -> bool:
+    """Whether an op may sample once a call: torchvision's and timm's, and derived classes."""
+    if timms_samples_once(op):
+        return True
+    row = row_of(op)
+    return torchvision_class(op) is not None and (row is None or bool(row.traits & SHARED))
+
+
+def title(transform: object) -> str:
+    """The name of a transform, for messages: a function has one of its own."""
+    name: str = getattr(transform, "__name__", type(transform).__name__)
+    return name
+
+
+def is_on_device(op: object) -> bool:
     """Whether an op is kornia's or our own, which a prefetcher's list holds as it is."""
     return type(op).__module__.startswith(("kornia.", "gpuprefetch."))
 
 
-def twin(op: Any) -> Any:
+def twin(op: LibraryOp) -> LibraryOp:
     """The v2 form of an op of v1 or timm, which holds its arguments under their names."""
     from torchvision import transforms as v1
     from torchvision.transforms import v2
@@ -117,7 +132,7 @@ def twin(op: Any) -> Any:
     return form(**arguments)
 
 
-def filter_of(op: Any) -> str:
+def filter_of(op: LibraryOp) -> str:
     from PIL.Image import Resampling
     from torchvision.transforms import InterpolationMode
 
@@ -125,15 +140,19 @@ def filter_of(op: Any) -> str:
     return Resampling(mode).name.lower() if isinstance(mode, int) else InterpolationMode(mode).value
 
 
-def constants(op: Any) -> tuple[list[float], list[float]] | None:
+def constants(op: LibraryOp) -> Constants | None:
     """Mean and std of a Normalize of torchvision or kornia; None for anything else."""
     if type(op).__name__ != "Normalize" or not (name_of(op) or is_on_device(op)):
         return None
     held = getattr(op, "flags", None) or {"mean": op.mean, "std": op.std}
-    mean, std = (
-        np.ravel(torch.as_tensor(held[name], device="cpu").tolist()).tolist()
-        for name in ("mean", "std")
-    )
-    if 0.0 in std:
-        raise ValueError(f"Normalize divides by std, which must not be 0, got {std}.")
-    return mean, std
+    return checked(held["mean"], held["std"])
+
+
+def checked(mean: torch.Tensor | Sequence[float], std: torch.Tensor | Sequence[float]) -> Constants:
+    """Mean and std as lists; a std of 0 is an error."""
+    lists = [
+        np.ravel(torch.as_tensor(values, device="cpu").tolist()).tolist() for values in (mean, std)
+    ]
+    if 0.0 in lists[1]:
+        raise ValueError(f"Normalize divides by std, which must not be 0, got {lists[1]}.")
+    return lists[0], lists[1]

@@ -1,13 +1,13 @@
-"""Random transforms on a batch, each image with a draw of its own.
+"""Random transforms on a batch, sampled for each image.
 
-torchvision v2 draws once per call, so a batch would share one draw. :class:`PerImage` compiles
+torchvision v2 samples once per call, so a batch would share the result. :class:`PerImage` compiles
 transforms to slots, in which each image has an op of its own, and runs a launch per slot.
 What has no such form goes through :class:`Loop`, image by image.
 """
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -23,15 +23,17 @@ from gpuprefetch.policies.known import (
     constants,
     flatten,
     name_of,
+    samples_once,
+    title,
     twin,
 )
 from gpuprefetch.policies.ops_launch import Layout, lay_out
 from gpuprefetch.policies.program import Finish, Program, Share
+from gpuprefetch.policies.registry import Is, LibraryOp, has
 from gpuprefetch.policies.run import apply_one, run
 from gpuprefetch.policies.slots import Mix, Picture, Slots, program_of
+from gpuprefetch.transforms.head import Transform as Transform
 from gpuprefetch.transforms.random import Keys, SeededDraws, derive, fold
-
-Transform = Callable[..., Any]
 
 
 class ToUint8(torch.nn.Module):
@@ -57,6 +59,10 @@ class Cast:
     dtype: torch.dtype | None
     memory_format: torch.memory_format | None
 
+    @property
+    def leaves_all(self) -> bool:
+        return self.dtype is None and self.memory_format is None
+
     def __call__(self, images: Any) -> Any:
         """The images with values as they are; of several outputs, those in floating point."""
 
@@ -76,22 +82,23 @@ class Cast:
 
 
 _AS_IT_IS = Cast(None, None)
+_AUXILIARY = (ToUint8, ToFloat, Cast)  # what lists put between the ops of the user
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """What transforms one after the other are compiled to."""
 
-    ops: tuple[Any, ...] = ()
+    ops: tuple[LibraryOp, ...] = ()
     steps: tuple[Slots | Mix, ...] = ()
     before: Transform | None = None  # of the first op: ToUint8, ToFloat or torchvision's conversion
     scaled: bool = False  # to floating point, that of uint8 in [0, 1] ...
     exactly: bool = False  # ... to float32, floating point as well
     normalize: tuple[list[float], list[float]] | None = None  # mean and std
-    finals: tuple[Slots, ...] = ()  # drawn after that
+    finals: tuple[Slots, ...] = ()  # run after that
     cast: Cast = _AS_IT_IS
 
-    def then(self, op: Any) -> Self | None:
+    def then(self, op: LibraryOp) -> Self | None:
         """The recipe with one more transform; None where it is not for one program."""
         longer = replace(self, ops=(*self.ops, op))
         if isinstance(op, Cast):
@@ -99,7 +106,7 @@ class Recipe:
             return replace(longer, cast=op) if fits else None
         if isinstance(op, ToUint8):
             return None if self.ops else replace(longer, before=op)
-        conversion = name_of(op) in ("ConvertImageDtype", "ToDtype") and getattr(op, "scale", True)
+        conversion = _is_of_dtypes(op) and getattr(op, "scale", True)
         if isinstance(op, ToFloat) or (conversion and op.dtype == torch.float32):
             if self.normalize is not None and not self.scaled:
                 return None
@@ -132,10 +139,15 @@ class Recipe:
         return Finish(mean, std, self.cast.dtype or floats, self.cast.memory_format)
 
 
-def _compiled(transform: Any) -> Recipe:
+def _is_of_dtypes(op: LibraryOp) -> bool:
+    """Whether an op of torchvision's converts between dtypes, and not from PIL images."""
+    return name_of(op) is not None and has(op, Is.CONVERTS) and has(op, Is.BATCHES)
+
+
+def _compiled(transform: LibraryOp) -> Recipe:
     recipe = Recipe()
     for op in flatten(transform):
-        longer = recipe if name_of(op) == "Identity" else recipe.then(op)
+        longer = recipe if has(op, Is.DOES_NOTHING) else recipe.then(op)
         if longer is None:
             raise UnsupportedTransformError(_why_not(op, recipe))
         recipe = longer
@@ -143,11 +155,11 @@ def _compiled(transform: Any) -> Recipe:
 
 
 class PerImage(torch.nn.Module):
-    """Random transforms of torchvision or timm on a batch, with one draw per image.
+    """Random transforms of torchvision or timm on a batch, sampled for each image.
 
-    What is drawn has torchvision's (timm's) distribution, and the result its shape, dtype and
-    range. It runs on the device of the images: on CUDA in a launch or two, whatever is drawn, on
-    the CPU by torchvision's functions, some of them written anew for ``uint8``.
+    What is sampled has torchvision's (timm's) distribution, and the result its shape, dtype and
+    range. The batch is transformed on its own device: on CUDA in a launch or two, whatever is
+    sampled, on the CPU by torchvision's functions, some of them written anew for ``uint8``.
 
     Args:
         transform: RandAugment, TrivialAugmentWide, AutoAugment, AugMix, ColorJitter,
@@ -155,10 +167,10 @@ class PerImage(torch.nn.Module):
             RandomApply, RandomChoice, RandomOrder, ``Compose`` or a list of them; timm's
             RandAugment, AutoAugment and AugMix. A conversion to float32 in [0, 1] may come before
             or after them, then ``Normalize`` and RandomErasing.
-        seed: of the draws. By default they come from torch's generator. With a seed each call has
-            the next draws of its own sequence, whose place is in the ``state_dict``. The sequence
+        seed: of what is sampled. The default is torch's generator. With a seed each call has the
+            next numbers of its own sequence, whose place is in the ``state_dict``. The sequence
             also depends on the rank and, in the worker of a loader, on that worker's seed. In a
-            prefetcher's list leave it out: draws are a function of the prefetcher's seed there.
+            prefetcher's list leave it out: what is sampled depends on the prefetcher's seed there.
 
     Raises:
         UnsupportedTransformError: for a transform that has no such form.
@@ -168,16 +180,17 @@ class PerImage(torch.nn.Module):
         >>> images = augment(images)  # (N, 3, H, W) uint8, on the GPU
     """
 
-    def __init__(self, transform: Any, *, seed: int | None = None) -> None:
+    def __init__(self, transform: LibraryOp, *, seed: int | None = None) -> None:
         super().__init__()
-        self.op, self.seed, self.calls = transform, seed, 0
+        self.op = transform
+        self.seed = seed
+        self.calls = 0
         self.recipe = _compiled(transform)
 
     @property
     def __name__(self) -> str:
-        names = (getattr(op, "__name__", type(op).__name__) for op in self.recipe.ops)
-        hidden = ("ToUint8", "ToFloat", "Cast")
-        return ", ".join(name for name in names if name not in hidden)
+        ops = (op for op in self.recipe.ops if not isinstance(op, _AUXILIARY))
+        return ", ".join(map(title, ops))
 
     @property
     def slots(self) -> int:
@@ -206,7 +219,7 @@ class PerImage(torch.nn.Module):
         Args:
             images: ``(N, C, H, W)``, C of 1 or 3, uint8 or in [0, 1] in floating point, on the
                 CPU or CUDA; left untouched.
-            keys: ``(N,)`` uint64 that the draws are a function of, image by image. None, the
+            keys: ``(N,)`` uint64 that each image is sampled from. None, the
                 default, takes them from torch's generator or from ``seed``.
 
         Returns:
@@ -227,7 +240,7 @@ class PerImage(torch.nn.Module):
     def key(self) -> Keys | int:
         if self.seed is None:
             return int(torch.randint(2**62, (), device="cpu"))
-        worker = get_worker_info()  # in a loader's, where all would have the first draws
+        worker = get_worker_info()  # in a loader's, where all would sample the same
         seed = self.seed if worker is None else fold(self.seed, worker.seed)
         if (number := rank()) > 0:
             seed = fold(seed, -number)
@@ -241,10 +254,12 @@ class PerImage(torch.nn.Module):
 
     def drawn(self, keys: Keys, images: torch.Tensor) -> list[Program]:
         """What is done to images with these ``(N,)`` keys."""
-        (channels, height, width), before = images.shape[-3:], self.recipe.before
+        channels, height, width = images.shape[-3:]
+        before = self.recipe.before
         floats = not isinstance(before, ToUint8) if before else images.is_floating_point()
         picture = Picture(height, width, channels, 1.0 if floats else 255.0)
-        programs, row = list[Program](), list[Slots]()
+        programs: list[Program] = []
+        row: list[Slots] = []
         for number, step in enumerate(self.recipe.steps):
             if not isinstance(step, Mix):
                 row.append(step)
@@ -284,7 +299,7 @@ def refuse_integers(images: torch.Tensor) -> None:
         )
 
 
-def _check(images: Any) -> None:
+def _check(images: object) -> None:
     if not isinstance(images, torch.Tensor):
         raise TypeError(
             f"PerImage takes a batch of images as a tensor (N, C, H, W), got "
@@ -302,7 +317,7 @@ def _check(images: Any) -> None:
         raise TypeError("PerImage gives no gradient of its images. Call it on images.detach().")
 
 
-def _why_not(op: Any, recipe: Recipe) -> str:
+def _why_not(op: LibraryOp, recipe: Recipe) -> str:
     name = type(op).__name__
     after = " after Normalize or a conversion, where only RandomErasing may stand"
     if compiled(op) is not None:
@@ -314,45 +329,14 @@ def _why_not(op: Any, recipe: Recipe) -> str:
     )
 
 
-def on_levels(head: Any, tail: Sequence[Transform], cast: Cast) -> tuple[list[Transform], bool]:
-    """Let the first program take uint8 of the fused transforms, and do what else they would.
-
-    ``cast`` is the form of what the fused transforms would give. Returns the new tail, and whether
-    they are to give uint8.
-    """
-    first = tail[0] if tail else None
-    if not isinstance(first, PerImage) or not head.names or head.mean or cast.dtype == torch.uint8:
-        return [*tail], False
-    recipe = first.recipe
-    given = isinstance(recipe.before, ToUint8)
-    steps = [op for op in recipe.ops if compiled(op) is not None][: len(recipe.steps)]
-    same = recipe.before is None and all(map(_is_same_on_levels, steps))
-    same = same and not all(type(op).__name__.endswith("Flip") for op in recipe.ops)
-    if first.seed is not None or not recipe.steps or not (given or same):
-        return [*tail], False
-    ops = list(recipe.ops)
-    if not (given or recipe.scaled):
-        ops.insert(next((i for i, op in enumerate(ops) if constants(op)), len(ops)), ToFloat())
-    if recipe.cast == _AS_IT_IS:
-        floats = recipe.scaled or not given
-        ops.append(cast if floats else Cast(None, cast.memory_format))
-    return [PerImage(ops), *tail[1:]], True
-
-
-def _is_same_on_levels(op: Any) -> bool:
-    """Whether an op does to 0..255 what it does to [0, 1]: all but those that are given a value."""
-    if hasattr(op, "transforms"):
-        return all(map(_is_same_on_levels, flatten(op.transforms)))
-    black = not np.any(getattr(op, "fill", None))
-    return black and type(op).__name__ not in ("RandomErasing", "RandomSolarize")
-
-
 def grouped(transforms: Iterable[Transform]) -> list[Transform]:
     """The list with each run of transforms that one program carries out in one PerImage."""
-    done, recipe = list[Transform](), Recipe()
+    done: list[Transform] = []
+    recipe = Recipe()
     for transform in transforms:
-        own = isinstance(transform, PerImage) and transform.seed is None
-        each = transform.recipe.ops if own else (transform,)  # type: ignore[attr-defined]
+        each: tuple[Transform, ...] = (transform,)
+        if isinstance(transform, PerImage) and transform.seed is None:
+            each = transform.recipe.ops
         for op in each:
             if (longer := recipe.then(op)) is None:
                 done += _of_recipe(recipe)
@@ -364,19 +348,20 @@ def grouped(transforms: Iterable[Transform]) -> list[Transform]:
 
 
 def _of_recipe(recipe: Recipe) -> list[Transform]:
-    draws = any(name_of(op) != "Grayscale" for op in recipe.ops if compiled(op) is not None)
-    return [PerImage(recipe.ops)] if draws else [*recipe.ops]
+    samples = any(samples_once(op) for op in recipe.ops if compiled(op) is not None)
+    return [PerImage(recipe.ops)] if samples else [*recipe.ops]
 
 
 class Loop(torch.nn.Module):
     """One call per image; shape, dtype and range are what torchvision makes of them."""
 
-    def __init__(self, op: Any) -> None:
+    def __init__(self, op: LibraryOp) -> None:
         super().__init__()
-        self.op, self.__name__ = copy.copy(op), type(op).__name__
+        self.op = copy.copy(op)
+        self.__name__ = type(op).__name__
 
     def forward(self, images: torch.Tensor, keys: Keys | None = None) -> torch.Tensor:
-        """Call the op on each of ``(N, C, H, W)``; with ``keys`` each has draws of its own key."""
+        """Call the op on each of ``(N, C, H, W)``; with ``keys`` each samples from its own."""
         seeds = [None] * len(images) if keys is None else [derive(key, 0) for key in keys]
         done = [self._one(image[None], seed) for image, seed in zip(images, seeds, strict=True)]
         if len({image.shape for image in done}) > 1:
@@ -392,6 +377,6 @@ class Loop(torch.nn.Module):
             return self.op(image)  # type: ignore[no-any-return]
 
 
-def takes_keys(transform: Any) -> bool:
+def takes_keys(transform: object) -> bool:
     """Whether a transform can sample for each image from a key."""
     return type(transform) is Loop or (type(transform) is PerImage and transform.seed is None)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpuprefetch.policies.ops import Op
+from gpuprefetch.policies.registry import SHARED, Is, is_or_extends, row_of
 from gpuprefetch.policies.slots import Floats, Mix, Noise, Picture, Slots, Step, table
 from gpuprefetch.policies.spatial import Matrix
 
@@ -48,18 +49,6 @@ def is_timm(thing: object, name: str) -> bool:
     return kind.__module__.startswith("timm.data.") and kind.__name__ == name
 
 
-# They take a batch as it is: they sample nothing, or for each of its images.
-_ON_BATCHES = frozenset(
-    "MaybePILToTensor MaybeToTensor RandomErasing"
-    " CenterCropOrPad CenterCropToSequence ResizeKeepRatioToSequence ResizeToSequence"
-    " TrimBorder".split()
-)
-PASSES_TENSORS = _ON_BATCHES | frozenset(
-    "RandomCropOrPad RandomCropToSequence RandomPad RandomResizedCropAndInterpolation"
-    " RandomResizedCropToSequence ResizeKeepRatio".split()
-)
-
-
 def timm_class(op: Transform) -> type | None:
     """The class of timm's data that ``op`` is of, or derived from; None for anything else."""
     kinds = (kind for kind in type(op).__mro__ if kind.__module__.startswith("timm.data."))
@@ -68,13 +57,15 @@ def timm_class(op: Transform) -> type | None:
 
 def samples_once(op: Transform) -> bool:
     """Whether one of timm's ops samples once a call, so that a batch would share the result."""
-    kind = timm_class(op)
-    return kind is not None and (kind is not type(op) or kind.__name__ not in _ON_BATCHES)
+    if timm_class(op) is None:
+        return False
+    row = row_of(op)
+    samples_not = row is not None and Is.BATCHES in row.traits and not row.traits & SHARED
+    return not samples_not
 
 
 def samples_sizes(op: Transform) -> bool:
-    kind = timm_class(op)
-    return kind is not None and kind.__name__ == "ResizeKeepRatio"
+    return timm_class(op) is not None and is_or_extends(op, Is.ALONE)
 
 
 def from_timm(op: Transform) -> Transform:

@@ -1,15 +1,15 @@
-"""Read a list of transforms: which become one launch on ragged images, and what runs after it."""
+"""The fused transforms of a list, which become one launch on images of different sizes."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import Enum
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuprefetch.policies.known import constants, name_of
 from gpuprefetch.transforms.launch import coloring, resample
 from gpuprefetch.transforms.random import Keys, fold
 from gpuprefetch.transforms.reference import Ints
@@ -18,27 +18,31 @@ from gpuprefetch.transforms.sampling import (
     FlipOp,
     Floats,
     HeadOp,
-    RandomCropOp,
     ResizedCropOp,
     ResizeOp,
     Sampling,
     Size,
 )
-from gpuprefetch.transforms.views import Views
+
+# What a list of transforms holds: a module, a transform of a library, or a function of the user's.
+Transform = Callable[..., Any]
 
 
-def _pair(size: int | Sequence[int], name: str) -> Size:
-    pair = tuple(size) if isinstance(size, Sequence) else (size, size)
-    if len(pair) != 2 or not all(isinstance(s, (int, np.integer)) and s > 0 for s in pair):
+def pair(size: int | Sequence[int], name: str) -> Size:
+    """(height, width) of the ``size`` of the transform ``name``; an int is both."""
+    both = tuple(size) if isinstance(size, Sequence) else (size, size)
+    if len(both) != 2 or not all(isinstance(s, (int, np.integer)) and s > 0 for s in both):
         raise ValueError(f"{name}(size=...) takes a positive int or (height, width), got {size!r}.")
-    return int(pair[0]), int(pair[1])
+    return int(both[0]), int(both[1])
 
 
 RESIZE_FILTERS = ("nearest", "nearest-exact", "bilinear", "bicubic")
+# A name, torchvision's InterpolationMode, or PIL's Resampling, which is an int.
+Interpolation = str | int | Enum
 _OF_PIL = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}
 
 
-def _filter(interpolation: Any) -> str:
+def _filter(interpolation: Interpolation) -> str:
     """The name of a filter, which torchvision's InterpolationMode and PIL's Resampling have too."""
     name = getattr(interpolation, "value", interpolation)
     name = _OF_PIL.get(name, name) if isinstance(name, int) else name
@@ -47,9 +51,12 @@ def _filter(interpolation: Any) -> str:
     return str(name)
 
 
+_RESIZES = (ResizedCropOp, ResizeOp)
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The fused part of a list; picklable, so that workers can draw its parameters."""
+    """The fused part of a list; picklable, so that workers can sample its parameters."""
 
     ops: tuple[HeadOp, ...] = ()
     size: Size | None = None  # None where the list does not fix it
@@ -60,6 +67,31 @@ class Head:
     names: tuple[str, ...] = ()  # of the ops and of a Normalize
     dtype: torch.dtype | None = None  # None for float32, or that of floating-point images
     memory_format: torch.memory_format | None = None
+
+    def then(self, op: HeadOp, name: str) -> Self | None:
+        """With one more op; None where they do not compose into one resampling.
+
+        ``name`` is the one that the list has for it.
+        """
+        if self.mean is not None and not isinstance(op, FlipOp):
+            return None  # padding and blending come before the normalization they would change
+        longer = replace(self, ops=(*self.ops, op), names=(*self.names, name))
+        if not isinstance(op, _RESIZES):
+            return replace(longer, size=getattr(op, "size", self.size))
+        if any(isinstance(done, _RESIZES) or getattr(done, "pad", False) for done in self.ops):
+            return None  # two resamplings in a row are not one
+        return replace(
+            longer,
+            size=op.size if isinstance(op.size, tuple) else None,
+            interpolation=op.interpolation.removesuffix("-exact"),  # which differs in the sampling
+            antialias=op.antialias,
+        )
+
+    def normalized(self, mean: list[float], std: list[float]) -> Self | None:
+        """With a Normalize; None after another one."""
+        if self.mean is not None:
+            return None
+        return replace(self, mean=mean, std=std, names=(*self.names, "Normalize"))
 
     def empty(self, count: int, device: torch.device | str) -> torch.Tensor:
         """``(count, 3, H, W)``, not initialized, for what it makes of decoded images."""
@@ -137,10 +169,10 @@ class Head:
         self.resample(images, rows, (height, width), out=out, positions=positions)
 
 
-class _FusedTransform(torch.nn.Module):
+class FusedTransform(torch.nn.Module):
     """A transform of this library: one of the fused transforms in a list, a module elsewhere."""
 
-    def __init__(self, op: Any) -> None:
+    def __init__(self, op: HeadOp) -> None:
         super().__init__()
         self.op = op
 
@@ -159,7 +191,7 @@ class _FusedTransform(torch.nn.Module):
                 "DataPrefetcher(transforms=[...]), and let the dataset return EncodedImage."
             )
         images = images if images.dim() == 4 else images[None]
-        head = _extended(Head(), self, self.op)
+        head = Head().then(self.op, type(self).__name__)
         assert head is not None  # one op alone always fits
         keys = fold(int(torch.randint(2**62, ())), np.arange(len(images)))
         return apply_head(head, images, keys)
@@ -169,7 +201,7 @@ class _FusedTransform(torch.nn.Module):
         return ", ".join(f"{name}={getattr(self.op, name)!r}" for name in names)
 
 
-class RandomResizedCrop(_FusedTransform):
+class RandomResizedCrop(FusedTransform):
     """Crop a random part of each image and resize it, antialiased as PIL does.
 
     The distribution is torchvision's (and kornia's): area uniform in ``scale``, aspect ratio
@@ -178,7 +210,7 @@ class RandomResizedCrop(_FusedTransform):
 
     Args:
         size: result, an int for a square or ``(height, width)``, in pixels.
-        scale: range of the crop's share of the area; a draw above 1 fits no image and is repeated.
+        scale: range of the crop's share of the area; above 1 it fits no image and is sampled again.
         ratio: range of width / height.
         interpolation: ``"bilinear"``, ``"bicubic"``, ``"nearest"`` (torch's) or ``"nearest-exact"``
             (PIL's NEAREST), or torchvision's ``InterpolationMode``.
@@ -192,7 +224,7 @@ class RandomResizedCrop(_FusedTransform):
         size: int | Sequence[int],
         scale: tuple[float, float] = (0.08, 1.0),
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
-        interpolation: Any = "bilinear",
+        interpolation: Interpolation = "bilinear",
     ) -> None:
         for name, value, least in (("scale", scale, 0.0), ("ratio", ratio, math.ulp(0.0))):
             if np.shape(value) != (2,) or not least <= value[0] <= value[1] < math.inf:
@@ -200,11 +232,11 @@ class RandomResizedCrop(_FusedTransform):
                 raise ValueError(
                     f"{name} must be (low, high) with 0 {above} low <= high, got {value!r}."
                 )
-        pair = _pair(size, "RandomResizedCrop")
-        super().__init__(ResizedCropOp(pair, tuple(scale), tuple(ratio), _filter(interpolation)))
+        exact = pair(size, "RandomResizedCrop")
+        super().__init__(ResizedCropOp(exact, tuple(scale), tuple(ratio), _filter(interpolation)))
 
 
-class Resize(_FusedTransform):
+class Resize(FusedTransform):
     """Resize each image, antialiased as PIL does.
 
     Args:
@@ -222,11 +254,11 @@ class Resize(_FusedTransform):
     def __init__(
         self,
         size: int | Sequence[int] | None,
-        interpolation: Any = "bilinear",
+        interpolation: Interpolation = "bilinear",
         max_size: int | None = None,
     ) -> None:
-        pair = None if size is None and max_size else _pair(size, "Resize")  # type: ignore[arg-type]
-        exact = pair if isinstance(size, Sequence) or pair is None else pair[0]
+        both = None if size is None and max_size else pair(size, "Resize")  # type: ignore[arg-type]
+        exact = both if isinstance(size, Sequence) or both is None else both[0]
         if max_size is not None and (isinstance(exact, tuple) or max_size <= (exact or 0)):
             raise ValueError(
                 "Resize(max_size=...) takes the longer side at most, above an int size, got "
@@ -235,7 +267,7 @@ class Resize(_FusedTransform):
         super().__init__(ResizeOp(exact, _filter(interpolation), max_size=max_size))
 
 
-class CenterCrop(_FusedTransform):
+class CenterCrop(FusedTransform):
     """Cut the middle out of each image; a smaller image is padded with zeros, as in torchvision.
 
     Args:
@@ -246,137 +278,7 @@ class CenterCrop(_FusedTransform):
     """
 
     def __init__(self, size: int | Sequence[int]) -> None:
-        super().__init__(CenterCropOp(_pair(size, "CenterCrop"), pad=True))
-
-
-def _is_fused(transform: Any) -> bool:
-    """Whether a transform is this library's own; a subclass that does something else is not."""
-    kind = type(transform)
-    return isinstance(transform, _FusedTransform) and kind.forward is _FusedTransform.forward
-
-
-def is_kornia(transform: Any) -> bool:
-    """Whether a transform is of kornia's, or of a class derived from one."""
-    return any(kind.__module__.startswith("kornia.") for kind in type(transform).__mro__)
-
-
-def _kornia_op(transform: Any) -> HeadOp | None:
-    """The fused form of a kornia module; None where it has none, and for anything else."""
-    if not type(transform).__module__.startswith("kornia."):
-        return None
-    import kornia.augmentation as K
-
-    kind, flags = type(transform), getattr(transform, "flags", {})
-    size: Any = flags.get("size")
-    if kind in (K.RandomHorizontalFlip, K.RandomVerticalFlip):
-        axis = int(kind is K.RandomHorizontalFlip)
-        return FlipOp(axis, float(transform.p), float(transform.p_batch), transform.same_on_batch)
-    if getattr(transform, "p_batch", 1.0) != 1.0:
-        return None  # a crop that is sometimes skipped has no fixed size
-    if kind is K.CenterCrop:
-        return CenterCropOp(_pair(size, "CenterCrop"), pad=False)
-    if kind is K.RandomCrop and flags["padding"] is None and not flags["pad_if_needed"]:
-        return RandomCropOp(_pair(size, "RandomCrop"), transform.same_on_batch)
-    if getattr(flags.get("resample"), "name", "") != "BILINEAR":
-        return None
-    align = bool(flags.get("align_corners"))
-    if kind is K.RandomResizedCrop and (align or flags["cropping_mode"] == "slice"):
-        drawn = transform._param_generator
-        return ResizedCropOp(
-            _pair(size, "RandomResizedCrop"),
-            tuple(map(float, drawn.scale)),
-            tuple(map(float, drawn.ratio)),
-            antialias=False,
-            align_corners=align,
-            centered_fallback=False,
-            same_on_batch=transform.same_on_batch,
-        )
-    short = isinstance(size, int)
-    if kind is K.Resize and not flags["antialias"] and (not short or flags["side"] == "short"):
-        size = size if short else _pair(size, "Resize")
-        return ResizeOp(size, antialias=False, align_corners=align)
-    return None
-
-
-_RESIZES = (ResizedCropOp, ResizeOp)
-
-
-def _extended(head: Head, transform: Any, op: Any = None) -> Head | None:
-    """The fused transforms and one more; None where they do not compose into one resampling."""
-    names = (*head.names, type(transform).__name__)
-    theirs = name_of(transform) if head.names else None  # torchvision's keep uint8, and a head not
-    kornias = type(transform).__module__.startswith("kornia.augmentation.")
-    if theirs == "Normalize" or (kornias and names[-1] == "Normalize"):
-        if head.mean is not None or float(getattr(transform, "p", 1.0)) != 1.0:
-            return None
-        found = constants(transform)
-        assert found is not None, "both libraries' Normalize have them"
-        return replace(head, mean=found[0], std=found[1], names=names)
-    if theirs in ("RandomHorizontalFlip", "RandomVerticalFlip"):
-        op = FlipOp(int(theirs == "RandomHorizontalFlip"), float(transform.p), 1.0, False)
-    op = op or (transform.op if _is_fused(transform) else _kornia_op(transform))
-    if op is None or (head.mean is not None and not isinstance(op, FlipOp)):
-        return None  # padding and blending come before the normalization they would change
-    longer = replace(head, ops=(*head.ops, op), names=names)
-    if not isinstance(op, _RESIZES):
-        return replace(longer, size=getattr(op, "size", head.size))
-    if any(isinstance(done, _RESIZES) or getattr(done, "pad", False) for done in head.ops):
-        return None  # two resamplings in a row are not one
-    size = op.size if isinstance(op.size, tuple) else None
-    interpolation = op.interpolation.removesuffix("-exact")  # what differs is the sampling
-    return replace(longer, size=size, interpolation=interpolation, antialias=op.antialias)
-
-
-Transform = Callable[..., Any]
-
-
-def read_transforms(transforms: Sequence[Transform] | None) -> tuple[Head, list[Transform]]:
-    """Split a list into the transforms that are fused into one launch, and those after it."""
-    if not isinstance(transforms, Sequence | None):
-        raise TypeError(
-            f"transforms takes a list of modules and callables, got {type(transforms).__name__}."
-        )
-    tail = [*(transforms or ())]
-    if any(isinstance(transform, Views) for transform in tail):
-        raise TypeError(
-            "Views takes the place of the list. Repeat in each of its lists what all views have in "
-            "common: transforms=Views([crop, normalize], [crop, normalize])."
-        )
-    for transform in tail:
-        if not callable(transform) or isinstance(transform, type):
-            raise TypeError(
-                f"transforms takes a list of modules and callables, got {transform!r} in it. "
-                "Pass an instance, as in K.RandomHorizontalFlip(), and several lists as Views."
-            )
-    head = Head()
-    while tail and (longer := _extended(head, tail[0])) is not None:
-        head, tail = longer, tail[1:]
-    return head, tail
-
-
-def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
-    if head.size is not None:
-        return
-    names = ", ".join(head.names)
-    stop = names or "an empty list"
-    hint = (
-        "Start the list with a crop for training, or with Resize(256) and CenterCrop(224) for "
-        "validation (kornia's work as well, if bilinear, p=1 and without padding): "
-        "transforms=[gpuprefetch.RandomResizedCrop(224), ...]."
-    )
-    if tail:
-        first = getattr(tail[0], "__name__", type(tail[0]).__name__)
-        stop = f"{first} after {names}" if names else f"{first} comes first and"
-        if type(getattr(tail[0], "op", tail[0])).__module__.startswith("torchvision."):
-            hint = "Write transforms=gpuprefetch.convert_transforms(pipeline)."
-        elif type(tail[0]).__module__.startswith("kornia.augmentation.container"):
-            hint = f"The parts of {first} are hidden in it. Write transforms=[*pipeline]."
-        elif "Resize" in names and "Resize" in first:
-            hint = f"Two resizes are not one. Leave {names} out: transforms=[{first}(224), ...]."
-    raise ValueError(
-        f"Decoded photos have different sizes, and {stop} does not give them the one that "
-        f"transforms, dtype and memory_format need. {hint}"
-    )
+        super().__init__(CenterCropOp(pair(size, "CenterCrop"), pad=True))
 
 
 def apply_head(

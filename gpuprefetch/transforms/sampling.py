@@ -288,7 +288,3 @@ class FlipOp:
         each = _sampled(keys, 1, self.same_on_batch) < self.p
         whole = _sampled(fold(keys, 1), 1, True) < self.p_batch
         return sampling.flip(each & whole & (np.arange(2) == self.axis))
-
-
-# The ops that sample.
-RANDOM = (ResizedCropOp, RandomCropOp, FlipOp)

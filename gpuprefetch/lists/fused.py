@@ -1,0 +1,172 @@
+"""Which transforms the fused launch takes, and as what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gpuprefetch.policies.known import constants, filter_of, name_of
+from gpuprefetch.policies.registry import Is, LibraryOp, has
+from gpuprefetch.transforms.head import (
+    RESIZE_FILTERS,
+    CenterCrop,
+    FusedTransform,
+    Head,
+    RandomResizedCrop,
+    Resize,
+    pair,
+)
+from gpuprefetch.transforms.sampling import (
+    CenterCropOp,
+    FlipOp,
+    HeadOp,
+    RandomCropOp,
+    ResizedCropOp,
+    ResizeOp,
+)
+
+# What differs in the fused launch, given the same parameters.
+_UNROUNDED = "not rounded to uint8 on a GPU"
+_CLIPPED = "clipped to [0, 1], torchvision's floats are not"
+NEAREST_TIES = "where two pixels are equally near it may be the other"
+
+
+class RandomCrop(FusedTransform):
+    """torchvision's RandomCrop with black padding."""
+
+    def __init__(self, op: LibraryOp) -> None:
+        left, right, top, bottom = op.padding or (0, 0, 0, 0)
+        super().__init__(
+            RandomCropOp(
+                pair(op.size, "RandomCrop"),
+                before=(top, left),
+                after=(bottom, right),
+                pad_if_needed=bool(op.pad_if_needed),
+            )
+        )
+
+
+def extended(head: Head, transform: LibraryOp) -> Head | None:
+    """The fused transforms and one more of a list; None where the launch does not take it.
+
+    torchvision's own stand for themselves only after a crop or a resize, which scales to [0, 1].
+    """
+    name = type(transform).__name__
+    theirs = name_of(transform) is not None and bool(head.names)
+    kornias = type(transform).__module__.startswith("kornia.augmentation.")
+    if name == "Normalize" and (theirs or kornias):
+        found = constants(transform)
+        assert found is not None, "both libraries' Normalize have them"
+        always = float(getattr(transform, "p", 1.0)) == 1.0
+        return head.normalized(*found) if always else None
+    if theirs and has(transform, Is.FLIPS):
+        return head.then(_flip(transform), name)
+    op = transform.op if _is_ours(transform) else _kornia_op(transform)
+    return None if op is None else head.then(op, name)
+
+
+def in_launch(
+    op: LibraryOp, *, is_tensor: bool, is_float: bool
+) -> tuple[FusedTransform | HeadOp | None, str]:
+    """What stands for torchvision's crop, resize or flip in a pipeline; and what differs."""
+    how = filter_of(op)
+    if has(op, Is.FLIPS):
+        return _flip(op), ""
+    name = type(op).__name__
+    if name == "CenterCrop":
+        return CenterCrop(op.size), ""
+    if name == "RandomCrop":
+        black = op.padding_mode == "constant" and op.fill in (0, None)
+        return RandomCrop(op) if black else None, ""
+    if not has(op, Is.CROPS) or how not in RESIZE_FILTERS:
+        return None, ""
+    note = "" if is_float else _UNROUNDED
+    if "nearest" in how and is_tensor:
+        note = ""
+    elif "nearest" in how:
+        note = NEAREST_TIES
+        how = "nearest-exact"  # PIL's takes the pixel at the center
+    elif is_tensor and not op.antialias:
+        return None, ""
+    elif how == "bicubic" and is_float:
+        note = _CLIPPED
+    if name == "RandomResizedCrop":
+        return RandomResizedCrop(op.size, op.scale, op.ratio, how), note
+    size = op.size[0] if op.size and len(op.size) == 1 else op.size
+    return Resize(size, how, op.max_size), note
+
+
+def in_kornia(op: LibraryOp) -> torch.nn.Module:
+    """Kornia's module for torchvision's flip or Normalize, which a list fuses in any place."""
+    import kornia.augmentation as K
+
+    module: torch.nn.Module
+    if has(op, Is.NORMALIZES):
+        module = K.Normalize(mean=as_float32(op.mean), std=as_float32(op.std))
+    else:
+        module = getattr(K, type(op).__name__)(p=op.p)
+    return module
+
+
+def as_float32(values: Sequence[float]) -> torch.Tensor:
+    """A tensor whose dtype is not the default one, which may be too narrow."""
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def is_kornia(transform: object) -> bool:
+    """Whether a transform is of kornia's, or of a class derived from one."""
+    return any(kind.__module__.startswith("kornia.") for kind in type(transform).__mro__)
+
+
+def _flip(op: LibraryOp) -> FlipOp:
+    axis = int(type(op).__name__ == "RandomHorizontalFlip")
+    return FlipOp(axis, float(op.p), p_batch=1.0, same_on_batch=False)
+
+
+def _is_ours(transform: object) -> bool:
+    """Whether a transform is this library's own; a subclass that does something else is not."""
+    kind = type(transform)
+    return (
+        isinstance(transform, FusedTransform)
+        and getattr(kind, "forward", None) is FusedTransform.forward
+    )
+
+
+def _kornia_op(transform: LibraryOp) -> HeadOp | None:
+    """The fused form of a kornia module; None where it has none, and for anything else."""
+    if not type(transform).__module__.startswith("kornia."):
+        return None
+    import kornia.augmentation as K
+
+    kind = type(transform)
+    flags = getattr(transform, "flags", {})
+    size = flags.get("size", 0)  # all of them have one
+    if kind in (K.RandomHorizontalFlip, K.RandomVerticalFlip):
+        axis = int(kind is K.RandomHorizontalFlip)
+        return FlipOp(axis, float(transform.p), float(transform.p_batch), transform.same_on_batch)
+    if getattr(transform, "p_batch", 1.0) != 1.0:
+        return None  # a crop that is sometimes skipped has no fixed size
+    if kind is K.CenterCrop:
+        return CenterCropOp(pair(size, "CenterCrop"), pad=False)
+    if kind is K.RandomCrop and flags["padding"] is None and not flags["pad_if_needed"]:
+        return RandomCropOp(pair(size, "RandomCrop"), transform.same_on_batch)
+    if getattr(flags.get("resample"), "name", "") != "BILINEAR":
+        return None
+    align = bool(flags.get("align_corners"))
+    if kind is K.RandomResizedCrop and (align or flags["cropping_mode"] == "slice"):
+        sampled = transform._param_generator
+        return ResizedCropOp(
+            pair(size, "RandomResizedCrop"),
+            tuple(map(float, sampled.scale)),
+            tuple(map(float, sampled.ratio)),
+            antialias=False,
+            align_corners=align,
+            centered_fallback=False,
+            same_on_batch=transform.same_on_batch,
+        )
+    short = isinstance(size, int)
+    if kind is K.Resize and not flags["antialias"] and (not short or flags["side"] == "short"):
+        exact = size if short else pair(size, "Resize")
+        return ResizeOp(exact, antialias=False, align_corners=align)
+    return None

@@ -1,0 +1,548 @@
+"""Read a list of transforms, or a pipeline of torchvision's, once and op by op.
+
+The walk knows the :class:`.forms.Form` of the images that reach each op. A crop, a resize, a flip
+or a Normalize joins the fused launch where that can take it, and what is left runs after it.
+
+torchvision's ops give what torchvision gives: uint8, for decoded images, until a conversion. The
+launch may give [0, 1] in the meantime, and ``holds_float`` says which of the two our images are.
+From the first other op on, each transform runs as it is written.
+
+    pipeline = [v2.RandomResizedCrop(224), v2.RandAugment(), v2.ToImage(), v2.ToDtype(...)]
+    fused launch   RandomResizedCrop, and ToUint8, which it does for the program's sake
+    one program    RandAugment, ToFloat (which is ToDtype's)
+    nothing to do  ToImage
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from gpuprefetch.core.report import Printed, columns
+from gpuprefetch.lists.forms import Form
+from gpuprefetch.lists.fused import (
+    NEAREST_TIES,
+    as_float32,
+    extended,
+    in_kornia,
+    in_launch,
+    is_kornia,
+)
+from gpuprefetch.lists.refused import refuse_in_list, refuse_once_a_batch, refuse_within_kornia
+from gpuprefetch.policies.compile import FILTERS, compiled
+from gpuprefetch.policies.known import (
+    UnsupportedTransformError,
+    checked,
+    constants,
+    filter_of,
+    flatten,
+    is_on_device,
+    name_of,
+    samples_once,
+    title,
+    twin,
+)
+from gpuprefetch.policies.per_image import Cast, Loop, PerImage, ToFloat, ToUint8, grouped
+from gpuprefetch.policies.registry import Is, LibraryOp, has, rows_of
+from gpuprefetch.policies.timm import from_timm, samples_sizes, why_not
+from gpuprefetch.transforms.head import RESIZE_FILTERS, FusedTransform, Head, Transform
+from gpuprefetch.transforms.sampling import HeadOp
+from gpuprefetch.transforms.views import Views
+
+# What a prefetcher takes: a list, one transform, or nothing.
+Transforms = Transform | Sequence[Transform] | None
+
+FUSED = "fused launch"
+_IN_WORKERS = (
+    "let the workers decode, and run all up to it and the crop: accelerate(loader, "
+    "keep_unknown=True)"
+)
+_IN_LAUNCH = "its result is in [0, 1]"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What became of one op."""
+
+    source: LibraryOp  # a v1 op's twin from v2
+    module: Transform | None  # what stands for it in the list, if anything needs to
+    where: str
+    note: str = ""  # what differs, or why it is not fused
+
+    @property
+    def name(self) -> str:
+        return title(self.source)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan(Printed):
+    """What becomes of a list or a pipeline: its ops in their order, and what carries them out."""
+
+    steps: list[Step]
+    head: Head = field(default_factory=Head)
+    written: list[Transform] = field(default_factory=list)  # all of them, fused ones first
+    tail: list[Transform] = field(default_factory=list)  # after the fused ones, as they run
+    is_pipeline: bool = False  # whether torchvision's ops come first, with torchvision's meaning
+
+    @property
+    def transforms(self) -> list[Transform]:
+        """A list for ``DataPrefetcher(transforms=...)`` that does the same."""
+        fused = len(self.head.names)
+        theirs = Is.FLIPS | Is.NORMALIZES
+        return [
+            in_kornia(op) if number < fused and name_of(op) and has(op, theirs) else op
+            for number, op in enumerate(self.written)
+        ]
+
+    def then(self, transform: Transform) -> Plan:
+        """With one more transform at its end, which is none of the user's."""
+        return replace(
+            self,
+            written=[*self.written, transform],
+            tail=grouped([*self.tail, transform]),
+        )
+
+    def __str__(self) -> str:
+        return columns((f"  {step.name}", step.where, step.note) for step in self.steps)
+
+
+def convert(
+    pipeline: LibraryOp, *, batched: torch.Tensor | None = None, pictures: bool = False
+) -> Plan:
+    """What becomes of a pipeline of torchvision's, all of which must move to the device.
+
+    ``batched`` is one of the images, if they come as ``(N, C, H, W)`` and not as encoded files.
+    ``pictures`` says that the pipeline gets PIL images for sure, and not perhaps tensors; its batch
+    is made of them.
+    """
+    form = Form(is_picture=pictures)
+    if batched is not None:
+        form = replace(
+            form,
+            is_tensor=not pictures,
+            is_sized=True,
+            kind=type(batched),
+            dtype=batched.dtype,
+        )
+    walk = _Walk(
+        form, is_pipeline=True, holds_float=batched is None or form.is_float, instead=_IN_WORKERS
+    )
+    for op in flatten(pipeline):
+        walk.take_theirs(op)
+    return walk.finish_pipeline()
+
+
+def read_for_tensors(transforms: Transforms) -> Plan:
+    """What becomes of a list where images come as ``(N, C, H, W)``: each op runs as written."""
+    walk = _Walk(Form(is_tensor=True), is_pipeline=False)
+    for op in _checked(transforms):
+        walk.take(op)
+    return walk.finish()
+
+
+def read_for_files(transforms: Transforms) -> Plan:
+    """What becomes of a list where images are decoded, and have different sizes.
+
+    Raises:
+        UnsupportedTransformError: for an op of torchvision's that stands where it cannot run.
+    """
+    walk = _Walk(Form(), is_pipeline=True)
+    for op in _checked(transforms):
+        walk.take(op)
+    return walk.finish()
+
+
+def _checked(transforms: Transforms) -> list[Transform]:
+    """The transforms of a list, without the Compose around some."""
+    given = opened(transforms)
+    if not isinstance(given, Sequence | None):
+        raise TypeError(
+            f"transforms takes a list of modules and callables, got {type(given).__name__}."
+        )
+    ops = [*(given or ())]
+    if any(isinstance(op, Views) for op in ops):
+        raise TypeError(
+            "Views takes the place of the list. Repeat in each of its lists what all views have in "
+            "common: transforms=Views([crop, normalize], [crop, normalize])."
+        )
+    for op in ops:
+        if not callable(op) or isinstance(op, type):
+            raise TypeError(
+                f"transforms takes a list of modules and callables, got {op!r} in it. "
+                "Pass an instance, as in K.RandomHorizontalFlip(), and several lists as Views."
+            )
+    return ops
+
+
+def opened(transforms: Transforms) -> object:
+    """The transforms of a list, without the Compose around some; anything else as it is."""
+    given = [transforms] if callable(transforms) else transforms
+    if not isinstance(given, (list, tuple)):
+        return given
+    return [op for each in given for op in _opened(each)]
+
+
+def _opened(transform: LibraryOp) -> list[LibraryOp]:
+    """The ops of a Compose. From one that samples sizes on they stay together up to its end.
+
+    A later op makes one size of them again. A list is none, and refused: of several views it would
+    make one.
+    """
+    from torchvision.transforms import v2
+
+    if isinstance(transform, (list, tuple)):
+        return [transform]
+    ops = [*flatten(transform)]
+    for number, op in enumerate(ops):
+        sized = any(_is_theirs(later, Is.CROPS) for later in ops[number + 1 :])
+        if _is_alone(op) or (sized and _may_be_alone(op)):
+            return [*ops[:number], v2.Compose(ops[number:])] if number else [transform]
+    return ops
+
+
+def _is_theirs(op: LibraryOp, traits: Is) -> bool:
+    """Whether an op is torchvision's, or timm's that stands for one, and has these traits."""
+    op = from_timm(op)
+    return name_of(op) is not None and has(op, traits)
+
+
+def _is_alone(op: LibraryOp) -> bool:
+    """Whether an op is for one image, and the rest of its Compose with it."""
+    expands = bool(getattr(op, "expand", False))
+    return expands or has(op, Is.ALONE) or samples_sizes(op)
+
+
+def _may_be_alone(op: LibraryOp) -> bool:
+    """Whether an op may sample a size: also one of a class derived from torchvision's or timm's."""
+    return _is_alone(op) or (name_of(from_timm(op)) is None and samples_once(op))
+
+
+def _in_list(transform: Transform) -> Transform:
+    """What runs in a list for a transform: itself if it samples nothing, or for each image."""
+    if _is_alone(transform) or len([*flatten(transform)]) > 1:
+        return Loop(transform)
+    op = from_timm(transform)
+    if name_of(op) is not None and has(op, Is.ONCE):
+        op = twin(op)
+        return op if compiled(op) is not None else Loop(op)
+    if samples_once(op):
+        return Loop(op)
+    refuse_once_a_batch(transform)
+    refuse_within_kornia(transform)
+    return transform
+
+
+def why_refused(op: LibraryOp) -> str:
+    """Why a list does not take one of its transforms; empty where it does."""
+    try:
+        refuse_in_list(op)
+        _in_list(op)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+class _Walk:
+    """Goes through a list; ``form`` is that of the images after the last op taken."""
+
+    def __init__(
+        self,
+        form: Form,
+        *,
+        is_pipeline: bool,
+        holds_float: bool = True,
+        instead: str = "call it in the dataset, on the decoded image",
+    ) -> None:
+        self.form = form
+        self.instead = instead  # what may be done with an op that cannot run here
+        self.is_pipeline = is_pipeline  # only torchvision's ops so far, on decoded images
+        self.began_as_pipeline = False
+        self.holds_float = holds_float  # our images: the launch gives [0, 1]
+        self.cast: torch.dtype | None = None  # of the launch's floats, before what comes after it
+        self.head = Head()
+        self.steps: list[Step] = []
+        self.written: list[Transform] = []
+        self.tail: list[Transform] = []
+
+    def take(self, transform: Transform) -> None:
+        """Take one op of a list."""
+        if self.is_pipeline and self._stays_pipeline(from_timm(transform)):
+            self.began_as_pipeline = True
+            self.take_theirs(transform)
+            return
+        if self.is_pipeline:
+            self._leave_pipeline(transform)
+        self._take_as_written(transform)
+
+    def finish(self) -> Plan:
+        if self.is_pipeline and self.began_as_pipeline:
+            if not self.form.is_sized:
+                _refuse_sizes()
+            self._hold(self.form.is_float)
+        return Plan(self.steps, self.head, self.written, grouped(self.tail), self.began_as_pipeline)
+
+    def finish_pipeline(self) -> Plan:
+        if not self.form.is_tensor:
+            raise UnsupportedTransformError(
+                "The pipeline ends in PIL images, which no batch can hold. Add v2.ToImage() and "
+                "v2.ToDtype(torch.float32, scale=True), or ToTensor(), to it."
+            )
+        self.began_as_pipeline = True
+        return self.finish()
+
+    # --- Each op as it is written ---
+
+    def _take_as_written(self, transform: Transform) -> None:
+        refuse_in_list(transform)
+        longer = None if self.tail else extended(self.head, transform)
+        if longer is not None:
+            self.head = longer
+            self._add(transform, transform, FUSED)
+        else:
+            why = self._why_not_fused(transform)
+            runs = _in_list(transform)
+            self.tail.append(runs)
+            self._add(transform, runs, "on the batch", why)
+        self.form = self.form.after(transform)
+
+    def _why_not_fused(self, transform: Transform) -> str:
+        if self.tail:
+            return f"after {title(self.tail[0])}"
+        name = title(transform)
+        if extended(Head(), transform) is not None:
+            if self.head.mean is not None:
+                return "it comes after Normalize, where the launch takes flips only"
+            return "the images are resized or padded already, and two resamplings are not one"
+        if _is_theirs(transform, Is.CROPS):
+            return "torchvision's crops and resizes are fused where its ops come first"
+        if not is_kornia(transform):
+            return "the launch takes crops, resizes, flips and Normalize"
+        if name in ("RandomCrop", "CenterCrop", "RandomResizedCrop", "Resize", "Normalize"):
+            return "the launch takes it with p=1, bilinear, and without padding"
+        return "it is no crop, resize, flip or Normalize"
+
+    def _stays_pipeline(self, op: LibraryOp) -> bool:
+        if name_of(op) is None:
+            return False
+        if has(op, Is.CONVERTS) or _why_not_on_batch(twin(op)) is None:
+            return True
+        # Before the crop there is no other way, and what is said of it helps.
+        return not self.form.is_sized and (name_of(op) in _AUGMENTS or has(op, Is.BATCHES))
+
+    def _leave_pipeline(self, transform: Transform) -> None:
+        """From here on ops run as they are written; kornia's and ours are for [0, 1]."""
+        self.is_pipeline = False
+        if not self.began_as_pipeline:
+            return
+        for_floats = is_kornia(transform) or isinstance(transform, FusedTransform)
+        levels = self.form.dtype == torch.uint8
+        self._hold(self.form.is_float or (for_floats and levels))
+        if for_floats and levels:
+            self.form = self.form.after(ToFloat())
+
+    # --- torchvision's, with torchvision's meaning ---
+
+    def take_theirs(self, op: LibraryOp) -> None:
+        """Take an op of a pipeline for PIL images or uint8 tensors."""
+        op = from_timm(op)
+        if is_on_device(op):
+            raise UnsupportedTransformError(
+                f"{type(op).__name__} is not torchvision's, and runs on the device as it is. Leave "
+                "it out, and pass accelerate(loader, transforms=[it]), or DataPrefetcher(loader, "
+                "transforms=[*convert_transforms(pipeline), it])."
+            )
+        if name_of(op) is None:
+            self._refuse(op, why_not(op))
+        if has(op, Is.CONVERTS):
+            self._take_conversion(op)
+            return
+        op = twin(op)
+        rgb = type(op).__name__ == "RGB" and not self.form.is_sized  # files are decoded to RGB
+        if rgb or has(op, Is.DOES_NOTHING):
+            self._add(op, None, "nothing to do")
+        elif not self._fuse(op):
+            self._take_on_batch(op)
+        self.form = self.form.after(op)
+
+    def _fuse(self, op: LibraryOp) -> bool:
+        """Whether the launch takes an op, which it does then."""
+        if self.tail:
+            return False
+        if has(op, Is.NORMALIZES):
+            mean_and_std = checked(as_float32(op.mean), as_float32(op.std))
+            ready = self.form.is_float and self.form.is_sized
+            return ready and self._join(op, op, self.head.normalized(*mean_and_std))
+        stands, note = self._in_launch(op)
+        if stands is None:
+            return False
+        if isinstance(stands, FusedTransform):
+            longer = self.head.then(stands.op, type(stands).__name__)
+            return self._join(op, stands, longer, note)
+        return self._join(op, op, self.head.then(stands, type(op).__name__), note)
+
+    def _join(self, op: LibraryOp, written: Transform, longer: Head | None, note: str = "") -> bool:
+        """Let an op join the fused ones, if they are ``longer`` with it."""
+        if longer is None:
+            return False
+        self.head = longer
+        self.holds_float = True  # the launch gives that, whatever it is given
+        self._add(op, written, FUSED, note)
+        return True
+
+    def _in_launch(self, op: LibraryOp) -> tuple[FusedTransform | HeadOp | None, str]:
+        return in_launch(op, is_tensor=self.form.is_tensor, is_float=self.form.is_float)
+
+    def _take_conversion(self, op: LibraryOp) -> None:
+        if self.form.lets_pass(op):
+            self._add(op, None, "nothing to do", "it lets PIL images pass")
+            return
+        form = self.form
+        after = form.after(op)
+        # An op on the batch comes after what makes tensors of PIL images.
+        self.form = replace(after, dtype=form.dtype, values=form.values)
+        scale = getattr(op, "scale", True)
+        if after.dtype == form.dtype:
+            self._add(op, None, "nothing to do")
+        elif type(op).__name__ == "ToTensor" and not form.is_sized:
+            self._add(op, None, FUSED, _IN_LAUNCH)
+            self.cast = after.dtype if after.dtype != torch.float32 else None
+        elif (form.dtype, after.dtype, scale) != (torch.uint8, torch.float32, True):
+            from torchvision.transforms import v2
+
+            self._take_on_batch(v2.ToDtype(after.dtype, scale=scale), source=op)
+            self.holds_float = after.is_float
+        elif self.holds_float:
+            self._add(op, None, FUSED, _IN_LAUNCH)
+        else:
+            self._add_after(op, ToFloat(), "on the batch")
+            self.holds_float = True
+        self.form = after
+
+    def _take_on_batch(self, op: LibraryOp, source: LibraryOp = None) -> None:
+        if why := _why_not_on_batch(op):
+            self._refuse(*why)
+        if not self.form.is_sized:
+            self._refuse_before_crop(op)
+        if has(op, Is.LEVELS) and self.form.is_float:
+            self._refuse(op, "it takes uint8, and images are floating point", "Put it before that")
+        self._hold(self.form.is_float)
+        note = ""
+        if not self.form.is_tensor and hasattr(op, "antialias"):
+            op = copy.copy(op)
+            op.antialias = True  # PIL always does
+            if filter_of(op) == "nearest":
+                from torchvision.transforms import InterpolationMode
+
+                op.interpolation = InterpolationMode.NEAREST_EXACT  # to the center, as PIL's is
+                note = NEAREST_TIES
+        module: Transform = op
+        where = "torchvision v2 on the batch"
+        if compiled(op) is not None:
+            # Else the fused launch would give uint8, which this does not see.
+            module = PerImage([ToFloat(), op] if self.form.is_float else op)
+            where = "one program"
+        elif has(op, Is.ONCE):
+            module = Loop(op)
+            where = f"{where}, image by image"
+        self._add_after(source or op, module, where, note)
+
+    def _refuse(self, op: LibraryOp, reason: str, advice: str = "Replace it") -> NoReturn:
+        name = type(op).__name__
+        raise UnsupportedTransformError(
+            f"{name} cannot move to the device: {reason}. {advice}, or {self.instead}."
+        )
+
+    def _refuse_before_crop(self, op: LibraryOp) -> NoReturn:
+        if not has(op, Is.CROPS):
+            reason = "it comes before the crop or resize that gives images one size"
+            self._refuse(op, reason, "Put it after the crop")
+        if self._in_launch(op)[0] is not None:
+            reason = "images are resized, padded or normalized already, and two are not one"
+            self._refuse(op, reason, "Leave out what does so before it")
+        takes = "the nearest pixel, or bilinear or bicubic filters with antialias"
+        self._refuse(op, f"the fused launch takes {takes}, and padding that is black")
+
+    def _hold(self, floating: bool) -> None:
+        """Bring our images to the kind that the pipeline has at this point."""
+        if self.holds_float != floating:
+            self._run(ToFloat() if floating else ToUint8())
+            self.holds_float = floating
+        if self.cast is not None and floating:
+            self._run(Cast(self.cast, None))
+        self.cast = None
+
+    def _add(self, source: LibraryOp, module: Transform | None, where: str, note: str = "") -> None:
+        self.written += [] if module is None else [module]
+        self.steps.append(Step(source, module, where, note))
+
+    def _add_after(self, source: LibraryOp, module: Transform, where: str, note: str = "") -> None:
+        self.tail.append(module)
+        self._add(source, module, where, note)
+
+    def _run(self, transform: Transform) -> None:
+        self.tail.append(transform)
+        self.written.append(transform)
+
+
+_AUGMENTS = frozenset(row.key for row in rows_of("timm") if Is.COMPILES in row.traits)
+
+
+def _why_not_on_batch(op: LibraryOp) -> tuple[LibraryOp, str] | None:
+    """Which op cannot run on a batch and why: this one, or one of those that it holds."""
+    if name_of(op) not in _AUGMENTS and not (name_of(op) and has(op, Is.BATCHES)):
+        return op, "it is not among the ops that can run on a batch"
+    if getattr(op, "expand", False):
+        return op, "expand=True gives images of different sizes"
+    accepted = RESIZE_FILTERS if has(op, Is.CROPS) else FILTERS
+    if hasattr(op, "interpolation") and filter_of(op) not in accepted:
+        return op, f"interpolation={filter_of(op)!r} is for PIL images only"
+    for inner in map(twin, flatten(op.transforms)) if has(op, Is.HOLDS) else ():
+        if why := _why_not_on_batch(inner):
+            return why
+        sizes = has(inner, Is.CROPS) or type(inner).__name__ == "Pad"
+        if sizes or getattr(inner, "num_output_channels", 3) != 3:
+            return inner, "by chance it would give images of different shapes"
+    return None
+
+
+def _refuse_sizes() -> NoReturn:
+    raise UnsupportedTransformError(
+        "The pipeline gives images of different sizes, which no batch can hold. Add a "
+        "RandomResizedCrop, or a Resize and a CenterCrop, to it."
+    )
+
+
+def levels_for_program(head: Head, tail: Sequence[Transform], cast: Cast) -> list[Transform] | None:
+    """A tail whose first program takes uint8 of the launch, and does what else the launch would.
+
+    ``cast`` is the form of what the launch would give. None where it is to give that.
+    """
+    first = tail[0] if tail else None
+    if not isinstance(first, PerImage) or not head.names or head.mean or cast.dtype == torch.uint8:
+        return None
+    recipe = first.recipe
+    given = isinstance(recipe.before, ToUint8)
+    steps = [op for op in recipe.ops if compiled(op) is not None][: len(recipe.steps)]
+    same = recipe.before is None and all(map(_is_same_on_levels, steps))
+    same = same and not all(has(op, Is.FLIPS) for op in recipe.ops)
+    if first.seed is not None or not recipe.steps or not (given or same):
+        return None
+    ops = list(recipe.ops)
+    if not (given or recipe.scaled):
+        ops.insert(next((i for i, op in enumerate(ops) if constants(op)), len(ops)), ToFloat())
+    if recipe.cast.leaves_all:
+        floats = recipe.scaled or not given
+        ops.append(cast if floats else Cast(None, cast.memory_format))
+    return [PerImage(ops), *tail[1:]]
+
+
+def _is_same_on_levels(op: LibraryOp) -> bool:
+    """Whether an op does to 0..255 what it does to [0, 1]: all but those that are given a value."""
+    if hasattr(op, "transforms"):
+        return all(map(_is_same_on_levels, flatten(op.transforms)))
+    return not (np.any(getattr(op, "fill", None)) or has(from_timm(op), Is.VALUED))
