@@ -36,8 +36,26 @@ CONSTRUCTORS = {"__init__", "__new__", "__post_init__", "__setstate__", "__set_n
 MANY_FIELDS = {
     "Stats": "public counters",
 }
-# Attributes that are set on objects of torch, of the user or of Python, by file and target.
-WRITES: dict[tuple[str, str], str] = {}
+# Attributes of objects that are not of the package's classes. What an import of another package
+# names, such as ``torch.backends``, needs no line here.
+WRITES = {
+    "_forking.collects": "Python's threading.local()",
+    "clone._iterator": "a copy of the user's DataLoader",
+    "clone.collate_fn": "a copy of the user's DataLoader",
+    "clone.worker_init_fn": "a copy of the user's DataLoader",
+    "error.exc_msg": "torch's ExceptionWrapper, whose constructor reads the current exception",
+    "error.exc_type": "torch's ExceptionWrapper, whose constructor reads the current exception",
+    "error.where": "torch's ExceptionWrapper, whose constructor reads the current exception",
+    "folder.transform": "a copy of the user's dataset",
+    "getattr(found, name).argtypes": "a ctypes function",
+    "loader.generator": "the user's DataLoader",
+    "loader.next_iter_state": "the user's StatefulDataLoader",
+    "op.antialias": "a copy of the user's torchvision transform",
+    "op.interpolation": "a copy of the user's torchvision transform",
+    "self.bar.total": "tqdm's bar",
+    "rest.generator": "the user's DataLoader or its copy",
+}
+COUNTERS = {"stats", "_stats"}  # names of a Stats, whose counters are public
 
 
 @dataclass(frozen=True, order=True)
@@ -299,15 +317,31 @@ def writes(sources: list[Source]) -> list[Place]:
     """Attributes that are set on another object."""
     places = []
     for source in sources:
-        for node, owner in _stores(source.tree, ""):
+        outside = _names_outside(source.tree)
+        for node, owner in stores(source.tree, ""):
             target = ast.unparse(node)
-            if _name_of(node.value) != owner and (source.file, target) not in WRITES:
+            parts = _name_of(node.value).split(".")
+            is_free = parts[0] in outside or parts[-1] in COUNTERS or target in WRITES
+            if parts != [owner] and not is_free:
                 text = f"sets {target} on another object: pass it to the constructor"
                 places.append(Place(source.file, node.lineno, text))
     return places
 
 
-def _stores(tree: ast.AST, owner: str) -> Iterator[tuple[ast.Attribute, str]]:
+def _names_outside(tree: ast.AST) -> set[str]:
+    """Names of a file that stand for modules, classes and objects of other packages."""
+    outside = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            outside |= names - {PACKAGE}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            if (node.module or "").split(".")[0] != PACKAGE:
+                outside |= {alias.asname or alias.name for alias in node.names}
+    return outside
+
+
+def stores(tree: ast.AST, owner: str) -> Iterator[tuple[ast.Attribute, str]]:
     """Attributes that are set, each with the name of the object whose method sets it."""
     for node in ast.iter_child_nodes(tree):
         inner = owner
@@ -317,7 +351,7 @@ def _stores(tree: ast.AST, owner: str) -> Iterator[tuple[ast.Attribute, str]]:
             inner = _owner(node)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node, owner
-        yield from _stores(node, inner)
+        yield from stores(node, inner)
 
 
 # ------------------------------------------------------------------------- assignments and types
