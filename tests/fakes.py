@@ -35,16 +35,17 @@ def assert_same_batches(loader, moved, **tolerance):
 
 
 def decode_as_on_a_gpu(prefetcher, decoder, *, job=None, launches=True):
-    """Let ``decoder`` have the photos of a prefetcher on the CPU.
+    """Let ``decoder`` have the photos of a prefetcher, whatever its device.
 
     Args:
-        prefetcher: on the CPU.
+        prefetcher: on the CPU, or a GPU whose decoder is to be another one.
         decoder: an ``ImageDecoder``.
         job: the class that takes a batch through it.
-        launches: whether kernels resample what it decoded, in Triton's interpreter.
+        launches: whether kernels resample what it decoded, on the CPU in Triton's interpreter.
     """
     stage = prefetcher._pipeline
-    stage.decoder, stage.packer.on_gpu = decoder, True
+    stage.decoder = decoder
+    stage.packer.on_gpu = True
     if launches:
         stage.packer.finishes = False
     if job is not None:

@@ -518,7 +518,15 @@ def _names_inside(tree: ast.AST) -> set[str]:
                     inside.add(alias.asname or alias.name)
         elif isinstance(node, ast.Import):
             inside |= {a.asname for a in node.names if a.asname and a.name.startswith(PACKAGE)}
+        elif isinstance(node, ast.Assign) and _reads_private(node.value):
+            inside |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return inside
+
+
+def _reads_private(value: ast.expr) -> bool:
+    """Whether a value is a private attribute of a loader, such as ``prefetcher._pipeline``."""
+    parts = _name_of(value).split(".")
+    return isinstance(value, ast.Attribute) and any(_is_private(part) for part in parts[1:])
 
 
 def _replaces_inside(node: ast.Call, inside: set[str]) -> bool:
@@ -538,7 +546,8 @@ def _is_inside(target: ast.expr, name: str, inside: set[str]) -> bool:
 
 
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.endswith("__")
+    # What ctypes.byref() refers to is named nowhere else.
+    return name.startswith("_") and not name.endswith("__") and name != "_obj"
 
 
 # ------------------------------------------------------------------------------------------- rules

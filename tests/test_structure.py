@@ -290,6 +290,7 @@ def test_a_public_docstring_says_what_it_needs_returns_and_raises(text, gone, la
         ("import gpuprefetch.core.epoch as e\ne.JOIN_SECONDS = 1", [2]),
         ("patch.setattr('gpuprefetch.core.epoch.JOIN_SECONDS', 1)", [1]),
         ("prefetcher._pipeline.job = job\nprefetcher.loader._count += 1", [1, 2]),
+        ("stage = prefetcher._pipeline\nstage.job = job", [2]),
         ("setattr(prefetcher, '_at', f)", [1]),
         ("from gpuprefetch import DataPrefetcher\npatch.setattr(DataPrefetcher, 'replay', f)", []),
         ("patch.setattr(torch.cuda, 'Event', Event)\npatch.setattr('tempfile.tempdir', x)", []),
