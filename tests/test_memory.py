@@ -28,11 +28,11 @@ from gpuprefetch.core import epoch as _epoch
 from gpuprefetch.images import decode as _decode
 from gpuprefetch.images import job as _job
 from gpuprefetch.images import plan as _budget
-from gpuprefetch.images.decode import ImageDecoder
+from gpuprefetch.images.decode import ImageDecoder, NvjpegDecoder
+from gpuprefetch.images.encoded import Call
 from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.images.plan import parse_bytes, readable
 from gpuprefetch.insight import selfcheck as _selfcheck
-from gpuprefetch.transforms.launch import Launches
 
 SIZE = (4, 5)
 SMALL = [Resize(SIZE)]
@@ -76,13 +76,13 @@ class FakeDecoder(ImageDecoder):
         return images
 
 
-def prefetcher_of(files, decoder, transforms=SMALL, batch_size=8, **options):
+def prefetcher_of(files, decoder, transforms=SMALL, batch_size=8, job=None, **options):
     """On the CPU with a decoder of its own, as on a GPU."""
     loader = DataLoader(numbered(files), batch_size=batch_size)
     prefetcher = DataPrefetcher(
         loader, device="cpu", transforms=transforms, cpu_share=0.0, **options
     )
-    return decode_as_on_a_gpu(prefetcher, decoder, launches=False)
+    return decode_as_on_a_gpu(prefetcher, decoder, job=job, launches=False)
 
 
 def images_of(prefetcher):
@@ -210,8 +210,8 @@ def budget_for(finished):
         (99, 2, budget_for(0.1), 1),
     ],
 )
-def test_batches_that_are_kept_ready(files, monkeypatch, ready, depth, budget, kept):
-    monkeypatch.setattr(_epoch, "READY_BYTES", int(ready * FINISHED))
+def test_batches_that_are_kept_ready(files, constants, ready, depth, budget, kept):
+    constants(_epoch, READY_BYTES=int(ready * FINISHED))
     options = {"device_prefetch_size": depth, "memory_budget": budget}
     iterator = iter(prefetcher_of(files, decoder := FakeDecoder(), **options))
     deadline = time.monotonic() + 10
@@ -257,8 +257,7 @@ def test_no_room_for_the_result_at_first(files):
             return super().begin(limit)
 
     expected = images_of(prefetcher_of(files, FakeDecoder()))
-    prefetcher = prefetcher_of(files, FakeDecoder())
-    prefetcher._pipeline.job = Full
+    prefetcher = prefetcher_of(files, FakeDecoder(), job=Full)
     assert torch.equal(images_of(prefetcher), expected)
     assert tries == [8, 8, 8, 8]
     assert prefetcher.stats.out_of_memory == 1
@@ -300,14 +299,14 @@ class PackedDecoder(ImageDecoder):
         return [decode_cpu(file).contiguous() for file in data]
 
 
-def planned_batch(files, decoder, share=0.0, job=_job.ImageJob, streams=1, **options):
-    """The GPU's way through a batch, with the kernel in Triton's interpreter."""
-    images = [[EncodedImage(file, i) for i, file in enumerate(files)]]
+def planned_batch(files, decoder, share=0.0, job=_job.ImageJob, batches=1, **options):
+    """The GPU's way through a batch, with the kernel in Triton's interpreter: the last of some."""
+    images = [[EncodedImage(file, i) for i, file in enumerate(files)]] * batches
     options = {"transforms": [CenterCrop(8)], "cpu_share": share, "device": "cpu"} | options
     prefetcher = DataPrefetcher(images, **options)
     if decoder is not None:
-        decode_as_on_a_gpu(prefetcher, decoder, job=job)._pipeline.streams = streams
-    return next(iter(prefetcher))
+        decode_as_on_a_gpu(prefetcher, decoder, job=job)
+    return list(prefetcher)[-1]
 
 
 def assert_planned(files, decoder, *, levels=1, **options):
@@ -322,16 +321,19 @@ class Together(_job.ImageJob):
         raise AssertionError("a Python object for each photo")
 
 
-class Noted(_job.ImageJob):
-    """Notes the parts of a batch and what is waited for, between the calls of its decoder."""
+def noted(calls):
+    """A job that notes the parts of a batch, and what is waited for between its decoder's calls."""
 
-    def begin(self, limit=None):
-        parts = super().begin(limit)
-        self._pipeline.decoder.calls += ["part"] * len(parts)
-        return parts
+    class Noted(_job.ImageJob):
+        def begin(self, limit=None):
+            parts = super().begin(limit)
+            calls.extend(["part"] * len(parts))
+            return parts
 
-    def _drain(self):
-        self._pipeline.decoder.calls.append("wait")
+        def _drain(self):
+            calls.append("wait")
+
+    return Noted
 
 
 @pytest.fixture
@@ -364,14 +366,17 @@ def test_each_view_has_a_launch_for_a_decode(budget, calls):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(("streams", "count"), [(1, 2), (3, 1)])
-def test_without_engines_a_batch_is_one_call(small_calls, streams, count):
-    # A second call would wait for the first one, and the batches would not run side by side.
+@pytest.mark.parametrize(("streams", "parts"), [(1, 2 + 2), (3, 2 + 1)])
+def test_without_engines_a_batch_is_one_call(small_calls, streams, parts):
+    # A second call would wait for the first one, and the batches would not run side by side. The
+    # first batch tells how many streams the decoder is for.
     files, decoder = photos_of(*[(16, 17)] * 4), PackedDecoder("cpu")
     decoder.canaries = False
+    decoder.streams = streams
     small_calls(UPLOAD_BYTES=400)
-    assert_planned(files, decoder, levels=1.01, share=0.75, job=Noted, streams=streams)
-    assert decoder.calls.count("part") == count
+    job = noted(decoder.calls)
+    assert_planned(files, decoder, levels=1.01, share=0.75, job=job, batches=2)
+    assert decoder.calls.count("part") == parts
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -389,7 +394,7 @@ def test_what_cannot_be_packed_is_decoded_apart(small_calls):
 def test_what_is_waited_for_before_anything_lies_there(canaries):
     files, decoder = photos_of((16, 16), (16, 16)), PackedDecoder("cpu")
     decoder.canaries = canaries
-    planned_batch(files, decoder, share=0.5, job=Noted)
+    planned_batch(files, decoder, share=0.5, job=noted(decoder.calls))
     # The call is of one photo. With canaries also for what the launch found.
     assert decoder.calls == ["part", "wait", 1, "wait"][: 3 + canaries]
 
@@ -412,21 +417,18 @@ def test_a_stream_has_the_same_place_again(monkeypatch):
     assert len(place(1000, scratch=None)) == 1000
 
 
-def test_an_error_without_words_may_be_a_shortage(monkeypatch):
-    # TorchCodec's has no type, and with torch 2.11 no words; for a bad file the CPU would decode.
-    claimed, files = [], photos_of(*[(16, 24)] * 2)
+class Wordless(ImageDecoder):
+    """Fails as TorchCodec does: without a type, and with torch 2.11 without words."""
 
-    def full(size, device):
-        claimed.append(size)
-        raise torch.OutOfMemoryError("no room")
+    def packed(self, *args, **options):
+        raise RuntimeError("API call failed")
 
-    class Wordless(ImageDecoder):
-        def packed(self, *args, **options):
-            raise RuntimeError("API call failed")
+    def __call__(self, data):
+        raise RuntimeError("API call failed")
 
-        def __call__(self, data):
-            raise RuntimeError("API call failed")
 
+def test_an_error_without_words_is_of_a_bad_file_where_there_is_room():
+    files = photos_of(*[(16, 24)] * 2)
     pipeline = prefetcher_of(files, FakeDecoder())._pipeline
     images = pipeline.receive([*map(EncodedImage, files)], 0, 0.0)[0]
     both, cpu = images.call(np.array([0, 1])), torch.device("cpu")
@@ -437,12 +439,21 @@ def test_an_error_without_words_may_be_a_shortage(monkeypatch):
     with pytest.raises(RuntimeError, match="not linked with support for xla"):
         # Nothing can be copied to a broken device: no file is bad.
         _decode.decode_part(Wordless(cpu), images, both, torch.device("xla"), stats)
-    monkeypatch.setattr(_decode, "claim", full)
-    with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        _decode.decode_packed(Wordless(cpu), images, both, out, 0)
-    with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        _decode.decode_part(Wordless(cpu), images, both, cpu, stats)
-    assert claimed == [2 * 3 * 16 * 24] * 2
+    assert images.errors == {}
+
+
+@pytest.mark.gpu
+def test_an_error_without_words_is_a_shortage_where_there_is_no_room():
+    device, files = torch.device("cuda"), photos_of(*[(16, 24)] * 2)
+    pipeline = prefetcher_of(files, FakeDecoder())._pipeline
+    images = pipeline.receive([*map(EncodedImage, files)], 0, 0.0)[0]
+    lengths = [len(file) for file in files]
+    huge = Call(np.array([0, 1]), 0, np.array([lengths, 2 * [1 << 22], 2 * [1 << 22]]))
+    out = torch.empty(1, dtype=torch.uint8, device=device)
+    with pytest.raises(torch.OutOfMemoryError):
+        _decode.decode_packed(Wordless(device), images, huge, out, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        _decode.decode_part(Wordless(device), images, huge, device, Stats())
     assert images.errors == {}
 
 
@@ -494,38 +505,37 @@ def test_a_few_photos_that_the_decoder_does_not_take_are_no_news():
 def test_a_bad_file_is_found_in_parts_too(files):
     damaged = files[1][:400] + b"\xff\xd8" * 20 + files[1][440:]
     decoder = Refusing(b"\xff\xd8" * 20, RuntimeError("damaged"))
-    budget = FINISHED + 2 * DECODED
-    prefetcher = prefetcher_of([files[0], damaged, *files[2:8]], decoder, memory_budget=budget)
+    some, budget = [files[0], damaged, *files[2:8]], FINISHED + 2 * DECODED
     with pytest.raises(BadImageError, match=r"'1\.jpg'"):
-        list(prefetcher)
-    prefetcher._pipeline.on_error = "skip"
+        list(prefetcher_of(some, decoder, memory_budget=budget))
+    skipping = prefetcher_of(some, decoder, memory_budget=budget, on_error="skip")
     good = images_of(prefetcher_of(files[:8], FakeDecoder()))
-    assert torch.equal(images_of(prefetcher), torch.cat([good[:1], good[2:]]))
+    assert torch.equal(images_of(skipping), torch.cat([good[:1], good[2:]]))
 
 
-def late_epoch(files, job=_job.ImageJob, **options):
+class Late(NvjpegDecoder):
+    """Keeps the stream busy after each call, so that the launch reads late what was decoded."""
+
+    def packed(self, *arguments, **options):
+        super().packed(*arguments, **options)
+        # 40 ms: the next part is decoded well within them, with other tests on the GPU, too.
+        torch.cuda._sleep(80_000_000)
+
+
+def late_epoch(files, job=_job.ImageJob, decoder=NvjpegDecoder, **options):
     loader = DataLoader(numbered(files), batch_size=8, pin_memory=True)
     transforms = [Resize((256, 384))]
     prefetcher = DataPrefetcher(loader, transforms=transforms, cpu_share=0.0, **options)
-    prefetcher._pipeline.job = job
-    return images_of(prefetcher)
+    return images_of(decode_as_on_a_gpu(prefetcher, decoder(torch.device("cuda")), job=job))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("job", [_job.ImageJob, _selfcheck._CarelessJob])
-def test_a_part_waits_for_the_reader_of_the_one_before(monkeypatch, job):
+def test_a_part_waits_for_the_reader_of_the_one_before(job):
     files = photos_of(*[(512, 768)] * 8)
     expected = late_epoch(files)
-    launch = Launches.launch
-
-    def late(self, *args, **options):
-        # 40 ms: the next part is decoded well within them, with other tests on the GPU, too.
-        torch.cuda._sleep(80_000_000)
-        launch(self, *args, **options)
-
-    monkeypatch.setattr(Launches, "launch", late)
     # The result takes 9, a photo 1.1: eight parts, four on each of two streams.
-    got = late_epoch(files, job, memory_budget="11MiB")
+    got = late_epoch(files, job, Late, memory_budget="11MiB")
     # Without waiting, parts really are overwritten.
     assert torch.equal(got, expected) == (job is _job.ImageJob)
 
