@@ -140,6 +140,23 @@ def small_calls(constants):
 
 
 @pytest.fixture
+def as_nvjpeg(monkeypatch):
+    """Have the functions of an object called as nvJPEG's; None is a machine that has no nvJPEG."""
+    from gpuprefetch.images import nvjpeg
+
+    def forget():
+        nvjpeg._idle.clear()
+        nvjpeg.backend_of.cache_clear()
+
+    def use(library):
+        monkeypatch.setattr(nvjpeg, "library", lambda: library)
+        forget()
+
+    yield use
+    forget()
+
+
+@pytest.fixture
 def threaded(monkeypatch):
     """Prepare batches ahead of the loop in a thread, as on a GPU."""
     from gpuprefetch import prefetcher
