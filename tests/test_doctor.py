@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from fakes import decode_as_on_a_gpu
 from torch.utils.data import DataLoader, Dataset
 
 import gpuprefetch
@@ -66,9 +67,9 @@ def loader_of(dataset, workers=1, **options):
 
 
 @pytest.fixture
-def busy_machine(monkeypatch):
+def busy_machine(constants):
     """Tell runs apart only where the causes made here do: other processes make 10 % any time."""
-    monkeypatch.setattr(_doctor, "SMALL", 1.5)
+    constants(_doctor, SMALL=1.5)
 
 
 @pytest.mark.usefixtures("busy_machine")
@@ -178,9 +179,9 @@ def test_the_command_line_says_what_is_wrong_in_a_line(photo_folder, tmp_path, c
     assert f"gpuprefetch {gpuprefetch.__version__} (torch 2." in capsys.readouterr().out
 
 
-def test_a_containers_quota_counts(tmp_path, monkeypatch):
+def test_a_containers_quota_counts(tmp_path, constants):
     quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(share, "QUOTA", quota)
+    constants(share, QUOTA=quota)
     cores = share.usable_cores()
     for text, count in (("150000 100000", 1), ("max 100000", cores)):
         quota.write_text(text)
@@ -259,7 +260,7 @@ def test_a_step_on_the_default_stream(photo_folder, monkeypatch, bound, handle):
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     folder = loader_of(EncodedImageFolder(photo_folder))
     loader = DataPrefetcher(folder, device="cpu", transforms=[RandomResizedCrop((8, 8))])
-    loader._pipeline.decoder = SimpleNamespace(way="7 JPEG engines")
+    decode_as_on_a_gpu(loader, SimpleNamespace(way="7 JPEG engines"))
     clinic._note(loader, found, 4)
     assert "encoded images are decoded by 7 JPEG engines" in clinic.notes
     assert any("set_stream" in note for note in clinic.notes) == (
