@@ -6,7 +6,6 @@ import random
 import runpy
 import tarfile
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import kornia.augmentation as K
@@ -25,12 +24,11 @@ from torchvision.datasets.folder import default_loader
 from torchvision.transforms import InterpolationMode, v2
 
 import gpuprefetch
-from gpuprefetch import DataPrefetcher, EncodedImageFolder
+from gpuprefetch import DataPrefetcher, EncodedImageFolder, PerImage
 from gpuprefetch.lists.convert import convert, convert_transforms
 from gpuprefetch.migrate.accelerate import accelerate, view_of
 from gpuprefetch.migrate.explain import explain
 from gpuprefetch.migrate.parity import parity
-from gpuprefetch.policies import per_image
 from gpuprefetch.policies.known import UnsupportedTransformError
 from gpuprefetch.transforms.head import read_transforms
 from gpuprefetch.transforms.random import fold
@@ -146,12 +144,12 @@ def test_published_pipelines_agree_with_the_same_parameters(folder, name):
 def test_a_wrong_op_is_seen(folder, monkeypatch):
     # Negative control of the comparisons by parity().
     ops = [v1.RandomResizedCrop(48), v1.ColorJitter(0.4, 0.4, 0.4, 0.4), v1.ToTensor()]
-    run = per_image.run
+    whole = PerImage.carry_out
 
-    def wrong(images, program, *form):
-        return run(images, replace(program, args=program.args / 2), *form)
+    def half(self, images, parts):
+        return (whole(self, images, parts) + images.float()) / 2
 
-    monkeypatch.setattr(per_image, "run", wrong)
+    monkeypatch.setattr(PerImage, "carry_out", half)
     assert parity(loader_of(folder, ops), 6, device="cpu").rows[2].mean > 5
 
 
