@@ -2,6 +2,7 @@
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,8 +121,9 @@ def test_cores_are_shared_between_ranks(monkeypatch):
 
 @pytest.mark.parametrize("memory_budget", [None, "2GiB"])
 def test_without_engines_idle_cores_decode_from_the_start_and_may_stop(memory_budget):
-    stage = DataPrefetcher([], device="cpu", memory_budget=memory_budget)._pipeline
-    stage.balancer = balancer = balancer_of()
+    balancer = balancer_of()
+    prefetcher = DataPrefetcher([], device="cpu", memory_budget=memory_budget)
+    stage = replace(prefetcher._pipeline, balancer=balancer)
     stage.decodes_on(1)  # by engines
     assert balancer.value == 0
     stage.decodes_on(3)
