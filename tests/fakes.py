@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from inspect import signature
 
 import torch
@@ -44,12 +45,10 @@ def decode_as_on_a_gpu(prefetcher, decoder, *, job=None, launches=True):
         launches: whether kernels resample what it decoded, on the CPU in Triton's interpreter.
     """
     stage = prefetcher._pipeline
-    stage.decoder = decoder
-    stage.packer.on_gpu = True
-    if launches:
-        stage.packer.finishes = False
-    if job is not None:
-        stage.job = job
+    packer = replace(stage.packer, on_gpu=True, finishes=stage.packer.finishes and not launches)
+    prefetcher._pipeline = replace(
+        stage, decoder=decoder, packer=packer, job=stage.job if job is None else job
+    )
     return prefetcher
 
 

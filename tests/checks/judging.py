@@ -719,7 +719,8 @@ def _close(config: Config, one: Box | None, other: Box | None) -> bool:
 def impatient() -> None:
     """Let workers that miss the end of their loader, as some do on a busy machine, look sooner."""
     utilities = torch.utils.data._utils
-    utilities.MP_STATUS_CHECK_INTERVAL = utilities.worker.MP_STATUS_CHECK_INTERVAL = 1.0
+    for module in (utilities, utilities.worker):
+        module.MP_STATUS_CHECK_INTERVAL = 1.0
 
 
 def check(
