@@ -3,11 +3,13 @@
 import copy
 import gc
 import io
+import multiprocessing
 import os
 import pickle
 import re
 import socket
 import struct
+import time
 import traceback
 from collections import deque
 from functools import partial
@@ -985,19 +987,31 @@ def test_workers_where_unix_is_not(monkeypatch):
     assert len({worker for worker, _ in slab._mapped}) <= 1
 
 
-def test_a_slab_that_comes_while_dead_ones_are_unmapped_stays(monkeypatch):
-    key = (-1, 0)
+class Asked(multiprocessing.get_context("fork").Process):
+    """A process; while somebody lists the living ones, a slab of another process comes."""
 
-    def children():  # as they were before another thread received from a worker that began since
-        slab._mapped[key] = None
-        return []
+    listed = False
 
-    monkeypatch.setattr(slab, "active_children", children)
+    @property
+    def pid(self):
+        if self.listed:
+            slab._mapped[(-1, 0)] = None
+        return super().pid
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_slab_that_comes_while_dead_ones_are_unmapped_stays():
+    # As from another thread, which received from a worker that began since.
+    child = Asked(target=time.sleep, args=(100,))
+    child.start()
+    Asked.listed = True
     slab.unmap_dead()
-    assert key in slab._mapped
-    monkeypatch.undo()
+    Asked.listed = False
+    assert (-1, 0) in slab._mapped
     slab.unmap_dead()
-    assert key not in slab._mapped
+    assert (-1, 0) not in slab._mapped
+    child.kill()
+    child.join()
 
 
 DEEP = {
