@@ -207,12 +207,12 @@ expect("loop", KeyError, "the loop's own", [0], in_the_loop)
 
 # The decoder itself: ours is a bug or a broken installation, and no bad image.
 from gpuprefetch.images import decode as _decode
-from gpuprefetch.images import packer as _packer
+from torchcodec import decoders
 
 def no_decoder(*args, **options):
     raise ImportError("no decoder")
 
-_packer.decode_cpu = no_decoder
+decoders.decode_jpeg = no_decoder
 for backend in _decode.BACKENDS.values():
     backend.packed = backend.__call__ = no_decoder
 expect("decode", ImportError, "no decoder", [], loop(prefetcher_of(Files())))
