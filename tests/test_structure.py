@@ -292,6 +292,7 @@ def test_a_public_docstring_says_what_it_needs_returns_and_raises(text, gone, la
         ("prefetcher._pipeline.job = job\nprefetcher.loader._count += 1", [1, 2]),
         ("stage = prefetcher._pipeline\nstage.job = job", [2]),
         ("setattr(prefetcher, '_at', f)", [1]),
+        ('x = 1\nCHILD = """\nfrom gpuprefetch.core import epoch\nepoch.X = 1\n"""', [4]),
         ("from gpuprefetch import DataPrefetcher\npatch.setattr(DataPrefetcher, 'replay', f)", []),
         ("patch.setattr(torch.cuda, 'Event', Event)\npatch.setattr('tempfile.tempdir', x)", []),
         ("class Fake:\n    def __init__(self):\n        self._x = 1", []),
