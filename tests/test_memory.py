@@ -444,7 +444,7 @@ def test_an_error_without_words_is_of_a_bad_file_where_there_is_room():
 
 @pytest.mark.gpu
 def test_an_error_without_words_is_a_shortage_where_there_is_no_room():
-    device, files = torch.device("cuda"), photos_of(*[(16, 24)] * 2)
+    device, files = torch.device("cuda", 0), photos_of(*[(16, 24)] * 2)
     pipeline = prefetcher_of(files, FakeDecoder())._pipeline
     images = pipeline.receive([*map(EncodedImage, files)], 0, 0.0)[0]
     lengths = [len(file) for file in files]
@@ -526,7 +526,7 @@ def late_epoch(files, job=_job.ImageJob, decoder=NvjpegDecoder, **options):
     loader = DataLoader(numbered(files), batch_size=8, pin_memory=True)
     transforms = [Resize((256, 384))]
     prefetcher = DataPrefetcher(loader, transforms=transforms, cpu_share=0.0, **options)
-    return images_of(decode_as_on_a_gpu(prefetcher, decoder(torch.device("cuda")), job=job))
+    return images_of(decode_as_on_a_gpu(prefetcher, decoder(torch.device("cuda", 0)), job=job))
 
 
 @pytest.mark.gpu
