@@ -61,12 +61,17 @@ def test_wrong_commands(arguments, capsys):
 
 
 @pytest.mark.gpu
-def test_wrong_arguments():
-    with pytest.raises(ValueError, match="rounds must be at least 20"):
-        selfcheck(rounds=3)
-    for device, error in (("cpu", "needs a CUDA device"), ("cuda:99", "is not there: torch sees")):
-        with pytest.raises(ValueError, match=error):
-            selfcheck(device)
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"rounds": 3}, "rounds must be at least 20"),
+        ({"device": "cpu"}, "needs a CUDA device"),
+        ({"device": "cuda:99"}, "is not there: torch sees"),
+    ],
+)
+def test_wrong_arguments(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        selfcheck(**arguments)
 
 
 # In new processes: where earlier tests had made decoders, nothing unsafe was caught, however long
