@@ -599,6 +599,9 @@ RULES = {
     "dicts": Rule(any_dicts, 0),
     "docstrings": Rule(docstrings, 0),
     "private": Rule(private_writes, 10, "tests"),
+    "parallel-benchmarks": Rule(parallel_assignments, 0, "benchmarks"),
+    "parallel-examples": Rule(parallel_assignments, 0, "examples"),
+    "parallel-checks": Rule(parallel_assignments, 0, "tests/checks"),
 }
 
 
