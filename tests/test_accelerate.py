@@ -25,7 +25,7 @@ from torchvision.datasets.folder import default_loader
 from torchvision.transforms import InterpolationMode, v2
 
 import gpuprefetch
-from gpuprefetch import DataPrefetcher, EncodedImageFolder, PerImage
+from gpuprefetch import DataPrefetcher, EncodedImageFolder
 from gpuprefetch.lists.convert import convert, convert_transforms
 from gpuprefetch.migrate.accelerate import accelerate, view_of
 from gpuprefetch.migrate.explain import explain
@@ -145,12 +145,12 @@ def test_published_pipelines_agree_with_the_same_parameters(folder, name):
 def test_a_wrong_op_is_seen(folder, monkeypatch):
     # Negative control of the comparisons by parity().
     ops = [v1.RandomResizedCrop(48), v1.ColorJitter(0.4, 0.4, 0.4, 0.4), v1.ToTensor()]
-    whole = PerImage.carry_out
+    whole = gpuprefetch.PerImage.carry_out
 
     def half(self, images, parts):
         return (whole(self, images, parts) + images.float()) / 2
 
-    monkeypatch.setattr(PerImage, "carry_out", half)
+    monkeypatch.setattr(gpuprefetch.PerImage, "carry_out", half)
     assert parity(loader_of(folder, ops), 6, device="cpu").rows[2].mean > 5
 
 
