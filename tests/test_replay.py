@@ -261,6 +261,24 @@ def test_a_collate_function_that_leaves_out_and_sorts(photo_folder):
         prefetcher.replay(10)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"collate_fn": list}, "the collate function leaves samples apart"),
+        ({"collate_fn": images_doubled}, "10 images of 5 samples beside 5 rows of the rest"),
+        (
+            {"transforms": [Crop(16), lambda images: images.tile(2, 1, 1, 1)]},
+            "a transform made 10 rows of 5 images",
+        ),
+    ],
+)
+def test_what_has_no_row_for_a_sample_is_refused(photo_folder, options, text):
+    prefetcher = prefetcher_of(Numbered(photo_folder), shuffle=False, **options)
+    list(prefetcher)
+    with pytest.raises(ValueError, match=text):
+        prefetcher.replay(3)
+
+
 class Stream(IterableDataset):
     __iter__ = None
 
@@ -271,33 +289,13 @@ def after(batches, prefetcher):
     return prefetcher
 
 
-def of_folder(folder, **options):
-    return prefetcher_of(Numbered(folder), shuffle=False, **options)
+def of_folder(folder):
+    return prefetcher_of(Numbered(folder), shuffle=False)
 
 
 ALL = None
 # A prefetcher of a folder, what is asked of it, the error, and what it says.
 NOT_REPLAYED = {
-    "samples apart": (
-        lambda folder: after(ALL, of_folder(folder, collate_fn=list)),
-        (3,),
-        ValueError,
-        "the collate function leaves samples apart",
-    ),
-    "more images than rows": (
-        lambda folder: after(ALL, of_folder(folder, collate_fn=images_doubled)),
-        (3,),
-        ValueError,
-        "10 images of 5 samples beside 5 rows of the rest",
-    ),
-    "more rows than images": (
-        lambda folder: after(
-            ALL, of_folder(folder, transforms=[Crop(16), lambda images: images.tile(2, 1, 1, 1)])
-        ),
-        (3,),
-        ValueError,
-        "a transform made 10 rows of 5 images",
-    ),
     "another epoch": (
         of_folder,
         (3, 17),
