@@ -320,19 +320,27 @@ def late_fields(sources: list[Source]) -> list[Place]:
     return places
 
 
-def writes(sources: list[Source]) -> list[Place]:
-    """Attributes that are set on another object."""
-    places = []
+def far_writes(sources: list[Source]) -> list[Place]:
+    """Attributes that are set on an object of another file's class."""
+    return [place for place, is_near in _writes(sources) if not is_near]
+
+
+def near_writes(sources: list[Source]) -> list[Place]:
+    """Attributes that are set on another object, whose class has them and is in the same file."""
+    return [place for place, is_near in _writes(sources) if is_near]
+
+
+def _writes(sources: list[Source]) -> Iterator[tuple[Place, bool]]:
     for source in sources:
         outside = _names_outside(source.tree)
+        near = {name for fields in classes([source]) for name in fields.declared}
         for node, owner in stores(source.tree, ""):
             target = ast.unparse(node)
             parts = _name_of(node.value).split(".")
             is_free = parts[0] in outside or parts[-1] in COUNTERS or target in WRITES
             if parts != [owner] and not is_free:
                 text = f"sets {target} on another object: pass it to the constructor"
-                places.append(Place(source.file, node.lineno, text))
-    return places
+                yield Place(source.file, node.lineno, text), node.attr in near
 
 
 def _names_outside(tree: ast.AST) -> set[str]:
@@ -593,7 +601,8 @@ RULES = {
     "circles": Rule(circles, 0),
     "fields": Rule(many_fields, 0),
     "late": Rule(late_fields, 0),
-    "writes": Rule(writes, 0),
+    "far-writes": Rule(far_writes, 0),
+    "near-writes": Rule(near_writes, 20),
     "parallel": Rule(parallel_assignments, 40),
     "any": Rule(any_types, 300),
     "dicts": Rule(any_dicts, 0),
