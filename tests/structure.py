@@ -162,7 +162,7 @@ def floor_of(module: str) -> int:
 
 
 def upward_imports(sources: list[Source]) -> list[Place]:
-    """Imports of a floor above, those for types too."""
+    """Find imports of a floor above, also in functions and for types."""
     places = []
     for source in sources:
         if floor_of(source.name) > len(FLOORS):
@@ -176,7 +176,7 @@ def upward_imports(sources: list[Source]) -> list[Place]:
 
 
 def circles(sources: list[Source], types: bool = True) -> list[Place]:
-    """Modules that import each other in a circle, one place for an import within a circle."""
+    """Find modules that import each other in a circle: one place for each import in it."""
     edges: dict[str, set[str]] = {source.name: set() for source in sources}
     every = [found for found in imports(sources) if types or found.how != "for types"]
     for found in every:
@@ -292,7 +292,7 @@ def fields_of(fields: Fields, by_name: dict[str, Fields]) -> frozenset[str]:
 
 
 def many_fields(sources: list[Source]) -> list[Place]:
-    """Classes with more fields than one can keep in mind, inherited ones included."""
+    """Find classes with more fields than one can keep in mind; inherited fields count."""
     places = []
     found = classes(sources)
     by_name = {fields.node.name: fields for fields in found}
@@ -306,7 +306,7 @@ def many_fields(sources: list[Source]) -> list[Place]:
 
 
 def late_fields(sources: list[Source]) -> list[Place]:
-    """Fields that a method adds to its object after the constructor."""
+    """Find fields that a method adds to its object after the constructor."""
     places = []
     found = classes(sources)
     by_name = {fields.node.name: fields for fields in found}
@@ -321,12 +321,12 @@ def late_fields(sources: list[Source]) -> list[Place]:
 
 
 def far_writes(sources: list[Source]) -> list[Place]:
-    """Attributes that are set on an object of another file's class."""
+    """Find attributes that are set on an object of another file's class."""
     return [place for place, is_near in _writes(sources) if not is_near]
 
 
 def near_writes(sources: list[Source]) -> list[Place]:
-    """Attributes that are set on another object, whose class has them and is in the same file."""
+    """Find attributes that are set on another object of a class in the same file."""
     return [place for place, is_near in _writes(sources) if is_near]
 
 
@@ -373,7 +373,7 @@ def stores(tree: ast.AST, owner: str) -> Iterator[tuple[ast.Attribute, str]]:
 
 
 def parallel_assignments(sources: list[Source]) -> list[Place]:
-    """``a, b = x, y``; a swap and the unpacking of one thing are none."""
+    """Find ``a, b = x, y``. A swap is no such thing, nor is the unpacking of one value."""
     places = []
     for source in sources:
         for node in ast.walk(source.tree):
@@ -392,7 +392,7 @@ def _parallel(target: ast.expr, node: ast.Assign) -> bool:
 
 
 def any_types(sources: list[Source]) -> list[Place]:
-    """Every ``Any``, those in annotations that are strings too."""
+    """Find each ``Any``, also in annotations that are strings."""
     places = []
     for source in sources:
         for node in ast.walk(source.tree):
@@ -409,7 +409,7 @@ def any_types(sources: list[Source]) -> list[Place]:
 
 
 def any_dicts(sources: list[Source]) -> list[Place]:
-    """``options: Any = {...}``."""
+    """Find ``options: Any = {...}``."""
     places = []
     for source in sources:
         for node in ast.walk(source.tree):
@@ -460,7 +460,7 @@ def _name_of(node: ast.AST) -> str:
 
 
 def docstrings(sources: list[Source]) -> list[Place]:
-    """Public functions and classes whose docstring lacks what they need, return or raise."""
+    """Find public names whose docstring lacks their arguments, result or errors."""
     by_name = {source.name: source for source in sources}
     public = {
         alias.name: by_name[node.module]
@@ -504,9 +504,9 @@ def _lacking(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
 
 
 def private_writes(sources: list[Source]) -> list[Place]:
-    """What tests replace inside the package or under a private name of anything.
+    """Find what tests replace inside the package, or under a private name of any library.
 
-    The package's own modules and classes are private but for the names of ``gpuprefetch`` itself.
+    Public are the names of ``gpuprefetch`` itself. All modules and classes below it are private.
     A limit or a time in capitals may be changed: ``constants`` in ``conftest.py`` does it.
     """
     places = []
