@@ -25,6 +25,7 @@ from gpuprefetch.core.state import checked, is_foreign, is_state
 from gpuprefetch.images.apart import collate_apart
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.build import FirstBatch, build_stage, with_packing
+from gpuprefetch.images.decode import ImageDecoder
 from gpuprefetch.images.imports import load_worker_modules
 from gpuprefetch.images.notes import KEPT, Notes
 from gpuprefetch.images.replay import (
@@ -36,7 +37,7 @@ from gpuprefetch.images.replay import (
     replay,
 )
 from gpuprefetch.images.samples import Origin
-from gpuprefetch.images.stage import Pipeline
+from gpuprefetch.images.stage import Pipeline, Ranks
 from gpuprefetch.lists.convert import title
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.policies.per_image import PerImage
@@ -93,8 +94,8 @@ class DataPrefetcher:
         device_prefetch_size: batches that are ready or in preparation. None is two, or one where
             two would need more than 512 MiB. Without workers, and on a CPU, a batch is prepared
             when the loop asks for it.
-        decoder: "nvjpeg" on the GPU, called directly or by way of "torchcodec" or "torchvision";
-            "cpu" in the workers; "auto" is the first of nvjpeg, torchcodec and cpu that works here.
+        decoder: "nvjpeg" on the GPU, called directly, or by "torchvision", whose ``decode_jpeg`` is
+            used; "cpu" in the workers; "auto" is "nvjpeg" where that works, else "cpu".
         apply_exif: whether pictures are turned upright. False agrees with PIL and ``ImageFolder``.
         cpu_share: share of the JPEGs that the workers decode, 0.0 to 1.0, the smallest first.
             "auto" is none, and more while the loop waits for the GPU's decoder.
@@ -135,7 +136,7 @@ class DataPrefetcher:
         dtype: torch.dtype | None = None,
         memory_format: torch.memory_format | None = None,
         device_prefetch_size: int | None = None,
-        decoder: str = "auto",
+        decoder: str | ImageDecoder = "auto",
         apply_exif: bool = False,
         cpu_share: float | str = "auto",
         seed: int | None = None,
@@ -182,7 +183,7 @@ class DataPrefetcher:
     @property
     def bad_images(self) -> list[BadImage]:
         """The images that were skipped or replaced, over all epochs, each file once."""
-        return list(self._pipeline.bad_images.values())
+        return list(self._pipeline.tolerance.seen.values())
 
     def __iter__(self) -> Iterator[Any]:
         if not self._told_of_ranks and (words := same_on_ranks(self, self._loader)):
@@ -222,7 +223,7 @@ class DataPrefetcher:
                 notes.refuse_another_order()
             self._balancer.begin()
             lookahead = Lookahead(
-                replace(stage, balancer=self._balancer, notes=notes),
+                stage.for_epoch(balancer=self._balancer, notes=notes),
                 source,
                 epoch=epoch,
                 depth=self._depth,
@@ -250,7 +251,7 @@ class DataPrefetcher:
         """The loader with our packing in its collate; the user's own object is left as it is."""
         pipeline, loader = self._pipeline, self._loader
         pipeline.packer.rank = rank_of(loader)
-        pipeline.rank, pipeline.ranks = ranks_of(loader)
+        pipeline.ranks = Ranks(*ranks_of(loader))
         if not isinstance(loader, DataLoader):
             return loader, self._at(seed, epoch)
         pipeline.after = partial(collate_apart, loader.collate_fn, self.device)
@@ -273,7 +274,7 @@ class DataPrefetcher:
         """Notes of a new epoch, which its sampler will write; those of an older one are dropped."""
         self._notes.pop(epoch, None)
         sampler = noted(loader)
-        notes = Notes(seed, self._pipeline.rank, by_sampler=sampler is not None)
+        notes = Notes(seed, self._pipeline.ranks.rank, by_sampler=sampler is not None)
         self._notes[epoch] = notes
         if sampler is not None:
             sampler.notes = notes

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from dataclasses import replace
 from inspect import signature
 
 import torch
@@ -33,23 +32,6 @@ def assert_same_batches(loader, moved, **tolerance):
         want = want.as_subclass(torch.Tensor)
         torch.testing.assert_close(got, want, **{"atol": 1e-5, "rtol": 0} | tolerance)
         assert torch.equal(target, got_target)
-
-
-def decode_as_on_a_gpu(prefetcher, decoder, *, job=None, launches=True):
-    """Let ``decoder`` have the photos of a prefetcher, whatever its device.
-
-    Args:
-        prefetcher: on the CPU, or a GPU whose decoder is to be another one.
-        decoder: an ``ImageDecoder``.
-        job: the class that takes a batch through it.
-        launches: whether kernels resample what it decoded, on the CPU in Triton's interpreter.
-    """
-    stage = prefetcher._pipeline
-    packer = replace(stage.packer, on_gpu=True, finishes=stage.packer.finishes and not launches)
-    prefetcher._pipeline = replace(
-        stage, decoder=decoder, packer=packer, job=stage.job if job is None else job
-    )
-    return prefetcher
 
 
 def loader_of(dataset, device="cpu", **options):

@@ -35,7 +35,6 @@ CONSTRUCTORS = {"__init__", "__new__", "__post_init__", "__setstate__", "__set_n
 
 # Classes that may have more fields.
 MANY_FIELDS = {
-    "PreparedImages": "a batch on its way from a worker, sent as it is",
     "Stats": "public counters",
 }
 # Attributes of objects that are not of the package's classes. What an import of another package

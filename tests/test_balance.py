@@ -2,12 +2,13 @@
 
 import os
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 
-from gpuprefetch import DataPrefetcher
+from gpuprefetch import DataPrefetcher, Stats
+from gpuprefetch.images.decoding import Decoding
+from gpuprefetch.images.plan import parse_bytes
 from gpuprefetch.images.share import FEW, WINDOW, Balancer, usable_cores
 
 # A try is two steps of 20 + WINDOW batches, and 20,000 have room for eight, as pauses double.
@@ -122,13 +123,13 @@ def test_cores_are_shared_between_ranks(monkeypatch):
 @pytest.mark.parametrize("memory_budget", [None, "2GiB"])
 def test_without_engines_idle_cores_decode_from_the_start_and_may_stop(memory_budget):
     balancer = balancer_of()
-    prefetcher = DataPrefetcher([], device="cpu", memory_budget=memory_budget)
-    stage = replace(prefetcher._pipeline, balancer=balancer)
-    stage.decodes_on(1)  # by engines
-    assert balancer.value == 0
-    stage.decodes_on(3)
+    decoding = Decoding(torch.device("cpu"), None, parse_bytes(memory_budget), Stats())
+    stage = DataPrefetcher([], device="cpu")._pipeline.for_epoch(balancer=balancer)
+    assert not decoding.learn(1)  # by engines
+    assert decoding.learn(3)
+    stage.learned()
     assert balancer.value == pytest.approx(8 / 13)  # eight workers beside what decodes as five
-    assert stage.streams == (3 if memory_budget is None else 1)
+    assert decoding.streams == (3 if memory_budget is None else 1)
     balancer.share.fill_(0.0)  # as where the workers were late
-    stage.decodes_on(3)
+    assert not decoding.learn(3)
     assert balancer.value == 0

@@ -230,7 +230,7 @@ def test_a_gpu_for_each_process(processes, tmp_path, digests):
 @pytest.mark.gpu
 @needs_gpus(2)
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("decoder", ["nvjpeg", "torchcodec", "torchvision"])
+@pytest.mark.parametrize("decoder", ["nvjpeg", "torchvision"])
 @pytest.mark.filterwarnings("ignore:.*deprecated")  # torchvision's decoder, from 0.29 on
 def test_a_gpu_that_is_not_the_current_one(photo_folder, workers, decoder):
     torch.cuda.set_device(0)

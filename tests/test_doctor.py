@@ -9,7 +9,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from fakes import decode_as_on_a_gpu
 from torch.utils.data import DataLoader, Dataset
 
 import gpuprefetch
@@ -17,6 +16,7 @@ from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, d
 from gpuprefetch.__main__ import main
 from gpuprefetch.core.report import progress
 from gpuprefetch.images import share
+from gpuprefetch.images.decode import NvjpegDecoder
 from gpuprefetch.insight import doctor as _doctor
 
 # Sleeps stand for disks and models: they take the same time on a busy machine.
@@ -246,6 +246,10 @@ def test_model_bound_on_the_gpu(photo_folder):
     assert report.found.wait_ms < 50  # of 100
 
 
+class Engines(NvjpegDecoder):
+    words = "7 JPEG engines"
+
+
 @pytest.mark.parametrize("bound", ["GPU decode", "model"])
 @pytest.mark.parametrize("handle", [0, 7])
 def test_a_step_on_the_default_stream(photo_folder, monkeypatch, bound, handle):
@@ -259,8 +263,10 @@ def test_a_step_on_the_default_stream(photo_folder, monkeypatch, bound, handle):
 
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     folder = loader_of(EncodedImageFolder(photo_folder))
-    loader = DataPrefetcher(folder, device="cpu", transforms=[RandomResizedCrop((8, 8))])
-    decode_as_on_a_gpu(loader, SimpleNamespace(way="7 JPEG engines"))
+    crop = [RandomResizedCrop((8, 8))]
+    loader = DataPrefetcher(
+        folder, device="cpu", decoder=Engines(torch.device("cpu")), transforms=crop
+    )
     clinic._note(loader, found, 4)
     assert "encoded images are decoded by 7 JPEG engines" in clinic.notes
     assert any("set_stream" in note for note in clinic.notes) == (

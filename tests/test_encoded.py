@@ -279,15 +279,15 @@ def test_what_workers_ship_for_the_gpu_reads_the_same(photo_folder, exif, size):
     assert shipped.decoded.all()
     assert not whole.decoded.all()
     # Crops of up to four times the result's pixels are left to the GPU to resample.
-    assert (shipped.sizes.prod(axis=1) <= 4 * np.prod(size)).all()
-    resampled = (shipped.sizes == size).all(axis=1)
+    assert (shipped.stored.sizes.prod(axis=1) <= 4 * np.prod(size)).all()
+    resampled = (shipped.stored.sizes == size).all(axis=1)
     assert resampled.sum() > 8 if size == (32, 34) else not resampled.all()
     for i, file in enumerate(files):
         stored = decode_cpu(file.data, apply_exif=False)
-        stored = stored.mT if whole.transposed[i] else stored
+        stored = stored.mT if whole.stored.transposed[i] else stored
         if whole.decoded[i]:  # not for the GPU: shipped both times
-            (stored,) = whole.pictures(np.array([i]), whole.pixels)
-        (ready,) = shipped.pictures(np.array([i]), shipped.pixels)
+            (stored,) = whole.pictures(np.array([i]), whole.pixels, whole.regions.pixels)
+        (ready,) = shipped.pictures(np.array([i]), shipped.pixels, shipped.regions.pixels)
         want, got = (
             sampled(stored, whole.rows[0][i], size),
             sampled(ready, shipped.rows[0][i], size),
@@ -312,7 +312,7 @@ def test_workers_scale_large_photos_as_they_decode_them(large_photos, area, divi
     for i, image in enumerate(large_photos):
         stored, row = decode_cpu(image.data), whole.rows[0][i]
         assert 1 <= np.abs(row[..., 1]).min() / (2 * divisor) < 2
-        (ready,) = scaled.pictures(np.array([i]), scaled.pixels)
+        (ready,) = scaled.pictures(np.array([i]), scaled.pixels, scaled.regions.pixels)
         got = sampled(ready, scaled.rows[0][i], size)
         want, wrong = (
             sampled(stored, row + np.array([beside, 0, 0, 0, 0, 0]), size)
@@ -340,7 +340,7 @@ def test_large_photos_that_are_decoded_as_a_whole(resize, options, orientation, 
     picture = decode_cpu(file, apply_exif=options.get("exif", False))
     antialias = isinstance(resize, Resize)
     want = resample_uint8(picture, upright.rows[0][0], (16, 20), antialias=antialias)
-    (ready,) = batch.pictures(np.array([0]), batch.pixels)
+    (ready,) = batch.pictures(np.array([0]), batch.pixels, batch.regions.pixels)
     assert torch.equal(ready, want)
 
 
@@ -1017,7 +1017,7 @@ def test_a_bad_image_that_is_there_twice(photo_folder, size, names, on_error):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*deprecated")  # torchvision's decoder, from 0.29 on
-@pytest.mark.parametrize("decoder", ["nvjpeg", "torchcodec", "torchvision", "cpu"])
+@pytest.mark.parametrize("decoder", ["nvjpeg", "torchvision", "cpu"])
 def test_backends_agree(photo_folder, decoder):
     options = {"transforms": [Resize((64, 64))], "dtype": torch.float32, "cpu_share": 0.0}
     loader = loader_of(EncodedImageFolder(photo_folder), "cuda")

@@ -213,8 +213,8 @@ def no_decoder(*args, **options):
     raise ImportError("no decoder")
 
 decoders.decode_jpeg = no_decoder
-for backend in _decode.BACKENDS.values():
-    backend.packed = backend.__call__ = no_decoder
+for decoder in _decode.DECODERS.values():
+    decoder.decode = no_decoder
 expect("decode", ImportError, "no decoder", [], loop(prefetcher_of(Files())))
 print("end")
 """

@@ -10,9 +10,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from fakes import decode_as_on_a_gpu
+import torchvision
 from pictures import draw, encode, encode_jpeg
 from torch.utils.data import DataLoader
+from torchcodec.decoders import decode_jpeg
 
 from gpuprefetch import (
     CenterCrop,
@@ -24,9 +25,9 @@ from gpuprefetch import (
 )
 from gpuprefetch.images import decode as _decode
 from gpuprefetch.images import nvjpeg as _nvjpeg
-from gpuprefetch.images.decode import NvjpegDecoder, TorchCodecDecoder
-from gpuprefetch.images.encoded import Call
+from gpuprefetch.images.decode import NvjpegDecoder, TorchvisionDecoder
 from gpuprefetch.images.header import decode_cpu
+from gpuprefetch.images.prepared import Call
 from gpuprefetch.transforms.launch import CANARY
 
 CPU = torch.device("cpu")
@@ -128,8 +129,10 @@ def encoded(shapes=SHAPES, channels=3, **options):
 
 
 def call_of(data, shapes=SHAPES):
-    layout = np.array([(len(d), *hw) for d, hw in zip(data, shapes, strict=True)]).T
-    return Call(np.arange(len(data)), 5, layout)
+    """The files lie one after the other in their buffer, from byte 12 on."""
+    lengths = np.array([len(file) for file in data])
+    stops = 12 + np.cumsum(lengths)
+    return Call(np.arange(len(data)), np.stack([stops - lengths, stops], axis=1), np.array(shapes))
 
 
 def pixels(images):
@@ -138,25 +141,23 @@ def pixels(images):
 
 
 def flat(data):
-    return torch.cat([torch.zeros(12, dtype=torch.uint8), *data])  # 7 bytes before the buffer
+    return torch.cat([torch.zeros(12, dtype=torch.uint8), *data])
 
 
-def packed(decoder, data, shapes=SHAPES, device=CPU):
-    """A call's images in one piece, which begins behind 9 bytes and leaves some."""
+def decoded(decoder, data, shapes=SHAPES, device=CPU):
+    """A call's images in one piece, which begins after 9 bytes and leaves some."""
     call = call_of(data, shapes)
     out = torch.full((9 + call.size + 4,), 77, dtype=torch.uint8, device=device)
-    decoder.packed(flat(data), call, out, first=7, at=9)
+    decoder.decode(call, flat(data), out[9:-4])
     assert bool((out[:9] == 77).all())
     assert bool((out[-4:] == 77).all())
     return out[9:-4]
 
 
-def test_a_call_goes_to_one_place_and_files_one_by_one_to_theirs(library):
+def test_the_files_of_a_call_go_to_one_place(library):
     decoder, data = NvjpegDecoder(CPU), encoded()
-    assert torch.equal(packed(decoder, data), pixels(map(decode_cpu, data)))
-    for got, file in zip(decoder(data), data, strict=True):
-        assert torch.equal(got, decode_cpu(file))
-    packed(decoder, data[:2], SHAPES[:2])
+    assert torch.equal(decoded(decoder, data), pixels(map(decode_cpu, data)))
+    assert torch.equal(decoded(decoder, data[1:2], SHAPES[1:2]), pixels([decode_cpu(data[1])]))
     assert library.log.count("nvjpegCreateEx") == 1
 
 
@@ -165,11 +166,11 @@ def test_a_decoder_that_failed_is_not_used_again(library, refuses):
     decoder, data = NvjpegDecoder(CPU), encoded()
     library.status = {refuses: 3}
     with pytest.raises(RuntimeError, match=f"{refuses}: bad JPEG"):
-        packed(decoder, data)
+        decoded(decoder, data)
     assert library.log[-3:] == ["synchronize", "nvjpegJpegStateDestroy", "nvjpegDestroy"]
     library.status = {}
     expected = pixels(map(decode_cpu, data))
-    assert torch.equal(packed(decoder, data), expected)
+    assert torch.equal(decoded(decoder, data), expected)
     assert library.log.count("nvjpegCreateEx") == 2
 
 
@@ -185,10 +186,9 @@ def test_no_room_for_a_decoder(library, where):
 
 def test_without_engines_cuda_kernels_decode_on_several_streams(library, as_nvjpeg):
     library.engines = False
-    decoder = NvjpegDecoder(CPU)
-    data = encoded()
-    assert torch.equal(packed(decoder, data), pixels(map(decode_cpu, data)))
-    assert "in CUDA kernels, as no JPEG engine can be used" in decoder.way
+    decoder, data = NvjpegDecoder(CPU), encoded()
+    assert torch.equal(decoded(decoder, data), pixels(map(decode_cpu, data)))
+    assert "in CUDA kernels, as no JPEG engine can be used" in decoder.words
     assert (decoder.streams, decoder.canaries) == (3, False)
     assert library.log.count("nvjpegCreateEx") == 2
     library.engines = True
@@ -196,19 +196,16 @@ def test_without_engines_cuda_kernels_decode_on_several_streams(library, as_nvjp
     assert (decoder.streams, decoder.canaries) == (1, True)
 
 
-@pytest.mark.usefixtures("gpu_without_nvjpeg")
-def test_where_nvjpeg_cannot_be_called_torchcodec_decodes(monkeypatch):
-    monkeypatch.setattr("torchcodec.decoders.decode_jpeg", lambda data, **_: data)
-    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
-    assert type(DataPrefetcher([], device="cuda:0")._pipeline.decoder) is TorchCodecDecoder
-    with pytest.raises(ValueError, match='directly: decoder="torchcodec" can'):
-        DataPrefetcher([], device="cuda:0", decoder="nvjpeg")
+def test_torchcodec_is_another_name_of_nvjpeg():
+    with pytest.warns(FutureWarning, match='Write decoder="nvjpeg", or leave it out'):
+        with pytest.raises(ValueError, match="decoder='nvjpeg' needs a CUDA device"):
+            DataPrefetcher([], device="cpu", decoder="torchcodec")
 
 
 def test_a_gpu_that_nvjpeg_does_not_know(library):
     library.status = {"nvjpegCreateEx": 7}
     with pytest.raises(RuntimeError, match=r'CreateEx: no JPEG engines .*"cpu" the workers'):
-        packed(NvjpegDecoder(CPU), encoded())
+        decoded(NvjpegDecoder(CPU), encoded())
 
 
 def test_a_decoder_stays_on_its_stream(library):
@@ -221,21 +218,25 @@ def test_a_decoder_stays_on_its_stream(library):
             assert decoder is expected
     assert library.log.count("nvjpegCreateEx") == 2
     library.current.cuda_stream = 9
-    packed(NvjpegDecoder(CPU), encoded())
+    decoded(NvjpegDecoder(CPU), encoded())
     assert library.log.count("nvjpegCreateEx") == 3
 
 
 class Skipping(NvjpegDecoder):
     """nvJPEG as seen on RTX 50xx: leaves a picture of each call out, and reports success."""
 
-    def packed(self, data, call, out, **options):
+    always = False  # also in calls of one file
+
+    def decode(self, call, buffer, out):
         count = len(call.positions)
+        skipped = call.positions == 1 if count > 1 or self.always else np.zeros(count, bool)
+        if skipped.all():
+            return
         files, pictures = call.order[: 2 * count].reshape(2, count), call.order[2 * count :]
-        some = [i for i, position in enumerate(call.positions) if position != 1]
         given = copy.copy(call)
-        pictures = pictures.reshape(count, -1)[some].reshape(-1)
-        given.order = np.concatenate([files[:, some].reshape(-1), pictures])
-        return super().packed(data, given, out, **options)
+        pictures = pictures.reshape(count, -1)[~skipped].reshape(-1)
+        given.order = np.concatenate([files[:, ~skipped].reshape(-1), pictures])
+        super().decode(given, buffer, out)
 
 
 class Unguarded(Skipping):
@@ -243,8 +244,7 @@ class Unguarded(Skipping):
 
 
 class SkippingAgain(Skipping):
-    def __call__(self, data):
-        return [None for _ in data]
+    always = True
 
 
 def batches_of(decoder, device):
@@ -258,11 +258,9 @@ def batches_of(decoder, device):
         for seed in (0, 50)
     ]
     options = {"device": device, "transforms": [CenterCrop((6, 5))], "cpu_share": 0.0}
-    prefetcher = DataPrefetcher(batches, **options)
-    if decoder is not None:
-        decode_as_on_a_gpu(prefetcher, decoder(device))
-    with prefetcher._pipeline.scratch():
-        return torch.stack([images.cpu() for images in prefetcher]), prefetcher.stats
+    decoder = "cpu" if decoder is None else decoder(device)
+    prefetcher = DataPrefetcher(batches, decoder=decoder, **options)
+    return torch.stack([images.cpu() for images in prefetcher]), prefetcher.stats
 
 
 def a_gpu_with_engines():
@@ -284,7 +282,7 @@ def engines(device, request):
 
 
 @pytest.mark.filterwarnings("ignore:.*does not pin its memory")
-@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.usefixtures("large_tiles", "threaded")
 def test_a_skipped_picture_is_decoded_again(engines):
     # The CPU's way rounds to whole levels.
     expected, _ = batches_of(None if engines.type == "cpu" else NvjpegDecoder, engines)
@@ -314,7 +312,7 @@ def test_a_worker_decoded_a_picture_of_the_canaries_color(engines):
     photo = encode_jpeg(draw(16, 18, seed=1))
     batch = [EncodedImage(photo), EncodedImage(encode(green, "PNG"))]
     options = {"device": engines, "transforms": [CenterCrop((6, 5))], "cpu_share": 0.0}
-    prefetcher = decode_as_on_a_gpu(DataPrefetcher([batch], **options), NvjpegDecoder(engines))
+    prefetcher = DataPrefetcher([batch], decoder=NvjpegDecoder(engines), **options)
     ((_, got),) = prefetcher
     expected = torch.from_numpy(green[:6, :5] / 255).permute(2, 0, 1).to(got)
     torch.testing.assert_close(got, expected)
@@ -324,9 +322,9 @@ def test_a_worker_decoded_a_picture_of_the_canaries_color(engines):
 def test_a_picture_of_its_own_memory_that_is_skipped(library):
     library.skips = True
     data = encoded()
-    assert NvjpegDecoder(CPU)(data[:1]) == [None]
-    prefetcher = DataPrefetcher([[EncodedImage(data[0])]], device="cpu", cpu_share=0.0)
-    ((image,),) = decode_as_on_a_gpu(prefetcher, NvjpegDecoder(CPU))
+    options = {"device": "cpu", "cpu_share": 0.0, "decoder": NvjpegDecoder(CPU)}
+    prefetcher = DataPrefetcher([[EncodedImage(data[0])]], **options)
+    ((image,),) = prefetcher
     assert torch.equal(image, decode_cpu(data[0]))
     assert (prefetcher.stats.missed_images, prefetcher.stats.fallback_images) == (1, 1)
 
@@ -338,21 +336,19 @@ def gpu_without_nvjpeg(monkeypatch, as_nvjpeg):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     error = RuntimeError("no CUDA in this build\nException raised from ...")
-    for name in ("torchcodec.decoders.decode_jpeg", "torchvision.io.decode_jpeg"):
-        monkeypatch.setattr(name, Mock(side_effect=error))
+    monkeypatch.setattr("torchvision.io.decode_jpeg", Mock(side_effect=error))
 
 
 @pytest.mark.usefixtures("gpu_without_nvjpeg")
 @pytest.mark.parametrize("rocm", [False, True])
 def test_without_nvjpeg_the_workers_decode(monkeypatch, rocm):
-    reason = "TorchCodec's nvJPEG fails: no CUDA in this build"
+    reason = "the installed TorchCodec brings no nvJPEG, as a build for the CPU"
     if rocm:
         monkeypatch.setattr(torch.version, "hip", "7.0")
         reason = "torch is built for ROCm"
     prefetcher = DataPrefetcher([], device="cuda:0")
-    assert not prefetcher._pipeline.packer.on_gpu
     assert f"by the CPU, in the workers: {reason}" in explain(prefetcher)
-    for name in ("nvjpeg", "torchcodec", "torchvision"):
+    for name in ("nvjpeg", "torchvision"):
         with pytest.raises(ValueError, match=f'\'{name}\' can decode nothing .* "auto" or "cpu"'):
             DataPrefetcher([], device="cuda:0", decoder=name)
     assert 'workers: decoder="cpu"' not in explain(prefetcher)
@@ -364,7 +360,7 @@ def test_what_decodes_in_words(library):
     assert _decode.decoded_by(None, cuda) == 'the CPU, in the workers: decoder="cpu"'
     assert "in the workers: no CUDA device" in explain(DataPrefetcher([], device="cpu"))
     library.status = {"nvjpegGetHardwareDecoderInfo": 9}
-    assert NvjpegDecoder(CPU).way == "nvJPEG's JPEG engines"
+    assert NvjpegDecoder(CPU).words == "nvJPEG's JPEG engines"
     # No trial, and no memory of the GPU, where the library is there.
     library.log.clear()
     assert NvjpegDecoder(CPU).missing() == ""
@@ -373,16 +369,16 @@ def test_what_decodes_in_words(library):
 
 def test_a_decoder_short_of_memory_is_not_missing(monkeypatch):
     decode = Mock(side_effect=torch.OutOfMemoryError("no room"))
-    monkeypatch.setattr("torchcodec.decoders.decode_jpeg", decode)
-    assert TorchCodecDecoder(CPU).missing() == ""
+    monkeypatch.setattr("torchvision.io.decode_jpeg", decode)
+    assert TorchvisionDecoder(CPU).missing() == ""
 
 
 @pytest.mark.gpu
 def test_what_decodes_on_this_gpu():
     device = torch.device("cuda", 0)
-    assert NvjpegDecoder(device).missing() == TorchCodecDecoder(device).missing() == ""
+    assert NvjpegDecoder(device).missing() == TorchvisionDecoder(device).missing() == ""
     text = explain(DataPrefetcher([], device=device))
-    assert f"by {NvjpegDecoder(device).way}" in text
+    assert f"by {NvjpegDecoder(device).words}" in text
     assert ("nvJPEG in CUDA kernels" in text) != _nvjpeg.has_engines(device)
 
 
@@ -400,13 +396,20 @@ def test_pixels_are_torchcodecs(subsampling):
     shapes = [(64 + 7 * i, 300 - 11 * i) for i in range(20)]
     gray = {"channels": 1, "subsampling": "4:4:4"}
     files = encoded(shapes, **(gray if subsampling == "gray" else {"subsampling": subsampling}))
-    expected = TorchCodecDecoder(device)(files)
-    decoder = NvjpegDecoder(device)
-    together, apart = packed(decoder, files, shapes, device), decoder(files)
+    expected = decode_jpeg(files, mode="RGB", device=device)
+    got = decoded(NvjpegDecoder(device), files, shapes, device)
     torch.cuda.synchronize()
-    assert torch.equal(together, pixels(expected))
-    for got, image in zip(apart, expected, strict=True):
-        assert torch.equal(got, image)
+    assert torch.equal(got, pixels(expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*deprecated")  # torchvision's decoder, from 0.29 on
+def test_torchvisions_pictures_go_to_one_place():
+    device = torch.device("cuda", 0)
+    shapes = [(64 + 7 * i, 300 - 11 * i) for i in range(20)]
+    files = encoded(shapes)
+    want = pixels(torchvision.io.decode_jpeg(files, device=device))
+    assert torch.equal(decoded(TorchvisionDecoder(device), files, shapes, device), want)
 
 
 @pytest.mark.gpu
@@ -414,11 +417,11 @@ def test_what_the_engines_refuse_leaves_the_next_call_alone():
     device = a_gpu_with_engines()
     decoder, data = NvjpegDecoder(device), encoded()
     broken = [*data[:2], torch.zeros(len(data[2]), dtype=torch.uint8), data[3]]
-    expected = pixels(decoder(data))
+    expected = decoded(decoder, data, device=device)
     for _ in range(3):
         with pytest.raises(RuntimeError, match="nvjpeg"):
-            packed(decoder, broken, device=device)
-        assert torch.equal(packed(decoder, data, device=device), expected)
+            decoded(decoder, broken, device=device)
+        assert torch.equal(decoded(decoder, data, device=device), expected)
 
 
 @pytest.mark.gpu

@@ -552,7 +552,7 @@ NORMALIZED = [RandomResizedCrop(8), K.Normalize(0.4, 0.2)]
         ({"device": -1}, ValueError, "device must be .* got -1"),
         ({"device": True}, ValueError, "device must be .* got True"),
         ({"decoder": "dali"}, ValueError, 'one of "auto", "cpu"'),
-        ({"decoder": "torchcodec", "device": "cpu"}, ValueError, "needs a CUDA device"),
+        ({"decoder": "torchvision", "device": "cpu"}, ValueError, "needs a CUDA device"),
         ({"cpu_share": 1.5}, ValueError, r"cpu_share.*0\.0 to 1\.0"),
         ({"on_error": "ignore"}, ValueError, "on_error"),
         ({"max_bad": "3"}, ValueError, "max_bad is a number"),

@@ -6,7 +6,6 @@ from itertools import islice
 import kornia.augmentation as K
 import pytest
 import torch
-from fakes import decode_as_on_a_gpu
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -20,6 +19,7 @@ from torch.utils.data import (
 from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, EncodedImageFolder, Resize
 from gpuprefetch import RandomResizedCrop as Crop
 from gpuprefetch.images.collate import HostStage
+from gpuprefetch.images.decode import ImageDecoder
 
 CHANGED = [Crop(16), K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.7)]
 
@@ -40,7 +40,7 @@ class Numbered(Dataset):
 
 
 def prefetcher_of(dataset, device="cpu", transforms=CHANGED, **options):
-    names = {"seed", "on_error", "cpu_share"} & options.keys()
+    names = {"seed", "on_error", "cpu_share", "decoder"} & options.keys()
     ours = {"device": device, "transforms": transforms, **{n: options.pop(n) for n in names}}
     pinned = torch.device(device).type == "cuda"
     loader = {"batch_size": 5, "num_workers": int(pinned), "shuffle": True, "pin_memory": pinned}
@@ -134,6 +134,13 @@ def test_the_share_of_the_workers_is_that_of_the_batch(photo_folder, device):
     assert_replayed(prefetcher, seen, samples=range(0, 24, 3))
 
 
+class Absent(ImageDecoder):
+    """A decoder that the workers leave photos to, and that gets none."""
+
+    def decode(self, call, buffer, out):
+        raise NotImplementedError
+
+
 def test_all_views_of_a_batch_have_one_share(photo_folder):
     def views(samples):
         images = [sample["image"] for sample in samples]
@@ -141,13 +148,13 @@ def test_all_views_of_a_batch_have_one_share(photo_folder):
         packer.share.zero_()  # as the balancer may at any moment
         return {"image": first, "view": default_collate(images)}
 
-    prefetcher = decode_as_on_a_gpu(prefetcher_of(Numbered(photo_folder)), None)
-    packer = prefetcher._pipeline.packer
+    decoder = Absent(torch.device("cpu"))
+    packer = prefetcher_of(Numbered(photo_folder), decoder=decoder)._pipeline.packer
     packer.share.fill_(1.0)
     dataset = Numbered(photo_folder)
     for share in (1.0, 0.0):
         batch = HostStage(views, packer)([dataset[i] for i in range(4)])
-        assert batch["image"].share == batch["view"].share == share
+        assert batch["image"].report.share == batch["view"].report.share == share
         assert batch["view"].decoded.all() == batch["image"].decoded.all() == bool(share)
 
 

@@ -31,10 +31,19 @@ class Empty:
 class Stage(Protocol):
     """Prepares batches."""
 
-    device: torch.device
     stats: Stats
-    memory_budget: int | None  # bytes for all batches that are ready or in preparation
-    streams: int  # batches that are prepared side by side; it may grow within an epoch
+
+    @property
+    def device(self) -> torch.device:
+        """The device that batches go to."""
+
+    @property
+    def memory_budget(self) -> int | None:
+        """Bytes for all batches that are ready or in preparation."""
+
+    @property
+    def streams(self) -> int:
+        """Batches that are prepared side by side; the number may grow within an epoch."""
 
     def scratch(self) -> contextlib.AbstractContextManager[None]:
         """What a thread that prepares batches keeps meanwhile."""

@@ -14,9 +14,11 @@ from torch.utils.data import DataLoader
 from gpuprefetch.connections import shortage
 from gpuprefetch.core.nested import tensors
 from gpuprefetch.core.source import changed, sampler_of
+from gpuprefetch.core.stats import Stats
 from gpuprefetch.core.workers import WorkerStart
 from gpuprefetch.images.collate import HostStage, encoded_leaves
-from gpuprefetch.images.decode import BACKENDS, ImageDecoder
+from gpuprefetch.images.decode import DECODERS, ImageDecoder
+from gpuprefetch.images.decoding import Decoding
 from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.plan import parse_bytes
@@ -25,6 +27,7 @@ from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.tail import moves_pixels
+from gpuprefetch.images.tolerance import Tolerance
 from gpuprefetch.images.view import View
 from gpuprefetch.lists.convert import read_list
 from gpuprefetch.lists.values import Values
@@ -44,7 +47,7 @@ def build_stage(
     lists = transforms.lists if isinstance(transforms, Views) else [transforms]
     views = [_view(each, loader, options["dtype"], options["memory_format"]) for each in lists]
     programs = tuple(view.program for view in views)
-    backend = _backend(options["decoder"], device)
+    backend = _decoder(options["decoder"], device)
     share = torch.full(  # on the CPU, whatever the default device is
         (1,), 0.0 if cpu_share == "auto" else cpu_share, dtype=torch.float64, device="cpu"
     )
@@ -54,19 +57,18 @@ def build_stage(
         apply_exif=options["apply_exif"],
         origin=Origin(torch.initial_seed() if seed is None else operator.index(seed)),
         share=share,
-        finishes=device.type == "cpu",
+        finishes=device.type == "cpu" and backend is None,
         programs=programs if (HAS_TRITON or device.type == "cpu") and any(programs) else (),
         moves=any(moves_pixels([*view.head.ops, *view.tail]) for view in views),
         draws=any(view.samples for view in views),
     )
+    stats = Stats()
     stage = Pipeline(
-        device,
         views,
         packer,
-        backend,
-        on_error=options["on_error"],
-        max_bad=options["max_bad"],
-        memory_budget=parse_bytes(options["memory_budget"]),
+        Decoding(device, backend, parse_bytes(options["memory_budget"]), stats),
+        Tolerance(options["on_error"], options["max_bad"], stats),
+        stats,
     )
     return stage, Balancer(share, loader, fixed=cpu_share != "auto" or backend is None)
 
@@ -126,23 +128,35 @@ def _is_encoded_folder(dataset: Any) -> bool:
     return isinstance(inner, Sequence) and all(_is_encoded_folder(d) for d in inner)
 
 
-def _backend(decoder: str, device: torch.device) -> ImageDecoder | None:
-    names = ("auto", "cpu", *BACKENDS)
-    if decoder not in names:
+def _decoder(asked: str | ImageDecoder, device: torch.device) -> ImageDecoder | None:
+    """The decoder of what is left to the GPU; None where the workers decode all."""
+    if isinstance(asked, ImageDecoder):
+        return asked
+    if asked == "torchcodec":
+        warnings.warn(
+            'decoder="torchcodec" is "nvjpeg" now, which calls the nvJPEG that TorchCodec brings. '
+            'Write decoder="nvjpeg", or leave it out.',
+            FutureWarning,
+            stacklevel=4,
+        )
+        asked = "nvjpeg"
+    names = ("auto", "cpu", *DECODERS)
+    if asked not in names:
         quoted = ", ".join(f'"{name}"' for name in names)
-        raise ValueError(f"decoder must be one of {quoted}, got {decoder!r}.")
-    if decoder == "cpu" or (decoder == "auto" and device.type != "cuda"):
+        raise ValueError(f"decoder must be one of {quoted}, got {asked!r}.")
+    if asked == "cpu" or (asked == "auto" and device.type != "cuda"):
         return None
     if device.type != "cuda":
-        raise ValueError(f'decoder={decoder!r} needs a CUDA device; use "auto" or "cpu" here.')
-    for name in ("nvjpeg", "torchcodec") if decoder == "auto" else (decoder,):
-        backend = BACKENDS[name](device)
-        if not (missing := backend.missing()):
-            return backend
-    if decoder == "auto":
+        raise ValueError(f'decoder={asked!r} needs a CUDA device; use "auto" or "cpu" here.')
+    name = next(iter(DECODERS)) if asked == "auto" else asked
+    decoder = DECODERS[name](device)
+    missing = decoder.missing()
+    if not missing:
+        return decoder
+    if asked == "auto":
         return None
     raise ValueError(
-        f"decoder={decoder!r} can decode nothing on {device}: {missing}. Use "
+        f"decoder={asked!r} can decode nothing on {device}: {missing}. Use "
         '"auto" or "cpu", which decodes in the workers.'
     )
 

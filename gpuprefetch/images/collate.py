@@ -17,10 +17,11 @@ from gpuprefetch.core.errors import add_note, text_of, unexpected_end
 from gpuprefetch.core.nested import map_leaves, objects
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import set_apart
-from gpuprefetch.images.encoded import EncodedImage, PreparedImages, is_encoded
+from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.guard import begin_reading, end_reading
 from gpuprefetch.images.host_memory import memory_for
 from gpuprefetch.images.packer import Packer, Packing
+from gpuprefetch.images.prepared import PreparedImages, is_encoded
 from gpuprefetch.images.slab import by_value, share
 from gpuprefetch.images.targets import fate, followed, images_of, mark, refuse_unfollowed
 from gpuprefetch.transforms.random import op_keys, tail_keys
@@ -114,18 +115,18 @@ class HostStage:
         if not packer.programs:
             return
         for view, (program, head) in enumerate(zip(packer.programs, packer.heads, strict=True)):
-            images.laid.append([])
+            images.made.layouts.append([])
             if program is None:
                 continue
-            keys = op_keys(tail_keys(images.keys, view), 0)
+            keys = op_keys(tail_keys(images.who.keys, view), 0)
             with own_modes(torch.device("cpu")):
                 if packer.finishes:
-                    out = images.out[view]
-                    images.out[view] = program.carry_out(out, program.drawn(keys, out), share)
+                    out = images.made.out[view]
+                    images.made.out[view] = program.carry_out(out, program.drawn(keys, out), share)
                 else:
                     form = head.empty(len(images), "meta")
-                    images.laid[view] = program.lay_out(form, program.drawn(keys, form))
-        images.counts["collate_seconds"] += time.perf_counter() - began
+                    images.made.layouts[view] = program.lay_out(form, program.drawn(keys, form))
+        images.report.counts["collate_seconds"] += time.perf_counter() - began
 
 
 def encoded_leaves(batch: Any) -> list[PreparedImages]:

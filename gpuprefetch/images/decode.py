@@ -1,24 +1,19 @@
-"""Encoded bytes to decoded images on the GPU: the backends, and what happens when a file is bad."""
+"""The GPU's decoders: baseline JPEGs in host memory to pictures in device memory."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from math import prod
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-from gpuprefetch.core.stats import Stats
+from gpuprefetch.core.streams import drain
 from gpuprefetch.images import nvjpeg
-from gpuprefetch.images.bad import name_of
-from gpuprefetch.images.encoded import Call, PreparedImages
-from gpuprefetch.images.header import decode_cpu, read_header
-from gpuprefetch.images.host_memory import memory_for
-from gpuprefetch.images.plan import UPLOAD_BYTES, WHOLE_BATCH_BYTES, in_rooms, readable
-from gpuprefetch.transforms.launch import CANARY
+from gpuprefetch.images.prepared import Call
 
 # Note [Decoded memory]
 # A decoded image lies in memory that earlier images lay in: in the scratch of its stream, or in a
@@ -27,12 +22,11 @@ from gpuprefetch.transforms.launch import CANARY
 #   - torchvision's CUDA decoder writes from a stream of its own (pytorch/vision#9606).
 #   - nvJPEG's engines write while kernels that were queued before on the same stream still wait
 #     (meta-pytorch/torchcodec#1634: 100 calls of 100). An event that the stream waits for does not
-#     help; a wait of the host does. TorchCodec 0.17 waits by itself, 0.16 did not. What is queued
-#     after the call does come after it.
+#     help; a wait of the host does. What is queued after the call does come after it.
 #   - nvJPEG is not through when the call returns: it still reads the last files, which lie in the
 #     batch's buffer. That is kept until the batch is on the device (Lookahead._uploads).
-# The host protects us: the prefetch thread decodes nothing until all that is queued on its stream
-# has completed, the launches that read earlier images among it (ImageJob._drain).
+# The host protects us: the decode thread decodes nothing until all that is queued on its stream has
+# completed, the launches that read earlier images among it (ImageDecoder.wait_for_readers).
 # gpuprefetch.selfcheck() tries both on the machine at hand, and tests/test_selfcheck.py fails
 # without the wait.
 
@@ -46,179 +40,146 @@ from gpuprefetch.transforms.launch import CANARY
 # merely decoded twice.
 #   - The engines do not keep the stream's order, so the host waits for the canaries before it
 #     calls them. They are set after the last reader on the stream: the wait is for both.
-#   - The flags lie in pinned memory, and a launch writes none where all is well. The thread
-#     waits for all launches of a batch before it counts as done (ImageJob.check).
-#   - Pictures with memory of their own lie in what was that color all over.
-#   - TorchCodec and torchvision allocate the pictures themselves, uninitialized. A picture skipped
-#     there is not noticed.
+#   - The flags lie in pinned memory, and a launch writes none where all is well. The decode thread
+#     waits for all launches of a batch before the batch counts as done (ImageJob.check).
+#   - Pictures that no launch of the plan reads lie in memory that was this color all over.
 
 
 # Note [One call for a batch]
-# The thread that trains shares the GIL and the CUDA driver's lock with the prefetch thread. Three
-# Python objects an image (the file, its view, the picture) would take the GIL thousands of times a
-# step. So the worker works out all that nvJPEG is given of the files (Call), but for the
-# addresses. One ctypes call, which drops the GIL, decodes the batch into one piece of memory, and
-# one launch reads it there.
+# The thread that trains shares the GIL and the CUDA driver's lock with the decode thread. Three
+# Python objects an image (the file, its view, the picture) would need the GIL thousands of times a
+# step. So the worker works out all that nvJPEG is given (Call.order), but for the addresses. One
+# ctypes call, which drops the GIL, decodes the call's files into one piece of memory, and one
+# launch reads it there.
 
 
-def place(size: int, device: torch.device, scratch: dict[int, torch.Tensor] | None) -> torch.Tensor:
-    """1-D uint8 of ``size`` bytes or more on the device, kept in ``scratch`` for each stream."""
-    if scratch is None or size > in_rooms(WHOLE_BATCH_BYTES + UPLOAD_BYTES):  # for one image
-        return torch.empty([size], dtype=torch.uint8, device=device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    if stream not in scratch or scratch[stream].numel() < size:
-        if scratch.pop(stream, None) is not None:  # nothing will fit its block any more
-            torch.cuda.empty_cache()
-        scratch[stream] = torch.empty(in_rooms(size), dtype=torch.uint8, device=device)
-    return scratch[stream]
+class ImageDecoder(ABC):
+    """Decodes the files of a :class:`.encoded.Call` on the current stream of a CUDA device.
 
+    A decoder of another library needs :meth:`decode`, and a row in :data:`DECODERS`.
 
-class ImageDecoder:
-    """Decodes a batch of baseline JPEGs on the current stream of a CUDA device."""
+    Attributes:
+        name: what decodes, in words.
+        copies: how often the pictures of a call are in memory when it ends.
+        streams: calls that are best decoded side by side, each on a stream of its own.
+        canaries: whether pictures that were skipped are looked for: see Note [Canaries].
+        overlaps: whether the calls of a batch may take turns on two streams.
+    """
 
-    library = "nvJPEG"  # that decodes
-    packs = False  # whether there is a way to packed()
-    copies = 2  # how often the images of a call are in memory at its end
-    canaries = True  # whether packed() images that were skipped are looked for
-    streams = 1  # batches that are best decoded side by side
+    name = "nvJPEG"
+    copies = 1
+    streams = 1
+    canaries = True
+    overlaps = False
 
     def __init__(self, device: torch.device) -> None:
         # One spelling of the device for ever: torchvision leaks its decoder when it changes.
-        self._device = device
+        self.device = device
+
+    @property
+    def words(self) -> str:
+        """What decodes, for :func:`gpuprefetch.explain`."""
+        return self.name
 
     def missing(self) -> str:
-        """Why it can decode nothing here, "" where it can: it tries."""
-        from PIL import Image
-
+        """Why nothing can be decoded here; empty if a small picture can, which is tried."""
         if torch.version.hip:
             return "torch is built for ROCm, and nvJPEG is NVIDIA's"
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that torchvision's is deprecated
-                file = io.BytesIO()
-                Image.new("RGB", (64, 64), "orange").save(file, "JPEG")
-                pictures = self([torch.frombuffer(file.getbuffer(), dtype=torch.uint8)])
-            torch.cuda.current_stream(self._device).synchronize()  # then they may be let go
-            del pictures
+                warnings.simplefilter("ignore")  # that torchvision's decoder is deprecated
+                call, buffer = _trial()
+                out = torch.empty(call.size, dtype=torch.uint8, device=self.device)
+                self.decode(call, buffer, out)
+            torch.cuda.current_stream(self.device).synchronize()  # then the file may be let go
         except torch.OutOfMemoryError:
             return ""
         except Exception as error:
-            return f"{self.library} fails: {_first_line(error)}"
+            return f"{self.name} fails: {first_line(error)}"
         return ""
 
-    @property
-    def way(self) -> str:
-        """What decodes, in words."""
-        return self.library
+    def wait_for_readers(self) -> None:
+        """Wait until nothing on this stream reads what is decoded into: Note [Decoded memory]."""
+        if self.device.type == "cuda":
+            drain(self.device)
 
-    def packed(
-        self, data: torch.Tensor, call: Call, out: torch.Tensor, *, first: int = 0, at: int = 0
-    ) -> None:
-        """Decode without a Python object per image, or raise. See Note [One call for a batch].
+    @abstractmethod
+    def decode(self, call: Call, buffer: torch.Tensor, out: torch.Tensor) -> None:
+        """Decode files to pictures that lie one after the other. EXIF orientations are not applied.
 
-        The files are in ``data``, flat uint8 on the CPU, in the buffer from ``first`` on. The
-        images, each ``(H, W, 3)``, get into ``out``, flat uint8 on the device, from ``at`` on.
-        Nothing that is queued reads what lies there: see Note [Decoded memory].
+        Args:
+            call: the files and the shapes of their pictures.
+            buffer: ``(bytes,)`` uint8 on the CPU, the buffer that the files lie in. What is decoded
+                asynchronously reads it until the stream has got there.
+            out: ``(call.size,)`` uint8 on the device. Nothing that is queued reads it.
+
+        Raises:
+            RuntimeError: if the decoder does not take one of the files.
+            torch.OutOfMemoryError: if there is too little memory.
         """
-        raise NotImplementedError
-
-    def __call__(self, data: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """Decode files, 1-D uint8 on the CPU, to ``(3, H, W)`` uint8 on the device, or raise.
-
-        The EXIF orientation is not applied. None stands for one that was skipped.
-        """
-        raise NotImplementedError
-
-
-class TorchCodecDecoder(ImageDecoder):
-    """TorchCodec's batched nvJPEG decode; EXIF orientations were hidden from it beforehand."""
-
-    library = "TorchCodec's nvJPEG"
-
-    def __call__(self, data: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        from torchcodec.decoders import decode_jpeg
-
-        return list(decode_jpeg(data, mode="RGB", device=self._device))
 
 
 class NvjpegDecoder(ImageDecoder):
-    """The nvJPEG that TorchCodec brings, without TorchCodec between."""
+    """The nvJPEG that TorchCodec brings, called directly: see Note [One call for a batch]."""
 
-    packs, copies = True, 1
+    overlaps = True
 
     def missing(self) -> str:
-        # Without a trial, which takes memory of the GPU: the loader may have no photos.
-        with contextlib.suppress(Exception):  # of a broken TorchCodec: the trial says what
-            if not torch.version.hip and nvjpeg.library() is not None:
-                return ""
-        failed = TorchCodecDecoder(self._device).missing()
-        return failed or 'it cannot be called directly: decoder="torchcodec" can'
+        # Without a trial, which needs memory of the GPU: the loader may have no photos.
+        if torch.version.hip:
+            return "torch is built for ROCm, and nvJPEG is NVIDIA's"
+        try:
+            found = nvjpeg.library() is not None
+        except Exception as error:  # of a broken TorchCodec
+            return f"TorchCodec, which brings nvJPEG, fails: {first_line(error)}"
+        return "" if found else "the installed TorchCodec brings no nvJPEG, as a build for the CPU"
 
     @property
-    def way(self) -> str:
-        if not nvjpeg.has_engines(self._device):
+    def words(self) -> str:
+        if not nvjpeg.has_engines(self.device):
             return (
                 "nvJPEG in CUDA kernels, as no JPEG engine can be used: the GPU has none, or the "
                 'container lacks the driver\'s capability "video"'
             )
-        with nvjpeg.lease(self._device) as decoder:
+        with nvjpeg.lease(self.device) as decoder:
             engines = decoder.engines()
         return f"nvJPEG's {engines} JPEG engines" if engines else "nvJPEG's JPEG engines"
 
     @property
     def canaries(self) -> bool:  # type: ignore[override]
-        return nvjpeg.has_engines(self._device)  # only they have been seen to skip pictures
+        return nvjpeg.has_engines(self.device)  # only they have been seen to skip pictures
 
     @property
     def streams(self) -> int:  # type: ignore[override]
-        return 1 if nvjpeg.has_engines(self._device) else 3
+        return 1 if nvjpeg.has_engines(self.device) else 3
 
-    def packed(
-        self, data: torch.Tensor, call: Call, out: torch.Tensor, *, first: int = 0, at: int = 0
-    ) -> None:
-        files, pictures = data.data_ptr() + first + call.start, out.data_ptr() + at
-        order = nvjpeg.place_order(call.order, files, pictures)
-        with nvjpeg.lease(self._device) as decoder:
-            decoder.decode(order, torch.cuda.current_stream(self._device).cuda_stream)
-
-    def __call__(self, data: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        headers = [read_header(bytes(file.numpy())) for file in data]
-        layout = np.array([(len(f), h.height, h.width) for f, h in zip(data, headers, strict=True)])
-        canary = torch.tensor([*CANARY.to_bytes(3, "little")], dtype=torch.uint8)
-        canary = canary.to(self._device)
-        sizes = layout[:, 1:].prod(axis=1)
-        flat = canary.repeat(int(sizes.sum()))  # see Note [Canaries]
-        order = nvjpeg.place_order(nvjpeg.order_for(layout.T), 0, flat.data_ptr())
-        order[: len(data)] = [file.data_ptr() for file in data]
-        stream = torch.cuda.current_stream(self._device)
-        stream.synchronize()  # the engines do not wait for it. See Note [Decoded memory]
-        with nvjpeg.lease(self._device) as decoder:
-            decoder.decode(order, stream.cuda_stream)
-        parts = zip(flat.split((3 * sizes).tolist()), layout[:, 1:].tolist(), strict=True)
-        images = [part.view(*size, 3).permute(2, 0, 1) for part, size in parts]
-        corners = torch.stack([image[:, i, i] for image in images for i in (0, -1)])
-        skipped = (corners == canary).all(1).view(-1, 2).any(1)
-        # The host waits for that, and the files may be gone then.
-        return [
-            None if gone else image for image, gone in zip(images, skipped.tolist(), strict=True)
-        ]
+    def decode(self, call: Call, buffer: torch.Tensor, out: torch.Tensor) -> None:
+        order = nvjpeg.with_addresses(call.order, buffer.data_ptr(), out.data_ptr())
+        with nvjpeg.lease(self.device) as decoder:
+            decoder.decode(order, torch.cuda.current_stream(self.device).cuda_stream)
 
 
 class TorchvisionDecoder(ImageDecoder):
-    """torchvision's batched nvJPEG decode on a drained stream. See Note [Decoded memory]."""
+    """``torchvision.io.decode_jpeg`` on CUDA, whose pictures are copied to where they are read."""
 
-    library = "torchvision's nvJPEG"
+    name = "torchvision's nvJPEG"
+    copies = 2
 
-    def __call__(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
+    def decode(self, call: Call, buffer: torch.Tensor, out: torch.Tensor) -> None:
         from torchvision.io import ImageReadMode, decode_jpeg
 
-        torch.cuda.current_stream(self._device).synchronize()
-        return list(decode_jpeg(data, mode=ImageReadMode.RGB, device=self._device))
+        decoded = decode_jpeg(call.files(buffer), mode=ImageReadMode.RGB, device=self.device)
+        for picture, place in zip(decoded, call.pictures(out), strict=True):
+            if picture.shape != place.shape:
+                raise RuntimeError(
+                    f"decoded to {tuple(picture.shape)}, its header says {tuple(place.shape)}"
+                )
+            place.copy_(picture)
 
 
-BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
+# By their names in DataPrefetcher(decoder=...); "auto" is the first.
+DECODERS: dict[str, type[ImageDecoder]] = {
     "nvjpeg": NvjpegDecoder,
-    "torchcodec": TorchCodecDecoder,
     "torchvision": TorchvisionDecoder,
 }
 
@@ -226,92 +187,47 @@ BACKENDS: dict[str, Callable[[torch.device], ImageDecoder]] = {
 def decoded_by(decoder: ImageDecoder | None, device: torch.device) -> str:
     """What decodes the photos of a prefetcher with this decoder on a device, in words."""
     if decoder is not None:
-        return decoder.way
+        return decoder.words
     reason = "no CUDA device is used"
     if device.type == "cuda":
         reason = NvjpegDecoder(device).missing() or 'decoder="cpu"'
     return f"the CPU, in the workers: {reason}"
 
 
-def _first_line(error: Exception) -> str:
+def _trial() -> tuple[Call, torch.Tensor]:
+    """A call of one small file, and its buffer."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), "orange").save(file, "JPEG")
+    buffer = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    return Call(np.array([0]), np.array([(0, len(buffer))]), np.array([(64, 64)])), buffer
+
+
+def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+class RefusedError(Exception):
+    """A decoder does not take one of its files; the message is the first line of its reason."""
+
+
+@contextlib.contextmanager
+def refusals(size: int, device: torch.device) -> Iterator[None]:
+    """Make a :class:`RefusedError` of a decoder's error, unless ``size`` bytes cannot be allocated.
+
+    Decoders pass on the allocator's error without its type: it could be a bad file as well.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        claim(size, device)
+        raise RefusedError(first_line(error)) from error
 
 
 def claim(size: int, device: torch.device) -> None:
     """Raise torch's own error where there is no room for ``size`` bytes."""
     if device.type == "cuda":
         torch.empty(size, dtype=torch.uint8, device=device)
-
-
-@contextlib.contextmanager
-def _may_refuse(size: int, device: torch.device) -> Iterator[list[str]]:
-    """Where a decoder may refuse its files, but may not lack the memory of so many bytes.
-
-    TorchCodec passes on the allocator's error without its type, and with torch 2.11 without its
-    words: it could be a bad file as well. Gives a list that gets the reason.
-    """
-    reasons: list[str] = []
-    try:
-        yield reasons
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        claim(size, device)
-        reasons.append(_first_line(error))
-
-
-def decode_packed(
-    decoder: ImageDecoder, images: PreparedImages, call: Call, out: torch.Tensor, at: int
-) -> bool:
-    """Decode images of a batch into one tensor; False if they have to be decoded one by one."""
-    with _may_refuse(call.size, out.device):
-        decoder.packed(images.buffer.memory, call, out, first=images.buffer.start, at=at)
-        return True
-    return False
-
-
-def decode_part(
-    decoder: ImageDecoder,
-    images: PreparedImages,
-    call: Call,
-    device: torch.device,
-    stats: Stats,
-    *,
-    together: bool = True,
-) -> list[torch.Tensor | None]:
-    """Decode some images of a batch, one by one if that fails; None for those with ``errors``."""
-    lengths, *sizes = call.layout.tolist()
-    shapes = [(3, height, width) for height, width in zip(*sizes, strict=True)]
-    decoded: Sequence[torch.Tensor | None] = [None] * len(shapes)
-    if together:
-        files = images.data[call.start : call.start + sum(lengths)]
-        with _may_refuse(call.size, device):
-            decoded = decoder(list(files.split(lengths)))
-            stats.add("missed_images", sum(image is None for image in decoded))
-
-    def decode_one(position: int, shape: tuple[int, int, int]) -> torch.Tensor | None:
-        file = images.span(position)
-        with _may_refuse(prod(shape), device) as reasons:
-            (image,) = decoder([file])
-            if image is not None and image.shape == shape:
-                return image
-            reasons.append(
-                "it was skipped"
-                if image is None
-                else f"decoded to {tuple(image.shape)}, its header says {shape}"
-            )
-        try:
-            # The second opinion: a file that only the GPU's decoder dislikes is not a bad file.
-            name = name_of(int(images.indices[position]), images.paths[position])
-            with memory_for(f"a picture of {readable(prod(shape))} decoded: {name}"):
-                image = decode_cpu(file)  # which is of the size that the header says
-        except ValueError as error:
-            images.errors[position] = str(error)
-            return None
-        stats.fell_back(reasons[0])
-        return image.contiguous().to(device)
-
-    return [
-        image if image is not None and image.shape == shape else decode_one(i, shape)
-        for image, i, shape in zip(decoded, call.positions.tolist(), shapes, strict=True)
-    ]

@@ -5,235 +5,379 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from gpuprefetch.core.stats import Timed
-from gpuprefetch.core.streams import drain
+from gpuprefetch.core.stats import Stats, Timed
 from gpuprefetch.images.bad import BadImage
-from gpuprefetch.images.decode import decode_packed, decode_part, place
-from gpuprefetch.images.encoded import Call, PreparedImages
+from gpuprefetch.images.decode import ImageDecoder, RefusedError, refusals
+from gpuprefetch.images.decoding import Decoding, Part
+from gpuprefetch.images.header import decode_cpu
+from gpuprefetch.images.host_memory import memory_for
 from gpuprefetch.images.plan import WHOLE_BATCH_BYTES, lay_out, readable
-from gpuprefetch.transforms.head import Head, require_fixed_size
-from gpuprefetch.transforms.kernel import HAS_TRITON
-from gpuprefetch.transforms.launch import Launches, Table
-
-if TYPE_CHECKING:
-    from gpuprefetch.images.stage import Pipeline
+from gpuprefetch.images.prepared import Call, Plan, PreparedImages, Upload
+from gpuprefetch.transforms.head import Head
+from gpuprefetch.transforms.kernel import HAS_TRITON, INTERPRETED
+from gpuprefetch.transforms.launch import CANARY, Launches
+from gpuprefetch.transforms.reference import Doubles, Ints
 
 ALIGNED = 16  # bytes: Triton compiles another kernel for an odd address
 
 
-@dataclass
+@dataclass(slots=True)
 class Output:
     """What one view makes of a batch."""
 
     head: Head
-    rows: npt.NDArray[np.float64] | None  # (N, 2, 6), the sampling; None where there is none
-    out: Any  # the result, (N, 3, H, W); a list of N images where it has no fixed size
+    rows: Doubles | None  # (N, 2, 6), the sampling; None without a fixed size
+    # The result, (N, 3, H, W), or what the transforms after the fused ones made of it. A list of N
+    # images (3, H, W) without a fixed size.
+    out: object
+
+
+@dataclass(slots=True)
+class _Launched:
+    """The launches of a batch, and what they read."""
+
+    words: torch.Tensor  # 1-D uint8 on the CPU, the launch words of all views
+    views: Sequence[tuple[Launches, int]]  # of each view, and where its words begin in those
+    # (N,) uint8 in pinned memory, where a launch notes the canaries that it has found; None before
+    # a call with canaries.
+    survived: torch.Tensor | None = None
+
+    @property
+    def room(self) -> int:
+        """Bytes of the words, after which pictures may begin."""
+        return -(-len(self.words) // ALIGNED) * ALIGNED
 
 
 class ImageJob:
     """The encoded images of one batch, on their way into a tensor for each view.
 
-    Decoded images, or their packed copy, are let go after the launches that read them. Their memory
-    is not decoded into before those have completed. See Note [Decoded memory].
+    Pictures are let go after the launches that read them. Their memory is not decoded into before
+    those have completed: see Note [Decoded memory].
+
+    Args:
+        images: as a worker has prepared them.
+        heads: the fused transforms of each view.
+        decoding: of the epoch.
+        learned: called once if the first decode shows that CUDA kernels decode.
     """
 
-    def __init__(self, pipeline: Pipeline, images: PreparedImages) -> None:
+    def __init__(
+        self,
+        images: PreparedImages,
+        heads: Sequence[Head],
+        decoding: Decoding,
+        learned: Callable[[], None] = lambda: None,
+    ) -> None:
         self.images = images
-        views = zip(pipeline.views, images.rows, strict=True)
-        self.outputs = [Output(view.head, rows, [None] * len(images)) for view, rows in views]
-        self._pipeline = pipeline
-        # What the planned launches read; those of each view, and where in it theirs begins.
-        self._numbers: torch.Tensor | None = None
-        self._launches: list[tuple[Launches, int]] = []
-        # (N,) uint8 on the CPU, where a launch notes the canaries that it has found.
-        self._survived: torch.Tensor | None = None
-        for view in pipeline.views:
-            if view.head.names or view.tail:
-                require_fixed_size(view.head, view.tail)
+        self.outputs = [
+            Output(head, rows, [None] * len(images))
+            for head, rows in zip(heads, images.rows, strict=True)
+        ]
+        self._decoding = decoding
+        self._learned = learned
+        self._launched: _Launched | None = None
 
-    def begin(self, limit: int | None = None) -> list[Callable[[], None]]:
-        """Reserve the result; the decode of each sub-batch, of at most ``limit`` bytes."""
-        pipeline, images = self._pipeline, self.images
-        calls, tables = images.calls, images.tables
-        sizes = pipeline.packer.sizes
-        # Without engines a call takes as long whatever its size.
-        room = WHOLE_BATCH_BYTES if pipeline.streams > 1 and len(calls) > 1 else None
-        replanned = limit is not None or room is not None
-        if replanned:
-            words = [images.words(view) for view in range(len(tables))]
-            most = None if limit is None else limit // pipeline.copies
-            calls, tables = lay_out(images, sizes, words, most, room)
+    @property
+    def _stats(self) -> Stats:
+        return self._decoding.stats
+
+    @property
+    def _decoder(self) -> ImageDecoder:
+        decoder = self._decoding.decoder
+        assert decoder is not None, "without a decoder the packer leaves nothing to the device"
+        return decoder
+
+    def begin(self, limit: int | None = None) -> list[Part]:
+        """Reserve the result, and say what is to be done; pictures need ``limit`` bytes at most."""
+        images = self.images
+        sizes = [output.head.size for output in self.outputs if output.head.size is not None]
+        plan, kept = self._plan(sizes, limit)
         if not sizes:
-            # The pixels themselves are the result, and the buffer is the worker's.
-            ready = np.flatnonzero(images.decoded)
-            pixels = images.pixels.to(pipeline.device, non_blocking=True, copy=True)
-            pictures = images.pictures(ready, pixels)
-            for i, image in zip(ready.tolist(), pictures, strict=True):
-                self.outputs[0].out[i] = image
-            return [partial(self._decode, call=call) for call in calls]
-        if images.out:  # on the CPU, with what the workers decoded
-            for output, out in zip(self.outputs, images.out, strict=True):
+            self._hand_over_pixels()
+        elif images.made.out:  # on the CPU, with what the workers decoded
+            for output, out in zip(self.outputs, images.made.out, strict=True):
                 output.out = out
-            left = [images.call(call.positions) for call in calls if len(call.positions)]
-            return [partial(self._decode, call=call) for call in left]
-        for output in self.outputs:
-            output.out = output.head.empty(len(images), pipeline.device)
-        double = any(output.out.dtype == torch.float64 for output in self.outputs)
-        if not tables or not HAS_TRITON or double:
-            return [partial(self._decode, call=call) for call in calls]
-        self._prepare(tables, again=replanned)
-        return [partial(self._decode, call=call, launch=n) for n, call in enumerate(calls)]
+            plan = Plan([part for part in plan.parts if isinstance(part, Call)])
+        else:
+            for output in self.outputs:
+                output.out = output.head.empty(len(images), self._decoding.device)
+            if plan.tables and self._can_launch():
+                self._launched = self._launches(plan, kept=kept)
+        return [
+            Part(partial(self._run, part, number), isinstance(part, Call))
+            for number, part in enumerate(plan.parts)
+        ]
 
-    def _prepare(self, tables: Sequence[Table], *, again: bool) -> None:
-        """Prepare the launches of all views, and what they read; ``again`` if it was not kept."""
-        images, pairs = self.images, list(zip(self.outputs, tables, strict=True))
-        starts, held = images.numbers, images.buffer
-        numbers = held.memory[held.start + starts[0] : held.start + starts[-1]]
-        if again:
-            parts = [Launches.numbers(t, o.head.colors) for o, t in pairs]
-            numbers = torch.cat(parts)
-            numbers = numbers.pin_memory() if held.is_pinned else numbers
-            starts = [0, *np.cumsum([*map(len, parts)]).tolist()]
-        self._numbers = numbers
-        for (output, table), start in zip(pairs, starts, strict=False):
+    def _plan(self, sizes: Sequence[tuple[int, int]], limit: int | None) -> tuple[Plan, bool]:
+        """The worker's plan, and True; another one if it does not fit."""
+        images = self.images
+        calls = sum(isinstance(part, Call) for part in images.plan.parts)
+        # Without engines a call needs as long whatever its size.
+        room = WHOLE_BATCH_BYTES if self._decoding.streams > 1 and calls > 1 else None
+        if limit is None and room is None:
+            return images.plan, True
+        words = [images.words(view) for view in range(len(images.plan.tables))]
+        most = None if limit is None else limit // self._decoding.copies
+        return lay_out(images, sizes, words, most, room), False
+
+    def _can_launch(self) -> bool:
+        """Whether the kernel samples here: it runs on a GPU, and does not compute in float64."""
+        runs = HAS_TRITON if self._decoding.device.type == "cuda" else INTERPRETED
+        return runs and all(output.head.dtype != torch.float64 for output in self.outputs)
+
+    def _hand_over_pixels(self) -> None:
+        """Without a fixed size the pictures are the result, and the buffer is the worker's."""
+        images = self.images
+        ready = np.flatnonzero(images.decoded)
+        pixels = images.pixels.to(self._decoding.device, non_blocking=True, copy=True)
+        pictures = images.pictures(ready, pixels, images.regions.pixels)
+        self._sample(ready, pictures)
+
+    def _launches(self, plan: Plan, *, kept: bool) -> _Launched:
+        """The launches of a plan; ``kept`` says whether their words lie in the worker's buffer."""
+        images = self.images
+        starts = images.regions.words
+        words = images.buffer.tensor[starts[0] : starts[-1]]
+        if not kept:
+            parts = [
+                Launches.numbers(table, output.head.colors)
+                for table, output in zip(plan.tables, self.outputs, strict=True)
+            ]
+            words = torch.cat(parts)
+            words = words.pin_memory() if images.buffer.is_pinned else words
+            starts = [0, *np.cumsum([len(part) for part in parts]).tolist()]
+        views = []
+        for output, table, start in zip(self.outputs, plan.tables, starts, strict=False):
+            assert isinstance(output.out, torch.Tensor)
             launches = Launches(table, output.out, torch.uint8, output.head.interpolation)
-            self._launches.append((launches, start - starts[0]))
+            views.append((launches, start - starts[0]))
+        return _Launched(words, views)
 
-    def _decode(self, *, call: Call, launch: int | None = None, again: bool = False) -> None:
-        """Decode and resample a sub-batch; out of memory, make room and take smaller ones.
-
-        ``launch`` is the number of the one that was planned; ``again`` is for the second try.
-        """
+    def _run(self, part: Upload | Call, number: int) -> None:
+        if isinstance(part, Call):
+            self._decode(part, number if self._launched is not None else None)
+            return
         try:
-            if launch is None or not self._packs(call):
-                self._decode_apart(call)
-            elif not self._decode_packed(call, launch):
-                self._decode_apart(call, together=False)
-        except torch.OutOfMemoryError as error:
-            if again:
-                if not len(call.positions):
-                    raise
-                raise self._too_large(int(call.positions[0])) from error
+            self._upload(part, number)
+        except torch.OutOfMemoryError:
+            pass  # and not again in here, where the exception holds what was allocated
         else:
             return
-        self._pipeline.make_room()
-        pieces = [] if call.copy is None else [self.images.call(call.positions[:0], call.copy)]
-        halves = np.array_split(call.positions, 2)
-        pieces += [self.images.call(half) for half in halves if len(half)]
-        for piece in pieces:
-            self._decode(call=piece, again=len(pieces) == 1)
+        self._decoding.make_room()
+        self._upload(part, number)
 
-    def _packs(self, call: Call) -> bool:
-        decoder = self._pipeline.decoder
-        return not len(call.positions) or (decoder is not None and decoder.packs)
+    def _upload(self, upload: Upload, number: int) -> None:
+        """Copy what workers decoded, and sample it."""
+        pixels = self.images.buffer.tensor[upload.start : upload.stop]
+        with Timed(self._stats, "resample"):
+            if self._launched is not None:
+                room = self._launched.room
+                flat = self._decoding.place(room + upload.size)
+                self._copy_words(flat)
+                flat[room : room + upload.size].copy_(pixels, non_blocking=True)
+                self._launch(number, flat)
+                return
+            copied = pixels.to(self._decoding.device, non_blocking=True)
+            for view, output in enumerate(self.outputs):
+                pictures = self.images.pictures(upload.positions, copied, upload.start, view)
+                _resample(self.images, output, upload.positions, pictures)
 
-    def _decode_packed(self, call: Call, number: int) -> bool:
-        """Whether it was done in one piece: see Note [One call for a batch]."""
-        pipeline, images = self._pipeline, self.images
-        decoder = pipeline.decoder if len(call.positions) else None
-        checked = decoder is not None and decoder.canaries  # see Note [Canaries]
-        numbers = self._numbers
-        assert numbers is not None
-        pixels = -(-len(numbers) // ALIGNED) * ALIGNED
-        with Timed(pipeline.stats, "resample" if decoder is None else "decode"):
-            flat = place(pixels + call.copied + call.size, pipeline.device, pipeline.rooms)
-            address = flat.data_ptr()
-            # Nobody but torch keeps what is not in the batch until it is on the device.
-            flat[: len(numbers)].copy_(numbers, non_blocking=True)
-            launches = [(run, address + start) for run, start in self._launches]
+    def _decode(self, call: Call, launch: int | None = None, *, again: bool = False) -> None:
+        """Decode the files of a call, and sample their pictures.
+
+        A call that the decoder refuses, or that needs too much memory, is cut in two, down to a
+        single file. That one is decoded on the CPU if the decoder refuses it: a file that only the
+        GPU's decoder dislikes is not a bad file. ``launch`` is the number of the planned launch;
+        ``again`` says that a single file did not fit into memory, which was made room in.
+        """
+        refused = ""
+        try:
+            if launch is None:
+                self._decode_apart(call)
+            else:
+                self._decode_for_launch(call, launch)
+        except torch.OutOfMemoryError as error:
+            if again:
+                raise self._too_large(int(call.positions[0])) from error
+        except RefusedError as error:
+            refused = str(error)
+        else:
+            return
+        if not refused:
+            self._decoding.make_room()
+        elif len(call.positions) == 1:
+            self._decode_on_cpu(int(call.positions[0]), refused)
+            return
+        halves = [half for half in np.array_split(call.positions, 2) if len(half)]
+        for half in halves:
+            self._decode(self.images.call(half), again=len(halves) == 1)
+
+    def _decode_for_launch(self, call: Call, number: int) -> None:
+        """Decode into scratch memory, and launch: see Note [One call for a batch]."""
+        decoder = self._decoder
+        launched = self._launched
+        assert launched is not None
+        room = launched.room
+        with Timed(self._stats, "decode"):
+            flat = self._decoding.place(room + call.size)
+            self._copy_words(flat)
+            checked = decoder.canaries  # see Note [Canaries]
             if checked:
-                run, read = launches[0]
-                run.set_canaries(number, address + pixels, read)
-            if decoder is not None:
-                self._drain()
-            if call.copy is not None:
-                copied = flat[pixels : pixels + call.copied]
-                copied.copy_(images.pixels_of(call.copy), non_blocking=True)
-            if decoder is not None:
-                if not decode_packed(decoder, images, call, flat, pixels + call.copied):
-                    return False
-                pipeline.decodes_on(decoder.streams)
-        with Timed(pipeline.stats, "resample"):
-            flags = 0
-            if checked:
-                if self._survived is None:
-                    pinned, count = pipeline.device.type == "cuda", len(images)
-                    on_host: Any = {"dtype": torch.uint8, "device": "cpu", "pin_memory": pinned}
-                    self._survived = torch.zeros(count, **on_host)
-                flags = self._survived.data_ptr()
-            for run, read in launches:
-                run.launch(number, address + pixels, read, survived=flags)
-                flags = 0  # the first view tells
-        return True
+                launches, start = launched.views[0]
+                address = flat.data_ptr()
+                launches.set_canaries(number, address + room, address + start)
+            decoder.wait_for_readers()
+            self._call_decoder(call, flat[room : room + call.size])
+            if self._decoding.learn(decoder.streams):
+                self._learned()
+        with Timed(self._stats, "resample"):
+            self._launch(number, flat, checked=checked)
+
+    def _call_decoder(self, call: Call, out: torch.Tensor) -> None:
+        with refusals(call.size, self._decoding.device):
+            self._decoder.decode(call, self.images.buffer.tensor, out)
+
+    def _copy_words(self, flat: torch.Tensor) -> None:
+        assert self._launched is not None
+        words = self._launched.words
+        # Nobody but torch keeps words that are not in the batch until they are on the device.
+        flat[: len(words)].copy_(words, non_blocking=True)
+
+    def _launch(self, number: int, flat: torch.Tensor, *, checked: bool = False) -> None:
+        """Sample one part for all views; ``flat`` has the launch words, and then the pictures."""
+        launched = self._launched
+        assert launched is not None
+        flags = 0
+        if checked:
+            if launched.survived is None:
+                on_gpu = self._decoding.device.type == "cuda"
+                launched.survived = torch.zeros(
+                    len(self.images), dtype=torch.uint8, device="cpu", pin_memory=on_gpu
+                )
+            flags = launched.survived.data_ptr()
+        address = flat.data_ptr()
+        for launches, start in launched.views:
+            launches.launch(number, address + launched.room, address + start, survived=flags)
+            flags = 0  # the first view tells
 
     def check(self) -> None:
         """Decode once more what the engines have skipped, after all calls. See Note [Canaries]."""
-        if self._survived is None:
+        if self._launched is None or self._launched.survived is None:
             return
-        with Timed(self._pipeline.stats, "decode"):
-            self._drain()
+        with Timed(self._stats, "decode"):
+            self._decoder.wait_for_readers()
         # A worker's picture may have that color.
-        missed = np.flatnonzero(self._survived.numpy() > self.images.decoded)
-        if len(missed):
-            self._pipeline.stats.add("missed_images", len(missed))
-            self._decode_apart(self.images.call(missed), together=False)
+        missed = np.flatnonzero(self._launched.survived.numpy() > self.images.decoded)
+        self._decode_skipped(missed)
 
-    def _decode_apart(self, call: Call, *, together: bool = True) -> None:
-        pipeline, device = self._pipeline, self._pipeline.device
-        if (copy := call.copy) is not None:
-            pixels = self.images.pixels_of(copy).to(device, non_blocking=True)
-            with Timed(pipeline.stats, "resample"):
-                for view, output in enumerate(self.outputs):
-                    pictures = self.images.pictures(copy.positions, pixels, copy.start, view)
-                    self._resample(output, copy.positions, pictures)
-        if not len(call.positions):
+    def _decode_skipped(self, positions: Ints) -> None:
+        """Decode each of some pictures alone, and on the CPU if it is skipped again."""
+        if not len(positions):
             return
-        assert pipeline.decoder is not None, "without one, the packer leaves nothing to decode"
-        with Timed(pipeline.stats, "decode"):
-            self._drain()
-            images = decode_part(
-                pipeline.decoder, self.images, call, device, pipeline.stats, together=together
-            )
-            pairs = zip(call.positions.tolist(), images, strict=True)
-            decoded = {i: image for i, image in pairs if image is not None}
-        with Timed(pipeline.stats, "resample"):
-            if not pipeline.packer.sizes:
-                for i, image in decoded.items():
-                    # Else one would keep all in memory.
-                    self.outputs[0].out[i] = image.contiguous()
-            elif decoded:
-                for output in self.outputs:
-                    self._resample(output, np.array([*decoded]), [*decoded.values()])
+        self._stats.add("missed_images", len(positions))
+        for position in positions.tolist():
+            call = self.images.call(np.array([position]))
+            try:
+                reason = "it was skipped" if len(self._decode_call(call)) else ""
+            except RefusedError as error:
+                reason = str(error)
+            if reason:
+                self._decode_on_cpu(position, reason)
 
-    def _drain(self) -> None:
-        """Wait until no kernel on this stream reads what the decoder may write to."""
-        if self._pipeline.device.type == "cuda":
-            drain(self._pipeline.device)
+    def _decode_apart(self, call: Call) -> None:
+        """Decode files whose pictures no launch of the plan reads."""
+        self._decode_skipped(self._decode_call(call))
+
+    def _decode_call(self, call: Call) -> Ints:
+        """Decode files to memory of their own, and sample them; the positions of skipped ones."""
+        decoder = self._decoder
+        with Timed(self._stats, "decode"):
+            checked = decoder.canaries  # see Note [Canaries]
+            if checked:
+                color = _canary(self._decoding.device)
+                flat = color.repeat(call.size // 3)
+            else:
+                flat = torch.empty(call.size, dtype=torch.uint8, device=self._decoding.device)
+            decoder.wait_for_readers()
+            self._call_decoder(call, flat)
+            pictures = call.pictures(flat)
+            skipped = np.zeros(len(pictures), dtype=bool)
+            if checked:
+                corners = torch.stack([picture[:, i, i] for picture in pictures for i in (0, -1)])
+                skipped = (corners == color).all(1).view(-1, 2).any(1).cpu().numpy()
+        with Timed(self._stats, "resample"):
+            written = np.flatnonzero(~skipped)
+            self._sample(call.positions[written], [pictures[i] for i in written.tolist()])
+        return call.positions[skipped]
+
+    def _decode_on_cpu(self, position: int, reason: str) -> None:
+        """Decode a file that the GPU's decoder has not taken, for this reason."""
+        images = self.images
+        height, width = images.call(np.array([position])).shapes[0].tolist()
+        size = readable(3 * height * width)
+        try:
+            with memory_for(f"a picture of {size} decoded: {images.who.name(position)}"):
+                picture = decode_cpu(images.span(position))
+        except ValueError as error:
+            images.errors[position] = str(error)
+            return
+        self._stats.fell_back(reason)
+        on_device = picture.contiguous().to(self._decoding.device)
+        self._sample(np.array([position]), [on_device])
+
+    def _sample(self, positions: Ints, pictures: Sequence[torch.Tensor]) -> None:
+        """Queue the fused transforms of some decoded pictures on the current stream."""
+        if not len(positions):
+            return
+        for output in self.outputs:
+            if output.rows is None:
+                assert isinstance(output.out, list)
+                for position, picture in zip(positions.tolist(), pictures, strict=True):
+                    # A view of a whole call's memory would keep all of that.
+                    output.out[position] = picture.contiguous()
+            else:
+                _resample(self.images, output, positions, pictures)
 
     def _too_large(self, position: int) -> torch.OutOfMemoryError:
-        device, (height, width) = self._pipeline.device, self.images.sizes[position].tolist()
+        device = self._decoding.device
+        height, width = self.images.stored.sizes[position].tolist()
         size = readable(3 * height * width)
         reason = f"out of memory on {device}, also alone; its {width} x {height} pixels take {size}"
         if device.type == "cuda":
             free, total = map(readable, torch.cuda.mem_get_info(device))
             used = readable(torch.cuda.memory_allocated(device))
             reason += f", {free} of {total} are free, and torch has {used} in use"
-        bad = BadImage(int(self.images.indices[position]), self.images.paths[position], reason)
+        who = self.images.who
+        bad = BadImage(int(who.indices[position]), who.paths[position], reason)
         return torch.OutOfMemoryError(f"{bad}. Take smaller batches, or leave it to the workers.")
 
-    def _resample(
-        self, output: Output, positions: npt.NDArray[np.int64], images: Sequence[torch.Tensor]
-    ) -> None:
-        """Queue the fused transforms of some decoded images on the current stream."""
-        assert output.rows is not None
-        turned = self.images.transposed[positions].tolist()
-        upright = [image.mT if turn else image for image, turn in zip(images, turned, strict=True)]
-        assert output.head.size is not None
-        way: Any = {"dtype": output.out.dtype, "out": output.out, "positions": positions.tolist()}
-        output.head.resample(upright, output.rows[positions], output.head.size, **way)
+
+def _canary(device: torch.device) -> torch.Tensor:
+    """``(3,)`` uint8, the color of memory that no decoder has written to."""
+    color = torch.tensor([*CANARY.to_bytes(3, "little")], dtype=torch.uint8)
+    return color.to(device)
+
+
+def _resample(
+    images: PreparedImages, output: Output, positions: Ints, pictures: Sequence[torch.Tensor]
+) -> None:
+    """Carry out the fused transforms of one view on pictures as they are stored."""
+    assert output.rows is not None
+    assert output.head.size is not None
+    assert isinstance(output.out, torch.Tensor)
+    turned = images.stored.transposed[positions].tolist()
+    upright = [
+        picture.mT if turn else picture for picture, turn in zip(pictures, turned, strict=True)
+    ]
+    output.head.resample(
+        upright,
+        output.rows[positions],
+        output.head.size,
+        dtype=output.out.dtype,
+        out=output.out,
+        positions=positions.tolist(),
+    )

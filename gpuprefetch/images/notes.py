@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gpuprefetch.core.nested import objects
-from gpuprefetch.images.encoded import EncodedImage, PreparedImages, is_encoded
+from gpuprefetch.images.encoded import EncodedImage
+from gpuprefetch.images.prepared import PreparedImages, is_encoded
 from gpuprefetch.images.samples import own_name
 
 # Epochs whose batches are noted, and how many batches of each: 300 MB at 256 samples a batch, where
@@ -60,8 +61,8 @@ class Notes:
         """Note a batch whose images have been packed."""
         names = list[int]()
         for images in packed:
-            self.shares[number] = images.share
-            names += images.names.tolist()
+            self.shares[number] = images.report.share
+            names += images.who.names.tolist()
         if not self.by_sampler:
             self.given = number  # not one after the other if the loader itself went on from a state
             self.add((), names)
@@ -73,7 +74,7 @@ class Notes:
         names = list[int]()
         for leaf in objects(batch, is_encoded):
             if isinstance(leaf, PreparedImages):
-                names += leaf.names.tolist()
+                names += leaf.who.names.tolist()
             elif is_encoded(leaf):
                 images = [leaf] if isinstance(leaf, EncodedImage) else leaf
                 names += [own_name(image) for image in images]

@@ -89,8 +89,8 @@ class Decoder:
     def decode(self, order: npt.NDArray[np.int64], stream: int) -> None:
         """Queue the decode of some baseline JPEGs; the files are read until it has completed.
 
-        ``order`` is of :func:`place_order`. It writes as much as the files say. ``stream`` is the
-        same in all calls: see Note [A stream's decoder].
+        ``order`` is of :func:`with_addresses`. Pictures are as large as their files say. ``stream``
+        is the same in all calls: see Note [A stream's decoder].
         """
         count, files = len(order) // _WORDS, order.ctypes.data
         lengths, images = files + 8 * count, files + 16 * count
@@ -100,23 +100,37 @@ class Decoder:
         _call("nvjpegDecodeBatched", *both, files, lengths, images, stream)
 
 
-def order_for(layout: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """What nvJPEG is given to decode files that lie one after the other, and so do the pictures.
+def order_for(spans: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """What nvJPEG is given to decode files to pictures that lie one after the other.
 
-    It is where each begins, its length, and an nvjpegImage_t of the only plane, ``(H, W, 3)``.
+    Two files in bytes 0 to 90 and 100 to 250 of a buffer, with pictures of 2 x 4 and 3 x 5 pixels::
+
+        [0, 100,  90, 150,  0, 0, 0, 0, 12, 0, 0, 0,  24, 0, 0, 0, 15, 0, 0, 0]
+
+    These are the place and the length of each file, and an nvjpegImage_t of each picture: the
+    place of its only plane, ``(H, W, 3)``, and the bytes of a row. Places are relative until
+    :func:`with_addresses` has made addresses of them.
+
+    Args:
+        spans: ``(N, 2)``, first byte of each file in its buffer, and the one after its last.
+        shapes: ``(N, 2)``, height and width of each picture.
     """
-    lengths, heights, widths = layout
+    heights, widths = shapes.T
     sizes = 3 * heights * widths
-    images = np.zeros((len(lengths), 2, _PLANES), dtype=np.int64)
-    images[:, 0, 0], images[:, 1, 0] = np.cumsum(sizes) - sizes, 3 * widths
-    return np.concatenate([np.cumsum(lengths) - lengths, lengths, images.reshape(-1)])
+    images = np.zeros((len(spans), 2, _PLANES), dtype=np.int64)
+    images[:, 0, 0] = np.cumsum(sizes) - sizes
+    images[:, 1, 0] = 3 * widths
+    return np.concatenate([spans[:, 0], spans[:, 1] - spans[:, 0], images.reshape(-1)])
 
 
-def place_order(order: npt.NDArray[np.int64], files: int, out: int) -> npt.NDArray[np.int64]:
-    """The same with addresses: of the first file, on the CPU, and of the first picture."""
-    placed, count = order.copy(), len(order) // _WORDS
-    placed[:count] += files
-    placed[2 * count :: 2 * _PLANES] += out
+def with_addresses(
+    order: npt.NDArray[np.int64], buffer: int, pictures: int
+) -> npt.NDArray[np.int64]:
+    """The same with addresses: of the files' buffer, on the CPU, and of the first picture."""
+    placed = order.copy()
+    count = len(order) // _WORDS
+    placed[:count] += buffer
+    placed[2 * count :: 2 * _PLANES] += pictures
     return placed
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 
 from gpuprefetch.core.nested import objects, tensors
 from gpuprefetch.core.stage import Cost
-from gpuprefetch.images.encoded import Call, Copy, PreparedImages, is_encoded
+from gpuprefetch.images.prepared import Call, Plan, PreparedImages, Upload, is_encoded
 from gpuprefetch.transforms.head import Head
-from gpuprefetch.transforms.launch import Table, arrange
+from gpuprefetch.transforms.launch import arrange
 from gpuprefetch.transforms.reference import Ints
+
+Batch = object  # whatever a collate function returns
+Size = tuple[int, int]
 
 BLOCK = 512  # torch's caching allocator rounds up to it
 
@@ -63,81 +65,102 @@ def positions_to_decode(images: PreparedImages) -> Ints:
     return positions[np.argsort(images.spans[positions, 0], kind="stable")]
 
 
-def decoded_bytes(images: PreparedImages, positions: Any) -> Ints:
-    size: Ints = 3 * images.sizes[positions].prod(axis=1)
+def decoded_bytes(images: PreparedImages, positions: Ints | slice) -> Ints:
+    """``(n,)``, what each picture needs once it is decoded, as torch's allocator rounds it up."""
+    size: Ints = 3 * images.stored.sizes[positions].prod(axis=1)
     return -(-size // BLOCK) * BLOCK
 
 
-def sub_batches(
-    images: PreparedImages, limit: int | None = None, room: int | None = None
-) -> list[Ints]:
-    """Cut what is left to the device into about equal calls, of at most ``limit`` bytes each."""
-    positions = positions_to_decode(images)
-    sizes = decoded_bytes(images, positions)
+def cut(sizes: Ints, limit: int | None = None, room: int | None = None) -> list[slice]:
+    """Divide pictures of these bytes, in their order, into about equal decode calls.
+
+    Nine photos of 100 MiB each, with calls of at most 256 MiB, make calls of 2, 2, 2, 2 and 1: the
+    engines are then about as long busy with each.
+
+    Args:
+        sizes: ``(n,)``.
+        limit: bytes of a call at most; a larger picture has a call for itself.
+        room: likewise, for a decoder whose calls take as long whatever their size.
+    """
     most = room or SUB_BATCH_BYTES
     most = most if limit is None else min(limit, most)
     loads = sizes / most
     if not room and loads.sum() < len(sizes) / SUB_BATCH:
         loads = np.full(len(sizes), 1 / SUB_BATCH)
     target = loads.sum() / max(np.ceil(loads.sum() - 1e-9), 1) - 1e-9
-    used, load, cuts = 0, 0.0, list[int]()
+    used = 0
+    load = 0.0
+    cuts: list[int] = []
     for i, (size, more) in enumerate(zip(sizes.tolist(), loads.tolist(), strict=True)):
         if not i or used + size > most or load >= target:
-            used, load = 0, 0.0
+            used = 0
+            load = 0.0
             cuts.append(i)
-        used, load = used + size, load + more
-    return np.split(positions, cuts[1:]) if cuts else []
+        used += size
+        load += more
+    return [slice(first, last) for first, last in pairwise([*cuts, len(sizes)])]
 
 
 def uploads(
     images: PreparedImages, limit: int | None = None, room: int | None = None
-) -> list[Copy]:
-    """Cut what the workers decoded into copies of UPLOAD_BYTES or ``room``, or of one image."""
-    begin, cuts, positions = 0, [], np.flatnonzero(images.decoded)
+) -> list[Upload]:
+    """Divide what the workers decoded into copies of UPLOAD_BYTES or ``room``, or of one image."""
+    positions = np.flatnonzero(images.decoded)
     most = room or UPLOAD_BYTES
     most = most if limit is None else min(limit, most)
     spans = images.spans[positions]
+    begin = 0
+    cuts: list[int] = []
     for i, (first, last) in enumerate(spans.tolist()):
         if not i or last - begin > most:
             begin = first
             cuts.append(i)
     return [
-        Copy(positions[i:j], int(spans[i, 0]), int(spans[j - 1, 1]))
+        Upload(positions[i:j], int(spans[i, 0]), int(spans[j - 1, 1]))
         for i, j in pairwise([*cuts, len(positions)])
     ]
 
 
 def lay_out(
     images: PreparedImages,
-    sizes: Sequence[tuple[int, int]] = (),
+    sizes: Sequence[Size] = (),
     words: Sequence[Ints] = (),
     limit: int | None = None,
     room: int | None = None,
-) -> tuple[list[Call], list[Table]]:
-    """Plan a batch whose views have these result ``sizes`` and ``words`` of :func:`.plan_rows`."""
+) -> Plan:
+    """Plan a batch: the copies of what workers decoded, and then the decode calls.
+
+    Args:
+        images: whose files and pixels lie in their buffer.
+        sizes: of the result of each view; none without a fixed size.
+        words: of each view, of :func:`.plan_rows`; none where no kernel samples.
+        limit: bytes of a part at most; a larger picture has a part for itself.
+        room: likewise, for a decoder whose calls take as long whatever their size.
+    """
+    positions = positions_to_decode(images)
+    few = cut(decoded_bytes(images, positions), limit, room)
+    calls = [images.call(positions[part]) for part in few]
     copies = uploads(images, limit, room) if sizes else []
-    files, none = sub_batches(images, limit, room), np.zeros(0, dtype=np.int64)
-    if limit is None:  # a copy goes with a call
-        pairs = zip_longest(files, copies)
-        calls = [images.call(none if few is None else few, copy) for few, copy in pairs]
-    else:
-        calls = [*map(images.call, files), *(images.call(none, copy) for copy in copies)]
-    if not words or not calls:
-        return calls, []
-    groups, offsets = [], []
-    for call in calls:
-        group, taken = call.positions, call.sizes
-        if (copy := call.copy) is not None:
-            group = np.concatenate([copy.positions, group])
-            offsets.append(images.spans[copy.positions, 0] - copy.start)
-        groups.append(group)
-        offsets.append(call.copied + np.cumsum(taken) - taken)
-    places, starts, counts = np.concatenate(groups), np.concatenate(offsets), [*map(len, groups)]
+    parts: list[Upload | Call] = [*copies, *calls]
+    if not words or not parts:
+        return Plan(parts)
+    places = np.concatenate([part.positions for part in parts])
+    starts = np.concatenate([_offsets(images, part) for part in parts])
+    counts = [len(part.positions) for part in parts]
     ready = images.decoded[places]
-    return calls, [
+    tables = [
         arrange(each[places], places, starts + ready * images.view_start(view), counts, size)
         for view, (each, size) in enumerate(zip(words, sizes, strict=True))
     ]
+    return Plan(parts, tables)
+
+
+def _offsets(images: PreparedImages, part: Upload | Call) -> Ints:
+    """``(n,)``, where each picture of a part begins in the part's memory on the device."""
+    if isinstance(part, Call):
+        return part.offsets
+    offsets: Ints = images.spans[part.positions, 0] - part.start
+    return offsets
 
 
 def in_rooms(size: int) -> int:
@@ -149,8 +172,18 @@ def in_rooms(size: int) -> int:
 class ImageCost(Cost):
     """Bytes on the device of one batch of images."""
 
-    largest: int = 0  # decoded image
-    name: str = ""  # of its file
+    largest: int = 0  # bytes of the largest decoded image
+    name: str = ""  # what messages call that image
+
+    def __add__(self, other: ImageCost) -> ImageCost:
+        """The cost of both in one batch, whose parts are decoded one after the other."""
+        largest = other if other.largest > self.largest else self
+        return ImageCost(
+            fixed=self.fixed + other.fixed,
+            decoded=max(self.decoded, other.decoded),
+            largest=largest.largest,
+            name=largest.name,
+        )
 
     def limit(self, budget: int | None) -> int | None:
         """Bytes that decoded images may take at a time; None where all of them fit together."""
@@ -167,27 +200,36 @@ class ImageCost(Cost):
         return budget - self.fixed
 
 
-def cost_of(batch: Any, heads: Sequence[Head], copies: int = 1) -> ImageCost:
-    """What a batch takes; ``copies`` are of the images of a decode call, at its end."""
-    fixed, decoded, largest, name = 0, 0, 0, ""
+def cost_of(batch: Batch, heads: Sequence[Head], copies: int = 1) -> ImageCost:
+    """What a batch needs; a decode call has ``copies`` of its pictures in memory when it ends."""
+    total = ImageCost()
     for leaf in objects(batch, is_encoded):
-        if not isinstance(leaf, PreparedImages):
-            fixed += sum(tensor.nbytes for tensor in tensors(leaf))
+        if isinstance(leaf, PreparedImages):
+            total += _cost_of_images(leaf, heads, copies)
+        else:
+            total += ImageCost(fixed=sum(tensor.nbytes for tensor in tensors(leaf)))
+    return total
+
+
+def _cost_of_images(images: PreparedImages, heads: Sequence[Head], copies: int) -> ImageCost:
+    if heads[0].size is None:
+        left = positions_to_decode(images)
+        return ImageCost(images.pixels.nbytes + int(decoded_bytes(images, left).sum()))
+    decoded = 0
+    for part in images.plan.parts:
+        if isinstance(part, Upload):
+            decoded = max(decoded, part.size)
             continue
-        if heads[0].size is None:
-            left = positions_to_decode(leaf)
-            fixed += leaf.pixels.nbytes + int(decoded_bytes(leaf, left).sum())
-            continue
-        fixed += sum(head.empty(len(leaf), "meta").nbytes for head in heads)
-        for call in leaf.calls:
-            size = int(decoded_bytes(leaf, call.positions).sum())
-            size *= copies if len(call.positions) > 1 else 1
-            decoded = max(decoded, size + call.copied)
-        each = np.where(leaf.decoded, np.diff(leaf.spans)[:, 0], decoded_bytes(leaf, slice(None)))
-        each[list(leaf.errors)] = 0
-        if each.max(initial=0) > largest:
-            i = int(each.argmax())
-            height, width = leaf.sizes[i].tolist()
-            largest, name = int(each[i]), leaf.paths[i] or f"sample {leaf.indices[i]}"
-            name = f"{name!r} of {width} x {height} pixels"
-    return ImageCost(fixed, decoded, largest, name)
+        size = int(decoded_bytes(images, part.positions).sum())
+        decoded = max(decoded, size * copies if len(part.positions) > 1 else size)
+    fixed = sum(head.empty(len(images), "meta").nbytes for head in heads)
+    spans = np.diff(images.spans)[:, 0]
+    each = np.where(images.decoded, spans, decoded_bytes(images, slice(None)))
+    each[list(images.errors)] = 0
+    if not each.max(initial=0):
+        return ImageCost(fixed, decoded)
+    largest = int(each.argmax())
+    height, width = images.stored.sizes[largest].tolist()
+    path, index = images.who.paths[largest], images.who.indices[largest]
+    name = f"{path or f'sample {index}'!r} of {width} x {height} pixels"
+    return ImageCost(fixed, decoded, int(each[largest]), name)

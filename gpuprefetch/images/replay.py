@@ -27,10 +27,11 @@ from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImage, BadImageError
 from gpuprefetch.images.collate import Announced, HostStage, announce, encoded_leaves
-from gpuprefetch.images.encoded import PreparedImages
 from gpuprefetch.images.notes import Noted, Notes
+from gpuprefetch.images.prepared import PreparedImages
 from gpuprefetch.images.samples import Origin, Repeats
-from gpuprefetch.images.stage import Pipeline
+from gpuprefetch.images.stage import Pipeline, Ranks
+from gpuprefetch.images.tolerance import Tolerance
 
 
 def _listed(batch: Any) -> Sequence[Any]:
@@ -202,16 +203,15 @@ def replay(
         share=torch.tensor([share], dtype=torch.float64, device="cpu"),
         rank=rank_of(loader),
     )
-    on_error = pipeline.on_error if isinstance(pipeline.on_error, str) else "skip"
-    pipeline = replace(
-        pipeline,
+    on_error = pipeline.tolerance.on_error
+    stats = Stats()
+    pipeline = pipeline.for_epoch(
         packer=packer,
-        on_error=on_error,
-        bad_images={},
-        max_bad=None,
-        stats=Stats(),
+        tolerance=Tolerance(on_error if isinstance(on_error, str) else "skip", None, stats),
+        decoding=pipeline.decoding.anew(stats=stats),
+        stats=stats,
         notes=Notes(),
-        rank=notes.rank,
+        ranks=Ranks(notes.rank),
     )
     fetch = getattr(loader.dataset, "__getitems__", None)  # which torch's fetcher prefers
     samples = fetch(indices) if fetch else [loader.dataset[i] for i in indices]
@@ -221,13 +221,14 @@ def replay(
     if isinstance(batch, Apart):
         raise ValueError("a sample cannot be told apart after a collate_fn that mixes them.")
     images = encoded_leaves(batch)
-    pipeline.only = row = _row_of(position, len(indices), images)
+    row = _row_of(position, len(indices), images)
+    pipeline = replace(pipeline, only=row)
     cuda = pipeline.device.type == "cuda"
     with own_modes(pipeline.device), torch.cuda.device(pipeline.device) if cuda else nullcontext():
         result = pipeline.run(batch, number, epoch, pipeline.cost(batch))
         for leaf in images:
             if row in leaf.errors:
-                bad = BadImage(index, leaf.paths[row], leaf.errors[row])
+                bad = BadImage(index, leaf.who.paths[row], leaf.errors[row])
                 raise BadImageError(f"no model has seen it: {bad}")
         if cuda:
             torch.cuda.current_stream().synchronize()  # the decoder has read the batch's bytes
@@ -238,8 +239,8 @@ def _row_of(position: int, count: int, images: Sequence[PreparedImages]) -> int:
     """Where the collate function has put a sample, given its place among ``count``."""
     if not images:
         raise ValueError("replay is for encoded images, and the dataset gave none.")
-    samples = images[0].samples
-    if any(leaf.samples != samples for leaf in images):
+    samples = images[0].who.samples
+    if any(leaf.who.samples != samples for leaf in images):
         raise ValueError(
             "replay takes a row out of the batch, and the collate function leaves samples apart, "
             "or has another number of images for each. Use one that keeps the images together."

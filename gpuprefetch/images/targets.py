@@ -15,7 +15,8 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from gpuprefetch.core.nested import children_of, map_leaves, objects, select
-from gpuprefetch.images.encoded import ENCODED, EncodedImage, is_encoded
+from gpuprefetch.images.encoded import EncodedImage
+from gpuprefetch.images.prepared import ENCODED, is_encoded
 
 # Note [Coordinates]
 # Pixel k reaches from k to k + 1, for boxes and points alike, as in COCO and torchvision's models.

@@ -351,7 +351,7 @@ class _Clinic:
         if slow := costs(loader, self.device, count):
             self.notes.append(slow)
         if isinstance(loader, DataPrefetcher):
-            decoder = loader._pipeline.decoder
+            decoder = loader._pipeline.decoding.decoder
             self.notes.append(f"encoded images are decoded by {decoded_by(decoder, loader.device)}")
             # Not to be tried: it takes effect where the model is made. The default stream is 0.
             decodes = decoder and found.bound == "GPU decode"

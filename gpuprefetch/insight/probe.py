@@ -26,7 +26,14 @@ def probe(loader: Any, **values: Any) -> Any:
         share = stage.packer.share.clone().share_memory_()
         clone._balancer = Balancer(share, clone, fixed=balancer.chosen)
         packer = replace(stage.packer, share=share)
-        clone._pipeline = replace(stage, packer=packer, bad_images={}, stats=Stats())
+        stats = Stats()
+        clone._pipeline = replace(
+            stage,
+            packer=packer,
+            decoding=stage.decoding.anew(stats=stats),
+            tolerance=replace(stage.tolerance, seen={}, stats=stats),
+            stats=stats,
+        )
         clone.stats = clone._pipeline.stats
         return clone
     values["persistent_workers"] = False

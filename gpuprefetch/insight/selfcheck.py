@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from torch.nn import functional as F
 from gpuprefetch.core.device import resolve_device
 from gpuprefetch.core.report import Printed, columns, progress, versions
 from gpuprefetch.core.streams import handoff, lease_stream, return_stream
-from gpuprefetch.images.decode import BACKENDS, ImageDecoder
-from gpuprefetch.images.encoded import Call, EncodedImage
-from gpuprefetch.images.job import ImageJob
+from gpuprefetch.images.decode import DECODERS, ImageDecoder
+from gpuprefetch.images.encoded import EncodedImage
+from gpuprefetch.images.prepared import Call
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.head import Resize
 
@@ -80,7 +79,7 @@ class SelfcheckReport(Printed):
         ran = [check for check in self.checks if not check.error]
         ours = [check for check in ran if check.order == "library"]
         return (
-            any(check.backend in BACKENDS for check in ours)
+            any(check.backend in DECODERS for check in ours)
             and all(check.reused and not check.corrupted for check in ours)
             and any(check.corrupted for check in ran if check.order == "unsafe")
         )
@@ -139,8 +138,9 @@ def selfcheck(
         raise ValueError(
             f"rounds must be at least {UNSAFE_ROUNDS} to prove anything, got {rounds}."
         )
-    checks, missed = [], 0
-    total = (len(BACKENDS) + 1) * (rounds + UNSAFE_ROUNDS)
+    checks = []
+    missed = 0
+    total = (len(DECODERS) + 1) * (rounds + UNSAFE_ROUNDS)
     with (
         torch.cuda.device(chosen),
         torch.no_grad(),
@@ -150,25 +150,37 @@ def selfcheck(
         # That torchvision's decoder is deprecated, or memory not pinned, is no news here.
         warnings.simplefilter("ignore")
         files = _draw_jpegs()
-        for name in BACKENDS:
+        for name, decoder in DECODERS.items():
             bar.set_description_str(f"selfcheck: {name}")
-            make = partial(DataPrefetcher, device=chosen, decoder=name, cpu_share=0.0)
-            make = partial(make, transforms=[Resize([side // 2 for side in SIZE])])
             try:
-                expected = list(make(files))
+                expected = list(_prefetcher(files, decoder(chosen)))
             except Exception as error:  # of an optional package: the other backends are checked
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                 checks.append(Check(name, "library", error=reason))
                 continue
             for order, count in (("library", rounds), ("unsafe", UNSAFE_ROUNDS)):
-                prefetcher = make([files[number % SETS] for number in range(count)])
-                checks.append(_check_decoder(name, order, prefetcher, expected, bar))
+                safe = order == "library"
+                witness = _Witness(count, bar, SLEEP_CYCLES if safe else UNSAFE_CYCLES)
+                late = _Delayed(decoder(chosen), witness, safe=safe)
+                batches = [files[number % SETS] for number in range(count)]
+                prefetcher = _prefetcher(batches, late)
+                for number, seen in enumerate(prefetcher):
+                    witness.judge(seen, expected[number % SETS])
+                    del seen
+                checks.append(witness.check(name, order))
                 missed += prefetcher.stats.missed_images
         bar.set_description_str("selfcheck: handoff")
         pictures = [torch.rand(IMAGES, 3, *SIZE, device=chosen) for _ in range(SETS)]
         checks.append(_check_handoff("library", pictures, rounds, bar))
         checks.append(_check_handoff("unsafe", pictures, UNSAFE_ROUNDS, bar))
     return SelfcheckReport(torch.cuda.get_device_name(chosen), versions(), checks, missed)
+
+
+def _prefetcher(batches: list[list[EncodedImage]], decoder: ImageDecoder) -> DataPrefetcher:
+    half = Resize([side // 2 for side in SIZE])
+    return DataPrefetcher(
+        batches, device=decoder.device, decoder=decoder, cpu_share=0.0, transforms=[half]
+    )
 
 
 def _draw_jpegs() -> list[list[EncodedImage]]:
@@ -187,16 +199,18 @@ class _Witness:
 
     def __init__(self, rounds: int, bar: Any, cycles: int = SLEEP_CYCLES) -> None:
         self._wrong = torch.zeros(rounds, dtype=torch.bool, device="cuda")
-        self._rounds = self._reused = 0
+        self._rounds = 0
+        self._reused = 0
         self._addresses: set[int] = set()
         self._pending: deque[torch.cuda.Event] = deque()
-        self._bar, self._cycles = bar, cycles
+        self._bar = bar
+        self._cycles = cycles
         torch.cuda.synchronize()
 
-    def delay(self, images: Sequence[torch.Tensor | None]) -> None:
+    def delay(self, images: Sequence[torch.Tensor]) -> None:
         """Have what reads the images of a round wait, and remember where they lie."""
         torch.cuda._sleep(self._cycles)
-        addresses = {image.data_ptr() for image in images if image is not None}
+        addresses = {image.data_ptr() for image in images}
         self._reused += not addresses.isdisjoint(self._addresses)
         self._addresses |= addresses
 
@@ -214,42 +228,23 @@ class _Witness:
         return Check(backend, order, self._rounds, self._reused, int(self._wrong.sum()))
 
 
-class _CarelessJob(ImageJob):
-    """Lets the decoded images go while the launch that reads them is still queued."""
-
-    def _drain(self) -> None:
-        pass
-
-
 class _Delayed(ImageDecoder):
-    """A decoder whose images are read late; canaries need the host's waits."""
+    """A decoder whose pictures are read late. The unsafe one does not wait for readers."""
 
-    def __init__(self, decoder: ImageDecoder, witness: _Witness, *, canaries: bool) -> None:
-        self._decoder, self._witness = decoder, witness
-        self.packs, self.canaries = decoder.packs, canaries
+    def __init__(self, decoder: ImageDecoder, witness: _Witness, *, safe: bool) -> None:
+        super().__init__(decoder.device)
+        self._decoder = decoder
+        self._witness = witness
+        self._safe = safe
+        self.canaries = safe and decoder.canaries  # they need the host's waits
 
-    def packed(self, data: torch.Tensor, call: Call, out: torch.Tensor, **options: Any) -> None:
-        self._decoder.packed(data, call, out, **options)
+    def wait_for_readers(self) -> None:
+        if self._safe:
+            self._decoder.wait_for_readers()
+
+    def decode(self, call: Call, buffer: torch.Tensor, out: torch.Tensor) -> None:
+        self._decoder.decode(call, buffer, out)
         self._witness.delay([out])
-
-    def __call__(self, data: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        images = self._decoder(data)
-        self._witness.delay(images)
-        return images
-
-
-def _check_decoder(
-    backend: str, order: str, prefetcher: DataPrefetcher, expected: list[torch.Tensor], bar: Any
-) -> Check:
-    careful, stage = order == "library", prefetcher._pipeline
-    witness = _Witness(len(prefetcher), bar, SLEEP_CYCLES if careful else UNSAFE_CYCLES)
-    assert stage.decoder is not None
-    stage.decoder = _Delayed(stage.decoder, witness, canaries=careful)
-    stage.job = ImageJob if careful else _CarelessJob
-    for number, seen in enumerate(prefetcher):
-        witness.judge(seen, expected[number % SETS])
-        del seen
-    return witness.check(backend, order)
 
 
 def _check_handoff(order: str, pictures: Sequence[torch.Tensor], rounds: int, bar: Any) -> Check:

@@ -162,7 +162,7 @@ class _Accelerated(DataPrefetcher):
         return self._dataset
 
     def describe(self, *, decodes_on_workers: bool) -> str:
-        on_gpu = self._pipeline.decoder is not None and not decodes_on_workers
+        on_gpu = self._pipeline.decoding.decoder is not None and not decodes_on_workers
         decode = "GPU, a share of it worker CPU (cpu_share)" if on_gpu else "worker CPU"
         collate = "worker CPU"
         if self._pipeline.packer.late:

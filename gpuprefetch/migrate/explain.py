@@ -38,7 +38,7 @@ def explain(transforms_or_prefetcher: Any) -> str:
     given = transforms_or_prefetcher
     if isinstance(given, DataPrefetcher):
         pipeline = given._pipeline
-        decode = f"by {decoded_by(pipeline.decoder, pipeline.device)}"
+        decode = f"by {decoded_by(pipeline.decoding.decoder, pipeline.device)}"
         return Text("\n".join(_explain(v.head, v.tail, decode) for v in pipeline.views))
     if isinstance(given, Views):
         return Text("\n".join(map(explain, given.lists)))

@@ -5,6 +5,8 @@ What they read of each image is laid out in launch.py, and reference.py has the 
 
 # mypy: implicit-reexport, disable-error-code="no-untyped-def, untyped-decorator, assignment"
 
+import os
+
 try:
     import triton
     import triton.language as tl
@@ -12,6 +14,8 @@ except ImportError:  # CPU builds of torch come without it
     triton = tl = None
 
 HAS_TRITON = triton is not None
+# Kernels run on the CPU in Triton's interpreter alone.
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 if triton is not None:
 

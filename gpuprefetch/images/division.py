@@ -1,0 +1,136 @@
+"""Which images of a batch a worker decodes, and to what: the pixels, a crop or the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from gpuprefetch.images.headers import Headers
+from gpuprefetch.transforms.head import Head
+from gpuprefetch.transforms.reference import Doubles, Ints
+
+Flags = npt.NDArray[np.bool_]
+
+# Up to this many pixels for each of the result, a decoded image is left to the GPU to resample: to
+# copy them needs less of a core than to resample them there.
+SHIPPED = 4
+# libjpeg can divide the sides of a JPEG by these. 12 megapixels need 75, 49 and 39 ms then, and 98
+# for the whole. Where KEPT pixels are left for each of the result along both axes, that is 0.1 to
+# 0.6 levels away on average. The GPU resamples it: that holds for DIVIDED times the result's
+# pixels, which a core would need longer for than it has saved.
+DIVISORS = (2, 4, 8)
+KEPT = 2
+DIVIDED = 24
+# Which axes (y, x) of the stored image are mirrored, for EXIF orientations 1 to 4 and 5 to 8; the
+# latter change rows and columns before that.
+_MIRRORED = np.array([(False, False), (False, True), (True, True), (True, False)] * 2)
+
+
+def divide(
+    headers: Headers, files: Ints, share: float, *, on_gpu: bool, keeps_sizes: bool
+) -> Flags:
+    """``(N,)``, which images the worker decodes: what the GPU does not take, and a share.
+
+    The share are the files of fewest bytes. One costs the GPU about the same whatever its size, and
+    a core in proportion to it: 30 % of ImageNet's files make 12 % of the cores' work.
+
+    Args:
+        headers: of the images.
+        files: ``(N,)``, their bytes.
+        share: of the images that the GPU could decode.
+        on_gpu: whether there is a decoder on the GPU.
+        keeps_sizes: whether there is no sampling, that could turn a picture upright.
+    """
+    ours = ~(headers.for_gpu & on_gpu)
+    for_gpu = np.flatnonzero(~ours)
+    count = int(share * len(for_gpu) + 0.5)
+    ours[for_gpu[np.argsort(files[for_gpu], kind="stable")[:count]]] = True
+    if keeps_sizes:
+        ours |= headers.orientation != 1
+    return ours & headers.whole
+
+
+@dataclass(slots=True)
+class Made:
+    """What the worker makes of the N images, those that it decodes."""
+
+    divisors: Ints  # (N,), by what libjpeg divides the sides of each
+    # (N,), which pictures are cut to the part that their sampling reads, for the GPU to resample.
+    # Others become the result of each view.
+    crops: Flags
+    pixels: Ints  # (N,), of what becomes of each
+    rows: list[Doubles | None]  # of each view (N, 2, 6), the samplings of divided pictures
+
+
+def what_to_make(
+    headers: Headers,
+    ours: Flags,
+    rows: Sequence[Doubles | None],
+    heads: Sequence[Head],
+    *,
+    on_gpu: bool,
+) -> Made:
+    """What becomes of the images that the worker decodes, where ``ours`` ``(N,)`` says so."""
+    sizes = [head.size for head in heads if head.size is not None]
+    none = np.zeros(len(ours), dtype=bool)
+    first = rows[0]
+    if not sizes or first is None:
+        divisors = np.ones(len(ours), dtype=np.int64)
+        return Made(divisors, none, headers.sizes.prod(axis=1), list(rows))
+    finished = sum(map(prod, sizes))
+    if not on_gpu or len(rows) > 1:
+        divisors = np.ones(len(ours), dtype=np.int64)
+        return Made(divisors, none, np.full(len(ours), finished), list(rows))
+    divisors, shrunk = _shrink(headers, ours, first, heads[0])
+    area = _area(shrunk)
+    few = (area <= SHIPPED * finished) | (divisors > 1)
+    crops = (0 < area) & few
+    return Made(divisors, crops, np.where(crops, area, finished), [shrunk])
+
+
+def _shrink(headers: Headers, ours: Flags, rows: Doubles, head: Head) -> tuple[Ints, Doubles]:
+    """By what the sides of each image are divided as it is decoded, and the samplings after it."""
+    divisors = np.ones(len(ours), dtype=np.int64)
+    if not head.antialias or head.interpolation == "nearest":
+        return divisors, rows
+    most = np.abs(rows[:, :, 1]).min(axis=1) / KEPT
+    able = ours & headers.for_gpu
+    for number in DIVISORS:
+        # A picture that is turned after that has its first pixel at the other end.
+        fits = (headers.orientation == 1) | (headers.sizes % number == 0).all(axis=1)
+        divisors[able & fits & (number <= most)] = number
+    if (divisors == 1).all():  # as where the GPU decodes all
+        return divisors, rows
+    by = divisors[:, None]
+    divided = rows.copy()
+    divided[..., 0] = (divided[..., 0] + 0.5) / by - 0.5
+    divided[..., 1] /= by
+    divided[..., 2] //= by
+    divided[..., 3] = -(-divided[..., 3] // by)
+    assert head.size is not None
+    divisors[_area(divided) > DIVIDED * prod(head.size)] = 1
+    return divisors, np.where(divisors[:, None, None] > 1, divided, rows)
+
+
+def _area(rows: Doubles) -> Ints:
+    """The pixels of each image that its sampling may read."""
+    area: Ints = np.diff(rows[:, :, 2:4].astype(int)).prod(axis=(1, 2))
+    return area
+
+
+def of_stored(rows: Doubles, headers: Headers, orientation: Ints) -> Doubles:
+    """Samplings of upright pictures as samplings of the pictures as they are stored.
+
+    ``orientation`` ``(N,)`` is EXIF's of each stored picture.
+    """
+    mirrored = _MIRRORED[orientation - 1]
+    length = headers.sizes[mirrored]
+    origin, step, low, high, first, last = rows[mirrored].T
+    turned = [length - 1 - origin, -step, length - high, length - low, first, last]
+    stored = rows.copy()
+    stored[mirrored] = np.stack(turned, axis=1)
+    return stored

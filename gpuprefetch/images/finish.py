@@ -1,0 +1,139 @@
+"""From decoded images to what the loop gets: kept rows, and the transforms after the fused ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from gpuprefetch.core.nested import map_leaves
+from gpuprefetch.core.stats import Stats, Timed
+from gpuprefetch.images.job import ImageJob
+from gpuprefetch.images.rows import is_column, refuse_other_rows, take_rows
+from gpuprefetch.images.tail import run_tail
+from gpuprefetch.images.targets import PerSample, unstack
+from gpuprefetch.images.view import View
+from gpuprefetch.policies.ops_launch import Layout
+from gpuprefetch.transforms.random import derive, tail_keys, view_seed
+
+
+def finish(
+    batch: object,
+    jobs: Sequence[ImageJob],
+    views: Sequence[View],
+    seed: int,
+    stats: Stats,
+    *,
+    rows: torch.Tensor | None,
+    only: int | None,
+) -> object:
+    """Make the loop's batch.
+
+    Args:
+        batch: as the collate function made it, with a job in place of encoded images.
+        jobs: these, whose images are decoded and sampled.
+        views: what becomes of the images.
+        seed: of what is sampled for the batch as a whole.
+        stats: which count the time.
+        rows: the kept rows, ``(M,)``; None for all.
+        only: the one row of the batch that is handed over, after all transforms; None for all.
+    """
+    images = jobs[0].images
+    count = len(images)
+    tails = any(view.tail for view in views)
+    if rows is not None or only is not None:
+        refuse_other_rows(batch, images.who.samples)
+    if images.targets and tails:
+        batch = unstack(batch, count)
+    if rows is not None:
+        batch = _keep(batch, jobs, views, rows, count)
+    if tails:
+        with Timed(stats, "tail"):
+            batch = _run_tails(batch, jobs, views, rows, seed)
+    kept = torch.arange(count) if rows is None else rows
+    if only is not None:
+        place = kept.eq(only).nonzero()[:1, 0]
+        batch = _keep(batch, jobs, views, place, len(kept))
+        kept = place
+    return map_leaves(_result, batch, partial(is_column, count=len(kept)))
+
+
+def _keep(
+    batch: object,
+    jobs: Sequence[ImageJob],
+    views: Sequence[View],
+    rows: torch.Tensor,
+    count: int,
+) -> object:
+    """Take some rows of a batch, and of what its jobs have made of ``count`` images."""
+    take = partial(take_rows, rows=rows, count=count)
+    for job in jobs:
+        for view, output in zip(views, job.outputs, strict=True):
+            # A list of images of their own sizes has an entry per sample, several results of a
+            # transform have not.
+            output.out = map_leaves(take, output.out) if view.tail else take(output.out)
+    return map_leaves(take, batch, partial(is_column, count=count))
+
+
+def _run_tails(
+    batch: object,
+    jobs: Sequence[ImageJob],
+    views: Sequence[View],
+    rows: torch.Tensor | None,
+    seed: int,
+) -> object:
+    """Run what comes after the fused transforms, on images and on targets beside them.
+
+    Images of one sample are transformed alike. Returns the batch with its moved targets.
+    """
+    targets = jobs[0].images.targets
+    together = _share_samples(jobs)
+    if targets and not together:
+        raise ValueError(
+            "The collate function leaves samples apart, and the transforms after the fused ones "
+            "need one batch. Use collate_fn=lambda samples: tuple(zip(*samples))."
+        )
+    groups = [jobs] if together else [[job] for job in jobs]
+    kept = slice(None) if rows is None else rows.numpy()
+    for number, group in enumerate(groups):
+        own = derive(seed, number) if number else seed
+        keys = group[0].images.who.keys[kept]
+        for n, view in enumerate(views):
+            outs = [job.outputs[n].out for job in group]
+            sampled = tail_keys(keys, n)
+            if targets:
+                outs, batch = run_tail(
+                    view.tail, outs, batch, targets, sampled, own, view.values.reach
+                )
+            else:
+                layouts = [_layouts(job, n) if rows is None else None for job in group]
+                outs = view.run_tail(outs, view_seed(own, n), sampled, layouts)
+            for job, out in zip(group, outs, strict=True):
+                job.outputs[n].out = out
+    return batch
+
+
+def _layouts(job: ImageJob, view: int) -> Sequence[Layout] | None:
+    """What a worker has sampled for the first of these transforms; None if it has not."""
+    layouts = job.images.made.layouts
+    return layouts[view] if layouts else None
+
+
+def _share_samples(jobs: Sequence[ImageJob]) -> bool:
+    """Whether the images of all jobs are of the same samples, row by row."""
+    first = jobs[0].images.who.keys
+    return all(np.array_equal(job.images.who.keys, first) for job in jobs)
+
+
+def _result(leaf: object) -> object:
+    """What is handed over of a leaf."""
+    if isinstance(leaf, ImageJob):
+        return one_or_all([output.out for output in leaf.outputs])
+    return leaf.kind(leaf) if isinstance(leaf, PerSample) else leaf
+
+
+def one_or_all(results: Sequence[object]) -> object:
+    """What a loop gets for its images: of several views a tuple."""
+    return tuple(results) if len(results) > 1 else results[0]

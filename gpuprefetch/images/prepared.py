@@ -1,0 +1,248 @@
+"""A batch of encoded images that a worker has prepared: its buffer, and the plan of its decode."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpuprefetch.images.bad import name_of
+from gpuprefetch.images.encoded import EncodedImage, EncodedImages
+from gpuprefetch.images.guard import Encoded
+from gpuprefetch.images.nvjpeg import order_for
+from gpuprefetch.images.slab import Buffer
+from gpuprefetch.policies.ops_launch import Layout
+from gpuprefetch.transforms.launch import Launches, Table, by_place
+from gpuprefetch.transforms.random import Keys
+from gpuprefetch.transforms.reference import Doubles, Ints
+
+
+@dataclass(slots=True)
+class Upload:
+    """Pictures that workers decoded, copied to the device together."""
+
+    positions: Ints  # (n,) in the batch, in the order of the buffer
+    start: int  # their first byte in the buffer
+    stop: int  # the byte after their last
+
+    @property
+    def size(self) -> int:
+        """Bytes of the pictures."""
+        return self.stop - self.start
+
+
+@dataclass(slots=True)
+class Call:
+    """Files that are decoded together, to pictures ``(H, W, 3)`` that lie one after the other."""
+
+    positions: Ints  # (n,) in the batch, in the order of the buffer
+    spans: Ints  # (n, 2), first byte of each file in the buffer, and the byte after its last
+    # (n, 2), height and width of each picture as it is stored. The sampling was computed for these,
+    # which headers promise: pictures of other shapes would be misread.
+    shapes: Ints
+    sizes: Ints = field(init=False)  # (n,), bytes of each picture
+    size: int = field(init=False)  # bytes of all pictures
+    order: Ints = field(init=False)  # of nvjpeg.order_for(), made in the worker
+
+    def __post_init__(self) -> None:
+        self.sizes = 3 * self.shapes.prod(axis=1)
+        self.size = int(self.sizes.sum())
+        self.order = order_for(self.spans, self.shapes)
+
+    @property
+    def offsets(self) -> Ints:
+        """``(n,)``, where each picture begins."""
+        offsets: Ints = np.cumsum(self.sizes) - self.sizes
+        return offsets
+
+    def files(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """1-D uint8 on the CPU, the bytes of each file."""
+        return [buffer[start:stop] for start, stop in self.spans.tolist()]
+
+    def pictures(self, decoded: torch.Tensor) -> list[torch.Tensor]:
+        """``(3, H, W)`` views of what was decoded, ``(size,)`` uint8."""
+        parts = decoded.split(self.sizes.tolist())
+        shapes = self.shapes.tolist()
+        return [
+            part.view(*shape, 3).permute(2, 0, 1) for part, shape in zip(parts, shapes, strict=True)
+        ]
+
+
+@dataclass(slots=True)
+class Plan:
+    """How a batch gets to the device, part by part; launch k of a view samples part k."""
+
+    parts: Sequence[Upload | Call] = ()
+    tables: Sequence[Table] = ()  # of each view; none without a fixed size
+
+
+@dataclass(slots=True)
+class Regions:
+    """Where the parts of a batch's buffer lie: the files from byte 0 on, pixels, launch words.
+
+    Two files of 100 and 50 bytes, a picture of 30 and launch words of 64 for one view::
+
+        Regions(pixels=150, words=[180, 244])
+    """
+
+    pixels: int  # first byte of the pictures that a worker has decoded
+    # First byte of the launch words of each view, and where the last ones end. The words come last:
+    # bad files have none, and which are bad is known once the others have been decoded.
+    words: list[int]
+
+    @property
+    def pixels_end(self) -> int:
+        return self.words[0]
+
+
+@dataclass(slots=True, kw_only=True)
+class Stored:
+    """The pictures of N images, decoded already or not yet."""
+
+    sizes: Ints  # (N, 2), height and width; made up where no header could be read
+    transposed: npt.NDArray[
+        np.bool_
+    ]  # (N,), whether rows and columns of the stored one are swapped
+    interleaved: bool  # whether decoded pixels lie as decoders write them, (H, W, 3), or as planes
+    # (height, width) of each of several views: what a worker has decoded is finished for all of
+    # them, one after the other. Empty for one view.
+    views: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Identities:
+    """Which samples N images are of."""
+
+    indices: Ints  # (N,), of the samples in their dataset
+    names: Ints  # (N,), of the samples: see images/samples.py
+    keys: Keys  # (N,), what random parameters come from; the images of a sample have the same
+    paths: list[str]
+    samples: list[int]  # position of each one's sample; -1 if the collate function made the image
+
+    def name(self, position: int) -> str:
+        """How messages name an image."""
+        return name_of(int(self.indices[position]), self.paths[position])
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What a worker tells of its work on a batch."""
+
+    share: float  # of the baseline JPEGs that it was to decode
+    counts: dict[str, float] = field(default_factory=dict)  # what to add to the counters of Stats
+    # What the user should know, kind -> text: a worker's own warnings end in its stderr. The
+    # training process warns once of each kind.
+    remarks: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Made:
+    """What a worker has made of its batch besides the buffer."""
+
+    # The finished batch of each view, where no device is to make it.
+    out: list[torch.Tensor] = field(default_factory=list)
+    # Random parameters of the first transform after the fused ones, one entry a view. Empty if that
+    # transform already ran or does not exist; there are no entries if no worker sampled any.
+    layouts: list[Sequence[Layout]] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, repr=False)
+class PreparedImages(Encoded):
+    """N encoded images that a :class:`.packer.Packer` has prepared, in one flat buffer."""
+
+    buffer: Buffer
+    regions: Regions
+    spans: Ints  # (N, 2), first byte of each image in the buffer, and the byte after its last
+    decoded: npt.NDArray[np.bool_]  # (N,), whether a worker has decoded the image
+    stored: Stored
+    who: Identities
+    rows: list[Doubles | None]  # of each view (N, 2, 6), its sampling; None without a fixed size
+    errors: dict[int, str]  # position -> why the image cannot be decoded
+    report: Report
+    plan: Plan = field(default_factory=Plan)
+    made: Made = field(default_factory=Made)
+    targets: str = ""  # of targets.fate()
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    @property
+    def files(self) -> torch.Tensor:
+        """``(bytes,)`` uint8 on the CPU, the files that are left to the device."""
+        return self.buffer.tensor[: self.regions.pixels]
+
+    @property
+    def pixels(self) -> torch.Tensor:
+        """``(bytes,)`` uint8 on the CPU, the pictures that workers have decoded."""
+        return self.buffer.tensor[self.regions.pixels : self.regions.pixels_end]
+
+    def span(self, position: int) -> torch.Tensor:
+        """``(bytes,)`` uint8, a view of the image's part of the buffer."""
+        start, stop = self.spans[position]
+        return self.buffer.tensor[start:stop]
+
+    def parts(self) -> list[npt.NDArray[np.uint8]]:
+        """The parts of all images, as :meth:`span` has them, to be written to."""
+        flat = self.buffer.tensor.numpy()
+        return [flat[start:stop] for start, stop in self.spans.tolist()]
+
+    def call(self, positions: Ints) -> Call:
+        """To decode some files together."""
+        sizes = self.stored.sizes[positions]
+        turned = self.stored.transposed[positions, None]
+        shapes = np.where(turned, sizes[:, ::-1], sizes)
+        return Call(positions, self.spans[positions], shapes)
+
+    def view_sizes(self, view: int) -> Ints:
+        """``(N, 2)``, height and width of what a view is sampled from."""
+        if not self.stored.views:
+            return self.stored.sizes
+        return np.where(self.decoded[:, None], self.stored.views[view], self.stored.sizes)
+
+    def view_start(self, view: int) -> int:
+        """Where the pixels of a view begin within those of an image that a worker has decoded."""
+        return 3 * sum(height * width for height, width in self.stored.views[:view])
+
+    def pictures(
+        self, positions: Ints, pixels: torch.Tensor, start: int, view: int = 0
+    ) -> list[torch.Tensor]:
+        """``(3, H, W)`` images that workers decoded, in ``pixels`` from byte ``start`` on."""
+        sizes = self.view_sizes(view)[positions]
+        firsts = self.spans[positions, 0] - start + self.view_start(view)
+        ends = firsts + 3 * sizes.prod(axis=1)
+        bounds = zip(firsts.tolist(), ends.tolist(), strict=True)
+        pieces = [pixels[first:last] for first, last in bounds]
+        pairs = zip(pieces, sizes.tolist(), strict=True)
+        if self.stored.interleaved:
+            return [piece.view(*size, 3).permute(2, 0, 1) for piece, size in pairs]
+        return [piece.view(3, *size) for piece, size in pairs]
+
+    def words(self, view: int) -> Ints:
+        """What a view's launches read of each image, ``(N, words)``, in the order of the batch."""
+        first, last = self.regions.words[view : view + 2]
+        return by_place(Launches.words(self.buffer.tensor[first:last], 3), len(self))
+
+    def pin_memory(self, device: object = None) -> PreparedImages:
+        """The batch in pinned memory; the DataLoader's pin thread calls it."""
+        # nvJPEG copies each file by itself: from pageable memory in 13 us rather than 3.
+        started = time.perf_counter()
+        self.buffer = self.buffer.pinned()
+        self.report.counts["pin_seconds"] = time.perf_counter() - started
+        return self
+
+
+ENCODED = (EncodedImage, EncodedImages, PreparedImages)
+
+
+def is_encoded(batch: object) -> bool:
+    """Whether ``batch`` is an encoded image, a batch of them or a list of them."""
+    return isinstance(batch, ENCODED) or (
+        isinstance(batch, (list, tuple))
+        and len(batch) > 0
+        and isinstance(batch[0], EncodedImage)  # which most are told apart by
+        and all(isinstance(image, EncodedImage) for image in batch)
+    )

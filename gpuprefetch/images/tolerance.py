@@ -1,0 +1,74 @@
+"""What a prefetcher does about files that cannot be decoded: on_error and max_bad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from gpuprefetch.core.stats import Stats
+from gpuprefetch.images.bad import BadImage, BadImageError
+from gpuprefetch.images.prepared import PreparedImages
+
+
+@dataclass(slots=True)
+class Tolerance:
+    """Which bad files are left out or replaced, and those that were."""
+
+    on_error: str | Callable[[BadImage], object]
+    max_bad: int | None
+    stats: Stats
+    # By what tells files apart, over all epochs.
+    seen: dict[object, BadImage] = field(default_factory=dict)
+
+    def kept_rows(self, images: Sequence[PreparedImages]) -> torch.Tensor | None:
+        """The rows of a batch that become its result, ``(M,)`` int64; None for all of them.
+
+        Raises:
+            BadImageError: if a bad file is not tolerated, or cannot be left out or replaced.
+        """
+        bad = sorted({position for each in images for position in each.errors})
+        if not bad:
+            return None
+        for last in bad_images(images):
+            self._tolerate(last)
+        samples = images[0].who.samples
+        if any(each.who.samples != samples for each in images):
+            raise BadImageError(
+                f"{last}. on_error cannot leave it out: the collate function leaves samples apart, "
+                "or has another number of images for each. Let it keep the images together, one of "
+                "each sample, as torch's default one does."
+            )
+        rows = np.arange(len(samples))
+        good = np.setdiff1d(rows, bad)
+        if self.on_error != "replace":
+            return torch.from_numpy(good)
+        if not len(good):
+            raise BadImageError(f"all {len(samples)} images of a batch are bad, the last: {last}")
+        rows[bad] = good[np.searchsorted(good, bad) % len(good)]  # the next good one
+        return torch.from_numpy(rows)
+
+    def _tolerate(self, bad: BadImage) -> None:
+        if self.on_error == "raise":
+            error = BadImageError(str(bad))
+            error.add_note('DataPrefetcher(on_error="skip") leaves such files out')
+            raise error
+        if callable(self.on_error):
+            self.on_error(bad)
+        # Each epoch comes upon the same files again. One without a name may be any.
+        named = bad.index >= 0 or bad.path
+        self.seen.setdefault((bad.index, bad.path) if named else object(), bad)
+        self.stats.bad_images += 1
+        if self.max_bad is not None and len(self.seen) > self.max_bad:
+            raise BadImageError(f"more than max_bad={self.max_bad} bad images, the last: {bad}")
+
+
+def bad_images(images: Sequence[PreparedImages]) -> list[BadImage]:
+    """The files of a batch that cannot be decoded."""
+    return [
+        BadImage(int(each.who.indices[position]), each.who.paths[position], reason)
+        for each in images
+        for position, reason in sorted(each.errors.items())
+    ]
