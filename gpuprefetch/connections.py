@@ -2,7 +2,8 @@
 
 A CUDA context has 8 hardware work queues by default, and one nvJPEG decoder opens 14 streams.
 Streams that share a queue wait for each other: a decode then waits for a whole queued training
-step. 32 queues keep them apart. The variable is read when the context is made: it is set on import.
+step. 32 queues keep them apart. CUDA reads the variable when it makes the context, so the variable
+is set on import.
 """
 
 from __future__ import annotations

@@ -2,58 +2,66 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 import threading
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from gpuprefetch.core.device import resolve_device
-from gpuprefetch.core.epoch import Epoch, Lookahead
+from gpuprefetch.core.epoch import Epoch, Lookahead, OneByOne
 from gpuprefetch.core.forks import garbage_stays_here
-from gpuprefetch.core.progress import Progress
-from gpuprefetch.core.ranks import INTO_PREPARED, same_on_ranks
-from gpuprefetch.core.source import Source, in_order, is_stateful, kind, owners
-from gpuprefetch.core.state import checked, is_foreign, is_state
+from gpuprefetch.core.loaders import is_stateful, kind
+from gpuprefetch.core.nested import Batch, Loader
+from gpuprefetch.core.ranks import INTO_PREPARED, ranks_of, sampling_rank
+from gpuprefetch.core.resume import Beginning, Place, Progress, Source
+from gpuprefetch.core.state import State, checked, is_foreign, is_state
+from gpuprefetch.core.stats import Stats
+from gpuprefetch.images.advice import Advice
 from gpuprefetch.images.apart import collate_apart
 from gpuprefetch.images.bad import BadImage
-from gpuprefetch.images.build import FirstBatch, build_stage, with_packing
-from gpuprefetch.images.decode import ImageDecoder
+from gpuprefetch.images.build import build_stage, rebuilt
+from gpuprefetch.images.decode import ImageDecoder, decoded_by
 from gpuprefetch.images.imports import load_worker_modules
-from gpuprefetch.images.notes import KEPT, Notes
-from gpuprefetch.images.replay import (
-    has_keys,
-    may_share_state,
-    noted,
-    rank_of,
-    ranks_of,
-    replay,
-)
+from gpuprefetch.images.loading import LivingWorkers, noting_sampler, with_packing
+from gpuprefetch.images.notes import Notebook, Notes
+from gpuprefetch.images.options import Options
+from gpuprefetch.images.packer import Packer
+from gpuprefetch.images.replay import refuse_unknown, replay
 from gpuprefetch.images.samples import Origin
-from gpuprefetch.images.stage import Pipeline, Ranks
+from gpuprefetch.images.stage import Pipeline
+from gpuprefetch.images.view import View
 from gpuprefetch.lists.convert import title
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.policies.per_image import PerImage
 from gpuprefetch.transforms.head import Transform
+from gpuprefetch.transforms.views import Views
 
-_running: weakref.WeakValueDictionary[int, Lookahead] = weakref.WeakValueDictionary()  # by loader
+# What an argument of the constructor is called; later it is fixed.
+_ARGUMENTS = {"device", *(option.name for option in fields(Options))}
+# What a DataLoader lets nobody set after it was built.
+_LOCKED = {
+    "batch_sampler",
+    "batch_size",
+    "dataset",
+    "drop_last",
+    "persistent_workers",
+    "sampler",
+}
 
 
-def _refuse_no_loader(loader: Any) -> None:
+def _refuse_no_loader(loader: object) -> None:
     if isinstance(loader, (Dataset, str, bytes, type)) or not hasattr(loader, "__iter__"):
         raise TypeError(
             f"DataPrefetcher wraps a DataLoader, got {type(loader).__name__}. Put it into "
             "one: DataPrefetcher(DataLoader(dataset, batch_size=...)), with batch_size=None if it "
             "gives batches already, as WebDataset's WebLoader does."
         )
-    # Of other modules a class may begin anew in an __iter__ that returns itself.
+    # A class of another module may begin anew in an __iter__ that returns itself.
     once = ("builtins", "itertools", "torch.utils.data.dataloader")
     if hasattr(loader, "__next__") and type(loader).__module__ in once:
         raise TypeError(
@@ -89,8 +97,8 @@ class DataPrefetcher:
             on an ``(N, C, H, W)`` batch; or :class:`Views`. All but these callables sample for each
             image. The first ones (crop or resize, flips, ``Normalize``) are fused into one launch,
             which gives values in [0, 1] before ``Normalize``. The others run after it.
-        dtype: of the images after the fused transforms; float32 by default.
-        memory_format: of these images; contiguous by default.
+        dtype: that of the images after the fused transforms; float32 by default.
+        memory_format: that of the same images; contiguous by default.
         device_prefetch_size: batches that are ready or in preparation. None is two, or one where
             two would need more than 512 MiB. Without workers, and on a CPU, a batch is prepared
             when the loop asks for it.
@@ -98,24 +106,22 @@ class DataPrefetcher:
             used; "cpu" in the workers; "auto" is "nvjpeg" where that works, else "cpu".
         apply_exif: whether pictures are turned upright. False agrees with PIL and ``ImageFolder``.
         cpu_share: share of the JPEGs that the workers decode, 0.0 to 1.0, the smallest first.
-            "auto" is none, and more while the loop waits for the GPU's decoder.
-        seed: of the random parameters; None is ``torch.initial_seed()`` as an epoch begins. Those
-            of encoded images depend on seed, epoch, sample and repeat of the sample, and on the
-            rank unless ranks surely share samples out. All images of a sample have the same. Those
-            of tensors, and what kornia's later ops and callables sample for a batch, depend on
-            seed, epoch, rank and number of the batch.
-        on_error: for a file that cannot be decoded: "raise" :class:`BadImageError`, "skip" the
-            sample, or "replace" it by another one of its batch, target included. A callable gets
-            the :class:`BadImage`, and the sample is skipped.
-        max_bad: bad files that are tolerated, each counted once; None is any number. One more
-            raises :class:`BadImageError`.
+            "auto" begins with none, and rises while the loop waits for the GPU's decoder.
+        seed: the seed of random parameters; None is ``torch.initial_seed()`` as an epoch begins.
+            Parameters of encoded images depend on seed, epoch, sample and repeat of the sample, and
+            are the same for all images of a sample. They also depend on the rank, unless the
+            sampler is known to give each rank different samples. Parameters of tensors, and what
+            kornia's later ops and callables sample for a batch, depend on seed, epoch, rank and
+            number of the batch.
+        on_error: what happens to a file that cannot be decoded: "raise" :class:`BadImageError`,
+            "skip" the sample, or "replace" it by another one of its batch, target included. A
+            callable gets the :class:`BadImage`, and the sample is skipped.
+        max_bad: number of bad files that are tolerated, each counted once; None is any number. One
+            more raises :class:`BadImageError`.
         memory_budget: device memory for batches on their way to the loop: "2GiB", "2GB", or bytes.
             Decoded images count, and the tensors of a batch until its hand-over; the decoder's own
             memory and what later transforms allocate do not. Batches that need more are decoded in
             smaller parts, and fewer are kept ready.
-
-    Attributes:
-        stats: counters, see :class:`Stats`.
 
     Raises:
         TypeError: if ``loader`` is a dataset, iterated once or what accelerate prepared, or a
@@ -127,12 +133,14 @@ class DataPrefetcher:
         >>> for images, target in loader: ...
     """
 
+    _late = False  # whether the collate function runs after the transforms: see accelerate()
+
     def __init__(
         self,
-        loader: DataLoader[Any] | Iterable[Any],
+        loader: DataLoader[Any] | Iterable[Batch],
         *,
         device: torch.device | str | int | None = None,
-        transforms: Sequence[Transform] | None = None,
+        transforms: Sequence[Transform] | Views | None = None,
         dtype: torch.dtype | None = None,
         memory_format: torch.memory_format | None = None,
         device_prefetch_size: int | None = None,
@@ -140,153 +148,199 @@ class DataPrefetcher:
         apply_exif: bool = False,
         cpu_share: float | str = "auto",
         seed: int | None = None,
-        on_error: str | Callable[[BadImage], Any] = "raise",
+        on_error: str | Callable[[BadImage], object] = "raise",
         max_bad: int | None = None,
         memory_budget: str | int | None = None,
     ) -> None:
-        asked, own = locals().copy(), ("self", "loader", "device")
-        self._options = {name: value for name, value in asked.items() if name not in own}
         _refuse_no_loader(loader)
-        self.device = resolve_device(device)
-        self._pipeline, balancer = build_stage(loader, self.device, self._options)
-        self.stats, self._balancer = self._pipeline.stats, balancer
+        self._loader: Loader = loader
+        self._options = Options(
+            transforms=transforms,
+            dtype=dtype,
+            memory_format=memory_format,
+            device_prefetch_size=device_prefetch_size,
+            decoder=decoder,
+            apply_exif=apply_exif,
+            cpu_share=cpu_share,
+            seed=seed,
+            on_error=on_error,
+            max_bad=max_bad,
+            memory_budget=memory_budget,
+        )
+        self._pipeline = build_stage(loader, resolve_device(device), self._options, late=self._late)
         self._read = Snapshot(transforms, self._running_ops())
-        self._depth, self._first_batch = device_prefetch_size, FirstBatch(loader, self.device)
-        self._progress = Progress()
-        self._loaded_seed: tuple[int, int] | None = None  # a state's, and torch's at that time
+        self._advice = Advice(loader, self.device)
+        self._progress = Progress(kind(loader))  # before a sampler makes its generator
+        self._notes = Notebook()
+        self._workers = LivingWorkers()
+        self._manual = OneByOne()
         self._beginning = threading.RLock()  # one thread at a time begins an epoch
-        self._persistent: DataLoader[Any] | None = None  # the copy whose workers live on
-        self._notes: dict[int, Notes] = {}  # by epoch
-        self._manual: Epoch | None = None  # the iterator of next(), and the length of its batches
-        self._manual_length = 2
-        self._told_of_ranks = False
-        self._sent: Pipeline | None = None  # what a copy was made with last
-        self._kind = kind(loader)  # before a sampler makes its generator
-        self._loader: Any = loader  # from here on its attributes are set there
 
     @property
-    def transforms(self) -> Any:
+    def wrapped(self) -> Loader:
+        """The loader that was given, to set its attributes: ``prefetcher.wrapped.timeout = 60``."""
+        return self._loader
+
+    @property
+    def device(self) -> torch.device:
+        """Where the batches arrive."""
+        return self._pipeline.device
+
+    @property
+    def stats(self) -> Stats:
+        """Counters, see :class:`Stats`."""
+        return self._pipeline.stats
+
+    @property
+    def transforms(self) -> Sequence[Transform] | Views:
         """As they were given; an empty list for none."""
-        return [] if self._options["transforms"] is None else self._options["transforms"]
+        return [] if self._options.transforms is None else self._options.transforms
 
     @property
     def seed(self) -> int:
-        """Of the random parameters, of an epoch that begins now."""
-        if self._options["seed"] is not None:
-            return operator.index(self._options["seed"]) % 2**64
-        if self._loaded_seed is not None:
-            loaded, before = self._loaded_seed
-            if torch.initial_seed() == before:  # else the script has seeded torch since
-                return loaded
-        return torch.initial_seed()
+        """The seed of the random parameters of an epoch that begins now."""
+        given = self._options.given_seed
+        return self._progress.seed if given is None else given
 
     @property
     def bad_images(self) -> list[BadImage]:
         """The images that were skipped or replaced, over all epochs, each file once."""
         return list(self._pipeline.tolerance.seen.values())
 
-    def __iter__(self) -> Iterator[Any]:
-        if not self._told_of_ranks and (words := same_on_ranks(self, self._loader)):
-            self._told_of_ranks = True
-            warnings.warn(words, stacklevel=2)
-        with self._beginning:
-            self._refuse_changed()
-            return self._begin()
+    @property
+    def views(self) -> Sequence[View]:
+        """How the transforms were read, for each view of an image: for tools that explain them."""
+        return self._pipeline.views
 
-    def _running_ops(self) -> list[Any]:
+    @property
+    def decodes_on_gpu(self) -> bool:
+        """Whether encoded images are left to the GPU, but for a share."""
+        return self._pipeline.decoding.decoder is not None
+
+    @property
+    def decoding(self) -> str:
+        """What decodes encoded images, in words: for tools that explain it."""
+        return decoded_by(self._pipeline.decoding.decoder, self.device)
+
+    def over(self, loader: Loader) -> DataPrefetcher:
+        """The same prefetcher over another loader, for tools that try one.
+
+        The next epoch is the same, from its start. Counters, bad images and the share of the
+        workers are apart.
+        """
+        clone: DataPrefetcher = object.__new__(type(self))
+        clone.__setstate__(
+            self.__getstate__()
+            | {
+                "_loader": loader,
+                "_pipeline": rebuilt(self._pipeline, loader),
+                "_progress": self._progress.anew(),
+            }
+        )
+        return clone
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._advice.of_ranks(self, self._loader)
+        return self._begin()
+
+    def _running_ops(self) -> list[Transform]:
         """The transforms that run as they were given, and not as they were read."""
         tails = [op for view in self._pipeline.views for op in view.tail]
         return [op for op in tails if not isinstance(op, PerImage)]
 
     def _refuse_changed(self) -> None:
         """Compare the list of transforms, which has been read, with what it was."""
-        if self._read.differs(self._options["transforms"]):
+        if self._read.differs(self._options.transforms):
             raise TypeError(
                 "transforms, or one of its ops, has changed since DataPrefetcher was built, which "
                 "has read it. Build it anew: DataPrefetcher(loader, transforms=...)."
             )
 
     def _begin(self) -> Epoch:
-        progress = self._progress
-        epoch, resumed = progress.begin(self._loader)
-        source = None
+        with self._beginning:
+            self._refuse_changed()
+            number, beginning = self._progress.begin(self._loader)
+            try:
+                lookahead = self._look_ahead(number, beginning)
+            except BaseException:
+                self._progress.failed()
+                raise
+            iterator = Epoch(lookahead)
+            self._progress.began(lookahead.place)
+            self._workers.serve(lookahead)
+            try:
+                lookahead.start()
+            except BaseException:
+                iterator.close()  # unused: the next one begins the same epoch
+                raise
+            return iterator
+
+    def _look_ahead(self, number: int, beginning: Beginning) -> Lookahead:
+        """What prepares the batches of an epoch; its thread has not started."""
+        resumed = self._progress.place if beginning is Beginning.AT_PLACE else None
+        seed = self.seed if resumed is None or resumed.seed is None else resumed.seed
+        loader, packer = self._packing(seed, number, anew=resumed is not None)
+        if resumed is None:
+            place = Place.beginning(loader, number, seed)
+        else:
+            place = resumed.again(number, seed)
+        sampler = noting_sampler(loader)
+        notes = Notes(
+            seed, ranks_of(self._loader).rank, by_sampler=sampler is not None, place=place
+        )
+        if sampler is not None:
+            sampler.note_into(notes)
+        load_worker_modules(packer)
+        stage = self._stage_of(packer, notes)
+        with garbage_stays_here():
+            source = Source(loader, place, beginning, notes.skip)
         try:
-            seed = self.seed if resumed is None else resumed.get("seed", self.seed)
-            loader, stage = self._prepared(seed, epoch)
-            notes = self._note(loader, seed, epoch)
-            load_worker_modules(stage.packer)
-            with garbage_stays_here():
-                source = Source(loader, resumed, notes.skip)
-            source.place["seed"] = seed
-            notes.place = source.place
             if resumed is not None:
                 notes.refuse_another_order()
-            self._balancer.begin()
-            lookahead = Lookahead(
-                stage.for_epoch(balancer=self._balancer, notes=notes),
+            self._notes.add(notes)
+            if stage.balancer is not None:
+                stage.balancer.begin()
+            return Lookahead(
+                stage,
                 source,
-                epoch=epoch,
-                depth=self._depth,
+                depth=self._options.device_prefetch_size,
                 # Without workers the dataset runs in this process, and draws its random numbers in
                 # the caller's thread as without us. On the CPU there is nothing to run ahead of.
                 threaded=self.device.type == "cuda" and getattr(loader, "num_workers", 0) > 0,
-                check=self._first_batch,
+                check=self._advice.of_first_batch,
             )
         except BaseException:
-            if source is not None:
-                source.close()
-            progress.failed()
+            source.close()
             raise
-        iterator = Epoch(lookahead)
-        progress.began(source.place, lookahead.use)
-        _running[id(loader)] = lookahead
-        try:
-            lookahead.start()
-        except BaseException:
-            iterator.close()  # unused: the next one begins the same epoch
-            raise
-        return iterator
 
-    def _prepared(self, seed: int, epoch: int) -> tuple[Iterable[Any], Pipeline]:
-        """The loader with our packing in its collate; the user's own object is left as it is."""
-        pipeline, loader = self._pipeline, self._loader
-        pipeline.packer.rank = rank_of(loader)
-        pipeline.ranks = Ranks(*ranks_of(loader))
+    def _packing(self, seed: int, epoch: int, *, anew: bool) -> tuple[Loader, Packer]:
+        """The loader with our packing in its collate; the user's own object is left as it is.
+
+        ``anew`` says that the epoch is resumed, which changes the generator of its workers.
+        """
+        loader = self._loader
+        packer = self._packer_of(seed, epoch)
         if not isinstance(loader, DataLoader):
-            return loader, self._at(seed, epoch)
-        pipeline.after = partial(collate_apart, loader.collate_fn, self.device)
+            return loader, packer
         if not loader.persistent_workers:
-            pipeline = self._at(seed, epoch)
-            return with_packing(loader, pipeline.packer), pipeline
-        running = _running.get(id(self._persistent))
-        if running is not None and not running.close():  # its thread waits for the same workers
-            self._persistent = None
-        # These workers live on: seed and epoch reach them through shared memory.
-        pipeline.packer.origin.share()  # not in a deep copy of us
-        pipeline.packer.origin.set(seed, epoch)
+            return with_packing(loader, packer), packer
         loaded = getattr(loader, "next_iter_state", None) is not None  # torchdata's
-        # A resumed epoch has changed the generator of its workers.
-        if self._persistent is None or loaded or self._progress.resumed:
-            self._persistent = with_packing(loader, pipeline.packer)
-        return self._persistent, pipeline
+        return self._workers.begin(loader, packer, seed, epoch, anew=anew or loaded)
 
-    def _note(self, loader: Any, seed: int, epoch: int) -> Notes:
-        """Notes of a new epoch, which its sampler will write; those of an older one are dropped."""
-        self._notes.pop(epoch, None)
-        sampler = noted(loader)
-        notes = Notes(seed, self._pipeline.ranks.rank, by_sampler=sampler is not None)
-        self._notes[epoch] = notes
-        if sampler is not None:
-            sampler.notes = notes
-        if len(self._notes) > KEPT:
-            del self._notes[next(iter(self._notes))]
-        return notes
+    def _packer_of(self, seed: int, epoch: int) -> Packer:
+        rank = sampling_rank(self._loader)
+        return replace(self._pipeline.packer, origin=Origin(seed, epoch), rank=rank)
 
-    def _at(self, seed: int, epoch: int) -> Pipeline:
-        packer = replace(self._pipeline.packer, origin=Origin(seed, epoch))
-        return replace(self._pipeline, packer=packer)
+    def _stage_of(self, packer: Packer, notes: Notes) -> Pipeline:
+        """The stage of one epoch."""
+        after = None
+        if isinstance(self._loader, DataLoader):
+            after = partial(collate_apart, self._loader.collate_fn, self.device)
+        return self._pipeline.for_epoch(
+            packer=packer, notes=notes, ranks=ranks_of(self._loader), after=after
+        )
 
-    def next(self) -> Any:
+    def next(self) -> Batch:
         """The next batch, in the manner of Apex's ``data_prefetcher``.
 
         Returns:
@@ -296,38 +350,32 @@ class DataPrefetcher:
         Raises:
             RuntimeError: after an error, which has ended the epoch, until :meth:`set_epoch`.
         """
-        if self._manual is None:
-            self._manual = iter(self)  # type: ignore[assignment]
-        try:
-            batch = next(self._manual)  # type: ignore[arg-type]
-        except StopIteration:
-            self._manual = None
-            return (None,) * self._manual_length if self._manual_length else None
-        self._manual_length = len(batch) if isinstance(batch, (tuple, list)) else 0
-        return batch
+        return self._manual.next(self)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Where the latest epoch stands: what the loop has had, not what is on its way to it.
 
         Before the first epoch, and once the loop has come to an epoch's end, the state is the
         beginning of the next epoch, with the order that is drawn now. A state taken in the loop
-        after the last batch resumes with nothing left. It can be written as JSON, unless the
+        after the last batch resumes with nothing left. States can be written as JSON, unless the
         loader's own state cannot. Only torchdata's ``StatefulDataLoader`` saves a state of the
         dataset; random numbers that another dataset draws in its workers are not repeated.
 
         Raises:
             ValueError: after a batch of a loader with ``in_order=False``, before the epoch's end.
         """
-        place = self._progress.save(self._loader, self._persistent)
-        rank, world_size = ranks_of(self._loader)
-        state = {"seed": self.seed, "kind": self._kind} | place
-        state |= {"rank": rank, "world_size": world_size}
-        notes = self._notes.get(place["epoch"])
-        if notes is not None and notes.place is place:  # else loaded, with its own
+        place = self._progress.save(self._loader, self._workers.loader)
+        ranks = ranks_of(self._loader)
+        state: State = {"seed": self.seed, "kind": self._progress.kind}
+        state |= place.as_state()
+        state["rank"] = ranks.rank
+        state["world_size"] = ranks.count
+        notes = self._notes.of_place(place)
+        if notes is not None:
             state["drawn"] = notes.drawn()
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Let the next ``iter()`` go on where :meth:`state_dict` was taken.
 
         The batches are those of the uninterrupted epoch, also with other workers or another
@@ -345,57 +393,21 @@ class DataPrefetcher:
         if is_stateful(self._loader) and not is_state(state) and not is_foreign(state):
             self._loader.load_state_dict(state)  # the loader's own
             self._progress.reset(self._progress.epoch)
-            self._manual = None
+            self._manual.forget()
             return
         state = checked(state)
-        # A state of an older version does not know of shared samples, which are named first.
-        if not self._kind.endswith(state.get("kind", "")):
-            raise ValueError(
-                f"state is of a loader with {state['kind']}; this one has {self._kind}. "
-                "Build it as it was."
-            )
-        self._refuse_other_draws(state)
-        self._manual = None
-        self._loaded_seed = state["seed"], torch.initial_seed()
-        self._pipeline = self._at(state["seed"], state["epoch"])  # not of an epoch that runs
-        self._persistent = None  # its workers may have another seed
-        self.set_epoch(state["epoch"])
-        for owner, epoch in zip(owners(self._loader), state.get("epochs", ()), strict=False):
-            if epoch is not None:  # a sampler's, which need not be ours
-                owner.set_epoch(epoch)
-        self._progress.load(state)
+        self._progress.refuse(self._loader, state, self._options.given_seed)
+        self._manual.forget()
+        self._workers.drop()  # they may have another seed
+        self._progress.load(self._loader, state)
 
-    def _refuse_other_draws(self, state: dict[str, Any]) -> None:
-        """Refuse a state of another rank or with another seed where ranks would sample alike."""
-        given, rank = self._options["seed"], state.get("rank", state.get("drawn", [None])[0])
-        if given is not None and self.seed != state["seed"] % 2**64:
-            raise ValueError(
-                f"state is of a prefetcher with seed={state['seed']}, and this one has "
-                f"seed={given}: it may be the state of another rank. Load this rank's own, give "
-                "that seed, or leave seed out."
-            )
-        here, count = ranks_of(self._loader)
-        if state["batches"] and state.get("world_size", count) != count:
-            raise ValueError(
-                f"state is of the middle of an epoch on {state['world_size']} ranks, and there are "
-                f"{count}: others would get samples twice or never. Resume on as many, or begin an "
-                f"epoch: set_epoch({state['epoch'] + 1})."
-            )
-        if rank in (None, here) or may_share_state(self._loader):
-            return
-        raise ValueError(
-            f"state is of rank {rank}, and this is rank {here}: both would sample the same from "
-            "then on. Save and load a state for each rank. Where all ranks are to read the same: "
-            f'load_state_dict(state | {{"rank": {here}}}).'
-        )
-
-    def replay(self, index: int, epoch: int | None = None, *, repeat: int = 0) -> Any:
+    def replay(self, index: int, epoch: int | None = None, *, repeat: int = 0) -> Batch:
         """What the model saw of a sample, bit for bit: its batch is prepared once more.
 
-        The batches of the two latest epochs are known, those of a resumed epoch before its
-        :meth:`load_state_dict` only if ``cpu_share`` is fixed. What dataset and collate function
-        draw is not repeated, nor what a transform draws from elsewhere than torch, or within a
-        function of torch, as in a dropout.
+        The batches of the two latest epochs are known. Batches of a resumed epoch from before its
+        :meth:`load_state_dict` are known only if ``cpu_share`` is fixed. Random values of dataset
+        and collate function are not repeated, nor those that a transform samples without torch, or
+        within a function of torch, as in a dropout.
 
         Args:
             index: of the sample in ``dataset``, as the sampler gives it.
@@ -410,25 +422,9 @@ class DataPrefetcher:
             LookupError: if no batch of the epoch has held the sample so far.
             ValueError: if it cannot be known what the model saw.
         """
-        loader = self._loader
-        if not (has_keys(loader) and in_order(loader) and loader.batch_sampler is not None):
-            raise ValueError(
-                "replay needs torch's DataLoader, making batches of a map-style dataset in order: "
-                "of others it is not known how to read a sample's batch again."
-            )
-        if epoch is None:
-            places = [*(notes.place for notes in self._notes.values()), self._progress.place]
-            if not (used := [place["epoch"] for place in places if place["batches"]]):
-                raise LookupError("no batch of any epoch has been handed over so far.")
-            epoch = used[-1]
-        if epoch not in self._notes:
-            raise ValueError(
-                f"the batches of epoch {epoch} are not known, only those of epochs "
-                f"{list(self._notes)}. Load a state_dict() of that epoch and take a batch, or keep "
-                "what you need."
-            )
-        notes, fixed = self._notes[epoch], self._balancer.fixed
-        return replay(loader, self._pipeline, notes, index, epoch, repeat=repeat, fixed=fixed)
+        refuse_unknown(self._loader)
+        notes = self._notes.had(epoch, self._progress.place)
+        return replay(self._loader, self._pipeline, notes, index, repeat)
 
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch: for the samplers of the loader, and for the random parameters.
@@ -436,62 +432,66 @@ class DataPrefetcher:
         After an error :meth:`next` begins it.
         """
         epoch = operator.index(epoch)  # an int, which torch.load takes back, also of numpy's
-        self._progress.set_epoch(epoch)
-        if self._manual is not None and not self._manual.close.alive:
-            self._manual = None
-        for owner in owners(self._loader):
-            owner.set_epoch(epoch)
+        self._progress.set_epoch(self._loader, epoch)
+        self._manual.forget_ended()
 
     @property
-    def _is_accelerate_prepared(self) -> bool:
+    def _is_accelerate_prepared(self) -> NoReturn:
         """What ``accelerator.prepare_data_loader`` asks for first."""
         raise TypeError(f"prepare_data_loader() drops decode and transforms: {INTO_PREPARED}.")
 
     def __len__(self) -> int:
         # Torch warns of an iterable dataset that turns out longer than its loader was told here.
-        return len(self._loader if self._persistent is None else self._persistent)
+        living = self._workers.loader
+        return len(self._loader if living is None else living)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # also keeps copy and pickle from recursing before _loader is set
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._loader, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        own = vars(self)
-        if name in own.get("_options", ()):
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _ARGUMENTS and "_options" in vars(self):
             raise AttributeError(
                 f"{name} is fixed: give it to DataPrefetcher(loader, {name}={value!r})."
             )
-        ours = name.startswith("_") or name in own or hasattr(type(self), name)
-        if not ours and hasattr(own.get("_loader"), name):
-            setattr(self._loader, name, value)  # read from there; it says what may be changed
-        else:
-            object.__setattr__(self, name, value)
+        if not name.startswith("_") and self._is_read_from_loader(name):
+            if isinstance(self._loader, DataLoader) and name in _LOCKED:
+                raise AttributeError(
+                    f"{name} is fixed in the DataLoader. Build one with DataLoader(..., "
+                    f"{name}=...), and wrap that."
+                )
+            raise AttributeError(
+                f"{name} is the loader's. Set it there: prefetcher.wrapped.{name} = ..."
+            )
+        object.__setattr__(self, name, value)
+
+    def _is_read_from_loader(self, name: str) -> bool:
+        """Whether the loader has an attribute, and no subclass of ours one that can be set."""
+        kept = getattr(type(self), name, property())
+        own = name in vars(self) or not isinstance(kept, property) or kept.fset is not None
+        return not own and "_loader" in vars(self) and hasattr(self._loader, name)
 
     def __bool__(self) -> bool:
         return bool(self._loader)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy begins a new epoch, with workers of its own.
-        progress = copy.copy(self._progress)
-        progress.place = dict(progress.place)
-        state = vars(self) | {"_progress": progress, "_notes": dict(self._notes)}
-        state |= {"_pipeline": self._at(self.seed, progress.epoch), "_manual": None}
-        state["_persistent"] = state["_sent"] = None
-        del state["_beginning"]
-        # A new process gets its tensors as open files, which are closed with the tensors.
-        self._sent = state["_pipeline"]
+        # A copy begins a new epoch, with its own workers.
+        state = vars(self) | {"_progress": self._progress.copied(), "_notes": self._notes.copied()}
+        for name in ("_workers", "_manual", "_beginning"):
+            del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _beginning=threading.RLock())
+        vars(self).update(
+            state, _workers=LivingWorkers(), _manual=OneByOne(), _beginning=threading.RLock()
+        )
 
     def __repr__(self) -> str:
-        given = dict(self._options)
-        if isinstance(self.transforms, (list, tuple)):
-            given["transforms"] = [*map(title, self.transforms)] or None
         words = [f"device={str(self.device)!r}"]
-        for name, value in given.items():
-            if value not in (None, "auto", "raise") and value is not False:
+        for name, value in self._options.given():
+            if name == "transforms" and isinstance(value, (list, tuple)):
+                value = [*map(title, value)]
+            if value != []:
                 words.append(f"{name}={value!r}")
         return f"DataPrefetcher({self._loader!r}, {', '.join(words)})"

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any
+from typing import TypeAlias
 
 import torch
 
+from gpuprefetch.core.nested import Batch
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import read_image
 from gpuprefetch.prefetcher import DataPrefetcher
+from gpuprefetch.transforms.head import Transform
+from gpuprefetch.transforms.views import Views
+
+# A path, or the bytes of a file.
+File: TypeAlias = str | PathLike[str] | bytes | bytearray | memoryview | torch.Tensor | EncodedImage
 
 
 def preprocess(
-    files: Sequence[Any],
-    transforms: Sequence[Any] = (),
+    files: Sequence[File],
+    transforms: Sequence[Transform] | Views = (),
     *,
     device: torch.device | str | None = None,
     apply_exif: bool = False,
-) -> Any:
+) -> Batch:
     """Decode and transform some image files as :class:`DataPrefetcher` does, in one batch.
 
     Random transforms sample the same in each call, until torch is seeded anew.
@@ -27,8 +33,8 @@ def preprocess(
     Args:
         files: N of them: bytes, paths, or :class:`EncodedImage`.
         transforms: as for :class:`DataPrefetcher`.
-        device: likewise.
-        apply_exif: likewise.
+        device: as for :class:`DataPrefetcher`.
+        apply_exif: as for :class:`DataPrefetcher`.
 
     Returns:
         ``(N, 3, H, W)`` on the device, as the transforms make it: what a loader gives for these

@@ -477,7 +477,7 @@ def test_the_dataset_is_the_users_own(folder):
     assert target.tolist() == [dataset.targets[i] for i in (1, 3, 5)]
     seen = [batch for batch, _ in moved]
     assert torch.equal(moved.replay(2)[0][0], seen[0][1])
-    with pytest.raises(AttributeError, match="dataset"):
+    with pytest.raises(AttributeError, match=r"dataset is fixed in the DataLoader.*wrap that"):
         moved.dataset = dataset
     assert accelerate(loader, **CPU).dataset is loader.dataset
     for other in (copy.copy(moved), copy.deepcopy(moved), pickle.loads(pickle.dumps(moved))):
@@ -626,7 +626,7 @@ def another_op_of_a_preset(moved):  # a container of a user's class, however dee
 
 
 def another_collate_function(moved):
-    moved.collate_fn = v2.MixUp(num_classes=2)
+    moved.wrapped.collate_fn = v2.MixUp(num_classes=2)
 
 
 @pytest.mark.parametrize(

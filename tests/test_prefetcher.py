@@ -290,6 +290,24 @@ def test_the_manual_form_does_not_begin_anew_behind_an_error(device):
     assert [prefetcher.next()[1].tolist() for _ in range(2)] == seen
 
 
+class Generated(DataPrefetcher):
+    """As Lightning's recipe: its epochs are generators."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+def test_the_manual_form_of_a_subclass_with_an_iterator_of_its_own():
+    prefetcher = Generated(DataLoader(Numbers(4, "tensor"), 2), device="cpu")
+    expected = [*prefetcher]
+    for _ in range(2):
+        prefetcher.set_epoch(0)
+        assert torch.equal(prefetcher.next(), expected[0])
+        prefetcher.set_epoch(1)  # the epoch under way goes on
+        assert torch.equal(prefetcher.next(), expected[1])
+        assert prefetcher.next() is None
+
+
 class Nested(IterableDataset):
     """Reads through a prefetcher of its own."""
 
@@ -346,18 +364,52 @@ def test_integers_that_are_no_bytes_are_not_scaled_as_bytes(dtype):
     assert same.dtype == dtype
 
 
-def test_what_is_set_is_set_on_the_loader():
-    prefetcher = DataPrefetcher(DataLoader(Numbers(4), 2), device="cpu")
-    assert not hasattr(prefetcher._loader, "stats")
-    prefetcher.collate_fn = lambda samples: samples
+def test_what_is_set_says_where_it_belongs():
+    loader = DataLoader(Numbers(4), 2)
+    prefetcher = DataPrefetcher(loader, device="cpu")
+    assert not hasattr(loader, "stats")
+    with pytest.raises(AttributeError, match=r"prefetcher\.wrapped\.collate_fn = ") as told:
+        prefetcher.collate_fn = list
+    exec(str(told.value).rpartition(": ")[2].replace("...", "list"))
+    assert prefetcher.collate_fn is loader.collate_fn is list
     assert [type(batch) for batch in prefetcher] == [list] * 2
-    with pytest.raises(ValueError, match="batch_size"):
-        prefetcher.batch_size = 1
-    assert prefetcher
-    assert DataPrefetcher(Rewound(), device="cpu")  # without a length
     prefetcher.note = "mine"
-    assert not hasattr(prefetcher._loader, "note")
+    assert not hasattr(loader, "note")
     assert prefetcher.note == "mine"
+
+
+@pytest.mark.parametrize("name", [n for n in vars(DataLoader([0])) if not n.startswith("_")])
+def test_no_attribute_of_a_loader_is_set_in_passing(name):
+    loader = DataLoader([0])
+    prefetcher, value = DataPrefetcher(loader, device="cpu"), getattr(loader, name)
+    with pytest.raises(AttributeError, match=rf"^{name} is .*\b{name} ?=") as told:
+        setattr(prefetcher, name, value)
+    if "fixed in the DataLoader" in str(told.value):
+        with pytest.raises(ValueError, match="should not be set"):
+            setattr(prefetcher.wrapped, name, value)
+    else:
+        setattr(prefetcher.wrapped, name, value)
+
+
+def test_a_prefetcher_is_true_where_its_loader_is():
+    assert DataPrefetcher(DataLoader(Numbers(4), 2), device="cpu")
+    assert not DataPrefetcher([], device="cpu")
+    assert DataPrefetcher(Rewound(), device="cpu")  # without a length
+
+
+def test_a_prefetcher_over_another_loader(photo_folder):
+    options = {"transforms": [RandomResizedCrop(8)], "seed": 3, "on_error": "skip"}
+    one = prefetcher_of(EncodedImageFolder(photo_folder), batch_size=4, **options)
+    first = list(one)
+    other = one.over(DataLoader(EncodedImageFolder(photo_folder), batch_size=8))
+    assert type(other) is type(one)
+    assert other.stats.images == 0
+    assert other.wrapped is not one.wrapped
+    assert len(other) == 3
+    other.set_epoch(0)
+    expected = torch.cat([images for images, _ in first])
+    assert torch.equal(torch.cat([images for images, _ in other]), expected)
+    assert (one.stats.batches, other.stats.batches) == (6, 3)
 
 
 class Named(DataPrefetcher):
@@ -395,7 +447,7 @@ def test_a_copy_made_in_the_middle_of_an_epoch(workers):
 def test_dropping_the_prefetcher_ends_the_epoch_of_its_next(device, workers):
     prefetcher = prefetcher_of(Numbers(20, "tensor"), device, num_workers=workers)
     prefetcher.next()
-    iterator = weakref.ref(prefetcher._manual)
+    iterator = weakref.ref(prefetcher._manual.iterator)
     del prefetcher
     gc.collect()
     assert iterator() is None

@@ -6,6 +6,7 @@ import io
 import json
 import random
 import time
+from dataclasses import fields
 from itertools import chain, cycle, islice
 
 import kornia.augmentation as K
@@ -26,7 +27,9 @@ from torch.utils.data import (
 )
 
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop
-from gpuprefetch.core.source import own_state
+from gpuprefetch.core.loaders import own_state
+from gpuprefetch.core.resume import Place
+from gpuprefetch.core.state import FIELDS, checked
 from gpuprefetch.images import notes as _notes
 
 # torchdata 0.11 calls a function that torch 2.15 warns of.
@@ -205,7 +208,7 @@ def test_the_loaders_own_state_would_lose_batches(device, ahead):
     prefetcher = cpu(stateful(shuffle=True))
     iterator = iter(prefetcher)
     next(iterator)
-    while len(iterator._lookahead._slots) < 3:
+    while len(iterator._lookahead._ready.slots) < 3:
         time.sleep(0.01)
     state = prefetcher.state_dict() | {"loader": own_state(iterator._lookahead._source._loader)}
     rest = listed(iterator)
@@ -401,6 +404,30 @@ def test_an_iterator_that_is_dropped_unused_is_no_epoch():
     prefetcher.load_state_dict(prefetcher.state_dict())
     iter(prefetcher)
     assert [len(list(prefetcher)) for _ in range(2)] == [9, 10]  # the saved place is still there
+
+
+def test_a_place_and_its_state_say_the_same():
+    first, second = twice(lambda: numbers(shuffle=True))
+    next(iter(first))
+    state = first.state_dict()
+    assert state.keys() == FIELDS.keys() - {"ended"}
+    place = Place.of_state(checked(json.loads(json.dumps(state))))
+    assert (place.epoch, place.batches, place.samples) == (0, 1, 40)
+    saved = json.loads(json.dumps(state))
+    assert all(saved[name] == value for name, value in place.as_state().items())
+    assert {field.name for field in fields(Place)} - FIELDS.keys() == {"use"}  # not saved
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+
+
+def test_what_becomes_of_an_epoch_is_not_told_to_a_copy():
+    prefetcher = cpu(numbers(shuffle=True))
+    iterator = iter(prefetcher)
+    copied = copy.copy(prefetcher)
+    del iterator  # unused: this epoch is no epoch of the prefetcher
+    assert (prefetcher.state_dict()["epoch"], copied.state_dict()["epoch"]) == (0, 0)
+    next(iter(prefetcher))
+    assert (prefetcher.state_dict()["batches"], copied.state_dict()["batches"]) == (1, 0)
 
 
 def test_a_state_after_an_iterator_that_was_dropped_unused():
@@ -679,13 +706,13 @@ def test_of_an_epoch_without_end_the_latest_samples_are_noted(constants):
     constants(_notes, MOST=30)
     first, resumed = prefetcher(), prefetcher()
     for _ in islice(first, 301):
-        (notes,) = first._notes.values()
+        (notes,) = first._notes
         assert len(notes.batches) <= 30
     state = first.state_dict()
     assert state["drawn"] == whole.state_dict()["drawn"]
     resumed.load_state_dict(state)
     assert values(next(iter(resumed))) == [(4 * 301 + k) % 40 for k in range(4)]
-    (notes,) = resumed._notes.values()
+    (notes,) = resumed._notes
     assert len(notes.batches) <= 30  # of those left out as well
 
 

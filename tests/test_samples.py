@@ -1,5 +1,6 @@
 """What a picture's random parameters are a function of, and which images have them in common."""
 
+import copy
 import json
 import warnings
 
@@ -576,6 +577,6 @@ def test_inference_mode_around_building_and_loading(file, workers):
     state = built.state_dict()
     with torch.inference_mode():
         built.load_state_dict(state | {"epoch": 0})
-        copied = gpuprefetch.prefetcher.copy.copy(built)
+        copied = copy.copy(built)
     for prefetcher in (built, copied):
         assert torch.equal(images_of(prefetcher), expected)

@@ -1,4 +1,4 @@
-"""Which device is meant."""
+"""The device that an argument names."""
 
 from __future__ import annotations
 

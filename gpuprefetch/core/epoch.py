@@ -9,41 +9,118 @@ import time
 import warnings
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import NoReturn
 
 import torch
 
 from gpuprefetch.core.errors import add_note, unexpected_end
-from gpuprefetch.core.source import Source
+from gpuprefetch.core.loaders import LoaderState
+from gpuprefetch.core.nested import Batch
+from gpuprefetch.core.resume import Place, Source, Use
 from gpuprefetch.core.stage import Cost, Empty, Stage
 from gpuprefetch.core.stats import Timed
 from gpuprefetch.core.streams import SideStream, handoff, throttle
 
-# The default depth, and the bytes that so many batches may take together. The step of a large batch
-# is long enough to prepare the next one.
-READY, READY_BYTES = 2, 512 << 20
+# The default depth is READY batches, and fewer where they would need more than READY_BYTES. The
+# step of a large batch is long enough to prepare the next one.
+READY = 2
+READY_BYTES = 512 << 20
 # A thread whose loader hangs is abandoned after this time when the loop is left.
 JOIN_SECONDS = 10.0
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A batch between the loader and the loop."""
+    """A batch between the loader and the loop; a :class:`Lookahead` fills it in."""
 
     number: int  # of the batch in its epoch
-    batch: Any = None  # what the loader gave
+    batch: Batch = None  # what the loader gave
     images: int = 0
-    state: Any = None  # of the loader, after the batch
+    state: LoaderState = None  # of the loader, after the batch
     cost: Cost | None = None  # bytes on the device, where they count
     ended: bool = False  # the loader has given its last batch
     fetched: float = 0.0  # when the batch came from the loader
-    result: Any = None
+    result: Batch = None
     error: BaseException | None = None  # raised in the loop in place of a result
     event: torch.cuda.Event | None = None  # recorded after the result
     waited: float = 0.0  # seconds that the loop waited for the result, once the batch had come
+
+    def forget_error(self) -> None:
+        """Break the cycle between the error and the frames that hold this slot."""
+        self.error = None
+
+
+class Ready:
+    """The slots between the thread, which adds them in order, and the loop, which takes them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # guards the rest
+        self._slots: deque[Slot] = deque()
+        self._stopping = False
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the epoch is being closed."""
+        return self._stopping
+
+    @property
+    def slots(self) -> deque[Slot]:
+        """Batches that are ready, the oldest first."""
+        return self._slots
+
+    def add(self, slot: Slot) -> None:
+        with self._changed:
+            self._slots.append(slot)
+            self._changed.notify_all()
+
+    def take(self) -> Slot | None:
+        """Wait for the oldest slot; None if the epoch is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or self._slots)
+            if self._stopping:
+                return None
+            slot = self._slots.popleft()
+            self._changed.notify_all()
+            return slot
+
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Wait for a condition on the slots; False if the epoch is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or condition())
+            return not self._stopping
+
+    def stop(self) -> None:
+        """Wake up whoever waits."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        for slot in self._slots:
+            slot.forget_error()
+        self._slots.clear()
+
+
+class Uploads:
+    """What the loader gave for batches that were handed over, while the GPU may still read it."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[torch.cuda.Event, Batch]] = deque()
+
+    def keep(self, slot: Slot) -> None:
+        if slot.event is not None:
+            self._kept.append((slot.event, slot.batch))
+
+    def drop_read(self) -> None:
+        """Drop what the GPU has read."""
+        while self._kept and self._kept[0][0].query():
+            self._kept.popleft()
+
+    def clear(self) -> None:
+        self._kept.clear()
 
 
 class Lookahead:
@@ -59,29 +136,36 @@ class Lookahead:
         stage: Stage,
         source: Source,
         *,
-        epoch: int,
         depth: int | None,
         threaded: bool,
-        check: Callable[[Any], None],
+        check: Callable[[Batch], None],
     ) -> None:
-        self.stage, self.device, self.place = stage, stage.device, source.place
-        self._source, self._epoch, self._depth, self._check = source, epoch, depth, check
-        self._number = int(source.place["batches"])
-        # "unused", "used", or "dropped" before it was used; shared with the prefetcher.
-        self.use = ["unused"]
+        self.stage = stage
+        self._source = source
+        self._depth = depth
+        self._check = check
+        self._number = source.place.batches  # of the next batch
         # Batches take turns on as many as the stage prepares side by side.
-        self._streams = defaultdict(partial(SideStream, self.device), {0: SideStream(self.device)})
-        self._changed = threading.Condition()  # guards the slots and _stopping
-        self._slots: deque[Slot] = deque()
-        self._stopping = False
-        # What the host gave for batches that were handed over. The GPU may still read it.
-        self._uploads: deque[tuple[torch.cuda.Event, Any]] = deque()
+        make = partial(SideStream, stage.device)
+        self._streams = defaultdict(make, {0: make()})
+        self._ready = Ready()
+        self._uploads = Uploads()
         # Held while a batch is prepared in the loop, and by the clean-up.
         self._busy = threading.RLock()
-        self._pid, self._user = os.getpid(), threading.get_ident()
+        self._pid = os.getpid()
+        self._user = threading.get_ident()
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._serve, name="gpuprefetch", daemon=True)
+
+    @property
+    def place(self) -> Place:
+        """Where the epoch stands."""
+        return self._source.place
+
+    @property
+    def device(self) -> torch.device:
+        return self.stage.device
 
     def start(self) -> None:
         """Start the thread, once whoever closes the epoch knows of it."""
@@ -93,12 +177,11 @@ class Lookahead:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # a new thread is on the first GPU
             with self.stage.scratch():
-                while not self._stopping and self._step():
+                while not self._ready.stopping and self._step():
                     pass
         except BaseException as error:  # the loop might wait for ever
-            self._add(Slot(self._number, error=error))
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopping)
+            self._ready.add(Slot(self._number, error=error))
+        self._ready.wait_until(lambda: False)
         self._clean_up()
 
     def _step(self) -> bool:
@@ -107,33 +190,26 @@ class Lookahead:
         self._number += 1
         try:
             self._fetch(slot)
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopping or self._has_room(slot))
-            if not self._stopping:
+            if self._ready.wait_until(lambda: self._has_room(slot)):
                 self._prepare(slot)
         except BaseException as error:
-            # Nobody looks into the end of an epoch, and its frames hold the loader's iterator.
+            # The frames of an epoch's end hold the loader's iterator, and nobody needs them.
             slot.error = error.with_traceback(None) if slot.ended else error
-        self._add(slot)
+        self._ready.add(slot)
         return slot.error is None
-
-    def _add(self, slot: Slot) -> None:
-        with self._changed:
-            self._slots.append(slot)
-            self._changed.notify_all()
 
     def _has_room(self, slot: Slot) -> bool:
         """Whether a batch need not wait: a single one may take the whole memory budget."""
         if self._depth is None:
             fitting = READY if slot.cost is None else READY_BYTES // max(slot.cost.fixed, 1)
             self._depth = max(min(READY, fitting), 1)
-        depth = max(self._depth, self.stage.streams)
+        ready = self._ready.slots
         budget = self.stage.memory_budget
-        if self._slots and budget is not None and slot.cost is not None:
-            used = sum(other.cost.fixed for other in self._slots if other.cost is not None)
+        if ready and budget is not None and slot.cost is not None:
+            used = sum(other.cost.fixed for other in ready if other.cost is not None)
             if used + slot.cost.fixed + slot.cost.decoded > budget:
                 return False
-        return len(self._slots) < depth
+        return len(ready) < max(self._depth, self.stage.streams)
 
     def _fetch(self, slot: Slot) -> None:
         with Timed(self.stage.stats, "fetch") as fetch:
@@ -143,45 +219,56 @@ class Lookahead:
                 slot.ended = True
                 raise
         slot.batch, slot.images = self.stage.receive(batch, slot.number, fetch.seconds)
-        chooses = self._thread is not None and self._depth is None
-        if chooses or self.stage.memory_budget is not None:
+        chooses_depth = self._thread is not None and self._depth is None
+        if chooses_depth or self.stage.memory_budget is not None:
             slot.cost = self.stage.cost(slot.batch)
         self._check(slot.batch)
-        self._streams[slot.number % self.stage.streams].wait_for_loader(slot.batch)
+        self._stream_of(slot).wait_for_loader(slot.batch)
         slot.fetched = time.perf_counter()
 
+    def _stream_of(self, slot: Slot) -> SideStream:
+        return self._streams[slot.number % self.stage.streams]
+
     def _prepare(self, slot: Slot) -> None:
-        while self._uploads and self._uploads[0][0].query():
-            self._uploads.popleft()
-        with (stream := self._streams[slot.number % self.stage.streams]).current():
-            slot.result = self.stage.run(slot.batch, slot.number, self._epoch, slot.cost)
+        self._uploads.drop_read()
+        stream = self._stream_of(slot)
+        with stream.current():
+            slot.result = self.stage.run(slot.batch, slot.number, self.place.epoch, slot.cost)
         slot.event = stream.record()
 
     def take(self) -> Slot | None:
         """The next batch, as soon as its work has been queued; None if the epoch was closed."""
-        self._user, asked = threading.get_ident(), time.perf_counter()
+        self.place.use = Use.USED
+        self._user = threading.get_ident()
+        asked = time.perf_counter()
         self.stage.asked()
         if self._thread is None:
             with self._busy:
-                if not self._stopping:
+                if not self._ready.stopping:
                     self._step()
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopping or self._slots)
-            if self._stopping:
-                return None
-            slot = self._slots.popleft()
-            self._changed.notify_all()
+        slot = self._ready.take()
+        if slot is None:
+            return None
         if slot.fetched < asked:  # else the loader was late
             slot.waited = time.perf_counter() - asked
-        if slot.event is not None:
-            self._uploads.append((slot.event, slot.batch))
+        self._uploads.keep(slot)
         return slot
 
+    def handed_over(self, slot: Slot) -> None:
+        """The loop has the batch: a state that is saved now goes on after it."""
+        self.place.batches = slot.number + 1
+        self.place.loader = slot.state
+
+    def ended(self, state: LoaderState) -> None:
+        """The loop has come to the end of the epoch; ``state`` is the loader's own."""
+        self.place.ended = True
+        self.place.loader = state
+
     def close(self) -> bool:
-        """End the epoch; whether its thread has ended, which one whose loader hangs does later."""
+        """End the epoch; False if its thread has not ended yet, because the loader hangs."""
         if os.getpid() != self._pid:
-            return True  # a forked worker collects garbage of ours: nothing of it is its own
-        self._stop()
+            return True  # a forked worker collects what is not its own
+        self._ready.stop()
         if self._thread is None or self._thread.ident is None:  # which could not start
             return self._clean_up()
         with contextlib.suppress(RuntimeError):  # it starts at this moment
@@ -190,17 +277,13 @@ class Lookahead:
 
     def drop(self) -> None:
         """Close it from where the garbage collector runs, which may be any thread."""
-        self.use[0] = "dropped" if self.use[0] == "unused" else self.use[0]
+        if self.place.use is Use.UNUSED:
+            self.place.use = Use.DROPPED
         safe = threading.get_ident() in (self._user, threading.main_thread().ident)
         if safe or self._thread is None:
             self.close()
         elif os.getpid() == self._pid:  # its thread may wait for this one
-            self._stop()
-
-    def _stop(self) -> None:
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+            self._ready.stop()
 
     def _clean_up(self) -> bool:
         """Give the stream back, and drop every batch that was not handed over."""
@@ -210,9 +293,7 @@ class Lookahead:
             with contextlib.suppress(RuntimeError):  # of a broken context: the next call tells
                 for stream in self._streams.values():
                     stream.end()  # see Note [Stream handoff], 3
-            for slot in self._slots:
-                slot.error = None  # breaks the cycle with the frame of _step
-            self._slots.clear()
+            self._ready.clear()
             self._uploads.clear()
             self._source.close()
             self.stage.close()
@@ -221,24 +302,24 @@ class Lookahead:
         return True
 
 
-class Epoch(Iterator[Any]):
+class Epoch(Iterator[Batch]):
     """Iterator over one epoch; ``close`` ends it."""
 
     def __init__(self, lookahead: Lookahead) -> None:
-        self._lookahead, self._stats = lookahead, lookahead.stage.stats
+        self._lookahead = lookahead
+        self._stats = lookahead.stage.stats
         self._steps: deque[torch.cuda.Event] = deque()
-        self._last: float | None = None
+        self._last: float | None = None  # time of the previous hand-over
         self._failed = False
-        # Whether the loop has had a batch, also before a resume; what was left out without one.
-        self._given = lookahead.place["batches"] > 0
-        self._empty: Empty | None = None
-        self._left_out = 0
+        self._given = lookahead.place.batches > 0  # whether the loop has had a batch of the epoch
+        self._empty: Empty | None = None  # the latest batch that on_error has left nothing of
+        self._left_out = 0  # images of such batches
         # Called when the iterator is dropped, and at interpreter exit. A transform that leads to
         # this iterator keeps it alive: its thread holds the transform.
         self.close = weakref.finalize(self, lookahead.drop)
         self._alone = threading.RLock()  # several threads may share the iterator
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         with self._alone:
             if self._failed:
                 raise RuntimeError(
@@ -257,41 +338,41 @@ class Epoch(Iterator[Any]):
             self._stats.batches += 1
             return batch
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise NotImplementedError(
             "an iterator over an epoch cannot be copied or pickled: take the prefetcher, whose "
             "state_dict() says where it stands"
         )
 
-    def _take(self) -> Any:
+    def _take(self) -> Batch:
         """The next batch: counted, and safe to use on the current stream."""
         lookahead = self._lookahead
         if not self.close.alive:
             raise StopIteration
-        lookahead.use[0] = "used"
         slot = self._wait()
         if slot is None and self.close.alive:
             raise RuntimeError(
                 "a second iter() of the prefetcher has ended this epoch, and its later batches are "
                 "gone: persistent workers serve one epoch at a time. For two at once iterate "
-                "copy.copy(prefetcher) as well, which has workers of its own, or leave "
+                "copy.copy(prefetcher) as well, which has its own workers, or leave "
                 "persistent_workers out."
             )
         if slot is None:
             raise StopIteration
         if slot.error is not None:
-            raise self._end(slot)
+            raise self._end(slot, slot.error)
         if slot.event is not None:
             with Timed(self._stats, "handoff"):
                 handoff(slot.result, slot.event, lookahead.device)
         if not isinstance(slot.result, Empty):
             self._stats.images += slot.images
-        lookahead.place.update(batches=slot.number + 1, loader=slot.state)
+        lookahead.handed_over(slot)
         return slot.result
 
     def _wait(self) -> Slot | None:
         """Wait for the next slot; count the seconds since the last one."""
-        started, device = time.perf_counter(), self._lookahead.device
+        started = time.perf_counter()
+        device = self._lookahead.device
         ahead = throttle(self._steps, device)
         with Timed(self._stats, "wait"):
             slot = self._lookahead.take()
@@ -314,19 +395,57 @@ class Epoch(Iterator[Any]):
         self._empty = batch
         self._left_out += batch.images
 
-    def _end(self, slot: Slot) -> BaseException:
+    def _end(self, slot: Slot, error: BaseException) -> BaseException:
         """What ends the epoch: its end or an error, which the slot no longer holds."""
-        error, slot.error = slot.error, None
-        assert error is not None
+        slot.forget_error()
         if not isinstance(error, StopIteration):
             add_note(error, f"raised by the prefetcher while it prepared batch {slot.number}")
             return error
         if not slot.ended:
             raise unexpected_end(error, "a transform, or on_error,") from error
-        self._lookahead.place.update(ended=True, loader=error.value)
+        self._lookahead.ended(error.value)
         if self._empty is None or self._given:
             return StopIteration()
         return self._empty.error(
             f"on_error has left out all {self._left_out} images of the epoch, the last: "
             f"{self._empty.last}"
         )
+
+
+class OneByOne:
+    """The batches of epoch after epoch, one call each, in the manner of Apex's prefetcher.
+
+    Example, of a loader with two batches of two elements::
+
+        next, next, next -> (images, target), (images, target), (None, None)
+    """
+
+    def __init__(self) -> None:
+        self._iterator: Iterator[Batch] | None = None
+        self._length = 2  # elements of a batch; 0 where it is no tuple or list
+
+    def next(self, batches: Iterable[Batch]) -> Batch:
+        """The next batch; at the end of an epoch None, or a tuple of as many."""
+        if self._iterator is None:
+            self._iterator = iter(batches)
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._iterator = None
+            return (None,) * self._length if self._length else None
+        self._length = len(batch) if isinstance(batch, (tuple, list)) else 0
+        return batch
+
+    @property
+    def iterator(self) -> Iterator[Batch] | None:
+        """The iterator over the current epoch."""
+        return self._iterator
+
+    def forget(self) -> None:
+        """Let the next call begin an epoch."""
+        self._iterator = None
+
+    def forget_ended(self) -> None:
+        """Do so if the epoch was closed, as by an error."""
+        if isinstance(self._iterator, Epoch) and not self._iterator.close.alive:
+            self._iterator = None

@@ -1,4 +1,4 @@
-"""An exception of the user's code arrives as it was raised: nothing here fails because of it."""
+"""Exceptions of the user's code arrive as they were raised, whatever class they have."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class _Scope(AbstractContextManager[None]):
 def scope(steps: Callable[P, Iterator[None]]) -> Callable[P, AbstractContextManager[None]]:
     """A context manager of a generator that goes on after its ``yield`` whatever was raised there.
 
-    It does not see the exception. ``contextlib.contextmanager`` throws it into the generator and
-    then sets its ``__traceback__``: a frozen dataclass, or an exception with a ``__setattr__`` of
-    its own, would be replaced by the error of that.
+    The generator does not see the exception. ``contextlib.contextmanager`` throws the exception
+    into the generator and then sets its ``__traceback__``. For a frozen dataclass that fails, and
+    the error of the failure would replace the exception.
     """
 
     @functools.wraps(steps)
@@ -52,7 +52,7 @@ def scope(steps: Callable[P, Iterator[None]]) -> Callable[P, AbstractContextMana
 
 
 def unexpected_end(error: StopIteration, who: str) -> RuntimeError:
-    """What to raise in place of a StopIteration that is not the end of an iterator."""
+    """The error for a StopIteration that is not the end of an iterator."""
     return RuntimeError(
         f"{who} raised StopIteration, which would have ended the epoch early. Give next() a "
         "default, or raise another exception." + (f"\n{error}" if error.args else "")

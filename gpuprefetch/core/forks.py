@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 from gpuprefetch.core.errors import scope
 
-_forking = threading.local()  # whether this thread forks workers of ours
+_forking = threading.local()  # whether this thread forks workers of a prefetcher
 
 
 @scope
 def garbage_stays_here() -> Iterator[None]:
-    """Fork workers in it: they do not collect what this process left to its garbage collector.
+    """Workers forked in this scope do not collect the garbage of this process.
 
     Garbage may hold pinned memory and CUDA events. A forked worker that collects them calls CUDA,
-    and aborts. So it begins with gc.freeze(), and nothing is collected before that.
+    and aborts. So a worker begins with gc.freeze(), and nothing is collected before that.
     """
     if hasattr(_forking, "collects"):  # the loader begins an epoch of a prefetcher in its __iter__
         yield

@@ -5,18 +5,26 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-IsLeaf = Callable[[Any], bool] | None
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
-# Samples may hold thousands of plain values, as the polygons of COCO's annotations: they are told
-# apart by their type, and a list of nothing else at one go.
+Loader: TypeAlias = Any  # a DataLoader, or what is iterated in its place
+Sample: TypeAlias = Any  # what a dataset gives
+Batch: TypeAlias = Any  # what a loader gives: any structure of any leaves
+Leaf: TypeAlias = Any  # a part of it that is no structure
+
+IsLeaf: TypeAlias = Callable[[Leaf], bool] | None
+
+# Samples may hold thousands of plain values, such as the polygons of COCO's annotations. The type
+# tells such a value, and a list of nothing else is told at one go.
 _VALUES = {int, float, complex, bool, str, bytes, type(None)}
 
 
-def children_of(batch: Any, is_leaf: IsLeaf) -> Sequence[Any] | None:
+def children_of(batch: Batch, is_leaf: IsLeaf) -> Sequence[Batch] | None:
     """The parts of a structure; None for a leaf."""
     kind = type(batch)
     if kind in _VALUES or kind is torch.Tensor or (is_leaf is not None and is_leaf(batch)):
@@ -32,15 +40,20 @@ def children_of(batch: Any, is_leaf: IsLeaf) -> Sequence[Any] | None:
     return None
 
 
-def _fields(record: Any) -> list[str]:
+def _fields(record: DataclassInstance) -> list[str]:
     return [field.name for field in dataclasses.fields(record) if hasattr(record, field.name)]
 
 
-def map_leaves(fn: Callable[[Any], Any], batch: Any, is_leaf: IsLeaf = None) -> Any:
+def map_leaves(fn: Callable[[Leaf], Leaf], batch: Batch, is_leaf: IsLeaf = None) -> Batch:
     """Rebuild ``batch`` with ``fn`` applied to every leaf, but for numbers, str, bytes and None.
 
-    It is made of tuples, lists, namedtuples, mappings and dataclasses in any nesting, and left as
-    it is. ``is_leaf`` says of a structure that it is a leaf all the same.
+    ``batch`` is made of tuples, lists, namedtuples, mappings and dataclasses in any nesting, and
+    stays as it was. ``is_leaf`` says which structures count as leaves.
+
+    Example::
+
+        map_leaves(len, {"a": ["x", b"yz"], "b": ((1, 2), [3])}, is_leaf=lambda e: e == [3])
+            -> {"a": ["x", b"yz"], "b": ((1, 2), 1)}
     """
     children = children_of(batch, is_leaf)
     if children is None:
@@ -61,7 +74,7 @@ def map_leaves(fn: Callable[[Any], Any], batch: Any, is_leaf: IsLeaf = None) -> 
     return clone
 
 
-def _rebuild_mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def _rebuild_mapping(batch: Mapping[Any, Batch], items: dict[Any, Batch]) -> Batch:
     if type(batch) is dict:
         return items
     # What is no dict would share its items with a copy that it does not make itself.
@@ -77,7 +90,7 @@ def _rebuild_mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
 
 
-def objects(batch: Any, is_leaf: IsLeaf = None) -> Iterator[Any]:
+def objects(batch: Batch, is_leaf: IsLeaf = None) -> Iterator[Leaf]:
     """Yield the leaves of ``batch`` in order, but for plain values."""
     children = children_of(batch, is_leaf)
     if children is None:
@@ -88,22 +101,22 @@ def objects(batch: Any, is_leaf: IsLeaf = None) -> Iterator[Any]:
             yield from objects(child, is_leaf)
 
 
-def select(batch: Any, wanted: Callable[[Any], bool]) -> list[Any]:
+def select(batch: Batch, wanted: Callable[[Leaf], bool]) -> list[Leaf]:
     """The leaves of a structure that are ``wanted``, which are not looked into: no plain values."""
     return [leaf for leaf in objects(batch, wanted) if wanted(leaf)]
 
 
-def moves_itself(leaf: Any) -> bool:
+def moves_itself(leaf: object) -> bool:
     try:
         return callable(getattr(leaf, "to", None)) and not isinstance(leaf, type)
     except Exception:  # as the KeyError of a dict with attributes
         return False
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Batch, device: torch.device) -> Batch:
     """Copy every tensor, and every object with a ``to`` method, to ``device`` without blocking."""
 
-    def move(leaf: Any) -> Any:
+    def move(leaf: Leaf) -> Leaf:
         if not moves_itself(leaf):
             return leaf
         try:
@@ -119,20 +132,20 @@ def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether writing into one tensor may change the other."""
     try:
         return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # a sparse tensor has no storage of its own
+    except (NotImplementedError, RuntimeError):  # a sparse tensor has no storage
         return one is other
 
 
-def tensors(batch: Any) -> Iterator[torch.Tensor]:
+def tensors(batch: Batch) -> Iterator[torch.Tensor]:
     """Yield every strided tensor of ``batch``, also inside objects that have a ``to`` method.
 
-    Other objects stay on the host: what they hold on a device, a transform has put there.
+    Other objects stay on the host. A tensor on a device in one of them comes from a transform.
     """
     for leaf in objects(batch):
         if isinstance(leaf, torch.Tensor):
             yield from _strided(leaf)
             continue
-        state: Any = object.__getstate__(leaf)
+        state: object = object.__getstate__(leaf)
         parts = filter(None, state if isinstance(state, tuple) else (state,))  # with slots
         values = [value for part in parts for value in part.values()]
         if moves_itself(leaf):
@@ -145,7 +158,7 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
                     yield from _strided(held)
 
 
-def _parts(value: Any) -> list[Any]:
+def _parts(value: object) -> list[object]:
     """What a dict, a list or a tuple holds, if it is one."""
     if isinstance(value, dict):
         return [*value.values()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Protocol
 
 
 class Printed:
@@ -21,8 +21,8 @@ class Text(str):
     __repr__ = str.__str__
 
 
-def columns(rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> str:
-    """A line per row, columns aligned; those named in ``right`` to the right."""
+def columns(rows: Iterable[Sequence[object]], right: Sequence[int] = ()) -> str:
+    """A line per row, columns aligned: to the right if ``right`` has their number."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     sides = [">" if i in right else "<" for i in range(len(widths))]
@@ -31,12 +31,22 @@ def columns(rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what a result may depend on, as far as it is installed."""
+    """The versions of what a result may depend on, as far as it is installed."""
     found = {}
     for name in ("torch", "torchvision", "torchcodec", "triton", "kornia"):
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
+
+
+class Bar(Protocol):
+    """How far a tool is: a bar of tqdm's, or nothing to see."""
+
+    total: int
+
+    def update(self, count: int = 1) -> object: ...
+
+    def set_description_str(self, text: str) -> object: ...
 
 
 class _Silent:
@@ -49,8 +59,8 @@ class _Silent:
 
 
 @contextlib.contextmanager
-def progress(name: str, total: int) -> Iterator[Any]:
-    """A bar of tqdm's where that is installed; on a terminal alone."""
+def progress(name: str, total: int) -> Iterator[Bar]:
+    """A bar on a terminal, where tqdm is installed."""
     try:
         from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
     except ImportError:

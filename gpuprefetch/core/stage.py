@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gpuprefetch.core.nested import Batch
 from gpuprefetch.core.stats import Stats
 
 
@@ -15,7 +16,7 @@ from gpuprefetch.core.stats import Stats
 class Cost:
     """Bytes on the device of one batch."""
 
-    fixed: int = 0  # until it is handed over
+    fixed: int = 0  # of what is there until the hand-over
     decoded: int = 0  # of its decoded images, as many as there are at a time
 
 
@@ -51,17 +52,27 @@ class Stage(Protocol):
     def asked(self) -> None:
         """Called in the loop's thread when it asks for a batch."""
 
-    def receive(self, batch: Any, number: int, waited: float) -> tuple[Any, int]:
-        """What :meth:`run` gets of a batch that was ``waited`` for, and its count of images."""
+    def receive(self, batch: Batch, number: int, waited: float) -> tuple[Batch, int]:
+        """What :meth:`run` gets of a batch, and its count of images.
 
-    def cost(self, batch: Any) -> Cost:
-        """What a batch from :meth:`receive` takes; asked for where it counts."""
+        ``waited`` is the time that the loader needed for the batch, in seconds.
+        """
 
-    def run(self, batch: Any, number: int, epoch: int, cost: Any) -> Any:
-        """Prepare a batch for the loop on the current stream; no cost if nobody asked for it."""
+    def cost(self, batch: Batch) -> Cost:
+        """What a batch from :meth:`receive` needs on the device; asked for where it counts."""
+
+    def run(self, batch: Batch, number: int, epoch: int, cost: Any) -> Batch:
+        """Prepare a batch for the loop on the current stream.
+
+        ``cost`` is that of :meth:`cost`, or None where nobody asked for it.
+        """
 
     def handed_over(self, period: float, waited: float) -> None:
-        """A batch goes to the loop ``period`` seconds after the last; of those it ``waited``."""
+        """Report a hand-over to the loop.
+
+        ``period`` is the time since the previous hand-over, and ``waited`` how much of it the loop
+        spent waiting for this batch, in seconds.
+        """
 
     def close(self) -> None:
         """Called when an epoch has ended."""

@@ -6,9 +6,11 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+
+State: TypeAlias = dict[str, Any]  # by the names in FIELDS
 
 
 def decoded(state: str | torch.Tensor) -> torch.Tensor:
@@ -18,11 +20,11 @@ def decoded(state: str | torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> bool:
     return not isinstance(value, (bool, float, str)) and hasattr(value, "__index__")
 
 
-def _is_listed(value: Any, is_item: Callable[[Any], bool]) -> bool:
+def _is_listed(value: object, is_item: Callable[[Any], bool]) -> bool:
     return isinstance(value, (list, tuple)) and all(map(is_item, value))
 
 
@@ -43,17 +45,17 @@ def _is_random(value: Any) -> bool:
     return True
 
 
-def _or_none(value: Any) -> bool:
+def _or_none(value: object) -> bool:
     return value is None or _is_int(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One entry of a state."""
+    """One entry of a state. Older versions have saved less than today's."""
 
     accepts: Callable[[Any], bool]
     words: str  # what it accepts
-    required: bool = False  # older versions have saved less
+    required: bool = False
 
 
 FIELDS = {
@@ -80,26 +82,27 @@ FIELDS = {
         "a rank, and a checksum or None",
     ),
 }
-# Of these one at least is in a state, and in nothing else that a checkpoint holds.
+# A state has at least one of these; nothing else in a checkpoint has any.
 _MARKS = {"batches", "random_states"}
 _REQUIRED = {name for name, field in FIELDS.items() if field.required}
-# How deep in a checkpoint a state is looked for, and in how many entries of each list.
-_DEPTH, _ENTRIES = 6, 64
+# A state is looked for so deep in a checkpoint, and in so many entries of each list.
+_DEPTH = 6
+_ENTRIES = 64
 
 
-def is_state(state: Any) -> bool:
+def is_state(state: object) -> bool:
     """Whether it is a state of a prefetcher, whole or not."""
     return isinstance(state, dict) and (state.keys() >= _REQUIRED or bool(state.keys() & _MARKS))
 
 
-def is_foreign(state: Any) -> bool:
+def is_foreign(state: object) -> bool:
     """Whether it is a checkpoint around a state, or a model's state, and not a loader's own."""
     if not isinstance(state, dict) or _place_of_state(state) is not None:
         return True
     return bool(state) and all(isinstance(value, torch.Tensor) for value in state.values())
 
 
-def checked(state: Any) -> dict[str, Any]:
+def checked(state: object) -> State:
     """A state that a prefetcher can go on from; ValueError says what is wrong with another one."""
     asked = "state must come from DataPrefetcher.state_dict(), got"
     if not isinstance(state, dict):
@@ -126,8 +129,8 @@ def checked(state: Any) -> dict[str, Any]:
 _AS_SAVED = "load what DataPrefetcher.state_dict() gave, with all of its keys."
 
 
-def _described(value: Any) -> str:
-    """A value in a few words, however large it is."""
+def _described(value: object) -> str:
+    """A value in a few words, whatever its size."""
     if isinstance(value, Mapping):
         names = [_short(str(key)) for key in islice(value, 5)]
         rest = f" and {len(value) - 5} more" if len(value) > 5 else ""
@@ -143,7 +146,7 @@ def _short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _place_of_state(checkpoint: Any, depth: int = _DEPTH) -> str | None:
+def _place_of_state(checkpoint: object, depth: int = _DEPTH) -> str | None:
     """Where a checkpoint has a state, as ``['loader']``; None if nowhere."""
     for key, value in _entries(checkpoint):
         if isinstance(value, dict) and value.keys() >= _REQUIRED:
@@ -153,7 +156,7 @@ def _place_of_state(checkpoint: Any, depth: int = _DEPTH) -> str | None:
     return None
 
 
-def _entries(held: Any) -> Iterator[tuple[Any, Any]]:
+def _entries(held: object) -> Iterator[tuple[object, object]]:
     if isinstance(held, dict):
         yield from held.items()
     elif isinstance(held, (list, tuple)):

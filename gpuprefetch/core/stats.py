@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
@@ -14,10 +13,12 @@ from torch._C._profiler import _RecordFunctionFast
 
 from gpuprefetch.core.report import Printed, columns
 
-_NVTX: Any = torch.cuda.nvtx if torch.version.cuda else None
+_NVTX = torch.cuda.nvtx if torch.version.cuda else None
 
-# More photos than this part that the GPU's decoder refuses, and more than a few, are told about.
-TOLERATED, FEW = 0.01, 10
+# A warning tells of photos that the GPU's decoder refuses where they are more than FEW, and more
+# than this part of all.
+TOLERATED = 0.01
+FEW = 10
 
 
 class Timed:
@@ -26,7 +27,8 @@ class Timed:
     __slots__ = ("_name", "_range", "_started", "_stats", "seconds")
 
     def __init__(self, stats: Stats, name: str) -> None:
-        self._stats, self._name = stats, name
+        self._stats = stats
+        self._name = name
         self._range = _RecordFunctionFast("gpuprefetch." + name)
 
     def __enter__(self) -> Timed:
@@ -36,7 +38,7 @@ class Timed:
         self._started = time.perf_counter()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.seconds = time.perf_counter() - self._started  # of the host
         self._stats.add(self._name + "_seconds", self.seconds)
         self._range.__exit__(*error)
@@ -55,30 +57,30 @@ class Stats(Printed):
     workers and pin thread are known for encoded images only, with which they travel.
 
     Attributes:
-        batches: handed to the loop.
-        images: in them, as the loader gave them.
-        bad_images: skipped or replaced.
-        gpu_images: left to the GPU's decoder; no files that a worker finds to be bad.
-        cpu_images: decoded by the workers.
-        fallback_images: of the GPU's, those that its decoder did not take. The prefetch thread
-            decodes them on the CPU, one by one. One warning tells of more than 1 %.
-        missed_images: of the GPU's, those that its decoder skipped and that are decoded again.
-        encoded_bytes: of the files left to the GPU and the pixels decoded by the workers.
-        read_seconds: in the dataset, all workers together; for each batch's first image the mean of
-            the others.
+        batches: batches handed to the loop.
+        images: images in these batches, as the loader gave them.
+        bad_images: images that were skipped or replaced.
+        gpu_images: images left to the GPU's decoder, without files that a worker finds to be bad.
+        cpu_images: images decoded by the workers.
+        fallback_images: images that the GPU's decoder refused. The prefetch thread decodes them on
+            the CPU, one by one. One warning tells of more than 1 %.
+        missed_images: images that the GPU's decoder skipped, and that were decoded again.
+        encoded_bytes: bytes of the files left to the GPU, and of the pixels decoded by the workers.
+        read_seconds: time in the dataset, all workers together. Each batch's first image counts as
+            the mean of the others.
         worker_decode_seconds: decoding in the workers, all together.
         collate_seconds: headers, random parameters and packing in the workers, all together.
-        pin_seconds: of the DataLoader's pin thread.
+        pin_seconds: pinning in the DataLoader's pin thread.
         fetch_seconds: the prefetcher waited for the wrapped loader.
         copy_seconds: queueing copies to the device; long if the tensors are not pinned.
         decode_seconds: in the GPU's decoder, and until the GPU has run what was queued before; with
             JPEG engines the fused transforms, too.
         resample_seconds: queueing the fused transforms.
         tail_seconds: queueing the transforms after them.
-        handoff_seconds: of the loop's thread, making a finished batch safe to use.
+        handoff_seconds: making a finished batch safe to use, in the loop's thread.
         wait_seconds: the loop waited for a batch that was not ready.
-        seconds: of the loop, from asking for an epoch's first batch to the latest or the end.
-        share: of the baseline JPEGs that the workers decode, at present.
+        seconds: the loop ran, from asking for an epoch's first batch to the latest or the end.
+        share: share of the baseline JPEGs that the workers decode, at present.
         out_of_memory: decodes that ran out of GPU memory and were repeated in smaller parts.
 
     Example:
@@ -113,7 +115,7 @@ class Stats(Printed):
     _told = False  # no counter
 
     def add(self, counter: str, value: float) -> None:
-        """Add to a counter, of which each is one thread's but for copies.
+        """Add to a counter; only one thread adds to each, but for copies.
 
         There is no lock: the garbage collector may run in here, and wait for an epoch's thread.
         """
@@ -144,15 +146,20 @@ class Stats(Printed):
         images, and ``bytes_per_second`` of ``encoded_bytes``.
         """
         values: dict[str, float] = asdict(self)
-        seconds, decoded = self.seconds or 1.0, self.gpu_images + self.cpu_images or 1
+        seconds = self.seconds or 1.0
         wait_share = self.wait_seconds / seconds
         return values | {
             "images_per_second": self.images / seconds,
             "bytes_per_second": self.encoded_bytes / seconds,
             "wait_share": wait_share,
             "busy_share": 1 - wait_share,
-            "gpu_share": self.gpu_images / decoded,
+            "gpu_share": self.gpu_images / self._decoded,
         }
+
+    @property
+    def _decoded(self) -> int:
+        """The images that were decoded on either side; at least 1."""
+        return self.gpu_images + self.cpu_images or 1
 
     def __str__(self) -> str:
         rows = [
@@ -164,9 +171,9 @@ class Stats(Printed):
 
     def postfix(self) -> dict[str, str]:
         """Three figures for a progress bar: images/s, time spent waiting, images decoded on CPU."""
-        values, decoded = self.as_dict(), self.cpu_images + self.gpu_images or 1
+        values = self.as_dict()
         return {
             "images/s": f"{values['images_per_second']:,.0f}",
             "wait": f"{values['wait_share']:.1%}",
-            "cpu": f"{self.cpu_images / decoded:.0%}",
+            "cpu": f"{self.cpu_images / self._decoded:.0%}",
         }

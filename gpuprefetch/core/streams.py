@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from gpuprefetch.core.errors import scope
-from gpuprefetch.core.nested import tensors
+from gpuprefetch.core.nested import Batch, tensors
 
-# Steps that the loop may be ahead of the GPU: each keeps its batch in memory, and one is enough to
+# Steps that the loop may be ahead of the GPU. Each keeps its batch in memory, and one is enough to
 # keep the GPU busy.
 RUN_AHEAD = 1
 
@@ -30,7 +29,7 @@ RUN_AHEAD = 1
 # tests/test_stream.py fails when 1, 2 or 4 is left out.
 
 
-def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
+def handoff(batch: Batch, ready: torch.cuda.Event, device: torch.device) -> None:
     """Make ``batch`` safe to use on the current stream of ``device``. See Note [Stream handoff]."""
     stream = torch.cuda.current_stream(device)
     stream.wait_event(ready)
@@ -40,10 +39,10 @@ def handoff(batch: Any, ready: torch.cuda.Event, device: torch.device) -> None:
 
 
 def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
-    """Wait until the GPU is at most RUN_AHEAD ``steps`` behind the host; whether it had to."""
+    """Wait until the host is at most RUN_AHEAD ``steps`` ahead of the GPU; whether it had to."""
     if device.type != "cuda":
         return False
-    # The oldest event is of a step that has been waited for, so it is recorded again.
+    # The loop has waited for the oldest event, which is recorded again.
     event = steps.popleft() if len(steps) > RUN_AHEAD else torch.cuda.Event(blocking=True)
     event.record(torch.cuda.current_stream(device))
     steps.append(event)
@@ -63,7 +62,7 @@ def using(stream: torch.cuda.Stream) -> Iterator[None]:
 
 @scope
 def own_modes(device: torch.device) -> Iterator[None]:
-    """Without the caller's gradients, autocast, inference mode and default device."""
+    """Run without the caller's gradients, autocast, inference mode and default device."""
     with contextlib.ExitStack() as modes:
         if torch.get_default_device().type != "cpu":  # it is of one thread, and we may be in it
             modes.enter_context(torch.device("cpu"))
@@ -122,21 +121,22 @@ class SideStream:
         event.record(self._stream)
         return event
 
-    def wait_for_loader(self, batch: Any) -> None:
+    def wait_for_loader(self, batch: Batch) -> None:
         """Wait for what the loader itself has queued on the current stream."""
         if self._stream is not None and any(tensor.is_cuda for tensor in tensors(batch)):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def end(self) -> None:
         """Wait for what is queued; another epoch may use the stream then."""
-        stream, self._stream = self._stream, None
+        stream = self._stream
+        self._stream = None
         if stream is not None:
             stream.synchronize()
             return_stream(stream)
 
 
 def drain(device: torch.device) -> None:
-    """Have the host sleep until all that is queued on the current stream has completed."""
+    """Let the host sleep until all that is queued on the current stream has completed."""
     event = torch.cuda.Event(blocking=True)
     event.record(torch.cuda.current_stream(device))
     event.synchronize()

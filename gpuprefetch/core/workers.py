@@ -1,4 +1,4 @@
-"""A worker process of a loader: it ends with the main process, and whatever fails in it is told."""
+"""A loader's worker process ends with the main process, and tells whatever fails in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
 from torch._utils import ExceptionWrapper
 
@@ -26,9 +25,9 @@ NICENESS = 10
 
 @dataclass(slots=True)
 class WorkerStart:
-    """The ``worker_init_fn`` a prefetcher gives its loader: runs first in a worker."""
+    """The ``worker_init_fn`` that a prefetcher gives its loader; runs first in a worker."""
 
-    init_fn: Callable[[int], Any] | None  # the user's
+    init_fn: Callable[[int], object] | None  # the user's
     nice: bool  # whether the training thread goes first
     stateful: bool  # whether the loader is torchdata's, whose workers send their state as well
 
@@ -47,7 +46,8 @@ class WorkerStart:
 
 def _end_with_main() -> None:
     """End this process after the main one, for which it would wait for ever to empty a pipe."""
-    main, parent = parent_process(), os.getppid()
+    main = parent_process()
+    parent = os.getppid()
     if main is None or main.pid == parent:
         while os.getppid() == parent:
             time.sleep(1.0)
@@ -56,14 +56,14 @@ def _end_with_main() -> None:
     os._exit(1)
 
 
-def gone(iterator: Any) -> list[int]:
+def gone(iterator: object) -> list[int]:
     """The workers of a loader's iterator that have ended, or do so at this moment."""
     workers = {worker.sentinel: worker.pid for worker in getattr(iterator, "_workers", ())}
     return [workers[sentinel] for sentinel in wait([*workers], timeout=1.0)] if workers else []
 
 
 class WorkerError(ExceptionWrapper):
-    """An exception from a worker: whatever its class makes of it, its text is there."""
+    """An exception from a worker that keeps its text, whatever its class makes of it."""
 
     def reraise(self) -> None:
         try:
@@ -72,12 +72,14 @@ class WorkerError(ExceptionWrapper):
             text = f"Caught {self.exc_type.__name__} {self.where}.\nOriginal {self.exc_msg}"
             if not isinstance(error, (self.exc_type, RuntimeError)):  # of its constructor
                 raise RuntimeError(text) from None
-            if self.exc_msg not in text_of(error):  # the class has a message of its own
+            if self.exc_msg not in text_of(error):  # the class writes its own message
                 add_note(error, text)
             raise
 
 
-def _reduced(error: ExceptionWrapper) -> Any:
+def _reduced(
+    error: ExceptionWrapper,
+) -> tuple[Callable[..., WorkerError], tuple[bytes | None, str, str]]:
     """Pickle an exception on its way to the main process, whatever class it has."""
     try:
         kind: bytes | None = pickle.dumps(error.exc_type)
@@ -97,7 +99,7 @@ def _restored(kind: bytes | None, message: str, where: str) -> WorkerError:
     return error
 
 
-def _tell(queue: Queue[Any], error: Exception, unsent: Any, *, stateful: bool) -> None:
+def _tell(queue: Queue[object], error: Exception, unsent: object, *, stateful: bool) -> None:
     """Send an error in place of a batch that could not be sent: the loop would wait for ever."""
     if not isinstance(unsent, tuple) or len(unsent) != 2:
         return  # not a worker's answer

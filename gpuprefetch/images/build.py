@@ -1,28 +1,22 @@
-"""Check a prefetcher's arguments about pictures, and build the stage that they ask for."""
+"""Build the stage that a prefetcher's arguments ask for."""
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from gpuprefetch.connections import shortage
-from gpuprefetch.core.nested import tensors
-from gpuprefetch.core.source import changed, sampler_of
+from gpuprefetch.core.nested import Loader
 from gpuprefetch.core.stats import Stats
-from gpuprefetch.core.workers import WorkerStart
-from gpuprefetch.images.collate import HostStage, encoded_leaves
 from gpuprefetch.images.decode import DECODERS, ImageDecoder
 from gpuprefetch.images.decoding import Decoding
 from gpuprefetch.images.folder import EncodedImageFolder
+from gpuprefetch.images.options import Options
 from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.plan import parse_bytes
-from gpuprefetch.images.replay import NotedSampler, has_keys
 from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.stage import Pipeline
@@ -34,43 +28,64 @@ from gpuprefetch.lists.values import Values
 from gpuprefetch.policies.per_image import Cast, on_levels
 from gpuprefetch.transforms.head import require_fixed_size
 from gpuprefetch.transforms.kernel import HAS_TRITON
-from gpuprefetch.transforms.reference import FLOAT_DTYPES
 from gpuprefetch.transforms.views import Views
 
 
 def build_stage(
-    loader: Any, device: torch.device, options: dict[str, Any]
-) -> tuple[Pipeline, Balancer]:
-    """The stage that a DataPrefetcher's arguments ask for, and what steers its workers' share."""
-    _check(options)
-    transforms, seed, cpu_share = (options[name] for name in ("transforms", "seed", "cpu_share"))
+    loader: Loader, device: torch.device, options: Options, *, late: bool = False
+) -> Pipeline:
+    """The stage that a DataPrefetcher's arguments ask for.
+
+    ``late`` says that the collate function runs after the transforms.
+    """
+    options.check()
+    transforms = options.transforms
     lists = transforms.lists if isinstance(transforms, Views) else [transforms]
-    views = [_view(each, loader, options["dtype"], options["memory_format"]) for each in lists]
+    views = [_view(each, loader, options.dtype, options.memory_format) for each in lists]
     programs = tuple(view.program for view in views)
-    backend = _decoder(options["decoder"], device)
-    share = torch.full(  # on the CPU, whatever the default device is
-        (1,), 0.0 if cpu_share == "auto" else cpu_share, dtype=torch.float64, device="cpu"
-    )
+    decoder = _decoder(options.decoder, device)
+    given = options.given_seed
+    share = 0.0 if isinstance(options.cpu_share, str) else options.cpu_share
+    on_cpu = device.type == "cpu"
     packer = Packer(
         tuple(view.head for view in views),
-        on_gpu=backend is not None,
-        apply_exif=options["apply_exif"],
-        origin=Origin(torch.initial_seed() if seed is None else operator.index(seed)),
-        share=share,
-        finishes=device.type == "cpu" and backend is None,
-        programs=programs if (HAS_TRITON or device.type == "cpu") and any(programs) else (),
+        on_gpu=decoder is not None,
+        apply_exif=options.apply_exif,
+        origin=Origin(torch.initial_seed() if given is None else given),
+        share=torch.full((1,), share, dtype=torch.float64, device="cpu"),
+        finishes=on_cpu and decoder is None,
+        late=late,
+        programs=programs if (HAS_TRITON or on_cpu) and any(programs) else (),
         moves=any(moves_pixels([*view.head.ops, *view.tail]) for view in views),
         draws=any(view.samples for view in views),
     )
+    fixed = options.cpu_share != "auto" or decoder is None
     stats = Stats()
-    stage = Pipeline(
+    return Pipeline(
         views,
         packer,
-        Decoding(device, backend, parse_bytes(options["memory_budget"]), stats),
-        Tolerance(options["on_error"], options["max_bad"], stats),
+        Decoding(device, decoder, parse_bytes(options.memory_budget), stats),
+        Tolerance(options.on_error, options.max_bad, stats),
         stats,
+        balancer=Balancer(packer.share, loader, fixed=fixed),
     )
-    return stage, Balancer(share, loader, fixed=cpu_share != "auto" or backend is None)
+
+
+def rebuilt(stage: Pipeline, loader: Loader) -> Pipeline:
+    """The same stage for another loader: counters, bad images and ``cpu_share`` are apart."""
+    packer = replace(stage.packer, share=stage.packer.share.clone())
+    balancer = stage.balancer
+    if balancer is not None:
+        balancer = Balancer(packer.share, loader, fixed=balancer.chosen)
+    stats = Stats()
+    return replace(
+        stage,
+        packer=packer,
+        balancer=balancer,
+        decoding=stage.decoding.anew(stats=stats),
+        tolerance=replace(stage.tolerance, seen={}, stats=stats),
+        stats=stats,
+    )
 
 
 def _view(transforms: Any, loader: Any, dtype: Any, memory_format: Any) -> View:
@@ -90,37 +105,7 @@ def _view(transforms: Any, loader: Any, dtype: Any, memory_format: Any) -> View:
     return View(head, tail, levels, Values(head, tail))
 
 
-def _check(options: dict[str, Any]) -> None:
-    """Refuse what is out of range."""
-
-    def refuse(name: str, accepted: str) -> NoReturn:
-        raise ValueError(f"{name} {accepted}, got {options[name]!r}.")
-
-    on_error, max_bad, share = (options[name] for name in ("on_error", "max_bad", "cpu_share"))
-    depth = options["device_prefetch_size"]
-    if depth is not None and (not isinstance(depth, int) or depth < 1):
-        refuse("device_prefetch_size", "is in batches, 1 or more, or None")
-    if options["dtype"] not in (None, torch.uint8, *FLOAT_DTYPES):
-        refuse("dtype", "must be torch.uint8 or a floating-point one of 16 bits or more")
-    if options["memory_format"] not in (None, torch.contiguous_format, torch.channels_last):
-        refuse("memory_format", "is torch.contiguous_format or torch.channels_last")
-    if not callable(on_error) and on_error not in ("raise", "skip", "replace"):
-        refuse("on_error", 'must be "raise", "skip", "replace" or a callable')
-    if max_bad is not None and (not isinstance(max_bad, int) or max_bad < 0):
-        refuse("max_bad", "is a number of images, or None")
-    if max_bad and on_error == "raise":
-        refuse(
-            "max_bad", 'is for on_error="skip", "replace" or a callable, and on_error is "raise"'
-        )
-    if options["apply_exif"] not in (True, False):
-        refuse("apply_exif", "must be True or False")
-    if options["seed"] is not None and not hasattr(options["seed"], "__index__"):
-        refuse("seed", "is an int, or None")
-    if share != "auto" and not (isinstance(share, (int, float)) and 0 <= share <= 1):
-        refuse("cpu_share", 'is a share of the images, 0.0 to 1.0, or "auto"')
-
-
-def _is_encoded_folder(dataset: Any) -> bool:
+def _is_encoded_folder(dataset: object) -> bool:
     """Whether a dataset surely hands out encoded images, through Subset and ConcatDataset."""
     if dataset is None or isinstance(dataset, EncodedImageFolder):
         return dataset is not None
@@ -159,42 +144,3 @@ def _decoder(asked: str | ImageDecoder, device: torch.device) -> ImageDecoder | 
         f"decoder={asked!r} can decode nothing on {device}: {missing}. Use "
         '"auto" or "cpu", which decodes in the workers.'
     )
-
-
-def with_packing(loader: DataLoader[Any], packer: Packer) -> DataLoader[Any]:
-    """A copy of a loader whose workers pack encoded images, and whose batches are noted."""
-    clone = changed(loader)
-    if hasattr(loader, "next_iter_state"):
-        loader.next_iter_state = None  # a StatefulDataLoader's: good for one epoch, the clone's
-        vars(clone)["_initial_iter_for_state_dict"] = False  # of the iterator that it leaves here
-    packer.share.share_memory_()  # not in a deep copy of the prefetcher
-    clone.collate_fn = HostStage(loader.collate_fn, packer)
-    stateful = hasattr(loader, "next_iter_state")
-    clone.worker_init_fn = WorkerStart(loader.worker_init_fn, packer.on_gpu, stateful)
-    if has_keys(clone):
-        name = sampler_of(clone)
-        vars(clone)[name] = NotedSampler(clone, name)  # DataLoader locks the name, not the value
-    return clone
-
-
-class FirstBatch:
-    """Says once, at the first batch, what will make a loader slow."""
-
-    def __init__(self, loader: Any, device: torch.device) -> None:
-        self.seen = device.type != "cuda"
-        self.pins = hasattr(loader, "pin_memory")  # whether it can, as a list of batches cannot
-
-    def __call__(self, batch: Any) -> None:
-        if self.seen:
-            return
-        self.seen = True
-        parts = [images.pixels for images in encoded_leaves(batch)]
-        if parts and (text := shortage()):
-            warnings.warn(text, stacklevel=2)
-        host = (part for part in parts or tensors(batch) if part.device.type == "cpu")
-        if self.pins and any(part.numel() and not part.is_pinned() for part in host):
-            warnings.warn(
-                "The wrapped loader does not pin its memory, so copies to the GPU block and "
-                "overlap less. Pass pin_memory=True to the DataLoader.",
-                stacklevel=2,
-            )

@@ -1,7 +1,7 @@
 """The modules that workers use, imported before they are forked.
 
-A worker that is forked while another thread imports a module has the lock of that import, and not
-the thread: it would wait for ever where it imports the module as well.
+A worker that is forked while another thread imports a module inherits the lock of that import, and
+not the thread that holds it. The worker would wait for ever at its own import of the module.
 """
 
 from gpuprefetch.images.header import load_decoders
@@ -9,7 +9,7 @@ from gpuprefetch.images.packer import Packer
 
 
 def load_worker_modules(packer: Packer) -> None:
-    """Import what the workers of a pipeline may import at first use."""
+    """Import what workers may import at first use."""
     load_decoders()
     if packer.programs:
         from gpuprefetch.policies import ops_cpu, ops_launch  # noqa: F401

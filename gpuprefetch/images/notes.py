@@ -5,25 +5,28 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gpuprefetch.core.nested import objects
+from gpuprefetch.core.nested import Batch, objects
+from gpuprefetch.core.resume import Place
+from gpuprefetch.core.samplers import Key
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.prepared import PreparedImages, is_encoded
 from gpuprefetch.images.samples import own_name
 
-# Epochs whose batches are noted, and how many batches of each: 300 MB at 256 samples a batch, where
-# an epoch has no end, and 10 MB of an epoch of ImageNet.
-KEPT, MOST = 2, 1 << 17
+# The latest KEPT epochs have notes, of MOST batches each: 300 MB at 256 samples a batch where an
+# epoch has no end, and 10 MB of an epoch of ImageNet.
+KEPT = 2
+MOST = 1 << 17
 
 
 class Noted(NamedTuple):
     """What is known of a batch."""
 
     number: int  # in its epoch
-    keys: Sequence[Any]  # of its samples, as the sampler gave them; empty where there is none
+    keys: Sequence[Key]  # of its samples, as the sampler gave them; empty where there is none
     names: Sequence[int]  # of its samples
     repeats: Sequence[int]  # how often the epoch has had each before; empty where it has had none
     checksum: int | None  # of all samples up to here; None where they have no names
@@ -36,14 +39,14 @@ class Notes:
     seed: int = 0
     rank: int = 0  # of this process
     by_sampler: bool = True  # whether the sampler notes the batches; else receive() does
-    place: dict[str, Any] = field(default_factory=lambda: {"batches": 0})  # of its Source
+    place: Place = field(default_factory=lambda: Place(0))  # of the epoch
     shares: dict[int, float] = field(default_factory=dict)  # of the workers, by number of the batch
     # The latest that the sampler gave. The last ones are ahead of the loop.
     batches: deque[Noted] = field(default_factory=lambda: deque(maxlen=MOST))
     given: int = 0  # how many there were
 
     def add(
-        self, keys: Sequence[Any], names: Sequence[int] = (), repeats: Sequence[int] = ()
+        self, keys: Sequence[Key], names: Sequence[int] = (), repeats: Sequence[int] = ()
     ) -> None:
         """Note the next batch."""
         before: int | None = 0 if not self.given else None
@@ -67,7 +70,7 @@ class Notes:
             self.given = number  # not one after the other if the loader itself went on from a state
             self.add((), names)
 
-    def skip(self, batch: Any) -> None:
+    def skip(self, batch: Batch) -> None:
         """Note a batch that the loader gave again and that a resumed epoch leaves out."""
         if self.by_sampler:
             return
@@ -83,25 +86,25 @@ class Notes:
     def had(self) -> list[Noted]:
         """The batches that the loop has had."""
         copied = list(self.batches)  # in one step, as another thread may be adding
-        return [noted for noted in copied if noted.number < self.place["batches"]]
+        return [noted for noted in copied if noted.number < self.place.batches]
 
     def drawn(self) -> tuple[int, int | None]:
-        """The rank and a checksum of what the loop has had: None where that is not known."""
-        if not self.place["batches"]:
+        """The rank, and a checksum of what the loop has had: None where that is not known."""
+        if not self.place.batches:
             return self.rank, 0
         had = self.had()
-        known = had and had[-1].number == self.place["batches"] - 1
+        known = had and had[-1].number == self.place.batches - 1
         return self.rank, had[-1].checksum if known else None
 
     def refuse_another_order(self) -> None:
-        """Compare what a resumed epoch has left out with what was drawn before."""
-        if "drawn" not in self.place:
+        """Compare the batches that a resumed epoch has left out with the loop's of before."""
+        if self.place.drawn is None:
             return
-        there, before = self.place["drawn"]
+        there, before = self.place.drawn
         here, now = self.drawn()
         if there != here:  # Lightning has the state of rank 0 loaded by all
             return
-        short = self.given < self.place["batches"]
+        short = self.given < self.place.batches
         if short and not self.by_sampler:
             return  # the loader itself went on from its state
         if short or (before is not None and now != before):
@@ -111,5 +114,48 @@ class Notes:
                 "sampler's own `generator`, and not from an iterator of an earlier epoch. An "
                 "iterable dataset must give the same samples each time that it is iterated, as "
                 "with a fixed seed. To begin an epoch in place of resuming this one: "
-                f"set_epoch({self.place['epoch'] + 1})."
+                f"set_epoch({self.place.epoch + 1})."
             )
+
+
+class Notebook:
+    """The notes of the latest epochs of a prefetcher, by number of the epoch."""
+
+    def __init__(self, notes: Iterable[Notes] = ()) -> None:
+        self._notes = {each.place.epoch: each for each in notes}
+
+    def __iter__(self) -> Iterator[Notes]:
+        """The notes of each epoch, the latest last."""
+        return iter([*self._notes.values()])
+
+    def copied(self) -> Notebook:
+        """Another one with the same notes, which gets others from here on."""
+        return Notebook(self)
+
+    def add(self, notes: Notes) -> None:
+        """Keep the notes of an epoch that begins; those of an older one are dropped."""
+        epoch = notes.place.epoch
+        self._notes.pop(epoch, None)
+        self._notes[epoch] = notes
+        if len(self._notes) > KEPT:
+            del self._notes[next(iter(self._notes))]
+
+    def of_place(self, place: Place) -> Notes | None:
+        """The notes of the epoch that stands at this very place: a loaded one has none."""
+        notes = self._notes.get(place.epoch)
+        return notes if notes is not None and notes.place is place else None
+
+    def had(self, epoch: int | None, latest: Place) -> Notes:
+        """The notes of an epoch for replay; None is the latest that the loop has had a batch of."""
+        if epoch is None:
+            places = [*(notes.place for notes in self), latest]
+            if not (used := [place.epoch for place in places if place.batches]):
+                raise LookupError("no batch of any epoch has been handed over so far.")
+            epoch = used[-1]
+        if epoch not in self._notes:
+            raise ValueError(
+                f"the batches of epoch {epoch} are not known, only those of epochs "
+                f"{list(self._notes)}. Load a state_dict() of that epoch and take a batch, or keep "
+                "what you need."
+            )
+        return self._notes[epoch]

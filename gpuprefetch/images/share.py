@@ -6,27 +6,40 @@ import contextlib
 import os
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 import torch
+
+from gpuprefetch.core.nested import Loader
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of Linux's control groups, version 2
 # Cores left to the training thread, the prefetch thread and the DataLoader's pin thread.
 RESERVED_CORES = 3
-# Batches between two decisions, and the fewest that show late workers. As few are enough for a
-# decision where they take LONG seconds, as batches of large photos do.
-WINDOW, FEW, LONG = 32, 8, 1.0
-# The loop waits for decode, or workers are late, where that takes more than this part of the time;
-# of lateness, more than without a share, as a batch takes a while to come from its worker.
-WAITED, LATE = 0.05, 0.05
-# A rise adds as much to the share as the loop waits of its time, within these bounds. Where decode
-# is the limit the loop's period is then shorter by about as much. A quarter of that keeps the rise.
-# LEAST comes first and is no rise yet: it shows what a photo costs. No share may take more than
-# FILLS of the spare cores, which also read and pack.
-LEAST, MOST, KEEPS, FILLS = 0.05, 0.25, 0.25, 0.7
-# Windows before the first try, in which a model warms up. The pause doubles after each try that
-# did not help, up to LONGEST.
-FIRST, LONGEST = 4, 128
+# What the GPU decodes without JPEG engines, in cores.
+CUDA_AS_CORES = 5
+# The balancer decides every WINDOW batches. FEW batches are enough to show late workers, and to
+# decide where they need LONG seconds, as batches of large photos do.
+WINDOW = 32
+FEW = 8
+LONG = 1.0
+# The loop waits for decode where it waits for more than this part of the time. Workers are late
+# where the loader is later than that, beside its lateness without a share: a batch needs a while
+# to come from its worker.
+WAITED = 0.05
+LATE = 0.05
+# The share rises by the fraction of time the loop waits, clipped to LEAST and MOST. Where decode is
+# the limit, the loop's period is then shorter by about as much. The rise is kept if the period
+# falls by at least KEEPS of it.
+LEAST = 0.05
+MOST = 0.25
+KEEPS = 0.25
+# The first share is LEAST, which shows what a photo costs. No share may keep more than FILLS of the
+# spare cores busy, which also read and pack.
+FILLS = 0.7
+# FIRST windows pass before the first try: a model warms up. The pause doubles after each try that
+# did not help, up to LONGEST windows.
+FIRST = 4
+LONGEST = 128
 
 
 def usable_cores() -> int:
@@ -41,26 +54,102 @@ def usable_cores() -> int:
     return max(cores // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1)
 
 
+class _Window:
+    """What was measured since the last decision."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self._periods: list[float] = []
+        self.late = 0.0  # seconds that the loader was waited for
+        self.waited = 0.0  # seconds that the loop waited
+        self.decoding = 0.0  # seconds of decode, of all workers
+
+    def add(self, period: float, waited: float) -> None:
+        self._periods.append(period)
+        self.waited += waited
+
+    def fetched(self, late: float, decoding: float) -> None:
+        self.late += late
+        self.decoding += decoding
+
+    @property
+    def batches(self) -> int:
+        return len(self._periods)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self._periods)
+
+    @property
+    def period(self) -> float:
+        """Seconds from one batch to the next, in the median."""
+        return median(self._periods)
+
+    @property
+    def waited_part(self) -> float:
+        """The part of the time that the loop waited."""
+        return self.waited / self.seconds
+
+
+class _Pause:
+    """Windows until the next try."""
+
+    def __init__(self) -> None:
+        self._left = FIRST
+        self._length = 1
+
+    def is_over(self) -> bool:
+        """Whether a try may come now; counts a window if not."""
+        if not self._left:
+            return True
+        self._left -= 1
+        return False
+
+    def shorten(self) -> None:
+        """After a try that helped."""
+        self._length = 1
+
+    def lengthen(self) -> None:
+        """After a try that did not help, or late workers."""
+        self._length = min(2 * self._length, LONGEST)
+        self._left = self._length
+
+
+class _Try(NamedTuple):
+    """A rise of the share that is to show whether it helps."""
+
+    share: float  # before the rise
+    period: float
+
+
 class Balancer:
     """Steers the share of baseline JPEGs that is decoded in the workers, unless it is ``fixed``.
 
     A busy worker can cost the training thread more than it saves the GPU, so the share starts at
     none. It rises while the loop waits for decode, as long as batches then come faster. As soon as
     the workers are late, the latest rise is taken back, or the share is halved.
+
+    Example, of a loop that waits for a tenth of its time at a share of 0.2::
+
+        share 0.2, period 20.0 ms -> try 0.3 -> period 18.6 ms: kept
+        (kept because 18.6 < (1 - KEEPS * 0.1) * 20.0)
     """
 
-    def __init__(self, share: torch.Tensor, loader: Any, *, fixed: bool) -> None:
+    def __init__(self, share: torch.Tensor, loader: Loader, *, fixed: bool) -> None:
         workers = getattr(loader, "num_workers", 0)
         self.share = share  # (1,) float64 in shared memory, read by the workers
         self.chosen = fixed
         self._spare = min(workers, usable_cores() - RESERVED_CORES)
         self.fixed = fixed or self._spare <= 0  # or there are no cores to spare
-        # A new share shows when the batches that were under way are through.
+        # A new share shows in the batches after those that are under way.
         self._under_way = workers * (getattr(loader, "prefetch_factor", None) or 2) + 4
-        self._tried: tuple[float, float] | None = None  # share and period before the latest rise
-        self._pause, self._patience = FIRST, 1
+        self._settling = self._under_way  # batches until the window begins
+        self._window = _Window()
+        self._tried: _Try | None = None
+        self._pause = _Pause()
         self._usual = 0.0  # lateness without a share, a part of the time
-        self.begin()
 
     @property
     def value(self) -> float:
@@ -69,40 +158,35 @@ class Balancer:
     def start_without_engines(self) -> None:
         """Have the idle cores decode from the start: CUDA kernels decode as much as five cores."""
         if not self.fixed and not self.value:
-            self._set(self._spare / (self._spare + 5))
+            self._set(self._spare / (self._spare + CUDA_AS_CORES))
 
     def begin(self) -> None:
         """Leave out the first batches of an epoch, which are always late."""
         self._settling = self._under_way
-        self._clear()
-
-    def _clear(self) -> None:
-        self._periods: list[float] = []
-        self._late = self._waited = self._decoding = 0.0
+        self._window.clear()
 
     def fetched(self, waited: float, decoding: float = 0.0) -> None:
-        """A batch was ``waited`` for, and a worker was ``decoding`` for it, in seconds."""
-        self._late += waited
-        self._decoding += decoding
+        """Count a batch: seconds that it was ``waited`` for, and that a worker was ``decoding``."""
+        self._window.fetched(waited, decoding)
 
     def handed_over(self, period: float, waited: float) -> None:
         """See :class:`.core.stage.Stage`."""
         if self.fixed:
             return
+        window = self._window
         if self._settling:
             self._settling -= 1
-            self._clear()
+            window.clear()
             return
-        self._periods.append(period)
-        self._waited += waited
-        seconds = sum(self._periods)
-        if self.value and len(self._periods) >= FEW and self._late > (self._usual + LATE) * seconds:
-            self._give_up(self._tried[0] if self._tried else self.value / 2)
-        elif len(self._periods) >= (WINDOW if seconds < LONG else FEW):
+        window.add(period, waited)
+        seconds = window.seconds
+        if self.value and window.batches >= FEW and window.late > (self._usual + LATE) * seconds:
+            self._give_up(self._tried.share if self._tried else self.value / 2)
+        elif window.batches >= (WINDOW if seconds < LONG else FEW):
             if not self.value:
-                self._usual = self._late / seconds
-            self._judge(median(self._periods), self._waited / seconds)
-            self._clear()
+                self._usual = window.late / seconds
+            self._judge(window.period, window.waited_part)
+            window.clear()
 
     def _judge(self, period: float, waited: float) -> None:
         """Decide after a window with this median period; the loop ``waited`` a part of its time."""
@@ -115,11 +199,11 @@ class Balancer:
             if period > (1 - KEEPS * (self.value - share)) * before:
                 self._give_up(share)
                 return
-            self._patience = 1
-        if self._pause:
-            self._pause -= 1
-        elif waited > WAITED and (share := self._higher(waited)) >= self.value + LEAST:
-            self._tried = self.value, period
+            self._pause.shorten()
+        if not self._pause.is_over():
+            return
+        if waited > WAITED and (share := self._higher(waited)) >= self.value + LEAST:
+            self._tried = _Try(self.value, period)
             self._set(share)
 
     def _higher(self, waited: float) -> float:
@@ -127,14 +211,14 @@ class Balancer:
         if not self.value:
             return LEAST
         share = min(self.value + min(max(waited, LEAST), MOST), 1.0)
-        if self._decoding:
-            full = self.value * self._spare * sum(self._periods) / self._decoding
+        if self._window.decoding:
+            full = self.value * self._spare * self._window.seconds / self._window.decoding
             share = min(share, FILLS * full)
         return share
 
     def _give_up(self, share: float) -> None:
         self._tried = None
-        self._patience = self._pause = min(2 * self._patience, LONGEST)
+        self._pause.lengthen()
         self._set(share)
 
     def _set(self, share: float) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from gpuprefetch.core.nested import map_leaves, objects, to_device
+from gpuprefetch.core.ranks import Ranks
 from gpuprefetch.core.stage import Empty
 from gpuprefetch.core.stats import Stats, Timed
 from gpuprefetch.images.apart import Apart
@@ -37,14 +38,6 @@ _UNEVEN = (
     "equal shapes, such as all_gather, fail with such batches, and DistributedDataParallel weighs "
     'ranks, not images. on_error="replace" keeps batches whole.'
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """This process among those that train together."""
-
-    rank: int = 0
-    count: int = 1
 
 
 @dataclass(slots=True)

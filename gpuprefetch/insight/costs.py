@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from gpuprefetch.core.nested import Batch, Loader
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.lists.convert import title
 from gpuprefetch.migrate.accelerate import folders_of, picture_of, pipeline_of
 from gpuprefetch.prefetcher import DataPrefetcher
+from gpuprefetch.transforms.head import Transform
 from gpuprefetch.transforms.random import trial_draws
 
-# Of these many tries the quickest counts: the first one may compile. And how many are named.
-TRIES, SHOWN = 3, 3
+TRIES = 3  # the quickest counts, as the first one may compile
+SHOWN = 3  # transforms that are named
 
 
-def costs(loader: Any, device: torch.device, count: int) -> str:
+def costs(loader: Loader, device: torch.device, count: int) -> str:
     """The slowest transforms, run on noise or a folder's first file, in words; empty for none."""
     try:
         if not isinstance(loader, DataPrefetcher):
-            folders, cpu = folders_of(loader), torch.device("cpu")
-            found = _timed(pipeline_of(folders), picture_of(folders[0]), cpu)
+            folders = folders_of(loader)
+            found = _timed(pipeline_of(folders), picture_of(folders[0]), torch.device("cpu"))
             where = "of an image, in the workers"
         else:
-            found, where = [], "of a batch, after the fused launch"
-            for view in loader._pipeline.views:
+            found = []
+            where = "of a batch, after the fused launch"
+            for view in loader.views:
                 if view.tail and view.head.size is not None:
                     shape = (count, 3, *view.head.size)
                     images = torch.rand(shape, dtype=torch.float32, device=device)
@@ -39,7 +41,9 @@ def costs(loader: Any, device: torch.device, count: int) -> str:
     return f"{where}: {', '.join(f'{name} {ms:.2f} ms' for ms, name in slowest)}" if found else ""
 
 
-def _timed(ops: Sequence[Any], images: Any, device: torch.device) -> list[tuple[float, str]]:
+def _timed(
+    ops: Sequence[Transform], images: Batch, device: torch.device
+) -> list[tuple[float, str]]:
     found = []
     for op in ops:
         seconds = []

@@ -10,7 +10,7 @@ import time
 import timeit
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -19,10 +19,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from gpuprefetch.core.device import resolve_device
-from gpuprefetch.core.nested import tensors, to_device
-from gpuprefetch.core.report import Printed, columns, progress
+from gpuprefetch.core.nested import Batch, Loader, tensors, to_device
+from gpuprefetch.core.report import Bar, Printed, columns, progress
 from gpuprefetch.core.streams import throttle
-from gpuprefetch.images.decode import decoded_by
 from gpuprefetch.images.share import usable_cores
 from gpuprefetch.images.stage import count_images
 from gpuprefetch.insight.costs import costs
@@ -36,7 +35,7 @@ SMALL = 1.1
 # Bad files that are named.
 NAMED = 3
 
-Step = Callable[[Any], Any]
+Step = Callable[[Batch], object]
 
 # What a loop may be bound by: the verdict, and what would help where no setting does.
 BOUNDS = {
@@ -89,8 +88,8 @@ class Diagnosis:
     step_ms: float  # from one batch of the loop to the next
     wait_ms: float  # the part of it spent in next(loader)
     copy_ms: float  # of a batch to the device; 0 for a prefetcher, which copies ahead of time
-    # Of the workers' time without a step, the part not spent computing: waiting for files, or for
-    # work if the device is late.
+    # The part of the workers' time, without a step, that they wait for files, or for work if the
+    # device is late.
     reading_share: float
 
 
@@ -126,7 +125,8 @@ class DoctorReport(Printed):
         return asdict(self)
 
     def __str__(self) -> str:
-        found, waits = self.found, f"{self.found.wait_ms:,.1f} of them waiting for the loader"
+        found = self.found
+        waits = f"{found.wait_ms:,.1f} of them waiting for the loader"
         share = found.images_per_second / self.ceiling
         rows = [
             ("the loop", _rate(found), f"images/s, {share:.0%} of the ceiling"),
@@ -153,7 +153,12 @@ def _rate(measured: Diagnosis | Change) -> str:
 
 
 def doctor(
-    loader: Any, step: Step, *, device: Any = None, seconds: float = 3.0, tune: bool = True
+    loader: Loader,
+    step: Step,
+    *,
+    device: torch.device | str | int | None = None,
+    seconds: float = 3.0,
+    tune: bool = True,
 ) -> DoctorReport:
     """Say what a training loop is bound by, and which setting to change.
 
@@ -179,7 +184,7 @@ def doctor(
         ...     optimizer.zero_grad()
         >>> print(gpuprefetch.doctor(loader, step))
     """
-    inner = loader._loader if isinstance(loader, DataPrefetcher) else loader
+    inner = loader.wrapped if isinstance(loader, DataPrefetcher) else loader
     if not isinstance(inner, DataLoader):
         raise TypeError(
             "doctor takes a DataLoader, or a DataPrefetcher around one, got "
@@ -202,13 +207,24 @@ def doctor(
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A measurement; ``reading`` is the share of the workers' time that they did not compute."""
+    """What a measurement found."""
 
     rate: float  # images a second
     seconds: float  # of a step
-    wait: float = 0.0  # of these, in next(loader)
-    reading: float = 0.0
-    batch: Any = None  # a full one
+    wait: float = 0.0  # the part of these spent in next(loader)
+    reading: float = 0.0  # the share of the workers' time that they did not compute
+    batch: Batch = None  # a full one
+
+
+@dataclass(slots=True)
+class _Taken:
+    """The batches of one measurement, added up."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    images: int = 0
+    wait: float = 0.0  # seconds in next(loader)
+    batch: Batch = None  # a full one
 
 
 def bound_of(
@@ -228,14 +244,15 @@ def bound_of(
     lost = loop.seconds - ceiling.seconds
     if loop.seconds < SMALL * ceiling.seconds:
         return "model"
-    late, otherwise = "reading" if alone.reading > 0.5 else "CPU decode", "cores"
+    late = "reading" if alone.reading > 0.5 else "CPU decode"
+    otherwise = "cores"
     if stats is not None:
         on_device = "GPU decode" if stats["gpu_images"] or not cuda else "transfer"
         late = on_device if stats["fetch_seconds"] < 0.5 * stats["seconds"] else late
         otherwise = on_device if cuda else "cores"
     elif cuda and copying > 0.3 * lost:
         otherwise = "transfer"
-    # Workers that are twice as fast as the loop are not what it waits for, but its own work on the
+    # The loop does not wait for workers that are twice as fast. The time goes into its work on the
     # batches they sent: taking them in, and unmapping their memory.
     keeps_up = workers > 0 and alone.seconds < 0.5 * loop.seconds
     return late if loop.wait > 0.5 * lost and not keeps_up else otherwise
@@ -246,26 +263,44 @@ class _Clinic:
     step: Step
     device: torch.device
     seconds: float
-    bar: Any
+    bar: Bar
     notes: list[str] = field(default_factory=list)
 
-    def examine(self, loader: Any, tune: bool) -> DoctorReport:
-        probed, kind, stats = probe(loader), "DataLoader", None
+    def examine(self, loader: Loader, tune: bool) -> DoctorReport:
+        probed = probe(loader)
+        kind = "DataLoader"
+        stats = None
         alone = self.run("the loader", probed, None)
         ceiling = self.run("the step", [to_device(alone.batch, self.device)], self.step)
         loop = self.run("the loop", probe(loader), self.step)
-        copying, cuda = self._copy_seconds(alone.batch), self.device.type == "cuda"
+        copying = self._copy_seconds(alone.batch)
         if isinstance(loader, DataPrefetcher):
-            kind, stats = "DataPrefetcher", probed.stats.as_dict()
+            kind = "DataPrefetcher"
+            stats = probed.stats.as_dict()
             bad = sorted({image.path or f"sample {image.index}" for image in probed.bad_images})
             if bad:
                 self.notes.append(f"{len(bad)} bad files, such as {', '.join(bad[:NAMED])}")
-        count, workers, cores = count_images(alone.batch), loader.num_workers, usable_cores()
+        count = count_images(alone.batch)
+        workers = loader.num_workers
+        cores = usable_cores()
         bound = bound_of(
-            alone, ceiling, loop, copying=copying, workers=workers, cuda=cuda, stats=stats
+            alone,
+            ceiling,
+            loop,
+            copying=copying,
+            workers=workers,
+            cuda=self.device.type == "cuda",
+            stats=stats,
         )
-        step, wait, copy = 1000 * loop.seconds, 1000 * loop.wait, 1000 * copying
-        found = Diagnosis(bound, loop.rate, alone.rate, step, wait, copy, alone.reading)
+        found = Diagnosis(
+            bound,
+            images_per_second=loop.rate,
+            loader_images_per_second=alone.rate,
+            step_ms=1000 * loop.seconds,
+            wait_ms=1000 * loop.wait,
+            copy_ms=1000 * copying,
+            reading_share=alone.reading,
+        )
         tried = self._try(loader, found) if tune else []
         self._note(loader, found, count)
         where = f"{kind}, batches of {count}, {workers} worker{'s' * (workers != 1)}, "
@@ -275,18 +310,20 @@ class _Clinic:
             found, ceiling.rate, tried[:helps], tried[helps:], self.notes, where, cores
         )
 
-    def run(self, what: str, batches: Any, step: Step | None) -> Run:
+    def run(self, what: str, batches: Iterable[Batch], step: Step | None) -> Run:
         """Take batches for some seconds, after a warm-up that every worker has its part in."""
         self.bar.set_description_str(f"doctor: {what}")
         # They deliver in turns and in bursts: a window is a number of rounds.
-        workers, long = getattr(batches, "num_workers", 0) or 1, 3 * self.seconds
-        loading, iterator = Workers(), endless(batches)
+        workers = getattr(batches, "num_workers", 0) or 1
+        long = 3 * self.seconds
+        loading = Workers()
+        iterator = endless(batches)
         next(iterator)
         self._take(iterator, step, lambda n, t: n >= 2 + workers or (n > 0 and t > self.seconds))
         if isinstance(batches, DataPrefetcher):
             batches.stats.reset()
         busy = loading.busy_seconds()
-        steps, seconds, images, wait, batch = self._take(
+        taken = self._take(
             iterator,
             step,
             lambda n, t: n >= 3 and t >= self.seconds and (n % workers == 0 or t >= long),
@@ -294,36 +331,45 @@ class _Clinic:
         busy = loading.busy_seconds() - busy
         iterator.close()
         self.bar.update(1)
-        reading = max(1 - busy / (workers * seconds), 0.0) if busy else 0.0
-        return Run(images / seconds, seconds / steps, wait / steps, reading, batch)
+        return Run(
+            rate=taken.images / taken.seconds,
+            seconds=taken.seconds / taken.steps,
+            wait=taken.wait / taken.steps,
+            reading=max(1 - busy / (workers * taken.seconds), 0.0) if busy else 0.0,
+            batch=taken.batch,
+        )
 
     def _take(
-        self, batches: Iterator[Any], step: Step | None, enough: Callable[[int, float], bool]
-    ) -> tuple[int, float, int, float, Any]:
-        """Steps, seconds, images and seconds of waiting until there is enough; a full batch."""
-        steps, images, most, wait, batch = 0, 0, 0, 0.0, None
-        queued, started = deque[torch.cuda.Event](), time.perf_counter()
-        while not enough(steps, time.perf_counter() - started):
+        self, batches: Iterator[Batch], step: Step | None, enough: Callable[[int, float], bool]
+    ) -> _Taken:
+        """Take batches until there is ``enough``, by steps and seconds."""
+        taken = _Taken()
+        most = 0
+        queued: deque[torch.cuda.Event] = deque()
+        started = time.perf_counter()
+        while not enough(taken.steps, time.perf_counter() - started):
             throttle(queued, self.device)
             asked = time.perf_counter()
             latest = next(batches)
-            wait += time.perf_counter() - asked
+            taken.wait += time.perf_counter() - asked
             count = count_images(latest)
-            images += count or 1
+            taken.images += count or 1
             if step is not None:
                 step(to_device(latest, self.device))
             if count >= most:  # an epoch's last batch may be a small one
-                batch, most = latest, count
-            steps += 1
+                taken.batch = latest
+                most = count
+            taken.steps += 1
         self._synchronize()
-        return steps, time.perf_counter() - started, images, wait, batch
+        taken.seconds = time.perf_counter() - started
+        return taken
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _copy_seconds(self, batch: Any) -> float:
-        """The quickest of three copies; 0 where the batch is on the device already."""
+    def _copy_seconds(self, batch: Batch) -> float:
+        """Seconds of the quickest of three copies; 0 where the batch is on the device already."""
         if all(tensor.device == self.device for tensor in tensors(batch)):
             return 0.0
 
@@ -333,7 +379,7 @@ class _Clinic:
 
         return min(timeit.repeat(copy_once, number=1, repeat=3))
 
-    def _try(self, loader: Any, found: Diagnosis) -> list[Change]:
+    def _try(self, loader: Loader, found: Diagnosis) -> list[Change]:
         """The settings that may help, the best first."""
         tried = []
         candidates = [*_candidates(loader, found, self.device)]
@@ -347,26 +393,27 @@ class _Clinic:
                 tried.append(Change(setting, rate, rate / found.images_per_second))
         return sorted(tried, key=lambda change: -change.gain)
 
-    def _note(self, loader: Any, found: Diagnosis, count: int) -> None:
+    def _note(self, loader: Loader, found: Diagnosis, count: int) -> None:
         if slow := costs(loader, self.device, count):
             self.notes.append(slow)
         if isinstance(loader, DataPrefetcher):
-            decoder = loader._pipeline.decoding.decoder
-            self.notes.append(f"encoded images are decoded by {decoded_by(decoder, loader.device)}")
+            self.notes.append(f"encoded images are decoded by {loader.decoding}")
             # Not to be tried: it takes effect where the model is made. The default stream is 0.
-            decodes = decoder and found.bound == "GPU decode"
+            decodes = loader.decodes_on_gpu and found.bound == "GPU decode"
             if decodes and not torch.cuda.current_stream(self.device).cuda_stream:
                 self.notes.append(_DEFAULT_STREAM)
 
 
 def _candidates(
-    loader: Any, found: Diagnosis, device: torch.device
-) -> Iterator[tuple[str, Callable[[], Any]]]:
+    loader: Loader, found: Diagnosis, device: torch.device
+) -> Iterator[tuple[str, Callable[[], Loader]]]:
     """Settings that may help against what the loop is bound by, each with how to make it."""
-    bound, workers, cores = found.bound, loader.num_workers, usable_cores()
+    bound = found.bound
+    workers = loader.num_workers
+    cores = usable_cores()
     plain = not isinstance(loader, DataPrefetcher)
 
-    def setting(name: str, value: Any) -> tuple[str, Callable[[], Any]]:
+    def setting(name: str, value: object) -> tuple[str, Callable[[], Loader]]:
         return f"{name}={value}", partial(probe, loader, **{name: value})
 
     if bound == "reading":

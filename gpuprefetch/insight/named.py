@@ -6,20 +6,22 @@ from typing import Any
 
 from torch.utils.data import Subset
 
+from gpuprefetch.core.nested import Sample
 
-class NamedFiles(Subset[Any]):
-    """All of an ``ImageFolder``: PIL's errors have the name of a file in part only."""
+
+class NamedFiles(Subset[Sample]):
+    """All of an ``ImageFolder``, with errors that name the file, as not all of PIL's do."""
 
     dataset: Any  # the folder
 
     def __init__(self, folder: Any) -> None:
         super().__init__(folder, range(len(folder)))
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Sample:
         try:
             return self.dataset[index]
         except OSError as error:
             raise OSError(f"{self.dataset.samples[index][0]}: {error}") from error
 
-    def __getitems__(self, indices: list[int]) -> list[Any]:
+    def __getitems__(self, indices: list[int]) -> list[Sample]:
         return [self[index] for index in indices]

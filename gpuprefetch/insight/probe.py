@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
-from collections.abc import Generator, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from torch.utils.data import IterableDataset
-
-from gpuprefetch.core.source import changed, sampler_of
-from gpuprefetch.core.stats import Stats
-from gpuprefetch.images.share import Balancer
+from gpuprefetch.core.loaders import changed, is_stream
+from gpuprefetch.core.nested import Loader
+from gpuprefetch.core.samplers import sampler_name
 from gpuprefetch.prefetcher import DataPrefetcher
 
+T = TypeVar("T")
 
-def probe(loader: Any, **values: Any) -> Any:
+
+def probe(loader: Loader, **values: object) -> Loader:
     """A copy of a DataLoader, or a prefetcher, with these attributes, whose epochs do not end."""
     if isinstance(loader, DataPrefetcher):
-        clone, stage, balancer = copy.copy(loader), loader._pipeline, loader._balancer
-        clone._loader = probe(loader._loader, **values)
-        clone._progress.resumes = False
-        share = stage.packer.share.clone().share_memory_()
-        clone._balancer = Balancer(share, clone, fixed=balancer.chosen)
-        packer = replace(stage.packer, share=share)
-        stats = Stats()
-        clone._pipeline = replace(
-            stage,
-            packer=packer,
-            decoding=stage.decoding.anew(stats=stats),
-            tolerance=replace(stage.tolerance, seen={}, stats=stats),
-            stats=stats,
-        )
-        clone.stats = clone._pipeline.stats
-        return clone
+        return loader.over(probe(loader.wrapped, **values))
     values["persistent_workers"] = False
     if values.get("num_workers") and loader.prefetch_factor is None:
         values["prefetch_factor"] = 2
-    if not isinstance(loader.dataset, IterableDataset):
-        name = sampler_of(loader)
+    if not is_stream(loader):
+        name = sampler_name(loader)
         values[name] = _Again(getattr(loader, name))
     return changed(loader, **values)
 
 
-def endless(batches: Iterable[Any]) -> Generator[Any]:
+def endless(batches: Iterable[T]) -> Generator[T]:
     """Epoch after epoch."""
     empty = False
     while not empty:
@@ -59,10 +42,10 @@ def endless(batches: Iterable[Any]) -> Generator[Any]:
 class _Again:
     """A sampler from the start again wherever it ends, so that no epoch's start is measured."""
 
-    def __init__(self, sampler: Any) -> None:
+    def __init__(self, sampler: Collection[object]) -> None:
         self._sampler = sampler
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return endless(self._sampler)
 
     def __len__(self) -> int:
@@ -70,7 +53,7 @@ class _Again:
 
 
 class Workers:
-    """The processes that load, those started since this was made: without any, this thread."""
+    """The processes that were started since this was made: they load. Without any, this thread."""
 
     def __init__(self) -> None:
         self._others = {child.pid for child in multiprocessing.active_children()}

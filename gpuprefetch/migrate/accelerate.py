@@ -19,8 +19,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from gpuprefetch.core.errors import text_of
+from gpuprefetch.core.loaders import changed
 from gpuprefetch.core.nested import map_leaves, select
-from gpuprefetch.core.source import changed
 from gpuprefetch.images.apart import image_of, is_image
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import EncodedImageFolder, fault_of, read_image, read_open
@@ -96,9 +96,15 @@ def accelerate(
             f"A sample holds {count} tensors of three dimensions, and with keep_unknown=True it is "
             "not known which of them is the image. Replace what cannot move, or return one."
         )
-    prefetcher = _Accelerated(loader, plan, prefetcher_options, view=view, kept=pipeline[:keep])
     apart = not keep or (changes and count == 1)
-    prefetcher._pipeline.packer.late = apart and loader.collate_fn is not default_collate
+    prefetcher = _Accelerated(
+        loader,
+        plan,
+        prefetcher_options,
+        view=view,
+        kept=pipeline[:keep],
+        late=apart and loader.collate_fn is not default_collate,
+    )
     if print_plan:
         print(prefetcher.describe(decodes_on_workers=keep > 0))
     return prefetcher
@@ -119,8 +125,11 @@ class _Accelerated(DataPrefetcher):
         *,
         view: Any,
         kept: list[Any],
+        late: bool,
     ) -> None:
-        self.plan, self._dataset = plan, loader.dataset
+        self.plan = plan
+        self._dataset = loader.dataset
+        self._late = late
         self._added = options.pop("transforms", None)
         own = self._added or ()
         self._own = [*own] if isinstance(own, Sequence) else [own]
@@ -162,10 +171,10 @@ class _Accelerated(DataPrefetcher):
         return self._dataset
 
     def describe(self, *, decodes_on_workers: bool) -> str:
-        on_gpu = self._pipeline.decoding.decoder is not None and not decodes_on_workers
+        on_gpu = self.decodes_on_gpu and not decodes_on_workers
         decode = "GPU, a share of it worker CPU (cpu_share)" if on_gpu else "worker CPU"
         collate = "worker CPU"
-        if self._pipeline.packer.late:
+        if self._late:
             collate = f"{title(self.collate_fn)}, on the transformed images on {self.device}"
         own = ", ".join(map(title, self._own))
         after = f"\n  after them: {own}" if own else ""

@@ -9,7 +9,6 @@ import torch
 from gpuprefetch.core.errors import text_of
 from gpuprefetch.core.report import Text, columns
 from gpuprefetch.core.streams import own_modes
-from gpuprefetch.images.decode import decoded_by
 from gpuprefetch.lists.convert import convert_transforms, opened, read_list, title, why_refused
 from gpuprefetch.policies.known import flatten, is_on_device, name_of
 from gpuprefetch.policies.per_image import Cast, Loop, PerImage, on_levels
@@ -37,9 +36,8 @@ def explain(transforms_or_prefetcher: Any) -> str:
     """
     given = transforms_or_prefetcher
     if isinstance(given, DataPrefetcher):
-        pipeline = given._pipeline
-        decode = f"by {decoded_by(pipeline.decoding.decoder, pipeline.device)}"
-        return Text("\n".join(_explain(v.head, v.tail, decode) for v in pipeline.views))
+        decode = f"by {given.decoding}"
+        return Text("\n".join(_explain(v.head, v.tail, decode) for v in given.views))
     if isinstance(given, Views):
         return Text("\n".join(map(explain, given.lists)))
     ops = list(flatten(given))

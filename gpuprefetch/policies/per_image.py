@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from gpuprefetch.core.nested import map_leaves
-from gpuprefetch.core.source import rank
+from gpuprefetch.core.ranks import rank
 from gpuprefetch.policies.compile import compiled
 from gpuprefetch.policies.known import (
     UnsupportedTransformError,
