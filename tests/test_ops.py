@@ -8,7 +8,10 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from gpuprefetch.policies import ops, ops_kernel, ops_launch
+from gpuprefetch.policies import ops, ops_kernel, ops_launch, spatial
+from gpuprefetch.policies.ops import Family, Filter, Op
+from gpuprefetch.policies.program import Finish, Program
+from gpuprefetch.policies.run import apply_one, reference, run
 
 pytestmark = pytest.mark.skipif(ops_kernel.triton is None, reason="needs Triton")
 
@@ -64,14 +67,14 @@ def arguments_of(name, dtype=torch.uint8):
 
 def program_of(slots, dtype=torch.uint8, **options):
     """A program of rows of (name, index of the arguments), one row a slot."""
-    codes = np.array([[ops.OPS[name] for name, _ in row] for row in slots], np.int32).T
+    codes = np.array([[Op[name] for name, _ in row] for row in slots], np.int32).T
     args = np.full((*codes.shape, ops.ARGS), NAN)
     for s, row in enumerate(slots):
         for n, (name, index) in enumerate(row):
             sets = arguments_of(name, dtype)
             given = sets[index % len(sets)]
             args[n, s, : len(given)] = given
-    return ops.Program(codes, args, **options)
+    return Program(codes, args, **options)
 
 
 def photos(shape, dtype=torch.uint8, seed=0):
@@ -89,12 +92,12 @@ def both(images, program, device, **options):
     # torchvision samples bfloat16 with coordinates in bfloat16, which are pixels off.
     if images.dtype == torch.bfloat16:
         wide = {**options, "dtype": options.get("dtype") or images.dtype}
-        expected = ops.reference(images.float(), program, ops.Finish(**wide))
+        expected = reference(images.float(), program, Finish(**wide))
     else:
-        expected = ops.reference(images, program, ops.Finish(**options))
+        expected = reference(images, program, Finish(**options))
     before = images.to(device)
     given = before.clone(memory_format=torch.preserve_format)
-    result = ops_launch.launch(given, program, ops.Finish(**options))
+    result = ops_launch.launch(given, program, Finish(**options))
     assert torch.equal(given, before)
     assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
     assert result.stride() == expected.stride()
@@ -146,11 +149,11 @@ OURS = ("SOLARIZE_ADD", "ERASE_NOISE", "MATRIX_BILINEAR", "MATRIX_BICUBIC")
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-@pytest.mark.parametrize("name", [name for name in ops.OPS if name not in OURS])
+@pytest.mark.parametrize("name", [op.name for op in Op if op.name not in OURS])
 def test_the_twin_is_torchvision(name, dtype):
     images = photos((2, 3, 17, 31), dtype)
     program = program_of([[(name, 0), (name, 1)]], dtype)
-    result = ops.run(images, program)
+    result = run(images, program)
     assert result.dtype == dtype
     for n, image in enumerate(images):
         expected = by_torchvision(name, image, program.args[n, 0].tolist())
@@ -171,7 +174,7 @@ def test_quick_ops_of_flat_and_of_small_images(shape):
             for index in (0, 1):
                 program = program_of([[(name, index)]])
                 expected = by_torchvision(name, image, program.args[0, 0].tolist())
-                assert torch.equal(ops.run(image[None], program)[0], expected), (name, index)
+                assert torch.equal(run(image[None], program)[0], expected), (name, index)
 
 
 @pytest.mark.parametrize(
@@ -180,8 +183,8 @@ def test_quick_ops_of_flat_and_of_small_images(shape):
 def test_matrix_is_pil(name, kind):
     images = photos((1, 3, 33, 47))
     program = program_of([[(name, 0)]])
-    result = ops.run(images, program)[0].permute(1, 2, 0).int()
-    picture = ops.apply_one(F.to_pil_image(images[0]), program, 0)
+    result = run(images, program)[0].permute(1, 2, 0).int()
+    picture = apply_one(F.to_pil_image(images[0]), program, 0)
     transform = Image.Transform.AFFINE, tuple(program.args[0, 0, :6])
     fill = tuple(map(int, FILL))
     pil = F.to_pil_image(images[0]).transform(
@@ -195,7 +198,7 @@ def test_matrix_is_pil(name, kind):
 
 def test_solarize_add_and_noise():
     images = photos((1, 3, 17, 31))
-    result = ops.run(images, program_of([[("SOLARIZE_ADD", 0)]]))
+    result = run(images, program_of([[("SOLARIZE_ADD", 0)]]))
     expected = torch.where(images < 128, (images.int() + 110).clamp(max=255), images.int())
     assert torch.equal(result.int(), expected)
     noise = ops.noise(77, (3, 200, 200))
@@ -212,27 +215,92 @@ def test_one_sample_and_its_targets():
     program = program_of([[("INVERT", 0)], [("AFFINE_BILINEAR", 0)], [("HFLIP", 0)]])
     args = program.args[0, 1].tolist()
     for sample, fill in ((image, FILL), (mask, FILL[:1]), (boxes, None)):
-        result = ops.apply_one(sample, program, 0)
+        result = apply_one(sample, program, 0)
         x = F.invert(image) if sample is image else sample
         mode = InterpolationMode.BILINEAR
         x = F.affine(x, args[0], args[1:3], args[3], args[4:6], mode, fill)
         assert torch.equal(result, F.horizontal_flip(x))
         assert type(result) is type(sample)
-    for name in ops.OPS:  # whatever the kind of image
-        program = program_of([[(name, 0)]])
-        picture = ops.apply_one(F.to_pil_image(image), program, 0)
+    for op in Op:  # whatever the kind of image
+        program = program_of([[(op.name, 0)]])
+        picture = apply_one(F.to_pil_image(image), program, 0)
         assert picture.size == (31, 17)
         for sample in (mask, boxes):
-            result = ops.apply_one(sample, program, 0)
+            result = apply_one(sample, program, 0)
             assert type(result) is type(sample)
-            assert name in ops.GATHER or result is sample
+            assert op.moves or result is sample
+
+
+# --- The codes ---
+
+
+def test_the_kernels_have_the_codes_of_the_enum():
+    found = {}
+    for module in (ops, ops_kernel):
+        for name in Op.__members__.keys() & vars(module).keys():
+            found[name] = getattr(module, name).value
+    assert found == {name: Op[name].value for name in found}
+    unnamed = set(Op) - {Op[name] for name in found}
+    assert unnamed <= {Op.PERSPECTIVE_BILINEAR}  # what is none of the others
+
+
+def test_pointwise_ops_come_first():
+    assert [op.is_spatial for op in Op] == sorted(op.is_spatial for op in Op)
+    assert {op for op in Op if op.value < ops.FIRST_SPATIAL.value} == {
+        op for op in Op if not op.is_spatial
+    }
+
+
+def test_every_op_has_a_twin():
+    assert ops.twins().keys() | spatial.twins().keys() == set(Op)
+    assert spatial.twins().keys() == {op for op in Op if op.is_spatial}
+
+
+def test_an_op_is_found_by_family_and_filter():
+    for op in Op:
+        assert (op.family is None) == (op.filter is None)
+        if op.family is not None and op.filter is not None:
+            assert Op.sampling(op.family, op.filter) is op
+            assert op.name == f"{op.family.name}_{op.filter.name}"
+    assert Op.sampling(Family.MATRIX, Filter.BICUBIC) is Op.MATRIX_BICUBIC
+
+
+def test_the_kernels_read_the_fields_and_arguments_by_name():
+    fields = {
+        ops: {"_TOP": ops.Erase.TOP, "_LEFT": 1, "_HEIGHT": 2, "_WIDTH": 3, "_VALUES": 4},
+        ops_kernel: {"_TAPS_X": 2, "_TAPS_Y": 3, "_PLANE": 4, "_G": 6, "_H": 7, "_FILL": 8},
+    }
+    for module, constants in fields.items():
+        for name, value in constants.items():
+            assert getattr(module, name).value == value
+    words = np.zeros(2, ops.WORDS)
+    words["code"] = 3
+    words["args"][1] = np.arange(ops.ARGS)
+    flat = words.view(np.int32)
+    assert ops_kernel._FIELDS.value == len(flat) // 2
+    assert flat[ops_kernel._FIELDS.value] == 3
+    first = ops_kernel._FIELDS.value + ops._ARGS.value
+    assert flat[first:].view(np.float32).tolist() == list(range(ops.ARGS))
+
+
+def test_the_layout_of_the_docstring():
+    images = torch.empty((2, 3, 8, 8), dtype=torch.uint8, device="meta")
+    slots = [[("INVERT", 0), ("CONTRAST", 0)], [("IDENTITY", 0), ("HUE", 0)]]
+    laid = ops_launch.lay_out(images, program_of([*slots, [("HFLIP", 0), ("IDENTITY", 0)]]))
+    assert [(group.first, group.last, group.spatial) for group in laid.groups] == [
+        (0, 2, False),
+        (2, 3, True),
+    ]
+    assert [group.rounds for group in laid.groups] == [[(0, 1)], []]
+    assert (laid.n_slots, laid.colors_at, laid.pairs_at, laid.n_pairs) == (3, 72, 78, 1)
+    assert laid.words[laid.pairs_at :].tolist() == [1, 0]
 
 
 # --- The kernels are the twin ---
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, *FLOATS])
-@pytest.mark.parametrize("name", ops.OPS)
+@pytest.mark.parametrize("name", Op.__members__)
 def test_each_op(name, dtype, kernel_device):
     shape = (2, 3, 15, 31)
     images = photos(shape, dtype)
@@ -248,9 +316,9 @@ def test_each_op(name, dtype, kernel_device):
 @pytest.mark.parametrize("laid", [False, True])
 def test_a_program_without_slots_is_finished(laid, kernel_device):
     images = photos((2, 3, 15, 31))
-    program = ops.Program(np.zeros((2, 0), np.int32), np.zeros((2, 0, ops.ARGS)))
-    finish = ops.Finish(mean=[0.5, 0.4, 0.3], std=[0.2, 0.3, 0.4])
-    expected = ops.reference(images, program, finish)
+    program = Program(np.zeros((2, 0), np.int32), np.zeros((2, 0, ops.ARGS)))
+    finish = Finish(mean=[0.5, 0.4, 0.3], std=[0.2, 0.3, 0.4])
+    expected = reference(images, program, finish)
     if laid:  # elsewhere, of images that are not there yet
         program = ops_launch.lay_out(images.to("meta"), program, finish)
     result = ops_launch.launch(images.to(kernel_device), program, finish)
@@ -260,7 +328,7 @@ def test_a_program_without_slots_is_finished(laid, kernel_device):
 def test_a_batch_of_many_ops(kernel_device):
     images = photos((6, 3, 17, 31)).to(memory_format=torch.channels_last)  # of two tiles each
     # Each image has another op in each slot.
-    names = np.random.default_rng(0).permutation(list(ops.OPS))[:12].reshape(2, 6).tolist()
+    names = np.random.default_rng(0).permutation(list(Op.__members__))[:12].reshape(2, 6).tolist()
     program = program_of([[(name, n % 2) for n, name in enumerate(slot)] for slot in names])
     # What comes after an op that shifts a threshold by a level may differ more.
     assert_near(*both(images, program, kernel_device)[::-1], exact=0.95)
@@ -337,14 +405,14 @@ def test_launches(slots, launches, kernel_device):
 def test_nothing_to_do_gives_the_images():
     images = photos((2, 3, 16, 32))
     program = program_of([[("IDENTITY", 0)] * 2])
-    assert ops.run(images, program) is images
+    assert run(images, program) is images
     assert ops_launch.launch(images, program) is images
 
 
-@pytest.mark.parametrize("run", [ops.reference, ops_launch.launch])
-def test_what_does_not_fit(run):
+@pytest.mark.parametrize("carry_out", [reference, ops_launch.launch])
+def test_what_does_not_fit(carry_out):
     program = program_of([[("BLUR", 0)] * 2])
     with pytest.raises((ValueError, RuntimeError), match=r"too small for a blur|Padding size"):
-        run(torch.zeros(2, 3, 4, 1), program)
+        carry_out(torch.zeros(2, 3, 4, 1), program)
     with pytest.raises(ValueError, match="mean must have 3 values"):
-        run(torch.zeros(2, 3, 9, 9), program, ops.Finish(mean=(0.5, 0.5)))
+        carry_out(torch.zeros(2, 3, 9, 9), program, Finish(mean=(0.5, 0.5)))

@@ -19,6 +19,10 @@ from torchvision.transforms import InterpolationMode, v2
 
 import gpuprefetch
 from gpuprefetch import DataPrefetcher, PerImage, UnsupportedTransformError
+from gpuprefetch.policies.compile import compiled
+from gpuprefetch.policies.ops import ARGS, Op
+from gpuprefetch.policies.policy import Policy
+from gpuprefetch.policies.slots import Picture
 from gpuprefetch.transforms.random import SeededDraws
 
 BILINEAR, BICUBIC = InterpolationMode.BILINEAR, InterpolationMode.BICUBIC
@@ -331,6 +335,31 @@ def test_an_empty_batch_and_gray_images(channels):
     torch.testing.assert_close(widened, 255 - gray.expand(-1, 3, -1, -1), atol=1, rtol=0)
 
 
+def test_slots_take_the_numbers_of_the_docstring():
+    made = compiled(v2.RandomApply([v2.ColorJitter(0.5, 0.5), v2.RandomInvert()], 0.3))
+    assert (made.size, made.numbers) == (3, 8)
+    numbers = np.array([[0.2, 0.9, 0.1, 0.0, 0.5, 0.0, 0.0, 0.4], [0.3, *[0.0] * 7]]).T
+    codes, args = np.zeros((2, 3), np.int32), np.zeros((2, 3, ARGS))
+    made.sample(numbers, Picture(HIGH, SIDE), codes, args)
+    # Contrast comes first, as its number is lower; the second image goes through none.
+    assert codes.tolist() == [[Op.CONTRAST, Op.BRIGHTNESS, Op.INVERT], [Op.IDENTITY] * 3]
+    assert args[0, :2, 0].tolist() == [0.5, 1.0]
+
+
+def policy_of(transform) -> Policy:
+    return PerImage(transform)
+
+
+def test_a_policy_gives_on_the_device_and_one_by_one_what_it_sampled():
+    policy, images = policy_of(v2.RandomHorizontalFlip(0.5)), same(8)
+    programs = policy.drawn(np.arange(8, dtype=np.uint64), images.to("meta"))
+    result = policy.carry_out(images, programs)
+    assert different(result) == 2
+    for row, image in enumerate(result):
+        assert torch.equal(policy.carry_out_one(images[row], programs, row), image)
+    assert [layout.n_slots for layout in policy.lay_out(images.to("meta"), programs)] == [1]
+
+
 # --- on any loader ---
 
 
@@ -342,8 +371,8 @@ def test_after_a_plain_loader_and_in_a_compiled_step():
     def step(images):
         return model(augment(images)).mean()
 
-    compiled = torch.compile(step, backend="eager")
-    losses = [compiled(images).item() for images in loader]
+    once = torch.compile(step, backend="eager")
+    losses = [once(images).item() for images in loader]
     augment.calls = 0
     assert losses == pytest.approx([step(images).item() for images in loader])
     assert losses[0] != losses[1]

@@ -1,5 +1,6 @@
 """The kernel against its twin, the twin against PIL and torch, and the path of a worker."""
 
+import importlib.util
 import itertools
 import re
 
@@ -11,7 +12,9 @@ from torch.nn import functional as F
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 
+from gpuprefetch.transforms import kernel as kernels
 from gpuprefetch.transforms import launch as _resample
+from gpuprefetch.transforms import launch_table
 from gpuprefetch.transforms.launch import resample
 from gpuprefetch.transforms.reference import resample_reference, resample_uint8
 
@@ -74,7 +77,7 @@ def batch(cases, device="cpu"):
 
 def launch(images, sampling, size, **options):
     """The kernel, compiled for images on CUDA and interpreted for others."""
-    return _resample._launch(images, sampling, size, **options).cpu()
+    return _resample.resample_triton(images, sampling, size, **options).cpu()
 
 
 def assert_as_good_as_eager(result, images, sampling, size, **options):
@@ -106,6 +109,21 @@ def test_kernel_matches_twin(kernel_device, size, interpolation, antialias):
     options = {"interpolation": interpolation, "antialias": antialias, "mean": MEAN, "std": STD}
     result = launch(images, sampling, size, **options)
     assert_as_good_as_eager(result, images, sampling, size, **options)
+
+
+@pytest.mark.usefixtures("large_tiles")
+def test_the_kernel_and_the_launcher_follow_one_table(kernel_device, monkeypatch):
+    images, sampling = batch(everything(SIZES[0])[:3], kernel_device)
+    expected = launch(images, sampling, SIZES[0], mean=MEAN)
+    fields = launch_table.IMAGE.descr[::-1]  # another order, which both sides read from here
+    monkeypatch.setattr(launch_table, "IMAGE", np.dtype(fields))
+    monkeypatch.setattr(_resample, "IMAGE", np.dtype(fields))
+    assert launch_table.offset("address") > kernels._ADDRESS.value  # guards the test itself
+    spec = importlib.util.spec_from_file_location("kernel_of_another_order", kernels.__file__)
+    other = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(other)
+    monkeypatch.setattr(_resample, "kernel", other)
+    assert torch.equal(launch(images, sampling, SIZES[0], mean=MEAN), expected)
 
 
 @pytest.mark.usefixtures("large_tiles")
@@ -157,7 +175,7 @@ def test_kernel_tiles(kernel_device):
 def test_kernel_output_forms(kernel_device, dtype, memory_format):
     images, sampling = batch(everything((5, 19))[:2], kernel_device)
     options = {"dtype": dtype, "memory_format": memory_format, "mean": MEAN, "std": STD}
-    for run in (_resample._launch, resample_reference):
+    for run in (_resample.resample_triton, resample_reference):
         result = run(images, sampling, (5, 19), **options)
         assert result.dtype == dtype and result.is_contiguous(memory_format=memory_format)
         out = result.new_full((4, 3, 5, 19), -1).to(memory_format=memory_format)
@@ -241,7 +259,7 @@ def test_kernel_source_strides(kernel_device, layouts):
 
 
 @pytest.mark.parametrize(
-    ("path", "antialias"), [(_resample._launch, True), (resample_reference, False)]
+    ("path", "antialias"), [(_resample.resample_triton, True), (resample_reference, False)]
 )
 def test_nothing_outside_of_the_box_is_read(kernel_device, path, antialias):
     image = torch.full((3, 20, 30), torch.nan, device=kernel_device)
@@ -442,7 +460,7 @@ def rows_with(**changes):
         ({"mean": [0.5, 0.5]}, "mean must have 3 values"),
     ],
 )
-@pytest.mark.parametrize("path", [_resample._launch, resample])
+@pytest.mark.parametrize("path", [_resample.resample_triton, resample])
 def test_errors(path, changes, message):
     arguments = {"images": [picture(8, 8)], "sampling": rows_with()} | changes
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -466,7 +484,7 @@ def laid_out(size, interpolation="bilinear", device="cpu", top=0):
     offsets = np.cumsum([0, images[0].numel(), images[1].numel()])
     table = _resample.arrange(plan, places, offsets, [1, 1, 1], size)
     assert table.steps == [3, 0, 3]  # each with the kernel for its own
-    assert np.array_equal(_resample.by_place(table.words, 4)[places][:, 1:4], plan[:, 1:4])
+    assert np.array_equal(_resample.by_place(table.words, 4)[places]["strides"], plan["strides"])
     return flat, table, views, rows
 
 
@@ -476,7 +494,8 @@ def laid_out(size, interpolation="bilinear", device="cpu", top=0):
 )
 def test_a_plan_gives_what_the_images_give(interpolation, kernel_device):
     flat, table, views, rows = laid_out((6, 7), interpolation, kernel_device)
-    want = _resample._launch(views, rows, (6, 7), interpolation=interpolation, mean=MEAN, std=STD)
+    options = {"interpolation": interpolation, "mean": MEAN, "std": STD}
+    want = _resample.resample_triton(views, rows, (6, 7), **options)
     colors = _resample.coloring(3, torch.uint8, torch.float32, MEAN, STD)
     layouts = torch.contiguous_format, torch.channels_last
     # Other kernels for what is not aligned, and for other strides: none is taken for another.

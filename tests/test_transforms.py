@@ -342,3 +342,20 @@ def test_a_second_tensor_that_would_not_follow_is_refused(channels):
     for other, transforms in ((beside[:, 0], flip), (beside[..., 1:], flip), (beside, same)):
         (batch,) = DataPrefetcher([(images, other)], device="cpu", transforms=transforms)
         assert batch[1] is other
+
+
+def test_the_docstrings_example_of_a_sampling():
+    sampling = Sampling.identity([[1, 400]])
+    ones = np.ones((1, 2))
+    crop = sampling.crop(np.array([[0, 50.0]]), np.array([[1, 100.0]]))
+    resized = crop.clip().resize(np.array([[1, 200.0]]))
+    assert resized.rows()[0, 1].tolist() == [49.75, 0.5, 50, 150, 0, 200]
+    assert resized.flip(ones > 0).rows()[0, 1].tolist() == [149.25, -0.5, 50, 150, 0, 200]
+    four, two = Sampling.identity([[4, 4]]), 2 * ones
+    for options, centers in (
+        ({}, [0.5, 2.5]),
+        ({"align_corners": True}, [0, 3]),
+        ({"first_pixel": True}, [-0.5, 1.5]),
+    ):
+        origin, step, *_ = four.resize(two, **options).rows()[0, 0]
+        assert [origin, origin + step] == centers

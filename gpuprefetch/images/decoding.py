@@ -18,17 +18,8 @@ from gpuprefetch.images.plan import UPLOAD_BYTES, WHOLE_BATCH_BYTES, in_rooms
 # pictures has to complete before the next one is decoded into the same memory: in calls of seven
 # photos of 12 megapixels an H100 gave 781 a second of 1,028. So the calls of a batch take turns on
 # two streams, each with a decoder and scratch memory of its own, and the engines work on one call
-# while the host waits for the launch of another. What workers have decoded is copied and sampled on
-# the second stream, too: no decode waits for it. The second stream begins after the result has been
+# while the host waits for the launch of another. The second stream begins after the result has been
 # allocated, and the batch's own stream waits for it at the end.
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a batch's way: the decode of some files, or the copy of what workers decoded."""
-
-    run: Callable[[], None]
-    decodes: bool
 
 
 @dataclass(slots=True)
@@ -84,7 +75,7 @@ class Decoding:
             rooms[stream] = torch.empty(in_rooms(size), dtype=torch.uint8, device=self.device)
         return rooms[stream]
 
-    def run(self, parts: Sequence[Part]) -> None:
+    def run(self, parts: Sequence[Callable[[], None]]) -> None:
         """Run the parts of a batch, on two streams if there are several: Note [Calls side by side].
 
         The current stream has got all of them when this returns.
@@ -93,17 +84,14 @@ class Decoding:
         overlaps = self.decoder is not None and self.decoder.overlaps and not self.by_kernels
         if beside is None or not overlaps or len(parts) < 2:
             for part in parts:
-                part.run()
+                part()
             return
         current = torch.cuda.current_stream(self.device)
         beside.wait_stream(current)
-        calls = 0
         try:
-            for part in parts:
-                mine = part.decodes and calls % 2 == 0
-                calls += part.decodes
-                with using(current if mine else beside):
-                    part.run()
+            for number, part in enumerate(parts):
+                with using(beside if number % 2 else current):
+                    part()
         finally:  # what has begun writes into the result
             current.wait_stream(beside)
 

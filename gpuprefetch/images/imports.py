@@ -11,8 +11,6 @@ from gpuprefetch.images.packer import Packer
 def load_worker_modules(packer: Packer) -> None:
     """Import what workers may import at first use."""
     load_decoders()
-    if packer.programs:
-        from gpuprefetch.policies import ops_cpu, ops_launch  # noqa: F401
     if packer.programs or packer.moves:
         from torchvision import tv_tensors  # noqa: F401
         from torchvision.transforms.v2 import functional  # noqa: F401

@@ -12,11 +12,11 @@ import torch
 from gpuprefetch.core.stats import Stats, Timed
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.decode import ImageDecoder, RefusedError, refusals
-from gpuprefetch.images.decoding import Decoding, Part
+from gpuprefetch.images.decoding import Decoding
 from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.images.host_memory import memory_for
 from gpuprefetch.images.plan import WHOLE_BATCH_BYTES, lay_out, readable
-from gpuprefetch.images.prepared import Call, Plan, PreparedImages, Upload
+from gpuprefetch.images.prepared import Call, Part, Plan, PreparedImages, Upload
 from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.kernel import HAS_TRITON, INTERPRETED
 from gpuprefetch.transforms.launch import CANARY, Launches
@@ -50,6 +50,13 @@ class _Launched:
     def room(self) -> int:
         """Bytes of the words, after which pictures may begin."""
         return -(-len(self.words) // ALIGNED) * ALIGNED
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a decode failed."""
+
+    reason: str | None  # the decoder's, which does not take a file; None for a lack of memory
 
 
 class ImageJob:
@@ -91,31 +98,29 @@ class ImageJob:
         assert decoder is not None, "without a decoder the packer leaves nothing to the device"
         return decoder
 
-    def begin(self, limit: int | None = None) -> list[Part]:
+    def begin(self, limit: int | None = None) -> list[Callable[[], None]]:
         """Reserve the result, and say what is to be done; pictures need ``limit`` bytes at most."""
         images = self.images
         sizes = [output.head.size for output in self.outputs if output.head.size is not None]
         plan, kept = self._plan(sizes, limit)
+        parts = plan.parts
         if not sizes:
             self._hand_over_pixels()
         elif images.made.out:  # on the CPU, with what the workers decoded
             for output, out in zip(self.outputs, images.made.out, strict=True):
                 output.out = out
-            plan = Plan([part for part in plan.parts if isinstance(part, Call)])
+            parts = [Part(None, part.call) for part in parts]
         else:
             for output in self.outputs:
                 output.out = output.head.empty(len(images), self._decoding.device)
             if plan.tables and self._can_launch():
                 self._launched = self._launches(plan, kept=kept)
-        return [
-            Part(partial(self._run, part, number), isinstance(part, Call))
-            for number, part in enumerate(plan.parts)
-        ]
+        return [partial(self._run, part, number) for number, part in enumerate(parts)]
 
     def _plan(self, sizes: Sequence[tuple[int, int]], limit: int | None) -> tuple[Plan, bool]:
         """The worker's plan, and True; another one if it does not fit."""
         images = self.images
-        calls = sum(isinstance(part, Call) for part in images.plan.parts)
+        calls = sum(part.call is not None for part in images.plan.parts)
         # Without engines a call needs as long whatever its size.
         room = WHOLE_BATCH_BYTES if self._decoding.streams > 1 and calls > 1 else None
         if limit is None and room is None:
@@ -157,95 +162,100 @@ class ImageJob:
             views.append((launches, start - starts[0]))
         return _Launched(words, views)
 
-    def _run(self, part: Upload | Call, number: int) -> None:
-        if isinstance(part, Call):
-            self._decode(part, number if self._launched is not None else None)
-            return
-        try:
-            self._upload(part, number)
-        except torch.OutOfMemoryError:
-            pass  # and not again in here, where the exception holds what was allocated
-        else:
-            return
-        self._decoding.make_room()
-        self._upload(part, number)
-
-    def _upload(self, upload: Upload, number: int) -> None:
-        """Copy what workers decoded, and sample it."""
-        pixels = self.images.buffer.tensor[upload.start : upload.stop]
-        with Timed(self._stats, "resample"):
-            if self._launched is not None:
-                room = self._launched.room
-                flat = self._decoding.place(room + upload.size)
-                self._copy_words(flat)
-                flat[room : room + upload.size].copy_(pixels, non_blocking=True)
-                self._launch(number, flat)
+    def _run(self, part: Part, number: int) -> None:
+        """Decode and sample a part: by the planned launch, else apart, and in pieces."""
+        failure: _Failure | None = None
+        if self._launched is not None:
+            failure = self._attempt(partial(self._decode_and_launch, part, number))
+            if failure is None:
                 return
-            copied = pixels.to(self._decoding.device, non_blocking=True)
-            for view, output in enumerate(self.outputs):
-                pictures = self.images.pictures(upload.positions, copied, upload.start, view)
-                _resample(self.images, output, upload.positions, pictures)
-
-    def _decode(self, call: Call, launch: int | None = None, *, again: bool = False) -> None:
-        """Decode the files of a call, and sample their pictures.
-
-        A call that the decoder refuses, or that needs too much memory, is cut in two, down to a
-        single file. That one is decoded on the CPU if the decoder refuses it: a file that only the
-        GPU's decoder dislikes is not a bad file. ``launch`` is the number of the planned launch;
-        ``again`` says that a single file did not fit into memory, which was made room in.
-        """
-        refused = ""
-        try:
-            if launch is None:
-                self._decode_apart(call)
-            else:
-                self._decode_for_launch(call, launch)
-        except torch.OutOfMemoryError as error:
-            if again:
-                raise self._too_large(int(call.positions[0])) from error
-        except RefusedError as error:
-            refused = str(error)
-        else:
+            if failure.reason is None:
+                self._decoding.make_room()
+        if part.upload is not None:
+            self._sample_upload(part.upload)
+        if part.call is None:
             return
-        if not refused:
+        if failure is None:
+            self._decode(part.call)
+        else:
+            self._cut_up(part.call, failure)
+
+    def _attempt(self, work: Callable[[], None]) -> _Failure | None:
+        """Run it; why it failed, without the exception, which holds what was allocated."""
+        try:
+            work()
+        except torch.OutOfMemoryError:
+            return _Failure(None)
+        except RefusedError as error:
+            return _Failure(str(error))
+        return None
+
+    def _decode(self, call: Call, *, again: bool = False) -> None:
+        """Decode files whose pictures no launch of the plan reads, and sample them.
+
+        ``again`` says that room was made for a file that did not fit into memory alone.
+        """
+        failure = self._attempt(partial(self._decode_apart, call))
+        if failure is None:
+            return
+        if failure.reason is None:
+            if again:
+                raise self._too_large(int(call.positions[0]))
             self._decoding.make_room()
-        elif len(call.positions) == 1:
-            self._decode_on_cpu(int(call.positions[0]), refused)
+        self._cut_up(call, failure)
+
+    def _cut_up(self, call: Call, failure: _Failure) -> None:
+        """Decode the halves of a call that failed; a single file that was refused on the CPU.
+
+        A file that only the GPU's decoder dislikes is not a bad file.
+        """
+        if len(call.positions) == 1 and failure.reason is not None:
+            self._decode_on_cpu(int(call.positions[0]), failure.reason)
             return
         halves = [half for half in np.array_split(call.positions, 2) if len(half)]
         for half in halves:
             self._decode(self.images.call(half), again=len(halves) == 1)
 
-    def _decode_for_launch(self, call: Call, number: int) -> None:
+    def _decode_and_launch(self, part: Part, number: int) -> None:
         """Decode into scratch memory, and launch: see Note [One call for a batch]."""
-        decoder = self._decoder
         launched = self._launched
         assert launched is not None
         room = launched.room
-        with Timed(self._stats, "decode"):
-            flat = self._decoding.place(room + call.size)
-            self._copy_words(flat)
-            checked = decoder.canaries  # see Note [Canaries]
+        decoder = None if part.call is None else self._decoder
+        checked = decoder is not None and decoder.canaries  # see Note [Canaries]
+        with Timed(self._stats, "resample" if decoder is None else "decode"):
+            flat = self._decoding.place(room + part.size)
+            # Nobody but torch keeps words that are not in the batch until they are on the device.
+            flat[: len(launched.words)].copy_(launched.words, non_blocking=True)
             if checked:
                 launches, start = launched.views[0]
                 address = flat.data_ptr()
                 launches.set_canaries(number, address + room, address + start)
-            decoder.wait_for_readers()
-            self._call_decoder(call, flat[room : room + call.size])
-            if self._decoding.learn(decoder.streams):
-                self._learned()
+            if decoder is not None:
+                decoder.wait_for_readers()
+            pictures = flat[room : room + part.size]
+            if part.upload is not None:
+                pixels = self.images.buffer.tensor[part.upload.start : part.upload.stop]
+                pictures[: part.uploaded].copy_(pixels, non_blocking=True)
+            if part.call is not None and decoder is not None:
+                self._call_decoder(part.call, pictures[part.uploaded :])
+                if self._decoding.learn(decoder.streams):
+                    self._learned()
         with Timed(self._stats, "resample"):
             self._launch(number, flat, checked=checked)
+
+    def _sample_upload(self, upload: Upload) -> None:
+        """Copy what workers decoded, and sample it without the planned launch."""
+        pixels = self.images.buffer.tensor[upload.start : upload.stop]
+        copied = pixels.to(self._decoding.device, non_blocking=True)
+        with Timed(self._stats, "resample"):
+            for view, output in enumerate(self.outputs):
+                pictures = self.images.pictures(upload.positions, copied, upload.start, view)
+                _resample(self.images, output, upload.positions, pictures)
 
     def _call_decoder(self, call: Call, out: torch.Tensor) -> None:
         with refusals(call.size, self._decoding.device):
             self._decoder.decode(call, self.images.buffer.tensor, out)
-
-    def _copy_words(self, flat: torch.Tensor) -> None:
-        assert self._launched is not None
-        words = self._launched.words
-        # Nobody but torch keeps words that are not in the batch until they are on the device.
-        flat[: len(words)].copy_(words, non_blocking=True)
 
     def _launch(self, number: int, flat: torch.Tensor, *, checked: bool = False) -> None:
         """Sample one part for all views; ``flat`` has the launch words, and then the pictures."""
@@ -367,17 +377,9 @@ def _resample(
 ) -> None:
     """Carry out the fused transforms of one view on pictures as they are stored."""
     assert output.rows is not None
-    assert output.head.size is not None
     assert isinstance(output.out, torch.Tensor)
     turned = images.stored.transposed[positions].tolist()
     upright = [
         picture.mT if turn else picture for picture, turn in zip(pictures, turned, strict=True)
     ]
-    output.head.resample(
-        upright,
-        output.rows[positions],
-        output.head.size,
-        dtype=output.out.dtype,
-        out=output.out,
-        positions=positions.tolist(),
-    )
+    output.head.resample_into(output.out, positions, upright, output.rows[positions])

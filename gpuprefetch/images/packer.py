@@ -30,7 +30,7 @@ from gpuprefetch.images.samples import (
 )
 from gpuprefetch.images.slab import Buffer, share
 from gpuprefetch.images.targets import follow, followers, images_of
-from gpuprefetch.policies.per_image import PerImage
+from gpuprefetch.policies.policy import Policy
 from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.launch import Launches, plan_rows
 from gpuprefetch.transforms.random import Keys, head_keys
@@ -66,7 +66,7 @@ class Packer:
     late: bool = False  # whether the collate function runs after the transforms
     moves: bool = False  # whether a transform moves pixels
     # Of each view what workers sample for, and run on its finished images if there are some here.
-    programs: tuple[PerImage | None, ...] = ()
+    programs: tuple[Policy | None, ...] = ()
     rank: int = 0  # of this process among those that may be given the same samples, else 0
     draws: bool = False  # whether any transform has random parameters
     _seen: _Seen = field(init=False, default_factory=_Seen)
@@ -286,14 +286,8 @@ class Packer:
             if get_worker_info() is not None and program is None:
                 share(out)  # torch would do so as it sends it
             if len(ready):
-                head.resample(
-                    batch.pictures(ready, batch.pixels, batch.regions.pixels, view),
-                    rows[ready],
-                    self.sizes[view],
-                    dtype=out.dtype,
-                    out=out,
-                    positions=ready.tolist(),
-                )
+                pictures = batch.pictures(ready, batch.pixels, batch.regions.pixels, view)
+                head.resample_into(out, ready, pictures, rows[ready])
             batch.made.out.append(out)
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import numpy as np
 
 from gpuprefetch.core.nested import objects, tensors
 from gpuprefetch.core.stage import Cost
-from gpuprefetch.images.prepared import Call, Plan, PreparedImages, Upload, is_encoded
+from gpuprefetch.images.prepared import Part, Plan, PreparedImages, Upload, is_encoded
 from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.launch import arrange
+from gpuprefetch.transforms.launch_table import Words
 from gpuprefetch.transforms.reference import Ints
 
 Batch = object  # whatever a collate function returns
@@ -124,11 +125,11 @@ def uploads(
 def lay_out(
     images: PreparedImages,
     sizes: Sequence[Size] = (),
-    words: Sequence[Ints] = (),
+    words: Sequence[Words] = (),
     limit: int | None = None,
     room: int | None = None,
 ) -> Plan:
-    """Plan a batch: the copies of what workers decoded, and then the decode calls.
+    """Plan a batch: copies of what workers decoded, each with a decode call if there are both.
 
     Args:
         images: whose files and pixels lie in their buffer.
@@ -141,12 +142,16 @@ def lay_out(
     few = cut(decoded_bytes(images, positions), limit, room)
     calls = [images.call(positions[part]) for part in few]
     copies = uploads(images, limit, room) if sizes else []
-    parts: list[Upload | Call] = [*copies, *calls]
+    if limit is None:  # a copy goes with a call
+        parts = [Part(upload, call) for upload, call in zip_longest(copies, calls)]
+    else:
+        parts = [*(Part(copy, None) for copy in copies), *(Part(None, call) for call in calls)]
     if not words or not parts:
         return Plan(parts)
-    places = np.concatenate([part.positions for part in parts])
-    starts = np.concatenate([_offsets(images, part) for part in parts])
-    counts = [len(part.positions) for part in parts]
+    located = [_located(images, part) for part in parts]
+    places = np.concatenate([positions for positions, _ in located])
+    starts = np.concatenate([offsets for _, offsets in located])
+    counts = [len(positions) for positions, _ in located]
     ready = images.decoded[places]
     tables = [
         arrange(each[places], places, starts + ready * images.view_start(view), counts, size)
@@ -155,12 +160,18 @@ def lay_out(
     return Plan(parts, tables)
 
 
-def _offsets(images: PreparedImages, part: Upload | Call) -> Ints:
-    """``(n,)``, where each picture of a part begins in the part's memory on the device."""
-    if isinstance(part, Call):
-        return part.offsets
-    offsets: Ints = images.spans[part.positions, 0] - part.start
-    return offsets
+def _located(images: PreparedImages, part: Part) -> tuple[Ints, Ints]:
+    """``(n,)`` each, the pictures of a part, and where they begin in its memory on the device."""
+    none = np.zeros(0, dtype=np.int64)
+    ready, ready_offsets = none, none
+    if part.upload is not None:
+        ready = part.upload.positions
+        ready_offsets = images.spans[ready, 0] - part.upload.start
+    todo, todo_offsets = none, none
+    if part.call is not None:
+        todo = part.call.positions
+        todo_offsets = part.uploaded + part.call.offsets
+    return np.concatenate([ready, todo]), np.concatenate([ready_offsets, todo_offsets])
 
 
 def in_rooms(size: int) -> int:
@@ -217,11 +228,11 @@ def _cost_of_images(images: PreparedImages, heads: Sequence[Head], copies: int) 
         return ImageCost(images.pixels.nbytes + int(decoded_bytes(images, left).sum()))
     decoded = 0
     for part in images.plan.parts:
-        if isinstance(part, Upload):
-            decoded = max(decoded, part.size)
-            continue
-        size = int(decoded_bytes(images, part.positions).sum())
-        decoded = max(decoded, size * copies if len(part.positions) > 1 else size)
+        size = 0
+        if part.call is not None:
+            size = int(decoded_bytes(images, part.call.positions).sum())
+            size *= copies if len(part.call.positions) > 1 else 1
+        decoded = max(decoded, size + part.uploaded)
     fixed = sum(head.empty(len(images), "meta").nbytes for head in heads)
     spans = np.diff(images.spans)[:, 0]
     each = np.where(images.decoded, spans, decoded_bytes(images, slice(None)))

@@ -16,7 +16,7 @@ from gpuprefetch.core.stats import Stats, Timed
 from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImageError
 from gpuprefetch.images.collate import pack_lists
-from gpuprefetch.images.decoding import Decoding, Part
+from gpuprefetch.images.decoding import Decoding
 from gpuprefetch.images.finish import finish
 from gpuprefetch.images.guard import end_reading
 from gpuprefetch.images.job import ImageJob
@@ -143,7 +143,7 @@ class Pipeline:
 
     def _begin(
         self, batch: object, limit: int | None
-    ) -> tuple[object, list[ImageJob], Sequence[Part]]:
+    ) -> tuple[object, list[ImageJob], Sequence[Callable[[], None]]]:
         """Queue the copies of a batch; the batch with a job for each leaf of encoded images."""
         jobs: list[ImageJob] = []
         heads = [view.head for view in self.views]

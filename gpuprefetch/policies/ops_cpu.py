@@ -1,31 +1,31 @@
 """Ops on ``uint8`` images on the CPU where NumPy is several times as fast as torchvision's tensors.
 
-It converts between ``uint8`` and ``float32`` with vector instructions, and a grid that is a sum of
-a row and a column needs no matrix product. What they give is torchvision's within a level.
+NumPy converts between ``uint8`` and ``float32`` with vector instructions, and a grid that is a sum
+of a row and a column needs no matrix product. The results are torchvision's within a level.
 """
-
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuprefetch.policies.ops import OPS
-from gpuprefetch.policies.ops_launch import coordinates
+from gpuprefetch.policies.ops import Family, Filter, Op
+from gpuprefetch.policies.spatial import Grid, coordinates
 
+_Doubles = npt.NDArray[np.float64]
+_Singles = npt.NDArray[np.float32]
 _Levels = npt.NDArray[np.uint8]
 
 
-def apply(name: str, image: torch.Tensor, args: Any) -> torch.Tensor | None:
+def apply(op: Op, image: torch.Tensor, args: _Doubles) -> torch.Tensor | None:
     """What an op makes of a ``(3, H, W)`` image; None for one that is as fast in torchvision."""
-    if name.startswith("AFFINE"):
-        return _moved(name, image, args)
-    if name not in _POINTS or min(image.shape) < 3:
+    if op.family is Family.AFFINE:
+        return _moved(op, image, args)
+    if op not in _QUICK or min(image.shape) < 3:
         return None
-    return torch.from_numpy(_POINTS[name](image.numpy(), float(args[0])))
+    return torch.from_numpy(_QUICK[op](image.numpy(), float(args[0])))
 
 
-def _levels(values: Any) -> _Levels:
+def _levels(values: _Singles) -> _Levels:
     levels: _Levels = values.clip(0, 255, out=values).astype(np.uint8)
     return levels
 
@@ -62,9 +62,9 @@ def _hued(image: _Levels, shift: float) -> _Levels:
     span *= white
     least *= white
     for out, middle, sign in zip(result, (3, 2, 4), (1, -1, -1), strict=True):
-        share = np.abs(hue - middle)
-        share = share - 1 if sign > 0 else 2 - share
-        out[:] = share.clip(0, 1, out=share) * span + least
+        ramp = np.abs(hue - middle)
+        ramp = ramp - 1 if sign > 0 else 2 - ramp
+        out[:] = ramp.clip(0, 1, out=ramp) * span + least
     return result
 
 
@@ -72,26 +72,32 @@ def _solarized(image: _Levels, threshold: float) -> _Levels:
     return np.where(image >= np.float32(threshold), 255 - image, image)
 
 
-_POINTS = {"HUE": _hued, "SHARPNESS": _sharpened, "SOLARIZE": _solarized}
+_QUICK = {Op.HUE: _hued, Op.SHARPNESS: _sharpened, Op.SOLARIZE: _solarized}
 
 
-def _moved(name: str, image: torch.Tensor, args: Any) -> torch.Tensor:
+def _moved(op: Op, image: torch.Tensor, args: _Doubles) -> torch.Tensor:
     height, width = image.shape[1:]
-    (params,) = coordinates(np.array([OPS[name]], np.int32), args[None], image)
+    (params,) = coordinates(np.array([op], np.int32), args[None], image)
     x = np.arange(width, dtype=np.float32) + np.float32(0.5 - 0.5 * width)
     y = (np.arange(height, dtype=np.float32) + np.float32(0.5 - 0.5 * height))[:, None]
     grid = np.empty((height, width, 2), np.float32)
-    for axis, (a, b, c) in enumerate(params[:6].reshape(2, 3)):  # rounded as a matrix product is
+    for axis, (a, b, c) in enumerate(
+        params[: Grid.G].reshape(2, 3)
+    ):  # rounded as a matrix product is
         np.add(x * a + y * b, c, out=grid[..., axis])
-    fill = torch.from_numpy(params[8:11])[:, None, None]
-    mode = name.split("_")[1].lower()
-    # The share of what is from inside is sampled with the colors. The nearest pixel needs none of
+    fill = torch.from_numpy(params[Grid.FILL :])[:, None, None]
+    assert op.filter is not None
+    # How much of a pixel is from inside is sampled with the colors. The nearest pixel needs none of
     # it where what is outside is black.
-    colored = bool(fill.any() if mode == "nearest" else fill.isfinite().all())
+    colored = bool(fill.any() if op.filter is Filter.NEAREST else fill.isfinite().all())
     values = image.float()
     values = torch.cat([values, torch.ones_like(values[:1])]) if colored else values
     sampled = torch.nn.functional.grid_sample(
-        values[None], torch.from_numpy(grid)[None], mode, padding_mode="zeros", align_corners=False
+        values[None],
+        torch.from_numpy(grid)[None],
+        op.filter.value,
+        padding_mode="zeros",
+        align_corners=False,
     )[0]
     if colored:
         sampled = (sampled[:3] - fill) * sampled[3:] + fill

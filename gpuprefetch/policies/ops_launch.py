@@ -1,48 +1,61 @@
 """Lay out a program in one copy to the GPU, and carry it out in few launches."""
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from gpuprefetch.policies import ops_kernel as kernel
-from gpuprefetch.policies.ops import AS_IT_IS, NAMES, OPS, Finish, Program
-from gpuprefetch.policies.ops_kernel import BINS, FIELDS
+from gpuprefetch.policies.ops import BINS, STATISTICS, WORDS, Erase, Op, flags
+from gpuprefetch.policies.program import AS_IT_IS, Finish, Program
+from gpuprefetch.policies.spatial import Blur, coordinates
 
 _Doubles = npt.NDArray[np.float64]
 _Singles = npt.NDArray[np.float32]
 _Ints = npt.NDArray[np.int32]
 _Flags = npt.NDArray[np.bool_]
+_Table = npt.NDArray[np.void]  # of WORDS
 
-_MOVING = OPS["HFLIP"]  # this one, and all after it, read other pixels
-_NEEDS_STATISTICS = np.isin(NAMES, ["CONTRAST", "AUTOCONTRAST", "EQUALIZE"])
-# Between these pixels are sampled.
-_FIRST, _LAST = OPS["AFFINE_NEAREST"], OPS["MATRIX_BICUBIC"]
-_OF_COLORS = [OPS[name] for name in ("SATURATION", "HUE", "GRAYSCALE", "PERMUTE")]
+_IS_SPATIAL = flags(lambda op: op.is_spatial)
+_IS_SAMPLED = flags(lambda op: op.family is not None)
+_NEEDS_STATISTICS = flags(lambda op: op.needs_statistics)
+_NEEDS_COLORS = flags(lambda op: op.needs_colors)
 
 
 @dataclass(slots=True)
 class _Group:
     """Slots that one launch carries out, and what goes before it."""
 
-    first: int  # slot, the only one that may move pixels
+    first: int  # slot, the only one that may be spatial
     last: int  # the slot after them
-    moves: bool  # whether the first one moves pixels
-    # Of statistics: where their pairs (image, slot) begin, and how many there are.
+    spatial: bool  # whether the first one is
+    # Statistics: where the pairs (image, slot) of each round begin, and how many there are.
     rounds: list[tuple[int, int]] = field(default_factory=list)
-    blurred: tuple[int, int] = (0, 0)  # likewise, of the images that are blurred along x first
+    blurred: tuple[int, int] = (0, 0)  # likewise, the images that are blurred along x first
 
 
 @dataclass(slots=True)
 class Layout:
-    """A program as the kernels read it: for images of one form, and one :class:`.ops.Finish`."""
+    """A program as the kernels read it: for images of one form, and one :class:`.program.Finish`.
+
+    Two images and three slots, which are two launches, as a flip is spatial::
+
+        image 0   INVERT     IDENTITY   HFLIP
+        image 1   CONTRAST   HUE        IDENTITY
+
+        groups    slots 0 and 1, after one round of statistics for the pair (1, 0); slot 2
+        words     6 ops of 12 words, from 0 on: a code and 11 arguments
+                  3 scales and 3 shifts, from colors_at = 72 on
+                  the pair (1, 0), from pairs_at = 78 on
+    """
 
     words: _Ints  # all that the kernels read but pixels: ops, colors, pairs
     groups: list[_Group]
-    places: tuple[int, int, int]  # the number of slots, and where colors and pairs begin
-    pairs: int  # how many results have statistics
+    n_slots: int
+    colors_at: int  # where the scales and shifts are among the words
+    pairs_at: int
+    n_pairs: int  # how many results have statistics, or are blurred along x
     finishes: bool  # whether the last launch normalizes or casts
     weights: _Singles | None = None  # as in a program
 
@@ -52,62 +65,135 @@ def lay_out(images: torch.Tensor, program: Program, finish: Finish = AS_IT_IS) -
     finishes = finish.normalizes or finish.form(images)[0] != images.dtype
     n_slots = program.ops.shape[1]
     before = n_slots - program.finals if finishes else n_slots
-    table, codes, params = _pack(program, images, before)
-    needs = _NEEDS_STATISTICS[codes[:, :before]]
-    groups = _groups(codes[:, :before], needs)
-    pairs = _pairs(groups, codes, needs, params)
+    table = _pack(program, images, before)
+    codes = table["code"][:, :before]
+    groups = _groups(codes)
+    pairs = _pairs(groups, table)
     if finishes:  # what stands between them does nothing
         groups = groups or [_Group(before, before, False)]
         groups[-1].last = before
     colors = np.broadcast_to(finish.colors(images), (2, 3)).astype(np.float32)
-    words = np.concatenate([table.ravel(), colors.view(np.int32).ravel(), pairs.ravel()])
-    places = n_slots, table.size, table.size + colors.size
-    return Layout(words, groups, places, len(pairs), finishes, program.weights)
+    ops = table.ravel().view(np.int32)
+    return Layout(
+        words=np.concatenate([ops, colors.view(np.int32).ravel(), pairs.ravel()]),
+        groups=groups,
+        n_slots=n_slots,
+        colors_at=ops.size,
+        pairs_at=ops.size + colors.size,
+        n_pairs=len(pairs),
+        finishes=finishes,
+        weights=program.weights,
+    )
 
 
 def launch(
     images: torch.Tensor, program: Program | Layout, finish: Finish = AS_IT_IS
 ) -> torch.Tensor:
-    """:func:`gpuprefetch.policies.ops.run` by kernels: on CUDA, or in Triton's interpreter."""
+    """:func:`.run.run` by kernels: on CUDA, or in Triton's interpreter."""
     dtype, memory_format = finish.form(images)
     laid = program if isinstance(program, Layout) else lay_out(images, program, finish)
     if not laid.groups:
         return images.contiguous(memory_format=memory_format)
     if not (images.is_contiguous() or images.is_contiguous(memory_format=torch.channels_last)):
         images = images.contiguous()
-    table, uint8 = torch.from_numpy(laid.words), images.dtype == torch.uint8
-    height, width = images.shape[2:]
-    tiles = -(-height * width // kernel.BLOCK)
+    table = torch.from_numpy(laid.words)
     with torch.cuda.device_of(images):
         if images.is_cuda:
             table = table.pin_memory().to(images.device, non_blocking=True)
-        empty = partial(torch.empty, device=images.device)
-        statistics = empty((max(laid.pairs, 1), 3, BINS), dtype=torch.float32)
+        shape = (max(laid.n_pairs, 1), 3, BINS)
+        statistics = torch.empty(shape, dtype=torch.float32, device=images.device)
         for group in laid.groups:
             final = group is laid.groups[-1]
-            kind = dtype if final else images.dtype
-            out = empty(images.shape, dtype=kind, memory_format=memory_format)
-            common = height, width, *_strides(images), *laid.places
-            for start, number in group.rounds:
-                given = images, table, statistics, *common, start, group.first, uint8
-                kernel.statistics_kernel[(number * 3,)](
-                    *given, kernel.STATISTICS_BLOCK, num_warps=kernel.STATISTICS_WARPS
-                )
-            blurred, (start, number) = statistics, group.blurred
-            if number:
-                blurred = empty(number * 3 * height * width, dtype=torch.float32)
-                kernel.blur_kernel[(number * tiles,)](
-                    images, table, blurred, *common, start, kernel.BLOCK, num_warps=kernel.NUM_WARPS
-                )
-            finishes = final and laid.finishes
-            slots = group.first, group.last, laid.places[0] if finishes else group.last
-            tensors = images, table, out, statistics, blurred
-            constants = uint8, group.moves, finishes, 1 if width % 4 else 4, kernel.BLOCK
-            kernel.ops_kernel[(len(out) * tiles,)](
-                *tensors, *common, *_strides(out), *slots, *constants, num_warps=kernel.NUM_WARPS
+            out = torch.empty(
+                images.shape,
+                dtype=dtype if final else images.dtype,
+                device=images.device,
+                memory_format=memory_format,
             )
+            launcher = _Launcher(laid, group, images, table, statistics)
+            launcher.make_statistics()
+            launcher.carry_out(launcher.blurred(), out, finishes=final and laid.finishes)
             images = out
     return images
+
+
+class _Launcher:
+    """The launches of one group, on images as they are before it."""
+
+    def __init__(
+        self,
+        laid: Layout,
+        group: _Group,
+        images: torch.Tensor,
+        table: torch.Tensor,
+        statistics: torch.Tensor,
+    ) -> None:
+        self._laid = laid
+        self._group = group
+        self._images = images
+        self._table = table
+        self._statistics = statistics
+        height, width = images.shape[2:]
+        self._pixels = height * width
+        self._tiles = -(-self._pixels // kernel.BLOCK)
+        self._uint8 = images.dtype == torch.uint8
+        # What all three kernels are given after their tensors.
+        at = laid.n_slots, laid.colors_at, laid.pairs_at
+        self._common = height, width, *_strides(images), *at
+
+    def make_statistics(self) -> None:
+        for start, number in self._group.rounds:
+            kernel.statistics_kernel[(number * 3,)](
+                self._images,
+                self._table,
+                self._statistics,
+                *self._common,
+                start,
+                self._group.first,
+                UINT8=self._uint8,
+                BLOCK=kernel.STATISTICS_BLOCK,
+                num_warps=kernel.STATISTICS_WARPS,
+            )
+
+    def blurred(self) -> torch.Tensor:
+        """Float32 planes of the images that are blurred along x first; anything if none is."""
+        start, number = self._group.blurred
+        if not number:
+            return self._statistics  # which is not read for that
+        size = number * 3 * self._pixels
+        blurred = torch.empty(size, dtype=torch.float32, device=self._images.device)
+        kernel.blur_kernel[(number * self._tiles,)](
+            self._images,
+            self._table,
+            blurred,
+            *self._common,
+            start,
+            BLOCK=kernel.BLOCK,
+            num_warps=kernel.NUM_WARPS,
+        )
+        return blurred
+
+    def carry_out(self, blurred: torch.Tensor, out: torch.Tensor, *, finishes: bool) -> None:
+        """Write the result of the group's slots."""
+        group = self._group
+        kernel.ops_kernel[(len(out) * self._tiles,)](
+            self._images,
+            self._table,
+            out,
+            self._statistics,
+            blurred,
+            *self._common,
+            *_strides(out),
+            group.first,
+            group.last,
+            self._laid.n_slots if finishes else group.last,
+            UINT8=self._uint8,
+            MOVES=group.spatial,
+            FINISH=finishes,
+            VECTOR=1 if out.shape[3] % 4 else 4,
+            BLOCK=kernel.BLOCK,
+            num_warps=kernel.NUM_WARPS,
+        )
 
 
 def _strides(images: torch.Tensor) -> tuple[int, int, int]:
@@ -119,128 +205,98 @@ def _strides(images: torch.Tensor) -> tuple[int, int, int]:
     return (3 * plane, plane, 1) if images.is_contiguous() else (3 * plane, 1, 3)
 
 
-def _groups(codes: _Ints, needs: _Flags) -> list[_Group]:
-    """The launches: a new one where pixels move, and for statistics of what has moved."""
-    highest, statistics = codes.max(0, initial=0), np.any(needs, axis=0)
+def _groups(codes: _Ints) -> list[_Group]:
+    """The launches: a new one for a spatial slot, and for statistics after one."""
+    used = np.any(codes, axis=0)
+    spatial: _Flags = np.any(_IS_SPATIAL[codes], axis=0)
+    statistics: _Flags = np.any(_NEEDS_STATISTICS[codes], axis=0)
     groups: list[_Group] = []
-    for slot in np.flatnonzero(highest).tolist():
-        moves = bool(highest[slot] >= _MOVING)
-        if groups and not moves and not (statistics[slot] and groups[-1].moves):
+    for slot in np.flatnonzero(used).tolist():
+        if groups and not spatial[slot] and not (statistics[slot] and groups[-1].spatial):
             groups[-1].last = slot + 1
         else:
-            groups.append(_Group(slot, slot + 1, moves))
+            groups.append(_Group(slot, slot + 1, bool(spatial[slot])))
     return groups
 
 
-def _pairs(groups: list[_Group], codes: _Ints, needs: _Flags, params: _Singles) -> _Ints:
-    """List what goes before each launch, (P, 2) images and slots, and note its places in params.
+def _pairs(groups: list[_Group], table: _Table) -> _Ints:
+    """List what goes before each launch, (P, 2) images and slots, and note its places in args.
 
-    A round takes an op of each image: the next one of an image needs what this one has made.
+    A round has one op of an image at most: the next op of that image needs the result of this one.
     """
-    pairs, start = [np.empty((2, 0), np.int64)], 0
+    codes = table["code"]
+    args = table["args"]
+    needs = _NEEDS_STATISTICS[codes]
+    pairs = [np.empty((2, 0), np.int64)]
+    start = 0
     for group in groups:
         own = needs[:, group.first : group.last]
         order = own.cumsum(1) * own if own.any() else own
         for turn in range(1, int(order.max(initial=0)) + 1):
             image, slot = np.nonzero(order == turn)
             slot += group.first
-            params[image, slot, 1] = np.arange(start, start + len(image))
+            args[image, slot, STATISTICS] = np.arange(start, start + len(image))
             group.rounds.append((start, len(image)))
             pairs.append(np.stack([image, slot]))
             start += len(image)
-        image = np.flatnonzero(codes[:, group.first] == OPS["BLUR"])
+        image = np.flatnonzero(codes[:, group.first] == Op.BLUR)
         if len(image):
-            params[image, group.first, 4] = np.arange(len(image))
+            args[image, group.first, Blur.PLANE] = np.arange(len(image))
             group.blurred = start, len(image)
             pairs.append(np.stack([image, np.full_like(image, group.first)]))
             start += len(image)
     return np.concatenate(pairs, axis=1).T.astype(np.int32)
 
 
-# --- Arguments as the kernels take them ---
+# --- Arguments as the kernels read them ---
 
 
-def _pack(program: Program, images: torch.Tensor, before: int) -> tuple[_Ints, _Ints, _Singles]:
-    """The table ``(N, S, FIELDS)``, and views of it: codes (N, S) and parameters (N, S, 11).
-
-    Of ops that change nothing the code is 0.
-    """
-    channels, height, width = images.shape[1:]
+def _pack(program: Program, images: torch.Tensor, before: int) -> _Table:
+    """The table ``(N, S)`` of WORDS. The code of an op that changes nothing is IDENTITY."""
     uint8 = images.dtype == torch.uint8
-    args = program.args
-    table = np.empty((*program.ops.shape, FIELDS), np.int32)
-    codes, params = table[..., 0], table.view(np.float32)[..., 1:]
-    codes[:], params[:] = program.ops, args[..., : FIELDS - 1]
-    used = np.bincount(program.ops.ravel(), minlength=len(OPS)).tolist()
+    table = np.empty(program.ops.shape, WORDS)
+    codes = table["code"]
+    args = table["args"]
+    codes[:] = program.ops
+    args[:] = program.args
+    used = np.bincount(program.ops.ravel(), minlength=len(Op)) > 0
+    _drop_useless(codes, images)
+    if used[Op.POSTERIZE]:
+        image, slot = np.nonzero(codes == Op.POSTERIZE)
+        bits = program.args[image, slot, 0].clip(0, 8)
+        args[image, slot, 0] = 256 - 2 ** (8 - bits) if uint8 else 2**bits
+    if used[Op.BLUR]:
+        image, slot = np.nonzero(codes == Op.BLUR)
+        args[image, slot, : Blur.TAPS_X] = _exponents(program.args[image, slot], images)
+    if used[Op.ERASE] and uint8:
+        image, slot = np.nonzero(codes[:, :before] == Op.ERASE)
+        values = slice(Erase.VALUES, Erase.VALUES + 3)
+        args[image, slot, values] = np.trunc(program.args[image, slot, values]) % 256
+    if used[_IS_SAMPLED].any():
+        image, slot = np.nonzero(_IS_SAMPLED[codes])
+        given = program.args[image, slot]
+        args[image, slot] = coordinates(codes[image, slot], given, images)
+    args[codes == Op.IDENTITY] = 0  # the kernels read a box there, too, and it must hold numbers
+    return table
+
+
+def _drop_useless(codes: _Ints, images: torch.Tensor) -> None:
+    channels, height, width = images.shape[1:]
     if channels == 1:
-        codes[np.isin(codes, _OF_COLORS)] = 0
-    if used[OPS["SHARPNESS"]] and min(height, width) <= 2:
-        codes[codes == OPS["SHARPNESS"]] = 0
-    if used[OPS["POSTERIZE"]]:
-        n, slot = np.nonzero(codes == OPS["POSTERIZE"])
-        bits = args[n, slot, 0].clip(0, 8)
-        params[n, slot, 0] = 256 - 2 ** (8 - bits) if uint8 else 2**bits
-    if used[OPS["BLUR"]]:
-        n, slot = np.nonzero(codes == OPS["BLUR"])
-        sigma, taps = args[n, slot, :2], args[n, slot, 2:4]
-        if (taps // 2 >= (width, height)).any():
-            raise ValueError(
-                f"images of {height} x {width} are too small for a blur of {taps.max():.0f} "
-                "pixels: half of it must be less than a side"
-            )
-        params[n, slot, :2] = (0.5 / sigma**2).clip(max=1e30)
-    if used[OPS["ERASE"]] and uint8:
-        n, slot = np.nonzero(codes[:, :before] == OPS["ERASE"])
-        params[n, slot, 4:7] = np.trunc(args[n, slot, 4:7]) % 256
-    if any(used[_FIRST : _LAST + 1]):
-        n, slot = np.nonzero((codes >= _FIRST) & (codes <= _LAST))
-        params[n, slot] = coordinates(codes[n, slot], args[n, slot], images)
-    params[codes == 0] = 0  # the kernels read a box there, too, and it must hold numbers
-    return table, codes, params
+        codes[_NEEDS_COLORS[codes]] = Op.IDENTITY
+    if min(height, width) <= 2:  # all of it is border, which stays
+        codes[codes == Op.SHARPNESS] = Op.IDENTITY
 
 
-def coordinates(codes: _Ints, args: _Doubles, images: torch.Tensor) -> _Singles:
-    """``(K, 11)`` for K ops that sample between pixels.
-
-    A matrix and its denominator, from output to source on torch's grid from -1 to 1, then the fill.
-    An affine one is from the middle, the others from the corner.
-    """
-    height, width = images.shape[-2:]
-    kinds = (codes - _FIRST) >> 1  # affine, perspective, matrix
-    columns = args.T[: FIELDS - 1]
-    params = np.zeros((len(args), FIELDS - 1), np.float32)
-    matrices, fill, centered = columns[:6], columns[8:], kinds == 0
-    if centered.all():
-        matrices = _affine_matrices(columns, height, width)
-    else:
-        matrices = matrices.copy()
-        matrices[:, centered] = _affine_matrices(columns[:, centered], height, width)
-        projects, plain = kinds == 1, kinds == 2
-        params[projects, 6:8] = args[projects, 6:8]
-        given = columns[6:9]
-        given = np.trunc(given) % 256 if images.dtype == torch.uint8 else given
-        fill = np.where(plain, given, fill)
-    # In float32 from here on, as torchvision has it.
-    halves = np.array([0.5 * width, 0.5 * height], np.float32).repeat(3)
-    params[:, :6] = matrices.T.astype(np.float32) / halves
-    # Of the nearest pixel, or with a border that repeats, no fill is black.
-    black = np.isnan(fill[0]) & (((codes - _FIRST) & 1 == 0) | (kinds == 2))
-    params[:, 8:] = np.where(black, 0, fill).T
-    return params
-
-
-def _affine_matrices(args: _Doubles, height: int, width: int) -> _Doubles:
-    """``(6, K)`` of ``(ARGS, K)``: output to source, from the middle, as torchvision has it."""
-    angle, shear_x, shear_y = np.radians(args[[0, 4, 5]])
-    scale = args[3]
-    center = args[6:8] - ((0.5 * width,), (0.5 * height,))
-    center[np.isnan(center)] = 0
-    moved = center + args[1:3]
-    turned, cos_y = angle - shear_y, np.cos(shear_y)
-    a, c = np.cos(turned) / cos_y, np.sin(turned) / cos_y
-    tan_x = np.tan(shear_x)
-    b, d = -(a * tan_x + np.sin(angle)), np.cos(angle) - c * tan_x
-    a, b, c, d = d / scale, -b / scale, -c / scale, a / scale
-    x = center[0] - (a * moved[0] + b * moved[1])
-    y = center[1] - (c * moved[0] + d * moved[1])
-    return np.stack([a, b, x, c, d, y])
+def _exponents(args: _Doubles, images: torch.Tensor) -> _Doubles:
+    """What the kernels read instead of both sigmas of a BLUR."""
+    height, width = images.shape[2:]
+    sigmas = args[:, Blur.SIGMA_X : Blur.TAPS_X]
+    taps = args[:, Blur.TAPS_X : Blur.PLANE]
+    if (taps // 2 >= (width, height)).any():
+        raise ValueError(
+            f"images of {height} x {width} are too small for a blur of {taps.max():.0f} pixels: "
+            "half of it must be less than a side"
+        )
+    exponents: _Doubles = (0.5 / sigmas**2).clip(max=1e30)
+    return exponents

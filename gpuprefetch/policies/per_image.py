@@ -9,7 +9,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -25,12 +25,11 @@ from gpuprefetch.policies.known import (
     name_of,
     twin,
 )
-from gpuprefetch.policies.ops import Finish, Program, Share, apply_one, run
+from gpuprefetch.policies.ops_launch import Layout, lay_out
+from gpuprefetch.policies.program import Finish, Program, Share
+from gpuprefetch.policies.run import apply_one, run
 from gpuprefetch.policies.slots import Mix, Picture, Slots, program_of
 from gpuprefetch.transforms.random import Keys, SeededDraws, derive, fold
-
-if TYPE_CHECKING:
-    from gpuprefetch.policies.ops_launch import Layout
 
 Transform = Callable[..., Any]
 
@@ -251,7 +250,7 @@ class PerImage(torch.nn.Module):
                 row.append(step)
                 continue
             programs += [program_of(row, fold(keys, -1 - number), picture)] if row else []
-            programs.append(step.draw(fold(keys, number), picture))
+            programs.append(step.sample(fold(keys, number), picture))
             row = []
         return [*programs, program_of(row, keys, picture, self.recipe.finals)]
 
@@ -266,8 +265,6 @@ class PerImage(torch.nn.Module):
 
     def lay_out(self, images: torch.Tensor, drawn: Sequence[Program]) -> "list[Layout]":
         """The same for the kernels, whatever the device is; the images may be on "meta"."""
-        from gpuprefetch.policies.ops_launch import lay_out
-
         images = self.recipe.begin(images)
         laid = [lay_out(images, program) for program in drawn[:-1]]
         return [*laid, lay_out(images, drawn[-1], self.recipe.finish(images))]

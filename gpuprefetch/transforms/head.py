@@ -101,11 +101,40 @@ class Head:
         return self.sample(sizes, keys, leaders).rows()
 
     def resample(
-        self, images: Sequence[torch.Tensor], rows: Floats, size: Size, **options: Any
+        self,
+        images: Sequence[torch.Tensor],
+        rows: Floats,
+        size: Size,
+        *,
+        dtype: torch.dtype = torch.float32,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        out: torch.Tensor | None = None,
+        positions: Ints | None = None,
     ) -> torch.Tensor:
-        """Carry the rows out on images ``(C, H_i, W_i)``; options as of ``launch.resample``."""
-        way: Any = {"interpolation": self.interpolation, "antialias": self.antialias}
-        return resample(images, rows, size, mean=self.mean, std=self.std, **way, **options)
+        """Carry the rows out on images ``(C, H_i, W_i)``: a new tensor, or rows of ``out``."""
+        return resample(
+            images,
+            rows,
+            size,
+            interpolation=self.interpolation,
+            antialias=self.antialias,
+            mean=self.mean,
+            std=self.std,
+            dtype=dtype,
+            memory_format=memory_format,
+            out=out,
+            positions=positions,
+        )
+
+    def resample_into(
+        self, out: torch.Tensor, positions: Ints, images: Sequence[torch.Tensor], rows: Floats
+    ) -> None:
+        """Carry the rows out on images ``(C, H_i, W_i)``, into the rows ``positions`` of ``out``.
+
+        For images 0 and 1 of a batch at rows 5 and 2 of it: ``positions`` is ``[5, 2]``.
+        """
+        height, width = out.shape[2:]
+        self.resample(images, rows, (height, width), out=out, positions=positions)
 
 
 class _FusedTransform(torch.nn.Module):

@@ -1,6 +1,6 @@
 """The Triton kernels: one launch makes a batch of images, and one colors the corners of canaries.
 
-What they read of each image is laid out in launch.py, and reference.py has the eager twin.
+What they read of each image is laid out in launch_table.py, and reference.py has the eager twin.
 """
 
 # mypy: implicit-reexport, disable-error-code="no-untyped-def, untyped-decorator, assignment"
@@ -13,36 +13,51 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = tl = None
 
+from gpuprefetch.transforms.launch_table import COLOR_WORDS, IMAGE_WORDS, offset
+
 HAS_TRITON = triton is not None
 # Kernels run on the CPU in Triton's interpreter alone.
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 if triton is not None:
+    # Words of the launch table.
+    _COLOR_WORDS = tl.constexpr(COLOR_WORDS)
+    _IMAGE_WORDS = tl.constexpr(IMAGE_WORDS)
+    _ADDRESS = tl.constexpr(offset("address"))
+    _STRIDE_C = tl.constexpr(offset("strides"))
+    _STRIDE_Y = tl.constexpr(offset("strides") + 1)
+    _STRIDE_X = tl.constexpr(offset("strides") + 2)
+    _ROW = tl.constexpr(offset("row"))
+    _TAPS_X = tl.constexpr(offset("taps_x"))
+    _FILTER_Y = tl.constexpr(offset("filter_y"))
+    _FILTER_X = tl.constexpr(offset("filter_x"))
+    _EDGES_Y = tl.constexpr(offset("edges_y"))
+    _EDGES_X = tl.constexpr(offset("edges_x"))
 
     @triton.jit(do_not_specialize=["from_image", "layers"])
     def resample_kernel(
-        address, numbers, from_image, out_ptr, stride_n, stride_c, stride_y, stride_x,
+        address, table, from_image, out_ptr, stride_n, stride_c, stride_y, stride_x,
         height, width, survived, layers,
         STRIDE_X: tl.constexpr,
         CANARY: tl.constexpr,  # 0: there are none
         CHANNELS: tl.constexpr, SOURCE: tl.constexpr, BICUBIC: tl.constexpr,
         TIE: tl.constexpr,  # 0: no pixel is taken alone
         CLAMP: tl.constexpr, PADDED: tl.constexpr, ROUND: tl.constexpr,
-        FIELDS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STRIPS: tl.constexpr,
+        ROWS: tl.constexpr, COLS: tl.constexpr, STRIPS: tl.constexpr,
     ):  # fmt: skip
-        ints_ptr = numbers.to(tl.pointer_type(tl.int64))
-        floats_ptr = numbers.to(tl.pointer_type(tl.float64))
+        ints_ptr = table.to(tl.pointer_type(tl.int64))
+        floats_ptr = table.to(tl.pointer_type(tl.float64))
         # Three channels share their weights. Where the channels do not divide by three, the last
         # group repeats one, and writes the same values twice.
         GROUPS: tl.constexpr = (CHANNELS + 2) // 3
         if CANARY > 0:
-            # Programs of their own: within the others this would take registers from each of them.
+            # In separate programs: within the others it would cost registers of each of them.
             beyond = tl.program_id(2) - layers
             if beyond >= 0:
                 image = beyond * tl.num_programs(1) + tl.program_id(1)
                 image = image * tl.num_programs(0) + tl.program_id(0)
                 if image < layers // GROUPS:
-                    ints_ptr += 2 * CHANNELS + (from_image + image) * FIELDS
+                    ints_ptr += _COLOR_WORDS * CHANNELS + (from_image + image) * _IMAGE_WORDS
                     _find_canary(address, ints_ptr, survived, CANARY)
                 return
         c0 = tl.program_id(2) % GROUPS * 3
@@ -50,24 +65,24 @@ if triton is not None:
         scales = [tl.load(floats_ptr + c).to(tl.float32) for c in channels]
         shifts = [tl.load(floats_ptr + CHANNELS + c).to(tl.float32) for c in channels]
 
-        row = 2 * CHANNELS + (from_image + tl.program_id(2) // GROUPS) * FIELDS
-        ints_ptr += row
-        floats_ptr += row
-        source_ptr = (address + tl.load(ints_ptr)).to(tl.pointer_type(SOURCE))
-        source_stride_c = tl.load(ints_ptr + 1)
-        source_stride_y = tl.load(ints_ptr + 2)
-        source_stride_x = tl.load(ints_ptr + 3)
+        image = from_image + tl.program_id(2) // GROUPS
+        word = _COLOR_WORDS * CHANNELS + image * _IMAGE_WORDS
+        ints_ptr += word
+        floats_ptr += word
+        source_ptr = (address + tl.load(ints_ptr + _ADDRESS)).to(tl.pointer_type(SOURCE))
+        source_stride_c = tl.load(ints_ptr + _STRIDE_C)
+        source_stride_y = tl.load(ints_ptr + _STRIDE_Y)
+        source_stride_x = tl.load(ints_ptr + _STRIDE_X)
         if STRIDE_X > 0:
             source_stride_x = STRIDE_X
-        place = tl.load(ints_ptr + 4)
-        out_ptr += place * stride_n
-        taps_x = tl.load(ints_ptr + 5).to(tl.int32)
+        out_ptr += tl.load(ints_ptr + _ROW) * stride_n
+        taps_x = tl.load(ints_ptr + _TAPS_X).to(tl.int32)
 
         # Coordinates stay float64 until they are relative to a tap: float32 alone would be off by
         # 5e-4 pixels in a photo of 8192. The taps of a column are moved as one window into the box,
         # where all that have weight are: no load needs a mask, and no tap a check.
-        origin, step, radius, squeeze = _load4(floats_ptr + 10, tl.float64)
-        lo, hi, first, last = _load4(ints_ptr + 18, tl.int32)
+        origin, step, radius, squeeze = _load4(floats_ptr + _FILTER_X, tl.float64)
+        lo, hi, first, last = _load4(ints_ptr + _EDGES_X, tl.int32)
         left = tl.program_id(0) * COLS
         cols = left + tl.arange(0, COLS)[None, :]
         center = origin + step * clamp(cols, first, last - 1)
@@ -85,8 +100,8 @@ if triton is not None:
         # 64-bit, once a column: an image may be of any size.
         source_ptr += tap.to(tl.int64) * source_stride_x
 
-        origin, step, radius, squeeze = _load4(floats_ptr + 6, tl.float64)
-        lo, hi, first, last = _load4(ints_ptr + 14, tl.int32)
+        origin, step, radius, squeeze = _load4(floats_ptr + _FILTER_Y, tl.float64)
+        lo, hi, first, last = _load4(ints_ptr + _EDGES_Y, tl.int32)
         flat = tl.arange(0, ROWS * COLS)
         start = tl.program_id(1) * ROWS * STRIPS
         bottom = tl.minimum(start + ROWS * STRIPS, height)
@@ -109,7 +124,8 @@ if triton is not None:
                 tap_y = (begin - center_y).to(tl.float32)
 
             zero = tl.zeros([ROWS, COLS], tl.float32)
-            colors, weight_y = (zero, zero, zero), zero
+            colors = (zero, zero, zero)
+            weight_y = zero
             row_ptr = source_ptr + begin.to(tl.int64) * source_stride_y
             # With the number of taps known, their weights along x stay in registers.
             for TAPS in tl.static_range(5):
@@ -132,7 +148,8 @@ if triton is not None:
                 for i in (0, 1, 2)
             ]
             # Stored as a vector: of a tile Triton 3.6 would give the lanes of a warp to rows.
-            y, x = start + flat // COLS, left + flat % COLS
+            y = start + flat // COLS
+            x = left + flat % COLS
             pixel_ptr = out_ptr + (y * stride_y + x * stride_x)
             mask = (y < height) & (x < width)
             dtype = out_ptr.dtype.element_ty
@@ -142,9 +159,9 @@ if triton is not None:
             start += ROWS
 
     @triton.jit(do_not_specialize=["from_image"])
-    def canary_kernel(address, numbers, from_image, CANARY: tl.constexpr, FIELDS: tl.constexpr):
-        row = 2 * 3 + (from_image + tl.program_id(0)) * FIELDS
-        ints_ptr = numbers.to(tl.pointer_type(tl.int64)) + row
+    def canary_kernel(address, table, from_image, CANARY: tl.constexpr):
+        word = _COLOR_WORDS * 3 + (from_image + tl.program_id(0)) * _IMAGE_WORDS
+        ints_ptr = table.to(tl.pointer_type(tl.int64)) + word
         corners, colors, mask = _corners(address, ints_ptr, CANARY)
         tl.store(corners, colors, mask)
 
@@ -153,16 +170,18 @@ if triton is not None:
         corners, colors, mask = _corners(address, ints_ptr, CANARY)
         other = tl.where(tl.load(corners, mask) == colors, 0, 1)
         differs = tl.min(tl.max(tl.where(mask, other, 0), axis=1), axis=0)
-        place = tl.load(ints_ptr + 4)
-        tl.store((survived + place).to(tl.pointer_type(tl.uint8)), 1, differs == 0)
+        row = tl.load(ints_ptr + _ROW)
+        tl.store((survived + row).to(tl.pointer_type(tl.uint8)), 1, differs == 0)
 
     @triton.jit
     def _corners(address, ints_ptr, CANARY: tl.constexpr):
-        """Of the first and the last pixel of a box: (2, 4) pointers, colors, and a mask."""
-        last, channel = tl.arange(0, 2)[:, None], tl.arange(0, 4)[None, :]
-        y, x = tl.load(ints_ptr + 14 + last) - last, tl.load(ints_ptr + 18 + last) - last
-        offset = y * tl.load(ints_ptr + 2) + x * tl.load(ints_ptr + 3)
-        offset += channel * tl.load(ints_ptr + 1) + tl.load(ints_ptr)
+        """The first and the last pixel of a box: (2, 4) pointers, colors, and a mask."""
+        last = tl.arange(0, 2)[:, None]
+        channel = tl.arange(0, 4)[None, :]
+        y = tl.load(ints_ptr + _EDGES_Y + last) - last  # low, high - 1
+        x = tl.load(ints_ptr + _EDGES_X + last) - last
+        offset = y * tl.load(ints_ptr + _STRIDE_Y) + x * tl.load(ints_ptr + _STRIDE_X)
+        offset += channel * tl.load(ints_ptr + _STRIDE_C) + tl.load(ints_ptr + _ADDRESS)
         colors = ((CANARY >> (8 * channel)) & 255).to(tl.uint8)
         corners = (address + offset).to(tl.pointer_type(tl.uint8))
         return corners, tl.broadcast_to(colors, [2, 4]), tl.broadcast_to(channel < 3, [2, 4])
@@ -173,7 +192,7 @@ if triton is not None:
         BICUBIC: tl.constexpr, CLAMP: tl.constexpr,
         TAPS: tl.constexpr,  # 0: as many as along_x says
     ):  # fmt: skip
-        """The filtered rows under a strip, added to its sums."""
+        """Add the filtered rows under a strip to its sums."""
         n_rows, tap_y, squeeze_y = along_y
         taps_x, tap_x, squeeze_x, limit_x = along_x
         colors, weight_y = sums

@@ -1,11 +1,11 @@
-"""Counter-based random numbers: each a function of its key alone, whoever draws it and when.
+"""Counter-based random numbers: each is a function of its key alone, in any process, at any time.
 
 The generator is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
 OOPSLA 2014), used as a hash of (seed, epoch, sample, ...) followed by a counter.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -74,12 +74,12 @@ def _epoch_keys(seed: int, epoch: int) -> Keys:
 
 
 def batch_seed(seed: int, epoch: int, number: int) -> int:
-    """The seed of what the transforms after the fused ones draw for a batch."""
+    """The seed of what the transforms after the fused ones sample for a whole batch."""
     return derive(_epoch_keys(seed, epoch), number)
 
 
 def view_seed(seed: int, number: int) -> int:
-    """The same of one view of the batch: all but the first have a seed of their own."""
+    """The seed of one view of a batch, from the batch's: the first view has that one."""
     return derive(seed, -2 - number) if number else seed
 
 
@@ -91,9 +91,10 @@ _METHODS = (
     "bernoulli multinomial bernoulli_ uniform_ normal_ random_ exponential_ log_normal_ geometric_"
     " cauchy_"
 ).split()
-_RANDOM: set[Any] = {getattr(torch, name) for name in _FUNCTIONS}
+_Function = Callable[..., Any]
+_RANDOM: set[_Function] = {getattr(torch, name) for name in _FUNCTIONS}
 _RANDOM |= {getattr(torch.Tensor, name) for name in _METHODS}
-_LIKE: dict[Any, Any] = {
+_LIKE: dict[_Function, _Function] = {
     torch.rand_like: torch.rand,
     torch.randn_like: torch.randn,
     torch.randint_like: torch.randint,
@@ -101,11 +102,11 @@ _LIKE: dict[Any, Any] = {
 
 
 class SeededDraws(TorchFunctionMode):
-    """Draw torch's random numbers from generators of our own instead of the process-wide ones.
+    """Take torch's random numbers from separate generators instead of the process-wide ones.
 
     The default generators are shared by all threads: transforms that run ahead on a prefetch thread
     would take numbers from the training thread at random moments, and neither could be repeated. A
-    function mode is local to its thread, so nobody else notices.
+    function mode is local to its thread.
     """
 
     def __init__(self, seed: int) -> None:
@@ -133,8 +134,9 @@ class SeededDraws(TorchFunctionMode):
 
 @scope
 def trial_draws() -> Iterator[None]:
-    """For a try of transforms, which must not take from the user's own random numbers."""
-    python, numpy = random.getstate(), np.random.get_state()
+    """Try transforms without taking numbers from the user's generators."""
+    python = random.getstate()
+    numpy = np.random.get_state()
     try:
         with SeededDraws(0):
             yield

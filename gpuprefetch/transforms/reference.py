@@ -1,13 +1,14 @@
 """Crop, resize, flip, normalize, cast and lay out images of different sizes: the eager twin.
 
-It defines the result. The Triton kernel is held to it by the tests, and where there is no GPU or no
-Triton it is what runs. The checks of what is read and written are here for both.
+The twin defines the result. The tests hold the Triton kernel to it, and it runs where there is no
+GPU or no Triton. The checks of what is read and written are here for both.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -28,40 +29,65 @@ TIE = 1e-6
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+class Options(TypedDict, total=False):
+    """How :func:`.launch.resample` samples, and what it makes."""
+
+    # "nearest" (the pixel at the center, without antialias), "bilinear" (the default), or "bicubic"
+    # as in PIL: a = -0.5, and uint8 sources are clamped to their range along x, then along y
+    # (Pillow 13: along y first where an image is tall).
+    interpolation: str
+    # Widens the filter to |step| where an image shrinks, as PIL does: the default.
+    antialias: bool
+    # C values in [0, 1] units; padding is 0 before them.
+    mean: ChannelValues
+    std: ChannelValues
+    # The form of the result, float32 by default; uint8 means 0 to 255, rounded.
+    dtype: torch.dtype
+    memory_format: torch.memory_format
+    # A tensor that is written to and returned instead; its form counts.
+    out: torch.Tensor | None
+    # The rows of ``out`` that images go to, by default the first ones.
+    positions: Sequence[int] | Ints | None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A call of :func:`.launch.resample` for N images, checked."""
+
+    addresses: Ints  # (N,)
+    strides: Ints  # (N, 3), between channels, rows and pixels
+    rows: Doubles  # (N, 2, 6)
+    out: torch.Tensor
+    positions: Ints  # (N,), the rows of out that images go to
+    interpolation: str
+    antialias: bool
+    mean: Numbers
+    std: Numbers
+
+
 def resample_reference(
     images: Sequence[torch.Tensor],
     sampling: torch.Tensor | Doubles,
     size: tuple[int, int],
-    **options: Any,
+    **options: Unpack[Options],
 ) -> torch.Tensor:
-    """Eager twin of :func:`.launch.resample`; in float64 where ``dtype`` is, else in float32."""
-    _, rows, out, places, interpolation, antialias, *normalize = check(
-        images, sampling, size, **options
-    )
+    """Eager twin of :func:`.launch.resample`; in float64 where the result is, else in float32."""
+    request = check(images, sampling, size, **options)
+    out = request.out
     compute = torch.float64 if out.dtype == torch.float64 else torch.float32
     mean, std = (
         None if c is None else torch.tensor(c, dtype=compute, device=out.device)[:, None, None]
-        for c in normalize
+        for c in (request.mean, request.std)
     )
     levels = 255 if images[0].dtype == torch.uint8 else 1
-    clamp = interpolation == "bicubic" and levels == 255
-    finished = (rows == finished_row(tuple(size))).all((1, 2))
-    for image, row, is_finished, place in zip(images, rows, finished, places, strict=True):
-        if is_finished:  # in planes: loops over the channels of a pixel take three times as long
+    clamp = request.interpolation == "bicubic" and levels == 255
+    finished = (request.rows == finished_row(tuple(size))).all((1, 2))
+    for n, (image, position) in enumerate(zip(images, request.positions.tolist(), strict=True)):
+        if finished[n]:  # in planes: loops over the channels of a pixel take three times as long
             box = image[:, : size[0], : size[1]]
             values = box.to(compute, memory_format=torch.contiguous_format, copy=True)
         else:
-            y_taps, y_weights, y_inside = _taps(row[0].tolist(), size[0], interpolation, antialias)
-            x_taps, x_weights, x_inside = _taps(row[1].tolist(), size[1], interpolation, antialias)
-            top, left = y_taps.min(), x_taps.min()
-            box = image[:, top : y_taps.max() + 1, left : x_taps.max() + 1].to(compute)
-            values = _filter_rows(box.transpose(1, 2), x_taps - left, x_weights)
-            if clamp:
-                values.clamp_(0, 255)
-            values = _filter_rows(values.transpose(1, 2), y_taps - top, y_weights)
-            if not (y_inside.all() and x_inside.all()):
-                padding = torch.from_numpy(~(y_inside[:, None] & x_inside))
-                values.masked_fill_(padding.to(out.device), 0)
+            values = _resampled(image, request, n, compute, clamp)
         if clamp:
             values.clamp_(0, 255)
         if out.dtype == torch.uint8:
@@ -72,17 +98,44 @@ def resample_reference(
             values.sub_(mean)
         if std is not None:
             values.div_(std)
-        out[int(place)] = values
+        out[position] = values
     return out
 
 
-def _taps(
-    row: list[float], size: int, interpolation: str, antialias: bool
-) -> tuple[Ints, Doubles, npt.NDArray[np.bool_]]:
-    """One axis: the source pixels (size, K), their weights (size, K), and what is not padding."""
+class _Taps(NamedTuple):
+    """The source pixels of one axis of a result."""
+
+    pixels: Ints  # (size, K)
+    weights: Doubles  # (size, K)
+    inside: npt.NDArray[np.bool_]  # (size,), what is not padding
+
+
+def _resampled(
+    image: torch.Tensor, request: Request, n: int, compute: torch.dtype, clamp: bool
+) -> torch.Tensor:
+    """Image ``n`` filtered along x, then along y, with zeros where the result is padding."""
+    row_y, row_x = request.rows[n].tolist()
+    height, width = request.out.shape[2:]
+    y = _taps(row_y, height, request.interpolation, request.antialias)
+    x = _taps(row_x, width, request.interpolation, request.antialias)
+    top = y.pixels.min()
+    left = x.pixels.min()
+    box = image[:, top : y.pixels.max() + 1, left : x.pixels.max() + 1].to(compute)
+    values = _filter_rows(box.transpose(1, 2), x.pixels - left, x.weights)
+    if clamp:
+        values.clamp_(0, 255)
+    values = _filter_rows(values.transpose(1, 2), y.pixels - top, y.weights)
+    if not (y.inside.all() and x.inside.all()):
+        padding = torch.from_numpy(~(y.inside[:, None] & x.inside))
+        values.masked_fill_(padding.to(image.device), 0)
+    return values
+
+
+def _taps(row: list[float], size: int, interpolation: str, antialias: bool) -> _Taps:
     origin, step, lo, hi, first, last = row
     if first == last:  # all is padding, whose centers may be anywhere
-        origin, step = lo, 0.0
+        origin = lo
+        step = 0.0
     nearest = interpolation == "nearest"
     scale = max(abs(step), 1.0) if antialias and not nearest else 1.0
     radius = SUPPORT[interpolation] * scale
@@ -93,7 +146,8 @@ def _taps(
     taps = np.floor(center - radius) + 1 + np.arange(math.ceil(2 * radius))
     distance = np.abs(taps - center) / scale
     if interpolation == "bicubic":
-        near, far = (1 - 1.5 * distance) * distance + 1, 0.5 * np.maximum(2 - distance, 0) ** 2
+        near = (1 - 1.5 * distance) * distance + 1
+        far = 0.5 * np.maximum(2 - distance, 0) ** 2
         weights = np.where(distance < 1, near, far) * (1 - distance)
     else:
         weights = np.maximum(1 - distance, 0)
@@ -101,7 +155,7 @@ def _taps(
     weights /= weights.sum(1, keepdims=True)
     used = weights.any(0)
     taps = taps[:, used].clip(lo, hi - 1).astype(np.int64)
-    return taps, weights[:, used], (index >= first) & (index < last)
+    return _Taps(taps, weights[:, used], (index >= first) & (index < last))
 
 
 def _filter_rows(values: torch.Tensor, taps: Ints, weights: Doubles) -> torch.Tensor:
@@ -112,6 +166,14 @@ def _filter_rows(values: torch.Tensor, taps: Ints, weights: Doubles) -> torch.Te
     for column, factor in zip(columns[1:], factors[1:], strict=True):
         result.addcmul_(values.index_select(1, column), factor)
     return result
+
+
+class _Window(NamedTuple):
+    """A part of a resized axis."""
+
+    length: int  # of the whole axis, resized
+    start: int
+    flipped: bool
 
 
 def resample_uint8(
@@ -129,51 +191,73 @@ def resample_uint8(
     are adjacent. Anything else is the twin, rounded. ``rows`` ``(2, 6)`` are not checked. The
     result shares no memory with ``image``, and has any strides.
     """
-    windows = [_window(row, antialias) for row in rows.tolist()]
+    vertical, horizontal = (_window(row, antialias) for row in rows.tolist())
     # Without antialias torch's bicubic is not PIL's (a = -0.75).
     exact = interpolation == "nearest" or (interpolation == "bicubic" and not antialias)
-    if None in windows or exact:
-        way: Any = {"interpolation": interpolation, "antialias": antialias, "dtype": torch.uint8}
-        return resample_reference([image], rows[None], size, **way)[0]
-    (height, y, y_flip), (width, x, x_flip) = windows  # type: ignore[misc]
-    (top, bottom, y0, y1), (left, right, x0, x1) = rows[:, 2:].astype(int).tolist()
-    box = image[:, top:bottom, left:right]
-    if box.shape[1:] == (height, width):
-        box = box.clone()
-    else:
-        # A batch that torch knows as channels_last: its pixels are read and written as they are.
-        batch = box.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
-        box = F.interpolate(
-            batch,
-            (height, width),
-            mode=interpolation,
-            align_corners=not antialias,
+    if vertical is None or horizontal is None or exact:
+        return resample_reference(
+            [image],
+            rows[None],
+            size,
+            interpolation=interpolation,
             antialias=antialias,
+            dtype=torch.uint8,
         )[0]
-    picture = box[:, y : y + y1 - y0, x : x + x1 - x0]
-    if y_flip or x_flip:
-        picture = picture.flip([dim for dim, flip in ((1, y_flip), (2, x_flip)) if flip])
+    resized = _resized(image, rows, (vertical.length, horizontal.length), interpolation, antialias)
+    return _placed(resized, rows, vertical, horizontal, size)
+
+
+def _resized(
+    image: torch.Tensor, rows: Doubles, size: tuple[int, int], interpolation: str, antialias: bool
+) -> torch.Tensor:
+    """The whole box of an image in a size, by torch."""
+    (top, bottom), (left, right) = rows[:, 2:4].astype(int).tolist()
+    box = image[:, top:bottom, left:right]
+    if box.shape[1:] == size:
+        return box.clone()
+    # A batch that torch knows as channels_last: its pixels are read and written as they are.
+    batch = box.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+    return F.interpolate(
+        batch, size, mode=interpolation, align_corners=not antialias, antialias=antialias
+    )[0]
+
+
+def _placed(
+    resized: torch.Tensor,
+    rows: Doubles,
+    vertical: _Window,
+    horizontal: _Window,
+    size: tuple[int, int],
+) -> torch.Tensor:
+    """The part of a resized box that the rows want, flipped, with padding around it."""
+    (y0, y1), (x0, x1) = rows[:, 4:].astype(int).tolist()
+    y = vertical.start
+    x = horizontal.start
+    picture = resized[:, y : y + y1 - y0, x : x + x1 - x0]
+    if flipped := [dim for dim, window in ((1, vertical), (2, horizontal)) if window.flipped]:
+        picture = picture.flip(flipped)
     if picture.shape[1:] != size:
         picture = F.pad(picture, (x0, size[1] - x1, y0, size[0] - y1))
     return picture
 
 
-def _window(row: list[float], antialias: bool) -> tuple[int, int, bool] | None:
-    """Read a row as part of a resize of its box: (size of the whole, start, flipped), or None.
+def _window(row: list[float], antialias: bool) -> _Window | None:
+    """Read a row as part of a resize of its box; None where it is no such part.
 
     Antialiased resizes align the borders of the outermost pixels, others (kornia's) their centers.
     """
     origin, step, lo, hi, first, last = row
     if step == 0 or first == last:
         return None
-    border, pitch = (0.5 if antialias else 0.0), abs(step)
+    border = 0.5 if antialias else 0.0
+    pitch = abs(step)
     length = (hi - lo - 1 + 2 * border) / pitch + 1 - 2 * border
     start = min((origin + step * j + border - lo) / pitch - border for j in (first, last - 1))
     if max(abs(length - round(length)), abs(start - round(start))) > 1e-6 * length:
         return None
     if not 0 <= round(start) <= round(length) - (last - first):
         return None  # kornia's half-pixel grid reaches beyond the outermost centers
-    return round(length), round(start), step < 0
+    return _Window(round(length), round(start), step < 0)
 
 
 @lru_cache
@@ -197,32 +281,32 @@ def check(
     dtype: torch.dtype = torch.float32,
     memory_format: torch.memory_format = torch.contiguous_format,
     out: torch.Tensor | None = None,
-    positions: Sequence[int] | None = None,
-) -> tuple[Ints, Doubles, torch.Tensor, Ints, str, bool, Numbers, Numbers]:
-    """Check the arguments of :func:`.launch.resample`, and make its result if there is none.
-
-    Returns:
-        ``(N, 7)`` address, strides and shape of each image, the rows as an array, the result, the
-        rows of it that images go to, interpolation, antialias, and lists of means and stds.
-    """
+    positions: Sequence[int] | Ints | None = None,
+) -> Request:
+    """Check the arguments of :func:`.launch.resample`, and make its result if there is none."""
     ((kind, ndim, channels, device),) = {(t.dtype, t.dim(), len(t), t.device) for t in images}
     if ndim != 3 or kind not in (torch.uint8, *FLOAT_DTYPES):
         raise ValueError(
             f"images must be (C, H, W) of uint8 or floating point, got {ndim}-D {kind}"
         )
-    geometry = np.array([(t.data_ptr(), *t.stride(), *t.shape) for t in images], np.int64)
+    addresses = np.array([image.data_ptr() for image in images], np.int64)
+    strides = np.array([image.stride() for image in images], np.int64)
     rows = np.asarray(sampling, np.float64)
-    assert rows.shape == (len(images), 2, 6) and interpolation in SUPPORT
-    check_rows(rows, geometry[:, 5:], size)
-    shape = (len(images), channels, *size)
+    assert rows.shape == (len(images), 2, 6)
+    assert interpolation in SUPPORT
+    check_rows(rows, np.array([image.shape[1:] for image in images], np.int64), size)
     if out is None:
+        shape = (len(images), channels, *size)
         out = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
-    assert (out.shape[1:], out.dtype, out.device) == (shape[1:], dtype, device)
+    assert out.shape[1:] == (channels, *size)
+    assert out.device == device
     places = np.arange(len(images)) if positions is None else np.asarray(positions, np.int64)
-    assert len(places) == len(images) and 0 <= places.min() <= places.max() < len(out)
-    means, stds = per_channel("mean", mean, channels), per_channel("std", std, channels)
-    assert dtype in FLOAT_DTYPES or (dtype == torch.uint8 and means is stds is None)
-    return geometry, rows, out, places, interpolation, antialias, means, stds
+    assert len(places) == len(images)
+    assert 0 <= places.min() <= places.max() < len(out)
+    means = per_channel("mean", mean, channels)
+    stds = per_channel("std", std, channels)
+    assert out.dtype in FLOAT_DTYPES or (out.dtype == torch.uint8 and means is stds is None)
+    return Request(addresses, strides, rows, out, places, interpolation, antialias, means, stds)
 
 
 def check_rows(rows: Doubles, sizes: Ints, size: tuple[int, int]) -> None:

@@ -24,6 +24,15 @@ class Sampling:
     Output index ``j`` has its center at source coordinate ``origin + step * j`` (pixel ``k`` has
     its center at ``k``). Source pixels outside ``[low, high)`` do not exist for it; output pixels
     outside ``[first, last)`` are padding. ``length`` is the current size.
+
+    A width of 400, of which 100 pixels from 50 are resized to 200 and mirrored::
+
+                          origin  step   low  high  first  last  length
+        identity            0      1       0   400     0    400    400
+        crop(50, 100)      50      1       0   400     0    100    100
+        clip()             50      1      50   150     0    100    100
+        resize(200)        49.75   0.5    50   150     0    200    200
+        flip()            149.25  -0.5    50   150     0    200    200
     """
 
     origin: Floats
@@ -61,14 +70,22 @@ class Sampling:
     def resize(
         self, size: Floats, *, align_corners: bool = False, first_pixel: bool = False
     ) -> Self:
-        """Stretch the image to ``size``, on the half-pixel grid or from corner to corner.
+        """Stretch the image to ``size``.
 
-        With ``first_pixel`` the grid begins at the border: torch's "nearest" takes the first of the
-        pixels that become one.
+        A row of 4 pixels, resized to 2, has its new centers at
+
+        - 0.5 and 2.5 by default, on the half-pixel grid: each in the middle of two pixels;
+        - 0 and 3 with ``align_corners``: in those of the outermost pixels;
+        - -0.5 and 1.5 with ``first_pixel``: at the border before a pixel, where torch's "nearest"
+          takes the first of the pixels that become one.
         """
-        corners = (self.length - 1) / np.maximum(size - 1, 1)
-        scale = corners if align_corners else self.length / size
-        shift = 0.0 if align_corners else -0.5 if first_pixel else 0.5 * scale - 0.5
+        shift: Floats | float
+        if align_corners:
+            scale = (self.length - 1) / np.maximum(size - 1, 1)
+            shift = 0.0
+        else:
+            scale = self.length / size
+            shift = -0.5 if first_pixel else 0.5 * scale - 0.5
         return replace(
             self,
             origin=self.origin + self.step * shift,
@@ -104,7 +121,7 @@ class HeadOp(Protocol):
         """Compose the op, with parameters sampled from the ``(N,)`` keys, onto a sampling."""
 
 
-def _drawn(keys: Keys, count: int, same_on_batch: bool) -> Floats:
+def _sampled(keys: Keys, count: int, same_on_batch: bool) -> Floats:
     """``(N, count)`` in [0, 1): of each key, or of the first one for all."""
     return uniform(np.broadcast_to(keys[:1], keys.shape) if same_on_batch else keys, count)
 
@@ -128,7 +145,8 @@ class ResizedCropOp:
             scale = sampling.length / like
             low = np.minimum(np.rint(start * scale), sampling.length - 1)
             high = np.maximum(np.rint((start + box) * scale), low + 1)
-            start, box = low, high - low
+            start = low
+            box = high - low
         cropped = sampling.crop(start, box).clip()
         size = np.full_like(sampling.length, self.size)
         return cropped.resize(
@@ -137,20 +155,22 @@ class ResizedCropOp:
 
     def _part(self, length: Floats, keys: Keys) -> tuple[Floats, Floats]:
         """First pixel and size of the part of pictures of this size, ``(N, 2)`` each."""
-        draws = _drawn(keys, 22, self.same_on_batch)
-        height, width = length[:, :1], length[:, 1:]
-        area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * draws[:, :10])
-        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
-        aspect = np.exp(low + (high - low) * draws[:, 10:20])
-        w, h = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
+        u = _sampled(keys, 22, self.same_on_batch)  # ten areas, ten aspect ratios, the place
+        height, width = np.split(length, 2, axis=1)
+        area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * u[:, :10])
+        low, high = map(math.log, self.ratio)
+        aspect = np.exp(low + (high - low) * u[:, 10:20])
+        w = np.rint(np.sqrt(area * aspect))
+        h = np.rint(np.sqrt(area / aspect))
         fits = np.asarray((w > 0) & (w <= width) & (h > 0) & (h <= height))
-        row, choice = np.arange(len(w)), fits.argmax(axis=1)
+        row = np.arange(len(w))
+        choice = fits.argmax(axis=1)
         found = np.asarray(fits.any(axis=1))
         box = np.stack([h[row, choice], w[row, choice]], axis=1)
         largest_h = np.clip(np.rint(width / min(self.ratio)), 1, height)
         largest_w = np.clip(np.rint(height * max(self.ratio)), 1, width)
         box = np.where(found[:, None], box, np.concatenate([largest_h, largest_w], axis=1))
-        start = np.floor(draws[:, 20:] * (length - box + 1))
+        start = np.floor(u[:, 20:] * (length - box + 1))
         if self.centered_fallback:
             start = np.where(found[:, None], start, np.floor((length - box) / 2))
         return start, box
@@ -223,8 +243,8 @@ class RandomCropOp:
         _refuse_small(sampling, room, self.size, "RandomCrop")
         if like is not None:
             _refuse_unlike(sampling, like, self.size)
-        draws = _drawn(keys, 2, self.same_on_batch)
-        return sampling.crop(np.floor(draws * (room + 1)) - before, size)
+        u = _sampled(keys, 2, self.same_on_batch)
+        return sampling.crop(np.floor(u * (room + 1)) - before, size)
 
     @property
     def pad(self) -> bool:
@@ -245,7 +265,8 @@ def _refuse_small(sampling: Sampling, room: Floats, size: Size, name: str) -> No
 def _refuse_unlike(sampling: Sampling, like: Floats, size: Size) -> None:
     unlike = (sampling.length != like).any(axis=1)
     if unlike.any():
-        first, second = like[unlike][0].astype(int), sampling.length[unlike][0].astype(int)
+        first = like[unlike][0].astype(int)
+        second = sampling.length[unlike][0].astype(int)
         raise ValueError(
             f"RandomCrop cuts the same {size} pixels out of all images of a sample, and a sample "
             f"has images of {first[0]} x {first[1]} and {second[0]} x {second[1]} pixels here. Put "
@@ -256,7 +277,7 @@ def _refuse_unlike(sampling: Sampling, like: Floats, size: Size) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FlipOp:
-    """A mirror image of one axis, for a share ``p`` of the images."""
+    """A mirror image of one axis, with probability ``p``."""
 
     axis: int  # 0: vertical, 1: horizontal
     p: float
@@ -264,8 +285,8 @@ class FlipOp:
     same_on_batch: bool
 
     def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
-        each = _drawn(keys, 1, self.same_on_batch) < self.p
-        whole = _drawn(fold(keys, 1), 1, True) < self.p_batch
+        each = _sampled(keys, 1, self.same_on_batch) < self.p
+        whole = _sampled(fold(keys, 1), 1, True) < self.p_batch
         return sampling.flip(each & whole & (np.arange(2) == self.axis))
 
 

@@ -1,19 +1,18 @@
 """Several views of one decode."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 
 class Views:
-    """Several views of each image, as contrastive and self-distilling training takes them.
+    """Several views of each image, as contrastive and self-distilling training needs them.
 
-    An image is read, copied and decoded once. Give it in place of a list of transforms::
+    An image is read, copied and decoded once. Give ``Views`` in place of a list of transforms::
 
         crop = [RandomResizedCrop(224), K.RandomHorizontalFlip(), jitter, normalize]
         loader = DataPrefetcher(loader, transforms=Views(crop, crop))
         for (first, second), labels in loader: ...
 
-    Each view has random parameters of its own. Those of the first are those of its list alone.
+    Random parameters are sampled for each view. The first view has those of its list alone.
 
     Args:
         lists: two or more, each as for ``DataPrefetcher(transforms=...)``, with a crop or a resize.
@@ -23,7 +22,7 @@ class Views:
         ValueError: for a single one.
     """
 
-    def __init__(self, *lists: Sequence[Any]) -> None:
+    def __init__(self, *lists: Sequence[Callable[..., object]]) -> None:
         for each in lists:
             if not isinstance(each, (list, tuple)) or any(isinstance(op, Views) for op in each):
                 raise TypeError(
