@@ -14,14 +14,12 @@ from structure import RULES, parse, read
 ROOT = Path(__file__).parents[1]
 BEING_REDUCED = {
     "upward",
-    "circles",
     "fields",
     "late",
     "far-writes",
     "near-writes",
     "parallel",
     "any",
-    "dicts",
     "docstrings",
 }
 
