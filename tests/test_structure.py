@@ -20,7 +20,6 @@ BEING_REDUCED = {
     "near-writes",
     "parallel",
     "any",
-    "docstrings",
 }
 
 
