@@ -6,9 +6,10 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
@@ -18,6 +19,13 @@ from gpuprefetch.core.device import resolve_device
 from gpuprefetch.core.report import versions
 from gpuprefetch.images.share import usable_cores
 from gpuprefetch.insight.named import NamedFiles
+
+
+class Report(Protocol):
+    """What a command gives: ``print`` shows it, and ``ok``, if it has that, tells the exit code."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything in it, for JSON."""
 
 
 def _loader(args: argparse.Namespace, **options: Any) -> DataLoader[Any]:
@@ -32,14 +40,18 @@ def _loader(args: argparse.Namespace, **options: Any) -> DataLoader[Any]:
     return DataLoader(NamedFiles(ImageFolder(root, v2.Compose(ops))), shuffle=True, **options)
 
 
-def _parity(args: argparse.Namespace) -> Any:
+def _parity(args: argparse.Namespace) -> Report:
     report = gpuprefetch.parity(_loader(args), args.count, device=args.device)
     if args.picture:
         report.picture(args.picture)
     return report
 
 
-def _doctor(args: argparse.Namespace) -> Any:
+def _selfcheck(args: argparse.Namespace) -> Report:
+    return gpuprefetch.selfcheck(args.device, args.rounds)
+
+
+def _doctor(args: argparse.Namespace) -> Report:
     from torchvision import models
 
     if args.model not in models.list_models(models):  # without detection and the like
@@ -49,10 +61,15 @@ def _doctor(args: argparse.Namespace) -> Any:
         )
     device = resolve_device(args.device)
     workers = usable_cores() if args.workers is None else args.workers
-    options = {"batch_size": args.batch_size, "pin_memory": device.type == "cuda"}
-    loader: Any = _loader(args, num_workers=workers, **options)
+    plain = _loader(
+        args,
+        num_workers=workers,
+        batch_size=args.batch_size,
+        pin_memory=device.type == "cuda",
+    )
+    loader: DataLoader[Any] | gpuprefetch.DataPrefetcher = plain
     if args.loader == "gpuprefetch":
-        loader = gpuprefetch.accelerate(loader, print_plan=False, device=device)
+        loader = gpuprefetch.accelerate(plain, print_plan=False, device=device)
     torch.backends.cudnn.benchmark = True  # the shapes never change
     model = models.get_model(args.model).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -68,40 +85,76 @@ def _doctor(args: argparse.Namespace) -> Any:
         loss.backward()
         optimizer.step()
 
-    seconds, tune = args.seconds, not args.no_tune
-    return gpuprefetch.doctor(loader, step, device=device, seconds=seconds, tune=tune)
+    return gpuprefetch.doctor(
+        loader, step, device=device, seconds=args.seconds, tune=not args.no_tune
+    )
 
 
-# Of each option its type or what it may be, its default, and its help.
-OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "DATA": (Path, None, "folder of class folders, or of train/ with class folders"),
-    "--model": (str, "resnet50", "torchvision model"),
-    "--loader": (["torchvision", "gpuprefetch"], "torchvision", "loader to examine"),
-    "--batch-size": (int, 256, "images per batch"),
-    "--size": (int, 224, "image size in pixels"),
-    "--workers": (int, None, "worker processes (default: the usable cores)"),
-    "--seconds": (float, 3.0, "length of each measurement"),
-    "--no-tune": (bool, None, "do not try other settings"),
-    "--count": (int, 256, "images to compare"),
-    "--picture": (Path, None, "save the images that differ most to this file"),
-    "--rounds": (int, 1000, "batches per check"),
-    "--device": (str, None, "device, such as cuda:1 (default: the current GPU, else the CPU)"),
-    "--json": (bool, None, "print the report as JSON"),
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An argument of a command, as argparse takes it."""
+
+    help: str
+    type: Callable[[str], object] = str
+    default: object = None
+    choices: Sequence[str] | None = None
+    is_flag: bool = False
+
+    def add_to(self, command: argparse.ArgumentParser, name: str) -> None:
+        """Let a command take the option under this name."""
+        if self.is_flag:
+            command.add_argument(name, help=self.help, action="store_true")
+            return
+        told = "" if self.default is None else " (default: %(default)s)"
+        command.add_argument(
+            name,
+            help=self.help + told,
+            type=self.type,
+            default=self.default,
+            choices=self.choices,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command: what it runs, what it is for, and the names of its options."""
+
+    run: Callable[[argparse.Namespace], Report]
+    help: str
+    options: Sequence[str]
+
+
+OPTIONS = {
+    "DATA": Option("folder of class folders, or of train/ with class folders", Path),
+    "--model": Option("torchvision model", default="resnet50"),
+    "--loader": Option(
+        "loader to examine", default="torchvision", choices=["torchvision", "gpuprefetch"]
+    ),
+    "--batch-size": Option("images per batch", int, 256),
+    "--size": Option("image size in pixels", int, 224),
+    "--workers": Option("worker processes (default: the usable cores)", int),
+    "--seconds": Option("length of each measurement", float, 3.0),
+    "--no-tune": Option("do not try other settings", is_flag=True),
+    "--count": Option("images to compare", int, 256),
+    "--picture": Option("save the images that differ most to this file", Path),
+    "--rounds": Option("batches per check", int, 1000),
+    "--device": Option("device, such as cuda:1 (default: the current GPU, else the CPU)"),
+    "--json": Option("print the report as JSON", is_flag=True),
 }
 FOLDER = ["DATA", "--size"]
 COMMANDS = {
-    "doctor": (
+    "doctor": Command(
         _doctor,
         "find what limits training on a folder, and which setting to change",
         [*FOLDER, "--model", "--loader", "--batch-size", "--workers", "--seconds", "--no-tune"],
     ),
-    "parity": (
+    "parity": Command(
         _parity,
         "compare the pixels of a folder with torchvision's, op by op",
         [*FOLDER, "--count", "--picture"],
     ),
-    "selfcheck": (
-        lambda args: gpuprefetch.selfcheck(args.device, args.rounds),
+    "selfcheck": Command(
+        _selfcheck,
         "check that no image is overwritten while a kernel still reads it",
         ["--rounds"],
     ),
@@ -120,15 +173,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     version = f"gpuprefetch {gpuprefetch.__version__} ({found})"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
-    for name, (run, words, options) in COMMANDS.items():
-        command = commands.add_parser(name, help=words, description=words)
-        for option in [*options, "--device", "--json"]:
-            kind, default, text = OPTIONS[option]
-            how = "choices" if isinstance(kind, list) else "type"
-            taken = {"action": "store_true"} if kind is bool else {how: kind, "default": default}
-            text += " (default: %(default)s)" if default is not None else ""
-            command.add_argument(option, help=text, **taken)
-        command.set_defaults(run=run)
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.help, description=command.help)
+        for option in [*command.options, "--device", "--json"]:
+            OPTIONS[option].add_to(subparser, option)
+        subparser.set_defaults(run=command.run)
     args = parser.parse_args(arguments)
     try:
         report = args.run(args)
@@ -136,7 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        *_, last = (str(error).strip() or repr(error)).splitlines()  # after a worker's traceback
+        # An error of a worker begins with its traceback.
+        *_, last = (str(error).strip() or repr(error)).splitlines()
         print(f"{parser.prog}: {last}", file=sys.stderr)
         return 2
     print(json.dumps(report.as_dict(), indent=1) if args.json else report)

@@ -173,7 +173,7 @@ REFUSED = {
     "a folder with a transform": (
         lambda folder: EncodedImageFolder(folder, v2.Resize(8)),
         TypeError,
-        r"transforms=\[...\]\), or move an ImageFolder",
+        r"transforms=\[...\]\), or pass the loader",
     ),
     "images of any size": (
         lambda folder: prefetcher_of(
@@ -571,14 +571,14 @@ def claiming(height, width, length):
 
 def test_a_header_alone_reserves_no_memory():
     sizes = []
-    others = {*slab._mapped}
+    others = {*slab.mapped}
     good = pictures.encode_jpeg(pictures.draw(60, 50))
     flat = pictures.encode(np.zeros((1000, 1000, 3), np.uint8), "PNG")  # 1,000 bytes to a byte
     dataset = numbered([claiming(4000, 4000, 900), good, flat, claiming(4000, 4000, 900)])
     prefetcher = prefetcher_of(dataset, batch_size=4, num_workers=1, on_error="skip")
     for _ in range(2):
         for batch in prefetcher:  # noqa: B007  # the last one is looked at
-            ours = (slab._mapped[key] for key in slab._mapped.keys() - others)
+            ours = (slab.mapped[key] for key in slab.mapped.keys() - others)
             sizes += [each.memory.numel() - slab.HEADER for each in ours]
         images, target = batch
         assert target.tolist() == [1, 2]
@@ -594,11 +594,11 @@ def test_a_slab_shrinks_after_some_smaller_batches():
     )
     dataset = numbered([large] * 2 + [small_one] * 12 + [large] + [small_one])
     prefetcher = prefetcher_of(dataset, batch_size=1, num_workers=1, persistent_workers=True)
-    held, others = [], {*slab._mapped}
+    held, others = [], {*slab.mapped}
     for images, target in prefetcher:
         assert torch.equal(images[0], decode_cpu(dataset[int(target)][0].data))
-        ours = slab._mapped.keys() - others
-        held.append(sum(slab._mapped[key].memory.numel() for key in ours))
+        ours = slab.mapped.keys() - others
+        held.append(sum(slab.mapped[key].memory.numel() for key in ours))
         del images
     assert max(held[:6]) > 2 * 900 * 700
     assert min(held[6:14]) < 900 * 700  # all that large ones had
@@ -608,9 +608,9 @@ def test_a_slab_shrinks_after_some_smaller_batches():
 
 def test_slabs_of_a_dropped_loader_go_with_its_workers(photo_folder):
     def workers():
-        return {worker for worker, _ in slab._mapped} - others
+        return {worker for worker, _ in slab.mapped} - others
 
-    others = {worker for worker, _ in slab._mapped}
+    others = {worker for worker, _ in slab.mapped}
     kept, dropped = (
         small(EncodedImageFolder(photo_folder), num_workers=1, persistent_workers=True)
         for _ in range(2)
@@ -733,8 +733,10 @@ class Moving(dict):
         return self
 
 
-NONE = r" is none\. .*, in a list or a dict"
-JOINED = "made 6 rows of something for 3 images"  # as some detectors' collate functions join boxes
+NONE = r"\. Let .*, a list or a dict"
+JOINED = (
+    "made 6 rows of something beside 3 images"  # as some detectors' collate functions join boxes
+)
 
 
 @pytest.mark.parametrize(
@@ -1035,7 +1037,7 @@ def test_workers_where_unix_is_not(monkeypatch):
     prefetcher = small(files, batch_size=4, num_workers=1)
     for _ in range(2):  # the slabs of the first epoch's worker are unmapped in the second
         assert [len(images) for images, _ in prefetcher] == [4, 4]
-    assert len({worker for worker, _ in slab._mapped}) <= 1
+    assert len({worker for worker, _ in slab.mapped}) <= 1
 
 
 class Asked(multiprocessing.get_context("fork").Process):
@@ -1046,7 +1048,7 @@ class Asked(multiprocessing.get_context("fork").Process):
     @property
     def pid(self):
         if self.listed:
-            slab._mapped[(-1, 0)] = None
+            slab.mapped[(-1, 0)] = None
         return super().pid
 
 
@@ -1058,9 +1060,9 @@ def test_a_slab_that_comes_while_dead_ones_are_unmapped_stays():
     Asked.listed = True
     slab.unmap_dead()
     Asked.listed = False
-    assert (-1, 0) in slab._mapped
+    assert (-1, 0) in slab.mapped
     slab.unmap_dead()
-    assert (-1, 0) not in slab._mapped
+    assert (-1, 0) not in slab.mapped
     child.kill()
     child.join()
 

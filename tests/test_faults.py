@@ -803,7 +803,7 @@ for name, owner, attribute, error, room, bad in cases:
             transforms=[Resize((16, 16))],
             on_error=on_error,
         )
-        text = f"decoded: '{bad}.jpg' (sample {bad} of the dataset). That is no bad file"
+        text = f"decoded: '{bad}.jpg' (sample {bad} of the dataset). No file is bad"
         expect(f"{name} {on_error}", MemoryError, text, [], loop(prefetcher))
         assert not prefetcher.bad_images
     setattr(owner, attribute, decode)

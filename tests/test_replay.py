@@ -275,7 +275,7 @@ def test_a_collate_function_that_leaves_out_and_sorts(photo_folder):
         ({"collate_fn": images_doubled}, "10 images of 5 samples beside 5 rows of the rest"),
         (
             {"transforms": [Crop(16), lambda images: images.tile(2, 1, 1, 1)]},
-            "a transform made 10 rows of 5 images",
+            "A transform made 10 rows of 5 images",
         ),
     ],
 )

@@ -34,6 +34,7 @@ from gpuprefetch import (
     Resize,
     Views,
 )
+from gpuprefetch.images.samples import Repeats
 
 COUNT = 12
 
@@ -307,6 +308,22 @@ def test_what_nothing_tells_apart_is_told_about_once(file):
     list(load(Stream(alike["no number"]), [Resize((8, 8))]))
 
 
+def test_the_names_that_keys_give():
+    data, more = list(range(100)), list(range(9))
+    for dataset, keys, names, repeats in (
+        (data, [7, -1, 7], [7, 99, 7], [0, 0, 1]),
+        (Subset(data, [5, 8]), [0, 1], [5, 8], ()),
+        (ConcatDataset([data, more]), [7, 100, 101], [7, 2**40, 2**40 + 1], ()),
+        (ConcatDataset([data, data]), [7, 107], [7, 7], [0, 1]),
+        (data, [7, object()], (), ()),
+    ):
+        assert [*map(tuple, Repeats(dataset).add(keys))] == [tuple(names), tuple(repeats)]
+    (name,), _ = Repeats(data).add(["n0144/7.jpg"])
+    assert name < 0
+    counted = Repeats(Subset(data, [5, 8]))  # the counts go on from call to call
+    assert [tuple(counted.add(keys)[1]) for keys in ([0, 1], [1, 0, 1])] == [(), (1, 1, 2)]
+
+
 def test_counting_takes_memory_for_what_is_read_alone(file):
     class Virtual(Dataset):
         def __len__(self):
@@ -314,8 +331,6 @@ def test_counting_takes_memory_for_what_is_read_alone(file):
 
         def __getitem__(self, index):
             return torch.tensor(index % 7)
-
-    from gpuprefetch.images.samples import Repeats
 
     counted = Repeats(Virtual())
     numbers = torch.randint(10**12, (500,)).tolist()

@@ -105,5 +105,5 @@ def test_a_plain_loader_keeps_no_memory_of_dead_workers():
     for _ in range(4):
         for images in DataLoader(NUMBERED, batch_size=4, num_workers=1):
             del images
-        mapped.append(len(_slab._mapped))
+        mapped.append(len(_slab.mapped))
     assert max(mapped) <= 2 * _slab.LIMIT  # of this epoch's worker, and the last one's

@@ -14,12 +14,10 @@ from structure import RULES, parse, read
 ROOT = Path(__file__).parents[1]
 BEING_REDUCED = {
     "upward",
-    "fields",
     "late",
     "far-writes",
     "near-writes",
     "parallel",
-    "any",
 }
 
 

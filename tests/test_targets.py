@@ -30,12 +30,17 @@ from gpuprefetch import (
     convert_transforms,
 )
 from gpuprefetch.images.collate import HostStage
+from gpuprefetch.images.columns import Owners, fate, mark
+from gpuprefetch.images.fate import Fate
 from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.tail import run
+from gpuprefetch.images.targets import Axis
+from gpuprefetch.images.walk import PerSample, walk
 from gpuprefetch.lists.convert import RandomCrop
 from gpuprefetch.policies.per_image import PerImage
 from gpuprefetch.transforms.head import read_transforms
+from gpuprefetch.transforms.sampling import Sampling
 
 SEED = 3
 # torchvision computes in float32, at coordinates below 200, through up to four ops.
@@ -407,6 +412,83 @@ def test_targets_are_the_same_whoever_decodes(exif):
     for targets in results[1:]:
         for got, want in zip(targets, results[0], strict=True):
             assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+def test_an_axis_names_the_columns_of_a_sampling():
+    size = np.array([[100.0, 60.0]])
+    sampling = Sampling.identity(size).crop(size / 5, size / 2).clip()
+    sampling = sampling.resize(size / 4).crop(-size / 10, size)
+    (rows,) = sampling.rows()
+    for dim, row in enumerate(rows):
+        axis = Axis(*row)
+        assert len({*axis}) == len(axis)  # columns in another order would be seen
+        for name in Axis._fields:
+            assert getattr(axis, name) == getattr(sampling, name)[0, dim]
+
+
+# ---- the walk
+
+
+def boxes_of(count):
+    return tv_tensors.BoundingBoxes(torch.ones(count, 4), format="XYXY", canvas_size=(8, 8))
+
+
+def test_one_walk_finds_all_of_a_sample():
+    image, boxes, mask = EncodedImage(b"", 0), boxes_of(1), tv_tensors.Mask(torch.ones(1, 2, 2))
+    label, polygons = torch.tensor(3), [[1.0, 2.0], [3.0]]
+    sample = {"image": image, "target": (boxes, [mask], label), "name": "cat", "polygons": polygons}
+    found = walk(sample)
+    assert found.images == [image]
+    assert [*map(id, found.followers)] == [id(boxes), id(mask)]
+    assert found.columns == found.in_columns == []
+    parts = [sample, image, sample["target"], boxes, sample["target"][1], mask, label]
+    assert found.parts == {*map(id, [*parts, polygons, *polygons])}
+    assert not walk("cat").has_followers and not walk(None).parts
+
+    column = PerSample([boxes, {"mask": mask}])
+    found = walk([image, column, label])
+    assert found.columns == [column] and not found.followers
+    assert [*map(id, found.in_columns)] == [id(boxes), id(mask)]
+    assert found.has_followers
+
+
+def boxed_samples(count=3):
+    names = ("cat", "dog", "cow")
+    return [(EncodedImage(b"", i), boxes_of(i + 1), names[i]) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("collate", "expected"),
+    [
+        (zipped, Fate.KEPT),
+        (lambda samples: {"i": [s[0] for s in samples], "b": [s[1] for s in samples]}, Fate.KEPT),
+        (lambda samples: ([s[0] for s in samples], [[s[1] for s in samples]]), Fate.KEPT),
+        (lambda samples: ([s[0] for s in samples], [s[1] for s in samples[1:]]), Fate.LOST),
+        (lambda samples: (samples[0][0], [s[1] for s in samples[::-1]]), Fate.LOST),
+        (lambda samples: ([s[0] for s in samples], torch.cat([s[1] for s in samples])), Fate.LOST),
+        (lambda samples: [s[0] for s in samples], Fate.LOST),
+        (lambda samples: samples, Fate.LOST),
+    ],
+)
+def test_the_fate_of_boxes(collate, expected):
+    samples = boxed_samples()
+    owners = Owners.of(samples)
+    assert fate(mark(collate(samples), owners), owners) is expected
+
+
+def test_the_fate_of_targets_without_any_and_of_an_item():
+    plain = [(sample[0], sample[2]) for sample in boxed_samples()]
+    assert fate(mark(zipped(plain), Owners.of(plain)), Owners.of(plain)) is None
+    item = tuple(boxed_samples(1)[0])  # with batch_size=None
+    assert mark(item, Owners.of(item)) is item
+    assert fate(item, Owners.of(item)) is Fate.LOST
+
+
+def test_a_marked_list_becomes_what_it_was():
+    samples = boxed_samples(2)
+    _, boxes, names = mark(zipped(samples), Owners.of(samples))
+    assert names == ["cat", "dog"] and boxes.restored() == (samples[0][1], samples[1][1])
+    assert names.with_entries(["cat"]).restored() == ("cat",)
 
 
 # ---- collate functions

@@ -1,11 +1,20 @@
-"""A collate function that runs after the transforms, on images that workers sent without it."""
+"""Run a user's collate function in the loop's process, after the transforms.
+
+MixUp in a ``collate_fn`` needs transformed images. The workers then send the images of a batch
+apart from the rest of its samples, and the collate function runs on the device::
+
+    worker   (image, 3), (image, 5)  ->  Apart([image, image], [(hole, 3), (hole, 5)])
+    device   images decoded, transformed
+             (image, 3), (image, 5)  ->  collate_fn
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
@@ -14,31 +23,39 @@ from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.guard import is_marked
 from gpuprefetch.transforms.random import SeededDraws
 
+Sample = TypeVar("Sample")
+
 
 class Apart(NamedTuple):
-    """A batch whose collate function is still to come."""
+    """A batch whose collate function is still to run.
 
-    images: Any  # collated
-    # (N,) objects, the samples with a hole where the image was: an array has one row per image, so
-    # a bad image takes its sample along.
-    samples: Any
+    Attributes:
+        images: collated by torch's default collate, and later transformed.
+        samples: ``(N,)`` objects, the samples with a hole in place of their image. An array has one
+            row per image, so that a bad image takes its sample along.
+    """
+
+    images: Any
+    samples: npt.NDArray[np.object_]
 
 
 class _Hole:
-    """Where a sample's image was; the class itself, which pickles to itself."""
+    """Stands in a sample for its image. The class itself does, because it pickles to itself."""
 
 
-def is_image(leaf: Any) -> bool:
+def is_image(leaf: object) -> bool:
     return is_marked(leaf) or (isinstance(leaf, torch.Tensor) and leaf.dim() == 3)
 
 
-def image_of(sample: Any) -> Any:
+def image_of(sample: object) -> Any:
     """The image of a sample: the encoded one, else the first 3-D tensor; None without any."""
     images = select(sample, is_image)
-    return next(filter(is_marked, images), images[0] if images else None)
+    encoded = [image for image in images if is_marked(image)]
+    return next(iter(encoded or images), None)
 
 
-def set_apart(samples: list[Any]) -> Apart:
+def set_apart(samples: Sequence[Any]) -> Apart:
+    """Take the images out of a batch of samples."""
     images = [image_of(sample) for sample in samples]
     count = sum(isinstance(image, EncodedImage) for image in select(samples[0], is_image))
     if count > 1:
@@ -48,13 +65,20 @@ def set_apart(samples: list[Any]) -> Apart:
         )
     rest = np.empty(len(samples), dtype=object)
     for i, (sample, image) in enumerate(zip(samples, images, strict=True)):
-        rest[i] = _exchanged(sample, image, _Hole)
+        rest[i] = _without(sample, image)
     return Apart(default_collate(images), rest)
 
 
+def _without(sample: Sample, image: object) -> Sample:
+    """The sample with a hole in place of its image."""
+    holed: Sample = map_leaves(lambda leaf: _Hole if leaf is image else leaf, sample, is_image)
+    return holed
+
+
 def collate_apart(
-    collate: Callable[[Any], Any], device: torch.device, batch: Apart, seed: int
+    collate: Callable[[list[Any]], Any], device: torch.device, batch: Apart, seed: int
 ) -> Any:
+    """Run the user's collate function on samples that have their transformed image again."""
     images, samples = batch
     if not isinstance(images, torch.Tensor) or len(images) != len(samples):
         count = len(images) if isinstance(images, torch.Tensor) else type(images).__name__
@@ -62,22 +86,22 @@ def collate_apart(
             f"The collate_fn gets each of {len(samples)} samples with its image, and transforms "
             f"made {count} of them. Leave collate_fn out, or let transforms give (N, C, H, W)."
         )
-    put_back = zip(images.unbind(), samples.tolist(), strict=True)
+    pairs = zip(samples.tolist(), images.unbind(), strict=True)
     with SeededDraws(seed):
-        collated = collate([_put_back(sample, image) for image, sample in put_back])
+        collated = collate([_with(sample, image) for sample, image in pairs])
     return to_device(collated, device)
 
 
-def _put_back(sample: Any, image: torch.Tensor) -> Any:
-    """A sample with its image, and copies of its tensors: the dataset may keep those it gave."""
+def _with(sample: Sample, image: torch.Tensor) -> Sample:
+    """The sample with an image in its hole, and with copies of its tensors.
 
-    def own(leaf: Any) -> Any:
+    The dataset may keep the tensors that it gave, and a collate function may write into them.
+    """
+
+    def own(leaf: object) -> object:
         if leaf is _Hole:
             return image
         return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
-    return map_leaves(own, sample, is_image)
-
-
-def _exchanged(sample: Any, old: Any, new: Any) -> Any:
-    return map_leaves(lambda leaf: new if leaf is old else leaf, sample, is_image)
+    filled: Sample = map_leaves(own, sample, is_image)
+    return filled

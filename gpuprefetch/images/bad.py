@@ -1,4 +1,4 @@
-"""Files that cannot be decoded."""
+"""Files that cannot be decoded, and how messages name them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ class BadImageError(ValueError):
 
 
 def name_of(index: int, path: str, unnamed: str = "an image") -> str:
-    """How messages name a file: by its path and its sample's index; ``unnamed`` without both."""
-    sample = f"(sample {index} of the dataset)" if index >= 0 else ""
-    return " ".join(filter(None, (repr(path) if path else "", sample))) or unnamed
+    """How messages name a file: by its path and its sample's index; ``unnamed`` without both.
+
+    Example:
+        >>> name_of(7, "a.jpg")
+        "'a.jpg' (sample 7 of the dataset)"
+    """
+    words = []
+    if path:
+        words.append(repr(path))
+    if index >= 0:
+        words.append(f"(sample {index} of the dataset)")
+    return " ".join(words) or unnamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +29,9 @@ class BadImage:
     """A file that could not be decoded.
 
     Attributes:
-        index: of the sample in its dataset; negative where it is not known.
-        path: of the file.
-        reason: the decoder's.
+        index: of the sample in its dataset; negative if it is not known.
+        path: of the file; empty if it is not known.
+        reason: why it cannot be decoded.
     """
 
     index: int

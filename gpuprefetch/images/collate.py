@@ -17,13 +17,15 @@ from gpuprefetch.core.errors import add_note, text_of, unexpected_end
 from gpuprefetch.core.nested import map_leaves, objects
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import set_apart
+from gpuprefetch.images.columns import Owners, fate, mark
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.guard import begin_reading, end_reading
 from gpuprefetch.images.host_memory import memory_for
 from gpuprefetch.images.packer import Packer, Packing
 from gpuprefetch.images.prepared import PreparedImages, is_encoded
 from gpuprefetch.images.slab import by_value, share
-from gpuprefetch.images.targets import fate, followed, images_of, mark, refuse_unfollowed
+from gpuprefetch.images.targets import followed, refuse_unfollowed
+from gpuprefetch.images.walk import walk
 from gpuprefetch.transforms.random import op_keys, tail_keys
 
 # Names and repeats of the samples that this process is about to read, by the token of its stage.
@@ -94,12 +96,13 @@ class HostStage:
 
     def _pack(self, batch: Any, samples: Any, packing: Packing) -> Any:
         """Pack what the collate function left, and say what became of the targets."""
-        if not images_of(batch):
+        if not walk(batch).images:
             if self.packer.moves:
                 refuse_unfollowed(batch, samples)
             return batch
-        batch, packed = pack_lists(mark(batch, samples), packing)
-        targets = fate(batch, samples)
+        owners = Owners.of(samples)
+        batch, packed = pack_lists(mark(batch, owners), packing)
+        targets = fate(batch, owners)
         for images in packed:
             images.targets = targets
         # The loop's process does it where rows are left out or replaced, or targets move as well.

@@ -8,19 +8,20 @@ from functools import partial
 import numpy as np
 import torch
 
-from gpuprefetch.core.nested import map_leaves
+from gpuprefetch.core.nested import Batch, Leaf, map_leaves
 from gpuprefetch.core.stats import Stats, Timed
+from gpuprefetch.images.columns import unstack
 from gpuprefetch.images.job import ImageJob
 from gpuprefetch.images.rows import is_column, refuse_other_rows, take_rows
 from gpuprefetch.images.tail import run_tail
-from gpuprefetch.images.targets import PerSample, unstack
 from gpuprefetch.images.view import View
+from gpuprefetch.images.walk import PerSample
 from gpuprefetch.policies.ops_launch import Layout
 from gpuprefetch.transforms.random import derive, tail_keys, view_seed
 
 
 def finish(
-    batch: object,
+    batch: Batch,
     jobs: Sequence[ImageJob],
     views: Sequence[View],
     seed: int,
@@ -28,7 +29,7 @@ def finish(
     *,
     rows: torch.Tensor | None,
     only: int | None,
-) -> object:
+) -> Batch:
     """Make the loop's batch.
 
     Args:
@@ -61,12 +62,12 @@ def finish(
 
 
 def _keep(
-    batch: object,
+    batch: Batch,
     jobs: Sequence[ImageJob],
     views: Sequence[View],
     rows: torch.Tensor,
     count: int,
-) -> object:
+) -> Batch:
     """Take some rows of a batch, and of what its jobs have made of ``count`` images."""
     take = partial(take_rows, rows=rows, count=count)
     for job in jobs:
@@ -78,12 +79,12 @@ def _keep(
 
 
 def _run_tails(
-    batch: object,
+    batch: Batch,
     jobs: Sequence[ImageJob],
     views: Sequence[View],
     rows: torch.Tensor | None,
     seed: int,
-) -> object:
+) -> Batch:
     """Run what comes after the fused transforms, on images and on targets beside them.
 
     Images of one sample are transformed alike. Returns the batch with its moved targets.
@@ -101,7 +102,7 @@ def _run_tails(
         own = derive(seed, number) if number else seed
         keys = group[0].images.who.keys[kept]
         for n, view in enumerate(views):
-            outs = [job.outputs[n].out for job in group]
+            outs: list[Batch] = [job.outputs[n].out for job in group]
             sampled = tail_keys(keys, n)
             if targets:
                 outs, batch = run_tail(
@@ -127,13 +128,13 @@ def _share_samples(jobs: Sequence[ImageJob]) -> bool:
     return all(np.array_equal(job.images.who.keys, first) for job in jobs)
 
 
-def _result(leaf: object) -> object:
+def _result(leaf: Leaf) -> Batch:
     """What is handed over of a leaf."""
     if isinstance(leaf, ImageJob):
         return one_or_all([output.out for output in leaf.outputs])
-    return leaf.kind(leaf) if isinstance(leaf, PerSample) else leaf
+    return leaf.restored() if isinstance(leaf, PerSample) else leaf
 
 
-def one_or_all(results: Sequence[object]) -> object:
+def one_or_all(results: Sequence[object]) -> Batch:
     """What a loop gets for its images: of several views a tuple."""
     return tuple(results) if len(results) > 1 else results[0]

@@ -1,4 +1,4 @@
-"""A folder of classes whose images are handed out as they are in their files."""
+"""Read image files without decoding them: one file, or a folder of classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpuprefetch.images.header import bytes_worth_reading
 from gpuprefetch.images.host_memory import no_memory
 from gpuprefetch.images.plan import readable
 
-# Files of more bytes are looked at before they are read.
+# A file of more bytes is checked for an image header before it is read.
 LARGE = 64 << 20
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -27,11 +27,12 @@ _KINDS = {
 
 
 def read_image(path: str | os.PathLike[str], index: int = -1) -> EncodedImage:
-    """A file as an encoded image; one that is no image by its kind or its beginning is a bad one.
+    """Read a file as an encoded image.
 
-    To open a FIFO would wait for whoever writes to it, and a device may have no end.
+    A file that cannot be an image by its kind is not opened, and becomes a bad image: opening a
+    FIFO would wait for its writer, and a device may have no end.
     """
-    status = os.stat(path)  # noqa: PTH116  # for a photo, pathlib takes half as long again
+    status = os.stat(path)  # noqa: PTH116  # pathlib needs half as long again for a photo
     if fault := fault_of(status):
         image = EncodedImage(b"", index, os.fspath(path))
         image._fault = fault
@@ -44,14 +45,15 @@ def read_image(path: str | os.PathLike[str], index: int = -1) -> EncodedImage:
 
 
 def fault_of(status: os.stat_result) -> str:
-    """Why a file is no image, by its kind; empty if it may be one."""
+    """Why a file cannot be an image, by its kind; empty if it may be one."""
     kind = stat.S_IFMT(status.st_mode)
-    name = _KINDS.get(kind, "of an unknown kind")
-    return "" if kind == stat.S_IFREG else f"it is {name}, and no regular file"
+    if kind == stat.S_IFREG:
+        return ""
+    return f"it is {_KINDS.get(kind, 'of an unknown kind')}, and no regular file"
 
 
 def read_open(file: BinaryIO, size: int) -> bytes:
-    """What an open file of ``size`` bytes holds, as far as an image can go."""
+    """Read an open file of ``size`` bytes, as far as an image can reach."""
     if size <= LARGE:
         return file.read()
     worth = bytes_worth_reading(file, size)
@@ -60,13 +62,14 @@ def read_open(file: BinaryIO, size: int) -> bytes:
 
 
 class EncodedImageFolder(Dataset[tuple[EncodedImage, Any]]):
-    """torchvision's ``ImageFolder`` with encoded bytes for samples: ``root/class/.../file.jpg``.
+    """torchvision's ``ImageFolder`` with encoded bytes in its samples: ``root/class/.../file.jpg``.
 
     Args:
         root: the folder whose sub-folders are the classes.
-        transform: None; transforms are the prefetcher's.
+        transform: must be None; pass transforms to the prefetcher.
         target_transform: called with each target.
-        is_valid_file: says of a path whether it is a sample; by default the extension does.
+        is_valid_file: called with each path, returns whether it is a sample. By default the
+            extension tells.
         allow_empty: whether a class folder may be empty.
 
     Attributes:
@@ -93,17 +96,17 @@ class EncodedImageFolder(Dataset[tuple[EncodedImage, Any]]):
 
         if transform is not None:
             raise TypeError(
-                "EncodedImageFolder gives images that are not decoded. Give transforms to "
-                "DataPrefetcher(loader, transforms=[...]), or move an ImageFolder with its "
-                "transform over with gpuprefetch.accelerate(loader)."
+                "EncodedImageFolder gives images that are not decoded, so it takes no transform. "
+                "Pass transforms to DataPrefetcher(loader, transforms=[...]), or pass the loader "
+                "of an ImageFolder with its transform to gpuprefetch.accelerate(loader)."
             )
         try:
             folder = ImageFolder(str(root), is_valid_file=is_valid_file, allow_empty=allow_empty)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{str(error).rstrip('.')}. EncodedImageFolder takes root/class/.../file.jpg. For "
-                "a folder without classes write a Dataset of EncodedImage(path.read_bytes(), "
-                "index, path)."
+                "a folder without classes write a Dataset that returns "
+                "EncodedImage(path.read_bytes(), index, path)."
             ) from error
         self.root = folder.root
         self.classes: list[str] = folder.classes
@@ -118,7 +121,9 @@ class EncodedImageFolder(Dataset[tuple[EncodedImage, Any]]):
         path, target = self.samples[index]
         position = index if index >= 0 else len(self) + index
         image = read_image(path, int(position))
-        return image, target if self.target_transform is None else self.target_transform(target)
+        if self.target_transform is None:
+            return image, target
+        return image, self.target_transform(target)
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -1,4 +1,8 @@
-"""Know an encoded image without decoding it, and decode it on the CPU to the pixels PIL gives."""
+"""Read the header of an encoded image, and decode the image on the CPU as PIL does, bit for bit.
+
+A header says what a file is, how large its picture is, how it is turned, and whether the GPU may
+decode it.
+"""
 
 import contextlib
 import io
@@ -7,46 +11,62 @@ import struct
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from gpuprefetch.images.host_memory import has_room, lacks_memory
+from gpuprefetch.images.jpeg import JPEG, Span, exif_spans, read_jpeg
 
-# Scans that a JPEG of the most pixels may have. Each, if only of 12 bytes, takes a decoder over the
-# whole picture, 35 ns a block of 64 pixels: 2 seconds for these.
+# Scans that a JPEG of the most pixels may have. A decoder goes over the whole picture for each
+# scan, even for one of 12 bytes, at 35 ns a block of 64 pixels: 2 seconds for 16 scans.
 MAX_SCANS = 16
-# Bytes a pixel that Pillow takes at most in _decode_other(): two pictures of 4 bytes, and three
-# copies of their 3 bytes. The coefficients of a progressive JPEG take 6, before these.
+# Memory that Pillow needs at most in _decode_other(), in bytes a pixel: two pictures of 4 bytes,
+# and three copies of their 3 bytes. The coefficients of a progressive JPEG need 6, but earlier.
 PILLOW_BYTES = 17
-# And what it takes to read a header, beside some copies of the file.
+# Memory that Pillow needs to read a header, besides some copies of the file.
 _HEADER_ROOM = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What the bytes of an encoded image say about it."""
+    """What the bytes of an encoded image say about it.
 
-    format: str  # PIL's name for it in lower case; by content and not by file name
-    height: int  # of the picture as it is stored
+    Attributes:
+        format: PIL's name for it in lower case, by content and not by file name.
+        height: of the picture as it is stored.
+        width: of the same.
+        orientation: EXIF's, 1 to 8. It is 1 if it is broken, and for a TIFF, which PIL turns
+            whenever it decodes one.
+        gpu: whether nvJPEG gives libjpeg's picture: see Note [Files for the GPU].
+        exif: byte spans in a JPEG. With zeros over them no decoder finds an orientation.
+        clipped: PIL's mode of a picture whose values ``convert("RGB")`` clips to 0 to 255, or "".
+        damaged: whether it is a damaged JPEG that only Pillow reads, with LOAD_TRUNCATED_IMAGES.
+
+    Example:
+        A photo of 500 x 375 pixels has ``ImageHeader("jpeg", 375, 500, gpu=True)``. A camera that
+        was held upright adds ``orientation=6, exif=((6, 16),)``.
+    """
+
+    format: str
+    height: int
     width: int
-    # EXIF's, 1 to 8; 1 where it is broken, and for a TIFF, which PIL turns whenever it decodes one.
     orientation: int = 1
-    gpu: bool = False  # whether nvJPEG gives libjpeg's picture: see Note [Files for the GPU]
-    # Byte spans in a JPEG. With zeros over them no decoder finds an orientation.
-    exif: tuple[tuple[int, int], ...] = ()
-    clipped: str = ""  # PIL's mode of a picture whose values convert("RGB") clips to 0 to 255
-    # Whether it is a damaged JPEG that Pillow alone reads, as with LOAD_TRUNCATED_IMAGES.
+    gpu: bool = False
+    exif: tuple[Span, ...] = ()
+    clipped: str = ""
     damaged: bool = False
 
 
 def read_header(data: bytes | memoryview, *, oriented: bool = True) -> ImageHeader:
     """Read format and size of a file, or raise ValueError if it is no good image.
 
-    ``oriented`` is whether to look for its EXIF orientation: PIL warns of broken metadata.
-    See Note [PIL's own settings].
+    Args:
+        data: the file's bytes.
+        oriented: whether to look for its EXIF orientation. PIL warns of broken metadata then: see
+            Note [PIL's own settings].
     """
     data = bytes(data)
     try:
@@ -55,9 +75,10 @@ def read_header(data: bytes | memoryview, *, oriented: bool = True) -> ImageHead
             _warn_of_size(header)
     except (IndexError, struct.error) as error:
         raise ValueError(f"broken or truncated header, in a file of {len(data)} bytes") from error
-    except Warning as error:  # which a filter of the program's has made an error
+    except Warning as error:  # a warning filter of the program made it an error
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    limit, pixels = max_pixels(), header.height * header.width
+    limit = max_pixels()
+    pixels = header.height * header.width
     if pixels == 0 or (limit is not None and pixels > limit):
         raise ValueError(
             f"an image of {header.width} x {header.height} = {pixels} pixels is outside the limits "
@@ -67,20 +88,20 @@ def read_header(data: bytes | memoryview, *, oriented: bool = True) -> ImageHead
 
 
 # Note [PIL's own settings]
-# A program sets PIL's module variables and Python's warning filters, and a plain DataLoader obeys
-# them. So does this package: it reads them at each call, in the process that decodes. It sets none.
-#   1. Image.MAX_IMAGE_PIXELS: PIL refuses an image of more than twice as many pixels, and so do we,
-#      also a JPEG that PIL never sees. Above once as many PIL warns, with the program's filters. An
-#      error that these make of it is a bad file's reason, as a plain loader would raise it.
-#   2. ImageFile.LOAD_TRUNCATED_IMAGES: a JPEG that our decoder refuses is what Pillow makes of it.
-#      The GPU gets no such file: see Note [Files for the GPU].
-#   3. No filter is set, not even for one call: warnings.catch_warnings() swaps the list that all
-#      threads share. PIL's warnings of broken EXIF data come where an orientation is asked for.
+# A program may set PIL's module variables and Python's warning filters, and a plain DataLoader
+# obeys them. This package reads them at each call, in the process that decodes, and sets none.
+#   1. Image.MAX_IMAGE_PIXELS: PIL refuses an image of more than twice as many pixels. So does this
+#      package, even for a JPEG that PIL never sees. PIL warns of an image of more than once as
+#      many. If the program's filters make an error of the warning, the file is bad for this reason.
+#   2. ImageFile.LOAD_TRUNCATED_IMAGES: Pillow decodes a JPEG that TorchCodec refuses. The GPU gets
+#      no such file: see Note [Files for the GPU].
+#   3. Warning filters: none is set, not even for one call, as warnings.catch_warnings() swaps the
+#      list that all threads share. PIL warns of broken EXIF data if an orientation is asked for.
 # test_format.py::test_pils_settings and test_faults.py::test_nothing_global_changes hold them.
 
 
 def max_pixels() -> int | None:
-    """The pixels of an image beyond which PIL raises DecompressionBombError; None without bound."""
+    """The most pixels of an image before PIL raises DecompressionBombError; None without bound."""
     from PIL import Image
 
     return None if Image.MAX_IMAGE_PIXELS is None else int(2 * Image.MAX_IMAGE_PIXELS)
@@ -89,7 +110,8 @@ def max_pixels() -> int | None:
 def _warn_of_size(header: ImageHeader) -> None:
     from PIL import Image
 
-    limit, pixels = Image.MAX_IMAGE_PIXELS, header.height * header.width
+    limit = Image.MAX_IMAGE_PIXELS
+    pixels = header.height * header.width
     if limit is not None and limit < pixels <= 2 * limit:
         warnings.warn(
             f"Image size ({pixels} pixels) exceeds limit of {limit} pixels, could be decompression "
@@ -105,15 +127,18 @@ def _loads_truncated() -> bool:
     return bool(ImageFile.LOAD_TRUNCATED_IMAGES)
 
 
-# Large files are read no further than a picture can go: bytes beside the pixels, and for each of
-# these. Uncompressed ones take up to 16, and as text up to 18.
-_BEGINNING, _BESIDE, _PER_PIXEL = 64 << 10, 64 << 20, 32
+# How many bytes of a large file are read, if it is no image.
+_BEGINNING = 64 << 10
+# How many bytes are read of an image: 64 MiB beside the pixels, and 32 bytes a pixel. Uncompressed
+# pixels need up to 16 bytes, and 18 as text.
+_BESIDE = 64 << 20
+_PER_PIXEL = 32
 # Formats whose first picture is read from the front to its end. Others, as TIFF, have no order.
 _IN_ORDER = {"JPEG", "MPO", "PNG", "GIF", "BMP", "PPM"}
 
 
 def bytes_worth_reading(file: BinaryIO, size: int) -> int:
-    """How many of the ``size`` bytes of an open file to read; few where it begins as no image."""
+    """How many of an open file's ``size`` bytes to read: few if it does not begin as an image."""
     load_decoders()
     from PIL import Image
 
@@ -125,7 +150,7 @@ def bytes_worth_reading(file: BinaryIO, size: int) -> int:
             return size
     except MemoryError:
         raise
-    except Exception:  # what it is will be told by who decodes it
+    except Exception:  # the decoder will say what is wrong with the file
         return min(size, _BEGINNING)
 
 
@@ -138,10 +163,21 @@ def decode_cpu(
 ) -> torch.Tensor:
     """Decode one image on the CPU as ``PIL.Image.open(file).convert("RGB")`` does, bit for bit.
 
-    Transparency is dropped, not blended; of an animation the first frame is decoded. An orientation
-    that a JPEG has in XMP only is not looked for. A JPEG is decoded to 1 / ``divisor`` of its size,
-    rounded up, with a divisor of 2, 4 or 8. What is truncated or broken raises ValueError, and a
-    lack of memory MemoryError.
+    Transparency is dropped, not blended. The first frame of an animation is decoded. An orientation
+    that a JPEG has only in XMP is ignored.
+
+    Args:
+        data: the file's bytes.
+        header: of the file, if it has been read.
+        apply_exif: whether to turn the picture upright.
+        divisor: 2, 4 or 8 decodes a JPEG to that fraction of its size, rounded up.
+
+    Returns:
+        ``(3, H, W)`` uint8.
+
+    Raises:
+        ValueError: for a truncated or broken file.
+        MemoryError: for a lack of memory.
     """
     data = data.numpy().tobytes() if isinstance(data, torch.Tensor) else bytes(data)
     header = header or read_header(data, oriented=apply_exif)
@@ -162,20 +198,22 @@ def decode_cpu(
 
 @cache
 def load_decoders() -> None:
-    """Import what decodes; to be called before workers are forked.
+    """Import the decoders. Call this before workers are forked.
 
-    Who is forked while a thread imports a module has its lock and not the thread: it would hang.
+    A process that is forked while a thread imports a module has the module's lock without the
+    thread that holds it, and would hang.
     """
     import numpy.ma  # noqa: F401  # numpy does so at the first unique()
 
-    with contextlib.suppress(Exception):  # for a loader without images; others will be told
+    with contextlib.suppress(Exception):  # a loader without images needs none; others get an error
         from PIL import Image
 
         Image.init()
         from torchcodec import decoders  # noqa: F401  # as _decode_jpeg() does
 
 
-def blank(data: bytes | memoryview, spans: Sequence[tuple[int, int]]) -> bytearray:
+def blank(data: bytes | memoryview, spans: Sequence[Span]) -> bytearray:
+    """A copy of the data with zeros over some spans."""
     copied = bytearray(data)
     for start, stop in spans:
         copied[start:stop] = bytes(stop - start)
@@ -191,7 +229,7 @@ def _decode_jpeg(data: bytes, header: ImageHeader) -> torch.Tensor:
     except RuntimeError as error:
         # TorchCodec's messages begin with the C++ function, file and line.
         reason = re.sub(r"^.*\.cpp:\d+, ", "", str(error).partition("\n")[0])
-        # What comes from torch's allocator has its words in some versions only.
+        # Only some versions pass on the words of torch's allocator.
         if lacks_memory(error) or not has_room(3 * header.height * header.width):
             raise MemoryError(reason) from error
         if _loads_truncated():
@@ -202,11 +240,11 @@ def _decode_jpeg(data: bytes, header: ImageHeader) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _opened(data: bytes) -> Iterator[Any]:
-    """A ``PIL.Image.Image``; whatever PIL raises of it is a ValueError.
+    """A ``PIL.Image.Image``; whatever PIL raises in the block becomes a ValueError.
 
-    It is a MemoryError if the memory that a good picture of the size takes is not there. What PIL
-    raises does not tell: libjpeg's lack of memory is a broken data stream, and a few wrong bytes
-    may ask for more memory than any machine has.
+    It becomes a MemoryError if there is not enough memory for a good picture of this size. PIL's
+    own error does not tell the two apart: libjpeg reports a lack of memory as a broken data stream,
+    and a few wrong bytes may ask for more memory than any machine has.
     """
     load_decoders()
     from PIL import Image, UnidentifiedImageError
@@ -222,7 +260,7 @@ def _opened(data: bytes) -> Iterator[Any]:
             "neither a JPEG nor another image that Pillow reads (PNG, WebP, GIF, BMP, TIFF, ...), "
             f"or its header is broken: {begins}"
         ) from None
-    except Exception as error:  # which kinds PIL raises of damaged files is not documented
+    except Exception as error:  # PIL does not document what it raises for damaged files
         if not has_room(room):
             raise MemoryError(str(error)) from error
         raise ValueError(f"broken or truncated image: {type(error).__name__}: {error}") from error
@@ -230,7 +268,7 @@ def _opened(data: bytes) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _forgiven() -> Iterator[None]:
-    """Read metadata in it: broken ones are none."""
+    """Read metadata in this block: broken metadata count as none."""
     try:
         yield
     except (MemoryError, Warning):
@@ -241,7 +279,7 @@ def _forgiven() -> Iterator[None]:
 
 
 def _read(data: bytes, oriented: bool) -> ImageHeader:
-    if not data.startswith(_JPEG):
+    if not data.startswith(JPEG):
         return _read_other(data, oriented)
     try:
         return _read_jpeg(data, oriented)
@@ -257,15 +295,18 @@ def _read_other(data: bytes, oriented: bool) -> ImageHeader:
     from PIL import Image
 
     with _opened(data) as picture:
-        kind, (width, height), orientation = picture.format.lower(), picture.size, 1
+        kind = picture.format.lower()
+        width, height = picture.size
+        orientation = 1
         if oriented or kind == "tiff":
             with _forgiven():
                 if kind == "png" and not _ends_with_pixels(data):
-                    picture.load()  # and what follows them
-                # PngImageFile.getexif() decodes every picture that has none.
+                    picture.load()  # with the metadata after the pixels
+                # PngImageFile.getexif() would decode every picture without an orientation.
                 orientation = _orientation(Image.Image.getexif(picture))
-        if kind == "tiff":  # PIL turns it when it decodes it, and before 11.1 its size only then
-            width, height = picture.tag_v2[256], picture.tag_v2[257]
+        if kind == "tiff":  # PIL turns the picture as it decodes; before 11.1, the size only then
+            width = picture.tag_v2[256]
+            height = picture.tag_v2[257]
             if orientation >= 5:
                 width, height = height, width
             orientation = 1
@@ -290,95 +331,34 @@ def _decode_other(data: bytes, divisor: int = 1) -> torch.Tensor:
 
 
 def _orientation(exif: Any) -> int:
-    """The orientation in a ``PIL.Image.Exif``; 1 where it has none that exists."""
+    """The orientation in a ``PIL.Image.Exif``; 1 if it has no valid one."""
     found = exif.get(0x0112, 1)
     return int(found) if found in range(1, 9) else 1
 
 
 _DEEP = "IF"  # PIL's modes of one channel with more than 8 bits begin with these: I, I;16B, F
-_JPEG = b"\xff\xd8\xff"
-_SOF0, _DHT, _EOI, _SOS, _DQT, _DRI = 0xC0, 0xC4, 0xD9, 0xDA, 0xDB, 0xDD
-_APP0, _APP1, _APP2, _APP14, _COM = 0xE0, 0xE1, 0xE2, 0xEE, 0xFE
-_FRAME_HEADERS = {*range(0xC0, 0xD0)} - {_DHT, 0xC8, 0xCC}
-_NO_SEGMENT = {0x00, 0x01, *range(0xD0, 0xD9), 0xFF}  # no length follows these
-_IRREGULAR = 0
-_FORTY_TWO = (b"*\0", b"\0*")
-
-_Spans = list[tuple[int, int]]
-_Segments = dict[int, _Spans]
-
-
-def _jpeg_segments(data: bytes) -> _Segments:
-    """Map each marker to the spans of its segments' payloads, up to the first start of scan."""
-    found: _Segments = {}
-    pos = 2
-    while _SOS not in found:
-        marker = data[pos + 1]
-        if data[pos] != 0xFF or marker in _NO_SEGMENT:
-            # Fill bytes, junk, a marker out of place: libjpeg and PIL look for the next marker.
-            found[_IRREGULAR] = []
-            pos = data.find(b"\xff", pos + 1)
-            if pos < 0:
-                raise ValueError("broken JPEG: no start of scan")
-            continue
-        length = data[pos + 2] << 8 | data[pos + 3]
-        if marker < 0xC0 or marker == _EOI or length < 2:
-            raise ValueError(f"broken JPEG header: marker {marker:#x} at byte {pos}")
-        found.setdefault(marker, []).append((pos + 4, pos + 2 + length))
-        pos += 2 + length
-    if pos >= len(data):
-        raise ValueError(f"truncated JPEG: its header ends at byte {pos}, the file at {len(data)}")
-    return found
 
 
 class _BombError(ValueError):
-    """What could be read, and is refused."""
+    """A file that could be read, and is refused."""
 
 
 def _read_jpeg(data: bytes, oriented: bool) -> ImageHeader:
-    found = _jpeg_segments(data)
-    frames = [span for marker in found.keys() & _FRAME_HEADERS for span in found[marker]]
-    if len(frames) != 1:
-        raise ValueError(f"broken JPEG: {len(frames)} frame headers instead of one")
-    height, width = struct.unpack_from(">HH", data, frames[0][0] + 1)
-    gpu = height in _GPU_SIDES and width in _GPU_SIDES and _decodes_on_gpu(data, found)
-    # A file for the GPU has one scan, and nothing after it.
-    scans, later = (1, []) if gpu else _after_first_scan(data, found[_SOS][0][1])
+    jpeg = read_jpeg(data)
+    pixels = jpeg.scans * jpeg.height * jpeg.width
     limit = max_pixels()
-    if scans > 1 and limit is not None and scans * height * width > MAX_SCANS * limit:
+    if jpeg.scans > 1 and limit is not None and pixels > MAX_SCANS * limit:
         raise _BombError(
-            f"a JPEG with {scans} scans of {height * width} pixels is outside the limit of "
-            f"{MAX_SCANS * limit} for all of them: it is a decompression bomb"
+            f"a JPEG with {jpeg.scans} scans of {jpeg.height * jpeg.width} pixels is outside the "
+            f"limit of {MAX_SCANS * limit} for all of them: it is a decompression bomb"
         )
-    app1 = found.get(_APP1, [])
-    orientation = _read_exif(data, app1) if oriented and app1 else 1
-    exif = _exif_spans(data, app1 + later)
-    return ImageHeader("jpeg", height, width, orientation, gpu, exif)
+    orientation = _read_exif(data, jpeg.app1) if oriented and jpeg.app1 else 1
+    spans = exif_spans(data, [*jpeg.app1, *jpeg.later_app1])
+    return ImageHeader("jpeg", jpeg.height, jpeg.width, orientation, jpeg.gpu, spans)
 
 
-# No segment follows the others: libjpeg skips or refuses them.
-_LATER_MARKERS = re.compile(rb"\xff[\xc0-\xcf\xd9-\xfe]")
-
-
-def _after_first_scan(data: bytes, pos: int) -> tuple[int, _Spans]:
-    """The number of scans, and the APP1 segments after the first, up to the image's end."""
-    scans, app1 = 1, []
-    data += b"\0\0"  # the last marker may have no length
-    while found := _LATER_MARKERS.search(data, pos):
-        pos = found.end()
-        marker, length = data[pos - 1], data[pos] << 8 | data[pos + 1]
-        if marker == _EOI:
-            break
-        if marker == _SOS:
-            scans += 1
-        elif marker == _APP1:
-            app1.append((pos + 2, pos + length))
-        pos += length if length > 2 else 2
-    return scans, app1
-
-
-def _read_exif(data: bytes, segments: _Spans) -> int:
-    """The orientation that PIL finds in a JPEG's APP1 segments; it joins what several hold."""
+def _read_exif(data: bytes, segments: Sequence[Span]) -> int:
+    """The orientation that PIL finds in a JPEG's APP1 segments. PIL joins what several hold."""
     from PIL import Image
 
     held = b"".join(data[a + 6 : b] for a, b in segments if data.startswith(b"Exif\0\0", a, b))
@@ -387,135 +367,3 @@ def _read_exif(data: bytes, segments: _Spans) -> int:
         found.load(held)
         return _orientation(found)
     return 1
-
-
-def _exif_spans(data: bytes, segments: _Spans) -> tuple[tuple[int, int], ...]:
-    """The spans of all that a decoder could take for an orientation.
-
-    PIL and TorchCodec's CUDA decoder look for the "Exif" identifier, TorchCodec's CPU decoder takes
-    the first APP1 segment whatever its identifier, also one of the later ones after the first
-    scan; all of them need the 42 of the TIFF header.
-    """
-    forty_twos = [a for a, b in segments if data[a + 8 : min(a + 10, b)] in _FORTY_TWO]
-    return tuple((start, start + 10) for start in forty_twos)
-
-
-# Note [Files for the GPU]
-# What nvJPEG makes of a file that was cut off, or whose color space must be guessed, is documented
-# nowhere; of most damage it says nothing, and a file that it does refuse costs it its decoder. So
-# the GPU gets only files that leave nothing open; libjpeg on the CPU judges the others:
-#   1. Baseline with 8 bits, one scan of all components, and the tables that baseline may have, all
-#      of them in the file and none with codes or symbols that it cannot have.
-#   2. Gray, or YCbCr by libjpeg's rules (JFIF, Adobe's transform, the component ids), none of which
-#      says RGB.
-#   3. The four common chroma samplings. Even gray has a sampling, and others than 1 x 1 exist.
-#   4. Nothing between the segments, none of an unknown kind, no second picture after the first (an
-#      index of those, "MPF", would tell).
-#   5. In the compressed data no marker but the restarts, each in its turn and as many as the size
-#      asks for, and the end of the image at their end. Of damaged photos that got here without this
-#      rule, it finds half, for 10 us a photo. The rest cannot be told without a decode.
-#   6. At least two bits for each block of 64 values: a code for the first of them, and one for the
-#      end of the others. A header that claims more pixels is broken.
-# test_format.py::test_gpu and test_not_gpu hold each of them.
-_GPU_SIDES = range(16, 16384 + 1)
-_GPU_SAMPLINGS = {b"\x11", b"\x11\x11\x11", b"\x21\x11\x11", b"\x22\x11\x11", b"\x12\x11\x11"}
-_GPU_SEGMENTS = {_SOF0, _DHT, _SOS, _DQT, _DRI, *range(_APP0, _APP0 + 16), _COM}
-_GPU_HUFFMAN_TABLES = {0x00, 0x01, 0x10, 0x11}
-_DC_SYMBOLS = {*range(12)}
-_AC_SYMBOLS = {0x00, 0xF0, *(run << 4 | size for run in range(16) for size in range(1, 11))}
-_MARKERS = re.compile(rb"\xff([^\0])")
-
-
-def _decodes_on_gpu(data: bytes, found: _Segments) -> bool:
-    if _SOF0 not in found or not _GPU_SEGMENTS.issuperset(found):
-        return False
-    frame, scan = (data[slice(*found[marker][0])] for marker in (_SOF0, _SOS))
-    tables = tuple(
-        tuple(data[start:stop] for start, stop in found.get(marker, ())) for marker in (_DHT, _DQT)
-    )
-    ids = frame[6::3]
-    return (
-        _is_baseline(frame[:1] + frame[5:], scan, *tables)
-        and (len(ids) == 1 or _is_ycbcr(data, found, ids))
-        and not any(data.startswith(b"MPF\0", start) for start, _ in found.get(_APP2, ()))
-        and _whole(data, found, frame)
-    )
-
-
-@lru_cache(1024)  # an encoder writes the same ones into many files
-def _is_baseline(
-    frame: bytes, scan: bytes, huffman: tuple[bytes, ...], quantization: tuple[bytes, ...]
-) -> bool:
-    """Points 1 and 3 of Note [Files for the GPU], for a frame header without its size."""
-    ids, samplings, quantizers, coders = frame[2::3], frame[3::3], frame[4::3], scan[2:-3:2]
-    found = [_huffman_tables(segment) for segment in huffman]
-    tables = frozenset().union(*found)
-    return (
-        frame[0] == 8
-        and frame[1] == scan[0] == len(ids) == len({*ids}) == len(quantizers) == len(coders)
-        and samplings in _GPU_SAMPLINGS
-        and scan[1:-3:2] == ids
-        and scan[-3:] == b"\x00\x3f\x00"
-        and all(found)
-        and _GPU_HUFFMAN_TABLES.issuperset(tables)
-        and tables.issuperset(number for both in coders for number in (both >> 4, both & 15 | 16))
-        and _quantization_tables(quantization).issuperset(quantizers)
-    )
-
-
-@lru_cache(1024)  # many encoders write the tables of the standard
-def _huffman_tables(segment: bytes) -> frozenset[int]:
-    """The ids of the tables of a segment; empty if one of them is broken or not of baseline."""
-    found = set()
-    while segment:
-        number, lengths = segment[0], segment[1:17]
-        symbols = segment[17 : 17 + sum(lengths)]
-        codes = 0
-        for bits, count in enumerate(lengths, 1):
-            codes = 2 * codes + count
-            if codes >= 1 << bits:  # no code may have all bits set
-                return frozenset()
-        allowed = _AC_SYMBOLS if number & 0x10 else _DC_SYMBOLS
-        if not len(symbols) == sum(lengths) > 0 or not allowed.issuperset(symbols):
-            return frozenset()
-        found.add(number)
-        segment = segment[17 + len(symbols) :]
-    return frozenset(found)
-
-
-def _quantization_tables(segments: Sequence[bytes]) -> set[int]:
-    """The ids of the tables of some segments; empty if one is not of 8 bits, 64 after its id."""
-    ids = b"".join(segment[::65] for segment in segments)
-    whole = all(len(segment) % 65 == 0 for segment in segments)
-    return {*ids} if whole and max(ids, default=0) < 4 else set()
-
-
-def _whole(data: bytes, found: _Segments, frame: bytes) -> bool:
-    """Whether the compressed data have the markers that they must have, and no others."""
-    if not data[-64:].rstrip(b"\0").endswith(b"\xff\xd9"):
-        return False
-    begin, end = found[_SOS][0][1], data.rindex(b"\xff\xd9")
-    start, stop = found.get(_DRI, [(0, 0)])[-1]
-    interval = int.from_bytes(data[start:stop])
-    if begin >= end or (_DRI in found and any(stop - start != 2 for start, stop in found[_DRI])):
-        return False
-    height, width = struct.unpack_from(">HH", frame, 1)
-    units = -(-width // (8 * (frame[7] >> 4))) * -(-height // (8 * (frame[7] & 15)))
-    blocks = units * sum((sampling >> 4) * (sampling & 15) for sampling in frame[7::3])
-    if 2 * blocks > 8 * (end - begin):
-        return False
-    if interval:
-        restarts = [bytes([0xD0 | i % 8]) for i in range((units - 1) // interval)]
-        return _MARKERS.findall(data, begin, end + 1) == restarts
-    # For each photo, so in numpy: a regular expression takes three times as long.
-    codes = np.frombuffer(data, np.uint8, end + 1 - begin, begin)
-    marks = (codes[:-1] == 0xFF).view(np.uint8)
-    return not np.minimum(marks, codes[1:], out=marks).max()
-
-
-def _is_ycbcr(data: bytes, found: _Segments, ids: bytes) -> bool:
-    # libjpeg leaves out what is too short.
-    jfif = any(data.startswith(b"JFIF\0", a) and b - a >= 14 for a, b in found.get(_APP0, ()))
-    whole = (a for a, b in found.get(_APP14, ()) if data.startswith(b"Adobe", a) and b - a >= 12)
-    adobe = {data[a + 11] for a in whole}
-    return adobe <= {1} and ids != b"RGB" and (jfif or adobe == {1} or ids == b"\1\2\3")

@@ -1,7 +1,7 @@
-"""Tell a lack of the host's memory from a bad file, whatever raises it.
+"""Tell a lack of host memory from a bad file, whatever raises it.
 
-A bad file is what a decoder says of its bytes. on_error may leave it out; it must not leave out the
-largest files because a worker has too little memory for them.
+on_error leaves out the files that a decoder finds bad. It must not leave out the largest files only
+because a worker has too little memory for them.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ _WORDS = re.compile(
     r"allocate memory|not enough memory|insufficient memory|out of memory|bad_alloc", re.IGNORECASE
 )
 _ADVICE = (
-    "That is no bad file, and on_error leaves nothing out for it. Give the process more memory, or "
-    "lower the DataLoader's num_workers, prefetch_factor or batch_size."
+    "No file is bad, so on_error leaves none out. Give the process more memory, or lower the "
+    "DataLoader's num_workers, prefetch_factor or batch_size."
 )
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an error is of a lack of host memory: few libraries raise MemoryError."""
+    """Whether an error comes from a lack of host memory. Few libraries raise MemoryError for it."""
     if isinstance(error, torch.OutOfMemoryError):
-        return False  # the device's
+        return False  # the device lacks memory
     return isinstance(error, MemoryError) or _WORDS.search(str(error)) is not None
 
 
 def has_room(size: int) -> bool:
-    """Whether so many bytes could be allocated now; they are not touched."""
+    """Whether ``size`` bytes could be allocated now. They are not touched."""
     try:
         torch.empty(size, dtype=torch.uint8, device="cpu")
     except (RuntimeError, MemoryError):
@@ -44,7 +44,7 @@ def no_memory(what: str) -> MemoryError:
 
 @contextlib.contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Raise MemoryError, with what to do, where there is too little memory for ``what``."""
+    """Raise MemoryError, with what to do, if the block has too little memory for ``what``."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -17,6 +17,7 @@ from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.images.host_memory import memory_for
 from gpuprefetch.images.plan import WHOLE_BATCH_BYTES, lay_out, readable
 from gpuprefetch.images.prepared import Call, Part, Plan, PreparedImages, Upload
+from gpuprefetch.images.rows import PendingImages
 from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.kernel import HAS_TRITON, INTERPRETED
 from gpuprefetch.transforms.launch import CANARY, Launches
@@ -59,7 +60,7 @@ class _Failure:
     reason: str | None  # the decoder's, which does not take a file; None for a lack of memory
 
 
-class ImageJob:
+class ImageJob(PendingImages):
     """The encoded images of one batch, on their way into a tensor for each view.
 
     Pictures are let go after the launches that read them. Their memory is not decoded into before

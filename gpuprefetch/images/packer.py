@@ -29,7 +29,8 @@ from gpuprefetch.images.samples import (
     own_name,
 )
 from gpuprefetch.images.slab import Buffer, share
-from gpuprefetch.images.targets import follow, followers, images_of
+from gpuprefetch.images.targets import follow
+from gpuprefetch.images.walk import walk
 from gpuprefetch.policies.policy import Policy
 from gpuprefetch.transforms.head import Head, require_fixed_size
 from gpuprefetch.transforms.launch import Launches, plan_rows
@@ -358,7 +359,8 @@ class Packing:
             return rows, headers.sizes, headers.errors
 
         head, *others = packer.heads
-        if others and images_of(given) and followers(given):
+        found = walk(given) if others else None
+        if found is not None and found.images and found.followers:
             raise ValueError(
                 "Views gives several pictures of an image, and boxes, masks and points can follow "
                 "one. Return plain tensors, as mask.as_subclass(torch.Tensor), or leave them out."

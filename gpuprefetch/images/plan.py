@@ -9,7 +9,7 @@ from itertools import pairwise, zip_longest
 
 import numpy as np
 
-from gpuprefetch.core.nested import objects, tensors
+from gpuprefetch.core.nested import Batch, objects, tensors
 from gpuprefetch.core.stage import Cost
 from gpuprefetch.images.prepared import Part, Plan, PreparedImages, Upload, is_encoded
 from gpuprefetch.transforms.head import Head
@@ -17,7 +17,6 @@ from gpuprefetch.transforms.launch import arrange
 from gpuprefetch.transforms.launch_table import Words
 from gpuprefetch.transforms.reference import Ints
 
-Batch = object  # whatever a collate function returns
 Size = tuple[int, int]
 
 BLOCK = 512  # torch's caching allocator rounds up to it

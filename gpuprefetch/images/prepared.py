@@ -12,6 +12,7 @@ import torch
 
 from gpuprefetch.images.bad import name_of
 from gpuprefetch.images.encoded import EncodedImage, EncodedImages
+from gpuprefetch.images.fate import Fate
 from gpuprefetch.images.guard import Encoded
 from gpuprefetch.images.nvjpeg import order_for
 from gpuprefetch.images.slab import Buffer
@@ -188,7 +189,7 @@ class PreparedImages(Encoded):
     report: Report
     plan: Plan = field(default_factory=Plan)
     made: Made = field(default_factory=Made)
-    targets: str = ""  # of targets.fate()
+    targets: Fate | None = None  # of boxes, masks and points beside them; None without any
 
     def __len__(self) -> int:
         return len(self.spans)

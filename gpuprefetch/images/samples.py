@@ -1,8 +1,12 @@
 """Which sample of an epoch an image is of, and what its random parameters come from.
 
 All images of one sample share their random parameters, as in torchvision's v2 transforms: a pair of
-pictures, or a picture and a mask stored as one, move together. A sample is named by the key that
-its dataset was asked for, where a sampler gave one, and else by what the image says of itself.
+pictures, or a picture and a mask stored as one, move together. The name of a sample is an integer.
+The key that a sampler gave for the sample makes it, or else what the image says of itself.
+
+Names travel from :class:`Repeats`, in the process that iterates the sampler, to
+:class:`BatchSamples`, in the process that packs the batch. :func:`keys_of` makes the keys of random
+parameters of them.
 """
 
 from __future__ import annotations
@@ -24,8 +28,10 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from gpuprefetch.images.encoded import EncodedImage
-from gpuprefetch.images.targets import images_of
+from gpuprefetch.images.walk import walk
 from gpuprefetch.transforms.random import Keys, fold
+
+Dataset = Any  # whatever a sampler's keys are for
 
 # --- Names and repeats: in the process that iterates the sampler ---
 
@@ -37,12 +43,13 @@ _CHECKSUMS = -(1 << 33)
 _PLAIN = (int, float, bool, str, bytes, type(None), np.generic)
 
 
-def _origin(dataset: Any, key: Any) -> tuple[Any, Any]:
+def _origin(dataset: Dataset, key: Any) -> tuple[Dataset, Any]:
     """The dataset that a sample is of, and its key there, through torch's views of datasets."""
-    # accelerate's views of them are of classes derived from them.
+    # accelerate's views of these have classes derived from them, with the same __getitem__.
     while (get := getattr(type(dataset), "__getitem__", None)) in _VIEWS:
         if get is Subset.__getitem__:
-            dataset, key = dataset.dataset, operator.index(dataset.indices[key])
+            key = operator.index(dataset.indices[key])
+            dataset = dataset.dataset
             continue
         key += len(dataset) if key < 0 else 0
         part = bisect_right(dataset.cumulative_sizes, key)
@@ -51,7 +58,7 @@ def _origin(dataset: Any, key: Any) -> tuple[Any, Any]:
     return dataset, key
 
 
-def _origins(dataset: Any) -> Iterator[Any]:
+def _origins(dataset: Dataset) -> Iterator[Dataset]:
     """The datasets that a dataset's samples are of, through the same views, in their order."""
     get = getattr(type(dataset), "__getitem__", None)
     if get is Subset.__getitem__:
@@ -63,8 +70,8 @@ def _origins(dataset: Any) -> Iterator[Any]:
         yield dataset
 
 
-def _owner(dataset: Any) -> int:
-    """The identity of a dataset's state, which accelerate's views of it share."""
+def _owner(dataset: Dataset) -> int:
+    """The identity of a dataset's state, which accelerate's views of the dataset share."""
     return id(getattr(dataset, "__dict__", dataset))
 
 
@@ -72,14 +79,14 @@ def _checksum(data: bytes) -> int:
     return zlib.crc32(data) + _CHECKSUMS
 
 
-def _is_plain(key: Any) -> bool:
+def _is_plain(key: object) -> bool:
     if isinstance(key, (tuple, list)):
         return all(map(_is_plain, key))
     return isinstance(key, _PLAIN)
 
 
 class _Counts:
-    """Counts integers: memory is held for the pages of those that came, 4 bytes an integer."""
+    """Counts integers. Only the pages of those that came need memory, 4 bytes an integer."""
 
     PAGE_BITS = 10
 
@@ -87,8 +94,9 @@ class _Counts:
         self._pages: dict[int, array[int]] = {}
 
     def add(self, key: int) -> int:
-        """Count ``key`` once more; how often it had come before."""
-        number, place = key >> self.PAGE_BITS, key & ((1 << self.PAGE_BITS) - 1)
+        """Count ``key`` once more, and return how often it had come before."""
+        number = key >> self.PAGE_BITS
+        place = key & ((1 << self.PAGE_BITS) - 1)
         page = self._pages.get(number)
         if page is None:
             page = self._pages[number] = array("I", bytes(4 << self.PAGE_BITS))
@@ -98,23 +106,48 @@ class _Counts:
 
 
 class Repeats:
-    """Names the samples of an epoch by the keys of a sampler, and counts how often each came."""
+    """Names the samples of an epoch by the keys of a sampler, and counts how often each came.
 
-    def __init__(self, dataset: Any) -> None:
+    The name of a sample is its place in the dataset that it is of, whatever views of the dataset
+    the sampler's keys are for:
+
+    =========================  =====================================
+    key                        name
+    =========================  =====================================
+    ``7``                      7
+    ``-1``, of 100 samples     99
+    ``7`` of a ``Subset``      its entry 7, in the dataset within
+    the first one in the       0 + 2**40: datasets that a
+    second dataset joined      ``ConcatDataset`` joins number alike
+    ``"n0144/7.jpg"``          a checksum, which is negative
+    an object                  none
+    =========================  =====================================
+
+    Example:
+        >>> counted = Repeats(Subset(dataset, [5, 8]))
+        >>> counted.add([0, 1])  # the names, and no repeats
+        (array('q', [5, 8]), ())
+        >>> counted.add([1, 0, 1])
+        (array('q', [8, 5, 8]), array('q', [1, 1, 2]))
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
-        self._counts: dict[int, _Counts] = {}  # by the identity of a dataset
-        self._lengths: dict[int, int] = {}  # likewise; 0 where it has none
-        self._others: Counter[Any] = Counter()  # keys that are no integers
-        # By the identity of a dataset, which a ConcatDataset may join in several parts.
+        self._counts: dict[int, _Counts] = {}  # by owner
+        self._lengths: dict[int, int] = {}  # by owner; 0 if the dataset has none
+        self._others: Counter[Hashable] = Counter()  # by owner and key, which is no integer
+        # By owner: a ConcatDataset may join one dataset in several parts.
         owners = dict.fromkeys(map(_owner, _origins(dataset)))
         self._numbers = {owner: number for number, owner in enumerate(owners)}
 
-    def add(self, keys: Iterable[Any]) -> tuple[Sequence[int], Sequence[int]]:
-        """The name of each sample, and how often the epoch has had it before.
+    def add(self, keys: Iterable[object]) -> tuple[Sequence[int], Sequence[int]]:
+        """The name of each sample, and how often the epoch has had the sample before.
 
-        Names are empty where a key has none, repeats where all are 0.
+        Names are empty if a key has none, repeats are empty if all are 0.
         """
-        names, repeats, known = array("q"), array("q"), True
+        names = array("q")
+        repeats = array("q")
+        known = True
         for key in keys:
             name, repeat = self._add(key)
             known = known and name is not None
@@ -134,7 +167,7 @@ class Repeats:
         name = place + self._numbers.get(owner, 0) * _DATASET
         return name if abs(name) < 1 << 62 else None, counts.add(place)
 
-    def _place(self, dataset: Any, owner: int, key: int) -> int:
+    def _place(self, dataset: Dataset, owner: int, key: int) -> int:
         """The key, counted from the dataset's beginning."""
         if key >= 0:
             return key
@@ -144,9 +177,9 @@ class Repeats:
                 self._lengths[owner] = len(dataset)
         return key + self._lengths[owner]
 
-    def _add_other(self, dataset: Any, key: Any) -> tuple[int | None, int]:
+    def _add_other(self, dataset: Dataset, key: object) -> tuple[int | None, int]:
         name = _checksum(repr(key).encode()) if _is_plain(key) else None
-        place = _owner(dataset), key
+        place = (_owner(dataset), key)
         try:
             before = self._others[place]
         except TypeError:  # a key without a hash is not counted
@@ -160,20 +193,27 @@ class Repeats:
 
 @dataclass(slots=True)
 class Sample:
-    """What the random parameters of a sample come from, besides seed and epoch."""
+    """What the random parameters of a sample come from, besides seed and epoch.
 
-    first: EncodedImage  # of it that was packed
+    Example:
+        The sampler gives key 7, and the epoch has had sample 7 twice: ``name=7, repeat=2``. With
+        ``batch_size=None`` key 7 gives a whole batch: its third sample has ``name=7, part=2``. An
+        iterable dataset gives the same bytes three times, without a number: the last sample has
+        the checksum of these as its name, and ``same=2``.
+    """
+
+    first: EncodedImage  # the first image of the sample that was packed
     name: int
-    # Which sample of an item that holds several; below 0 which image of a sample whose images are
-    # sampled for one by one.
+    # Which sample of an item that holds several. Below 0: which image of a sample whose images are
+    # sampled one by one.
     part: int = 0
-    same: int = 0  # how many samples before it in its batch have its name and repeat
-    repeat: int = 0
+    same: int = 0  # how many samples before it in its batch have the same name and repeat
+    repeat: int = 0  # how often the epoch has had the sample before
     size: tuple[int, int] | None = None  # (height, width) of its first image with a good header
 
 
 def own_name(image: EncodedImage) -> int:
-    """What an image says of the sample that it is of: its index, its path or its bytes."""
+    """The name that an image gives its sample: its index, or a checksum of its path or bytes."""
     if image.index >= 0:
         return image.index
     return _checksum(os.fsencode(image.path) if image.path else image.data)
@@ -186,38 +226,46 @@ class BatchSamples:
         given: what the collate function got: a list of samples, or one item that the dataset made;
             None if that is not known.
         names: of the samples or of the item; empty if they are not known.
-        repeats: likewise; empty if there are none.
+        repeats: of the same; empty if there are none.
+
+    Attributes:
+        alike: an image that nothing tells from the image of another sample; None without any.
+        twice: an image that its sample holds twice; None without any.
     """
 
     def __init__(
-        self, given: Any = None, names: Sequence[int] = (), repeats: Sequence[int] = ()
+        self, given: object = None, names: Sequence[int] = (), repeats: Sequence[int] = ()
     ) -> None:
+        self.alike: EncodedImage | None = None
+        self.twice: EncodedImage | None = None
         self._listed = isinstance(given, list)
-        self._item = given is not None and not self._listed
-        self._given: Sequence[Any] = given if self._listed else [given] if self._item else ()
+        self._is_item = given is not None and not self._listed
+        self._given: list[Any] = []
+        if isinstance(given, list):
+            self._given = given
+        elif given is not None:
+            self._given = [given]
         self._names = names
         self._repeats = repeats
         self._known: dict[Hashable, Sample] = {}
         self._same: Counter[Hashable] = Counter()
-        self._first: dict[int, EncodedImage] = {}  # of each name that its image gave itself
-        self.alike: EncodedImage | None = None  # an image that nothing tells from another sample's
-        self.twice: EncodedImage | None = None  # an image that its sample holds twice
+        self._first: dict[int, EncodedImage] = {}  # by the name that the image gave itself
 
     @cached_property
     def _owners(self) -> dict[int, tuple[int, int]]:
-        """By an image's identity the position of its sample, and which image of that it is.
+        """By an image's identity: the position of its sample, and which image of it this is.
 
         The position is -1 for an image of several samples.
         """
         owners: dict[int, tuple[int, int]] = {}
         for position, sample in enumerate(self._given):
-            for place, image in enumerate(images_of(sample)):
+            for place, image in enumerate(walk(sample).images):
                 known, first = owners.get(id(image), (position, place))
                 owners[id(image)] = (position if known == position else -1), first
         return owners
 
     def positions(self, images: Sequence[EncodedImage]) -> list[int]:
-        """Of each image the position of its sample; -1 where the collate function made it anew."""
+        """The position of each image's sample; -1 for an image that the collate function made."""
         return [self._owners.get(id(image), (-1, 0))[0] for image in images]
 
     def of(self, images: Sequence[EncodedImage]) -> list[Sample]:
@@ -237,7 +285,7 @@ class BatchSamples:
 
     def _identities(self, images: Sequence[EncodedImage]) -> list[Hashable]:
         """What images of one sample have in common: its position, or else what they say."""
-        if self._item:  # its lists have an entry for each sample
+        if self._is_item:  # its lists have an entry for each sample
             return list(range(len(images)))
         positions: Sequence[int] = range(len(images))
         if self._listed:
@@ -250,19 +298,16 @@ class BatchSamples:
             if position >= 0 and (self._listed or image.index < 0):
                 identities.append(position)
                 continue
-            name = own_name(image), image.path if self._listed else ""
+            name = (own_name(image), image.path if self._listed else "")
             identities.append((*name, here[name]))
             here[name] += 1
         return identities
 
-    def _meet(self, identity: Hashable, image: EncodedImage, count: int) -> Sample:
-        """The sample of an image that is the first of it."""
-        repeat, position = 0, identity if isinstance(identity, int) else None
-        count = len(self._given) if self._listed else count
-        if len(self._repeats) == 1:
-            repeat = self._repeats[0]
-        elif position is not None and len(self._repeats) == count:
-            repeat = self._repeats[position]
+    def _meet(self, identity: Hashable, image: EncodedImage, images: int) -> Sample:
+        """Make the sample of an image that is the first one of it, in a call of ``images``."""
+        position = identity if isinstance(identity, int) else None
+        count = len(self._given) if self._listed else images
+        repeat = self._repeat(position, count)
         if position is not None and len(self._names) == count:
             sample = Sample(image, self._names[position], repeat=repeat)
         elif position is not None and len(self._names) == 1:
@@ -272,13 +317,20 @@ class BatchSamples:
         self._known[identity] = sample
         return sample
 
+    def _repeat(self, position: int | None, count: int) -> int:
+        if len(self._repeats) == 1:
+            return self._repeats[0]
+        if position is not None and len(self._repeats) == count:
+            return self._repeats[position]
+        return 0
+
     def _named_by_itself(self, image: EncodedImage, repeat: int) -> Sample:
         name = own_name(image)
         if name not in self._first:
             self._first[name] = image
         elif is_alike(self._first[name], image):
             self.alike = image
-        place = name, image.path, repeat  # datasets that were concatenated may number alike
+        place = (name, image.path, repeat)  # datasets that were concatenated may number alike
         self._same[place] += 1
         return Sample(image, name, same=self._same[place] - 1, repeat=repeat)
 
@@ -295,7 +347,7 @@ def is_alike(first: EncodedImage, second: EncodedImage) -> bool:
 
 
 def keys_of(samples: Sequence[Sample], seed: int, epoch: int, rank: int) -> Keys:
-    """``(N,)``, one key for each: a function of (seed, epoch, sample, repeat) in whichever batch.
+    """``(N,)``, one key a sample: a function of seed, epoch, sample and repeat in any batch.
 
     ``rank`` is 0 unless other ranks may be given the same samples.
     """
@@ -309,8 +361,8 @@ def keys_of(samples: Sequence[Sample], seed: int, epoch: int, rank: int) -> Keys
 class Origin:
     """Seed and epoch that random parameters come from.
 
-    Workers that live on read them in shared memory. They are written through NumPy: a tensor that
-    was made in inference mode cannot be written to outside of it.
+    Persistent workers read them in shared memory. They are written through NumPy: a tensor that was
+    made in inference mode cannot be written to outside of it.
     """
 
     def __init__(self, seed: int, epoch: int = 0) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from gpuprefetch.core.nested import map_leaves, objects, to_device
+from gpuprefetch.core.nested import Batch, Leaf, map_leaves, objects, to_device
 from gpuprefetch.core.ranks import Ranks
 from gpuprefetch.core.stage import Empty
 from gpuprefetch.core.stats import Stats, Timed
@@ -97,11 +97,11 @@ class Pipeline:
     def scratch(self) -> contextlib.AbstractContextManager[None]:
         return self.decoding.scratch()
 
-    def cost(self, batch: object) -> ImageCost:
+    def cost(self, batch: Batch) -> ImageCost:
         heads = [view.head for view in self.views]
         return cost_of(batch, heads, self.decoding.copies)
 
-    def receive(self, batch: object, number: int, waited: float) -> tuple[object, int]:
+    def receive(self, batch: Batch, number: int, waited: float) -> tuple[Batch, int]:
         batch, packed = pack_lists(batch, Packing(self.packer))
         self.notes.see(number, packed)
         for images in packed:
@@ -118,7 +118,7 @@ class Pipeline:
         if self.balancer is not None:
             self.balancer.handed_over(period, waited)
 
-    def run(self, batch: object, number: int, epoch: int, cost: ImageCost | None) -> object:
+    def run(self, batch: Batch, number: int, epoch: int, cost: ImageCost | None) -> Batch:
         limit = None if cost is None else cost.limit(self.memory_budget)
         try:
             begun = self._begin(batch, limit)
@@ -142,13 +142,13 @@ class Pipeline:
         return result
 
     def _begin(
-        self, batch: object, limit: int | None
-    ) -> tuple[object, list[ImageJob], Sequence[Callable[[], None]]]:
+        self, batch: Batch, limit: int | None
+    ) -> tuple[Batch, list[ImageJob], Sequence[Callable[[], None]]]:
         """Queue the copies of a batch; the batch with a job for each leaf of encoded images."""
         jobs: list[ImageJob] = []
         heads = [view.head for view in self.views]
 
-        def move(leaf: object) -> object:
+        def move(leaf: Leaf) -> Batch:
             if not isinstance(leaf, PreparedImages):
                 return to_device(leaf, self.device)
             for view in self.views:
@@ -173,7 +173,7 @@ class Pipeline:
         if self.balancer is not None:
             self.balancer.start_without_engines()
 
-    def _finish(self, batch: object, jobs: list[ImageJob], seed: int) -> object:
+    def _finish(self, batch: Batch, jobs: list[ImageJob], seed: int) -> Batch:
         for job in jobs:
             job.check()
         images = [job.images for job in jobs]
@@ -204,7 +204,7 @@ class Pipeline:
         unmap_dead()
 
 
-def count_images(batch: object) -> int:
+def count_images(batch: Batch) -> int:
     """The samples of a batch: the length of its first tensor or packed images; 0 without any."""
     for leaf in objects(batch, is_encoded):
         if isinstance(leaf, PreparedImages):

@@ -1,4 +1,10 @@
-"""Transforms after the fused ones, on a batch of images and on the targets beside them."""
+"""Run what comes after the fused transforms, on batches of images and on the targets beside them.
+
+:func:`run` and :func:`run_alike` run one transform on images. :func:`run_tail` runs a list of
+transforms on images and on the boxes, masks and points of their samples. How a transform takes
+these is its :class:`Runner`: torchvision's v2 ops take them sample by sample, programs of
+:class:`PerImage` move them as they move the image, and other callables do not get them.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +15,30 @@ import threading
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from gpuprefetch.core.errors import add_note
 from gpuprefetch.core.nested import children_of, map_leaves, objects, select
-from gpuprefetch.images.targets import followers, is_per_sample
+from gpuprefetch.images.fate import Fate
+from gpuprefetch.images.walk import PerSample, is_follower, is_per_sample, walk
 from gpuprefetch.policies.known import name_of, parts_of, torchvision_class
-from gpuprefetch.policies.per_image import Loop, PerImage, takes_keys
+from gpuprefetch.policies.per_image import Loop, PerImage, Transform, takes_keys
 from gpuprefetch.transforms.random import Keys, SeededDraws, derive, op_keys
 
-Samples = list[dict[Any, Any]]  # of each sample the parts of its target
-# Batches of images, targets and (N,) keys of the samples: the moved images and targets.
-Runner = Callable[[list[Any], Samples, Keys], tuple[list[Any], Samples]]
+# --- One transform on images ---
 
-_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_locks: weakref.WeakKeyDictionary[Transform, threading.RLock] = weakref.WeakKeyDictionary()
 
 if hasattr(os, "register_at_fork"):  # not on every platform
-    os.register_at_fork(after_in_child=lambda: _locks.clear())  # whoever held one is not here
+    # A thread that held a lock does not exist in the new process.
+    os.register_at_fork(after_in_child=lambda: _locks.clear())
 
 
-def alone(transform: Any) -> contextlib.AbstractContextManager[Any]:
+def alone(transform: Transform) -> contextlib.AbstractContextManager[object]:
     """Keep other threads from running the same transform: kornia's keep what they have sampled."""
     try:
         return _locks.setdefault(transform, threading.RLock())
@@ -39,42 +46,48 @@ def alone(transform: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
 
-def run(transform: Any, images: Any, keys: Keys | None = None) -> Any:
-    """Run a transform on images; with ``keys``, if it can sample for each image from its own."""
+def run(transform: Transform, images: Any, keys: Keys | None = None) -> Any:
+    """Run a transform on images. One that can sample for each image does so from its key."""
     name = getattr(transform, "__name__", type(transform).__name__)
     try:
         with alone(transform):
             keyed = keys is not None and takes_keys(transform) and _count(images) == len(keys)
             result = transform(images, keys) if keyed else transform(images)
     except Exception as error:
-        kind = type(images).__name__
-        form = f"{images.dtype} {tuple(images.shape)}" if kind == "Tensor" else f"a {kind}"
-        add_note(error, f"raised by the transform {name}, which got {form}")
+        add_note(error, f"raised by the transform {name}, which got {_form(images)}")
         raise
     _check_result(name, images, result)
     return result
 
 
-def run_alike(transform: Any, outs: Sequence[Any], keys: Keys | None, seed: int) -> list[Any]:
-    """Run a transform on batches whose images have their samples in common, with the same draws.
+def run_alike(
+    transform: Transform, batches: Sequence[Any], keys: Keys | None, seed: int
+) -> list[Any]:
+    """Run a transform on batches of the same samples, with the same random parameters for each.
 
-    It samples from ``keys`` where it can, and from ``seed`` otherwise.
+    The transform samples from ``keys`` if it can, and from ``seed`` otherwise.
     """
-    calls = getattr(transform, "calls", 0)  # of a PerImage with a seed of its own
-    done = []
-    for images in outs:
+    calls = transform.calls if isinstance(transform, PerImage) else 0
+    results = []
+    for images in batches:
         if isinstance(transform, PerImage):
-            transform.calls = calls
+            transform.calls = calls  # one with a seed counts its calls
         with SeededDraws(seed):
-            done.append(run(transform, images, keys))
-    return done
+            results.append(run(transform, images, keys))
+    return results
 
 
-def _count(images: Any) -> int:
+def _count(images: object) -> int:
     return len(images) if isinstance(images, torch.Tensor) and images.dim() else -1
 
 
-def _check_result(name: str, images: Any, result: Any) -> None:
+def _form(images: object) -> str:
+    if type(images) is torch.Tensor:
+        return f"{images.dtype} {tuple(images.shape)}"
+    return f"a {type(images).__name__}"
+
+
+def _check_result(name: str, images: object, result: object) -> None:
     if result is None:
         raise TypeError(f"the transform {name} returned None. Let it return the images.")
     for kind in map(type, objects(result)):
@@ -91,13 +104,16 @@ def _check_result(name: str, images: Any, result: Any) -> None:
             f"the transform {name} returned images on {result.device}, and the loop gets them on "
             f"{images.device}. Leave out what moves them, as .cpu() or .to(device)."
         )
-    count, left = len(images), len(result) if result.dim() else 0
-    if left < count or (count and left % count):
+    given = len(images)
+    made = len(result) if result.dim() else 0
+    if made < given or (given and made % given):
         raise ValueError(
-            f"the transform {name} returned {left} images of {count}, and the targets beside them "
+            f"the transform {name} returned {made} images of {given}, and the targets beside them "
             "stay as they are. Let it return one of each, or the same number of each."
         )
 
+
+# --- What moves pixels ---
 
 _MOVERS = tuple(
     "gpuprefetch.lists.convert. gpuprefetch.transforms.head. gpuprefetch.transforms.sampling."
@@ -135,57 +151,103 @@ def moves_pixels(transforms: Iterable[Any]) -> bool:
     return any(any(_movers(transform)) for transform in transforms)
 
 
+# --- Transforms on images and targets ---
+
+# The target of one sample: what its columns hold for it, by the name or number of the column.
+Target = dict[object, Any]
+
+
+class Moved(NamedTuple):
+    """Batches of N images of the same samples, and the N targets beside them."""
+
+    batches: list[torch.Tensor]
+    targets: list[Target]
+
+
+class Runner(Protocol):
+    """Runs one transform on images and targets; ``keys`` ``(N,)`` are those of the samples."""
+
+    def __call__(self, batches: list[torch.Tensor], targets: list[Target], keys: Keys) -> Moved: ...
+
+
 def run_tail(
-    tail: Sequence[Any],
-    outs: Sequence[Any],
+    tail: Sequence[Transform],
+    batches: Sequence[torch.Tensor],
     batch: Any,
-    fate: str,
+    fate: Fate,
     keys: Keys,
     seed: int,
-    look: Callable[[Any, Any], None],
-) -> tuple[list[Any], Any]:
-    """Run transforms on images and on the :class:`PerSample` lists of boxes, masks and points.
+    look: Callable[[Transform, torch.Tensor], None],
+) -> tuple[list[torch.Tensor], Any]:
+    """Run transforms on images, and on the boxes, masks and points beside them.
 
-    ``outs`` are batches of N images each, which have the samples and their ``keys`` in common. What
-    cannot sample from these does so from ``seed``.
+    Args:
+        tail: the transforms.
+        batches: of N images each, which have the samples and their ``keys`` in common.
+        batch: what the loop gets, with a :class:`PerSample` for each list of N entries.
+        fate: whether these lists hold all boxes, masks and points.
+        keys: ``(N,)``, what is sampled for each image comes from.
+        seed: of what is sampled for the batch as a whole.
+        look: is called with each transform and the images before it.
+
+    Returns:
+        The transformed batches of images, and the batch with moved targets.
     """
-    names = {id(part): name for name, part in batch.items()} if isinstance(batch, dict) else {}
-    found = enumerate(select(batch, is_per_sample))
-    columns = {names.get(id(column), number): column for number, column in found}
-    samples: Samples = [
-        dict(zip(columns, parts, strict=True)) for parts in zip(*columns.values(), strict=True)
-    ]
-    outs = list(outs)
+    columns = _columns_of(batch)
+    moved = Moved(list(batches), _targets_in(columns))
     for position, transform in enumerate(tail):
-        own = op_keys(keys, position)
-        for images in outs:
+        own_keys = op_keys(keys, position)
+        for images in moved.batches:
             look(transform, images)
         runner = _runner(transform)
         if runner is None:
-            outs = run_alike(transform, outs, own, derive(seed, position))
-        elif fate == "kept":
+            alike = run_alike(transform, moved.batches, own_keys, derive(seed, position))
+            moved = moved._replace(batches=alike)
+        elif fate is Fate.KEPT:
             with alone(transform):
-                outs, samples = runner(outs, samples, own)
+                moved = runner(moved.batches, moved.targets, own_keys)
         else:
             raise ValueError(
-                f"{type(transform).__name__} moves boxes, masks and points, but the collate_fn has "
-                "made plain tensors of some, dropped them, or put them into lists that do not tell "
-                "whose they are, or batch_size=None left nothing to collate. Use one that keeps "
-                "them, such as collate_fn=lambda samples: tuple(zip(*samples)), or leave it to the "
-                "dataset."
+                f"{type(transform).__name__} moves boxes, masks and points, but the collate_fn "
+                "lost some: they are plain tensors, missing, or in no list with one entry per "
+                "sample. Use collate_fn=lambda samples: tuple(zip(*samples)) and a batch_size, or "
+                "move them in the dataset."
             )
-    moved = {id(old): old.of(s[name] for s in samples) for name, old in columns.items()}
-    return outs, map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch, is_per_sample)
+    return moved.batches, _with_targets(batch, columns, moved.targets)
 
 
-def _holds_own(transform: Any) -> bool:
-    """Whether a transform is or holds one of a user's class that derives from torchvision's."""
-    own = torchvision_class(transform) is not None and name_of(transform) is None
-    return own or any(map(_holds_own, _held(transform)))
+def _columns_of(batch: object) -> dict[object, PerSample]:
+    """The columns of a batch by name: the key in a batch that is a dict, otherwise a number.
+
+    torchvision's transforms look for labels by name.
+    """
+    keys = {id(part): key for key, part in batch.items()} if isinstance(batch, dict) else {}
+    columns = enumerate(select(batch, is_per_sample))
+    return {keys.get(id(column), number): column for number, column in columns}
 
 
-def _runner(transform: Any) -> Runner | None:
-    """How a transform takes images and targets; None where it gets the images alone."""
+def _targets_in(columns: dict[object, PerSample]) -> list[Target]:
+    """The target of each sample.
+
+    Example:
+        ``{"boxes": [b0, b1], "names": ["cat", "dog"]}`` has the targets
+        ``{"boxes": b0, "names": "cat"}`` and ``{"boxes": b1, "names": "dog"}``.
+    """
+    samples = zip(*columns.values(), strict=True)
+    return [dict(zip(columns, parts, strict=True)) for parts in samples]
+
+
+def _with_targets(batch: Any, columns: dict[object, PerSample], targets: list[Target]) -> Any:
+    """The batch with what has become of the targets in its columns."""
+    moved = {
+        id(column): column.with_entries(target[name] for target in targets)
+        for name, column in columns.items()
+    }
+    return map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch, is_per_sample)
+
+
+def _runner(transform: Transform) -> Runner | None:
+    """How a transform takes images and targets; None if it gets the images alone."""
     known = isinstance(transform, (PerImage, Loop)) and not _holds_own(transform)
     if known and not moves_pixels([transform]):
         return None
@@ -194,75 +256,103 @@ def _runner(transform: Any) -> Runner | None:
     op = transform.op if isinstance(transform, Loop) else transform
     v2 = sys.modules.get("torchvision.transforms.v2")
     if v2 is not None and isinstance(op, v2.Transform):
-        return partial(_run_each, op)
-    if mover := next(_movers(transform, (*_MOVERS, _ERASING)), None):
-        module, name = type(transform).__module__, type(transform).__name__
-        moved = "moves images" if mover == name else f"holds {mover}, which moves images"
-        raise ValueError(
-            f"{module}.{name} {moved} alone, but the targets hold boxes, masks or points. After "
-            "the fused transforms these follow torchvision's v2 ops in the list itself, as "
-            "v2.RandomAffine(10), which samples for each image."
-        )
+        return _EachSample(op).run
+    mover = next(_movers(transform, (*_MOVERS, _ERASING)), None)
+    if mover is not None:
+        raise _moves_images_alone(transform, mover)
     return None
 
 
+def _holds_own(transform: Transform) -> bool:
+    """Whether a transform is or holds one of a user's class that derives from torchvision's."""
+    own = torchvision_class(transform) is not None and name_of(transform) is None
+    return own or any(map(_holds_own, _held(transform)))
+
+
+def _moves_images_alone(transform: Transform, mover: str) -> ValueError:
+    kind = type(transform)
+    what = "moves images" if mover == kind.__name__ else f"holds {mover}, which moves images"
+    return ValueError(
+        f"{kind.__module__}.{kind.__name__} {what} alone, but the targets hold boxes, masks or "
+        "points. Replace it by torchvision's v2 op in the list itself, such as "
+        "v2.RandomAffine(10), which moves both."
+    )
+
+
 def _run_program(
-    transform: PerImage, outs: list[torch.Tensor], samples: Samples, keys: Keys
-) -> Any:
-    drawn = transform.draw(outs[0], None if transform.seed is not None else keys)
+    program: PerImage, batches: list[torch.Tensor], targets: list[Target], keys: Keys
+) -> Moved:
+    """Run a program, sampled once for each sample, on its images and its target."""
+    sampled = program.draw(batches[0], None if program.seed is not None else keys)
 
-    def move(row: int, leaf: Any) -> Any:
-        return transform.carry_out_one(leaf, drawn, row) if followers(leaf) else leaf
+    def move(row: int, leaf: object) -> object:
+        return program.carry_out_one(leaf, sampled, row) if is_follower(leaf) else leaf
 
-    moved = [map_leaves(partial(move, row), parts) for row, parts in enumerate(samples)]
-    return [transform.carry_out(images, drawn) for images in outs], moved
+    moved = [map_leaves(partial(move, row), target) for row, target in enumerate(targets)]
+    return Moved([program.carry_out(images, sampled) for images in batches], moved)
 
 
-_IMAGE = "\0{}"  # an image's name in a sample for torchvision, which looks for labels by theirs
+# torchvision's transforms look into these, and into namedtuples.
 _SEEN = (dict, list, tuple, OrderedDict, defaultdict)
 
 
-def _is_unseen(node: Any) -> bool:
+def _is_unseen(node: object) -> bool:
     """Whether torchvision's transforms do not look into a structure."""
-    plain = type(node) in _SEEN or hasattr(node, "_fields")
-    return not plain and children_of(node, None) is not None
+    seen = type(node) in _SEEN or hasattr(node, "_fields")
+    return not seen and children_of(node, None) is not None
 
 
-def _run_each(
-    transform: Any, outs: list[torch.Tensor], samples: Samples, keys: Keys
-) -> tuple[list[torch.Tensor], Samples]:
-    from torchvision.tv_tensors import Image
+@dataclass(frozen=True, slots=True)
+class _EachSample:
+    """Calls a transform of torchvision's v2 sample by sample, with the images and their target."""
 
-    name = type(transform).__name__
-    for unseen in select(samples, _is_unseen):
-        if followers(unseen):
-            raise ValueError(
-                f"torchvision's {name} moves boxes, masks and points in dicts, lists and tuples, "
-                f"but the targets have some in a {type(unseen).__name__}. Return a dict."
-            )
-    named = [_IMAGE.format(number) for number in range(len(outs))]
+    transform: Transform
 
-    def run_one(
-        images: Sequence[torch.Tensor], parts: dict[Any, Any], key: Any
-    ) -> tuple[list[Any], dict[Any, Any]]:
+    @property
+    def name(self) -> str:
+        return type(self.transform).__name__
+
+    def run(self, batches: list[torch.Tensor], targets: list[Target], keys: Keys) -> Moved:
+        self._refuse_unseen(targets)
+        images_of_samples = zip(*batches, strict=True)
+        results = list(map(self._run_one, images_of_samples, targets, keys))
+        stacked = self._stack([images for images, _ in results])
+        return Moved(stacked, [target for _, target in results])
+
+    def _refuse_unseen(self, targets: list[Target]) -> None:
+        for unseen in select(targets, _is_unseen):
+            if walk(unseen).has_followers:
+                raise ValueError(
+                    f"torchvision's {self.name} moves boxes, masks and points in dicts, lists "
+                    f"and tuples, but the targets have some in a {type(unseen).__name__}. Return "
+                    "a dict."
+                )
+
+    def _run_one(
+        self, images: Sequence[torch.Tensor], target: Target, key: int
+    ) -> tuple[list[torch.Tensor], Target]:
+        from torchvision.tv_tensors import Image
+
         pictures = [Image(image) for image in images]
         with SeededDraws(derive(key, 0)):
-            if all(isinstance(name, str) for name in parts):
-                moved = transform(parts | dict(zip(named, pictures, strict=True)))
-                return [moved.pop(name) for name in named], moved
-            moved = transform(*pictures, *parts.values())
-            results, values = moved[: len(pictures)], moved[len(pictures) :]
-            return list(results), dict(zip(parts, values, strict=True))
+            if not all(isinstance(name, str) for name in target):
+                moved = self.transform(*pictures, *target.values())
+                values = moved[len(pictures) :]
+                return list(moved[: len(pictures)]), dict(zip(target, values, strict=True))
+            # torchvision looks for labels by their name: no target has such a one as the images.
+            names = [f"\0{number}" for number in range(len(pictures))]
+            moved = self.transform(target | dict(zip(names, pictures, strict=True)))
+            return [moved.pop(name) for name in names], moved
 
-    results, moved = zip(*map(run_one, zip(*outs, strict=True), samples, keys), strict=True)
-    shapes = {tuple(image.shape) for images in results for image in images}
-    if len(shapes) > 1:
-        raise ValueError(
-            f"{name} gave images of {len(shapes)} shapes, as {shapes.pop()}. "
-            "Put it into a v2.Compose with a v2.Resize((height, width)) after it."
-        )
-    stacked = [
-        torch.stack([image.as_subclass(torch.Tensor) for image in images])
-        for images in zip(*results, strict=True)
-    ]
-    return stacked, [*moved]
+    def _stack(self, results: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Batches of images, from the images of each sample."""
+        shapes = {tuple(image.shape) for images in results for image in images}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"{self.name} gave images of {len(shapes)} shapes, as {shapes.pop()}. "
+                "Put it into a v2.Compose with a v2.Resize((height, width)) after it."
+            )
+        return [
+            torch.stack([image.as_subclass(torch.Tensor) for image in images])
+            for images in zip(*results, strict=True)
+        ]

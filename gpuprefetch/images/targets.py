@@ -1,153 +1,226 @@
-"""Boxes, masks and points follow their image through the fused transforms."""
+"""Boxes, masks and points follow their image through the fused transforms.
+
+A worker does this before and after the user's collate function::
+
+    samples -> follow() -> samples, moved -> collate_fn -> batch -> mark(), fate()
+
+:func:`follow` moves what stands beside an image. images/columns.py then finds the lists of the
+batch that have one entry per sample. The transforms after the fused ones move what is in these
+lists: see images/tail.py.
+"""
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import cache, partial
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from gpuprefetch.core.nested import children_of, map_leaves, objects, select
+from gpuprefetch.core.nested import map_leaves, select
+from gpuprefetch.images.columns import stack
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.prepared import ENCODED, is_encoded
+from gpuprefetch.images.walk import (
+    EncodedLeaf,
+    Follower,
+    follower_types,
+    is_follower,
+    is_image,
+    walk,
+)
+from gpuprefetch.transforms.reference import Ints
+from gpuprefetch.transforms.sampling import Floats, Size
 
 # Note [Coordinates]
 # Pixel k reaches from k to k + 1, for boxes and points alike, as in COCO and torchvision's models.
 # Its center is at k + 0.5 then, but at k in sampling rows and in kornia. torchvision's transforms
 # agree, but mirror points to W - 1 - x: a pixel off what they do with boxes, and with the image.
 
-Size = tuple[int, int]
+Structure = TypeVar("Structure")  # the samples of a batch; the same structure comes back
 
+# Samples rows, sizes and errors (position -> reason) for images, in their order.
+Sampler = Callable[[list[EncodedImage]], tuple[Floats, Ints, dict[int, str]]]
 
 # Whether this thread collates samples whose masks and points have followed their images.
 followed = ContextVar("followed", default=False)
 
 
-def _is_image(leaf: Any) -> bool:
-    return isinstance(leaf, ENCODED)
-
-
-def images_of(sample: Any) -> list[Any]:
-    return select(sample, _is_image)
-
-
-def followers(batch: Any) -> list[Any]:
-    tv = sys.modules.get("torchvision.tv_tensors")  # nobody has any before it is imported
-    if tv is None:
-        return []
-    kinds = (tv.BoundingBoxes, tv.KeyPoints, tv.Mask)
-    return [leaf for leaf in objects(batch, _is_image) if isinstance(leaf, kinds)]
-
-
-def refuse_unfollowed(*batches: Any) -> None:
+def refuse_unfollowed(*batches: object) -> None:
     """Refuse to move the images of a batch away from boxes, masks and points beside them."""
-    if followers(batches):
+    if walk(batches).has_followers:
         raise ValueError(
-            "Boxes, masks and points follow the EncodedImage of their sample if a DataLoader's "
-            "dataset returns both; these came otherwise. Return both, or transform there. If they "
-            "need not follow, return plain tensors: mask.as_subclass(torch.Tensor)."
+            "Boxes, masks and points follow an EncodedImage that their sample has beside them, and "
+            "these came otherwise. Return both from the dataset. If they need not follow, return "
+            "plain tensors: mask.as_subclass(torch.Tensor)."
         )
 
 
-def follow(samples: Any, size: Size | None, draw: Callable[[list[EncodedImage]], Any]) -> Any:
-    """Move boxes, masks and points as the fused transforms are going to sample their images.
+def follow(samples: Structure, size: Size | None, sample_for: Sampler) -> Structure:
+    """Move boxes, masks and points as the fused transforms will move their image.
 
-    ``draw`` gives rows, sizes and errors of images. The samples are the same object where nothing
-    moves.
+    Args:
+        samples: what the collate function is to get: a list of samples, or one item.
+        size: of the result; None if the fused transforms give none.
+        sample_for: samples the random parameters of all images at once.
+
+    Returns:
+        The samples with moved targets, or the same object if it has none. Their images are copies
+        that know their sampling rows.
     """
-    if size is None or not followers(samples):
+    if size is None or not follower_types():
         return samples
-    each = samples if isinstance(samples, list) else [samples]
-    # Others, as the None of a sample that its dataset could not read, are the collate function's.
-    numbers = [i for i, sample in enumerate(each) if images_of(sample) or followers(sample)]
-    images = [images_of(each[i]) for i in numbers]
-    if not all(images) or (each is not samples and len(images[0]) > 1 and _is_batch(samples)):
-        raise ValueError(
-            "Boxes, masks and points follow the EncodedImage of their sample, and a sample has "
-            f"{'none' if not all(images) else 'a list of them'}. Return both, with "
-            "batch_size=None in a tuple or a dict, as a list is one of samples, or plain tensors "
-            "instead of tv_tensors."
-        )
-    rows, sizes, errors = draw([image for found in images for image in found])
-    tv = sys.modules["torchvision.tv_tensors"]
-    for kind in (tv.Mask, tv.KeyPoints):
-        default_collate_fn_map.setdefault(kind, _stack_followed)
-
-    def move(found: list[EncodedImage], first: int, leaf: Any) -> Any:
-        """Move a part of a sample, whose images ``found`` have the rows from ``first`` on."""
-        places = range(first, first + len(found))
-        if _is_image(leaf):
-            image = copy.copy(leaf)
-            image._row = rows[next(p for p, i in zip(places, found, strict=True) if i is leaf)]
-            return image
-        if not followers(leaf):
-            return leaf
-        canvas = tuple(getattr(leaf, "canvas_size", leaf.shape[-2:]))
-        readable = [place for place in places if place not in errors]
-        fitting = [place for place in readable if tuple(sizes[place]) == canvas]
-        if readable and not fitting:
-            image = found[readable[0] - first]
-            height, width = sizes[readable[0]]
-            raise ValueError(
-                f"{type(leaf).__name__} is for a picture of {' x '.join(map(str, canvas))} (height "
-                f"x width), but {image.path or image.index!r} has {height} x {width}. Pictures are "
-                "turned by their EXIF orientation with apply_exif=True only."
-            )
-        return sampled(leaf, rows[next(iter(fitting or places))], size)
-
+    each: list[Any] = samples if isinstance(samples, list) else [samples]
+    contents = [walk(sample) for sample in each]
+    if not any(found.followers for found in contents):
+        return samples
+    # A sample with neither, such as None for an unreadable file, is left to the collate function.
+    involved = [i for i, found in enumerate(contents) if found.images or found.followers]
+    if not all(contents[i].images for i in involved):
+        raise _unmatched("none")
+    if each is not samples and len(contents[0].images) > 1 and _holds_a_list_of_images(samples):
+        raise _unmatched("a list of them")
+    images = [image for i in involved for image in contents[i].images]
+    rows, sizes, errors = sample_for(images)  # type: ignore[arg-type]
+    placed = [
+        _Placed(image, rows[i], tuple(sizes[i]), i not in errors) for i, image in enumerate(images)
+    ]
+    _keep_stacks_of_followed()
     moved = list(each)
-    first = 0
-    for number, found in zip(numbers, images, strict=True):
-        moved[number] = map_leaves(partial(move, found, first), each[number], _is_image)
-        first += len(found)
-    return moved if each is samples else moved[0]
+    remaining = iter(placed)
+    for i in involved:
+        own = [next(remaining) for _ in contents[i].images]
+        moved[i] = map_leaves(partial(_moved, own, size), each[i], is_image)
+    return moved if each is samples else moved[0]  # type: ignore[return-value]
 
 
-def _is_batch(item: Any) -> bool:
-    """Whether an item of a dataset holds images in a list, one for each of its samples."""
+def _unmatched(found: str) -> ValueError:
+    return ValueError(
+        f"Boxes, masks and points follow one EncodedImage, and a sample has {found}. Return it "
+        "beside them, in a tuple or a dict: with batch_size=None a list is a batch. If they need "
+        "not follow, return plain tensors: mask.as_subclass(torch.Tensor)."
+    )
+
+
+def _holds_a_list_of_images(item: object) -> bool:
+    """Whether an item of a dataset holds a list of images, so that it is a batch itself."""
     return any(not isinstance(leaf, EncodedImage) for leaf in select(item, is_encoded))
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """An image of a sample, and how the fused transforms will sample it."""
+
+    image: EncodedLeaf
+    row: Floats  # (2, 6)
+    size: Size  # height and width by its header; made up if that is bad
+    readable: bool  # whether the header is good
+
+
+def _moved(images: Sequence[_Placed], size: Size, leaf: object) -> object:
+    """A leaf of a sample as it becomes when the sample's images are resampled to ``size``."""
+    if isinstance(leaf, ENCODED):
+        image = copy.copy(leaf)
+        image._row = next(placed.row for placed in images if placed.image is leaf)  # type: ignore[union-attr]
+        return image
+    if is_follower(leaf):
+        return _moved_by(_leader(images, leaf).row, leaf, size)
+    return leaf
+
+
+def _leader(images: Sequence[_Placed], follower: Follower) -> _Placed:
+    """The image that a follower belongs to: the first one of its size."""
+    canvas = tuple(getattr(follower, "canvas_size", follower.shape[-2:]))
+    readable = [placed for placed in images if placed.readable]
+    for placed in readable:
+        if placed.size == canvas:
+            return placed
+    if not readable:
+        return images[0]  # its sample is left out, or replaced, whole
+    image = readable[0].image
+    assert isinstance(image, EncodedImage)
+    height, width = readable[0].size
+    raise ValueError(
+        f"{type(follower).__name__} is for a picture of {' x '.join(map(str, canvas))} (height x "
+        f"width), but {image.path or image.index!r} has {height} x {width}. If it is for the "
+        "picture as its EXIF orientation turns it, pass apply_exif=True."
+    )
+
+
+class Axis(NamedTuple):
+    """How one axis of an image is sampled: the columns of ``Sampling.rows()``, under their names.
+
+    Example:
+        ``Axis(origin=0.5, step=2, low=0, high=8, first=0, last=4)`` halves 8 pixels: output pixel
+        ``j`` has its center at source coordinate ``0.5 + 2 * j``, between two pixels.
+    """
+
+    origin: float
+    step: float
+    low: float
+    high: float
+    first: float
+    last: float
+
+
+def _moved_by(row: Floats, follower: Follower, size: Size) -> Follower:
+    from torchvision import tv_tensors
+
+    y, x = (Axis(*columns) for columns in row.tolist())
+    height, width = size
+    if isinstance(follower, tv_tensors.Mask):
+        values = follower.as_subclass(torch.Tensor)
+        values = values.view(_SIGNED.get(follower.dtype, follower.dtype))
+        values = _nearest(values, -2, y, height)
+        values = _nearest(values, -1, x, width)
+        mask: Follower = tv_tensors.Mask(values.view(follower.dtype))
+        return mask
+    grids = [_grid(x, width), _grid(y, height)]
+    origin, step = torch.tensor(grids, dtype=torch.float64, device=follower.device).unbind(1)
+    points = (_points_of(follower) - 0.5 - origin) / step + 0.5  # Note [Coordinates]
+    return _at_points(follower, points, size)
 
 
 # torch's unsigned types of more than 8 bits know few operations: the same bits, signed, know all.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
-def sampled(leaf: Any, row: Any, size: Size) -> Any:
-    from torchvision import tv_tensors
-
-    if not isinstance(leaf, tv_tensors.Mask):
-        origin, step, low = row[::-1, :3].T
-        # A single pixel, from corner to corner, has no step: it becomes the whole picture.
-        step = np.where(step == 0, 1 / np.array(size[::-1]), step)
-        origin = np.where(row[::-1, 1] == 0, low + step / 2 - 0.5, origin)
-        origin, step = torch.from_numpy(np.stack([origin, step])).to(leaf.device)
-        points = (_points_of(leaf) - 0.5 - origin) / step + 0.5  # Note [Coordinates]
-        return _at_points(leaf, points, size)
-    mask = leaf.as_subclass(torch.Tensor).view(_SIGNED.get(leaf.dtype, leaf.dtype))
-    for dim, (origin, step, low, high, first, last) in zip((-2, -1), row, strict=True):
-        index = np.arange(size[dim])
-        pixel = np.floor(origin + step * index + 0.5).clip(low, high - 1)  # the nearest one
-        # The second bound is for a file that could not be read, whose size is made up.
-        pixel = pixel.clip(0, mask.shape[dim] - 1).astype(np.int64)
-        mask = mask.index_select(dim, torch.from_numpy(pixel).to(leaf.device))
-        padding = torch.from_numpy((index < first) | (index >= last)).to(leaf.device)
-        mask.masked_fill_(padding[:, None] if dim == -2 else padding, 0)
-    return tv_tensors.Mask(mask.view(leaf.dtype))
+def _nearest(mask: torch.Tensor, dim: int, axis: Axis, length: int) -> torch.Tensor:
+    """Resample one dimension to ``length``: the nearest pixel, and 0 for padding."""
+    index = np.arange(length)
+    pixel = np.floor(axis.origin + axis.step * index + 0.5).clip(axis.low, axis.high - 1)
+    # The size of an unreadable file is made up, and the mask may be smaller.
+    pixel = pixel.clip(0, mask.shape[dim] - 1).astype(np.int64)
+    resampled = mask.index_select(dim, torch.from_numpy(pixel).to(mask.device))
+    padding = torch.from_numpy((index < axis.first) | (index >= axis.last)).to(mask.device)
+    return resampled.masked_fill_(padding[:, None] if dim == -2 else padding, 0)
 
 
-def _points_of(leaf: Any) -> torch.Tensor:
+def _grid(axis: Axis, length: int) -> tuple[float, float]:
+    """Origin and step of an axis, where points move with the pixels.
+
+    A picture of one pixel, resized from corner to corner, has no step: it becomes all of the
+    result.
+    """
+    if axis.step:
+        return axis.origin, axis.step
+    step = 1 / length
+    return axis.low + step / 2 - 0.5, step
+
+
+def _points_of(follower: Follower) -> torch.Tensor:
     """``(P, 2)`` float64, x and y of all points, or of the four corners of all boxes."""
+    from torchvision import tv_tensors
     from torchvision.transforms.v2 import functional as F
 
-    values = leaf.as_subclass(torch.Tensor).double()
-    if hasattr(leaf, "format"):
+    values = follower.as_subclass(torch.Tensor).double()
+    if isinstance(follower, tv_tensors.BoundingBoxes):
         if not values.shape[-1]:
             raise ValueError(
                 f"BoundingBoxes of shape {tuple(values.shape)} hold none, which is (0, 4): give "
@@ -155,125 +228,40 @@ def _points_of(leaf: Any) -> torch.Tensor:
             )
         if values.shape[-1] != 4:
             raise ValueError(
-                f"Boxes of format {leaf.format.value} do not follow their image: a crop that is "
-                "stretched leaves no rectangles of them. Give corners, as KeyPoints (N, 4, 2)."
+                f"Boxes of format {follower.format.value} do not follow their image: a crop that "
+                "is stretched leaves no rectangles of them. Give corners, as KeyPoints (N, 4, 2)."
             )
-        values = F.convert_bounding_box_format(values, leaf.format, type(leaf.format).XYXY)
+        xyxy = type(follower.format).XYXY
+        values = F.convert_bounding_box_format(values, follower.format, xyxy)
         values = values[:, [0, 1, 2, 1, 2, 3, 0, 3]]
     return torch.Tensor(values.reshape(-1, 2))
 
 
-def _at_points(leaf: Any, points: torch.Tensor, canvas: Size) -> Any:
-    """``leaf`` with its points elsewhere; a box becomes the upright one around its corners."""
+def _at_points(follower: Follower, points: torch.Tensor, canvas: Size) -> Follower:
+    """The follower with its points elsewhere; a box becomes the upright one around its corners."""
     from torchvision import tv_tensors
     from torchvision.transforms.v2 import functional as F
 
-    if hasattr(leaf, "format"):
-        corners, xyxy = points.reshape(-1, 4, 2), type(leaf.format).XYXY
+    if isinstance(follower, tv_tensors.BoundingBoxes):
+        xyxy = type(follower.format).XYXY
+        corners = points.reshape(-1, 4, 2)
         points = torch.cat([corners.amin(1), corners.amax(1)], dim=1)
-        points = F.clamp_bounding_boxes(points, xyxy, canvas, leaf.clamping_mode)
-        points = F.convert_bounding_box_format(points, xyxy, leaf.format)
-    points = points if leaf.is_floating_point() else points.round()
-    moved = points.reshape(leaf.shape).to(leaf.dtype)
-    return tv_tensors.wrap(moved, like=leaf, canvas_size=canvas)
+        points = F.clamp_bounding_boxes(points, xyxy, canvas, follower.clamping_mode)
+        points = F.convert_bounding_box_format(points, xyxy, follower.format)
+    points = points if follower.is_floating_point() else points.round()
+    moved = points.reshape(follower.shape).to(follower.dtype)
+    wrapped: Follower = tv_tensors.wrap(moved, like=follower, canvas_size=canvas)
+    return wrapped
 
 
-def _stack(batch: Any) -> Any:
-    """Masks and points of equal shapes stay what they are."""
-    from torchvision import tv_tensors
-
-    stacked = default_collate([entry.as_subclass(torch.Tensor) for entry in batch])
-    return tv_tensors.wrap(stacked, like=batch[0])
-
-
-def _stack_followed(batch: Any, *, collate_fn_map: Any = None) -> Any:
-    """Entry of the default collate, which other loaders of the process have as well."""
-    stacked = _stack(batch)
+def _stack_followed(entries: Sequence[Follower], *, collate_fn_map: object = None) -> torch.Tensor:
+    """Entry of the default collate: other loaders of the process get plain tensors, as before."""
+    stacked = stack(entries)
     return stacked if followed.get() else stacked.as_subclass(torch.Tensor)
 
 
-class PerSample(list[Any]):
-    """A list within a batch that has one entry per sample; ``kind`` makes of it what it was."""
-
-    def __init__(self, entries: Iterable[Any], kind: Callable[[Any], Any] = list) -> None:
-        super().__init__(entries)
-        self.kind = kind
-
-    def of(self, entries: Iterable[Any]) -> PerSample:
-        return PerSample(entries, self.kind)
-
-
-def is_per_sample(node: Any) -> bool:
-    return isinstance(node, PerSample)
-
-
-def mark(batch: Any, samples: Any) -> Any:
-    """Make a :class:`PerSample` of every list that has an entry per sample, in a batch of images.
-
-    It stands beside a list of the images, or its entries hold objects of their samples.
-    """
-    samples = [s for s in samples if images_of(s)] if isinstance(samples, list) else []
-    if not samples:
-        return batch
-    beside_images = set[int]()
-
-    @cache
-    def held() -> list[set[int]]:
-        return [set(_parts(sample)) for sample in samples]
-
-    def is_column(node: Any) -> bool:
-        if _is_image(node):
-            return True
-        children = children_of(node, None) or ()
-        if any(has_entries(child) and all(map(_is_image, child)) for child in children):
-            beside_images.update(map(id, children))
-        if not has_entries(node) or images_of(node):
-            return False
-        return id(node) in beside_images or _are_entries(node, held())
-
-    def has_entries(node: Any) -> bool:
-        return type(node) in (list, tuple) and len(node) == len(samples)
-
-    def marked(leaf: Any) -> Any:
-        return PerSample(leaf, type(leaf)) if type(leaf) in (list, tuple) else leaf
-
-    return map_leaves(marked, batch, is_column)
-
-
-def _parts(node: Any) -> Iterator[int]:
-    """The identities of the objects and structures in a sample."""
-    if not isinstance(node, (str, bytes, int, float, complex, type(None))):
-        yield id(node)
-        for child in children_of(node, _is_image) or ():
-            yield from _parts(child)
-
-
-def _are_entries(node: list[Any], held: list[set[int]]) -> bool:
-    """Whether each entry of a list is of its sample, whose parts are ``held``."""
-    known = set[int]().union(*held)
-    found = [known.intersection(_parts(entry)) for entry in node]
-    return all(ids and ids <= parts for ids, parts in zip(found, held, strict=True))
-
-
-def fate(batch: Any, samples: Any) -> str:
-    """What the collate function made of the tv_tensors: "kept", "lost", or "" without any."""
-    if not (before := followers(samples)):
-        return ""
-    count = sum(bool(images_of(s)) for s in samples) if isinstance(samples, list) else 0
-    batch = unstack(batch, count)
-    after = followers(select(batch, is_per_sample))
-    return "kept" if len(after) == len(before) else "lost"
-
-
-def unstack(batch: Any, count: int) -> Any:
-    """Make a :class:`PerSample` of every stack of ``count`` masks or points."""
-
-    def split(leaf: Any) -> Any:
-        boxes = hasattr(leaf, "format")
-        if is_per_sample(leaf) or boxes or not followers(leaf) or len(leaf) != count:
-            return leaf
-        from torchvision import tv_tensors
-
-        return PerSample((tv_tensors.wrap(e, like=leaf) for e in torch.unbind(leaf)), _stack)
-
-    return map_leaves(split, batch, is_per_sample)
+def _keep_stacks_of_followed() -> None:
+    """Let the default collate stack masks and points as what they are."""
+    tv = sys.modules["torchvision.tv_tensors"]
+    for kind in (tv.Mask, tv.KeyPoints):
+        default_collate_fn_map.setdefault(kind, _stack_followed)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gpuprefetch.core.nested import map_leaves, objects, share_memory
+from gpuprefetch.core.nested import Batch, Leaf, map_leaves, objects, share_memory
 from gpuprefetch.core.stats import Stats, Timed
 from gpuprefetch.images.finish import one_or_all
 from gpuprefetch.images.view import View
@@ -14,14 +14,14 @@ from gpuprefetch.transforms.random import view_seed
 
 
 def transform_tensors(
-    batch: object,
-    given: object,
+    batch: Batch,
+    given: Batch,
     views: Sequence[View],
     seed: int,
     stats: Stats,
     *,
     moves: bool,
-) -> object:
+) -> Batch:
     """Transform the first tensor of four dimensions.
 
     Args:
@@ -38,7 +38,7 @@ def transform_tensors(
     """
     first: torch.Size | None = None
 
-    def transform(leaf: object) -> object:
+    def transform(leaf: Leaf) -> Batch:
         nonlocal first
         if not isinstance(leaf, torch.Tensor) or leaf.dim() != 4:
             return leaf
@@ -54,7 +54,7 @@ def transform_tensors(
             )
         return leaf
 
-    result: object = map_leaves(transform, batch)
+    result: Batch = map_leaves(transform, batch)
     if first is None:
         raise ValueError(
             "transforms, dtype and memory_format are for images, but the loader gave neither an "
@@ -75,8 +75,8 @@ def _refuse_channels_last(images: torch.Tensor) -> None:
 
 
 def _run(
-    given: torch.Tensor, batch: object, views: Sequence[View], seed: int, stats: Stats
-) -> object:
+    given: torch.Tensor, batch: Batch, views: Sequence[View], seed: int, stats: Stats
+) -> Batch:
     heads: list[torch.Tensor] = []
     with Timed(stats, "resample"):
         for number, view in enumerate(views):
@@ -91,7 +91,7 @@ def _run(
     return one_or_all(outs)
 
 
-def _own(images: torch.Tensor, given: object) -> torch.Tensor:
+def _own(images: torch.Tensor, given: Batch) -> torch.Tensor:
     """Images in memory that a transform may write to: what the loader gave stays as it is."""
     theirs = [leaf for leaf in objects(given) if isinstance(leaf, torch.Tensor)]
     return images.clone() if any(share_memory(images, leaf) for leaf in theirs) else images

@@ -10,7 +10,7 @@ import torch
 from gpuprefetch.core.nested import Batch, Loader
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.lists.convert import title
-from gpuprefetch.migrate.accelerate import folders_of, picture_of, pipeline_of
+from gpuprefetch.migrate.folders import folders_of, picture_of, pipeline_of
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.head import Transform
 from gpuprefetch.transforms.random import trial_draws

@@ -1,42 +1,36 @@
 """accelerate: a built DataLoader over image files, moved to the device in one call.
 
-The loader stays as it was built: sampler, workers, generator and all. Its dataset is copied with
-another ``loader`` function, one that reads a file's bytes and leaves them encoded, and its
-transforms go to the prefetcher.
+The loader stays as it was built: sampler, workers, generator and all. Its workers read a view of
+its dataset that leaves files encoded, and its transforms go to the prefetcher.
 """
 
+from __future__ import annotations
+
 import contextlib
-import copy
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import MemberDescriptorType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data import DataLoader, default_collate
 
-from gpuprefetch.core.errors import text_of
 from gpuprefetch.core.loaders import changed
-from gpuprefetch.core.nested import map_leaves, select
-from gpuprefetch.images.apart import image_of, is_image
-from gpuprefetch.images.encoded import EncodedImage
-from gpuprefetch.images.folder import EncodedImageFolder, fault_of, read_image, read_open
-from gpuprefetch.images.guard import (
-    Encoded,
-    UndecodedError,
-    begin_reading,
-    end_reading,
-    is_marked,
-)
-from gpuprefetch.images.targets import followers
+from gpuprefetch.images.apart import is_image
 from gpuprefetch.lists.convert import Plan, Step, convert, fixes_size, title
 from gpuprefetch.lists.snapshot import Snapshot
-from gpuprefetch.policies.known import UnsupportedTransformError, flatten
-from gpuprefetch.policies.per_image import Cast
-from gpuprefetch.policies.timm import is_timm
+from gpuprefetch.migrate.dataset_view import stale, view_of, worker_part
+from gpuprefetch.migrate.folders import (
+    Folder,
+    check_loaders,
+    check_sample,
+    folders_in,
+    folders_of,
+    picture_of,
+    pipeline_of,
+    refuse_under_way,
+)
+from gpuprefetch.policies.known import UnsupportedTransformError
+from gpuprefetch.policies.per_image import Cast, Transform
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.head import read_transforms
 from gpuprefetch.transforms.random import trial_draws
@@ -62,9 +56,10 @@ def accelerate(
 
     Returns:
         A prefetcher that gives the loader's batches, in its order and with its samples and
-        targets, the images transformed on the device with draws of their own. Its ``dataset`` is
-        the loader's own, whose samples are decoded. A ``collate_fn`` of the user's (MixUp, CutMix)
-        runs on the device, on the transformed images, unless all transforms stay in the workers.
+        targets. The images are transformed on the device, with other random parameters. Its
+        ``dataset`` is the loader's, whose samples are decoded. A user's ``collate_fn`` (MixUp,
+        CutMix) runs on the device, on the transformed images, unless all transforms stay in the
+        workers.
 
     Raises:
         TypeError: for a loader or dataset that is none of these.
@@ -75,43 +70,103 @@ def accelerate(
         >>> for images, target in loader: ...  # the loop is unchanged
     """
     folders = folders_of(loader)
-    pipeline = pipeline_of(folders)
-    try:
-        plan, keep = convert(pipeline, pictures=True), 0
-        check_loaders(folders)
-    except UnsupportedTransformError:
-        if not keep_unknown:
-            raise
-        plan, keep = _split(pipeline, folders[0])
-    _refuse_under_way(loader)
-    asked = ("transforms", "dtype", "memory_format")
-    changes = bool(plan.transforms) or any(prefetcher_options.get(name) for name in asked)
-    tensors = changes or keep < len(pipeline)  # else PIL images may be for the collate function
-    part = _worker_part(pipeline[:keep], tensors=tensors, marked=changes) if keep else None
-    view = view_of(loader.dataset, part)
-    needed = not keep or bool(plan.transforms)
-    count = check_sample(view, folders, encoded=not keep, needed=needed)
-    if keep and changes and count > 1:
+    split = _split(pipeline_of(folders), folders, keep_unknown=keep_unknown)
+    refuse_under_way(loader)
+    device_transforms = bool(split.plan.transforms) or _asks_for_transforms(prefetcher_options)
+    view = view_of(loader.dataset, split.worker_transform(marked=device_transforms))
+    count = check_sample(
+        view,
+        folders,
+        encoded=split.decodes_on_device,
+        needed=split.decodes_on_device or bool(split.plan.transforms),
+    )
+    if not split.decodes_on_device and device_transforms and count > 1:
         raise TypeError(
             f"A sample holds {count} tensors of three dimensions, and with keep_unknown=True it is "
             "not known which of them is the image. Replace what cannot move, or return one."
         )
-    apart = not keep or (changes and count == 1)
+    knows_image = split.decodes_on_device or (device_transforms and count == 1)
     prefetcher = _Accelerated(
         loader,
-        plan,
+        split,
         prefetcher_options,
         view=view,
-        kept=pipeline[:keep],
-        late=apart and loader.collate_fn is not default_collate,
+        late=knows_image and loader.collate_fn is not default_collate,
     )
     if print_plan:
-        print(prefetcher.describe(decodes_on_workers=keep > 0))
+        print(prefetcher.describe())
     return prefetcher
 
 
-# What says how a dataset decodes its files, in place of which they come encoded.
-_DECODING = ("loader", "load_bytes", "input_img_mode")
+def _asks_for_transforms(options: dict[str, Any]) -> bool:
+    return any(options.get(name) for name in ("transforms", "dtype", "memory_format"))
+
+
+# --- Where the pipeline is split ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Where a pipeline is split: the workers run ``kept``, the device all ops after them.
+
+    Example:
+        With ``keep_unknown=True``, ``[Resize(256), Lambda(f), CenterCrop(224), ToTensor()]`` keeps
+        the first three ops, and the plan's transforms are those of ``ToTensor()``. Without a
+        ``Lambda`` nothing is kept, and the device decodes.
+    """
+
+    kept: list[Transform]
+    plan: Plan  # of all ops; its transforms are for the device
+    is_whole: bool  # whether the workers run the whole pipeline
+
+    @property
+    def decodes_on_device(self) -> bool:
+        return not self.kept
+
+    def worker_transform(self, *, marked: bool) -> Transform | None:
+        """What the workers run; None if they leave files encoded."""
+        if self.decodes_on_device:
+            return None
+        # A pipeline that ends in pictures has them for the user's collate function.
+        return worker_part(self.kept, tensors=marked or not self.is_whole, marked=marked)
+
+
+def _split(pipeline: list[Transform], folders: Sequence[Folder], *, keep_unknown: bool) -> _Split:
+    try:
+        plan = convert(pipeline, pictures=True)
+        check_loaders(folders)
+    except UnsupportedTransformError:
+        if not keep_unknown:
+            raise
+        return _split_late(pipeline, folders[0])
+    return _Split([], plan, is_whole=False)
+
+
+def _split_late(pipeline: list[Transform], folder: Folder) -> _Split:
+    """Keep the shortest start of a pipeline that must stay in the workers."""
+    from torchvision.transforms import v2
+
+    picture = picture_of(folder)
+    shortest = next((i + 1 for i, op in enumerate(pipeline) if fixes_size(op)), len(pipeline))
+    for count in range(shortest, len(pipeline)):
+        with trial_draws():
+            given = v2.Compose(pipeline[:count])(picture)
+        image = v2.PILToTensor()(given)
+        if is_image(image) and (image.dtype == torch.uint8 or image.is_floating_point()):
+            with contextlib.suppress(UnsupportedTransformError):
+                rest = convert(pipeline[count:], batched=image, pictures=given is not image)
+                steps = [*_kept_steps(pipeline[:count]), *rest.steps]
+                return _Split(pipeline[:count], Plan(steps, rest.transforms), is_whole=False)
+    with trial_draws():
+        v2.PILToTensor()(v2.Compose(pipeline)(picture))  # raises here, and not in a worker
+    return _Split(pipeline, Plan(_kept_steps(pipeline), []), is_whole=True)
+
+
+def _kept_steps(ops: Sequence[Transform]) -> list[Step]:
+    return [Step(op, None, "worker CPU", "unchanged") for op in ops]
+
+
+# --- The prefetcher ---
 
 
 class _Accelerated(DataPrefetcher):
@@ -120,399 +175,109 @@ class _Accelerated(DataPrefetcher):
     def __init__(
         self,
         loader: DataLoader[Any],
-        plan: Plan,
+        split: _Split,
         options: dict[str, Any],
         *,
         view: Any,
-        kept: list[Any],
         late: bool,
     ) -> None:
-        self.plan = plan
-        self._dataset = loader.dataset
-        self._late = late
-        self._added = options.pop("transforms", None)
-        own = self._added or ()
-        self._own = [*own] if isinstance(own, Sequence) else [own]
-        transforms = [*plan.transforms, *self._own]
+        added = options.get("transforms")
+        transforms = [*split.plan.transforms, *_listed(added)]
+        options = options | {"transforms": transforms}
         if not transforms or read_transforms(transforms)[1]:
-            # Between the launch and the ops after it values must not be rounded to bfloat16.
-            cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
-            transforms += [cast] if cast.dtype or cast.memory_format else []
-        super().__init__(changed(loader, dataset=view), transforms=transforms, **options)
-        running = [*kept, *self._running_ops()]
-        self._collates_as_torch = loader.collate_fn is default_collate
-        self._folders = _bottom(self._dataset)
-        # What stays in the workers reads files by the dataset's own loader, whatever that is.
-        names = ["transform"] if kept else ["transform", *_DECODING]
-        self._sources = {
-            name: [Snapshot(read, running) for read in self._read_now(name)] for name in names
-        }
-        self._added_read = Snapshot(self._added, running)
+            options = _with_cast(options)
+        self._late = late
+        super().__init__(changed(loader, dataset=view), **options)
+        self._moved = _Moved(loader, split, added, [*split.kept, *self._running_ops()])
 
-    def _read_now(self, name: str) -> list[Any]:
-        return [getattr(folder, name, None) for folder in self._folders]
-
-    def _refuse_changed(self) -> None:
-        if self._added_read.differs(self._added):
-            raise stale("transforms")
-        if (self.collate_fn is default_collate) != self._collates_as_torch:
-            raise stale("collate_fn")  # which says whether it gets the transformed images
-        folders = _bottom(self._dataset)
-        if [*map(id, folders)] != [*map(id, self._folders)]:
-            raise stale("dataset")
-        for name, before in self._sources.items():
-            if any(map(Snapshot.differs, before, self._read_now(name))):
-                raise stale(f"dataset.{name}")
-        super()._refuse_changed()
+    @property
+    def plan(self) -> Plan:
+        """Where each op of the pipeline runs now."""
+        return self._moved.split.plan
 
     @property
     def dataset(self) -> Any:
         """The loader's own, which gives decoded samples; the workers read a view of it."""
-        return self._dataset
+        return self._moved.dataset
 
-    def describe(self, *, decodes_on_workers: bool) -> str:
-        on_gpu = self.decodes_on_gpu and not decodes_on_workers
+    def _refuse_changed(self) -> None:
+        self._moved.refuse_changed(self.collate_fn)
+        super()._refuse_changed()
+
+    def describe(self) -> str:
+        """Where decode, each op and the collate function run."""
+        on_gpu = self.decodes_on_gpu and self._moved.split.decodes_on_device
         decode = "GPU, a share of it worker CPU (cpu_share)" if on_gpu else "worker CPU"
+        lines = [f"accelerate: decode: {decode}", str(self.plan)]
+        if added := _listed(self._moved.added):
+            lines.append(f"  after them: {', '.join(map(title, added))}")
         collate = "worker CPU"
         if self._late:
             collate = f"{title(self.collate_fn)}, on the transformed images on {self.device}"
-        own = ", ".join(map(title, self._own))
-        after = f"\n  after them: {own}" if own else ""
-        return f"accelerate: decode: {decode}\n{self.plan}{after}\n  collate: {collate}"
+        lines.append(f"  collate: {collate}")
+        return "\n".join(lines)
 
 
-@dataclass(slots=True)
-class _Kept(Encoded):
-    """The pixels of a picture halfway through its transforms: nothing else may change them."""
-
-    pixels: torch.Tensor
-
-    def __post_init__(self) -> None:
-        begin_reading()
+def _listed(transforms: Any) -> list[Transform]:
+    """What was given as ``transforms``, which may be one callable, as a list."""
+    if isinstance(transforms, Sequence):
+        return list(transforms)
+    return [transforms] if transforms else []
 
 
-def _keep(made: Any) -> Any:
-    return map_leaves(lambda leaf: _Kept(leaf) if isinstance(leaf, torch.Tensor) else leaf, made)
+def _with_cast(options: dict[str, Any]) -> dict[str, Any]:
+    """Options whose list ends in the cast that ``dtype`` and ``memory_format`` ask for.
 
-
-def _collate_kept(images: list[_Kept], *, collate_fn_map: Any = None) -> Any:
-    return default_collate([image.pixels for image in images])
-
-
-default_collate_fn_map[_Kept] = _collate_kept
-
-
-def read_encoded(path: Any) -> EncodedImage:
-    return read_image(path)
-
-
-def _refuse_odd_file(path: Any) -> None:
-    """Refuse what others would open, and wait for ever."""
-    with contextlib.suppress(OSError):  # they will tell; or it is in an archive
-        if fault := fault_of(os.stat(path)):  # noqa: PTH116
-            raise ValueError(f"cannot read {str(path)!r}: {fault}.")
-
-
-def _left_encoded(image: Any) -> Any:
-    """Stands for a transform that runs on the device; a module would refuse what is not decoded.
-
-    Each call of the transform samples anew, so the images of a sample are sampled for one by one.
+    Values must not be rounded to bfloat16 between the fused launch and the ops after it.
     """
-    if not isinstance(image, EncodedImage):
-        return image
-    image = copy.copy(image)
-    image._apart = True
-    return image
+    options = dict(options)
+    cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
+    if cast.dtype or cast.memory_format:
+        options["transforms"] = [*options["transforms"], cast]
+    return options
 
 
-def _worker_part(ops: list[Any], *, tensors: bool, marked: bool) -> Any:
-    """The ops that stay in the workers, after a decode; gives uint8 or float tensors."""
-    from torchvision.transforms import v2
-
-    last = [v2.PILToTensor()] if tensors else []  # which lets tensors pass
-    return v2.Compose([*ops, *last, *([_keep] if marked else [])])
+# How a dataset decodes its files. The view of it has other values.
+_DECODING = ("loader", "load_bytes", "input_img_mode")
 
 
-class EncodedReader:
-    """A reader of timm's whose files are :class:`EncodedImage` when ``ImageDataset`` reads them."""
+class _Moved:
+    """What accelerate() read of a loader. A later change of that is an error.
 
-    def __init__(self, reader: Any) -> None:
-        self._reader = reader
-
-    def __getitem__(self, index: int) -> tuple[Any, ...]:
-        path = self.filename(index, absolute=True)
-        _refuse_odd_file(path)
-        file, *rest = self._reader[index]
-        with file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            image = EncodedImage(read_open(file, size), index, path)
-        return SimpleNamespace(read=lambda: image), *rest
-
-    def __len__(self) -> int:
-        return len(self._reader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # before _reader is set, in copies and pickles
-            raise AttributeError(name)
-        return getattr(self._reader, name)
-
-
-def folders_of(loader: Any) -> list[Any]:
-    if not isinstance(loader, DataLoader):
-        hint = " Build it with use_prefetcher=False." if is_timm(loader, "PrefetchLoader") else ""
-        if isinstance(loader, DataPrefetcher):
-            hint = " Pass the DataLoader that it was made from."
-        elif isinstance(loader, Dataset):
-            hint = " Build one of it: DataLoader(dataset, batch_size=...)."
-        got = type(loader).__name__.replace(_Accelerated.__name__, DataPrefetcher.__name__)
-        raise TypeError(f"accelerate and parity take a DataLoader, got {got}.{hint}")
-    if is_timm(loader.collate_fn, "FastCollateMixup"):
-        raise TypeError(
-            "timm's FastCollateMixup rounds to uint8, for timm's own prefetcher. Leave that "
-            "collate_fn out, and use timm.data.Mixup with the same arguments in the loop."
-        )
-    if loader.batch_sampler is None:
-        raise TypeError(
-            "accelerate and parity take a DataLoader that makes batches. Give it a batch_size."
-        )
-    return _bottom(loader.dataset)
-
-
-def _bottom(dataset: Any) -> list[Any]:
-    from torchvision.datasets import DatasetFolder
-
-    if isinstance(dataset, Subset):
-        return _bottom(dataset.dataset)
-    if isinstance(dataset, ConcatDataset):
-        return [folder for part in dataset.datasets for folder in _bottom(part)]
-    if isinstance(dataset, DatasetFolder) or is_timm(dataset, "ImageDataset"):
-        return [dataset]
-    if isinstance(dataset, EncodedImageFolder):
-        raise TypeError(
-            "An EncodedImageFolder has moved over already: pass its loader to "
-            "DataPrefetcher(loader, transforms=[...])."
-        )
-    raise TypeError(
-        "accelerate knows torchvision's ImageFolder, DatasetFolder and ImageNet, timm's "
-        "ImageDataset, and Subset and ConcatDataset of them, got "
-        f"{type(dataset).__name__}. For another dataset return EncodedImage(data, index, path) "
-        "from it and pass DataPrefetcher(loader, transforms=convert_transforms(pipeline))."
-    )
-
-
-def view_of(dataset: Any, transform: Any) -> Any:
-    """``dataset`` with another transform, and its state; None leaves its files encoded."""
-    if isinstance(dataset, ConcatDataset):
-        return _view(dataset, {"datasets": [view_of(part, transform) for part in dataset.datasets]})
-    if isinstance(dataset, Subset):
-        return _view(dataset, {"dataset": view_of(dataset.dataset, transform)})
-    # A dataset may call it without asking whether it is there.
-    instead: dict[str, Any] = {"transform": transform or _left_encoded}
-    if transform is None and is_timm(dataset, "ImageDataset"):
-        instead |= {"reader": EncodedReader(dataset.reader), "load_bytes": True}
-    elif transform is None:
-        instead["loader"] = read_encoded
-    return _view(dataset, instead)
-
-
-def stale(what: str) -> TypeError:
-    return TypeError(f"{what} has changed since accelerate(). Call it again.")
-
-
-def _view(dataset: Any, instead: dict[str, Any]) -> Any:
-    """A second face of a dataset, which shares all of its state but has ``instead`` for some."""
-    kind, seen = type(dataset), {name: vars(dataset).get(name) for name in instead}
-    part = instead.get("transform")
-
-    def read(name: str, view: Any) -> Any:
-        if vars(view).get(name) is not seen[name]:
-            raise stale(f"dataset.{name}")
-        return instead[name]
-
-    def reduced(view: Any, protocol: Any) -> Any:
-        bare = copy.copy(dataset)
-        for name in seen:  # which may be what cannot be pickled
-            vars(bare).pop(name, None)
-        return _view, (bare, instead)
-
-    def get(view: Any, index: Any) -> Any:
-        sample = kind.__getitem__(view, index)
-        if isinstance(image_of(sample), torch.Tensor):
-            raise UndecodedError(
-                f"{kind.__name__}.__getitem__({index}) gave an image that is transformed already, "
-                "such as a kept one. Let it keep no images."
-            )
-        return sample
-
-    faces: dict[str, Any] = {name: property(partial(read, name)) for name in instead}
-    if {"loader", "reader"} & instead.keys() or _keep in getattr(part, "transforms", ()):
-        faces["__getitem__"] = get
-    faces = _slots_of(dataset) | faces
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    own = {**faces, **names, "__reduce_ex__": reduced}
-    # Neither the metaclass of the user's class nor its __init_subclass__ hears of this class.
-    view: Any = object.__new__(type.__new__(type(kind), kind.__name__, (_Unheard, kind), own))
-    object.__setattr__(view, "__dict__", vars(dataset))
-    return view
-
-
-class _Unheard:
-    """Stands before a user's class among the bases of another: its hooks do not run."""
-
-    __slots__ = ()
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        pass
-
-
-def _slots_of(dataset: Any) -> dict[str, Any]:
-    """What a dataset holds in slots, for a view that shares only its ``__dict__``."""
-    return {
-        name: _forwarded(slot, dataset)
-        for base in type(dataset).__mro__
-        for name, slot in vars(base).items()
-        if isinstance(slot, MemberDescriptorType)
-    }
-
-
-def _forwarded(slot: MemberDescriptorType, dataset: Any) -> property:
-    def read(view: Any) -> Any:
-        return slot.__get__(dataset)
-
-    def write(view: Any, value: Any) -> None:
-        slot.__set__(dataset, value)
-
-    return property(read, write)
-
-
-def _refuse_under_way(loader: DataLoader[Any]) -> None:
-    # A sampler gives no samples, and may be its own iterator.
-    apart = ("_iterator", "sampler", "batch_sampler")
-    under_way = [n for n, v in vars(loader).items() if n not in apart and isinstance(v, Iterator)]
-    if under_way:
-        raise TypeError(
-            f"{type(loader).__name__} keeps an iterator over its own dataset (.{under_way[0]}), "
-            "which would go on giving that dataset's samples. Use a DataLoader, with "
-            "persistent_workers=True if the workers are to live on."
-        )
-
-
-def pipeline_of(folders: list[Any]) -> list[Any]:
-    first, *rest = (folder.transform for folder in folders)
-    if any(other is not first for other in rest):
-        raise TypeError(
-            "The datasets of the loader have different transforms, and a batch on the device is "
-            "transformed as one. Give them one object, or build one loader for each of them."
-        )
-    if first is None:
-        raise TypeError(
-            f"The loader's {type(folders[0]).__name__} has no transform: there is nothing to move. "
-            "What a dataset around it applies is not seen: give it to the folder."
-        )
-    return [*flatten(first)]
-
-
-def check_loaders(folders: list[Any]) -> None:
-    from torchvision.datasets.folder import accimage_loader, default_loader, pil_loader
-
-    for folder in folders:
-        if is_timm(folder, "ImageDataset"):
-            own = folder.load_bytes or folder.input_img_mode != "RGB"
-            name, arguments = repr(folder.input_img_mode), "load_bytes and input_img_mode"
-        else:
-            name, arguments = getattr(folder.loader, "__name__", repr(folder.loader)), "loader"
-            # torchvision's: RGB, as PIL decodes it, EXIF orientation left alone.
-            own = folder.loader not in (default_loader, pil_loader, accimage_loader)
-        if own:
-            raise UnsupportedTransformError(
-                f"{type(folder).__name__}(loader={name}) decodes in a way of its own. Leave "
-                f"{arguments} out to decode as PIL does, on the device, or pass keep_unknown=True "
-                "to keep it, and the transforms up to the crop, in the workers."
-            )
-
-
-def picture_of(folder: Any) -> Any:
-    """What the folder's transform gets of its first file."""
-    if hasattr(folder, "samples"):
-        _refuse_odd_file(folder.samples[0][0])
-        return folder.loader(folder.samples[0][0])
-    folder = copy.copy(folder)  # timm's, whose files may be in an archive
-    folder.transform = None
-    return folder[0][0]
-
-
-def _split(pipeline: list[Any], folder: Any) -> tuple[Plan, int]:
-    """The shortest start of a pipeline that must stay in the workers, and the plan of the rest."""
-    from torchvision.transforms import v2
-
-    sample = picture_of(folder)
-    keep = next((i + 1 for i, op in enumerate(pipeline) if fixes_size(op)), len(pipeline))
-    while True:
-        with trial_draws():
-            given = v2.Compose(pipeline[:keep])(sample)
-        made = v2.PILToTensor()(given)
-        kept = [Step(op, None, "worker CPU", "unchanged") for op in pipeline[:keep]]
-        if keep == len(pipeline):  # whatever it gives
-            return Plan(kept, []), keep
-        if is_image(made) and (made.dtype == torch.uint8 or made.is_floating_point()):
-            with contextlib.suppress(UnsupportedTransformError):
-                plan = convert(pipeline[keep:], batched=made, pictures=given is not made)
-                return Plan([*kept, *plan.steps], plan.transforms), keep
-        keep += 1
-
-
-def _is_kept(image: Any, again: Any) -> bool:
-    """Whether two samples hold the same file as it was read once."""
-    if isinstance(image, EncodedImage) and isinstance(again, EncodedImage):
-        return image.data is again.data
-    return again is image
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """A state with lists and dicts of its own."""
-    return {n: copy.copy(v) if isinstance(v, (dict, list)) else v for n, v in state.items()}
-
-
-def check_sample(dataset: Any, folders: list[Any], *, encoded: bool, needed: bool) -> int:
-    """How many images the first sample of a view has, of ``folders``; 1 of an empty one.
-
-    One is ``needed`` where the device has something to do, and an ``encoded`` one for all of it.
+    Args:
+        loader: the user's.
+        split: of its pipeline.
+        added: the user's ``transforms`` for the prefetcher.
+        running: ops that run as they were given, and may change.
     """
-    if not len(dataset):
-        return 1
-    hint = (
-        "it must read through self.loader(path) and self.transform(sample), as ImageFolder does, "
-        "and take an int. Return EncodedImage(data, index, path) from it instead, and wrap its "
-        "loader in DataPrefetcher(loader, transforms=convert_transforms(pipeline))."
-    )
-    held = [(vars(folder), _copied(vars(folder))) for folder in folders]
-    try:
-        with trial_draws():
-            sample, again = dataset[0], dataset[0]
-    except UndecodedError:
-        raise  # which says more
-    except (AttributeError, TypeError) as error:
-        raise TypeError(
-            f"{type(dataset).__name__}.__getitem__(0) failed ({text_of(error)}): {hint}"
-        ) from error
-    finally:
-        end_reading()
-    image = image_of(sample)
-    if needed and (image is None or (encoded and not isinstance(image, EncodedImage))):
-        raise TypeError(f"{type(dataset).__name__}.__getitem__ gave no encoded file: {hint}")
-    if is_marked(image) and _is_kept(image, image_of(again)):
-        for state, before in held:  # the dataset gives it back
-            state.clear()
-            state.update(before)
-        raise TypeError(
-            f"{type(dataset).__name__} keeps the images that it reads. Here these are not decoded "
-            "or transformed, and its own samples would not be either. Let it keep no images."
-        )
-    if encoded and followers(sample):
-        raise TypeError(
-            f"{type(dataset).__name__}.__getitem__ gives boxes, masks or points. Its transform "
-            "leaves them where they are, but a prefetcher moves them with their image. Return "
-            "plain tensors: mask.as_subclass(torch.Tensor)."
-        )
-    return len(select(sample, is_image))
+
+    def __init__(
+        self, loader: DataLoader[Any], split: _Split, added: Any, running: list[Transform]
+    ) -> None:
+        self.split = split
+        self.dataset = loader.dataset
+        self.added = added
+        self._collates_as_torch = loader.collate_fn is default_collate
+        self._folders = folders_in(loader.dataset)
+        # Workers that decode read files with the folder's own loader, whatever that is.
+        names = ("transform", *_DECODING) if split.decodes_on_device else ("transform",)
+        self._read = {
+            name: [Snapshot(value, running) for value in self._values(name)] for name in names
+        }
+        self._added_read = Snapshot(added, running)
+
+    def _values(self, name: str) -> list[object]:
+        return [getattr(folder, name, None) for folder in self._folders]
+
+    def refuse_changed(self, collate_fn: object) -> None:
+        if self._added_read.differs(self.added):
+            raise stale("transforms")
+        # torch's collate function runs in the workers, a user's on the transformed images.
+        if (collate_fn is default_collate) != self._collates_as_torch:
+            raise stale("collate_fn")
+        folders = folders_in(self.dataset)
+        if [*map(id, folders)] != [*map(id, self._folders)]:
+            raise stale("dataset")
+        for name, read in self._read.items():
+            if any(map(Snapshot.differs, read, self._values(name))):
+                raise stale(f"dataset.{name}")

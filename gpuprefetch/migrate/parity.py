@@ -13,13 +13,8 @@ from torch.utils.data import DataLoader
 from gpuprefetch.core.report import Printed, columns, progress
 from gpuprefetch.images.apart import image_of
 from gpuprefetch.lists.convert import CONVERSIONS, Plan, convert
-from gpuprefetch.migrate.accelerate import (
-    check_loaders,
-    check_sample,
-    folders_of,
-    pipeline_of,
-    view_of,
-)
+from gpuprefetch.migrate.dataset_view import view_of
+from gpuprefetch.migrate.folders import check_loaders, check_sample, folders_of, pipeline_of
 from gpuprefetch.policies.per_image import Cast, PerImage
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.head import Head, read_transforms
