@@ -14,19 +14,23 @@ import torch
 # "step": the loop waits for the step before it. "item": it reads the loss of every step.
 LOOPS = ["step", "item"]
 # Settled: the rates of so many windows of so many seconds, one after the other, are this close.
-SETTLED_WINDOWS, SETTLED_SECONDS, SETTLED_WITHIN = 3, 1.0, 0.03
+SETTLED_WINDOWS = 3
+SETTLED_SECONDS = 1.0
+SETTLED_WITHIN = 0.03
 
 
 def cpu_seconds() -> float:
     """User and system seconds of this process, its living descendants and those it waited for."""
-    parents, ticks = {}, {}
+    parents = {}
+    ticks = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it ended meanwhile
             fields = stat.read_text().rpartition(")")[2].split()
             pid = int(stat.parent.name)
             parents[pid] = int(fields[1])
             ticks[pid] = sum(int(field) for field in fields[11:15])  # utime stime cutime cstime
-    family, grown = {os.getpid()}, True
+    family = {os.getpid()}
+    grown = True
     while grown:
         children = {pid for pid, parent in parents.items() if parent in family}
         grown = not children <= family
@@ -92,7 +96,9 @@ class Loop:
         kind: str = "step",
         multiple: int = 1,
     ) -> None:
-        self._iterator, self._step, self._multiple = iterator, step, max(multiple, 1)
+        self._iterator = iterator
+        self._step = step
+        self._multiple = max(multiple, 1)
         self._events = deque[Any]() if device == "cuda" and kind == "step" else None
         self._reads_loss = kind == "item"
         self.received = 0.0  # when the last batch was there, as time.perf_counter counts
@@ -115,15 +121,19 @@ class Loop:
     def window(self, seconds: float) -> tuple[int, int, float]:
         """Images, steps and seconds in ``next``."""
         images = steps = 0
-        waits, deadline = 0.0, time.perf_counter() + seconds
+        waits = 0.0
+        deadline = time.perf_counter() + seconds
         while steps == 0 or time.perf_counter() < deadline or steps % self._multiple:
             count, waited = self.take()
-            images, steps, waits = images + count, steps + 1, waits + waited
+            images += count
+            steps += 1
+            waits += waited
         return images, steps, waits
 
     def settle(self, least: float, most: float) -> dict[str, Any]:
         """Go on until the rate stands still: for ``least`` to ``most`` seconds."""
-        begin, rates = time.perf_counter(), deque[float](maxlen=SETTLED_WINDOWS)
+        begin = time.perf_counter()
+        rates = deque[float](maxlen=SETTLED_WINDOWS)
         while True:
             start = time.perf_counter()
             images, _, _ = self.window(min(SETTLED_SECONDS, most))
@@ -174,14 +184,17 @@ def measure(
 
 def _measured(loop: Loop, device: str, seconds: float, repeats: int) -> dict[str, Any]:
     synchronize(device)
-    marks, windows = Marks(device), []
-    cpu_before, begin = cpu_seconds(), time.monotonic()
+    marks = Marks(device)
+    windows = []
+    cpu_before = cpu_seconds()
+    begin = time.monotonic()
     marks.add()
     for _ in range(repeats):
         windows.append(loop.window(seconds / repeats))
         marks.add()
     synchronize(device)
-    end, cpu = time.monotonic(), cpu_seconds() - cpu_before
+    end = time.monotonic()
+    cpu = cpu_seconds() - cpu_before
     images, steps, waits = zip(*windows, strict=True)
     durations = marks.seconds()
     return {
@@ -200,20 +213,26 @@ def measure_epochs(
 
     ``began`` is when the process was started, as ``time.time`` counts.
     """
-    gaps, images, ended = [], 0, time.perf_counter()
+    gaps = []
+    images = 0
+    ended = time.perf_counter()
     before = time.time() - began  # of importing, and making loader and model
     for epoch in range(epochs):
-        loop, steps = Loop(iter(batches), step, device), 0
+        loop = Loop(iter(batches), step, device)
+        steps = 0
         with contextlib.suppress(StopIteration):
             while True:
                 count, _ = loop.take()
-                steps, images = steps + 1, images + count
+                steps += 1
+                images += count
                 if steps == 1:
                     gaps.append(loop.received - ended)
                 ended = time.perf_counter()
         if epoch == 0:  # it warms up, and is left out
             synchronize(device)
-            images, start, cpu_before = 0, time.perf_counter(), cpu_seconds()
+            images = 0
+            start = time.perf_counter()
+            cpu_before = cpu_seconds()
     synchronize(device)
     seconds = time.perf_counter() - start
     return {
@@ -229,7 +248,8 @@ def time_steps(
     batches: Iterable[Any], step: Callable[..., Any], *, device: str, windows: Iterable[int]
 ) -> list[float]:
     """Seconds of windows of so many steps each; the first one is the warm-up and left out."""
-    loop, marks = Loop(iter(batches), step, device), Marks(device)
+    loop = Loop(iter(batches), step, device)
+    marks = Marks(device)
     for steps in windows:
         for _ in range(steps):
             loop.take()
@@ -250,7 +270,8 @@ def time_calls(
     and ten times at least.
     """
     flush = torch.empty(256 << 20 if device == "cuda" else 0, dtype=torch.uint8, device=device)
-    times, host = [], []
+    times = []
+    host = []
     for _ in range(warmup + repeats):
         flush.zero_()
         synchronize(device)

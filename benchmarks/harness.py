@@ -108,7 +108,8 @@ class Device:
             else:
                 status = nvml.nvmlDeviceGetHandleByUUID(visible.encode(), ctypes.byref(handle))
             if status == 0:
-                self._nvml, self._handle = nvml, handle
+                self._nvml = nvml
+                self._handle = handle
 
     def used_bytes(self) -> int | None:
         """Memory in use on the device, of all processes; None where NVML cannot tell."""
@@ -124,13 +125,15 @@ class Device:
         used = self.used_bytes()
         for _ in range(20):
             time.sleep(0.1)
-            before, used = used, self.used_bytes()
+            before = used
+            used = self.used_bytes()
             if used == before:
                 break
         return used
 
     def facts(self) -> dict[str, str | None]:
-        name, driver = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96)
+        name = ctypes.create_string_buffer(96)
+        driver = ctypes.create_string_buffer(96)
         if self._nvml is not None:
             self._nvml.nvmlDeviceGetName(self._handle, name, 96)
             self._nvml.nvmlSystemGetDriverVersion(driver, 96)
@@ -172,7 +175,9 @@ def run_child(
     variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     path = [str(package), variables.get("PYTHONPATH", "")]
     variables |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), **(environment or {})}
-    before, peak, start = device.settled_bytes(), 0, time.monotonic()
+    before = device.settled_bytes()
+    peak = 0
+    start = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         child = subprocess.Popen(
             [sys.executable, script, "--child", json.dumps(task)],
@@ -282,7 +287,8 @@ class Document:
             self._continue(json.loads(self._path.read_text()))
 
     def _continue(self, earlier: dict[str, Any]) -> None:
-        then, now = earlier.get("metadata", {}), self.content["metadata"]
+        then = earlier.get("metadata", {})
+        now = self.content["metadata"]
         same = {"benchmark": earlier.get("benchmark"), **then, "utc": 0, "commands": 0}
         differing = {
             key: (same.get(key), value)
@@ -323,7 +329,8 @@ def _line(result: dict[str, Any]) -> str:
         if isinstance(value, str):
             words.append(value)
         elif isinstance(value, dict) and "median" in value:
-            median, worst = value["median"], min(value["values"])
+            median = value["median"]
+            worst = min(value["values"])
             words.append(f"{median:,.{0 if median >= 100 else 2}f} (least {worst:,.0f})")
         elif isinstance(value, float):
             words.append(f"{key} {value:,.3f}")

@@ -24,11 +24,10 @@ from torch.nn import functional as F
 from gpuprefetch.transforms import launch
 from gpuprefetch.transforms.reference import resample_reference
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-SIZES, SIZE_SHARES = (
-    [(375, 500), (333, 500), (500, 375), (281, 300), (1200, 1600)],
-    [50, 20, 20, 8, 2],
-)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+SIZES = [(375, 500), (333, 500), (500, 375), (281, 300), (1200, 1600)]
+SIZE_SHARES = [50, 20, 20, 8, 2]
 # Constants of the kernel, a group at a time, each from the best of the last.
 SWEEP = {
     ("COLS", "NUM_WARPS"): [(32, 1), (64, 1), (64, 2), (128, 2), (128, 4), (256, 4), (256, 8)],
@@ -60,12 +59,15 @@ def draw_boxes(images: list[torch.Tensor], rng: np.random.Generator) -> list[Box
         for _ in range(10):
             area = height * width * rng.uniform(0.08, 1)
             ratio = np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3)))
-            w, h = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
+            w = round((area * ratio) ** 0.5)
+            h = round((area / ratio) ** 0.5)
             if w <= width and h <= height:
                 break
         else:
-            h, w = min(height, width), min(height, width)
-        top, left = rng.integers(height - h + 1), rng.integers(width - w + 1)
+            h = min(height, width)
+            w = min(height, width)
+        top = rng.integers(height - h + 1)
+        left = rng.integers(width - w + 1)
         boxes.append((int(top), int(left), h, w, bool(rng.random() < 0.5)))
     return boxes
 
@@ -111,7 +113,8 @@ def kornia_sides(images: list[torch.Tensor], args: Any) -> Iterator[tuple[str, A
 def check(images: list[torch.Tensor], rows: torch.Tensor, args: Any) -> float:
     """The error of the fused path against the twin on the CPU in float64; too much ends the run."""
     options = {"interpolation": args.interpolation, "mean": MEAN, "std": STD}
-    size, some = (args.size,) * 2, slice(0, 16)
+    size = (args.size,) * 2
+    some = slice(0, 16)
     fused = launch.resample(images[some], rows[some], size, **options)
     cpu = [image.cpu() for image in images[some]]
     exact = resample_reference(cpu, rows[some], size, dtype=torch.float64, **options)
@@ -146,7 +149,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--sweep", action="store_true", help="try block sizes instead")
     parser.add_argument("--tiny", action="store_true", help="try it out: small, on the CPU")
     args = parser.parse_args(words)
-    args.device, args.data = "cuda", args.photos
+    args.device = "cuda"
+    args.data = args.photos
     if args.tiny:
         vars(args).update(images=2, size=16, repeats=1, warmup=0, device="cpu")
     torch.manual_seed(0)

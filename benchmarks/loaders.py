@@ -17,8 +17,10 @@ import ranks
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+SCALE = (0.08, 1.0)
+RATIO = (3 / 4, 4 / 3)
 ENDLESS = 10**8
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
@@ -86,7 +88,8 @@ class SameBatch:
     """A loader that is always ready: one batch, ``length`` times."""
 
     def __init__(self, batch: tuple[torch.Tensor, torch.Tensor], length: int) -> None:
-        self._batch, self._length = batch, length
+        self._batch = batch
+        self._length = length
 
     def __len__(self) -> int:
         return self._length
@@ -241,7 +244,8 @@ def dali(
     from nvidia.dali import fn, pipeline_def, types
     from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
 
-    cuda, train = settings.device == "cuda", settings.train
+    cuda = settings.device == "cuda"
+    train = settings.train
     decoder.update(device="mixed" if cuda else "cpu", output_type=types.RGB)
     decoded = _dali_images(settings, fused, decoder)
     augment = _dali_policy(policy) if policy else None
@@ -358,7 +362,9 @@ def refuse_engines() -> None:
     library = nvjpeg.library()
     if library is None:
         return
-    create, hardware, not_supported = library.nvjpegCreateEx, 3, 7
+    create = library.nvjpegCreateEx
+    hardware = 3
+    not_supported = 7
 
     def refusing(backend: int, *arguments: Any) -> int:
         return not_supported if backend == hardware else create(backend, *arguments)

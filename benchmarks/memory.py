@@ -113,13 +113,17 @@ def largest(fits: Callable[[int], bool], guess: int, resolution: float) -> int:
         guess: where to start.
         resolution: relative, such as 0.01.
     """
-    low, high, stride = 0, 0, 0.04
+    low = 0
+    high = 0
+    stride = 0.04
     at = max(1, guess)
     while not (low and high):
         if fits(at):
-            low, at = at, at + max(1, int(stride * at))
+            low = at
+            at += max(1, int(stride * at))
         else:
-            high, at = at, at - max(1, int(stride * at))
+            high = at
+            at -= max(1, int(stride * at))
         if at < 1:
             return 0
         if low and high:
@@ -139,7 +143,8 @@ def idle(column: str, settings: dict[str, Any]) -> dict[str, Any]:
     shared = loaders.Settings(**settings)
     prepare(column)
     torch.ones(1, device=shared.device)
-    before, used = used_gib(shared.device), {}
+    before = used_gib(shared.device)
+    used = {}
     batches = loaders.build(column, shared)
     for epoch in ("first", "second"):
         for _images, _target in batches:

@@ -16,7 +16,9 @@ from PIL import Image
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg"}
 CLASSES = 100
-LARGE, LARGE_BYTES, LARGE_COUNT = (4000, 3000), 2_800_000, 64
+LARGE = (4000, 3000)
+LARGE_BYTES = 2_800_000
+LARGE_COUNT = 64
 
 
 def found(source: Path) -> list[Path]:
@@ -101,7 +103,8 @@ def large(source: Path, count: int = LARGE_COUNT, size: tuple[int, int] = LARGE)
 
 def drawn(count: int = 6) -> Path:
     """A few small pictures, to try a script out."""
-    folder, rng = Path(tempfile.gettempdir()) / "gpuprefetch-drawn", np.random.default_rng(0)
+    folder = Path(tempfile.gettempdir()) / "gpuprefetch-drawn"
+    rng = np.random.default_rng(0)
     if not folder.is_dir():
         with _built(folder) as building:
             for number in range(count):
@@ -112,7 +115,8 @@ def drawn(count: int = 6) -> Path:
 
 def photo_facts(source: Path, files: int) -> dict[str, Any]:
     """Count, mean bytes and mean size of the photos."""
-    photos, sizes = found(source), []
+    photos = found(source)
+    sizes = []
     for photo in photos:
         with Image.open(photo) as image:
             sizes.append(image.size)

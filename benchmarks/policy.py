@@ -24,7 +24,8 @@ from torchvision.transforms import v2
 
 import gpuprefetch  # before the context: it prepares the environment
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 TO_FLOAT = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
 POLICIES: dict[str, Callable[[], Any]] = {
     "RandAugment": lambda: v2.RandAugment(2, 9),
@@ -111,7 +112,8 @@ def of_dali(policy: str | None, images: torch.Tensor) -> Run:
         return fn.color_twist(batch, saturation=uniform(range=(0.6, 1.4)), hue=hue, **factors)
 
     def erasing(batch: Any) -> Any:
-        shape, anchor = uniform(range=(0.15, 0.5), shape=2), uniform(range=(0.0, 0.5), shape=2)
+        shape = uniform(range=(0.15, 0.5), shape=2)
+        anchor = uniform(range=(0.0, 0.5), shape=2)
         options = {"axes": (0, 1), "normalized_anchor": True, "normalized_shape": True}
         return fn.erase(batch, anchor=anchor, shape=shape, **options)
 

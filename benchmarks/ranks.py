@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 LOCAL_WORLD = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 

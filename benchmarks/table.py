@@ -17,8 +17,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PLOT = ROOT / "docs" / "results.svg"
-START, END = "<!-- results:start -->", "<!-- results:end -->"
-OURS, CONTROL, DALI = "gpuprefetch", "gpuprefetch:cpu_share=0.0", "dali"
+START = "<!-- results:start -->"
+END = "<!-- results:end -->"
+OURS = "gpuprefetch"
+CONTROL = "gpuprefetch:cpu_share=0.0"
+DALI = "dali"
 PLAIN = "torchvision"
 POLICIES = {"ra": "RandAugment", "ta": "TrivialAugmentWide", "aa": "AutoAugment"}
 NAMES = {
@@ -196,7 +199,8 @@ def caption(documents: list[Document], links: str) -> str:
     """The machines of a table, the photos, the versions and the commands."""
     machines = []
     for d in documents:
-        m, versions = d["metadata"], d["metadata"]["versions"]
+        m = d["metadata"]
+        versions = d["metadata"]["versions"]
         words = [m["gpu"] or "no GPU", m["cpu"], f"{m['affinity']} cores", m["commit"] or ""]
         words += [f"{PACKAGES[key]} {versions[key]}" for key in PACKAGES if versions.get(key)]
         machines.append(f"- [{Path(d['file']).stem}]({links}{d['file']}): {', '.join(words)}")
@@ -227,7 +231,8 @@ ONCE = (
 
 
 def policy_table(results: list[dict[str, Any]]) -> str:
-    cells, marked = {}, False
+    cells = {}
+    marked = False
     for r in results:
         text = "not there"
         if "median_ms" in r:
@@ -343,7 +348,8 @@ def draw(cells: dict[str, Machines], path: Path) -> None:
     figure, axis = plt.subplots(figsize=(8, 0.75 * len(shown) + 1), layout="constrained")
     for place, (_, columns) in enumerate(shown.values()):
         for number, (column, color) in enumerate(colors.items()):
-            at, rate = place + 0.27 * number, columns[column]["rate"]
+            at = place + 0.27 * number
+            rate = columns[column]["rate"]
             label = "" if place else name(column).replace("*", "")
             axis.barh(at, rate, 0.26, color=color, label=label)
             ink = "white" if column == OURS else "black"
@@ -369,7 +375,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args(words)
     documents = read(RESULTS)
-    front, everything = front_page(documents), all_results(documents)
+    front = front_page(documents)
+    everything = all_results(documents)
     pages = {ROOT / "README.md": front, ROOT / "benchmarks" / "README.md": everything}
     refresh(pages, check=args.check)
     if not args.check and (cells := train_cells(documents)):

@@ -50,9 +50,11 @@ def measure(column: str, settings: dict[str, Any], timing: dict[str, Any]) -> di
         shapes[:] = [list(view.shape) for view in views]
         return views[0], batch[1]
 
-    device, batches = settings["device"], build(column, loaders.Settings(**settings))
+    device = settings["device"]
+    batches = build(column, loaders.Settings(**settings))
     with train.stream_of("own", device):
-        step, converted = train.make_step("none", "eager", device), map(first_view, batches)
+        step = train.make_step("none", "eager", device)
+        converted = map(first_view, batches)
         found = clock.measure(converted, step, device=device, loops=["step"], **timing)
     return {"views": shapes, **found["loops"]["step"], "stats": batches.stats.as_dict()}
 

@@ -20,8 +20,10 @@ from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop
 
 def quarters(images):
     """``(N, C, H, W)`` into four ``(N, C, H / 2, W / 2)``, row by row."""
-    height, width = images.shape[-2] // 2, images.shape[-1] // 2
-    top, bottom = images[..., :height, :], images[..., height:, :]
+    height = images.shape[-2] // 2
+    width = images.shape[-1] // 2
+    top = images[..., :height, :]
+    bottom = images[..., height:, :]
     return [part for half in (top, bottom) for part in (half[..., :width], half[..., width:])]
 
 

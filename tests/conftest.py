@@ -1,5 +1,6 @@
 """Devices the tests run on, and JPEG files drawn for them."""
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -110,24 +111,49 @@ def kernel_device():
 
 
 @pytest.fixture
-def large_tiles(monkeypatch):
-    """Fewer programs' work: Triton's interpreter takes as long for a tile of any size."""
-    from gpuprefetch.transforms import launch as _resample
+def constants(monkeypatch):
+    """Change limits and times of a module for a test: ``constants(plan, SUB_BATCH=2)``."""
 
-    if not has_cuda():
-        monkeypatch.setattr(_resample, "ROWS", 8)
+    def change(module, **values):
+        for name, value in values.items():
+            assert name.isupper(), f"{name} is no constant: use a public argument or a fake"
+            monkeypatch.setattr(module, name, value)
+
+    return change
 
 
 @pytest.fixture
-def small_calls(monkeypatch):
+def large_tiles(constants):
+    """Fewer programs' work: Triton's interpreter takes as long for a tile of any size."""
+    from gpuprefetch.transforms import launch
+
+    if not has_cuda():
+        constants(launch, ROWS=8)
+
+
+@pytest.fixture
+def small_calls(constants):
     """Decode and copy less at a time: ``small_calls(SUB_BATCH=2)``."""
     from gpuprefetch.images import plan
 
-    def set_limits(**limits):
-        for name, value in limits.items():
-            monkeypatch.setattr(plan, name, value)
+    return functools.partial(constants, plan)
 
-    return set_limits
+
+@pytest.fixture
+def as_nvjpeg(monkeypatch):
+    """Have the functions of an object called as nvJPEG's; None is a machine that has no nvJPEG."""
+    from gpuprefetch.images import nvjpeg
+
+    def forget():
+        nvjpeg._idle.clear()
+        nvjpeg.backend_of.cache_clear()
+
+    def use(library):
+        monkeypatch.setattr(nvjpeg, "library", lambda: library)
+        forget()
+
+    yield use
+    forget()
 
 
 @pytest.fixture

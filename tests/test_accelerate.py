@@ -6,7 +6,7 @@ import random
 import runpy
 import tarfile
 import threading
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import kornia.augmentation as K
@@ -32,7 +32,6 @@ from gpuprefetch.migrate.accelerate import accelerate
 from gpuprefetch.migrate.dataset_view import view_of
 from gpuprefetch.migrate.explain import explain
 from gpuprefetch.migrate.parity import parity
-from gpuprefetch.policies import per_image
 from gpuprefetch.policies.known import UnsupportedTransformError
 from gpuprefetch.transforms.random import fold
 from gpuprefetch.transforms.sampling import Sampling
@@ -147,12 +146,12 @@ def test_published_pipelines_agree_with_the_same_parameters(folder, name):
 def test_a_wrong_op_is_seen(folder, monkeypatch):
     # Negative control of the comparisons by parity().
     ops = [v1.RandomResizedCrop(48), v1.ColorJitter(0.4, 0.4, 0.4, 0.4), v1.ToTensor()]
-    run = per_image.run
+    whole = gpuprefetch.PerImage.carry_out
 
-    def wrong(images, program, *form):
-        return run(images, replace(program, args=program.args / 2), *form)
+    def half(self, images, parts):
+        return (whole(self, images, parts) + images.float()) / 2
 
-    monkeypatch.setattr(per_image, "run", wrong)
+    monkeypatch.setattr(gpuprefetch.PerImage, "carry_out", half)
     assert parity(loader_of(folder, ops), 6, device="cpu").rows[2].mean > 5
 
 
@@ -736,7 +735,7 @@ def test_what_crosses_to_a_spawned_worker_can_be_pickled(folder):
 def test_images_that_a_dataset_keeps_are_not_transformed_again(folder):
     for move in (accelerate, parity):
         dataset = Keeper(folder, v1.Compose(VAL))
-        with pytest.raises(TypeError, match="Keeper keeps the images that it reads"):
+        with pytest.raises(TypeError):
             move(DataLoader(dataset), device="cpu")
         assert isinstance(dataset[0][0], torch.Tensor)  # and not what the try has read
     for ops in (VAL, [lambda picture: picture, *VAL]):
@@ -753,12 +752,6 @@ class Boxed(ImageFolder):
         image, target = super().__getitem__(index)
         size = {"format": "XYXY", "canvas_size": (40, 40)}
         return image, tv_tensors.BoundingBoxes([[3.0, 4, 20, 21]], **size), target
-
-
-def test_boxes_that_the_transform_leaves_are_not_moved(folder):
-    loader = DataLoader(Boxed(folder, v1.Compose(VAL)))
-    with pytest.raises(TypeError, match=r"Boxed.*gives boxes, masks or points"):
-        accelerate(loader, **CPU)
 
 
 class Drawing(ImageFolder):
@@ -782,23 +775,131 @@ def test_a_try_takes_no_random_numbers(folder, first):
     assert states() == before
 
 
-def test_datasets_that_do_not_read_through_their_loader_are_refused(folder):
-    for move in (accelerate, parity):
-        with pytest.raises(TypeError, match=r"Opener.*must read through self\.loader"):
-            move(DataLoader(Opener(folder, v1.Compose(VAL))), device="cpu")
-        with pytest.raises(TypeError, match=r"__getitem__\(0\) failed .*and take an int"):
-            move(DataLoader(Keyed(folder, v1.Compose(VAL)), sampler=[(0, 40)]), device="cpu")
-    with pytest.raises(UnsupportedTransformError, match="decodes in its own way"):
-        accelerate(DataLoader(ImageFolder(folder, v1.Compose(VAL), loader=Image.open)), **CPU)
-    with pytest.raises(TypeError, match="Give it a batch_size"):
-        accelerate(DataLoader(ImageFolder(folder, v1.Compose(VAL)), batch_size=None), **CPU)
-    with pytest.raises(TypeError, match=r"accelerate cannot read .*torchvision's ImageFolder"):
-        accelerate(DataLoader([1, 2]), **CPU)
-    with pytest.raises(TypeError, match="has moved over already"):
-        accelerate(DataLoader(EncodedImageFolder(folder)), **CPU)
-    with pytest.raises(TypeError, match="different transforms"):
-        parts = [ImageFolder(folder, v1.Compose(VAL)), ImageFolder(folder, v1.Compose(VAL[:3]))]
-        accelerate(DataLoader(ConcatDataset(parts)), **CPU)
+UNCHANGED = v1.Lambda(lambda image: image)
+
+
+def of_two_pipelines(folder):
+    return ConcatDataset([ImageFolder(folder, v1.Compose(ops)) for ops in (VAL, VAL[:3])])
+
+
+# How it moves, the loader of a folder, the error, and what it says.
+NOT_MOVED = {
+    "reads by itself": (
+        accelerate,
+        lambda folder: DataLoader(Opener(folder, v1.Compose(VAL))),
+        TypeError,
+        r"Opener.*must read through self\.loader",
+    ),
+    "reads by itself, in parity": (
+        parity,
+        lambda folder: DataLoader(Opener(folder, v1.Compose(VAL))),
+        TypeError,
+        r"Opener.*must read through self\.loader",
+    ),
+    "takes other keys": (
+        accelerate,
+        lambda folder: DataLoader(Keyed(folder, v1.Compose(VAL)), sampler=[(0, 40)]),
+        TypeError,
+        r"__getitem__\(0\) failed .*and take an int",
+    ),
+    "takes other keys, in parity": (
+        parity,
+        lambda folder: DataLoader(Keyed(folder, v1.Compose(VAL)), sampler=[(0, 40)]),
+        TypeError,
+        r"__getitem__\(0\) failed .*and take an int",
+    ),
+    "keeps what it has read": (
+        accelerate,
+        lambda folder: DataLoader(Keeper(folder, v1.Compose(VAL))),
+        TypeError,
+        "Keeper keeps the images that it reads",
+    ),
+    "keeps what it has read, in parity": (
+        parity,
+        lambda folder: DataLoader(Keeper(folder, v1.Compose(VAL))),
+        TypeError,
+        "Keeper keeps the images that it reads",
+    ),
+    "gives boxes": (
+        accelerate,
+        lambda folder: DataLoader(Boxed(folder, v1.Compose(VAL))),
+        TypeError,
+        r"Boxed.*gives boxes, masks or points",
+    ),
+    "another loader": (
+        accelerate,
+        lambda folder: DataLoader(ImageFolder(folder, v1.Compose(VAL), loader=Image.open)),
+        UnsupportedTransformError,
+        "decodes in its own way",
+    ),
+    "no batches": (
+        accelerate,
+        lambda folder: DataLoader(ImageFolder(folder, v1.Compose(VAL)), batch_size=None),
+        TypeError,
+        "Give it a batch_size",
+    ),
+    "no folder": (
+        accelerate,
+        lambda folder: DataLoader([1, 2]),
+        TypeError,
+        r"accelerate cannot read .*torchvision's ImageFolder",
+    ),
+    "encoded images": (
+        accelerate,
+        lambda folder: DataLoader(EncodedImageFolder(folder)),
+        TypeError,
+        "has moved over already",
+    ),
+    "two pipelines": (
+        accelerate,
+        lambda folder: DataLoader(of_two_pipelines(folder)),
+        TypeError,
+        "different transforms",
+    ),
+    "two images of a sample, one on the device": (
+        partial(accelerate, keep_unknown=True),
+        lambda folder: DataLoader(Pair(folder, v1.Compose([*VAL[:2], UNCHANGED, *VAL[2:]])), 4),
+        TypeError,
+        "2 tensors of three dimensions",
+    ),
+    "views": (
+        partial(accelerate, transforms=gpuprefetch.Views([views], [views])),
+        lambda folder: loader_of(folder, VAL),
+        TypeError,
+        "Views takes the place of the list",
+    ),
+    "an iterator that runs": (
+        accelerate,
+        lambda folder: OneIteratorAtOnce(ImageFolder(folder, v1.Compose(VAL)), batch_size=4),
+        TypeError,
+        "OneIteratorAtOnce keeps an iterator over its own",
+    ),
+    "no image": (
+        partial(parity, n=0),
+        lambda folder: loader_of(folder, VAL),
+        ValueError,
+        "at least 1, got 0",
+    ),
+    "an empty dataset": (
+        parity,
+        lambda folder: DataLoader(Subset(ImageFolder(folder, v1.Compose(VAL)), [])),
+        ValueError,
+        "has none",
+    ),
+    "a dataset": (
+        parity,
+        lambda folder: ImageFolder(folder, v1.Compose(VAL)),
+        TypeError,
+        r"parity take a DataLoader, .*Build one of it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_MOVED)
+def test_loaders_that_cannot_move_are_refused(folder, case):
+    move, loader, error, text = NOT_MOVED[case]
+    with pytest.raises(error, match=text):
+        move(loader(folder), device="cpu")
 
 
 def test_a_loader_that_runs_already_is_refused(folder):
@@ -809,8 +910,6 @@ def test_a_loader_that_runs_already_is_refused(folder):
     next(iter(loader))  # it goes on with this iterator, over transformed images
     with pytest.raises(TypeError, match="OneIterator keeps an iterator over its own"):
         accelerate(loader, **CPU)
-    with pytest.raises(TypeError, match="OneIteratorAtOnce keeps an iterator over its own"):
-        accelerate(OneIteratorAtOnce(dataset, batch_size=4), **CPU)
     persistent = DataLoader(dataset, 4, num_workers=1, persistent_workers=True)
     next(iter(persistent))
     assert len(list(accelerate(persistent, **CPU))) == 5  # torch's own has one of each clone's
@@ -824,10 +923,6 @@ def test_two_images_of_a_sample(folder):
     loader = DataLoader(Pair(folder, transform), 4, collate_fn=list)
     with pytest.raises(TypeError, match="one image a sample"):
         next(iter(accelerate(loader, **CPU)))
-    # Of two tensors from the workers only the first one would be transformed on the device.
-    transform = v1.Compose([*VAL[:2], v1.Lambda(lambda image: image), *VAL[2:]])
-    with pytest.raises(TypeError, match="2 tensors of three dimensions"):
-        accelerate(DataLoader(Pair(folder, transform), 4), keep_unknown=True, **CPU)
 
 
 class Kept(ImageFolder):
@@ -893,8 +988,6 @@ def test_a_dtype_leaves_the_values_of_a_pipeline_as_they_are(folder):
 
 
 def test_own_transforms_run_behind_the_converted_ones(folder):
-    with pytest.raises(TypeError, match="Views takes the place of the list"):
-        accelerate(loader_of(folder, VAL), transforms=gpuprefetch.Views([views], [views]), **CPU)
     loader = loader_of(folder, VAL[:3])
     for own in ([lambda images: images * 0 + 3], lambda images: images * 0 + 3):
         moved = accelerate(loader, transforms=own, **CPU)
@@ -920,12 +1013,6 @@ def test_the_plan_is_printed(folder, capsys):
 
 def test_the_report_is_a_table_and_a_picture(folder, tmp_path):
     loader = loader_of(folder, [v1.RandomResizedCrop(48), v1.ToTensor()])
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        parity(loader, 0, device="cpu")
-    with pytest.raises(ValueError, match="has none"):
-        parity(DataLoader(Subset(loader.dataset, [])), device="cpu")
-    with pytest.raises(TypeError, match=r"parity take a DataLoader, .*Build one of it"):
-        parity(loader.dataset, device="cpu")
     report = parity(loader, 7, device="cpu")
     text = str(report)
     assert text.startswith("7 images") and "RandomResizedCrop" in text

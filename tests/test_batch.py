@@ -322,9 +322,11 @@ from gpuprefetch.images import slab as _slab
 def collate(samples):
     return _slab.Buffer.empty(3)
 
-_slab.kept = list(DataLoader([1] * 4, batch_size=2, num_workers=1, collate_fn=collate))
-assert _slab.kept[0].memory.is_shared()
-print(len(_slab.kept))
+kept = list(DataLoader([1] * 4, batch_size=2, num_workers=1, collate_fn=collate))
+assert kept[0].memory.is_shared()
+print(len(kept))
+vars(_slab)["kept"] = kept
+del kept
 """
 
 

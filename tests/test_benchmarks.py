@@ -16,8 +16,6 @@ import pytest
 import torch
 from PIL import Image
 
-from gpuprefetch.images import nvjpeg
-
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -465,8 +463,8 @@ def test_the_rows_of_what_was_checked():
     assert correctness.block([machine("a.json", [])]) == ""
 
 
-def test_engines_are_refused_as_by_a_gpu_that_has_none(monkeypatch):
+def test_engines_are_refused_as_by_a_gpu_that_has_none(as_nvjpeg):
     library = SimpleNamespace(nvjpegCreateEx=lambda backend, *arguments: 0)
-    monkeypatch.setattr(nvjpeg, "library", lambda: library)
+    as_nvjpeg(library)
     loaders.refuse_engines()
     assert [library.nvjpegCreateEx(backend) for backend in (2, 3)] == [0, 7]

@@ -73,12 +73,6 @@ def test_it_runs(train, folder, model, loader, capfd):
         assert 0 <= summary[name] < 0.2
 
 
-def test_a_folder_without_annotations_is_refused(train, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        train.main([str(tmp_path)])
-    assert "is no folder with annotations/instances_train*.json" in capsys.readouterr().err
-
-
 def test_it_learns(train, scenes, tmp_path, monkeypatch):
     """Four pictures, each a large shape, by heart: training sees crops of them, and never them."""
     for name, value in {"SIDES": (64, 112), "RADII": (0.2, 0.35), "MAX_SHAPES": 1}.items():
@@ -173,8 +167,17 @@ def test_drawn_once(scenes, tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("name", ["epochs", "batch-size", "image-size", "limit-batches"])
-def test_wrong_arguments_are_found_before_the_training(train, folder, capsys, name):
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("{folder}/train", "is no folder with annotations/instances_train*.json"),
+        ("{folder} --epochs 0", "--epochs: 0 is not positive"),
+        ("{folder} --batch-size 0", "--batch-size: 0 is not positive"),
+        ("{folder} --image-size 0", "--image-size: 0 is not positive"),
+        ("{folder} --limit-batches 0", "--limit-batches: 0 is not positive"),
+    ],
+)
+def test_wrong_arguments_are_found_before_the_training(train, folder, capsys, arguments, text):
     with pytest.raises(SystemExit):
-        train.parse_args([str(folder), f"--{name}", "0"])
-    assert f"--{name}: 0 is not positive" in capsys.readouterr().err
+        train.main([word.format(folder=folder) for word in arguments.split()])
+    assert text in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Configurations compared with the plain DataLoader, and that the comparison finds faults."""
 
+import contextlib
 import importlib
 import json
 import re
@@ -12,10 +13,7 @@ import torch
 from children import Watched
 
 import gpuprefetch
-from gpuprefetch import DataPrefetcher, prefetcher
-from gpuprefetch.core.epoch import Epoch
-from gpuprefetch.core.resume import Beginning, Source
-from gpuprefetch.images.samples import Origin
+from gpuprefetch import DataPrefetcher
 from gpuprefetch.transforms.head import Head
 
 CHECKS = str(Path(__file__).parent / "checks")
@@ -79,17 +77,22 @@ def test_scripts_are_short_and_use_public_names(differential):
             assert "gpuprefetch." not in script
 
 
-# Faults, each planted in the package; the kind of what has to be found, and where it shows.
+# Faults, each planted in DataPrefetcher; the kind of what has to be found, and where it shows.
+
+
+def of_loops(change):
+    """A loop gets what ``change`` gives of its batches."""
+
+    def plant(monkeypatch):
+        whole = DataPrefetcher.__iter__
+        monkeypatch.setattr(DataPrefetcher, "__iter__", lambda self: change(whole(self)))
+
+    return plant
 
 
 def of_batches(change):
     """Every batch of a loop is changed."""
-
-    def plant(monkeypatch):
-        whole = Epoch.__next__
-        monkeypatch.setattr(Epoch, "__next__", lambda self: change(*whole(self)))
-
-    return plant
+    return of_loops(lambda batches: (change(*batch) for batch in batches))
 
 
 def twice(images, labels):
@@ -105,46 +108,30 @@ def brighter(images, labels):
     return [images + 4 / 255, labels]
 
 
-def of_source(make):
-    """The batches of an epoch are what ``make`` gives of them."""
-
-    class Changed(Source):
-        def __init__(self, *given):
-            super().__init__(*given)
-            self._changed = make(super().__next__)
-
-        def __next__(self):
-            return next(self._changed)
-
-    return lambda monkeypatch: monkeypatch.setattr(prefetcher, "Source", Changed)
+def one_lost(batches):
+    yield from (batch for at, batch in enumerate(batches) if at != 1)
 
 
-def until_the_end(following):
-    while True:
-        try:
-            yield following()
-        except StopIteration:
-            return
-
-
-def one_lost(following):
-    yield from (batch for at, batch in enumerate(until_the_end(following)) if at != 1)
-
-
-def two_exchanged(following):
-    first, second, *rest = until_the_end(following)
+def two_exchanged(batches):
+    first, second, *rest = batches
     yield from (second, first, *rest)
 
 
-def repeats_a_batch(monkeypatch):
-    class Repeating(Source):
-        def __init__(self, loader, place, beginning, skip):
-            if beginning is Beginning.AT_PLACE and place.batches:
-                place.batches -= 1
-                place.drawn = None  # else it is noticed
-            super().__init__(loader, place, beginning, skip)
+def ends_silently(batches):
+    with contextlib.suppress(ValueError):
+        yield from batches
 
-    monkeypatch.setattr(prefetcher, "Source", Repeating)
+
+def repeats_a_batch(monkeypatch):
+    whole = DataPrefetcher.load_state_dict
+
+    def load_state_dict(self, state):
+        if state["batches"]:
+            state = {**state, "batches": state["batches"] - 1}
+            state.pop("drawn", None)  # else it is noticed
+        whole(self, state)
+
+    monkeypatch.setattr(DataPrefetcher, "load_state_dict", load_state_dict)
 
 
 def of_draws(change):
@@ -170,19 +157,13 @@ def by_row(keys):
 
 
 def always_the_first_epoch(monkeypatch):
-    monkeypatch.setattr(prefetcher, "Origin", lambda seed, epoch: Origin(seed, 0))
+    whole = DataPrefetcher.__iter__
 
+    def begin(self):
+        self.set_epoch(0)
+        return whole(self)
 
-def ends_silently(monkeypatch):
-    whole = Epoch.__next__
-
-    def following(self):
-        try:
-            return whole(self)
-        except ValueError:
-            raise StopIteration from None
-
-    monkeypatch.setattr(Epoch, "__next__", following)
+    monkeypatch.setattr(DataPrefetcher, "__iter__", begin)
 
 
 def forgets_a_bad_file(monkeypatch):
@@ -203,13 +184,17 @@ FAULTS = {
     "a sample given twice": (of_batches(twice), "twice", {}),
     "a swapped label": (of_batches(swapped), "label", {}),
     "other pixels": (of_batches(brighter), "pixels", {}),
-    "a lost batch": (of_source(one_lost), "lost", {}),
-    "another order": (of_source(two_exchanged), "order", {}),
+    "a lost batch": (of_loops(one_lost), "lost", {}),
+    "another order": (of_loops(two_exchanged), "order", {}),
     "a shared crop": (of_draws(one_for_all), "shared", {"batch": 6}),
     "a draw of the row": (of_draws(by_row), "alone", {}),
     "a stale epoch number": (always_the_first_epoch, "stale", {}),
     "a resume that repeats a batch": (repeats_a_batch, "twice", {"story": "resume", "taken": 2}),
-    "an error that is not told": (ends_silently, "ending", {"raises": 7, "raised": "ValueError"}),
+    "an error that is not told": (
+        of_loops(ends_silently),
+        "ending",
+        {"raises": 7, "raised": "ValueError"},
+    ),
     "a bad file that is not listed": (forgets_a_bad_file, "bad", {"bad": (3,), "on_error": "skip"}),
     "a replay of another picture": (replays_another, "replay", {}),
 }

@@ -67,9 +67,9 @@ def loader_of(dataset, workers=1, **options):
 
 
 @pytest.fixture
-def busy_machine(monkeypatch):
+def busy_machine(constants):
     """Tell runs apart only where the causes made here do: other processes make 10 % any time."""
-    monkeypatch.setattr(_doctor, "SMALL", 1.5)
+    constants(_doctor, SMALL=1.5)
 
 
 @pytest.mark.usefixtures("busy_machine")
@@ -179,9 +179,9 @@ def test_the_command_line_says_what_is_wrong_in_a_line(photo_folder, tmp_path, c
     assert f"gpuprefetch {gpuprefetch.__version__} (torch 2." in capsys.readouterr().out
 
 
-def test_a_containers_quota_counts(tmp_path, monkeypatch):
+def test_a_containers_quota_counts(tmp_path, constants):
     quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(share, "QUOTA", quota)
+    constants(share, QUOTA=quota)
     cores = share.usable_cores()
     for text, count in (("150000 100000", 1), ("max 100000", cores)):
         quota.write_text(text)

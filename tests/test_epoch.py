@@ -49,8 +49,8 @@ def either(request):
 
 
 @pytest.fixture
-def impatient(monkeypatch):
-    monkeypatch.setattr(_epoch, "JOIN_SECONDS", 0.2)
+def impatient(constants):
+    constants(_epoch, JOIN_SECONDS=0.2)
 
 
 class Batches:

@@ -207,12 +207,12 @@ expect("loop", KeyError, "the loop's own", [0], in_the_loop)
 
 # The decoder itself: ours is a bug or a broken installation, and no bad image.
 from gpuprefetch.images import decode as _decode
-from gpuprefetch.images import packer as _packer
+from torchcodec import decoders
 
 def no_decoder(*args, **options):
     raise ImportError("no decoder")
 
-_packer.decode_cpu = no_decoder
+decoders.decode_jpeg = no_decoder
 for decoder in _decode.DECODERS.values():
     decoder.decode = no_decoder
 expect("decode", ImportError, "no decoder", [], loop(prefetcher_of(Files())))
@@ -764,16 +764,26 @@ def test_nothing_global_changes(tmp_path):
 LITTLE_MEMORY = """
 from PIL import Image, ImageFile
 from torchcodec import decoders
-from gpuprefetch.images import header
+
+whole = torch.empty
+
+def small(size, **options):  # in a process that has no room for a picture
+    if isinstance(size, int) and size >= 3 * 400 * 500:
+        raise RuntimeError("it does not fit")
+    return whole(size, **options)
 
 def lacking(error):
     def decode(*args, **options):
         raise error
     return decode
 
-buffer = io.BytesIO()
-Image.new("RGB", (90, 60), (90, 120, 30)).save(buffer, "PNG")
-files = [(EncodedImage(f, i, f"{i}.jpg"), i) for i, f in enumerate([JPEG, buffer.getvalue()])]
+def encoded(form):
+    buffer = io.BytesIO()
+    Image.new("RGB", (500, 400), (90, 120, 30)).save(buffer, form)
+    return buffer.getvalue()
+
+pictures = [encoded("JPEG"), encoded("PNG")]
+files = [(EncodedImage(picture, i, f"{i}.jpg"), i) for i, picture in enumerate(pictures)]
 words = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
 cases = [
     ("allocator", decoders, "decode_jpeg", RuntimeError(words), True, 0),
@@ -783,9 +793,9 @@ cases = [
     ("Pillow's words", ImageFile.ImageFile, "load", OSError("broken data stream"), False, 1),
 ]
 for name, owner, attribute, error, room, bad in cases:
-    whole, rooms = getattr(owner, attribute), header.has_room
+    decode = getattr(owner, attribute)
     setattr(owner, attribute, lacking(error))
-    header.has_room = lambda size: room  # of a process that has no such room
+    torch.empty = whole if room else small
     for on_error in ("skip", "replace"):
         prefetcher = DataPrefetcher(
             DataLoader(files, batch_size=2, num_workers=1),
@@ -796,8 +806,8 @@ for name, owner, attribute, error, room, bad in cases:
         text = f"decoded: '{bad}.jpg' (sample {bad} of the dataset). No file is bad"
         expect(f"{name} {on_error}", MemoryError, text, [], loop(prefetcher))
         assert not prefetcher.bad_images
-    setattr(owner, attribute, whole)
-    header.has_room = rooms
+    setattr(owner, attribute, decode)
+    torch.empty = whole
 setattr(decoders, "decode_jpeg", lacking(RuntimeError("it failed")))
 prefetcher = DataPrefetcher(
     DataLoader(files, batch_size=2), device="cpu", transforms=[Resize((16, 16))], on_error="skip"

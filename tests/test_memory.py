@@ -28,8 +28,6 @@ from gpuprefetch.images.decode import ImageDecoder, NvjpegDecoder
 from gpuprefetch.images.decoding import Decoding
 from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.images.plan import cut, parse_bytes, readable
-from gpuprefetch.transforms.head import Head
-from gpuprefetch.transforms.launch import Launches
 
 CPU = torch.device("cpu")
 SIZE = (4, 5)
@@ -211,8 +209,8 @@ def budget_for(finished):
         (99, 2, budget_for(0.1), 1),
     ],
 )
-def test_batches_that_are_kept_ready(files, monkeypatch, ready, depth, budget, kept):
-    monkeypatch.setattr(_epoch, "READY_BYTES", int(ready * FINISHED))
+def test_batches_that_are_kept_ready(files, constants, ready, depth, budget, kept):
+    constants(_epoch, READY_BYTES=int(ready * FINISHED))
     options = {"device_prefetch_size": depth, "memory_budget": budget}
     iterator = iter(prefetcher_of(files, decoder := FakeDecoder(), **options))
     deadline = time.monotonic() + 10
@@ -249,15 +247,17 @@ def test_out_of_memory_frees_what_is_decoded(files):
 
 def test_no_room_for_the_result_at_first(files, monkeypatch):
     expected = images_of(prefetcher_of(files, FakeDecoder()))
-    prefetcher, tries, empty = prefetcher_of(files, FakeDecoder()), [], Head.empty
+    prefetcher = prefetcher_of(files, FakeDecoder())
+    tries = []
 
-    def full(head, count, device):
-        tries.append(count)
-        if len(tries) == 2:
-            raise torch.OutOfMemoryError("no memory left for the result")
-        return empty(head, count, device)
+    def full(*size, whole=torch.empty, **options):
+        if size[0] == (8, 3, *SIZE):
+            tries.append(8)
+            if len(tries) == 2:
+                raise torch.OutOfMemoryError("no memory left for the result")
+        return whole(*size, **options)
 
-    monkeypatch.setattr(Head, "empty", full)
+    monkeypatch.setattr(torch, "empty", full)
     assert torch.equal(images_of(prefetcher), expected)
     assert tries == [8, 8, 8, 8]
     assert prefetcher.stats.out_of_memory == 1
@@ -370,7 +370,7 @@ def test_what_is_refused_is_cut_in_two_down_to_the_file(small_calls):
 def test_what_is_waited_for_before_anything_lies_there(canaries):
     files, decoder = photos_of((16, 16), (16, 16)), PackedDecoder(canaries)
     planned_batches(files, decoder, share=0.5)
-    # The call is of one photo. With canaries also for what the launch found.
+    # The call is of one photo. With canaries the host also waits for what the launch found.
     assert decoder.calls == ["wait", 1, "wait"][: 2 + canaries]
 
 
@@ -478,6 +478,19 @@ class Careless(NvjpegDecoder):
         pass
 
 
+class Late(NvjpegDecoder):
+    """Keeps the stream busy after each call, so that the launch reads late what was decoded."""
+
+    def decode(self, call, buffer, out):
+        super().decode(call, buffer, out)
+        # 40 ms: the next part is decoded well within them, with other tests on the GPU, too.
+        torch.cuda._sleep(80_000_000)
+
+
+class CarelessAndLate(Careless, Late):
+    pass
+
+
 class OneByOne(NvjpegDecoder):
     """Refuses all calls but those of one file, which no planned launch reads."""
 
@@ -497,22 +510,14 @@ def late_epoch(files, decoder=NvjpegDecoder, **options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("decoder", [NvjpegDecoder, Careless])
-def test_a_part_waits_for_the_reader_of_the_one_before(monkeypatch, decoder):
+@pytest.mark.parametrize("decoder", [Late, CarelessAndLate])
+def test_a_part_waits_for_the_reader_of_the_one_before(decoder):
     files = photos_of(*[(512, 768)] * 8)
     expected = late_epoch(files)
-    launch = Launches.launch
-
-    def late(self, *args, **options):
-        # 40 ms: the next part is decoded well within them, with other tests on the GPU, too.
-        torch.cuda._sleep(80_000_000)
-        launch(self, *args, **options)
-
-    monkeypatch.setattr(Launches, "launch", late)
     # The result has 9 MiB, a photo 1.1: eight parts.
     got = late_epoch(files, decoder, memory_budget="11MiB")
     # Without waiting, parts really are overwritten.
-    assert torch.equal(got, expected) == (decoder is NvjpegDecoder)
+    assert torch.equal(got, expected) == (decoder is Late)
 
 
 @pytest.mark.gpu

@@ -46,9 +46,12 @@ class Library:
     """nvJPEG's functions, which decode on the CPU to the addresses that they get."""
 
     def __init__(self):
-        self.status, self.made, self.asked, self.log = {}, itertools.count(1), 0, []
+        self.status = {}
+        self.made = itertools.count(1)
+        self.asked = 0
+        self.log = []
         self.skips = False  # all pictures
-        self.engines, self.missing = True, False
+        self.engines = True
 
     def __getattr__(self, name):
         if not name.startswith("nvjpeg"):
@@ -71,7 +74,8 @@ class Library:
         return 0
 
     def GetHardwareDecoderInfo(self, handle, engines, cores):
-        engines._obj.value, cores._obj.value = 7, 1
+        engines._obj.value = 7
+        cores._obj.value = 1
         return 0
 
     def DecodeBatchedInitialize(self, handle, state, count, threads, output):
@@ -94,20 +98,29 @@ class Library:
         return 0
 
 
+class WithoutEngines:
+    """nvJPEG on a GPU that has no engines."""
+
+    def __init__(self, library):
+        self.library = library
+
+    def __getattr__(self, name):
+        return getattr(self.library, name)
+
+    def nvjpegCreateEx(self, backend, *arguments):
+        return 7 if backend == 3 else self.library.nvjpegCreateEx(backend, *arguments)
+
+
 @pytest.fixture
-def library(monkeypatch):
+def library(monkeypatch, as_nvjpeg):
     """On a CPU that is taken for a GPU with engines."""
     fake = Library()
-    monkeypatch.setattr(_nvjpeg, "library", lambda: None if fake.missing else fake)
-    _nvjpeg._idle.clear()
+    as_nvjpeg(fake)
     synchronize = partial(fake.log.append, "synchronize")
     fake.current = SimpleNamespace(cuda_stream=7, synchronize=synchronize)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.current)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    _nvjpeg.backend_of.cache_clear()
-    yield fake
-    _nvjpeg._idle.clear()
-    _nvjpeg.backend_of.cache_clear()
+    return fake
 
 
 def encoded(shapes=SHAPES, channels=3, **options):
@@ -171,7 +184,7 @@ def test_no_room_for_a_decoder(library, where):
     assert NvjpegDecoder(CPU).canaries  # it is tried again
 
 
-def test_without_engines_cuda_kernels_decode_on_several_streams(library):
+def test_without_engines_cuda_kernels_decode_on_several_streams(library, as_nvjpeg):
     library.engines = False
     decoder, data = NvjpegDecoder(CPU), encoded()
     assert torch.equal(decoded(decoder, data), pixels(map(decode_cpu, data)))
@@ -179,7 +192,7 @@ def test_without_engines_cuda_kernels_decode_on_several_streams(library):
     assert (decoder.streams, decoder.canaries) == (3, False)
     assert library.log.count("nvjpegCreateEx") == 2
     library.engines = True
-    _nvjpeg.backend_of.cache_clear()
+    as_nvjpeg(library)
     assert (decoder.streams, decoder.canaries) == (1, True)
 
 
@@ -317,9 +330,9 @@ def test_a_picture_of_its_own_memory_that_is_skipped(library):
 
 
 @pytest.fixture
-def gpu_without_nvjpeg(monkeypatch, library):
+def gpu_without_nvjpeg(monkeypatch, as_nvjpeg):
     """A machine with a CUDA device, and a TorchCodec that was built for the CPU."""
-    library.missing = True
+    as_nvjpeg(None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     error = RuntimeError("no CUDA in this build\nException raised from ...")
@@ -412,7 +425,7 @@ def test_what_the_engines_refuse_leaves_the_next_call_alone():
 
 
 @pytest.mark.gpu
-def test_batches_side_by_side_without_engines(monkeypatch, tmp_path):
+def test_batches_side_by_side_without_engines(as_nvjpeg, tmp_path):
     """CUDA kernels decode three batches at once, while the loop keeps the GPU busy."""
     (tmp_path / "a").mkdir()
     for i in range(640):
@@ -430,10 +443,8 @@ def test_batches_side_by_side_without_engines(monkeypatch, tmp_path):
         return torch.cat(got)
 
     want = run()
-    _nvjpeg._idle.clear()
-    monkeypatch.setattr(_nvjpeg, "backend_of", lambda device: _nvjpeg._GPU_HYBRID)
+    as_nvjpeg(WithoutEngines(_nvjpeg.library()))
     got = run()
     # Another inverse DCT: levels differ by a few.
     assert ((got - want).abs() * 255 < 3).float().mean() > 0.99
     assert torch.equal(got, run())
-    _nvjpeg._idle.clear()

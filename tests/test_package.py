@@ -35,30 +35,6 @@ def test_public_names_are_one_sorted_list():
     assert gpuprefetch.__all__ == sorted(gpuprefetch.__all__)
 
 
-# Each may import what stands before it, and itself.
-FLOORS = [
-    "core",
-    "transforms",
-    "policies",
-    "lists",
-    "images",
-    "prefetcher",
-    "preprocess",
-    "migrate",
-    "insight",
-]
-
-
-def test_imports_run_downwards():
-    package = Path(gpuprefetch.__file__).parent
-    for floor, name in enumerate(FLOORS):
-        files = [*(package / name).glob("*.py")] or [package / f"{name}.py"]
-        for file in files:
-            found = re.findall(r"from gpuprefetch\.?(\w*)[\w.]* import (\w+)", file.read_text())
-            used = {first or second for first, second in found} - {"connections"}
-            assert used <= {*FLOORS[: floor + 1]}, (file, used)
-
-
 def test_changelog_describes_this_version():
     versions = re.findall(
         r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE

@@ -245,8 +245,8 @@ class Failing(Read):
         return index
 
 
-def test_a_resumed_epoch_that_fails_shuts_its_workers_down(monkeypatch):
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 5.0)  # torch's
+def test_a_resumed_epoch_that_fails_shuts_its_workers_down(constants):
+    constants(torch.utils.data._utils, MP_STATUS_CHECK_INTERVAL=5.0)  # torch's own
 
     def prefetcher(good):
         return cpu(DataLoader(Failing(good), batch_size=4, num_workers=1))
@@ -698,12 +698,12 @@ def test_a_state_of_the_loader_itself(options, before, ours):
     assert len(list(prefetcher)) == 10
 
 
-def test_of_an_epoch_without_end_the_latest_samples_are_noted(monkeypatch):
+def test_of_an_epoch_without_end_the_latest_samples_are_noted(constants):
     def prefetcher():
         return cpu(numbers(sampler=lambda _: Given(lambda: cycle(range(40)))))
 
     list(islice(whole := prefetcher(), 301))
-    monkeypatch.setattr(_notes, "MOST", 30)
+    constants(_notes, MOST=30)
     first, resumed = prefetcher(), prefetcher()
     for _ in islice(first, 301):
         (notes,) = first._notes

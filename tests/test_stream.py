@@ -99,7 +99,7 @@ class OnDevice:
 @pytest.mark.parametrize("wait", [True, False])
 def test_batches_that_are_on_the_gpu_already(monkeypatch, wait):
     if not wait:  # guards the test: the transform then reads what was not written yet
-        monkeypatch.setattr(_stream.SideStream, "wait_for_loader", lambda stream, batch: None)
+        monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda stream, other: None)
     prefetcher = DataPrefetcher(OnDevice(), transforms=[torch.Tensor.double])
     right = [bool((batch == value).all()) for value, batch in enumerate(prefetcher)]
     assert len(right) == 6

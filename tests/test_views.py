@@ -2,13 +2,11 @@
 
 import pickle
 
-import numpy as np
 import pictures
 import pytest
 import torch
 from fakes import numbered
 from kornia import augmentation as K
-from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import tv_tensors
 from torchvision.transforms import v2
@@ -150,37 +148,52 @@ def test_explain_has_the_steps_of_each_view():
     assert text.count("one fused launch") == 2
 
 
-@pytest.mark.parametrize(
-    ("build", "kind", "text"),
-    [
-        (lambda: Views(CROP), ValueError, "two lists"),
-        (lambda: Views(CROP, CROP[0]), TypeError, "a list of transforms for each view"),
-        (lambda: Views(CROP, [Views(CROP, CROP)]), TypeError, "a list of transforms"),
-        (
-            lambda: DataPrefetcher([], transforms=[Views(CROP, CROP), v2.RandomInvert()]),
-            TypeError,
-            "the place of the list",
-        ),
-    ],
-)
-def test_what_is_no_list_of_views_is_refused(build, kind, text):
-    with pytest.raises(kind, match=text):
-        build()
-
-
-def test_a_view_without_a_size_is_refused(files, tmp_path):
-    with pytest.raises(ValueError, match="different sizes"):
-        list(loader_of(files, transforms=Views(CROP, [v2.RandomInvert()])))
-    (tmp_path / "a").mkdir()
-    Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(tmp_path / "a" / "x.png")
-    with pytest.raises(ValueError, match="different sizes"):
-        DataPrefetcher(
-            DataLoader(EncodedImageFolder(tmp_path)), transforms=Views(CROP, [Resize(9)])
-        )
-
-
-def test_targets_beside_several_views_are_refused(files):
+def beside_masks(files):
     mask = tv_tensors.Mask(torch.zeros(40, 60))
     loader = DataLoader([(image, mask) for image, _ in numbered(files)], batch_size=2)
-    with pytest.raises(ValueError, match="several pictures of an image"):
-        list(DataPrefetcher(loader, transforms=Views(CROP, CROP), device="cpu"))
+    return list(DataPrefetcher(loader, transforms=Views(CROP, CROP), device="cpu"))
+
+
+# What is done with some files and a folder of them, the error, and what it says.
+REFUSED = {
+    "one list": (lambda files, folder: Views(CROP), ValueError, "two lists"),
+    "an op for a list": (
+        lambda files, folder: Views(CROP, CROP[0]),
+        TypeError,
+        "a list of transforms for each view",
+    ),
+    "views of views": (
+        lambda files, folder: Views(CROP, [Views(CROP, CROP)]),
+        TypeError,
+        "a list of transforms",
+    ),
+    "views in a list": (
+        lambda files, folder: DataPrefetcher([], transforms=[Views(CROP, CROP), v2.RandomInvert()]),
+        TypeError,
+        "the place of the list",
+    ),
+    "a view of any size": (
+        lambda files, folder: list(loader_of(files, transforms=Views(CROP, [v2.RandomInvert()]))),
+        ValueError,
+        "different sizes",
+    ),
+    "a view of any size, of a folder": (
+        lambda files, folder: DataPrefetcher(
+            DataLoader(EncodedImageFolder(folder)), transforms=Views(CROP, [Resize(9)])
+        ),
+        ValueError,
+        "different sizes",
+    ),
+    "targets that move": (
+        lambda files, folder: beside_masks(files),
+        ValueError,
+        "several pictures of an image",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_views_that_cannot_be_made_are_refused(files, photo_folder, case):
+    build, kind, text = REFUSED[case]
+    with pytest.raises(kind, match=text):
+        build(files, photo_folder)

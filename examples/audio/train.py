@@ -25,7 +25,9 @@ from torchcodec.encoders import AudioEncoder
 from gpuprefetch import DataPrefetcher
 
 RATE = 16_000  # samples a second, whatever a file has
-WINDOW, HOP, MELS = 400, 160, 40
+WINDOW = 400
+HOP = 160
+MELS = 40
 KINDS = ("wav", "flac", "ogg")
 KEYWORDS = ("falling", "rising", "steady", "twice")
 
@@ -62,7 +64,8 @@ def mel_matrix(rate=RATE, window=WINDOW, mels=MELS):
     edges = 700 * (10 ** (torch.linspace(0, top, mels + 2) / 2595) - 1)
     left, center, right = (edges[i : i + mels, None] for i in range(3))
     hertz = torch.linspace(0, rate / 2, window // 2 + 1)
-    rises, falls = (hertz - left) / (center - left), (right - hertz) / (right - center)
+    rises = (hertz - left) / (center - left)
+    falls = (right - hertz) / (right - center)
     return torch.minimum(rises, falls).clamp(min=0)
 
 
@@ -155,7 +158,8 @@ def draw(keyword, generator):
     """A wave ``(T,)`` of 0.3 to 0.6 s: a tone that falls, rises, stays, or comes twice; noise."""
     first, second, seconds, volume = torch.rand(4, generator=generator).tolist()
     count = round(RATE * (0.3 + 0.3 * seconds))
-    low, high = 300 + 300 * first, 1500 + 1500 * second
+    low = 300 + 300 * first
+    high = 1500 + 1500 * second
     ends = {"rising": (low, high), "falling": (high, low)}.get(keyword, (low, low))
     phase = torch.linspace(*ends, count).cumsum(0) * (2 * math.pi / RATE)
     tone = phase.sin() * (0.2 + 0.6 * volume)

@@ -20,7 +20,8 @@ import numpy as np
 sys.path.append(str(Path(__file__).parents[1] / "imagenet"))
 from draw import SHAPES, colors, inside, save
 
-TRAIN, VAL = 400, 100  # pictures
+TRAIN = 400  # pictures
+VAL = 100
 SIDES = (96, 240)  # pixels, smallest and largest
 RADII = (0.12, 0.26)  # of a shape, in the shorter side of its picture
 MAX_SHAPES = 4
@@ -58,7 +59,8 @@ def write_folder(folder, train, val):
 
 def write_split(folder, count):
     """Write the pictures of a split; returns COCO's description of them."""
-    images, annotations = [], []
+    images = []
+    annotations = []
     for index in range(count):
         rng = np.random.default_rng([folder.name == "val", index])
         picture, shapes = draw_scene(rng)
@@ -80,7 +82,8 @@ def draw_scene(rng):
     y, x = np.mgrid[:height, :width] + 0.5
     back, _, _ = colors(rng)
     canvas = back + 0.1 * y[..., None] / height
-    shapes, taken = [], np.zeros((height, width), dtype=bool)
+    shapes = []
+    taken = np.zeros((height, width), dtype=bool)
     for _ in range(rng.integers(1, MAX_SHAPES, endpoint=True)):
         category = int(rng.integers(len(SHAPES)))
         radius = rng.uniform(*RADII) * min(height, width)
@@ -89,7 +92,8 @@ def draw_scene(rng):
         u = ((x - center_x) * math.cos(angle) + (y - center_y) * math.sin(angle)) / radius
         v = ((y - center_y) * math.cos(angle) - (x - center_x) * math.sin(angle)) / radius
         painted = inside(SHAPES[category], u, v)
-        rows, columns = np.flatnonzero(painted.any(1)), np.flatnonzero(painted.any(0))
+        rows = np.flatnonzero(painted.any(1))
+        columns = np.flatnonzero(painted.any(0))
         box = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
         if taken[box].any():
             continue  # no shape covers another
@@ -97,7 +101,8 @@ def draw_scene(rng):
         _, front, stripe = colors(rng)
         light = abs(front - back).mean() > abs(stripe - back).mean()
         canvas = np.where(painted[..., None], front if light else stripe, canvas)
-        top, left = int(rows[0]), int(columns[0])
+        top = int(rows[0])
+        left = int(columns[0])
         size = [int(columns[-1]) + 1 - left, int(rows[-1]) + 1 - top]
         shapes.append((category + 1, [left, top, *size]))
     canvas = canvas + rng.normal(scale=0.03, size=(height, width, 1))

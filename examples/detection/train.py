@@ -271,7 +271,8 @@ def build_model(args, categories):
 
 def train(args):
     """Train, and evaluate before and after; returns the summary."""
-    train_loader, val_loader = build_loader(args, "train"), build_loader(args, "val")
+    train_loader = build_loader(args, "train")
+    val_loader = build_loader(args, "val")
     categories = train_loader.dataset.categories
     if val_loader.dataset.categories != categories:
         raise ValueError(

@@ -24,7 +24,8 @@ from gpuprefetch import (
     Resize,
 )
 
-MEAN, STD = torch.tensor((0.485, 0.456, 0.406)), torch.tensor((0.229, 0.224, 0.225))
+MEAN = torch.tensor((0.485, 0.456, 0.406))
+STD = torch.tensor((0.229, 0.224, 0.225))
 
 
 def prepare(accelerator, loader, transforms):

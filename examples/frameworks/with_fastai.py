@@ -27,7 +27,8 @@ from gpuprefetch import (
     Resize,
 )
 
-MEAN, STD = torch.tensor((0.485, 0.456, 0.406)), torch.tensor((0.229, 0.224, 0.225))
+MEAN = torch.tensor((0.485, 0.456, 0.406))
+STD = torch.tensor((0.229, 0.224, 0.225))
 
 
 def prefetcher(folder, transforms, **options):
@@ -37,7 +38,8 @@ def prefetcher(folder, transforms, **options):
 
 def main(root, epochs=2, batch_size=64, num_workers=2, size=64):
     options = {"batch_size": batch_size, "num_workers": num_workers}
-    crop, flip = RandomResizedCrop(size), K.RandomHorizontalFlip()
+    crop = RandomResizedCrop(size)
+    flip = K.RandomHorizontalFlip()
     train = prefetcher(f"{root}/train", [crop, flip], shuffle=True, drop_last=True, **options)
     val = prefetcher(f"{root}/val", [Resize(size * 8 // 7), CenterCrop(size)], **options)
     model = torchvision.models.resnet18(num_classes=len(train.dataset.classes))

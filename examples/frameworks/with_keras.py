@@ -27,7 +27,8 @@ from gpuprefetch import (
     Resize,
 )
 
-MEAN, STD = torch.tensor((0.485, 0.456, 0.406)), torch.tensor((0.229, 0.224, 0.225))
+MEAN = torch.tensor((0.485, 0.456, 0.406))
+STD = torch.tensor((0.229, 0.224, 0.225))
 
 
 class Batches(IterableDataset):
@@ -56,7 +57,8 @@ def for_keras(folder, transforms, *, shuffle=False, batch_size=64, num_workers=2
 
 
 def main(root, epochs=2, size=64, **options):
-    crop, flip = RandomResizedCrop(size), K.RandomHorizontalFlip()
+    crop = RandomResizedCrop(size)
+    flip = K.RandomHorizontalFlip()
     train = for_keras(f"{root}/train", [crop, flip], shuffle=True, **options)
     val = for_keras(f"{root}/val", [Resize(size * 8 // 7), CenterCrop(size)], **options)
     layers = keras.layers

@@ -30,7 +30,8 @@ from gpuprefetch import (
     Resize,
 )
 
-MEAN, STD = torch.tensor((0.485, 0.456, 0.406)), torch.tensor((0.229, 0.224, 0.225))
+MEAN = torch.tensor((0.485, 0.456, 0.406))
+STD = torch.tensor((0.229, 0.224, 0.225))
 
 
 class Numbered:
@@ -84,7 +85,9 @@ class Accelerated(L.Callback):
 class Images(L.LightningDataModule):
     def __init__(self, root, batch_size=64, num_workers=2, size=64):
         super().__init__()
-        self.root, self.batch_size, self.num_workers = root, batch_size, num_workers
+        self.root = root
+        self.batch_size = batch_size
+        self.num_workers = num_workers
         self.train = [RandomResizedCrop(size), K.RandomHorizontalFlip(), K.Normalize(MEAN, STD)]
         self.val = [Resize(size * 8 // 7), CenterCrop(size), K.Normalize(MEAN, STD)]
 
@@ -102,10 +105,12 @@ class Images(L.LightningDataModule):
         return f"{type(self).__name__}({self.root!r}, batch_size={self.batch_size})"
 
     def prefetcher(self, split, transforms, *, shuffle):
-        dataset, sampler = EncodedImageFolder(f"{self.root}/{split}"), None
+        dataset = EncodedImageFolder(f"{self.root}/{split}")
+        sampler = None
         trainer = self.trainer
         if trainer.world_size > 1:  # Lightning adds it to what is a DataLoader, and this is none
-            rank, ranks = trainer.global_rank, trainer.world_size
+            rank = trainer.global_rank
+            ranks = trainer.world_size
             sampler = DistributedSampler(dataset, ranks, rank, shuffle=shuffle, drop_last=shuffle)
         loader = DataLoader(
             dataset,

@@ -58,7 +58,8 @@ WARMUP_SHARE = 0.05  # of all steps
 MOMENTUM = 0.9
 WEIGHT_DECAY = 1e-4
 LABEL_SMOOTHING = 0.1
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 SEED = 0
 BAR_STEPS = 20  # from one update of the bar to the next: reading the loss waits for the device
 REPORTED_ARGUMENTS = ["model", "loader", "compile", "epochs", "batch_size", "image_size", "workers"]
@@ -220,7 +221,8 @@ def device_transforms(args, split):
     size = (args.image_size, args.image_size)
     if split == "train":
         crop = RandomResizedCrop(size, scale=(args.min_area, 1.0))
-        head, normalize = [crop, K.RandomHorizontalFlip(p=0.5)], K.Normalize(MEAN, STD)
+        head = [crop, K.RandomHorizontalFlip(p=0.5)]
+        normalize = K.Normalize(MEAN, STD)
         return [*head, *policies(args), normalize, *erasing(args)]
     return [Resize(shorter_side(args)), CenterCrop(size), K.Normalize(MEAN, STD)]
 
@@ -229,7 +231,8 @@ def pil_transforms(args, split):
     """Say :func:`device_transforms` as torchvision's training recipe does, for one PIL image."""
     if split == "train":
         crop = v2.RandomResizedCrop(args.image_size, scale=(args.min_area, 1.0))
-        ops, last = [crop, v2.RandomHorizontalFlip(p=0.5), *policies(args)], erasing(args)
+        ops = [crop, v2.RandomHorizontalFlip(p=0.5), *policies(args)]
+        last = erasing(args)
     else:
         last = []
         ops = [v2.Resize(shorter_side(args)), v2.CenterCrop(args.image_size)]
@@ -281,7 +284,8 @@ def move(batch, device):
 
 def train(args):
     """Train and validate for the epochs that are left; returns their figures for the summary."""
-    train_loader, val_loader = build_loader(args, "train"), build_loader(args, "val")
+    train_loader = build_loader(args, "train")
+    val_loader = build_loader(args, "val")
     steps = min(len(train_loader), args.limit_batches or len(train_loader))
     if steps == 0:
         raise ValueError(
@@ -318,7 +322,9 @@ class Learner:
 
     def __init__(self, args, classes, steps):
         torch.manual_seed(SEED)
-        self.device, self.args, self.steps = args.device, args, steps  # of an epoch
+        self.device = args.device
+        self.args = args
+        self.steps = steps  # of an epoch
         model = torchvision.models.get_model(args.model, num_classes=classes)
         self.model = model.to(args.device, memory_format=torch.channels_last)
         self.step_model = wrap(self.model, args)
@@ -367,7 +373,8 @@ class Learner:
                 f"{path} is none of --model {self.args.model} with these classes. Name what it was "
                 "written with, or another --checkpoint."
             ) from None
-        self.epoch, self.best_top1 = state["epoch"], state["best_top1"]
+        self.epoch = state["epoch"]
+        self.best_top1 = state["best_top1"]
         self.midway = state.get("midway")
         if self.midway and (len(self.midway), self.args.loader) != (WORLD_SIZE, "gpuprefetch"):
             raise ValueError(
@@ -379,7 +386,8 @@ class Learner:
             raise ValueError(f"{path} stands after step {done} of an epoch. Raise --limit-batches.")
         # An epoch has another number of steps with another batch size or number of processes.
         done += self.epoch * self.steps
-        self.scheduler.base_lrs, self.scheduler.last_epoch = base_lrs, done
+        self.scheduler.base_lrs = base_lrs
+        self.scheduler.last_epoch = done
         factor = lr_factor(done, self.args.epochs * self.steps)
         for group, lr in zip(self.optimizer.param_groups, base_lrs, strict=True):
             group["lr"] = lr * factor
@@ -390,7 +398,8 @@ class Learner:
             loader.sampler.set_epoch(self.epoch)
         else:
             loader.set_epoch(self.epoch)
-        mine, self.midway = self.midway and self.midway[RANK], None
+        mine = self.midway and self.midway[RANK]
+        self.midway = None
         if mine:
             loader.load_state_dict(mine["loader"])
         # No random number drawn from here on depends on the epochs before, so a run that is resumed
@@ -472,7 +481,8 @@ def train_epoch(learner, loader, steps, clock):
     learner.model.train()
     clock.begin()
     batches, done = learner.start_epoch(loader)
-    title, every = f"epoch {learner.epoch + 1}", learner.args.checkpoint_steps
+    title = f"epoch {learner.epoch + 1}"
+    every = learner.args.checkpoint_steps
     with tqdm(total=steps, initial=done, desc=title, unit="batch", disable=RANK > 0) as bar:
         for step, batch in enumerate(islice(batches, steps - done), start=done + 1):
             images, target = move(batch, learner.device)
@@ -535,7 +545,8 @@ class StepClock:
         self.images_per_step = args.batch_size * WORLD_SIZE
         # While the first steps compile, workers fill their queues: batches that cost nothing later.
         self.warmup_steps = 10 + 2 * args.workers
-        self.waits, self.steps = [], []  # seconds
+        self.waits = []  # seconds
+        self.steps = []  # seconds
 
     def begin(self):
         """Begin to wait for the next batch."""
@@ -559,7 +570,8 @@ class StepClock:
         Returns:
             What the bar says about them.
         """
-        ends, starts = self.marks[0::2], self.marks[1::2]
+        ends = self.marks[0::2]
+        starts = self.marks[1::2]
         waits = [seconds_between(*pair) for pair in zip(ends, starts, strict=False)]
         steps = [seconds_between(*pair) for pair in pairwise(ends)]
         self.marks = self.marks[-1:]
@@ -571,7 +583,8 @@ class StepClock:
     def summary(self):
         """Give the speed of all ranks, and rank 0's waits, over the steps after the warm-up."""
         warmup = min(self.warmup_steps, len(self.steps) // 2)
-        waits, steps = self.waits[warmup:], self.steps[warmup:]
+        waits = self.waits[warmup:]
+        steps = self.steps[warmup:]
         return {
             "measured_steps": len(steps),
             # Over the sum, because batches may come in bursts, one from each worker: the median

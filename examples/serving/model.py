@@ -13,7 +13,8 @@ from torchvision.models import resnet18
 
 from gpuprefetch import BadImageError, CenterCrop, Resize, preprocess
 
-MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+MEAN = torch.tensor([0.485, 0.456, 0.406])
+STD = torch.tensor([0.229, 0.224, 0.225])
 
 
 class TritonPythonModel:

@@ -9,7 +9,8 @@ from PIL import Image
 def pictures(count=24):
     """Yield (bytes of a JPEG, label); the label is the picture's number."""
     for label in range(count):
-        height, width = 60 + 7 * (label % 5), 90 - 6 * (label % 4)
+        height = 60 + 7 * (label % 5)
+        width = 90 - 6 * (label % 4)
         y, x = np.mgrid[:height, :width]
         planes = [128 + 90 * np.sin((label + 1) * (y * i + x) / 99) for i in range(3)]
         file = io.BytesIO()

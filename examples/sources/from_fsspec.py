@@ -24,7 +24,8 @@ class RemoteImages(Dataset):
     """Map-style: shuffle and split between ranks with a sampler, as for any other dataset."""
 
     def __init__(self, url, **options):
-        self.url, self.options = url, options
+        self.url = url
+        self.options = options
         files, root = url_to_fs(url, **options)
         self.paths = [p for p in sorted(files.find(root)) if p.lower().endswith(IMG_EXTENSIONS)]
         if not self.paths:

@@ -23,7 +23,8 @@ class HuggingFaceImages(Dataset):
     def __init__(self, dataset, image="image", label="label"):
         # decode=False hands out the file's bytes, or its path where the dataset holds only that.
         self.dataset = dataset.cast_column(image, datasets.Image(decode=False))
-        self.image, self.label = image, label
+        self.image = image
+        self.label = label
 
     def __getitem__(self, index):
         row = self.dataset[index]

@@ -43,7 +43,9 @@ class Decoded:
     """The batches of a loader of files, decoded in this process and cropped one by one."""
 
     def __init__(self, loader, decode, size):
-        self.loader, self.decode, self.crop = loader, decode, RandomResizedCrop(size)
+        self.loader = loader
+        self.decode = decode
+        self.crop = RandomResizedCrop(size)
 
     def __iter__(self):
         for files, target in self.loader:

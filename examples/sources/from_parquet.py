@@ -26,7 +26,8 @@ class ParquetImages(IterableDataset):
     """Samples (image, label); ``prefetcher.set_epoch(epoch)`` changes their order."""
 
     def __init__(self, files, *, shuffle=True, seed=0):
-        self.shuffle, self.seed = shuffle, seed
+        self.shuffle = shuffle
+        self.seed = seed
         self._epoch = torch.tensor(0).share_memory_()  # persistent workers see it change
         counts = {file: pq.read_metadata(file).num_row_groups for file in sorted(files)}
         self.groups = [(file, group) for file, count in counts.items() for group in range(count)]
@@ -42,7 +43,8 @@ class ParquetImages(IterableDataset):
         self._epoch.fill_(epoch)
 
     def __iter__(self):
-        groups, order = list(self.groups), random.Random(f"{self.seed} {self.epoch}")
+        groups = list(self.groups)
+        order = random.Random(f"{self.seed} {self.epoch}")
         if self.shuffle:  # in the same way everywhere, before the groups are dealt out
             order.shuffle(groups)
         worker = get_worker_info()

@@ -58,13 +58,15 @@ class RecordImages(Dataset):
 def read_record(file, offset):
     """The bytes of the record that begins at ``offset``."""
     file.seek(offset)
-    parts, flag = [], None
+    parts = []
+    flag = None
     while flag not in (WHOLE, LAST):
         head = file.read(8)
         if head[:4] != MAGIC:
             raise ValueError(f"no record begins at byte {offset} of {file.name}; is its .idx old?")
         (word,) = struct.unpack("<I", head[4:])
-        flag, length = word >> 29, word & (1 << 29) - 1
+        flag = word >> 29
+        length = word & (1 << 29) - 1
         parts.append(file.read(length))
         if len(parts[-1]) < length:
             raise ValueError(f"{file.name} ends within the record at byte {offset}")
@@ -74,7 +76,9 @@ def read_record(file, offset):
 
 def write_record(file, data):
     """Append a record; returns where it begins."""
-    offset, parts, begin = file.tell(), [], 0
+    offset = file.tell()
+    parts = []
+    begin = 0
     for at in range(0, len(data) - 3, 4):
         if data[at : at + 4] == MAGIC:
             parts.append(data[begin:at])

@@ -26,7 +26,9 @@ class TFRecordImages(IterableDataset):
     FIELDS = {"image/encoded": "byte", "image/class/label": "int"}  # noqa: RUF012
 
     def __init__(self, files, *, shuffle=1000, seed=0):
-        self.files, self.shuffle, self.seed = sorted(files), shuffle, seed
+        self.files = sorted(files)
+        self.shuffle = shuffle
+        self.seed = seed
         self._epoch = torch.tensor(0).share_memory_()  # persistent workers see it change
         # Asked here: a spawned worker is in no process group.
         distributed = dist.is_available() and dist.is_initialized()

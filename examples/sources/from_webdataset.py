@@ -29,7 +29,8 @@ class WebDatasetImages(IterableDataset):
     def __init__(self, shards, *, shuffle=1000, seed=0):
         one = isinstance(shards, str)  # such as train-{000000..001281}.tar
         self.shards = wds.shardlists.expand_urls(shards) if one else list(shards)
-        self.shuffle, self.seed = shuffle, seed
+        self.shuffle = shuffle
+        self.seed = seed
         self._epoch = torch.tensor(0).share_memory_()  # persistent workers see it change
 
     @property

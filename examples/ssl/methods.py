@@ -13,7 +13,8 @@ from torchvision.transforms import v2
 
 from gpuprefetch import RandomResizedCrop, Views
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 
 
 def view(size, scale, jitter, *, blur, solarize=0.0):
@@ -39,7 +40,8 @@ def build_backbone(name):
     "tiny" is four convolutions, for small and simple pictures.
     """
     if name == "tiny":
-        layers, widths = [], (3, 32, 64, 128, 128)
+        layers = []
+        widths = (3, 32, 64, 128, 128)
         for before, after in pairwise(widths):
             conv = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
             layers += [conv, nn.BatchNorm2d(after), nn.ReLU()]
@@ -107,7 +109,8 @@ class DINO(nn.Module):
     @staticmethod
     def transforms(args):
         between = max(0.4, args.min_area)  # the least of a large crop, the most of a small one
-        large, small = (between, 1.0), (0.6 * args.min_area, between)
+        large = (between, 1.0)
+        small = (0.6 * args.min_area, between)
         jitter = [args.strength * most for most in (0.4, 0.4, 0.2, 0.1)]
         first = view(args.image_size, large, jitter, blur=1.0)
         second = view(args.image_size, large, jitter, blur=0.1, solarize=0.2)
@@ -123,7 +126,8 @@ class DINO(nn.Module):
         return torch.stack(student[0] + student[1]), torch.stack(teacher)
 
     def loss(self, student, teacher, student_temperature=0.1, teacher_temperature=0.04):
-        student, teacher = student.float(), teacher.float()
+        student = student.float()
+        teacher = teacher.float()
         targets = ((teacher - self.center) / teacher_temperature).softmax(-1)
         found = (student / student_temperature).log_softmax(-1)
         losses = -torch.einsum("tnk,snk->ts", targets, found) / targets.shape[1]
@@ -144,7 +148,8 @@ class DINOHead(nn.Module):
 
     def __init__(self, width, prototypes, hidden=512, bottleneck=128):
         super().__init__()
-        first, second = nn.Linear(width, hidden), nn.Linear(hidden, hidden)
+        first = nn.Linear(width, hidden)
+        second = nn.Linear(hidden, hidden)
         third = nn.Linear(hidden, bottleneck)
         self.layers = nn.Sequential(first, nn.GELU(), second, nn.GELU(), third)
         self.last = weight_norm(nn.Linear(bottleneck, prototypes, bias=False))

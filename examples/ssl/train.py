@@ -67,7 +67,9 @@ def train(args):
     steps = min(len(loader), args.limit_batches or len(loader))
     if steps == 0:
         raise ValueError(f"{len(loader.dataset)} pictures do not fill a batch.")
-    total, done, losses = args.epochs * steps, 0, []
+    total = args.epochs * steps
+    done = 0
+    losses = []
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total, pct_start=0.1)
     begin = time.perf_counter()
     for epoch in range(args.epochs):

@@ -26,9 +26,12 @@ from torchvision.transforms import v2
 
 from gpuprefetch import CenterCrop, DataPrefetcher, PerImage, RandomResizedCrop
 
-FRAMES, DECODED, SIZE = 8, 72, 64  # of a clip; pixels a side as read, and as trained on
+FRAMES = 8  # of a clip
+DECODED = 72  # pixels a side, as read
+SIZE = 64  # pixels a side, as trained on
 LEARNING_RATE = 3e-3
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 MOTIONS = ("growing", "shrinking", "still", "swaying")
 FILES = {".mp4": "libx264", ".webm": "libvpx-vp9"}
 
@@ -158,7 +161,8 @@ def draw(motion, generator, frames=12):
     height, width = (2 * round(40 + 16 * number) for number in numbers[:2])
     y, x = torch.meshgrid(torch.arange(height) / height, torch.arange(width) / width, indexing="ij")
     front, back = torch.tensor(numbers[2:8]).view(2, 3, 1, 1)
-    clip, phase = [], 2 * math.pi * numbers[8]
+    clip = []
+    phase = 2 * math.pi * numbers[8]
     for time in torch.linspace(0, 1, frames).tolist():
         sway = 0.3 * math.sin(2 * math.pi * time + phase) if motion == "swaying" else 0
         size = {"growing": time, "shrinking": 1 - time}.get(motion, numbers[9])

@@ -83,7 +83,11 @@ class EncodedImage(Encoded):
 
 
 class EncodedImages(Encoded):
-    """A batch of N encoded images, as the DataLoader's default collate makes it of them."""
+    """A batch of N encoded images, as the DataLoader's default collate makes it of them.
+
+    Args:
+        images: the N images, in the order of the batch.
+    """
 
     def __init__(self, images: Sequence[EncodedImage]) -> None:
         self._images = images

@@ -172,6 +172,9 @@ def doctor(
         seconds: length of each measurement.
         tune: whether to try other settings.
 
+    Returns:
+        The report: ``print`` it, or read ``bound`` and ``changes``.
+
     Raises:
         TypeError: if ``loader`` or ``step`` is something else.
         ValueError: if the loader has no batch, or ``seconds`` is not positive.

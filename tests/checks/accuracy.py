@@ -23,7 +23,8 @@ from torchvision.datasets import ImageFolder
 
 import gpuprefetch
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 CLASSES = 8
 SIZES = {"images": 8000, "epochs": 15, "seeds": 3, "workers": 8, "batch": 128}
 TINY = {"images": 64, "epochs": 1, "seeds": 2, "workers": 1, "batch": 16}
@@ -31,11 +32,15 @@ TINY = {"images": 64, "epochs": 1, "seeds": 2, "workers": 1, "batch": 16}
 
 def picture(label: int, seed: int, side: int = 96) -> np.ndarray:
     """One or two shapes of a random color: a disc, a ring, a square or a cross."""
-    rng, image = np.random.default_rng(seed), pictures.draw(side, side, seed=seed)
+    rng = np.random.default_rng(seed)
+    image = pictures.draw(side, side, seed=seed)
     for _ in range(1 + label // 4):
-        center, radius = rng.uniform(side / 4, 3 * side / 4, 2), rng.uniform(side / 9, side / 5)
+        center = rng.uniform(side / 4, 3 * side / 4, 2)
+        radius = rng.uniform(side / 9, side / 5)
         y, x = (np.mgrid[:side, :side] - center[:, None, None]) / radius
-        far, long, short = np.hypot(x, y), np.maximum(abs(x), abs(y)), np.minimum(abs(x), abs(y))
+        far = np.hypot(x, y)
+        long = np.maximum(abs(x), abs(y))
+        short = np.minimum(abs(x), abs(y))
         inside = [far < 1, (far < 1) & (far > 0.6), long < 0.9, (long < 1) & (short < 0.3)]
         image[inside[label % 4]] = rng.integers(0, 256, 3)
     return image

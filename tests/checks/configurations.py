@@ -210,7 +210,8 @@ def draw(seed: int, device: str = "cpu") -> Config:
     samplers += ["subset random", "batches", "batches", "distributed", "range"]
     sampler = rng.choice(shared if story == "ranks" else samplers)
     if story == "restarted":
-        sampler, world = "distributed", rng.randrange(1, 3)
+        sampler = "distributed"
+        world = rng.randrange(1, 3)
     data = _pick(rng, samples=6, subset=1, concat=1, stream=1)
     if not count or (data == "stream" and story in ("ranks", "restarted")):
         data = "samples"
@@ -221,7 +222,8 @@ def draw(seed: int, device: str = "cpu") -> Config:
     workers = rng.choices([0, 1, 2, 3], [5, 3, 2, 0.7])[0]
     batch = rng.randrange(1, 8)
     in_order = workers < 2 or data == "stream" or story != "epochs" or rng.random() < 0.8
-    bad, raises = (), -1
+    bad = ()
+    raises = -1
     faults = story in ("epochs", "ranks", "numbered", "resume") and in_order and count > 0
     if faults and not tensors and rng.random() < 0.4:
         bad = tuple(sorted(rng.sample(range(count), rng.randrange(1, count // 3 + 2))))
@@ -384,7 +386,8 @@ def transforms(config: Config) -> str:
 
 
 def _imports(config: Config) -> list[str]:
-    listed, form = transforms(config), FORMS[config.form]
+    listed = transforms(config)
+    form = FORMS[config.form]
     first = "import io, json, time, numpy as np, torch, gpuprefetch as g; from PIL import Image"
     more = ["from torch.utils.data import *"]
     more += ["from torchvision.transforms import v2"] * ("v2." in listed)
@@ -399,11 +402,14 @@ def _imports(config: Config) -> list[str]:
 
 
 def _file(config: Config) -> list[str]:
-    sizes, number = list(SIZES[config.sizes]), "7" if config.alike else "i"
+    sizes = list(SIZES[config.sizes])
+    number = "7" if config.alike else "i"
     planes = f"x * 255 // max(w - 1, 1), y * 255 // max(h - 1, 1), 0 * x + 10 * {number}"
-    of, grid = ("i", "np.mgrid[:h, :w]")
+    of = "i"
+    grid = "np.mgrid[:h, :w]"
     if config.form == "two sizes":
-        of, grid = "i, by=1", "np.mgrid[: by * h, : by * w] // by"
+        of = "i, by=1"
+        grid = "np.mgrid[: by * h, : by * w] // by"
     return [
         f"def file({of}):  # red grows along x, green along y, blue is the sample",
         f"    (h, w), f = {sizes}[i % {len(sizes)}], io.BytesIO(); y, x = {grid}",
@@ -495,7 +501,8 @@ def _loader(config: Config, *, plain: bool) -> list[str]:
 
 def _story(config: Config, *, plain: bool) -> list[str]:
     """A generator of epochs, each a list of batches; an error is the last entry of its epoch."""
-    lines, every = [], "list(loader)"
+    lines = []
+    every = "list(loader)"
     if may_fail(config):
         lines = ["def batches(loader):", "    try: yield from loader"]
         lines.append("    except Exception as error: yield error")

@@ -101,7 +101,8 @@ def block(documents: list[dict[str, Any]]) -> str:
     lines = ["| test | result | hardware | file |", "| --- | --- | --- | --- |"]
     for benchmark, rows in ROWS.items():
         for document in (d for d in documents if d["benchmark"] == benchmark):
-            hardware, file = _hardware(document["metadata"]), document["file"]
+            hardware = _hardware(document["metadata"])
+            file = document["file"]
             ending = f"| {hardware} | [{file}](../benchmarks/results/{file}) |"
             for test, found in chain.from_iterable(map(rows, document["results"])):
                 lines.append(f"| {test} | {found} {ending}")

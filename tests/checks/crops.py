@@ -40,7 +40,9 @@ def weights(source: int, target: int) -> Pixels:
 @functools.lru_cache(128)
 def _spans(ramp: tuple[float, ...], target: int) -> tuple[Any, Any]:
     """Every part ``(start, length)`` of an axis, and what a resize makes of its ramp."""
-    values, starts, made = np.array(ramp), [], []
+    values = np.array(ramp)
+    starts = []
+    made = []
     for length in range(1, len(ramp) + 1):
         windows = np.lib.stride_tricks.sliding_window_view(values, length)
         starts += [(start, length) for start in range(len(windows))]
@@ -52,7 +54,8 @@ def resampled(picture: Any, box: Any, size: tuple[int, int]) -> Pixels:
     """Eager PyTorch's crop and resize, ``(3, h, w)``; ``box`` is (top, left, height, width)."""
     top, left, height, width = box
     part = picture[top : top + height, left : left + width]
-    rows, columns = weights(height, size[0]), weights(width, size[1])
+    rows = weights(height, size[0])
+    columns = weights(width, size[1])
     return np.einsum("yh,hwc,xw->cyx", rows, part, columns)
 
 
@@ -71,7 +74,8 @@ def read_crop(values: Any, picture: Any) -> tuple[float, tuple[int, ...]]:
         upright = values[..., ::-1] if mirrored else values
         x_best = np.abs(x_made - upright[0].mean(0)).max(1).argsort(kind="stable")[:3]
         for y, x in itertools.product(y_best, x_best):
-            (top, height), (left, width) = y_spans[y].tolist(), x_spans[x].tolist()
+            top, height = y_spans[y].tolist()
+            left, width = x_spans[x].tolist()
             box = (top, left, height, width)
             off = np.abs(resampled(picture, box, size) - upright).max()
             best = min(best, (float(off), (*box, mirrored)))

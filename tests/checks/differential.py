@@ -45,8 +45,10 @@ def run_cases(**task: Any) -> dict[str, Any]:
     """In a child: the configurations of a range of seeds; a line for each as it begins."""
     torch.set_num_threads(1)
     judging.impatient()
-    pending, counts = frozenset(task["pending"]), Counter[str]()
-    kinds, failures = Counter[str](), list[Any]()
+    pending = frozenset(task["pending"])
+    counts = Counter[str]()
+    kinds = Counter[str]()
+    failures = list[Any]()
     for seed in range(task["first"], task["last"]):
         print("AT", seed, flush=True)
         if str(seed) in task["trap"]:  # the tests' own
@@ -74,7 +76,9 @@ def failure(seed: int, findings: list[Finding], text: str) -> dict[str, Any]:
 
 def run_range(task: dict[str, Any]) -> dict[str, Any]:
     """Run a range of seeds in children; after a crash or a hang the next child goes on."""
-    counts, kinds, failures = Counter[str](), Counter[str](), list[Any]()
+    counts = Counter[str]()
+    kinds = Counter[str]()
+    failures = list[Any]()
     first = task["first"]
     while first < task["last"] and len(failures) < MAX_FAILURES:
         last = min(first + task["each"], task["last"])

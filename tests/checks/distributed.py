@@ -35,7 +35,8 @@ from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampl
 
 from gpuprefetch import DataPrefetcher, EncodedImage, RandomResizedCrop
 
-RANK, WORLD = ranks.RANK, ranks.WORLD
+RANK = ranks.RANK
+WORLD = ranks.WORLD
 SEED = 5
 CLASSES = 10
 
@@ -67,7 +68,8 @@ class Checks:
     """Each returns ``ok`` and figures, the same on every rank; ``mistake`` asks for the control."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        self.args, self.device = args, device
+        self.args = args
+        self.device = device
         files = fuzz.draw_files(args.pictures)
         self.data = [(EncodedImage(file, number), number) for number, file in enumerate(files)]
 
@@ -92,10 +94,13 @@ class Checks:
 
     def union(self, mistake: str, *, drop_last: bool) -> Result:
         """Whether all ranks together get what there is, in two epochs."""
-        count, size = len(self.data), self.args.batch_size
+        count = len(self.data)
+        size = self.args.batch_size
         sampler = range(count) if mistake == "no sampler" else self.sampler(RANK, drop_last)
         loader = self.loader(sampler=sampler, batch_size=size, drop_last=drop_last)
-        exact, missing, repeated = True, [], []
+        exact = True
+        missing = []
+        repeated = []
         for epoch in range(2):
             if mistake != "no set_epoch":
                 loader.set_epoch(epoch)
@@ -146,7 +151,8 @@ class Checks:
 
     def drawing(self, kind: str, rank: int) -> Order | WeightedRandomSampler:
         """Of one rank, each with another number of samples."""
-        count, generator = len(self.data), torch.Generator()
+        count = len(self.data)
+        generator = torch.Generator()
         if kind == "augmentation":  # three times each, to ranks in turn, as torchvision and timm do
             order = torch.randperm(count, generator=generator.manual_seed(SEED))
             return Order(order.repeat_interleave(3).tolist()[rank::WORLD])
@@ -157,7 +163,9 @@ class Checks:
 
     def repeats(self, mistake: str, *, kind: str) -> Result:
         """Whether repeats are pictures of their own, the same for whoever makes them."""
-        size, mine, other = self.args.batch_size, self.drawing(kind, RANK), (RANK + 1) % WORLD
+        size = self.args.batch_size
+        mine = self.drawing(kind, RANK)
+        other = (RANK + 1) % WORLD
         small = {"scale": (0.02, 0.2)}  # a large crop may not fit, and is the middle each time then
         if mistake:
             mine.rank = 0
@@ -183,7 +191,8 @@ class Checks:
     def gradients(self, mistake: str, *, dtype: torch.dtype) -> Result:
         """Whether each step's gradients are those of one process with the samples of all ranks."""
         # Without padding, which one process would draw anew: it has the sample twice.
-        size, orders = self.args.batch_size, self.orders(0, drop_last=True)
+        size = self.args.batch_size
+        orders = self.orders(0, drop_last=True)
         steps = range(0, len(orders[0]), size)
         together = [joined(order[at : at + size] for order in orders) for at in steps]
         if mistake and RANK == WORLD - 1:
@@ -208,7 +217,9 @@ class Checks:
         """Whether this process has a CUDA context on its own GPU only."""
         if mistake:
             torch.zeros(1, device=f"cuda:{(self.device.index + 1) % torch.cuda.device_count()}")
-        driver, flags, active = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint(), ctypes.c_int()
+        driver = ctypes.CDLL("libcuda.so.1")
+        flags = ctypes.c_uint()
+        active = ctypes.c_int()
         mine = []
         for index in range(torch.cuda.device_count()):
             driver.cuDevicePrimaryCtxGetState(index, ctypes.byref(flags), ctypes.byref(active))
@@ -274,7 +285,8 @@ def plan(checks: Checks) -> Iterator[tuple[str, Callable[..., Result], Result, l
 
 
 def run(args: argparse.Namespace, device: torch.device) -> list[Result]:
-    checks, results = Checks(args, device), []
+    checks = Checks(args, device)
+    results = []
     for name, check, options, mistakes in plan(checks):
         result = {"check": name, "processes": WORLD, **check("", **options)}
         result["mistakes"] = {

@@ -37,7 +37,9 @@ GROUP = 31  # damaged files in a batch, beside a good one
 GOOD = 8  # files in the batch behind it
 HUGE = 4_000_000  # pixels
 SIZE = 64  # of the resized pictures
-LEVELS, SHARE = 3, 0.01  # GPU against CPU: at most SHARE of the values off by more than LEVELS
+# GPU against CPU: at most SHARE of the values are off by more than LEVELS.
+LEVELS = 3
+SHARE = 0.01
 HANGS_SECONDS = 120.0  # without a finished group
 START_SECONDS = 60.0  # more of them before the first one
 MAX_CRASHES = 8  # of one job, which then ends
@@ -95,13 +97,15 @@ def mutate(kind: str, data: bytearray, rng: Rng, other: bytes) -> None:
             at = rng.integers(len(data))
             del data[at : at + rng.integers(1, 200)]
         case "insert":
-            at, start = rng.integers(len(data)), rng.integers(len(other))
+            at = rng.integers(len(data))
+            start = rng.integers(len(other))
             data[at:at] = other[start : start + rng.integers(1, 400)]
         case "splice":
             start = rng.integers(len(other))
             data[rng.integers(len(data)) :] = other[start:]
         case "zero":
-            at, length = rng.integers(len(data)), rng.integers(1, 100)
+            at = rng.integers(len(data))
+            length = rng.integers(1, 100)
             data[at : at + length] = bytes(len(data[at : at + length]))
         case "marker":  # another code, or another length
             places = [i for i in range(len(data) - 3) if data[i] == 0xFF and data[i + 1] >= 0xC0]
@@ -146,7 +150,9 @@ class Cases:
     """A dataset: sample ``case`` is damaged, ``-1 - i`` is the good file ``i``."""
 
     def __init__(self, files: list[bytes], seed: int, trap: dict[str, str]) -> None:
-        self.files, self.seed, self.trap = files, seed, trap
+        self.files = files
+        self.seed = seed
+        self.trap = trap
 
     def __len__(self) -> int:
         return 1 << 40
@@ -210,7 +216,8 @@ def attack(**task: Any) -> dict[str, Any]:
     runs = [Attack(task, task["device"])]
     if task["device"] == "cuda":
         runs.append(Attack(task, "cpu"))
-    files, seed = runs[0].files, task["seed"]
+    files = runs[0].files
+    seed = task["seed"]
     planned = batches(task["first"], task["last"])
     reference: dict[int, Any] = {}
     print("AT", task["first"], flush=True)
@@ -246,7 +253,8 @@ def _compare(ours: Any, theirs: Any, levels: int, share: float) -> str:
         return "both_refuse" if both else "only_ours_refuses" if ours is None else "only_ours_reads"
     if ours.shape != theirs.shape:
         return "differs"
-    ours, theirs = ours.cpu(), theirs.cpu()
+    ours = ours.cpu()
+    theirs = theirs.cpu()
     if levels == 0 or torch.equal(ours, theirs):
         return "same" if torch.equal(ours, theirs) else "differs"
     scale = 255 if ours.is_floating_point() else 1
@@ -266,7 +274,8 @@ def run_range(task: dict[str, Any]) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     listed: dict[str, list[Any]] = {"differing": [], "wrong": []}
     crashes: list[dict[str, Any]] = []
-    first, last = task["first"], task["last"]
+    first = task["first"]
+    last = task["last"]
     while first < last and len(crashes) < MAX_CRASHES:
         lines, ending, errors = _run_child({**task, "first": first})
         if ending == "0":
@@ -306,11 +315,13 @@ def watch(
     Returns:
         Its lines, how it ended ("0", "signal 11", "exit 1", "hangs"), its last errors.
     """
-    size, moved = 0, time.monotonic()
+    size = 0
+    moved = time.monotonic()
     while child.poll() is None:
         time.sleep(0.05)
         if (now := Path(f"/proc/self/fd/{out.fileno()}").stat().st_size) != size:
-            size, moved = now, time.monotonic()
+            size = now
+            moved = time.monotonic()
         elif time.monotonic() - moved > patience + (0 if size else START_SECONDS):
             child.kill()
             child.wait()

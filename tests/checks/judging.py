@@ -25,7 +25,9 @@ from configurations import FORMS, POLICIES, THIN, Config
 from crops import ROUNDING, Picture, centered, decoded, levels, read_crop, read_window, resampled
 from torch.utils.data import DataLoader
 
-LEVELS, SHARE = 3, 0.01  # on a GPU at most SHARE of the values are off by more than LEVELS
+# On a GPU at most SHARE of the values are off by more than LEVELS.
+LEVELS = 3
+SHARE = 0.01
 ALIKE = 0.8  # share of pairs with the same draw that is no coincidence; of at least PAIRS
 PAIRS = 4
 CHUNK = 5  # samples of a batch where pictures are made alone
@@ -101,7 +103,8 @@ _modules = itertools.count()
 @contextlib.contextmanager
 def loaded(config: Config) -> Iterator[Any]:
     """The configuration's Python as a module, which new interpreters can import too."""
-    name, text = f"differential_{os.getpid()}_{next(_modules)}", configurations.source(config)
+    name = f"differential_{os.getpid()}_{next(_modules)}"
+    text = configurations.source(config)
     with tempfile.TemporaryDirectory() as folder:
         module = types.ModuleType(name)
         if config.context != "fork":
@@ -122,12 +125,14 @@ class Runs:
     """Runs the story of a configuration."""
 
     def __init__(self, config: Config, module: Any) -> None:
-        self.config, self.module = config, module
+        self.config = config
+        self.module = module
         self._times = 0
 
     def begin(self, rank: int, *, plain: bool, workers: int | None = None) -> Any:
         """The loader of a rank, built and seeded as the configuration says."""
-        config, seed = self.config, self.config.draws_seed
+        config = self.config
+        seed = self.config.draws_seed
         self._times += 1
         late = config.seeding == "late"
         torch.manual_seed(seed + 7 * self._times if late else seed)
@@ -146,13 +151,15 @@ class Runs:
 
     def ranks(self) -> tuple[list[list[list[Any]]], list[Any]]:
         """The epochs of each rank, and the prefetchers that they came from, where they are here."""
-        config, ranks = self.config, range(self.config.world)
+        config = self.config
+        ranks = range(self.config.world)
         if config.together == "processes":
             return _in_processes(config.world, functools.partial(self.alone, plain=False)), []
         if config.together == "threads":
             loaders = [self.begin(rank, plain=False) for rank in ranks]
             return _in_threads(functools.partial(self.story, plain=False), loaders), loaders
-        found, loaders = [], []
+        found = []
+        loaders = []
         for rank in ranks:
             loaders.append(self.begin(rank, plain=False))
             found.append(self.story(loaders[-1], rank, plain=False))
@@ -160,7 +167,8 @@ class Runs:
 
     def each_alone(self, numbers: Iterable[int], epoch: int, seed: int) -> dict[int, Any]:
         """Every sample in another batch, in the order of the dataset, without workers."""
-        config, names = self.config, vars(self.module)
+        config = self.config
+        names = vars(self.module)
         data = eval(configurations.base(config, "False"), names)
         if config.data == "stream":
             data = list(data)
@@ -263,7 +271,9 @@ def expected(
     known = set() if known is None else known
     found = []
     for epoch in epochs:
-        batches, error, left_out = list[Expected](), "", False
+        batches = list[Expected]()
+        error = ""
+        left_out = False
         for batch in epoch:
             if isinstance(batch, Exception):
                 error = type(batch).__name__
@@ -338,10 +348,13 @@ class Judge:
     """Judges what a configuration's story gave; ``findings`` has what is wrong."""
 
     def __init__(self, config: Config, runs: Runs, pending: frozenset[str]) -> None:
-        self.config, self.runs, self.pending = config, runs, pending
+        self.config = config
+        self.runs = runs
+        self.pending = pending
         self.findings: list[Finding] = []
         self.counts: Counter[str] = Counter()
-        file, numbers = runs.module.file, range(config.count)
+        file = runs.module.file
+        numbers = range(config.count)
         self.files = {number: file(number) for number in numbers}
         self.larger = dict(self.files)  # of the second image
         if config.form == "two sizes":
@@ -368,7 +381,8 @@ class Judge:
     def _epoch(
         self, rank: int, at: int, epoch: list[Any], batches: list[Expected], error: str
     ) -> list[Row]:
-        config, name = self.config, f"epoch {at} of rank {rank}"
+        config = self.config
+        name = f"epoch {at} of rank {rank}"
         failed = epoch[-1] if epoch and isinstance(epoch[-1], Exception) else None
         came = epoch[: -1 if failed else None]
         ended = type(failed).__name__ if failed else ""
@@ -391,7 +405,8 @@ class Judge:
             raise Wrong(Finding("ending", f"{words}: {failed}", **where, right=error))
         if [len(batch) for batch in numbers] != [len(b.numbers) for b in batches]:
             raise Wrong(Finding("structure", f"{name} has other batches", **where))
-        rows, times = list[Row](), Counter[int]()
+        rows = list[Row]()
+        times = Counter[int]()
         for number, (batch, wanted) in enumerate(zip(came, batches, strict=True)):
             # Without a batch size a sample comes as it is: nothing in it has rows.
             count = 0 if config.batch is None else len(_numbers(wanted.batch))
@@ -446,7 +461,8 @@ class Judge:
 
     def _read(self, values: Any, view: Picture, picture: Any) -> tuple[float, Any]:
         """How many levels a picture is off, and the crop that it is."""
-        config, size = self.config, values.shape[1:]
+        config = self.config
+        size = values.shape[1:]
         match config.reads:
             case "whole":
                 right = picture.transpose(2, 0, 1)
@@ -463,7 +479,8 @@ class Judge:
 
     def _near(self, view: Picture, picture: Any, box: Any) -> bool:
         """On a GPU: whether nearly all values are within a few levels."""
-        config, values = self.config, levels(self.config, view)
+        config = self.config
+        values = levels(self.config, view)
         if config.reads == "whole":
             right = picture.transpose(2, 0, 1)
         elif config.reads == "center":
@@ -523,8 +540,10 @@ class Judge:
         """Between samples, batches, epochs, repeats, views and ranks."""
         config = self.config
         shown = [row for row in rows if not row.replaced]
-        batches, places = defaultdict(list), defaultdict(list)
-        samples, ranks = defaultdict(list), defaultdict(list)
+        batches = defaultdict(list)
+        places = defaultdict(list)
+        samples = defaultdict(list)
+        ranks = defaultdict(list)
         for row in shown:
             batches[row.rank, row.epoch, row.batch].append(row)
             places[row.rank, row.epoch, row.place].append(row)
@@ -620,7 +639,8 @@ class Judge:
 
     def repeats_itself(self, rows: list[Row]) -> None:
         """A second run, with other workers, without an interruption."""
-        config, resumed = self.config, self.config.story == "resume"
+        config = self.config
+        resumed = self.config.story == "resume"
         apart = config.together == "processes" and config.counts_batches
         late = config.seeding == "late"
         if not config.in_order or apart or not self._in_force(*["late"] * late):
@@ -680,7 +700,8 @@ def _labels(config: Config, batch: Any) -> list[int]:
 
 def _matched(config: Config, came: list[Any], batches: list[Expected]) -> list[Expected]:
     """The plain batches in the order in which they came; as they are if others came."""
-    left, found = list(batches), []
+    left = list(batches)
+    found = []
     for batch in came:
         numbers = _labels(config, batch)
         place = next((at for at, other in enumerate(left) if other.numbers == numbers), None)
@@ -691,7 +712,8 @@ def _matched(config: Config, came: list[Any], batches: list[Expected]) -> list[E
 
 
 def _difference(got: list[int], want: list[int]) -> str:
-    extra, missing = Counter(got) - Counter(want), Counter(want) - Counter(got)
+    extra = Counter(got) - Counter(want)
+    missing = Counter(want) - Counter(got)
     if not extra and not missing:
         return "order"
     if not extra:
@@ -719,7 +741,8 @@ def _close(config: Config, one: Box | None, other: Box | None) -> bool:
 def impatient() -> None:
     """Let workers that miss the end of their loader, as some do on a busy machine, look sooner."""
     utilities = torch.utils.data._utils
-    utilities.MP_STATUS_CHECK_INTERVAL = utilities.worker.MP_STATUS_CHECK_INTERVAL = 1.0
+    for module in (utilities, utilities.worker):
+        module.MP_STATUS_CHECK_INTERVAL = 1.0
 
 
 def check(

@@ -75,7 +75,8 @@ def kill(process: subprocess.Popen) -> None:
     if process.poll() is not None:
         return
     listed = subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()
-    parents, family = dict(map(str.split, listed)), [str(process.pid)]
+    parents = dict(map(str.split, listed))
+    family = [str(process.pid)]
     for pid in family:  # it grows
         family += [child for child, parent in parents.items() if parent == pid]
     for pid in family:

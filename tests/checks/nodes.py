@@ -32,7 +32,10 @@ from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop
 
 SCRIPT = Path(__file__).resolve()
 EXAMPLES = harness.ROOT / "examples"
-BATCH, EPOCHS, SAVE_EVERY, SHARD = 2, 2, 2, 7
+BATCH = 2
+EPOCHS = 2
+SAVE_EVERY = 2
+SHARD = 7
 EXAMPLE = f"data --batch-size {BATCH} --epochs {EPOCHS} --checkpoint-steps {SAVE_EVERY} --workers 1"
 EXAMPLE += " --image-size 32 --model squeezenet1_1"
 
@@ -58,7 +61,8 @@ def train_example(words):
     """The training example as it is; each batch is noted where it is moved to the device."""
     import train
 
-    move, wrap = train.move, train.wrap
+    move = train.move
+    wrap = train.wrap
 
     def noted(batch, device):
         note("train" if torch.is_grad_enabled() else "val", batch)
@@ -69,7 +73,8 @@ def train_example(words):
         parallel.register_comm_hook(None, mean_in_order)
         return parallel
 
-    train.move, train.wrap = noted, wrapped
+    train.move = noted
+    train.wrap = wrapped
     train.main(words)
 
 
@@ -87,13 +92,17 @@ def mean_in_order(_, bucket):
 
 def train_shards(words):
     """A loop over shards of different lengths: until no rank has a batch."""
-    checkpoint, resume = words[0].partition("=")[2], "--resume" in words
+    checkpoint = words[0].partition("=")[2]
+    resume = "--resume" in words
     dist.init_process_group("gloo")
-    loader, states = shard_loader(shard_names()), [None] * dist.get_world_size()
+    loader = shard_loader(shard_names())
+    states = [None] * dist.get_world_size()
     if resume:
         states = torch.load(checkpoint, weights_only=True)["midway"]
         loader.load_state_dict(states[dist.get_rank()]["loader"])
-    batches, step, left = iter(loader), 0, torch.ones(())
+    batches = iter(loader)
+    step = 0
+    left = torch.ones(())
     while left:
         if (batch := next(batches, None)) is not None:
             note("train", batch)
@@ -124,7 +133,8 @@ def expected_of_example(world):
     import train
 
     args = train.parse_args(EXAMPLE.split())
-    args.device, lines = torch.device("cpu"), [[] for _ in range(world)]
+    args.device = torch.device("cpu")
+    lines = [[] for _ in range(world)]
     for epoch in range(EPOCHS):
         for split in ("train", "val"):
             data = EncodedImageFolder(args.data / split)
@@ -165,17 +175,22 @@ def expected_of_shards(world):
 
 class Check:
     def __init__(self, folder, nodes, ranks):
-        self.folder, self.nodes, self.ranks, self.world = folder, nodes, ranks, 2 * ranks
+        self.folder = folder
+        self.nodes = nodes
+        self.ranks = ranks
+        self.world = 2 * ranks
 
     def run(self, name, words, *, nodes=None, stop_at=0):
         """Both agents, or those given, to their end; returns what the loop of each rank got."""
-        nodes, log = nodes or self.nodes, self.folder / f"{name}-"
+        nodes = nodes or self.nodes
+        log = self.folder / f"{name}-"
         place = [f"--nnodes={len(nodes)}", f"--nproc-per-node={self.world // len(nodes)}"]
         place += ["--rdzv-backend=c10d", f"--rdzv-id={name}"]
         place += [f"--rdzv-endpoint={nodes[0].address}:{bench.children.free_port()}"]
         agents = []
         for number, node in enumerate(nodes):
-            output, dies = Path(f"{log}{number}.txt"), stop_at * (number == 1)
+            output = Path(f"{log}{number}.txt")
+            dies = stop_at * (number == 1)
             host = f"--rdzv-conf=is_host={number == 0}"  # an address need not be the host's name
             words_of_node = [*place, host, SCRIPT, "--rank", *words]
             agents.append(node.torchrun(*words_of_node, output=output, LOG=log, STOP_AT=dies))
@@ -207,7 +222,8 @@ class Check:
     def interrupted(self, name, words, expected, *, stop_at):
         """Whether two nodes of which one dies get what is expected, each time exactly once."""
         checkpoint = self.folder / f"{name}.pt"
-        words, start = [name, *words, f"--checkpoint={checkpoint}"], time.monotonic()
+        words = [name, *words, f"--checkpoint={checkpoint}"]
+        start = time.monotonic()
         first = self.run(f"{name}-killed", words, stop_at=stop_at)
         state = torch.load(checkpoint, weights_only=True)
         rest = self.run(f"{name}-resumed", [*words, "--resume"])

@@ -20,7 +20,8 @@ from torchvision.transforms import InterpolationMode, v2
 
 from gpuprefetch import parity
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 BILINEAR = InterpolationMode.BILINEAR
 
 

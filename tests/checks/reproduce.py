@@ -18,7 +18,9 @@ class Ending:
     """The last lines of a script: the story once more, and what is to be seen there."""
 
     def __init__(self, config: Config, finding: Finding) -> None:
-        self.config, self.finding, self.form = config, finding, FORMS[config.form]
+        self.config = config
+        self.finding = finding
+        self.form = FORMS[config.form]
         first = f"{self.form.images}[0]" + "[0]" * (config.transforms == "views")
         self.rows = self._reader("rows", first)
         self.epoch = f"rows(epochs[{finding.epoch}])"
@@ -114,7 +116,9 @@ class Ending:
         return [self.rows, apart, f"same = {same}; print(same); assert not all(same)"]
 
     def again(self) -> list[str]:
-        config, rank, epoch = self.config, self.finding.rank, self.finding.epoch
+        config = self.config
+        rank = self.finding.rank
+        epoch = self.finding.epoch
         workers = other_workers(config)
         story = f"[*story(another, {rank})]"
         if self.finding.kind == "resume":
@@ -125,7 +129,8 @@ class Ending:
         return [self.rows, second, f"got = {same}; print(got); assert all(got)"]
 
     def replay(self) -> list[str]:
-        index, number = self.finding.number, self.config.numbers[self.finding.epoch]
+        index = self.finding.number
+        number = self.config.numbers[self.finding.epoch]
         if self.config.data == "subset":
             index = configurations.subset(self.config).index(index)
         again = f"rows([loader.replay({index}, {number})])[0][1]"
@@ -133,7 +138,9 @@ class Ending:
 
     def differing(self) -> list[str]:
         """Two pictures that are cut at the same place, which red and green tell."""
-        finding, lines, name = self.finding, [self.rows], "epochs"
+        finding = self.finding
+        lines = [self.rows]
+        name = "epochs"
         rank, epoch, row = finding.other
         if rank != finding.rank:
             other = f"others = [*story(another, {rank})]"
@@ -202,5 +209,6 @@ def simpler(
             continue
         same = next((other for other in found if other.kind == finding.kind), None)
         if same is not None and (finding.kind != "error" or same.words == finding.words):
-            config, finding = candidate, same
+            config = candidate
+            finding = same
     return config, finding

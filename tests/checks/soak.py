@@ -38,10 +38,13 @@ from gpuprefetch.core.nested import map_leaves, tensors
 
 PICTURES = 64
 SIZE = 64
-MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+MEAN = torch.tensor([0.485, 0.456, 0.406])
+STD = torch.tensor([0.229, 0.224, 0.225])
 DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float16)
 # Share of batches for which producer, consumer and GPU take their time.
-SLOW, SLOW_SECONDS, SLOW_CYCLES = 0.03, 0.008, 4_000_000
+SLOW = 0.03
+SLOW_SECONDS = 0.008
+SLOW_CYCLES = 4_000_000
 WARM_EPOCHS = 0.2  # share of the epochs behind which memory must be flat
 FLAT = 0.01
 
@@ -73,7 +76,8 @@ class Batches(Dataset):
     """
 
     def __init__(self, count: int, files: list[bytes]) -> None:
-        self.count, self.files = count, files
+        self.count = count
+        self.files = files
 
     def __len__(self) -> int:
         return self.count
@@ -137,7 +141,8 @@ def integrity(device: str, workers: int, batches: int, seconds: float) -> dict[s
     (undisturbed,) = prefetcher_of([{"images": every_picture}], device, 0)
     reference = undisturbed["images"].clone()
     clock.synchronize(device)
-    dataset, rng = Batches(batches, files), random.Random(0)
+    dataset = Batches(batches, files)
+    rng = random.Random(0)
     wrong = torch.zeros(3, dtype=torch.int64, device=device)  # sums, images, anything else
     tensors_seen = done = 0
     started = time.monotonic()
@@ -156,7 +161,8 @@ def integrity(device: str, workers: int, batches: int, seconds: float) -> dict[s
         if done % 50 == 0:  # making a batch again is slow
             other |= skeleton(batch["structure"]) != skeleton(dataset[done]["structure"])
         wrong[2] += other
-        tensors_seen, done = tensors_seen + len(found), done + 1
+        tensors_seen += len(found)
+        done += 1
         del batch, found
         if time.monotonic() - started > seconds:
             break
@@ -176,7 +182,8 @@ def memory(device: str, workers: int, epochs: int, epoch_batches: int) -> dict[s
     prepare()
     # Each batch takes the same memory, so that any rise is one. Of random sizes and flips now and
     # then one takes more than all before, and torch's allocator another 2 MiB.
-    files, flip = draw_pictures((300, 301)), K.RandomHorizontalFlip(p=1.0)
+    files = draw_pictures((300, 301))
+    flip = K.RandomHorizontalFlip(p=1.0)
     others = set(threading.enumerate())
     transforms = [RandomResizedCrop(SIZE), flip, K.Normalize(MEAN, STD)]
     loading = {"batch_size": 32, "shuffle": True}
