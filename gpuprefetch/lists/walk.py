@@ -34,7 +34,7 @@ from gpuprefetch.lists.fused import (
     is_kornia,
 )
 from gpuprefetch.lists.refused import refuse_in_list, refuse_once_a_batch, refuse_within_kornia
-from gpuprefetch.policies.compile import FILTERS, compiled
+from gpuprefetch.policies.compile import COMPILERS, FILTERS, compiled
 from gpuprefetch.policies.known import (
     UnsupportedTransformError,
     checked,
@@ -489,7 +489,7 @@ class _Walk:
         self.written.append(transform)
 
 
-_AUGMENTS = frozenset(row.key for row in rows_of("timm") if Is.COMPILES in row.traits)
+_AUGMENTS = frozenset(row.key for row in rows_of("timm") if row.key in COMPILERS)
 
 
 def _why_not_on_batch(op: LibraryOp) -> tuple[LibraryOp, str] | None:
