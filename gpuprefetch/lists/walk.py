@@ -518,9 +518,10 @@ def _refuse_sizes() -> NoReturn:
 
 
 def levels_for_program(head: Head, tail: Sequence[Transform], cast: Cast) -> list[Transform] | None:
-    """A tail whose first program takes uint8 of the launch, and does what else the launch would.
+    """Make the first program read the launch's uint8 output, and do the cast that was the launch's.
 
-    ``cast`` is the form of what the launch would give. None where it is to give that.
+    ``cast`` is the form that the loop asks for. Returns the tail with that program; None where the
+    launch is to make the cast.
     """
     first = tail[0] if tail else None
     if not isinstance(first, PerImage) or not head.names or head.mean or cast.dtype == torch.uint8:

@@ -23,25 +23,25 @@ LibraryOp = Any  # a transform of a library, whose attributes are read by their 
 class Is(Flag):
     """What holds for an op; an op without ONCE, EACH and ALONE samples nothing."""
 
-    # What it is for, where lists treat it in a way of its own.
+    # What the op is for, where a list treats it specially.
     CROPS = auto()  # a crop or a resize
     FLIPS = auto()
     NORMALIZES = auto()
     CONVERTS = auto()  # between PIL images and tensors, or between dtypes
     HOLDS = auto()  # it chooses among other ops
     DOES_NOTHING = auto()
-    # How often it samples random parameters.
+    # How often the op samples random parameters.
     ONCE = auto()  # a call, so that the images of a batch would share them
     EACH = auto()  # for each image of a batch
     ALONE = auto()  # once a call, for one image: no batch holds what it gives or takes
-    # The values that it is for.
+    # The values that the op is for.
     LEVELS = auto()  # 0 to 255 in uint8
     UNIT = auto()  # [0, 1] where they are floating point: it clamps to that, or counts levels in it
     VALUED = auto()  # it compares with, or paints, a value in the units of the images
-    # What it does to the places of pixels.
+    # What the op does to the places of pixels.
     MOVES = auto()
     ERASES = auto()  # it moves none, and a mask would not know what it erases
-    # How it runs.
+    # How the op runs.
     BATCHES = auto()  # on (N, C, H, W), as it is or with a call for each image
 
 
