@@ -19,14 +19,14 @@ from gpuprefetch.images.prepared import Call
 # A decoded image lies in memory that earlier images lay in: in the scratch of its stream, or in a
 # block that the allocator gives to the next decode on that stream. Both keep the stream's order. A
 # decoder that does not overwrites memory that a queued kernel still reads.
-#   - torchvision's CUDA decoder writes from a stream of its own (pytorch/vision#9606).
+#   - torchvision's CUDA decoder writes from another stream (pytorch/vision#9606).
 #   - nvJPEG's engines write while kernels that were queued before on the same stream still wait
 #     (meta-pytorch/torchcodec#1634: 100 calls of 100). An event that the stream waits for does not
 #     help; a wait of the host does. What is queued after the call does come after it.
-#   - nvJPEG is not through when the call returns: it still reads the last files, which lie in the
+#   - nvJPEG has not ended when the call returns: it still reads the last files, which lie in the
 #     batch's buffer. That is kept until the batch is on the device (Lookahead._uploads).
-# The host protects us: the decode thread decodes nothing until all that is queued on its stream has
-# completed, the launches that read earlier images among it (ImageDecoder.wait_for_readers).
+# The host protects us: the prefetch thread decodes nothing until all that is queued on its stream
+# has completed, the launches that read earlier images among it (ImageDecoder.wait_for_readers).
 # gpuprefetch.selfcheck() tries both on the machine at hand, and tests/test_selfcheck.py fails
 # without the wait.
 
@@ -40,13 +40,15 @@ from gpuprefetch.images.prepared import Call
 # merely decoded twice.
 #   - The engines do not keep the stream's order, so the host waits for the canaries before it
 #     calls them. They are set after the last reader on the stream: the wait is for both.
-#   - The flags lie in pinned memory, and a launch writes none where all is well. The decode thread
-#     waits for all launches of a batch before the batch counts as done (ImageJob.check).
+#   - The flags lie in pinned memory, and a launch writes none where all is well. The prefetch
+#     thread waits for all launches of a batch before the batch counts as done (ImageJob.check).
 #   - Pictures that no launch of the plan reads lie in memory that was this color all over.
+#   - A decoder that copies pictures to their place, as torchvision's, writes over the canaries
+#     whatever it has got: a picture that it skipped is not noticed.
 
 
 # Note [One call for a batch]
-# The thread that trains shares the GIL and the CUDA driver's lock with the decode thread. Three
+# The thread that trains shares the GIL and the CUDA driver's lock with the prefetch thread. Three
 # Python objects an image (the file, its view, the picture) would need the GIL thousands of times a
 # step. So the worker works out all that nvJPEG is given (Call.order), but for the addresses. One
 # ctypes call, which drops the GIL, decodes the call's files into one piece of memory, and one
@@ -54,14 +56,14 @@ from gpuprefetch.images.prepared import Call
 
 
 class ImageDecoder(ABC):
-    """Decodes the files of a :class:`.encoded.Call` on the current stream of a CUDA device.
+    """Decodes the files of a :class:`.prepared.Call` on the current stream of a CUDA device.
 
     A decoder of another library needs :meth:`decode`, and a row in :data:`DECODERS`.
 
     Attributes:
         name: what decodes, in words.
         copies: how often the pictures of a call are in memory when it ends.
-        streams: calls that are best decoded side by side, each on a stream of its own.
+        streams: calls that are best decoded side by side, each on its own stream.
         canaries: whether pictures that were skipped are looked for: see Note [Canaries].
         overlaps: whether the calls of a batch may take turns on two streams.
     """

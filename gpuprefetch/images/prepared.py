@@ -79,7 +79,7 @@ class Part:
     """What one launch a view samples: pictures that workers decoded, then files of a call.
 
     The pictures lie in this order in the part's memory on the device. A launch for both saves the
-    decode thread half a millisecond a batch.
+    prefetch thread half a millisecond a batch.
     """
 
     upload: Upload | None

@@ -366,9 +366,9 @@ class Loop(torch.nn.Module):
         done = [self._one(image[None], seed) for image, seed in zip(images, seeds, strict=True)]
         if len({image.shape for image in done}) > 1:
             raise ValueError(
-                f"{self.__name__} draws for each image, and gave shapes that no batch can hold. "
-                "Put it into a v2.Compose with a v2.Resize((height, width)) after it, or for one "
-                "draw a batch into a function: lambda images: op(images)."
+                f"{self.__name__} samples for each image, and gave shapes that no batch can hold. "
+                "Put it into a v2.Compose with a v2.Resize((height, width)) after it, or for "
+                "one sampling a batch into a function: lambda images: op(images)."
             )
         return torch.cat(done)
 
