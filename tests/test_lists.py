@@ -123,7 +123,7 @@ def test_a_prefetcher_shows_its_settings():
 
 
 def test_drawn_sizes_that_no_batch_can_hold_are_refused():
-    with pytest.raises(ValueError, match=r"RandomResize draws for each .* lambda images: op"):
+    with pytest.raises(ValueError, match=r"RandomResize samples for each .* lambda images: op"):
         run([v2.RandomResize(9, 40)], noise())
 
 
