@@ -28,6 +28,7 @@ from gpuprefetch.images.decode import ImageDecoder, NvjpegDecoder
 from gpuprefetch.images.decoding import Decoding
 from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.images.plan import cut, parse_bytes, readable
+from gpuprefetch.transforms.head import Head
 
 CPU = torch.device("cpu")
 SIZE = (4, 5)
@@ -426,6 +427,45 @@ class Refusing(FakeDecoder):
         if any(self.mark in bytes(file.numpy()) for file in call.files(buffer)):
             raise self.error
         super().decode(call, buffer, out)
+
+
+@pytest.fixture
+def short_of_memory(monkeypatch):
+    """Lets so many of the next resamplings lack memory."""
+
+    def lack(count):
+        def resample_into(head, *args, whole=Head.resample_into):
+            nonlocal count
+            if count:
+                count -= 1
+                raise torch.OutOfMemoryError("no memory left for the launch")
+            whole(head, *args)
+
+        monkeypatch.setattr(Head, "resample_into", resample_into)
+
+    return lack
+
+
+def test_what_workers_decoded_is_copied_again_once_there_is_room(files, short_of_memory):
+    expected = images_of(prefetcher_of(files, FakeDecoder(), cpu_share=1.0))
+    prefetcher = prefetcher_of(files, FakeDecoder(), cpu_share=1.0)
+    short_of_memory(1)
+    assert torch.equal(images_of(prefetcher), expected)
+    assert prefetcher.stats.out_of_memory == 1
+    short_of_memory(2)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left for the launch"):
+        list(prefetcher)
+
+
+def test_a_second_opinion_is_repeated_once_there_is_room(files, short_of_memory):
+    expected = images_of(prefetcher_of(files[:1], FakeDecoder()))
+    prefetcher = prefetcher_of(files[:1], Refusing(b"\xff\xd8", RuntimeError("not this one")))
+    short_of_memory(1)
+    assert torch.equal(images_of(prefetcher), expected)
+    assert prefetcher.stats.out_of_memory == 1
+    short_of_memory(2)
+    with pytest.raises(torch.OutOfMemoryError, match=r"'0.jpg' .* 128 x 64 pixels"):
+        list(prefetcher)
 
 
 def test_what_the_decoder_does_not_take_gets_a_second_opinion(files):
