@@ -316,7 +316,11 @@ class Progress:
 
     def anew(self) -> Progress:
         """Another one, whose next epoch has the same number and begins at its start."""
-        return replace(self.copied(), _next=Beginning.ANEW)
+        other = self.copied()
+        other.forget_unused()
+        other.place.use = Use.UNUSED  # its number is taken back already, and its place is left
+        other._next = Beginning.ANEW
+        return other
 
     def reset(self, epoch: int) -> None:
         """Begin the next epoch, this one, at its start."""
