@@ -375,6 +375,12 @@ def test_what_is_waited_for_before_anything_lies_there(canaries):
     assert decoder.calls == ["wait", 1, "wait"][: 2 + canaries]
 
 
+def test_a_trial_waits_for_kernels_of_the_user_too():
+    decoder = PackedDecoder()
+    decoder.missing()
+    assert decoder.calls == ["wait", 1]
+
+
 def test_a_stream_has_the_same_place_again(monkeypatch):
     decoding = Decoding(CPU, None, None, Stats())
     room, emptied = _budget.ROOM_BYTES, []
