@@ -141,7 +141,10 @@ class ImageJob(PendingImages):
         ready = np.flatnonzero(images.decoded)
         pixels = images.pixels.to(self._decoding.device, non_blocking=True, copy=True)
         pictures = images.pictures(ready, pixels, images.regions.pixels)
-        self._sample(ready, pictures)
+        (output,) = self.outputs
+        assert isinstance(output.out, list)
+        for position, picture in zip(ready.tolist(), pictures, strict=True):
+            output.out[position] = picture  # in the memory format that the worker gave it
 
     def _launches(self, plan: Plan, *, kept: bool) -> _Launched:
         """The launches of a plan; ``kept`` says whether their words lie in the worker's buffer."""
