@@ -28,7 +28,6 @@ from gpuprefetch.images.decode import ImageDecoder, NvjpegDecoder
 from gpuprefetch.images.decoding import Decoding
 from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.images.plan import cut, parse_bytes, readable
-from gpuprefetch.transforms.head import Head
 
 CPU = torch.device("cpu")
 SIZE = (4, 5)
@@ -437,17 +436,17 @@ class Refusing(FakeDecoder):
 
 @pytest.fixture
 def short_of_memory(monkeypatch):
-    """Lets so many of the next resamplings lack memory."""
+    """Lets so many of the next copies of pictures to the device lack memory."""
 
     def lack(count):
-        def resample_into(head, *args, whole=Head.resample_into):
+        def to(tensor, *args, whole=torch.Tensor.to, **options):
             nonlocal count
-            if count:
+            if count and tensor.dtype == torch.uint8 and args == (CPU,):
                 count -= 1
-                raise torch.OutOfMemoryError("no memory left for the launch")
-            whole(head, *args)
+                raise torch.OutOfMemoryError("no memory left for the copy")
+            return whole(tensor, *args, **options)
 
-        monkeypatch.setattr(Head, "resample_into", resample_into)
+        monkeypatch.setattr(torch.Tensor, "to", to)
 
     return lack
 
@@ -459,7 +458,7 @@ def test_what_workers_decoded_is_copied_again_once_there_is_room(files, short_of
     assert torch.equal(images_of(prefetcher), expected)
     assert prefetcher.stats.out_of_memory == 1
     short_of_memory(2)
-    with pytest.raises(torch.OutOfMemoryError, match="no memory left for the launch"):
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left for the copy"):
         list(prefetcher)
 
 
