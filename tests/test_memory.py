@@ -374,6 +374,12 @@ def test_what_is_waited_for_before_anything_lies_there(canaries):
     assert decoder.calls == ["wait", 1, "wait"][: 2 + canaries]
 
 
+def test_a_trial_waits_for_kernels_of_the_user_too():
+    decoder = PackedDecoder()
+    decoder.missing()
+    assert decoder.calls == ["wait", 1]
+
+
 def test_a_stream_has_the_same_place_again(monkeypatch):
     decoding = Decoding(CPU, None, None, Stats())
     room, emptied = _budget.ROOM_BYTES, []
@@ -426,6 +432,45 @@ class Refusing(FakeDecoder):
         if any(self.mark in bytes(file.numpy()) for file in call.files(buffer)):
             raise self.error
         super().decode(call, buffer, out)
+
+
+@pytest.fixture
+def short_of_memory(monkeypatch):
+    """Lets so many of the next copies of pictures to the device lack memory."""
+
+    def lack(count):
+        def to(tensor, *args, whole=torch.Tensor.to, **options):
+            nonlocal count
+            if count and tensor.dtype == torch.uint8 and args == (CPU,):
+                count -= 1
+                raise torch.OutOfMemoryError("no memory left for the copy")
+            return whole(tensor, *args, **options)
+
+        monkeypatch.setattr(torch.Tensor, "to", to)
+
+    return lack
+
+
+def test_what_workers_decoded_is_copied_again_once_there_is_room(files, short_of_memory):
+    expected = images_of(prefetcher_of(files, FakeDecoder(), cpu_share=1.0))
+    prefetcher = prefetcher_of(files, FakeDecoder(), cpu_share=1.0)
+    short_of_memory(1)
+    assert torch.equal(images_of(prefetcher), expected)
+    assert prefetcher.stats.out_of_memory == 1
+    short_of_memory(2)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left for the copy"):
+        list(prefetcher)
+
+
+def test_a_second_opinion_is_repeated_once_there_is_room(files, short_of_memory):
+    expected = images_of(prefetcher_of(files[:1], FakeDecoder()))
+    prefetcher = prefetcher_of(files[:1], Refusing(b"\xff\xd8", RuntimeError("not this one")))
+    short_of_memory(1)
+    assert torch.equal(images_of(prefetcher), expected)
+    assert prefetcher.stats.out_of_memory == 1
+    short_of_memory(2)
+    with pytest.raises(torch.OutOfMemoryError, match=r"'0.jpg' .* 128 x 64 pixels"):
+        list(prefetcher)
 
 
 def test_what_the_decoder_does_not_take_gets_a_second_opinion(files):

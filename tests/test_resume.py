@@ -430,6 +430,18 @@ def test_what_becomes_of_an_epoch_is_not_told_to_a_copy():
     assert (prefetcher.state_dict()["batches"], copied.state_dict()["batches"]) == (1, 0)
 
 
+def test_over_another_loader_the_epoch_begins_at_its_start():
+    prefetcher = cpu(numbers())
+    next(iter(prefetcher))
+    prefetcher.load_state_dict(prefetcher.state_dict())
+    assert len(list(prefetcher.over(numbers()))) == 10
+    iter(prefetcher)  # dropped at once
+    other = prefetcher.over(numbers())
+    assert other.state_dict()["epoch"] == 0
+    assert len(list(other)) == 10
+    assert len(list(prefetcher)) == 9  # which still goes on at the saved place
+
+
 def test_a_state_after_an_iterator_that_was_dropped_unused():
     first, second = twice(lambda: numbers(shuffle=True))
     for epoch in range(2):

@@ -92,6 +92,7 @@ class ImageDecoder(ABC):
                 warnings.simplefilter("ignore")  # that torchvision's decoder is deprecated
                 call, buffer = _trial()
                 out = torch.empty(call.size, dtype=torch.uint8, device=self.device)
+                self.wait_for_readers()  # kernels of the user's may read what lay there
                 self.decode(call, buffer, out)
             torch.cuda.current_stream(self.device).synchronize()  # then the file may be let go
         except torch.OutOfMemoryError:

@@ -141,7 +141,10 @@ class ImageJob(PendingImages):
         ready = np.flatnonzero(images.decoded)
         pixels = images.pixels.to(self._decoding.device, non_blocking=True, copy=True)
         pictures = images.pictures(ready, pixels, images.regions.pixels)
-        self._sample(ready, pictures)
+        (output,) = self.outputs
+        assert isinstance(output.out, list)
+        for position, picture in zip(ready.tolist(), pictures, strict=True):
+            output.out[position] = picture  # in the memory format that the worker gave it
 
     def _launches(self, plan: Plan, *, kept: bool) -> _Launched:
         """The launches of a plan; ``kept`` says whether their words lie in the worker's buffer."""
@@ -173,7 +176,7 @@ class ImageJob(PendingImages):
             if failure.reason is None:
                 self._decoding.make_room()
         if part.upload is not None:
-            self._sample_upload(part.upload)
+            self._insist(partial(self._sample_upload, part.upload))
         if part.call is None:
             return
         if failure is None:
@@ -190,6 +193,12 @@ class ImageJob(PendingImages):
         except RefusedError as error:
             return _Failure(str(error))
         return None
+
+    def _insist(self, work: Callable[[], None]) -> None:
+        """Run what no decoder refuses. Out of memory, make room and run it once more."""
+        if self._attempt(work) is not None:
+            self._decoding.make_room()
+            work()
 
     def _decode(self, call: Call, *, again: bool = False) -> None:
         """Decode files whose pictures no launch of the plan reads, and sample them.
@@ -211,7 +220,11 @@ class ImageJob(PendingImages):
         A file that only the GPU's decoder dislikes is not a bad file.
         """
         if len(call.positions) == 1 and failure.reason is not None:
-            self._decode_on_cpu(int(call.positions[0]), failure.reason)
+            position = int(call.positions[0])
+            try:
+                self._insist(partial(self._decode_on_cpu, position, failure.reason))
+            except torch.OutOfMemoryError as error:
+                raise self._too_large(position) from error
             return
         halves = [half for half in np.array_split(call.positions, 2) if len(half)]
         for half in halves:
