@@ -237,6 +237,7 @@ class _Delayed(ImageDecoder):
         self._witness = witness
         self._safe = safe
         self.canaries = safe and decoder.canaries  # they need the host's waits
+        self.overlaps = decoder.overlaps
 
     def wait_for_readers(self) -> None:
         if self._safe:
