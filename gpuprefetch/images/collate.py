@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.data import get_worker_info
 
 from gpuprefetch.core.errors import add_note, text_of, unexpected_end
 from gpuprefetch.core.nested import map_leaves, objects
+from gpuprefetch.core.samplers import Key
 from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import set_apart
 from gpuprefetch.images.columns import Owners, fate, mark
@@ -46,13 +47,21 @@ _HINTS = {
 }
 
 
-class Announced(list[Any]):
-    """A batch of keys on its way to a worker, which unpickles it right before it reads them."""
+class Announced(list[Key]):
+    """A batch of keys on its way to a worker, which unpickles it right before it reads them.
+
+    Args:
+        keys: of the samples.
+        told: the arguments of :func:`announce`, which the worker calls.
+    """
 
     __slots__ = ("told",)
-    told: tuple[Any, ...]  # the arguments of announce(), to be called in the worker
 
-    def __reduce__(self) -> Any:
+    def __init__(self, keys: Iterable[Key], *told: object) -> None:
+        super().__init__(keys)
+        self.told = told
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return announce, self.told
 
 
@@ -104,7 +113,7 @@ class HostStage:
         batch, packed = pack_lists(mark(batch, owners), packing)
         targets = fate(batch, owners)
         for images in packed:
-            images.targets = targets
+            images.note_targets(targets)
         # The loop's process does it where rows are left out or replaced, or targets move as well.
         if not targets and not any(images.errors for images in packed):
             for images in packed:

@@ -71,10 +71,11 @@ def _keep(
     """Take some rows of a batch, and of what its jobs have made of ``count`` images."""
     take = partial(take_rows, rows=rows, count=count)
     for job in jobs:
-        for view, output in zip(views, job.outputs, strict=True):
+        for n, view in enumerate(views):
             # A list of images of their own sizes has an entry per sample, several results of a
             # transform have not.
-            output.out = map_leaves(take, output.out) if view.tail else take(output.out)
+            take_all = partial(map_leaves, take) if view.tail else take
+            job.replace_result(n, take_all(job.results[n]))
     return map_leaves(take, batch, partial(is_column, count=count))
 
 
@@ -102,7 +103,7 @@ def _run_tails(
         own = derive(seed, number) if number else seed
         keys = group[0].images.who.keys[kept]
         for n, view in enumerate(views):
-            outs: list[Batch] = [job.outputs[n].out for job in group]
+            outs: list[Batch] = [job.results[n] for job in group]
             sampled = tail_keys(keys, n)
             if targets:
                 outs, batch = run_tail(
@@ -112,7 +113,7 @@ def _run_tails(
                 layouts = [_layouts(job, n) if rows is None else None for job in group]
                 outs = view.run_tail(outs, view_seed(own, n), sampled, layouts)
             for job, out in zip(group, outs, strict=True):
-                job.outputs[n].out = out
+                job.replace_result(n, out)
     return batch
 
 
@@ -131,7 +132,7 @@ def _share_samples(jobs: Sequence[ImageJob]) -> bool:
 def _result(leaf: Leaf) -> Batch:
     """What is handed over of a leaf."""
     if isinstance(leaf, ImageJob):
-        return one_or_all([output.out for output in leaf.outputs])
+        return one_or_all(leaf.results)
     return leaf.restored() if isinstance(leaf, PerSample) else leaf
 
 

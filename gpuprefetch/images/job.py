@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -26,7 +26,7 @@ from gpuprefetch.transforms.reference import Doubles, Ints
 ALIGNED = 16  # bytes: Triton compiles another kernel for an odd address
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Output:
     """What one view makes of a batch."""
 
@@ -46,6 +46,12 @@ class _Launched:
     # (N,) uint8 in pinned memory, where a launch notes the canaries that it has found; None before
     # a call with canaries.
     survived: torch.Tensor | None = None
+
+    def flags(self, images: int, *, pinned: bool) -> int:
+        """The address of a byte for each image, zeros before the first launch."""
+        if self.survived is None:
+            self.survived = torch.zeros(images, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        return self.survived.data_ptr()
 
     @property
     def room(self) -> int:
@@ -108,15 +114,24 @@ class ImageJob(PendingImages):
         if not sizes:
             self._hand_over_pixels()
         elif images.made.out:  # on the CPU, with what the workers decoded
-            for output, out in zip(self.outputs, images.made.out, strict=True):
-                output.out = out
+            for view, out in enumerate(images.made.out):
+                self.replace_result(view, out)
             parts = [Part(None, part.call) for part in parts]
         else:
-            for output in self.outputs:
-                output.out = output.head.empty(len(images), self._decoding.device)
+            for view, output in enumerate(self.outputs):
+                self.replace_result(view, output.head.empty(len(images), self._decoding.device))
             if plan.tables and self._can_launch():
                 self._launched = self._launches(plan, kept=kept)
         return [partial(self._run, part, number) for number, part in enumerate(parts)]
+
+    @property
+    def results(self) -> list[object]:
+        """What the views make of the batch, as far as they have come."""
+        return [output.out for output in self.outputs]
+
+    def replace_result(self, view: int, result: object) -> None:
+        """Put in place of a view's result what was made of it."""
+        self.outputs[view] = replace(self.outputs[view], out=result)
 
     def _plan(self, sizes: Sequence[tuple[int, int]], limit: int | None) -> tuple[Plan, bool]:
         """The worker's plan, and True; another one if it does not fit."""
@@ -264,12 +279,8 @@ class ImageJob(PendingImages):
         assert launched is not None
         flags = 0
         if checked:
-            if launched.survived is None:
-                on_gpu = self._decoding.device.type == "cuda"
-                launched.survived = torch.zeros(
-                    len(self.images), dtype=torch.uint8, device="cpu", pin_memory=on_gpu
-                )
-            flags = launched.survived.data_ptr()
+            on_gpu = self._decoding.device.type == "cuda"
+            flags = launched.flags(len(self.images), pinned=on_gpu)
         address = flat.data_ptr()
         for launches, start in launched.views:
             launches.launch(number, address + launched.room, address + start, survived=flags)

@@ -77,9 +77,7 @@ class NotedSampler:
             names, repeats = counted.add(keys)
             notes.add(keys, names, repeats)
             if self._in_workers:
-                announced = Announced(keys)
-                announced.told = batch, self._token, names, repeats
-                yield announced
+                yield Announced(keys, batch, self._token, names, repeats)
             else:
                 yield announce(batch, self._token, names, repeats)
 

@@ -19,7 +19,16 @@ from gpuprefetch.images.header import ImageHeader, blank, decode_cpu
 from gpuprefetch.images.headers import Headers, remark_on_clipped
 from gpuprefetch.images.host_memory import memory_for
 from gpuprefetch.images.plan import Size, lay_out, readable
-from gpuprefetch.images.prepared import Identities, PreparedImages, Regions, Report, Stored
+from gpuprefetch.images.prepared import (
+    Identities,
+    PackedImages,
+    Plan,
+    PreparedImages,
+    Regions,
+    Report,
+    Results,
+    Stored,
+)
 from gpuprefetch.images.samples import (
     BatchSamples,
     Origin,
@@ -45,12 +54,27 @@ BELIEVED = 64
 Flags = npt.NDArray[np.bool_]
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What a worker remembers from one batch to the next."""
+class _Memory:
+    """What a worker remembers from one batch to the next.
 
-    last: float = field(default_factory=time.perf_counter)  # when the latest batch was packed
-    named: EncodedImage | None = None  # the latest image that named its sample itself
+    Attributes:
+        packed: when the latest batch was packed.
+    """
+
+    def __init__(self) -> None:
+        self.packed = time.perf_counter()
+        self._named: EncodedImage | None = None  # the latest image that named its sample itself
+
+    def note_packed(self) -> float:
+        """Note that a batch has been packed; the time of that."""
+        self.packed = time.perf_counter()
+        return self.packed
+
+    def swap_named(self, latest: EncodedImage | None) -> EncodedImage | None:
+        """Remember the latest image that named its sample itself; the one before it."""
+        before = self._named
+        self._named = latest
+        return before
 
 
 @dataclass(slots=True)
@@ -71,7 +95,7 @@ class Packer:
     programs: tuple[Policy | None, ...] = ()
     rank: int = 0  # of this process among those that may be given the same samples, else 0
     draws: bool = False  # whether any transform has random parameters
-    _seen: _Seen = field(init=False, default_factory=_Seen)
+    _memory: _Memory = field(init=False, default_factory=_Memory)
 
     def keys(self, samples: Sequence[Sample]) -> Keys:
         """``(N,)``, what the random parameters of each sample come from."""
@@ -89,9 +113,8 @@ class Packer:
 
     def alike(self, samples: BatchSamples) -> EncodedImage | None:
         """An image that nothing tells from that of another sample, in the batch or before it."""
-        before = self._seen.named
         latest = samples.latest()
-        self._seen.named = latest
+        before = self._memory.swap_named(latest)
         if samples.alike is not None or before is None or latest is None:
             return samples.alike
         same = own_name(before) == own_name(latest)
@@ -100,14 +123,13 @@ class Packer:
     def read_seconds(self, images: Sequence[EncodedImage]) -> float:
         """What the dataset needed; 0 for images that it has kept from before the last batch."""
         made = [image._made for image in images]
-        if len(made) < 2 or min(made) < self._seen.last:
+        if len(made) < 2 or min(made) < self._memory.packed:
             return 0.0
         return (max(made) - min(made)) * len(made) / (len(made) - 1)
 
     def packed(self) -> float:
         """Note that a batch has been packed; the time of that."""
-        self._seen.last = time.perf_counter()
-        return self._seen.last
+        return self._memory.note_packed()
 
     def decode(self, image: EncodedImage, header: ImageHeader, divisor: int = 1) -> torch.Tensor:
         """Decode an image. A bad file is a ValueError, and too little memory a MemoryError."""
@@ -132,15 +154,15 @@ class Packer:
             except ValueError as error:
                 headers.errors[i] = str(error)
 
-    def prepare(
+    def pack(
         self,
         images: Sequence[EncodedImage],
         headers: Headers,
         rows: Sequence[Doubles | None],
         who: Identities,
         share: float,
-    ) -> tuple[PreparedImages, float]:
-        """Decode a share of the images, pack all and plan; the seconds of decoding, too."""
+    ) -> tuple[PackedImages, float]:
+        """Decode a share of the images, and pack all; the seconds of decoding, too."""
         files = np.array([len(image.data) for image in images])
         ours = divide(headers, files, share, on_gpu=self.on_gpu, keeps_sizes=not self.sizes)
         if not self.sizes:
@@ -148,11 +170,11 @@ class Packer:
             ours &= headers.whole
         made = what_to_make(headers, ours, rows, self.heads, on_gpu=self.on_gpu)
         lengths = np.where(ours, 3 * made.pixels, files) * headers.whole
-        batch = self._allocate(headers, ours, lengths, made, who, share)
-        seconds = self._fill(images, headers, made, batch)
-        self._plan(batch)
-        self._finish(batch)
-        return batch, seconds
+        packed = self._allocate(headers, ours, lengths, made, who)
+        _copy_files(images, headers, packed)
+        started = time.perf_counter()
+        self._decode_into(packed, images, headers, made)
+        return packed, time.perf_counter() - started
 
     def _allocate(
         self,
@@ -161,8 +183,7 @@ class Packer:
         lengths: Ints,
         made: Made,
         who: Identities,
-        share: float,
-    ) -> PreparedImages:
+    ) -> PackedImages:
         """Lay out a batch of images that need these bytes each, decoded or not."""
         # Files with the most work lie first: nvJPEG gives the engines files in turns, and waits for
         # one that is not through with the file before. On an H200, beside training, an image needs
@@ -177,7 +198,7 @@ class Packer:
             None if each is None else of_stored(each, headers, orientation) for each in made.rows
         ]
         channels_last = self.heads[0].memory_format is torch.channels_last
-        return PreparedImages(
+        return PackedImages(
             buffer=Buffer.empty(size + room),
             regions=Regions(pixels=int(lengths[~ours].sum()), words=[size]),
             spans=np.stack([stops - lengths, stops], axis=1),
@@ -192,43 +213,31 @@ class Packer:
             who=who,
             rows=rows,
             errors=headers.errors,
-            report=Report(share=share),
         )
 
-    def _fill(
-        self, images: Sequence[EncodedImage], headers: Headers, made: Made, batch: PreparedImages
-    ) -> float:
-        """Copy the files that are left to the device, and decode the others: seconds of that."""
-        parts = batch.parts()
-        for i in np.flatnonzero(headers.whole & ~batch.decoded).tolist():
-            file = images[i].data
-            exif = headers.each[i].exif
-            parts[i][:] = np.frombuffer(blank(file, exif) if exif else file, dtype=np.uint8)
-        started = time.perf_counter()
-        for i in np.flatnonzero(batch.decoded).tolist():
+    def _decode_into(
+        self, packed: PackedImages, images: Sequence[EncodedImage], headers: Headers, made: Made
+    ) -> None:
+        """Decode the images that are not left to the device, into their parts of the buffer."""
+        parts = packed.parts()
+        for i in np.flatnonzero(packed.decoded).tolist():
             picture = headers.early.pop(i, None)
             if picture is None:
                 try:
                     picture = self.decode(images[i], headers.each[i], int(made.divisors[i]))
                 except ValueError as error:
-                    batch.errors[i] = str(error)
-                    batch.decoded[i] = False
-                    batch.spans[i] = 0
+                    packed.errors[i] = str(error)
+                    packed.decoded[i] = False
+                    packed.spans[i] = 0
                     continue
-            rows = [each[i] for each in batch.rows if each is not None]
+            rows = [each[i] for each in packed.rows if each is not None]
             pictures, fitted = self._fit(picture, rows, crop=bool(made.crops[i]))
-            for each, row in zip(batch.rows, fitted, strict=False):
+            for each, row in zip(packed.rows, fitted, strict=False):
                 assert each is not None
                 each[i] = row
-            if not batch.stored.views:
-                batch.stored.sizes[i] = pictures[0].shape[-2:]
-            first = 0
-            for picture in pictures:
-                laid = picture.permute(1, 2, 0) if batch.stored.interleaved else picture
-                part = parts[i][first : first + laid.numel()]
-                part.reshape(laid.shape)[:] = laid.numpy()
-                first += laid.numel()
-        return time.perf_counter() - started
+            if not packed.stored.views:
+                packed.stored.sizes[i] = pictures[0].shape[-2:]
+            _write(pictures, parts[i], interleaved=packed.stored.interleaved)
 
     def _fit(
         self, picture: torch.Tensor, rows: Sequence[Doubles], *, crop: bool
@@ -250,47 +259,75 @@ class Packer:
         ]
         return finished, [finished_row(size) for size in self.sizes]
 
-    def _plan(self, batch: PreparedImages) -> None:
-        """Plan a batch, and put what its launches read into its buffer, after the pixels."""
+    def plan(self, packed: PackedImages) -> tuple[Plan, list[int]]:
+        """Plan a batch, and put the launch table of each view into its buffer, after the pixels.
+
+        Returns the plan, and the byte of the buffer after each of these tables.
+        """
         if not self.launches:
-            batch.plan = lay_out(batch, self.sizes)
-            return
+            return lay_out(packed, self.sizes), []
         words = []
-        for view, (head, rows) in enumerate(zip(self.heads, batch.rows, strict=True)):
+        for view, (head, rows) in enumerate(zip(self.heads, packed.rows, strict=True)):
             assert rows is not None
             words.append(
                 plan_rows(
                     rows,
-                    batch.view_sizes(view),
-                    batch.stored.transposed,
+                    packed.view_sizes(view),
+                    packed.stored.transposed,
                     self.sizes[view],
                     head.interpolation,
                     head.antialias,
                 )
             )
-        batch.plan = lay_out(batch, self.sizes, words)
-        ends = batch.regions.words
-        for head, table in zip(self.heads, batch.plan.tables, strict=False):  # none of no parts
-            given = Launches.numbers(table, head.colors)
-            ends.append(ends[-1] + len(given))
-            batch.buffer.tensor[ends[-2] : ends[-1]] = given
-            table.words = None
+        plan = lay_out(packed, self.sizes, words)
+        ends = []
+        end = packed.regions.pixels_end
+        for head, table in zip(self.heads, plan.tables, strict=False):  # none of no parts
+            numbers = Launches.numbers(table, head.colors)
+            start = end
+            end += len(numbers)
+            packed.buffer.tensor[start:end] = numbers
+            ends.append(end)
+        return Plan(plan.parts, [table.without_words() for table in plan.tables]), ends
 
-    def _finish(self, batch: PreparedImages) -> None:
-        """Run the fused transforms here, where they are to."""
+    def finish(self, packed: PackedImages) -> list[torch.Tensor]:
+        """The result of each view, where the fused transforms run here; else an empty list."""
         if not self.finishes or not self.sizes:
-            return
-        ready = np.flatnonzero(batch.decoded)
-        for view, (head, rows) in enumerate(zip(self.heads, batch.rows, strict=True)):
+            return []
+        outs = []
+        ready = np.flatnonzero(packed.decoded)
+        for view, (head, rows) in enumerate(zip(self.heads, packed.rows, strict=True)):
             assert rows is not None
-            out = head.empty(len(batch), "cpu")
+            out = head.empty(len(packed), "cpu")
             program = self.programs[view] if self.programs else None
             if get_worker_info() is not None and program is None:
                 share(out)  # torch would do so as it sends it
             if len(ready):
-                pictures = batch.pictures(ready, batch.pixels, batch.regions.pixels, view)
+                pictures = packed.pictures(ready, packed.pixels, packed.regions.pixels, view)
                 head.resample_into(out, ready, pictures, rows[ready])
-            batch.made.out.append(out)
+            outs.append(out)
+        return outs
+
+
+def _copy_files(images: Sequence[EncodedImage], headers: Headers, packed: PackedImages) -> None:
+    """Copy the files that are left to the device into their parts of the buffer."""
+    parts = packed.parts()
+    for i in np.flatnonzero(headers.whole & ~packed.decoded).tolist():
+        file = images[i].data
+        exif = headers.each[i].exif
+        parts[i][:] = np.frombuffer(blank(file, exif) if exif else file, dtype=np.uint8)
+
+
+def _write(
+    pictures: Sequence[torch.Tensor], part: npt.NDArray[np.uint8], *, interleaved: bool
+) -> None:
+    """Write the pictures of an image, one a view, into its part of the buffer."""
+    first = 0
+    for picture in pictures:
+        laid = picture.permute(1, 2, 0) if interleaved else picture
+        last = first + laid.numel()
+        part[first:last].reshape(laid.shape)[:] = laid.numpy()
+        first = last
 
 
 class Packing:
@@ -319,25 +356,30 @@ class Packing:
             paths=[image.path for image in images],
             samples=self._samples.positions(images),
         )
-        batch, decoding = packer.prepare(images, headers, rows, who, self._share)
+        packed, decoding = packer.pack(images, headers, rows, who, self._share)
+        plan, ends = packer.plan(packed)
+        made = Results(out=packer.finish(packed))
         reading = packer.read_seconds(images)
-        ready = int(batch.decoded.sum())
-        batch.report.remarks |= remark_on_clipped(images, headers)
-        batch.report.counts = {
-            "cpu_images": ready,
-            "gpu_images": len(batch) - ready - len(batch.errors),
-            "encoded_bytes": batch.regions.pixels_end,
-            "read_seconds": reading,
-            "worker_decode_seconds": decoding,
-            "collate_seconds": packer.packed() - began - decoding,
-        }
-        if packer.draws:
-            batch.report.remarks |= self._remarks()
-        return batch
+        ready = int(packed.decoded.sum())
+        report = Report(
+            share=self._share,
+            counts={
+                "cpu_images": ready,
+                "gpu_images": len(packed) - ready - len(packed.errors),
+                "encoded_bytes": packed.regions.pixels_end,
+                "read_seconds": reading,
+                "worker_decode_seconds": decoding,
+                "collate_seconds": packer.packed() - began - decoding,
+            },
+            remarks=self._remarks(images, headers),
+        )
+        return PreparedImages.of(packed, ends, plan=plan, made=made, report=report)
 
-    def _remarks(self) -> dict[str, str]:
-        """What the user should know of random parameters that images share."""
-        remarks = {}
+    def _remarks(self, images: Sequence[EncodedImage], headers: Headers) -> dict[str, str]:
+        """What the user should know: of clipped values, and of random parameters in common."""
+        remarks = remark_on_clipped(images, headers)
+        if not self._packer.draws:
+            return remarks
         if (alike := self._packer.alike(self._samples)) is not None:
             remarks["alike"] = _ALIKE.format(alike)
         if (twice := self._samples.twice) is not None:
@@ -425,8 +467,6 @@ def _leaders(samples: Sequence[Sample], headers: Headers) -> Ints:
     for position, sample in enumerate(samples):
         if position in headers.errors:  # its size is made up
             continue
-        if sample.size is None:
-            height, width = leaders[position].tolist()
-            sample.size = height, width
-        leaders[position] = sample.size
+        height, width = leaders[position].tolist()
+        leaders[position] = sample.leading_size((height, width))
     return leaders

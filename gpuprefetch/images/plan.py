@@ -11,7 +11,7 @@ import numpy as np
 
 from gpuprefetch.core.nested import Batch, objects, tensors
 from gpuprefetch.core.stage import Cost
-from gpuprefetch.images.prepared import Part, Plan, PreparedImages, Upload, is_encoded
+from gpuprefetch.images.prepared import PackedImages, Part, Plan, PreparedImages, Upload, is_encoded
 from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.launch import arrange
 from gpuprefetch.transforms.launch_table import Words
@@ -24,7 +24,8 @@ BLOCK = 512  # torch's caching allocator rounds up to it
 # Images and decoded bytes of one decode call: 256 of ImageNet's photos are one. Each call fills and
 # empties the engines, which takes a millisecond. Of photos of 12 megapixels it holds seven, one for
 # each engine of an H100: calls of three, two at a time, decode 425 a second there and these 965.
-SUB_BATCH, SUB_BATCH_BYTES = 256, 256 << 20
+SUB_BATCH = 256
+SUB_BATCH_BYTES = 256 << 20
 # Decoded bytes of a call where the GPU has no engines: it takes as long whatever its size.
 WHOLE_BATCH_BYTES = 512 << 20
 # Of what the workers decoded, in one copy that goes with a call: usually all of a batch.
@@ -57,7 +58,7 @@ def readable(size: int) -> str:
     return f"{size / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def positions_to_decode(images: PreparedImages) -> Ints:
+def positions_to_decode(images: PackedImages) -> Ints:
     """The images of a batch that are left to the device, in the order of its buffer."""
     todo = ~images.decoded
     todo[list(images.errors)] = False
@@ -65,7 +66,7 @@ def positions_to_decode(images: PreparedImages) -> Ints:
     return positions[np.argsort(images.spans[positions, 0], kind="stable")]
 
 
-def decoded_bytes(images: PreparedImages, positions: Ints | slice) -> Ints:
+def decoded_bytes(images: PackedImages, positions: Ints | slice) -> Ints:
     """``(n,)``, what each picture needs once it is decoded, as torch's allocator rounds it up."""
     size: Ints = 3 * images.stored.sizes[positions].prod(axis=1)
     return -(-size // BLOCK) * BLOCK
@@ -102,7 +103,7 @@ def cut(sizes: Ints, limit: int | None = None, room: int | None = None) -> list[
 
 
 def uploads(
-    images: PreparedImages, limit: int | None = None, room: int | None = None
+    images: PackedImages, limit: int | None = None, room: int | None = None
 ) -> list[Upload]:
     """Divide what the workers decoded into copies of UPLOAD_BYTES or ``room``, or of one image."""
     positions = np.flatnonzero(images.decoded)
@@ -122,7 +123,7 @@ def uploads(
 
 
 def lay_out(
-    images: PreparedImages,
+    images: PackedImages,
     sizes: Sequence[Size] = (),
     words: Sequence[Words] = (),
     limit: int | None = None,
@@ -159,14 +160,16 @@ def lay_out(
     return Plan(parts, tables)
 
 
-def _located(images: PreparedImages, part: Part) -> tuple[Ints, Ints]:
+def _located(images: PackedImages, part: Part) -> tuple[Ints, Ints]:
     """``(n,)`` each, the pictures of a part, and where they begin in its memory on the device."""
     none = np.zeros(0, dtype=np.int64)
-    ready, ready_offsets = none, none
+    ready = none
+    ready_offsets = none
     if part.upload is not None:
         ready = part.upload.positions
         ready_offsets = images.spans[ready, 0] - part.upload.start
-    todo, todo_offsets = none, none
+    todo = none
+    todo_offsets = none
     if part.call is not None:
         todo = part.call.positions
         todo_offsets = part.uploaded + part.call.offsets
@@ -240,6 +243,7 @@ def _cost_of_images(images: PreparedImages, heads: Sequence[Head], copies: int) 
         return ImageCost(fixed, decoded)
     largest = int(each.argmax())
     height, width = images.stored.sizes[largest].tolist()
-    path, index = images.who.paths[largest], images.who.indices[largest]
+    path = images.who.paths[largest]
+    index = images.who.indices[largest]
     name = f"{path or f'sample {index}'!r} of {width} x {height} pixels"
     return ImageCost(fixed, decoded, int(each[largest]), name)

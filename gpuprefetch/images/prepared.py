@@ -164,7 +164,7 @@ class Report:
 
 
 @dataclass(slots=True)
-class Made:
+class Results:
     """What a worker has made of its batch besides the buffer."""
 
     # The finished batch of each view, where no device is to make it.
@@ -175,8 +175,19 @@ class Made:
 
 
 @dataclass(kw_only=True, repr=False)
-class PreparedImages(Encoded):
-    """N encoded images that a :class:`.packer.Packer` has prepared, in one flat buffer."""
+class PackedImages:
+    """N encoded images in one flat buffer.
+
+    Three photos of one view; a worker has decoded the second one, to 2 x 5 pixels. Their launch
+    table has 576 bytes::
+
+        byte    0         100       150          180            756
+        buffer  | file 0  | file 2  | picture 1  | launch table |
+
+        regions  Regions(pixels=150, words=[180, 756])
+        spans    [[0, 100], [150, 180], [100, 150]]
+        decoded  [False, True, False]
+    """
 
     buffer: Buffer
     regions: Regions
@@ -186,10 +197,6 @@ class PreparedImages(Encoded):
     who: Identities
     rows: list[Doubles | None]  # of each view (N, 2, 6), its sampling; None without a fixed size
     errors: dict[int, str]  # position -> why the image cannot be decoded
-    report: Report
-    plan: Plan = field(default_factory=Plan)
-    made: Made = field(default_factory=Made)
-    targets: Fate | None = None  # of boxes, masks and points beside them; None without any
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -244,6 +251,29 @@ class PreparedImages(Encoded):
         if self.stored.interleaved:
             return [piece.view(*size, 3).permute(2, 0, 1) for piece, size in pairs]
         return [piece.view(3, *size) for piece, size in pairs]
+
+
+@dataclass(kw_only=True, repr=False)
+class PreparedImages(PackedImages, Encoded):
+    """N encoded images that a :class:`.packer.Packer` has prepared for the device."""
+
+    report: Report
+    plan: Plan
+    made: Results
+    targets: Fate | None = None  # of boxes, masks and points beside them; None without any
+
+    @classmethod
+    def of(
+        cls, packed: PackedImages, ends: Sequence[int], *, plan: Plan, made: Results, report: Report
+    ) -> PreparedImages:
+        """Packed images with their plan; ``ends`` is where each view's launch table ends."""
+        regions = Regions(packed.regions.pixels, [packed.regions.pixels_end, *ends])
+        parts = vars(packed) | {"regions": regions}
+        return cls(**parts, plan=plan, made=made, report=report)
+
+    def note_targets(self, targets: Fate | None) -> None:
+        """Note what the collate function did with the targets beside the images."""
+        self.targets = targets
 
     def words(self, view: int) -> Words:
         """What a view's launches read of each image, ``(N,)``, in the order of the batch."""
