@@ -1,11 +1,10 @@
-"""In the workers, images become a batch for the device: headers, draws, decoding, a plan."""
+"""In a worker, images become a batch for the device: headers, sampling, decoding, a plan."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,16 +28,9 @@ from gpuprefetch.images.prepared import (
     Results,
     Stored,
 )
-from gpuprefetch.images.samples import (
-    BatchSamples,
-    Origin,
-    Sample,
-    is_alike,
-    keys_of,
-    own_name,
-)
+from gpuprefetch.images.samples import BatchSamples, Origin, Sample, is_alike, keys_of, own_name
 from gpuprefetch.images.slab import Buffer, share
-from gpuprefetch.images.targets import follow
+from gpuprefetch.images.targets import Structure, follow
 from gpuprefetch.images.walk import walk
 from gpuprefetch.lists.refused import require_fixed_size
 from gpuprefetch.policies.policy import Policy
@@ -47,8 +39,9 @@ from gpuprefetch.transforms.launch import Launches, plan_rows
 from gpuprefetch.transforms.random import Keys, head_keys
 from gpuprefetch.transforms.reference import Doubles, Ints, check_rows, finished_row, resample_uint8
 
-# Without a fixed size: decoded bytes for each byte of a file that a batch has room for before the
-# decode. Photos have 5 to 50. Flat colors have up to 1,000: they are decoded first, and copied.
+# Without a fixed size the buffer has room for whole pictures, and a header is believed if it claims
+# at most this many decoded bytes for each byte of its file. Photos have 5 to 50. Flat colors have
+# up to 1,000: they are decoded before there is a buffer, and copied.
 BELIEVED = 64
 
 Flags = npt.NDArray[np.bool_]
@@ -79,26 +72,31 @@ class _Memory:
 
 @dataclass(slots=True)
 class Packer:
-    """Prepares batches of encoded images for the device; what is the same for all of them."""
+    """Prepares batches of encoded images for the device.
+
+    :meth:`pack` makes :class:`.prepared.PackedImages`, for which :meth:`plan` and :meth:`finish`
+    make the rest of :class:`.prepared.PreparedImages`. A :class:`Packing` calls all three.
+    """
 
     heads: tuple[Head, ...]  # the fused transforms of each view
     on_gpu: bool  # whether baseline JPEGs are left to the GPU
     apply_exif: bool
     origin: Origin  # of random parameters
-    share: torch.Tensor  # in shared memory, of the baseline JPEGs that are decoded here
-    # Whether the result is made here, as without a device: a worker runs its share of it in one
-    # thread, and in the loop's process many threads would wait for cores that the workers have.
+    share: torch.Tensor  # (1,) in shared memory, which part of the baseline JPEGs is decoded here
+    # Whether the fused transforms run here, as without a GPU. A worker runs them in one thread. In
+    # the loop's process many threads would compete with the workers for the cores.
     finishes: bool = False
     late: bool = False  # whether the collate function runs after the transforms
     moves: bool = False  # whether a transform moves pixels
-    # Of each view what workers sample for, and run on its finished images if there are some here.
+    # The first transform after the fused ones of each view, if workers sample for it. They also run
+    # it on images that they finish.
     programs: tuple[Policy | None, ...] = ()
-    rank: int = 0  # of this process among those that may be given the same samples, else 0
+    rank: int = 0  # of this process; 0 unless other ranks may be given the same samples
     draws: bool = False  # whether any transform has random parameters
     _memory: _Memory = field(init=False, default_factory=_Memory)
 
     def keys(self, samples: Sequence[Sample]) -> Keys:
-        """``(N,)``, what the random parameters of each sample come from."""
+        """``(N,)``, which the random parameters of each sample come from."""
         return keys_of(samples, self.origin.seed, self.origin.epoch, self.rank)
 
     @property
@@ -108,11 +106,11 @@ class Packer:
 
     @property
     def launches(self) -> bool:
-        """Whether a kernel samples what is decoded, of pixels ``(H, W, 3)``."""
+        """Whether a kernel resamples decoded pictures, which are ``(H, W, 3)`` then."""
         return self.on_gpu and bool(self.sizes)
 
     def alike(self, samples: BatchSamples) -> EncodedImage | None:
-        """An image that nothing tells from that of another sample, in the batch or before it."""
+        """An image that could be of another sample of this batch or the last one; else None."""
         latest = samples.latest()
         before = self._memory.swap_named(latest)
         if samples.alike is not None or before is None or latest is None:
@@ -121,7 +119,7 @@ class Packer:
         return latest if same and is_alike(before, latest) else None
 
     def read_seconds(self, images: Sequence[EncodedImage]) -> float:
-        """What the dataset needed; 0 for images that it has kept from before the last batch."""
+        """Seconds that reading needed; 0 if the dataset kept images from before the last batch."""
         made = [image._made for image in images]
         if len(made) < 2 or min(made) < self._memory.packed:
             return 0.0
@@ -142,10 +140,10 @@ class Packer:
     def decode_first(
         self, images: Sequence[EncodedImage], headers: Headers, files: Ints, ours: Flags
     ) -> None:
-        """Decode what claims to be out of proportion to its bytes.
+        """Decode the images whose headers claim more than :data:`BELIEVED`.
 
-        Without a fixed size the batch has room for whole pictures, and shared memory that is full
-        ends the run. So nothing is believed that a file of that length seldom holds.
+        Without a fixed size the buffer has room for whole pictures, and full shared memory ends the
+        run. A damaged header must not fill it.
         """
         claims = 3 * headers.sizes.prod(axis=1)
         for i in np.flatnonzero(ours & (claims > BELIEVED * files)).tolist():
@@ -185,28 +183,28 @@ class Packer:
         who: Identities,
     ) -> PackedImages:
         """Lay out a batch of images that need these bytes each, decoded or not."""
-        # Files with the most work lie first: nvJPEG gives the engines files in turns, and waits for
-        # one that is not through with the file before. On an H200, beside training, an image needs
-        # 102 us so, and 110 in any order. Decoded ones lie as they come: see plan.uploads().
+        # The largest pictures lie first. nvJPEG deals files out to the engines in turns, and waits
+        # for an engine that is still busy: beside training on an H200 an image needs 102 us in this
+        # order, and 110 in any. Decoded ones lie as they come: see plan.uploads().
         order = np.lexsort((np.where(ours, 0, -headers.sizes.prod(axis=1)), ours))
         stops = np.empty_like(lengths)
         stops[order] = np.cumsum(lengths[order])
         size = int(lengths.sum())
-        room = len(self.heads) * Launches.room(len(ours), 3) if self.launches else 0
-        orientation = np.where(ours, 1, headers.orientation)  # what is decoded here is turned here
+        words = len(self.heads) * Launches.room(len(ours), 3) if self.launches else 0
+        orientation = np.where(ours, 1, headers.orientation)  # decoding here turns pictures upright
         rows = [
             None if each is None else of_stored(each, headers, orientation) for each in made.rows
         ]
         channels_last = self.heads[0].memory_format is torch.channels_last
         return PackedImages(
-            buffer=Buffer.empty(size + room),
+            buffer=Buffer.empty(size + words),
             regions=Regions(pixels=int(lengths[~ours].sum()), words=[size]),
             spans=np.stack([stops - lengths, stops], axis=1),
             decoded=ours,
             stored=Stored(
                 sizes=headers.sizes,
                 transposed=orientation >= 5,
-                # As on the GPU; to turn a picture into planes needs a tenth of its decode.
+                # As a kernel reads them. Planes would cost a tenth of the picture's decode more.
                 interleaved=self.launches or (self.finishes and channels_last),
                 views=self.sizes if len(self.heads) > 1 else (),
             ),
@@ -242,7 +240,7 @@ class Packer:
     def _fit(
         self, picture: torch.Tensor, rows: Sequence[Doubles], *, crop: bool
     ) -> tuple[list[torch.Tensor], list[Doubles]]:
-        """What a decoded picture becomes for each view, and the sampling of that."""
+        """What is sent of a decoded picture for each view, and the sampling of that."""
         if not self.sizes:
             return [picture], []
         if crop:
@@ -339,7 +337,7 @@ class Packing:
         self._packer = packer
         self._samples = BatchSamples() if samples is None else samples
         self._following = following
-        self._share = float(packer.share)  # one for all of it: the balancer may change it meanwhile
+        self._share = float(packer.share)  # read once: the balancer may change it meanwhile
 
     def __call__(self, images: Sequence[EncodedImage]) -> PreparedImages:
         """Prepare images: read their headers, sample, decode some of them, pack all, plan."""
@@ -386,15 +384,20 @@ class Packing:
             remarks["twice"] = _TWICE.format(twice)
         return remarks
 
-    def follow(self, given: Any, names: Sequence[int], repeats: Sequence[int]) -> Any:
-        """Move boxes, masks and points as their image will be; the samples, which are to be packed.
+    def follow(self, given: Structure, names: Sequence[int], repeats: Sequence[int]) -> Structure:
+        """Move boxes, masks and points as their image will be moved; the samples with these.
 
-        ``given`` is what the collate function is to get, with names and repeats of its samples.
+        Args:
+            given: what the collate function is to get: a list of samples, or one item.
+            names: of the samples or of the item; empty if they are not known.
+            repeats: of the same; empty if there are none.
         """
         packer = self._packer
         self._samples = BatchSamples(given, names, repeats)
 
-        def draw(images: Sequence[EncodedImage]) -> tuple[Any, Any, dict[int, str]]:
+        def sample_for(
+            images: Sequence[EncodedImage],
+        ) -> tuple[Doubles, Ints, dict[int, str]]:
             headers = Headers(images, apply_exif=packer.apply_exif)
             samples = self._samples.of(images)
             leaders = _leaders(samples, headers)
@@ -408,7 +411,7 @@ class Packing:
                 "Views gives several pictures of an image, and boxes, masks and points can follow "
                 "one. Return plain tensors, as mask.as_subclass(torch.Tensor), or leave them out."
             )
-        followed = given if others else follow(given, head.size, draw)
+        followed = given if others else follow(given, head.size, sample_for)
         if followed is not given:
             self._following = True
             self._samples = BatchSamples(followed, names, repeats)
@@ -465,7 +468,7 @@ def _leaders(samples: Sequence[Sample], headers: Headers) -> Ints:
     """``(N, 2)``, for each image the size of the first one of its sample."""
     leaders = headers.sizes.copy()
     for position, sample in enumerate(samples):
-        if position in headers.errors:  # its size is made up
+        if position in headers.errors:  # the size is made up
             continue
         height, width = leaders[position].tolist()
         leaders[position] = sample.leading_size((height, width))
