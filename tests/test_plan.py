@@ -27,7 +27,7 @@ def packed():
     """The example of PackedImages, whose files decode to 4 x 6 and 2 x 8 pixels."""
     return PackedImages(
         buffer=Buffer(torch.arange(756, dtype=torch.int64).to(torch.uint8)),
-        regions=Regions(pixels=150, words=[180]),
+        regions=Regions(pixels=150, tables=[180]),
         spans=np.array([[0, 100], [150, 180], [100, 150]]),
         decoded=np.array([False, True, False]),
         stored=Stored(
@@ -62,7 +62,7 @@ def numbers(part):
 
 def test_the_parts_of_a_buffer():
     images = prepared(packed())
-    assert images.regions == Regions(pixels=150, words=[180, 756])
+    assert images.regions == Regions(pixels=150, tables=[180, 756])
     assert images.regions.pixels_end == 180
     whole = images.buffer.tensor
     assert torch.equal(images.files, whole[:150])

@@ -24,7 +24,7 @@ from gpuprefetch.images.guard import begin_reading, end_reading
 from gpuprefetch.images.host_memory import memory_for
 from gpuprefetch.images.packer import Packer, Packing
 from gpuprefetch.images.prepared import PreparedImages, is_encoded
-from gpuprefetch.images.slab import by_value, share
+from gpuprefetch.images.slab import by_value, into_shared_memory
 from gpuprefetch.images.targets import followed, refuse_unfollowed
 from gpuprefetch.images.walk import walk
 from gpuprefetch.transforms.random import op_keys, tail_keys
@@ -141,7 +141,8 @@ class HostStage:
             with own_modes(torch.device("cpu")):
                 if packer.finishes:
                     out = images.made.out[view]
-                    images.made.out[view] = program.carry_out(out, program.drawn(keys, out), share)
+                    sampled = program.drawn(keys, out)
+                    images.made.out[view] = program.carry_out(out, sampled, into_shared_memory)
                 else:
                     form = head.empty(len(images), "meta")
                     images.made.layouts[view] = program.lay_out(form, program.drawn(keys, form))

@@ -34,7 +34,7 @@ def finish(
 
     Args:
         batch: as the collate function made it, with a job in place of encoded images.
-        jobs: these, whose images are decoded and sampled.
+        jobs: these jobs, whose images are decoded and resampled.
         views: what becomes of the images.
         seed: of what is sampled for the batch as a whole.
         stats: which count the time.
@@ -55,9 +55,9 @@ def finish(
             batch = _run_tails(batch, jobs, views, rows, seed)
     kept = torch.arange(count) if rows is None else rows
     if only is not None:
-        place = kept.eq(only).nonzero()[:1, 0]
-        batch = _keep(batch, jobs, views, place, len(kept))
-        kept = place
+        row = kept.eq(only).nonzero()[:1, 0]
+        batch = _keep(batch, jobs, views, row, len(kept))
+        kept = row
     return map_leaves(_result, batch, partial(is_column, count=len(kept)))
 
 
@@ -68,7 +68,7 @@ def _keep(
     rows: torch.Tensor,
     count: int,
 ) -> Batch:
-    """Take some rows of a batch, and of what its jobs have made of ``count`` images."""
+    """Take some rows out of a batch of ``count`` images, and out of the results of its jobs."""
     take = partial(take_rows, rows=rows, count=count)
     for job in jobs:
         for n, view in enumerate(views):
@@ -86,9 +86,9 @@ def _run_tails(
     rows: torch.Tensor | None,
     seed: int,
 ) -> Batch:
-    """Run what comes after the fused transforms, on images and on targets beside them.
+    """Run the transforms after the fused ones on images, and on targets beside them.
 
-    Images of one sample are transformed alike. Returns the batch with its moved targets.
+    Images of one sample are transformed alike. Returns the batch with the moved targets.
     """
     targets = jobs[0].images.targets
     together = _share_samples(jobs)
@@ -118,7 +118,7 @@ def _run_tails(
 
 
 def _layouts(job: ImageJob, view: int) -> Sequence[Layout] | None:
-    """What a worker has sampled for the first of these transforms; None if it has not."""
+    """What a worker has sampled for the first transform after the fused ones; None if nothing."""
     layouts = job.images.made.layouts
     return layouts[view] if layouts else None
 
@@ -130,12 +130,12 @@ def _share_samples(jobs: Sequence[ImageJob]) -> bool:
 
 
 def _result(leaf: Leaf) -> Batch:
-    """What is handed over of a leaf."""
+    """What the loop gets for a leaf."""
     if isinstance(leaf, ImageJob):
         return one_or_all(leaf.results)
     return leaf.restored() if isinstance(leaf, PerSample) else leaf
 
 
 def one_or_all(results: Sequence[object]) -> Batch:
-    """What a loop gets for its images: of several views a tuple."""
+    """What the loop gets for its images: the result of one view, or a tuple of several."""
     return tuple(results) if len(results) > 1 else results[0]

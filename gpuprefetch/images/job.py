@@ -41,8 +41,8 @@ class Output:
 class _Launched:
     """The launches of a batch, and what they read."""
 
-    words: torch.Tensor  # 1-D uint8 on the CPU, the launch words of all views
-    views: Sequence[tuple[Launches, int]]  # of each view, and where its words begin in those
+    tables: torch.Tensor  # 1-D uint8 on the CPU, the launch tables of all views
+    views: Sequence[tuple[Launches, int]]  # of each view, and the first byte of its table
     # (N,) uint8 in pinned memory, where a launch notes the canaries that it has found; None before
     # a call with canaries.
     survived: torch.Tensor | None = None
@@ -55,8 +55,8 @@ class _Launched:
 
     @property
     def pictures_at(self) -> int:
-        """The byte of scratch after the words at which pictures may begin."""
-        return -(-len(self.words) // ALIGNED) * ALIGNED
+        """The byte of scratch, after the tables, at which pictures may begin."""
+        return -(-len(self.tables) // ALIGNED) * ALIGNED
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class ImageJob(PendingImages):
     A part goes through these steps, each only if the one before fails or is not possible::
 
         decode and launch   one call, one launch a view, as planned
-        decode apart        the call's files to other memory, and the eager twin
+        decode apart        the call's files, into other memory, and another launch
         cut up              both halves apart, and their halves
         on the CPU          a single file that the decoder refuses
 
@@ -172,24 +172,24 @@ class ImageJob(PendingImages):
         self._sample(ready, pictures)
 
     def _launches(self, plan: Plan, *, kept: bool) -> _Launched:
-        """The launches of a plan; ``kept`` says whether their words lie in the worker's buffer."""
+        """The launches of a plan; ``kept`` says whether their tables lie in the batch's buffer."""
         images = self.images
-        starts = images.regions.words
-        words = images.buffer.tensor[starts[0] : starts[-1]]
+        starts = images.regions.tables
+        tables = images.buffer.tensor[starts[0] : starts[-1]]
         if not kept:
             parts = [
                 Launches.numbers(table, output.head.colors)
                 for table, output in zip(plan.tables, self.outputs, strict=True)
             ]
-            words = torch.cat(parts)
-            words = words.pin_memory() if images.buffer.is_pinned else words
+            tables = torch.cat(parts)
+            tables = tables.pin_memory() if images.buffer.is_pinned else tables
             starts = [0, *np.cumsum([len(part) for part in parts]).tolist()]
         views = []
         for output, table, start in zip(self.outputs, plan.tables, starts, strict=False):
             assert isinstance(output.out, torch.Tensor)
             launches = Launches(table, output.out, torch.uint8, output.head.interpolation)
             views.append((launches, start - starts[0]))
-        return _Launched(words, views)
+        return _Launched(tables, views)
 
     def _run(self, part: Part, number: int) -> None:
         """Decode and resample a part: by the planned launch, else apart, and in pieces."""
@@ -254,8 +254,8 @@ class ImageJob(PendingImages):
         checked = decoder is not None and decoder.canaries  # see Note [Canaries]
         with Timed(self._stats, "resample" if decoder is None else "decode"):
             flat = self._decoding.memory(begin + part.size)
-            # Words that are not in the batch's buffer are kept by torch until they are copied.
-            flat[: len(launched.words)].copy_(launched.words, non_blocking=True)
+            # Tables that are not in the batch's buffer are kept by torch until they are copied.
+            flat[: len(launched.tables)].copy_(launched.tables, non_blocking=True)
             if checked:
                 launches, start = launched.views[0]
                 address = flat.data_ptr()
@@ -287,7 +287,7 @@ class ImageJob(PendingImages):
             self._decoder.decode(call, self.images.buffer.tensor, out)
 
     def _launch(self, number: int, flat: torch.Tensor, *, checked: bool = False) -> None:
-        """Resample one part for all views; ``flat`` has the launch words, and then the pictures."""
+        """Resample one part for all views; ``flat`` has the tables, and then the pictures."""
         launched = self._launched
         assert launched is not None
         flags = 0

@@ -165,10 +165,10 @@ def _call(name: str, *arguments: object) -> None:
 
 
 # Note [A stream's decoder]
-# A call returns before nvJPEG is through with it, and a decoder has memory of its own for its
-# latest call. Two threads that took the same two decoders as they came, each with its own stream,
-# came to a call that never returned: three processes of three within five epochs on an H200. So a
-# decoder is used on one stream only, and there are few of those.
+# A call returns before nvJPEG has finished it, and a decoder has memory for its latest call alone.
+# Two threads, each with its own stream, took two decoders in turns, whichever was idle. A call then
+# never returned, in three of three processes within five epochs on an H200. So a decoder is used on
+# one stream only, and there are few of those.
 
 # A decoder needs 50 MiB, and the first one 80 MiB more for nvJPEG's kernels. Making one is slow, so
 # idle ones are kept.

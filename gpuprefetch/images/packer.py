@@ -29,7 +29,7 @@ from gpuprefetch.images.prepared import (
     Stored,
 )
 from gpuprefetch.images.samples import BatchSamples, Origin, Sample, is_alike, keys_of, own_name
-from gpuprefetch.images.slab import Buffer, share
+from gpuprefetch.images.slab import Buffer, into_shared_memory
 from gpuprefetch.images.targets import Structure, follow
 from gpuprefetch.images.walk import walk
 from gpuprefetch.lists.refused import require_fixed_size
@@ -89,7 +89,7 @@ class Packer:
     late: bool = False  # whether the collate function runs after the transforms
     moves: bool = False  # whether a transform moves pixels
     # The first transform after the fused ones of each view, if workers sample for it. They also run
-    # it on images that they finish.
+    # it on images that they finish. Empty if they do so for no view.
     programs: tuple[Policy | None, ...] = ()
     rank: int = 0  # of this process; 0 unless other ranks may be given the same samples
     draws: bool = False  # whether any transform has random parameters
@@ -182,7 +182,7 @@ class Packer:
         made: Made,
         who: Identities,
     ) -> PackedImages:
-        """Lay out a batch of images that need these bytes each, decoded or not."""
+        """Lay out a buffer for images of these ``lengths`` in bytes; ``ours`` are to be decoded."""
         # The largest pictures lie first. nvJPEG deals files out to the engines in turns, and waits
         # for an engine that is still busy: beside training on an H200 an image needs 102 us in this
         # order, and 110 in any. Decoded ones lie as they come: see plan.uploads().
@@ -190,15 +190,15 @@ class Packer:
         stops = np.empty_like(lengths)
         stops[order] = np.cumsum(lengths[order])
         size = int(lengths.sum())
-        words = len(self.heads) * Launches.room(len(ours), 3) if self.launches else 0
+        tables = len(self.heads) * Launches.room(len(ours), 3) if self.launches else 0
         orientation = np.where(ours, 1, headers.orientation)  # decoding here turns pictures upright
         rows = [
             None if each is None else of_stored(each, headers, orientation) for each in made.rows
         ]
         channels_last = self.heads[0].memory_format is torch.channels_last
         return PackedImages(
-            buffer=Buffer.empty(size + words),
-            regions=Regions(pixels=int(lengths[~ours].sum()), words=[size]),
+            buffer=Buffer.empty(size + tables),
+            regions=Regions(pixels=int(lengths[~ours].sum()), tables=[size]),
             spans=np.stack([stops - lengths, stops], axis=1),
             decoded=ours,
             stored=Stored(
@@ -299,7 +299,7 @@ class Packer:
             out = head.empty(len(packed), "cpu")
             program = self.programs[view] if self.programs else None
             if get_worker_info() is not None and program is None:
-                share(out)  # torch would do so as it sends it
+                into_shared_memory(out)  # before it is written: torch would copy it to send it
             if len(ready):
                 pictures = packed.pictures(ready, packed.pixels, packed.regions.pixels, view)
                 head.resample_into(out, ready, pictures, rows[ready])
@@ -329,7 +329,13 @@ def _write(
 
 
 class Packing:
-    """Packs the images of one batch, in one call or in several."""
+    """Packs the images of one batch, in one call or in several.
+
+    Args:
+        packer: which says how.
+        samples: of the batch; None if :meth:`follow` will be given them, or nobody knows them.
+        following: whether boxes, masks or points have been moved with the images.
+    """
 
     def __init__(
         self, packer: Packer, samples: BatchSamples | None = None, *, following: bool = False
@@ -340,7 +346,7 @@ class Packing:
         self._share = float(packer.share)  # read once: the balancer may change it meanwhile
 
     def __call__(self, images: Sequence[EncodedImage]) -> PreparedImages:
-        """Prepare images: read their headers, sample, decode some of them, pack all, plan."""
+        """Prepare the images of a call: read headers, sample, decode a share, pack all, plan."""
         packer = self._packer
         began = time.perf_counter()
         headers = Headers(images, apply_exif=packer.apply_exif)
@@ -455,8 +461,6 @@ _ALIKE = (
     "in every batch. Let the dataset return EncodedImage(data, index, path) with the number of the "
     "sample as index."
 )
-
-
 _TWICE = (
     "A sample holds one file twice, {!r}, and its pictures are equal: all images of a sample have "
     "the same random parameters. For views that are sampled apart let it hold the file once, and "

@@ -106,21 +106,21 @@ class Plan:
 
 @dataclass(slots=True)
 class Regions:
-    """Where the parts of a batch's buffer lie: the files from byte 0 on, pixels, launch words.
+    """Where the parts of a batch's buffer lie: the files from byte 0 on, pixels, launch tables.
 
-    Two files of 100 and 50 bytes, a picture of 30 and launch words of 576 for one view::
+    Two files of 100 and 50 bytes, a picture of 30 and a launch table of 576 for one view::
 
-        Regions(pixels=150, words=[180, 756])
+        Regions(pixels=150, tables=[180, 756])
     """
 
     pixels: int  # first byte of the pictures that a worker has decoded
-    # First byte of the launch words of each view, and the byte after the last ones. They lie after
-    # the pixels as bad files have none: which are bad is known once the others have been decoded.
-    words: list[int]
+    # First byte of the launch table of each view, and the byte after the last one. Tables lie after
+    # the pixels as bad files are not in them, which are known once the others have been decoded.
+    tables: list[int]
 
     @property
     def pixels_end(self) -> int:
-        return self.words[0]
+        return self.tables[0]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -184,7 +184,7 @@ class PackedImages:
         byte    0         100       150          180            756
         buffer  | file 0  | file 2  | picture 1  | launch table |
 
-        regions  Regions(pixels=150, words=[180, 756])
+        regions  Regions(pixels=150, tables=[180, 756])
         spans    [[0, 100], [150, 180], [100, 150]]
         decoded  [False, True, False]
     """
@@ -276,8 +276,8 @@ class PreparedImages(PackedImages, Encoded):
         self.targets = targets
 
     def words(self, view: int) -> Words:
-        """``(N,)``, the launch words of each image for a view, in the order of the batch."""
-        first, last = self.regions.words[view : view + 2]
+        """``(N,)``, what a view's launch table has of each image, in the order of the batch."""
+        first, last = self.regions.tables[view : view + 2]
         return by_place(Launches.words(self.buffer.tensor[first:last], 3), len(self))
 
     def pin_memory(self, device: object = None) -> PreparedImages:
