@@ -27,7 +27,7 @@ from gpuprefetch.images import plan as _budget
 from gpuprefetch.images.decode import ImageDecoder, NvjpegDecoder
 from gpuprefetch.images.decoding import Decoding
 from gpuprefetch.images.header import decode_cpu
-from gpuprefetch.images.plan import cut, parse_bytes, readable
+from gpuprefetch.images.plan import parse_bytes, readable, split_into_calls
 
 CPU = torch.device("cpu")
 SIZE = (4, 5)
@@ -117,7 +117,7 @@ MIB = 1 << 20
 )  # fmt: skip
 def test_decode_calls_are_about_equal_and_bounded(megabytes, images, limit, calls):
     size = int(megabytes * MIB)
-    parts = cut(np.full(images, -(-size // _budget.BLOCK) * _budget.BLOCK), limit)
+    parts = split_into_calls(np.full(images, -(-size // _budget.BLOCK) * _budget.BLOCK), limit)
     assert [part.stop - part.start for part in parts] == calls
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(images))
 
@@ -266,7 +266,7 @@ def test_no_room_for_the_result_at_first(files, monkeypatch):
 def test_out_of_memory_for_good_is_an_error_with_its_sizes(files):
     decoder = FakeDecoder(capacity=DECODED - 1)
     prefetcher = prefetcher_of(files, decoder)
-    text = r"'0.jpg' \(sample 0 of the dataset\): out of memory .* 128 x 64 pixels take 24 KiB"
+    text = r"'0.jpg' \(sample 0 of the dataset\): out of memory .* 128 x 64 pixels need 24 KiB"
     with pytest.raises(torch.OutOfMemoryError, match=text):
         list(prefetcher)
     assert decoder.calls == [8, 4, 2, 1, 1]

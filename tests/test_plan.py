@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from gpuprefetch.images.plan import cut, lay_out
+from gpuprefetch.images.plan import lay_out, split_into_calls
 from gpuprefetch.images.prepared import (
     Identities,
     PackedImages,
@@ -117,7 +117,7 @@ def test_a_bad_file_is_in_no_part():
 
 @pytest.mark.parametrize(("sizes", "lengths"), [([100] * 9, [2, 2, 2, 2, 1]), ([300, 10], [1, 1])])
 def test_calls_are_about_equal(sizes, lengths):
-    calls = cut(np.array(sizes) << 20)
+    calls = split_into_calls(np.array(sizes) << 20)
     assert [part.stop - part.start for part in calls] == lengths
 
 

@@ -53,7 +53,7 @@ def build_stage(
         late=late,
         programs=programs if (HAS_TRITON or on_cpu) and any(programs) else (),
         moves=any(moves_pixels(view.movers) for view in views),
-        draws=any(view.samples for view in views),
+        is_random=any(view.samples for view in views),
     )
     fixed = options.cpu_share != "auto" or decoder is None
     stats = Stats()

@@ -19,7 +19,7 @@ from gpuprefetch.images.prepared import Call
 # A decoded image lies in memory that earlier images lay in: in the scratch of its stream, or in a
 # block that the allocator gives to the next decode on that stream. Both keep the stream's order. A
 # decoder that does not overwrites memory that a queued kernel still reads.
-#   - torchvision's CUDA decoder writes from a stream of its own (pytorch/vision#9606).
+#   - torchvision's CUDA decoder writes from another stream (pytorch/vision#9606).
 #   - nvJPEG's engines write while kernels that were queued before on the same stream still wait
 #     (meta-pytorch/torchcodec#1634: 100 calls of 100). An event that the stream waits for does not
 #     help; a wait of the host does. What is queued after the call does come after it.
@@ -61,7 +61,7 @@ class ImageDecoder(ABC):
     Attributes:
         name: what decodes, in words.
         copies: how often the pictures of a call are in memory when it ends.
-        streams: calls that are best decoded side by side, each on a stream of its own.
+        streams: calls that are best decoded side by side, on a stream each.
         canaries: whether pictures that were skipped are looked for: see Note [Canaries].
         overlaps: whether the calls of a batch may take turns on two streams.
     """

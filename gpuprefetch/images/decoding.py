@@ -66,7 +66,7 @@ class Decoding:
     def memory(self, size: int) -> torch.Tensor:
         """1-D uint8 on the device, ``size`` bytes or more: the scratch of the current stream.
 
-        A single image that is larger than any call gets memory of its own, which is not kept.
+        A single image that is larger than any call gets other memory, which is not kept.
         """
         scratch = self._scratch
         if scratch is None or size > scratch_size(WHOLE_BATCH_BYTES + UPLOAD_BYTES):

@@ -73,7 +73,7 @@ class ImageJob(PendingImages):
 
         decode and launch   one call, one launch a view, as planned
         decode apart        the call's files, into other memory, and another launch
-        cut up              both halves apart, and their halves
+        decode halves       both halves of the call apart, and their halves
         on the CPU          a single file that the decoder refuses
 
     Decoded pictures are dropped after the launches that read them. Nothing is decoded into their
@@ -207,7 +207,7 @@ class ImageJob(PendingImages):
         if failure is None:
             self._decode(part.call)
         else:
-            self._cut_up(part.call, failure)
+            self._decode_halves(part.call, failure)
 
     def _attempt(self, work: Callable[[], None]) -> _Failure | None:
         """Run it, and say why it failed. The exception is dropped: it holds what was allocated."""
@@ -231,9 +231,9 @@ class ImageJob(PendingImages):
             if again:
                 raise self._too_large(int(call.positions[0]))
             self._decoding.make_room()
-        self._cut_up(call, failure)
+        self._decode_halves(call, failure)
 
-    def _cut_up(self, call: Call, failure: _Failure) -> None:
+    def _decode_halves(self, call: Call, failure: _Failure) -> None:
         """Decode the halves of a call that failed. A single file that was refused goes to the CPU.
 
         A file that only the GPU's decoder refuses is not a bad file.
@@ -381,7 +381,7 @@ class ImageJob(PendingImages):
         device = self._decoding.device
         height, width = self.images.stored.sizes[position].tolist()
         size = readable(3 * height * width)
-        reason = f"out of memory on {device}, also alone; its {width} x {height} pixels take {size}"
+        reason = f"out of memory on {device}, also alone; its {width} x {height} pixels need {size}"
         if device.type == "cuda":
             free, total = map(readable, torch.cuda.mem_get_info(device))
             used = readable(torch.cuda.memory_allocated(device))

@@ -92,7 +92,7 @@ class Packer:
     # it on images that they finish. Empty if they do so for no view.
     programs: tuple[Policy | None, ...] = ()
     rank: int = 0  # of this process; 0 unless other ranks may be given the same samples
-    draws: bool = False  # whether any transform has random parameters
+    is_random: bool = False  # whether any transform has random parameters
     _memory: _Memory = field(init=False, default_factory=_Memory)
 
     def keys(self, samples: Sequence[Sample]) -> Keys:
@@ -382,7 +382,7 @@ class Packing:
     def _remarks(self, images: Sequence[EncodedImage], headers: Headers) -> dict[str, str]:
         """What the user should know: of clipped values, and of random parameters in common."""
         remarks = remark_on_clipped(images, headers)
-        if not self._packer.draws:
+        if not self._packer.is_random:
             return remarks
         if (alike := self._packer.alike(self._samples)) is not None:
             remarks["alike"] = _ALIKE.format(alike)

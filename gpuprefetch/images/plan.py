@@ -72,7 +72,9 @@ def decoded_bytes(images: PackedImages, positions: Ints | slice) -> Ints:
     return -(-size // BLOCK) * BLOCK
 
 
-def cut(sizes: Ints, limit: int | None = None, whole: int | None = None) -> list[slice]:
+def split_into_calls(
+    sizes: Ints, limit: int | None = None, whole: int | None = None
+) -> list[slice]:
     """Divide pictures of these bytes, in their order, into about equal decode calls.
 
     Nine photos of 100 MiB each, with calls of at most 256 MiB, make calls of 2, 2, 2, 2 and 1: the
@@ -92,15 +94,15 @@ def cut(sizes: Ints, limit: int | None = None, whole: int | None = None) -> list
     target = loads.sum() / max(np.ceil(loads.sum() - 1e-9), 1) - 1e-9
     used = 0
     load = 0.0
-    cuts: list[int] = []
+    starts: list[int] = []
     for i, (size, more) in enumerate(zip(sizes.tolist(), loads.tolist(), strict=True)):
         if not i or used + size > most or load >= target:
             used = 0
             load = 0.0
-            cuts.append(i)
+            starts.append(i)
         used += size
         load += more
-    return [slice(first, last) for first, last in pairwise([*cuts, len(sizes)])]
+    return [slice(first, last) for first, last in pairwise([*starts, len(sizes)])]
 
 
 def uploads(
@@ -112,14 +114,14 @@ def uploads(
     most = most if limit is None else min(limit, most)
     spans = images.spans[positions]
     begin = 0
-    cuts: list[int] = []
+    starts: list[int] = []
     for i, (first, last) in enumerate(spans.tolist()):
         if not i or last - begin > most:
             begin = first
-            cuts.append(i)
+            starts.append(i)
     return [
         Upload(positions[i:j], int(spans[i, 0]), int(spans[j - 1, 1]))
-        for i, j in pairwise([*cuts, len(positions)])
+        for i, j in pairwise([*starts, len(positions)])
     ]
 
 
@@ -149,7 +151,7 @@ def lay_out(
         limit=600   a part for the upload, and one for each of the files
     """
     positions = positions_to_decode(images)
-    slices = cut(decoded_bytes(images, positions), limit, whole)
+    slices = split_into_calls(decoded_bytes(images, positions), limit, whole)
     calls = [images.call(positions[part]) for part in slices]
     copies = uploads(images, limit, whole) if sizes else []
     if limit is None:  # a copy goes with a call
