@@ -7,7 +7,7 @@
 Every side takes 256 uint8 images of 224 x 224 on the GPU and gives normalized float32 ones. The
 sides are ``PerImage``; torchvision's v2 on one image after the other, on the GPU; CV-CUDA's
 ``tv.Compose`` likewise, as it keeps torchvision's one draw a call; kornia's equivalent, in floating
-point; and DALI's, in a pipeline of its own. A row of a side that is not there says why.
+point; and DALI's, in a separate pipeline. A row of a side that is not there says why.
 
 kornia's RandAugment, TrivialAugment and AutoAugment choose their ops once a batch: these rows are
 less work than the others', and the table marks them.

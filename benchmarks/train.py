@@ -6,7 +6,7 @@
     python benchmarks/train.py --data PHOTOS --epochs 30 --files 3000 --batch-size 64
     python benchmarks/train.py --data PHOTOS --package before=../checkout --rounds 4
 
-A cell is a model, a mode and all options. Its columns run in processes of their own, one after the
+A cell is a model, a mode and all options. Its columns run in separate processes, one after the
 other and then the other way round (``--rounds 2``), so that a machine that drifts favors none. The
 file is continued: a cell that is in it is run again only with more rounds. ``--models none`` is the
 loader alone.

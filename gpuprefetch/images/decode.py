@@ -25,8 +25,8 @@ from gpuprefetch.images.prepared import Call
 #     help; a wait of the host does. What is queued after the call does come after it.
 #   - nvJPEG has not finished when the call returns: it still reads the last files, which lie in the
 #     batch's buffer. The buffer is kept until the batch is on the device (Lookahead._uploads).
-# So the decode thread waits on the host before each decode until its stream has completed what was
-# queued there, with the launches that read earlier images (ImageDecoder.wait_for_readers).
+# So the prefetch thread waits on the host before each decode until its stream has completed what
+# was queued there, with the launches that read earlier images (ImageDecoder.wait_for_readers).
 # gpuprefetch.selfcheck() tries both on the machine at hand, and tests/test_selfcheck.py fails
 # without the wait.
 
@@ -40,13 +40,15 @@ from gpuprefetch.images.prepared import Call
 # merely decoded twice.
 #   - The engines do not keep the stream's order, so the host waits for the canaries before it
 #     calls them. They are set after the last reader on the stream: the wait is for both.
-#   - The flags lie in pinned memory, and a launch writes none where all is well. The decode thread
-#     waits for all launches of a batch before the batch counts as done (ImageJob.check).
+#   - The flags lie in pinned memory, and a launch writes none where all is well. The prefetch
+#     thread waits for all launches of a batch before the batch counts as done (ImageJob.check).
 #   - Pictures that no launch of the plan reads lie in memory that was this color all over.
+#   - A decoder that copies pictures to their place, as torchvision's, writes over the canaries
+#     whatever it has got: a picture that it skipped is not noticed.
 
 
 # Note [One call for a batch]
-# The thread that trains shares the GIL and the CUDA driver's lock with the decode thread. Three
+# The thread that trains shares the GIL and the CUDA driver's lock with the prefetch thread. Three
 # Python objects an image (the file, its view, the picture) would need the GIL thousands of times a
 # step. So the worker makes all that nvJPEG is given (Call.order), except for the addresses. One
 # ctypes call, which drops the GIL, decodes all files of a Call into one piece of memory, and one
@@ -61,7 +63,7 @@ class ImageDecoder(ABC):
     Attributes:
         name: what decodes, in words.
         copies: how often the pictures of a call are in memory when it ends.
-        streams: calls that are best decoded side by side, on a stream each.
+        streams: calls that are best decoded side by side, each on its own stream.
         canaries: whether pictures that were skipped are looked for: see Note [Canaries].
         overlaps: whether the calls of a batch may take turns on two streams.
     """
@@ -164,6 +166,7 @@ class TorchvisionDecoder(ImageDecoder):
 
     name = "torchvision's nvJPEG"
     copies = 2
+    canaries = False  # a skipped picture is not noticed: what was never written is copied as well
 
     def decode(self, call: Call, buffer: torch.Tensor, out: torch.Tensor) -> None:
         from torchvision.io import ImageReadMode, decode_jpeg

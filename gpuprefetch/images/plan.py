@@ -137,8 +137,7 @@ def lay_out(
     Args:
         images: whose files and pixels lie in their buffer.
         sizes: of the result of each view; none without a fixed size.
-        words: what the launches of each view read, of :func:`.plan_rows`; none where no kernel
-            samples.
+        words: of each view, of :func:`.launch.plan_rows`; none where no kernel resamples.
         limit: bytes of a part at most; a larger picture has a part for itself.
         whole: likewise, for a decoder whose calls need as long whatever their size.
 

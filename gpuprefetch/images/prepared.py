@@ -78,8 +78,8 @@ class Call:
 class Part:
     """The pictures of one launch a view: those that workers decoded, then those of a decode call.
 
-    They lie in this order in the part's memory on the device. One launch for both saves the decode
-    thread half a millisecond a batch.
+    They lie in this order in the part's memory on the device. One launch for both saves the
+    prefetch thread half a millisecond a batch.
     """
 
     upload: Upload | None

@@ -91,7 +91,7 @@ class _Window:
 
 
 class _Pause:
-    """Windows until the next try."""
+    """The windows until the next try."""
 
     def __init__(self) -> None:
         self._left = FIRST

@@ -162,7 +162,7 @@ def doctor(
 ) -> DoctorReport:
     """Say what a training loop is bound by, and which setting to change.
 
-    This takes 4 to 8 times ``seconds``, and starts the loader's workers as often. Progress goes to
+    This needs 4 to 8 times ``seconds``, and starts the loader's workers as often. Progress goes to
     stderr. Meanwhile the model is trained, and samplers advance.
 
     Args:
