@@ -13,20 +13,9 @@ import structure
 from structure import RULES, parse, read
 
 ROOT = Path(__file__).parents[1]
-BEING_REDUCED = {
-    "upward",
-    "late",
-    "far-writes",
-    "near-writes",
-    "parallel",
-}
 
 
-REDUCED = pytest.mark.xfail(strict=False, reason="being reduced")
-NAMES = [pytest.param(name, marks=REDUCED if name in BEING_REDUCED else ()) for name in RULES]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RULES)
 def test_no_more_than_its_bar(name):
     rule = RULES[name]
     places = sorted(rule.find(read(ROOT, rule.folder)))

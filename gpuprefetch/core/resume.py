@@ -59,7 +59,7 @@ class Beginning(Enum):
 
 @dataclass(slots=True)
 class Place:
-    """Where an epoch stands; its :class:`Source` and its ``Lookahead`` change it, nobody else.
+    """Where an epoch stands; its :class:`Source` and its ``Lookahead`` tell it, nobody else does.
 
     Example, of the second epoch of ``DataLoader(range(12), 2, shuffle=True)`` after 3 batches::
 
@@ -96,6 +96,29 @@ class Place:
     def again(self, epoch: int, seed: int) -> Place:
         """The same place, for an epoch that goes on here."""
         return replace(self, epoch=epoch, seed=seed, use=Use.UNUSED)
+
+    def started(self, loader: LoaderState) -> None:
+        """An iterator over the loader was made; ``loader`` is the loader's own state."""
+        self.loader = loader
+
+    def asked(self) -> None:
+        """The loop has asked for a batch."""
+        self.use = Use.USED
+
+    def handed_over(self, number: int, loader: LoaderState) -> None:
+        """The loop has batch ``number``, after which the loader's own state is ``loader``."""
+        self.batches = number + 1
+        self.loader = loader
+
+    def end(self, loader: LoaderState) -> None:
+        """The loop has come to the end, where the loader's own state is ``loader``."""
+        self.ended = True
+        self.loader = loader
+
+    def dropped(self) -> None:
+        """The iterator was dropped, which counts if the loop has not asked for a batch."""
+        if self.use is Use.UNUSED:
+            self.use = Use.DROPPED
 
     @classmethod
     def of_state(cls, state: State) -> Place:
@@ -161,7 +184,7 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
         self._own_workers = False  # whether the workers end with the epoch, also persistent ones
         if beginning is Beginning.ANEW:
             self._iterator = iter(loader)
-            place.loader = own_state(loader)
+            place.started(own_state(loader))
             return
         _refuse_another_length(loader, place)
         # A stream that goes back by itself draws no order.

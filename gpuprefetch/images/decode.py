@@ -23,10 +23,10 @@ from gpuprefetch.images.prepared import Call
 #   - nvJPEG's engines write while kernels that were queued before on the same stream still wait
 #     (meta-pytorch/torchcodec#1634: 100 calls of 100). An event that the stream waits for does not
 #     help; a wait of the host does. What is queued after the call does come after it.
-#   - nvJPEG has not ended when the call returns: it still reads the last files, which lie in the
-#     batch's buffer. That is kept until the batch is on the device (Lookahead._uploads).
-# The host protects us: the prefetch thread decodes nothing until all that is queued on its stream
-# has completed, the launches that read earlier images among it (ImageDecoder.wait_for_readers).
+#   - nvJPEG has not finished when the call returns: it still reads the last files, which lie in the
+#     batch's buffer. The buffer is kept until the batch is on the device (Lookahead._uploads).
+# So the prefetch thread waits on the host before each decode until its stream has completed what
+# was queued there, with the launches that read earlier images (ImageDecoder.wait_for_readers).
 # gpuprefetch.selfcheck() tries both on the machine at hand, and tests/test_selfcheck.py fails
 # without the wait.
 
@@ -50,9 +50,9 @@ from gpuprefetch.images.prepared import Call
 # Note [One call for a batch]
 # The thread that trains shares the GIL and the CUDA driver's lock with the prefetch thread. Three
 # Python objects an image (the file, its view, the picture) would need the GIL thousands of times a
-# step. So the worker works out all that nvJPEG is given (Call.order), but for the addresses. One
-# ctypes call, which drops the GIL, decodes the call's files into one piece of memory, and one
-# launch reads it there.
+# step. So the worker makes all that nvJPEG is given (Call.order), except for the addresses. One
+# ctypes call, which drops the GIL, decodes all files of a Call into one piece of memory, and one
+# launch reads them there.
 
 
 class ImageDecoder(ABC):
@@ -75,7 +75,7 @@ class ImageDecoder(ABC):
     overlaps = False
 
     def __init__(self, device: torch.device) -> None:
-        # One spelling of the device for ever: torchvision leaks its decoder when it changes.
+        # Always the same spelling of the device: torchvision leaks its decoder when that changes.
         self.device = device
 
     @property
@@ -112,12 +112,12 @@ class ImageDecoder(ABC):
 
         Args:
             call: the files and the shapes of their pictures.
-            buffer: ``(bytes,)`` uint8 on the CPU, the buffer that the files lie in. What is decoded
-                asynchronously reads it until the stream has got there.
-            out: ``(call.size,)`` uint8 on the device. Nothing that is queued reads it.
+            buffer: ``(bytes,)`` uint8 on the CPU, which has the files. It is read until the stream
+                has completed the decode.
+            out: ``(call.size,)`` uint8 on the device. No queued work reads it.
 
         Raises:
-            RuntimeError: if the decoder does not take one of the files.
+            RuntimeError: if the decoder refuses one of the files.
             torch.OutOfMemoryError: if there is too little memory.
         """
 
@@ -128,7 +128,7 @@ class NvjpegDecoder(ImageDecoder):
     overlaps = True
 
     def missing(self) -> str:
-        # Without a trial, which needs memory of the GPU: the loader may have no photos.
+        # Nothing is tried, which would need memory of the GPU: the loader may have no photos.
         if torch.version.hip:
             return "torch is built for ROCm, and nvJPEG is NVIDIA's"
         try:
@@ -173,15 +173,15 @@ class TorchvisionDecoder(ImageDecoder):
         from torchvision.io import ImageReadMode, decode_jpeg
 
         decoded = decode_jpeg(call.files(buffer), mode=ImageReadMode.RGB, device=self.device)
-        for picture, place in zip(decoded, call.pictures(out), strict=True):
-            if picture.shape != place.shape:
+        for picture, target in zip(decoded, call.pictures(out), strict=True):
+            if picture.shape != target.shape:
                 raise RuntimeError(
-                    f"decoded to {tuple(picture.shape)}, its header says {tuple(place.shape)}"
+                    f"decoded to {tuple(picture.shape)}, its header says {tuple(target.shape)}"
                 )
-            place.copy_(picture)
+            target.copy_(picture)
 
 
-# By their names in DataPrefetcher(decoder=...); "auto" is the first.
+# The decoders by their names in DataPrefetcher(decoder=...); "auto" is the first one.
 DECODERS: dict[str, type[ImageDecoder]] = {
     "nvjpeg": NvjpegDecoder,
     "torchvision": TorchvisionDecoder,
@@ -213,14 +213,15 @@ def first_line(error: Exception) -> str:
 
 
 class RefusedError(Exception):
-    """A decoder does not take one of its files; the message is the first line of its reason."""
+    """A decoder refuses one of its files; the message is the first line of its reason."""
 
 
 @contextlib.contextmanager
 def refusals(size: int, device: torch.device) -> Iterator[None]:
     """Make a :class:`RefusedError` of a decoder's error, unless ``size`` bytes cannot be allocated.
 
-    Decoders pass on the allocator's error without its type: it could be a bad file as well.
+    A decoder's error does not tell a lack of memory from a bad file: the allocator's own type is
+    lost.
     """
     try:
         yield
@@ -232,6 +233,6 @@ def refusals(size: int, device: torch.device) -> Iterator[None]:
 
 
 def claim(size: int, device: torch.device) -> None:
-    """Raise torch's own error where there is no room for ``size`` bytes."""
+    """Raise torch.OutOfMemoryError if ``size`` bytes cannot be allocated."""
     if device.type == "cuda":
         torch.empty(size, dtype=torch.uint8, device=device)
