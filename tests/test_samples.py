@@ -3,6 +3,7 @@
 import copy
 import json
 import warnings
+from array import array
 
 import kornia.augmentation as K
 import numpy as np
@@ -595,3 +596,13 @@ def test_inference_mode_around_building_and_loading(file, workers):
         copied = copy.copy(built)
     for prefetcher in (built, copied):
         assert torch.equal(images_of(prefetcher), expected)
+
+
+@pytest.mark.parametrize("large", [0, 1 << 26])
+def test_batches_without_repeats_are_counted_at_once_and_others_one_by_one(large):
+    counted = Repeats(range(large + 2000))
+    keys = [array("q", numbers) for numbers in ([3, 1], [1999, 2], [2, 5, 5], [5, 1999, 7])]
+    given = [counted.add(array("q", (key + large for key in batch))) for batch in keys]
+    assert [[*names] for names, _ in given] == [[key + large for key in batch] for batch in keys]
+    assert [[*repeats] for _, repeats in given] == [[], [], [1, 0, 1], [2, 1, 0]]
+    assert [*counted.add(array("q", [-1]))[0]] == [large + 1999]

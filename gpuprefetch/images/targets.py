@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from gpuprefetch.core.nested import map_leaves, select
+from gpuprefetch.core.nested import map_leaves, objects, select
 from gpuprefetch.images.columns import stack
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.prepared import is_encoded
@@ -54,7 +54,7 @@ followed = ContextVar("followed", default=False)
 
 def refuse_unfollowed(*batches: object) -> None:
     """Refuse to move the images of a batch away from boxes, masks and points beside them."""
-    if walk(batches).has_followers:
+    if any(map(is_follower, objects(batches))):
         raise ValueError(
             "Boxes, masks and points follow an EncodedImage that their sample has beside them, and "
             "these came otherwise. Return both from the dataset. If they need not follow, return "
