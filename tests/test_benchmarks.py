@@ -425,11 +425,25 @@ def test_parity(tmp_path, monkeypatch, capsys):
     some = dict(list(parity.pipelines(32).items())[:3])
     monkeypatch.setattr("parity.pipelines", lambda size: some)
     output = tmp_path / "parity.json"
-    words = f"--data {photos.drawn()} --count 6 --size 32 --cpu --output {output}"
-    parity.main(words.split())
+    words = f"--data {photos.drawn()} --count 6 --size 32 --cpu --crops 300 --output {output}"
+    assert parity.main(words.split()) == 0
     results = document(output)["results"]
     assert all(r["images"] == 6 and 0 < r["mean_levels"] < 1 for r in results.values())
     assert "| examples/imagenet train |" in capsys.readouterr().out
+    checks = document(output)["draws"]
+    assert all(check["ok"] for check in checks)
+    noticed = [word for check in checks for word in check["mistakes"].values()]
+    assert noticed == ["noticed"] * 12
+
+
+def test_a_pipeline_beyond_its_limits_fails():
+    found = {"geometric_mean_levels": 0.3, "mean_levels": 0.4, "worst_image_mean_levels": 0.9}
+    for name in ("examples/imagenet val", "torchvision train, ra, v1, pil"):
+        assert parity.within(name, found)
+        for column in found:
+            assert not parity.within(name, found | {column: 7.0})
+    assert not parity.within("timm val, bicubic", found | {"worst_image_mean_levels": 2.0})
+    assert parity.within("timm train", found | {"worst_image_mean_levels": 2.0})
 
 
 def test_the_rows_of_what_was_checked():
