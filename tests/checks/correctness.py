@@ -27,10 +27,19 @@ def selfcheck_rows(check: Result) -> Iterator[Row]:
 
 
 def soak_rows(result: Result) -> Iterator[Row]:
-    if result["what"] == "integrity":
+    if result["what"] == "colors":
+        for check in result["checks"]:
+            found = "right" if check["ok"] else "WRONG"
+            ends = (f"{mistake}: {end}" for mistake, end in check["mistakes"].items())
+            yield f"soak, {check['check']}", "; ".join([found, *ends])
+        return
+    ending = ", workers that decode and policies" * bool(
+        result["what"] == "policies" or result.get("share")
+    )
+    if result["what"] in ("integrity", "policies"):
         wrong = sum(count for name, count in result.items() if name.startswith("wrong"))
         size = f"{result['batches']:,} batches, {result['tensors']:,} tensors"
-        yield f"soak, {size}", f"{wrong:,} mismatches"
+        yield f"soak, {size}{ending}", f"{wrong:,} mismatches"
         return
     names = {"gpu_reserved_bytes": "GPU memory", "resident_bytes": "resident memory"}
     spread = ", ".join(
@@ -38,7 +47,7 @@ def soak_rows(result: Result) -> Iterator[Row]:
         for name, value in result["spread"].items()
     )
     epochs = result["epochs"] - result["warm_epochs"]
-    yield f"soak, spread over {epochs} epochs after {result['warm_epochs']}", spread
+    yield f"soak, spread over {epochs} epochs after {result['warm_epochs']}{ending}", spread
 
 
 def fuzz_rows(result: Result) -> Iterator[Row]:
