@@ -52,6 +52,7 @@ def soak_rows(result: Result) -> Iterator[Row]:
 
 def fuzz_rows(result: Result) -> Iterator[Row]:
     counts = Counter(result["counts"])
+    ops = result.get("pipeline", "")
     path, other = ("GPU", "the CPU path") if result["device"] == "cuda" else ("CPU", "PIL")
     compared = {
         "read by both": counts["same"] + counts["differs"],
@@ -61,10 +62,12 @@ def fuzz_rows(result: Result) -> Iterator[Row]:
         "by us alone": counts["only_ours_refuses"],
     }
     good = f"{counts['good_wrong']} of {counts['good_batches']:,} good batches wrong"
-    crashes = f"{len(result['crashes'])} crashes or hangs; {good}"
-    yield f"fuzz, {path} path, {result['cases']:,} damaged files", crashes
+    found = [f"{len(result['crashes'])} crashes or hangs", good]
+    found += [f"{mistake}: {end}" for mistake, end in result.get("mistakes", {}).items()]
+    name = f"fuzz, {path} path{', ' * bool(ops)}{ops}"
+    yield f"{name}, {result['cases']:,} damaged files", "; ".join(found)
     words = ", ".join(f"{name} {count:,}" for name, count in compared.items())
-    yield f"fuzz, {path} path against {other}", words
+    yield f"{name} against {other}", words
 
 
 def differential_rows(result: Result) -> Iterator[Row]:

@@ -91,6 +91,10 @@ def never_flipping(transform: Transform) -> Transform:
     return type(transform)(p=0.0) if flips else transform
 
 
+def never_inverting(transform: Transform) -> Transform:
+    return v2.RandomInvert(0.0) if isinstance(transform, v2.RandomInvert) else transform
+
+
 def narrower(transform: Transform) -> Transform:
     return UniformAspect(transform) if isinstance(transform, RandomResizedCrop) else transform
 
@@ -113,11 +117,13 @@ FLIP = "never flipping"
 ASPECT = "narrower aspect ratios"
 SWAPPED = "R and B swapped in Normalize"
 STD = "std off by 1 %"
+POLICY = "a policy left out"
 CHANGES: dict[str, Change] = {
     CROP: shifted,
     CENTER: center_shifted,
     FLIP: never_flipping,
     ASPECT: narrower,
+    POLICY: never_inverting,
     SWAPPED: _normalize(lambda mean, std: (mean.flip(0), std.flip(0))),
     STD: _normalize(lambda mean, std: (mean, std * 1.01)),
 }
