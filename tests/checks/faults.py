@@ -117,6 +117,7 @@ FLIP = "never flipping"
 ASPECT = "narrower aspect ratios"
 SWAPPED = "R and B swapped in Normalize"
 STD = "std off by 1 %"
+SWAPPED_COLORS = "R and B swapped in the pictures"  # of batches: accuracy.py makes it
 POLICY = "a policy left out"
 CHANGES: dict[str, Change] = {
     CROP: shifted,
