@@ -449,8 +449,13 @@ def test_the_rows_of_what_was_checked():
     checks = [check | {"error": "", "verdict": "caught"}, broken | {"error": "x"}]
     found = {"train": [], "soak": [integrity, memory], "fuzz": [fuzz], "selfcheck": checks}
     found["differential"] = [random]
+    found["suite"] = [{"file": "test_a.py", "failed": 2}]
     found["distributed"] = [ranks | {"mistakes": {"another epoch": "noticed"}}]
-    block = correctness.block([machine("a.json", rows, name) for name, rows in found.items()])
+    documents = [machine("a.json", rows, name) for name, rows in found.items()]
+    counts = {"files": 60, "passed": 3100, "failed": 2, "skipped": 7}
+    suite = next(each for each in documents if each["benchmark"] == "suite")
+    suite["summary"] = counts
+    block = correctness.block(documents)
     for text in (
         "| self-check, torchvision, unsafe order | 79 of 80 batches corrupted (caught) |",
         "| not checked: no CUDA |",
@@ -462,6 +467,8 @@ def test_the_rows_of_what_was_checked():
         "| random configurations, CPU path, 2,000 of them | 3 wrong; samples 5,100, pictures ",
         "compared with PIL and eager PyTorch 3,000, with another run's 6,000, pairs of draws 40; ",
         "not checked: late |",
+        "| test suite, GPU, 60 files | 3,100 passed, 2 failed, 7 skipped |",
+        "| test suite, test_a.py | 2 FAILED |",
     ):
         assert text in block
     assert correctness.block([machine("a.json", [])]) == ""

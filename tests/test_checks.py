@@ -25,7 +25,7 @@ class Script:
 
 
 accuracy, bench, faults, parity = map(Script, "accuracy bench faults parity".split())
-independent, draws = map(Script, "independent draws".split())
+independent, draws, suite = map(Script, "independent draws suite".split())
 
 
 def test_a_pipeline_beyond_its_limits_fails():
@@ -111,3 +111,68 @@ def test_photos_for_accuracy_are_an_image_folder(tmp_path, split):
     if not split:
         assert isinstance(train, Subset)
         assert not {*train.indices} & {*val.indices}
+
+
+SOME = {
+    "good": "def test_a(): pass\ndef test_b(): pass\n",
+    "alone": "import pytest\n@pytest.mark.alone\ndef test_a(): pass\ndef test_b(): pass\n",
+    "skips": "import pytest\n@pytest.mark.skip(reason='no GPU')\ndef test_a(): pass\n",
+}
+BAD = {
+    "fails": "def test_a(): assert 1 == 2\ndef test_b(): pass\n",
+    "dies": "import os\ndef test_a(): os._exit(3)\n",
+    "no_test": "x = 1\n",
+    "broken": "import nothing_of_that_name\n",
+}
+
+
+def suite_of(folder, files, *words):
+    for name, text in files.items():
+        (folder / f"test_{name}.py").write_text(text)
+    output = folder / "suite.json"
+    words = ["--cpu", "--tests", folder, "--output", output, "--jobs", 2, *words]
+    code = suite.main([str(word) for word in words])
+    content = json.loads(output.read_text())
+    results = {result["file"]: result for result in content["results"]}
+    counts = {
+        name: tuple(results[f"test_{name}.py"][count] for count in suite.COUNTS) for name in files
+    }
+    return code, content, counts, results
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_suites_result_is_a_file(tmp_path):
+    code, content, counts, results = suite_of(tmp_path, SOME)
+    assert code == 0
+    assert counts == {"good": (2, 0, 0), "alone": (2, 0, 0), "skips": (0, 0, 1)}
+    assert content["summary"] == {"files": 3, "passed": 4, "failed": 0, "skipped": 1}
+    assert results["test_skips.py"]["reasons"] == {"no GPU": 1}
+    assert content["dirty"] in (True, False)
+    assert {"commit", "gpu", "cpu", "versions"} <= content["metadata"].keys()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_whatever_is_wrong_with_a_test_file_fails_the_suite(tmp_path):
+    code, _, counts, results = suite_of(tmp_path, BAD)
+    assert code == 1
+    assert {name: found[1] for name, found in counts.items()} == dict.fromkeys(BAD, 1)
+    assert counts["fails"] == (1, 1, 0)
+    assert "exit code 3" in results["test_dies.py"]["failures"][0]
+    # The results of the others are kept.
+    hangs = {"hangs": "import time\ndef test_a(): time.sleep(100)\n"}
+    words = "--go-on --only test_hangs --timeout 2".split()
+    code, content, counts, results = suite_of(tmp_path, hangs, *words)
+    assert (code, counts) == (1, {"hangs": (0, 1, 0)})
+    assert "no end after 2 s" in results["test_hangs.py"]["failures"][0]
+    assert content["summary"] == {"files": 5, "passed": 1, "failed": 5, "skipped": 0}
+    with pytest.raises(SystemExit, match="no such test files"):
+        suite_of(tmp_path, {}, "--only", "test_else")
+
+
+def test_a_suites_file_is_named_by_the_gpu():
+    for gpu, name in {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA A100-SXM4-40GB": "a100-sxm4-40gb",
+    }.items():
+        assert suite.name_of(gpu) == name
+    assert suite.name_of(None) == "cpu"

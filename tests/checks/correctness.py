@@ -100,12 +100,26 @@ def distributed_rows(result: Result) -> Iterator[Row]:
     yield name, "; ".join(["exact" if result["ok"] else "WRONG", *found])
 
 
+def suite_rows(result: Result) -> Iterator[Row]:
+    """A row of a file that failed; the others are in :func:`suite_row`."""
+    if result["failed"]:
+        yield f"test suite, {result['file']}", f"{result['failed']} FAILED"
+
+
+def suite_row(document: dict[str, Any]) -> Row:
+    counts = document["summary"]
+    where = "GPU" if document["metadata"].get("gpu") else "CPU"
+    words = ", ".join(f"{counts[name]:,} {name}" for name in ("passed", "failed", "skipped"))
+    return f"test suite, {where}, {counts['files']} files", words
+
+
 ROWS = {
     "selfcheck": selfcheck_rows,
     "soak": soak_rows,
     "fuzz": fuzz_rows,
     "differential": differential_rows,
     "distributed": distributed_rows,
+    "suite": suite_rows,
 }
 
 
@@ -116,7 +130,8 @@ def block(documents: list[dict[str, Any]]) -> str:
             hardware = _hardware(document["metadata"])
             file = document["file"]
             ending = f"| {hardware} | [{file}](../benchmarks/results/{file}) |"
-            for test, found in chain.from_iterable(map(rows, document["results"])):
+            whole = [suite_row(document)] if "summary" in document else []
+            for test, found in [*whole, *chain.from_iterable(map(rows, document["results"]))]:
                 lines.append(f"| {test} | {found} {ending}")
     return "\n".join(lines) if len(lines) > 2 else ""
 
