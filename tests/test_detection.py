@@ -82,8 +82,8 @@ def other(targets):
 def test_it_learns_where_things_are(train, scenes, tmp_path, monkeypatch, mistake):
     """Four pictures, each a large shape, by heart: training sees crops of them, and never them.
 
-    A detector that has learned has the least loss with the boxes of the picture, whatever the seed.
-    One that was trained with a mistake, the boxes of the next picture, has not.
+    A detector that has learned has less loss with the boxes of the picture than with those of the
+    others, whatever the seed. One that was trained with the boxes of the next picture has not.
     """
     for name, value in {"SIDES": (64, 112), "RADII": (0.2, 0.35), "MAX_SHAPES": 1}.items():
         monkeypatch.setattr(scenes, name, value)
@@ -103,7 +103,11 @@ def test_it_learns_where_things_are(train, scenes, tmp_path, monkeypatch, mistak
 
     def mistaken(batch, device):
         images, targets = move(batch, device)
-        return images, other(targets)
+        numbers = [target["image_id"] for target in batch[1]]
+        order = sorted(numbers)
+        following = dict(zip(order, other(order), strict=True))
+        of = dict(zip(numbers, targets, strict=True))
+        return images, [of[following[number]] for number in numbers]
 
     monkeypatch.setattr(train, "build_model", built)
     monkeypatch.setattr(train, "move", mistaken if mistake else move)
@@ -115,8 +119,10 @@ def test_it_learns_where_things_are(train, scenes, tmp_path, monkeypatch, mistak
         with torch.no_grad():
             losses.append(float(sum(model(images, targets).values())))
         targets = other(targets)
-    # 0.6 to 0.8 for the seeds that were tried, and 1.2 to 2.1 with the mistake.
-    assert (losses[0] < 0.95 * np.mean(losses[1:])) is not mistake
+    if mistake:
+        assert losses[0] > min(losses[1:])  # for seeds 0 to 14
+    else:
+        assert losses[0] < 0.95 * np.mean(losses[1:])  # 0.48 to 0.90 for seeds 0 to 12
 
 
 def test_both_loaders_give_the_same_boxes(train, folder):

@@ -45,11 +45,12 @@ RANK = ranks.RANK
 WORLD = ranks.WORLD
 SEED = 5
 CLASSES = 10
-# Where workers decode a part, which one depends on the batch, and they round otherwise. So these
-# policies are such that a level stays a level, and pictures may be OFF levels apart on average.
+# Where workers decode a part, which one depends on the batch, and their decoder is another one. So
+# these policies are such that a level stays a level, and pictures may be OFF levels apart on
+# average: see fuzz.py.
 SHARE = 0.5
 POLICIES = (v2.RandomInvert(0.5), v2.RandomGrayscale(0.3))
-OFF = 3.0
+OFF = fuzz.OFF
 
 Result = dict[str, Any]
 Pixels = draws.Pixels

@@ -126,7 +126,8 @@ def colors(name: str, mistake: str, **options: Any) -> Result:
     policies, change = COLORS[name]
     pipeline = v2.Compose([v2.CenterCrop(CENTER), *policies, *TO_FLOAT, v2.Normalize(MEAN, STD)])
     drawn = [pictures.draw(*SIZE, seed=number) for number in range(PICTURES)]
-    files = [pictures.encode(picture, "JPEG", quality=95) for picture in drawn]
+    # Decoders enlarge subsampled colors in different ways.
+    files = [pictures.encode(each, "JPEG", quality=95, subsampling=0) for each in drawn]
     top = (SIZE[0] - CENTER[0]) // 2
     left = (SIZE[1] - CENTER[1]) // 2
     rows = slice(top, top + CENTER[0])

@@ -104,9 +104,9 @@ def normalization(values: Pixels, levels: Pixels) -> dict[str, Any]:
         given = levels[:, channel].astype(np.float64).ravel() / 255
         got = values[:, channel].astype(np.float64).ravel()
         slope, offset = np.polyfit(given, got, 1)
-        slopes.append(abs(slope * std - 1))
+        slopes.append(abs(float(slope) * std - 1))
         # In the middle of the range: at 0 an error of the slope counts as well.
-        middle = slope * mean + offset
+        middle = float(slope * mean + offset)
         offsets.append(abs(middle * std * 255))
     return {
         "ok": max(slopes) <= SLOPE and max(offsets) <= OFFSET,
