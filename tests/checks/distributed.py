@@ -191,15 +191,16 @@ class Checks:
         """Whether the crops of all ranks together are distributed as torchvision's."""
         placed = draws.PLACES[name]
         file = draws.independent.ramp(*placed.size)
-        mine = [EncodedImage(file, number) for number in range(RANK, self.args.crops, WORLD)]
+        images = [EncodedImage(file, number) for number in range(self.args.crops)]
         options = {"device": self.device, "workers": self.args.workers, "seed": SEED}
-        options["cpu_share"] = 0.0
-        made = draws.of_ours(placed.pipeline, mine, mistake, **options)
+        options |= {"cpu_share": 0.0, "sampler": range(RANK, self.args.crops, WORLD)}
+        made = draws.of_ours(placed.pipeline, images, mistake, **options)
         return draws.compared(name, np.concatenate(gather(made)), self.args.crops)
 
     def colors(self, mistake: str, *, name: str, share: float) -> Result:
         """Whether every rank's normalized pictures are NumPy's."""
         options = {"device": self.device, "workers": self.args.workers, "cpu_share": share}
+        options["sampler"] = range(draws.PICTURES)  # all of them on every rank
         each = gather(draws.colors(name, mistake, **options))
         return {
             "ok": all(found["ok"] for found in each),

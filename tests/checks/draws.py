@@ -68,10 +68,13 @@ PLACES = {
 def of_ours(
     pipeline: v2.Compose, files: Sequence[Any], mistake: str = "", **options: Any
 ) -> Pixels:
-    """What the package makes of samples, ``(N, 3, h, w)``; ``options`` are a prefetcher's."""
-    workers = options.pop("workers", 0)
+    """What the package makes of samples, ``(N, 3, h, w)``; ``options`` are a prefetcher's.
+
+    But for ``workers`` and ``sampler``, which are a loader's.
+    """
+    loading = {"num_workers": options.pop("workers", 0), "sampler": options.pop("sampler", None)}
     pinned = torch.device(options.get("device", "cpu")).type == "cuda"
-    loader = DataLoader(list(files), BATCH, num_workers=workers, pin_memory=pinned)
+    loader = DataLoader(list(files), BATCH, pin_memory=pinned, **loading)
     transforms = faults.planted(convert_transforms(pipeline), mistake)
     prefetcher = DataPrefetcher(loader, transforms=transforms, **options)
     return np.concatenate([batch.cpu().numpy() for batch in prefetcher])

@@ -53,6 +53,8 @@ SLOW_SECONDS = 0.008
 SLOW_CYCLES = 4_000_000
 WARM_EPOCHS = 0.2  # share of the epochs behind which memory must be flat
 FLAT = 0.01
+# Policies sample how many images each launch has, so that a batch may need more than all before.
+FLAT_OF_POLICIES = 0.03
 MOST = 2000  # batches with policies: those that they are compared with are kept
 SHARE = 0.5  # of the images that workers decode, where they do
 # Sampled for each image, and one op that the GPU launches for the whole batch at the end.
@@ -291,7 +293,8 @@ def memory(
         name: (max(values[warm:]) - min(values[warm:])) / max(statistics.median(values[warm:]), 1)
         for name, values in held.items()
     }
-    flat = all(value <= FLAT for value in spread.values())
+    limit = FLAT_OF_POLICIES if share else FLAT
+    flat = all(value <= limit for value in spread.values())
     found = {"epochs": epochs, "warm_epochs": warm, "share": share, "flat": flat}
     return found | {"spread": spread, "held": held}
 
