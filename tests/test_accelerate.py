@@ -1018,6 +1018,9 @@ def test_the_report_is_a_table_and_a_picture(folder, tmp_path):
     assert text.startswith("7 images") and "RandomResizedCrop" in text
     assert len(report.worst) == 4
     assert report.worst[0][1] == max(mean for _, mean, _ in report.worst)
+    few = parity(loader, 4, device="cpu")  # of which all are listed
+    assert len({most for _, _, most in few.worst}) > 1
+    assert few.rows[-1].max_so_far == max(most for _, _, most in few.worst)
     report.picture(tmp_path / "worst.png")
     with Image.open(tmp_path / "worst.png") as picture:
         assert picture.size == (3 * 48, 14 + 4 * (14 + 48))

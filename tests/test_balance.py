@@ -1,15 +1,22 @@
 """The workers' share of the decoding, in loops that are simulated batch by batch."""
 
+import contextlib
+import itertools
 import os
 import random
+import threading
+import time
 
 import pytest
 import torch
+from fakes import SECONDS
 
 from gpuprefetch import DataPrefetcher, Stats
+from gpuprefetch.core.epoch import Epoch, Lookahead
+from gpuprefetch.core.resume import Place, Source
 from gpuprefetch.images.decoding import Decoding
 from gpuprefetch.images.plan import parse_bytes
-from gpuprefetch.images.share import FEW, WINDOW, Balancer, usable_cores
+from gpuprefetch.images.share import FEW, LEAST, MOST, WINDOW, Balancer, usable_cores
 
 # A try is two steps of 20 + WINDOW batches, and 20,000 have room for eight, as pauses double.
 TRIES = 0.07
@@ -61,6 +68,15 @@ def test_the_share_rises_while_that_makes_batches_come_faster():
     assert 0.2 < shares[-1] < 0.7
 
 
+def test_a_share_rises_by_a_quarter_at_most():
+    # A loop that does nothing but wait: what decode gains, the loop gains.
+    balancer = balancer_of()
+    shares = run(balancer, 3000, lambda share: 0.03 * (1 - 0.9 * share), lambda share: 0.02)
+    rises = {round(b - a, 6) for a, b in itertools.pairwise(shares) if b > a}
+    assert max(rises) == MOST and min(rises) == LEAST
+    assert shares[-1] > 2 * MOST
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_noisy_loop_keeps_a_rise_that_helps(seed):
     # An H100's engines with a loop that only waits: 13.3 ms at no share, 10.5 at 0.3, windows of 32
@@ -84,6 +100,68 @@ def test_late_workers_decode_less_at_once():
     under_way = Loader.num_workers * Loader.prefetch_factor + 4
     shares = run(balancer, under_way + FEW, 0.02, 0, 0.01)
     assert shares[-2:] == [0.8, 0.4]
+
+
+class Waits:
+    """A stage of numbers that notes what it is told; ``run`` ends after the loop has asked."""
+
+    memory_budget = None
+    streams = 1
+
+    def __init__(self, *, slow):
+        self.slow = slow
+        self.stats = Stats()
+        self.device = torch.device("cpu")
+        self.asks = threading.Semaphore(0)
+        self.runs = threading.Semaphore(0)
+        self.waited = []
+
+    def scratch(self):
+        return contextlib.nullcontext()
+
+    def asked(self):
+        self.asks.release()
+
+    def receive(self, batch, number, waited):
+        return batch, 1
+
+    def run(self, batch, number, epoch, cost):
+        self.runs.release()
+        if self.slow:
+            assert self.asks.acquire(timeout=SECONDS)
+            time.sleep(0.002)
+        return batch
+
+    def handed_over(self, period, waited):
+        self.waited.append(waited)
+
+    def close(self):
+        pass
+
+
+def loop(stage, batches):
+    """What an epoch of a stage with a thread gives; ``stage.runs`` tells when the loop may ask."""
+    source = Source(batches, Place(0))
+    lookahead = Lookahead(stage, source, depth=1, threaded=True, check=lambda batch: None)
+    epoch = Epoch(lookahead)
+    lookahead.start()
+    for number in range(4):
+        if stage.slow:
+            assert stage.runs.acquire(timeout=SECONDS)
+        assert next(epoch) == number
+    epoch.close()
+    return stage.waited
+
+
+def test_to_wait_for_the_loader_is_not_to_wait_for_decode():
+    def batches():
+        for number in range(4):
+            assert late.asks.acquire(timeout=SECONDS)  # the loader is later than the loop
+            yield number
+
+    late = Waits(slow=False)
+    assert loop(late, batches()) == [0.0] * 3
+    assert min(loop(Waits(slow=True), range(4))) > 0.002
 
 
 def test_workers_are_not_asked_for_more_than_their_cores_give():

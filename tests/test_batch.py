@@ -196,6 +196,16 @@ def test_objects_with_to_move_themselves():
     assert isinstance(to_device(packed, torch.device("cpu")), type(packed))
 
 
+def test_copies_do_not_block_the_host():
+    class Asked(Movable):
+        def to(self, device, non_blocking=False):
+            self.moved = (device, non_blocking)
+            return self
+
+    (batch,) = DataPrefetcher([{"a": [Asked(torch.ones(2))]}], device="cpu")
+    assert batch["a"][0].moved == (torch.device("cpu"), True)
+
+
 def test_objects_whose_to_returns_nothing_are_kept():
     class Mover(Movable):
         def to(self, device):

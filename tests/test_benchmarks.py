@@ -425,11 +425,15 @@ def test_parity(tmp_path, monkeypatch, capsys):
     some = dict(list(parity.pipelines(32).items())[:3])
     monkeypatch.setattr("parity.pipelines", lambda size: some)
     output = tmp_path / "parity.json"
-    words = f"--data {photos.drawn()} --count 6 --size 32 --cpu --output {output}"
-    parity.main(words.split())
+    words = f"--data {photos.drawn()} --count 6 --size 32 --cpu --crops 300 --output {output}"
+    assert parity.main(words.split()) == 0
     results = document(output)["results"]
     assert all(r["images"] == 6 and 0 < r["mean_levels"] < 1 for r in results.values())
     assert "| examples/imagenet train |" in capsys.readouterr().out
+    checks = document(output)["draws"]
+    assert all(check["ok"] for check in checks)
+    noticed = [word for check in checks for word in check["mistakes"].values()]
+    assert noticed == ["noticed"] * 12
 
 
 def test_the_rows_of_what_was_checked():
@@ -445,8 +449,13 @@ def test_the_rows_of_what_was_checked():
     checks = [check | {"error": "", "verdict": "caught"}, broken | {"error": "x"}]
     found = {"train": [], "soak": [integrity, memory], "fuzz": [fuzz], "selfcheck": checks}
     found["differential"] = [random]
+    found["suite"] = [{"file": "test_a.py", "failed": 2}]
     found["distributed"] = [ranks | {"mistakes": {"another epoch": "noticed"}}]
-    block = correctness.block([machine("a.json", rows, name) for name, rows in found.items()])
+    documents = [machine("a.json", rows, name) for name, rows in found.items()]
+    counts = {"files": 60, "passed": 3100, "failed": 2, "skipped": 7}
+    suite = next(each for each in documents if each["benchmark"] == "suite")
+    suite["summary"] = counts
+    block = correctness.block(documents)
     for text in (
         "| self-check, torchvision, unsafe order | 79 of 80 batches corrupted (caught) |",
         "| not checked: no CUDA |",
@@ -458,6 +467,8 @@ def test_the_rows_of_what_was_checked():
         "| random configurations, CPU path, 2,000 of them | 3 wrong; samples 5,100, pictures ",
         "compared with PIL and eager PyTorch 3,000, with another run's 6,000, pairs of draws 40; ",
         "not checked: late |",
+        "| test suite, GPU, 60 files | 3,100 passed, 2 failed, 7 skipped |",
+        "| test suite, test_a.py | 2 FAILED |",
     ):
         assert text in block
     assert correctness.block([machine("a.json", [])]) == ""

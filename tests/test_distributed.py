@@ -65,7 +65,8 @@ def results_in(output):
 
 
 def test_two_processes(tmp_path):
-    results = forked(2, tmp_path, *"--cpu --pictures 21 --batch-size 4 --workers 0".split())
+    words = "--cpu --pictures 21 --batch-size 4 --workers 0 --crops 300"
+    results = forked(2, tmp_path, *words.split())
     assert results["union"]["repeated"] == [1, 1]  # 21 of 22
     assert results["union, drop_last"]["missing"] == [5, 5]  # 2 x 8 are whole batches
     assert results["shards"]["samples"] == [11, 10]
@@ -74,7 +75,10 @@ def test_two_processes(tmp_path):
     assert results["repeats, weighted"]["samples"] == [10, 11]
     assert {result["processes"] for result in results.values()} == {2}
     noticed = [mistake for result in results.values() for mistake in result["mistakes"]]
-    assert len(noticed) == len(results) + 1  # one each, two of the union
+    # One each, one more of the union, and more of crops and colors.
+    assert len(noticed) == len(results) + 1 + 2 + 1 + 2
+    assert results["images, policies and cpu_share=0.5"]["compared"] == 2 * 22
+    assert results["crops, RandomCrop, RandomVerticalFlip"]["crops"] == 300
 
 
 @pytest.mark.slow

@@ -16,8 +16,9 @@ def fuzz(scripts):
     return importlib.import_module("fuzz")
 
 
-def attack(fuzz, first, last, until=float("inf")):
+def attack(fuzz, first, last, until=float("inf"), pipeline="resize", mistake=""):
     task = {"seed": 0, "device": "cpu", "decoder": "auto", "data": "", "trap": {}}
+    task |= {"pipeline": pipeline, "mistake": mistake}
     return fuzz.attack(**task, first=first, last=last, until=until)
 
 
@@ -46,6 +47,20 @@ def test_a_slice(device, fuzz):
     assert min(counts["both_refuse"], counts["same"] + differing) > cases / 4
     if device.type == "cpu":
         assert differing == 0
+
+
+@pytest.mark.parametrize("pipeline", ["crop", "policy"])
+def test_other_pipelines_and_their_mistakes(device, fuzz, pipeline):
+    def counted(mistake=""):
+        if device.type == "cpu":
+            last = 31 if mistake else 62  # a mistake shows in the good files
+            return attack(fuzz, first=31, last=last, pipeline=pipeline, mistake=mistake)["counts"]
+        words = "--cases 31 --device cuda --patience 60".split()
+        return fuzz.fuzz(fuzz.parse(words), pipeline, mistake)["counts"]
+
+    assert counted()["good_wrong"] == 0
+    for mistake in fuzz.PIPELINES[pipeline].mistakes:
+        assert counted(mistake)["good_wrong"] > 0
 
 
 def test_crashes_and_hangs_are_noticed(monkeypatch, fuzz):

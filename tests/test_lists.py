@@ -180,6 +180,9 @@ def test_two_normalizes_are_refused_unless_something_undoes_one():
         ([v2.ToDtype(torch.float32)], noise(4), "scale=True"),
         ([CROP, v2.ToDtype(torch.uint8)], noise(4), "scale=True"),
         ([v2.ColorJitter(0.4)], noise(4, torch.float32), r"ColorJitter is for .*gets 0 to 255"),
+        # Dark pictures in 0 to 255, a hundredth of their light.
+        ([v2.ColorJitter(0.4)], noise(4, torch.float32) / 100, r"ColorJitter is for .* to 2\.5"),
+        ([TWO], noise(4, torch.float32) / 100, r"values in .*gets 0 to 2\.5"),
         ([K.RandomGamma()], noise(4, torch.float32), r"RandomGamma is for values in \[0, 1\]"),
         ([CROP, ONE, K.ColorJitter(0.4)], noise(4), r"ColorJitter is for .*gets -2"),
         ([CROP, v2.Pad(1, fill=128)], noise(4), r"Pad is given 128, a value of 0 to 255"),

@@ -258,6 +258,15 @@ def test_every_image_draws_for_itself(op):
     assert different(op(images)) < 14 or type(op) is v2.AugMix
 
 
+def test_erased_boxes_have_log_uniform_aspect_ratios():
+    op = v2.RandomErasing(1.0, (0.02, 0.02), (1 / 6, 6.0), value=1.0)  # which fits at the first try
+    made = PerImage(op, seed=4)(torch.zeros(1200, 1, 90, 90))
+    height, width = (made.amax((1, axis)).sum(1) for axis in (3, 2))
+    place = ((height / width).log() / np.log(6) + 1) / 2
+    histogram = (place.clamp(0, 0.999) * 4).int().bincount(minlength=4)
+    assert (histogram - 300).abs().max() < 5 * 300**0.5
+
+
 def test_draws_come_from_torchs_generator_or_from_a_seed():
     images, op = same(8), v2.TrivialAugmentWide()
     free = PerImage(op)

@@ -18,6 +18,7 @@ from torch.utils.data import (
 
 from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, EncodedImageFolder, Resize
 from gpuprefetch import RandomResizedCrop as Crop
+from gpuprefetch.images import notes as _notes
 from gpuprefetch.images.collate import HostStage
 from gpuprefetch.images.decode import ImageDecoder
 
@@ -139,6 +140,16 @@ class Absent(ImageDecoder):
 
     def decode(self, call, buffer, out):
         raise NotImplementedError
+
+
+def test_of_an_epoch_without_end_the_latest_shares_are_noted(photo_folder, constants):
+    constants(_notes, MOST=4)
+    dataset = EncodedImageFolder(photo_folder)
+    loader = DataLoader(dataset, sampler=[i % 24 for i in range(40)], batch_size=2)
+    prefetcher = DataPrefetcher(loader, transforms=[Crop(8)], device="cpu")
+    for _ in prefetcher:
+        (notes,) = prefetcher._notes
+        assert len(notes.shares) <= 4 + 1  # the latest is noted as it is packed
 
 
 def test_all_views_of_a_batch_have_one_share(photo_folder):

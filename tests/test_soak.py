@@ -34,27 +34,38 @@ def soak(scripts, monkeypatch):
 def test_a_slice(device, soak):
     if device.type == "cuda":
         size = "--batches 2000 --epochs 20 --epoch-batches 20 --workers 4"
-        integrity, memory = soak.soak(soak.parse(size.split()))
+        results = soak.soak(soak.parse(size.split()))
+        whats = ["integrity", "policies", "memory", "memory", "colors"]
+        assert [result["what"] for result in results] == whats
+        integrity, *_ = results
         assert integrity["batches"] == 2000
     else:  # a child alone is as large as its own work makes it
         integrity = soak.integrity("cpu", 1, 50, 60.0)
-        code = "import json, soak; print(json.dumps(soak.memory('cpu', 1, 5, 2)))"
+        code = "import json, soak; print(json.dumps(soak.memory('cpu', 1, 5, 2, 0.5)))"
         child = Child(code, PYTHONPATH=CHECKS, modules=["kornia.augmentation"])
         memory = json.loads(child.communicate()[0])
         assert integrity["batches"] == 50
-    assert not soak.failed(integrity), integrity
+        policies = soak.policies("cpu", 1, 20, 60.0)
+        assert policies["batches"] == 20
+        results = [integrity, policies, memory, soak.colors("cpu", 0)]
     assert integrity["tensors"] > integrity["batches"]
-    assert not soak.failed(memory), json.dumps(memory)
+    for result in results:
+        assert not soak.failed(result), json.dumps(result)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fault", ["tensor", "image", "structure"])
-def test_wrong_batches_are_noticed(device, monkeypatch, soak, fault):
+@pytest.mark.parametrize("what", ["integrity", "policies"])
+def test_wrong_batches_are_noticed(device, monkeypatch, soak, fault, what):
     # Guards the test above.
     whole = soak.prefetcher_of
 
-    def spoiled(dataset, *args, **options):
-        for number, batch in enumerate(whole(dataset, *args, **options)):
+    def spoiled(dataset, device, workers, **options):
+        made = whole(dataset, device, workers, **options)
+        if not workers:  # what others are compared with
+            yield from made
+            return
+        for number, batch in enumerate(made):
             if number == 5 and fault == "tensor":
                 batch["structure"] = [torch.zeros_like(t) for t in tensors(batch["structure"])]
             elif number == 5 and fault == "image":
@@ -64,9 +75,26 @@ def test_wrong_batches_are_noticed(device, monkeypatch, soak, fault):
             yield batch
 
     monkeypatch.setattr(soak, "prefetcher_of", spoiled)
-    result = soak.integrity(device.type, 0, 12, 60.0)
+    result = getattr(soak, what)(device.type, 1, 12, 60.0)
     wrong = {name: value for name, value in result.items() if name.startswith("wrong") and value}
     assert len(wrong) == 1
+    assert soak.failed(result)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wrong_colors_are_noticed(device, monkeypatch, soak):
+    # Guards the first test: the list that is given is the faulty one.
+    import draws
+    import faults
+
+    whole = draws.colors
+
+    def faulty(name, mistake, **options):
+        return whole(name, mistake or faults.STD, **options)
+
+    monkeypatch.setattr(draws, "colors", faulty)
+    result = soak.colors(device.type, 0)
+    assert not any(check["ok"] for check in result["checks"])
     assert soak.failed(result)
 
 

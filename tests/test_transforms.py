@@ -314,6 +314,68 @@ def test_what_mixes_images_behind_the_back_of_their_targets_is_refused(op):
     assert len(read_list([RandomResizedCrop(8), K.RandomJigsaw()])[1]) == 1  # of one image
 
 
+def part_of(op, size):
+    """The parts, ``(top, left, height, width)``, that 400 images of this size are cut to."""
+    rows = read_list([op])[0].draw([size] * 400, fold(3, np.arange(400)))
+    return {tuple(map(int, box_and_flip(row)[0])) for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("size", "scale", "ratio"),
+    [
+        ((5, 5), (0.25, 0.25), (1, 1)),  # 2.5 pixels by 2.5
+        ((9, 9), (0.25, 0.25), (1, 1)),
+        ((40, 5), (4.0, 4.0), (2, 2)),  # nothing fits: as wide as it is, and 2.5 pixels high
+        ((5, 40), (4.0, 4.0), (0.5, 0.5)),
+    ],
+)
+def test_half_a_pixel_of_a_crop_goes_where_torchvisions_goes(size, scale, ratio):
+    theirs = v2.RandomResizedCrop(8, scale, ratio).make_params([torch.zeros(3, *size)])
+    parts = part_of(RandomResizedCrop(8, scale, ratio), size)
+    assert {part[2:] for part in parts} == {(theirs["height"], theirs["width"])}
+
+
+@pytest.mark.parametrize("room", range(1, 8))
+def test_half_a_pixel_of_a_center_crop_goes_where_torchvisions_goes(room):
+    images = photos([(20 + room, 30 + room)])
+    result, _ = run([CenterCrop((20, 30))], images)
+    want = F.center_crop(images[0], [20, 30]) / 255
+    torch.testing.assert_close(result[0], want, atol=1e-6, rtol=0)
+
+
+def test_half_a_pixel_of_a_second_images_part_goes_to_the_even_one():
+    # It is half as large as the first one, whose part begins and ends at odd pixels as well.
+    op = RandomResizedCrop(8).op
+    keys = fold(3, np.arange(400))
+    first, second = np.full((400, 2), 101.0), np.full((400, 2), 50.5)
+    rows = op(Sampling.identity(first), keys).rows()
+    start, end = rows[..., 2] / 2, rows[..., 3] / 2
+    assert (start % 2 == 0.5).any() and (end % 2 == 0.5).any()
+    moved = op(Sampling.identity(second), keys, like=first).rows()
+    assert np.array_equal(moved[..., 2], np.round(start))
+    assert np.array_equal(moved[..., 3], np.round(end))
+
+
+def test_crops_reach_every_edge():
+    rows = read_list([K.RandomCrop((4, 6))])[0].draw([(7, 8)] * 400, fold(3, np.arange(400)))
+    for axis, room in enumerate((3, 2)):
+        assert set(rows[:, axis, 0]) == set(range(room + 1))
+    parts = part_of(RandomResizedCrop(8, (0.2, 0.5)), (12, 9))
+    assert min(top for top, *_ in parts) == min(left for _, left, *_ in parts) == 0
+    assert max(top + height for top, _, height, _ in parts) == 12
+    assert max(left + width for _, left, _, width in parts) == 9
+
+
+def test_aspect_ratios_are_log_uniform():
+    ratio = (1 / 8, 8.0)
+    op = RandomResizedCrop(8, (0.01, 0.01), ratio)  # which fits at the first try
+    rows = read_list([op])[0].draw([(900, 900)] * 4000, fold(3, np.arange(4000)))
+    boxes = np.array([box_and_flip(row)[0] for row in rows], dtype=float)
+    place = (np.log(boxes[:, 3] / boxes[:, 2]) / np.log(8) + 1) / 2
+    histogram = np.bincount((place.clip(0, 0.999) * 4).astype(int), minlength=4)
+    assert np.abs(histogram - 1000).max() < 5 * 1000**0.5
+
+
 @pytest.mark.slow
 def test_crop_distribution_is_torchvisions():
     size, n, generator = (90, 120), 5_000, v2.RandomResizedCrop(8)

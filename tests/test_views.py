@@ -72,6 +72,20 @@ def test_the_first_view_is_its_list_alone_and_the_others_have_draws_of_their_own
     assert all(map(torch.equal, again, (first, second, third)))
 
 
+def test_no_two_views_have_the_same_draws(device, files):
+    # Workers sample crops. After them an op samples for each image, and another for a batch.
+    crops = images_of(loader_of(files, device, transforms=Views(*[CROP] * 4)))
+    inverted = [Resize((6, 6)), v2.RandomInvert(0.5)]
+    noise = [Resize((6, 6)), lambda images: torch.rand_like(images)]
+    inversions = images_of(loader_of(files, device, transforms=Views(*[inverted] * 4)))
+    noises = images_of(loader_of(files, device, transforms=Views(*[noise] * 4)))
+    images = torch.rand(6, 3, 30, 40, device=device)
+    (tensors,) = DataPrefetcher([images], transforms=Views(*[CROP] * 4), device=device, seed=SEED)
+    for views in (crops, inversions, noises, tensors):
+        for i, one in enumerate(views):
+            assert not any(torch.equal(one, other) for other in views[:i])
+
+
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_views_without_draws_are_their_lists(device, files, share):
     lists = FIXED, [Resize((20, 30)), K.Normalize(torch.full((3,), 0.4), torch.full((3,), 0.2))]

@@ -27,10 +27,19 @@ def selfcheck_rows(check: Result) -> Iterator[Row]:
 
 
 def soak_rows(result: Result) -> Iterator[Row]:
-    if result["what"] == "integrity":
+    if result["what"] == "colors":
+        for check in result["checks"]:
+            found = "right" if check["ok"] else "WRONG"
+            ends = (f"{mistake}: {end}" for mistake, end in check["mistakes"].items())
+            yield f"soak, {check['check']}", "; ".join([found, *ends])
+        return
+    ending = ", workers that decode and policies" * bool(
+        result["what"] == "policies" or result.get("share")
+    )
+    if result["what"] in ("integrity", "policies"):
         wrong = sum(count for name, count in result.items() if name.startswith("wrong"))
         size = f"{result['batches']:,} batches, {result['tensors']:,} tensors"
-        yield f"soak, {size}", f"{wrong:,} mismatches"
+        yield f"soak, {size}{ending}", f"{wrong:,} mismatches"
         return
     names = {"gpu_reserved_bytes": "GPU memory", "resident_bytes": "resident memory"}
     spread = ", ".join(
@@ -38,11 +47,12 @@ def soak_rows(result: Result) -> Iterator[Row]:
         for name, value in result["spread"].items()
     )
     epochs = result["epochs"] - result["warm_epochs"]
-    yield f"soak, spread over {epochs} epochs after {result['warm_epochs']}", spread
+    yield f"soak, spread over {epochs} epochs after {result['warm_epochs']}{ending}", spread
 
 
 def fuzz_rows(result: Result) -> Iterator[Row]:
     counts = Counter(result["counts"])
+    ops = result.get("pipeline", "")
     path, other = ("GPU", "the CPU path") if result["device"] == "cuda" else ("CPU", "PIL")
     compared = {
         "read by both": counts["same"] + counts["differs"],
@@ -52,10 +62,12 @@ def fuzz_rows(result: Result) -> Iterator[Row]:
         "by us alone": counts["only_ours_refuses"],
     }
     good = f"{counts['good_wrong']} of {counts['good_batches']:,} good batches wrong"
-    crashes = f"{len(result['crashes'])} crashes or hangs; {good}"
-    yield f"fuzz, {path} path, {result['cases']:,} damaged files", crashes
+    found = [f"{len(result['crashes'])} crashes or hangs", good]
+    found += [f"{mistake}: {end}" for mistake, end in result.get("mistakes", {}).items()]
+    name = f"fuzz, {path} path{', ' * bool(ops)}{ops}"
+    yield f"{name}, {result['cases']:,} damaged files", "; ".join(found)
     words = ", ".join(f"{name} {count:,}" for name, count in compared.items())
-    yield f"fuzz, {path} path against {other}", words
+    yield f"{name} against {other}", words
 
 
 def differential_rows(result: Result) -> Iterator[Row]:
@@ -88,12 +100,26 @@ def distributed_rows(result: Result) -> Iterator[Row]:
     yield name, "; ".join(["exact" if result["ok"] else "WRONG", *found])
 
 
+def suite_rows(result: Result) -> Iterator[Row]:
+    """A row of a file that failed; the others are in :func:`suite_row`."""
+    if result["failed"]:
+        yield f"test suite, {result['file']}", f"{result['failed']} FAILED"
+
+
+def suite_row(document: dict[str, Any]) -> Row:
+    counts = document["summary"]
+    where = "GPU" if document["metadata"].get("gpu") else "CPU"
+    words = ", ".join(f"{counts[name]:,} {name}" for name in ("passed", "failed", "skipped"))
+    return f"test suite, {where}, {counts['files']} files", words
+
+
 ROWS = {
     "selfcheck": selfcheck_rows,
     "soak": soak_rows,
     "fuzz": fuzz_rows,
     "differential": differential_rows,
     "distributed": distributed_rows,
+    "suite": suite_rows,
 }
 
 
@@ -104,7 +130,8 @@ def block(documents: list[dict[str, Any]]) -> str:
             hardware = _hardware(document["metadata"])
             file = document["file"]
             ending = f"| {hardware} | [{file}](../benchmarks/results/{file}) |"
-            for test, found in chain.from_iterable(map(rows, document["results"])):
+            whole = [suite_row(document)] if "summary" in document else []
+            for test, found in [*whole, *chain.from_iterable(map(rows, document["results"]))]:
                 lines.append(f"| {test} | {found} {ending}")
     return "\n".join(lines) if len(lines) > 2 else ""
 

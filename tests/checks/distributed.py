@@ -9,7 +9,8 @@ of all ranks is exact if each rank gets what its sampler says, nothing is left o
 is repeated. With ``drop_last`` nothing is repeated, and left out is what fills no batch on every
 rank. Shards without padding, as in validation, give each sample once. Where every rank draws its
 own repeats, by weight or for repeated augmentation, no two repeats are the same picture, and
-another rank that is told whose samples they are makes the same ones.
+another rank that is told whose samples they are makes the same ones. The crops, flips and colors of
+all ranks together are torchvision's and NumPy's, also where workers decode and with policies.
 
 Every check is made once more with a mistake in it, which has to be noticed.
 """
@@ -21,17 +22,22 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import bench
+import draws
+import faults
 import fuzz
+import numpy as np
 import torch
 import torch.distributed as dist
 from bench import harness, ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
+from torchvision.transforms import v2
 
 from gpuprefetch import DataPrefetcher, EncodedImage, RandomResizedCrop
 
@@ -39,8 +45,15 @@ RANK = ranks.RANK
 WORLD = ranks.WORLD
 SEED = 5
 CLASSES = 10
+# Where workers decode a part, which one depends on the batch, and their decoder is another one. So
+# these policies are such that a level stays a level, and pictures may be OFF levels apart on
+# average: see fuzz.py.
+SHARE = 0.5
+POLICIES = (v2.RandomInvert(0.5), v2.RandomGrayscale(0.3))
+OFF = fuzz.OFF
 
 Result = dict[str, Any]
+Pixels = draws.Pixels
 Picture = tuple[int, str]
 
 
@@ -73,13 +86,16 @@ class Checks:
         files = fuzz.draw_files(args.pictures)
         self.data = [(EncodedImage(file, number), number) for number, file in enumerate(files)]
 
-    def loader(self, scale: tuple[float, float] = (0.08, 1.0), **how: Any) -> DataPrefetcher:
+    def loader(
+        self, scale: tuple[float, float] = (0.08, 1.0), share: float = 0.0, **how: Any
+    ) -> DataPrefetcher:
         pinned = self.device.type == "cuda"
         loader = DataLoader(self.data, num_workers=self.args.workers, pin_memory=pinned, **how)
-        crop = RandomResizedCrop(self.args.size, scale)
-        # One decoder for all that it can decode: another one's pictures differ by rounding.
+        transforms = [RandomResizedCrop(self.args.size, scale), *(POLICIES if share else ())]
+        # Without a share one decoder decodes all that it can: another one's pictures differ by
+        # rounding.
         return DataPrefetcher(
-            loader, device=self.device, transforms=[crop], seed=SEED, cpu_share=0.0
+            loader, device=self.device, transforms=transforms, seed=SEED, cpu_share=share
         )
 
     def sampler(self, rank: int, drop_last: bool = False) -> DistributedSampler:
@@ -124,14 +140,20 @@ class Checks:
         exact = sorted(joined(found)) == list(range(len(self.data)))
         return {"ok": exact, "samples": [len(part) for part in found]}
 
-    def pictures(self, epoch: int, sampler: Iterable[int], size: int, **how: Any) -> list[Picture]:
-        """The number of every picture that the loop gets, and a digest of it."""
+    def made(
+        self, epoch: int, sampler: Iterable[int], size: int, **how: Any
+    ) -> Iterator[tuple[int, Pixels]]:
+        """The number of every picture that the loop gets, and its values."""
         loader = self.loader(sampler=sampler, batch_size=size, **how)
         loader.set_epoch(epoch)
+        for images, numbers in loader:
+            yield from zip(numbers.tolist(), images.cpu().numpy(), strict=True)
+
+    def pictures(self, epoch: int, sampler: Iterable[int], size: int, **how: Any) -> list[Picture]:
+        """The same with a digest in place of the values."""
         return [
             (number, hashlib.sha256(image.tobytes()).hexdigest())
-            for images, numbers in loader
-            for image, number in zip(images.cpu().numpy(), numbers.tolist(), strict=True)
+            for number, image in self.made(epoch, sampler, size, **how)
         ]
 
     def images(self, mistake: str) -> Result:
@@ -147,6 +169,43 @@ class Checks:
             "compared": len(compared) * WORLD,
             "different": different,
             "sha256": summary.hexdigest(),  # the same for any number of processes
+        }
+
+    def shared(self, mistake: str) -> Result:
+        """The same with policies and workers that decode, which are told by the batch what."""
+        size = self.args.batch_size
+        found = gather(list(self.made(1, self.sampler(RANK), size, share=SHARE)))
+        epoch = 0 if mistake else 1
+        alone = dict(self.made(epoch, range(len(self.data)), size + 3, share=SHARE))
+        compared = list(chain.from_iterable(found))
+        apart = [float(np.abs(alone[number] - image).mean()) * 255 for number, image in compared]
+        different = sum(gather(sum(levels > OFF for levels in apart)))
+        return {
+            "ok": different == 0,
+            "compared": len(compared) * WORLD,
+            "different": different,
+            "largest_mean_levels": max(gather(max(apart))),
+        }
+
+    def places(self, mistake: str, *, name: str) -> Result:
+        """Whether the crops of all ranks together are distributed as torchvision's."""
+        placed = draws.PLACES[name]
+        file = draws.independent.ramp(*placed.size)
+        images = [EncodedImage(file, number) for number in range(self.args.crops)]
+        options = {"device": self.device, "workers": self.args.workers, "seed": SEED}
+        options |= {"cpu_share": 0.0, "sampler": range(RANK, self.args.crops, WORLD)}
+        made = draws.of_ours(placed.pipeline, images, mistake, **options)
+        return draws.compared(name, np.concatenate(gather(made)), self.args.crops)
+
+    def colors(self, mistake: str, *, name: str, share: float) -> Result:
+        """Whether every rank's normalized pictures are NumPy's."""
+        options = {"device": self.device, "workers": self.args.workers, "cpu_share": share}
+        options["sampler"] = range(draws.PICTURES)  # all of them on every rank
+        each = gather(draws.colors(name, mistake, **options))
+        return {
+            "ok": all(found["ok"] for found in each),
+            "largest_std_error": max(found["std_error"] for found in each),
+            "largest_mean_error_levels": max(found["mean_error_levels"] for found in each),
         }
 
     def drawing(self, kind: str, rank: int) -> Order | WeightedRandomSampler:
@@ -274,6 +333,13 @@ def plan(checks: Checks) -> Iterator[tuple[str, Callable[..., Result], Result, l
     yield "union, drop_last", checks.union, {"drop_last": True}, no_sampler
     yield "shards", checks.shards, {}, ["one shard for all"] * several
     yield "images", checks.images, {}, ["another epoch"]
+    yield "images, policies and cpu_share=0.5", checks.shared, {}, ["another epoch"]
+    for name, placed in draws.PLACES.items():
+        yield f"crops, {name}", checks.places, {"name": name}, list(placed.mistakes)
+    for (name, _), share in zip(draws.COLORS.items(), (0.0, SHARE), strict=True):
+        options = {"name": name, "share": share}
+        wrong = [faults.SWAPPED, faults.STD]
+        yield f"colors, {name}, cpu_share={share}", checks.colors, options, wrong
     for kind in ("augmentation", "weighted"):
         yield f"repeats, {kind}", checks.repeats, {"kind": kind}, ["one rank for all"] * several
     for dtype in (torch.float32, torch.float64):
@@ -288,11 +354,8 @@ def run(args: argparse.Namespace, device: torch.device) -> list[Result]:
     checks = Checks(args, device)
     results = []
     for name, check, options, mistakes in plan(checks):
-        result = {"check": name, "processes": WORLD, **check("", **options)}
-        result["mistakes"] = {
-            mistake: "missed" if check(mistake, **options)["ok"] else "noticed"
-            for mistake in mistakes
-        }
+        judged = partial(check, **options)
+        result = faults.judged(name, judged, mistakes, processes=WORLD)
         results.append(result)
         if RANK == 0:
             print(json.dumps(result), flush=True)
@@ -304,6 +367,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pictures", type=int, default=211)
     parser.add_argument("--batch-size", type=int, default=8, help="of each process")
     parser.add_argument("--size", type=int, default=32, help="of the crops, in pixels")
+    parser.add_argument(
+        "--crops", type=int, default=2000, help="of each distribution, of all ranks"
+    )
     parser.add_argument("--workers", type=int, default=2, help="of each DataLoader")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU")
     args = parser.parse_args(words)

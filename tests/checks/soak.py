@@ -3,11 +3,14 @@
     python tests/checks/soak.py --output benchmarks/results/soak.json
     python tests/checks/soak.py --cpu --batches 200 --epochs 12
 
-Two measurements, each in a process of its own. ``integrity``: every batch is checksummed on the
-device, by kernels queued behind random sleeps, and compared with the worker's checksum of the same
-tensors; encoded images are compared with an undisturbed decode. ``memory``: epochs of a loader of
-encoded images, and after each the GPU memory reserved, the process's resident memory, its file
-descriptors and its threads.
+Measurements, each in a process of its own. ``integrity``: every batch is checksummed on the device,
+by kernels queued after random sleeps, and compared with the worker's checksum of the same tensors;
+encoded images are compared with an undisturbed decode. ``policies``: the same, where workers decode
+half of the images, which get random policies; they are compared with the same batches, undisturbed.
+``memory``: epochs of a loader of encoded images, with and without workers that decode and policies,
+and after each the GPU memory reserved, the process's resident memory, its file descriptors and its
+threads. ``colors``: normalized pictures against NumPy, and once more with each mistake that has to
+be noticed.
 """
 
 import argparse
@@ -22,15 +25,18 @@ import threading
 import time
 import warnings
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench
 import kornia.augmentation as K
 import numpy as np
 import torch
 from bench import clock, harness, pictures
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
 
 # Before there is a CUDA context: it prepares the environment.
 from gpuprefetch import DataPrefetcher, EncodedImage, RandomResizedCrop, Resize
@@ -47,6 +53,12 @@ SLOW_SECONDS = 0.008
 SLOW_CYCLES = 4_000_000
 WARM_EPOCHS = 0.2  # share of the epochs behind which memory must be flat
 FLAT = 0.01
+# Policies sample how many images each launch has, so that a batch may need more than all before.
+FLAT_OF_POLICIES = 0.03
+MOST = 2000  # batches with policies: those that they are compared with are kept
+SHARE = 0.5  # of the images that workers decode, where they do
+# Sampled for each image, and one op that the GPU launches for the whole batch at the end.
+POLICIES = (v2.TrivialAugmentWide(), v2.RandomErasing(0.5))
 
 Pair = namedtuple("Pair", "first second")
 
@@ -126,11 +138,26 @@ def skeleton(structure: Any) -> Any:
     )
 
 
+NORMALIZED = (Resize((SIZE, SIZE)), K.Normalize(MEAN, STD))
+
+
 def prefetcher_of(dataset: Any, device: str, workers: int, **options: Any) -> Any:
     loading = {"batch_size": None, "pin_memory": device == "cuda", "num_workers": workers}
-    transforms = options.pop("transforms", [Resize((SIZE, SIZE)), K.Normalize(MEAN, STD)])
     loader = DataLoader(dataset, **(loading | options.pop("loading", {})))
-    return DataPrefetcher(loader, device=device, transforms=transforms, cpu_share=0.0, **options)
+    options = {"transforms": list(NORMALIZED), "cpu_share": 0.0, "seed": 0} | options
+    return DataPrefetcher(loader, device=device, **options)
+
+
+def undisturbed(batches: Dataset, device: str, count: int, **options: Any) -> list[torch.Tensor]:
+    """The images of the first batches, one after the other, made in this process alone."""
+    found = []
+    for batch in prefetcher_of(batches, device, 0, loading={"collate_fn": as_it_is}, **options):
+        clock.synchronize(device)
+        found.append(batch["images"].clone())
+        if len(found) == count:
+            break
+    clock.synchronize(device)
+    return found
 
 
 def integrity(device: str, workers: int, batches: int, seconds: float) -> dict[str, Any]:
@@ -138,26 +165,59 @@ def integrity(device: str, workers: int, batches: int, seconds: float) -> dict[s
     prepare()
     files = draw_pictures()
     every_picture = [EncodedImage(file, number) for number, file in enumerate(files)]
-    (undisturbed,) = prefetcher_of([{"images": every_picture}], device, 0)
-    reference = undisturbed["images"].clone()
+    (whole,) = prefetcher_of([{"images": every_picture}], device, 0)
+    reference = whole["images"].clone()
     clock.synchronize(device)
     dataset = Batches(batches, files)
+
+    def expected(number: int, batch: Any) -> torch.Tensor:
+        return torch.stack([reference[picture] for picture in batch["pictures"]])
+
+    return disturbed(dataset, device, workers, seconds, expected)
+
+
+def policies(device: str, workers: int, batches: int, seconds: float) -> dict[str, Any]:
+    """The same with workers that decode and with policies, which another run has sampled alike."""
+    prepare()
+    dataset = Batches(batches, draw_pictures())
+    options = {"transforms": [NORMALIZED[0], *POLICIES, NORMALIZED[1]], "cpu_share": SHARE}
+    reference = undisturbed(dataset, device, batches, **options)
+
+    def expected(number: int, batch: Any) -> torch.Tensor:
+        return reference[number]
+
+    return disturbed(dataset, device, workers, seconds, expected, **options)
+
+
+def disturbed(
+    dataset: Batches,
+    device: str,
+    workers: int,
+    seconds: float,
+    expected: Callable[[int, Any], torch.Tensor],
+    **options: Any,
+) -> dict[str, Any]:
+    """How many batches came out wrong, while workers, loop and GPU pause at random.
+
+    ``expected`` gives the images of a batch with this number.
+    """
     rng = random.Random(0)
     wrong = torch.zeros(3, dtype=torch.int64, device=device)  # sums, images, anything else
     tensors_seen = done = 0
     started = time.monotonic()
-    for batch in prefetcher_of(dataset, device, workers, loading={"collate_fn": as_it_is}):
+    for batch in prefetcher_of(
+        dataset, device, workers, loading={"collate_fn": as_it_is}, **options
+    ):
         if rng.random() < SLOW:
             time.sleep(rng.random() * SLOW_SECONDS)
         if device == "cuda" and rng.random() < 3 * SLOW:
             torch.cuda._sleep(SLOW_CYCLES)  # what follows reads the batch late
         found = list(tensors(batch["structure"]))
-        for tensor, expected in zip(found, batch["sums"], strict=True):
-            wrong[0] += checksum(tensor) != expected
+        for tensor, sum_of_worker in zip(found, batch["sums"], strict=True):
+            wrong[0] += checksum(tensor) != sum_of_worker
         # Nothing here waits for the GPU: the batch is dropped while it is still to be read.
-        expected_images = torch.stack([reference[number] for number in batch["pictures"]])
-        wrong[1] += (batch["images"] != expected_images).any()
         other = batch["number"] != done
+        wrong[1] += (batch["images"] != expected(done, batch)).any()
         if done % 50 == 0:  # making a batch again is slow
             other |= skeleton(batch["structure"]) != skeleton(dataset[done]["structure"])
         wrong[2] += other
@@ -177,18 +237,47 @@ def integrity(device: str, workers: int, batches: int, seconds: float) -> dict[s
     }
 
 
-def memory(device: str, workers: int, epochs: int, epoch_batches: int) -> dict[str, Any]:
-    """What the process holds after each epoch, and how much it varies once it is warm."""
+def colors(device: str, workers: int) -> dict[str, Any]:
+    """Whether an undisturbed decode is right: what the others are compared with."""
+    import draws
+    import faults
+
+    prepare()
+    checked = []
+    for name in draws.COLORS:
+        for share in (0.0, SHARE):
+            options = {"device": device, "workers": workers, "cpu_share": share}
+            checked.append(
+                faults.judged(
+                    f"{name}, cpu_share={share}",
+                    lambda mistake, name=name, options=options: draws.colors(
+                        name, mistake, **options
+                    ),
+                    [faults.SWAPPED, faults.STD],
+                )
+            )
+    return {"ok": bench.verdict(checked) == 0, "checks": checked}
+
+
+def memory(
+    device: str, workers: int, epochs: int, epoch_batches: int, share: float = 0.0
+) -> dict[str, Any]:
+    """What the process holds after each epoch, and how much it varies once it is warm.
+
+    With a ``share`` for the workers there are policies, too.
+    """
     prepare()
     # Each batch takes the same memory, so that any rise is one. Of random sizes and flips now and
     # then one takes more than all before, and torch's allocator another 2 MiB.
     files = draw_pictures((300, 301))
     flip = K.RandomHorizontalFlip(p=1.0)
     others = set(threading.enumerate())
-    transforms = [RandomResizedCrop(SIZE), flip, K.Normalize(MEAN, STD)]
+    ops = POLICIES if share else ()
+    transforms = [RandomResizedCrop(SIZE), flip, *ops, K.Normalize(MEAN, STD)]
     loading = {"batch_size": 32, "shuffle": True}
+    options = {"loading": loading, "transforms": transforms, "cpu_share": share}
     dataset = [(EncodedImage(files[i % PICTURES], i), i) for i in range(32 * epoch_batches)]
-    prefetcher = prefetcher_of(dataset, device, workers, loading=loading, transforms=transforms)
+    prefetcher = prefetcher_of(dataset, device, workers, **options)
     held: dict[str, list[int]] = {}
     for _ in range(epochs):
         for images, _target in prefetcher:
@@ -204,8 +293,10 @@ def memory(device: str, workers: int, epochs: int, epoch_batches: int) -> dict[s
         name: (max(values[warm:]) - min(values[warm:])) / max(statistics.median(values[warm:]), 1)
         for name, values in held.items()
     }
-    flat = all(value <= FLAT for value in spread.values())
-    return {"epochs": epochs, "warm_epochs": warm, "flat": flat, "spread": spread, "held": held}
+    limit = FLAT_OF_POLICIES if share else FLAT
+    flat = all(value <= limit for value in spread.values())
+    found = {"epochs": epochs, "warm_epochs": warm, "share": share, "flat": flat}
+    return found | {"spread": spread, "held": held}
 
 
 def end_of_feeders(others: set[threading.Thread], seconds: float = 10.0) -> None:
@@ -244,7 +335,8 @@ def prepare() -> None:
 
 
 def measure(what: str, **task: Any) -> dict[str, Any]:
-    return {"integrity": integrity, "memory": memory}[what](**task)
+    measurements = {"integrity": integrity, "policies": policies, "memory": memory}
+    return (measurements | {"colors": colors})[what](**task)
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -260,11 +352,15 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def soak(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Both measurements, a child each."""
+    """All measurements, a child each."""
     shared = {"device": "cpu" if args.cpu else "cuda", "workers": args.workers}
     tasks = [
         {"what": "integrity", "batches": args.batches, "seconds": args.seconds},
+        {"what": "policies", "batches": min(args.batches, MOST), "seconds": args.seconds},
         {"what": "memory", "epochs": args.epochs, "epoch_batches": args.epoch_batches},
+        {"what": "memory", "epochs": args.epochs, "epoch_batches": args.epoch_batches}
+        | {"share": SHARE},
+        {"what": "colors"},
     ]
     child = {"device": harness.Device(), "timeout": args.timeout}
     return [
@@ -277,6 +373,7 @@ def failed(result: dict[str, Any]) -> bool:
     return (
         "error" in result
         or not result.get("flat", True)
+        or not result.get("ok", True)
         or any(value for name, value in result.items() if name.startswith("wrong"))
     )
 

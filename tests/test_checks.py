@@ -1,0 +1,178 @@
+"""Checks can fail: their limits, and that each notices the faults planted in it.
+
+Those of soak.py, fuzz.py, distributed.py and parity.py are beside their own tests.
+"""
+
+import importlib
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import Subset
+
+pytestmark = pytest.mark.usefixtures("scripts", "one_thread")
+
+
+class Script:
+    """A check, imported where a test uses it: the examples have a train.py too."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, name):
+        return getattr(importlib.import_module(self._name), name)
+
+
+accuracy, bench, faults, parity = map(Script, "accuracy bench faults parity".split())
+independent, draws, suite = map(Script, "independent draws suite".split())
+
+
+def test_a_pipeline_beyond_its_limits_fails():
+    found = {"geometric_mean_levels": 0.3, "mean_levels": 0.4, "worst_image_mean_levels": 0.9}
+    for name in ("examples/imagenet val", "torchvision train, ra, v1, pil"):
+        assert parity.within(name, found)
+        for column in found:
+            assert not parity.within(name, found | {column: 7.0})
+    assert not parity.within("timm val, bicubic", found | {"worst_image_mean_levels": 2.0})
+    assert parity.within("timm train", found | {"worst_image_mean_levels": 2.0})
+
+
+def test_a_verdict_is_of_results_and_of_mistakes():
+    good = {"check": "a", "ok": True, "mistakes": {"x": "noticed"}}
+    assert bench.verdict([good, {"check": "b", "ok": True}]) == 0
+    for bad in ({"ok": False}, {"mistakes": {"x": "noticed", "y": "missed"}}):
+        assert bench.verdict([good, good | {"check": "b"} | bad]) == "failed: b"
+
+
+def test_a_mistake_that_changes_nothing_is_refused():
+    with pytest.raises(ValueError, match="changes none"):
+        faults.planted([torch.nn.Identity()], faults.CROP)
+    result = faults.judged("a", lambda mistake: {"ok": not mistake}, ["x"], processes=2)
+    assert result == {"check": "a", "ok": True, "processes": 2, "mistakes": {"x": "noticed"}}
+    blind = faults.judged("a", lambda mistake: {"ok": True}, ["x"])
+    assert blind["mistakes"] == {"x": "missed"}
+
+
+def test_a_place_is_read_back():
+    from torchvision.transforms.v2 import functional as F
+
+    ramp = torch.zeros(3, 30, 44)
+    ramp[0] = 20 + 215 * torch.arange(44) / 43
+    ramp[1] = 20 + 215 * torch.arange(30)[:, None] / 29
+    for top, left, height, width in ((3, 5, 20, 30), (0, 0, 30, 44), (9, 14, 21, 30)):
+        made = F.resized_crop(ramp, top, left, height, width, [24, 20], antialias=True)
+        for flipped, mirrored in ((0, 0), (0, 1), (1, 1)):
+            turned = F.horizontal_flip(made) if mirrored else made
+            turned = F.vertical_flip(turned) if flipped else turned
+            found = independent.place(turned.numpy(), 30, 44)
+            want = (top, left, height, width, flipped, mirrored)
+            assert tuple(map(round, found.values())) == want
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_colors_find_their_faults(device, share):
+    options = {"device": device.type, "cpu_share": share}
+    for name in draws.COLORS:
+        assert draws.colors(name, "", **options)["ok"]
+        for mistake in (faults.SWAPPED, faults.STD, faults.CENTER):
+            assert not draws.colors(name, mistake, **options)["ok"]
+
+
+def test_accuracy(tmp_path):
+    output = tmp_path / "accuracy.json"
+    assert accuracy.main(["--tiny", "--output", str(output)]) == 0
+    (result,) = json.loads(output.read_text())["results"]
+    assert result["ok"] and min(result["gpuprefetch"]["each"]) > 0.9
+    assert set(result["mistakes"].values()) == {"noticed"}
+
+
+def test_accuracy_is_judged_by_an_interval():
+    theirs = [0.70, 0.72, 0.71, 0.69]
+    judge = partial(accuracy.judge, theirs=theirs, margin=0.05)
+    assert judge([0.705, 0.715, 0.71, 0.70])["ok"]
+    for points in (-0.1, 0.1):
+        assert not judge([value + points for value in theirs])["ok"]
+    # As good on average, but nobody can tell.
+    wide = judge([0.60, 0.82, 0.61, 0.79])
+    assert abs(wide["difference"]) < 1e-9 and not wide["ok"]
+    with pytest.raises(ValueError, match="at least 3 seeds, got 2"):
+        accuracy.judge([0.7, 0.7], [0.7, 0.7], 0.05)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_photos_for_accuracy_are_an_image_folder(tmp_path, split):
+    for root in [tmp_path / name for name in ("train", "val")] if split else [tmp_path]:
+        accuracy.draw_set(root, 24, 0, tiny=True)
+    given = accuracy.photos(tmp_path)
+    assert given.classes == 3
+    train, val = (given.of(name, None) for name in ("train", "val"))
+    assert (len(train), len(val)) == ((24, 24) if split else (21, 3))
+    if not split:
+        assert isinstance(train, Subset)
+        assert not {*train.indices} & {*val.indices}
+
+
+SOME = {
+    "good": "def test_a(): pass\ndef test_b(): pass\n",
+    "alone": "import pytest\n@pytest.mark.alone\ndef test_a(): pass\ndef test_b(): pass\n",
+    "skips": "import pytest\n@pytest.mark.skip(reason='no GPU')\ndef test_a(): pass\n",
+}
+BAD = {
+    "fails": "def test_a(): assert 1 == 2\ndef test_b(): pass\n",
+    "dies": "import os\ndef test_a(): os._exit(3)\n",
+    "no_test": "x = 1\n",
+    "broken": "import nothing_of_that_name\n",
+}
+
+
+def suite_of(folder, files, *words):
+    for name, text in files.items():
+        (folder / f"test_{name}.py").write_text(text)
+    output = folder / "suite.json"
+    words = ["--cpu", "--tests", folder, "--output", output, "--jobs", 2, *words]
+    code = suite.main([str(word) for word in words])
+    content = json.loads(output.read_text())
+    results = {result["file"]: result for result in content["results"]}
+    counts = {
+        name: tuple(results[f"test_{name}.py"][count] for count in suite.COUNTS) for name in files
+    }
+    return code, content, counts, results
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_suites_result_is_a_file(tmp_path):
+    code, content, counts, results = suite_of(tmp_path, SOME)
+    assert code == 0
+    assert counts == {"good": (2, 0, 0), "alone": (2, 0, 0), "skips": (0, 0, 1)}
+    assert content["summary"] == {"files": 3, "passed": 4, "failed": 0, "skipped": 1}
+    assert results["test_skips.py"]["reasons"] == {"no GPU": 1}
+    assert content["dirty"] in (True, False)
+    assert {"commit", "gpu", "cpu", "versions"} <= content["metadata"].keys()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_whatever_is_wrong_with_a_test_file_fails_the_suite(tmp_path):
+    code, _, counts, results = suite_of(tmp_path, BAD)
+    assert code == 1
+    assert {name: found[1] for name, found in counts.items()} == dict.fromkeys(BAD, 1)
+    assert counts["fails"] == (1, 1, 0)
+    assert "exit code 3" in results["test_dies.py"]["failures"][0]
+    # The results of the others are kept.
+    hangs = {"hangs": "import time\ndef test_a(): time.sleep(100)\n"}
+    words = "--go-on --only test_hangs --timeout 2".split()
+    code, content, counts, results = suite_of(tmp_path, hangs, *words)
+    assert (code, counts) == (1, {"hangs": (0, 1, 0)})
+    assert "no end after 2 s" in results["test_hangs.py"]["failures"][0]
+    assert content["summary"] == {"files": 5, "passed": 1, "failed": 5, "skipped": 0}
+    with pytest.raises(SystemExit, match="no such test files"):
+        suite_of(tmp_path, {}, "--only", "test_else")
+
+
+def test_a_suites_file_is_named_by_the_gpu():
+    for gpu, name in {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA A100-SXM4-40GB": "a100-sxm4-40gb",
+    }.items():
+        assert suite.name_of(gpu) == name
+    assert suite.name_of(None) == "cpu"
