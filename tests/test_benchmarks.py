@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ class Script:
 clock, harness, loaders, photos, train = map(Script, "clock harness loaders photos train".split())
 kernel, memory, policy, scaling, views = map(Script, "kernel memory policy scaling views".split())
 correctness, parity, table = map(Script, ("correctness", "parity", "table"))
+facts, protocol, stamp, sweep = map(Script, ("facts", "protocol", "stamp", "sweep"))
 
 
 @pytest.fixture
@@ -74,10 +76,14 @@ def in_this_process(monkeypatch):
 
 
 def test_train(train_main, in_this_process):
-    found = train_main("--columns", "gpuprefetch", "--rounds", "1")
-    assert found["metadata"]["versions"]["torch"]
+    found = train_main("--columns", "gpuprefetch", "--rounds", "1", "--most-rounds", "1")
+    assert found["protocol"] == protocol.VERSION
+    metadata = found["metadata"]
+    assert metadata["versions"]["torch"] and metadata["kernel"] and metadata["commit"]
+    assert metadata["gpu"] is metadata["gpu_uuid_hash"] is metadata["power_limit_w"] is None
     assert found["photos"]["sample"]["distinct"] == 6
-    (ours,) = found["results"]
+    ours, twin = found["results"]
+    assert twin["column"] == protocol.TWIN
     assert (ours["column"], ours["round"], ours["loop"]) == ("gpuprefetch", 0, "step")
     assert ours["images_per_second"]["median"] > 0
     assert ours["first_batch"]["shape"] == [4, 3, 32, 32]
@@ -97,37 +103,109 @@ def test_a_child_says_what_it_measured_or_why_it_failed(tmp_path):
     assert "no result after 0.1 s" in run(code, timeout=0.1)["error"]
 
 
-def test_columns_take_turns_and_a_file_is_continued(train_main, monkeypatch, tmp_path):
-    ran = []
+@pytest.fixture
+def ran(monkeypatch):
+    """What is run in place of children, as (loader, package); ``rates`` has a list for each."""
+    found = SimpleNamespace(tasks=[], rates={}, results={})
 
     def run_child(script, task, *, environment, package, **options):
-        assert environment == loaders.ENVIRONMENT.get(task["column"])
-        ran.append((task["column"], str(package)))
-        return {"error": "so"} if len(ran) == 3 else {"loops": {"step": {"rate": 1.0}}}
+        loader = task["column"]
+        assert environment == loaders.ENVIRONMENT.get(loaders.parse(loader)[0])
+        found.tasks.append((loader, str(package)))
+        if loader in found.results:
+            return dict(found.results[loader])
+        if len(found.tasks) == found.rates.get("fails"):
+            return {"error": "so"}
+        rates = found.rates.get(loader, [100.0])
+        rate = rates[min(sum(name == loader for name, _ in found.tasks), len(rates)) - 1]
+        return {"loops": {"step": {"images_per_second": {"median": rate, "values": [rate]}}}}
 
     monkeypatch.setattr("harness.run_child", run_child)
-    columns = ["gpuprefetch", "dali"]
-    turns = ["gpuprefetch", "dali", "dali", "gpuprefetch"]
-    found = train_main("--columns", *columns, "--rounds", "2")
-    assert ran == [(column, str(ROOT)) for column in turns]
+    return found
+
+
+def test_columns_take_turns_and_a_file_is_continued(train_main, ran, monkeypatch, tmp_path):
+    ran.rates["fails"] = 5
+    words = ["--columns", "gpuprefetch", "dali", "--most-rounds", "2"]
+    twin = protocol.TWIN
+    found = train_main(*words)
+    turns = ["gpuprefetch", "dali", twin, twin, "dali", "gpuprefetch"]
     assert [r["column"] for r in found["results"]] == turns
-    found = train_main("--columns", *columns, "--rounds", "2", "--package", f"old={tmp_path}")
+    assert [name for name, _ in ran.tasks] == [protocol.loader_of(name) for name in turns]
+    assert [r["place"] for r in found["results"]] == [0, 1, 2, 0, 1, 2]
+    found = train_main(*words, "--package", f"old={tmp_path}")
     old = ("gpuprefetch", str(tmp_path))
-    rest = [(r["column"], r["round"]) for r in found["results"][4:]]
-    assert ran[4:] == [old, old, ("dali", str(ROOT))]  # the one that failed, and what is new
+    assert ran.tasks[6:] == [old, old, ("dali", str(ROOT))]  # what is new, and the one that failed
+    rest = [(r["column"], r["round"]) for r in found["results"][6:]]
     assert rest == [("old: gpuprefetch", 0), ("old: gpuprefetch", 1), ("dali", 1)]
+    assert found["results"][6]["checkout"] == {"commit": None, "changed": [], "dirty": False}
     first, second = found["metadata"]["commands"]
     assert first.startswith("python benchmarks/train.py --tiny")
     assert second.endswith("--package old=PATH")
-    monkeypatch.setattr("harness.machine", lambda args, device: {"gpu": "another"})
+    monkeypatch.setattr("harness.machine", lambda device: {"gpu": "another"})
     with pytest.raises(SystemExit, match="is of another machine or version"):
         train_main()
+
+
+def test_rounds_go_on_until_the_cell_is_settled(train_main, ran):
+    ran.rates["dali"] = [100.0, 110.0, 105.0, 105.0, 105.0]
+    found = train_main("--columns", "dali", "timm")["results"]
+    assert {r["round"] for r in found} == {0, 1, 2, 3, 4, 5}  # unsettled: 110 of six
+    ran.tasks.clear()
+    ran.rates["dali"] = [100.0, 101.0]
+    found = train_main("--columns", "dali", "--workers", "2", "--batch-size", "2", "--policy", "ra")
+    assert len(ran.tasks) == 2 * 3
+    assert ran.tasks[1][0] == "dali:policy=ra"
+
+
+def test_what_is_not_installed_is_skipped_once_with_the_reason(train_main, ran):
+    ran.results["spdl"] = {"skipped": "SPDL: none"}
+    found = train_main("--columns", "spdl")["results"]
+    assert [name for name, _ in ran.tasks].count("spdl") == 1
+    assert [r["skipped"] for r in found if r["column"] == "spdl"] == ["SPDL: none"]
+
+
+def test_it_stops_where_the_next_process_would_not_end_in_time(train_main, ran):
+    train_main("--stop-after", "1e-9")
+    assert ran.tasks == []
+    words = ["--columns", "dali"]
+    found = train_main(*words)
+    assert len(found["results"]) == 6
+    assert len(found["metadata"]["commands"]) == 2
+
+
+def test_a_sweep_finds_the_setting_that_later_runs_use(train_main, ran, monkeypatch, tmp_path):
+    monkeypatch.setattr("harness.cores", lambda: 8)
+    fast = "dali:threads=4,prefetch_queue_depth=4,hw_decoder_load=0.65"
+    ran.rates[fast] = [120.0]
+    # The fastest of the first round is not the fastest of two.
+    ran.rates["dali:threads=8,prefetch_queue_depth=2"] = [130.0, 90.0]
+    found = train_main("--sweep", "dali")
+    assert found["benchmark"] == "sweep"
+    first = [r["column"] for r in found["results"] if r["round"] == 0]
+    assert len(first) == 12  # 2 numbers of threads: 16 are more than there are cores
+    second = [r["column"] for r in found["results"] if r["round"] == 1]
+    assert len(second) == sweep.FINALISTS and fast in second
+    (tmp_path / "sweep-cpu.json").write_text(json.dumps(found))
+    (tmp_path / "train.json").unlink()
+    ran.tasks.clear()
+    found = train_main("--columns", "dali", "--sweeps", str(tmp_path))
+    (control, *_) = [r["control"] for r in found["results"] if r["column"] == "dali"]
+    assert (control["column"], control["file"]) == (fast, "sweep-cpu.json")
+    assert control["exact"] and control["settings_tried"] == 12
+    assert fast in [name for name, _ in ran.tasks]
+    cell = found["results"][0] | {"model": "resnet50"}
+    assert not sweep.fastest(tmp_path, None, cell).exact
+    assert sweep.fastest(tmp_path, None, cell | {"cores": 2}) is None  # all had more threads
+    assert sweep.fastest(tmp_path, "another GPU", cell) is None
+    grid = sweep.grid("none", 2)
+    assert len(grid) == 6 and all("threads=2" in column for column in grid)
 
 
 def test_a_column_of_a_model(settings):
     timing = {"loops": ["item"], "settle": (0, 0), "seconds": 0.02, "repeats": 1}
     cell = {"model": "squeezenet1_1", "mode": "eager", "epochs": 0, "engine": "auto"}
-    cell |= {"stream": "own"}
+    cell |= {"stream": "own", "cold": False}
     shared = vars(settings) | {"workers": 1}
     result = train.measure(cell, "gpuprefetch", str(ROOT), shared, timing, time.time())
     assert result["first_batch"]["shape"] == [4, 3, 32, 32]
@@ -139,6 +217,17 @@ def test_a_column_of_a_model(settings):
     found = result["loops"]["step"]
     assert found["images"] == 2 * 12  # the first epoch is left out
     assert found["between_epochs_ms"] > 0 and found["first_batch_seconds"] > 0
+    assert len(found["epoch_seconds"]) == 2
+    validation = {"column": "torchvision", "settings": shared | {"images": 6, "train": False}}
+    cell |= {"model": "squeezenet1_1", "epochs": 2}
+    result = train.measure(cell, "gpuprefetch", str(ROOT), shared, timing, time.time(), validation)
+    found = result["loops"]["step"]
+    assert found["images"] == 12 + 6 and found["validation_images"] == 6
+    assert found["validation_seconds"][0] > 0
+    cell |= {"model": "none", "epochs": 1, "cold": True}
+    result = train.measure(cell, "gpuprefetch", str(ROOT), shared, timing, time.time())
+    assert result["loops"]["step"]["images"] == 12  # the first epoch is the one that is measured
+    assert train.measure(cell, "ffcv", str(ROOT), shared, timing, time.time())["skipped"]
 
 
 def test_cells_and_columns(tmp_path, monkeypatch):
@@ -151,16 +240,19 @@ def test_cells_and_columns(tmp_path, monkeypatch):
     cells = train.cells(args)
     found = [(c["model"], c["mode"]) for c in cells]
     assert found == [("none", "eager"), ("resnet18", "eager"), ("resnet18", "graphs")]
-    names = [[name for name, _, _ in train.columns(args, cell)] for cell in cells]
-    control = "gpuprefetch:cpu_share=0.0"
-    assert names[0] == ["gpuprefetch", control, "dali", "old: gpuprefetch"]
+    names = [[column.name for column in train.columns(args, cell)] for cell in cells]
+    assert names[0] == [*train.COLUMNS[1:], protocol.TWIN, "old: gpuprefetch"]
     assert names[1] == ["synthetic", *names[0]]
     assert train.loader_of("dali", cells[0]) == "dali:hw_decoder_load=0.0"
-    assert train.loader_of("dali:threads=4", cells[0]) == "dali:threads=4,hw_decoder_load=0.0"
+    assert train.loader_of("dali:threads=4", cells[0]) == "dali:hw_decoder_load=0.0,threads=4"
     with pytest.raises(ValueError, match="unknown loader"):
         train.parse(["--tiny", "--columns", "dolly"])
     with pytest.raises(SystemExit):
         train.parse([])  # without photos
+    for words in ("--epochs 1", "--validate 9"):
+        with pytest.raises(SystemExit):
+            train.parse(["--tiny", *words.split()])
+    assert train.parse(["--tiny", "--cold"]).epochs == 1
 
 
 TERMINATED = """
@@ -248,7 +340,20 @@ def test_photos(tmp_path, monkeypatch):
     assert len(list(folder.iterdir())) == 84  # 3 files in each class
     assert files[0].stat().st_ino == files[6].stat().st_ino
     assert photos.photo_folder(photos.drawn(), 250) == folder
-    assert photos.photo_facts(folder, 250)["mean_width"] == 60
+    found = photos.photo_facts(folder, 250)
+    assert found["mean_width"] == 60
+    assert found["megapixels"]["most"] == pytest.approx(60 * 45 / 1e6, abs=1e-4)
+    assert found["progressive_share"] == 0
+    assert found["sha256"] == photos.photo_facts(folder, 250)["sha256"]
+    with Image.open(files[0]) as image:
+        image.load()
+    files[0].unlink()
+    image.save(files[0], progressive=True)
+    changed = photos.photo_facts(folder, 250)
+    assert changed["progressive_share"] == 1 / 250
+    assert changed["sha256"] != found["sha256"]
+    files[0].unlink()
+    os.link(files[6], files[0])
     with pytest.raises(ValueError, match="no JPEGs"):
         photos.photo_folder(tmp_path / "nothing", 1)
     large = photos.large(photos.drawn(), count=3, size=(800, 600))
@@ -259,17 +364,100 @@ def test_photos(tmp_path, monkeypatch):
     assert photos.large(photos.drawn(), count=3, size=(800, 600)) == large
 
 
+def test_the_page_cache_is_dropped_and_what_is_left_is_said(tmp_path):
+    photo = tmp_path / "a.jpg"
+    photo.write_bytes(bytes(1 << 20))
+    (tmp_path / "b.jpg").hardlink_to(photo)
+    assert photos.cached_share([photo]) == 1.0
+    found = photos.drop_page_cache(tmp_path)
+    assert (found["files"], found["bytes"], found["cached_share_before"]) == (1, 1 << 20, 1.0)
+    assert found["cached_share_after"] == pytest.approx(photos.cached_share([photo]), abs=1e-3)
+
+
+NVML_VALUES = {
+    "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+    "nvmlDeviceGetPowerUsage": 650_000,
+    "nvmlDeviceGetTemperature": 60,
+    "nvmlDeviceGetMaxClockInfo": 1980,
+    "nvmlDeviceGetClockInfo": 1755,
+    "nvmlSystemGetCudaDriverVersion_v2": 13000,
+    "nvmlDeviceGetCurrentClocksThrottleReasons": 0x4 | 0x1,
+}
+NVML_TEXTS = {
+    "nvmlDeviceGetUUID": b"GPU-1",
+    "nvmlDeviceGetName": b"H100",
+    "nvmlSystemGetDriverVersion": b"580",
+}
+
+
+class FakeNvml:
+    """NVML of an H100 whose clocks are below their maximum for its power cap."""
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            if name in NVML_VALUES:
+                arguments[-1]._obj.value = NVML_VALUES[name]
+            if name in NVML_TEXTS:
+                arguments[-2].value = NVML_TEXTS[name]
+            return 0
+
+        return call
+
+
+def test_what_a_file_says_of_its_gpu():
+    device = facts.Device(FakeNvml())
+    found = device.facts()
+    assert (found["gpu"], found["driver"], found["driver_cuda"]) == ("H100", "580", "13.0")
+    assert len(found["gpu_uuid_hash"]) == 12 and "GPU-1" not in str(found)
+    assert found["power_limit_w"] == 700 and found["most_clocks_mhz"]["sm"] == 1980
+    states = facts.States(device)
+    states.sample()
+    states.sample()  # within the same second
+    found = states.summary()
+    assert found["sm_mhz"] == [1755, 1755] and found["power_w"] == [650, 650]
+    assert found["throttle"] == ["power cap"] and found["samples"] == 1
+    assert facts.States(facts.Device()).summary() == {}
+
+
+def test_a_copy_without_git_knows_its_commit_and_what_was_changed(tmp_path):
+    def git(*words):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True)
+
+    (tmp_path / "gpuprefetch").mkdir()
+    (tmp_path / "benchmarks").mkdir()
+    module = tmp_path / "gpuprefetch" / "a.py"
+    module.write_text("a = 1\n")
+    assert stamp.checkout(tmp_path).commit is None
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "a")
+    stamp.write(tmp_path)
+    of_git = stamp.checkout(tmp_path)
+    assert of_git.commit and not of_git.dirty
+    shutil.rmtree(tmp_path / ".git")
+    assert stamp.checkout(tmp_path) == of_git
+    module.write_text("a = 2\n")
+    (tmp_path / "gpuprefetch" / "b.py").write_text("")
+    assert stamp.checkout(tmp_path).changed == ["gpuprefetch/a.py", "gpuprefetch/b.py"]
+
+
 LOADERS = ["synthetic", "ready", "gpuprefetch", "gpuprefetch:policy=ra,erasing=0.5", "timm"]
 LOADERS += ["torchvision:policy=ta", "torchvision:backend=tensor", "dali", "dali:policy=ra"]
+LOADERS += ["torchvision:backend=references", "torchvision:backend=tensor,normalize=gpu"]
+LOADERS += ["kornia", "kornia:policy=ra", "timm:policy=ra", "spdl", "ffcv"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torchvision's own decoder
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_loaders_agree_on_the_batch(settings, loader, train):
-    name, _ = loaders.parse(loader)
-    pytest.importorskip({"timm": "timm", "dali": "nvidia.dali"}.get(name, "torch"))
-    batches = loaders.build(loader, replace(settings, train=train, images=8))
+    workers = 1 if loader == "spdl" else 0
+    shared = replace(settings, train=train, images=8, workers=workers)
+    try:
+        batches = loaders.build(loader, shared)
+    except loaders.Missing as reason:
+        pytest.skip(str(reason))
     facts = clock.batch_facts(next(iter(batches)))
     del batches
     assert facts["shape"] == [4, 3, 32, 32]

@@ -1,0 +1,128 @@
+"""The rules by which a cell is measured and by which two columns of it may be compared.
+
+Protocol 2, the current one:
+
+1. A cell runs in rounds. A round runs every column once, each in a process of its own. Every second
+   round runs the columns in reverse order.
+2. Every cell has this library twice, under two labels (``TWIN``). Their largest difference in a
+   round is the cell's *noise*.
+3. Rounds go on, at least ``LEAST_ROUNDS``, until twice the standard error of each column's rate is
+   within ``WITHIN`` of it: the cell is *settled*. After ``MOST_ROUNDS`` it is unsettled, and the
+   table says so.
+4. Two columns are compared round by round. The result is the median of the ratios over the rounds
+   of all machines, from the lowest to the highest. A median within the noise is "equal".
+
+    ours, DALI of three rounds:  (102, 100), (101, 100), (104, 101)
+    ratios:                      1.02, 1.01, 1.03     ->  1.02 (1.01 to 1.03; n = 3)
+    noise 0.025:                                      ->  equal (1.01 to 1.03; n = 3)
+
+Files without a version are of protocol 1: most of their cells have one round, and no twin.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+VERSION = 2
+OURS = "gpuprefetch"
+TWIN = "gpuprefetch (again)"  # the same loader under a second label
+LEAST_ROUNDS = 2
+MOST_ROUNDS = 6
+WITHIN = 0.02
+
+
+def loader_of(column: str) -> str:
+    """The loader and options of a column's label."""
+    return OURS if column == TWIN else column
+
+
+def rate_of(result: Mapping[str, Any]) -> float:
+    """Images a second of one process: over whole epochs with their edges, or a window's median."""
+    if result.get("epochs") and "images_per_second_overall" in result:
+        return float(result["images_per_second_overall"])
+    return float(result["images_per_second"]["median"])
+
+
+def half_width(rates: list[float]) -> float:
+    """Twice the standard error of the mean, as a share of it; infinite for one rate."""
+    if len(rates) < 2:
+        return math.inf
+    error = statistics.stdev(rates) / math.sqrt(len(rates))
+    return 2 * error / statistics.fmean(rates)
+
+
+def is_settled(
+    rates: Iterable[list[float]], *, within: float = WITHIN, least: int = LEAST_ROUNDS
+) -> bool:
+    """Whether every column's rates of the rounds so far are close enough to stop."""
+    columns = list(rates)
+    return bool(columns) and all(len(c) >= least and half_width(c) <= within for c in columns)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Ratios of two columns, one for each round of each machine, and the noise of their cell."""
+
+    values: list[float]
+    noise: float | None
+    machines: int
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def equal(self) -> bool:
+        """Whether the difference is within the noise; False where the noise was not measured."""
+        return self.noise is not None and abs(self.median - 1) <= self.noise
+
+    @property
+    def count(self) -> str:
+        """``n = 6 on 2 machines``: rounds, and the machines that they ran on."""
+        rounds = len(self.values)
+        if rounds == 1:
+            return "n = 1, no spread"
+        where = f" on {self.machines} machines" if self.machines > 1 else ""
+        return f"n = {rounds}{where}"
+
+    def __str__(self) -> str:
+        if not self.values:
+            return ""
+        value = "equal" if self.equal else f"{self.median:.2f}"
+        if len(self.values) == 1:
+            measured = f"{self.median:.2f}, " if self.equal else ""
+            return f"{value} ({measured}{self.count})"
+        return f"{value} ({min(self.values):.2f} to {max(self.values):.2f}; {self.count})"
+
+
+Rounds = Mapping[str, Mapping[int, float]]  # column -> round -> rate, on one machine
+
+
+def ratios(rounds: Rounds, column: str, other: str) -> list[float]:
+    """Rate of a column by another's, for each round that has both."""
+    ours = rounds.get(column, {})
+    theirs = rounds.get(other, {})
+    return [ours[number] / theirs[number] for number in sorted(ours.keys() & theirs.keys())]
+
+
+def noise(machines: Iterable[Rounds], pairs: Iterable[tuple[str, str]]) -> float | None:
+    """Largest difference between two labels of one loader in a round; None where none ran."""
+    pairs = list(pairs)
+    found = [
+        abs(ratio - 1)
+        for rounds in machines
+        for column, twin in pairs
+        for ratio in ratios(rounds, column, twin)
+    ]
+    return max(found) if found else None
+
+
+def compared(
+    machines: Iterable[Rounds], column: str, other: str, measured_noise: float | None
+) -> Compared:
+    """A column by another over the rounds of all machines that have both."""
+    found = [values for rounds in machines if (values := ratios(rounds, column, other))]
+    values = [value for each in found for value in each]
+    return Compared(values, measured_noise, len(found))
