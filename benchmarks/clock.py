@@ -326,41 +326,61 @@ def time_steps(
 
 
 def time_calls(
-    run: Callable[[], Any], device: str, *, warmup: int, repeats: int, wall: bool = False
+    run: Callable[[], Any], device: str, *, warmup: int, repeats: int
 ) -> dict[str, float]:
     """Median and spread of the time of one call, on a cold L2 cache.
 
     On a GPU the device sleeps while the call is queued, so ``median_ms`` is the time that the
-    device needs, as where a loop queues ahead, plus whatever the host is slower than that.
-    ``host_ms`` is the time until the call returns. With ``wall`` it is the time until the GPU is
-    through, of calls on streams that torch does not know. Slow calls are repeated for five seconds,
-    and ten times at least.
+    device needs, as where a loop queues ahead, plus whatever the host is slower than that. Work on
+    other streams counts if the current stream waits for it. ``host_ms`` is the time until a call
+    returns, on an idle device. Slow calls are repeated for five seconds, and ten times at least.
     """
     flush = torch.empty(256 << 20 if device == "cuda" else 0, dtype=torch.uint8, device=device)
-    times = []
-    host = []
+    times: list[float] = []
     for _ in range(warmup + repeats):
         flush.zero_()
         synchronize(device)
-        marks = Marks("cpu" if wall else device)
-        if device == "cuda" and not wall:
+        marks = Marks(device)
+        if device == "cuda":
             torch.cuda._sleep(5_000_000)
         marks.add()
-        called = time.perf_counter()
         run()
-        host.append((time.perf_counter() - called) * 1e3)
-        if wall:
-            synchronize(device)
         marks.add()
         synchronize(device)
         times += [1e3 * seconds for seconds in marks.seconds()]
         if sum(times) > 5_000 and len(times) >= warmup + 10:
             break
     found = quartiles(times[warmup:])
+    host = []
+    for _ in range(len(times) - warmup):
+        synchronize(device)
+        called = time.perf_counter()
+        run()
+        host.append((time.perf_counter() - called) * 1e3)
+    synchronize(device)
     return {
         "median_ms": round(found["median"], 4),
         "iqr_ms": round(found["q3"] - found["q1"], 4),
-        "host_ms": round(statistics.median(host[warmup:]), 4),
+        "host_ms": round(statistics.median(host), 4),
+    }
+
+
+def time_loop(run: Callable[[], Any], device: str, *, calls: int) -> dict[str, float]:
+    """Wall and CPU time of a call in a loop that never waits for the device, but at its end."""
+    run()
+    synchronize(device)
+    cpu = time.process_time()
+    begin = time.perf_counter()
+    for done in range(1, calls + 1):
+        run()
+        if time.perf_counter() - begin > 5 and done >= 10:
+            break
+    synchronize(device)
+    seconds = time.perf_counter() - begin
+    cpu = time.process_time() - cpu
+    return {
+        "loop_ms": round(1e3 * seconds / done, 4),
+        "loop_cpu_ms": round(1e3 * cpu / done, 4),
     }
 
 

@@ -337,7 +337,9 @@ def spdl(settings: Settings, *, policy: str = "") -> Batches:
             packets = spdl.io.demux_image(path)
             wanted = _ffmpeg_filter(settings, packets.width, packets.height)
             frames.append(spdl.io.decode_packets(packets, filter_desc=wanted))
-        buffer = spdl.io.convert_frames(frames)
+        size = 3 * len(frames) * settings.size**2
+        storage = spdl.io.cpu_storage(size, pin_memory=True) if cuda else None
+        buffer = spdl.io.convert_frames(frames, storage=storage)
         if cuda:
             where = spdl.io.cuda_config(device_index=ranks.LOCAL_RANK)
             buffer = spdl.io.transfer_buffer(buffer, device_config=where)

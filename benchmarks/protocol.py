@@ -45,6 +45,11 @@ def rate_of(result: Mapping[str, Any]) -> float:
     return float(result["images_per_second"]["median"])
 
 
+def difference(ratio: float) -> float:
+    """How much faster the faster one is: 0.5 and 2 are both a difference of 1."""
+    return max(ratio, 1 / ratio) - 1
+
+
 def half_width(rates: list[float]) -> float:
     """Twice the standard error of the mean, as a share of it; infinite for one rate."""
     if len(rates) < 2:
@@ -76,7 +81,7 @@ class Compared:
     @property
     def equal(self) -> bool:
         """Whether the difference is within the noise; False where the noise was not measured."""
-        return self.noise is not None and abs(self.median - 1) <= self.noise
+        return self.noise is not None and difference(self.median) <= self.noise
 
     @property
     def count(self) -> str:
@@ -111,7 +116,7 @@ def noise(machines: Iterable[Rounds], pairs: Iterable[tuple[str, str]]) -> float
     """Largest difference between two labels of one loader in a round; None where none ran."""
     pairs = list(pairs)
     found = [
-        abs(ratio - 1)
+        difference(ratio)
         for rounds in machines
         for column, twin in pairs
         for ratio in ratios(rounds, column, twin)

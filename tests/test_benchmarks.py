@@ -39,6 +39,7 @@ clock, harness, loaders, photos, train = map(Script, "clock harness loaders phot
 kernel, memory, policy, scaling, views = map(Script, "kernel memory policy scaling views".split())
 correctness, parity, table = map(Script, ("correctness", "parity", "table"))
 facts, protocol, stamp, sweep = map(Script, ("facts", "protocol", "stamp", "sweep"))
+cells, quotes = map(Script, ("cells", "quotes"))
 
 
 @pytest.fixture
@@ -320,8 +321,10 @@ def test_milliseconds(script, tmp_path):
         return
     policy.main([*words, "--policies", "ColorJitter", "AugMix"])
     results = {(r["side"], r["policy"]): r for r in document(tmp_path / "a.json")["results"]}
-    for side in ("torchvision", "kornia"):
-        assert results[side, "ColorJitter"]["median_ms"] > 0 < results[side, "none"]["median_ms"]
+    for side in ("gpuprefetch", "torchvision", "kornia", "kornia each"):
+        for key in ("gpu_ms", "host_ms", "loop_ms"):  # the same of every side
+            assert results[side, "ColorJitter"][key] > 0 < results[side, "none"][key]
+        assert "loop_cpu_ms" in results[side, "none"]
     assert results["kornia", "AugMix"]["missing"] == "kornia has no AugMix"
     written = table.policy_table(list(results.values()))
     assert "not there" in written and "once for the whole batch" not in written
@@ -329,6 +332,11 @@ def test_milliseconds(script, tmp_path):
     policies = [{"policy": "RandAugment", "side": s, "median_ms": 1, "host_ms": 2} for s in sides]
     written = table.policy_table(policies)
     assert "| RandAugment | 1.00 (2.00) | 1.00 (2.00) \\* |" in written
+    assert "DALI's first number is wall clock" in written  # as it was in protocol 1
+    policies = [{**p, "gpu_ms": 1, "loop_ms": 3} for p in policies]
+    written = table.policy_table(policies)
+    assert "| 1.00 / 2.00 / 3.00 | 1.00 / 2.00 / 3.00 \\* |" in written
+    assert "wall clock" not in written
     assert "kornia chooses the ops of its policies once for the whole batch" in written
 
 
@@ -568,8 +576,12 @@ def documents():
 
 def test_tables(documents):
     block = table.front_page(documents)
-    row = "| resnet18 eager, batch 256 | 2 | 866 | 0.87 / 0.76 |"
-    assert f"{row} 2.00 / 2.00 | 0.98 / 0.95 | 1.00 / 1.00 | 5.0 / 5.0 |" in block
+    # A round has no ratio where one of the two failed.
+    ceiling = "0.87 (0.76 to 0.98; n = 2 on 2 machines)"
+    dali = "0.98 (0.95 to 1.02; n = 2 on 2 machines)"
+    assert "| 866 (761 to 970; n = 2) |" in block
+    assert f"| {ceiling} | {dali} | 2.00 (n = 1, no spread) | not measured |" in block
+    assert "| abc |" in block and "Protocol 1" in block
     assert "no model" not in block  # where not every loader ran
     assert "old" not in block
     text = f"before\n{table.START}\nold\n{table.END}\nafter\n"
@@ -582,13 +594,12 @@ def test_tables(documents):
         table.replace_block("no markers", block, Path("README.md"))
     policy = {"policy": "RandAugment", "side": "dali", "median_ms": 1.5, "host_ms": 0.2}
     everything = table.all_results([*documents, machine("p.json", [policy], "policy")])
-    assert f"{row} 0.88 / 0.80 | 2.00 / 2.00 | 0.98 / 0.95 |  |" in everything
-    policy = "| no model, batch 256, RandAugment | 1 | 800 |  |  |  | 2.00 / 2.00 |  |"
-    assert policy in everything
+    row = "| no model, batch 256, RandAugment | 800 (n = 1, no spread) |  |  | 2.00 (n = 1"
+    assert row in everything
     assert "| other eager, batch 256 |" not in everything  # which has nothing of ours
-    assert "no JPEG engines | 1 | 444 |" in everything
-    assert "| [b](results/b.json) | 761 | 0.761 | 0.90 | 1.00 | 0.00 |" in everything
-    assert "- resnet18 eager, batch 256: DALI, tuned on a.json: none" in everything
+    assert "no JPEG engines | 444 (n = 1, no spread) |" in everything
+    assert "| [b](results/b.json) | 761 (n = 1, no spread) | 0.761 | 0.90 | 1.00 |" in everything
+    assert "- resnet18 eager, batch 256: DALI on a.json: none" in everything
     assert "| RandAugment | 1.50 (0.20) |" in everything
 
 
@@ -599,6 +610,137 @@ def test_plot(documents, tmp_path):
     for words in ("resnet18 eager, batch 256", "no loading at all", "380", "803", "761"):
         assert words in drawn
     assert "960" not in drawn  # of the machine without torchvision
+
+
+def rounds(column, *rates, **more):
+    """Results of a column by protocol 2, in rounds that are turned around."""
+    places = {"synthetic": 0, "gpuprefetch": 1, "dali": 2, "gpuprefetch (again)": 3}
+    at = places.get(column, 0)
+    new = {"files": 13200, "policy": "", "validate": 0, "persistent": True, "cold": False}
+    return [
+        result(column, rate, round=number, place=3 - at if number % 2 else at) | new | more
+        for number, rate in enumerate(rates)
+    ]
+
+
+@pytest.fixture
+def second():
+    """A document of protocol 2 that keeps its rules: DALI is 4 % faster, the noise is 1 %."""
+    results = rounds("synthetic", 1000.0, 1000.0) + rounds("gpuprefetch", 900.0, 900.0)
+    results += rounds("dali", 936.0, 936.0) + rounds("gpuprefetch (again)", 891.0, 900.0)
+    document = machine("train-new.json", results)
+    document["metadata"] |= {"dirty": False, "changed": []}
+    return document | {"protocol": 2}
+
+
+def test_a_difference_within_the_noise_is_equal(second):
+    (cell,) = cells.train_cells([second])
+    assert cell.noise == pytest.approx(900 / 891 - 1)
+    assert str(cell.compared("gpuprefetch", "dali")) == "0.96 (0.96 to 0.96; n = 2)"
+    for r in second["results"]:
+        if r["column"] == "dali":
+            r["images_per_second"] = {"median": 905.0, "values": [905.0]}
+    (cell,) = cells.train_cells([second])
+    assert str(cell.compared("gpuprefetch", "dali")) == "equal (0.99 to 0.99; n = 2)"
+    assert "| 1.0 % | settled | abc |" in table.summary_table([cell])
+    assert "Protocol 2" in table.all_results([second])
+    assert protocol.difference(0.5) == protocol.difference(2.0) == 1.0
+
+
+def test_protocol_1_has_a_noise_where_two_columns_were_one_configuration():
+    stats = {"share": 0.0, "cpu_images": 0}
+    control = result(cells.CONTROL, 100.0)
+    (cell,) = cells.train_cells(
+        [machine("a", [result("gpuprefetch", 105.0, stats=stats), control])]
+    )
+    assert cell.noise == pytest.approx(0.05)
+    stats["share"] = 0.1
+    (cell,) = cells.train_cells(
+        [machine("a", [result("gpuprefetch", 105.0, stats=stats), control])]
+    )
+    assert cell.noise is None
+
+
+def drop(column):
+    return lambda document: document["results"].__setitem__(
+        slice(None), [r for r in document["results"] if r["column"] != column]
+    )
+
+
+def reorder(document):
+    for r in document["results"]:
+        r["place"] = 1 if r["column"] == "synthetic" else 0
+
+
+BROKEN = {
+    "no pair of the same column": drop("gpuprefetch (again)"),
+    "its commit is not known": lambda document: document["metadata"].update(commit=None),
+    "its code was not the commit's: a.py": lambda document: document["metadata"].update(
+        dirty=True, changed=["a.py"]
+    ),
+    "fewer than 2 rounds of ['dali']": lambda document: document["results"].pop(5),
+    "unsettled after 2 rounds": lambda document: document["results"].extend(
+        rounds("timm", 100.0, 200.0)
+    ),
+    "the second round is not the first one reversed": reorder,
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_file_that_departs_from_its_protocol_is_named(second, rule):
+    assert cells.broken_rules(second) == []
+    BROKEN[rule](second)
+    assert any(rule in found for found in cells.broken_rules(second))
+    assert cells.broken_rules(second | {"protocol": 1}) == []
+
+
+QUOTE = "<!-- = train-* | resnet18 eager, batch 256 | dali / gpuprefetch | {} -->"
+TEXTS = {
+    "## How fast\n\nDALI was 4" + QUOTE.format("% faster") + " % faster.": "",
+    "## How fast\n\nDALI was 5" + QUOTE.format("% faster") + " % faster.": "the files have 4",
+    "DALI was 1.04 to 1.04" + QUOTE.format("times") + " times as fast.": "",
+    "DALI was 1.00 to 1.04" + QUOTE.format("times") + " times as fast.": "have 1.04 to 1.04",
+    "DALI is as fast" + QUOTE.format("equal") + ".": "not within a measured noise",
+    "DALI was 4 % faster.": "no comment that says where it is from",
+    "## How fast\n\nDALI was 4 times that.": "no comment that says where it is from",
+    "It was 4 times that.": "",
+    "DALI was 4 % faster. <!-- not from results: their page says so -->": "",
+    "`4 % faster`\n\n```text\n4 % faster\n```": "",
+    "900" + QUOTE.format("images/s").replace("dali / ", "") + " images/s": "",
+    "DALI was 4" + QUOTE.format("% better") + " %": "no such quantity",
+    "DALI was 4" + QUOTE.format("% faster").replace("18", "19") + " %": "no such cell",
+    "DALI was 4" + QUOTE.format("% faster").replace("train", "trane") + " %": "no such file",
+    "words" + QUOTE.format("% faster"): "no number stands before",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_numbers_in_a_text_follow_from_files(second, text):
+    found = quotes.problems(text, [second])
+    assert (TEXTS[text] in "; ".join(found)) if TEXTS[text] else (found == [])
+
+
+def test_a_number_within_the_noise_must_not_be_quoted(second):
+    for r in second["results"]:
+        if r["column"] == "dali":
+            r["images_per_second"] = {"median": 905.0, "values": [905.0]}
+    (found,) = quotes.problems("DALI was 1" + QUOTE.format("% faster") + " % faster", [second])
+    assert "within the noise" in found
+    assert quotes.problems("DALI is as fast" + QUOTE.format("equal"), [second]) == []
+
+
+def test_quotes_of_other_benchmarks():
+    policy = {"policy": "RandAugment", "side": "dali", "host_ms": 22.88}
+    stats = {"read_seconds": 0.5, "collate_seconds": 1.0, "batches": 100}
+    shared = {"model": "m", "column": "dali", "stats": stats}
+    speeds = ((1, 100.0), (4, 390.0))
+    scaling = [{**shared, "processes": n, "images_per_second": {"median": s}} for n, s in speeds]
+    documents = [machine("p.json", [policy], "policy"), machine("s.json", scaling, "scaling")]
+    text = """22.9<!-- = p | RandAugment | dali | host_ms --> ms
+    3.90<!-- = s | m | dali / 4 | times one --> times one, 2.5<!-- = s | m | dali / 4 | % lost -->
+    5<!-- = s | m | dali / 4 | ms to read a batch --> ms"""
+    assert quotes.problems(text, documents) == []
+    assert len(quotes.problems(text.replace("22.9", "23.1").replace("2.5", "2.6"), documents)) == 2
 
 
 def test_committed_tables_are_fresh():
