@@ -112,9 +112,8 @@ class Device:
         }
 
     def _asked(self, function: str, *arguments: Any) -> bool:
-        if self._nvml is None:
-            return False
-        return getattr(self._nvml, function)(self._handle, *arguments) == 0
+        call = getattr(self._nvml, function, None)  # a driver may not have it
+        return call is not None and call(self._handle, *arguments) == 0
 
     def _number(self, function: str, *arguments: int) -> int | None:
         value = ctypes.c_uint()

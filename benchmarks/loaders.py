@@ -424,9 +424,10 @@ def ffcv(settings: Settings, *, policy: str = "") -> Batches:
         decode = decoders.RandomResizedCropRGBImageDecoder(side, scale=SCALE, ratio=RATIO)
         ops = [transforms.RandomHorizontalFlip()]
     device = torch.device(settings.device)
-    move = transforms.ToDevice(device, non_blocking=True)
-    images = [decode, *ops, transforms.ToTensor(), move, transforms.ToTorchImage()]
-    labels = [decoders.IntDecoder(), transforms.ToTensor(), transforms.Squeeze(), move]
+    images = [decode, *ops, transforms.ToTensor(), transforms.ToDevice(device)]
+    images.append(transforms.ToTorchImage())
+    labels = [decoders.IntDecoder(), transforms.ToTensor(), transforms.ToDevice(device)]
+    labels.append(transforms.Squeeze())
     if settings.images != ENDLESS:
         raise Missing("FFCV's epoch is its file: this benchmark measures it without end only")
     made = loader.Loader(
@@ -525,6 +526,7 @@ def dali(
         ["images", "target"],
         reader_name=None if endless else "reader",
         auto_reset=True,
+        prepare_first_batch=endless,  # a first epoch that is measured begins with its first batch
         last_batch_policy=last if train else LastBatchPolicy.PARTIAL,
     )
     return _Converted(iterator, _from_dali, options)

@@ -7,8 +7,8 @@ Protocol 2, the current one:
 2. Every cell has this library twice, under two labels (``TWIN``). Their largest difference in a
    round is the cell's *noise*.
 3. Rounds go on, at least ``LEAST_ROUNDS``, until twice the standard error of each column's rate is
-   within ``WITHIN`` of it: the cell is *settled*. After ``MOST_ROUNDS`` it is unsettled, and the
-   table says so.
+   within ``WITHIN`` of it: the cell is *settled*. After ``MOST_ROUNDS``, or where the time was
+   over, it is unsettled, and the table says so.
 4. Two columns are compared round by round. The result is the median of the ratios over the rounds
    of all machines, from the lowest to the highest. A median within the noise is "equal".
 
