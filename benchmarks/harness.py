@@ -176,8 +176,10 @@ def command(args: argparse.Namespace) -> str:
     launcher = ["python"]
     if "WORLD_SIZE" in os.environ:
         launcher = ["torchrun", "--standalone", f"--nproc-per-node={os.environ['WORLD_SIZE']}"]
-    if "--data" in words:  # args.data may be another folder by now, of large photos
-        words[words.index("--data") + 1] = "PHOTOS"
+    # args.data may be another folder by now, of large photos.
+    for option, shown in (("--data", "PHOTOS"), ("--sweeps", "PATH")):
+        if option in words:
+            words[words.index(option) + 1] = shown
     hidden = dict[str, str]()
     hidden |= {word: f"{word.partition('=')[0]}=PATH" for word in getattr(args, "package", [])}
     path = Path(script).resolve()

@@ -159,6 +159,19 @@ def test_rounds_go_on_until_the_cell_is_settled(train_main, ran):
     assert ran.tasks[1][0] == "dali:policy=ra"
 
 
+def test_a_name_of_photos_stands_for_the_same_photos(train_main, ran, tmp_path):
+    for name in ("a.jpg", "b.jpg"):
+        shutil.copyfile(photos.found(photos.drawn())[0], tmp_path / name)
+    words = ["--data", str(tmp_path), "--photos", "mine", "--columns", "dali"]
+    found = train_main(*words)
+    assert found["photos"]["mine"]["distinct"] == 2
+    assert found["results"][0]["photos"] == "mine"
+    assert "--data PHOTOS" in found["metadata"]["commands"][0]
+    (tmp_path / "b.jpg").unlink()
+    with pytest.raises(SystemExit, match="--photos mine are others than those of"):
+        train_main(*words)
+
+
 def test_what_is_not_installed_is_skipped_once_with_the_reason(train_main, ran):
     ran.results["spdl"] = {"skipped": "SPDL: none"}
     found = train_main("--columns", "spdl")["results"]
@@ -191,6 +204,7 @@ def test_a_sweep_finds_the_setting_that_later_runs_use(train_main, ran, monkeypa
     (tmp_path / "train.json").unlink()
     ran.tasks.clear()
     found = train_main("--columns", "dali", "--sweeps", str(tmp_path))
+    assert found["metadata"]["commands"][0].endswith("--sweeps PATH")
     (control, *_) = [r["control"] for r in found["results"] if r["column"] == "dali"]
     assert (control["column"], control["file"]) == (fast, "sweep-cpu.json")
     assert control["exact"] and control["settings_tried"] == 12
@@ -729,6 +743,16 @@ def test_a_number_within_the_noise_must_not_be_quoted(second):
     (found,) = quotes.problems("DALI was 1" + QUOTE.format("% faster") + " % faster", [second])
     assert "within the noise" in found
     assert quotes.problems("DALI is as fast" + QUOTE.format("equal"), [second]) == []
+
+
+def test_the_check_fails_for_a_wrong_number_on_a_page(tmp_path, monkeypatch):
+    page = tmp_path / "README.md"
+    readme = (ROOT / "README.md").read_text()
+    page.write_text(readme.replace("12 and\n26<!--", "12 and\n20<!--"))
+    assert page.read_text() != readme
+    monkeypatch.setattr("table.PAGES", [page])
+    with pytest.raises(SystemExit, match=r"README.md: 12 to 20 .*: the files have 12 to 26"):
+        table.main(["--check"])
 
 
 def test_quotes_of_other_benchmarks():
