@@ -90,6 +90,7 @@ class Machine:
     commit: str
     version: int
     results: dict[str, dict[int, Result]]
+    gpu: str | None = None  # a hash of its UUID
 
     @property
     def rates(self) -> protocol.Rounds:
@@ -153,7 +154,8 @@ class Cell:
         return [rate for m in self.machines for rate in m.rates.get(column, {}).values()]
 
     def compared(self, column: str, other: str) -> protocol.Compared:
-        return protocol.compared([m.rates for m in self.machines], column, other, self.noise)
+        machines = [(m.gpu or m.file, m.rates) for m in self.machines]
+        return protocol.compared(machines, column, other, self.noise)
 
     def with_columns(self, *columns: str) -> list[Machine]:
         return [m for m in self.machines if all(c in m.results for c in columns)]
@@ -196,7 +198,11 @@ def train_cells(documents: list[Document], wanted: int | None = None) -> list[Ce
                 continue  # it failed, was skipped, or is another version of this library
             machines = found[title(r, metadata["affinity"]), version(document)]
             empty = Machine(
-                document["file"], metadata["commit"] or "", version(document), defaultdict(dict)
+                document["file"],
+                metadata["commit"] or "",
+                version(document),
+                defaultdict(dict),
+                metadata.get("gpu_uuid_hash"),
             )
             machine = machines.setdefault(document["file"], empty)
             rounds = machine.results[split(r["column"])[0]]

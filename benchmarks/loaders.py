@@ -8,6 +8,7 @@ a random flip, normalize (``train=False``: resize the shorter side, center crop,
 """
 
 import ast
+import ctypes
 import os
 import random
 import tempfile
@@ -601,6 +602,24 @@ def build(spec: str, settings: Settings) -> Batches:
     name, options = parse(spec)
     torch.manual_seed(0)
     return LOADERS[name](settings, **options)
+
+
+def nvjpeg_version() -> str | None:
+    """Version of the nvJPEG that this library decodes with; None where it has none."""
+    try:
+        from gpuprefetch.images import nvjpeg
+    except ImportError:  # another version of this library
+        return None
+    library = nvjpeg.library()
+    if library is None:
+        return None
+    numbers = []
+    for part in range(3):  # major, minor, patch of libraryPropertyType
+        number = ctypes.c_int()
+        if library.nvjpegGetProperty(part, ctypes.byref(number)) != 0:
+            return None
+        numbers.append(str(number.value))
+    return ".".join(numbers)
 
 
 def refuse_engines() -> None:

@@ -31,6 +31,7 @@ TWIN = "gpuprefetch (again)"  # the same loader under a second label
 LEAST_ROUNDS = 2
 MOST_ROUNDS = 6
 WITHIN = 0.02
+FINE = 0.005  # a noise below this needs a third decimal, or 1.003 would look like 1
 
 
 def loader_of(column: str) -> str:
@@ -72,7 +73,7 @@ class Compared:
 
     values: list[float]
     noise: float | None
-    machines: int
+    where: str = ""
 
     @property
     def median(self) -> float:
@@ -85,21 +86,23 @@ class Compared:
 
     @property
     def count(self) -> str:
-        """``n = 6 on 2 machines``: rounds, and the machines that they ran on."""
-        rounds = len(self.values)
-        if rounds == 1:
+        """``n = 6 on 2 machines``: rounds, and where they ran."""
+        if len(self.values) == 1:
             return "n = 1, no spread"
-        where = f" on {self.machines} machines" if self.machines > 1 else ""
-        return f"n = {rounds}{where}"
+        return f"n = {len(self.values)}{self.where}"
 
     def __str__(self) -> str:
         if not self.values:
             return ""
-        value = "equal" if self.equal else f"{self.median:.2f}"
+        digits = 3 if self.noise is not None and self.noise < FINE else 2
+        least, middle, most = (
+            f"{value:.{digits}f}" for value in (min(self.values), self.median, max(self.values))
+        )
+        value = "equal" if self.equal else middle
         if len(self.values) == 1:
-            measured = f"{self.median:.2f}, " if self.equal else ""
+            measured = f"{middle}, " if self.equal else ""
             return f"{value} ({measured}{self.count})"
-        return f"{value} ({min(self.values):.2f} to {max(self.values):.2f}; {self.count})"
+        return f"{value} ({least} to {most}; {self.count})"
 
 
 Rounds = Mapping[str, Mapping[int, float]]  # column -> round -> rate, on one machine
@@ -125,9 +128,19 @@ def noise(machines: Iterable[Rounds], pairs: Iterable[tuple[str, str]]) -> float
 
 
 def compared(
-    machines: Iterable[Rounds], column: str, other: str, measured_noise: float | None
+    machines: Iterable[tuple[str, Rounds]], column: str, other: str, measured_noise: float | None
 ) -> Compared:
-    """A column by another over the rounds of all machines that have both."""
-    found = [values for rounds in machines if (values := ratios(rounds, column, other))]
-    values = [value for each in found for value in each]
-    return Compared(values, measured_noise, len(found))
+    """A column by another over the rounds of all machines that have both.
+
+    A machine is known by a hash of its GPU. A file that has none, of protocol 1, is known by its
+    name: two such files may be of one machine.
+    """
+    values: list[float] = []
+    names: set[str] = set()
+    for name, rounds in machines:
+        if found := ratios(rounds, column, other):
+            values += found
+            names.add(name)
+    are_files = any(name.endswith(".json") for name in names)
+    where = f" in {len(names)} files" if are_files else f" on {len(names)} machines"
+    return Compared(values, measured_noise, where if len(names) > 1 else "")

@@ -160,6 +160,8 @@ def measure(
             result = clock.measure(batches, training.step, device=shared.device, **timing)
     if hasattr(batches, "options"):
         result["options"] = batches.options
+    if column.startswith(OURS):
+        result["nvjpeg"] = loaders.nvjpeg_version()
     if hasattr(batches, "stats"):
         result["stats"] = batches.stats.as_dict()
     return result
@@ -326,7 +328,8 @@ class Cells:
     def _measured(self, cell: Cell, column: Column) -> dict[str, Any]:
         args = self._args
         gpu = self._document.content["metadata"]["gpu"]
-        is_control = column.loader.startswith("dali") and not args.sweep
+        name, options = loaders.parse(column.loader)
+        is_control = name == "dali" and "threads" not in options
         control = sweep.fastest(args.sweeps, gpu, cell) if is_control else None
         settings = harness.settings(args)
         settings["persistent"] = cell["persistent"]
@@ -348,7 +351,7 @@ class Cells:
         noted: dict[str, Any] = {}
         if cell["cold"]:
             noted["page_cache"] = photos.drop_page_cache(Path(settings["data"]))
-        if column.loader.startswith("dali") and not args.sweep:
+        if is_control:
             noted["control"] = control.as_dict() if control else None
         if column.package != harness.ROOT:
             noted["checkout"] = stamp.checkout(column.package).as_dict()
@@ -415,7 +418,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=protocol.LEAST_ROUNDS, help="at least")
     parser.add_argument("--most-rounds", type=int, default=protocol.MOST_ROUNDS)
     parser.add_argument("--within", type=float, default=protocol.WITHIN, help="settled: so close")
-    parser.add_argument("--stop-after", type=float, help="seconds: start no process that is longer")
+    parser.add_argument("--stop-after", type=float, help="seconds, for a time that is limited")
     parser.add_argument("--sweep", choices=["dali"], help="try the settings of a peer")
     parser.add_argument("--sweeps", type=Path, default=harness.RESULTS, help="folder of sweeps")
     parser.add_argument("--loop", nargs="+", default=["step"], choices=clock.LOOPS)

@@ -591,8 +591,8 @@ def documents():
 def test_tables(documents):
     block = table.front_page(documents)
     # A round has no ratio where one of the two failed.
-    ceiling = "0.87 (0.76 to 0.98; n = 2 on 2 machines)"
-    dali = "0.98 (0.95 to 1.02; n = 2 on 2 machines)"
+    ceiling = "0.87 (0.76 to 0.98; n = 2 in 2 files)"
+    dali = "0.98 (0.95 to 1.02; n = 2 in 2 files)"
     assert "| 866 (761 to 970; n = 2) |" in block
     assert f"| {ceiling} | {dali} | 2.00 (n = 1, no spread) | not measured |" in block
     assert "| abc |" in block and "Protocol 1" in block
@@ -661,6 +661,18 @@ def test_a_difference_within_the_noise_is_equal(second):
     second["results"] += rounds("timm", 100.0, 200.0)
     assert "| **unsettled** | abc |" in table.summary_table(cells.train_cells([second]))
     assert protocol.difference(0.5) == protocol.difference(2.0) == 1.0
+    assert str(protocol.Compared([1.002, 1.004], 0.002)) == "1.003 (1.002 to 1.004; n = 2)"
+
+
+def test_files_of_one_gpu_are_one_machine(second):
+    other = {**second, "file": "train-other.json"}
+    for document, gpu in ((second, "a"), (other, "a")):
+        document["metadata"] = {**document["metadata"], "gpu_uuid_hash": gpu}
+    (cell,) = cells.train_cells([second, other])
+    assert cell.compared("gpuprefetch", "dali").count == "n = 4"
+    other["metadata"]["gpu_uuid_hash"] = "b"
+    (cell,) = cells.train_cells([second, other])
+    assert cell.compared("gpuprefetch", "dali").count == "n = 4 on 2 machines"
 
 
 def test_protocol_1_has_a_noise_where_two_columns_were_one_configuration():
@@ -817,6 +829,17 @@ def test_the_rows_of_what_was_checked():
     ):
         assert text in block
     assert correctness.block([machine("a.json", [])]) == ""
+
+
+def test_a_result_says_which_nvjpeg_decoded(as_nvjpeg):
+    def version(part, number):
+        number._obj.value = (13, 3, 2)[part]
+        return 0
+
+    as_nvjpeg(SimpleNamespace(nvjpegGetProperty=version))
+    assert loaders.nvjpeg_version() == "13.3.2"
+    as_nvjpeg(SimpleNamespace(nvjpegGetProperty=lambda part, number: 1))
+    assert loaders.nvjpeg_version() is None
 
 
 def test_engines_are_refused_as_by_a_gpu_that_has_none(as_nvjpeg):
