@@ -660,6 +660,11 @@ def test_a_difference_within_the_noise_is_equal(second):
     assert "Protocol 2" in table.all_results([second])
     second["results"] += rounds("timm", 100.0, 200.0)
     assert "| **unsettled** | abc |" in table.summary_table(cells.train_cells([second]))
+    pairs = {
+        "a": {n: 1 + r for n, r in enumerate((0.01, 0.02, 0.09))},
+        "b": dict.fromkeys(range(3), 1),
+    }
+    assert protocol.noise([pairs], [("a", "b")]) == pytest.approx(0.04)
     assert protocol.difference(0.5) == protocol.difference(2.0) == 1.0
     assert str(protocol.Compared([1.002, 1.004], 0.002)) == "1.003 (1.002 to 1.004; n = 2)"
 
