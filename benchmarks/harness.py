@@ -1,6 +1,6 @@
 """What benchmarks and checks share: arguments, child processes, device memory, the JSON document.
 
-Each measurement runs in a child process of its own, so that no loader inherits another one's CUDA
+Each measurement runs in a separate child process, so that no loader inherits another one's CUDA
 context, allocator, threads or environment. The parent never touches CUDA: while a child runs it
 samples the memory in use on the whole device. The JSON is written after every result, and a later
 command on the same machine and version goes on with it.

@@ -6,7 +6,7 @@
 
 The cap holds for the whole device, context, decoders and pools outside torch's allocator included:
 a ballast tensor leaves what a GPU with ``--cap-gib`` of memory has. Every probe of the search is a
-process of its own, which trains a few steps.
+separate process, which trains a few steps.
 """
 
 import gc

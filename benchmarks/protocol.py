@@ -2,7 +2,7 @@
 
 Protocol 2, the current one:
 
-1. A cell runs in rounds. A round runs every column once, each in a process of its own. Every second
+1. A cell runs in rounds. A round runs every column once, each in a separate process. Every second
    round runs the columns in reverse order.
 2. Every cell has this library twice, under two labels (``TWIN``). Twice the median of their
    differences in a round is the cell's *noise*, but at most the largest: one outlier must not make

@@ -31,7 +31,7 @@ def take_cores(count: int | None = None) -> None:
 
 @contextlib.contextmanager
 def process_group(cpu: bool) -> Iterator[torch.device]:
-    """Join the others, with a GPU of its own, and give that; where nothing failed, leave them."""
+    """Join the others, with one GPU each, and give that; where nothing failed, leave them."""
     device = torch.device("cpu" if cpu else f"cuda:{LOCAL_RANK}")
     if not cpu:
         torch.cuda.set_device(device)

@@ -5,8 +5,8 @@
     torchrun --standalone --nproc-per-node=2 benchmarks/scaling.py --data PHOTOS --cores-per-rank 4
 
 The rates are of all processes together. DistributedDataParallel keeps them in step, so steps are
-counted, not seconds. With one process there is none, as in the training example. The step runs on a
-stream of its own, as in train.py. Each rank keeps to cores of its own: an equal part of them, or as
+counted, not seconds. With one process there is none, as in the training example. The step runs on
+another stream than the default, as in train.py. Each rank keeps to its cores: an equal part, or as
 many as ``--cores-per-rank`` says, so that two ranks stand for the first two of eight.
 """
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
             clock.synchronize(args.device)
             step = train.make_step(model, "eager", args.device, wrapped)
             what: dict[str, Any] = {"model": model, "processes": WORLD, "cores": harness.cores()}
-            if args.cores_per_rank:  # a row of its own in the table
+            if args.cores_per_rank:  # a separate row in the table
                 what["model"] = f"{model}, {args.cores_per_rank} cores a GPU"
             for column in args.columns:
                 batches = loaders.build(column, settings)

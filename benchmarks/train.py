@@ -264,7 +264,7 @@ def loader_of(column: str, cell: Cell, control: sweep.Fastest | None = None) -> 
 
 
 class Cells:
-    """Runs columns of cells, each in a process of its own, and keeps the results in a document."""
+    """Runs columns of cells in separate processes, and keeps the results in a document."""
 
     def __init__(self, args: argparse.Namespace, document: harness.Document) -> None:
         self._args = args

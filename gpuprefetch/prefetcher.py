@@ -380,10 +380,10 @@ class DataPrefetcher:
 
         The batches are those of the uninterrupted epoch, also with other workers or another
         ``device_prefetch_size``. The batch size must be the same, and for an iterable dataset
-        without a state of its own, and a ``StatefulDataLoader``, the number of workers. The order
+        that saves no state, and a ``StatefulDataLoader``, the number of workers. The order
         is drawn once more. If it is not the saved one, that ``iter()`` raises ``ValueError``.
         Torch's default generator goes on as it was, unless it is in the saved state already or the
-        dataset has a state of its own in this process. A ``StatefulDataLoader``'s own state begins
+        dataset saves its state in this process. A ``StatefulDataLoader``'s own state begins
         an epoch there.
 
         Raises:

@@ -55,6 +55,8 @@ WRITES = {
     "op.interpolation": "a copy of the user's torchvision transform",
     "self.bar.total": "tqdm's bar",
     "rest.generator": "the user's DataLoader or its copy",
+    "unlock.atexit": "Python's weakref.finalize()",
+    "unmap.atexit": "Python's weakref.finalize()",
 }
 COUNTERS = {"stats", "_stats"}  # names of a Stats, whose counters are public
 
@@ -601,7 +603,7 @@ RULES = {
     "fields": Rule(many_fields, 0),
     "late": Rule(late_fields, 0),
     "far-writes": Rule(far_writes, 0),
-    "near-writes": Rule(near_writes, 20),
+    "near-writes": Rule(near_writes, 0),
     "parallel": Rule(parallel_assignments, 40),
     "any": Rule(any_types, 300),
     "dicts": Rule(any_dicts, 0),

@@ -803,6 +803,13 @@ def test_pixels_as_they_are_have_their_own_dtype(photo_folder):
     prefetcher_of(EncodedImageFolder(photo_folder), dtype=torch.uint8)
 
 
+def test_pixels_as_they_are_have_the_memory_format_that_was_asked_for():
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        loader = DataLoader(numbered([pictures.encode_jpeg(pictures.draw(60, 50))]), batch_size=1)
+        ((images, _),) = DataPrefetcher(loader, device="cpu", memory_format=memory_format)
+        assert images[0][None].is_contiguous(memory_format=memory_format)
+
+
 def stacked(samples):
     return torch.stack([image for image, _ in samples])
 

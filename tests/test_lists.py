@@ -123,7 +123,7 @@ def test_a_prefetcher_shows_its_settings():
 
 
 def test_drawn_sizes_that_no_batch_can_hold_are_refused():
-    with pytest.raises(ValueError, match=r"RandomResize draws for each .* lambda images: op"):
+    with pytest.raises(ValueError, match=r"RandomResize samples for each .* lambda images: op"):
         run([v2.RandomResize(9, 40)], noise())
 
 
@@ -697,6 +697,6 @@ def test_every_public_transform_has_a_row():
     assert of_images <= {name for library, name in rows if library == "kornia"}
 
 
-def test_rows_and_the_compiler_name_the_same_ops():
-    assert {row.key for row in ROWS if Is.COMPILES in row.traits} == COMPILERS.keys()
+def test_the_compiler_names_ops_that_have_a_row():
+    assert COMPILERS.keys() <= {row.key for row in ROWS}
     assert is_or_extends(kornia.geometry.transform.Hflip(), Is.MOVES)

@@ -27,7 +27,7 @@ from gpuprefetch.images import plan as _budget
 from gpuprefetch.images.decode import ImageDecoder, NvjpegDecoder
 from gpuprefetch.images.decoding import Decoding
 from gpuprefetch.images.header import decode_cpu
-from gpuprefetch.images.plan import cut, parse_bytes, readable
+from gpuprefetch.images.plan import parse_bytes, readable, split_into_calls
 
 CPU = torch.device("cpu")
 SIZE = (4, 5)
@@ -117,7 +117,7 @@ MIB = 1 << 20
 )  # fmt: skip
 def test_decode_calls_are_about_equal_and_bounded(megabytes, images, limit, calls):
     size = int(megabytes * MIB)
-    parts = cut(np.full(images, -(-size // _budget.BLOCK) * _budget.BLOCK), limit)
+    parts = split_into_calls(np.full(images, -(-size // _budget.BLOCK) * _budget.BLOCK), limit)
     assert [part.stop - part.start for part in parts] == calls
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(images))
 
@@ -147,10 +147,10 @@ class Tensors(Dataset):
         (
             SMALL,
             "512KiB",
-            r"'9.jpg' of 480 x 640 pixels takes 900 KiB decoded.* memory_budget=512 KiB",
+            r"'9.jpg' of 480 x 640 pixels needs 900 KiB decoded.* memory_budget=512 KiB",
         ),
-        ([Resize((64, 64))], "100 KiB", r"a batch takes 768.1 KiB .* memory_budget=100 KiB"),
-        (None, "100 KiB", r"a batch takes 192.1 KiB .* a crop or a resize"),
+        ([Resize((64, 64))], "100 KiB", r"a batch needs 768.1 KiB .* memory_budget=100 KiB"),
+        (None, "100 KiB", r"a batch needs 192.1 KiB .* a crop or a resize"),
     ],
 )
 def test_what_does_not_fit_is_named_with_both_sizes(files, transforms, budget, text):
@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_named_with_both_sizes(files, transforms, budget, t
 
 def test_a_batch_of_tensors_that_does_not_fit():
     tensors = [torch.zeros(1000, 1000)]
-    with pytest.raises(ValueError, match=r"a batch takes 3.815 MiB"):
+    with pytest.raises(ValueError, match=r"a batch needs 3.815 MiB"):
         list(DataPrefetcher(tensors, device="cpu", memory_budget="1MiB"))
 
 
@@ -266,7 +266,7 @@ def test_no_room_for_the_result_at_first(files, monkeypatch):
 def test_out_of_memory_for_good_is_an_error_with_its_sizes(files):
     decoder = FakeDecoder(capacity=DECODED - 1)
     prefetcher = prefetcher_of(files, decoder)
-    text = r"'0.jpg' \(sample 0 of the dataset\): out of memory .* 128 x 64 pixels take 24 KiB"
+    text = r"'0.jpg' \(sample 0 of the dataset\): out of memory .* 128 x 64 pixels need 24 KiB"
     with pytest.raises(torch.OutOfMemoryError, match=text):
         list(prefetcher)
     assert decoder.calls == [8, 4, 2, 1, 1]
@@ -374,22 +374,28 @@ def test_what_is_waited_for_before_anything_lies_there(canaries):
     assert decoder.calls == ["wait", 1, "wait"][: 2 + canaries]
 
 
+def test_a_trial_waits_for_kernels_of_the_user_too():
+    decoder = PackedDecoder()
+    decoder.missing()
+    assert decoder.calls == ["wait", 1]
+
+
 def test_a_stream_has_the_same_place_again(monkeypatch):
     decoding = Decoding(CPU, None, None, Stats())
-    room, emptied = _budget.ROOM_BYTES, []
+    step, emptied = _budget.SCRATCH_BYTES, []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-    assert len(decoding.place(1000)) == 1000  # outside of a thread
+    assert len(decoding.memory(1000)) == 1000  # outside of a thread
     with decoding.scratch():
-        first = decoding.place(1000)
-        assert len(first) == room
-        assert decoding.place(5) is decoding.place(room) is first
-        photo = _budget.in_rooms(_budget.WHOLE_BATCH_BYTES + _budget.UPLOAD_BYTES) + 1
-        assert len(decoding.place(photo)) == photo  # of one image, which is not kept
-        assert decoding.place(5) is first
+        first = decoding.memory(1000)
+        assert len(first) == step
+        assert decoding.memory(5) is decoding.memory(step) is first
+        photo = _budget.scratch_size(_budget.WHOLE_BATCH_BYTES + _budget.UPLOAD_BYTES) + 1
+        assert len(decoding.memory(photo)) == photo  # of one image, which is not kept
+        assert decoding.memory(5) is first
         decoding.make_room()
-        sizes = [len(decoding.place(n)) for n in (room, room + 1, 2 * room, 100)]
-        assert sizes == [room, *3 * [2 * room]]
-        assert emptied == [True]  # the smaller place was given back
+        sizes = [len(decoding.memory(n)) for n in (step, step + 1, 2 * step, 100)]
+        assert sizes == [step, *3 * [2 * step]]
+        assert emptied == [True]  # the smaller one was given back
 
 
 def test_an_error_without_words_may_be_a_shortage(monkeypatch):
@@ -426,6 +432,45 @@ class Refusing(FakeDecoder):
         if any(self.mark in bytes(file.numpy()) for file in call.files(buffer)):
             raise self.error
         super().decode(call, buffer, out)
+
+
+@pytest.fixture
+def short_of_memory(monkeypatch):
+    """Lets so many of the next copies of pictures to the device lack memory."""
+
+    def lack(count):
+        def to(tensor, *args, whole=torch.Tensor.to, **options):
+            nonlocal count
+            if count and tensor.dtype == torch.uint8 and args == (CPU,):
+                count -= 1
+                raise torch.OutOfMemoryError("no memory left for the copy")
+            return whole(tensor, *args, **options)
+
+        monkeypatch.setattr(torch.Tensor, "to", to)
+
+    return lack
+
+
+def test_what_workers_decoded_is_copied_again_once_there_is_room(files, short_of_memory):
+    expected = images_of(prefetcher_of(files, FakeDecoder(), cpu_share=1.0))
+    prefetcher = prefetcher_of(files, FakeDecoder(), cpu_share=1.0)
+    short_of_memory(1)
+    assert torch.equal(images_of(prefetcher), expected)
+    assert prefetcher.stats.out_of_memory == 1
+    short_of_memory(2)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left for the copy"):
+        list(prefetcher)
+
+
+def test_a_second_opinion_is_repeated_once_there_is_room(files, short_of_memory):
+    expected = images_of(prefetcher_of(files[:1], FakeDecoder()))
+    prefetcher = prefetcher_of(files[:1], Refusing(b"\xff\xd8", RuntimeError("not this one")))
+    short_of_memory(1)
+    assert torch.equal(images_of(prefetcher), expected)
+    assert prefetcher.stats.out_of_memory == 1
+    short_of_memory(2)
+    with pytest.raises(torch.OutOfMemoryError, match=r"'0.jpg' .* 128 x 64 pixels"):
+        list(prefetcher)
 
 
 def test_what_the_decoder_does_not_take_gets_a_second_opinion(files):

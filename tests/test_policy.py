@@ -181,7 +181,13 @@ def theirs(op, count=COUNT, image=PICTURE):
     np.random.seed(1)
     if type(op).__module__.startswith("timm."):
         picture = v2.functional.to_pil_image(image)
-        return torch.stack([v2.functional.pil_to_tensor(op(picture)) for _ in range(count)])
+        try:
+            made = [op(picture) for _ in range(count)]
+        except ValueError as error:
+            if "broadcast" in str(error):
+                pytest.skip("AugMix of this version of timm is for square pictures")
+            raise
+        return torch.stack([v2.functional.pil_to_tensor(each) for each in made])
     return torch.stack([op(image) for _ in range(count)])
 
 

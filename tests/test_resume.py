@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop
 from gpuprefetch.core.loaders import own_state
-from gpuprefetch.core.resume import Place
+from gpuprefetch.core.resume import Place, Reached
 from gpuprefetch.core.state import FIELDS, checked
 from gpuprefetch.images import notes as _notes
 
@@ -415,7 +415,8 @@ def test_a_place_and_its_state_say_the_same():
     assert (place.epoch, place.batches, place.samples) == (0, 1, 40)
     saved = json.loads(json.dumps(state))
     assert all(saved[name] == value for name, value in place.as_state().items())
-    assert {field.name for field in fields(Place)} - FIELDS.keys() == {"use"}  # not saved
+    named = {field.name for kind in (Place, Reached) for field in fields(kind)}
+    assert named - FIELDS.keys() == {"reached", "use"}  # one is saved by its parts, one is not
     second.load_state_dict(state)
     assert second.state_dict() == state
 
@@ -428,6 +429,18 @@ def test_what_becomes_of_an_epoch_is_not_told_to_a_copy():
     assert (prefetcher.state_dict()["epoch"], copied.state_dict()["epoch"]) == (0, 0)
     next(iter(prefetcher))
     assert (prefetcher.state_dict()["batches"], copied.state_dict()["batches"]) == (1, 0)
+
+
+def test_over_another_loader_the_epoch_begins_at_its_start():
+    prefetcher = cpu(numbers())
+    next(iter(prefetcher))
+    prefetcher.load_state_dict(prefetcher.state_dict())
+    assert len(list(prefetcher.over(numbers()))) == 10
+    iter(prefetcher)  # dropped at once
+    other = prefetcher.over(numbers())
+    assert other.state_dict()["epoch"] == 0
+    assert len(list(other)) == 10
+    assert len(list(prefetcher)) == 9  # which still goes on at the saved place
 
 
 def test_a_state_after_an_iterator_that_was_dropped_unused():

@@ -4,6 +4,7 @@
 """
 
 import ast
+import re
 from pathlib import Path
 from textwrap import dedent
 
@@ -12,20 +13,9 @@ import structure
 from structure import RULES, parse, read
 
 ROOT = Path(__file__).parents[1]
-BEING_REDUCED = {
-    "upward",
-    "late",
-    "far-writes",
-    "near-writes",
-    "parallel",
-}
 
 
-REDUCED = pytest.mark.xfail(strict=False, reason="being reduced")
-NAMES = [pytest.param(name, marks=REDUCED if name in BEING_REDUCED else ()) for name in RULES]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RULES)
 def test_no_more_than_its_bar(name):
     rule = RULES[name]
     places = sorted(rule.find(read(ROOT, rule.folder)))
@@ -313,3 +303,50 @@ def test_a_public_docstring_says_what_it_needs_returns_and_raises(text, gone, la
 def test_what_tests_replace_inside_the_package_is_counted(text, lines):
     places = structure.private_writes(parse({"tests/test_a.py": dedent(text)}))
     assert [place.line for place in places] == lines
+
+
+# --- The drawing of a batch's way in docs/tuning.md ---
+
+# Who calls what it was given: there an import goes from the one that gives to the one that calls.
+GIVEN = {
+    ("core/epoch.py", "images/stage.py"): ("images/stage.py", "core/stage.py"),  # the protocol
+    ("images/decoding.py", "images/job.py"): ("images/job.py", "images/decoding.py"),
+}
+
+
+def calls_drawn(text):
+    """Caller and called of each line: the nearest one above that stands further to the left."""
+    pairs = []
+    above = []  # indent and file of the callers of the next line
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if line and not indent:
+            above = []
+        found = re.match(r"\w+/\w+\.py", line.lstrip())
+        if found is None:
+            continue
+        above = [(further, file) for further, file in above if further < indent]
+        pairs += [(above[-1][1], found[0])] if above else []
+        above.append((indent, found[0]))
+    return pairs
+
+
+def test_the_drawing_of_a_batchs_way_follows_the_imports():
+    page = (ROOT / "docs/tuning.md").read_text()
+    (drawing,) = re.findall(r"## A batch's way\n.*?```text\n(.*?)```", page, flags=re.DOTALL)
+    sources = read(ROOT, "gpuprefetch")
+    names = {source.file.removeprefix("gpuprefetch/"): source.name for source in sources}
+    edges = {}
+    for found in structure.imports(sources):
+        edges.setdefault(found.source.name, set()).add(found.target)
+    calls = calls_drawn(drawing)
+    assert len(calls) > 20
+    assert GIVEN.keys() < set(calls)
+    for call in calls:
+        importer, imported = GIVEN.get(call, call)
+        assert names[imported] in structure._reachable(edges, names[importer]), call
+
+
+def test_a_drawing_is_read_by_its_indents():
+    text = "WORKER\n  a/b.py  x\n    c/d.py\n    e/f.py\n      a/b.py\nLOOP\n  g/h.py\n  | text\n"
+    assert calls_drawn(text) == [("a/b.py", "c/d.py"), ("a/b.py", "e/f.py"), ("e/f.py", "a/b.py")]

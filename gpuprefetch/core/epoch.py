@@ -19,7 +19,7 @@ import torch
 from gpuprefetch.core.errors import add_note, unexpected_end
 from gpuprefetch.core.loaders import LoaderState
 from gpuprefetch.core.nested import Batch
-from gpuprefetch.core.resume import Place, Source, Use
+from gpuprefetch.core.resume import Place, Source
 from gpuprefetch.core.stage import Cost, Empty, Stage
 from gpuprefetch.core.stats import Timed
 from gpuprefetch.core.streams import SideStream, handoff, throttle
@@ -33,24 +33,44 @@ JOIN_SECONDS = 10.0
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
-    """A batch between the loader and the loop; a :class:`Lookahead` fills it in."""
+class Fetched:
+    """A batch that the loader gave, as the stage has received it. Nobody changes it."""
 
     number: int  # of the batch in its epoch
-    batch: Batch = None  # what the loader gave
-    images: int = 0
-    state: LoaderState = None  # of the loader, after the batch
-    cost: Cost | None = None  # bytes on the device, where they count
-    ended: bool = False  # the loader has given its last batch
-    fetched: float = 0.0  # when the batch came from the loader
-    result: Batch = None
-    error: BaseException | None = None  # raised in the loop in place of a result
-    event: torch.cuda.Event | None = None  # recorded after the result
-    waited: float = 0.0  # seconds that the loop waited for the result, once the batch had come
+    batch: Batch
+    images: int
+    state: LoaderState  # of the loader, after the batch
+    cost: Cost | None  # bytes on the device, where they count
+    at: float  # when the batch came from the loader
 
-    def forget_error(self) -> None:
-        """Break the cycle between the error and the frames that hold this slot."""
+
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """A batch that is ready for the loop. Nobody changes it."""
+
+    fetched: Fetched
+    result: Batch
+    event: torch.cuda.Event | None  # recorded after the result
+
+
+@dataclass(slots=True, eq=False)
+class Failed:
+    """Stands for the batch that ends the epoch: with an error, or with the loader's end."""
+
+    number: int  # of the batch in its epoch
+    error: BaseException | None  # raised in the loop
+    at_end: bool = False  # whether the loader has given its last batch
+    fetched: object = None  # what the loader gave, which the GPU may still read
+
+    def take_error(self) -> BaseException:
+        """The error, which this no longer holds: the frames of the error hold this object."""
+        error = self.error
+        assert error is not None, "an epoch fails once"
         self.error = None
+        return error
+
+
+Slot = Prepared | Failed
 
 
 class Ready:
@@ -100,7 +120,8 @@ class Ready:
 
     def clear(self) -> None:
         for slot in self._slots:
-            slot.forget_error()
+            if isinstance(slot, Failed):
+                slot.take_error()
         self._slots.clear()
 
 
@@ -110,9 +131,9 @@ class Uploads:
     def __init__(self) -> None:
         self._kept: deque[tuple[torch.cuda.Event, Batch]] = deque()
 
-    def keep(self, slot: Slot) -> None:
+    def keep(self, slot: Prepared) -> None:
         if slot.event is not None:
-            self._kept.append((slot.event, slot.batch))
+            self._kept.append((slot.event, slot.fetched.batch))
 
     def drop_read(self) -> None:
         """Drop what the GPU has read."""
@@ -180,65 +201,75 @@ class Lookahead:
                 while not self._ready.stopping and self._step():
                     pass
         except BaseException as error:  # the loop might wait for ever
-            self._ready.add(Slot(self._number, error=error))
+            self._ready.add(Failed(self._number, error))
         self._ready.wait_until(lambda: False)
         self._clean_up()
 
     def _step(self) -> bool:
         """Fetch and prepare one batch; whether another one may follow."""
-        slot = Slot(self._number)
+        number = self._number
         self._number += 1
+        fetched: Fetched | Failed | None = None
+        slot: Slot
         try:
-            self._fetch(slot)
-            if self._ready.wait_until(lambda: self._has_room(slot)):
-                self._prepare(slot)
+            fetched = self._fetch(number)
+            if isinstance(fetched, Failed):
+                slot = fetched
+            elif self._ready.wait_until(partial(self._has_room, fetched.cost)):
+                slot = self._prepare(fetched)
+            else:  # the epoch is closed: the batch is dropped after the stream has ended
+                slot = Prepared(fetched, None, None)
         except BaseException as error:
-            # The frames of an epoch's end hold the loader's iterator, and nobody needs them.
-            slot.error = error.with_traceback(None) if slot.ended else error
+            slot = Failed(number, error, fetched=fetched)
         self._ready.add(slot)
-        return slot.error is None
+        return isinstance(slot, Prepared)
 
-    def _has_room(self, slot: Slot) -> bool:
-        """Whether a batch need not wait: a single one may take the whole memory budget."""
+    def _fetch(self, number: int) -> Fetched | Failed:
+        """The next batch, as the stage prepares it; or the end of the loader."""
+        try:
+            with Timed(self.stage.stats, "fetch") as fetch:
+                given, state = next(self._source)
+        except StopIteration as end:
+            # The frames of an epoch's end hold the loader's iterator, and nobody needs them.
+            return Failed(number, end.with_traceback(None), at_end=True)
+        batch, images = self.stage.receive(given, number, fetch.seconds)
+        chooses_depth = self._thread is not None and self._depth is None
+        counts = chooses_depth or self.stage.memory_budget is not None
+        cost = self.stage.cost(batch) if counts else None
+        self._check(batch)
+        self._stream_of(number).wait_for_loader(batch)
+        return Fetched(number, batch, images, state, cost, time.perf_counter())
+
+    def _has_room(self, cost: Cost | None) -> bool:
+        """Whether a batch need not wait: a single one may need the whole memory budget."""
         if self._depth is None:
-            fitting = READY if slot.cost is None else READY_BYTES // max(slot.cost.fixed, 1)
+            fitting = READY if cost is None else READY_BYTES // max(cost.fixed, 1)
             self._depth = max(min(READY, fitting), 1)
         ready = self._ready.slots
         budget = self.stage.memory_budget
-        if ready and budget is not None and slot.cost is not None:
-            used = sum(other.cost.fixed for other in ready if other.cost is not None)
-            if used + slot.cost.fixed + slot.cost.decoded > budget:
+        if ready and budget is not None and cost is not None:
+            costs = [slot.fetched.cost for slot in ready if isinstance(slot, Prepared)]
+            used = sum(other.fixed for other in costs if other is not None)
+            if used + cost.fixed + cost.decoded > budget:
                 return False
         return len(ready) < max(self._depth, self.stage.streams)
 
-    def _fetch(self, slot: Slot) -> None:
-        with Timed(self.stage.stats, "fetch") as fetch:
-            try:
-                batch, slot.state = next(self._source)
-            except StopIteration:
-                slot.ended = True
-                raise
-        slot.batch, slot.images = self.stage.receive(batch, slot.number, fetch.seconds)
-        chooses_depth = self._thread is not None and self._depth is None
-        if chooses_depth or self.stage.memory_budget is not None:
-            slot.cost = self.stage.cost(slot.batch)
-        self._check(slot.batch)
-        self._stream_of(slot).wait_for_loader(slot.batch)
-        slot.fetched = time.perf_counter()
+    def _stream_of(self, number: int) -> SideStream:
+        return self._streams[number % self.stage.streams]
 
-    def _stream_of(self, slot: Slot) -> SideStream:
-        return self._streams[slot.number % self.stage.streams]
-
-    def _prepare(self, slot: Slot) -> None:
+    def _prepare(self, fetched: Fetched) -> Prepared:
         self._uploads.drop_read()
-        stream = self._stream_of(slot)
+        stream = self._stream_of(fetched.number)
         with stream.current():
-            slot.result = self.stage.run(slot.batch, slot.number, self.place.epoch, slot.cost)
-        slot.event = stream.record()
+            result = self.stage.run(fetched.batch, fetched.number, self.place.epoch, fetched.cost)
+        return Prepared(fetched, result, stream.record())
 
-    def take(self) -> Slot | None:
-        """The next batch, as soon as its work has been queued; None if the epoch was closed."""
-        self.place.use = Use.USED
+    def take(self) -> tuple[Slot | None, float]:
+        """The next batch, as soon as its work has been queued; None if the epoch was closed.
+
+        Beside it come the seconds that the loop waited for it, if the loader was not late.
+        """
+        self.place.asked()
         self._user = threading.get_ident()
         asked = time.perf_counter()
         self.stage.asked()
@@ -247,22 +278,19 @@ class Lookahead:
                 if not self._ready.stopping:
                     self._step()
         slot = self._ready.take()
-        if slot is None:
-            return None
-        if slot.fetched < asked:  # else the loader was late
-            slot.waited = time.perf_counter() - asked
+        if not isinstance(slot, Prepared):
+            return slot, 0.0
         self._uploads.keep(slot)
-        return slot
+        late = slot.fetched.at >= asked  # the loader
+        return slot, 0.0 if late else time.perf_counter() - asked
 
-    def handed_over(self, slot: Slot) -> None:
+    def handed_over(self, batch: Fetched) -> None:
         """The loop has the batch: a state that is saved now goes on after it."""
-        self.place.batches = slot.number + 1
-        self.place.loader = slot.state
+        self.place.handed_over(batch.number, batch.state)
 
     def ended(self, state: LoaderState) -> None:
         """The loop has come to the end of the epoch; ``state`` is the loader's own."""
-        self.place.ended = True
-        self.place.loader = state
+        self.place.end(state)
 
     def close(self) -> bool:
         """End the epoch; False if its thread has not ended yet, because the loader hangs."""
@@ -277,8 +305,7 @@ class Lookahead:
 
     def drop(self) -> None:
         """Close it from where the garbage collector runs, which may be any thread."""
-        if self.place.use is Use.UNUSED:
-            self.place.use = Use.DROPPED
+        self.place.dropped()
         safe = threading.get_ident() in (self._user, threading.main_thread().ident)
         if safe or self._thread is None:
             self.close()
@@ -359,14 +386,14 @@ class Epoch(Iterator[Batch]):
             )
         if slot is None:
             raise StopIteration
-        if slot.error is not None:
-            raise self._end(slot, slot.error)
+        if isinstance(slot, Failed):
+            raise self._end(slot)
         if slot.event is not None:
             with Timed(self._stats, "handoff"):
                 handoff(slot.result, slot.event, lookahead.device)
         if not isinstance(slot.result, Empty):
-            self._stats.images += slot.images
-        lookahead.handed_over(slot)
+            self._stats.images += slot.fetched.images
+        lookahead.handed_over(slot.fetched)
         return slot.result
 
     def _wait(self) -> Slot | None:
@@ -375,13 +402,13 @@ class Epoch(Iterator[Batch]):
         device = self._lookahead.device
         ahead = throttle(self._steps, device)
         with Timed(self._stats, "wait"):
-            slot = self._lookahead.take()
+            slot, waited = self._lookahead.take()
         now = time.perf_counter()
         self._stats.seconds += now - (started if self._last is None else self._last)
-        if self._last is not None and slot is not None and slot.error is None:
-            busy = ahead and slot.waited and not torch.cuda.current_stream(device).query()
-            waited = 0.0 if busy else slot.waited  # the GPU has work left
-            self._lookahead.stage.handed_over(now - self._last, waited)
+        if self._last is not None and isinstance(slot, Prepared):
+            busy = ahead and waited and not torch.cuda.current_stream(device).query()
+            # Nothing is lost while the GPU has work left.
+            self._lookahead.stage.handed_over(now - self._last, 0.0 if busy else waited)
         self._last = now
         return slot
 
@@ -395,13 +422,13 @@ class Epoch(Iterator[Batch]):
         self._empty = batch
         self._left_out += batch.images
 
-    def _end(self, slot: Slot, error: BaseException) -> BaseException:
+    def _end(self, slot: Failed) -> BaseException:
         """What ends the epoch: its end or an error, which the slot no longer holds."""
-        slot.forget_error()
+        error = slot.take_error()
         if not isinstance(error, StopIteration):
             add_note(error, f"raised by the prefetcher while it prepared batch {slot.number}")
             return error
-        if not slot.ended:
+        if not slot.at_end:
             raise unexpected_end(error, "a transform, or on_error,") from error
         self._lookahead.ended(error.value)
         if self._empty is None or self._given:

@@ -57,17 +57,27 @@ class Beginning(Enum):
     AT_PLACE = "after the batches that the loop has had, in the order of before"
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """How far the loop has come in an epoch."""
+
+    batches: int = 0  # that the loop has had
+    loader: LoaderState = None  # the loader's own state after these batches, if it has one
+    ended: bool = False  # whether the loop has come to its end
+
+
 @dataclass(slots=True)
 class Place:
-    """Where an epoch stands; its :class:`Source` and its ``Lookahead`` change it, nobody else.
+    """Where an epoch stands; its :class:`Source` and its ``Lookahead`` tell it, nobody else does.
 
     Example, of the second epoch of ``DataLoader(range(12), 2, shuffle=True)`` after 3 batches::
 
-        Place(epoch=1, batches=3, seed=0, random_states=["2a00..."], epochs=[], samples=12)
+        Place(1, Reached(3), seed=0, random_states=["2a00..."], epochs=[], samples=12)
     """
 
     epoch: int
-    batches: int = 0  # that the loop has had
+    # Replaced as one: a signal handler or a thread may save a state at any moment.
+    reached: Reached = field(default_factory=Reached)
     seed: int | None = None  # of the random parameters; None before the epoch begins
     # What the order is drawn from: torch's state as the epoch began, and those of the samplers'
     # generators. Empty before the first epoch.
@@ -75,10 +85,13 @@ class Place:
     continued: bool = False  # whether workers of an earlier epoch lived on
     epochs: Sequence[int | None] = ()  # the samplers' own numbers, see epochs_of()
     samples: int | None = None  # of a map-style dataset
-    loader: LoaderState = None  # the loader's own state after these batches, if it has one
     drawn: Sequence[int | None] | None = None  # a saved one's: see Notes.drawn()
-    ended: bool = False  # whether the loop has come to its end
     use: Use = Use.UNUSED
+
+    @property
+    def batches(self) -> int:
+        """How many batches the loop has had."""
+        return self.reached.batches
 
     @classmethod
     def beginning(cls, loader: Loader, epoch: int, seed: int | None = None) -> Place:
@@ -97,32 +110,52 @@ class Place:
         """The same place, for an epoch that goes on here."""
         return replace(self, epoch=epoch, seed=seed, use=Use.UNUSED)
 
+    def started(self, loader: LoaderState) -> None:
+        """The epoch has begun, where the loader's own state is ``loader``."""
+        self.reached = replace(self.reached, loader=loader)
+
+    def asked(self) -> None:
+        """The loop has asked for a batch."""
+        self.use = Use.USED
+
+    def handed_over(self, number: int, loader: LoaderState) -> None:
+        """The loop has batch ``number``, after which the loader's own state is ``loader``."""
+        self.reached = Reached(number + 1, loader)
+
+    def end(self, loader: LoaderState) -> None:
+        """The loop has come to the end, where the loader's own state is ``loader``."""
+        self.reached = replace(self.reached, loader=loader, ended=True)
+
+    def dropped(self) -> None:
+        """The iterator was dropped, which counts if the loop has not asked for a batch."""
+        if self.use is Use.UNUSED:
+            self.use = Use.DROPPED
+
     @classmethod
     def of_state(cls, state: State) -> Place:
         """The place that a :func:`.core.state.checked` state was taken at; older ones say less."""
         return cls(
             state["epoch"],
-            state["batches"],
+            Reached(state["batches"], state["loader"], "ended" in state),
             state["seed"],
             state["random_states"],
             state["continued"],
             state.get("epochs", ()),
             state.get("samples"),
-            state["loader"],
             state.get("drawn"),
-            ended="ended" in state,
         )
 
     def as_state(self) -> State:
         """What a state has of it, by the names in :data:`.core.state.FIELDS`."""
+        reached = self.reached
         state = {
             "epoch": self.epoch,
-            "batches": self.batches,
+            "batches": reached.batches,
             "random_states": self.random_states,
             "continued": self.continued,
             "epochs": self.epochs,
             "samples": self.samples,
-            "loader": self.loader,
+            "loader": reached.loader,
         }
         if self.seed is not None:
             state["seed"] = self.seed
@@ -161,7 +194,7 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
         self._own_workers = False  # whether the workers end with the epoch, also persistent ones
         if beginning is Beginning.ANEW:
             self._iterator = iter(loader)
-            place.loader = own_state(loader)
+            place.started(own_state(loader))
             return
         _refuse_another_length(loader, place)
         # A stream that goes back by itself draws no order.
@@ -198,7 +231,7 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
                 loader.generator = seeds  # for the next epoch, which starts its workers anew
         skipped = 0
         if stateful:
-            rest.load_state_dict(copy.deepcopy(self.place.loader))
+            rest.load_state_dict(copy.deepcopy(self.place.reached.loader))
         elif _can_cut_sampler(loader):
             name = sampler_name(loader)
             rest = changed(rest, **{name: islice(iter(getattr(loader, name)), done, None)})
@@ -316,7 +349,11 @@ class Progress:
 
     def anew(self) -> Progress:
         """Another one, whose next epoch has the same number and begins at its start."""
-        return replace(self.copied(), _next=Beginning.ANEW)
+        other = self.copied()
+        other.forget_unused()
+        # The number of a dropped epoch is taken back already, and its place is left.
+        place = replace(other.place, use=Use.UNUSED)
+        return replace(other, place=place, _next=Beginning.ANEW)
 
     def reset(self, epoch: int) -> None:
         """Begin the next epoch, this one, at its start."""
@@ -371,7 +408,7 @@ class Progress:
         """Number the next epoch; one with another number than :attr:`place` begins at its start."""
         self.forget_unused()
         self.epoch = epoch
-        if epoch != self.place.epoch and not self.place.ended:
+        if epoch != self.place.epoch and not self.place.reached.ended:
             self.reset(epoch)
         self._asked = True
         for part in numbered_by_epoch(loader):
@@ -392,7 +429,7 @@ class Progress:
         """Where the latest epoch stands, or the next begins; workers of ``living`` live on."""
         self.forget_unused()
         self.follow(loader)
-        if self.place.ended or not self.place.random_states:
+        if self.place.reached.ended or not self.place.random_states:
             return self._save_next(loader, living)
         if self.place.batches and not in_order(loader):
             raise ValueError(
@@ -406,10 +443,13 @@ class Progress:
         if isinstance(loader, DataLoader):
             loader = changed(loader)  # an iterator that state_dict() makes is not the user's
         place = Place.beginning(loader if living is None else living, self.epoch)
-        if self.place.ended:
-            return replace(place, loader=self.place.loader)
-        place = replace(place, loader=own_state(loader))
-        if place.loader is not None:
+        reached = self.place.reached
+        if reached.ended:
+            place.started(reached.loader)
+            return place
+        own = own_state(loader)
+        place.started(own)
+        if own is not None:
             # Another iterator would draw other seeds for its workers.
             self.place = place
             self._next = Beginning.AT_PLACE

@@ -53,7 +53,7 @@ def build_stage(
         late=late,
         programs=programs if (HAS_TRITON or on_cpu) and any(programs) else (),
         moves=any(moves_pixels(view.movers) for view in views),
-        draws=any(view.samples for view in views),
+        is_random=any(view.samples for view in views),
     )
     fixed = options.cpu_share != "auto" or decoder is None
     stats = Stats()
@@ -68,7 +68,7 @@ def build_stage(
 
 
 def rebuilt(stage: Pipeline, loader: Loader) -> Pipeline:
-    """The same stage for another loader: counters, bad images and ``cpu_share`` are apart."""
+    """The same stage for another loader, with its own counters, bad images and ``cpu_share``."""
     packer = replace(stage.packer, share=stage.packer.share.clone())
     balancer = stage.balancer
     if balancer is not None:
@@ -99,7 +99,7 @@ def _view(
 
 
 def _is_encoded_folder(dataset: object) -> bool:
-    """Whether a dataset surely hands out encoded images, through Subset and ConcatDataset."""
+    """Whether a dataset is known to give encoded images, also through Subset and ConcatDataset."""
     if dataset is None or isinstance(dataset, EncodedImageFolder):
         return dataset is not None
     inner = getattr(dataset, "datasets", None) or [getattr(dataset, "dataset", None)]
@@ -107,7 +107,7 @@ def _is_encoded_folder(dataset: object) -> bool:
 
 
 def _decoder(asked: str | ImageDecoder, device: torch.device) -> ImageDecoder | None:
-    """The decoder of what is left to the GPU; None where the workers decode all."""
+    """The decoder of files that are left to the GPU; None if the workers decode all."""
     if isinstance(asked, ImageDecoder):
         return asked
     if asked == "torchcodec":

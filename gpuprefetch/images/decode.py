@@ -19,14 +19,14 @@ from gpuprefetch.images.prepared import Call
 # A decoded image lies in memory that earlier images lay in: in the scratch of its stream, or in a
 # block that the allocator gives to the next decode on that stream. Both keep the stream's order. A
 # decoder that does not overwrites memory that a queued kernel still reads.
-#   - torchvision's CUDA decoder writes from a stream of its own (pytorch/vision#9606).
+#   - torchvision's CUDA decoder writes from another stream (pytorch/vision#9606).
 #   - nvJPEG's engines write while kernels that were queued before on the same stream still wait
 #     (meta-pytorch/torchcodec#1634: 100 calls of 100). An event that the stream waits for does not
 #     help; a wait of the host does. What is queued after the call does come after it.
-#   - nvJPEG is not through when the call returns: it still reads the last files, which lie in the
-#     batch's buffer. That is kept until the batch is on the device (Lookahead._uploads).
-# The host protects us: the decode thread decodes nothing until all that is queued on its stream has
-# completed, the launches that read earlier images among it (ImageDecoder.wait_for_readers).
+#   - nvJPEG has not finished when the call returns: it still reads the last files, which lie in the
+#     batch's buffer. The buffer is kept until the batch is on the device (Lookahead._uploads).
+# So the prefetch thread waits on the host before each decode until its stream has completed what
+# was queued there, with the launches that read earlier images (ImageDecoder.wait_for_readers).
 # gpuprefetch.selfcheck() tries both on the machine at hand, and tests/test_selfcheck.py fails
 # without the wait.
 
@@ -40,28 +40,30 @@ from gpuprefetch.images.prepared import Call
 # merely decoded twice.
 #   - The engines do not keep the stream's order, so the host waits for the canaries before it
 #     calls them. They are set after the last reader on the stream: the wait is for both.
-#   - The flags lie in pinned memory, and a launch writes none where all is well. The decode thread
-#     waits for all launches of a batch before the batch counts as done (ImageJob.check).
+#   - The flags lie in pinned memory, and a launch writes none where all is well. The prefetch
+#     thread waits for all launches of a batch before the batch counts as done (ImageJob.check).
 #   - Pictures that no launch of the plan reads lie in memory that was this color all over.
+#   - A decoder that copies pictures to their place, as torchvision's, writes over the canaries
+#     whatever it has got: a picture that it skipped is not noticed.
 
 
 # Note [One call for a batch]
-# The thread that trains shares the GIL and the CUDA driver's lock with the decode thread. Three
+# The thread that trains shares the GIL and the CUDA driver's lock with the prefetch thread. Three
 # Python objects an image (the file, its view, the picture) would need the GIL thousands of times a
-# step. So the worker works out all that nvJPEG is given (Call.order), but for the addresses. One
-# ctypes call, which drops the GIL, decodes the call's files into one piece of memory, and one
-# launch reads it there.
+# step. So the worker makes all that nvJPEG is given (Call.order), except for the addresses. One
+# ctypes call, which drops the GIL, decodes all files of a Call into one piece of memory, and one
+# launch reads them there.
 
 
 class ImageDecoder(ABC):
-    """Decodes the files of a :class:`.encoded.Call` on the current stream of a CUDA device.
+    """Decodes the files of a :class:`.prepared.Call` on the current stream of a CUDA device.
 
     A decoder of another library needs :meth:`decode`, and a row in :data:`DECODERS`.
 
     Attributes:
         name: what decodes, in words.
         copies: how often the pictures of a call are in memory when it ends.
-        streams: calls that are best decoded side by side, each on a stream of its own.
+        streams: calls that are best decoded side by side, each on its own stream.
         canaries: whether pictures that were skipped are looked for: see Note [Canaries].
         overlaps: whether the calls of a batch may take turns on two streams.
     """
@@ -73,7 +75,7 @@ class ImageDecoder(ABC):
     overlaps = False
 
     def __init__(self, device: torch.device) -> None:
-        # One spelling of the device for ever: torchvision leaks its decoder when it changes.
+        # Always the same spelling of the device: torchvision leaks its decoder when that changes.
         self.device = device
 
     @property
@@ -90,6 +92,7 @@ class ImageDecoder(ABC):
                 warnings.simplefilter("ignore")  # that torchvision's decoder is deprecated
                 call, buffer = _trial()
                 out = torch.empty(call.size, dtype=torch.uint8, device=self.device)
+                self.wait_for_readers()  # kernels of the user's may read what lay there
                 self.decode(call, buffer, out)
             torch.cuda.current_stream(self.device).synchronize()  # then the file may be let go
         except torch.OutOfMemoryError:
@@ -109,12 +112,12 @@ class ImageDecoder(ABC):
 
         Args:
             call: the files and the shapes of their pictures.
-            buffer: ``(bytes,)`` uint8 on the CPU, the buffer that the files lie in. What is decoded
-                asynchronously reads it until the stream has got there.
-            out: ``(call.size,)`` uint8 on the device. Nothing that is queued reads it.
+            buffer: ``(bytes,)`` uint8 on the CPU, which has the files. It is read until the stream
+                has completed the decode.
+            out: ``(call.size,)`` uint8 on the device. No queued work reads it.
 
         Raises:
-            RuntimeError: if the decoder does not take one of the files.
+            RuntimeError: if the decoder refuses one of the files.
             torch.OutOfMemoryError: if there is too little memory.
         """
 
@@ -125,7 +128,7 @@ class NvjpegDecoder(ImageDecoder):
     overlaps = True
 
     def missing(self) -> str:
-        # Without a trial, which needs memory of the GPU: the loader may have no photos.
+        # Nothing is tried, which would need memory of the GPU: the loader may have no photos.
         if torch.version.hip:
             return "torch is built for ROCm, and nvJPEG is NVIDIA's"
         try:
@@ -164,20 +167,21 @@ class TorchvisionDecoder(ImageDecoder):
 
     name = "torchvision's nvJPEG"
     copies = 2
+    canaries = False  # a skipped picture is not noticed: what was never written is copied as well
 
     def decode(self, call: Call, buffer: torch.Tensor, out: torch.Tensor) -> None:
         from torchvision.io import ImageReadMode, decode_jpeg
 
         decoded = decode_jpeg(call.files(buffer), mode=ImageReadMode.RGB, device=self.device)
-        for picture, place in zip(decoded, call.pictures(out), strict=True):
-            if picture.shape != place.shape:
+        for picture, target in zip(decoded, call.pictures(out), strict=True):
+            if picture.shape != target.shape:
                 raise RuntimeError(
-                    f"decoded to {tuple(picture.shape)}, its header says {tuple(place.shape)}"
+                    f"decoded to {tuple(picture.shape)}, its header says {tuple(target.shape)}"
                 )
-            place.copy_(picture)
+            target.copy_(picture)
 
 
-# By their names in DataPrefetcher(decoder=...); "auto" is the first.
+# The decoders by their names in DataPrefetcher(decoder=...); "auto" is the first one.
 DECODERS: dict[str, type[ImageDecoder]] = {
     "nvjpeg": NvjpegDecoder,
     "torchvision": TorchvisionDecoder,
@@ -209,14 +213,15 @@ def first_line(error: Exception) -> str:
 
 
 class RefusedError(Exception):
-    """A decoder does not take one of its files; the message is the first line of its reason."""
+    """A decoder refuses one of its files; the message is the first line of its reason."""
 
 
 @contextlib.contextmanager
 def refusals(size: int, device: torch.device) -> Iterator[None]:
     """Make a :class:`RefusedError` of a decoder's error, unless ``size`` bytes cannot be allocated.
 
-    Decoders pass on the allocator's error without its type: it could be a bad file as well.
+    A decoder's error does not tell a lack of memory from a bad file: the allocator's own type is
+    lost.
     """
     try:
         yield
@@ -228,6 +233,6 @@ def refusals(size: int, device: torch.device) -> Iterator[None]:
 
 
 def claim(size: int, device: torch.device) -> None:
-    """Raise torch's own error where there is no room for ``size`` bytes."""
+    """Raise torch.OutOfMemoryError if ``size`` bytes cannot be allocated."""
     if device.type == "cuda":
         torch.empty(size, dtype=torch.uint8, device=device)

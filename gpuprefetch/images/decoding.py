@@ -11,14 +11,14 @@ from gpuprefetch.core.errors import scope
 from gpuprefetch.core.stats import Stats
 from gpuprefetch.core.streams import lease_stream, return_stream, using
 from gpuprefetch.images.decode import ImageDecoder
-from gpuprefetch.images.plan import UPLOAD_BYTES, WHOLE_BATCH_BYTES, in_rooms
+from gpuprefetch.images.plan import UPLOAD_BYTES, WHOLE_BATCH_BYTES, scratch_size
 
 # Note [Calls side by side]
-# A call of few large photos fills and empties the GPU's engines, and the launch that reads its
-# pictures has to complete before the next one is decoded into the same memory: in calls of seven
+# In a call of few large photos the GPU's engines fill and run empty, and the launch that reads its
+# pictures has to complete before the next call is decoded into the same memory: in calls of seven
 # photos of 12 megapixels an H100 gave 781 a second of 1,028. So the calls of a batch take turns on
-# two streams, each with a decoder and scratch memory of its own, and the engines work on one call
-# while the host waits for the launch of another. The second stream begins after the result has been
+# two streams, each with another decoder and other scratch, and the engines work on one call while
+# the host waits for the launch of another. The second stream begins after the result has been
 # allocated, and the batch's own stream waits for it at the end.
 
 
@@ -30,11 +30,12 @@ class Decoding:
     decoder: ImageDecoder | None  # of the files that are left to the GPU
     memory_budget: int | None  # bytes for all batches that are ready or in preparation
     stats: Stats
-    streams: int = field(default=1, init=False)  # batches side by side, once the first was decoded
+    # Batches that are prepared side by side; more than one after a first decode by CUDA kernels.
+    streams: int = field(default=1, init=False)
     # Whether CUDA kernels decode, as the GPU has no engines; known after the first batch.
     by_kernels: bool = field(default=False, init=False)
-    # Scratch memory by the handle of its stream, while a thread prepares batches without a budget.
-    _rooms: dict[int, torch.Tensor] | None = field(default=None, init=False)
+    # Scratch by the handle of its stream, while a thread prepares batches without a budget.
+    _scratch: dict[int, torch.Tensor] | None = field(default=None, init=False)
     _beside: torch.cuda.Stream | None = field(default=None, init=False)  # the second stream
 
     def anew(self, **changes: object) -> Decoding:
@@ -48,9 +49,9 @@ class Decoding:
 
     @scope
     def scratch(self) -> Iterator[None]:
-        """Keep scratch memory and a second stream meanwhile, if there is no memory budget."""
+        """Keep scratch and a second stream meanwhile, if there is no memory budget."""
         if self.memory_budget is None:
-            self._rooms = {}
+            self._scratch = {}
             self._beside = lease_stream(self.device) if self.device.type == "cuda" else None
         try:
             yield
@@ -59,26 +60,29 @@ class Decoding:
             if beside is not None:
                 beside.synchronize()
                 return_stream(beside)
-            self._rooms = None
+            self._scratch = None
             self._beside = None
 
-    def place(self, size: int) -> torch.Tensor:
-        """1-D uint8 on the device, ``size`` bytes or more, the same again on the same stream."""
-        rooms = self._rooms
-        if rooms is None or size > in_rooms(WHOLE_BATCH_BYTES + UPLOAD_BYTES):  # for one image
+    def memory(self, size: int) -> torch.Tensor:
+        """1-D uint8 on the device, ``size`` bytes or more: the scratch of the current stream.
+
+        A single image that is larger than any call gets other memory, which is not kept.
+        """
+        scratch = self._scratch
+        if scratch is None or size > scratch_size(WHOLE_BATCH_BYTES + UPLOAD_BYTES):
             return torch.empty([size], dtype=torch.uint8, device=self.device)
         on_gpu = self.device.type == "cuda"
         stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
-        if stream not in rooms or rooms[stream].numel() < size:
-            if rooms.pop(stream, None) is not None:  # nothing will fit its block any more
+        if stream not in scratch or scratch[stream].numel() < size:
+            if scratch.pop(stream, None) is not None:  # nothing will fit its block any more
                 torch.cuda.empty_cache()
-            rooms[stream] = torch.empty(in_rooms(size), dtype=torch.uint8, device=self.device)
-        return rooms[stream]
+            scratch[stream] = torch.empty(scratch_size(size), dtype=torch.uint8, device=self.device)
+        return scratch[stream]
 
     def run(self, parts: Sequence[Callable[[], None]]) -> None:
         """Run the parts of a batch, on two streams if there are several: Note [Calls side by side].
 
-        The current stream has got all of them when this returns.
+        The work that the current stream gets after this comes after all of them.
         """
         beside = self._beside
         overlaps = self.decoder is not None and self.decoder.overlaps and not self.by_kernels
@@ -96,7 +100,10 @@ class Decoding:
             current.wait_stream(beside)
 
     def learn(self, streams: int) -> bool:
-        """Learn from the first decode how many streams it is for; whether CUDA kernels decode."""
+        """Learn from the first decode how many streams decode best; whether that was news.
+
+        Several streams are for CUDA kernels, which decode where the GPU has no engines.
+        """
         if streams == 1 or self.by_kernels:
             return False
         self.by_kernels = True
@@ -105,9 +112,9 @@ class Decoding:
         return True
 
     def make_room(self) -> None:
-        """Give back what can be spared of the device's memory."""
+        """Free all memory of the device that can be spared."""
         self.stats.out_of_memory += 1
-        if self._rooms:
-            self._rooms.clear()
+        if self._scratch:
+            self._scratch.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

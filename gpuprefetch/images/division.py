@@ -15,35 +15,36 @@ from gpuprefetch.transforms.reference import Doubles, Ints
 
 Flags = npt.NDArray[np.bool_]
 
-# Up to this many pixels for each of the result, a decoded image is left to the GPU to resample: to
-# copy them needs less of a core than to resample them there.
+# The GPU resamples a decoded image if this has at most so many pixels for each pixel of the result:
+# copying them costs less of a core than resampling them.
 SHIPPED = 4
-# libjpeg can divide the sides of a JPEG by these. 12 megapixels need 75, 49 and 39 ms then, and 98
-# for the whole. Where KEPT pixels are left for each of the result along both axes, that is 0.1 to
-# 0.6 levels away on average. The GPU resamples it: that holds for DIVIDED times the result's
-# pixels, which a core would need longer for than it has saved.
+# libjpeg can divide the sides of a JPEG by these. A photo of 12 megapixels then costs 75, 49 and
+# 39 ms, and 98 undivided. A picture is divided if KEPT pixels are left for each pixel of the result
+# along both axes: values then differ by 0.1 to 0.6 levels on average. The GPU resamples a divided
+# picture of at most DIVIDED times the result's pixels. A core would lose more on it than it saved.
 DIVISORS = (2, 4, 8)
 KEPT = 2
 DIVIDED = 24
-# Which axes (y, x) of the stored image are mirrored, for EXIF orientations 1 to 4 and 5 to 8; the
-# latter change rows and columns before that.
+# Whether the axes (y, x) of the stored image are mirrored, for EXIF orientations 1 to 8. Those from
+# 5 on swap rows and columns before that.
 _MIRRORED = np.array([(False, False), (False, True), (True, True), (True, False)] * 2)
 
 
 def divide(
     headers: Headers, files: Ints, share: float, *, on_gpu: bool, keeps_sizes: bool
 ) -> Flags:
-    """``(N,)``, which images the worker decodes: what the GPU does not take, and a share.
+    """``(N,)``, which images the worker decodes: what the GPU cannot decode, and a share.
 
-    The share are the files of fewest bytes. One costs the GPU about the same whatever its size, and
-    a core in proportion to it: 30 % of ImageNet's files make 12 % of the cores' work.
+    The share is made of the smallest files. A file costs the GPU about the same whatever its size,
+    and a core in proportion to its size: the smallest 30 % of ImageNet's files are 12 % of the
+    cores' work.
 
     Args:
         headers: of the images.
         files: ``(N,)``, their bytes.
-        share: of the images that the GPU could decode.
+        share: the part of the images that the GPU could decode.
         on_gpu: whether there is a decoder on the GPU.
-        keeps_sizes: whether there is no sampling, that could turn a picture upright.
+        keeps_sizes: whether there is no sampling, which could turn a picture upright.
     """
     ours = ~(headers.for_gpu & on_gpu)
     for_gpu = np.flatnonzero(~ours)
@@ -56,14 +57,14 @@ def divide(
 
 @dataclass(slots=True)
 class Made:
-    """What the worker makes of the N images, those that it decodes."""
+    """What the worker makes of the images that it decodes, of N in the batch."""
 
-    divisors: Ints  # (N,), by what libjpeg divides the sides of each
-    # (N,), which pictures are cut to the part that their sampling reads, for the GPU to resample.
-    # Others become the result of each view.
+    divisors: Ints  # (N,), libjpeg divides the sides of each by these
+    # (N,), which pictures are cropped to the part that their sampling reads, and resampled by the
+    # GPU. The worker resamples others, for each view.
     crops: Flags
-    pixels: Ints  # (N,), of what becomes of each
-    rows: list[Doubles | None]  # of each view (N, 2, 6), the samplings of divided pictures
+    pixels: Ints  # (N,), how many are sent of each
+    rows: list[Doubles | None]  # of each view (N, 2, 6), its sampling of the divided pictures
 
 
 def what_to_make(
@@ -74,7 +75,7 @@ def what_to_make(
     *,
     on_gpu: bool,
 ) -> Made:
-    """What becomes of the images that the worker decodes, where ``ours`` ``(N,)`` says so."""
+    """What becomes of the images that the worker decodes; ``ours`` ``(N,)`` says which."""
     sizes = [head.size for head in heads if head.size is not None]
     none = np.zeros(len(ours), dtype=bool)
     first = rows[0]
@@ -93,17 +94,17 @@ def what_to_make(
 
 
 def _shrink(headers: Headers, ours: Flags, rows: Doubles, head: Head) -> tuple[Ints, Doubles]:
-    """By what the sides of each image are divided as it is decoded, and the samplings after it."""
+    """The divisor of each image, ``(N,)``, and the sampling of the divided pictures."""
     divisors = np.ones(len(ours), dtype=np.int64)
     if not head.antialias or head.interpolation == "nearest":
         return divisors, rows
     most = np.abs(rows[:, :, 1]).min(axis=1) / KEPT
     able = ours & headers.for_gpu
     for number in DIVISORS:
-        # A picture that is turned after that has its first pixel at the other end.
+        # A picture that is turned afterwards has its first pixel at the other end.
         fits = (headers.orientation == 1) | (headers.sizes % number == 0).all(axis=1)
         divisors[able & fits & (number <= most)] = number
-    if (divisors == 1).all():  # as where the GPU decodes all
+    if (divisors == 1).all():  # mostly: the GPU decodes all
         return divisors, rows
     by = divisors[:, None]
     divided = rows.copy()
@@ -123,9 +124,9 @@ def _area(rows: Doubles) -> Ints:
 
 
 def of_stored(rows: Doubles, headers: Headers, orientation: Ints) -> Doubles:
-    """Samplings of upright pictures as samplings of the pictures as they are stored.
+    """The sampling ``(N, 2, 6)`` of stored pictures, from that of the pictures turned upright.
 
-    ``orientation`` ``(N,)`` is EXIF's of each stored picture.
+    ``orientation`` ``(N,)`` is EXIF's, of each stored picture.
     """
     mirrored = _MIRRORED[orientation - 1]
     length = headers.sizes[mirrored]

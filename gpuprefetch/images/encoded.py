@@ -6,12 +6,13 @@ import copy
 import os
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -46,7 +47,9 @@ class EncodedImage(Encoded):
     # Whether its random parameters are not those of other images of its sample.
     _apart: bool = field(default=False, init=False, repr=False, compare=False)
     # Its sampling row (2, 6), where that is settled: targets beside it have followed it.
-    _row: Any = field(default=None, init=False, repr=False, compare=False)
+    _row: npt.NDArray[np.float64] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
     _fault: str = field(default="", init=False, repr=False, compare=False)  # why it is no image
 
     def __post_init__(self) -> None:
@@ -77,6 +80,22 @@ class EncodedImage(Encoded):
                 "Read the file first, as in EncodedImage(Path(path).read_bytes(), index, path)."
             )
 
+    def _hold(self, data: bytes) -> None:
+        """Have other bytes, as on the way to another process."""
+        self.data = data
+
+    def _settle(self, row: npt.NDArray[np.float64]) -> None:
+        """Fix its sampling: targets beside it have followed it."""
+        self._row = row
+
+    def _set_apart(self) -> None:
+        """Give it other random parameters than other images of its sample have."""
+        self._apart = True
+
+    def _condemn(self, fault: str) -> None:
+        """Say why it is no image."""
+        self._fault = fault
+
     def __repr__(self) -> str:
         what = f"{len(self.data):,} bytes, index={self.index}, path={self.path!r}"
         return f"{type(self).__name__}({what})"
@@ -103,24 +122,24 @@ class EncodedImages(Encoded):
         return f"EncodedImages({len(self)} images, {size:,} bytes)"
 
 
-def _send(batch: EncodedImages) -> tuple[Any, ...]:
+def _send(batch: EncodedImages) -> tuple[Callable[..., EncodedImages], tuple[object, ...]]:
     """How a batch is pickled for another process, where no prefetcher has packed it."""
-    files, bare = [np.frombuffer(image.data, dtype=np.uint8) for image in batch._images], []
+    files = [np.frombuffer(image.data, dtype=np.uint8) for image in batch._images]
     try:
         buffer = Buffer.empty(sum(map(len, files)))
     except (RuntimeError, MemoryError):
         # Without shared memory; the parent would wait for what failed in here.
         return EncodedImages, (batch._images,)
     np.concatenate(files, out=buffer.tensor.numpy())
-    for image in map(copy.copy, batch._images):
-        image.data = b""
-        bare.append(image)
+    bare = [copy.copy(image) for image in batch._images]
+    for image in bare:
+        image._hold(b"")
     return _receive, (buffer, bare, [*map(len, files)])
 
 
 def _receive(buffer: Buffer, images: list[EncodedImage], lengths: list[int]) -> EncodedImages:
     for image, file in zip(images, buffer.tensor.split(lengths), strict=True):
-        image.data = file.numpy().tobytes()  # the worker fills the buffer again
+        image._hold(file.numpy().tobytes())  # the worker fills the buffer again
     return EncodedImages(images)
 
 

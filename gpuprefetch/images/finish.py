@@ -34,7 +34,7 @@ def finish(
 
     Args:
         batch: as the collate function made it, with a job in place of encoded images.
-        jobs: these, whose images are decoded and sampled.
+        jobs: these jobs, whose images are decoded and resampled.
         views: what becomes of the images.
         seed: of what is sampled for the batch as a whole.
         stats: which count the time.
@@ -55,9 +55,9 @@ def finish(
             batch = _run_tails(batch, jobs, views, rows, seed)
     kept = torch.arange(count) if rows is None else rows
     if only is not None:
-        place = kept.eq(only).nonzero()[:1, 0]
-        batch = _keep(batch, jobs, views, place, len(kept))
-        kept = place
+        row = kept.eq(only).nonzero()[:1, 0]
+        batch = _keep(batch, jobs, views, row, len(kept))
+        kept = row
     return map_leaves(_result, batch, partial(is_column, count=len(kept)))
 
 
@@ -68,13 +68,14 @@ def _keep(
     rows: torch.Tensor,
     count: int,
 ) -> Batch:
-    """Take some rows of a batch, and of what its jobs have made of ``count`` images."""
+    """Take some rows out of a batch of ``count`` images, and out of the results of its jobs."""
     take = partial(take_rows, rows=rows, count=count)
     for job in jobs:
-        for view, output in zip(views, job.outputs, strict=True):
+        for n, view in enumerate(views):
             # A list of images of their own sizes has an entry per sample, several results of a
             # transform have not.
-            output.out = map_leaves(take, output.out) if view.tail else take(output.out)
+            take_all = partial(map_leaves, take) if view.tail else take
+            job.replace_result(n, take_all(job.results[n]))
     return map_leaves(take, batch, partial(is_column, count=count))
 
 
@@ -85,9 +86,9 @@ def _run_tails(
     rows: torch.Tensor | None,
     seed: int,
 ) -> Batch:
-    """Run what comes after the fused transforms, on images and on targets beside them.
+    """Run the transforms after the fused ones on images, and on targets beside them.
 
-    Images of one sample are transformed alike. Returns the batch with its moved targets.
+    Images of one sample are transformed alike. Returns the batch with the moved targets.
     """
     targets = jobs[0].images.targets
     together = _share_samples(jobs)
@@ -102,7 +103,7 @@ def _run_tails(
         own = derive(seed, number) if number else seed
         keys = group[0].images.who.keys[kept]
         for n, view in enumerate(views):
-            outs: list[Batch] = [job.outputs[n].out for job in group]
+            outs: list[Batch] = [job.results[n] for job in group]
             sampled = tail_keys(keys, n)
             if targets:
                 outs, batch = run_tail(
@@ -112,12 +113,12 @@ def _run_tails(
                 layouts = [_layouts(job, n) if rows is None else None for job in group]
                 outs = view.run_tail(outs, view_seed(own, n), sampled, layouts)
             for job, out in zip(group, outs, strict=True):
-                job.outputs[n].out = out
+                job.replace_result(n, out)
     return batch
 
 
 def _layouts(job: ImageJob, view: int) -> Sequence[Layout] | None:
-    """What a worker has sampled for the first of these transforms; None if it has not."""
+    """What a worker has sampled for the first transform after the fused ones; None if nothing."""
     layouts = job.images.made.layouts
     return layouts[view] if layouts else None
 
@@ -129,12 +130,12 @@ def _share_samples(jobs: Sequence[ImageJob]) -> bool:
 
 
 def _result(leaf: Leaf) -> Batch:
-    """What is handed over of a leaf."""
+    """What the loop gets for a leaf."""
     if isinstance(leaf, ImageJob):
-        return one_or_all([output.out for output in leaf.outputs])
+        return one_or_all(leaf.results)
     return leaf.restored() if isinstance(leaf, PerSample) else leaf
 
 
 def one_or_all(results: Sequence[object]) -> Batch:
-    """What a loop gets for its images: of several views a tuple."""
+    """What the loop gets for its images: the result of one view, or a tuple of several."""
     return tuple(results) if len(results) > 1 else results[0]

@@ -35,7 +35,7 @@ def read_image(path: str | os.PathLike[str], index: int = -1) -> EncodedImage:
     status = os.stat(path)  # noqa: PTH116  # pathlib needs half as long again for a photo
     if fault := fault_of(status):
         image = EncodedImage(b"", index, os.fspath(path))
-        image._fault = fault
+        image._condemn(fault)
         return image
     try:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123

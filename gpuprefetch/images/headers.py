@@ -14,17 +14,25 @@ from gpuprefetch.images.header import ImageHeader, read_header
 from gpuprefetch.images.host_memory import no_memory
 from gpuprefetch.transforms.reference import Ints
 
-# Stands in for a header that could not be read; large, so that no crop refuses it.
+# Stands for a header that could not be read. The picture is large, so that no crop refuses it.
 _UNREADABLE = ImageHeader("unknown", 2**15, 2**15, 1, False, ())
 
 
 class Headers:
-    """What the headers of N images say."""
+    """What the headers of N images say.
+
+    Attributes:
+        each: the headers; those of bad images are made up.
+        errors: position -> why the image cannot be decoded.
+        early: pictures that were decoded before the buffer was laid out, by position: see
+            :meth:`.Packer.decode_first`.
+        orientation: ``(N,)``, EXIF's; 1 where it is not to be applied.
+        sizes: ``(N, 2)``, height and width of each picture once it is turned upright.
+    """
 
     def __init__(self, images: Sequence[EncodedImage], *, apply_exif: bool) -> None:
         self.each = [_UNREADABLE] * len(images)
-        self.errors: dict[int, str] = {}  # position -> why the image cannot be decoded
-        # Pictures that were decoded before there was room for them: see Packer.decode_first().
+        self.errors: dict[int, str] = {}
         self.early: dict[int, torch.Tensor] = {}
         for i, image in enumerate(images):
             if image._fault:
@@ -36,7 +44,6 @@ class Headers:
                 self.errors[i] = str(error)
             except MemoryError as error:
                 raise no_memory(f"the header of {name_of(image.index, image.path)}") from error
-        # EXIF's; 1 where it is not to be applied. The sizes are those after it.
         self.orientation = np.array([h.orientation if apply_exif else 1 for h in self.each])
         stored = np.array([(h.height, h.width) for h in self.each], dtype=np.int64)
         self.sizes: Ints = np.where(self.orientation[:, None] >= 5, stored[:, ::-1], stored)
@@ -50,7 +57,7 @@ class Headers:
 
     @property
     def for_gpu(self) -> npt.NDArray[np.bool_]:
-        """``(N,)``, which images nvJPEG decodes as libjpeg does."""
+        """``(N,)``, which images nvJPEG decodes to the same pictures as libjpeg."""
         return np.array([header.gpu for header in self.each], dtype=bool)
 
 

@@ -1,7 +1,7 @@
 """The modules that workers use, imported before they are forked.
 
-A worker that is forked while another thread imports a module inherits the lock of that import, and
-not the thread that holds it. The worker would wait for ever at its own import of the module.
+A worker may be forked while another thread imports a module. The worker then has the lock of that
+import, but not the thread that holds it, and waits for ever when it imports the module itself.
 """
 
 from gpuprefetch.images.header import load_decoders
@@ -9,7 +9,7 @@ from gpuprefetch.images.packer import Packer
 
 
 def load_worker_modules(packer: Packer) -> None:
-    """Import what workers may import at first use."""
+    """Import the modules that workers would import at first use."""
     load_decoders()
     if packer.programs or packer.moves:
         from torchvision import tv_tensors  # noqa: F401

@@ -1,9 +1,9 @@
-"""The encoded images of one batch on their way into a tensor a view: decode calls and launches."""
+"""The encoded images of one batch become a tensor for each view: decode calls and launches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -26,14 +26,14 @@ from gpuprefetch.transforms.reference import Doubles, Ints
 ALIGNED = 16  # bytes: Triton compiles another kernel for an odd address
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Output:
-    """What one view makes of a batch."""
+    """The result of one view."""
 
     head: Head
     rows: Doubles | None  # (N, 2, 6), the sampling; None without a fixed size
-    # The result, (N, 3, H, W), or what the transforms after the fused ones made of it. A list of N
-    # images (3, H, W) without a fixed size.
+    # (N, 3, H, W), or what the transforms after the fused ones made of it. Without a fixed size a
+    # list of N images (3, H, W).
     out: object
 
 
@@ -41,30 +41,43 @@ class Output:
 class _Launched:
     """The launches of a batch, and what they read."""
 
-    words: torch.Tensor  # 1-D uint8 on the CPU, the launch words of all views
-    views: Sequence[tuple[Launches, int]]  # of each view, and where its words begin in those
+    tables: torch.Tensor  # 1-D uint8 on the CPU, the launch tables of all views
+    views: Sequence[tuple[Launches, int]]  # of each view, and the first byte of its table
     # (N,) uint8 in pinned memory, where a launch notes the canaries that it has found; None before
     # a call with canaries.
     survived: torch.Tensor | None = None
 
+    def flags(self, images: int, *, pinned: bool) -> int:
+        """The address of a byte for each image, zeros before the first launch."""
+        if self.survived is None:
+            self.survived = torch.zeros(images, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        return self.survived.data_ptr()
+
     @property
-    def room(self) -> int:
-        """Bytes of the words, after which pictures may begin."""
-        return -(-len(self.words) // ALIGNED) * ALIGNED
+    def pictures_at(self) -> int:
+        """The byte of scratch, after the tables, at which pictures may begin."""
+        return -(-len(self.tables) // ALIGNED) * ALIGNED
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
     """Why a decode failed."""
 
-    reason: str | None  # the decoder's, which does not take a file; None for a lack of memory
+    reason: str | None  # of the decoder, which refuses a file; None for a lack of memory
 
 
 class ImageJob(PendingImages):
-    """The encoded images of one batch, on their way into a tensor for each view.
+    """The encoded images of one batch, which become a tensor for each view.
 
-    Pictures are let go after the launches that read them. Their memory is not decoded into before
-    those have completed: see Note [Decoded memory].
+    A part goes through these steps, each only if the one before fails or is not possible::
+
+        decode and launch   one call, one launch a view, as planned
+        decode apart        the call's files, into other memory, and another launch
+        decode halves       both halves of the call apart, and their halves
+        on the CPU          a single file that the decoder refuses
+
+    Decoded pictures are dropped after the launches that read them. Nothing is decoded into their
+    memory before these have completed: see Note [Decoded memory].
 
     Args:
         images: as a worker has prepared them.
@@ -100,7 +113,10 @@ class ImageJob(PendingImages):
         return decoder
 
     def begin(self, limit: int | None = None) -> list[Callable[[], None]]:
-        """Reserve the result, and say what is to be done; pictures need ``limit`` bytes at most."""
+        """Allocate the results; what is still to be called, one function a part.
+
+        The pictures of a part need ``limit`` bytes at most.
+        """
         images = self.images
         sizes = [output.head.size for output in self.outputs if output.head.size is not None]
         plan, kept = self._plan(sizes, limit)
@@ -108,63 +124,78 @@ class ImageJob(PendingImages):
         if not sizes:
             self._hand_over_pixels()
         elif images.made.out:  # on the CPU, with what the workers decoded
-            for output, out in zip(self.outputs, images.made.out, strict=True):
-                output.out = out
+            for view, out in enumerate(images.made.out):
+                self.replace_result(view, out)
             parts = [Part(None, part.call) for part in parts]
         else:
-            for output in self.outputs:
-                output.out = output.head.empty(len(images), self._decoding.device)
+            for view, output in enumerate(self.outputs):
+                self.replace_result(view, output.head.empty(len(images), self._decoding.device))
             if plan.tables and self._can_launch():
                 self._launched = self._launches(plan, kept=kept)
         return [partial(self._run, part, number) for number, part in enumerate(parts)]
 
+    @property
+    def results(self) -> list[object]:
+        """What the views make of the batch, as far as they have come."""
+        return [output.out for output in self.outputs]
+
+    def replace_result(self, view: int, result: object) -> None:
+        """Put in place of a view's result what was made of it."""
+        self.outputs[view] = replace(self.outputs[view], out=result)
+
     def _plan(self, sizes: Sequence[tuple[int, int]], limit: int | None) -> tuple[Plan, bool]:
-        """The worker's plan, and True; another one if it does not fit."""
+        """The worker's plan and True; another plan and False if that does not fit."""
         images = self.images
         calls = sum(part.call is not None for part in images.plan.parts)
         # Without engines a call needs as long whatever its size.
-        room = WHOLE_BATCH_BYTES if self._decoding.streams > 1 and calls > 1 else None
-        if limit is None and room is None:
+        whole = WHOLE_BATCH_BYTES if self._decoding.streams > 1 and calls > 1 else None
+        if limit is None and whole is None:
             return images.plan, True
         words = [images.words(view) for view in range(len(images.plan.tables))]
         most = None if limit is None else limit // self._decoding.copies
-        return lay_out(images, sizes, words, most, room), False
+        return lay_out(images, sizes, words, most, whole), False
 
     def _can_launch(self) -> bool:
-        """Whether the kernel samples here: it runs on a GPU, and does not compute in float64."""
+        """Whether the kernel resamples here: it runs on a GPU, and does not compute in float64."""
         runs = HAS_TRITON if self._decoding.device.type == "cuda" else INTERPRETED
         return runs and all(output.head.dtype != torch.float64 for output in self.outputs)
 
     def _hand_over_pixels(self) -> None:
-        """Without a fixed size the pictures are the result, and the buffer is the worker's."""
+        """Copy what workers decoded: without a fixed size the pictures are the result.
+
+        The copy is needed because the worker fills the buffer again.
+        """
         images = self.images
         ready = np.flatnonzero(images.decoded)
         pixels = images.pixels.to(self._decoding.device, non_blocking=True, copy=True)
         pictures = images.pictures(ready, pixels, images.regions.pixels)
-        self._sample(ready, pictures)
+        (output,) = self.outputs
+        assert isinstance(output.out, list)
+        for position, picture in zip(ready.tolist(), pictures, strict=True):
+            output.out[position] = picture  # in the memory format that the worker gave it
 
     def _launches(self, plan: Plan, *, kept: bool) -> _Launched:
-        """The launches of a plan; ``kept`` says whether their words lie in the worker's buffer."""
+        """The launches of a plan; ``kept`` says whether their tables lie in the batch's buffer."""
         images = self.images
-        starts = images.regions.words
-        words = images.buffer.tensor[starts[0] : starts[-1]]
+        starts = images.regions.tables
+        tables = images.buffer.tensor[starts[0] : starts[-1]]
         if not kept:
             parts = [
                 Launches.numbers(table, output.head.colors)
                 for table, output in zip(plan.tables, self.outputs, strict=True)
             ]
-            words = torch.cat(parts)
-            words = words.pin_memory() if images.buffer.is_pinned else words
+            tables = torch.cat(parts)
+            tables = tables.pin_memory() if images.buffer.is_pinned else tables
             starts = [0, *np.cumsum([len(part) for part in parts]).tolist()]
         views = []
         for output, table, start in zip(self.outputs, plan.tables, starts, strict=False):
             assert isinstance(output.out, torch.Tensor)
             launches = Launches(table, output.out, torch.uint8, output.head.interpolation)
             views.append((launches, start - starts[0]))
-        return _Launched(words, views)
+        return _Launched(tables, views)
 
     def _run(self, part: Part, number: int) -> None:
-        """Decode and sample a part: by the planned launch, else apart, and in pieces."""
+        """Decode and resample a part: by the planned launch, else apart, and in pieces."""
         failure: _Failure | None = None
         if self._launched is not None:
             failure = self._attempt(partial(self._decode_and_launch, part, number))
@@ -173,16 +204,16 @@ class ImageJob(PendingImages):
             if failure.reason is None:
                 self._decoding.make_room()
         if part.upload is not None:
-            self._sample_upload(part.upload)
+            self._insist(partial(self._sample_upload, part.upload))
         if part.call is None:
             return
         if failure is None:
             self._decode(part.call)
         else:
-            self._cut_up(part.call, failure)
+            self._decode_halves(part.call, failure)
 
     def _attempt(self, work: Callable[[], None]) -> _Failure | None:
-        """Run it; why it failed, without the exception, which holds what was allocated."""
+        """Run it, and say why it failed. The exception is dropped: it holds what was allocated."""
         try:
             work()
         except torch.OutOfMemoryError:
@@ -191,8 +222,14 @@ class ImageJob(PendingImages):
             return _Failure(str(error))
         return None
 
+    def _insist(self, work: Callable[[], None]) -> None:
+        """Run what no decoder refuses. Out of memory, make room and run it once more."""
+        if self._attempt(work) is not None:
+            self._decoding.make_room()
+            work()
+
     def _decode(self, call: Call, *, again: bool = False) -> None:
-        """Decode files whose pictures no launch of the plan reads, and sample them.
+        """Decode files whose pictures no launch of the plan reads, and resample them.
 
         ``again`` says that room was made for a file that did not fit into memory alone.
         """
@@ -203,38 +240,42 @@ class ImageJob(PendingImages):
             if again:
                 raise self._too_large(int(call.positions[0]))
             self._decoding.make_room()
-        self._cut_up(call, failure)
+        self._decode_halves(call, failure)
 
-    def _cut_up(self, call: Call, failure: _Failure) -> None:
-        """Decode the halves of a call that failed; a single file that was refused on the CPU.
+    def _decode_halves(self, call: Call, failure: _Failure) -> None:
+        """Decode the halves of a call that failed. A single file that was refused goes to the CPU.
 
-        A file that only the GPU's decoder dislikes is not a bad file.
+        A file that only the GPU's decoder refuses is not a bad file.
         """
         if len(call.positions) == 1 and failure.reason is not None:
-            self._decode_on_cpu(int(call.positions[0]), failure.reason)
+            position = int(call.positions[0])
+            try:
+                self._insist(partial(self._decode_on_cpu, position, failure.reason))
+            except torch.OutOfMemoryError as error:
+                raise self._too_large(position) from error
             return
         halves = [half for half in np.array_split(call.positions, 2) if len(half)]
         for half in halves:
             self._decode(self.images.call(half), again=len(halves) == 1)
 
     def _decode_and_launch(self, part: Part, number: int) -> None:
-        """Decode into scratch memory, and launch: see Note [One call for a batch]."""
+        """Decode into scratch, and launch: see Note [One call for a batch]."""
         launched = self._launched
         assert launched is not None
-        room = launched.room
+        begin = launched.pictures_at
         decoder = None if part.call is None else self._decoder
         checked = decoder is not None and decoder.canaries  # see Note [Canaries]
         with Timed(self._stats, "resample" if decoder is None else "decode"):
-            flat = self._decoding.place(room + part.size)
-            # Nobody but torch keeps words that are not in the batch until they are on the device.
-            flat[: len(launched.words)].copy_(launched.words, non_blocking=True)
+            flat = self._decoding.memory(begin + part.size)
+            # Tables that are not in the batch's buffer are kept by torch until they are copied.
+            flat[: len(launched.tables)].copy_(launched.tables, non_blocking=True)
             if checked:
                 launches, start = launched.views[0]
                 address = flat.data_ptr()
-                launches.set_canaries(number, address + room, address + start)
+                launches.set_canaries(number, address + begin, address + start)
             if decoder is not None:
                 decoder.wait_for_readers()
-            pictures = flat[room : room + part.size]
+            pictures = flat[begin : begin + part.size]
             if part.upload is not None:
                 pixels = self.images.buffer.tensor[part.upload.start : part.upload.stop]
                 pictures[: part.uploaded].copy_(pixels, non_blocking=True)
@@ -246,7 +287,7 @@ class ImageJob(PendingImages):
             self._launch(number, flat, checked=checked)
 
     def _sample_upload(self, upload: Upload) -> None:
-        """Copy what workers decoded, and sample it without the planned launch."""
+        """Copy what workers decoded, and resample it without the planned launch."""
         pixels = self.images.buffer.tensor[upload.start : upload.stop]
         copied = pixels.to(self._decoding.device, non_blocking=True)
         with Timed(self._stats, "resample"):
@@ -259,21 +300,17 @@ class ImageJob(PendingImages):
             self._decoder.decode(call, self.images.buffer.tensor, out)
 
     def _launch(self, number: int, flat: torch.Tensor, *, checked: bool = False) -> None:
-        """Sample one part for all views; ``flat`` has the launch words, and then the pictures."""
+        """Resample one part for all views; ``flat`` has the tables, and then the pictures."""
         launched = self._launched
         assert launched is not None
         flags = 0
         if checked:
-            if launched.survived is None:
-                on_gpu = self._decoding.device.type == "cuda"
-                launched.survived = torch.zeros(
-                    len(self.images), dtype=torch.uint8, device="cpu", pin_memory=on_gpu
-                )
-            flags = launched.survived.data_ptr()
+            on_gpu = self._decoding.device.type == "cuda"
+            flags = launched.flags(len(self.images), pinned=on_gpu)
         address = flat.data_ptr()
         for launches, start in launched.views:
-            launches.launch(number, address + launched.room, address + start, survived=flags)
-            flags = 0  # the first view tells
+            launches.launch(number, address + launched.pictures_at, address + start, survived=flags)
+            flags = 0  # the launch of the first view writes them
 
     def check(self) -> None:
         """Decode once more what the engines have skipped, after all calls. See Note [Canaries]."""
@@ -281,7 +318,7 @@ class ImageJob(PendingImages):
             return
         with Timed(self._stats, "decode"):
             self._decoder.wait_for_readers()
-        # A worker's picture may have that color.
+        # A picture that a worker decoded may have that color.
         missed = np.flatnonzero(self._launched.survived.numpy() > self.images.decoded)
         self._decode_skipped(missed)
 
@@ -304,7 +341,7 @@ class ImageJob(PendingImages):
         self._decode_skipped(self._decode_call(call))
 
     def _decode_call(self, call: Call) -> Ints:
-        """Decode files to memory of their own, and sample them; the positions of skipped ones."""
+        """Decode files to new memory, and resample them; the positions of skipped pictures."""
         decoder = self._decoder
         with Timed(self._stats, "decode"):
             checked = decoder.canaries  # see Note [Canaries]
@@ -326,7 +363,7 @@ class ImageJob(PendingImages):
         return call.positions[skipped]
 
     def _decode_on_cpu(self, position: int, reason: str) -> None:
-        """Decode a file that the GPU's decoder has not taken, for this reason."""
+        """Decode a file that the GPU's decoder has refused, for this reason."""
         images = self.images
         height, width = images.call(np.array([position])).shapes[0].tolist()
         size = readable(3 * height * width)
@@ -348,7 +385,7 @@ class ImageJob(PendingImages):
             if output.rows is None:
                 assert isinstance(output.out, list)
                 for position, picture in zip(positions.tolist(), pictures, strict=True):
-                    # A view of a whole call's memory would keep all of that.
+                    # A view would keep the memory of the whole call.
                     output.out[position] = picture.contiguous()
             else:
                 _resample(self.images, output, positions, pictures)
@@ -357,7 +394,7 @@ class ImageJob(PendingImages):
         device = self._decoding.device
         height, width = self.images.stored.sizes[position].tolist()
         size = readable(3 * height * width)
-        reason = f"out of memory on {device}, also alone; its {width} x {height} pixels take {size}"
+        reason = f"out of memory on {device}, also alone; its {width} x {height} pixels need {size}"
         if device.type == "cuda":
             free, total = map(readable, torch.cuda.mem_get_info(device))
             used = readable(torch.cuda.memory_allocated(device))

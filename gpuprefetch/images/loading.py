@@ -1,4 +1,4 @@
-"""The copy of a loader that is iterated: its workers pack images, and its batches are noted."""
+"""The loader that is iterated, a copy of the user's: its workers pack, its batches are noted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gpuprefetch.images.samples import Origin, Repeats
 
 
 def has_keys(loader: Loader) -> TypeGuard[TorchLoader]:
-    """Whether a sampler says what batches are, and may be wrapped: torchdata's may not."""
+    """Whether a loader's sampler gives keys, and may be wrapped: that of torchdata's may not."""
     return (
         isinstance(loader, DataLoader)
         and not hasattr(loader, "state_dict")
@@ -34,19 +34,19 @@ def has_keys(loader: Loader) -> TypeGuard[TorchLoader]:
 
 
 def _listed(batch: Key | Sequence[Key]) -> Sequence[Key]:
-    """The samples of a batch, in an array if they are integers."""
-    if isinstance(batch, (Iterator, str)):  # to be read by the dataset
+    """The keys of a batch, in an array if they are integers."""
+    if isinstance(batch, (Iterator, str)):  # a key, for the dataset to read
         return [batch]
     for read in (lambda key: array("q", [operator.index(key)]), partial(array, "q"), list):
         with suppress(TypeError, ValueError, OverflowError):
             return read(batch)
-    return [batch]  # whatever the dataset takes
+    return [batch]  # any other key
 
 
 class NotedSampler:
-    """Stands before the sampler of a loader, and notes what it gives: batches of keys, or keys.
+    """Wraps the sampler of a loader, and notes what it gives: batches of keys, or keys.
 
-    Each batch also says the names and repeats of its samples to the process that reads it.
+    With each batch the names and repeats of its samples go to the process that reads it.
     """
 
     def __init__(self, loader: TorchLoader, name: str, collate: HostStage) -> None:
@@ -70,16 +70,14 @@ class NotedSampler:
         for batch in self._sampler:
             if self._gives_batches and isinstance(batch, Iterator):
                 batch = list(batch)  # read once, here
-            if epoch is not self._notes:  # the iterator of an earlier one goes on
+            if epoch is not self._notes:  # the iterator of an earlier epoch goes on
                 epoch = self._notes
                 counted = Repeats(self._dataset)
             keys = _listed(batch)
             names, repeats = counted.add(keys)
             notes.add(keys, names, repeats)
             if self._in_workers:
-                announced = Announced(keys)
-                announced.told = batch, self._token, names, repeats
-                yield announced
+                yield Announced(keys, batch, self._token, names, repeats)
             else:
                 yield announce(batch, self._token, names, repeats)
 
@@ -99,12 +97,14 @@ def noting_sampler(loader: Loader) -> NotedSampler | None:
 
 
 def with_packing(loader: TorchLoader, packer: Packer) -> TorchLoader:
-    """A copy of a loader whose workers pack encoded images, and whose batches are noted."""
+    """A copy of a loader. Its workers pack encoded images, and its batches are noted."""
     clone = changed(loader)
     if hasattr(loader, "next_iter_state"):
-        loader.next_iter_state = None  # a StatefulDataLoader's: good for one epoch, the clone's
-        vars(clone)["_initial_iter_for_state_dict"] = False  # of the iterator that it leaves here
-    packer.share.share_memory_()  # not in a deep copy of the prefetcher
+        loader.next_iter_state = None  # a StatefulDataLoader's: it is for one epoch, the clone's
+        vars(clone)["_initial_iter_for_state_dict"] = (
+            False  # about an iterator that stays with the user's
+        )
+    packer.share.share_memory_()  # again: a deep copy of the prefetcher is not in shared memory
     collate = HostStage(loader.collate_fn, packer)
     clone.collate_fn = collate
     stateful = hasattr(loader, "next_iter_state")
@@ -117,9 +117,9 @@ def with_packing(loader: TorchLoader, packer: Packer) -> TorchLoader:
 
 
 class LivingWorkers:
-    """The copy of a loader with persistent workers, which serve one epoch after the other.
+    """The copy of a loader whose persistent workers serve one epoch after the other.
 
-    Seed and epoch reach these workers through an :class:`Origin` in shared memory.
+    An :class:`Origin` in shared memory tells the workers the seed and the epoch.
     """
 
     def __init__(self) -> None:
@@ -129,18 +129,18 @@ class LivingWorkers:
 
     @property
     def loader(self) -> TorchLoader | None:
-        """The copy, whose length and iterator go on from epoch to epoch."""
+        """The copy, whose iterator goes on from epoch to epoch."""
         return self._loader
 
     def drop(self) -> None:
-        """Start others for the next epoch."""
+        """Let the next epoch start other workers."""
         self._loader = None
         self._epoch = None
 
     def begin(
         self, loader: TorchLoader, packer: Packer, seed: int, epoch: int, *, anew: bool
     ) -> tuple[TorchLoader, Packer]:
-        """The copy to iterate, and the packer that its workers have; ``anew`` starts others."""
+        """The copy to iterate, and the packer of its workers; ``anew`` starts other workers."""
         running = None if self._epoch is None else self._epoch()
         if running is not None and not running.close():  # its thread waits for the same workers
             self._loader = None
@@ -152,5 +152,5 @@ class LivingWorkers:
         return self._loader, replace(packer, origin=self._origin)
 
     def serve(self, epoch: Lookahead) -> None:
-        """Remember an epoch that waits for these workers."""
+        """Remember an epoch whose thread waits for these workers."""
         self._epoch = weakref.ref(epoch)

@@ -1,9 +1,11 @@
 """nvJPEG's batched decode on a GPU's JPEG engines, in one call into one piece of memory.
 
-Without engines its CUDA kernels decode. A call then takes 56 to 61 ms for 64 to 256 of ImageNet's
+Without engines its CUDA kernels decode. A call then needs 56 to 61 ms for 64 to 256 of ImageNet's
 photos (an H100), but calls run side by side: 4,150, 7,130, 9,980 and 12,600 photos a second on one
 to four streams. TorchCodec calls the same library, but parses each file three times: beside a
-compiled ResNet-18 on an H200 a photo took 92 us, and takes 61 here. NVIDIA documents the functions:
+compiled ResNet-18 on an H200 a photo costs 92 us there, and 61 here.
+
+NVIDIA documents the functions:
 https://docs.nvidia.com/cuda/nvjpeg.
 """
 
@@ -14,27 +16,29 @@ import ctypes
 import importlib
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-# Of its enumerations.
-_GPU_HYBRID, _HARDWARE = 2, 3
-_RGBI, _ALLOCATOR_FAILURE = 5, 5
+# Backends, an output format and a status, of nvJPEG's enumerations.
+_GPU_HYBRID = 2
+_HARDWARE = 3
+_RGBI = 5
+_ALLOCATOR_FAILURE = 5
 _STATUS = (
     "success, not initialized, invalid parameter, bad JPEG, JPEG not supported, allocator failure, "
     "execution failed, no JPEG engines on this GPU, internal error, implementation not supported, "
     "incomplete bitstream"
 ).split(", ")
-_PLANES = 4  # of nvjpegImage_t: their addresses, and the bytes of a row of each
-_WORDS = 2 + 2 * _PLANES  # of 8 bytes, that are given of each file
+_PLANES = 4  # of an nvjpegImage_t, which has their addresses and the bytes of a row of each
+_WORDS = 2 + 2 * _PLANES  # of 8 bytes that nvJPEG is given for each file
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+_POINTER = ctypes.c_void_p
+_INT = ctypes.c_int
 _ARGUMENTS = {
     "nvjpegCreateEx": [_INT, _POINTER, _POINTER, ctypes.c_uint, _POINTER],
     "nvjpegDestroy": [_POINTER],
@@ -46,7 +50,7 @@ _ARGUMENTS = {
 
 
 @cache
-def library() -> Any:
+def library() -> ctypes.CDLL | None:
     """The nvJPEG that TorchCodec brings; None where it does not. Imports TorchCodec."""
     importlib.import_module("torchcodec.decoders")
     try:
@@ -60,27 +64,34 @@ def library() -> Any:
     return found
 
 
+def _function(name: str) -> Callable[..., int]:
+    """A function of the library, which is there: a decoder is only made where it is."""
+    return getattr(library(), name)  # type: ignore[no-any-return]
+
+
 class Decoder:
     """A decoder of nvJPEG's with its memory; for one thread at a time, on the current device."""
 
     def __init__(self, backend: int) -> None:
-        self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
+        self._handle = ctypes.c_void_p()
+        self._state = ctypes.c_void_p()
         self.stream: int | None = None  # the handle of the one stream that it is used on
         _call("nvjpegCreateEx", backend, None, None, 0, ctypes.byref(self._handle))
         try:
             _call("nvjpegJpegStateCreate", self._handle, ctypes.byref(self._state))
         except RuntimeError:
-            library().nvjpegDestroy(self._handle)
+            _function("nvjpegDestroy")(self._handle)
             raise
 
     def close(self) -> None:
-        """Give its memory back; nothing that it was asked for may be under way."""
-        library().nvjpegJpegStateDestroy(self._state)
-        library().nvjpegDestroy(self._handle)
+        """Free its memory; no call of it may be under way."""
+        _function("nvjpegJpegStateDestroy")(self._state)
+        _function("nvjpegDestroy")(self._handle)
 
     def engines(self) -> int:
         """JPEG engines of the GPU; 0 where the library does not tell."""
-        engines, cores = ctypes.c_uint(), ctypes.c_uint()
+        engines = ctypes.c_uint()
+        cores = ctypes.c_uint()
         ask = getattr(library(), "nvjpegGetHardwareDecoderInfo", None)  # not in all versions
         if ask is None or ask(self._handle, ctypes.byref(engines), ctypes.byref(cores)):
             return 0
@@ -92,8 +103,10 @@ class Decoder:
         ``order`` is of :func:`with_addresses`. Pictures are as large as their files say. ``stream``
         is the same in all calls: see Note [A stream's decoder].
         """
-        count, files = len(order) // _WORDS, order.ctypes.data
-        lengths, images = files + 8 * count, files + 16 * count
+        count = len(order) // _WORDS
+        files = order.ctypes.data
+        lengths = files + 8 * count
+        images = lengths + 8 * count
         self.stream = stream
         both = self._handle, self._state
         _call("nvjpegDecodeBatchedInitialize", *both, count, 1, _RGBI)
@@ -107,9 +120,9 @@ def order_for(spans: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> np
 
         [0, 100,  90, 150,  0, 0, 0, 0, 12, 0, 0, 0,  24, 0, 0, 0, 15, 0, 0, 0]
 
-    These are the place and the length of each file, and an nvjpegImage_t of each picture: the
-    place of its only plane, ``(H, W, 3)``, and the bytes of a row. Places are relative until
-    :func:`with_addresses` has made addresses of them.
+    First come the offsets of both files, then their lengths, then an nvjpegImage_t for each
+    picture: the offset of its only plane, ``(H, W, 3)``, and the bytes of a row of that.
+    :func:`with_addresses` makes addresses of the offsets.
 
     Args:
         spans: ``(N, 2)``, first byte of each file in its buffer, and the one after its last.
@@ -126,16 +139,24 @@ def order_for(spans: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> np
 def with_addresses(
     order: npt.NDArray[np.int64], buffer: int, pictures: int
 ) -> npt.NDArray[np.int64]:
-    """The same with addresses: of the files' buffer, on the CPU, and of the first picture."""
-    placed = order.copy()
+    """An order with addresses in place of offsets.
+
+    Args:
+        order: of :func:`order_for`; it stays as it is.
+        buffer: the address of the files' buffer, on the CPU.
+        pictures: the address of the first picture, on the device.
+    """
+    addressed = order.copy()
     count = len(order) // _WORDS
-    placed[:count] += buffer
-    placed[2 * count :: 2 * _PLANES] += pictures
-    return placed
+    addressed[:count] += buffer
+    addressed[2 * count :: 2 * _PLANES] += pictures
+    return addressed
 
 
-def _call(name: str, *arguments: Any) -> None:
-    if not (status := getattr(library(), name)(*arguments)):
+def _call(name: str, *arguments: object) -> None:
+    """Call a function of the library; a status that is no success is an error."""
+    status = _function(name)(*arguments)
+    if not status:
         return
     words = f"{name}: {_STATUS[status] if status < len(_STATUS) else f'status {status}'}"
     if status == _ALLOCATOR_FAILURE:
@@ -144,26 +165,26 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 # Note [A stream's decoder]
-# A call returns before nvJPEG is through with it, and a decoder has memory of its own for its
-# latest call. Two threads that took the same two decoders as they came, each with its own stream,
-# came to a call that never returned: three processes of three within five epochs on an H200. So a
-# decoder is used on one stream only, and there are few of those.
+# A call returns before nvJPEG has finished it, and a decoder has memory for its latest call alone.
+# Two threads, each with its own stream, took two decoders in turns, whichever was idle. A call then
+# never returned, in three of three processes within five epochs on an H200. So a decoder is used on
+# one stream only, and there are few of those.
 
-# A decoder takes 50 MiB, the first one 80 more for nvJPEG's kernels, and a while to make. Idle ones
-# are kept.
+# A decoder needs 50 MiB, and the first one 80 MiB more for nvJPEG's kernels. Making one is slow, so
+# idle ones are kept.
 _idle: defaultdict[torch.device, list[Decoder]] = defaultdict(list)
 _choosing = threading.Lock()
 
 
 @cache
 def backend_of(device: torch.device) -> int:
-    """What nvJPEG decodes with on a CUDA device: its engines where it has some. Tried once."""
+    """The backend for a CUDA device, tried once: the engines, or CUDA kernels if it has none."""
     for backend in (_HARDWARE, _GPU_HYBRID):
         try:
             with torch.cuda.device(device):
                 _idle[device].append(Decoder(backend))
         except torch.OutOfMemoryError:
-            raise  # and is tried again
+            raise  # nothing is cached, and the next call tries again
         except RuntimeError as error:
             failed = error
         else:

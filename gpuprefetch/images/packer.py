@@ -1,11 +1,10 @@
-"""In the workers, images become a batch for the device: headers, draws, decoding, a plan."""
+"""In a worker, images become a batch for the device: headers, sampling, decoding, a plan."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +18,19 @@ from gpuprefetch.images.header import ImageHeader, blank, decode_cpu
 from gpuprefetch.images.headers import Headers, remark_on_clipped
 from gpuprefetch.images.host_memory import memory_for
 from gpuprefetch.images.plan import Size, lay_out, readable
-from gpuprefetch.images.prepared import Identities, PreparedImages, Regions, Report, Stored
-from gpuprefetch.images.samples import (
-    BatchSamples,
-    Origin,
-    Sample,
-    is_alike,
-    keys_of,
-    own_name,
+from gpuprefetch.images.prepared import (
+    Identities,
+    PackedImages,
+    Plan,
+    PreparedImages,
+    Regions,
+    Report,
+    Results,
+    Stored,
 )
-from gpuprefetch.images.slab import Buffer, share
-from gpuprefetch.images.targets import follow
+from gpuprefetch.images.samples import BatchSamples, Origin, Sample, is_alike, keys_of, own_name
+from gpuprefetch.images.slab import Buffer, into_shared_memory
+from gpuprefetch.images.targets import Structure, follow
 from gpuprefetch.images.walk import walk
 from gpuprefetch.lists.refused import require_fixed_size
 from gpuprefetch.policies.policy import Policy
@@ -38,43 +39,64 @@ from gpuprefetch.transforms.launch import Launches, plan_rows
 from gpuprefetch.transforms.random import Keys, head_keys
 from gpuprefetch.transforms.reference import Doubles, Ints, check_rows, finished_row, resample_uint8
 
-# Without a fixed size: decoded bytes for each byte of a file that a batch has room for before the
-# decode. Photos have 5 to 50. Flat colors have up to 1,000: they are decoded first, and copied.
+# Without a fixed size the buffer has room for whole pictures, and a header is believed if it claims
+# at most this many decoded bytes for each byte of its file. Photos have 5 to 50. Flat colors have
+# up to 1,000: they are decoded before there is a buffer, and copied.
 BELIEVED = 64
 
 Flags = npt.NDArray[np.bool_]
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What a worker remembers from one batch to the next."""
+class _Memory:
+    """What a worker remembers from one batch to the next.
 
-    last: float = field(default_factory=time.perf_counter)  # when the latest batch was packed
-    named: EncodedImage | None = None  # the latest image that named its sample itself
+    Attributes:
+        packed: when the latest batch was packed.
+    """
+
+    def __init__(self) -> None:
+        self.packed = time.perf_counter()
+        self._named: EncodedImage | None = None  # the latest image that named its sample itself
+
+    def note_packed(self) -> float:
+        """Note that a batch has been packed; the time of that."""
+        self.packed = time.perf_counter()
+        return self.packed
+
+    def swap_named(self, latest: EncodedImage | None) -> EncodedImage | None:
+        """Remember the latest image that named its sample itself; the one before it."""
+        before = self._named
+        self._named = latest
+        return before
 
 
 @dataclass(slots=True)
 class Packer:
-    """Prepares batches of encoded images for the device; what is the same for all of them."""
+    """Prepares batches of encoded images for the device.
+
+    :meth:`pack` makes :class:`.prepared.PackedImages`, for which :meth:`plan` and :meth:`finish`
+    make the rest of :class:`.prepared.PreparedImages`. A :class:`Packing` calls all three.
+    """
 
     heads: tuple[Head, ...]  # the fused transforms of each view
     on_gpu: bool  # whether baseline JPEGs are left to the GPU
     apply_exif: bool
     origin: Origin  # of random parameters
-    share: torch.Tensor  # in shared memory, of the baseline JPEGs that are decoded here
-    # Whether the result is made here, as without a device: a worker runs its share of it in one
-    # thread, and in the loop's process many threads would wait for cores that the workers have.
+    share: torch.Tensor  # (1,) in shared memory, which part of the baseline JPEGs is decoded here
+    # Whether the fused transforms run here, as without a GPU. A worker runs them in one thread. In
+    # the loop's process many threads would compete with the workers for the cores.
     finishes: bool = False
     late: bool = False  # whether the collate function runs after the transforms
     moves: bool = False  # whether a transform moves pixels
-    # Of each view what workers sample for, and run on its finished images if there are some here.
+    # The first transform after the fused ones of each view, if workers sample for it. They also run
+    # it on images that they finish. Empty if they do so for no view.
     programs: tuple[Policy | None, ...] = ()
-    rank: int = 0  # of this process among those that may be given the same samples, else 0
-    draws: bool = False  # whether any transform has random parameters
-    _seen: _Seen = field(init=False, default_factory=_Seen)
+    rank: int = 0  # of this process; 0 unless other ranks may be given the same samples
+    is_random: bool = False  # whether any transform has random parameters
+    _memory: _Memory = field(init=False, default_factory=_Memory)
 
     def keys(self, samples: Sequence[Sample]) -> Keys:
-        """``(N,)``, what the random parameters of each sample come from."""
+        """``(N,)``, which the random parameters of each sample come from."""
         return keys_of(samples, self.origin.seed, self.origin.epoch, self.rank)
 
     @property
@@ -84,30 +106,28 @@ class Packer:
 
     @property
     def launches(self) -> bool:
-        """Whether a kernel samples what is decoded, of pixels ``(H, W, 3)``."""
+        """Whether a kernel resamples decoded pictures, which are ``(H, W, 3)`` then."""
         return self.on_gpu and bool(self.sizes)
 
     def alike(self, samples: BatchSamples) -> EncodedImage | None:
-        """An image that nothing tells from that of another sample, in the batch or before it."""
-        before = self._seen.named
+        """An image that could be of another sample of this batch or the last one; else None."""
         latest = samples.latest()
-        self._seen.named = latest
+        before = self._memory.swap_named(latest)
         if samples.alike is not None or before is None or latest is None:
             return samples.alike
         same = own_name(before) == own_name(latest)
         return latest if same and is_alike(before, latest) else None
 
     def read_seconds(self, images: Sequence[EncodedImage]) -> float:
-        """What the dataset needed; 0 for images that it has kept from before the last batch."""
+        """Seconds that reading needed; 0 if the dataset kept images from before the last batch."""
         made = [image._made for image in images]
-        if len(made) < 2 or min(made) < self._seen.last:
+        if len(made) < 2 or min(made) < self._memory.packed:
             return 0.0
         return (max(made) - min(made)) * len(made) / (len(made) - 1)
 
     def packed(self) -> float:
         """Note that a batch has been packed; the time of that."""
-        self._seen.last = time.perf_counter()
-        return self._seen.last
+        return self._memory.note_packed()
 
     def decode(self, image: EncodedImage, header: ImageHeader, divisor: int = 1) -> torch.Tensor:
         """Decode an image. A bad file is a ValueError, and too little memory a MemoryError."""
@@ -120,10 +140,10 @@ class Packer:
     def decode_first(
         self, images: Sequence[EncodedImage], headers: Headers, files: Ints, ours: Flags
     ) -> None:
-        """Decode what claims to be out of proportion to its bytes.
+        """Decode the images whose headers claim more than :data:`BELIEVED`.
 
-        Without a fixed size the batch has room for whole pictures, and shared memory that is full
-        ends the run. So nothing is believed that a file of that length seldom holds.
+        Without a fixed size the buffer has room for whole pictures, and full shared memory ends the
+        run. A damaged header must not fill it.
         """
         claims = 3 * headers.sizes.prod(axis=1)
         for i in np.flatnonzero(ours & (claims > BELIEVED * files)).tolist():
@@ -132,15 +152,15 @@ class Packer:
             except ValueError as error:
                 headers.errors[i] = str(error)
 
-    def prepare(
+    def pack(
         self,
         images: Sequence[EncodedImage],
         headers: Headers,
         rows: Sequence[Doubles | None],
         who: Identities,
         share: float,
-    ) -> tuple[PreparedImages, float]:
-        """Decode a share of the images, pack all and plan; the seconds of decoding, too."""
+    ) -> tuple[PackedImages, float]:
+        """Decode a share of the images, and pack all; the seconds of decoding, too."""
         files = np.array([len(image.data) for image in images])
         ours = divide(headers, files, share, on_gpu=self.on_gpu, keeps_sizes=not self.sizes)
         if not self.sizes:
@@ -148,11 +168,11 @@ class Packer:
             ours &= headers.whole
         made = what_to_make(headers, ours, rows, self.heads, on_gpu=self.on_gpu)
         lengths = np.where(ours, 3 * made.pixels, files) * headers.whole
-        batch = self._allocate(headers, ours, lengths, made, who, share)
-        seconds = self._fill(images, headers, made, batch)
-        self._plan(batch)
-        self._finish(batch)
-        return batch, seconds
+        packed = self._allocate(headers, ours, lengths, made, who)
+        _copy_files(images, headers, packed)
+        started = time.perf_counter()
+        self._decode_into(packed, images, headers, made)
+        return packed, time.perf_counter() - started
 
     def _allocate(
         self,
@@ -161,79 +181,66 @@ class Packer:
         lengths: Ints,
         made: Made,
         who: Identities,
-        share: float,
-    ) -> PreparedImages:
-        """Lay out a batch of images that need these bytes each, decoded or not."""
-        # Files with the most work lie first: nvJPEG gives the engines files in turns, and waits for
-        # one that is not through with the file before. On an H200, beside training, an image needs
-        # 102 us so, and 110 in any order. Decoded ones lie as they come: see plan.uploads().
+    ) -> PackedImages:
+        """Lay out a buffer for images of these ``lengths`` in bytes; ``ours`` are to be decoded."""
+        # The largest pictures lie first. nvJPEG deals files out to the engines in turns, and waits
+        # for an engine that is still busy: beside training on an H200 an image needs 102 us in this
+        # order, and 110 in any. Decoded ones lie as they come: see plan.uploads().
         order = np.lexsort((np.where(ours, 0, -headers.sizes.prod(axis=1)), ours))
         stops = np.empty_like(lengths)
         stops[order] = np.cumsum(lengths[order])
         size = int(lengths.sum())
-        room = len(self.heads) * Launches.room(len(ours), 3) if self.launches else 0
-        orientation = np.where(ours, 1, headers.orientation)  # what is decoded here is turned here
+        tables = len(self.heads) * Launches.room(len(ours), 3) if self.launches else 0
+        orientation = np.where(ours, 1, headers.orientation)  # decoding here turns pictures upright
         rows = [
             None if each is None else of_stored(each, headers, orientation) for each in made.rows
         ]
         channels_last = self.heads[0].memory_format is torch.channels_last
-        return PreparedImages(
-            buffer=Buffer.empty(size + room),
-            regions=Regions(pixels=int(lengths[~ours].sum()), words=[size]),
+        return PackedImages(
+            buffer=Buffer.empty(size + tables),
+            regions=Regions(pixels=int(lengths[~ours].sum()), tables=[size]),
             spans=np.stack([stops - lengths, stops], axis=1),
             decoded=ours,
             stored=Stored(
                 sizes=headers.sizes,
                 transposed=orientation >= 5,
-                # As on the GPU; to turn a picture into planes needs a tenth of its decode.
+                # As a kernel reads them. Planes would cost a tenth of the picture's decode more.
                 interleaved=self.launches or (self.finishes and channels_last),
                 views=self.sizes if len(self.heads) > 1 else (),
             ),
             who=who,
             rows=rows,
             errors=headers.errors,
-            report=Report(share=share),
         )
 
-    def _fill(
-        self, images: Sequence[EncodedImage], headers: Headers, made: Made, batch: PreparedImages
-    ) -> float:
-        """Copy the files that are left to the device, and decode the others: seconds of that."""
-        parts = batch.parts()
-        for i in np.flatnonzero(headers.whole & ~batch.decoded).tolist():
-            file = images[i].data
-            exif = headers.each[i].exif
-            parts[i][:] = np.frombuffer(blank(file, exif) if exif else file, dtype=np.uint8)
-        started = time.perf_counter()
-        for i in np.flatnonzero(batch.decoded).tolist():
+    def _decode_into(
+        self, packed: PackedImages, images: Sequence[EncodedImage], headers: Headers, made: Made
+    ) -> None:
+        """Decode the images that are not left to the device, into their parts of the buffer."""
+        parts = packed.parts()
+        for i in np.flatnonzero(packed.decoded).tolist():
             picture = headers.early.pop(i, None)
             if picture is None:
                 try:
                     picture = self.decode(images[i], headers.each[i], int(made.divisors[i]))
                 except ValueError as error:
-                    batch.errors[i] = str(error)
-                    batch.decoded[i] = False
-                    batch.spans[i] = 0
+                    packed.errors[i] = str(error)
+                    packed.decoded[i] = False
+                    packed.spans[i] = 0
                     continue
-            rows = [each[i] for each in batch.rows if each is not None]
+            rows = [each[i] for each in packed.rows if each is not None]
             pictures, fitted = self._fit(picture, rows, crop=bool(made.crops[i]))
-            for each, row in zip(batch.rows, fitted, strict=False):
+            for each, row in zip(packed.rows, fitted, strict=False):
                 assert each is not None
                 each[i] = row
-            if not batch.stored.views:
-                batch.stored.sizes[i] = pictures[0].shape[-2:]
-            first = 0
-            for picture in pictures:
-                laid = picture.permute(1, 2, 0) if batch.stored.interleaved else picture
-                part = parts[i][first : first + laid.numel()]
-                part.reshape(laid.shape)[:] = laid.numpy()
-                first += laid.numel()
-        return time.perf_counter() - started
+            if not packed.stored.views:
+                packed.stored.sizes[i] = pictures[0].shape[-2:]
+            _write(pictures, parts[i], interleaved=packed.stored.interleaved)
 
     def _fit(
         self, picture: torch.Tensor, rows: Sequence[Doubles], *, crop: bool
     ) -> tuple[list[torch.Tensor], list[Doubles]]:
-        """What a decoded picture becomes for each view, and the sampling of that."""
+        """What is sent of a decoded picture for each view, and the sampling of that."""
         if not self.sizes:
             return [picture], []
         if crop:
@@ -250,51 +257,85 @@ class Packer:
         ]
         return finished, [finished_row(size) for size in self.sizes]
 
-    def _plan(self, batch: PreparedImages) -> None:
-        """Plan a batch, and put what its launches read into its buffer, after the pixels."""
+    def plan(self, packed: PackedImages) -> tuple[Plan, list[int]]:
+        """Plan a batch, and put the launch table of each view into its buffer, after the pixels.
+
+        Returns the plan, and the byte of the buffer after each of these tables.
+        """
         if not self.launches:
-            batch.plan = lay_out(batch, self.sizes)
-            return
+            return lay_out(packed, self.sizes), []
         words = []
-        for view, (head, rows) in enumerate(zip(self.heads, batch.rows, strict=True)):
+        for view, (head, rows) in enumerate(zip(self.heads, packed.rows, strict=True)):
             assert rows is not None
             words.append(
                 plan_rows(
                     rows,
-                    batch.view_sizes(view),
-                    batch.stored.transposed,
+                    packed.view_sizes(view),
+                    packed.stored.transposed,
                     self.sizes[view],
                     head.interpolation,
                     head.antialias,
                 )
             )
-        batch.plan = lay_out(batch, self.sizes, words)
-        ends = batch.regions.words
-        for head, table in zip(self.heads, batch.plan.tables, strict=False):  # none of no parts
-            given = Launches.numbers(table, head.colors)
-            ends.append(ends[-1] + len(given))
-            batch.buffer.tensor[ends[-2] : ends[-1]] = given
-            table.words = None
+        plan = lay_out(packed, self.sizes, words)
+        ends = []
+        end = packed.regions.pixels_end
+        for head, table in zip(self.heads, plan.tables, strict=False):  # none of no parts
+            numbers = Launches.numbers(table, head.colors)
+            start = end
+            end += len(numbers)
+            packed.buffer.tensor[start:end] = numbers
+            ends.append(end)
+        return Plan(plan.parts, [table.without_words() for table in plan.tables]), ends
 
-    def _finish(self, batch: PreparedImages) -> None:
-        """Run the fused transforms here, where they are to."""
+    def finish(self, packed: PackedImages) -> list[torch.Tensor]:
+        """The result of each view, where the fused transforms run here; else an empty list."""
         if not self.finishes or not self.sizes:
-            return
-        ready = np.flatnonzero(batch.decoded)
-        for view, (head, rows) in enumerate(zip(self.heads, batch.rows, strict=True)):
+            return []
+        outs = []
+        ready = np.flatnonzero(packed.decoded)
+        for view, (head, rows) in enumerate(zip(self.heads, packed.rows, strict=True)):
             assert rows is not None
-            out = head.empty(len(batch), "cpu")
+            out = head.empty(len(packed), "cpu")
             program = self.programs[view] if self.programs else None
             if get_worker_info() is not None and program is None:
-                share(out)  # torch would do so as it sends it
+                into_shared_memory(out)  # before it is written: torch would copy it to send it
             if len(ready):
-                pictures = batch.pictures(ready, batch.pixels, batch.regions.pixels, view)
+                pictures = packed.pictures(ready, packed.pixels, packed.regions.pixels, view)
                 head.resample_into(out, ready, pictures, rows[ready])
-            batch.made.out.append(out)
+            outs.append(out)
+        return outs
+
+
+def _copy_files(images: Sequence[EncodedImage], headers: Headers, packed: PackedImages) -> None:
+    """Copy the files that are left to the device into their parts of the buffer."""
+    parts = packed.parts()
+    for i in np.flatnonzero(headers.whole & ~packed.decoded).tolist():
+        file = images[i].data
+        exif = headers.each[i].exif
+        parts[i][:] = np.frombuffer(blank(file, exif) if exif else file, dtype=np.uint8)
+
+
+def _write(
+    pictures: Sequence[torch.Tensor], part: npt.NDArray[np.uint8], *, interleaved: bool
+) -> None:
+    """Write the pictures of an image, one a view, into its part of the buffer."""
+    first = 0
+    for picture in pictures:
+        laid = picture.permute(1, 2, 0) if interleaved else picture
+        last = first + laid.numel()
+        part[first:last].reshape(laid.shape)[:] = laid.numpy()
+        first = last
 
 
 class Packing:
-    """Packs the images of one batch, in one call or in several."""
+    """Packs the images of one batch, in one call or in several.
+
+    Args:
+        packer: which says how.
+        samples: of the batch; None if :meth:`follow` will be given them, or nobody knows them.
+        following: whether boxes, masks or points have been moved with the images.
+    """
 
     def __init__(
         self, packer: Packer, samples: BatchSamples | None = None, *, following: bool = False
@@ -302,10 +343,10 @@ class Packing:
         self._packer = packer
         self._samples = BatchSamples() if samples is None else samples
         self._following = following
-        self._share = float(packer.share)  # one for all of it: the balancer may change it meanwhile
+        self._share = float(packer.share)  # read once: the balancer may change it meanwhile
 
     def __call__(self, images: Sequence[EncodedImage]) -> PreparedImages:
-        """Prepare images: read their headers, sample, decode some of them, pack all, plan."""
+        """Prepare the images of a call: read headers, sample, decode a share, pack all, plan."""
         packer = self._packer
         began = time.perf_counter()
         headers = Headers(images, apply_exif=packer.apply_exif)
@@ -319,40 +360,50 @@ class Packing:
             paths=[image.path for image in images],
             samples=self._samples.positions(images),
         )
-        batch, decoding = packer.prepare(images, headers, rows, who, self._share)
+        packed, decoding = packer.pack(images, headers, rows, who, self._share)
+        plan, ends = packer.plan(packed)
+        made = Results(out=packer.finish(packed))
         reading = packer.read_seconds(images)
-        ready = int(batch.decoded.sum())
-        batch.report.remarks |= remark_on_clipped(images, headers)
-        batch.report.counts = {
-            "cpu_images": ready,
-            "gpu_images": len(batch) - ready - len(batch.errors),
-            "encoded_bytes": batch.regions.pixels_end,
-            "read_seconds": reading,
-            "worker_decode_seconds": decoding,
-            "collate_seconds": packer.packed() - began - decoding,
-        }
-        if packer.draws:
-            batch.report.remarks |= self._remarks()
-        return batch
+        ready = int(packed.decoded.sum())
+        report = Report(
+            share=self._share,
+            counts={
+                "cpu_images": ready,
+                "gpu_images": len(packed) - ready - len(packed.errors),
+                "encoded_bytes": packed.regions.pixels_end,
+                "read_seconds": reading,
+                "worker_decode_seconds": decoding,
+                "collate_seconds": packer.packed() - began - decoding,
+            },
+            remarks=self._remarks(images, headers),
+        )
+        return PreparedImages.of(packed, ends, plan=plan, made=made, report=report)
 
-    def _remarks(self) -> dict[str, str]:
-        """What the user should know of random parameters that images share."""
-        remarks = {}
+    def _remarks(self, images: Sequence[EncodedImage], headers: Headers) -> dict[str, str]:
+        """What the user should know: of clipped values, and of random parameters in common."""
+        remarks = remark_on_clipped(images, headers)
+        if not self._packer.is_random:
+            return remarks
         if (alike := self._packer.alike(self._samples)) is not None:
             remarks["alike"] = _ALIKE.format(alike)
         if (twice := self._samples.twice) is not None:
             remarks["twice"] = _TWICE.format(twice)
         return remarks
 
-    def follow(self, given: Any, names: Sequence[int], repeats: Sequence[int]) -> Any:
-        """Move boxes, masks and points as their image will be; the samples, which are to be packed.
+    def follow(self, given: Structure, names: Sequence[int], repeats: Sequence[int]) -> Structure:
+        """Move boxes, masks and points as their image will be moved; the samples with these.
 
-        ``given`` is what the collate function is to get, with names and repeats of its samples.
+        Args:
+            given: what the collate function is to get: a list of samples, or one item.
+            names: of the samples or of the item; empty if they are not known.
+            repeats: of the same; empty if there are none.
         """
         packer = self._packer
         self._samples = BatchSamples(given, names, repeats)
 
-        def draw(images: Sequence[EncodedImage]) -> tuple[Any, Any, dict[int, str]]:
+        def sample_for(
+            images: Sequence[EncodedImage],
+        ) -> tuple[Doubles, Ints, dict[int, str]]:
             headers = Headers(images, apply_exif=packer.apply_exif)
             samples = self._samples.of(images)
             leaders = _leaders(samples, headers)
@@ -366,7 +417,7 @@ class Packing:
                 "Views gives several pictures of an image, and boxes, masks and points can follow "
                 "one. Return plain tensors, as mask.as_subclass(torch.Tensor), or leave them out."
             )
-        followed = given if others else follow(given, head.size, draw)
+        followed = given if others else follow(given, head.size, sample_for)
         if followed is not given:
             self._following = True
             self._samples = BatchSamples(followed, names, repeats)
@@ -410,8 +461,6 @@ _ALIKE = (
     "in every batch. Let the dataset return EncodedImage(data, index, path) with the number of the "
     "sample as index."
 )
-
-
 _TWICE = (
     "A sample holds one file twice, {!r}, and its pictures are equal: all images of a sample have "
     "the same random parameters. For views that are sampled apart let it hold the file once, and "
@@ -423,10 +472,8 @@ def _leaders(samples: Sequence[Sample], headers: Headers) -> Ints:
     """``(N, 2)``, for each image the size of the first one of its sample."""
     leaders = headers.sizes.copy()
     for position, sample in enumerate(samples):
-        if position in headers.errors:  # its size is made up
+        if position in headers.errors:  # the size is made up
             continue
-        if sample.size is None:
-            height, width = leaders[position].tolist()
-            sample.size = height, width
-        leaders[position] = sample.size
+        height, width = leaders[position].tolist()
+        leaders[position] = sample.leading_size((height, width))
     return leaders

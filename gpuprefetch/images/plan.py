@@ -1,4 +1,4 @@
-"""A memory budget: what a batch takes on the device, and how much of it at a time."""
+"""How a batch gets to the device: its decode calls and copies, and the memory that they need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from gpuprefetch.core.nested import Batch, objects, tensors
 from gpuprefetch.core.stage import Cost
-from gpuprefetch.images.prepared import Part, Plan, PreparedImages, Upload, is_encoded
+from gpuprefetch.images.prepared import PackedImages, Part, Plan, PreparedImages, Upload, is_encoded
 from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.launch import arrange
 from gpuprefetch.transforms.launch_table import Words
@@ -21,17 +21,18 @@ Size = tuple[int, int]
 
 BLOCK = 512  # torch's caching allocator rounds up to it
 
-# Images and decoded bytes of one decode call: 256 of ImageNet's photos are one. Each call fills and
-# empties the engines, which takes a millisecond. Of photos of 12 megapixels it holds seven, one for
-# each engine of an H100: calls of three, two at a time, decode 425 a second there and these 965.
-SUB_BATCH, SUB_BATCH_BYTES = 256, 256 << 20
-# Decoded bytes of a call where the GPU has no engines: it takes as long whatever its size.
+# The most images and decoded bytes of one decode call: 256 of ImageNet's photos are one call. The
+# engines fill and run empty in each call, which costs a millisecond. A call holds seven photos of
+# 12 megapixels, one for each engine of an H100. Such calls decode 965 photos a second there; calls
+# of three photos, two calls at a time, decode 425.
+SUB_BATCH = 256
+SUB_BATCH_BYTES = 256 << 20
+# The same bytes where the GPU has no engines: a call then needs as long whatever its size.
 WHOLE_BATCH_BYTES = 512 << 20
-# Of what the workers decoded, in one copy that goes with a call: usually all of a batch.
+# The most bytes that workers decoded in one copy, usually all of a batch. It goes with a call.
 UPLOAD_BYTES = 32 << 20
-# Memory that is taken again and again is asked for in few sizes, for the allocator keeps a block of
-# each: multiples of this.
-ROOM_BYTES = 40 << 20
+# Scratch memory is allocated in multiples of this: the allocator keeps a block of each size.
+SCRATCH_BYTES = 40 << 20
 
 
 def parse_bytes(budget: str | int | None) -> int | None:
@@ -57,7 +58,7 @@ def readable(size: int) -> str:
     return f"{size / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def positions_to_decode(images: PreparedImages) -> Ints:
+def positions_to_decode(images: PackedImages) -> Ints:
     """The images of a batch that are left to the device, in the order of its buffer."""
     todo = ~images.decoded
     todo[list(images.errors)] = False
@@ -65,82 +66,93 @@ def positions_to_decode(images: PreparedImages) -> Ints:
     return positions[np.argsort(images.spans[positions, 0], kind="stable")]
 
 
-def decoded_bytes(images: PreparedImages, positions: Ints | slice) -> Ints:
-    """``(n,)``, what each picture needs once it is decoded, as torch's allocator rounds it up."""
+def decoded_bytes(images: PackedImages, positions: Ints | slice) -> Ints:
+    """``(n,)``, the bytes of each decoded picture, as torch's allocator rounds them up."""
     size: Ints = 3 * images.stored.sizes[positions].prod(axis=1)
     return -(-size // BLOCK) * BLOCK
 
 
-def cut(sizes: Ints, limit: int | None = None, room: int | None = None) -> list[slice]:
+def split_into_calls(
+    sizes: Ints, limit: int | None = None, whole: int | None = None
+) -> list[slice]:
     """Divide pictures of these bytes, in their order, into about equal decode calls.
 
     Nine photos of 100 MiB each, with calls of at most 256 MiB, make calls of 2, 2, 2, 2 and 1: the
     engines are then about as long busy with each.
 
     Args:
-        sizes: ``(n,)``.
+        sizes: ``(n,)``, the decoded bytes of each picture.
         limit: bytes of a call at most; a larger picture has a call for itself.
-        room: likewise, for a decoder whose calls take as long whatever their size.
+        whole: likewise, in place of SUB_BATCH_BYTES, for a decoder whose calls need as long
+            whatever their size; its calls are filled.
     """
-    most = room or SUB_BATCH_BYTES
+    most = whole or SUB_BATCH_BYTES
     most = most if limit is None else min(limit, most)
-    loads = sizes / most
-    if not room and loads.sum() < len(sizes) / SUB_BATCH:
+    loads = sizes / most  # parts of a call
+    if not whole and loads.sum() < len(sizes) / SUB_BATCH:
         loads = np.full(len(sizes), 1 / SUB_BATCH)
     target = loads.sum() / max(np.ceil(loads.sum() - 1e-9), 1) - 1e-9
     used = 0
     load = 0.0
-    cuts: list[int] = []
+    starts: list[int] = []
     for i, (size, more) in enumerate(zip(sizes.tolist(), loads.tolist(), strict=True)):
         if not i or used + size > most or load >= target:
             used = 0
             load = 0.0
-            cuts.append(i)
+            starts.append(i)
         used += size
         load += more
-    return [slice(first, last) for first, last in pairwise([*cuts, len(sizes)])]
+    return [slice(first, last) for first, last in pairwise([*starts, len(sizes)])]
 
 
 def uploads(
-    images: PreparedImages, limit: int | None = None, room: int | None = None
+    images: PackedImages, limit: int | None = None, whole: int | None = None
 ) -> list[Upload]:
-    """Divide what the workers decoded into copies of UPLOAD_BYTES or ``room``, or of one image."""
+    """Divide what the workers decoded into copies of UPLOAD_BYTES or ``whole``, or of one image."""
     positions = np.flatnonzero(images.decoded)
-    most = room or UPLOAD_BYTES
+    most = whole or UPLOAD_BYTES
     most = most if limit is None else min(limit, most)
     spans = images.spans[positions]
     begin = 0
-    cuts: list[int] = []
+    starts: list[int] = []
     for i, (first, last) in enumerate(spans.tolist()):
         if not i or last - begin > most:
             begin = first
-            cuts.append(i)
+            starts.append(i)
     return [
         Upload(positions[i:j], int(spans[i, 0]), int(spans[j - 1, 1]))
-        for i, j in pairwise([*cuts, len(positions)])
+        for i, j in pairwise([*starts, len(positions)])
     ]
 
 
 def lay_out(
-    images: PreparedImages,
+    images: PackedImages,
     sizes: Sequence[Size] = (),
     words: Sequence[Words] = (),
     limit: int | None = None,
-    room: int | None = None,
+    whole: int | None = None,
 ) -> Plan:
     """Plan a batch: copies of what workers decoded, each with a decode call if there are both.
 
     Args:
         images: whose files and pixels lie in their buffer.
         sizes: of the result of each view; none without a fixed size.
-        words: of each view, of :func:`.plan_rows`; none where no kernel samples.
+        words: of each view, of :func:`.launch.plan_rows`; none where no kernel resamples.
         limit: bytes of a part at most; a larger picture has a part for itself.
-        room: likewise, for a decoder whose calls take as long whatever their size.
+        whole: likewise, for a decoder whose calls need as long whatever their size.
+
+    Example, of the batch in :class:`.prepared.PackedImages`, whose files decode to 4 x 6 and 2 x 8
+    pixels::
+
+        one part    Upload(positions=[1], start=150, stop=180)
+                    Call(positions=[0, 2], spans=[[0, 100], [100, 150]], shapes=[[4, 6], [2, 8]])
+
+        limit=600   a part for the upload, and one for each of the files
     """
     positions = positions_to_decode(images)
-    few = cut(decoded_bytes(images, positions), limit, room)
-    calls = [images.call(positions[part]) for part in few]
-    copies = uploads(images, limit, room) if sizes else []
+    slices = split_into_calls(decoded_bytes(images, positions), limit, whole)
+    calls = [images.call(positions[part]) for part in slices]
+    copies = uploads(images, limit, whole) if sizes else []
     if limit is None:  # a copy goes with a call
         parts = [Part(upload, call) for upload, call in zip_longest(copies, calls)]
     else:
@@ -159,23 +171,25 @@ def lay_out(
     return Plan(parts, tables)
 
 
-def _located(images: PreparedImages, part: Part) -> tuple[Ints, Ints]:
+def _located(images: PackedImages, part: Part) -> tuple[Ints, Ints]:
     """``(n,)`` each, the pictures of a part, and where they begin in its memory on the device."""
     none = np.zeros(0, dtype=np.int64)
-    ready, ready_offsets = none, none
+    ready = none
+    ready_offsets = none
     if part.upload is not None:
         ready = part.upload.positions
         ready_offsets = images.spans[ready, 0] - part.upload.start
-    todo, todo_offsets = none, none
+    todo = none
+    todo_offsets = none
     if part.call is not None:
         todo = part.call.positions
         todo_offsets = part.uploaded + part.call.offsets
     return np.concatenate([ready, todo]), np.concatenate([ready_offsets, todo_offsets])
 
 
-def in_rooms(size: int) -> int:
-    """The room for ``size`` bytes of images that are decoded together."""
-    return -(-size // ROOM_BYTES) * ROOM_BYTES
+def scratch_size(size: int) -> int:
+    """The scratch memory for ``size`` bytes of a part, as it is allocated."""
+    return -(-size // SCRATCH_BYTES) * SCRATCH_BYTES
 
 
 @dataclass(frozen=True)
@@ -196,13 +210,13 @@ class ImageCost(Cost):
         )
 
     def limit(self, budget: int | None) -> int | None:
-        """Bytes that decoded images may take at a time; None where all of them fit together."""
+        """Bytes that decoded images may need at a time; None if all of them fit together."""
         if budget is None or self.fixed + self.decoded <= budget:
             return None
         if self.fixed + self.largest > budget:
-            image = f", and {self.name} takes {readable(self.largest)} decoded" if self.name else ""
+            image = f", and {self.name} needs {readable(self.largest)} decoded" if self.name else ""
             raise ValueError(
-                f"a batch takes {readable(self.fixed)} on the device until it is handed over"
+                f"a batch needs {readable(self.fixed)} on the device until it is handed over"
                 f"{image}: more than memory_budget={readable(budget)}. Take smaller batches or a "
                 "larger budget. Without a crop or a resize in transforms, images are handed over "
                 "in the size of their files."
@@ -211,7 +225,10 @@ class ImageCost(Cost):
 
 
 def cost_of(batch: Batch, heads: Sequence[Head], copies: int = 1) -> ImageCost:
-    """What a batch needs; a decode call has ``copies`` of its pictures in memory when it ends."""
+    """What a batch needs on the device.
+
+    A decode call has ``copies`` of its pictures in memory when it ends.
+    """
     total = ImageCost()
     for leaf in objects(batch, is_encoded):
         if isinstance(leaf, PreparedImages):
@@ -240,6 +257,7 @@ def _cost_of_images(images: PreparedImages, heads: Sequence[Head], copies: int) 
         return ImageCost(fixed, decoded)
     largest = int(each.argmax())
     height, width = images.stored.sizes[largest].tolist()
-    path, index = images.who.paths[largest], images.who.indices[largest]
+    path = images.who.paths[largest]
+    index = images.who.indices[largest]
     name = f"{path or f'sample {index}'!r} of {width} x {height} pixels"
     return ImageCost(fixed, decoded, int(each[largest]), name)

@@ -1,4 +1,4 @@
-"""A batch of encoded images that a worker has prepared: its buffer, and the plan of its decode."""
+"""A batch of encoded images that a worker has prepared: its buffer and its plan."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Call:
 
     positions: Ints  # (n,) in the batch, in the order of the buffer
     spans: Ints  # (n, 2), first byte of each file in the buffer, and the byte after its last
-    # (n, 2), height and width of each picture as it is stored. The sampling was computed for these,
-    # which headers promise: pictures of other shapes would be misread.
+    # (n, 2), height and width of each picture as it is stored, by its header. The launch reads
+    # these shapes: pictures of others would be misread.
     shapes: Ints
     sizes: Ints = field(init=False)  # (n,), bytes of each picture
     size: int = field(init=False)  # bytes of all pictures
@@ -76,10 +76,10 @@ class Call:
 
 @dataclass(slots=True)
 class Part:
-    """What one launch a view samples: pictures that workers decoded, then files of a call.
+    """The pictures of one launch a view: those that workers decoded, then those of a decode call.
 
-    The pictures lie in this order in the part's memory on the device. A launch for both saves the
-    decode thread half a millisecond a batch.
+    They lie in this order in the part's memory on the device. One launch for both saves the
+    prefetch thread half a millisecond a batch.
     """
 
     upload: Upload | None
@@ -98,7 +98,7 @@ class Part:
 
 @dataclass(slots=True)
 class Plan:
-    """How a batch gets to the device, part by part; launch k of a view samples part k."""
+    """How a batch gets to the device, part by part; launch k of a view reads part k."""
 
     parts: Sequence[Part] = ()
     tables: Sequence[Table] = ()  # of each view; none without a fixed size
@@ -106,21 +106,21 @@ class Plan:
 
 @dataclass(slots=True)
 class Regions:
-    """Where the parts of a batch's buffer lie: the files from byte 0 on, pixels, launch words.
+    """Where the parts of a batch's buffer lie: the files from byte 0 on, pixels, launch tables.
 
-    Two files of 100 and 50 bytes, a picture of 30 and launch words of 64 for one view::
+    Two files of 100 and 50 bytes, a picture of 30 and a launch table of 576 for one view::
 
-        Regions(pixels=150, words=[180, 244])
+        Regions(pixels=150, tables=[180, 756])
     """
 
     pixels: int  # first byte of the pictures that a worker has decoded
-    # First byte of the launch words of each view, and where the last ones end. The words come last:
-    # bad files have none, and which are bad is known once the others have been decoded.
-    words: list[int]
+    # First byte of the launch table of each view, and the byte after the last one. Tables lie after
+    # the pixels as bad files are not in them, which are known once the others have been decoded.
+    tables: list[int]
 
     @property
     def pixels_end(self) -> int:
-        return self.words[0]
+        return self.tables[0]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,12 +128,11 @@ class Stored:
     """The pictures of N images, decoded already or not yet."""
 
     sizes: Ints  # (N, 2), height and width; made up where no header could be read
-    transposed: npt.NDArray[
-        np.bool_
-    ]  # (N,), whether rows and columns of the stored one are swapped
+    # (N,), whether the stored picture has rows in place of columns
+    transposed: npt.NDArray[np.bool_]
     interleaved: bool  # whether decoded pixels lie as decoders write them, (H, W, 3), or as planes
-    # (height, width) of each of several views: what a worker has decoded is finished for all of
-    # them, one after the other. Empty for one view.
+    # (height, width) of the result of each view, if there are several. A worker finishes what it
+    # decodes for all of them, and the results lie one after the other. Empty for one view.
     views: Sequence[tuple[int, int]] = ()
 
 
@@ -143,9 +142,10 @@ class Identities:
 
     indices: Ints  # (N,), of the samples in their dataset
     names: Ints  # (N,), of the samples: see images/samples.py
-    keys: Keys  # (N,), what random parameters come from; the images of a sample have the same
+    keys: Keys  # (N,), which random parameters come from; images of one sample have the same key
     paths: list[str]
-    samples: list[int]  # position of each one's sample; -1 if the collate function made the image
+    # The position of each image's sample in the batch; -1 if the collate function made the image.
+    samples: list[int]
 
     def name(self, position: int) -> str:
         """How messages name an image."""
@@ -154,20 +154,20 @@ class Identities:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What a worker tells of its work on a batch."""
+    """What a worker reports about a batch."""
 
-    share: float  # of the baseline JPEGs that it was to decode
+    share: float  # which part of the baseline JPEGs it was to decode
     counts: dict[str, float] = field(default_factory=dict)  # what to add to the counters of Stats
-    # What the user should know, kind -> text: a worker's own warnings end in its stderr. The
-    # training process warns once of each kind.
+    # What the user should know, kind -> text. The training process warns once of each kind: a
+    # worker's own warnings end in its stderr.
     remarks: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class Made:
+class Results:
     """What a worker has made of its batch besides the buffer."""
 
-    # The finished batch of each view, where no device is to make it.
+    # The result of each view, where the fused transforms run in the worker.
     out: list[torch.Tensor] = field(default_factory=list)
     # Random parameters of the first transform after the fused ones, one entry a view. Empty if that
     # transform already ran or does not exist; there are no entries if no worker sampled any.
@@ -175,8 +175,19 @@ class Made:
 
 
 @dataclass(kw_only=True, repr=False)
-class PreparedImages(Encoded):
-    """N encoded images that a :class:`.packer.Packer` has prepared, in one flat buffer."""
+class PackedImages:
+    """N encoded images in one flat buffer.
+
+    Three photos of one view; a worker has decoded the second one, to 2 x 5 pixels. Their launch
+    table has 576 bytes::
+
+        byte    0         100       150          180            756
+        buffer  | file 0  | file 2  | picture 1  | launch table |
+
+        regions  Regions(pixels=150, tables=[180, 756])
+        spans    [[0, 100], [150, 180], [100, 150]]
+        decoded  [False, True, False]
+    """
 
     buffer: Buffer
     regions: Regions
@@ -186,10 +197,6 @@ class PreparedImages(Encoded):
     who: Identities
     rows: list[Doubles | None]  # of each view (N, 2, 6), its sampling; None without a fixed size
     errors: dict[int, str]  # position -> why the image cannot be decoded
-    report: Report
-    plan: Plan = field(default_factory=Plan)
-    made: Made = field(default_factory=Made)
-    targets: Fate | None = None  # of boxes, masks and points beside them; None without any
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -205,17 +212,17 @@ class PreparedImages(Encoded):
         return self.buffer.tensor[self.regions.pixels : self.regions.pixels_end]
 
     def span(self, position: int) -> torch.Tensor:
-        """``(bytes,)`` uint8, a view of the image's part of the buffer."""
+        """``(bytes,)`` uint8, the image's part of the buffer."""
         start, stop = self.spans[position]
         return self.buffer.tensor[start:stop]
 
     def parts(self) -> list[npt.NDArray[np.uint8]]:
-        """The parts of all images, as :meth:`span` has them, to be written to."""
+        """The parts of all images in the buffer, to be written to."""
         flat = self.buffer.tensor.numpy()
         return [flat[start:stop] for start, stop in self.spans.tolist()]
 
     def call(self, positions: Ints) -> Call:
-        """To decode some files together."""
+        """The call that decodes some files together."""
         sizes = self.stored.sizes[positions]
         turned = self.stored.transposed[positions, None]
         shapes = np.where(turned, sizes[:, ::-1], sizes)
@@ -228,7 +235,7 @@ class PreparedImages(Encoded):
         return np.where(self.decoded[:, None], self.stored.views[view], self.stored.sizes)
 
     def view_start(self, view: int) -> int:
-        """Where the pixels of a view begin within those of an image that a worker has decoded."""
+        """The first byte of a view within the pixels of an image that a worker has decoded."""
         return 3 * sum(height * width for height, width in self.stored.views[:view])
 
     def pictures(
@@ -245,14 +252,37 @@ class PreparedImages(Encoded):
             return [piece.view(*size, 3).permute(2, 0, 1) for piece, size in pairs]
         return [piece.view(3, *size) for piece, size in pairs]
 
+
+@dataclass(kw_only=True, repr=False)
+class PreparedImages(PackedImages, Encoded):
+    """N encoded images that a :class:`.packer.Packer` has prepared for the device."""
+
+    report: Report
+    plan: Plan
+    made: Results
+    targets: Fate | None = None  # of boxes, masks and points beside them; None without any
+
+    @classmethod
+    def of(
+        cls, packed: PackedImages, ends: Sequence[int], *, plan: Plan, made: Results, report: Report
+    ) -> PreparedImages:
+        """Packed images with their plan; ``ends`` is where each view's launch table ends."""
+        regions = Regions(packed.regions.pixels, [packed.regions.pixels_end, *ends])
+        parts = vars(packed) | {"regions": regions}
+        return cls(**parts, plan=plan, made=made, report=report)
+
+    def note_targets(self, targets: Fate | None) -> None:
+        """Note what the collate function did with the targets beside the images."""
+        self.targets = targets
+
     def words(self, view: int) -> Words:
-        """What a view's launches read of each image, ``(N,)``, in the order of the batch."""
-        first, last = self.regions.words[view : view + 2]
+        """``(N,)``, what a view's launch table has of each image, in the order of the batch."""
+        first, last = self.regions.tables[view : view + 2]
         return by_place(Launches.words(self.buffer.tensor[first:last], 3), len(self))
 
     def pin_memory(self, device: object = None) -> PreparedImages:
         """The batch in pinned memory; the DataLoader's pin thread calls it."""
-        # nvJPEG copies each file by itself: from pageable memory in 13 us rather than 3.
+        # nvJPEG copies file by file: 13 us a file from pageable memory, and 3 from pinned memory.
         started = time.perf_counter()
         self.buffer = self.buffer.pinned()
         self.report.counts["pin_seconds"] = time.perf_counter() - started
@@ -267,6 +297,6 @@ def is_encoded(batch: object) -> bool:
     return isinstance(batch, ENCODED) or (
         isinstance(batch, (list, tuple))
         and len(batch) > 0
-        and isinstance(batch[0], EncodedImage)  # which most are told apart by
+        and isinstance(batch[0], EncodedImage)  # first: most lists fail here
         and all(isinstance(image, EncodedImage) for image in batch)
     )

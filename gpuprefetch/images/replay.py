@@ -1,4 +1,4 @@
-"""What the model saw of a sample: its batch, prepared once more."""
+"""Show what the model saw of a sample: prepare its batch once more, and take its row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gpuprefetch.images.tolerance import Tolerance
 
 @dataclass(frozen=True, slots=True)
 class Occurrence:
-    """A sample, at one of the times that its epoch had it."""
+    """A sample in one of the batches of its epoch; an epoch may have it several times."""
 
     index: Key
     batch: Noted
@@ -45,7 +45,7 @@ def refuse_unknown(loader: Loader) -> None:
 
 
 def find(notes: Notes, index: Key, repeat: int) -> Occurrence:
-    """The batch that held a sample for the time after ``repeat`` others, and its place there."""
+    """The batch that held a sample after it had come ``repeat`` times, and the position there."""
     had = notes.had()
     found = 0
     for batch in had:
@@ -90,7 +90,7 @@ def replay(loader: TorchLoader, pipeline: Pipeline, notes: Notes, index: Key, re
                 bad = BadImage(index, leaf.who.paths[row], leaf.errors[row])
                 raise BadImageError(f"no model has seen it: {bad}")
         if cuda:
-            torch.cuda.current_stream().synchronize()  # the decoder has read the batch's bytes
+            torch.cuda.current_stream().synchronize()  # until the decoder has read the buffer
     return result
 
 
@@ -125,7 +125,7 @@ def _read(loader: TorchLoader, packer: Packer, held: Noted) -> Batch:
 
 
 def _row_of(position: int, count: int, images: Sequence[PreparedImages]) -> int:
-    """Where the collate function has put a sample, given its place among ``count``."""
+    """The row in which the collate function has put a sample, by its position among ``count``."""
     if not images:
         raise ValueError("replay is for encoded images, and the dataset gave none.")
     samples = images[0].who.samples

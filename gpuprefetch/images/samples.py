@@ -30,6 +30,7 @@ from torch.utils.data import ConcatDataset, Subset
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.walk import walk
 from gpuprefetch.transforms.random import Keys, fold
+from gpuprefetch.transforms.sampling import Size
 
 Dataset = Any  # whatever a sampler's keys are for
 
@@ -209,7 +210,16 @@ class Sample:
     part: int = 0
     same: int = 0  # how many samples before it in its batch have the same name and repeat
     repeat: int = 0  # how often the epoch has had the sample before
-    size: tuple[int, int] | None = None  # (height, width) of its first image with a good header
+    size: Size | None = None  # (height, width) of its first image with a good header
+
+    def leading_size(self, size: Size) -> Size:
+        """The size that all images of the sample sample for: that of the first one.
+
+        ``size`` is that of the image that asks. Images with a bad header must not ask.
+        """
+        if self.size is None:
+            self.size = size
+        return self.size
 
 
 def own_name(image: EncodedImage) -> int:

@@ -58,9 +58,6 @@ class _Window:
     """What was measured since the last decision."""
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
         self._periods: list[float] = []
         self.late = 0.0  # seconds that the loader was waited for
         self.waited = 0.0  # seconds that the loop waited
@@ -94,7 +91,7 @@ class _Window:
 
 
 class _Pause:
-    """Windows until the next try."""
+    """The windows until the next try."""
 
     def __init__(self) -> None:
         self._left = FIRST
@@ -163,7 +160,7 @@ class Balancer:
     def begin(self) -> None:
         """Leave out the first batches of an epoch, which are always late."""
         self._settling = self._under_way
-        self._window.clear()
+        self._window = _Window()
 
     def fetched(self, waited: float, decoding: float = 0.0) -> None:
         """Count a batch: seconds that it was ``waited`` for, and that a worker was ``decoding``."""
@@ -176,7 +173,7 @@ class Balancer:
         window = self._window
         if self._settling:
             self._settling -= 1
-            window.clear()
+            self._window = _Window()
             return
         window.add(period, waited)
         seconds = window.seconds
@@ -186,7 +183,7 @@ class Balancer:
             if not self.value:
                 self._usual = window.late / seconds
             self._judge(window.period, window.waited_part)
-            window.clear()
+            self._window = _Window()
 
     def _judge(self, period: float, waited: float) -> None:
         """Decide after a window with this median period; the loop ``waited`` a part of its time."""

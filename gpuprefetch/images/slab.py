@@ -45,7 +45,8 @@ SPARE = 4
 RECENT = 4
 
 
-def share(tensor: torch.Tensor) -> torch.Tensor:
+def into_shared_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, whose memory other processes can map from now on."""
     try:
         return tensor.share_memory_()  # type: ignore[no-any-return]
     except RuntimeError as error:
@@ -138,7 +139,7 @@ def _make(number: int, size: int) -> _Slab:
     if not _ring:  # a worker exits without the interpreter's exit, which would free the slabs
         util.Finalize(None, _ring.clear, exitpriority=0)
     memory = torch.empty(HEADER + int(size * SLACK), dtype=torch.uint8, device="cpu")
-    slab = _Slab((os.getpid(), number), share(memory))
+    slab = _Slab((os.getpid(), number), into_shared_memory(memory))
     _ring[number : number + 1] = [slab]
     return slab
 
@@ -181,7 +182,7 @@ class Buffer:
         if slab is not None:
             return Buffer(slab.memory, size, slab)
         memory = torch.empty(max(size, 1), dtype=torch.uint8, device="cpu")
-        return Buffer(share(memory) if in_worker else memory, size)
+        return Buffer(into_shared_memory(memory) if in_worker else memory, size)
 
     def sent(self) -> tuple[Callable[..., Buffer], tuple[object, ...]]:
         """What another process calls to receive the buffer, and with which arguments."""

@@ -41,12 +41,12 @@ _UNEVEN = (
 
 @dataclass(slots=True)
 class Remarks:
-    """What workers found and the user should know, each kind told once."""
+    """What workers found and the user should know. Each kind is told once."""
 
     told: set[str] = field(default_factory=set)
 
     def pass_on(self, remarks: dict[str, str]) -> None:
-        """Warn of each kind -> text that was not told yet."""
+        """Warn of what was not told yet: kind -> text."""
         for kind, text in remarks.items():
             if kind not in self.told:
                 self.told.add(kind)
@@ -57,27 +57,25 @@ class Remarks:
 class Pipeline:
     """What happens to each batch on the device. See :class:`.core.stage.Stage`.
 
-    A prefetcher has one. Each epoch has a copy, from :meth:`for_epoch`, with a decoding and notes
-    of its own; the other parts are the prefetcher's.
+    A prefetcher has one. Each epoch has a copy from :meth:`for_epoch` with another decoding and
+    other notes; the rest is shared.
     """
 
     views: Sequence[View]  # most loops have one
-    packer: Packer  # of encoded images that no worker of ours has seen
+    packer: Packer  # of encoded images that no worker has packed
     decoding: Decoding
     tolerance: Tolerance
     stats: Stats
     remarks: Remarks = field(default_factory=Remarks)
     balancer: Balancer | None = None
-    # Makes of a finished Apart and a seed what the loop gets.
+    # A collate function that runs after the transforms: a finished Apart and a seed -> a batch.
     after: Callable[[Apart, int], object] | None = None
-    ranks: Ranks = field(
-        default_factory=Ranks
-    )  # what is sampled for a batch as a whole depends on them
+    ranks: Ranks = field(default_factory=Ranks)  # what is sampled for a whole batch depends on them
     notes: Notes = field(default_factory=Notes)  # of the epoch
     only: int | None = None  # the one row of a batch that is handed over, after all transforms
 
     def for_epoch(self, **changes: object) -> Pipeline:
-        """A copy for one epoch, whose thread has streams and scratch memory for itself."""
+        """A copy for one epoch, whose thread has streams and scratch for itself."""
         fresh = {"decoding": self.decoding.anew()} | changes
         return replace(self, **fresh)  # type: ignore[arg-type]
 
@@ -122,7 +120,7 @@ class Pipeline:
         try:
             begun = self._begin(batch, limit)
         except torch.OutOfMemoryError:
-            begun = None  # and not again in here, where the exception holds what was allocated
+            begun = None  # the second try comes when the exception no longer holds memory
         if begun is None:
             self.decoding.make_room()
             begun = self._begin(batch, limit)
@@ -168,7 +166,7 @@ class Pipeline:
             return moved, jobs, [part for job in jobs for part in job.begin(limit)]
 
     def learned(self) -> None:
-        """Let idle cores help CUDA kernels that decode."""
+        """Let idle cores decode as well: the GPU has no engines, and CUDA kernels decode."""
         if self.balancer is not None:
             self.balancer.start_without_engines()
 
@@ -196,7 +194,7 @@ class Pipeline:
         return Empty(count, str(last), BadImageError)
 
     def asked(self) -> None:
-        """Nothing refuses encoded images that the loop has looked at once it goes on."""
+        """The loop goes on: its modules are no longer checked for encoded images."""
         end_reading()
 
     def close(self) -> None:
@@ -204,10 +202,10 @@ class Pipeline:
 
 
 def count_images(batch: Batch) -> int:
-    """The samples of a batch: the length of its first tensor or packed images; 0 without any."""
+    """The length of a batch's first tensor or packed images; 0 without any."""
     for leaf in objects(batch, is_encoded):
         if isinstance(leaf, PreparedImages):
             return len(leaf)
         if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return leaf.size(0)  # which a nested tensor has, and no length
+            return leaf.size(0)  # a nested tensor has no len()
     return 0

@@ -68,11 +68,11 @@ def run_alike(
 
     The transform samples from ``keys`` if it can, and from ``seed`` otherwise.
     """
-    calls = transform.calls if isinstance(transform, PerImage) else 0
+    before = transform.get_extra_state() if isinstance(transform, PerImage) else None
     results = []
     for images in batches:
-        if isinstance(transform, PerImage):
-            transform.calls = calls  # one with a seed counts its calls
+        if isinstance(transform, PerImage) and before is not None:
+            transform.set_extra_state(before)  # one with a seed counts its calls
         with SeededDraws(seed):
             results.append(run(transform, images, keys))
     return results

@@ -26,7 +26,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from gpuprefetch.core.nested import map_leaves, select
 from gpuprefetch.images.columns import stack
 from gpuprefetch.images.encoded import EncodedImage
-from gpuprefetch.images.prepared import ENCODED, is_encoded
+from gpuprefetch.images.prepared import is_encoded
 from gpuprefetch.images.walk import (
     EncodedLeaf,
     Follower,
@@ -125,9 +125,9 @@ class _Placed:
 
 def _moved(images: Sequence[_Placed], size: Size, leaf: object) -> object:
     """A leaf of a sample as it becomes when the sample's images are resampled to ``size``."""
-    if isinstance(leaf, ENCODED):
+    if isinstance(leaf, EncodedImage):
         image = copy.copy(leaf)
-        image._row = next(placed.row for placed in images if placed.image is leaf)  # type: ignore[union-attr]
+        image._settle(next(placed.row for placed in images if placed.image is leaf))
         return image
     if is_follower(leaf):
         return _moved_by(_leader(images, leaf).row, leaf, size)

@@ -1,4 +1,4 @@
-"""Transforms on batches whose images come as tensors (N, C, H, W), and not as encoded files."""
+"""Run transforms on images that come as tensors (N, C, H, W), and not as encoded files."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ def transform_tensors(
 
     Args:
         batch: on the device.
-        given: what the loader gave, which stays as it is.
+        given: the batch as the loader gave it; it stays as it is.
         views: what becomes of the images.
         seed: of what is sampled for the batch.
         stats: which count the time.
-        moves: whether a transform moves pixels, so that another tensor of images would be left
-            where it was.
+        moves: whether a transform moves pixels. A second tensor of images would not move along.
+
+    Returns:
+        The batch with the result in place of that tensor; a tuple of results for several views.
 
     Raises:
-        ValueError: if there is no such tensor, or it does not look like images.
+        ValueError: if there is no such tensor, it does not look like images, or there is a second
+            one that would not move along.
     """
     first: torch.Size | None = None
 
@@ -75,24 +78,25 @@ def _refuse_channels_last(images: torch.Tensor) -> None:
 
 
 def _run(
-    given: torch.Tensor, batch: Batch, views: Sequence[View], seed: int, stats: Stats
+    images: torch.Tensor, given: Batch, views: Sequence[View], seed: int, stats: Stats
 ) -> Batch:
+    """Run all views on images ``(N, C, H, W)`` of what the loader has ``given``."""
     views = [view.of_tensors() for view in views]
-    heads: list[torch.Tensor] = []
+    fused: list[torch.Tensor] = []
     with Timed(stats, "resample"):
         for number, view in enumerate(views):
-            view.values.begin(given)
-            made = view.run_head(given, view_seed(seed, number))
-            writes = bool(view.tail or heads)  # or a view before it does
-            heads.append(_own(made, [batch, *heads]) if writes else made)
+            view.values.begin(images)
+            made = view.run_head(images, view_seed(seed, number))
+            writes = bool(view.tail or fused)  # this view, or one before it
+            fused.append(_own(made, [given, *fused]) if writes else made)
     outs: list[object] = []
     with Timed(stats, "tail"):
-        for number, (view, made) in enumerate(zip(views, heads, strict=True)):
+        for number, (view, made) in enumerate(zip(views, fused, strict=True)):
             outs += view.run_tail([made], view_seed(seed, number))
     return one_or_all(outs)
 
 
 def _own(images: torch.Tensor, given: Batch) -> torch.Tensor:
-    """Images in memory that a transform may write to: what the loader gave stays as it is."""
+    """Images that a transform may write to: a copy if they share memory with what is given."""
     theirs = [leaf for leaf in objects(given) if isinstance(leaf, torch.Tensor)]
     return images.clone() if any(share_memory(images, leaf) for leaf in theirs) else images

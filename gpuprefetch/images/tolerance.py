@@ -20,7 +20,7 @@ class Tolerance:
     on_error: str | Callable[[BadImage], object]
     max_bad: int | None
     stats: Stats
-    # By what tells files apart, over all epochs.
+    # The bad files of all epochs, by index and path.
     seen: dict[object, BadImage] = field(default_factory=dict)
 
     def kept_rows(self, images: Sequence[PreparedImages]) -> torch.Tensor | None:
@@ -32,7 +32,7 @@ class Tolerance:
         bad = sorted({position for each in images for position in each.errors})
         if not bad:
             return None
-        for last in bad_images(images):
+        for last in bad_images(images):  # messages name the last one
             self._tolerate(last)
         samples = images[0].who.samples
         if any(each.who.samples != samples for each in images):
@@ -57,7 +57,7 @@ class Tolerance:
             raise error
         if callable(self.on_error):
             self.on_error(bad)
-        # Each epoch comes upon the same files again. One without a name may be any.
+        # Each epoch finds the same files again. A file without a name may be any, and counts anew.
         named = bad.index >= 0 or bad.path
         self.seen.setdefault((bad.index, bad.path) if named else object(), bad)
         self.stats.bad_images += 1

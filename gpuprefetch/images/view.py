@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from gpuprefetch.core.nested import Batch
 from gpuprefetch.images.tail import run, run_alike
 from gpuprefetch.lists.fused import is_kornia
 from gpuprefetch.lists.refused import require_fixed_size
@@ -34,22 +35,23 @@ if TYPE_CHECKING:
 class View:
     """What becomes of the images; most loops have one view of them.
 
-    A list that begins with torchvision's ops means torchvision's of decoded images, and each op as
-    it is written of images that come as tensors. Either may be refused, which is said when such
-    images come:
+    A list is read twice if it begins with torchvision's ops. For decoded images it means what
+    torchvision would make of pictures. For images that come as tensors each op runs as it is
+    written. One of the two may be an error, which is raised when such images come::
 
-        [v2.CenterCrop(9)]                     on both: levels, of one launch or of torchvision's op
-        [v2.CenterCrop(9), v1.ToTensor()]      on decoded images
-        [v2.ToDtype(torch.float32, True), op]  on tensors: decoded images would keep their sizes
+        [v2.CenterCrop(9)]                     both: decoded images in one launch, tensors by the op
+        [v2.CenterCrop(9), v1.ToTensor()]      decoded images
+        [v2.ToDtype(torch.float32, True), op]  tensors: decoded images would keep their sizes
     """
 
     plan: Plan
     head: Head
     tail: Sequence[Transform]
-    levels: bool  # whether head.dtype is uint8 for the first program's sake: of decoded images only
+    # Whether decoded images stay uint8 in the fused transforms as the first program reads that.
+    levels: bool
     values: ValueCheck
     tensors: View | ValueError | None = None  # for images that come as tensors, if not this one
-    refused: ValueError | None = None  # why decoded images are
+    refused: ValueError | None = None  # raised for decoded images
 
     @staticmethod
     def read(
@@ -59,7 +61,7 @@ class View:
         *,
         files_alone: bool = False,
     ) -> View:
-        """The view of a list; an error where it is neither for decoded images nor for tensors.
+        """The view of a list. One that is for neither decoded images nor tensors is an error.
 
         ``files_alone`` says that no images come as tensors.
         """
@@ -92,11 +94,12 @@ class View:
 
     @property
     def changes(self) -> bool:
+        """Whether images that come as tensors are changed at all."""
         return bool(self.head.names or self.tail or self.head.dtype or self.head.memory_format)
 
     @property
     def running(self) -> list[Transform]:
-        """The transforms that run as they were given, and not as they were read."""
+        """The transforms that are called as the user gave them, and not compiled."""
         own = [op for op in self.tail if not isinstance(op, PerImage)]
         if not isinstance(self.tensors, View):
             return own
@@ -105,13 +108,13 @@ class View:
 
     @property
     def movers(self) -> list[object]:
-        """What may move pixels, of decoded images or of tensors."""
+        """The transforms that may move pixels, of decoded images or of tensors."""
         own: list[object] = [*self.head.ops, *self.tail]
         return own + self.tensors.movers if isinstance(self.tensors, View) else own
 
     @property
     def samples(self) -> bool:
-        """Whether it may have random parameters."""
+        """Whether any transform may have random parameters."""
         return bool(self.tail) or any(has(op, SHARED | Is.EACH) for op in self.head.ops)
 
     def run_head(self, images: torch.Tensor, seed: int) -> torch.Tensor:
@@ -137,26 +140,32 @@ class View:
 
     @property
     def program(self) -> PerImage | None:
-        """The first transform after them, where a worker may run it, as it gets known values."""
+        """The first transform after the fused ones, if a worker may sample for it and run it.
+
+        The values that it gets must be known: it comes after no Normalize.
+        """
         first = self.tail[0] if self.tail else None
         known = self.head.size is not None and not (self.head.mean or self.head.std)
         return first if known and type(first) is PerImage and first.seed is None else None
 
     def run_tail(
         self,
-        outs: Sequence[Any],
+        outs: Sequence[Batch],
         seed: int,
         keys: Keys | None = None,
         laid: Sequence[Sequence[Layout] | None] = (),
-    ) -> list[Any]:
-        """What comes after them, on batches whose images have their samples in common.
+    ) -> list[Batch]:
+        """Run the transforms after the fused ones on batches of the same samples.
 
         Args:
             outs: what the fused transforms made of each batch.
             seed: of what is sampled for a batch as a whole.
-            keys: ``(N,)``, what is sampled for each image comes from; None for tensors.
-            laid: for each batch what a worker has sampled for :attr:`program`: an empty list if it
-                has run that as well, None if no worker has sampled anything.
+            keys: ``(N,)``, which what is sampled for each image comes from; None for tensors.
+            laid: for each batch what a worker has sampled for :attr:`program`. An entry is empty if
+                the worker has also run it, and None if no worker has sampled anything.
+
+        Returns:
+            What the transforms made of each batch.
         """
         images = list(outs)
         first = 0
@@ -183,7 +192,7 @@ class View:
 def _view_of(
     plan: Plan, dtype: torch.dtype | None, memory_format: torch.memory_format | None
 ) -> View:
-    """The view of a list that was read, with the form that the loop asks for."""
+    """The view of a list that was read; the loop asks for a dtype and a memory format."""
     if dtype == torch.uint8 and plan.head.mean:
         raise ValueError(
             "dtype=torch.uint8 is for values of 0 to 255, and Normalize gives others. Leave one of "

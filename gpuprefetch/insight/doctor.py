@@ -162,7 +162,7 @@ def doctor(
 ) -> DoctorReport:
     """Say what a training loop is bound by, and which setting to change.
 
-    This takes 4 to 8 times ``seconds``, and starts the loader's workers as often. Progress goes to
+    This needs 4 to 8 times ``seconds``, and starts the loader's workers as often. Progress goes to
     stderr. Meanwhile the model is trained, and samplers advance.
 
     Args:
@@ -227,7 +227,22 @@ class _Taken:
     seconds: float = 0.0
     images: int = 0
     wait: float = 0.0  # seconds in next(loader)
-    batch: Batch = None  # a full one
+    batch: Batch = None  # one with the most images
+    most: int = 0  # images in it
+
+    def add(self, batch: Batch, waited: float) -> None:
+        """Count a batch, for which the loop ``waited`` some seconds."""
+        count = count_images(batch)
+        self.steps += 1
+        self.wait += waited
+        self.images += count or 1
+        if count >= self.most:  # an epoch's last batch may be a small one
+            self.batch = batch
+            self.most = count
+
+    def end(self, seconds: float) -> None:
+        """Note how long the measurement was."""
+        self.seconds = seconds
 
 
 def bound_of(
@@ -347,24 +362,17 @@ class _Clinic:
     ) -> _Taken:
         """Take batches until there is ``enough``, by steps and seconds."""
         taken = _Taken()
-        most = 0
         queued: deque[torch.cuda.Event] = deque()
         started = time.perf_counter()
         while not enough(taken.steps, time.perf_counter() - started):
             throttle(queued, self.device)
             asked = time.perf_counter()
             latest = next(batches)
-            taken.wait += time.perf_counter() - asked
-            count = count_images(latest)
-            taken.images += count or 1
+            taken.add(latest, time.perf_counter() - asked)
             if step is not None:
                 step(to_device(latest, self.device))
-            if count >= most:  # an epoch's last batch may be a small one
-                taken.batch = latest
-                most = count
-            taken.steps += 1
         self._synchronize()
-        taken.seconds = time.perf_counter() - started
+        taken.end(time.perf_counter() - started)
         return taken
 
     def _synchronize(self) -> None:

@@ -1,6 +1,6 @@
 """Try, on this GPU and driver, whether any image is overwritten while a kernel still reads it.
 
-It is the race of Note [Decoded memory], provoked by a kernel that sleeps before images are read.
+The race of Note [Decoded memory] is provoked by a kernel that sleeps before images are read.
 Each check runs in an unsafe order too, to show whether a wrong image would have been noticed.
 """
 
@@ -25,7 +25,7 @@ from gpuprefetch.images.prepared import Call
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.head import Resize
 
-SLEEP_CYCLES = 8_000_000  # 4 to 6 ms: the next decode of IMAGES images is through well within them
+SLEEP_CYCLES = 8_000_000  # 4 to 6 ms: the next decode of IMAGES images has ended well before that
 UNSAFE_ROUNDS = 20
 UNSAFE_CYCLES = 20 * SLEEP_CYCLES  # other programs on the GPU make a decode slow
 IMAGES = 8
@@ -119,7 +119,7 @@ def selfcheck(
 
     Args:
         device: CUDA device; None is the current one.
-        rounds: in the library's order; the unsafe orders take 20, with longer sleeps.
+        rounds: in the library's order; the unsafe orders have 20, with longer sleeps.
 
     Returns:
         The report; ``print(report)`` shows a verdict per backend and order, ``report.ok`` sums up.
@@ -237,6 +237,7 @@ class _Delayed(ImageDecoder):
         self._witness = witness
         self._safe = safe
         self.canaries = safe and decoder.canaries  # they need the host's waits
+        self.overlaps = decoder.overlaps
 
     def wait_for_readers(self) -> None:
         if self._safe:

@@ -1,7 +1,7 @@
 """What a list of transforms does not take, each with the line to write instead.
 
-A transform in a list gets the batch ``(N, C, H, W)``. Ops of libraries for one image would take N
-for its channels, and containers that choose once a call would choose for the whole batch.
+A transform in a list gets the batch ``(N, C, H, W)``. Ops of libraries for one image would read N
+as its channels, and containers that choose once a call would choose for the whole batch.
 """
 
 import functools
@@ -103,7 +103,7 @@ def _refuse_foreign(op: LibraryOp) -> None:
     function = op
     while isinstance(function, functools.partial):
         function = function.func
-    # A function has a module and a name of its own.
+    # A function has its own module and name.
     kinds = [function] if hasattr(function, "__name__") else type(function).__mro__
     for kind in kinds:
         module = f"{getattr(kind, '__module__', None)}."
@@ -159,7 +159,7 @@ def refuse_once_a_batch(transform: LibraryOp) -> None:
     for part in parts_of(transform):
         refuse_once_a_batch(part)
     wanted = getattr(transform, "same_on_batch", False)
-    # The patches of an image have ops of their own.
+    # Each patch of an image has its own ops.
     patches = getattr(transform, "patchwise_apply", False)
     if getattr(transform, "random_apply", False) and not (wanted or patches):
         raise ValueError(

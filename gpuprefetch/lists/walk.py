@@ -34,7 +34,7 @@ from gpuprefetch.lists.fused import (
     is_kornia,
 )
 from gpuprefetch.lists.refused import refuse_in_list, refuse_once_a_batch, refuse_within_kornia
-from gpuprefetch.policies.compile import FILTERS, compiled
+from gpuprefetch.policies.compile import COMPILERS, FILTERS, compiled
 from gpuprefetch.policies.known import (
     UnsupportedTransformError,
     checked,
@@ -489,7 +489,7 @@ class _Walk:
         self.written.append(transform)
 
 
-_AUGMENTS = frozenset(row.key for row in rows_of("timm") if Is.COMPILES in row.traits)
+_AUGMENTS = frozenset(row.key for row in rows_of("timm") if row.key in COMPILERS)
 
 
 def _why_not_on_batch(op: LibraryOp) -> tuple[LibraryOp, str] | None:
@@ -518,9 +518,10 @@ def _refuse_sizes() -> NoReturn:
 
 
 def levels_for_program(head: Head, tail: Sequence[Transform], cast: Cast) -> list[Transform] | None:
-    """A tail whose first program takes uint8 of the launch, and does what else the launch would.
+    """Make the first program read the launch's uint8 output, and do the cast that was the launch's.
 
-    ``cast`` is the form of what the launch would give. None where it is to give that.
+    ``cast`` is the form that the loop asks for. Returns the tail with that program; None where the
+    launch is to make the cast.
     """
     first = tail[0] if tail else None
     if not isinstance(first, PerImage) or not head.names or head.mean or cast.dtype == torch.uint8:

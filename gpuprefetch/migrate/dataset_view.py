@@ -170,7 +170,7 @@ def _left_encoded(image: object) -> object:
     if not isinstance(image, EncodedImage):
         return image
     image = copy.copy(image)
-    image._apart = True
+    image._set_apart()
     return image
 
 

@@ -148,7 +148,7 @@ def parity(
             (batch,) = DataPrefetcher([images], device=device, cpu_share=0.0)
             for image, decoded in zip(images, batch, strict=True):
                 differences = list[tuple[float, ...]]()
-                # The seed is not of the path: the same draws wherever the files are.
+                # The seed is not of the path: the same parameters wherever the files are.
                 seed = 1000 * (len(found) + 1)
                 picture = Image.open(io.BytesIO(image.data)).convert("RGB")
                 for old, alone, new in _walk(plan, picture, decoded, seed):
@@ -262,7 +262,7 @@ def _walk(
                 while (first := tail.pop(0)) is not module:
                     made = first(new.image[None])[0]
                     new = new.then(first, made) if isinstance(first, Cast) else _State(made)
-            if isinstance(module, PerImage):  # drawn once, for both sides
+            if isinstance(module, PerImage):  # sampled once, for both sides
                 parts = module.drawn(fold(number, [0]), before)
                 alone = old.then(op, module.carry_out(before[None], parts)[0])
                 new = new.then(op, module.carry_out(new.image[None], parts)[0])

@@ -20,8 +20,8 @@ class UnsupportedTransformError(ValueError):
 def flatten(pipeline: LibraryOp) -> Iterator[LibraryOp]:
     """The ops of nested ``Compose``, ``Sequential``, lists and torchvision's presets, in order.
 
-    A class of somebody's own is an op, whatever it is called, if it is called in a way of its own:
-    it may do more than call its parts.
+    A derived class that defines its own call is an op, whatever its name: it may do more than call
+    its parts.
     """
     from torchvision.transforms import _presets
 
@@ -51,7 +51,7 @@ def _is_compose(kind: type) -> bool:
 
 
 def _is_called_as(kind: type, base: type) -> bool:
-    """Whether a class is ``base``, or derived from it without a call of its own."""
+    """Whether a class is ``base``, or derived from it without defining its own call."""
     names = ("__call__", "forward", "__iter__", "_call_impl")
     same = (getattr(kind, name, None) is getattr(base, name, None) for name in names)
     return issubclass(kind, base) and all(same)
@@ -103,7 +103,7 @@ def samples_once(op: object) -> bool:
 
 
 def title(transform: object) -> str:
-    """The name of a transform, for messages: a function has one of its own."""
+    """The name of a transform, for messages: a function has its own."""
     name: str = getattr(transform, "__name__", type(transform).__name__)
     return name
 

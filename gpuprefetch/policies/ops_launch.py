@@ -34,6 +34,14 @@ class _Group:
     rounds: list[tuple[int, int]] = field(default_factory=list)
     blurred: tuple[int, int] = (0, 0)  # likewise, the images that are blurred along x first
 
+    def end_at(self, slot: int) -> None:
+        """Carry out the slots before ``slot``."""
+        self.last = slot
+
+    def blur(self, start: int, number: int) -> None:
+        """Blur the images of ``number`` pairs along x first, from pair ``start`` on."""
+        self.blurred = start, number
+
 
 @dataclass(slots=True)
 class Layout:
@@ -71,7 +79,7 @@ def lay_out(images: torch.Tensor, program: Program, finish: Finish = AS_IT_IS) -
     pairs = _pairs(groups, table)
     if finishes:  # what stands between them does nothing
         groups = groups or [_Group(before, before, False)]
-        groups[-1].last = before
+        groups[-1].end_at(before)
     colors = np.broadcast_to(finish.colors(images), (2, 3)).astype(np.float32)
     ops = table.ravel().view(np.int32)
     return Layout(
@@ -213,7 +221,7 @@ def _groups(codes: _Ints) -> list[_Group]:
     groups: list[_Group] = []
     for slot in np.flatnonzero(used).tolist():
         if groups and not spatial[slot] and not (statistics[slot] and groups[-1].spatial):
-            groups[-1].last = slot + 1
+            groups[-1].end_at(slot + 1)
         else:
             groups.append(_Group(slot, slot + 1, bool(spatial[slot])))
     return groups
@@ -242,7 +250,7 @@ def _pairs(groups: list[_Group], table: _Table) -> _Ints:
         image = np.flatnonzero(codes[:, group.first] == Op.BLUR)
         if len(image):
             args[image, group.first, Blur.PLANE] = np.arange(len(image))
-            group.blurred = start, len(image)
+            group.blur(start, len(image))
             pairs.append(np.stack([image, np.full_like(image, group.first)]))
             start += len(image)
     return np.concatenate(pairs, axis=1).T.astype(np.int32)

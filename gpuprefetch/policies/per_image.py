@@ -1,7 +1,7 @@
 """Random transforms on a batch, sampled for each image.
 
 torchvision v2 samples once per call, so a batch would share the result. :class:`PerImage` compiles
-transforms to slots, in which each image has an op of its own, and runs a launch per slot.
+transforms to slots, in which each image has its own op, and runs a launch per slot.
 What has no such form goes through :class:`Loop`, image by image.
 """
 
@@ -168,7 +168,7 @@ class PerImage(torch.nn.Module):
             RandAugment, AutoAugment and AugMix. A conversion to float32 in [0, 1] may come before
             or after them, then ``Normalize`` and RandomErasing.
         seed: of what is sampled. The default is torch's generator. With a seed each call has the
-            next numbers of its own sequence, whose place is in the ``state_dict``. The sequence
+            next numbers of one sequence, whose place is in the ``state_dict``. The sequence
             also depends on the rank and, in the worker of a loader, on that worker's seed. In a
             prefetcher's list leave it out: what is sampled depends on the prefetcher's seed there.
 
@@ -220,7 +220,7 @@ class PerImage(torch.nn.Module):
             images: ``(N, C, H, W)``, C of 1 or 3, uint8 or in [0, 1] in floating point, on the
                 CPU or CUDA; left untouched.
             keys: ``(N,)`` uint64 that each image is sampled from. None, the
-                default, takes them from torch's generator or from ``seed``.
+                default, makes them from torch's generator or from ``seed``.
 
         Returns:
             ``(N, C, H, W)`` of the same dtype, or what a conversion or Normalize makes of it.
@@ -272,7 +272,7 @@ class PerImage(torch.nn.Module):
     def carry_out(
         self, images: torch.Tensor, drawn: "Sequence[Program | Layout]", share: Share | None = None
     ) -> torch.Tensor:
-        """Carry out what :meth:`draw` drew; ``share`` as for :func:`.ops.run`."""
+        """Carry out what :meth:`draw` has sampled; ``share`` as for :func:`.run.run`."""
         images = self.recipe.begin(images)
         for program in drawn[:-1]:
             images = run(images, program)
@@ -366,9 +366,9 @@ class Loop(torch.nn.Module):
         done = [self._one(image[None], seed) for image, seed in zip(images, seeds, strict=True)]
         if len({image.shape for image in done}) > 1:
             raise ValueError(
-                f"{self.__name__} draws for each image, and gave shapes that no batch can hold. "
-                "Put it into a v2.Compose with a v2.Resize((height, width)) after it, or for one "
-                "draw a batch into a function: lambda images: op(images)."
+                f"{self.__name__} samples for each image, and gave shapes that no batch can hold. "
+                "Put it into a v2.Compose with a v2.Resize((height, width)) after it, or for "
+                "one sampling a batch into a function: lambda images: op(images)."
             )
         return torch.cat(done)
 

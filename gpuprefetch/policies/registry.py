@@ -23,27 +23,26 @@ LibraryOp = Any  # a transform of a library, whose attributes are read by their 
 class Is(Flag):
     """What holds for an op; an op without ONCE, EACH and ALONE samples nothing."""
 
-    # What it is for, where lists treat it in a way of its own.
+    # What the op is for, where a list treats it specially.
     CROPS = auto()  # a crop or a resize
     FLIPS = auto()
     NORMALIZES = auto()
     CONVERTS = auto()  # between PIL images and tensors, or between dtypes
     HOLDS = auto()  # it chooses among other ops
     DOES_NOTHING = auto()
-    # How often it samples random parameters.
+    # How often the op samples random parameters.
     ONCE = auto()  # a call, so that the images of a batch would share them
     EACH = auto()  # for each image of a batch
     ALONE = auto()  # once a call, for one image: no batch holds what it gives or takes
-    # The values that it is for.
+    # The values that the op is for.
     LEVELS = auto()  # 0 to 255 in uint8
     UNIT = auto()  # [0, 1] where they are floating point: it clamps to that, or counts levels in it
     VALUED = auto()  # it compares with, or paints, a value in the units of the images
-    # What it does to the places of pixels.
+    # What the op does to the places of pixels.
     MOVES = auto()
     ERASES = auto()  # it moves none, and a mask would not know what it erases
-    # How it runs.
+    # How the op runs.
     BATCHES = auto()  # on (N, C, H, W), as it is or with a call for each image
-    COMPILES = auto()  # policies/compile.py has a function for it
 
 
 _NOTHING = Is(0)
@@ -84,19 +83,19 @@ LAUNCH = ("gpuprefetch.transforms.sampling",)
 
 ROWS = (
     # torchvision's, of v1 and v2.
-    Row("AugMix", TORCHVISION, Is.ONCE | Is.UNIT | Is.MOVES | Is.BATCHES | Is.COMPILES),
-    Row("AutoAugment", TORCHVISION, Is.ONCE | Is.UNIT | Is.MOVES | Is.BATCHES | Is.COMPILES),
+    Row("AugMix", TORCHVISION, Is.ONCE | Is.UNIT | Is.MOVES | Is.BATCHES),
+    Row("AutoAugment", TORCHVISION, Is.ONCE | Is.UNIT | Is.MOVES | Is.BATCHES),
     Row("CenterCrop", TORCHVISION, Is.CROPS | Is.MOVES | Is.BATCHES),
     Row("ClampBoundingBoxes", TORCHVISION),
     Row("ClampKeyPoints", TORCHVISION),
-    Row("ColorJitter", TORCHVISION, Is.ONCE | Is.UNIT | Is.BATCHES | Is.COMPILES),
+    Row("ColorJitter", TORCHVISION, Is.ONCE | Is.UNIT | Is.BATCHES),
     Row("ConvertBoundingBoxFormat", TORCHVISION),
     Row("ConvertImageDtype", TORCHVISION, Is.CONVERTS | Is.BATCHES),
     Row("ElasticTransform", TORCHVISION, Is.ONCE | Is.MOVES | Is.BATCHES),
     Row("FiveCrop", TORCHVISION, Is.MOVES),
-    Row("GaussianBlur", TORCHVISION, Is.ONCE | Is.BATCHES | Is.COMPILES),
+    Row("GaussianBlur", TORCHVISION, Is.ONCE | Is.BATCHES),
     Row("GaussianNoise", TORCHVISION, Is.ONCE | Is.BATCHES),
-    Row("Grayscale", TORCHVISION, Is.BATCHES | Is.COMPILES),
+    Row("Grayscale", TORCHVISION, Is.BATCHES),
     Row("Identity", TORCHVISION, Is.DOES_NOTHING | Is.BATCHES),
     Row("JPEG", TORCHVISION, Is.ALONE),
     Row("Lambda", TORCHVISION),
@@ -105,36 +104,34 @@ ROWS = (
     Row("PILToTensor", TORCHVISION, Is.CONVERTS),
     Row("Pad", TORCHVISION, Is.MOVES | Is.BATCHES),
     Row("RGB", TORCHVISION, Is.BATCHES),
-    Row("RandAugment", TORCHVISION, Is.ONCE | Is.UNIT | Is.MOVES | Is.BATCHES | Is.COMPILES),
-    Row("RandomAdjustSharpness", TORCHVISION, Is.ONCE | Is.UNIT | Is.BATCHES | Is.COMPILES),
-    Row("RandomAffine", TORCHVISION, Is.ONCE | Is.MOVES | Is.BATCHES | Is.COMPILES),
-    Row("RandomApply", TORCHVISION, Is.HOLDS | Is.ONCE | Is.BATCHES | Is.COMPILES),
-    Row("RandomAutocontrast", TORCHVISION, Is.ONCE | Is.UNIT | Is.BATCHES | Is.COMPILES),
-    Row("RandomChannelPermutation", TORCHVISION, Is.ONCE | Is.BATCHES | Is.COMPILES),
-    Row("RandomChoice", TORCHVISION, Is.HOLDS | Is.ONCE | Is.BATCHES | Is.COMPILES),
+    Row("RandAugment", TORCHVISION, Is.ONCE | Is.UNIT | Is.MOVES | Is.BATCHES),
+    Row("RandomAdjustSharpness", TORCHVISION, Is.ONCE | Is.UNIT | Is.BATCHES),
+    Row("RandomAffine", TORCHVISION, Is.ONCE | Is.MOVES | Is.BATCHES),
+    Row("RandomApply", TORCHVISION, Is.HOLDS | Is.ONCE | Is.BATCHES),
+    Row("RandomAutocontrast", TORCHVISION, Is.ONCE | Is.UNIT | Is.BATCHES),
+    Row("RandomChannelPermutation", TORCHVISION, Is.ONCE | Is.BATCHES),
+    Row("RandomChoice", TORCHVISION, Is.HOLDS | Is.ONCE | Is.BATCHES),
     Row("RandomCrop", TORCHVISION, Is.CROPS | Is.ONCE | Is.MOVES | Is.BATCHES),
-    Row("RandomEqualize", TORCHVISION, Is.ONCE | Is.UNIT | Is.BATCHES | Is.COMPILES),
-    Row("RandomErasing", TORCHVISION, Is.ONCE | Is.BATCHES | Is.COMPILES | Is.VALUED),
-    Row("RandomGrayscale", TORCHVISION, Is.ONCE | Is.BATCHES | Is.COMPILES),
+    Row("RandomEqualize", TORCHVISION, Is.ONCE | Is.UNIT | Is.BATCHES),
+    Row("RandomErasing", TORCHVISION, Is.ONCE | Is.BATCHES | Is.VALUED),
+    Row("RandomGrayscale", TORCHVISION, Is.ONCE | Is.BATCHES),
     Row(
         "RandomHorizontalFlip",
         TORCHVISION,
-        Is.FLIPS | Is.ONCE | Is.MOVES | Is.BATCHES | Is.COMPILES,
+        Is.FLIPS | Is.ONCE | Is.MOVES | Is.BATCHES,
     ),
-    Row("RandomInvert", TORCHVISION, Is.ONCE | Is.UNIT | Is.BATCHES | Is.COMPILES),
+    Row("RandomInvert", TORCHVISION, Is.ONCE | Is.UNIT | Is.BATCHES),
     Row("RandomIoUCrop", TORCHVISION, Is.ALONE | Is.MOVES),
-    Row("RandomOrder", TORCHVISION, Is.HOLDS | Is.ONCE | Is.BATCHES | Is.COMPILES),
-    Row("RandomPerspective", TORCHVISION, Is.ONCE | Is.MOVES | Is.BATCHES | Is.COMPILES),
-    Row("RandomPhotometricDistort", TORCHVISION, Is.ONCE | Is.UNIT | Is.BATCHES | Is.COMPILES),
-    Row("RandomPosterize", TORCHVISION, Is.ONCE | Is.UNIT | Is.BATCHES | Is.COMPILES),
+    Row("RandomOrder", TORCHVISION, Is.HOLDS | Is.ONCE | Is.BATCHES),
+    Row("RandomPerspective", TORCHVISION, Is.ONCE | Is.MOVES | Is.BATCHES),
+    Row("RandomPhotometricDistort", TORCHVISION, Is.ONCE | Is.UNIT | Is.BATCHES),
+    Row("RandomPosterize", TORCHVISION, Is.ONCE | Is.UNIT | Is.BATCHES),
     Row("RandomResize", TORCHVISION, Is.ALONE | Is.MOVES),
     Row("RandomResizedCrop", TORCHVISION, Is.CROPS | Is.ONCE | Is.MOVES | Is.BATCHES),
-    Row("RandomRotation", TORCHVISION, Is.ONCE | Is.MOVES | Is.BATCHES | Is.COMPILES),
+    Row("RandomRotation", TORCHVISION, Is.ONCE | Is.MOVES | Is.BATCHES),
     Row("RandomShortestSize", TORCHVISION, Is.ALONE | Is.MOVES),
-    Row("RandomSolarize", TORCHVISION, Is.ONCE | Is.UNIT | Is.BATCHES | Is.COMPILES | Is.VALUED),
-    Row(
-        "RandomVerticalFlip", TORCHVISION, Is.FLIPS | Is.ONCE | Is.MOVES | Is.BATCHES | Is.COMPILES
-    ),
+    Row("RandomSolarize", TORCHVISION, Is.ONCE | Is.UNIT | Is.BATCHES | Is.VALUED),
+    Row("RandomVerticalFlip", TORCHVISION, Is.FLIPS | Is.ONCE | Is.MOVES | Is.BATCHES),
     Row("RandomZoomOut", TORCHVISION, Is.ALONE | Is.MOVES),
     Row("Resize", TORCHVISION, Is.CROPS | Is.MOVES | Is.BATCHES),
     Row("SanitizeBoundingBoxes", TORCHVISION),
@@ -146,7 +143,7 @@ ROWS = (
     Row("ToImage", TORCHVISION, Is.CONVERTS),
     Row("ToPureTensor", TORCHVISION, Is.CONVERTS),
     Row("ToTensor", TORCHVISION, Is.CONVERTS),
-    Row("TrivialAugmentWide", TORCHVISION, Is.ONCE | Is.UNIT | Is.MOVES | Is.BATCHES | Is.COMPILES),
+    Row("TrivialAugmentWide", TORCHVISION, Is.ONCE | Is.UNIT | Is.MOVES | Is.BATCHES),
     Row("UniformTemporalSubsample", TORCHVISION),
     Row("ImageClassification", PRESETS, Is.MOVES),
     Row("ObjectDetection", PRESETS),
@@ -222,9 +219,9 @@ ROWS = (
     Row("RandAugment", KORNIA_AUTO, Is.ONCE | Is.UNIT),
     Row("TrivialAugment", KORNIA_AUTO, Is.ONCE | Is.UNIT),
     # timm's.
-    Row("AugMixAugment", TIMM_AUTO, Is.ONCE | Is.LEVELS | Is.MOVES | Is.COMPILES),
-    Row("AutoAugment", TIMM_AUTO, Is.ONCE | Is.LEVELS | Is.MOVES | Is.COMPILES),
-    Row("RandAugment", TIMM_AUTO, Is.ONCE | Is.LEVELS | Is.MOVES | Is.COMPILES),
+    Row("AugMixAugment", TIMM_AUTO, Is.ONCE | Is.LEVELS | Is.MOVES),
+    Row("AutoAugment", TIMM_AUTO, Is.ONCE | Is.LEVELS | Is.MOVES),
+    Row("RandAugment", TIMM_AUTO, Is.ONCE | Is.LEVELS | Is.MOVES),
     Row("AugmentOp", TIMM_AUTO, Is.ONCE | Is.MOVES),
     Row("RandomErasing", TIMM_ERASING, Is.EACH | Is.BATCHES),
     Row("MaybePILToTensor", TIMM, Is.CONVERTS | Is.BATCHES),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -237,8 +237,8 @@ class Mix(NamedTuple):
         program = program_of([self.chain], each.ravel(), picture)
         own = _dirichlet(fold(keys, -1), 2)
         weights = _dirichlet(fold(keys, -2), self.width) * own[1]
-        program.weights = np.concatenate([own[:1], weights]).astype(np.float32)
-        return program
+        mixed = np.concatenate([own[:1], weights]).astype(np.float32)
+        return replace(program, weights=mixed)
 
 
 def program_of(

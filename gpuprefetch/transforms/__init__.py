@@ -1,1 +1,1 @@
-"""What a list of transforms means: the fused launch, a draw for each image, others' ops."""
+"""The fused transforms: their sampling, the launch with its twins, random numbers of each image."""

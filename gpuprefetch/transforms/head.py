@@ -290,7 +290,7 @@ def apply_head(
 ) -> torch.Tensor:
     """Run the fused transforms on images ``(N, C, H, W)`` with ``(N,)`` keys.
 
-    A head without a size of its own keeps that of the images. ``dtype`` is float32 by default for
+    A head without a size keeps that of the images. ``dtype`` is float32 by default for
     uint8, else that of the images.
     """
     rows = head.draw([images.shape[-2:]] * len(images), keys)

@@ -1,7 +1,7 @@
 """One launch for a batch of images of different sizes: its table, its grid, and its constants."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 import numpy as np
@@ -138,6 +138,10 @@ class Table:
     firsts: list[int]  # where the images of each launch begin, and where the last ones end
     steps: list[int]  # the stride along x that the images of each launch share; 0 for none
     padded: bool  # whether any image leaves a part of the result to padding
+
+    def without_words(self) -> "Table":
+        """The same, where the words lie in a batch's buffer."""
+        return replace(self, words=None)
 
 
 def by_place(words: Words, count: int) -> Words:

@@ -105,7 +105,7 @@ class SeededDraws(TorchFunctionMode):
     """Take torch's random numbers from separate generators instead of the process-wide ones.
 
     The default generators are shared by all threads: transforms that run ahead on a prefetch thread
-    would take numbers from the training thread at random moments, and neither could be repeated. A
+    would use up numbers of the training thread at random moments, and neither could be repeated. A
     function mode is local to its thread.
     """
 

@@ -83,7 +83,7 @@ def resample_reference(
     clamp = request.interpolation == "bicubic" and levels == 255
     finished = (request.rows == finished_row(tuple(size))).all((1, 2))
     for n, (image, position) in enumerate(zip(images, request.positions.tolist(), strict=True)):
-        if finished[n]:  # in planes: loops over the channels of a pixel take three times as long
+        if finished[n]:  # in planes: loops over the channels of a pixel need three times as long
             box = image[:, : size[0], : size[1]]
             values = box.to(compute, memory_format=torch.contiguous_format, copy=True)
         else:
