@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -206,42 +207,108 @@ def _measured(loop: Loop, device: str, seconds: float, repeats: int) -> dict[str
     }
 
 
-def measure_epochs(
-    batches: Iterable[Any], step: Callable[..., Any], *, device: str, epochs: int, began: float
-) -> dict[str, Any]:
-    """Rate over whole epochs, all but the first one, and what lies between two of them.
+@dataclass(frozen=True)
+class Pass:
+    """One pass over a loader, from the end of what was before it.
 
-    ``began`` is when the process was started, as ``time.time`` counts.
+    ``gap`` is the time to its first batch. ``edge`` is what it costs beyond its steps at the rate
+    of its second half, in seconds:
+
+        20 steps in 1.10 s, the last 10 of them in 0.50 s:  edge = 1.10 - 20 * 0.05 = 0.10
     """
-    gaps = []
+
+    images: int
+    steps: int
+    seconds: float
+    gap: float
+    edge: float
+
+
+def run_pass(batches: Iterable[Any], step: Callable[..., Any], device: str, began: float) -> Pass:
+    """All batches of a loader; ``began`` is when the pass before it ended."""
+    loop = Loop(iter(batches), step, device)
     images = 0
-    ended = time.perf_counter()
+    first = began
+    ends: list[float] = []
+    with contextlib.suppress(StopIteration):
+        while True:
+            count, _ = loop.take()
+            images += count
+            if not ends:
+                first = loop.received
+            ends.append(time.perf_counter())
+    if not ends:
+        raise ValueError("the loader gave no batch; give it more --files than --batch-size")
+    seconds = ends[-1] - began
+    half = len(ends) // 2
+    late = len(ends) - 1 - half
+    edge = seconds - len(ends) * (ends[-1] - ends[half]) / late if late else first - began
+    return Pass(images, len(ends), seconds, first - began, edge)
+
+
+def measure_epochs(
+    batches: Iterable[Any],
+    step: Callable[..., Any],
+    *,
+    device: str,
+    epochs: int,
+    began: float,
+    validate: Callable[[float], Pass] | None = None,
+    first: bool = False,
+) -> dict[str, Any]:
+    """Rate over whole epochs with their edges, all but the first one, and what an edge costs.
+
+    Args:
+        batches: of an epoch, each time they are iterated.
+        step: called with each batch.
+        device: ``"cuda"`` or ``"cpu"``.
+        epochs: to run.
+        began: when the process was started, as ``time.time`` counts.
+        validate: called after each epoch with the time of its end; it runs a pass of validation.
+        first: the first epoch counts too, as from a cold page cache. The step is warm already.
+    """
+    trained: list[Pass] = []
+    validated: list[Pass] = []
     before = time.time() - began  # of importing, and making loader and model
+    ended = time.perf_counter()
+    start = ended
+    cpu_before = cpu_seconds()
     for epoch in range(epochs):
-        loop = Loop(iter(batches), step, device)
-        steps = 0
-        with contextlib.suppress(StopIteration):
-            while True:
-                count, _ = loop.take()
-                steps += 1
-                images += count
-                if steps == 1:
-                    gaps.append(loop.received - ended)
-                ended = time.perf_counter()
-        if epoch == 0:  # it warms up, and is left out
+        trained.append(run_pass(batches, step, device, ended))
+        ended = time.perf_counter()
+        if validate is not None:
+            validated.append(validate(ended))
+            synchronize(device)  # its result is read
+            ended = time.perf_counter()
+        if epoch == 0 and not first:  # it warms up, and is left out
             synchronize(device)
-            images = 0
-            start = time.perf_counter()
+            ended = time.perf_counter()
+            start = ended
             cpu_before = cpu_seconds()
     synchronize(device)
     seconds = time.perf_counter() - start
-    return {
-        "images_per_second": quartiles([images / seconds]),
+    warm = 0 if first else 1
+    kept = trained[warm:]
+    passes = kept + validated[warm:]
+    images = sum(each.images for each in passes)
+    found = {
+        "images_per_second": quartiles([each.images / each.seconds for each in kept]),
+        "images_per_second_overall": images / seconds,
         "cpu_seconds_per_1000_images": 1000 * (cpu_seconds() - cpu_before) / images,
-        "between_epochs_ms": 1000 * statistics.median(gaps[1:]),
-        "first_batch_seconds": before + gaps[0],
+        "between_epochs_ms": 1000 * statistics.median(each.gap for each in kept),
+        "edge_ms": 1000 * statistics.median(each.edge for each in kept),
+        "epoch_seconds": [round(each.seconds, 4) for each in kept],
+        "first_batch_seconds": before + trained[0].gap,
         "images": images,
     }
+    if validated:
+        kept = validated[warm:]
+        found |= {
+            "validation_seconds": [round(each.seconds, 4) for each in kept],
+            "validation_images": kept[0].images,
+            "validation_edge_ms": 1000 * statistics.median(each.edge for each in kept),
+        }
+    return found
 
 
 def time_steps(
@@ -259,41 +326,63 @@ def time_steps(
 
 
 def time_calls(
-    run: Callable[[], Any], device: str, *, warmup: int, repeats: int, wall: bool = False
+    run: Callable[[], Any], device: str, *, warmup: int, repeats: int
 ) -> dict[str, float]:
     """Median and spread of the time of one call, on a cold L2 cache.
 
     On a GPU the device sleeps while the call is queued, so ``median_ms`` is the time that the
-    device needs, as where a loop queues ahead, plus whatever the host is slower than that.
-    ``host_ms`` is the time until the call returns. With ``wall`` it is the time until the GPU is
-    through, of calls on streams that torch does not know. Slow calls are repeated for five seconds,
-    and ten times at least.
+    device needs, as where a loop queues ahead, plus whatever the host is slower than that. Work on
+    other streams counts if the current stream waits for it. ``host_ms`` is the time until a call
+    returns, on an idle device. Slow calls are repeated for five seconds, and ten times at least.
     """
     flush = torch.empty(256 << 20 if device == "cuda" else 0, dtype=torch.uint8, device=device)
-    times = []
-    host = []
+    times: list[float] = []
     for _ in range(warmup + repeats):
         flush.zero_()
         synchronize(device)
-        marks = Marks("cpu" if wall else device)
-        if device == "cuda" and not wall:
+        marks = Marks(device)
+        if device == "cuda":
             torch.cuda._sleep(5_000_000)
         marks.add()
-        called = time.perf_counter()
         run()
-        host.append((time.perf_counter() - called) * 1e3)
-        if wall:
-            synchronize(device)
         marks.add()
         synchronize(device)
         times += [1e3 * seconds for seconds in marks.seconds()]
         if sum(times) > 5_000 and len(times) >= warmup + 10:
             break
     found = quartiles(times[warmup:])
+    host = []
+    for _ in range(len(times) - warmup):
+        synchronize(device)
+        called = time.perf_counter()
+        run()
+        host.append((time.perf_counter() - called) * 1e3)
+        if sum(host) > 2_000 and len(host) >= 10:
+            break
+    synchronize(device)
     return {
         "median_ms": round(found["median"], 4),
         "iqr_ms": round(found["q3"] - found["q1"], 4),
-        "host_ms": round(statistics.median(host[warmup:]), 4),
+        "host_ms": round(statistics.median(host), 4),
+    }
+
+
+def time_loop(run: Callable[[], Any], device: str, *, calls: int) -> dict[str, float]:
+    """Wall and CPU time of a call in a loop that never waits for the device, but at its end."""
+    run()
+    synchronize(device)
+    cpu = time.process_time()
+    begin = time.perf_counter()
+    for done in range(1, calls + 1):
+        run()
+        if time.perf_counter() - begin > 5 and done >= 10:
+            break
+    synchronize(device)
+    seconds = time.perf_counter() - begin
+    cpu = time.process_time() - cpu
+    return {
+        "loop_ms": round(1e3 * seconds / done, 4),
+        "loop_cpu_ms": round(1e3 * cpu / done, 4),
     }
 
 

@@ -8,12 +8,9 @@ command on the same machine and version goes on with it.
 
 import argparse
 import contextlib
-import ctypes
 import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import shlex
 import signal
 import subprocess
@@ -25,17 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import photos
+import protocol
+from facts import Device, States, machine
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 RESULT = "RESULT "
 GIB = 1024**3
-PACKAGES = "torch torchvision torchcodec kornia triton nvidia-dali-cuda130 timm pillow".split()
-PACKAGES += ["cvcuda-cu13"]
 # Of --tiny: everything runs, and no number means anything.
 TINY = {"cpu": True, "files": 24, "batch_size": 4, "workers": 1, "size": 32}
-
-
-CORES = len(os.sched_getaffinity(0))  # before a benchmark takes fewer
 
 
 def cores() -> int:
@@ -47,7 +42,6 @@ def output_parser(description: str | None) -> argparse.ArgumentParser:
     """Arguments of whatever writes a :class:`Document`."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=form)
-    parser.add_argument("--commit", help="of this repository, where git cannot tell")
     parser.add_argument("--output", type=Path, help="JSON file; a measurement goes on with it")
     return parser
 
@@ -92,54 +86,6 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-class Device:
-    """The first visible GPU through NVML, which needs no CUDA context in this process."""
-
-    def __init__(self) -> None:
-        self._nvml = self._handle = None
-        with contextlib.suppress(OSError):
-            nvml = ctypes.CDLL("libnvidia-ml.so.1")
-            handle = ctypes.c_void_p()
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-            if nvml.nvmlInit_v2() != 0:
-                return
-            if visible.isdigit():
-                status = nvml.nvmlDeviceGetHandleByIndex_v2(int(visible), ctypes.byref(handle))
-            else:
-                status = nvml.nvmlDeviceGetHandleByUUID(visible.encode(), ctypes.byref(handle))
-            if status == 0:
-                self._nvml = nvml
-                self._handle = handle
-
-    def used_bytes(self) -> int | None:
-        """Memory in use on the device, of all processes; None where NVML cannot tell."""
-        memory = (ctypes.c_ulonglong * 3)()  # nvmlMemory_t: total, free, used
-        if self._nvml is None:
-            return None
-        if self._nvml.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(memory)) != 0:
-            return None
-        return memory[2]
-
-    def settled_bytes(self) -> int | None:
-        """Memory in use once it stands still: the last child's context goes after its exit."""
-        used = self.used_bytes()
-        for _ in range(20):
-            time.sleep(0.1)
-            before = used
-            used = self.used_bytes()
-            if used == before:
-                break
-        return used
-
-    def facts(self) -> dict[str, str | None]:
-        name = ctypes.create_string_buffer(96)
-        driver = ctypes.create_string_buffer(96)
-        if self._nvml is not None:
-            self._nvml.nvmlDeviceGetName(self._handle, name, 96)
-            self._nvml.nvmlSystemGetDriverVersion(driver, 96)
-        return {"gpu": name.value.decode() or None, "driver": driver.value.decode() or None}
-
-
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
     """SIGTERM, as ``timeout`` sends it, is an exception inside of it, as Ctrl-C is.
@@ -166,8 +112,9 @@ def run_child(
     """Run ``script --child TASK`` and return what its measurement returned.
 
     ``gpu_peak_gib`` is the most memory in use on the whole device while the child lived, beyond
-    what was in use before it started. A child that fails gives ``{"error": the end of its
-    stderr}``. ``package`` is the checkout that it imports gpuprefetch from.
+    what was in use before it started, and ``gpu_state`` has clocks, power and throttle reasons. A
+    child that fails gives ``{"error": the end of its stderr}``. ``package`` is the checkout that it
+    imports gpuprefetch from.
     """
     variables = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
     # One cache for all children: only the first one of a model compiles.
@@ -176,6 +123,7 @@ def run_child(
     path = [str(package), variables.get("PYTHONPATH", "")]
     variables |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), **(environment or {})}
     before = device.settled_bytes()
+    states = States(device)
     peak = 0
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -189,19 +137,23 @@ def run_child(
         try:
             while child.poll() is None and time.monotonic() - start < timeout:
                 peak = max(peak, device.used_bytes() or 0)
+                states.sample()
                 time.sleep(0.05)
             timed_out = child.poll() is None
         finally:  # its DataLoader workers, too, are in its session
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-        out.seek(0), err.seek(0)
+        out.seek(0)
+        err.seek(0)
         results = [line for line in out.read().splitlines() if line.startswith(RESULT)]
         errors = err.read()[-2000:]
     if not results:
         return {"error": f"no result after {timeout} s\n{errors}" if timed_out else errors}
     result = json.loads(results[-1].removeprefix(RESULT))
-    return result if before is None else {**result, "gpu_peak_gib": (peak - before) / GIB}
+    if before is None:
+        return result
+    return {**result, "gpu_peak_gib": (peak - before) / GIB, "gpu_state": states.summary()}
 
 
 def child_main(measurement: Callable[..., dict[str, Any]]) -> None:
@@ -224,8 +176,10 @@ def command(args: argparse.Namespace) -> str:
     launcher = ["python"]
     if "WORLD_SIZE" in os.environ:
         launcher = ["torchrun", "--standalone", f"--nproc-per-node={os.environ['WORLD_SIZE']}"]
-    if "--data" in words:  # args.data may be another folder by now, of large photos
-        words[words.index("--data") + 1] = "PHOTOS"
+    # args.data may be another folder by now, of large photos.
+    for option, shown in (("--data", "PHOTOS"), ("--sweeps", "PATH")):
+        if option in words:
+            words[words.index(option) + 1] = shown
     hidden = dict[str, str]()
     hidden |= {word: f"{word.partition('=')[0]}=PATH" for word in getattr(args, "package", [])}
     path = Path(script).resolve()
@@ -233,45 +187,12 @@ def command(args: argparse.Namespace) -> str:
     return shlex.join([*launcher, script, *(hidden.get(word, word) for word in words)])
 
 
-def machine(args: argparse.Namespace, device: Device) -> dict[str, Any]:
-    """Version and hardware: what is the same for all results of a document."""
-    return {
-        "commit": args.commit or _commit(),
-        **device.facts(),
-        "cpu": _cpu_name(),
-        "cpu_count": os.cpu_count(),
-        "affinity": CORES,
-        "python": platform.python_version(),
-        "versions": {package: _version(package) for package in PACKAGES},
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    with contextlib.suppress(FileNotFoundError):  # no git here
-        return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return None
-
-
-def _cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 class Document:
     """Results as they come, written to ``--output`` after each of them.
 
     Args:
         benchmark: its name.
-        args: ``output`` and ``commit``; a file that is there is continued.
+        args: has ``output``; a file that is there is continued.
         device: of this machine.
         anew: replace the file instead.
     """
@@ -280,16 +201,21 @@ class Document:
         self, benchmark: str, args: argparse.Namespace, device: Device, *, anew: bool = False
     ) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        metadata = {"utc": now, "commands": [command(args)], **machine(args, device)}
+        metadata = {"utc": now, "commands": [command(args)], **machine(device)}
         self._path = args.output
-        self.content = {"benchmark": benchmark, "metadata": metadata, "results": []}
+        self.content = {
+            "benchmark": benchmark,
+            "protocol": protocol.VERSION,
+            "metadata": metadata,
+            "results": [],
+        }
         if not anew and self._path and self._path.exists():
             self._continue(json.loads(self._path.read_text()))
 
     def _continue(self, earlier: dict[str, Any]) -> None:
         then = earlier.get("metadata", {})
         now = self.content["metadata"]
-        same = {"benchmark": earlier.get("benchmark"), **then, "utc": 0, "commands": 0}
+        same = {**earlier, **then, "utc": 0, "commands": 0}
         differing = {
             key: (same.get(key), value)
             for key, value in {**self.content, **now, "utc": 0, "commands": 0}.items()

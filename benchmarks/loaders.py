@@ -1,5 +1,6 @@
 """Every loader that is compared, as a factory of batches on the device.
 
+A peer runs as its documentation has it at its fastest. What it was given stands in ``options``.
 A factory takes :class:`Settings` and yields ``(images, target)``: images ``(N, 3, size, size)``
 bfloat16, channels_last and normalized, target ``(N,)`` int64, both on the device. All of them do
 the same work on the same files: decode, a random crop resized with an antialiased bilinear filter,
@@ -7,10 +8,15 @@ a random flip, normalize (``train=False``: resize the shorter side, center crop,
 """
 
 import ast
+import ctypes
+import os
+import random
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 import ranks
@@ -22,8 +28,19 @@ STD = (0.229, 0.224, 0.225)
 SCALE = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)
 ENDLESS = 10**8
+# timm has no TrivialAugment.
+TIMM_POLICIES = {"": None, "ra": "rand-m9-n2", "aa": "original"}
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Missing(Exception):
+    """A peer that is not installed here, or has no such policy. It says why."""
+
+
+def cores() -> int:
+    """CPUs this process may run on. No loader has more threads or workers."""
+    return len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,7 @@ class Settings:
     device: str = "cuda"
     train: bool = True
     images: int = ENDLESS
+    persistent: bool = True  # workers live on from one epoch to the next
 
     @property
     def resize(self) -> int:
@@ -66,7 +84,7 @@ def data_loader(dataset: Dataset[Any], settings: Settings, **options: Any) -> Da
         batch_size=settings.batch_size,
         sampler=_Repeated(dataset, num_samples=settings.images),
         num_workers=settings.workers,
-        persistent_workers=settings.workers > 0,
+        persistent_workers=settings.persistent and settings.workers > 0,
         pin_memory=settings.device == "cuda",
         drop_last=settings.train,
         **options,
@@ -79,6 +97,7 @@ class _Converted:
 
     loader: Iterable[Any]
     convert: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return map(self.convert, self.loader)
@@ -164,13 +183,18 @@ def gpuprefetch(
     )
 
 
-def torchvision(settings: Settings, *, backend: str = "pil", policy: str = "") -> Batches:
-    """ImageFolder with the v2 transforms that torchvision documents, on uint8 tensors.
+def torchvision(
+    settings: Settings, *, backend: str = "pil", normalize: str = "workers", policy: str = ""
+) -> Batches:
+    """ImageFolder with torchvision's v2 transforms.
 
     Args:
         settings: see :class:`Settings`.
-        backend: ``"pil"`` decodes as ImageFolder does by default, ``"tensor"`` with
-            ``torchvision.io.decode_image``, which is faster.
+        backend: ``"references"`` is torchvision's own training script: PIL, and transforms of PIL
+            images. ``"pil"`` decodes with PIL and transforms uint8 tensors. ``"tensor"`` decodes
+            with ``torchvision.io.decode_image`` and transforms uint8 tensors.
+        normalize: ``"workers"``, or ``"gpu"``: uint8 batches go to the device and are normalized
+            there.
         policy: see :func:`policy_of`.
     """
     from torchvision.datasets import ImageFolder
@@ -185,13 +209,37 @@ def torchvision(settings: Settings, *, backend: str = "pil", policy: str = "") -
         ]
     else:
         crop = [v2.Resize(settings.resize, antialias=True), v2.CenterCrop(settings.size)]
-    tail = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    to_tensor = {
+        "references": [*crop, v2.PILToTensor()],
+        "pil": [v2.PILToTensor(), *crop],
+        "tensor": crop,
+    }[backend]
+    to_float = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    on_gpu = normalize == "gpu"
+    transform = v2.Compose(to_tensor if on_gpu else [*to_tensor, *to_float])
     if backend == "tensor":
-        transform = v2.Compose([*crop, *tail])
         dataset = ImageFolder(settings.data, transform, loader=partial(decode_image, mode="RGB"))
     else:
-        dataset = ImageFolder(settings.data, v2.Compose([v2.PILToTensor(), *crop, *tail]))
-    return _Converted(data_loader(dataset, settings), partial(_to_device, device=settings.device))
+        dataset = ImageFolder(settings.data, transform)
+    move = _normalizing(settings.device) if on_gpu else partial(_to_device, device=settings.device)
+    options = {"backend": backend, "normalize": normalize}
+    return _Converted(data_loader(dataset, settings), move, options)
+
+
+def _normalizing(
+    device: str,
+) -> Callable[[tuple[torch.Tensor, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]:
+    """Moves a batch of uint8 images to the device and normalizes it there, into channels_last."""
+    shape = (1, 3, 1, 1)
+    mean = 255 * torch.tensor(MEAN, device=device).view(shape)
+    inverse = 1 / (255 * torch.tensor(STD, device=device).view(shape))
+
+    def convert(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        images, target = (tensor.to(device, non_blocking=True) for tensor in batch)
+        images = images.to(memory_format=torch.channels_last)  # still uint8: a quarter to move
+        return images.sub(mean).mul_(inverse).to(torch.bfloat16), target
+
+    return convert
 
 
 def _to_device(
@@ -201,18 +249,24 @@ def _to_device(
     return images.to(torch.bfloat16, memory_format=torch.channels_last), target
 
 
-def timm(settings: Settings) -> Batches:
+def timm(settings: Settings, *, policy: str = "") -> Batches:
     """timm's PrefetchLoader: PIL in the workers, uint8 to the device, normalized there."""
-    from timm.data import create_transform
-    from timm.data.loader import PrefetchLoader, fast_collate
+    try:
+        from timm.data import create_transform
+        from timm.data.loader import PrefetchLoader, fast_collate
+    except ImportError as error:
+        raise Missing(f"timm: {error}") from None
     from torchvision.datasets import ImageFolder
 
+    if policy not in TIMM_POLICIES:
+        raise Missing(f"timm has no policy like {policy!r}")
     transform = create_transform(
         settings.size,
         is_training=settings.train,
         scale=SCALE,
         ratio=RATIO,
         color_jitter=None,
+        auto_augment=TIMM_POLICIES[policy],
         interpolation="bilinear",
         crop_pct=settings.size / settings.resize,
         use_prefetcher=True,
@@ -224,8 +278,181 @@ def timm(settings: Settings) -> Batches:
     return _Converted(prefetched, partial(_to_device, device=settings.device))
 
 
+def kornia(settings: Settings, *, policy: str = "") -> Batches:
+    """Photos cropped in the workers, as kornia's docs have it; flip, policy, normalize by kornia.
+
+    kornia chooses the ops of a policy once a batch: less work than the others do.
+    """
+    from torchvision.datasets import ImageFolder
+    from torchvision.io import decode_image
+    from torchvision.transforms import v2
+
+    try:
+        from kornia import augmentation as K
+        from kornia.augmentation import auto
+    except ImportError as error:
+        raise Missing(f"kornia: {error}") from None
+    crop: list[Any] = [v2.Resize(settings.resize), v2.CenterCrop(settings.size)]
+    ops: list[Any] = []
+    if settings.train:
+        crop = [v2.RandomResizedCrop(settings.size, scale=SCALE, ratio=RATIO)]
+        policies: dict[str, Callable[[], Any]] = {
+            "ra": partial(auto.RandAugment, n=2, m=9),
+            "ta": auto.TrivialAugment,
+            "aa": auto.AutoAugment,
+        }
+        ops = [K.RandomHorizontalFlip(), *([policies[policy]()] if policy else [])]
+    normalize = K.Normalize(torch.tensor(MEAN), torch.tensor(STD))
+    on_device = torch.nn.Sequential(*ops, normalize).to(settings.device)
+    transform = v2.Compose(crop)
+    dataset = ImageFolder(settings.data, transform, loader=partial(decode_image, mode="RGB"))
+
+    def convert(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        images, target = (tensor.to(settings.device, non_blocking=True) for tensor in batch)
+        images = on_device(images.float() / 255)
+        return images.to(torch.bfloat16, memory_format=torch.channels_last), target
+
+    return _Converted(data_loader(dataset, settings), convert)
+
+
+def spdl(settings: Settings, *, policy: str = "") -> Batches:
+    """SPDL's threads: demux, then decode, crop and resize by FFmpeg's filters; normalized there."""
+    if policy:
+        raise Missing("SPDL has no random policies")
+    try:
+        import spdl.io
+        from spdl.pipeline import PipelineBuilder
+
+        spdl.io.demux_image  # noqa: B018  # its FFmpeg is loaded here
+    except (ImportError, OSError, RuntimeError) as error:
+        raise Missing(f"SPDL: {error}") from None
+    from torchvision.datasets import ImageFolder
+
+    samples = ImageFolder(settings.data).samples
+    cuda = settings.device == "cuda"
+    normalize = _normalizing(settings.device)
+
+    def load(chosen: list[tuple[str, int]]) -> tuple[Any, torch.Tensor]:
+        frames = []
+        for path, _ in chosen:
+            packets = spdl.io.demux_image(path)
+            wanted = _ffmpeg_filter(settings, packets.width, packets.height)
+            frames.append(spdl.io.decode_packets(packets, filter_desc=wanted))
+        size = 3 * len(frames) * settings.size**2
+        storage = spdl.io.cpu_storage(size, pin_memory=True) if cuda else None
+        buffer = spdl.io.convert_frames(frames, storage=storage)
+        if cuda:
+            where = spdl.io.cuda_config(device_index=ranks.LOCAL_RANK)
+            buffer = spdl.io.transfer_buffer(buffer, device_config=where)
+        return buffer, torch.tensor([target for _, target in chosen])
+
+    def convert(batch: tuple[Any, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        buffer, target = batch
+        return normalize((spdl.io.to_torch(buffer).permute(0, 3, 1, 2), target))
+
+    def batches() -> Iterator[Any]:
+        builder = PipelineBuilder().add_source(_batches_of(samples, settings))
+        builder = builder.pipe(load, concurrency=settings.workers, output_order="input")
+        pipeline = builder.add_sink(2).build(num_threads=settings.workers)
+        with pipeline.auto_stop():
+            yield from pipeline
+
+    return _Converted(_Again(batches), convert, {"threads": settings.workers})
+
+
+def _ffmpeg_filter(settings: Settings, width: int, height: int) -> str:
+    """FFmpeg's filters of one photo: crop, resize and flip."""
+    from torchvision.transforms import v2
+
+    if settings.train:
+        canvas = torch.empty(1, height, width, device="meta")
+        crop = v2.RandomResizedCrop(settings.size, scale=SCALE, ratio=RATIO)
+        at = crop.make_params([canvas])
+        place = f"crop={at['width']}:{at['height']}:{at['left']}:{at['top']}"
+        flip = ",hflip" if random.random() < 0.5 else ""
+        return f"{place},scale={settings.size}:{settings.size}:flags=bilinear{flip},format=rgb24"
+    shorter = min(width, height)
+    wide = round(width * settings.resize / shorter)
+    high = round(height * settings.resize / shorter)
+    resized = f"scale={wide}:{high}:flags=bilinear"
+    return f"{resized},crop={settings.size}:{settings.size},format=rgb24"
+
+
+def _batches_of(samples: list[Any], settings: Settings) -> Iterator[list[Any]]:
+    """Batches of an epoch in random order, over the samples again and again."""
+    left = settings.images
+    order: list[Any] = []
+    while left >= (settings.batch_size if settings.train else 1):
+        size = min(settings.batch_size, left)
+        while len(order) < size:
+            order += random.sample(samples, len(samples))
+        yield order[:size]
+        del order[:size]
+        left -= size
+
+
+class _Again:
+    """Iterates what a function gives, from its start each time."""
+
+    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._make()
+
+
+def ffcv(settings: Settings, *, policy: str = "") -> Batches:
+    """FFCV's documented ImageNet pipeline, on the photos' own JPEG bytes in its file format."""
+    if policy:
+        raise Missing("FFCV has no random policies")
+    try:
+        from ffcv import fields, loader, transforms, writer
+        from ffcv.fields import decoders
+    except (ImportError, OSError) as error:
+        raise Missing(f"FFCV: {error}") from None
+    from torchvision.datasets import ImageFolder
+
+    name = Path(settings.data).name
+    file = Path(tempfile.gettempdir()) / f"{name}.beton"
+    if not file.exists():
+        columns = {"image": fields.RGBImageField(write_mode="jpg"), "label": fields.IntField()}
+        made = writer.DatasetWriter(str(file), columns, num_workers=settings.workers)
+        made.from_indexed_dataset(ImageFolder(settings.data))
+    side = (settings.size, settings.size)
+    decode = decoders.CenterCropRGBImageDecoder(side, ratio=settings.size / settings.resize)
+    ops: list[Any] = []
+    if settings.train:
+        decode = decoders.RandomResizedCropRGBImageDecoder(side, scale=SCALE, ratio=RATIO)
+        ops = [transforms.RandomHorizontalFlip()]
+    device = torch.device(settings.device)
+    images = [decode, *ops, transforms.ToTensor(), transforms.ToDevice(device)]
+    images.append(transforms.ToTorchImage())
+    labels = [decoders.IntDecoder(), transforms.ToTensor(), transforms.ToDevice(device)]
+    labels.append(transforms.Squeeze())
+    if settings.images != ENDLESS:
+        raise Missing("FFCV's epoch is its file: this benchmark measures it without end only")
+    made = loader.Loader(
+        str(file),
+        batch_size=settings.batch_size,
+        num_workers=settings.workers,
+        order=loader.OrderOption.RANDOM if settings.train else loader.OrderOption.SEQUENTIAL,
+        os_cache=True,
+        drop_last=settings.train,
+        pipelines={"image": images, "label": labels},
+    )
+    endless = _Again(lambda: (batch for _ in repeat(None) for batch in made))
+    return _Converted(endless, _normalizing(settings.device), {"threads": settings.workers})
+
+
 def dali(
-    settings: Settings, *, threads: int = 8, fused: bool = True, policy: str = "", **decoder: Any
+    settings: Settings,
+    *,
+    threads: int | None = None,
+    fused: bool = True,
+    policy: str = "",
+    hw_decoder_load: float | None = None,
+    prefetch_queue_depth: int | None = None,
+    hybrid_huffman_threshold: int | None = None,
 ) -> Batches:
     """DALI's own training pipeline: file reader, decode fused with the random crop, resize.
 
@@ -236,17 +463,34 @@ def dali(
 
     Args:
         settings: see :class:`Settings`.
-        threads: of the pipeline.
+        threads: of the pipeline; at most, and by default, 8 or as many as there are cores.
         fused: crop in the decoder, as DALI's examples do, or decode whole photos, then crop.
         policy: see :func:`policy_of`; DALI's own of that name.
-        decoder: further options of the decoder, such as ``hw_decoder_load``.
+        hw_decoder_load: share of the photos for the JPEG engines; None is DALI's default, as below.
+        prefetch_queue_depth: batches that the pipeline has ready.
+        hybrid_huffman_threshold: pixels from which the GPU does the Huffman decoding.
     """
-    from nvidia.dali import fn, pipeline_def, types
-    from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+    threads = min(8, cores()) if threads is None else threads
+    if threads > cores():
+        raise ValueError(f"{threads} threads on {cores()} cores; a loader has as many at most")
+    decoder = {
+        "hw_decoder_load": hw_decoder_load,
+        "hybrid_huffman_threshold": hybrid_huffman_threshold,
+    }
+    decoder = {key: value for key, value in decoder.items() if value is not None}
+    queue = {} if prefetch_queue_depth is None else {"prefetch_queue_depth": prefetch_queue_depth}
+    options = {"threads": threads, "fused": fused}
+    for name in ("hw_decoder_load", "hybrid_huffman_threshold", "prefetch_queue_depth"):
+        options[name] = (decoder | queue).get(name, "default")
+    try:
+        from nvidia.dali import fn, pipeline_def, types
+        from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+    except ImportError as error:
+        raise Missing(f"DALI: {error}") from None
 
     cuda = settings.device == "cuda"
     train = settings.train
-    decoder.update(device="mixed" if cuda else "cpu", output_type=types.RGB)
+    decoder |= {"device": "mixed" if cuda else "cpu", "output_type": types.RGB}
     decoded = _dali_images(settings, fused, decoder)
     augment = _dali_policy(policy) if policy else None
 
@@ -256,6 +500,7 @@ def dali(
         device_id=ranks.LOCAL_RANK if cuda else None,
         seed=0,
         enable_conditionals=bool(policy),
+        **queue,
     )
     def pipeline() -> Any:
         files, target = fn.readers.file(
@@ -282,9 +527,10 @@ def dali(
         ["images", "target"],
         reader_name=None if endless else "reader",
         auto_reset=True,
+        prepare_first_batch=endless,  # a first epoch that is measured begins with its first batch
         last_batch_policy=last if train else LastBatchPolicy.PARTIAL,
     )
-    return _Converted(iterator, _from_dali)
+    return _Converted(iterator, _from_dali, options)
 
 
 def _dali_images(settings: Settings, fused: bool, decoder: dict[str, Any]) -> Callable[[Any], Any]:
@@ -328,6 +574,9 @@ LOADERS: dict[str, Callable[..., Batches]] = {
     "dali": dali,
     "torchvision": torchvision,
     "timm": timm,
+    "kornia": kornia,
+    "spdl": spdl,
+    "ffcv": ffcv,
 }
 # A CUDA context has 8 work queues by default, and streams that share one wait for each other.
 ENVIRONMENT = {"dali": {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}}
@@ -353,6 +602,24 @@ def build(spec: str, settings: Settings) -> Batches:
     name, options = parse(spec)
     torch.manual_seed(0)
     return LOADERS[name](settings, **options)
+
+
+def nvjpeg_version() -> str | None:
+    """Version of the nvJPEG that this library decodes with; None where it has none."""
+    try:
+        from gpuprefetch.images import nvjpeg
+    except ImportError:  # another version of this library
+        return None
+    library = nvjpeg.library()
+    if library is None:
+        return None
+    numbers = []
+    for part in range(3):  # major, minor, patch of libraryPropertyType
+        number = ctypes.c_int()
+        if library.nvjpegGetProperty(part, ctypes.byref(number)) != 0:
+            return None
+        numbers.append(str(number.value))
+    return ".".join(numbers)
 
 
 def refuse_engines() -> None:

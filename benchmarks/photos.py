@@ -1,7 +1,9 @@
-"""The folder of photos that all loaders read."""
+"""The folder of photos that all loaders read, what they are, and whether they are in memory."""
 
 import contextlib
+import ctypes
 import hashlib
+import mmap
 import os
 import shutil
 import statistics
@@ -114,16 +116,74 @@ def drawn(count: int = 6) -> Path:
 
 
 def photo_facts(source: Path, files: int) -> dict[str, Any]:
-    """Count, mean bytes and mean size of the photos."""
+    """Count, hash and distribution of the photos: the same hash is the same photos."""
     photos = found(source)
+    megapixels = []
     sizes = []
+    progressive = 0
+    content = hashlib.sha256()
     for photo in photos:
+        encoded = photo.read_bytes()
+        content.update(photo.relative_to(source).as_posix().encode() + b"\0")
+        content.update(hashlib.sha256(encoded).digest())
         with Image.open(photo) as image:
             sizes.append(image.size)
+            megapixels.append(image.width * image.height / 1e6)
+            progressive += bool(image.info.get("progressive"))
     return {
         "files": files,
         "distinct": len(photos),
+        "sha256": content.hexdigest(),
         "mean_bytes": round(statistics.fmean(p.stat().st_size for p in photos)),
         "mean_width": round(statistics.fmean(width for width, _ in sizes)),
         "mean_height": round(statistics.fmean(height for _, height in sizes)),
+        "bytes": _distribution([float(p.stat().st_size) for p in photos]),
+        "megapixels": _distribution(megapixels),
+        "progressive_share": progressive / len(photos),
     }
+
+
+def _distribution(values: list[float]) -> dict[str, float]:
+    """Least, percentiles and most."""
+    places = {"least": 0, "p5": 5, "p25": 25, "median": 50, "p75": 75, "p95": 95, "most": 100}
+    return {name: round(float(np.percentile(values, place)), 4) for name, place in places.items()}
+
+
+def drop_page_cache(folder: Path) -> dict[str, Any]:
+    """Have the kernel forget the photos, so that they are read from the disk; and what is left.
+
+    Some file systems, such as tmpfs, keep their pages: ``cached_share_after`` is near 1 then.
+    """
+    os.sync()  # pages that are not written yet cannot be dropped
+    by_inode = {photo.stat().st_ino: photo for photo in found(folder)}
+    photos = list(by_inode.values())
+    before = cached_share(photos)
+    for photo in photos:
+        handle = os.open(photo, os.O_RDONLY)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+    return {
+        "files": len(photos),
+        "bytes": sum(photo.stat().st_size for photo in photos),
+        "cached_share_before": round(before, 4),
+        "cached_share_after": round(cached_share(photos), 4),
+    }
+
+
+def cached_share(photos: list[Path]) -> float:
+    """Share of the pages of files that the kernel has in memory, as mincore tells."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    cached = 0
+    pages = 0
+    for photo in photos:
+        with photo.open("rb") as file:
+            # Private and writable, or Python would not give its address. Nothing is written.
+            mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        count = -(-len(mapped) // mmap.PAGESIZE)
+        vector = (ctypes.c_ubyte * count)()
+        if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), vector) != 0:
+            raise OSError(ctypes.get_errno(), "mincore")
+        cached += sum(page & 1 for page in vector)
+        pages += count
+    return cached / pages

@@ -1,52 +1,73 @@
 """Write the result tables and the plot from the JSON under benchmarks/results/.
 
 python benchmarks/table.py           # README.md, benchmarks/README.md and docs/results.svg
-python benchmarks/table.py --check   # fail where a README does not say what the JSON says
+python benchmarks/table.py --check   # fail where a page does not follow from the JSON
 
-A file of train.py is one machine. Every machine counts: a table has the median and the worst.
+A file of train.py is one machine. Every machine counts. ``--check`` also fails where a file does
+not follow its protocol (cells.py), and where a page quotes a number that does not follow from a
+file or is within the noise of its cell (quotes.py).
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+import protocol
+import quotes
+import sweep
+from cells import (
+    CEILING,
+    CONTROL,
+    DALI,
+    NO_MODEL,
+    OURS,
+    PLAIN,
+    RESULTS,
+    ROOT,
+    TWIN,
+    Cell,
+    Document,
+    Machine,
+    Result,
+    broken_rules,
+    read,
+    title,
+    train_cells,
+    version,
+)
+
 PLOT = ROOT / "docs" / "results.svg"
+# Pages whose numbers are checked.
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
 START = "<!-- results:start -->"
 END = "<!-- results:end -->"
-OURS = "gpuprefetch"
-CONTROL = "gpuprefetch:cpu_share=0.0"
-DALI = "dali"
-PLAIN = "torchvision"
-POLICIES = {"ra": "RandAugment", "ta": "TrivialAugmentWide", "aa": "AutoAugment"}
 NAMES = {
-    "synthetic": "resident batch",
+    CEILING: "resident batch",
     OURS: "**gpuprefetch**",
+    TWIN: "gpuprefetch, its twin",
     CONTROL: "gpuprefetch, `cpu_share=0.0`",
-    DALI: "DALI, tuned",
-    PLAIN: "DataLoader, torchvision v2",
+    DALI: "DALI",
+    PLAIN: "DataLoader, torchvision v2 after PIL",
+    "torchvision:backend=references": "DataLoader, as torchvision's references",
+    "torchvision:backend=tensor": "DataLoader, torchvision v2 on tensors",
+    "torchvision:backend=tensor,normalize=gpu": "the same, normalized on the GPU",
 }
-NO_MODEL = "no model"  # the loader alone
 PACKAGES = {"torch": "torch", "nvidia-dali-cuda130": "DALI"}
-
-Document = dict[str, Any]
-Figures = dict[str, float]  # of a column of a cell on one machine
-Machines = dict[str, dict[str, Figures]]  # file -> column -> figures
-
-
-def read(folder: Path) -> list[Document]:
-    """The documents of the benchmarks and checks, by time."""
-    documents = []
-    for path in sorted(folder.glob("*.json")):
-        document = json.loads(path.read_text())
-        if "benchmark" in document and "metadata" in document:
-            documents.append({**document, "file": path.name})
-    return sorted(documents, key=lambda document: document["metadata"]["utc"])
+# What a reader must know of each version's numbers.
+VERSIONS = {
+    1: "**Protocol 1.** Most cells are one round in one order. DALI has 8 threads, which nobody "
+    "tuned for the machine, and the DataLoader is the slowest of torchvision's. *Noise* is what "
+    "the default and `cpu_share=0.0` differed by where both were the same configuration; "
+    "elsewhere it was not measured. *Settled* counts the processes whose rate stood still before "
+    "it was measured. Each row has its commits; later ones were not measured.",
+    2: "**Protocol 2** ([how we measure](../docs/measuring.md)): rounds in both orders until they "
+    "are settled, DALI at the fastest setting of a sweep, the fastest of torchvision's "
+    "DataLoaders, and the noise of a pair of equal columns. A difference within it is *equal*.",
+}
 
 
 def of(documents: list[Document], benchmark: str) -> list[Document]:
@@ -64,135 +85,142 @@ def name(column: str) -> str:
     return NAMES.get(column, f"`{column}`")
 
 
-def title(result: dict[str, Any], affinity: int) -> str:
-    """A cell in words: model and mode, and what is not as usual."""
-    no_model = result["model"] == "none"
-    words = [NO_MODEL if no_model else f"{result['model']} {result['mode']}"]
-    words.append(f"batch {result['batch_size']}")
-    words += ["12 megapixels"] * (result["photos"] == "large")
-    words += ["no JPEG engines"] * (result["engine"] == "none")
-    words += [f"{result['cores']} cores"] * (result["cores"] != affinity)
-    words += [f"{result['epochs']} short epochs"] * bool(result["epochs"])
-    words += ["default stream"] * (result["stream"] == "default")
-    words += ["loss read each step"] * (result["loop"] == "item")
-    words += filter(None, [POLICIES.get(split(result["column"])[1])])
-    return ", ".join(words)
+def spread(values: list[float], digits: int = 0) -> str:
+    """Median, from the lowest to the highest, and how many there are."""
+    if not values:
+        return ""
+    middle = f"{statistics.median(values):,.{digits}f}"
+    if len(values) == 1:
+        return f"{middle} (n = 1, no spread)"
+    ends = f"{min(values):,.{digits}f} to {max(values):,.{digits}f}"
+    return f"{middle} ({ends}; n = {len(values)})"
 
 
-def split(column: str) -> tuple[str, str]:
-    """A column without its policy, and the policy."""
-    loader, _, options = column.partition(":")
-    words = {key: value for key, _, value in (w.partition("=") for w in options.split(",") if w)}
-    policy = words.pop("policy", "")
-    rest = ",".join(f"{key}={value}" for key, value in words.items())
-    return f"{loader}:{rest}" if rest else loader, policy
+def noise(cell: Cell) -> str:
+    return "not measured" if cell.noise is None else f"{100 * cell.noise:.1f} %"
 
 
-def train_cells(documents: list[Document]) -> dict[str, Machines]:
-    """Title of a cell -> machine -> column -> figures, over all rounds."""
-    rounds: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
-    for document in of(documents, "train"):
-        for r in document["results"]:
-            if "error" not in r and ": " not in r["column"]:  # of another version
-                cell = title(r, document["metadata"]["affinity"])
-                rounds[cell, document["file"], split(r["column"])[0]].append(r)
-    cells: dict[str, Machines] = {}
-    for (cell, machine, column), results in rounds.items():
-        speeds = [r["images_per_second"] for r in results]
-        figures = {
-            "rate": statistics.fmean(speed["median"] for speed in speeds),
-            "slowest": min(min(speed["values"]) / speed["median"] for speed in speeds),
-            "cpu": statistics.fmean(r["cpu_seconds_per_1000_images"] for r in results),
-            "memory": max(r.get("gpu_peak_gib", 0.0) for r in results),
-            "between": statistics.fmean(r.get("between_epochs_ms", 0.0) for r in results),
-            "first": statistics.fmean(r.get("first_batch_seconds", 0.0) for r in results),
-        }
-        cells.setdefault(cell, {}).setdefault(machine, {})[column] = figures
-    return dict(sorted(cells.items(), key=lambda item: (item[0].startswith(NO_MODEL), item[0])))
+def commits(cell: Cell) -> str:
+    return ", ".join(dict.fromkeys(m.commit for m in cell.machines))
 
 
-def ratios(machines: Machines, column: str, other: str) -> list[float]:
-    """Of the rates on each machine that has both."""
-    both = [m for m in machines.values() if column in m and other in m]
-    return [m[column]["rate"] / m[other]["rate"] for m in both]
-
-
-def spread(values: list[float]) -> str:
-    """The median and the worst."""
-    return f"{statistics.median(values):.2f} / {min(values):.2f}" if values else ""
-
-
-def summary_table(cells: dict[str, Machines]) -> str:
+def summary_table(found: list[Cell]) -> str:
+    """Every cell of one version of the protocol, over its machines."""
     rows = []
-    for cell, machines in cells.items():
-        if not (rates := [m[OURS]["rate"] for m in machines.values() if OURS in m]):
+    for cell in found:
+        if not (rates := cell.rates(OURS)):
             continue
-        compared = [(OURS, "synthetic"), (DALI, "synthetic")]
-        compared += [(OURS, other) for other in (PLAIN, DALI, CONTROL)]
-        row = [cell, str(len(rates)), f"{statistics.median(rates):,.0f}"]
-        rows.append(row + [spread(ratios(machines, *pair)) for pair in compared])
-    header = ["median / worst machine", "machines", "images/s", "of the ceiling"]
-    header += ["DALI, of the ceiling", "**times a DataLoader's**"]
-    header += ["**times DALI's**", "times `cpu_share=0.0`"]
+        pairs = [(OURS, CEILING), (DALI, CEILING)]
+        pairs += [(OURS, other) for other in (DALI, cell.plain, CONTROL)]
+        row = [cell.title, spread(rates), *[str(cell.compared(*pair)) for pair in pairs]]
+        rows.append([*row, noise(cell), cell.state, commits(cell)])
+    header = ["median (lowest to highest; rounds)", "images/s", "of the ceiling"]
+    header += ["DALI, of the ceiling", "**times DALI's**", "**times a DataLoader's**"]
+    header += ["times `cpu_share=0.0`", "noise", "settled", "commits"]
     return markdown(header, rows)
 
 
-def whole(machines: Machines) -> dict[str, dict[str, Figures]]:
-    """The machines that ran every loader of the front page, the worst against DALI first."""
-    found = {k: m for k, m in machines.items() if {OURS, DALI, PLAIN} <= m.keys()}
-    return dict(sorted(found.items(), key=lambda item: ratios({"": item[1]}, OURS, DALI)))
-
-
-def front_table(cells: dict[str, Machines]) -> str:
+def front_table(found: list[Cell]) -> str:
     """The cells with every loader, on one machine or several, and what each of them costs."""
     rows = []
-    for cell, machines in cells.items():
-        if not all(ratios(machines, OURS, other) for other in (PLAIN, DALI)):
+    for cell in found:
+        others = [cell.compared(OURS, other) for other in (DALI, cell.plain)]
+        if not all(compared.values for compared in others):
             continue
-        ours = [m[OURS] for m in machines.values() if OURS in m]
-        row = [cell, str(len(ours)), f"{statistics.median(f['rate'] for f in ours):,.0f}"]
-        row += [spread(ratios(machines, OURS, o)) or "-" for o in ("synthetic", PLAIN, DALI)]
-        both = [m for m in machines.values() if {OURS, DALI} <= m.keys()]
-        for figure, digits in (("cpu", 2), ("memory", 1)):
-            costs = [statistics.median(m[c][figure] for m in both) for c in (OURS, DALI)]
+        ceiling = str(cell.compared(OURS, CEILING)) or "-"
+        row = [cell.title, spread(cell.rates(OURS)), ceiling, *map(str, others), noise(cell)]
+        both = cell.with_columns(OURS, DALI)
+        for key, digits in (("cpu_seconds_per_1000_images", 2), ("gpu_peak_gib", 1)):
+            costs = [statistics.median(m.median(c, key) for m in both) for c in (OURS, DALI)]
             row.append(" / ".join(f"{cost:.{digits}f}" for cost in costs))
-        rows.append(row)
-    header = ["median / worst machine", "machines", "images/s", "of the ceiling"]
-    header += ["**times a DataLoader's**", "**times DALI's**"]
-    return markdown([*header, "CPU s per 1,000 images / DALI's", "GPU GiB in all / DALI's"], rows)
+        rows.append([*row, cell.state, commits(cell)])
+    header = ["median (lowest to highest; rounds)", "images/s", "of the ceiling"]
+    header += ["**times DALI's**", "**times a DataLoader's**", "noise"]
+    header += ["CPU s per 1,000 images / DALI's", "GPU GiB in all / DALI's", "settled", "commits"]
+    return markdown(header, rows)
 
 
-def machines_table(cells: dict[str, Machines]) -> str:
+def whole(cell: Cell) -> list[Machine]:
+    """The machines that ran every loader of the front page, the worst against DALI first."""
+    found = cell.with_columns(OURS, DALI, cell.plain)
+
+    def against_dali(machine: Machine) -> float:
+        return statistics.median(protocol.ratios(machine.rates, OURS, DALI) or [1.0])
+
+    return sorted(found, key=against_dali)
+
+
+def machines_table(found: list[Cell]) -> str:
     """Every column of every cell on every machine."""
-    rows = []
-    for cell, machines in cells.items():
-        for machine, columns in machines.items():
-            ceiling = columns.get("synthetic")
-            for column, f in sorted(
-                columns.items(), key=lambda item: [*NAMES, item[0]].index(item[0])
-            ):
-                of_ceiling = f"{f['rate'] / ceiling['rate']:.3f}" if ceiling else ""
-                known = f["memory"] and (ceiling or cell.startswith(NO_MODEL))
-                beyond = f["memory"] - (ceiling["memory"] if ceiling else 0.0)
-                epochs = f"{f['between']:.0f}, {f['first']:.1f}" if f["between"] else ""
-                figures = [f"{f['rate']:,.0f}", of_ceiling, f"{f['slowest']:.2f}"]
-                figures += [f"{f['cpu']:.2f}", f"{beyond:.2f}" if known else "", epochs]
-                where = f"[{Path(machine).stem}](results/{machine})"
-                rows.append([f"{cell}: {name(column)}", where, *figures])
+    rows = [
+        [f"{cell.title}: {name(column)}", *figures(cell, machine, column)]
+        for cell in found
+        for machine in cell.machines
+        for column in sorted(machine.results, key=lambda c: [*NAMES, c].index(c))
+    ]
     header = ["", "machine", "images/s", "of the ceiling", "slowest window, of the median"]
     header += ["CPU seconds per 1,000 images", "GPU memory beyond the ceiling's, GiB"]
-    return markdown([*header, "ms between epochs, s to the first batch"], rows)
+    return markdown([*header, "ms between epochs, ms an edge, s to the first batch"], rows)
+
+
+def figures(cell: Cell, machine: Machine, column: str) -> list[str]:
+    """A row of a column on one machine."""
+    results = list(machine.results[column].values())
+    rates = list(machine.rates[column].values())
+    ceiling = protocol.ratios(machine.rates, column, CEILING)
+    speeds = [r["images_per_second"] for r in results]
+    slowest = min(min(speed["values"]) / speed["median"] for speed in speeds)
+    memory = max(r.get("gpu_peak_gib", 0.0) for r in results)
+    resident = machine.results.get(CEILING)
+    known = memory and (resident or cell.title.startswith(NO_MODEL))
+    idle = max(r.get("gpu_peak_gib", 0.0) for r in resident.values()) if resident else 0.0
+    cpu = machine.median(column, "cpu_seconds_per_1000_images")
+    return [
+        f"[{Path(machine.file).stem}](results/{machine.file})",
+        spread(rates),
+        f"{statistics.median(ceiling):.3f}" if ceiling else "",
+        f"{slowest:.2f}",
+        f"{cpu:.2f}",
+        f"{memory - idle:.2f}" if known else "",
+        _edges(machine, column),
+    ]
+
+
+def _edges(machine: Machine, column: str) -> str:
+    between = machine.median(column, "between_epochs_ms")
+    if not between:
+        return ""
+    edge = machine.median(column, "edge_ms") if machine.version > 1 else None
+    cost = "-" if edge is None else f"{edge:.0f}"
+    return f"{between:.0f}, {cost}, {machine.median(column, 'first_batch_seconds'):.1f}"
+
+
+def settings_table(documents: list[Document]) -> str:
+    """What DALI was given in each cell, and which sweep chose it; "" for protocol 1."""
+    rows = {}
+    for d in documents:
+        for r in d["results"]:
+            if "options" in r and r["column"].startswith(DALI):
+                control = r.get("control")
+                source = "not swept"
+                if control:
+                    source = f"{control['file']}, {control['model']} {control['mode']}"
+                    source += "" if control["exact"] else ": another cell"
+                options = ", ".join(f"{key}={value}" for key, value in r["options"].items())
+                cell = title(r, d["metadata"]["affinity"])
+                rows[cell, d["file"], r["column"]] = [f"{cell}: {r['column']}", options, source]
+    return markdown(["DALI", "settings", "swept"], list(rows.values())) if rows else ""
 
 
 def failures(documents: list[Document]) -> str:
-    """The processes that failed, and how: a column without a number has one of them."""
+    """The processes that failed or were skipped, and why: a column without a number has one."""
     found = [
-        f"- {title(r, d['metadata']['affinity'])}: {name(r['column'])} on {d['file']}: {r['error']}"
-        for d in of(documents, "train")
+        f"- {title(r, d['metadata']['affinity'])}: {name(r['column'])} on {d['file']}: {reason}"
+        for d in documents
         for r in d["results"]
-        if "error" in r
+        if (reason := r.get("error") or r.get("skipped"))
     ]
-    return "\n".join(["Failed:", "", *dict.fromkeys(found)]) if found else ""
+    return "\n".join(["Failed or skipped:", "", *dict.fromkeys(found)]) if found else ""
 
 
 def caption(documents: list[Document], links: str) -> str:
@@ -202,6 +230,7 @@ def caption(documents: list[Document], links: str) -> str:
         m = d["metadata"]
         versions = d["metadata"]["versions"]
         words = [m["gpu"] or "no GPU", m["cpu"], f"{m['affinity']} cores", m["commit"] or ""]
+        words += ["edited"] * bool(m.get("dirty"))
         words += [f"{PACKAGES[key]} {versions[key]}" for key in PACKAGES if versions.get(key)]
         machines.append(f"- [{Path(d['file']).stem}]({links}{d['file']}): {', '.join(words)}")
     photos = {kind: f for each in documents for kind, f in each.get("photos", {}).items()}
@@ -224,24 +253,36 @@ def pivot(corner: str, cells: dict[tuple[str, str], str]) -> str:
 
 # kornia's policies do less than the others: they choose their ops once a batch.
 ONCE_A_BATCH = {("kornia", name) for name in ("RandAugment", "TrivialAugmentWide", "AutoAugment")}
+WALL = (
+    "DALI's first number is wall clock, the other sides' are CUDA events: compare the numbers in "
+    "brackets, which are of one kind."
+)
 ONCE = (
     "\\* kornia chooses the ops of its policies once for the whole batch, and all other sides for "
     "each image: these times are for less work, and `transforms` refuses these policies."
 )
 
 
-def policy_table(results: list[dict[str, Any]]) -> str:
+def policy_table(results: list[Result]) -> str:
+    alike = any("gpu_ms" in r for r in results)
     cells = {}
     marked = False
     for r in results:
         text = "not there"
-        if "median_ms" in r:
+        if "median_ms" in r or "gpu_ms" in r:
             once = (r["side"], r["policy"]) in ONCE_A_BATCH
             marked |= once
-            text = f"{r['median_ms']:.2f} ({r['host_ms']:.2f})" + (r" \*" if once else "")
+            text = _milliseconds(r) + (r" \*" if once else "")
         cells[r["policy"], r["side"]] = text
-    written = pivot("GPU ms of the list (ms of the host)", cells)
-    return f"{written}\n\n{ONCE}" if marked else written
+    corner = "GPU / host / pipelined loop, ms" if alike else "ms of the list (ms of the host)"
+    notes = [ONCE] * marked + [WALL] * (not alike)
+    return "\n\n".join([pivot(corner, cells), *notes])
+
+
+def _milliseconds(result: Result) -> str:
+    if "gpu_ms" not in result:  # protocol 1
+        return f"{result['median_ms']:.2f} ({result['host_ms']:.2f})"
+    return " / ".join(f"{result[key]:.2f}" for key in ("gpu_ms", "host_ms", "loop_ms"))
 
 
 def memory_table(results: list[dict[str, Any]]) -> str:
@@ -282,7 +323,23 @@ def views_table(results: list[dict[str, Any]]) -> str:
     return markdown(["views of each image", *means], [["images/s (of one view's)", *row]])
 
 
-OTHERS = {
+def sweep_table(results: list[Result]) -> str:
+    """Every setting of DALI that was tried, the fastest of each cell first."""
+    rows = []
+    for (model, mode, engine, cores), rates in sweep.by_cell(results).items():
+        where = NO_MODEL if model == "none" else f"{model} {mode}"
+        where += f", {cores} cores" + (", no JPEG engines" if engine == "none" else "")
+        chosen, _ = sweep.best(rates)
+        order = sorted(rates, key=lambda c: (c != chosen, -statistics.fmean(rates[c])))
+        for column in order:
+            label = f"**`{column}`**" if column == chosen else f"`{column}`"
+            rows.append([f"{where}: {label}", spread(rates[column])])
+    return markdown(["", "images/s"], rows)
+
+
+Table = Callable[[list[Result]], str]
+OTHERS: dict[str, tuple[str, Table]] = {
+    "sweep": ("### DALI's settings", sweep_table),
     "policy": ("### Random policies", policy_table),
     "memory": ("### GPU memory", memory_table),
     "scaling": ("### Several GPUs", scaling_table),
@@ -290,24 +347,36 @@ OTHERS = {
 }
 
 
+def by_version(documents: list[Document]) -> dict[int, list[Document]]:
+    """The documents of training by protocol, the newest first."""
+    found: dict[int, list[Document]] = defaultdict(list)
+    for document in of(documents, "train"):
+        found[version(document)].append(document)
+    return dict(sorted(found.items(), reverse=True))
+
+
 def front_page(documents: list[Document]) -> str:
     """The block of README.md; "" where nothing has been measured yet."""
-    if not (cells := train_cells(documents)):
-        return ""
+    parts = []
+    for number, found in by_version(documents).items():
+        machines = [d["metadata"]["gpu"] for d in found]
+        counted = ", ".join(f"{machines.count(gpu)} x {gpu}" for gpu in dict.fromkeys(machines))
+        where = f"Files: {counted}. [Every file and command](benchmarks/README.md#results)."
+        note = VERSIONS[number].replace("../docs/", "docs/")
+        parts += [note, front_table(train_cells(found)), where]
     plot = "![Images per second with each loader](docs/results.svg)"
-    machines = [d["metadata"]["gpu"] or "no GPU" for d in of(documents, "train")]
-    counted = ", ".join(f"{machines.count(gpu)} x {gpu}" for gpu in dict.fromkeys(machines))
-    where = f"Machines: {counted}. [Every machine and command](benchmarks/README.md#results)."
-    return "\n\n".join([plot, front_table(cells), where])
+    return "\n\n".join([plot, *parts]) if parts else ""
 
 
 def all_results(documents: list[Document]) -> str:
     """The block of benchmarks/README.md."""
     parts = []
-    if cells := train_cells(documents):
-        tables = [summary_table(cells), machines_table(cells)]
-        tables += filter(None, [failures(documents)])
-        parts += ["### Training", *tables, caption(of(documents, "train"), "results/")]
+    for number, found in by_version(documents).items():
+        measured = train_cells(found)
+        tables = [summary_table(measured), machines_table(measured)]
+        tables += filter(None, [settings_table(found), failures(found)])
+        heading = f"### Training, protocol {number}"
+        parts += [heading, VERSIONS[number], *tables, caption(found, "results/")]
     for benchmark, (heading, table) in OTHERS.items():
         groups: dict[str, list[Document]] = defaultdict(list)  # by GPU
         for document in of(documents, benchmark):
@@ -335,8 +404,15 @@ def refresh(blocks: dict[Path, str], *, check: bool) -> None:
         path.write_text(written)
 
 
-def draw(cells: dict[str, Machines], path: Path) -> None:
-    """Bars for each cell of which a machine ran all loaders: of the worst of these machines."""
+LABELS = {PLAIN: "DataLoader, torchvision", DALI: "DALI", OURS: "gpuprefetch"}
+
+
+def _rate(machine: Machine, column: str) -> float:
+    return statistics.median(machine.rates[column].values())
+
+
+def draw(found: list[Cell], path: Path) -> None:
+    """Bars of each cell with all loaders: of the machine that is the worst against DALI."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -344,21 +420,23 @@ def draw(cells: dict[str, Machines], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     colors = {PLAIN: "#d3c4a4", DALI: "#8aa39b", OURS: "#2a6f4e"}
-    shown = {cell: next(iter(found.items())) for cell, m in cells.items() if (found := whole(m))}
+    shown = {cell.title: (cell, machines[0]) for cell in found if (machines := whole(cell))}
     figure, axis = plt.subplots(figsize=(8, 0.75 * len(shown) + 1), layout="constrained")
-    for place, (_, columns) in enumerate(shown.values()):
-        for number, (column, color) in enumerate(colors.items()):
+    for place, (cell, machine) in enumerate(shown.values()):
+        for number, (loader, color) in enumerate(colors.items()):
             at = place + 0.27 * number
-            rate = columns[column]["rate"]
-            label = "" if place else name(column).replace("*", "")
+            column = cell.plain if loader == PLAIN else loader
+            rate = _rate(machine, column)
+            label = "" if place else LABELS[loader]
             axis.barh(at, rate, 0.26, color=color, label=label)
-            ink = "white" if column == OURS else "black"
+            ink = "white" if loader == OURS else "black"
             axis.text(0, at, f" {rate:,.0f}", va="center", fontsize=8, color=ink)
-        if ceiling := columns.get("synthetic"):
+        if CEILING in machine.results:
             ends = place - 0.16, place + 0.7
             label = "" if place else "no loading at all"
-            axis.plot([ceiling["rate"]] * 2, ends, "--", color="black", linewidth=1, label=label)
-    names = [f"{cell}\n{Path(machine).stem}" for cell, (machine, _) in shown.items()]
+            at = [_rate(machine, CEILING)] * 2
+            axis.plot(at, ends, "--", color="black", linewidth=1, label=label)
+    names = [f"{cell}\n{Path(m.file).stem}" for cell, (_, m) in shown.items()]
     axis.set_yticks([place + 0.27 for place in range(len(shown))], names)
     axis.set(xlabel="images/s")
     axis.xaxis.set_major_formatter("{x:,.0f}")
@@ -379,8 +457,19 @@ def main(words: list[str] | None = None) -> None:
     everything = all_results(documents)
     pages = {ROOT / "README.md": front, ROOT / "benchmarks" / "README.md": everything}
     refresh(pages, check=args.check)
-    if not args.check and (cells := train_cells(documents)):
-        draw(cells, PLOT)
+    if args.check:
+        complain(documents)
+    elif versions := by_version(documents):
+        draw(train_cells(next(iter(versions.values()))), PLOT)
+
+
+def complain(documents: list[Document]) -> None:
+    """Fail where a file does not follow its protocol, or a page its files."""
+    pages = [*PAGES, *sorted((ROOT / "docs").glob("*.md"))]
+    found = [f"{d['file']}: {rule}" for d in documents for rule in broken_rules(d)]
+    found += quotes.check(pages, documents)
+    if found:
+        sys.exit("\n".join(found))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +38,8 @@ class Script:
 clock, harness, loaders, photos, train = map(Script, "clock harness loaders photos train".split())
 kernel, memory, policy, scaling, views = map(Script, "kernel memory policy scaling views".split())
 correctness, parity, table = map(Script, ("correctness", "parity", "table"))
+facts, protocol, stamp, sweep = map(Script, ("facts", "protocol", "stamp", "sweep"))
+cells, quotes = map(Script, ("cells", "quotes"))
 
 
 @pytest.fixture
@@ -74,10 +77,14 @@ def in_this_process(monkeypatch):
 
 
 def test_train(train_main, in_this_process):
-    found = train_main("--columns", "gpuprefetch", "--rounds", "1")
-    assert found["metadata"]["versions"]["torch"]
+    found = train_main("--columns", "gpuprefetch", "--rounds", "1", "--most-rounds", "1")
+    assert found["protocol"] == protocol.VERSION
+    metadata = found["metadata"]
+    assert metadata["versions"]["torch"] and metadata["kernel"] and metadata["commit"]
+    assert metadata["gpu"] is metadata["gpu_uuid_hash"] is metadata["power_limit_w"] is None
     assert found["photos"]["sample"]["distinct"] == 6
-    (ours,) = found["results"]
+    ours, twin = found["results"]
+    assert twin["column"] == protocol.TWIN
     assert (ours["column"], ours["round"], ours["loop"]) == ("gpuprefetch", 0, "step")
     assert ours["images_per_second"]["median"] > 0
     assert ours["first_batch"]["shape"] == [4, 3, 32, 32]
@@ -97,37 +104,123 @@ def test_a_child_says_what_it_measured_or_why_it_failed(tmp_path):
     assert "no result after 0.1 s" in run(code, timeout=0.1)["error"]
 
 
-def test_columns_take_turns_and_a_file_is_continued(train_main, monkeypatch, tmp_path):
-    ran = []
+@pytest.fixture
+def ran(monkeypatch):
+    """What is run in place of children, as (loader, package); ``rates`` has a list for each."""
+    found = SimpleNamespace(tasks=[], rates={}, results={})
 
     def run_child(script, task, *, environment, package, **options):
-        assert environment == loaders.ENVIRONMENT.get(task["column"])
-        ran.append((task["column"], str(package)))
-        return {"error": "so"} if len(ran) == 3 else {"loops": {"step": {"rate": 1.0}}}
+        loader = task["column"]
+        assert environment == loaders.ENVIRONMENT.get(loaders.parse(loader)[0])
+        found.tasks.append((loader, str(package)))
+        if loader in found.results:
+            return dict(found.results[loader])
+        if len(found.tasks) == found.rates.get("fails"):
+            return {"error": "so"}
+        rates = found.rates.get(loader, [100.0])
+        rate = rates[min(sum(name == loader for name, _ in found.tasks), len(rates)) - 1]
+        return {"loops": {"step": {"images_per_second": {"median": rate, "values": [rate]}}}}
 
     monkeypatch.setattr("harness.run_child", run_child)
-    columns = ["gpuprefetch", "dali"]
-    turns = ["gpuprefetch", "dali", "dali", "gpuprefetch"]
-    found = train_main("--columns", *columns, "--rounds", "2")
-    assert ran == [(column, str(ROOT)) for column in turns]
+    return found
+
+
+def test_columns_take_turns_and_a_file_is_continued(train_main, ran, monkeypatch, tmp_path):
+    ran.rates["fails"] = 5
+    words = ["--columns", "gpuprefetch", "dali", "--most-rounds", "2"]
+    twin = protocol.TWIN
+    found = train_main(*words)
+    turns = ["gpuprefetch", "dali", twin, twin, "dali", "gpuprefetch"]
     assert [r["column"] for r in found["results"]] == turns
-    found = train_main("--columns", *columns, "--rounds", "2", "--package", f"old={tmp_path}")
+    assert [name for name, _ in ran.tasks] == [protocol.loader_of(name) for name in turns]
+    assert [r["place"] for r in found["results"]] == [0, 1, 2, 0, 1, 2]
+    found = train_main(*words, "--package", f"old={tmp_path}")
     old = ("gpuprefetch", str(tmp_path))
-    rest = [(r["column"], r["round"]) for r in found["results"][4:]]
-    assert ran[4:] == [old, old, ("dali", str(ROOT))]  # the one that failed, and what is new
+    assert ran.tasks[6:] == [old, old, ("dali", str(ROOT))]  # what is new, and the one that failed
+    rest = [(r["column"], r["round"]) for r in found["results"][6:]]
     assert rest == [("old: gpuprefetch", 0), ("old: gpuprefetch", 1), ("dali", 1)]
+    assert found["results"][6]["checkout"] == {"commit": None, "changed": [], "dirty": False}
     first, second = found["metadata"]["commands"]
     assert first.startswith("python benchmarks/train.py --tiny")
     assert second.endswith("--package old=PATH")
-    monkeypatch.setattr("harness.machine", lambda args, device: {"gpu": "another"})
+    monkeypatch.setattr("harness.machine", lambda device: {"gpu": "another"})
     with pytest.raises(SystemExit, match="is of another machine or version"):
         train_main()
+
+
+def test_rounds_go_on_until_the_cell_is_settled(train_main, ran):
+    ran.rates["dali"] = [100.0, 110.0, 105.0, 105.0, 105.0]
+    found = train_main("--columns", "dali", "timm")["results"]
+    assert {r["round"] for r in found} == {0, 1, 2, 3, 4, 5}  # unsettled: 110 of six
+    ran.tasks.clear()
+    ran.rates["dali"] = [100.0, 101.0]
+    found = train_main("--columns", "dali", "--workers", "2", "--batch-size", "2", "--policy", "ra")
+    assert len(ran.tasks) == 2 * 3
+    assert ran.tasks[1][0] == "dali:policy=ra"
+
+
+def test_a_name_of_photos_stands_for_the_same_photos(train_main, ran, tmp_path):
+    for name in ("a.jpg", "b.jpg"):
+        shutil.copyfile(photos.found(photos.drawn())[0], tmp_path / name)
+    words = ["--data", str(tmp_path), "--photos", "mine", "--columns", "dali"]
+    found = train_main(*words)
+    assert found["photos"]["mine"]["distinct"] == 2
+    assert found["results"][0]["photos"] == "mine"
+    assert "--data PHOTOS" in found["metadata"]["commands"][0]
+    (tmp_path / "b.jpg").unlink()
+    with pytest.raises(SystemExit, match="--photos mine are others than those of"):
+        train_main(*words)
+
+
+def test_what_is_not_installed_is_skipped_once_with_the_reason(train_main, ran):
+    ran.results["spdl"] = {"skipped": "SPDL: none"}
+    found = train_main("--columns", "spdl")["results"]
+    assert [name for name, _ in ran.tasks].count("spdl") == 1
+    assert [r["skipped"] for r in found if r["column"] == "spdl"] == ["SPDL: none"]
+
+
+def test_it_stops_where_the_next_process_would_not_end_in_time(train_main, ran):
+    train_main("--stop-after", "1e-9")
+    assert ran.tasks == []
+    words = ["--columns", "dali"]
+    found = train_main(*words)
+    assert len(found["results"]) == 6
+    assert len(found["metadata"]["commands"]) == 2
+
+
+def test_a_sweep_finds_the_setting_that_later_runs_use(train_main, ran, monkeypatch, tmp_path):
+    monkeypatch.setattr("harness.cores", lambda: 8)
+    fast = "dali:threads=4,prefetch_queue_depth=4,hw_decoder_load=0.65"
+    ran.rates[fast] = [120.0]
+    # The fastest of the first round is not the fastest of two.
+    ran.rates["dali:threads=8,prefetch_queue_depth=2"] = [130.0, 90.0]
+    found = train_main("--sweep", "dali")
+    assert found["benchmark"] == "sweep"
+    first = [r["column"] for r in found["results"] if r["round"] == 0]
+    assert len(first) == 12  # 2 numbers of threads: 16 are more than there are cores
+    second = [r["column"] for r in found["results"] if r["round"] == 1]
+    assert len(second) == sweep.FINALISTS and fast in second
+    (tmp_path / "sweep-cpu.json").write_text(json.dumps(found))
+    (tmp_path / "train.json").unlink()
+    ran.tasks.clear()
+    found = train_main("--columns", "dali", "--sweeps", str(tmp_path))
+    assert found["metadata"]["commands"][0].endswith("--sweeps PATH")
+    (control, *_) = [r["control"] for r in found["results"] if r["column"] == "dali"]
+    assert (control["column"], control["file"]) == (fast, "sweep-cpu.json")
+    assert control["exact"] and control["settings_tried"] == 12
+    assert fast in [name for name, _ in ran.tasks]
+    cell = found["results"][0] | {"model": "resnet50"}
+    assert not sweep.fastest(tmp_path, None, cell).exact
+    assert sweep.fastest(tmp_path, None, cell | {"cores": 2}) is None  # all had more threads
+    assert sweep.fastest(tmp_path, "another GPU", cell) is None
+    grid = sweep.grid("none", 2)
+    assert len(grid) == 6 and all("threads=2" in column for column in grid)
 
 
 def test_a_column_of_a_model(settings):
     timing = {"loops": ["item"], "settle": (0, 0), "seconds": 0.02, "repeats": 1}
     cell = {"model": "squeezenet1_1", "mode": "eager", "epochs": 0, "engine": "auto"}
-    cell |= {"stream": "own"}
+    cell |= {"stream": "own", "cold": False}
     shared = vars(settings) | {"workers": 1}
     result = train.measure(cell, "gpuprefetch", str(ROOT), shared, timing, time.time())
     assert result["first_batch"]["shape"] == [4, 3, 32, 32]
@@ -139,6 +232,17 @@ def test_a_column_of_a_model(settings):
     found = result["loops"]["step"]
     assert found["images"] == 2 * 12  # the first epoch is left out
     assert found["between_epochs_ms"] > 0 and found["first_batch_seconds"] > 0
+    assert len(found["epoch_seconds"]) == 2
+    validation = {"column": "torchvision", "settings": shared | {"images": 6, "train": False}}
+    cell |= {"model": "squeezenet1_1", "epochs": 2}
+    result = train.measure(cell, "gpuprefetch", str(ROOT), shared, timing, time.time(), validation)
+    found = result["loops"]["step"]
+    assert found["images"] == 12 + 6 and found["validation_images"] == 6
+    assert found["validation_seconds"][0] > 0
+    cell |= {"model": "none", "epochs": 1, "cold": True}
+    result = train.measure(cell, "gpuprefetch", str(ROOT), shared, timing, time.time())
+    assert result["loops"]["step"]["images"] == 12  # the first epoch is the one that is measured
+    assert train.measure(cell, "ffcv", str(ROOT), shared, timing, time.time())["skipped"]
 
 
 def test_cells_and_columns(tmp_path, monkeypatch):
@@ -151,16 +255,19 @@ def test_cells_and_columns(tmp_path, monkeypatch):
     cells = train.cells(args)
     found = [(c["model"], c["mode"]) for c in cells]
     assert found == [("none", "eager"), ("resnet18", "eager"), ("resnet18", "graphs")]
-    names = [[name for name, _, _ in train.columns(args, cell)] for cell in cells]
-    control = "gpuprefetch:cpu_share=0.0"
-    assert names[0] == ["gpuprefetch", control, "dali", "old: gpuprefetch"]
+    names = [[column.name for column in train.columns(args, cell)] for cell in cells]
+    assert names[0] == [*train.COLUMNS[1:], protocol.TWIN, "old: gpuprefetch"]
     assert names[1] == ["synthetic", *names[0]]
     assert train.loader_of("dali", cells[0]) == "dali:hw_decoder_load=0.0"
-    assert train.loader_of("dali:threads=4", cells[0]) == "dali:threads=4,hw_decoder_load=0.0"
+    assert train.loader_of("dali:threads=4", cells[0]) == "dali:hw_decoder_load=0.0,threads=4"
     with pytest.raises(ValueError, match="unknown loader"):
         train.parse(["--tiny", "--columns", "dolly"])
     with pytest.raises(SystemExit):
         train.parse([])  # without photos
+    for words in ("--epochs 1", "--validate 9"):
+        with pytest.raises(SystemExit):
+            train.parse(["--tiny", *words.split()])
+    assert train.parse(["--tiny", "--cold"]).epochs == 1
 
 
 TERMINATED = """
@@ -228,8 +335,10 @@ def test_milliseconds(script, tmp_path):
         return
     policy.main([*words, "--policies", "ColorJitter", "AugMix"])
     results = {(r["side"], r["policy"]): r for r in document(tmp_path / "a.json")["results"]}
-    for side in ("torchvision", "kornia"):
-        assert results[side, "ColorJitter"]["median_ms"] > 0 < results[side, "none"]["median_ms"]
+    for side in ("gpuprefetch", "torchvision", "kornia", "kornia each"):
+        for key in ("gpu_ms", "host_ms", "loop_ms"):  # the same of every side
+            assert results[side, "ColorJitter"][key] > 0 < results[side, "none"][key]
+        assert "loop_cpu_ms" in results[side, "none"]
     assert results["kornia", "AugMix"]["missing"] == "kornia has no AugMix"
     written = table.policy_table(list(results.values()))
     assert "not there" in written and "once for the whole batch" not in written
@@ -237,6 +346,11 @@ def test_milliseconds(script, tmp_path):
     policies = [{"policy": "RandAugment", "side": s, "median_ms": 1, "host_ms": 2} for s in sides]
     written = table.policy_table(policies)
     assert "| RandAugment | 1.00 (2.00) | 1.00 (2.00) \\* |" in written
+    assert "DALI's first number is wall clock" in written  # as it was in protocol 1
+    policies = [{**p, "gpu_ms": 1, "loop_ms": 3} for p in policies]
+    written = table.policy_table(policies)
+    assert "| 1.00 / 2.00 / 3.00 | 1.00 / 2.00 / 3.00 \\* |" in written
+    assert "wall clock" not in written
     assert "kornia chooses the ops of its policies once for the whole batch" in written
 
 
@@ -248,7 +362,20 @@ def test_photos(tmp_path, monkeypatch):
     assert len(list(folder.iterdir())) == 84  # 3 files in each class
     assert files[0].stat().st_ino == files[6].stat().st_ino
     assert photos.photo_folder(photos.drawn(), 250) == folder
-    assert photos.photo_facts(folder, 250)["mean_width"] == 60
+    found = photos.photo_facts(folder, 250)
+    assert found["mean_width"] == 60
+    assert found["megapixels"]["most"] == pytest.approx(60 * 45 / 1e6, abs=1e-4)
+    assert found["progressive_share"] == 0
+    assert found["sha256"] == photos.photo_facts(folder, 250)["sha256"]
+    with Image.open(files[0]) as image:
+        image.load()
+    files[0].unlink()
+    image.save(files[0], progressive=True)
+    changed = photos.photo_facts(folder, 250)
+    assert changed["progressive_share"] == 1 / 250
+    assert changed["sha256"] != found["sha256"]
+    files[0].unlink()
+    os.link(files[6], files[0])
     with pytest.raises(ValueError, match="no JPEGs"):
         photos.photo_folder(tmp_path / "nothing", 1)
     large = photos.large(photos.drawn(), count=3, size=(800, 600))
@@ -259,17 +386,100 @@ def test_photos(tmp_path, monkeypatch):
     assert photos.large(photos.drawn(), count=3, size=(800, 600)) == large
 
 
+def test_the_page_cache_is_dropped_and_what_is_left_is_said(tmp_path):
+    photo = tmp_path / "a.jpg"
+    photo.write_bytes(bytes(1 << 20))
+    (tmp_path / "b.jpg").hardlink_to(photo)
+    assert photos.cached_share([photo]) == 1.0
+    found = photos.drop_page_cache(tmp_path)
+    assert (found["files"], found["bytes"], found["cached_share_before"]) == (1, 1 << 20, 1.0)
+    assert found["cached_share_after"] == pytest.approx(photos.cached_share([photo]), abs=1e-3)
+
+
+NVML_VALUES = {
+    "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+    "nvmlDeviceGetPowerUsage": 650_000,
+    "nvmlDeviceGetTemperature": 60,
+    "nvmlDeviceGetMaxClockInfo": 1980,
+    "nvmlDeviceGetClockInfo": 1755,
+    "nvmlSystemGetCudaDriverVersion_v2": 13000,
+    "nvmlDeviceGetCurrentClocksThrottleReasons": 0x4 | 0x1,
+}
+NVML_TEXTS = {
+    "nvmlDeviceGetUUID": b"GPU-1",
+    "nvmlDeviceGetName": b"H100",
+    "nvmlSystemGetDriverVersion": b"580",
+}
+
+
+class FakeNvml:
+    """NVML of an H100 whose clocks are below their maximum for its power cap."""
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            if name in NVML_VALUES:
+                arguments[-1]._obj.value = NVML_VALUES[name]
+            if name in NVML_TEXTS:
+                arguments[-2].value = NVML_TEXTS[name]
+            return 0
+
+        return call
+
+
+def test_what_a_file_says_of_its_gpu():
+    device = facts.Device(FakeNvml())
+    found = device.facts()
+    assert (found["gpu"], found["driver"], found["driver_cuda"]) == ("H100", "580", "13.0")
+    assert len(found["gpu_uuid_hash"]) == 12 and "GPU-1" not in str(found)
+    assert found["power_limit_w"] == 700 and found["most_clocks_mhz"]["sm"] == 1980
+    states = facts.States(device)
+    states.sample()
+    states.sample()  # within the same second
+    found = states.summary()
+    assert found["sm_mhz"] == [1755, 1755] and found["power_w"] == [650, 650]
+    assert found["throttle"] == ["power cap"] and found["samples"] == 1
+    assert facts.States(facts.Device()).summary() == {}
+
+
+def test_a_copy_without_git_knows_its_commit_and_what_was_changed(tmp_path):
+    def git(*words):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True)
+
+    (tmp_path / "gpuprefetch").mkdir()
+    (tmp_path / "benchmarks").mkdir()
+    module = tmp_path / "gpuprefetch" / "a.py"
+    module.write_text("a = 1\n")
+    assert stamp.checkout(tmp_path).commit is None
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "a")
+    stamp.write(tmp_path)
+    of_git = stamp.checkout(tmp_path)
+    assert of_git.commit and not of_git.dirty
+    shutil.rmtree(tmp_path / ".git")
+    assert stamp.checkout(tmp_path) == of_git
+    module.write_text("a = 2\n")
+    (tmp_path / "gpuprefetch" / "b.py").write_text("")
+    assert stamp.checkout(tmp_path).changed == ["gpuprefetch/a.py", "gpuprefetch/b.py"]
+
+
 LOADERS = ["synthetic", "ready", "gpuprefetch", "gpuprefetch:policy=ra,erasing=0.5", "timm"]
 LOADERS += ["torchvision:policy=ta", "torchvision:backend=tensor", "dali", "dali:policy=ra"]
+LOADERS += ["torchvision:backend=references", "torchvision:backend=tensor,normalize=gpu"]
+LOADERS += ["kornia", "kornia:policy=ra", "timm:policy=ra", "spdl", "ffcv"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torchvision's own decoder
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_loaders_agree_on_the_batch(settings, loader, train):
-    name, _ = loaders.parse(loader)
-    pytest.importorskip({"timm": "timm", "dali": "nvidia.dali"}.get(name, "torch"))
-    batches = loaders.build(loader, replace(settings, train=train, images=8))
+    workers = 1 if loader == "spdl" else 0
+    shared = replace(settings, train=train, images=8, workers=workers)
+    try:
+        batches = loaders.build(loader, shared)
+    except loaders.Missing as reason:
+        pytest.skip(str(reason))
     facts = clock.batch_facts(next(iter(batches)))
     del batches
     assert facts["shape"] == [4, 3, 32, 32]
@@ -380,8 +590,12 @@ def documents():
 
 def test_tables(documents):
     block = table.front_page(documents)
-    row = "| resnet18 eager, batch 256 | 2 | 866 | 0.87 / 0.76 |"
-    assert f"{row} 2.00 / 2.00 | 0.98 / 0.95 | 1.00 / 1.00 | 5.0 / 5.0 |" in block
+    # A round has no ratio where one of the two failed.
+    ceiling = "0.87 (0.76 to 0.98; n = 2 in 2 files)"
+    dali = "0.98 (0.95 to 1.02; n = 2 in 2 files)"
+    assert "| 866 (761 to 970; n = 2) |" in block
+    assert f"| {ceiling} | {dali} | 2.00 (n = 1, no spread) | not measured |" in block
+    assert "| abc |" in block and "Protocol 1" in block
     assert "no model" not in block  # where not every loader ran
     assert "old" not in block
     text = f"before\n{table.START}\nold\n{table.END}\nafter\n"
@@ -394,13 +608,12 @@ def test_tables(documents):
         table.replace_block("no markers", block, Path("README.md"))
     policy = {"policy": "RandAugment", "side": "dali", "median_ms": 1.5, "host_ms": 0.2}
     everything = table.all_results([*documents, machine("p.json", [policy], "policy")])
-    assert f"{row} 0.88 / 0.80 | 2.00 / 2.00 | 0.98 / 0.95 |  |" in everything
-    policy = "| no model, batch 256, RandAugment | 1 | 800 |  |  |  | 2.00 / 2.00 |  |"
-    assert policy in everything
+    row = "| no model, batch 256, RandAugment | 800 (n = 1, no spread) |  |  | 2.00 (n = 1"
+    assert row in everything
     assert "| other eager, batch 256 |" not in everything  # which has nothing of ours
-    assert "no JPEG engines | 1 | 444 |" in everything
-    assert "| [b](results/b.json) | 761 | 0.761 | 0.90 | 1.00 | 0.00 |" in everything
-    assert "- resnet18 eager, batch 256: DALI, tuned on a.json: none" in everything
+    assert "no JPEG engines | 444 (n = 1, no spread) |" in everything
+    assert "| [b](results/b.json) | 761 (n = 1, no spread) | 0.761 | 0.90 | 1.00 |" in everything
+    assert "- resnet18 eager, batch 256: DALI on a.json: none" in everything
     assert "| RandAugment | 1.50 (0.20) |" in everything
 
 
@@ -411,6 +624,166 @@ def test_plot(documents, tmp_path):
     for words in ("resnet18 eager, batch 256", "no loading at all", "380", "803", "761"):
         assert words in drawn
     assert "960" not in drawn  # of the machine without torchvision
+
+
+def rounds(column, *rates, **more):
+    """Results of a column by protocol 2, in rounds that are turned around."""
+    places = {"synthetic": 0, "gpuprefetch": 1, "dali": 2, "gpuprefetch (again)": 3}
+    at = places.get(column, 0)
+    new = {"files": 13200, "policy": "", "validate": 0, "persistent": True, "cold": False}
+    return [
+        result(column, rate, round=number, place=3 - at if number % 2 else at) | new | more
+        for number, rate in enumerate(rates)
+    ]
+
+
+@pytest.fixture
+def second():
+    """A document of protocol 2 that keeps its rules: DALI is 4 % faster, the noise is 1 %."""
+    results = rounds("synthetic", 1000.0, 1000.0) + rounds("gpuprefetch", 900.0, 900.0)
+    results += rounds("dali", 936.0, 936.0) + rounds("gpuprefetch (again)", 891.0, 900.0)
+    document = machine("train-new.json", results)
+    document["metadata"] |= {"dirty": False, "changed": []}
+    return document | {"protocol": 2}
+
+
+def test_a_difference_within_the_noise_is_equal(second):
+    (cell,) = cells.train_cells([second])
+    assert cell.noise == pytest.approx(900 / 891 - 1)
+    assert str(cell.compared("gpuprefetch", "dali")) == "0.96 (0.96 to 0.96; n = 2)"
+    for r in second["results"]:
+        if r["column"] == "dali":
+            r["images_per_second"] = {"median": 905.0, "values": [905.0]}
+    (cell,) = cells.train_cells([second])
+    assert str(cell.compared("gpuprefetch", "dali")) == "equal (0.99 to 0.99; n = 2)"
+    assert "| 1.0 % | settled | abc |" in table.summary_table([cell])
+    assert "Protocol 2" in table.all_results([second])
+    second["results"] += rounds("timm", 100.0, 200.0)
+    assert "| **unsettled** | abc |" in table.summary_table(cells.train_cells([second]))
+    pairs = {
+        "a": {n: 1 + r for n, r in enumerate((0.01, 0.02, 0.09))},
+        "b": dict.fromkeys(range(3), 1),
+    }
+    assert protocol.noise([pairs], [("a", "b")]) == pytest.approx(0.04)
+    assert protocol.difference(0.5) == protocol.difference(2.0) == 1.0
+    assert str(protocol.Compared([1.002, 1.004], 0.002)) == "1.003 (1.002 to 1.004; n = 2)"
+
+
+def test_files_of_one_gpu_are_one_machine(second):
+    other = {**second, "file": "train-other.json"}
+    for document, gpu in ((second, "a"), (other, "a")):
+        document["metadata"] = {**document["metadata"], "gpu_uuid_hash": gpu}
+    (cell,) = cells.train_cells([second, other])
+    assert cell.compared("gpuprefetch", "dali").count == "n = 4"
+    other["metadata"]["gpu_uuid_hash"] = "b"
+    (cell,) = cells.train_cells([second, other])
+    assert cell.compared("gpuprefetch", "dali").count == "n = 4 on 2 machines"
+
+
+def test_protocol_1_has_a_noise_where_two_columns_were_one_configuration():
+    stats = {"share": 0.0, "cpu_images": 0}
+    control = result(cells.CONTROL, 100.0)
+    (cell,) = cells.train_cells(
+        [machine("a", [result("gpuprefetch", 105.0, stats=stats), control])]
+    )
+    assert cell.noise == pytest.approx(0.05)
+    stats["share"] = 0.1
+    (cell,) = cells.train_cells(
+        [machine("a", [result("gpuprefetch", 105.0, stats=stats), control])]
+    )
+    assert cell.noise is None
+
+
+def drop(column):
+    return lambda document: document["results"].__setitem__(
+        slice(None), [r for r in document["results"] if r["column"] != column]
+    )
+
+
+def reorder(document):
+    for r in document["results"]:
+        r["place"] = 1 if r["column"] == "synthetic" else 0
+
+
+BROKEN = {
+    "no pair of the same column": drop("gpuprefetch (again)"),
+    "its commit is not known": lambda document: document["metadata"].update(commit=None),
+    "its code was not the commit's: a.py": lambda document: document["metadata"].update(
+        dirty=True, changed=["a.py"]
+    ),
+    "fewer than 2 rounds of ['dali']": lambda document: document["results"].pop(5),
+    "photos of a cold run were still in the page cache: 100%": lambda document: document["results"][
+        0
+    ].update(page_cache={"cached_share_after": 1.0}),
+    "the second round is not the first one reversed": reorder,
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_file_that_departs_from_its_protocol_is_named(second, rule):
+    assert cells.broken_rules(second) == []
+    BROKEN[rule](second)
+    assert any(rule in found for found in cells.broken_rules(second))
+    assert cells.broken_rules(second | {"protocol": 1}) == []
+
+
+QUOTE = "<!-- = train-* | resnet18 eager, batch 256 | dali / gpuprefetch | {} -->"
+TEXTS = {
+    "## How fast\n\nDALI was 4" + QUOTE.format("% faster") + " % faster.": "",
+    "## How fast\n\nDALI was 5" + QUOTE.format("% faster") + " % faster.": "the files have 4",
+    "DALI was 1.04 to 1.04" + QUOTE.format("times") + " times as fast.": "",
+    "DALI was 1.00 to 1.04" + QUOTE.format("times") + " times as fast.": "have 1.04 to 1.04",
+    "DALI is as fast" + QUOTE.format("equal") + ".": "not within a measured noise",
+    "DALI was 4 % faster.": "no comment that says where it is from",
+    "## How fast\n\nDALI was 4 times that.": "no comment that says where it is from",
+    "It was 4 times that.": "",
+    "DALI was 4 % faster. <!-- not from results: their page says so -->": "",
+    "`4 % faster`\n\n```text\n4 % faster\n```": "",
+    "900" + QUOTE.format("images/s").replace("dali / ", "") + " images/s": "",
+    "DALI was 4" + QUOTE.format("% better") + " %": "no such quantity",
+    "DALI was 4" + QUOTE.format("% faster").replace("18", "19") + " %": "no such cell",
+    "DALI was 4" + QUOTE.format("% faster").replace("train", "trane") + " %": "no such file",
+    "words" + QUOTE.format("% faster"): "no number stands before",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_numbers_in_a_text_follow_from_files(second, text):
+    found = quotes.problems(text, [second])
+    assert (TEXTS[text] in "; ".join(found)) if TEXTS[text] else (found == [])
+
+
+def test_a_number_within_the_noise_must_not_be_quoted(second):
+    for r in second["results"]:
+        if r["column"] == "dali":
+            r["images_per_second"] = {"median": 905.0, "values": [905.0]}
+    (found,) = quotes.problems("DALI was 1" + QUOTE.format("% faster") + " % faster", [second])
+    assert "within the noise" in found
+    assert quotes.problems("DALI is as fast" + QUOTE.format("equal"), [second]) == []
+
+
+def test_the_check_fails_for_a_wrong_number_on_a_page(tmp_path, monkeypatch):
+    page = tmp_path / "README.md"
+    readme = (ROOT / "README.md").read_text()
+    page.write_text(readme.replace("12 and\n26<!--", "12 and\n20<!--"))
+    assert page.read_text() != readme
+    monkeypatch.setattr("table.PAGES", [page])
+    with pytest.raises(SystemExit, match=r"README.md: 12 to 20 .*: the files have 12 to 26"):
+        table.main(["--check"])
+
+
+def test_quotes_of_other_benchmarks():
+    policy = {"policy": "RandAugment", "side": "dali", "host_ms": 22.88}
+    stats = {"read_seconds": 0.5, "collate_seconds": 1.0, "batches": 100}
+    shared = {"model": "m", "column": "dali", "stats": stats}
+    speeds = ((1, 100.0), (4, 390.0))
+    scaling = [{**shared, "processes": n, "images_per_second": {"median": s}} for n, s in speeds]
+    documents = [machine("p.json", [policy], "policy"), machine("s.json", scaling, "scaling")]
+    text = """22.9<!-- = p | RandAugment | dali | host_ms --> ms
+    3.90<!-- = s | m | dali / 4 | times one --> times one, 2.5<!-- = s | m | dali / 4 | % lost -->
+    5<!-- = s | m | dali / 4 | ms to read a batch --> ms"""
+    assert quotes.problems(text, documents) == []
+    assert len(quotes.problems(text.replace("22.9", "23.1").replace("2.5", "2.6"), documents)) == 2
 
 
 def test_committed_tables_are_fresh():
@@ -472,6 +845,17 @@ def test_the_rows_of_what_was_checked():
     ):
         assert text in block
     assert correctness.block([machine("a.json", [])]) == ""
+
+
+def test_a_result_says_which_nvjpeg_decoded(as_nvjpeg):
+    def version(part, number):
+        number._obj.value = (13, 3, 2)[part]
+        return 0
+
+    as_nvjpeg(SimpleNamespace(nvjpegGetProperty=version))
+    assert loaders.nvjpeg_version() == "13.3.2"
+    as_nvjpeg(SimpleNamespace(nvjpegGetProperty=lambda part, number: 1))
+    assert loaders.nvjpeg_version() is None
 
 
 def test_engines_are_refused_as_by_a_gpu_that_has_none(as_nvjpeg):

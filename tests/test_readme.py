@@ -281,6 +281,8 @@ def test_commands_of_the_pages_exist():
         _, program, arguments = re.split(r"(\S+\.py|-m gpuprefetch)", command)
         ours = program == "-m gpuprefetch"
         source = (ROOT / ("gpuprefetch/__main__.py" if ours else program)).read_text()
+        if program.startswith("benchmarks/"):  # which share some options
+            source += (ROOT / "benchmarks" / "harness.py").read_text()
         words = re.findall(r"--[\w-]+", arguments) + arguments.split()[:ours]
         assert all(f'"{word}"' in source for word in words), command
 

@@ -1,0 +1,246 @@
+"""Results of train.py by cell and machine, for the tables and for the numbers that pages quote.
+
+A file is one machine. The rules by which columns are compared are protocol.py's.
+"""
+
+import json
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import protocol
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+OURS = protocol.OURS
+TWIN = protocol.TWIN
+CONTROL = "gpuprefetch:cpu_share=0.0"
+DALI = "dali"
+CEILING = "synthetic"
+PLAIN = "torchvision"
+POLICIES = {"ra": "RandAugment", "ta": "TrivialAugmentWide", "aa": "AutoAugment"}
+NO_MODEL = "no model"  # the loader alone
+STILL_CACHED = 0.05  # share of the photos' pages that a cold run may find in memory
+
+Document = dict[str, Any]
+Result = dict[str, Any]
+
+
+def read(folder: Path) -> list[Document]:
+    """The documents of the benchmarks and checks, by time."""
+    documents = []
+    for path in sorted(folder.glob("*.json")):
+        document = json.loads(path.read_text())
+        if "benchmark" in document and "metadata" in document:
+            documents.append({**document, "file": path.name})
+    return sorted(documents, key=lambda document: document["metadata"]["utc"])
+
+
+def version(document: Document) -> int:
+    """The protocol that a document was measured by."""
+    return int(document.get("protocol", 1))
+
+
+def split(column: str) -> tuple[str, str]:
+    """A column without its policy, and the policy: protocol 1 has it among the options."""
+    loader, _, options = column.partition(":")
+    words = {key: value for key, _, value in (w.partition("=") for w in options.split(",") if w)}
+    policy = words.pop("policy", "")
+    rest = ",".join(f"{key}={value}" for key, value in words.items())
+    return f"{loader}:{rest}" if rest else loader, policy
+
+
+def title(result: Result, affinity: int) -> str:
+    """A cell in words: model and mode, and what is not as usual."""
+    no_model = result["model"] == "none"
+    words = [NO_MODEL if no_model else f"{result['model']} {result['mode']}"]
+    words.append(f"batch {result['batch_size']}")
+    words += ["12 megapixels"] * (result["photos"] == "large")
+    words += [f"photos {result['photos']}"] * (result["photos"] not in ("large", "sample"))
+    words += ["no JPEG engines"] * (result["engine"] == "none")
+    words += [f"{result['cores']} cores"] * (result["cores"] != affinity)
+    words += _epochs(result)
+    words += ["default stream"] * (result["stream"] == "default")
+    words += ["loss read each step"] * (result["loop"] == "item")
+    policy = result.get("policy") or split(result["column"])[1]
+    words += filter(None, [POLICIES.get(policy)])
+    return ", ".join(words)
+
+
+def _epochs(result: Result) -> list[str]:
+    if not result["epochs"]:
+        return []
+    if "files" not in result:  # protocol 1
+        return [f"{result['epochs']} short epochs"]
+    files = f"{result['files']:,} photos"
+    if result["cold"]:
+        return [f"first epoch of {files} from the disk"]
+    words = [f"epochs of {files}"]
+    words += [f"{result['validate']:,} to validate"] * bool(result["validate"])
+    return words + ["new workers each"] * (not result["persistent"])
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cell in one file: the results of each column, by round."""
+
+    file: str
+    commit: str
+    version: int
+    results: dict[str, dict[int, Result]]
+    gpu: str | None = None  # a hash of its UUID
+
+    @property
+    def rates(self) -> protocol.Rounds:
+        return {
+            column: {number: protocol.rate_of(r) for number, r in rounds.items()}
+            for column, rounds in self.results.items()
+        }
+
+    @property
+    def settled(self) -> bool:
+        return protocol.is_settled(
+            [list(rounds.values()) for rounds in self.rates.values()],
+        )
+
+    @property
+    def unsettled_starts(self) -> tuple[int, int]:
+        """Processes whose rate did not stand still before it was measured, and all of them."""
+        flags = [r["settled"] for _, r in self.each() if "settled" in r]
+        return flags.count(False), len(flags)
+
+    def each(self) -> list[tuple[str, Result]]:
+        return [(c, r) for c, rounds in self.results.items() for r in rounds.values()]
+
+    def median(self, column: str, key: str) -> float:
+        return statistics.median(r.get(key, 0.0) for r in self.results[column].values())
+
+    def twins(self) -> protocol.Rounds:
+        """Rates of two labels of one loader: the pair of protocol 2, or what is one by accident.
+
+        In protocol 1 the default and ``cpu_share=0.0`` are one configuration where the workers
+        decoded nothing.
+        """
+        if self.version > 1:
+            return self.rates
+        alike = {
+            number
+            for number, r in self.results.get(OURS, {}).items()
+            if "stats" in r and r["stats"]["share"] == 0 and r["stats"]["cpu_images"] == 0
+        }
+        return {
+            column: {number: rate for number, rate in rounds.items() if number in alike}
+            for column, rounds in self.rates.items()
+        }
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured, and the machines that measured it by one version of the protocol."""
+
+    title: str
+    version: int
+    machines: list[Machine]
+
+    @property
+    def noise(self) -> float | None:
+        pairs = [(OURS, TWIN)] if self.version > 1 else [(OURS, CONTROL)]
+        return protocol.noise([m.twins() for m in self.machines], pairs)
+
+    def rates(self, column: str) -> list[float]:
+        """Of every round on every machine."""
+        return [rate for m in self.machines for rate in m.rates.get(column, {}).values()]
+
+    def compared(self, column: str, other: str) -> protocol.Compared:
+        machines = [(m.gpu or m.file, m.rates) for m in self.machines]
+        return protocol.compared(machines, column, other, self.noise)
+
+    def with_columns(self, *columns: str) -> list[Machine]:
+        return [m for m in self.machines if all(c in m.results for c in columns)]
+
+    @property
+    def plain(self) -> str:
+        """torchvision's DataLoader: in protocol 2 the fastest of those that ran."""
+        if self.version == 1:
+            return PLAIN
+        columns = {c for m in self.machines for c in m.results if c.startswith(PLAIN)}
+        return max(columns, key=lambda c: statistics.median(self.rates(c)), default=PLAIN)
+
+    @property
+    def state(self) -> str:
+        """Whether it is settled, in the words of the table."""
+        if self.version > 1:
+            return "settled" if all(m.settled for m in self.machines) else "**unsettled**"
+        starts = [m.unsettled_starts for m in self.machines]
+        drifting, processes = (sum(counts) for counts in zip(*starts, strict=True))
+        if not processes:
+            return "not known"
+        return f"{processes - drifting} of {processes} processes"
+
+    def order(self) -> tuple[bool, float, str]:
+        """Whole epochs first, then the cells that DALI wins."""
+        values = self.compared(OURS, DALI).values
+        ratio = statistics.median(values) if values else float("inf")
+        return "epoch" not in self.title, ratio, self.title
+
+
+def train_cells(documents: list[Document], wanted: int | None = None) -> list[Cell]:
+    """The cells of the documents of train.py, of one version of the protocol or of all."""
+    found: dict[tuple[str, int], dict[str, Machine]] = defaultdict(dict)
+    for document in documents:
+        if document["benchmark"] != "train" or wanted not in (None, version(document)):
+            continue
+        metadata = document["metadata"]
+        for r in document["results"]:
+            if "images_per_second" not in r or "error" in r or ": " in r["column"]:
+                continue  # it failed, was skipped, or is another version of this library
+            machines = found[title(r, metadata["affinity"]), version(document)]
+            empty = Machine(
+                document["file"],
+                metadata["commit"] or "",
+                version(document),
+                defaultdict(dict),
+                metadata.get("gpu_uuid_hash"),
+            )
+            machine = machines.setdefault(document["file"], empty)
+            rounds = machine.results[split(r["column"])[0]]
+            number = r.get("round", 0)
+            while number in rounds:
+                number += 1
+            rounds[number] = r
+    cells = [Cell(name, v, list(by_file.values())) for (name, v), by_file in found.items()]
+    return sorted(cells, key=Cell.order)
+
+
+def broken_rules(document: Document) -> list[str]:
+    """How a document of train.py departs from the protocol that it names."""
+    if version(document) < protocol.VERSION or document["benchmark"] not in ("train", "sweep"):
+        return []
+    metadata = document["metadata"]
+    found = [] if metadata["commit"] else ["its commit is not known"]
+    if metadata["dirty"]:
+        found.append(f"its code was not the commit's: {', '.join(metadata['changed'])}")
+    if document["benchmark"] == "sweep":
+        return found
+    failed = {r["column"] for r in document["results"] if "error" in r}  # the table lists them
+    kept = [r["page_cache"]["cached_share_after"] for r in document["results"] if "page_cache" in r]
+    if any(share > STILL_CACHED for share in kept):
+        found.append(f"photos of a cold run were still in the page cache: {max(kept):.0%}")
+    for cell in train_cells([document]):
+        (machine,) = cell.machines
+        if TWIN not in machine.results or OURS not in machine.results:
+            found.append(f"{cell.title}: no pair of the same column, so no noise")
+        few = [c for c, r in machine.results.items() if len(r) < protocol.LEAST_ROUNDS]
+        few = [column for column in few if column not in failed]
+        if few:
+            found.append(f"{cell.title}: fewer than {protocol.LEAST_ROUNDS} rounds of {few}")
+        places: dict[int, list[str]] = defaultdict(list)
+        for column, r in sorted(machine.each(), key=lambda each: each[1]["place"]):
+            places[r["round"]].append(column)
+        whole = set(machine.results)
+        both = [places[n] for n in (0, 1) if set(places[n]) == whole]
+        if len(both) == 2 and both[0] != both[1][::-1]:
+            found.append(f"{cell.title}: the second round is not the first one reversed")
+    return found
