@@ -85,21 +85,26 @@ class Child:
 
 
 class Watched(Child):
-    """A child that is followed by what it writes to ``out``, as ``subprocess`` has it."""
+    """A child that is followed by what it writes to files, as ``subprocess`` has it."""
 
-    def __init__(self, out, code, *arguments, **options):
+    def __init__(self, out, err, code, *arguments, **options):
         super().__init__(code, *arguments, **options)
-        self.out = out
+        self.copies = [out, err]
 
     def poll(self, seconds=0):
         super().poll(seconds)
-        self.out.seek(0)
-        self.out.write(self._files[0].read_text())
-        self.out.flush()
+        for written, copy in zip(self._files, self.copies, strict=True):
+            copy.seek(0)
+            copy.write(written.read_text())
+            copy.flush()
         return self.returncode
 
+    def send_signal(self, number):
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
     def kill(self):
-        os.kill(self.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
     def wait(self):
         self.poll(60)

@@ -239,8 +239,11 @@ def test_a_failure_is_made_simpler(differential, monkeypatch):
 def test_crashes_and_hangs_are_noticed(differential, monkeypatch):
     # Guards the first test.
     def start(task, out, err):
-        code = "import differential, json, sys; differential.run_cases(**json.loads(sys.argv[1]))"
-        return Watched(out, code, json.dumps(task), PYTHONPATH=CHECKS)
+        code = (
+            "import differential, faulthandler, json, sys; faulthandler.enable()\n"
+            "differential.run_cases(**json.loads(sys.argv[1]))"
+        )
+        return Watched(out, err, code, json.dumps(task), PYTHONPATH=CHECKS)
 
     monkeypatch.setattr(differential, "start", start)
     trap = json.dumps({"0": "crash", "1": "hang"})
@@ -248,5 +251,6 @@ def test_crashes_and_hangs_are_noticed(differential, monkeypatch):
     result = differential.differential(differential.parse(words))
     ended = [(failure["seed"], failure["what"]) for failure in result["failures"]]
     assert ended == [(0, ["signal 11"]), (1, ["hangs"])]
+    assert all("in run_cases" in failure["traceback"] for failure in result["failures"])
     assert result["cases"] == result["wrong"] == 2
     assert all(len(failure["script"].splitlines()) <= 20 for failure in result["failures"])

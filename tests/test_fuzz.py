@@ -28,7 +28,7 @@ def run(fuzz, *words):
 
 def start(task, out, err):
     code = "import fuzz, json, sys; fuzz.attack(**json.loads(sys.argv[1]))"
-    return Watched(out, code, json.dumps(task), PYTHONPATH=CHECKS)
+    return Watched(out, err, code, json.dumps(task), PYTHONPATH=CHECKS)
 
 
 def test_a_slice(device, fuzz):

@@ -46,6 +46,8 @@ LEVELS = 3
 SHARE = 0.01
 HANGS_SECONDS = 120.0  # without a finished group
 START_SECONDS = 60.0  # more of them before the first one
+DUMP_SECONDS = 10.0  # for a child that hangs to write where its threads are
+DUMP_LINES = 200  # of them
 MAX_CRASHES = 8  # of one job, which then ends
 MAX_DIFFERING = 20  # cases that are named
 # Levels, of the mean over a good picture. A decoder that repeats subsampled colors where libjpeg
@@ -357,7 +359,7 @@ def run_range(task: dict[str, Any]) -> dict[str, Any]:
 
 def start(task: dict[str, Any], out: Any, err: Any) -> subprocess.Popen[bytes]:
     """A child that writes to these files."""
-    command = [sys.executable, __file__, "--child", json.dumps(task)]
+    command = [sys.executable, "-X", "faulthandler", __file__, "--child", json.dumps(task)]
     # A dozen processes on one GPU, with the 32 channels that the library asks for, left nvJPEG
     # without resources; for all that is known, it was the channels.
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "4"} | os.environ
@@ -376,7 +378,8 @@ def watch(
     """Wait for a child that writes lines to ``out``, each within ``patience`` seconds.
 
     Returns:
-        Its lines, how it ended ("0", "signal 11", "exit 1", "hangs"), its last errors.
+        Its lines, how it ended ("0", "signal 11", "exit 1", "hangs"), its last errors. Those
+        of a child that hangs end in where its threads are, if it has ``faulthandler`` on.
     """
     size = 0
     moved = time.monotonic()
@@ -386,12 +389,21 @@ def watch(
             size = now
             moved = time.monotonic()
         elif time.monotonic() - moved > patience + (0 if size else START_SECONDS):
+            child.send_signal(signal.SIGABRT)
+            _wait(child, DUMP_SECONDS)
             child.kill()
             child.wait()
-            return _lines(out), "hangs", ""
+            return _lines(out), "hangs", "\n".join(_lines(err)[-DUMP_LINES:])
     code = child.returncode
     ending = f"signal {-code}" if code < 0 else f"exit {code}" if code else "0"
     return _lines(out), ending, "\n".join(_lines(err)[-12:])
+
+
+def _wait(child: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for a child's end, so long at most."""
+    until = time.monotonic() + seconds
+    while child.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def _lines(file: Any) -> list[str]:
