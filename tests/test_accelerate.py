@@ -1,6 +1,7 @@
 """A torchvision loader moved in one call gives what it gave: held to torchvision on PIL images."""
 
 import abc
+import contextlib
 import pickle
 import random
 import runpy
@@ -363,6 +364,81 @@ def test_a_moved_loader_gives_what_it_gave(folder, name):
     where = [step.where for step in moved.plan.steps]
     assert where[:kept] == ["worker CPU"] * kept and "worker CPU" not in where[kept:]
     assert_same_batches(loader, moved, atol=level, rtol=0 if kept else 1e-5)
+
+
+def to_rgb(picture):
+    """With a docstring."""
+    if picture.mode != "RGB":
+        picture = picture.convert("RGB")
+    return picture
+
+
+def given_rgb(mode):
+    return lambda picture: picture.convert(mode)
+
+
+RGB = {
+    "one call": v1.Lambda(lambda im: im.convert("RGB")),
+    "by name": v2.Lambda(lambda im: im.convert(mode="RGB")),
+    "where it is not": v1.Lambda(lambda x: x.convert("RGB") if x.mode != "RGB" else x),
+    "where it is": lambda img: img if img.mode == "RGB" else img.convert("RGB"),
+    "a function": to_rgb,
+    "torchvision's": v2.RGB(),
+}
+NOT_RGB = {
+    "another mode": lambda im: im.convert("L"),
+    "another method": lambda im: im.copy("RGB"),
+    "the other way round": lambda x: x.convert("RGB") if x.mode == "RGB" else x,
+    "two arguments": lambda im, mode: im.convert("RGB"),
+    "more": lambda im: im.convert("RGB").rotate(90),
+    "a closure": given_rgb("RGB"),
+    "a number": lambda im: im.convert(3),
+    "an attribute": lambda im: im.image.convert("RGB"),
+}
+
+
+@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("name", RGB)
+def test_what_makes_rgb_does_nothing(folder, name, at):
+    ops = [v1.Resize((40, 40)), v1.CenterCrop(24), v1.ToTensor()]
+    added = [*ops[:at], RGB[name], *ops[at:]]
+    loader = loader_of(folder, added)
+    moved = accelerate(loader, **CPU)
+    assert [step.where for step in moved.plan.steps].index("nothing to do") == at
+    assert_same_batches(loader, moved, atol=1.01 / 255)  # the resize's result is not rounded
+    assert_same_batches(accelerate(loader_of(folder, ops), **CPU), moved, atol=0, rtol=0)
+    files = DataLoader(gpuprefetch.EncodedImageFolder(folder), 3)
+    listed, without = (
+        DataPrefetcher(files, transforms=v1.Compose(each), device="cpu") for each in (added, ops)
+    )
+    assert_same_batches(without, listed, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("name", NOT_RGB)
+def test_what_only_looks_so_is_refused(folder, name):
+    # Guards the test before it.
+    loader = loader_of(folder, [NOT_RGB[name], v1.CenterCrop(24), v1.ToTensor()])
+    with pytest.raises(UnsupportedTransformError, match="cannot move to the device"):
+        accelerate(loader, **CPU)
+
+
+def test_rgb_of_gray_is_no_rgb(folder):
+    ops = [v1.CenterCrop(24), v1.Grayscale(1), RGB["one call"], v1.ToTensor()]
+    with pytest.raises(UnsupportedTransformError, match="Lambda cannot move"):
+        accelerate(loader_of(folder, ops), **CPU)
+    kept = [TURN, v1.Grayscale(1), v1.CenterCrop(24), RGB["one call"], v1.ToTensor()]
+    loader = loader_of(folder, kept)
+    assert_same_batches(loader, accelerate(loader, keep_unknown=True, **CPU), atol=1e-6)
+
+
+def test_timms_conversion_to_rgb_does_nothing(folder):
+    transforms = pytest.importorskip("timm.data.transforms")
+    if not hasattr(transforms, "MaybeConvertMode"):
+        pytest.skip("needs a newer timm")
+    for mode, ok in (("RGB", True), ("L", False)):
+        ops = [transforms.MaybeConvertMode(mode), v1.CenterCrop(24), v1.ToTensor()]
+        with contextlib.nullcontext() if ok else pytest.raises(UnsupportedTransformError):
+            assert accelerate(loader_of(folder, ops), **CPU).plan.steps[0].module is None
 
 
 GRAY = v2.Grayscale(1)

@@ -34,6 +34,7 @@ from gpuprefetch.lists.fused import (
     is_kornia,
 )
 from gpuprefetch.lists.refused import refuse_in_list, refuse_once_a_batch, refuse_within_kornia
+from gpuprefetch.lists.rgb import makes_rgb
 from gpuprefetch.policies.compile import COMPILERS, FILTERS, compiled
 from gpuprefetch.policies.known import (
     UnsupportedTransformError,
@@ -130,7 +131,11 @@ def convert(
             dtype=batched.dtype,
         )
     walk = _Walk(
-        form, is_pipeline=True, holds_float=batched is None or form.is_float, instead=_IN_WORKERS
+        form,
+        is_pipeline=True,
+        is_rgb=batched is None,
+        holds_float=batched is None or form.is_float,
+        instead=_IN_WORKERS,
     )
     for op in flatten(pipeline):
         walk.take_theirs(op)
@@ -255,6 +260,7 @@ class _Walk:
         form: Form,
         *,
         is_pipeline: bool,
+        is_rgb: bool = True,
         holds_float: bool = True,
         instead: str = "call it in the dataset, on the decoded image",
     ) -> None:
@@ -262,6 +268,7 @@ class _Walk:
         self.instead = instead  # what may be done with an op that cannot run here
         self.is_pipeline = is_pipeline  # only torchvision's ops so far, on decoded images
         self.began_as_pipeline = False
+        self.decodes_to_rgb = is_rgb
         self.holds_float = holds_float  # our images: the launch gives [0, 1]
         self.cast: torch.dtype | None = None  # of the launch's floats, before what comes after it
         self.head = Head()
@@ -271,7 +278,7 @@ class _Walk:
 
     def take(self, transform: Transform) -> None:
         """Take one op of a list."""
-        if self.is_pipeline and self._stays_pipeline(from_timm(transform)):
+        if self.is_pipeline and self._stays_pipeline(transform):
             self.began_as_pipeline = True
             self.take_theirs(transform)
             return
@@ -327,6 +334,9 @@ class _Walk:
         return "it is no crop, resize, flip or Normalize"
 
     def _stays_pipeline(self, op: LibraryOp) -> bool:
+        if self._is_rgb_for(op):
+            return True
+        op = from_timm(op)
         if name_of(op) is None:
             return False
         if has(op, Is.CONVERTS) or _why_not_on_batch(twin(op)) is None:
@@ -347,8 +357,15 @@ class _Walk:
 
     # --- torchvision's, with torchvision's meaning ---
 
+    def _is_rgb_for(self, op: LibraryOp) -> bool:
+        """Whether an op makes RGB of images that are RGB: the launch leaves them so."""
+        return self.decodes_to_rgb and not self.tail and makes_rgb(op)
+
     def take_theirs(self, op: LibraryOp) -> None:
         """Take an op of a pipeline for PIL images or uint8 tensors."""
+        if self._is_rgb_for(op):
+            self._add(op, None, "nothing to do", "images are RGB")
+            return
         op = from_timm(op)
         if is_on_device(op):
             raise UnsupportedTransformError(
@@ -362,8 +379,7 @@ class _Walk:
             self._take_conversion(op)
             return
         op = twin(op)
-        rgb = type(op).__name__ == "RGB" and not self.form.is_sized  # files are decoded to RGB
-        if rgb or has(op, Is.DOES_NOTHING):
+        if has(op, Is.DOES_NOTHING):
             self._add(op, None, "nothing to do")
         elif not self._fuse(op):
             self._take_on_batch(op)
