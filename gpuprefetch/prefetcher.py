@@ -79,6 +79,15 @@ def _refuse_no_loader(loader: object) -> None:
         )
 
 
+# Attributes that people look for, and what to write.
+_MOVES = " Its batches are on its device already: give it device=..., and leave this call out."
+_ADVICE = {
+    "to": _MOVES,
+    "cuda": _MOVES,
+    "reset": " Each `for batch in prefetcher` begins an epoch: leave reset() out.",
+}
+
+
 class DataPrefetcher:
     """Wrap a DataLoader: its batches arrive on the device, decoded and transformed ahead of time.
 
@@ -448,7 +457,13 @@ class DataPrefetcher:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # also keeps copy and pickle from recursing before _loader is set
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._loader, name)
+        try:
+            return getattr(self._loader, name)
+        except AttributeError as error:
+            advice = _ADVICE.get(name, "")
+            raise AttributeError(
+                f"{error}, and the DataPrefetcher around it has none.{advice}"
+            ) from error
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _ARGUMENTS and "_options" in vars(self):

@@ -136,6 +136,11 @@ DATASET = r"DataLoader\(dataset, batch_size=\.\.\.\)"
             lambda root: gpuprefetch.doctor(EncodedImageFolder(root), print),
             rf"doctor\({DATASET}, step\)\.$",
         ),
+        (lambda root: RandomResizedCrop(224, 192), r"write RandomResizedCrop\(\(224, 192\)\)\.$"),
+        (
+            lambda root: DataPrefetcher(files(root), device="mps"),
+            r"Use device='cpu', .* in the loop: images\.to\('mps'\)\.$",
+        ),
     ],
 )
 def test_elsewhere(photo_folder, make, message):
@@ -145,3 +150,17 @@ def test_elsewhere(photo_folder, make, message):
 
 def first(root):
     return EncodedImageFolder(root)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("to", r"give it device=\.\.\., and leave this call out\.$"),
+        ("cuda", r"give it device=\.\.\., and leave this call out\.$"),
+        ("reset", r"leave reset\(\) out\.$"),
+        ("bach_size", r"'DataLoader' object has no attribute.* around it has none\.$"),
+    ],
+)
+def test_attributes_that_are_not_there(photo_folder, name, message):
+    with pytest.raises(AttributeError, match=message):
+        getattr(DataPrefetcher(files(photo_folder), device="cpu", transforms=[CROP]), name)

@@ -18,7 +18,10 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     if resolved.type == "cpu":
         return resolved
     if resolved.type != "cuda":
-        raise ValueError(f"device must be CUDA or CPU, got {str(resolved)!r}.")
+        raise ValueError(
+            f"device must be CUDA or CPU, got {str(resolved)!r}. "
+            f"Use device='cpu', and move the batches in the loop: images.to({str(resolved)!r})."
+        )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if resolved.index is None and count:
         return torch.device("cuda", torch.cuda.current_device())

@@ -229,8 +229,11 @@ class RandomResizedCrop(FusedTransform):
         for name, value, least in (("scale", scale, 0.0), ("ratio", ratio, math.ulp(0.0))):
             if np.shape(value) != (2,) or not least <= value[0] <= value[1] < math.inf:
                 above = "<" if least else "<="
+                advice = ""
+                if isinstance(value, int) and name == "scale":
+                    advice = f" For height and width write RandomResizedCrop(({size}, {value}))."
                 raise ValueError(
-                    f"{name} must be (low, high) with 0 {above} low <= high, got {value!r}."
+                    f"{name} must be (low, high) with 0 {above} low <= high, got {value!r}.{advice}"
                 )
         exact = pair(size, "RandomResizedCrop")
         super().__init__(ResizedCropOp(exact, tuple(scale), tuple(ratio), _filter(interpolation)))
