@@ -128,7 +128,7 @@ def run_child(
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         child = subprocess.Popen(
-            [sys.executable, script, "--child", json.dumps(task)],
+            child_command(script, task),
             stdout=out,
             stderr=err,
             env=variables,
@@ -154,6 +154,11 @@ def run_child(
     if before is None:
         return result
     return {**result, "gpu_peak_gib": (peak - before) / GIB, "gpu_state": states.summary()}
+
+
+def child_command(script: str, task: dict[str, Any], *options: str) -> list[str]:
+    """What starts a script as a child with a task, with these options of Python's."""
+    return [sys.executable, *options, script, "--child", json.dumps(task)]
 
 
 def child_main(measurement: Callable[..., dict[str, Any]]) -> None:

@@ -111,7 +111,7 @@ def run_range(task: dict[str, Any]) -> dict[str, Any]:
 
 def start(task: dict[str, Any], out: Any, err: Any) -> subprocess.Popen[bytes]:
     """A child that writes to these files, in a session of its own."""
-    command = [sys.executable, "-X", "faulthandler", __file__, "--child", json.dumps(task)]
+    command = harness.child_command(__file__, task, "-X", "faulthandler")
     return subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
 
 

@@ -359,7 +359,7 @@ def run_range(task: dict[str, Any]) -> dict[str, Any]:
 
 def start(task: dict[str, Any], out: Any, err: Any) -> subprocess.Popen[bytes]:
     """A child that writes to these files."""
-    command = [sys.executable, "-X", "faulthandler", __file__, "--child", json.dumps(task)]
+    command = harness.child_command(__file__, task, "-X", "faulthandler")
     # A dozen processes on one GPU, with the 32 channels that the library asks for, left nvJPEG
     # without resources; for all that is known, it was the channels.
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "4"} | os.environ
