@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -27,7 +28,7 @@ from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.build import build_stage, rebuilt
 from gpuprefetch.images.decode import ImageDecoder, decoded_by
 from gpuprefetch.images.imports import load_worker_modules
-from gpuprefetch.images.loading import LivingWorkers, noting_sampler, with_packing
+from gpuprefetch.images.loading import Begun, LivingWorkers, noting_sampler
 from gpuprefetch.images.notes import Notebook, Notes
 from gpuprefetch.images.options import Options
 from gpuprefetch.images.packer import Packer
@@ -77,6 +78,13 @@ def _refuse_no_loader(loader: object) -> None:
             "DataPrefetcher wraps a DataLoader, got a DataPrefetcher, whose batches are on the "
             "device already. Give that one all arguments, or wrap the DataLoader within it."
         )
+
+
+def _begin_next(prefetcher: weakref.ref[DataPrefetcher], begun: Begun, number: int) -> None:
+    """Let workers begin the next epoch. The thread that calls this must not keep a prefetcher."""
+    alive = prefetcher()
+    if alive is not None:
+        alive._begin_next(begun, number)
 
 
 # Attributes that people look for, and what to write.
@@ -288,21 +296,25 @@ class DataPrefetcher:
         """What prepares the batches of an epoch; its thread has not started."""
         resumed = self._progress.place if beginning is Beginning.AT_PLACE else None
         seed = self.seed if resumed is None or resumed.seed is None else resumed.seed
-        loader, packer = self._packing(seed, number, anew=resumed is not None)
+        begun = self._packing(seed, number, anew=resumed is not None)
+        loader = begun.loader
         if resumed is None:
-            place = Place.beginning(loader, number, seed)
+            place = Place.beginning(self._loader if begun.kept else loader, number, seed)
         else:
             place = resumed.again(number, seed)
-        sampler = noting_sampler(loader)
-        notes = Notes(
-            seed, ranks_of(self._loader).rank, by_sampler=sampler is not None, place=place
-        )
-        if sampler is not None:
-            sampler.note_into(notes)
-        load_worker_modules(packer)
-        stage = self._stage_of(packer, notes)
+        notes = self._notes_of(begun, place, seed)
+        load_worker_modules(begun.packer)
+        stage = self._stage_of(begun.packer, notes)
         with garbage_stays_here():
-            source = Source(loader, place, beginning, notes.skip)
+            source = Source(
+                loader,
+                place,
+                beginning,
+                notes.skip,
+                begun=None if begun.ahead is None else begun.ahead.begin(),
+                live_on=partial(self._workers.live_on, begun),
+                at_end=partial(_begin_next, weakref.ref(self), begun, number + 1),
+            )
         try:
             if resumed is not None:
                 notes.refuse_another_order()
@@ -322,7 +334,24 @@ class DataPrefetcher:
             source.close()
             raise
 
-    def _packing(self, seed: int, epoch: int, *, anew: bool) -> tuple[Loader, Packer]:
+    def _notes_of(self, begun: Begun, place: Place, seed: int) -> Notes:
+        """The notes of an epoch that begins, which the sampler writes from here on."""
+        if begun.ahead is not None:
+            return begun.ahead.notes.begin(place)
+        sampler = noting_sampler(begun.loader)
+        rank = ranks_of(self._loader).rank
+        notes = Notes(seed, rank, by_sampler=sampler is not None, place=place)
+        if sampler is not None:
+            sampler.note_into(notes)
+        return notes
+
+    def _begin_next(self, begun: Begun, number: int) -> None:
+        """Let the workers begin epoch ``number``, if nobody can tell."""
+        if isinstance(self._loader, DataLoader):
+            rank = ranks_of(self._loader).rank
+            self._workers.begin_next(self._loader, begun, Notes(self.seed, rank), number)
+
+    def _packing(self, seed: int, epoch: int, *, anew: bool) -> Begun:
         """The loader with our packing in its collate; the user's own object is left as it is.
 
         ``anew`` says that the epoch is resumed, which changes the generator of its workers.
@@ -330,9 +359,7 @@ class DataPrefetcher:
         loader = self._loader
         packer = self._packer_of(seed, epoch)
         if not isinstance(loader, DataLoader):
-            return loader, packer
-        if not loader.persistent_workers:
-            return with_packing(loader, packer), packer
+            return Begun(loader, packer)
         loaded = getattr(loader, "next_iter_state", None) is not None  # torchdata's
         return self._workers.begin(loader, packer, seed, epoch, anew=anew or loaded)
 

@@ -222,6 +222,8 @@ class Lookahead:
         except BaseException as error:
             slot = Failed(number, error, fetched=fetched)
         self._ready.add(slot)
+        if isinstance(slot, Failed) and slot.at_end:
+            self._source.ended()
         return isinstance(slot, Prepared)
 
     def _fetch(self, number: int) -> Fetched | Failed:

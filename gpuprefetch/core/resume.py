@@ -39,7 +39,7 @@ from gpuprefetch.core.samplers import (
     set_epoch,
 )
 from gpuprefetch.core.state import State, decoded
-from gpuprefetch.core.workers import gone
+from gpuprefetch.core.workers import gone, shut_down
 
 
 class Use(Enum):
@@ -177,6 +177,15 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
     A source that goes on at a place gives the batches after those the loop has had, in the same
     order. A map-style dataset reads nothing that was left out; others do, and ``skip`` gets the
     batches.
+
+    Args:
+        loader: whose batches they are.
+        place: of the epoch.
+        beginning: how it begins.
+        skip: called with each batch that is read and left out.
+        begun: the loader's iterator, if it has been made already.
+        live_on: whether persistent workers serve another epoch, asked at the end of this one.
+        at_end: called once the last batch has been given and the end has been told.
     """
 
     def __init__(
@@ -185,15 +194,21 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
         place: Place,
         beginning: Beginning = Beginning.ANEW,
         skip: Callable[[Batch], None] = lambda batch: None,
+        *,
+        begun: Iterator[Batch] | None = None,
+        live_on: Callable[[], bool] = lambda: True,
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.place = place
         self._loader = loader
         self._skip = skip
+        self._live_on = live_on
+        self._at_end = at_end
         self._iterator: Iterator[Batch] = iter(())
         self._first: list[tuple[Batch, LoaderState]] = []  # the first batch, where it has been read
         self._own_workers = False  # whether the workers end with the epoch, also persistent ones
         if beginning is Beginning.ANEW:
-            self._iterator = iter(loader)
+            self._iterator = iter(loader) if begun is None else begun
             place.started(own_state(loader))
             return
         _refuse_another_length(loader, place)
@@ -267,16 +282,19 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
                 raise
             raise RuntimeError(f"DataLoader worker (pid(s) {pids}) exited unexpectedly") from error
 
+    def ended(self) -> None:
+        """Whoever iterates has been told of the end."""
+        self._at_end()
+
     def close(self) -> None:
         """Shut down the workers, unless they are persistent and serve more epochs."""
         iterator = self._iterator
         self._iterator = iter(())
         self._loader = None
         self._first = []
-        # Not left to the garbage collector: an exception from a worker is in a cycle with the
-        # loader's iterator. Collected with its queues, that waits 5 s for each worker in vain.
-        if self._own_workers or not getattr(iterator, "_persistent_workers", True):
-            getattr(iterator, "_shutdown_workers", lambda: None)()
+        persistent = getattr(iterator, "_persistent_workers", True)
+        if self._own_workers or not (persistent and self._live_on()):
+            shut_down(iterator)
 
 
 def _can_cut_sampler(loader: Loader) -> bool:

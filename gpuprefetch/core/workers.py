@@ -62,6 +62,15 @@ def gone(iterator: object) -> list[int]:
     return [workers[sentinel] for sentinel in wait([*workers], timeout=1.0)] if workers else []
 
 
+def shut_down(iterator: object) -> None:
+    """End the workers of a loader's iterator, if it has any.
+
+    Not left to the garbage collector: an exception from a worker is in a cycle with the iterator.
+    Collected with its queues, that waits 5 s for each worker in vain.
+    """
+    getattr(iterator, "_shutdown_workers", lambda: None)()
+
+
 class WorkerError(ExceptionWrapper):
     """An exception from a worker that keeps its text, whatever its class makes of it."""
 

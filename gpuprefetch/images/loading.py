@@ -3,25 +3,51 @@
 from __future__ import annotations
 
 import operator
+import shutil
+import threading
+import time
 import weakref
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeGuard
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from gpuprefetch.core.epoch import Lookahead
+from gpuprefetch.core.forecast import Facts, Forecast, draws_since, facts_of, is_known, same
 from gpuprefetch.core.loaders import TorchLoader, changed, is_stream
-from gpuprefetch.core.nested import Loader
+from gpuprefetch.core.nested import Batch, Loader
 from gpuprefetch.core.samplers import Key, sampler_name
-from gpuprefetch.core.workers import WorkerStart
+from gpuprefetch.core.workers import WorkerStart, shut_down
 from gpuprefetch.images.collate import Announced, HostStage, announce
 from gpuprefetch.images.notes import Notes
 from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.samples import Origin, Repeats
+from gpuprefetch.images.steady import Steady
+
+# Note [The next epoch]
+# At an epoch's edge the loop waits for the first batch of the next one: 60 to 90 ms with persistent
+# workers on 16 cores, as all of them read a whole batch at the same time, and 0.8 s with others,
+# which end and start anew. So once the workers have read the last batch, they begin the next epoch,
+# while the loop still trains on the latest batches of this one. Nobody may notice but by the time:
+#   - The order is drawn from copies of torch's generator and of the sampler (Forecast). When the
+#     epoch begins, it counts only if the same would be drawn then. Seeds that a loop draws between
+#     two epochs, as for a validation, are counted once and expected after that.
+#   - Seed and number of the epoch, the sampler, the loader and the list of samples are compared
+#     with what they were. If any has changed, the batches are dropped, and it begins as ever.
+#   - Only a folder of images without code of the user's is read ahead (Steady). Other datasets
+#     might draw random numbers in the workers, or read what the loop changes between two epochs.
+#   - Nothing goes to the device before the epoch begins.
+# Workers that are not persistent live on for this. Others would be started with the same samples,
+# and these have nothing that an epoch could have changed.
+
+# Workers that live on although they are not persistent end after this time without an epoch.
+IDLE_SECONDS = 30.0
+# So many epochs in a row that were not the expected one, and no other is begun ahead of time.
+MOST_MISSES = 3
 
 
 def has_keys(loader: Loader) -> TypeGuard[TorchLoader]:
@@ -56,18 +82,22 @@ class NotedSampler:
         self._dataset = loader.dataset
         self._in_workers = loader.num_workers > 0
         self._notes = Notes()
+        self._order: Iterable[Key | Sequence[Key]] = self._sampler
 
-    def note_into(self, notes: Notes) -> None:
-        """Write the notes of the epoch that begins now."""
+    def note_into(self, notes: Notes, order: Iterable[Sequence[Key]] | None = None) -> None:
+        """Write the notes of the epoch that is iterated next, in another ``order`` if given."""
         self._notes = notes
+        self._order = self._sampler if order is None else order
 
     def __iter__(self) -> Iterator[Key | Sequence[Key]]:
-        return self._noted(self._notes)
+        return self._noted(self._notes, self._order)
 
-    def _noted(self, notes: Notes) -> Iterator[Key | Sequence[Key]]:
+    def _noted(
+        self, notes: Notes, order: Iterable[Key | Sequence[Key]]
+    ) -> Iterator[Key | Sequence[Key]]:
         epoch = notes
         counted = Repeats(self._dataset)
-        for batch in self._sampler:
+        for batch in order:
             if self._gives_batches and isinstance(batch, Iterator):
                 batch = list(batch)  # read once, here
             if epoch is not self._notes:  # the iterator of an earlier epoch goes on
@@ -116,16 +146,66 @@ def with_packing(loader: TorchLoader, packer: Packer) -> TorchLoader:
     return clone
 
 
-class LivingWorkers:
-    """The copy of a loader whose persistent workers serve one epoch after the other.
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The next epoch, whose first batches the workers read before it begins.
 
-    An :class:`Origin` in shared memory tells the workers the seed and the epoch.
+    Nothing of it is on the device, and nothing was drawn for it that anybody could miss. It counts
+    only if the epoch that begins turns out to be this very one.
+    """
+
+    number: int
+    forecast: Forecast  # its order
+    batches: Iterator[Batch]
+    notes: Notes  # with the seed of its random parameters
+
+    def begin(self) -> Iterator[Batch]:
+        """Draw what the epoch draws as it begins; its batches."""
+        self.forecast.draw()
+        return self.batches
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An epoch that has begun.
+
+    Attributes:
+        loader: the copy of the user's that is iterated.
+        packer: of its workers.
+        kept: whether the workers may serve another one, though the user lets them end with it.
+        dataset: what the workers read, if that counts; None if it is not known.
+        options: the attributes of the user's loader at that moment.
+        ahead: the batches that were read ahead for it, if they are those of this epoch.
+    """
+
+    loader: Loader
+    packer: Packer
+    kept: bool = False
+    dataset: Steady | None = None
+    options: Facts = field(default_factory=dict)
+    ahead: Ahead | None = None
+
+
+class LivingWorkers:
+    """The workers that live on after an epoch, for the next one.
+
+    Persistent workers serve one epoch after the other: an :class:`Origin` in shared memory tells
+    them the seed and the epoch. At the end of an epoch they begin the next one ahead of time, where
+    its samples and their order are known: see Note [The next epoch]. Other workers live on for that
+    alone, and for :data:`IDLE_SECONDS` at most.
     """
 
     def __init__(self) -> None:
         self._loader: TorchLoader | None = None
         self._origin = Origin(0)
         self._epoch: weakref.ref[Lookahead] | None = None  # the latest
+        self._latest: Begun | None = None
+        self._next: tuple[Begun, Ahead] | None = None  # what has been begun ahead of time, by whom
+        self._lock = threading.Lock()  # guards the pair
+        self._misses = 0  # epochs in a row that were not the one that was begun
+        self._draws = 0  # seeds that were drawn between the latest two epochs
+        self._idle_from = 0.0  # when workers that live on have begun to wait for an epoch
+        self._watching: threading.Thread | None = None
 
     @property
     def loader(self) -> TorchLoader | None:
@@ -136,21 +216,181 @@ class LivingWorkers:
         """Let the next epoch start other workers."""
         self._loader = None
         self._epoch = None
+        self._drop_next()
 
     def begin(
         self, loader: TorchLoader, packer: Packer, seed: int, epoch: int, *, anew: bool
-    ) -> tuple[TorchLoader, Packer]:
-        """The copy to iterate, and the packer of its workers; ``anew`` starts other workers."""
-        running = None if self._epoch is None else self._epoch()
-        if running is not None and not running.close():  # its thread waits for the same workers
-            self._loader = None
-        if self._loader is None or anew:
-            self._origin = Origin(seed, epoch)
-            self._origin.share()
-            self._loader = with_packing(loader, replace(packer, origin=self._origin))
-        self._origin.set(seed, epoch)
-        return self._loader, replace(packer, origin=self._origin)
+    ) -> Begun:
+        """What to iterate, and the packer of its workers; ``anew`` starts other workers."""
+        if loader.persistent_workers:
+            running = None if self._epoch is None else self._epoch()
+            if running is not None and not running.close():  # its thread waits for the same workers
+                self._loader = None
+                anew = True
+        begun = None if anew else self._take_next(loader, seed, epoch)
+        if begun is None:
+            self._drop_next()
+            begun = self._begin(loader, packer, seed, epoch, anew=anew)
+        self._latest = begun
+        return begun
+
+    def _begin(
+        self, loader: TorchLoader, packer: Packer, seed: int, epoch: int, *, anew: bool
+    ) -> Begun:
+        if loader.persistent_workers:
+            if self._loader is None or anew:
+                self._origin = Origin(seed, epoch)
+                self._origin.share()
+                self._loader = with_packing(loader, replace(packer, origin=self._origin))
+            self._origin.set(seed, epoch)
+            return Begun(self._loader, replace(packer, origin=self._origin))
+        dataset = None if anew or not may_live_on(loader, packer) else Steady.of(loader.dataset)
+        if dataset is None:
+            return Begun(with_packing(loader, packer), packer)
+        origin = Origin(seed, epoch)
+        origin.share()
+        packer = replace(packer, origin=origin)
+        clone = with_packing(loader, packer)
+        vars(clone)["persistent_workers"] = True  # DataLoader locks the name, not the value
+        return Begun(clone, packer, True, dataset, _options(loader))
 
     def serve(self, epoch: Lookahead) -> None:
         """Remember an epoch whose thread waits for these workers."""
         self._epoch = weakref.ref(epoch)
+
+    def begin_next(self, loader: TorchLoader, begun: Begun, notes: Notes, epoch: int) -> None:
+        """Begin an epoch ahead of time, if it is known: see Note [The next epoch].
+
+        Args:
+            loader: the user's.
+            begun: the epoch whose last batch has been read.
+            notes: of the epoch to begin, with the seed of its random parameters.
+            epoch: its number.
+        """
+        clone = begun.loader
+        sampler = noting_sampler(clone)
+        living = isinstance(clone, DataLoader) and clone._iterator is not None
+        if sampler is None or not living or self._misses >= MOST_MISSES:
+            return
+        dataset = Steady.of(loader.dataset) if reads_alone(loader, begun.packer) else None
+        if dataset is None:
+            return
+        kept = begun.kept
+        if kept and not (
+            begun.dataset == dataset and same(begun.options, _options(loader)) and _has_room()
+        ):
+            return
+        advances = getattr(loader.sampler, "epoch", None) == epoch - 1
+        forecast = Forecast.of(loader, draws=self._draws, advances=advances, starts_workers=kept)
+        if forecast is None:
+            return
+        begun.packer.origin.set(notes.seed, epoch)
+        sampler.note_into(notes, forecast.batches)
+        try:
+            batches = iter(clone)
+        except Exception:  # a worker has died: the epoch itself will tell
+            return
+        now = Begun(clone, begun.packer, kept, dataset, _options(loader))
+        ahead = Ahead(epoch, forecast, batches, notes)
+        self._drop_next()
+        with self._lock:
+            self._next = now, ahead
+        if kept:
+            self._idle_from = time.monotonic()
+            self._watch()
+
+    def _take_next(self, loader: TorchLoader, seed: int, epoch: int) -> Begun | None:
+        """The epoch that was begun ahead of time, if it is the one that begins now."""
+        with self._lock:
+            if self._next is None:
+                return None
+            begun, ahead = self._next
+            self._draws = draws_since(ahead.forecast.state) or 0
+            if not (
+                (ahead.number, ahead.notes.seed) == (epoch, seed)
+                and (not loader.persistent_workers or begun.loader is self._loader)
+                and same(begun.options, _options(loader))
+                and ahead.forecast.holds(loader)
+                and begun.dataset == Steady.of(loader.dataset)
+            ):
+                self._misses += 1
+                return None
+            self._misses = 0
+            self._next = None
+        return replace(begun, ahead=ahead)
+
+    def live_on(self, begun: Begun) -> bool:
+        """Whether the workers of an epoch that ends serve another one."""
+        if not begun.kept:
+            return True  # as the user's loader says
+        others = [None if self._next is None else self._next[0], self._latest]
+        return any(
+            other is not None and other is not begun and other.loader is begun.loader
+            for other in others
+        )
+
+    def _watch(self) -> None:
+        """Have a thread that ends workers which live on, and wait for an epoch in vain."""
+        if self._watching is None or not self._watching.is_alive():
+            self._watching = threading.Thread(
+                target=_end_idle, args=[weakref.ref(self)], name="gpuprefetch-idle", daemon=True
+            )
+            self._watching.start()
+
+    def idle_for(self) -> float | None:
+        """Seconds for which workers that live on have waited for an epoch; None if none do."""
+        with self._lock:
+            if self._next is None or not self._next[0].kept:
+                return None
+        return time.monotonic() - self._idle_from
+
+    def end_idle(self) -> None:
+        """End workers that live on, which nobody has needed for long."""
+        self._drop_next()
+
+    def _drop_next(self) -> None:
+        """Drop what was begun ahead of time; workers that lived on for it end."""
+        with self._lock:
+            dropped, self._next = self._next, None
+        if dropped is not None and dropped[0].kept:
+            shut_down(dropped[1].batches)
+
+
+def _end_idle(workers: weakref.ref[LivingWorkers]) -> None:
+    """Wait until workers that live on have been idle for long, or serve an epoch, or are gone."""
+    left = IDLE_SECONDS
+    while left > 0:
+        time.sleep(left)
+        living = workers()
+        idle = None if living is None else living.idle_for()
+        if living is None or idle is None:
+            return
+        left = IDLE_SECONDS - idle
+        if left <= 0:
+            living.end_idle()
+        del living  # not kept while this sleeps
+
+
+def _options(loader: TorchLoader) -> Facts:
+    return facts_of(loader, without=frozenset({"_iterator"}))
+
+
+def reads_alone(loader: TorchLoader, packer: Packer) -> bool:
+    """Whether nothing of the user's runs in the workers but the dataset."""
+    plain = type(loader).__iter__ is DataLoader.__iter__
+    made = type(loader)._get_iterator is DataLoader._get_iterator
+    return plain and made and (packer.late or loader.collate_fn is default_collate)
+
+
+def may_live_on(loader: TorchLoader, packer: Packer) -> bool:
+    """Whether workers that the user lets end with the epoch could serve another unnoticed."""
+    started = loader.num_workers > 0 and loader.worker_init_fn is None
+    return started and has_keys(loader) and is_known(loader) and reads_alone(loader, packer)
+
+
+def _has_room() -> bool:
+    """Whether half of the shared memory is free: workers that live on keep theirs."""
+    with suppress(OSError):  # not on every platform
+        total, _, free = shutil.disk_usage("/dev/shm")
+        return 2 * free > total
+    return True

@@ -45,6 +45,11 @@ class Notes:
     batches: deque[Noted] = field(default_factory=lambda: deque(maxlen=MOST))
     given: int = 0  # how many there were
 
+    def begin(self, place: Place) -> Notes:
+        """These notes, of an epoch that begins at this place after some batches were noted."""
+        self.place = place
+        return self
+
     def add(
         self, keys: Sequence[Key], names: Sequence[int] = (), repeats: Sequence[int] = ()
     ) -> None:

@@ -23,7 +23,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from gpuprefetch.core.nested import map_leaves
 from gpuprefetch.images.apart import image_of
 from gpuprefetch.images.encoded import EncodedImage
-from gpuprefetch.images.folder import fault_of, read_image, read_open
+from gpuprefetch.images.folder import EncodedImageFolder, fault_of, read_image, read_open
 from gpuprefetch.images.guard import Encoded, UndecodedError, begin_reading
 from gpuprefetch.policies.per_image import Transform
 from gpuprefetch.policies.timm import is_timm
@@ -55,6 +55,8 @@ def stale(what: str) -> TypeError:
 
 def _view(dataset: Dataset, instead: dict[str, Any]) -> Dataset:
     """An object that shares all state of a dataset, but has ``instead`` for some attributes."""
+    from torchvision.datasets import DatasetFolder
+
     kind = type(dataset)
     seen = {name: vars(dataset).get(name) for name in instead}
     part = instead.get("transform")
@@ -85,6 +87,8 @@ def _view(dataset: Dataset, instead: dict[str, Any]) -> Dataset:
     faces = _slots_of(dataset) | faces
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     own = {**faces, **names, "__reduce_ex__": reduced}
+    if part is _left_encoded and kind.__getitem__ is DatasetFolder.__getitem__:
+        own["_reads_like"] = EncodedImageFolder.__getitem__  # see images/steady.py
     # Neither the metaclass of the user's class nor its __init_subclass__ hears of this class.
     view: Any = object.__new__(type.__new__(type(kind), kind.__name__, (_Unheard, kind), own))
     object.__setattr__(view, "__dict__", vars(dataset))

@@ -1,0 +1,178 @@
+"""The order of the next epoch, drawn before that epoch begins, and whether it still holds then."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from gpuprefetch.core.loaders import TorchLoader
+
+Facts: TypeAlias = dict[str, object]
+# Seeds that samplers and loaders may draw between two epochs: those of validation, for one.
+MOST_DRAWS = 16
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+def facts_of(owner: object, *, without: frozenset[str] = frozenset()) -> Facts:
+    """The attributes of an object, as they are now."""
+    return {name: value for name, value in vars(owner).items() if name not in without}
+
+
+def same(before: Facts, now: Facts) -> bool:
+    """Whether each attribute is the same object, or an equal number or text."""
+    return before.keys() == now.keys() and all(
+        value is now[name] or _equal(value, now[name]) for name, value in before.items()
+    )
+
+
+def _equal(first: object, second: object) -> bool:
+    return isinstance(first, _PLAIN) and type(first) is type(second) and first == second
+
+
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """Draw a seed, as torch's ``RandomSampler`` and ``DataLoader`` do once an epoch."""
+    seed = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
+    return int(seed.item())
+
+
+def _apart(state: torch.Tensor | None = None) -> torch.Generator:
+    """A generator of its own, in the state of torch's default one, or in another state."""
+    generator = torch.Generator("cpu")
+    generator.set_state(torch.get_rng_state() if state is None else state)
+    return generator
+
+
+def draws_since(state: torch.Tensor) -> int | None:
+    """How many seeds were drawn from torch's default generator since it was in ``state``.
+
+    None if something else was drawn, or the generator was seeded anew.
+    """
+    now = torch.get_rng_state()
+    generator = _apart(state)
+    for draws in range(MOST_DRAWS):
+        if torch.equal(generator.get_state(), now):
+            return draws
+        draw_seed(generator)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The order of an epoch that has not begun.
+
+    What was drawn for it came from copies: nobody can tell that it was made.
+
+    Attributes:
+        batches: gives the order, batch by batch.
+        seed: what the sampler draws as the epoch begins; None if it draws nothing.
+        epoch: the number that the sampler has then; None if it has none.
+        state: of torch's default generator when the forecast was made.
+        starts_workers: whether the loader draws a seed for its workers before.
+    """
+
+    batches: BatchSampler
+    seed: int | None
+    epoch: int | None
+    state: torch.Tensor
+    starts_workers: bool
+    _batched: Facts
+    _sampled: Facts
+
+    @classmethod
+    def of(
+        cls, loader: TorchLoader, *, draws: int, advances: bool, starts_workers: bool
+    ) -> Forecast | None:
+        """The forecast for a loader; None where its order is not known beforehand.
+
+        Args:
+            loader: whose ``batch_sampler`` is torch's own, over one of torch's samplers.
+            draws: the seeds that are expected to be drawn before the epoch begins.
+            advances: whether the number of a ``DistributedSampler`` will be one higher.
+            starts_workers: whether the loader draws a seed for its workers.
+        """
+        outer = loader.batch_sampler
+        if not is_known(loader) or not isinstance(outer, BatchSampler):
+            return None
+        sampler = outer.sampler
+        ordered = sampler
+        state = torch.get_rng_state()
+        seed = None
+        epoch = None
+        if isinstance(sampler, RandomSampler):
+            generator = _apart(state)
+            for _ in range(draws + starts_workers):
+                draw_seed(generator)
+            seed = draw_seed(generator)
+            drawing = torch.Generator("cpu").manual_seed(seed)
+            ordered = RandomSampler(
+                sampler.data_source, sampler.replacement, sampler.num_samples, drawing
+            )
+        elif isinstance(sampler, DistributedSampler):
+            epoch = sampler.epoch + advances
+            ordered = copy.copy(sampler)
+            ordered.set_epoch(epoch)
+        return cls(
+            batches=BatchSampler(ordered, outer.batch_size, outer.drop_last),
+            seed=seed,
+            epoch=epoch,
+            state=state,
+            starts_workers=starts_workers,
+            _batched=facts_of(outer),
+            _sampled=_facts(sampler),
+        )
+
+    def holds(self, loader: TorchLoader) -> bool:
+        """Whether an epoch of the loader that begins now has this order; nothing is drawn."""
+        outer = loader.batch_sampler
+        if not is_known(loader) or not isinstance(outer, BatchSampler):
+            return False
+        if not same(self._batched, facts_of(outer)):
+            return False
+        if not same(self._sampled, _facts(outer.sampler)):
+            return False
+        if self.epoch is not None and self.epoch != getattr(outer.sampler, "epoch", None):
+            return False
+        if self.seed is None:
+            return True
+        generator = _apart()
+        if self.starts_workers:
+            draw_seed(generator)
+        return draw_seed(generator) == self.seed
+
+    def draw(self) -> None:
+        """Draw from torch's default generator what the epoch draws as it begins."""
+        if self.starts_workers:
+            draw_seed()
+        if self.seed is not None:
+            draw_seed()
+
+
+def _facts(sampler: object) -> Facts:
+    """What the order of a sampler depends on, but for the number of the epoch."""
+    return facts_of(sampler, without=frozenset({"epoch"}))
+
+
+def is_known(loader: TorchLoader) -> bool:
+    """Whether the order of a loader's epoch is known before it begins.
+
+    A sampler with a generator of its own draws from it in the middle of an epoch, too.
+    """
+    outer = getattr(loader, "batch_sampler", None)
+    sampler = getattr(outer, "sampler", None)
+    known = type(sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
+    return (
+        type(outer) is BatchSampler
+        and known
+        and getattr(sampler, "generator", None) is None
+        and loader.generator is None
+        and torch.get_default_device().type == "cpu"
+    )
