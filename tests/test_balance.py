@@ -125,6 +125,9 @@ class Waits:
     def receive(self, batch, number, waited):
         return batch, 1
 
+    def gathers(self, images):
+        return 1
+
     def run(self, batch, number, epoch, cost):
         self.runs.release()
         if self.slow:

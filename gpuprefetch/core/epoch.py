@@ -24,8 +24,9 @@ from gpuprefetch.core.stage import Cost, Empty, Stage
 from gpuprefetch.core.stats import Timed
 from gpuprefetch.core.streams import SideStream, handoff, throttle
 
-# The default depth is READY batches, and fewer where they would need more than READY_BYTES. The
-# step of a large batch is long enough to prepare the next one.
+# The default depth is READY batches, or READY times as many as are prepared together, and fewer
+# where they would need more than READY_BYTES. The step of a large batch is long enough to prepare
+# the next one.
 READY = 2
 READY_BYTES = 512 << 20
 # A thread whose loader hangs is abandoned after this time when the loop is left.
@@ -144,6 +145,29 @@ class Uploads:
         self._kept.clear()
 
 
+@dataclass(slots=True)
+class Pace:
+    """How many batches may be ready, and how many are prepared together.
+
+    They are one in the beginning, so that the loop has its first batch soon, then twice as many
+    whenever as many were there, up to half of those that may be ready.
+    """
+
+    ready: int | None  # None before the first batch, by whose size it goes then
+    together: int = 1
+
+    def choose(self, cost: Cost | None, gathers: int) -> int:
+        """How many may be ready, by what one costs and how many are best prepared together."""
+        if self.ready is None:
+            fitting = READY if cost is None else READY_BYTES // max(cost.fixed, 1)
+            self.ready = max(min(READY * max(gathers, 1), fitting), 1)
+        return self.ready
+
+    def prepared(self, count: int, gathers: int) -> None:
+        """So many batches were prepared together."""
+        self.together = max(min(2 * count, gathers, (self.ready or 1) // 2), 1)
+
+
 class Lookahead:
     """Prepares the batches of one epoch, up to ``depth`` of them ahead of the loop.
 
@@ -163,7 +187,7 @@ class Lookahead:
     ) -> None:
         self.stage = stage
         self._source = source
-        self._depth = depth
+        self._pace = Pace(depth)
         self._check = check
         self._number = source.place.batches  # of the next batch
         # Batches take turns on as many as the stage prepares side by side.
@@ -206,28 +230,53 @@ class Lookahead:
         self._clean_up()
 
     def _step(self) -> bool:
-        """Fetch and prepare one batch; whether another one may follow."""
-        number = self._number
-        self._number += 1
-        fetched: Fetched | Failed | None = None
+        """Fetch and prepare a batch, and more with it if they are there; whether any may follow."""
         slot: Slot
-        try:
-            fetched = self._fetch(number)
-            if isinstance(fetched, Failed):
-                slot = fetched
-            elif self._ready.wait_until(partial(self._has_room, fetched.cost)):
-                slot = self._prepare(fetched)
-            else:  # the epoch is closed: the batch is dropped after the stream has ended
-                slot = Prepared(fetched, None, None)
-        except BaseException as error:
-            slot = Failed(number, error, fetched=fetched)
-        self._ready.add(slot)
+        fetched = self._fetch()
+        if isinstance(fetched, Failed):
+            slot = fetched
+            self._ready.add(slot)
+        elif self._ready.wait_until(partial(self._has_room, fetched)):
+            slot = self._prepare_with_others(fetched)
+        else:  # the epoch is closed: the batch is dropped after the stream has ended
+            slot = Prepared(fetched, None, None)
+            self._ready.add(slot)
         if isinstance(slot, Failed) and slot.at_end:
             self._source.ended()
         return isinstance(slot, Prepared)
 
-    def _fetch(self, number: int) -> Fetched | Failed:
-        """The next batch, as the stage prepares it; or the end of the loader."""
+    def _prepare_with_others(self, first: Fetched) -> Slot:
+        """Prepare a batch, and those with it that the loader has already; the last slot."""
+        group: list[Fetched | Failed] = [first]
+        while len(group) < self._pace.together and self._source.at_hand():
+            group.append(self._fetch())
+            if isinstance(group[-1], Failed):
+                break
+        if self._thread is not None:  # else the loop waits for all of them
+            self._pace.prepared(len(group), self.stage.gathers(first.images))
+        self._uploads.drop_read()
+        batches = [(each.number, each.batch) for each in group if isinstance(each, Fetched)]
+        if len(batches) > 1:
+            with self._stream_of(first.number).current():
+                self.stage.begin_together(batches)
+        slot: Slot
+        for each in group:
+            slot = each if isinstance(each, Failed) else self._prepare(each, group)
+            self._ready.add(slot)
+            if isinstance(slot, Failed):
+                break
+        return slot
+
+    def _fetch(self) -> Fetched | Failed:
+        """The next batch, as the stage prepares it; or what ends the epoch."""
+        number = self._number
+        self._number += 1
+        try:
+            return self._receive(number)
+        except BaseException as error:
+            return Failed(number, error)
+
+    def _receive(self, number: int) -> Fetched | Failed:
         try:
             with Timed(self.stage.stats, "fetch") as fetch:
                 given, state = next(self._source)
@@ -235,18 +284,17 @@ class Lookahead:
             # The frames of an epoch's end hold the loader's iterator, and nobody needs them.
             return Failed(number, end.with_traceback(None), at_end=True)
         batch, images = self.stage.receive(given, number, fetch.seconds)
-        chooses_depth = self._thread is not None and self._depth is None
+        chooses_depth = self._thread is not None and self._pace.ready is None
         counts = chooses_depth or self.stage.memory_budget is not None
         cost = self.stage.cost(batch) if counts else None
         self._check(batch)
         self._stream_of(number).wait_for_loader(batch)
         return Fetched(number, batch, images, state, cost, time.perf_counter())
 
-    def _has_room(self, cost: Cost | None) -> bool:
+    def _has_room(self, batch: Fetched) -> bool:
         """Whether a batch need not wait: a single one may need the whole memory budget."""
-        if self._depth is None:
-            fitting = READY if cost is None else READY_BYTES // max(cost.fixed, 1)
-            self._depth = max(min(READY, fitting), 1)
+        cost = batch.cost
+        most = self._pace.choose(cost, self.stage.gathers(batch.images))
         ready = self._ready.slots
         budget = self.stage.memory_budget
         if ready and budget is not None and cost is not None:
@@ -254,17 +302,21 @@ class Lookahead:
             used = sum(other.fixed for other in costs if other is not None)
             if used + cost.fixed + cost.decoded > budget:
                 return False
-        return len(ready) < max(self._depth, self.stage.streams)
+        return len(ready) + self._pace.together <= max(most, self.stage.streams)
 
     def _stream_of(self, number: int) -> SideStream:
         return self._streams[number % self.stage.streams]
 
-    def _prepare(self, fetched: Fetched) -> Prepared:
-        self._uploads.drop_read()
+    def _prepare(self, fetched: Fetched, group: object) -> Slot:
+        """Prepare a batch; the GPU may read all of its ``group`` if that fails."""
         stream = self._stream_of(fetched.number)
-        with stream.current():
-            result = self.stage.run(fetched.batch, fetched.number, self.place.epoch, fetched.cost)
-        return Prepared(fetched, result, stream.record())
+        number = fetched.number
+        try:
+            with stream.current():
+                result = self.stage.run(fetched.batch, number, self.place.epoch, fetched.cost)
+            return Prepared(fetched, result, stream.record())
+        except BaseException as error:
+            return Failed(number, error, fetched=group)
 
     def take(self) -> tuple[Slot | None, float]:
         """The next batch, as soon as its work has been queued; None if the epoch was closed.

@@ -39,7 +39,7 @@ from gpuprefetch.core.samplers import (
     set_epoch,
 )
 from gpuprefetch.core.state import State, decoded
-from gpuprefetch.core.workers import gone, shut_down
+from gpuprefetch.core.workers import at_hand, gone, shut_down
 
 
 class Use(Enum):
@@ -281,6 +281,10 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
             if text_of(error).startswith("Caught ") or not (pids := gone(self._iterator)):
                 raise
             raise RuntimeError(f"DataLoader worker (pid(s) {pids}) exited unexpectedly") from error
+
+    def at_hand(self) -> bool:
+        """Whether the next batch need not be waited for, as far as that is known."""
+        return bool(self._first) or at_hand(self._iterator)
 
     def ended(self) -> None:
         """Whoever iterates has been told of the end."""

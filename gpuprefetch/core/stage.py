@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,6 +61,15 @@ class Stage(Protocol):
 
     def cost(self, batch: Batch) -> Cost:
         """What a batch from :meth:`receive` needs on the device; asked for where it counts."""
+
+    def gathers(self, images: int) -> int:
+        """How many batches of so many images are best prepared together."""
+
+    def begin_together(self, batches: Sequence[tuple[int, Batch]]) -> None:
+        """Begin some batches, with their numbers, on the current stream; :meth:`run` follows each.
+
+        It raises nothing: a batch that cannot be begun here is begun by :meth:`run`.
+        """
 
     def run(self, batch: Batch, number: int, epoch: int, cost: Any) -> Batch:
         """Prepare a batch for the loop on the current stream.

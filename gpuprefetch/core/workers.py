@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import pickle
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -60,6 +62,25 @@ def gone(iterator: object) -> list[int]:
     """The workers of a loader's iterator that have ended, or do so at this moment."""
     workers = {worker.sentinel: worker.pid for worker in getattr(iterator, "_workers", ())}
     return [workers[sentinel] for sentinel in wait([*workers], timeout=1.0)] if workers else []
+
+
+def at_hand(iterator: object) -> bool:
+    """Whether the next batch of a loader's iterator is there already, and need not be waited for.
+
+    False where that is not known: only torch's own iterator with pinned memory can be asked, and
+    that over a list.
+    """
+    if isinstance(iterator, type(iter([]))):
+        return operator.length_hint(iterator) > 0
+    expected = getattr(iterator, "_rcvd_idx", None)
+    came = getattr(iterator, "_task_info", {}).get(expected, ())
+    if len(came) == 2:  # the worker, and what it has made
+        return True
+    arrived = getattr(iterator, "_data_queue", None)
+    if expected is None or not isinstance(arrived, queue.Queue):
+        return False
+    with arrived.mutex:
+        return any(isinstance(item, tuple) and item[0] == expected for item in arrived.queue)
 
 
 def shut_down(iterator: object) -> None:

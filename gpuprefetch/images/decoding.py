@@ -43,6 +43,15 @@ class Decoding:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     @property
+    def joins(self) -> bool:
+        """Whether several batches may be decoded in one call, which needs memory for all of them.
+
+        Not before the first decode, which shows whether the GPU has engines.
+        """
+        fits = self.memory_budget is None and self.streams == 1
+        return fits and self.decoder is not None and self.decoder.joins
+
+    @property
     def copies(self) -> int:
         """How often the pictures of a decode call are in memory when it ends."""
         return 1 if self.decoder is None else self.decoder.copies

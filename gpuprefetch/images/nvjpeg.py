@@ -16,7 +16,7 @@ import ctypes
 import importlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -151,6 +151,20 @@ def with_addresses(
     addressed[:count] += buffer
     addressed[2 * count :: 2 * _PLANES] += pictures
     return addressed
+
+
+def joined(orders: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """One order for the files of several, in turn, which have addresses already."""
+    if len(orders) == 1:
+        return orders[0]
+    bounds = [[0, n, 2 * n, _WORDS * n] for n in (len(order) // _WORDS for order in orders)]
+    return np.concatenate(
+        [
+            order[bound[part] : bound[part + 1]]
+            for part in range(3)
+            for order, bound in zip(orders, bounds, strict=True)
+        ]
+    )
 
 
 def _call(name: str, *arguments: object) -> None:

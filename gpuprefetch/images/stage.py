@@ -22,7 +22,7 @@ from gpuprefetch.images.guard import end_reading
 from gpuprefetch.images.job import ImageJob
 from gpuprefetch.images.notes import Notes
 from gpuprefetch.images.packer import Packer, Packing
-from gpuprefetch.images.plan import ImageCost, cost_of
+from gpuprefetch.images.plan import SUB_BATCH, SUB_BATCH_BYTES, ImageCost, cost_of
 from gpuprefetch.images.prepared import PreparedImages, is_encoded
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.slab import unmap_dead
@@ -73,10 +73,12 @@ class Pipeline:
     ranks: Ranks = field(default_factory=Ranks)  # what is sampled for a whole batch depends on them
     notes: Notes = field(default_factory=Notes)  # of the epoch
     only: int | None = None  # the one row of a batch that is handed over, after all transforms
+    # By number of the batch: what one call has decoded with others.
+    _decoded: dict[int, tuple[Batch, list[ImageJob]]] = field(default_factory=dict)
 
     def for_epoch(self, **changes: object) -> Pipeline:
         """A copy for one epoch, whose thread has streams and scratch for itself."""
-        fresh = {"decoding": self.decoding.anew()} | changes
+        fresh = {"decoding": self.decoding.anew(), "_decoded": {}} | changes
         return replace(self, **fresh)  # type: ignore[arg-type]
 
     @property
@@ -115,17 +117,23 @@ class Pipeline:
         if self.balancer is not None:
             self.balancer.handed_over(period, waited)
 
-    def run(self, batch: Batch, number: int, epoch: int, cost: ImageCost | None) -> Batch:
-        limit = None if cost is None else cost.limit(self.memory_budget)
+    def gathers(self, images: int) -> int:
+        return SUB_BATCH // max(images, 1) if self.decoding.joins else 1
+
+    def begin_together(self, batches: Sequence[tuple[int, Batch]]) -> None:
         try:
-            begun = self._begin(batch, limit)
-        except torch.OutOfMemoryError:
-            begun = None  # the second try comes when the exception no longer holds memory
-        if begun is None:
-            self.decoding.make_room()
-            begun = self._begin(batch, limit)
-        result, jobs, parts = begun
-        self.decoding.run(parts)
+            begun = {number: self._begin(batch, None)[:2] for number, batch in batches}
+            jobs = [job for _, own in begun.values() for job in own]
+            sizes = [job.scratch for job in jobs]
+            if all(sizes) and 0 < sum(sizes) <= SUB_BATCH_BYTES:
+                ImageJob.decode_together(jobs, self.decoding)
+                self._decoded.update(begun)
+        except Exception:  # run() meets the same, and tells which batch it is of
+            self._decoded.clear()
+
+    def run(self, batch: Batch, number: int, epoch: int, cost: ImageCost | None) -> Batch:
+        decoded = self._decoded.pop(number, None)
+        result, jobs = self._decode(batch, cost) if decoded is None else decoded
         seed = batch_seed(self.packer.origin.seed, epoch, number + (self.ranks.rank << 32))
         if jobs:
             result = self._finish(result, jobs, seed)
@@ -137,6 +145,20 @@ class Pipeline:
             with Timed(self.stats, "tail"):
                 return self.after(result, derive(seed, -2))
         return result
+
+    def _decode(self, batch: Batch, cost: ImageCost | None) -> tuple[Batch, list[ImageJob]]:
+        """Queue the copies and decode calls of a batch; it, with a job for each leaf of images."""
+        limit = None if cost is None else cost.limit(self.memory_budget)
+        try:
+            begun = self._begin(batch, limit)
+        except torch.OutOfMemoryError:
+            begun = None  # the second try comes when the exception no longer holds memory
+        if begun is None:
+            self.decoding.make_room()
+            begun = self._begin(batch, limit)
+        result, jobs, parts = begun
+        self.decoding.run(parts)
+        return result, jobs
 
     def _begin(
         self, batch: Batch, limit: int | None
