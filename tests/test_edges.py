@@ -1,0 +1,415 @@
+"""Workers of a folder begin the next epoch ahead of time; nobody can tell but by the time."""
+
+import gc
+import multiprocessing
+import shutil
+import time
+from collections import namedtuple
+
+import pytest
+import torch
+from fakes import until
+from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Sampler, Subset
+
+from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, accelerate
+from gpuprefetch.core.forecast import Forecast, draws_since
+from gpuprefetch.images import loading
+from gpuprefetch.images.steady import Steady
+
+
+class Own(EncodedImageFolder):
+    """The same samples from a class of the user's: nothing is read ahead of time."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)
+
+
+class Drawing(EncodedImageFolder):
+    """Targets that are drawn in the workers."""
+
+    def __getitem__(self, index):
+        image, _ = super().__getitem__(index)
+        return image, int(torch.randint(1 << 30, ()))
+
+
+class Shuffled(Sampler):
+    """A sampler of the user's."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(torch.randperm(self.length).tolist())
+
+
+@pytest.fixture(autouse=True)
+def no_workers_are_left():
+    yield
+    gc.collect()
+    until(lambda: not multiprocessing.active_children())
+
+
+def alive():
+    """The numbers of the worker processes."""
+    return {child.pid for child in multiprocessing.active_children()}
+
+
+def loader_of(dataset, persistent, **options):
+    options = {"batch_size": 4, "shuffle": True, "num_workers": 2} | options
+    return DataLoader(dataset, persistent_workers=persistent, **options)
+
+
+def prefetcher_of(dataset, persistent, **options):
+    transforms = [RandomResizedCrop(16)]
+    return DataPrefetcher(loader_of(dataset, persistent, **options), transforms=transforms)
+
+
+def validate(prefetcher, epoch):
+    for _ in DataLoader(range(3)):
+        pass
+
+
+def validate_now_and_then(prefetcher, epoch):
+    if epoch % 2:
+        validate(prefetcher, epoch)
+
+
+def draw(prefetcher, epoch):
+    torch.rand(3)
+
+
+def seed_anew(prefetcher, epoch):
+    torch.manual_seed(epoch)
+
+
+def replace_a_sample(prefetcher, epoch):
+    if epoch == 1:
+        samples = prefetcher.dataset.samples
+        samples[3] = samples[5]
+
+
+def leave_samples_out(prefetcher, epoch):
+    if epoch == 1:
+        del prefetcher.dataset.samples[20:]
+
+
+def number_epochs(prefetcher, epoch):
+    prefetcher.set_epoch(2 * epoch)
+
+
+def smaller_batches(prefetcher, epoch):
+    if epoch == 1:
+        prefetcher.batch_sampler.batch_size = 3
+
+
+def save_a_state(prefetcher, epoch):
+    prefetcher.state_dict()
+
+
+def go_back(prefetcher, epoch):
+    if epoch == 1:
+        iterator = iter(prefetcher)
+        next(iterator)
+        prefetcher.load_state_dict(prefetcher.state_dict())
+
+
+def look_at_one(prefetcher, epoch):
+    next(iter(prefetcher))
+
+
+def drop_unused(prefetcher, epoch):
+    iter(prefetcher)
+
+
+BETWEEN = [
+    lambda prefetcher, epoch: None,
+    validate,
+    validate_now_and_then,
+    draw,
+    seed_anew,
+    replace_a_sample,
+    leave_samples_out,
+    number_epochs,
+    smaller_batches,
+    save_a_state,
+    go_back,
+    look_at_one,
+    drop_unused,
+]
+
+
+def seen(dataset, persistent, between, epochs=3, **options):
+    """What a loop sees: all batches, and the states of torch's generator between epochs."""
+    torch.manual_seed(5)
+    prefetcher = prefetcher_of(dataset, persistent, **options)
+    batches = []
+    states = []
+    for epoch in range(epochs):
+        batches += [(images.clone(), targets) for images, targets in prefetcher]
+        states.append(torch.get_rng_state())
+        between(prefetcher, epoch)
+        states.append(torch.get_rng_state())
+    return batches, states
+
+
+def assert_same(first, second):
+    assert len(first[0]) == len(second[0])
+    for (images, targets), (others, other_targets) in zip(first[0], second[0], strict=True):
+        assert torch.equal(images, others)
+        assert torch.equal(targets, other_targets)
+    for state, other in zip(first[1], second[1], strict=True):
+        assert torch.equal(state, other)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda function: function.__name__)
+def test_a_loop_sees_the_same(photo_folder, persistent, between):
+    ahead = seen(EncodedImageFolder(photo_folder), persistent, between)
+    as_ever = seen(Own(photo_folder), persistent, between)
+    assert_same(ahead, as_ever)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_order_and_generator_are_those_of_a_plain_loader(photo_folder, persistent):
+    _, states = seen(EncodedImageFolder(photo_folder), persistent, validate)
+    torch.manual_seed(5)
+    plain = loader_of(Subset(range(24), range(24)), persistent)
+    expected = []
+    for epoch in range(3):
+        for _ in plain:
+            pass
+        expected.append(torch.get_rng_state())
+        validate(None, epoch)
+        expected.append(torch.get_rng_state())
+    for state, other in zip(states, expected, strict=True):
+        assert torch.equal(state, other)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_batches_are_read_before_the_epoch_begins(photo_folder, tmp_path, persistent):
+    root = shutil.copytree(photo_folder, tmp_path / "photos")
+    prefetcher = prefetcher_of(EncodedImageFolder(root), persistent, prefetch_factor=3)
+    for _ in prefetcher:
+        pass
+    until(lambda: prefetcher.stats.batches == 6)
+    time.sleep(0.3)  # the workers read 6 batches meanwhile
+    shutil.rmtree(root)
+    assert len([*prefetcher]) == 6
+    with pytest.raises(FileNotFoundError):  # and then they look for the files
+        next(iter(prefetcher))
+
+
+def test_workers_live_on_where_nothing_can_have_changed(photo_folder):
+    prefetcher = prefetcher_of(EncodedImageFolder(photo_folder), persistent=False)
+    found = set()
+    for _ in range(3):
+        for _ in prefetcher:
+            found |= alive()
+        assert alive() == found
+    assert len(found) == 2
+    del prefetcher
+    gc.collect()
+    until(lambda: not alive())
+
+
+REASONS = {
+    "a dataset of the user's": lambda root: prefetcher_of(Own(root), False),
+    "a function on targets": lambda root: prefetcher_of(
+        EncodedImageFolder(root, target_transform=lambda target: target + 1), False
+    ),
+    "a function in the workers": lambda root: prefetcher_of(
+        EncodedImageFolder(root), False, worker_init_fn=lambda worker: None
+    ),
+    "a collate function": lambda root: prefetcher_of(
+        EncodedImageFolder(root), False, collate_fn=lambda samples: [s[0] for s in samples]
+    ),
+    "a sampler": lambda root: prefetcher_of(
+        EncodedImageFolder(root), False, shuffle=None, sampler=Shuffled(24)
+    ),
+    "a generator": lambda root: prefetcher_of(
+        EncodedImageFolder(root), False, generator=torch.Generator()
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_workers_end_with_the_epoch_where_something_can_change(photo_folder, reason):
+    prefetcher = REASONS[reason](photo_folder)
+    for _ in prefetcher:
+        assert alive()
+    until(lambda: not alive())
+
+
+def test_workers_end_with_a_loop_that_ends_early(photo_folder):
+    prefetcher = prefetcher_of(EncodedImageFolder(photo_folder), persistent=False)
+    for _ in prefetcher:
+        break
+    gc.collect()
+    until(lambda: not alive())
+
+
+def test_workers_that_nobody_needs_end(photo_folder, constants):
+    constants(loading, IDLE_SECONDS=0.2)
+    prefetcher = prefetcher_of(EncodedImageFolder(photo_folder), persistent=False)
+    first = [*prefetcher]
+    until(lambda: not alive())
+    assert len([*prefetcher]) == len(first)
+
+
+def test_persistent_workers_are_not_ended(photo_folder, constants):
+    constants(loading, IDLE_SECONDS=0.1)
+    prefetcher = prefetcher_of(EncodedImageFolder(photo_folder), persistent=True)
+    for _ in prefetcher:
+        pass
+    workers = alive()
+    time.sleep(0.4)
+    assert alive() == workers
+
+
+def test_workers_do_not_live_on_where_epochs_are_never_the_expected_ones(photo_folder):
+    prefetcher = prefetcher_of(EncodedImageFolder(photo_folder), persistent=False)
+    for epoch in range(loading.MOST_MISSES + 2):
+        for _ in prefetcher:
+            pass
+        lives_on = bool(alive())
+        draw(prefetcher, epoch)
+    assert not lives_on
+
+
+def test_workers_do_not_live_on_where_shared_memory_is_short(photo_folder, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 60, 40))
+    prefetcher = prefetcher_of(EncodedImageFolder(photo_folder), persistent=False)
+    for _ in prefetcher:
+        pass
+    until(lambda: not alive())
+
+
+def test_what_a_dataset_draws_in_its_workers_is_as_without_us(photo_folder):
+    def targets(wrap):
+        torch.manual_seed(3)
+        loader = wrap(
+            loader_of(Drawing(photo_folder), True, collate_fn=lambda s: [y for _, y in s])
+        )
+        return [list(batch) for _ in range(3) for batch in loader]
+
+    assert targets(DataPrefetcher) == targets(lambda loader: loader)
+
+
+def test_two_epochs_at_once(photo_folder):
+    prefetcher = prefetcher_of(EncodedImageFolder(photo_folder), persistent=False)
+    first, second = iter(prefetcher), iter(prefetcher)
+    for _ in range(6):
+        next(first)
+        next(second)
+    for iterator in (first, second):
+        with pytest.raises(StopIteration):
+            next(iterator)
+    assert len([*prefetcher]) == 6
+
+
+@pytest.mark.parametrize("numbered", ["by the loop", "by us", "not at all"])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_ranks(photo_folder, persistent, numbered):
+    def run(dataset):
+        sampler = DistributedSampler(dataset, num_replicas=2, rank=1)
+        prefetcher = prefetcher_of(dataset, persistent, sampler=sampler, shuffle=None)
+        batches = []
+        for epoch in range(4):
+            if numbered == "by the loop":
+                sampler.set_epoch(epoch)
+            if numbered == "by us":
+                prefetcher.set_epoch(epoch)
+            batches += [(images.clone(), targets) for images, targets in prefetcher]
+        return batches, []
+
+    assert_same(run(EncodedImageFolder(photo_folder)), run(Own(photo_folder)))
+
+
+def test_accelerate_and_views_of_folders(photo_folder):
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+
+    pipeline = v2.Compose(
+        [v2.ToImage(), v2.RandomResizedCrop(16), v2.ToDtype(torch.float32, scale=True)]
+    )
+    folder = ImageFolder(photo_folder, pipeline)
+    dataset = ConcatDataset([Subset(folder, range(8)), Subset(folder, range(12, 20))])
+    prefetcher = accelerate(loader_of(dataset, False))
+    found = set()
+    for _ in range(3):
+        for _ in prefetcher:
+            found |= alive()
+    assert len(found) == 2  # in all epochs
+
+
+def test_replay_of_an_epoch_that_was_begun_ahead(photo_folder):
+    dataset = EncodedImageFolder(photo_folder)
+    prefetcher = prefetcher_of(dataset, False, shuffle=False)
+    for _ in range(3):
+        images = torch.cat([images for images, _ in prefetcher])
+    for index in (0, 13):
+        again, _ = prefetcher.replay(index)
+        assert torch.equal(again[0], images[index])
+
+
+def test_a_state_of_an_epoch_that_was_begun_ahead(photo_folder):
+    def run(stop):
+        torch.manual_seed(1)
+        prefetcher = prefetcher_of(EncodedImageFolder(photo_folder), False)
+        batches = []
+        for _ in range(3):
+            for images, targets in prefetcher:
+                batches.append((images.clone(), targets))
+                if len(batches) == stop:
+                    return batches, prefetcher.state_dict()
+        return batches, None
+
+    whole, _ = run(None)
+    begun, state = run(9)
+    prefetcher = prefetcher_of(EncodedImageFolder(photo_folder), False)
+    prefetcher.load_state_dict(state)
+    torch.manual_seed(1)
+    rest = [(images.clone(), targets) for images, targets in prefetcher]
+    assert_same((begun + rest, []), (whole[:12], []))
+
+
+# --- What a forecast is made of ---
+
+
+def test_a_forecast_draws_nothing_and_notices_what_is_drawn(photo_folder):
+    loader = loader_of(EncodedImageFolder(photo_folder), False)
+    before = torch.get_rng_state()
+    made = Forecast.of(loader, draws=1, advances=False, starts_workers=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not made.holds(loader)
+    validate(None, 0)  # draws the seed that was expected
+    assert draws_since(made.state) == 1
+    assert made.holds(loader)
+    order = [*made.batches]
+    plain = DataLoader(range(24), 4, shuffle=True, num_workers=1)
+    assert [batch.tolist() for batch in plain] == order
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    validate(None, 0)
+    made.draw()
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.rand(1)
+    assert draws_since(made.state) is None
+
+
+def test_a_dataset_is_steady_if_it_has_nothing_of_the_users(photo_folder):
+    folder = EncodedImageFolder(photo_folder)
+    nested = ConcatDataset([folder, Subset(folder, [1, 2])])
+    for dataset in (folder, Subset(folder, [3]), nested):
+        assert Steady.of(dataset) == Steady.of(dataset)
+    for dataset in (Own(photo_folder), Subset(Own(photo_folder), [3]), range(3), [1, 2]):
+        assert Steady.of(dataset) is None
+    known = Steady.of(nested)
+    folder.samples[0] = ("elsewhere.jpg", 0)
+    assert Steady.of(nested) != known
+    folder.samples[0] = ["elsewhere.jpg", 0]  # which could change unnoticed
+    assert Steady.of(nested) is None
