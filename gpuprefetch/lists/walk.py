@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from gpuprefetch.core.report import Printed, columns
-from gpuprefetch.lists.forms import Form
+from gpuprefetch.lists.forms import Form, Values
 from gpuprefetch.lists.fused import (
     NEAREST_TIES,
     as_float32,
@@ -33,9 +33,15 @@ from gpuprefetch.lists.fused import (
     in_launch,
     is_kornia,
 )
-from gpuprefetch.lists.refused import refuse_in_list, refuse_once_a_batch, refuse_within_kornia
+from gpuprefetch.lists.refused import (
+    is_foreign,
+    refuse_in_list,
+    refuse_once_a_batch,
+    refuse_within_kornia,
+)
 from gpuprefetch.lists.rgb import makes_rgb
 from gpuprefetch.policies.compile import COMPILERS, FILTERS, compiled
+from gpuprefetch.policies.each import Each
 from gpuprefetch.policies.known import (
     UnsupportedTransformError,
     checked,
@@ -50,7 +56,7 @@ from gpuprefetch.policies.known import (
 )
 from gpuprefetch.policies.per_image import Cast, Loop, PerImage, ToFloat, ToUint8, grouped
 from gpuprefetch.policies.registry import Is, LibraryOp, has, rows_of
-from gpuprefetch.policies.timm import from_timm, samples_sizes, why_not
+from gpuprefetch.policies.timm import from_timm, samples_sizes, timm_class, why_not
 from gpuprefetch.transforms.head import RESIZE_FILTERS, FusedTransform, Head, Transform
 from gpuprefetch.transforms.sampling import HeadOp
 from gpuprefetch.transforms.views import Views
@@ -59,11 +65,19 @@ from gpuprefetch.transforms.views import Views
 Transforms = Transform | Sequence[Transform] | None
 
 FUSED = "fused launch"
+NOTHING = "nothing to do"
+WORKERS = "worker CPU"
+IN_DATASET = "call it in the dataset, on the decoded image"
 _IN_WORKERS = (
     "let the workers decode, and run all up to it and the crop: accelerate(loader, "
     "keep_unknown=True)"
 )
 _IN_LAUNCH = "its result is in [0, 1]"
+_OWN = (
+    "one that takes a tensor (C, H, W) after the crop and the conversion to tensors, where it runs "
+    "on the device, image by image"
+)
+_OWN_COSTS = "a call for each image, not one a batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +92,12 @@ class Step:
     @property
     def name(self) -> str:
         return title(self.source)
+
+    def row(self, device: str) -> tuple[str, str, str, str]:
+        """The step in a table: its name, what it runs on, how, and what differs."""
+        if self.where == WORKERS:
+            return self.name, WORKERS, self.note, ""
+        return self.name, "" if self.where == NOTHING else device, self.where, self.note
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -108,18 +128,34 @@ class Plan(Printed):
             tail=grouped([*self.tail, transform]),
         )
 
+    def table(self, device: str) -> str:
+        """A line for each op, where those that moved run on ``device``."""
+        header = ("transform", "runs on", "how", "what differs")
+        rows = [header, *(step.row(device) for step in self.steps)]
+        return columns((f"  {name}", *rest) for name, *rest in rows)
+
     def __str__(self) -> str:
-        return columns((f"  {step.name}", step.where, step.note) for step in self.steps)
+        return self.table("device")
 
 
 def convert(
-    pipeline: LibraryOp, *, batched: torch.Tensor | None = None, pictures: bool = False
+    pipeline: LibraryOp,
+    *,
+    batched: torch.Tensor | None = None,
+    pictures: bool = False,
+    takes_own: bool = True,
+    instead: str = _IN_WORKERS,
 ) -> Plan:
     """What becomes of a pipeline of torchvision's, all of which must move to the device.
 
-    ``batched`` is one of the images, if they come as ``(N, C, H, W)`` and not as encoded files.
-    ``pictures`` says that the pipeline gets PIL images for sure, and not perhaps tensors; its batch
-    is made of them.
+    Args:
+        pipeline: an op, or several.
+        batched: one of the images, if they come as ``(N, C, H, W)`` and not as encoded files.
+        pictures: whether the pipeline gets PIL images for sure, and not perhaps tensors; its batch
+            is made of them.
+        takes_own: whether a user's own function may run on the device, image by image, where images
+            are tensors of one size.
+        instead: what an error says of an op that cannot move.
     """
     form = Form(is_picture=pictures)
     if batched is not None:
@@ -135,7 +171,8 @@ def convert(
         is_pipeline=True,
         is_rgb=batched is None,
         holds_float=batched is None or form.is_float,
-        instead=_IN_WORKERS,
+        instead=instead,
+        takes_own=takes_own,
     )
     for op in flatten(pipeline):
         walk.take_theirs(op)
@@ -262,10 +299,12 @@ class _Walk:
         is_pipeline: bool,
         is_rgb: bool = True,
         holds_float: bool = True,
-        instead: str = "call it in the dataset, on the decoded image",
+        instead: str = IN_DATASET,
+        takes_own: bool = False,
     ) -> None:
         self.form = form
         self.instead = instead  # what may be done with an op that cannot run here
+        self.takes_own = takes_own  # an op of nobody's but the user's, after the crop
         self.is_pipeline = is_pipeline  # only torchvision's ops so far, on decoded images
         self.began_as_pipeline = False
         self.decodes_to_rgb = is_rgb
@@ -364,7 +403,7 @@ class _Walk:
     def take_theirs(self, op: LibraryOp) -> None:
         """Take an op of a pipeline for PIL images or uint8 tensors."""
         if self._is_rgb_for(op):
-            self._add(op, None, "nothing to do", "images are RGB")
+            self._add(op, None, NOTHING, "images are RGB")
             return
         op = from_timm(op)
         if is_on_device(op):
@@ -373,17 +412,33 @@ class _Walk:
                 "it out, and pass accelerate(loader, transforms=[it]), or DataPrefetcher(loader, "
                 "transforms=[*convert_transforms(pipeline), it])."
             )
-        if name_of(op) is None:
-            self._refuse(op, why_not(op))
+        if name_of(op) in (None, "Lambda"):
+            self._take_own(op)
+            return
         if has(op, Is.CONVERTS):
             self._take_conversion(op)
             return
         op = twin(op)
         if has(op, Is.DOES_NOTHING):
-            self._add(op, None, "nothing to do")
+            self._add(op, None, NOTHING)
         elif not self._fuse(op):
             self._take_on_batch(op)
         self.form = self.form.after(op)
+
+    def _take_own(self, op: LibraryOp) -> None:
+        """Take an op that no library knows: for each image, where images are tensors."""
+        foreign = timm_class(op) is not None or is_foreign(op)
+        if foreign or not self.takes_own or not (self.form.is_tensor and self.form.is_sized):
+            lambdas = name_of(op) == "Lambda"
+            why = "it is not among the ops that can run on a batch" if lambdas else why_not(op)
+            advice = "Replace it"
+            if self.takes_own and not foreign:
+                advice = f"{advice}; put {_OWN}"
+            self._refuse(op, why, advice)
+        self._hold(self.form.is_float)
+        each = Each(op, self.form.kind)
+        self._add_after(op, each, "image by image", _OWN_COSTS)
+        self.form = self.form.after(each)
 
     def _fuse(self, op: LibraryOp) -> bool:
         """Whether the launch takes an op, which it does then."""
@@ -415,15 +470,17 @@ class _Walk:
 
     def _take_conversion(self, op: LibraryOp) -> None:
         if self.form.lets_pass(op):
-            self._add(op, None, "nothing to do", "it lets PIL images pass")
+            self._add(op, None, NOTHING, "it lets PIL images pass")
             return
         form = self.form
         after = form.after(op)
         # An op on the batch comes after what makes tensors of PIL images.
         self.form = replace(after, dtype=form.dtype, values=form.values)
         scale = getattr(op, "scale", True)
-        if after.dtype == form.dtype:
-            self._add(op, None, "nothing to do")
+        if form.values is Values.UNKNOWN and has(twin(op), Is.BATCHES):
+            self._take_on_batch(twin(op), source=op)  # the dtype is not known either
+        elif after.dtype == form.dtype or form.values is Values.UNKNOWN:
+            self._add(op, None, NOTHING)
         elif type(op).__name__ == "ToTensor" and not form.is_sized:
             self._add(op, None, FUSED, _IN_LAUNCH)
             self.cast = after.dtype if after.dtype != torch.float32 else None
@@ -460,7 +517,8 @@ class _Walk:
         where = "torchvision v2 on the batch"
         if compiled(op) is not None:
             # Else the fused launch would give uint8, which this does not see.
-            module = PerImage([ToFloat(), op] if self.form.is_float else op)
+            floats = self.form.is_float and self.form.values is not Values.UNKNOWN
+            module = PerImage([ToFloat(), op] if floats else op)
             where = "one program"
         elif has(op, Is.ONCE):
             module = Loop(op)

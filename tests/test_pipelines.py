@@ -1,0 +1,249 @@
+"""Pipelines as people write them: functions of their own, several views, plans that say where."""
+
+import functools
+
+import pytest
+import torch
+from fakes import assert_same_batches
+from pictures import draw
+from PIL import Image
+from torch.utils.data import DataLoader, TensorDataset
+from torchvision import transforms as v1
+from torchvision import tv_tensors
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+import gpuprefetch
+from gpuprefetch import DataPrefetcher, EncodedImageFolder, accelerate, convert_transforms, explain
+
+CPU = {"device": "cpu", "print_plan": False}
+CROPPED = [v1.CenterCrop(24), v1.ToTensor()]
+SIZES = [(41, 62), (62, 41), (57, 57), (39, 90), (90, 39), (64, 48), (48, 64), (50, 51)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folder")
+    for number, (height, width) in enumerate(SIZES):
+        path = root / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(draw(height, width, seed=number)).save(path)
+    return root
+
+
+def loader_of(root, ops, **options):
+    return DataLoader(ImageFolder(root, v1.Compose(ops)), **{"batch_size": 4} | options)
+
+
+def files(root):
+    return DataLoader(EncodedImageFolder(root), batch_size=4)
+
+
+# --- a user's own function, after the crop --------------------------------------------------------
+
+
+class Scaled(torch.nn.Module):
+    """It would fail on a batch."""
+
+    def forward(self, image):
+        channels, _, _ = image.shape
+        return image / torch.arange(1, channels + 1).view(-1, 1, 1)
+
+
+class Shifted(v2.Transform):
+    """A class of the user's own that derives from torchvision's."""
+
+    def transform(self, inpt, params):
+        return inpt.roll(1, -1)
+
+
+class Typed:
+    def __call__(self, image):
+        assert type(image) is tv_tensors.Image
+        return image.float() / 255
+
+
+def darkened(image, by):
+    return image * by
+
+
+to_range = v1.Lambda(lambda image: image * 2 - 1)
+NORMALIZE = v1.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.2))
+# What follows the crop, and how each of it runs.
+OWN = {
+    "a lambda": ([to_range], ["image by image"]),
+    "of a batch it would make one number": ([lambda x: x - x.mean()], ["image by image"]),
+    "a module": ([Scaled(), NORMALIZE], ["image by image", "torchvision v2 on the batch"]),
+    "after Normalize": ([NORMALIZE, to_range], ["fused launch", "image by image"]),
+    "one after the other": ([to_range, Scaled()], ["image by image"] * 2),
+    "a partial": ([functools.partial(darkened, by=0.5)], ["image by image"]),
+    "torchvision's, derived": ([Shifted()], ["image by image"]),
+    "then a flip": (
+        [to_range, v1.RandomHorizontalFlip(1.0)],
+        ["image by image", "one program"],
+    ),
+    "another shape": ([lambda x: x[:1].flatten()], ["image by image"]),
+    "then levels": (
+        [lambda x: (x * 255).byte(), v2.RandomInvert(1.0), v2.ToDtype(torch.float32, scale=True)],
+        ["image by image", "one program", "torchvision v2 on the batch"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_an_own_function_after_the_crop_runs_image_by_image(folder, name):
+    ops, where = OWN[name]
+    loader = loader_of(folder, [*CROPPED, *ops])
+    moved = accelerate(loader, **CPU)
+    assert [step.where for step in moved.plan.steps][2:] == where
+    assert_same_batches(loader, moved, atol=1e-6)
+    listed = DataPrefetcher(
+        files(folder), transforms=convert_transforms([*CROPPED, *ops]), device="cpu"
+    )
+    assert_same_batches(moved, listed, atol=0, rtol=0)
+    assert gpuprefetch.parity(loader, 3, device="cpu").mean < 1e-3
+
+
+def test_an_own_function_of_images_gets_images(folder):
+    loader = loader_of(folder, [v2.CenterCrop(24), v2.ToImage(), Typed()])
+    moved = accelerate(loader, **CPU)
+    assert_same_batches(loader, moved, atol=1e-6)
+    assert type(next(iter(moved))[0]) is torch.Tensor
+
+
+def test_what_an_own_function_samples_depends_on_the_seed_and_the_sample(folder):
+    loader = loader_of(folder, [*CROPPED, lambda image: image * 0 + torch.rand(())])
+
+    def values(**options):
+        moved = accelerate(loader, **CPU, **options)
+        return torch.cat([images.amax((1, 2, 3)) for images, _ in moved])
+
+    first = values(seed=1)
+    assert len(first.unique()) == len(SIZES)
+    assert torch.equal(first, values(seed=1))
+    assert not torch.equal(first, values(seed=2))
+    loader = loader_of(folder, loader.dataset.transform.transforms, batch_size=3)
+    assert torch.equal(first, values(seed=1))
+
+
+def by_size(image):
+    return image[:, : 10 + int(image[0, 0, 0] * 10)]
+
+
+# What an own function gives, the error, and what it says.
+GIVES = {
+    "nothing": (lambda image: None, TypeError, "gave NoneType.*keep_unknown=True"),
+    "an array": (lambda image: image.numpy(), TypeError, "gave ndarray"),
+    "two views": (lambda image: (image, image), TypeError, r"gave tuple\. Several views.*Views\("),
+    "sizes": (by_size, ValueError, r"by_size gave \(3, \d+, 24\) of .* for one image and \(3, "),
+    "another device": (
+        lambda image: image.to("meta"),
+        ValueError,
+        "gave a tensor on meta of one on cpu",
+    ),
+    "an error": (lambda image: image @ image, RuntimeError, "must match|Expected size"),
+}
+
+
+@pytest.mark.parametrize("name", GIVES)
+def test_what_an_own_function_must_not_give(folder, name):
+    op, error, text = GIVES[name]
+    loader = loader_of(folder, [v1.CenterCrop((20, 24)), v1.ToTensor(), op])
+    with pytest.raises(error, match=text) as raised:
+        list(accelerate(loader, **CPU))
+    notes = "".join(getattr(raised.value, "__notes__", []))
+    assert "keep_unknown=True" in str(raised.value) + notes
+    if name in ("an array", "two views"):  # the line that every message ends with
+        assert len(list(accelerate(loader, keep_unknown=True, **CPU))) == 2
+
+
+# Before the crop or the conversion it is refused, and the message says where it would run.
+TOO_EARLY = [
+    [v1.Lambda(lambda image: image), *CROPPED],
+    [CROPPED[0], v1.Lambda(lambda image: image), CROPPED[1]],
+    [CROPPED[1], v1.Lambda(lambda image: image), CROPPED[0]],
+]
+
+
+@pytest.mark.parametrize("ops", TOO_EARLY)
+def test_an_own_function_before_that_is_refused(folder, ops):
+    with pytest.raises(ValueError, match=r"Lambda cannot.*put one that takes a tensor \(C, H, W\)"):
+        accelerate(loader_of(folder, ops), **CPU)
+    own = next(op for op in ops if op not in CROPPED)
+    followed = loader_of(folder, [*CROPPED, own])
+    assert accelerate(followed, **CPU).plan.steps[2].where == "image by image"
+
+
+def test_an_own_function_stays_in_the_workers_on_request(folder):
+    loader = loader_of(folder, [*CROPPED, to_range])
+    kept = accelerate(loader, keep_unknown=True, **CPU)
+    assert {step.where for step in kept.plan.steps} == {"worker CPU"}
+    assert "nothing moved: the workers decode" in kept.describe()
+    assert_same_batches(loader, kept, atol=0)
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_where_each_op_runs(folder, capsys):
+    ops = [v2.RGB(), *CROPPED, to_range]
+    moved = accelerate(loader_of(folder, ops), device="cpu")
+    printed = capsys.readouterr().out
+    first, header, rgb, _, _, own, collate = printed.splitlines()
+    assert first.endswith("everything on the CPU")
+    assert header.split() == ["transform", "runs", "on", "how", "what", "differs"]
+    assert rgb.split() == ["RGB", "nothing", "to", "do", "images", "are", "RGB"]
+    assert "image by image" in own and "a call for each image" in own
+    assert collate == "  collate: worker CPU"
+    assert explain(moved).startswith(printed)
+
+
+def test_explain_of_a_loader_is_what_accelerate_would_print(folder, capsys):
+    loader = loader_of(folder, [*CROPPED, to_range])
+    before = torch.get_rng_state()
+    text = explain(loader)
+    assert torch.equal(before, torch.get_rng_state()) and capsys.readouterr().out == ""
+    accelerate(loader)
+    assert text.startswith(capsys.readouterr().out)
+    refused = explain(loader_of(folder, [v1.Lambda(abs), *CROPPED]))
+    assert refused.startswith("accelerate(loader) would refuse it: Lambda cannot move")
+
+
+def test_a_plan_says_what_was_not_moved(folder):
+    ops = [v1.Lambda(lambda image: image.rotate(90)), *CROPPED]
+    moved = accelerate(loader_of(folder, ops), keep_unknown=True, **CPU)
+    _, second, _, own, crop, conversion, _ = moved.describe().splitlines()
+    assert second == "  not moved: decode and all up to CenterCrop stay in the workers"
+    assert own.split() == ["Lambda", "worker", "CPU", "unchanged"]
+    assert crop.split() == ["CenterCrop", "worker", "CPU", "unchanged"]
+    assert conversion.split() == ["ToTensor", "CPU", "on", "the", "batch"]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_first_rank_alone_prints(folder, capsys, monkeypatch, rank):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    accelerate(loader_of(folder, CROPPED), device="cpu")
+    assert bool(capsys.readouterr().out) == (rank == "0")
+
+
+FLIP = [v2.RandomHorizontalFlip()]
+
+
+def test_explain_of_tensors_has_no_decode(folder):
+    data = TensorDataset(torch.zeros(4, 3, 8, 8))
+    tensors = explain(DataPrefetcher(DataLoader(data), transforms=FLIP, device="cpu"))
+    assert "decode" not in tensors and tensors.startswith("RandomHorizontalFlip")
+    assert explain(DataPrefetcher(DataLoader(data), device="cpu")) == "images stay as they come"
+    listed = DataLoader([(torch.zeros(3, 8, 8), 1)])
+    assert "decode" not in explain(DataPrefetcher(listed, transforms=FLIP, device="cpu"))
+    assert explain(DataPrefetcher(files(folder), device="cpu")).startswith("decode")
+    own = DataPrefetcher(OfTensors(), transforms=FLIP, device="cpu")
+    assert "encoded images" in explain(own)
+    assert len(list(own)) == 1  # now it is known
+    assert "encoded images" not in explain(own)
+
+
+class OfTensors:
+    def __iter__(self):
+        yield torch.zeros(2, 3, 8, 8)
