@@ -88,6 +88,20 @@ _ADVICE = {
 }
 
 
+class _NoIteratorError(TypeError, AttributeError):
+    """``next(prefetcher)``: a prefetcher has no ``__next__``, as a ``DataLoader`` has none."""
+
+
+class _NoNext:
+    """Stands for ``__next__``, which ``next(prefetcher)`` asks for."""
+
+    def __get__(self, prefetcher: object, kind: type | None = None) -> NoReturn:
+        raise _NoIteratorError(
+            "a DataPrefetcher is no iterator, as a DataLoader is none: write prefetcher.next(), or "
+            "batches = iter(prefetcher) once and next(batches) for each batch."
+        )
+
+
 class DataPrefetcher:
     """Wrap a DataLoader: its batches arrive on the device, decoded and transformed ahead of time.
 
@@ -144,6 +158,7 @@ class DataPrefetcher:
     """
 
     _late = False  # whether the collate function runs after the transforms: see accelerate()
+    __next__ = _NoNext()
 
     def __init__(
         self,

@@ -499,7 +499,7 @@ REFUSED = {
     "RandomCrop .* padding that is": [v2.RandomCrop(9, 2, padding_mode="reflect"), v2.ToImage()],
     "RandomRotation .* expand": [v2.CenterCrop(9), v2.RandomRotation(9, expand=True), v2.ToImage()],
     "RandomAffine .*'bicubic'": [v2.CenterCrop(9), v2.RandomAffine(9, interpolation=BICUBIC)],
-    "Normalize .* before the crop.* Put it after the crop": [
+    "Normalize .* no crop or resize before it.* Put it after the crop": [
         v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD), v2.CenterCrop(9)
     ],
     "RandomCrop .* by chance": [v2.CenterCrop(9), v2.RandomApply([v2.RandomCrop(5)]), v2.ToImage()],

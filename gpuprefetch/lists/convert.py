@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpuprefetch.lists.walk import convert
+from gpuprefetch.lists.walk import IN_DATASET, convert
 from gpuprefetch.transforms.head import Transform
 
 
@@ -26,4 +26,4 @@ def convert_transforms(pipeline: Any) -> list[Transform]:
     Raises:
         UnsupportedTransformError: for an op that cannot move; the message names it.
     """
-    return convert(pipeline).transforms
+    return convert(pipeline, instead=IN_DATASET).transforms

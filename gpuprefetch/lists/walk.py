@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import NoReturn
 
 import numpy as np
@@ -67,7 +68,9 @@ Transforms = Transform | Sequence[Transform] | None
 FUSED = "fused launch"
 NOTHING = "nothing to do"
 WORKERS = "worker CPU"
-IN_DATASET = "call it in the dataset, on the decoded image"
+IN_DATASET = (
+    "call it in the dataset, on the decoded image, with all ops before it and up to the crop"
+)
 _IN_WORKERS = (
     "let the workers decode, and run all up to it and the crop: accelerate(loader, "
     "keep_unknown=True)"
@@ -497,6 +500,9 @@ class _Walk:
         self.form = after
 
     def _take_on_batch(self, op: LibraryOp, source: LibraryOp = None) -> None:
+        if has(op, Is.ALONE) and not self.form.is_sized:
+            reason = "it gives images of different sizes, which no batch can hold"
+            self._refuse(op, reason, "Take v2.RandomResizedCrop(224) in its place")
         if why := _why_not_on_batch(op):
             self._refuse(*why)
         if not self.form.is_sized:
@@ -526,15 +532,16 @@ class _Walk:
         self._add_after(source or op, module, where, note)
 
     def _refuse(self, op: LibraryOp, reason: str, advice: str = "Replace it") -> NoReturn:
-        name = type(op).__name__
+        name = f"function {title(op)}" if isinstance(op, FunctionType) else type(op).__name__
         raise UnsupportedTransformError(
             f"{name} cannot move to the device: {reason}. {advice}, or {self.instead}."
         )
 
     def _refuse_before_crop(self, op: LibraryOp) -> NoReturn:
         if not has(op, Is.CROPS):
-            reason = "it comes before the crop or resize that gives images one size"
-            self._refuse(op, reason, "Put it after the crop")
+            reason = "no crop or resize before it gives images one size"
+            crops = "v2.RandomResizedCrop(224), or v2.Resize(256) and v2.CenterCrop(224)"
+            self._refuse(op, reason, f"Put it after the crop, or add one before it ({crops})")
         if self._in_launch(op)[0] is not None:
             reason = "images are resized, padded or normalized already, and two are not one"
             self._refuse(op, reason, "Leave out what does so before it")
