@@ -36,9 +36,9 @@ from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.view import View
 from gpuprefetch.lists.snapshot import Snapshot
+from gpuprefetch.lists.views import Views
 from gpuprefetch.policies.known import title
 from gpuprefetch.transforms.head import Transform
-from gpuprefetch.transforms.views import Views
 
 # What an argument of the constructor is called; later it is fixed.
 _ARGUMENTS = {"device", *(option.name for option in fields(Options))}

@@ -247,3 +247,128 @@ def test_explain_of_tensors_has_no_decode(folder):
 class OfTensors:
     def __iter__(self):
         yield torch.zeros(2, 3, 8, 8)
+
+
+# --- several views ------------------------------------------------------------------------------
+
+TO_FLOAT = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+LARGE = v2.Compose([v2.RandomResizedCrop(24), v2.RandomHorizontalFlip(), *TO_FLOAT])
+SMALL = v2.Compose([v2.RandomResizedCrop(12), *TO_FLOAT])
+
+
+class TwoCrops:
+    """As SimCLR has it."""
+
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __call__(self, picture):
+        return [self.transform(picture), self.transform(picture)]
+
+
+class ManyCrops:
+    """As DINO has it."""
+
+    def __init__(self):
+        self.first = LARGE
+        self.second = v1.Compose([*LARGE.transforms, v2.GaussianBlur(3)])
+        self.local = SMALL
+        self.count = 2
+
+    def __call__(self, picture):
+        return [self.first(picture), self.second(picture), self.local(picture)]
+
+
+class ImageAndMask:
+    """As SimMIM has it."""
+
+    def __init__(self):
+        self.pipeline = LARGE
+        self.mask = torch.zeros(4, 4)
+
+    def __call__(self, picture):
+        return self.pipeline(picture), self.mask
+
+
+class OneView(torch.nn.Module):
+    def __init__(self, pipeline):
+        super().__init__()
+        self.pipeline = pipeline
+
+
+class ManyViews(torch.nn.Module):
+    """Views that are modules of their own, as in a library for contrastive learning."""
+
+    def __init__(self):
+        super().__init__()
+        self.views = [OneView(LARGE), OneView(SMALL)]
+
+    def forward(self, picture):
+        return [view.pipeline(picture) for view in self.views]
+
+
+def of_closure(pipeline):
+    return lambda picture: (pipeline(picture), pipeline(picture))
+
+
+# A transform of several views, and the line of the message.
+VIEWS = {
+    "two crops": (TwoCrops(LARGE), "gpuprefetch.Views(t.transform, t.transform)"),
+    "many crops": (ManyCrops(), "gpuprefetch.Views(t.first, t.second, t.local)"),
+    "image and mask": (ImageAndMask(), "gpuprefetch.Views(t.pipeline, t.pipeline)"),
+    "modules": (
+        ManyViews(),
+        "gpuprefetch.Views(t.views[0].pipeline, t.views[1].pipeline)",
+    ),
+    "a function": (of_closure(LARGE), "gpuprefetch.Views(pipeline, pipeline)"),
+    "a lambda": (
+        v1.Lambda(lambda picture: [LARGE(picture), SMALL(picture)]),
+        "Views(LARGE, SMALL)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_transform_of_several_views_is_refused_with_the_line_to_write(folder, name):
+    transform, line = VIEWS[name]
+    loader = DataLoader(ImageFolder(folder, transform), 4)
+    with pytest.raises(ValueError, match=r"write DataPrefetcher\(DataLoader\(Enc") as raised:
+        accelerate(loader, **CPU)
+    text = str(raised.value)
+    assert line in text
+    # The line itself works.
+    expression = text[text.index("gpuprefetch.Views") : text.index("), where ")]
+    known = {"t": transform, "pipeline": LARGE, "LARGE": LARGE, "SMALL": SMALL}
+    views = eval(expression, known | {"gpuprefetch": gpuprefetch})
+    images, _ = next(iter(DataPrefetcher(files(folder), transforms=views, device="cpu")))
+    assert images[0].shape[1:] == (3, 24, 24)
+    if name == "image and mask":  # the line for what gives one picture
+        assert "If it gives what t.pipeline gives, put that in its place" in text
+        one = accelerate(DataLoader(ImageFolder(folder, transform.pipeline), 4), **CPU)
+        assert next(iter(one))[0].shape == (4, 3, 24, 24)
+
+
+def test_a_tuple_of_pipelines_gives_views(folder):
+    options = {"device": "cpu", "seed": 3}
+    named, tupled, listed = (
+        DataPrefetcher(files(folder), transforms=transforms, **options)
+        for transforms in (
+            gpuprefetch.Views(LARGE, SMALL),
+            (LARGE, SMALL),
+            (LARGE.transforms, [*SMALL.transforms]),
+        )
+    )
+    for want, *others in zip(named, tupled, listed, strict=True):
+        assert type(want[0]) is list  # as a DataLoader gives it
+        assert [view.shape[-1] for view in want[0]] == [24, 12]
+        for got in others:
+            assert all(map(torch.equal, want[0], got[0]))
+    assert explain((LARGE, SMALL)) == explain(gpuprefetch.Views(LARGE, SMALL))
+    images = gpuprefetch.preprocess(
+        [path for path, _ in ImageFolder(folder).samples], (LARGE, SMALL), device="cpu"
+    )
+    assert [len(view) for view in images] == [len(SIZES)] * 2
+    one_list = DataPrefetcher(files(folder), transforms=(*LARGE.transforms,), device="cpu")
+    assert next(iter(one_list))[0].shape == (4, 3, 24, 24)
+    with pytest.raises(TypeError, match="Views takes the place of the list"):
+        accelerate(loader_of(folder, CROPPED), transforms=(LARGE, SMALL), **CPU)

@@ -41,6 +41,7 @@ from gpuprefetch.lists.refused import (
     refuse_within_kornia,
 )
 from gpuprefetch.lists.rgb import makes_rgb
+from gpuprefetch.lists.views import Views, lines_for
 from gpuprefetch.policies.compile import COMPILERS, FILTERS, compiled
 from gpuprefetch.policies.each import Each
 from gpuprefetch.policies.known import (
@@ -60,7 +61,6 @@ from gpuprefetch.policies.registry import Is, LibraryOp, has, rows_of
 from gpuprefetch.policies.timm import from_timm, samples_sizes, timm_class, why_not
 from gpuprefetch.transforms.head import RESIZE_FILTERS, FusedTransform, Head, Transform
 from gpuprefetch.transforms.sampling import HeadOp
-from gpuprefetch.transforms.views import Views
 
 # What a prefetcher takes: a list, one transform, or nothing.
 Transforms = Transform | Sequence[Transform] | None
@@ -437,6 +437,7 @@ class _Walk:
             advice = "Replace it"
             if self.takes_own and not foreign:
                 advice = f"{advice}; put {_OWN}"
+            advice = lines_for(op.lambd if lambdas else op) or advice
             self._refuse(op, why, advice)
         self._hold(self.form.is_float)
         each = Each(op, self.form.kind)

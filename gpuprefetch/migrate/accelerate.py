@@ -19,6 +19,7 @@ from gpuprefetch.core.ranks import rank
 from gpuprefetch.images.apart import is_image
 from gpuprefetch.lists.forms import fixes_size
 from gpuprefetch.lists.snapshot import Snapshot
+from gpuprefetch.lists.views import Views, lists_of
 from gpuprefetch.lists.walk import WORKERS, Plan, Step, convert, read_for_tensors
 from gpuprefetch.migrate.dataset_view import stale, view_of, worker_part
 from gpuprefetch.migrate.folders import (
@@ -248,6 +249,9 @@ class Accelerated(DataPrefetcher):
 
 def _listed(transforms: Any) -> list[Transform]:
     """What was given as ``transforms``, which may be one callable, as a list."""
+    lists = lists_of(transforms)
+    if len(lists) > 1:
+        transforms = Views(*lists)  # an error in a list: each view begins with the decoded image
     if isinstance(transforms, Sequence):
         return list(transforms)
     return [transforms] if transforms else []

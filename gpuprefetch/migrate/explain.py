@@ -12,6 +12,7 @@ from gpuprefetch.images.apart import image_of
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.images.view import View
+from gpuprefetch.lists.views import Views, lists_of
 from gpuprefetch.lists.walk import Transforms, opened, why_refused
 from gpuprefetch.migrate.accelerate import Accelerated, accelerate
 from gpuprefetch.policies.each import Each
@@ -20,7 +21,6 @@ from gpuprefetch.policies.per_image import Loop, PerImage
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.head import Transform
 from gpuprefetch.transforms.random import trial_draws
-from gpuprefetch.transforms.views import Views
 
 
 def explain(
@@ -50,9 +50,10 @@ def explain(
     if isinstance(given, DataPrefetcher):
         plan = [given.describe(), ""] if isinstance(given, Accelerated) else []
         return Text("\n".join([*plan, *_of_prefetcher(given)]))
-    if isinstance(given, Views):
-        return Text("\n".join(map(explain, given.lists)))
-    return Text(_explain(_view_of_list(given)))
+    lists = lists_of(given)
+    if len(lists) > 1:
+        return Text("\n".join(map(explain, lists)))
+    return Text(_explain(_view_of_list(lists[0])))
 
 
 def _dry_run(loader: DataLoader[Any]) -> str:

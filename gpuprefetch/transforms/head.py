@@ -239,8 +239,8 @@ class RandomResizedCrop(FusedTransform):
                 )
         if scale[1] > LARGEST_SHARE:
             raise ValueError(
-                f"scale is a share of the image's area, 0 to 1, got {scale!r}. For 8 to 100 percent "
-                "write scale=(0.08, 1.0)."
+                f"scale is a share of the area, 0 to 1, got {scale!r}. For 8 to 100 percent write "
+                "scale=(0.08, 1.0)."
             )
         exact = pair(size, "RandomResizedCrop")
         super().__init__(ResizedCropOp(exact, tuple(scale), tuple(ratio), _filter(interpolation)))
