@@ -372,3 +372,148 @@ def test_a_tuple_of_pipelines_gives_views(folder):
     assert next(iter(one_list))[0].shape == (4, 3, 24, 24)
     with pytest.raises(TypeError, match="Views takes the place of the list"):
         accelerate(loader_of(folder, CROPPED), transforms=(LARGE, SMALL), **CPU)
+
+
+# --- image processors ---------------------------------------------------------------------------
+
+
+class Processor:
+    """As Hugging Face's: settings, and a call that carries them out with torchvision."""
+
+    def __init__(self, **settings):
+        given = {
+            "do_resize": True,
+            "size": {"height": 24, "width": 30},
+            "resample": 2,
+            "do_center_crop": False,
+            "crop_size": None,
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": [0.4, 0.5, 0.6],
+            "image_std": (0.2, 0.3, 0.25),
+            "do_convert_rgb": None,
+            "do_pad": None,
+            "image_processor_type": "Processor",
+        }
+        self.settings = given | settings
+        self.do_rescale = self.settings["do_rescale"]
+        self.image_mean = self.settings["image_mean"]
+
+    def to_dict(self):
+        return dict(self.settings)
+
+    def resized(self, image, size):
+        how = {0: "nearest", 2: "bilinear", 3: "bicubic"}[self.settings["resample"]]
+        return v2.functional.resize(image, size, v2.InterpolationMode(how), antialias=True)
+
+    def cropped(self, image, height, width):
+        top, left = (image.shape[1] - height) // 2, (image.shape[2] - width) // 2
+        return image[:, top : top + height, left : left + width]
+
+    def __call__(self, images, return_tensors):
+        assert return_tensors == "pt"
+        given = self.settings
+        image = v2.functional.pil_to_tensor(images)
+        if given["do_resize"]:
+            size = given["size"]
+            share = given.get("crop_pct")
+            if "height" in size:
+                image = self.resized(image, [size["height"], size["width"]])
+            elif share and size["shortest_edge"] < 384:
+                edge = size["shortest_edge"]
+                image = self.cropped(self.resized(image, [int(edge / share)]), edge, edge)
+            else:
+                image = self.resized(image, [size["shortest_edge"]] * (2 if share else 1))
+        if given["do_center_crop"]:
+            image = self.cropped(image, given["crop_size"]["height"], given["crop_size"]["width"])
+        if given["do_rescale"]:
+            image = image.double() * given["rescale_factor"]
+        if given["do_normalize"]:
+            mean, std = (torch.tensor(given[f"image_{n}"]).view(3, 1, 1) for n in ("mean", "std"))
+            image = (image.double() - mean) / std
+        return {"pixel_values": [image]}
+
+
+class Larger(Processor):
+    """A class that does more than its settings say."""
+
+    def resized(self, image, size):
+        return super().resized(image, [side * 256 // 224 for side in size])
+
+
+CROPPED_TO = {"size": {"shortest_edge": 33}, "do_center_crop": True}
+CROPPED_TO["crop_size"] = {"height": 24, "width": 29}
+PROCESSORS = {
+    "to a size": {},
+    "bicubic": {"resample": 3},
+    "center crop": CROPPED_TO,
+    "a share of the edge": {"size": {"shortest_edge": 30}, "crop_pct": 0.875},
+    "warped": {"size": {"shortest_edge": 384}, "crop_pct": 0.875},
+    "a shorter side": CROPPED_TO | {"size": {"shortest_edge": 41}, "resample": 3},
+    "no Normalize": {"do_normalize": False},
+    "no Normalize, another factor": {"do_normalize": False, "rescale_factor": 1 / 127.5},
+    "no rescale": {"do_rescale": False, "image_mean": [110.0, 120, 130], "image_std": [60.0] * 3},
+    "another factor": {"rescale_factor": 1 / 127.5},
+    "levels": {"do_rescale": False, "do_normalize": False},
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_processor_is_read(folder, name):
+    processor = Processor(**PROCESSORS[name])
+    transforms = convert_transforms(processor)
+    paths = [path for path, _ in ImageFolder(folder).samples]
+    got = gpuprefetch.preprocess(paths, transforms, device="cpu")
+    assert torch.equal(got, gpuprefetch.preprocess(paths, processor, device="cpu"))
+    given = processor.settings
+    unit = 255 * given["rescale_factor"] if given["do_rescale"] else 1.0
+    levels = 255 / (unit if got.is_floating_point() else 255)
+    if given["do_normalize"]:
+        levels *= max(given["image_std"])
+    for path, image in zip(paths, got, strict=True):
+        with Image.open(path) as picture:
+            want = processor(images=picture, return_tensors="pt")["pixel_values"][0]
+        assert image.dtype == (want.dtype if want.dtype == torch.uint8 else torch.float32)
+        assert (image.double() - want).abs().max() * levels <= 1.01
+
+
+NOT_READ = {
+    "a setting": (Processor(do_pad=True), r"its setting do_pad=True is not known here"),
+    "sizes": (Processor(size={"longest_edge": 40}), "neither height and width nor shortest_edge"),
+    "a filter": (Processor(resample=1), "resample=1: interpolation must be one of"),
+    "more than it says": (Larger(), r"it makes \(3, 27, 34\) and not \(3, 24, 30\)"),
+    "more, of one shape": (Larger(**CROPPED_TO), r"its pixels are \d+\.\d levels of 255 from"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_a_processor_that_is_not_its_settings_is_refused(folder, name):
+    processor, text = NOT_READ[name]
+    with pytest.raises(ValueError, match=text) as raised:
+        convert_transforms(processor)
+    # The list that the message ends with.
+    line = str(raised.value).partition("transforms=")[2].removesuffix(".")
+    values = {"v2": v2, "torch": torch, "mean": [0.4] * 3, "std": [0.2] * 3}
+    written = DataPrefetcher(files(folder), transforms=eval(line, values), device="cpu")
+    assert next(iter(written))[0].shape == (4, 3, 224, 224)
+
+
+def test_hugging_faces_processors_are_read(folder):
+    transformers = pytest.importorskip("transformers")
+    edge = {"shortest_edge": 24}
+    crop = {"height": 24, "width": 24}
+    for processor in (
+        transformers.ViTImageProcessor(size=crop),
+        transformers.ConvNextImageProcessor(size=edge),
+        transformers.BitImageProcessor(size={"shortest_edge": 31}, crop_size=crop),
+        transformers.SiglipImageProcessor(size=crop),
+    ):
+        got = gpuprefetch.preprocess(
+            [path for path, _ in ImageFolder(folder).samples], processor, device="cpu"
+        )
+        for image, (path, _) in zip(got, ImageFolder(folder).samples, strict=True):
+            with Image.open(path) as picture:
+                want = processor(images=picture, return_tensors="pt")["pixel_values"][0]
+            levels = 255 * max(processor.image_std)
+            assert (image - want).abs().max() * levels <= 1.01

@@ -34,6 +34,7 @@ from gpuprefetch.lists.fused import (
     in_launch,
     is_kornia,
 )
+from gpuprefetch.lists.processor import image_processor, list_of_processor
 from gpuprefetch.lists.refused import (
     is_foreign,
     refuse_in_list,
@@ -242,6 +243,8 @@ def _opened(transform: LibraryOp) -> list[LibraryOp]:
 
     if isinstance(transform, (list, tuple)):
         return [transform]
+    if (processor := image_processor(transform)) is not None:
+        return list_of_processor(processor)
     ops = [*flatten(transform)]
     for number, op in enumerate(ops):
         sized = any(_is_theirs(later, Is.CROPS) for later in ops[number + 1 :])
