@@ -324,17 +324,17 @@ def of_closure(pipeline):
 
 # A transform of several views, and the line of the message.
 VIEWS = {
-    "two crops": (TwoCrops(LARGE), "gpuprefetch.Views(t.transform, t.transform)"),
-    "many crops": (ManyCrops(), "gpuprefetch.Views(t.first, t.second, t.local)"),
-    "image and mask": (ImageAndMask(), "gpuprefetch.Views(t.pipeline, t.pipeline)"),
+    "two crops": (TwoCrops(LARGE), "[t.transform, t.transform]"),
+    "many crops": (ManyCrops(), "[t.first, t.second, t.local]"),
+    "image and mask": (ImageAndMask(), "[t.pipeline, t.pipeline]"),
     "modules": (
         ManyViews(),
-        "gpuprefetch.Views(t.views[0].pipeline, t.views[1].pipeline)",
+        "[t.views[0].pipeline, t.views[1].pipeline]",
     ),
-    "a function": (of_closure(LARGE), "gpuprefetch.Views(pipeline, pipeline)"),
+    "a function": (of_closure(LARGE), "[pipeline, pipeline]"),
     "a lambda": (
         v1.Lambda(lambda picture: [LARGE(picture), SMALL(picture)]),
-        "Views(LARGE, SMALL)",
+        "[LARGE, SMALL]",
     ),
 }
 
@@ -348,9 +348,9 @@ def test_a_transform_of_several_views_is_refused_with_the_line_to_write(folder, 
     text = str(raised.value)
     assert line in text
     # The line itself works.
-    expression = text[text.index("gpuprefetch.Views") : text.index("), where ")]
+    expression = text[text.index("Views(") : text.index("), where ")]
     known = {"t": transform, "pipeline": LARGE, "LARGE": LARGE, "SMALL": SMALL}
-    views = eval(expression, known | {"gpuprefetch": gpuprefetch})
+    views = eval(expression, known | vars(gpuprefetch))
     images, _ = next(iter(DataPrefetcher(files(folder), transforms=views, device="cpu")))
     assert images[0].shape[1:] == (3, 24, 24)
     if name == "image and mask":  # the line for what gives one picture

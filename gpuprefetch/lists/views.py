@@ -73,7 +73,7 @@ def lines_for(op: LibraryOp) -> str:
     if not paths:
         return ""
     called = paths if len(paths) > 1 else paths * 2
-    views = f"gpuprefetch.Views({', '.join(called)})"
+    views = f"Views(*map(convert_transforms, [{', '.join(called)}]))"
     where = "these are the function's variables"
     if not isinstance(op, FunctionType):
         where = f"t is the {title(op)}"
