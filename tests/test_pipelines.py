@@ -1,6 +1,7 @@
 """Pipelines as people write them: functions of their own, several views, plans that say where."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -477,6 +478,8 @@ def test_a_processor_is_read(folder, name):
     paths = [path for path, _ in ImageFolder(folder).samples]
     got = gpuprefetch.preprocess(paths, transforms, device="cpu")
     assert torch.equal(got, gpuprefetch.preprocess(paths, processor, device="cpu"))
+    held = convert_transforms(types.SimpleNamespace(image_processor=processor))
+    assert [*map(type, held)] == [*map(type, transforms)]
     given = processor.settings
     unit = 255 * given["rescale_factor"] if given["do_rescale"] else 1.0
     levels = 255 / (unit if got.is_floating_point() else 255)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from types import FunctionType, ModuleType
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from gpuprefetch.policies.known import flatten, name_of, title
 from gpuprefetch.policies.registry import LibraryOp
 
+_MOST = 64  # entries of a list that are looked at: others may hold a dataset
 _DEEPEST = 3  # of attributes: a class of views, a view in it, and the pipeline of that
 
 
@@ -93,7 +95,7 @@ def _held(op: LibraryOp, path: str, depth: int) -> Iterator[str]:
         if _is_transforms(value):
             yield name
         elif isinstance(value, (list, tuple, torch.nn.ModuleList)):
-            for number, each in enumerate(value):
+            for number, each in enumerate(islice(value, _MOST)):
                 place = f"{name}[{number}]"
                 if _is_transforms(each):
                     yield place
