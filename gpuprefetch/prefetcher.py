@@ -117,10 +117,10 @@ class DataPrefetcher:
             which gives the same results without streams.
         transforms: a pipeline of torchvision's, as it is; or a list of torchvision's transforms,
             kornia's, this library's own, and callables on an ``(N, C, H, W)`` batch; or
-            :class:`Views`, or a tuple of pipelines. All but these callables sample for each image. The first ones (crop or
-            resize, flips, ``Normalize``) are fused into one launch, and the others run after it.
-            Values are in [0, 1] before ``Normalize``; after torchvision's crop of encoded images
-            they are uint8 until a conversion, as torchvision has it.
+            :class:`Views`, or a tuple of pipelines. All but these callables sample for each image.
+            The first ones (crop or resize, flips, ``Normalize``) are fused into one launch, and the
+            others run after it. Values are in [0, 1] before ``Normalize``; after torchvision's crop
+            of encoded images they are uint8 until a conversion, as torchvision has it.
         dtype: that of the images after the fused transforms; float32 by default.
         memory_format: that of the same images; contiguous by default.
         device_prefetch_size: batches that are ready or in preparation. None is two, or one where

@@ -513,6 +513,17 @@ def test_a_processor_that_is_not_its_settings_is_refused(folder, name):
     assert next(iter(written))[0].shape == (4, 3, 224, 224)
 
 
+def test_a_function_that_calls_a_processor_is_refused_with_the_line_to_write(folder):
+    processor = Processor()
+    loader = DataLoader(ImageFolder(folder, lambda x: processor(x, "pt")["pixel_values"][0]), 4)
+    line = r"transforms=convert_transforms\(processor\)\), where these are the function's variables"
+    with pytest.raises(ValueError, match=line):
+        accelerate(loader, **CPU)
+    moved = DataPrefetcher(files(folder), transforms=convert_transforms(processor), device="cpu")
+    plain = [(images.float(), target) for images, target in loader]
+    assert_same_batches(plain, moved, atol=1.01 / 255 / 0.2)
+
+
 def test_hugging_faces_processors_are_read(folder):
     transformers = pytest.importorskip("transformers")
     edge = {"shortest_edge": 24}

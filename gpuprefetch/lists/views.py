@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from types import FunctionType, ModuleType
 
 import torch
 
+from gpuprefetch.lists.processor import image_processor
 from gpuprefetch.policies.known import flatten, name_of, title
 from gpuprefetch.policies.registry import LibraryOp
 
@@ -71,45 +73,54 @@ def lists_of(transforms: LibraryOp) -> list[LibraryOp]:
 
 def lines_for(op: LibraryOp) -> str:
     """What to write for a user's transform that holds pipelines; empty if it holds none."""
-    paths = list(dict.fromkeys(_held(op, "t", 0)))
-    if not paths:
+    held = dict(_held(op, "t", 0))
+    if not held:
         return ""
-    called = paths if len(paths) > 1 else paths * 2
-    views = f"Views(*map(convert_transforms, [{', '.join(called)}]))"
+    paths = [*held]
     where = "these are the function's variables"
     if not isinstance(op, FunctionType):
         where = f"t is the {title(op)}"
+    files = "DataPrefetcher(DataLoader(EncodedImageFolder(root), ...), transforms="
+    processors = [path for path, value in held.items() if image_processor(value) is not None]
+    if processors:
+        return (
+            f"If it gives what {processors[0]} gives, write {files}convert_transforms("
+            f"{processors[0]})), where {where}"
+        )
+    called = paths if len(paths) > 1 else paths * 2
+    views = f"Views(*map(convert_transforms, [{', '.join(called)}]))"
     return (
-        f"If it gives several views of a picture, write DataPrefetcher(DataLoader("
-        f"EncodedImageFolder(root), ...), transforms={views}), where {where}, with each pipeline "
-        f"as often as it is called; a mask beside the picture is made in the dataset or the loop. "
-        f"If it gives what {paths[0]} gives, put that in its place"
+        f"If it gives several views of a picture, write {files}{views}), where {where}, with each "
+        "pipeline as often as it is called; a mask beside the picture is made in the dataset or "
+        f"the loop. If it gives what {paths[0]} gives, put that in its place"
     )
 
 
-def _held(op: LibraryOp, path: str, depth: int) -> Iterator[str]:
-    """The expressions for the pipelines that an object or a function holds."""
+def _held(op: LibraryOp, path: str, depth: int) -> Iterator[tuple[str, LibraryOp]]:
+    """The pipelines and processors that an object or a function holds, by their expressions."""
     if depth == _DEEPEST:
         return
     for name, value in _variables(op, path):
-        if _is_transforms(value):
-            yield name
-        elif isinstance(value, (list, tuple, torch.nn.ModuleList)):
+        several = isinstance(value, (list, tuple, torch.nn.ModuleList))
+        if _is_read(value):
+            yield name, value
+        elif several:
             for number, each in enumerate(islice(value, _MOST)):
                 place = f"{name}[{number}]"
-                if _is_transforms(each):
-                    yield place
+                if _is_read(each):
+                    yield place, each
                 elif name_of(each) is None and hasattr(each, "__dict__"):
                     yield from _held(each, place, depth + 1)
         elif not isinstance(value, (type, FunctionType, ModuleType)) and hasattr(value, "__dict__"):
             yield from _held(value, name, depth + 1)
 
 
-def _variables(op: LibraryOp, path: str) -> Iterator[tuple[str, object]]:
+def _variables(op: LibraryOp, path: str) -> Iterator[tuple[str, LibraryOp]]:
     if isinstance(op, FunctionType):
         code = op.__code__
         for name, cell in zip(code.co_freevars, op.__closure__ or (), strict=True):
-            yield name, cell.cell_contents
+            with contextlib.suppress(ValueError):  # nothing is in it yet
+                yield name, cell.cell_contents
         yield from ((n, op.__globals__[n]) for n in code.co_names if n in op.__globals__)
         return
     modules = op.named_children() if isinstance(op, torch.nn.Module) else ()
@@ -118,8 +129,10 @@ def _variables(op: LibraryOp, path: str) -> Iterator[tuple[str, object]]:
             yield f"{path}.{name}", value
 
 
-def _is_transforms(value: LibraryOp) -> bool:
-    """Whether a value is a pipeline, of which at least one op is torchvision's."""
+def _is_read(value: LibraryOp) -> bool:
+    """Whether a value is an image processor, or a pipeline with an op of torchvision's."""
+    if image_processor(value) is not None:
+        return True
     if not callable(value) and not isinstance(value, (list, tuple)):
         return False
     if not is_pipeline(value):
