@@ -231,6 +231,20 @@ def test_a_plan_says_what_was_not_moved(folder):
     assert conversion.split() == ["ToTensor", "CPU", "on", "the", "batch"]
 
 
+@pytest.mark.gpu
+def test_a_plan_names_the_gpu_and_its_decoder(folder):
+    loader = loader_of(folder, CROPPED)
+    moved = accelerate(loader, device="cuda:0", print_plan=False)
+    first, _, crop, *_ = moved.describe().splitlines()
+    assert first.startswith("accelerate: cuda:0, decode by nvJPEG")
+    assert first.endswith(", a share of it in the workers (cpu_share)")
+    assert crop.split() == ["CenterCrop", "cuda:0", "fused", "launch"]
+    fixed = accelerate(loader, device="cuda:0", cpu_share=0.0, print_plan=False)
+    assert "cpu_share" not in fixed.describe()
+    kept = accelerate(loader_of(folder, [*CROPPED, to_range]), keep_unknown=True, print_plan=False)
+    assert kept.describe().startswith("accelerate: cuda:0, decode in the workers\n  nothing moved")
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_first_rank_alone_prints(folder, capsys, monkeypatch, rank):
     monkeypatch.setenv("RANK", rank)
