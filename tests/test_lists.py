@@ -627,7 +627,7 @@ def test_explain_reads_a_pipeline_as_a_prefetcher_does():
         ("RandomErasing", "one program"),
     ]
     tensors = gpuprefetch.explain([v2.ColorJitter(0.4)])
-    assert "refused: ColorJitter cannot move to the device: it comes before the crop" in tensors
+    assert "refused: ColorJitter cannot move to the device: no crop or resize before it" in tensors
 
 
 def test_timms_policies_come_before_a_conversion():

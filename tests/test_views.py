@@ -48,7 +48,7 @@ def loader_of(files, device="cpu", workers=0, transforms=TWO, **options):
 def images_of(prefetcher):
     """Of each view all images of an epoch."""
     batches = [images for images, _ in prefetcher]
-    batches = [images if isinstance(images, tuple) else (images,) for images in batches]
+    batches = [images if isinstance(images, list) else (images,) for images in batches]
     return [torch.cat(view) for view in zip(*batches, strict=True)]
 
 

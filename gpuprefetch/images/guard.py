@@ -35,7 +35,18 @@ class UndecodedError(AttributeError, TypeError):
     """An encoded image was used as a picture; the message says by what."""
 
 
-class Encoded:
+class _NotDecoded(type):
+    """The classes of encoded images.
+
+    Who takes pictures alone names the class of what came instead: "Got <class ...>".
+    """
+
+    def __repr__(cls) -> str:
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        return f"<class '{name}'>, which is not decoded and transformed yet. {_WHERE}"
+
+
+class Encoded(metaclass=_NotDecoded):
     """Stands for a picture until a prefetcher decodes it. It has no attribute of a picture."""
 
     __slots__ = ()

@@ -99,19 +99,32 @@ def _refuse_mixing(op: LibraryOp) -> None:
             )
 
 
-def _refuse_foreign(op: LibraryOp) -> None:
-    function = op
-    while isinstance(function, functools.partial):
-        function = function.func
+def is_foreign(op: LibraryOp) -> bool:
+    """Whether an op is of another library's, for anything but one tensor (C, H, W)."""
+    return any(what is not _TENSOR for _, what in _foreign(op))
+
+
+def _foreign(op: LibraryOp) -> Iterator[tuple[str, str]]:
+    """The other library that an op or one of its bases is of, and what that one's ops are for."""
+    function = _function_of(op)
     # A function has its own module and name.
     kinds = [function] if hasattr(function, "__name__") else type(function).__mro__
     for kind in kinds:
         module = f"{getattr(kind, '__module__', None)}."
-        what = next((what for name, what in FOREIGN.items() if module.startswith(f"{name}.")), None)
-        if what is None:
-            continue
-        library = module.partition(".")[0]
-        name = getattr(function, "__name__", type(function).__name__)
+        for name, what in FOREIGN.items():
+            if module.startswith(f"{name}."):
+                yield module.partition(".")[0], what
+
+
+def _function_of(op: LibraryOp) -> LibraryOp:
+    while isinstance(op, functools.partial):
+        op = op.func
+    return op
+
+
+def _refuse_foreign(op: LibraryOp) -> None:
+    for library, what in _foreign(op):
+        name = title(_function_of(op))
         owner = f"{library}'" if library.endswith("s") else f"{library}'s"
         text = f"{owner} {name} {what}. Call it in the dataset, on the decoded image"
         if (call := _CALLS.get(what)) is not None:

@@ -15,10 +15,12 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from gpuprefetch.core.loaders import changed
+from gpuprefetch.core.ranks import rank
 from gpuprefetch.images.apart import is_image
 from gpuprefetch.lists.forms import fixes_size
 from gpuprefetch.lists.snapshot import Snapshot
-from gpuprefetch.lists.walk import Plan, Step, convert, read_for_tensors
+from gpuprefetch.lists.views import Views, lists_of
+from gpuprefetch.lists.walk import WORKERS, Plan, Step, convert, read_for_tensors
 from gpuprefetch.migrate.dataset_view import stale, view_of, worker_part
 from gpuprefetch.migrate.folders import (
     Folder,
@@ -49,9 +51,12 @@ def accelerate(
         loader: over an ``ImageFolder``, ``DatasetFolder`` or ``ImageNet``, a subclass that reads
             through its ``loader`` and ``transform``, timm's ``ImageDataset``, or a ``Subset`` or
             ``ConcatDataset`` of them, with a v1, v2 or timm transform pipeline. It is left alone.
-        keep_unknown: whether ops that cannot move, and all ops before them and up to the crop, stay
-            in the workers. The workers then decode every file themselves.
-        print_plan: whether to print where each op runs now, and what differs.
+        keep_unknown: whether ops that no library knows, and others that cannot move, stay in the
+            workers, with all ops before them and up to the crop. The workers then decode every file
+            themselves. By default such an op runs on the device, image by image, where it gets
+            tensors of one size, and is an error elsewhere.
+        print_plan: whether to print where each op runs now, and what differs. Of several ranks the
+            first one prints.
         prefetcher_options: of :class:`DataPrefetcher`; its ``transforms`` come last.
 
     Returns:
@@ -86,14 +91,14 @@ def accelerate(
             "not known which of them is the image. Replace what cannot move, or return one."
         )
     knows_image = split.decodes_on_device or (device_transforms and count == 1)
-    prefetcher = _Accelerated(
+    prefetcher = Accelerated(
         loader,
         split,
         prefetcher_options,
         view=view,
         late=knows_image and loader.collate_fn is not default_collate,
     )
-    if print_plan:
+    if print_plan and rank() == 0:
         print(prefetcher.describe())
     return prefetcher
 
@@ -133,7 +138,7 @@ class _Split:
 
 def _split(pipeline: list[Transform], folders: Sequence[Folder], *, keep_unknown: bool) -> _Split:
     try:
-        plan = convert(pipeline, pictures=True)
+        plan = convert(pipeline, pictures=True, takes_own=not keep_unknown)
         check_loaders(folders)
     except UnsupportedTransformError:
         if not keep_unknown:
@@ -154,7 +159,9 @@ def _split_late(pipeline: list[Transform], folder: Folder) -> _Split:
         image = v2.PILToTensor()(given)
         if is_image(image) and (image.dtype == torch.uint8 or image.is_floating_point()):
             with contextlib.suppress(UnsupportedTransformError):
-                rest = convert(pipeline[count:], batched=image, pictures=given is not image)
+                rest = convert(
+                    pipeline[count:], batched=image, pictures=given is not image, takes_own=False
+                )
                 steps = [*_kept_steps(pipeline[:count]), *rest.steps]
                 return _Split(pipeline[:count], replace(rest, steps=steps), is_whole=False)
     with trial_draws():
@@ -163,13 +170,13 @@ def _split_late(pipeline: list[Transform], folder: Folder) -> _Split:
 
 
 def _kept_steps(ops: Sequence[Transform]) -> list[Step]:
-    return [Step(op, None, "worker CPU", "unchanged") for op in ops]
+    return [Step(op, None, WORKERS, "unchanged") for op in ops]
 
 
 # --- The prefetcher ---
 
 
-class _Accelerated(DataPrefetcher):
+class Accelerated(DataPrefetcher):
     """A prefetcher that knows its plan, and its loader's own dataset."""
 
     def __init__(
@@ -196,6 +203,11 @@ class _Accelerated(DataPrefetcher):
         return self._moved.split.plan
 
     @property
+    def decodes_files(self) -> bool:
+        """Whether the workers leave files encoded for the prefetcher."""
+        return self._moved.split.decodes_on_device
+
+    @property
     def dataset(self) -> Any:
         """The loader's own, which gives decoded samples; the workers read a view of it."""
         return self._moved.dataset
@@ -206,20 +218,40 @@ class _Accelerated(DataPrefetcher):
 
     def describe(self) -> str:
         """Where decode, each op and the collate function run."""
-        on_gpu = self.decodes_on_gpu and self._moved.split.decodes_on_device
-        decode = "GPU, a share of it worker CPU (cpu_share)" if on_gpu else "worker CPU"
-        lines = [f"accelerate: decode: {decode}", str(self.plan)]
+        split = self._moved.split
+        device = "CPU" if self.device.type == "cpu" else str(self.device)
+        lines = [f"accelerate: {self._device_and_decoder()}"]
+        if split.is_whole:
+            lines.append("  nothing moved: the workers decode and run all transforms, as before")
+        elif split.kept:
+            last = title(split.kept[-1])
+            lines.append(f"  not moved: decode and all up to {last} stay in the workers")
+        lines.append(self.plan.table(device))
         if added := _listed(self._moved.added):
             lines.append(f"  after them: {', '.join(map(title, added))}")
-        collate = "worker CPU"
+        collate = WORKERS
         if self._late:
             collate = f"{title(self.collate_fn)}, on the transformed images on {self.device}"
         lines.append(f"  collate: {collate}")
         return "\n".join(lines)
 
+    def _device_and_decoder(self) -> str:
+        if self.device.type == "cpu":
+            why = "device='cpu'" if torch.cuda.is_available() else "no CUDA device found"
+            return f"{why}: everything on the CPU"
+        if not self.decodes_files:
+            return f"{self.device}, decode in the workers"
+        share = ""
+        if self.decodes_on_gpu and self._options.cpu_share != 0:
+            share = ", a share of it in the workers (cpu_share)"
+        return f"{self.device}, decode by {self.decoding}{share}"
+
 
 def _listed(transforms: Any) -> list[Transform]:
     """What was given as ``transforms``, which may be one callable, as a list."""
+    lists = lists_of(transforms)
+    if len(lists) > 1:
+        transforms = Views(*lists)  # an error in a list: each view begins with the decoded image
     if isinstance(transforms, Sequence):
         return list(transforms)
     return [transforms] if transforms else []

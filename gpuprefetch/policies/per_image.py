@@ -18,6 +18,7 @@ from torch.utils.data import get_worker_info
 from gpuprefetch.core.nested import map_leaves
 from gpuprefetch.core.ranks import rank
 from gpuprefetch.policies.compile import compiled
+from gpuprefetch.policies.each import Each
 from gpuprefetch.policies.known import (
     UnsupportedTransformError,
     constants,
@@ -379,4 +380,6 @@ class Loop(torch.nn.Module):
 
 def takes_keys(transform: object) -> bool:
     """Whether a transform can sample for each image from a key."""
-    return type(transform) is Loop or (type(transform) is PerImage and transform.seed is None)
+    if type(transform) is PerImage:
+        return transform.seed is None
+    return type(transform) in (Loop, Each)
