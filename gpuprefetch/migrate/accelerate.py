@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader, default_collate
 
 from gpuprefetch.core.loaders import changed
 from gpuprefetch.images.apart import is_image
+from gpuprefetch.images.guard import UndecodedError
 from gpuprefetch.lists.forms import fixes_size
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.walk import Plan, Step, convert, read_for_tensors
 from gpuprefetch.migrate.dataset_view import stale, view_of, worker_part
 from gpuprefetch.migrate.folders import (
-    Folder,
-    check_loaders,
     check_sample,
+    encoded_view,
     folders_in,
     folders_of,
     picture_of,
@@ -70,16 +70,21 @@ def accelerate(
         >>> for images, target in loader: ...  # the loop is unchanged
     """
     folders = folders_of(loader)
-    split = _split(pipeline_of(folders), folders, keep_unknown=keep_unknown)
+    pipeline = pipeline_of(folders)
     refuse_under_way(loader)
+    try:
+        view = encoded_view(loader.dataset, pipeline, folders)
+        split = _Split([], convert(pipeline, pictures=True), is_whole=False)
+        count = check_sample(view, loader.dataset, encoded=True, needed=True)
+    except (UnsupportedTransformError, UndecodedError):
+        if not keep_unknown:
+            raise
+        split = _split_late(pipeline, picture_of(loader.dataset))
+        device_transforms = bool(split.plan.transforms) or _asks_for_transforms(prefetcher_options)
+        view = view_of(loader.dataset, split.worker_transform(marked=device_transforms))
+        needed = bool(split.plan.transforms)
+        count = check_sample(view, loader.dataset, encoded=False, needed=needed)
     device_transforms = bool(split.plan.transforms) or _asks_for_transforms(prefetcher_options)
-    view = view_of(loader.dataset, split.worker_transform(marked=device_transforms))
-    count = check_sample(
-        view,
-        folders,
-        encoded=split.decodes_on_device,
-        needed=split.decodes_on_device or bool(split.plan.transforms),
-    )
     if not split.decodes_on_device and device_transforms and count > 1:
         raise TypeError(
             f"A sample holds {count} tensors of three dimensions, and with keep_unknown=True it is "
@@ -123,30 +128,16 @@ class _Split:
     def decodes_on_device(self) -> bool:
         return not self.kept
 
-    def worker_transform(self, *, marked: bool) -> Transform | None:
-        """What the workers run; None if they leave files encoded."""
-        if self.decodes_on_device:
-            return None
+    def worker_transform(self, *, marked: bool) -> Transform:
+        """What the workers run, if they do not leave files encoded."""
         # A pipeline that ends in pictures has them for the user's collate function.
         return worker_part(self.kept, tensors=marked or not self.is_whole, marked=marked)
 
 
-def _split(pipeline: list[Transform], folders: Sequence[Folder], *, keep_unknown: bool) -> _Split:
-    try:
-        plan = convert(pipeline, pictures=True)
-        check_loaders(folders)
-    except UnsupportedTransformError:
-        if not keep_unknown:
-            raise
-        return _split_late(pipeline, folders[0])
-    return _Split([], plan, is_whole=False)
-
-
-def _split_late(pipeline: list[Transform], folder: Folder) -> _Split:
+def _split_late(pipeline: list[Transform], picture: Any) -> _Split:
     """Keep the shortest start of a pipeline that must stay in the workers."""
     from torchvision.transforms import v2
 
-    picture = picture_of(folder)
     shortest = next((i + 1 for i, op in enumerate(pipeline) if fixes_size(op)), len(pipeline))
     for count in range(shortest, len(pipeline)):
         with trial_draws():
@@ -267,7 +258,9 @@ class _Moved:
         self._added_read = Snapshot(added, running)
 
     def _values(self, name: str) -> list[object]:
-        return [getattr(folder, name, None) for folder in self._folders]
+        if name == "transform":
+            return [folder.transform for folder in self._folders]
+        return [getattr(folder.dataset, name, None) for folder in self._folders]
 
     def refuse_changed(self, collate_fn: object) -> None:
         if self._added_read.differs(self.added):
@@ -276,7 +269,7 @@ class _Moved:
         if (collate_fn is default_collate) != self._collates_as_torch:
             raise stale("collate_fn")
         folders = folders_in(self.dataset)
-        if [*map(id, folders)] != [*map(id, self._folders)]:
+        if [id(each.dataset) for each in folders] != [id(each.dataset) for each in self._folders]:
             raise stale("dataset")
         for name, read in self._read.items():
             if any(map(Snapshot.differs, read, self._values(name))):

@@ -1,0 +1,588 @@
+"""Datasets of any class move as they are, or name the first sample that does not show how."""
+
+import contextlib
+import io
+import pickle
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fakes import assert_same_batches
+from pictures import draw
+from PIL import Image, ImageOps
+from PIL.Image import open as open_by_another_name
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, random_split
+from torchvision import datasets as tv
+from torchvision import transforms as v1
+from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import default_loader
+from torchvision.datasets.vision import StandardTransform
+from torchvision.io import decode_image
+from torchvision.transforms import v2
+
+from gpuprefetch import DataPrefetcher, EncodedImage, convert_transforms
+from gpuprefetch.migrate.accelerate import accelerate
+from gpuprefetch.migrate.parity import parity
+
+COUNT = 8
+CPU = {"device": "cpu", "print_plan": False}
+OPS = [v1.Resize(36), v1.CenterCrop(32), v1.ToTensor()]
+PIPELINE = v1.Compose(OPS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folder")
+    for i in range(COUNT):
+        path = root / "ab"[i % 2] / f"{i}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(draw(48 + 2 * i, 64, seed=i)).save(path, quality=95)
+    return root
+
+
+@pytest.fixture(scope="module")
+def paths(folder):
+    return sorted(map(str, folder.glob("*/*.jpg")), key=lambda path: int(Path(path).stem))
+
+
+def moved(dataset, pipeline=None, **options):
+    """Hold a moved loader to the loader as it was: order, targets, and pixels to 2 levels."""
+    loader = DataLoader(dataset, batch_size=3, **options)
+    prefetcher = accelerate(loader, **CPU)
+    assert "worker CPU" not in {step.where for step in prefetcher.plan.steps}
+    for (old, *olds), (new, *news) in zip(loader, prefetcher, strict=True):
+        assert old.dtype == new.dtype
+        assert (old - new).abs().max() <= 2 / 255
+        assert repr(olds) == repr(news)
+    return prefetcher
+
+
+# --- torchvision's ------------------------------------------------------------------------------
+
+
+def as_built(kind, transform=PIPELINE, **attributes):
+    """A dataset of torchvision's as its constructor leaves it, without the download."""
+    dataset = kind.__new__(kind)
+    joint = StandardTransform(transform, None)
+    common = {"transform": transform, "target_transform": None, "transforms": joint}
+    dataset.__dict__.update(common | attributes)
+    return dataset
+
+
+LABELS = [i % 3 for i in range(COUNT)]
+READ_BY_LOADER = {"loader": default_loader}
+FILES_AND_LABELS = READ_BY_LOADER | {"_labels": LABELS}
+TORCHVISION = {
+    "Food101": lambda paths: FILES_AND_LABELS | {"_image_files": paths},
+    "Flowers102": lambda paths: FILES_AND_LABELS | {"_image_files": paths},
+    "DTD": lambda paths: FILES_AND_LABELS | {"_image_files": paths},
+    "SUN397": lambda paths: FILES_AND_LABELS | {"_image_files": paths},
+    "FGVCAircraft": lambda paths: FILES_AND_LABELS | {"_image_files": paths},
+    "CLEVRClassification": lambda paths: FILES_AND_LABELS | {"_image_files": paths},
+    "StanfordCars": lambda paths: READ_BY_LOADER | {"_samples": samples(paths)},
+    "Imagenette": lambda paths: READ_BY_LOADER | {"_samples": samples(paths)},
+    "RenderedSST2": lambda paths: READ_BY_LOADER | {"_samples": samples(paths)},
+    "Places365": lambda paths: READ_BY_LOADER | {"imgs": samples(paths)},
+    "SBU": lambda paths: READ_BY_LOADER | {"root": "/", "photos": paths, "captions": paths},
+    "INaturalist": lambda paths: {
+        "loader": None,
+        "root": "/",
+        "all_categories": [""],
+        "index": [(0, path) for path in paths],
+        "target_type": ["full"],
+    },
+    "LFWPeople": lambda paths: {"_loader": default_loader, "data": paths, "targets": LABELS},
+    # These open files themselves.
+    "GTSRB": lambda paths: {"_samples": samples(paths)},
+    "OxfordIIITPet": lambda paths: {
+        "_images": paths,
+        "_labels": LABELS,
+        "_target_types": ["category"],
+    },
+    "CelebA": lambda paths: {
+        "root": "/",
+        "base_folder": "",
+        "filename": [f"../{path}" for path in paths],
+        "target_type": ["identity"],
+        "identity": torch.arange(COUNT).view(-1, 1),
+        "attr": paths,
+    },
+    "WIDERFace": lambda paths: {
+        "split": "train",
+        "img_info": [{"img_path": path, "annotations": {"blur": 3}} for path in paths],
+    },
+}
+
+
+def samples(paths):
+    return list(zip(paths, LABELS, strict=True))
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_torchvisions_datasets_move(paths, name, tmp_path, monkeypatch):
+    if name == "CelebA":  # it joins its root with a folder of a fixed name
+        (tmp_path / "img_align_celeba").mkdir()
+        attributes = TORCHVISION[name](paths) | {"root": str(tmp_path)}
+        attributes["filename"] = paths
+    else:
+        attributes = TORCHVISION[name](paths)
+    prefetcher = moved(as_built(getattr(tv, name), **attributes))
+    assert prefetcher.stats.cpu_images == COUNT  # from files
+
+
+# --- datasets of one's own ----------------------------------------------------------------------
+
+
+class Own(Dataset):
+    """Reads a file by ``read``, and gives its number beside it."""
+
+    def __init__(self, paths, read, transform=PIPELINE):
+        self.paths, self.read, self.transform = paths, read, transform
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        return self.transform(self.read(self.paths[index])), index
+
+
+def within_a_with(path):
+    with Image.open(path) as picture:
+        return picture.convert("RGB")
+
+
+def of_an_open_file(path):
+    with Path(path).open("rb") as file:
+        return Image.open(file).convert("RGB")
+
+
+def unless_it_is_rgb(path):
+    picture = Image.open(Path(path))
+    if picture.mode != "RGB":
+        picture = picture.convert("RGB")
+    assert isinstance(picture, Image.Image) and picture.size == (picture.width, picture.height)
+    return picture
+
+
+READS = {
+    "Image.open": lambda path: Image.open(path).convert("RGB"),
+    "a path": lambda path: Image.open(Path(path)).convert(mode="RGB"),
+    "with": within_a_with,
+    "a file": of_an_open_file,
+    "bytes": lambda path: Image.open(io.BytesIO(Path(path).read_bytes())).convert("RGB"),
+    "if it is not RGB": unless_it_is_rgb,
+    "as it is": Image.open,
+    "torchvision's": default_loader,
+    "copied": lambda path: Image.open(path).convert("RGB").copy(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_files_that_a_dataset_opens_itself_move(paths, name):
+    read = (lambda path: Image.open(path)) if name == "as it is" else READS[name]
+    prefetcher = moved(Own(paths, read))
+    assert prefetcher.stats.cpu_images == COUNT
+    assert Image.open is open_by_another_name  # as it was
+
+
+def test_a_pipeline_that_makes_rgb_takes_pictures_of_any_mode(paths, tmp_path):
+    gray = tmp_path / "gray.png"
+    Image.fromarray(draw(50, 60, 1)).save(gray)
+    ops = [v1.Lambda(lambda picture: picture.convert("RGB")), *OPS]
+    moved(Own([*paths, str(gray)], lambda path: Image.open(path), v1.Compose(ops)))
+
+
+def test_a_mask_beside_the_picture_is_read_as_before(paths):
+    class Masked(Own):
+        def __getitem__(self, index):
+            image, _ = super().__getitem__(index)
+            mask = Image.open(self.paths[index]).resize((8, 8)).convert("L")
+            size = np.array(Image.open(self.paths[index])).shape
+            return image, torch.from_numpy(np.array(mask)), size
+
+    moved(Masked(paths, READS["Image.open"]))
+
+
+@pytest.mark.parametrize("method", ["__getitem__", "__getitems__"])
+def test_workers_and_what_is_pickled_read_the_same(paths, method):
+    class AtOnce(Own):
+        def __getitems__(self, indices):
+            return [self[index] for index in indices]
+
+    kind = Own if method == "__getitem__" else AtOnce
+    moved(kind(paths, of_an_open_file), num_workers=2)
+    prefetcher = accelerate(DataLoader(Own(paths, of_an_open_file), 4), **CPU)
+    again = pickle.loads(pickle.dumps(prefetcher))
+    for want, got in zip(prefetcher, again, strict=True):
+        assert torch.equal(want[0], got[0])
+
+
+def test_another_thread_opens_pictures_as_before(paths):
+    opened = []
+
+    def read(path):
+        thread = threading.Thread(target=lambda: opened.append(Image.open(path)))
+        thread.start()
+        thread.join()
+        return Image.open(path).convert("RGB")
+
+    accelerate(DataLoader(Own(paths, read), 4), **CPU)
+    for picture in opened:
+        assert type(picture).__module__.startswith("PIL.")
+        picture.close()
+
+
+# --- what is done to one picture only -----------------------------------------------------------
+
+
+def inverted(picture):
+    return ImageOps.invert(picture)
+
+
+def pasted(picture):
+    picture.paste(0, (0, 0, 9, 9))
+    return picture
+
+
+def shrunk(picture):
+    picture.thumbnail((20, 20))
+    return picture
+
+
+def as_array(picture):
+    return Image.fromarray(255 - np.asarray(picture))
+
+
+def if_a_picture(picture):
+    return inverted(picture) if isinstance(picture, Image.Image) else picture
+
+
+def if_it_works(picture):
+    try:
+        return inverted(picture)
+    except Exception:
+        return picture
+
+
+def by_a_module(picture):
+    with contextlib.suppress(Exception):
+        picture = v2.RandomInvert(1.0)(picture)
+    return picture
+
+
+def drawn_on(picture):
+    picture.load()[3, 4] = (1, 2, 3)
+    return picture
+
+
+BEFORE = {
+    "inverted": inverted,
+    "pasted": pasted,
+    "shrunk": shrunk,
+    "array": as_array,
+    "if": if_a_picture,
+    "try": if_it_works,
+    "module": by_a_module,
+    "drawn on": drawn_on,
+    "gray": lambda picture: picture.convert("L").convert("RGB"),
+    "upright": ImageOps.exif_transpose,
+    "transposed": lambda picture: picture.transpose(Image.Transpose.ROTATE_90),
+    "another": lambda picture: Image.new("RGB", picture.size),
+    "opened otherwise": lambda picture: open_by_another_name(io.BytesIO(PNG)),
+    "a tensor": lambda picture: torch.zeros(3, 40, 40),
+    "transformed": lambda picture: PIPELINE(picture),
+}
+
+
+def png():
+    file = io.BytesIO()
+    Image.fromarray(draw(40, 50)).save(file, "PNG")
+    return file.getvalue()
+
+
+PNG = png()
+
+
+def halved_if_it_is_a_tensor(image):
+    return image.half() if isinstance(image, torch.Tensor) else image
+
+
+def brighter_if_it_works(image):
+    try:
+        return image * 2
+    except Exception:
+        return image
+
+
+def flipped_if_it_works(image):
+    try:
+        return torch.flip(image, [-1])
+    except Exception:
+        return image
+
+
+AFTER = {
+    "method": lambda image: image.flip(-1),
+    "operator": lambda image: -image,
+    "try": brighter_if_it_works,
+    "torch": flipped_if_it_works,
+    "isinstance": halved_if_it_is_a_tensor,
+    "hasattr": lambda image: image.half() if hasattr(image, "half") else image,
+    "in place": lambda image: image.__imul__(2),
+    "indexed": lambda image: image[:, ::2, ::2],
+    "module": by_a_module,
+    "tensor": lambda image: torch.zeros(3, 32, 32),
+    "lost": lambda image: 0,
+}
+
+CHANGED = 5  # the sample
+
+
+@pytest.mark.parametrize("reads", ["self.loader", "Image.open"])
+@pytest.mark.parametrize("name", BEFORE)
+def test_a_picture_that_is_touched_before_its_transform_is_named(folder, name, reads):
+    class Changing(ImageFolder):
+        def __getitem__(self, index):
+            path, target = self.samples[index]
+            read = self.loader if reads == "self.loader" else READS["Image.open"]
+            picture = read(path)
+            if index == CHANGED:
+                picture = BEFORE[name](picture)
+            return self.transform(picture), target
+
+    loader = accelerate(DataLoader(Changing(str(folder), PIPELINE), 4), **CPU)
+    with pytest.raises(TypeError, match=rf"^Changing\.__getitem__\({CHANGED}\).*Two ways work"):
+        list(loader)
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_what_its_transform_gave_is_touched_by_nobody(folder, name):
+    class Changing(ImageFolder):
+        def __getitem__(self, index):
+            image, target = super().__getitem__(index)
+            return (AFTER[name](image) if index == CHANGED else image), target
+
+    loader = accelerate(DataLoader(Changing(str(folder), PIPELINE), 4), **CPU)
+    with pytest.raises(TypeError, match=rf"^Changing\.__getitem__\({CHANGED}\).*Two ways work"):
+        list(loader)
+
+
+def given_twice(dataset, picture):
+    return dataset.transform(dataset.transform(picture))
+
+
+def given_with_a_target(dataset, picture):
+    return dataset.transform(picture, 3)
+
+
+def not_given(dataset, picture):
+    return picture
+
+
+TRANSFORMED = {
+    "twice": given_twice,
+    "with a target": given_with_a_target,
+    "not at all": not_given,
+    "gray": lambda dataset, picture: dataset.transform(Image.open(dataset.gray)),
+    "another sample in its place": lambda dataset, picture: instead(dataset, picture),
+}
+
+
+def instead(dataset, picture):
+    try:
+        return dataset.transform(inverted(picture))
+    except Exception:
+        return dataset[0][0]
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_a_transform_gets_each_picture_once(paths, name, tmp_path):
+    class Changing(Own):
+        gray = tmp_path / "gray.png"
+
+        def __getitem__(self, index):
+            picture = self.read(self.paths[index])
+            if index == CHANGED:
+                return TRANSFORMED[name](self, picture), index
+            return self.transform(picture), index
+
+    Image.fromarray(draw(50, 60, 1)).save(Changing.gray)
+    loader = accelerate(DataLoader(Changing(paths, READS["Image.open"]), 4), **CPU)
+    with pytest.raises(TypeError, match=rf"^Changing\.__getitem__\({CHANGED}\).*Two ways work"):
+        list(loader)
+
+
+def test_a_sample_that_cannot_be_read_is_the_users_error(paths):
+    loader = DataLoader(Own([*paths[:7], "nowhere.jpg"], READS["Image.open"]), 4)
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jpg"):
+        list(accelerate(loader, **CPU))
+
+
+# --- wrappers -----------------------------------------------------------------------------------
+
+
+class DS(Dataset):
+    """A dataset with a transform around one without, as many write it."""
+
+    def __init__(self, subset, transform):
+        self.subset, self.transform = subset, transform
+
+    def __len__(self):
+        return len(self.subset)
+
+    def __getitem__(self, index):
+        image, target = self.subset[index]
+        if self.transform:
+            image = self.transform(image)
+        return image, target
+
+
+class Named(DS):
+    """Its transform has another name."""
+
+    def __init__(self, subset, transform):
+        self.subset, self.tf, self.target_transform = subset, transform, v2.Identity()
+
+    def __getitem__(self, index):
+        image, target = self.subset[index]
+        return self.tf(image), self.target_transform(target)
+
+
+class WithIndex(Dataset):
+    def __init__(self, dataset):
+        self.data = dataset
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return *self.data[index], index
+
+
+class ByCode(Subset):
+    """A Subset that transforms."""
+
+    def __init__(self, dataset, indices, transform):
+        super().__init__(dataset, indices)
+        self.transform = transform
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return self.transform(image), target
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def splits(folder):
+    generator = torch.Generator().manual_seed(3)
+    return random_split(ImageFolder(str(folder)), [5, 3], generator)
+
+
+WRAPPED = {
+    "a subset": lambda folder: DS(Subset(ImageFolder(str(folder)), [3, 1, 6]), PIPELINE),
+    "a split": lambda folder: DS(splits(folder)[0], PIPELINE),
+    "a list": lambda folder: DS(splits(folder)[0], v1.Compose([v1.Compose(OPS[:1]), *OPS[1:]])),
+    "another name": lambda folder: Named(splits(folder)[1], PIPELINE),
+    "an index": lambda folder: WithIndex(ImageFolder(str(folder), PIPELINE)),
+    "an index around a split": lambda folder: WithIndex(DS(splits(folder)[1], PIPELINE)),
+    "derived": lambda folder: ByCode(ImageFolder(str(folder)), [2, 5], PIPELINE),
+    "joined": lambda folder: ConcatDataset([DS(each, PIPELINE) for each in splits(folder)]),
+    "a subset around": lambda folder: Subset(DS(ImageFolder(str(folder)), PIPELINE), [4, 2]),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrappers_move_by_their_own_transform(folder, name):
+    dataset = WRAPPED[name](folder)
+    prefetcher = moved(dataset)
+    assert prefetcher.dataset is dataset
+    assert prefetcher.stats.cpu_images == len(dataset)
+    assert parity(DataLoader(dataset), 2, device="cpu").mean < 1
+
+
+def test_random_parameters_follow_the_sample_of_a_wrapper(folder):
+    pipeline = v1.Compose([v1.RandomResizedCrop(16), v1.ToTensor()])
+    dataset = DS(Subset(ImageFolder(str(folder)), [0] * 4), pipeline)
+    (images, _), *_ = accelerate(DataLoader(dataset, 4), seed=1, **CPU)
+    (again, _), *_ = accelerate(DataLoader(dataset, 4), seed=1, **CPU)
+    assert torch.equal(images, again)
+    assert len({tuple(image.flatten().tolist()) for image in images}) == 4
+
+
+def test_a_wrapper_that_changes_its_pictures_names_two_ways_and_both_work(folder, paths):
+    class Inverting(DS):
+        def __getitem__(self, index):
+            image, target = self.subset[index]
+            return self.transform(ImageOps.invert(image)), target
+
+    dataset = Inverting(Subset(ImageFolder(str(folder)), [1, 2]), PIPELINE)
+    with pytest.raises(TypeError, match=r"Inverting\.__getitem__\(0\).*Subset\(ImageFolder\(root"):
+        accelerate(DataLoader(dataset, 2), **CPU)
+    moved(Subset(ImageFolder(str(folder), PIPELINE), [1, 2]))
+
+    class Encoded(Dataset):
+        def __len__(self):
+            return len(paths)
+
+        def __getitem__(self, index):
+            return EncodedImage(Path(paths[index]).read_bytes(), index, paths[index]), index
+
+    by_hand = DataPrefetcher(
+        DataLoader(Encoded(), 3), transforms=convert_transforms(PIPELINE), device="cpu"
+    )
+    plain = DataLoader(Own(paths, READS["Image.open"]), 3)
+    assert_same_batches(plain, by_hand, atol=2 / 255, rtol=0)
+
+
+def test_two_transforms_are_to_be_one(folder):
+    inner = ImageFolder(str(folder), v1.Resize(40))
+    with pytest.raises(TypeError, match=r"DS has a transform.*v2\.Compose\(\[\*first"):
+        accelerate(DataLoader(DS(inner, PIPELINE)), **CPU)
+    first, second = v1.Compose(OPS[:1]), v1.Compose(OPS[1:])
+    both = v2.Compose([*first.transforms, *second.transforms])
+    moved(DS(ImageFolder(str(folder), None), both))
+
+
+def test_a_wrapper_whose_pictures_are_changed_stays_in_the_workers(folder):
+    class Inverting(DS):
+        def __getitem__(self, index):
+            image, target = self.subset[index]
+            return self.transform(ImageOps.invert(image)), target
+
+    loader = DataLoader(Inverting(ImageFolder(str(folder)), PIPELINE), 3)
+    prefetcher = accelerate(loader, keep_unknown=True, **CPU)
+    assert [step.where for step in prefetcher.plan.steps][:2] == ["worker CPU"] * 2
+    assert_same_batches(loader, prefetcher, atol=1e-6)
+
+
+# --- images that are no files -------------------------------------------------------------------
+
+
+def test_arrays_and_tensors_are_told_what_to_write(paths):
+    arrays = np.stack([draw(32, 32, seed=i) for i in range(COUNT)])
+    pipeline = v2.Compose(
+        [
+            v2.RandomHorizontalFlip(1.0),
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize([0.5] * 3, [0.5] * 3),
+        ]
+    )
+    data = as_built(tv.CIFAR10, pipeline, data=arrays, targets=LABELS)
+    with pytest.raises(TypeError, match=r"CIFAR10\.__getitem__\(0\).*no file.*DataPrefetcher\("):
+        accelerate(DataLoader(data), **CPU)
+    plain = DataLoader(data, 3)
+    tensors = as_built(tv.CIFAR10, v2.PILToTensor(), data=arrays, targets=LABELS)
+    assert_same_batches(
+        plain,
+        DataPrefetcher(
+            DataLoader(tensors, 3), transforms=convert_transforms(pipeline), device="cpu"
+        ),
+        atol=1e-6,
+    )
+    for read in (open_by_another_name, decode_image):
+        with pytest.raises(TypeError, match=r"Own\.__getitem__\(0\).*EncodedImage\(Path"):
+            accelerate(DataLoader(Own(paths, read)), **CPU)
