@@ -505,8 +505,6 @@ REFUSED = {
     ],
     "RandomCrop .* by chance": [v2.CenterCrop(9), v2.RandomApply([v2.RandomCrop(5)]), v2.ToImage()],
     "FiveCrop": [v2.CenterCrop(20), v2.FiveCrop(9)],
-    "different sizes": [v2.Resize(9), v2.ToImage()],
-    "sizes, .* Add a RandomResizedCrop": [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)],
     "RandomGrayscale .* Put it after the crop": [v2.RandomGrayscale(), v2.CenterCrop(9)],
 }  # fmt: skip
 
@@ -923,7 +921,7 @@ NOT_MOVED = {
         accelerate,
         lambda folder: DataLoader([1, 2]),
         TypeError,
-        r"accelerate cannot read .*torchvision's ImageFolder",
+        r"accelerate cannot read list: .*ImageFolder\(root, transform\)",
     ),
     "encoded images": (
         accelerate,

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import pickle
+import re
 import threading
 from pathlib import Path
 
@@ -16,13 +17,13 @@ from PIL.Image import open as open_by_another_name
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, random_split
 from torchvision import datasets as tv
 from torchvision import transforms as v1
+from torchvision import tv_tensors
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import default_loader
 from torchvision.datasets.vision import StandardTransform
-from torchvision.io import decode_image
 from torchvision.transforms import v2
 
-from gpuprefetch import DataPrefetcher, EncodedImage, convert_transforms
+from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, convert_transforms
 from gpuprefetch.migrate.accelerate import accelerate
 from gpuprefetch.migrate.parity import parity
 
@@ -558,6 +559,115 @@ def test_a_wrapper_whose_pictures_are_changed_stays_in_the_workers(folder):
     assert_same_batches(loader, prefetcher, atol=1e-6)
 
 
+# --- pictures of one size -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiles(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tiles")
+    for i in range(COUNT):
+        path = root / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(draw(24, 32, seed=i)).save(path)
+    return root
+
+
+NORMALIZED = [v1.ToTensor(), v1.Normalize((0.5, 0.4, 0.3), (0.5, 0.25, 0.125))]
+FLIPS = [v1.RandomHorizontalFlip(1.0), v1.RandomVerticalFlip(1.0)]
+DOUBLE = v2.ColorJitter((2, 2))
+BY_V2 = "torchvision v2 on the batch"
+# A pipeline, and where its ops run.
+WITHOUT_A_CROP = {
+    "flips": ([*FLIPS, *NORMALIZED], ["fused launch"] * 4),
+    "floats": ([v1.ToTensor()], ["fused launch"]),
+    "levels": ([v2.PILToTensor()], ["nothing to do"]),
+    "nothing": ([v2.RGB(), v2.ToImage()], ["nothing to do"] * 2),
+    "normalized": (NORMALIZED, ["fused launch"] * 2),
+    "half": ([v2.ToImage(), v2.ToDtype(torch.half, scale=True)], ["nothing to do", BY_V2]),
+    "a policy": ([DOUBLE, *NORMALIZED], ["one program", "on the batch", BY_V2]),
+    "a policy of floats": ([v1.ToTensor(), DOUBLE], ["fused launch", "one program"]),
+    "the shorter side": ([v1.Resize(16), *NORMALIZED], ["fused launch"] * 3),
+    "a border": ([v2.Pad(2), v2.ToImage()], [BY_V2, "nothing to do"]),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_CROP)
+def test_pictures_of_one_size_need_no_crop(tiles, name):
+    ops, where = WITHOUT_A_CROP[name]
+    loader = DataLoader(ImageFolder(str(tiles), v2.Compose(ops)), 3)
+    prefetcher = accelerate(loader, **CPU)
+    assert [step.where for step in prefetcher.plan.steps] == where
+    level = 1.1 / 255 / 0.125 if name == "the shorter side" else 1e-5
+    for (want, target), (got, moved_target) in zip(loader, prefetcher, strict=True):
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        assert (got.float() - want.float()).abs().max() <= level
+        assert torch.equal(target, moved_target)
+
+
+def test_each_image_of_one_size_has_its_own_flip_and_policy(tiles):
+    class Same(ImageFolder):
+        def __getitem__(self, index):
+            return super().__getitem__(0)
+
+    ops = v2.Compose([v2.RandomHorizontalFlip(), v2.ColorJitter(0.4), v2.ToImage()])
+    (images, _), *_ = accelerate(DataLoader(Same(str(tiles), ops), COUNT, num_workers=1), **CPU)
+    assert len({tuple(image.flatten().tolist()) for image in images}) == COUNT
+
+
+def test_batches_may_have_different_sizes(tiles, tmp_path):
+    paths = [str(tiles / f"a/{i}.png") for i in (0, 2)]
+    for i in range(2):
+        paths.append(str(tmp_path / f"{i}.png"))
+        Image.fromarray(draw(9 + 7, 12, seed=i)).save(paths[-1])
+    loader = DataLoader(Own(paths, READS["Image.open"], v1.Compose(NORMALIZED)), 2)
+    shapes = [images.shape[2:] for images, _ in accelerate(loader, **CPU)]
+    assert shapes == [(24, 32), (16, 12)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pictures_of_different_sizes_are_named_as_by_the_default_collate(folder, tiles, workers):
+    """The message begins with that of torch."""
+    ops = v1.Compose(NORMALIZED)
+    loader = DataLoader(ImageFolder(str(folder), ops), 4, num_workers=workers)
+    with pytest.raises(RuntimeError) as plain:
+        list(loader)
+    (begin,) = re.findall(r"stack expects .* got \[3, \d+, \d+\] at entry 0", str(plain.value))
+    with pytest.raises(RuntimeError) as error:
+        list(accelerate(loader, **CPU))
+    assert begin in str(error.value)
+    assert re.search(r"a/0\.jpg', and \[3, 52, 64\] at entry 1, .*a/2\.jpg'", str(error.value))
+    assert "Let the dataset return EncodedImage" not in str(error.value)
+    advised = v1.Compose([v2.RandomResizedCrop(8), *NORMALIZED])
+    list(accelerate(DataLoader(ImageFolder(str(folder), advised), 4), **CPU))
+
+
+@pytest.mark.parametrize("bad", [[1], [0, 1, 2, 3]])
+def test_a_bad_picture_has_the_size_of_the_others(tiles, bad):
+    files = [(tiles / "ab"[i % 2] / f"{i}.png").read_bytes() for i in range(4)]
+    samples = [EncodedImage(b"none" if i in bad else data, i) for i, data in enumerate(files)]
+    loader = DataLoader(samples * 2, 4)
+    prefetcher = DataPrefetcher(
+        loader, transforms=[v2.RandomHorizontalFlip()], device="cpu", on_error="skip"
+    )
+    if len(bad) == 4:
+        left_out = pytest.warns(UserWarning, match="left out all 4 images")
+        with left_out, pytest.raises(BadImageError):
+            list(prefetcher)
+    else:
+        assert [tuple(images.shape) for images in prefetcher] == [(3, 3, 24, 32)] * 2
+
+
+def test_boxes_need_a_size(tiles):
+    boxes = tv_tensors.BoundingBoxes([[1, 2, 3, 4]], format="XYXY", canvas_size=(24, 32))
+    sample = EncodedImage((tiles / "a/0.png").read_bytes(), 0), {"boxes": boxes}
+    flip = v2.RandomHorizontalFlip(1.0)
+    loader = DataLoader([sample], 1, collate_fn=lambda samples: tuple(zip(*samples, strict=True)))
+    with pytest.raises(ValueError, match=r"Start the list with .*v2\.Resize\(\(480, 640\)\)"):
+        list(DataPrefetcher(loader, transforms=[flip], device="cpu"))
+    ((_, (target,)),) = DataPrefetcher(loader, transforms=[v2.Resize((24, 32)), flip], device="cpu")
+    assert target["boxes"].tolist() == [[29, 2, 31, 4]]
+
+
 # --- images that are no files -------------------------------------------------------------------
 
 
@@ -583,6 +693,6 @@ def test_arrays_and_tensors_are_told_what_to_write(paths):
         ),
         atol=1e-6,
     )
-    for read in (open_by_another_name, decode_image):
+    for read in (np.fromfile, lambda path: torch.zeros(3, 9, 9)):
         with pytest.raises(TypeError, match=r"Own\.__getitem__\(0\).*EncodedImage\(Path"):
             accelerate(DataLoader(Own(paths, read)), **CPU)

@@ -33,7 +33,12 @@ from gpuprefetch.lists.fused import (
     in_launch,
     is_kornia,
 )
-from gpuprefetch.lists.refused import refuse_in_list, refuse_once_a_batch, refuse_within_kornia
+from gpuprefetch.lists.refused import (
+    gives_size,
+    refuse_in_list,
+    refuse_once_a_batch,
+    refuse_within_kornia,
+)
 from gpuprefetch.lists.rgb import makes_rgb
 from gpuprefetch.policies.compile import COMPILERS, FILTERS, compiled
 from gpuprefetch.policies.known import (
@@ -121,7 +126,8 @@ def convert(
     ``pictures`` says that the pipeline gets PIL images for sure, and not perhaps tensors; its batch
     is made of them.
     """
-    form = Form(is_picture=pictures)
+    ops = [*flatten(pipeline)]
+    form = Form(is_picture=pictures, is_sized=not any(map(gives_size, ops)))
     if batched is not None:
         form = replace(
             form,
@@ -137,7 +143,7 @@ def convert(
         holds_float=batched is None or form.is_float,
         instead=_IN_WORKERS,
     )
-    for op in flatten(pipeline):
+    for op in ops:
         walk.take_theirs(op)
     return walk.finish_pipeline()
 
@@ -151,13 +157,16 @@ def read_for_tensors(transforms: Transforms) -> Plan:
 
 
 def read_for_files(transforms: Transforms) -> Plan:
-    """What becomes of a list where images are decoded, and have different sizes.
+    """What becomes of a list where images are decoded.
+
+    They have different sizes, unless nothing in the list gives them one.
 
     Raises:
         UnsupportedTransformError: for an op of torchvision's that stands where it cannot run.
     """
-    walk = _Walk(Form(), is_pipeline=True)
-    for op in _checked(transforms):
+    ops = _checked(transforms)
+    walk = _Walk(Form(is_sized=not any(map(gives_size, ops))), is_pipeline=True)
+    for op in ops:
         walk.take(op)
     return walk.finish()
 
@@ -288,9 +297,9 @@ class _Walk:
 
     def finish(self) -> Plan:
         if self.is_pipeline and self.began_as_pipeline:
-            if not self.form.is_sized:
-                _refuse_sizes()
             self._hold(self.form.is_float)
+            if not self.written:  # the launch makes a batch of the images, of that kind
+                self._run(ToFloat() if self.form.is_float else ToUint8())
         return Plan(self.steps, self.head, self.written, grouped(self.tail), self.began_as_pipeline)
 
     def finish_pipeline(self) -> Plan:
@@ -524,13 +533,6 @@ def _why_not_on_batch(op: LibraryOp) -> tuple[LibraryOp, str] | None:
         if sizes or getattr(inner, "num_output_channels", 3) != 3:
             return inner, "by chance it would give images of different shapes"
     return None
-
-
-def _refuse_sizes() -> NoReturn:
-    raise UnsupportedTransformError(
-        "The pipeline gives images of different sizes, which no batch can hold. Add a "
-        "RandomResizedCrop, or a Resize and a CenterCrop, to it."
-    )
 
 
 def levels_for_program(head: Head, tail: Sequence[Transform], cast: Cast) -> list[Transform] | None:

@@ -65,7 +65,8 @@ class _Refused:
 
 def _explain(view: View, decode: str = "") -> str:
     head = view.head
-    rows = [("decode", "uint8 (3, H, W), sizes differ", decode)]
+    sizes = "all of one size" if head.keeps_size else "sizes differ"
+    rows = [("decode", f"uint8 (3, H, W), {sizes}", decode)]
     if view.refused is not None:
         rows = [("encoded images", "", f"refused: {view.refused}")]
     images: object = "sizes as they came"  # or why there are none to try a transform on

@@ -103,9 +103,10 @@ def folders_in(dataset: object) -> list[Folder]:
     ]
     if not found:
         raise TypeError(
-            f"accelerate cannot read {name}: neither it nor a dataset within it has a transform, so "
-            "there is nothing to move. Give it one: ImageFolder(root, transform), or self.transform "
-            "in a class of your own. Tensors need none: DataPrefetcher(loader, transforms=[...])."
+            f"accelerate cannot read {name}: neither it nor a dataset within it has a transform, "
+            "so there is nothing to move. Give it one: ImageFolder(root, transform), or "
+            "self.transform in a class of your own. Tensors need none: DataPrefetcher(loader, "
+            "transforms=[...])."
         )
     return found
 
