@@ -14,7 +14,8 @@ from fakes import assert_same_batches
 from pictures import draw
 from PIL import Image, ImageOps
 from PIL.Image import open as open_by_another_name
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, random_split
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, random_split
 from torchvision import datasets as tv
 from torchvision import transforms as v1
 from torchvision import tv_tensors
@@ -23,8 +24,10 @@ from torchvision.datasets.folder import default_loader
 from torchvision.datasets.vision import StandardTransform
 from torchvision.transforms import v2
 
+import gpuprefetch
 from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, convert_transforms
 from gpuprefetch.migrate.accelerate import accelerate
+from gpuprefetch.migrate.explain import explain
 from gpuprefetch.migrate.parity import parity
 
 COUNT = 8
@@ -671,28 +674,112 @@ def test_boxes_need_a_size(tiles):
 # --- images that are no files -------------------------------------------------------------------
 
 
-def test_arrays_and_tensors_are_told_what_to_write(paths):
+CIFAR = [
+    v2.RandomCrop(32, padding=4),
+    v2.RandomHorizontalFlip(),
+    v2.ToImage(),
+    v2.ToDtype(torch.float32, scale=True),
+    v2.Normalize([0.5] * 3, [0.5] * 3),
+]
+
+
+def cifar(pipeline):
     arrays = np.stack([draw(32, 32, seed=i) for i in range(COUNT)])
-    pipeline = v2.Compose(
-        [
-            v2.RandomHorizontalFlip(1.0),
-            v2.ToImage(),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize([0.5] * 3, [0.5] * 3),
-        ]
-    )
-    data = as_built(tv.CIFAR10, pipeline, data=arrays, targets=LABELS)
-    with pytest.raises(TypeError, match=r"CIFAR10\.__getitem__\(0\).*no file.*DataPrefetcher\("):
-        accelerate(DataLoader(data), **CPU)
-    plain = DataLoader(data, 3)
-    tensors = as_built(tv.CIFAR10, v2.PILToTensor(), data=arrays, targets=LABELS)
-    assert_same_batches(
-        plain,
-        DataPrefetcher(
-            DataLoader(tensors, 3), transforms=convert_transforms(pipeline), device="cpu"
-        ),
-        atol=1e-6,
-    )
+    return as_built(tv.CIFAR10, pipeline, data=arrays, targets=LABELS)
+
+
+def test_images_that_are_no_files_are_told_what_to_write(paths):
+    for ops in (CIFAR, CIFAR[1:]):
+        with pytest.raises(
+            TypeError, match=r"CIFAR10\.__getitem__\(0\).*no file.*DataPrefetcher\("
+        ):
+            accelerate(DataLoader(cifar(v2.Compose(ops))), **CPU)
     for read in (np.fromfile, lambda path: torch.zeros(3, 9, 9)):
         with pytest.raises(TypeError, match=r"Own\.__getitem__\(0\).*EncodedImage\(Path"):
             accelerate(DataLoader(Own(paths, read)), **CPU)
+    tensors = TensorDataset(torch.zeros(4, 3, 9, 9), torch.zeros(4))
+    with pytest.raises(TypeError, match=r"TensorDataset.*DataPrefetcher\(loader, transforms="):
+        accelerate(DataLoader(tensors), **CPU)
+
+
+def test_what_a_dataset_of_tensors_is_told_works():
+    pipeline = v2.Compose([v2.RandomHorizontalFlip(1.0), *CIFAR[2:]])
+    plain = DataLoader(cifar(pipeline), 3)
+    tensors = DataLoader(cifar(v2.PILToTensor()), 3)
+    for transforms in (convert_transforms(pipeline), [*pipeline.transforms[:1], *CIFAR[3:]]):
+        prefetcher = DataPrefetcher(tensors, transforms=transforms, device="cpu")
+        assert_same_batches(plain, prefetcher, atol=1e-6)
+
+
+# --- RandomCrop of a batch of tensors -----------------------------------------------------------
+
+CROPS = {
+    "padded": v2.RandomCrop(8, padding=2),
+    "v1": v1.RandomCrop(8, padding=2),
+    "not padded": v2.RandomCrop((5, 6)),
+    "reflected": v2.RandomCrop(9, padding=(1, 2, 3, 4), padding_mode="reflect"),
+    "filled": v2.RandomCrop((12, 8), pad_if_needed=True, fill=(7, 8, 9)),
+}
+
+
+class Calls(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def cut(images, op, **options):
+    (made,) = DataPrefetcher([images], transforms=[op], device="cpu", seed=5, **options)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.int16])
+@pytest.mark.parametrize("name", CROPS)
+def test_random_crop_of_tensors_is_torchvisions_at_a_place_of_each_image(name, dtype):
+    op = CROPS[name]
+    images = torch.randint(0, 255, (24, 3, 10, 10)).to(dtype)
+    made = cut(images, op)
+    assert made.dtype == dtype and made.shape == (24, 3, *v2.RandomCrop(op.size).size)
+    assert torch.equal(made, cut(images, op)) and not torch.equal(made, cut(images.flip(0), op))
+    height, width = made.shape[2:]
+    large = v2.RandomCrop(8, padding=2) if name == "v1" else op
+    padded = large.transform(images, large.make_params([images]) | {"needs_crop": False})
+    places = set()
+    for image, whole in zip(made, padded, strict=True):
+        found = [
+            (top, left)
+            for top in range(whole.shape[1] - height + 1)
+            for left in range(whole.shape[2] - width + 1)
+            if torch.equal(image, whole[:, top : top + height, left : left + width])
+        ]
+        assert found
+        places.add(found[0])
+    assert len(places) > 3
+
+
+def test_random_crop_of_tensors_is_uniform():
+    count = 6000
+    column = torch.arange(12).expand(count, 1, 12, 12)
+    lefts = cut(column, v2.RandomCrop(8))[:, 0, 0, 0].bincount(minlength=5)
+    assert (lefts - count / 5).abs().max() < 5 * (count / 5) ** 0.5
+
+
+def test_random_crop_of_tensors_is_one_launch_for_any_number_of_images():
+    counts = []
+    for count in (8, 64):
+        images = torch.zeros(count, 3, 32, 32, dtype=torch.uint8)
+        with Calls() as calls:
+            cut(images, v2.RandomCrop(32, padding=4))
+        counts.append(calls.count)
+    assert counts[0] == counts[1] > 0
+    explained = explain(DataPrefetcher([images], transforms=[gpuprefetch.CenterCrop(40), *CIFAR]))
+    assert re.search("RandomCrop +.*one launch, a draw for each image", explained)
+
+
+def test_random_crop_is_too_large_by_torchvisions_own_error():
+    with pytest.raises(ValueError, match=r"Required crop size \(12, 12\) is larger than"):
+        cut(torch.zeros(2, 3, 10, 10), v2.RandomCrop(12))

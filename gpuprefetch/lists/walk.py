@@ -53,7 +53,15 @@ from gpuprefetch.policies.known import (
     title,
     twin,
 )
-from gpuprefetch.policies.per_image import Cast, Loop, PerImage, ToFloat, ToUint8, grouped
+from gpuprefetch.policies.per_image import (
+    Cast,
+    Loop,
+    PerImage,
+    ToFloat,
+    ToUint8,
+    each_image,
+    grouped,
+)
 from gpuprefetch.policies.registry import Is, LibraryOp, has, rows_of
 from gpuprefetch.policies.timm import from_timm, samples_sizes, why_not
 from gpuprefetch.transforms.head import RESIZE_FILTERS, FusedTransform, Head, Transform
@@ -239,13 +247,13 @@ def _may_be_alone(op: LibraryOp) -> bool:
 def _in_list(transform: Transform) -> Transform:
     """What runs in a list for a transform: itself if it samples nothing, or for each image."""
     if _is_alone(transform) or len([*flatten(transform)]) > 1:
-        return Loop(transform)
+        return each_image(transform)
     op = from_timm(transform)
     if name_of(op) is not None and has(op, Is.ONCE):
         op = twin(op)
-        return op if compiled(op) is not None else Loop(op)
+        return op if compiled(op) is not None else each_image(op)
     if samples_once(op):
-        return Loop(op)
+        return each_image(op)
     refuse_once_a_batch(transform)
     refuse_within_kornia(transform)
     return transform
@@ -472,8 +480,8 @@ class _Walk:
             module = PerImage([ToFloat(), op] if self.form.is_float else op)
             where = "one program"
         elif has(op, Is.ONCE):
-            module = Loop(op)
-            where = f"{where}, image by image"
+            module = each_image(op)
+            where = f"{where}, image by image" if type(module) is Loop else "one launch"
         self._add_after(source or op, module, where, note)
 
     def _refuse(self, op: LibraryOp, reason: str, advice: str = "Replace it") -> NoReturn:

@@ -10,7 +10,7 @@ from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.view import View
 from gpuprefetch.lists.walk import Transforms, opened, why_refused
 from gpuprefetch.policies.known import title
-from gpuprefetch.policies.per_image import Loop, PerImage
+from gpuprefetch.policies.per_image import Loop, PerImage, RandomCrops
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.head import Transform
 from gpuprefetch.transforms.random import trial_draws
@@ -91,6 +91,8 @@ def _how(view: View, position: int) -> str:
     transform = view.tail[position]
     if isinstance(transform, PerImage):
         return f"one program of {transform.slots} slots, a draw for each image"
+    if isinstance(transform, RandomCrops):
+        return "one launch, a draw for each image"
     if type(transform) is Loop:
         return "image by image, with a call for each: slow"
     if position:
