@@ -4,6 +4,7 @@ import contextlib
 import io
 import pickle
 import re
+import shutil
 import threading
 from pathlib import Path
 
@@ -25,7 +26,13 @@ from torchvision.datasets.vision import StandardTransform
 from torchvision.transforms import v2
 
 import gpuprefetch
-from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, convert_transforms
+from gpuprefetch import (
+    BadImageError,
+    DataPrefetcher,
+    EncodedImage,
+    EncodedImageFolder,
+    convert_transforms,
+)
 from gpuprefetch.migrate.accelerate import accelerate
 from gpuprefetch.migrate.explain import explain
 from gpuprefetch.migrate.parity import parity
@@ -783,3 +790,21 @@ def test_random_crop_of_tensors_is_one_launch_for_any_number_of_images():
 def test_random_crop_is_too_large_by_torchvisions_own_error():
     with pytest.raises(ValueError, match=r"Required crop size \(12, 12\) is larger than"):
         cut(torch.zeros(2, 3, 10, 10), v2.RandomCrop(12))
+
+
+# --- a folder of splits -------------------------------------------------------------------------
+
+
+def test_splits_are_no_classes(tiles, tmp_path):
+    for split in ("train", "Val"):
+        shutil.copytree(tiles, tmp_path / split)
+    with pytest.raises(ValueError, match="has the splits Val, train") as error:
+        EncodedImageFolder(tmp_path)
+    (line,) = re.findall(r"EncodedImageFolder\(.*?\)", str(error.value))
+    assert eval(line).classes == ["a", "b"]
+    shutil.copytree(tiles, tmp_path / "car")  # a class beside them: they may be some, too
+    assert EncodedImageFolder(tmp_path).classes == ["Val", "car", "train"]
+    (tmp_path / "flat").mkdir()
+    for name in ("train", "val"):
+        shutil.copytree(tiles / "a", tmp_path / "flat" / name)
+    assert EncodedImageFolder(tmp_path / "flat").classes == ["train", "val"]
