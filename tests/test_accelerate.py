@@ -867,13 +867,13 @@ NOT_MOVED = {
         accelerate,
         lambda folder: DataLoader(Opener(folder, v1.Compose(VAL))),
         TypeError,
-        r"Opener.*not a file as self\.loader",
+        r"Opener.*no file as self\.loader",
     ),
     "reads by itself, in parity": (
         parity,
         lambda folder: DataLoader(Opener(folder, v1.Compose(VAL))),
         TypeError,
-        r"Opener.*not a file as self\.loader",
+        r"Opener.*no file as self\.loader",
     ),
     "takes other keys": (
         accelerate,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import assert_same_batches
-from pictures import draw
+from pictures import draw, encode_jpeg
 from PIL import Image, ImageOps
 from PIL.Image import open as open_by_another_name
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +33,8 @@ from gpuprefetch import (
     EncodedImageFolder,
     convert_transforms,
 )
+from gpuprefetch.images.decode import ImageDecoder
+from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.migrate.accelerate import accelerate
 from gpuprefetch.migrate.explain import explain
 from gpuprefetch.migrate.parity import parity
@@ -667,6 +669,45 @@ def test_a_bad_picture_has_the_size_of_the_others(tiles, bad):
         assert [tuple(images.shape) for images in prefetcher] == [(3, 3, 24, 32)] * 2
 
 
+class OnTheCpu(ImageDecoder):
+    """Decodes on the CPU what is left to a GPU: launches run in Triton's interpreter."""
+
+    canaries = False
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+
+    def decode(self, call, buffer, out):
+        for file, place in zip(call.files(buffer), call.pictures(out), strict=True):
+            place.copy_(decode_cpu(file))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles: the GPU's test does it")
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_launch_has_the_size_of_its_batch(share):
+    files = [encode_jpeg(draw(16, 24 - 8 * (i > 1), seed=i)) for i in range(4)]
+    loader = DataLoader([EncodedImage(file, i) for i, file in enumerate(files)], 2)
+    ops = [v2.RandomHorizontalFlip(1.0), v2.RandomInvert(1.0), v2.ToDtype(torch.float32, True)]
+    options = {"transforms": ops, "device": "cpu", "cpu_share": share}
+    made = list(DataPrefetcher(loader, decoder=OnTheCpu(), **options))
+    assert [tuple(images.shape) for images in made] == [(2, 3, 16, 24), (2, 3, 16, 16)]
+    for got, want in zip(made, DataPrefetcher(loader, decoder="cpu", **options), strict=True):
+        assert (got - want).abs().max() <= 1.1 / 255
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", [None, "300KB"])
+def test_a_gpu_makes_the_same_of_pictures_of_one_size(budget):
+    files = [encode_jpeg(draw(96, 128 - 32 * (i > 15), seed=i)) for i in range(32)]
+    loader = DataLoader([EncodedImage(file, i) for i, file in enumerate(files)], 16)
+    ops = [v2.RandomHorizontalFlip(1.0), v2.ColorJitter((2, 2)), *NORMALIZED]
+    made = DataPrefetcher(loader, transforms=v2.Compose(ops), memory_budget=budget)
+    want = DataPrefetcher(loader, transforms=v2.Compose(ops), device="cpu")
+    for got, images in zip(made, want, strict=True):
+        assert ((got.cpu() - images).abs() <= 3.1 * 2 / 255 / 0.125).float().mean() >= 0.99
+
+
 def test_boxes_need_a_size(tiles):
     boxes = tv_tensors.BoundingBoxes([[1, 2, 3, 4]], format="XYXY", canvas_size=(24, 32))
     sample = EncodedImage((tiles / "a/0.png").read_bytes(), 0), {"boxes": boxes}
@@ -701,6 +742,13 @@ def test_images_that_are_no_files_are_told_what_to_write(paths):
             TypeError, match=r"CIFAR10\.__getitem__\(0\).*no file.*DataPrefetcher\("
         ):
             accelerate(DataLoader(cifar(v2.Compose(ops))), **CPU)
+    upright = Own(paths, lambda path: ImageOps.exif_transpose(Image.open(path).convert("RGB")))
+    with pytest.raises(TypeError, match=r"0\.jpg' \.copy was used\. Put what changes"):
+        accelerate(DataLoader(upright), **CPU)
+    both = Named(ImageFolder(str(Path(paths[0]).parents[1])), PIPELINE)
+    both.validation = PIPELINE
+    with pytest.raises(TypeError, match=r"Named: it has several transforms \(tf, validation\)"):
+        accelerate(DataLoader(both), **CPU)
     for read in (np.fromfile, lambda path: torch.zeros(3, 9, 9)):
         with pytest.raises(TypeError, match=r"Own\.__getitem__\(0\).*EncodedImage\(Path"):
             accelerate(DataLoader(Own(paths, read)), **CPU)

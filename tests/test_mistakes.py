@@ -74,7 +74,7 @@ def test_a_compose_of_what_belongs_in_a_list_is_one(photo_folder):
 
 # What a folder gets whose loader is moved, and the end of the message.
 MOVED = [
-    (None, r"Give it one: ImageFolder\(root, transform\)"),
+    (None, r"has no transform.*ImageFolder\(root, transform\)"),
     (
         v2.Compose([v2.ColorJitter(0.4), PIPELINE]),
         r"ColorJitter.*Put it after the crop.*accelerate\(loader, keep_unknown=True\)\.$",

@@ -44,12 +44,14 @@ def accelerate(
     print_plan: bool = True,
     **prefetcher_options: Any,
 ) -> DataPrefetcher:
-    """Move a loader over torchvision's image folders to the device: decode, augmentation and all.
+    """Move a loader over image files to the device: decode, augmentation and all.
 
     Args:
-        loader: over an ``ImageFolder``, ``DatasetFolder`` or ``ImageNet``, a subclass that reads
-            through its ``loader`` and ``transform``, timm's ``ImageDataset``, or a ``Subset`` or
-            ``ConcatDataset`` of them, with a v1, v2 or timm transform pipeline. It is left alone.
+        loader: over a dataset of any class that opens files by ``self.loader`` or
+            ``PIL.Image.open``, and gives each picture as RGB to its ``transform``, a v1, v2 or
+            timm pipeline: torchvision's and timm's datasets, your own, and datasets around these,
+            such as ``Subset``, ``ConcatDataset`` and classes with a transform for a split. It is
+            left alone.
         keep_unknown: whether ops that cannot move, and all ops before them and up to the crop, stay
             in the workers. The workers then decode every file themselves.
         print_plan: whether to print where each op runs now, and what differs.
@@ -63,7 +65,9 @@ def accelerate(
         workers.
 
     Raises:
-        TypeError: for a loader or dataset that is none of these.
+        TypeError: for a loader or dataset that is none of these. A sample whose picture is changed
+            before its transform or after it, or is no file, raises it here if it is the first one,
+            and else when it is read; the message names the sample.
         UnsupportedTransformError: for an op that cannot move, with what to do.
 
     Example:

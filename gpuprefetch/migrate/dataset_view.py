@@ -54,14 +54,18 @@ def own_transform(dataset: Dataset) -> str:
 
     It is ``transform``, or the only attribute that holds ops of torchvision's.
     """
+    found = own_transforms(dataset)
+    return found[0] if len(found) == 1 else ""
+
+
+def own_transforms(dataset: Dataset) -> list[str]:
+    """The attributes that may hold a dataset's transform: ``transform`` alone, if it has that."""
     given = getattr(dataset, "transform", None)
     if given is not None and getattr(given, "__self__", None) is not dataset:  # no method
-        return "transform"
+        return ["transform"]
     own: dict[str, object] = getattr(dataset, "__dict__", {})
-    found = [
-        name for name, value in own.items() if not name.startswith("target") and _is_pipeline(value)
-    ]
-    return found[0] if len(found) == 1 else ""
+    names = [name for name in own if not name.startswith("target")]
+    return [name for name in names if _is_pipeline(own[name])]
 
 
 def _has_transform(dataset: Dataset) -> bool:

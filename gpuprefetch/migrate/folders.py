@@ -20,6 +20,7 @@ from gpuprefetch.lists.rgb import makes_rgb
 from gpuprefetch.migrate.dataset_view import (
     datasets_in,
     own_transform,
+    own_transforms,
     refuse_odd_file,
     transform_in,
     view_of,
@@ -102,11 +103,14 @@ def folders_in(dataset: object) -> list[Folder]:
         if (attribute := transform_in(each))
     ]
     if not found:
+        several = [name for each in datasets_in(dataset) for name in own_transforms(each)]
+        has = f"has several transforms ({', '.join(several)})"
+        if not several:
+            has = "has no transform, nor has a dataset within it, so there is nothing to move"
         raise TypeError(
-            f"accelerate cannot read {name}: neither it nor a dataset within it has a transform, "
-            "so there is nothing to move. Give it one: ImageFolder(root, transform), or "
-            "self.transform in a class of your own. Tensors need none: DataPrefetcher(loader, "
-            "transforms=[...])."
+            f"accelerate cannot read {name}: it {has}. It takes the one that a dataset holds as "
+            "self.transform. Tensors need none: DataPrefetcher(loader, transforms=[...]). "
+            f"{TWO_WAYS}"
         )
     return found
 

@@ -37,18 +37,23 @@ from gpuprefetch.images.guard import (
 if TYPE_CHECKING:
     from PIL import Image
 
+_BY_HAND = "DataPrefetcher(loader, transforms=convert_transforms(transform))."
 TWO_WAYS = (
-    "Two ways work. Let a folder apply the transform, and a Subset choose the samples of a split: "
-    "Subset(ImageFolder(root, transform), indices). Or give transform=None to the dataset, let its "
-    "__getitem__ return EncodedImage(Path(path).read_bytes(), index, path) in place of the image, "
-    "or a tensor of 3 x H x W for an image that is no file, and write DataPrefetcher(loader, "
-    "transforms=convert_transforms(transform))."
+    "Two ways work. Let a folder apply the transform, and a Subset choose the samples: "
+    "Subset(ImageFolder(root, transform), indices). Or let __getitem__ return "
+    "EncodedImage(Path(path).read_bytes(), index, path) and apply no transform, and write "
+    f"{_BY_HAND}"
 )
-
+NO_FILES = (
+    "If its images are no files, as those of CIFAR10, let it give tensors, transform="
+    f"v2.PILToTensor(), and write {_BY_HAND}"
+)
 KEPT = (
     "gave an image that it keeps from one call to the next, or has encoded itself. Here images are "
     "not transformed yet, and its own samples would not be either. Let it keep no images."
 )
+
+_INTO_TRANSFORM = "Put what changes a picture into the transform."
 
 # --- A picture, before the transform ---
 
@@ -61,14 +66,15 @@ class Picture(Encoded):
         is_rgb: whether it was converted to RGB.
     """
 
-    __slots__ = ("_file", "_is_rgb", "_real", "_touched")
+    __slots__ = ("_file", "_is_rgb", "_real", "touched")
 
     def __init__(self, file: EncodedImage, *, is_rgb: bool) -> None:
         begin_reading()
         self._file = file
         self._is_rgb = is_rgb
         self._real: Image.Image | None = None
-        self._touched = ""  # by which attribute
+        self.touched = ""  # by which attribute
+        _sample.opened(self)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # what isinstance() goes by
@@ -93,12 +99,12 @@ class Picture(Encoded):
         return self.size[1]
 
     def convert(self, mode: str | None = None, *options: object, **named: object) -> Any:
-        if mode == "RGB" and not (self._touched or options or named):
+        if mode == "RGB" and not (self.touched or options or named):
             return Picture(self._file, is_rgb=True)
         return self._changed("convert")(mode, *options, **named)
 
     def copy(self) -> Any:
-        return self._changed("copy")() if self._touched else self
+        return self._changed("copy")() if self.touched else self
 
     def close(self) -> None:
         pass
@@ -135,26 +141,29 @@ class Picture(Encoded):
     def _changed(self, name: str) -> Any:
         """An attribute of the real picture, which may change the picture or tell of its pixels."""
         real = self._opened()
-        if self._is_rgb and not self._touched:
+        if self._is_rgb and not self.touched:
             real = self._real = real.convert("RGB")
         value = getattr(real, name)
-        self._touched = name
+        self.touched = name
         return value
+
+    @property
+    def name(self) -> str:
+        return f"the picture {self._file.path!r}" if self._file.path else "a picture"
 
     def left_encoded(self, *, any_mode: bool) -> EncodedImage:
         """The file, if nothing has touched the picture.
 
         ``any_mode`` says that the transform makes RGB of any picture; else it must be that.
         """
-        where = f" of {self._file.path!r}" if self._file.path else ""
-        if self._touched:
+        if self.touched:
             raise UndecodedError(
-                f"the picture{where} is changed, or its pixels are read, before the transform gets "
-                f"it: by .{self._touched}. Put what changes it into the transform."
+                f"{self.name} is changed, or its pixels are read, before the transform gets it: "
+                f"by .{self.touched}. {_INTO_TRANSFORM}"
             )
         if not (self._is_rgb or any_mode or self._is_of_rgb()):
             raise UndecodedError(
-                f"the picture{where} is {self.mode!r} and not RGB, and reaches the transform so. "
+                f"{self.name} is {self.mode!r} and not RGB, and reaches the transform so. "
                 'Write Image.open(path).convert("RGB").'
             )
         return self._file
@@ -244,19 +253,23 @@ def _why_no_picture(given: object) -> str:
         return "the transform is called with an EncodedImage. Pass transforms to DataPrefetcher."
     kind = type(given)
     name = f"{kind.__module__}.{kind.__name__}".removeprefix("builtins.")
-    return (
-        f"the transform gets a {name} that is not a file as self.loader(path) or "
-        "PIL.Image.open(path) reads it: it was made or changed in the dataset."
-    )
+    before = f"the transform gets a {name}, and no file as self.loader or PIL.Image.open reads it."
+    if not _sample.pictures:
+        return f"{before} {NO_FILES}"
+    uses = [
+        f"Of {each.name} .{each.touched} was used." for each in _sample.pictures if each.touched
+    ]
+    return " ".join([before, *uses[-1:], _INTO_TRANSFORM])
 
 
 # --- A sample ---
 
 
 class _Sample(threading.local):
-    """What the transforms of the sample have given that this thread reads."""
+    """The sample that this thread reads: its pictures, and what its transforms have given."""
 
     def __init__(self) -> None:
+        self.pictures: list[Picture] = []
         self.results: list[Result] | None = None  # None while no sample is read
 
     def __enter__(self) -> list[Result]:
@@ -264,7 +277,12 @@ class _Sample(threading.local):
         return results
 
     def __exit__(self, *error: object) -> None:
+        self.pictures = []
         self.results = None
+
+    def opened(self, picture: Picture) -> None:
+        if self.results is not None:
+            self.pictures.append(picture)
 
     def note(self, result: Result) -> None:
         if self.results is not None:
