@@ -55,6 +55,7 @@ KEPT = (
 
 _INTO_TRANSFORM = "Put what changes a picture into the transform."
 
+
 # --- A picture, before the transform ---
 
 
@@ -217,8 +218,8 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
 
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
-_COMPARISONS = "lt le gt ge neg pos abs invert len iter getitem setitem bool float int".split()
-for _name in [f"{kind}{op}" for op in _ARITHMETIC for kind in ("", "r", "i")] + _COMPARISONS:
+_OTHERS = "lt le gt ge neg pos abs invert len iter getitem setitem bool float int".split()
+for _name in [f"{kind}{op}" for op in _ARITHMETIC for kind in ("", "r", "i")] + _OTHERS:
     setattr(Result, f"__{_name}__", _refusing(f"__{_name}__"))
 
 
