@@ -31,6 +31,7 @@ from gpuprefetch import (
     DataPrefetcher,
     EncodedImage,
     EncodedImageFolder,
+    Views,
     convert_transforms,
 )
 from gpuprefetch.images.decode import ImageDecoder
@@ -687,6 +688,30 @@ def test_a_bad_picture_has_the_size_of_the_others(tiles, bad):
         assert [tuple(images.shape) for images in prefetcher] == [(3, 3, 24, 32)] * 2
 
 
+def test_views_of_one_size(tiles):
+    files = DataLoader(EncodedImageFolder(tiles), 4)
+    views = Views([v2.RandomHorizontalFlip(1.0)], [v2.RandomVerticalFlip(1.0), v1.ToTensor()])
+    for (one, two), _ in DataPrefetcher(files, transforms=views, device="cpu"):
+        assert one.shape == two.shape == (4, 3, 24, 32)
+        assert torch.equal(one.flip(-1), (two.flip(-2) * 255).round().byte())
+
+
+def test_an_epoch_of_one_size_goes_on_and_is_replayed(tiles):
+    files = DataLoader(EncodedImageFolder(tiles), 3, shuffle=True)
+    ops = [v2.RandomHorizontalFlip(), v2.ColorJitter(0.4)]
+    prefetcher = DataPrefetcher(files, transforms=ops, device="cpu", seed=1)
+    batches = iter(prefetcher)
+    next(batches)
+    state = prefetcher.state_dict()
+    rest = [images for images, _ in batches]
+    prefetcher.load_state_dict(state)
+    again = list(prefetcher)
+    assert all(map(torch.equal, rest, [images for images, _ in again]))
+    images = [image for images, _ in again for image in images]
+    replayed = [prefetcher.replay(index)[0][0] for index in range(COUNT)]
+    assert all(any(torch.equal(image, each) for each in replayed) for image in images)
+
+
 class OnTheCpu(ImageDecoder):
     """Decodes on the CPU what is left to a GPU: launches run in Triton's interpreter."""
 
@@ -761,7 +786,7 @@ def test_images_that_are_no_files_are_told_what_to_write(paths):
         ):
             accelerate(DataLoader(cifar(v2.Compose(ops))), **CPU)
     upright = Own(paths, lambda path: ImageOps.exif_transpose(Image.open(path).convert("RGB")))
-    with pytest.raises(TypeError, match=r"0\.jpg' \.copy was used\. Put what changes"):
+    with pytest.raises(TypeError, match=r"uses \.copy of the picture .*0\.jpg'\. Put what changes"):
         accelerate(DataLoader(upright), **CPU)
     both = Named(ImageFolder(str(Path(paths[0]).parents[1])), PIPELINE)
     both.validation = PIPELINE
@@ -773,6 +798,14 @@ def test_images_that_are_no_files_are_told_what_to_write(paths):
     tensors = TensorDataset(torch.zeros(4, 3, 9, 9), torch.zeros(4))
     with pytest.raises(TypeError, match=r"TensorDataset.*DataPrefetcher\(loader, transforms="):
         accelerate(DataLoader(tensors), **CPU)
+
+
+def test_what_of_arrays_is_kept_in_the_workers():
+    loader = DataLoader(cifar(v2.Compose([v2.CenterCrop(24), *CIFAR[2:]])), 3)
+    prefetcher = accelerate(loader, keep_unknown=True, **CPU)
+    where = [step.where for step in prefetcher.plan.steps]
+    assert where[0] == "worker CPU" and "worker CPU" not in where[1:]
+    assert_same_batches(loader, prefetcher, atol=1e-6)
 
 
 def test_what_a_dataset_of_tensors_is_told_works():

@@ -41,18 +41,18 @@ Dataset = Any  # the user's, of any class
 
 
 def transform_in(dataset: Dataset) -> str:
-    """The attribute that holds a dataset's transform; empty if it has none.
+    """The attribute that holds the transform of a dataset's pictures; empty without one.
 
-    A dataset around one that has a transform has none here: what it does comes after that.
+    A dataset around one that has a transform has none here: its own comes after the other.
     """
     own = own_transform(dataset)
     return "" if own and any(map(_has_transform, _parts(dataset))) else own
 
 
 def own_transform(dataset: Dataset) -> str:
-    """The same, whatever is within the dataset.
+    """The attribute that holds a dataset's transform, whatever transforms are within the dataset.
 
-    It is ``transform``, or the only attribute that holds ops of torchvision's.
+    The attribute is ``transform``, or the only one that holds ops of torchvision's.
     """
     found = own_transforms(dataset)
     return found[0] if len(found) == 1 else ""

@@ -86,7 +86,7 @@ def _no_loader(given: object) -> TypeError:
 def folders_in(dataset: object) -> list[Folder]:
     """The datasets with a transform that a dataset's samples come from, in their order."""
     name = type(dataset).__name__
-    if isinstance(dataset, EncodedImageFolder):
+    if any(isinstance(each, EncodedImageFolder) for each in datasets_in(dataset)):
         raise TypeError(
             "An EncodedImageFolder has moved over already: pass its loader to "
             "DataPrefetcher(loader, transforms=[...])."

@@ -258,7 +258,9 @@ def _why_no_picture(given: object) -> str:
     if not _sample.pictures:
         return f"{before} {NO_FILES}"
     uses = [
-        f"Of {each.name} .{each.touched} was used." for each in _sample.pictures if each.touched
+        f"The dataset uses .{each.touched} of {each.name}."
+        for each in _sample.pictures
+        if each.touched
     ]
     return " ".join([before, *uses[-1:], _INTO_TRANSFORM])
 
