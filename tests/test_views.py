@@ -188,15 +188,17 @@ REFUSED = {
     ),
     "a view of any size": (
         lambda files, folder: list(loader_of(files, transforms=Views(CROP, [v2.RandomInvert()]))),
-        ValueError,
-        "different sizes",
+        RuntimeError,
+        "equal size",
     ),
     "a view of any size, of a folder": (
-        lambda files, folder: DataPrefetcher(
-            DataLoader(EncodedImageFolder(folder)), transforms=Views(CROP, [Resize(9)])
+        lambda files, folder: list(
+            DataPrefetcher(
+                DataLoader(EncodedImageFolder(folder), 4), transforms=Views(CROP, [Resize(9)])
+            )
         ),
-        ValueError,
-        "different sizes",
+        RuntimeError,
+        "equal size",
     ),
     "targets that move": (
         lambda files, folder: beside_masks(files),

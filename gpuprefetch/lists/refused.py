@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gpuprefetch.lists.forms import fixes_size
 from gpuprefetch.policies.known import flatten, name_of, parts_of, samples_once, title
 from gpuprefetch.policies.per_image import ToFloat, ToUint8
 from gpuprefetch.policies.registry import Is, LibraryOp, has, is_or_extends
@@ -203,9 +204,16 @@ def refuse_within_kornia(transform: LibraryOp) -> None:
                 )
 
 
+def gives_size(transform: LibraryOp) -> bool:
+    """Whether a transform, or one that it is made of, is to give images of any sizes one."""
+    known = name_of(from_timm(transform)) is not None
+    own = fixes_size(transform) if known else is_or_extends(transform, Is.CROPS)
+    return own or any(map(gives_size, parts_of(transform)))
+
+
 def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
     """Raise a ValueError for fused transforms that do not give decoded images one size."""
-    if head.size is not None:
+    if head.size is not None or head.keeps_size:
         return
     names = ", ".join(head.names)
     stop = names or "an empty list"

@@ -36,6 +36,7 @@ from gpuprefetch.lists.fused import (
 )
 from gpuprefetch.lists.processor import image_processor, list_of_processor
 from gpuprefetch.lists.refused import (
+    gives_size,
     is_foreign,
     refuse_in_list,
     refuse_once_a_batch,
@@ -57,7 +58,15 @@ from gpuprefetch.policies.known import (
     title,
     twin,
 )
-from gpuprefetch.policies.per_image import Cast, Loop, PerImage, ToFloat, ToUint8, grouped
+from gpuprefetch.policies.per_image import (
+    Cast,
+    Loop,
+    PerImage,
+    ToFloat,
+    ToUint8,
+    each_image,
+    grouped,
+)
 from gpuprefetch.policies.registry import Is, LibraryOp, has, rows_of
 from gpuprefetch.policies.timm import from_timm, samples_sizes, timm_class, why_not
 from gpuprefetch.transforms.head import RESIZE_FILTERS, FusedTransform, Head, Transform
@@ -161,7 +170,8 @@ def convert(
             are tensors of one size.
         instead: what an error says of an op that cannot move.
     """
-    form = Form(is_picture=pictures)
+    ops = [*flatten(pipeline)]
+    form = Form(is_picture=pictures, is_sized=not any(map(gives_size, ops)))
     if batched is not None:
         form = replace(
             form,
@@ -178,7 +188,7 @@ def convert(
         instead=instead,
         takes_own=takes_own,
     )
-    for op in flatten(pipeline):
+    for op in ops:
         walk.take_theirs(op)
     return walk.finish_pipeline()
 
@@ -192,13 +202,16 @@ def read_for_tensors(transforms: Transforms) -> Plan:
 
 
 def read_for_files(transforms: Transforms) -> Plan:
-    """What becomes of a list where images are decoded, and have different sizes.
+    """What becomes of a list where images are decoded.
+
+    They have different sizes, unless nothing in the list gives them one.
 
     Raises:
         UnsupportedTransformError: for an op of torchvision's that stands where it cannot run.
     """
-    walk = _Walk(Form(), is_pipeline=True)
-    for op in _checked(transforms):
+    ops = _checked(transforms)
+    walk = _Walk(Form(is_sized=not any(map(gives_size, ops))), is_pipeline=True)
+    for op in ops:
         walk.take(op)
     return walk.finish()
 
@@ -273,13 +286,13 @@ def _may_be_alone(op: LibraryOp) -> bool:
 def _in_list(transform: Transform) -> Transform:
     """What runs in a list for a transform: itself if it samples nothing, or for each image."""
     if _is_alone(transform) or len([*flatten(transform)]) > 1:
-        return Loop(transform)
+        return each_image(transform)
     op = from_timm(transform)
     if name_of(op) is not None and has(op, Is.ONCE):
         op = twin(op)
-        return op if compiled(op) is not None else Loop(op)
+        return op if compiled(op) is not None else each_image(op)
     if samples_once(op):
-        return Loop(op)
+        return each_image(op)
     refuse_once_a_batch(transform)
     refuse_within_kornia(transform)
     return transform
@@ -333,9 +346,9 @@ class _Walk:
 
     def finish(self) -> Plan:
         if self.is_pipeline and self.began_as_pipeline:
-            if not self.form.is_sized:
-                _refuse_sizes()
             self._hold(self.form.is_float)
+            if not self.written:  # the launch makes a batch of the images, of that kind
+                self._run(ToFloat() if self.form.is_float else ToUint8())
         return Plan(self.steps, self.head, self.written, grouped(self.tail), self.began_as_pipeline)
 
     def finish_pipeline(self) -> Plan:
@@ -531,8 +544,8 @@ class _Walk:
             module = PerImage([ToFloat(), op] if floats else op)
             where = "one program"
         elif has(op, Is.ONCE):
-            module = Loop(op)
-            where = f"{where}, image by image"
+            module = each_image(op)
+            where = f"{where}, image by image" if type(module) is Loop else "one launch"
         self._add_after(source or op, module, where, note)
 
     def _refuse(self, op: LibraryOp, reason: str, advice: str = "Replace it") -> NoReturn:
@@ -593,13 +606,6 @@ def _why_not_on_batch(op: LibraryOp) -> tuple[LibraryOp, str] | None:
         if sizes or getattr(inner, "num_output_channels", 3) != 3:
             return inner, "by chance it would give images of different shapes"
     return None
-
-
-def _refuse_sizes() -> NoReturn:
-    raise UnsupportedTransformError(
-        "The pipeline gives images of different sizes, which no batch can hold. Add a "
-        "RandomResizedCrop, or a Resize and a CenterCrop, to it."
-    )
 
 
 def levels_for_program(head: Head, tail: Sequence[Transform], cast: Cast) -> list[Transform] | None:

@@ -17,15 +17,16 @@ from torch.utils.data import DataLoader, default_collate
 from gpuprefetch.core.loaders import changed
 from gpuprefetch.core.ranks import rank
 from gpuprefetch.images.apart import is_image
+from gpuprefetch.images.guard import UndecodedError
 from gpuprefetch.lists.forms import fixes_size
+from gpuprefetch.lists.refused import gives_size
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.views import Views, lists_of
 from gpuprefetch.lists.walk import WORKERS, Plan, Step, convert, read_for_tensors
 from gpuprefetch.migrate.dataset_view import stale, view_of, worker_part
 from gpuprefetch.migrate.folders import (
-    Folder,
-    check_loaders,
     check_sample,
+    encoded_view,
     folders_in,
     folders_of,
     picture_of,
@@ -45,12 +46,14 @@ def accelerate(
     print_plan: bool = True,
     **prefetcher_options: Any,
 ) -> DataPrefetcher:
-    """Move a loader over torchvision's image folders to the device: decode, augmentation and all.
+    """Move a loader over image files to the device: decode, augmentation and all.
 
     Args:
-        loader: over an ``ImageFolder``, ``DatasetFolder`` or ``ImageNet``, a subclass that reads
-            through its ``loader`` and ``transform``, timm's ``ImageDataset``, or a ``Subset`` or
-            ``ConcatDataset`` of them, with a v1, v2 or timm transform pipeline. It is left alone.
+        loader: over a dataset of any class that opens files by ``self.loader`` or
+            ``PIL.Image.open``, and gives each picture as RGB to its ``transform``, a v1, v2 or
+            timm pipeline: torchvision's and timm's datasets, your own, and datasets around these,
+            such as ``Subset``, ``ConcatDataset`` and classes with a transform for a split. It is
+            left alone.
         keep_unknown: whether ops that no library knows, and others that cannot move, stay in the
             workers, with all ops before them and up to the crop. The workers then decode every file
             themselves. By default such an op runs on the device, image by image, where it gets
@@ -67,7 +70,9 @@ def accelerate(
         workers.
 
     Raises:
-        TypeError: for a loader or dataset that is none of these.
+        TypeError: for a loader or dataset that is none of these. A sample whose picture is changed
+            before its transform or after it, or is no file, raises it here if it is the first one,
+            and else when it is read; the message names the sample.
         UnsupportedTransformError: for an op that cannot move, with what to do.
 
     Example:
@@ -75,16 +80,24 @@ def accelerate(
         >>> for images, target in loader: ...  # the loop is unchanged
     """
     folders = folders_of(loader)
-    split = _split(pipeline_of(folders), folders, keep_unknown=keep_unknown)
+    pipeline = pipeline_of(folders)
     refuse_under_way(loader)
+    try:
+        view = encoded_view(loader.dataset, pipeline, folders)
+        plan = convert(pipeline, pictures=True, takes_own=not keep_unknown)
+        split = _Split([], plan, is_whole=False)
+        if keep_unknown and loader.collate_fn is not default_collate:
+            _refuse_any_size(pipeline)
+        count = check_sample(view, loader.dataset, encoded=True, needed=True)
+    except (UnsupportedTransformError, UndecodedError):
+        if not keep_unknown:
+            raise
+        split = _split_late(pipeline, picture_of(loader.dataset))
+        device_transforms = bool(split.plan.transforms) or _asks_for_transforms(prefetcher_options)
+        view = view_of(loader.dataset, split.worker_transform(marked=device_transforms))
+        needed = bool(split.plan.transforms)
+        count = check_sample(view, loader.dataset, encoded=False, needed=needed)
     device_transforms = bool(split.plan.transforms) or _asks_for_transforms(prefetcher_options)
-    view = view_of(loader.dataset, split.worker_transform(marked=device_transforms))
-    count = check_sample(
-        view,
-        folders,
-        encoded=split.decodes_on_device,
-        needed=split.decodes_on_device or bool(split.plan.transforms),
-    )
     if not split.decodes_on_device and device_transforms and count > 1:
         raise TypeError(
             f"A sample holds {count} tensors of three dimensions, and with keep_unknown=True it is "
@@ -105,6 +118,12 @@ def accelerate(
 
 def _asks_for_transforms(options: dict[str, Any]) -> bool:
     return any(options.get(name) for name in ("transforms", "dtype", "memory_format"))
+
+
+def _refuse_any_size(pipeline: list[Transform]) -> None:
+    """Leave images that may have any sizes in the workers: a collate function may take these."""
+    if not any(map(gives_size, pipeline)):
+        raise UnsupportedTransformError("the pipeline does not give images one size.")
 
 
 # --- Where the pipeline is split ---
@@ -128,30 +147,16 @@ class _Split:
     def decodes_on_device(self) -> bool:
         return not self.kept
 
-    def worker_transform(self, *, marked: bool) -> Transform | None:
-        """What the workers run; None if they leave files encoded."""
-        if self.decodes_on_device:
-            return None
+    def worker_transform(self, *, marked: bool) -> Transform:
+        """What the workers run, if they do not leave files encoded."""
         # A pipeline that ends in pictures has them for the user's collate function.
         return worker_part(self.kept, tensors=marked or not self.is_whole, marked=marked)
 
 
-def _split(pipeline: list[Transform], folders: Sequence[Folder], *, keep_unknown: bool) -> _Split:
-    try:
-        plan = convert(pipeline, pictures=True, takes_own=not keep_unknown)
-        check_loaders(folders)
-    except UnsupportedTransformError:
-        if not keep_unknown:
-            raise
-        return _split_late(pipeline, folders[0])
-    return _Split([], plan, is_whole=False)
-
-
-def _split_late(pipeline: list[Transform], folder: Folder) -> _Split:
+def _split_late(pipeline: list[Transform], picture: Any) -> _Split:
     """Keep the shortest start of a pipeline that must stay in the workers."""
     from torchvision.transforms import v2
 
-    picture = picture_of(folder)
     shortest = next((i + 1 for i, op in enumerate(pipeline) if fixes_size(op)), len(pipeline))
     for count in range(shortest, len(pipeline)):
         with trial_draws():
@@ -299,7 +304,9 @@ class _Moved:
         self._added_read = Snapshot(added, running)
 
     def _values(self, name: str) -> list[object]:
-        return [getattr(folder, name, None) for folder in self._folders]
+        if name == "transform":
+            return [folder.transform for folder in self._folders]
+        return [getattr(folder.dataset, name, None) for folder in self._folders]
 
     def refuse_changed(self, collate_fn: object) -> None:
         if self._added_read.differs(self.added):
@@ -308,7 +315,7 @@ class _Moved:
         if (collate_fn is default_collate) != self._collates_as_torch:
             raise stale("collate_fn")
         folders = folders_in(self.dataset)
-        if [*map(id, folders)] != [*map(id, self._folders)]:
+        if [id(each.dataset) for each in folders] != [id(each.dataset) for each in self._folders]:
             raise stale("dataset")
         for name, read in self._read.items():
             if any(map(Snapshot.differs, read, self._values(name))):

@@ -17,7 +17,7 @@ from gpuprefetch.lists.walk import Transforms, opened, why_refused
 from gpuprefetch.migrate.accelerate import Accelerated, accelerate
 from gpuprefetch.policies.each import Each
 from gpuprefetch.policies.known import title
-from gpuprefetch.policies.per_image import Loop, PerImage
+from gpuprefetch.policies.per_image import Loop, PerImage, RandomCrops
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.head import Transform
 from gpuprefetch.transforms.random import trial_draws
@@ -128,7 +128,8 @@ class _Refused:
 
 def _explain(view: View, decode: str = "", *, of_files: bool = True) -> str:
     head = view.head
-    rows = [("decode", "uint8 (3, H, W), sizes differ", decode)] if of_files else []
+    sizes = "all of one size" if head.keeps_size else "sizes differ"
+    rows = [("decode", f"uint8 (3, H, W), {sizes}", decode)] if of_files else []
     if of_files and view.refused is not None:
         rows = [("encoded images", "", f"refused: {view.refused}")]
     images: object = "sizes as they came"  # or why there are none to try a transform on
@@ -153,6 +154,8 @@ def _how(view: View, position: int) -> str:
     transform = view.tail[position]
     if isinstance(transform, PerImage):
         return f"one program of {transform.slots} slots, a draw for each image"
+    if isinstance(transform, RandomCrops):
+        return "one launch, a draw for each image"
     if type(transform) in (Loop, Each):
         return "image by image, with a call for each: slow"
     if position:

@@ -61,6 +61,8 @@ class Head:
 
     ops: tuple[HeadOp, ...] = ()
     size: Size | None = None  # None where the list does not fix it
+    # Whether the size is that of the images, which all have the same one. Those of each batch say.
+    keeps_size: bool = False
     interpolation: str = "bilinear"
     antialias: bool = True
     mean: list[float] | None = None  # in [0, 1] units
@@ -93,6 +95,10 @@ class Head:
         if self.mean is not None:
             return None
         return replace(self, mean=mean, std=std, names=(*self.names, "Normalize"))
+
+    def sized(self, size: Size) -> Self:
+        """For the images of one batch, whose results have this size."""
+        return replace(self, size=size) if self.keeps_size else self
 
     def empty(self, count: int, device: torch.device | str) -> torch.Tensor:
         """``(count, 3, H, W)``, not initialized, for what it makes of decoded images."""
