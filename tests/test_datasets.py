@@ -1,6 +1,8 @@
 """Datasets of any class move as they are, or name the first sample that does not show how."""
 
 import contextlib
+import copy
+import functools
 import io
 import pickle
 import re
@@ -590,6 +592,132 @@ def test_a_wrapper_whose_pictures_are_changed_stays_in_the_workers(folder):
     assert_same_batches(loader, prefetcher, atol=1e-6)
 
 
+def test_a_wrapper_whose_transform_ends_in_an_own_function(folder):
+    pipeline = v1.Compose([*OPS, v1.Lambda(lambda image: image / 2)])
+    dataset = WithIndex(DS(splits(folder)[0], pipeline))
+    prefetcher = moved(dataset)
+    assert prefetcher.plan.steps[-1].where == "image by image"
+    assert explain(DataLoader(dataset, 3)).startswith(accelerate(DataLoader(dataset, 3)).describe())
+    assert parity(DataLoader(dataset), 2, device="cpu").mean < 1
+    noise = v1.Compose([*OPS, lambda image: image * 0 + torch.rand(())])
+    loaders = [DataLoader(DS(splits(folder)[0], noise), size) for size in (2, 5)]
+    drawn = [
+        torch.cat([images.amax((1, 2, 3)) for images, _ in accelerate(loader, seed=1, **CPU)])
+        for loader in loaders
+    ]
+    assert torch.equal(*drawn) and len(drawn[0].unique()) == 5
+
+
+# --- pictures that a dataset keeps --------------------------------------------------------------
+
+
+class Keeping(Own):
+    """Opens each file once."""
+
+    def __init__(self, paths, read):
+        super().__init__(paths, read)
+        self.kept = {}
+
+    def __getitem__(self, index):
+        if index not in self.kept:
+            self.kept[index] = self.read(self.paths[index])
+        return self.transform(self.kept[index]), index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_may_keep_the_pictures_that_it_opens(paths, workers):
+    plain = list(DataLoader(Own(paths, READS["Image.open"]), 3))
+    dataset = Keeping(paths, READS["Image.open"])
+    loader = DataLoader(dataset, 3, num_workers=workers, persistent_workers=workers > 0)
+    prefetcher = accelerate(loader, **CPU)
+    assert dataset.kept == {}  # its own samples are as before, and so are those of a loader
+    for _ in range(2):
+        assert_same_batches(plain, prefetcher, atol=2 / 255)
+    assert len(dataset.kept) == (0 if workers else COUNT)
+    assert_same_batches(plain, DataLoader(dataset, 3), atol=0)
+
+
+def test_pictures_that_are_kept_may_be_used_elsewhere(paths):
+    read = functools.cache(READS["Image.open"])
+    plain = list(DataLoader(Own(paths, READS["Image.open"]), 3))
+    prefetcher = accelerate(DataLoader(Own(paths, read), 3), **CPU)
+    for _ in range(2):
+        assert_same_batches(plain, prefetcher, atol=2 / 255)
+        assert_same_batches(plain, DataLoader(Own(paths, read), 3), atol=0)
+    real = READS["Image.open"](paths[2])
+    for make in (
+        lambda picture: picture,
+        lambda picture: picture.copy(),
+        copy.copy,
+        copy.deepcopy,
+        lambda picture: pickle.loads(pickle.dumps(picture)),
+        lambda picture: picture.convert("RGB"),
+    ):
+        made = make(read(paths[2]))
+        assert isinstance(made, Image.Image) and made.tobytes() == real.tobytes()
+        if made is not read(paths[2]):
+            made.paste(0, (0, 0, 9, 9))
+    assert_same_batches(plain, prefetcher, atol=2 / 255)
+
+
+def test_a_picture_that_is_kept_and_changed_is_named(paths):
+    dataset = Keeping(paths, READS["Image.open"])
+    prefetcher = accelerate(DataLoader(dataset, 3), **CPU)
+    list(prefetcher)
+    dataset.kept[4].paste(0, (0, 0, 20, 20))
+    changed = READS["Image.open"](paths[4])
+    changed.paste(0, (0, 0, 20, 20))
+    assert torch.equal(dataset[4][0], PIPELINE(changed))
+    again = pickle.loads(pickle.dumps(dataset.kept[4]))
+    assert again.tobytes() == changed.tobytes()
+    with pytest.raises(
+        TypeError, match=r"Keeping\.__getitem__\(4\).*4\.jpg' is kept .*was changed"
+    ):
+        list(prefetcher)
+
+
+def test_pictures_that_were_kept_before_are_told_to_be_files(paths):
+    dataset = Keeping(paths, READS["Image.open"])
+    plain = list(DataLoader(dataset, 3))
+    with pytest.raises(
+        TypeError, match=r"Keeping\.__getitem__\(0\).*let it keep their files"
+    ) as error:
+        accelerate(DataLoader(dataset, 3), **CPU)
+    (keep, read) = re.findall(
+        r"kept = (.*?), and open one in each call: (.*?\))\. Two", str(error.value)
+    )[0]
+
+    class KeepingFiles(Keeping):
+        def __getitem__(self, index):
+            known = {"Path": Path, "io": io, "Image": Image, "path": self.paths[index]}
+            if index not in self.kept:
+                self.kept[index] = eval(keep, known)
+            return self.transform(eval(read, known | {"kept": self.kept[index]})), index
+
+    prefetcher = accelerate(DataLoader(KeepingFiles(paths, None), 3), **CPU)
+    for _ in range(2):
+        assert_same_batches(plain, prefetcher, atol=2 / 255)
+
+
+def test_a_trial_leaves_no_trace(paths):
+    class Counting(Keeping):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.shapes = [None] * COUNT
+            self.same = self.shapes
+
+        def __getitem__(self, index):
+            self.file = Path(self.paths[index])
+            self.shapes[index] = 3
+            return super().__getitem__(index)
+
+    dataset = Counting(paths, READS["Image.open"])
+    before = dict(vars(dataset))
+    explain(DataLoader(dataset, 3))
+    assert vars(dataset) == before and dataset.shapes == [None] * COUNT
+    assert dataset.same is dataset.shapes and dataset.kept is before["kept"]
+
+
 # --- pictures of one size -----------------------------------------------------------------------
 
 
@@ -619,6 +747,22 @@ WITHOUT_A_CROP = {
     "a policy of floats": ([v1.ToTensor(), DOUBLE], ["fused launch", "one program"]),
     "the shorter side": ([v1.Resize(16), *NORMALIZED], ["fused launch"] * 3),
     "a border": ([v2.Pad(2), v2.ToImage()], [BY_V2, "nothing to do"]),
+    "an own function": (
+        [v1.RandomHorizontalFlip(1.0), v1.ToTensor(), v1.Lambda(lambda image: image * 2 - 1)],
+        ["fused launch", "fused launch", "image by image"],
+    ),
+    "an own function alone": (
+        [v1.ToTensor(), lambda image: image - image.mean()],
+        ["fused launch", "image by image"],
+    ),
+    "an own function of levels": (
+        [v2.ToImage(), lambda image: 255 - image, v2.ToDtype(torch.float32, scale=True)],
+        ["nothing to do", "image by image", BY_V2],
+    ),
+    "an own function that cuts": (
+        [v1.ToTensor(), lambda image: image[:, 2:18, 3:23]],
+        ["fused launch", "image by image"],
+    ),
 }
 
 
@@ -633,6 +777,21 @@ def test_pictures_of_one_size_need_no_crop(tiles, name):
         assert (got.dtype, got.shape) == (want.dtype, want.shape)
         assert (got.float() - want.float()).abs().max() <= level
         assert torch.equal(target, moved_target)
+    assert parity(loader, 3, device="cpu").mean < 0.3
+    plan = prefetcher.describe()
+    assert explain(prefetcher).startswith(plan)
+    assert "uint8 (3, H, W), all of one size" in explain(prefetcher).removeprefix(plan)
+
+
+def test_an_own_function_that_makes_one_size_stays_in_the_workers(folder):
+    def resized(image):
+        return torch.nn.functional.interpolate(image[None], (8, 9))[0]
+
+    loader = DataLoader(ImageFolder(str(folder), v1.Compose([v1.ToTensor(), resized])), 4)
+    line = r"a function of your own does so, .* it: accelerate\(loader, keep_unknown=True\)"
+    with pytest.raises(RuntimeError, match=line):
+        list(accelerate(loader, **CPU))
+    assert_same_batches(loader, accelerate(loader, keep_unknown=True, **CPU), atol=0)
 
 
 def test_each_image_of_one_size_has_its_own_flip_and_policy(tiles):

@@ -1,14 +1,16 @@
 """Pipelines as people write them: functions of their own, several views, plans that say where."""
 
 import functools
+import re
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from fakes import assert_same_batches
 from pictures import draw
 from PIL import Image
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.datasets import ImageFolder
@@ -536,6 +538,105 @@ def test_a_function_that_calls_a_processor_is_refused_with_the_line_to_write(fol
     moved = DataPrefetcher(files(folder), transforms=convert_transforms(processor), device="cpu")
     plain = [(images.float(), target) for images, target in loader]
     assert_same_batches(plain, moved, atol=1.01 / 255 / 0.2)
+
+
+class Described(Dataset):
+    """As many write it for a model of Hugging Face's."""
+
+    def __init__(self, paths, processor, augment=None):
+        self.paths, self.processor, self.augment = paths, processor, augment
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        picture = Image.open(self.paths[index]).convert("RGB")
+        if self.augment:
+            picture = self.augment(picture)
+        return self.processor(picture, "pt")["pixel_values"][0].float(), index
+
+
+class Files(Described):
+    """The same, as its message advises."""
+
+    def __getitem__(self, index):
+        path = self.paths[index]
+        return gpuprefetch.EncodedImage(Path(path).read_bytes(), index, path), index
+
+
+FLIPPED = v2.Compose([v2.RandomHorizontalFlip(1.0)])
+PATTERNS = {
+    "alone": (None, TypeError, r"transforms=(convert_transforms\(dataset\.processor\))\)\. The"),
+    "after a pipeline": (
+        FLIPPED,
+        ValueError,
+        r"transforms=(\[pipeline, \*convert_transforms\(processor\)\])\)\.$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_dataset_that_calls_a_processor_is_told_what_to_write(folder, name):
+    augment, error, line = PATTERNS[name]
+    paths = [path for path, _ in ImageFolder(folder).samples]
+    dataset = Described(paths, Processor(), augment)
+    loader = DataLoader(dataset, 4)
+    with pytest.raises(error, match=line) as raised:
+        accelerate(loader, **CPU)
+    assert str(raised.value) in explain(loader)
+    known = {"dataset": dataset, "processor": dataset.processor, "pipeline": augment}
+    transforms = eval(
+        re.search(line, str(raised.value))[1], known | {"convert_transforms": convert_transforms}
+    )
+    files = DataLoader(Files(paths, None), 4)
+    moved = DataPrefetcher(files, transforms=transforms, device="cpu")
+    assert_same_batches(loader, moved, atol=1.01 / 255 / 0.2)
+    if name == "alone":
+        assert "DataPrefetcher(loader)" in str(raised.value)
+        assert_same_batches(loader, DataPrefetcher(loader, device="cpu"), atol=0)
+
+
+def test_a_processor_in_the_place_of_a_transform_is_told_what_to_write(folder):
+    loader = DataLoader(ImageFolder(folder, Processor()), 4)
+    line = r"Write DataPrefetcher\(.*transforms=convert_transforms\(t\)\), where t is the Processor"
+    with pytest.raises(ValueError, match=line):
+        accelerate(loader, **CPU)
+
+
+class Stream(IterableDataset):
+    def __init__(self, paths, transform):
+        self.paths, self.transform = paths, transform
+
+    def __iter__(self):
+        for number, path in enumerate(self.paths):
+            yield self.transform(Image.open(path).convert("RGB")), number
+
+
+class FileStream(Stream):
+    def __iter__(self):
+        for number, path in enumerate(self.paths):
+            yield gpuprefetch.EncodedImage(Path(path).read_bytes(), number, path), number
+
+
+def test_a_stream_is_told_what_works_for_its_pipeline(folder):
+    paths = [path for path, _ in ImageFolder(folder).samples]
+    dataset = Stream(paths, v1.Compose(CROPPED))
+    loader = DataLoader(dataset, 4)
+    line = r"EncodedImage\(data, index, path\).*transforms=convert_transforms\(dataset\.transform"
+    with pytest.raises(TypeError, match=line):
+        accelerate(loader, **CPU)
+    transforms = convert_transforms(dataset.transform)
+    files = DataLoader(FileStream(paths, None), 4)
+    moved = DataPrefetcher(files, transforms=transforms, device="cpu")
+    assert_same_batches(loader, moved, atol=1e-6)
+    refused = DataLoader(Stream(paths, v1.Compose([lambda x: x.rotate(90), *CROPPED])), 4)
+    line = (
+        r"DataPrefetcher\(loader\) moves .* change dataset\.transform first: function <lambda> can"
+    )
+    with pytest.raises(TypeError, match=line) as raised:
+        accelerate(refused, **CPU)
+    assert "convert_transforms" not in str(raised.value)
+    assert_same_batches(refused, DataPrefetcher(refused, device="cpu"), atol=0)
 
 
 def test_hugging_faces_processors_are_read(folder):

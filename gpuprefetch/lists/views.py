@@ -15,6 +15,7 @@ from gpuprefetch.policies.registry import LibraryOp
 
 _MOST = 64  # entries of a list that are looked at: others may hold a dataset
 _DEEPEST = 3  # of attributes: a class of views, a view in it, and the pipeline of that
+_ENCODED = "EncodedImage(Path(path).read_bytes(), index, path)"
 
 
 class Views:
@@ -74,19 +75,24 @@ def lists_of(transforms: LibraryOp) -> list[LibraryOp]:
 def lines_for(op: LibraryOp) -> str:
     """What to write for a user's transform that holds pipelines; empty if it holds none."""
     held = dict(_held(op, "t", 0))
+    if image_processor(op) is not None:
+        held = {"t": op}
     if not held:
         return ""
     paths = [*held]
     where = "these are the function's variables"
     if not isinstance(op, FunctionType):
         where = f"t is the {title(op)}"
+    where = f"{where} and a dataset of your own gives {_ENCODED} in place of that folder's"
     files = "DataPrefetcher(DataLoader(EncodedImageFolder(root), ...), transforms="
     processors = [path for path, value in held.items() if image_processor(value) is not None]
     if processors:
-        return (
-            f"If it gives what {processors[0]} gives, write {files}convert_transforms("
-            f"{processors[0]})), where {where}"
+        write = (
+            "Write"
+            if held[processors[0]] is op
+            else f"If it gives what {processors[0]} gives, write"
         )
+        return f"{write} {files}convert_transforms({processors[0]})), where {where}"
     called = paths if len(paths) > 1 else paths * 2
     views = f"Views(*map(convert_transforms, [{', '.join(called)}]))"
     return (

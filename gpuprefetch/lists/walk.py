@@ -355,7 +355,9 @@ class _Walk:
         if not self.form.is_tensor:
             raise UnsupportedTransformError(
                 "The pipeline ends in PIL images, which no batch can hold. Add v2.ToImage() and "
-                "v2.ToDtype(torch.float32, scale=True), or ToTensor(), to it."
+                "v2.ToDtype(torch.float32, scale=True), or ToTensor(), to it. If an image "
+                "processor gets the pictures, let the dataset give EncodedImage, and write "
+                "DataPrefetcher(loader, transforms=[pipeline, *convert_transforms(processor)])."
             )
         self.began_as_pipeline = True
         return self.finish()
@@ -499,6 +501,7 @@ class _Walk:
         scale = getattr(op, "scale", True)
         if form.values is Values.UNKNOWN and has(twin(op), Is.BATCHES):
             self._take_on_batch(twin(op), source=op)  # the dtype is not known either
+            self.holds_float = after.is_float
         elif after.dtype == form.dtype or form.values is Values.UNKNOWN:
             self._add(op, None, NOTHING)
         elif type(op).__name__ == "ToTensor" and not form.is_sized:

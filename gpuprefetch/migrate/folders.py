@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.images.guard import UndecodedError, end_reading, is_marked
 from gpuprefetch.images.walk import walk
+from gpuprefetch.lists.convert import convert_transforms
+from gpuprefetch.lists.processor import image_processor
 from gpuprefetch.lists.rgb import makes_rgb
 from gpuprefetch.migrate.dataset_view import (
     datasets_in,
@@ -25,7 +28,7 @@ from gpuprefetch.migrate.dataset_view import (
     transform_in,
     view_of,
 )
-from gpuprefetch.migrate.stand_ins import KEPT, TWO_WAYS
+from gpuprefetch.migrate.stand_ins import AS_IT_IS, KEPT, TWO_WAYS
 from gpuprefetch.policies.known import UnsupportedTransformError, flatten
 from gpuprefetch.policies.per_image import Transform
 from gpuprefetch.policies.timm import is_timm
@@ -93,9 +96,7 @@ def folders_in(dataset: object) -> list[Folder]:
         )
     if isinstance(dataset, IterableDataset):
         raise TypeError(
-            f"accelerate cannot read {name}, whose samples come in a stream. Let it give "
-            "EncodedImage(data, index, path) in place of the picture, and write "
-            "DataPrefetcher(loader, transforms=convert_transforms(transform))."
+            f"accelerate cannot read {name}, whose samples come in a stream. {_by_hand(dataset)}"
         )
     found = [
         Folder(each, attribute)
@@ -110,9 +111,30 @@ def folders_in(dataset: object) -> list[Folder]:
         raise TypeError(
             f"accelerate cannot read {name}: it {has}. It takes the one that a dataset holds as "
             "self.transform. Tensors need none: DataPrefetcher(loader, transforms=[...]). "
-            f"{TWO_WAYS}"
+            f"{_by_hand(dataset) if _processors_of(dataset) else f'{TWO_WAYS} {AS_IT_IS}'}"
         )
     return found
+
+
+def _by_hand(dataset: object) -> str:
+    """What to write for a dataset that accelerate cannot read, whose pipeline may not move."""
+    names = own_transforms(dataset) or _processors_of(dataset)
+    pipeline = f"dataset.{names[0]}" if names else "transform"
+    if names:
+        try:
+            convert_transforms(getattr(dataset, names[0]))
+        except ValueError as error:
+            return f"{AS_IT_IS} To decode on the device, change {pipeline} first: {error}"
+    return (
+        "Let it give EncodedImage(data, index, path) in place of the picture, apply no transform, "
+        f"and write DataPrefetcher(loader, transforms=convert_transforms({pipeline})). {AS_IT_IS}"
+    )
+
+
+def _processors_of(dataset: object) -> list[str]:
+    """The attributes that hold an image processor of Hugging Face's."""
+    own: dict[str, object] = getattr(dataset, "__dict__", {})
+    return [name for name, value in own.items() if image_processor(value) is not None]
 
 
 def refuse_second_transforms(dataset: object) -> None:
@@ -193,30 +215,40 @@ def picture_of(dataset: Any) -> Any:
             view_of(dataset, _catch)[0]
     except _Caught as caught:
         return caught.args[0]
-    raise TypeError(f"{type(dataset).__name__}.__getitem__(0) calls no transform. {TWO_WAYS}")
+    raise TypeError(f"{type(dataset).__name__}.__getitem__(0) calls no transform. {AS_IT_IS}")
 
 
 # --- The first sample of a view ---
 
 
-class _State(NamedTuple):
-    """The attributes of a dataset, and a copy of them: a trial must leave no trace."""
+class _Held(NamedTuple):
+    """A dict or list of a dataset's, and a copy of it: a trial must leave no trace.
 
-    attributes: dict[str, Any]  # its __dict__
-    before: dict[str, Any]
+    It may leave an open file, or an image that is not decoded.
+    """
+
+    items: dict[Any, object] | list[object]
+    before: dict[Any, object] | list[object]
 
     @staticmethod
-    def of(dataset: Any) -> _State:
-        attributes: dict[str, Any] = dataset.__dict__
-        copied = {
-            name: copy.copy(value) if isinstance(value, (dict, list)) else value
-            for name, value in attributes.items()
-        }
-        return _State(attributes, copied)
+    def by(dataset: Any) -> list[_Held]:
+        """The attributes of a dataset, and the dicts and lists among these."""
+        own: dict[str, object] = dataset.__dict__
+        values = [value for value in own.values() if isinstance(value, (dict, list))]
+        return [_Held(each, copy.copy(each)) for each in [own, *values]]
 
     def restore(self) -> None:
-        self.attributes.clear()
-        self.attributes.update(self.before)
+        """Put back what has changed, and touch nothing else: another thread may read it."""
+        items = self.items
+        if isinstance(items, dict) and isinstance(self.before, dict):
+            for key in [*items]:
+                if key not in self.before:
+                    del items[key]
+            for key, value in self.before.items():
+                if key not in items or items[key] is not value:
+                    items[key] = value
+        elif len(items) != len(self.before) or not all(map(operator.is_, items, self.before)):
+            items[:] = self.before
 
 
 def check_sample(view: Any, dataset: Any, *, encoded: bool, needed: bool) -> int:
@@ -233,7 +265,7 @@ def check_sample(view: Any, dataset: Any, *, encoded: bool, needed: bool) -> int
     """
     if not len(view):
         return 1
-    states = [_State.of(each) for each in datasets_in(dataset)]
+    held = [each for part in datasets_in(dataset) for each in _Held.by(part)]
     name = type(view).__name__
     try:
         sample, again = _read_twice(view)
@@ -242,10 +274,9 @@ def check_sample(view: Any, dataset: Any, *, encoded: bool, needed: bool) -> int
             raise TypeError(f"{name}.__getitem__ gave no image. {TWO_WAYS}")
         if is_marked(image) and image_of(again) is image:
             raise UndecodedError(f"{name}.__getitem__(0) {KEPT}")
-    except Exception:
-        for state in states:  # the dataset may have kept an encoded image, and would give it back
-            state.restore()
-        raise
+    finally:
+        for each in held:
+            each.restore()
     if encoded and walk(sample).has_followers:
         raise TypeError(
             f"{name}.__getitem__ gives boxes, masks or points. Its transform leaves them where "

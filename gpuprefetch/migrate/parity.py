@@ -251,6 +251,8 @@ def _walk(
         if module is None:
             alone = old
             old = old.then(op, op(old.image))
+            if step.where == FUSED:  # a conversion, which the launch does
+                new = _State(resampled(launch, decoded, sampling))
         elif step.where == FUSED and step.name != "Normalize":
             ours, keys = next(draws)
             own = ours(Sampling.identity([before.shape[-2:]]), keys)

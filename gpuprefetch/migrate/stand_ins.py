@@ -10,14 +10,19 @@ sample must show that the transform got what was read, and that nothing touched 
 
 A Picture that is used in another way becomes the real one, which the transform refuses. A Result
 cannot be used at all. An error that the dataset catches refuses the sample as well.
+
+A dataset may keep the Picture that it has opened. Elsewhere than in a sample of a view, as in a
+plain loader over the same dataset, that one does what the real picture does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import torch
@@ -37,6 +42,10 @@ from gpuprefetch.images.guard import (
 if TYPE_CHECKING:
     from PIL import Image
 
+AS_IT_IS = (
+    "The loader may also stay as it is: DataPrefetcher(loader) moves the batches that its workers "
+    "make ahead of the loop."
+)
 _BY_HAND = "DataPrefetcher(loader, transforms=convert_transforms(transform))."
 TWO_WAYS = (
     "Two ways work. Let a folder apply the transform, and a Subset choose the samples: "
@@ -46,11 +55,14 @@ TWO_WAYS = (
 )
 NO_FILES = (
     "If its images are no files, as those of CIFAR10, let it give tensors, transform="
-    f"v2.PILToTensor(), and write {_BY_HAND}"
+    f"v2.PILToTensor(), and write {_BY_HAND} If it keeps pictures from before, let it keep their "
+    "files, kept = Path(path).read_bytes(), and open one in each call: "
+    'Image.open(io.BytesIO(kept)).convert("RGB").'
 )
 KEPT = (
     "gave an image that it keeps from one call to the next, or has encoded itself. Here images are "
-    "not transformed yet, and its own samples would not be either. Let it keep no images."
+    "not transformed yet, and its own samples would not be either. Let it keep files or "
+    "pictures, and call its transform each time."
 )
 
 _INTO_TRANSFORM = "Put what changes a picture into the transform."
@@ -67,14 +79,15 @@ class Picture(Encoded):
         is_rgb: whether it was converted to RGB.
     """
 
-    __slots__ = ("_file", "_is_rgb", "_real", "touched")
+    __slots__ = ("_file", "_is_lent", "_is_rgb", "_real", "touched")
 
     def __init__(self, file: EncodedImage, *, is_rgb: bool) -> None:
         begin_reading()
         self._file = file
         self._is_rgb = is_rgb
         self._real: Image.Image | None = None
-        self.touched = ""  # by which attribute
+        self.touched = ""  # by which attribute, in a sample
+        self._is_lent = False  # whether the real picture was used elsewhere
         _sample.opened(self)
 
     @property  # type: ignore[misc]
@@ -100,12 +113,12 @@ class Picture(Encoded):
         return self.size[1]
 
     def convert(self, mode: str | None = None, *options: object, **named: object) -> Any:
-        if mode == "RGB" and not (self.touched or options or named):
+        if mode == "RGB" and self._stands and not (options or named):
             return Picture(self._file, is_rgb=True)
         return self._changed("convert")(mode, *options, **named)
 
     def copy(self) -> Any:
-        return self._changed("copy")() if self.touched else self
+        return self if self._stands else self._changed("copy")()
 
     def close(self) -> None:
         pass
@@ -139,14 +152,49 @@ class Picture(Encoded):
             self._real = real
         return self._real
 
+    @property
+    def _stands(self) -> bool:
+        """Whether the file is what the picture shows, as far as this sample is concerned."""
+        return _sample.is_read and not self._why_not_left()
+
     def _changed(self, name: str) -> Any:
         """An attribute of the real picture, which may change the picture or tell of its pixels."""
         real = self._opened()
-        if self._is_rgb and not self.touched:
-            real = self._real = real.convert("RGB")
+        if not (self.touched or self._is_lent):
+            real = self._real = self._converted(real)
         value = getattr(real, name)
-        self.touched = name
+        if _sample.is_read:
+            self.touched = name
+        self._is_lent = True
         return value
+
+    def _converted(self, real: Image.Image) -> Image.Image:
+        return real.convert("RGB") if self._is_rgb else real
+
+    def _why_not_left(self) -> str:
+        """What was done to the picture; empty if it shows what its file holds."""
+        if self.touched:
+            by = f"by .{self.touched}"
+            return f"is changed, or its pixels are read, before the transform gets it: {by}"
+        if self._is_lent and self._differs():
+            return "is kept by the dataset, and was changed between two samples"
+        return ""
+
+    def _differs(self) -> bool:
+        """Whether the real picture, which was used elsewhere, is not that of the file any more."""
+        real = self._opened()
+        file = self._converted(_opening.open(io.BytesIO(self._file.data)))
+        if (file.mode, file.size) != (real.mode, real.size):
+            return True
+        with contextlib.suppress(OSError, ValueError, SyntaxError):
+            return file.tobytes() != real.tobytes()
+        return False  # nothing can change the pixels of a file that PIL cannot decode
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        # pickle asks for the __class__, and looks for that of a picture.
+        if self._why_not_left():
+            return self._opened().copy, ()
+        return partial(Picture, is_rgb=self._is_rgb), (self._file,)
 
     @property
     def name(self) -> str:
@@ -157,11 +205,8 @@ class Picture(Encoded):
 
         ``any_mode`` says that the transform makes RGB of any picture; else it must be that.
         """
-        if self.touched:
-            raise UndecodedError(
-                f"{self.name} is changed, or its pixels are read, before the transform gets it: "
-                f"by .{self.touched}. {_INTO_TRANSFORM}"
-            )
+        if why := self._why_not_left():
+            raise UndecodedError(f"{self.name} {why}. {_INTO_TRANSFORM}")
         if not (self._is_rgb or any_mode or self._is_of_rgb()):
             raise UndecodedError(
                 f"{self.name} is {self.mode!r} and not RGB, and reaches the transform so. "
@@ -283,6 +328,10 @@ class _Sample(threading.local):
         self.pictures = []
         self.results = None
 
+    @property
+    def is_read(self) -> bool:
+        return self.results is not None
+
     def opened(self, picture: Picture) -> None:
         if self.results is not None:
             self.pictures.append(picture)
@@ -347,7 +396,7 @@ def transformed_already(sample: Sample) -> str:
     """The fault of a sample whose image is a tensor; empty without any."""
     if not isinstance(image_of(sample), torch.Tensor):
         return ""
-    return "gave an image that is transformed already, such as a kept one. Let it keep no images."
+    return "gave an image that is transformed already, such as a kept one. Let it call its transform each time."
 
 
 # --- PIL.Image.open ---
