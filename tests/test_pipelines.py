@@ -596,6 +596,36 @@ def test_a_dataset_that_calls_a_processor_is_told_what_to_write(folder, name):
         assert_same_batches(loader, DataPrefetcher(loader, device="cpu"), atol=0)
 
 
+class WeakAndStrong(Files):
+    """As for FixMatch."""
+
+    def __init__(self, paths):
+        super().__init__(paths, None)
+        self.weak = v2.Compose([v2.CenterCrop(24), *TO_FLOAT])
+        self.strong = v2.Compose([v2.CenterCrop(20), v2.RandomInvert(1.0), *TO_FLOAT])
+
+
+class WeakAndStrongPictures(WeakAndStrong):
+    def __getitem__(self, index):
+        picture = Image.open(self.paths[index]).convert("RGB")
+        return [self.weak(picture), self.strong(picture)], index
+
+
+def test_a_dataset_with_several_transforms_is_told_of_views(folder):
+    paths = [path for path, _ in ImageFolder(folder).samples]
+    loader = DataLoader(WeakAndStrongPictures(paths), 4)
+    with pytest.raises(TypeError, match=r"it has several transforms \(weak, strong\)") as raised:
+        accelerate(loader, **CPU)
+    (line,) = re.findall(r"transforms=(gpuprefetch\.Views\(.*?\]\)\))\)", str(raised.value))
+    known = {"gpuprefetch": gpuprefetch, "convert_transforms": convert_transforms}
+    transforms = eval(line, known | {"dataset": loader.dataset})
+    moved = DataPrefetcher(DataLoader(WeakAndStrong(paths), 4), transforms=transforms, device="cpu")
+    for (views, target), (want, want_target) in zip(moved, loader, strict=True):
+        assert torch.equal(target, want_target)
+        for view, images in zip(views, want, strict=True):
+            torch.testing.assert_close(view, images, atol=1e-6, rtol=0)
+
+
 def test_a_processor_in_the_place_of_a_transform_is_told_what_to_write(folder):
     loader = DataLoader(ImageFolder(folder, Processor()), 4)
     line = r"Write DataPrefetcher\(.*transforms=convert_transforms\(t\)\), where t is the Processor"

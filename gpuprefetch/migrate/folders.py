@@ -111,30 +111,37 @@ def folders_in(dataset: object) -> list[Folder]:
         raise TypeError(
             f"accelerate cannot read {name}: it {has}. It takes the one that a dataset holds as "
             "self.transform. Tensors need none: DataPrefetcher(loader, transforms=[...]). "
-            f"{_by_hand(dataset) if _processors_of(dataset) else f'{TWO_WAYS} {AS_IT_IS}'}"
+            f"{_by_hand(dataset) if _pipelines_of(dataset) else f'{TWO_WAYS} {AS_IT_IS}'}"
         )
     return found
 
 
 def _by_hand(dataset: object) -> str:
     """What to write for a dataset that accelerate cannot read, whose pipeline may not move."""
-    names = own_transforms(dataset) or _processors_of(dataset)
-    pipeline = f"dataset.{names[0]}" if names else "transform"
-    if names:
+    pipelines = _pipelines_of(dataset)
+    for path, pipeline in pipelines.items():
         try:
-            convert_transforms(getattr(dataset, names[0]))
+            convert_transforms(pipeline)
         except ValueError as error:
-            return f"{AS_IT_IS} To decode on the device, change {pipeline} first: {error}"
+            return f"{AS_IT_IS} To decode on the device, change {path} first: {error}"
+    paths = [*pipelines] or ["transform"]
+    line = f"convert_transforms({paths[0]})"
+    let = "Let"
+    if len(paths) > 1:
+        line = f"gpuprefetch.Views(*map(convert_transforms, [{', '.join(paths)}]))"
+        let = "If it gives several views of a picture, let"
     return (
-        "Let it give EncodedImage(data, index, path) in place of the picture, apply no transform, "
-        f"and write DataPrefetcher(loader, transforms=convert_transforms({pipeline})). {AS_IT_IS}"
+        f"{let} it give EncodedImage(data, index, path) in place of the picture, apply no "
+        f"transform, and write DataPrefetcher(loader, transforms={line}). {AS_IT_IS}"
     )
 
 
-def _processors_of(dataset: object) -> list[str]:
-    """The attributes that hold an image processor of Hugging Face's."""
+def _pipelines_of(dataset: object) -> dict[str, object]:
+    """The transforms of a dataset or its image processors, each with the expression for it."""
     own: dict[str, object] = getattr(dataset, "__dict__", {})
-    return [name for name, value in own.items() if image_processor(value) is not None]
+    processors = [name for name, value in own.items() if image_processor(value) is not None]
+    names = own_transforms(dataset) or processors
+    return {f"dataset.{name}": getattr(dataset, name) for name in names}
 
 
 def refuse_second_transforms(dataset: object) -> None:

@@ -396,7 +396,10 @@ def transformed_already(sample: Sample) -> str:
     """The fault of a sample whose image is a tensor; empty without any."""
     if not isinstance(image_of(sample), torch.Tensor):
         return ""
-    return "gave an image that is transformed already, such as a kept one. Let it call its transform each time."
+    return (
+        "gave an image that is transformed already, such as a kept one. Let it call its transform "
+        "each time."
+    )
 
 
 # --- PIL.Image.open ---
