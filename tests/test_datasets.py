@@ -36,6 +36,7 @@ from gpuprefetch import (
     Views,
     convert_transforms,
 )
+from gpuprefetch.images import folder as reading
 from gpuprefetch.images.decode import ImageDecoder
 from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.migrate.accelerate import accelerate
@@ -201,6 +202,33 @@ def test_files_that_a_dataset_opens_itself_move(paths, name):
     prefetcher = moved(Own(paths, read))
     assert prefetcher.stats.cpu_images == COUNT
     assert Image.open is open_by_another_name  # as it was
+
+
+class Counted(io.BytesIO):
+    """A file that tells how much of it was read."""
+
+    count = 0
+
+    def read(self, size=-1):
+        data = super().read(size)
+        Counted.count += len(data)
+        return data
+
+
+def test_a_large_file_is_looked_into_and_read_once(paths, tmp_path, constants):
+    constants(reading, LARGE=100)
+    large = []
+    for i, path in enumerate(paths):
+        large.append(str(tmp_path / f"{i}.png"))
+        Image.open(path).save(large[-1])
+    for read in (READS["Image.open"], READS["a file"], default_loader):
+        moved(Own(large, read))
+    dataset = Own(large, lambda path: Image.open(Counted(Path(path).read_bytes())).convert("RGB"))
+    prefetcher = accelerate(DataLoader(dataset, 3), **CPU)
+    Counted.count = 0
+    list(prefetcher)
+    size = sum(Path(path).stat().st_size for path in large)
+    assert size < Counted.count < 1.5 * size
 
 
 def test_a_pipeline_that_makes_rgb_takes_pictures_of_any_mode(paths, tmp_path):

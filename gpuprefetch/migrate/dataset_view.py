@@ -22,12 +22,13 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from gpuprefetch.core.nested import map_leaves
-from gpuprefetch.images.folder import EncodedImageFolder, fault_of, read_image
+from gpuprefetch.images.folder import EncodedImageFolder, fault_of
 from gpuprefetch.images.guard import Encoded, UndecodedError, begin_reading
 from gpuprefetch.migrate.stand_ins import (
     LeftEncoded,
     Picture,
     read_file,
+    read_path,
     read_sample,
     transformed_already,
 )
@@ -260,11 +261,11 @@ def _forwarded(slot: MemberDescriptorType, dataset: Dataset) -> property:
 
 
 def read_encoded(path: str | os.PathLike[str]) -> Picture:
-    return Picture(read_image(path), is_rgb=True)
+    return Picture(read_path(path), is_rgb=True)
 
 
 def open_encoded(path: str | os.PathLike[str]) -> Picture:
-    return Picture(read_image(path), is_rgb=False)
+    return Picture(read_path(path), is_rgb=False)
 
 
 def refuse_odd_file(path: str | os.PathLike[str]) -> None:

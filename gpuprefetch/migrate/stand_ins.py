@@ -21,7 +21,7 @@ import contextlib
 import io
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
@@ -411,6 +411,7 @@ class _Opening:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._readers: set[int] = set()
+        self._within: set[int] = set()  # readers that are in code of this package
         self._original: Callable[..., Any] | None = None  # while it is replaced
 
     def open(self, *args: Any, **named: Any) -> Any:
@@ -439,12 +440,24 @@ class _Opening:
 
     @property
     def is_for_this_thread(self) -> bool:
-        return threading.get_ident() in self._readers
+        thread = threading.get_ident()
+        return thread in self._readers and thread not in self._within
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Give this thread real pictures: reading a large file looks into it."""
+        thread = threading.get_ident()
+        self._within.add(thread)
+        try:
+            yield
+        finally:
+            self._within.discard(thread)
 
     def forked(self) -> None:
         """Forget the threads that do not exist in a new process, which may have held the lock."""
         self._lock = threading.Lock()
         self._readers = {threading.get_ident()} & self._readers
+        self._within = {threading.get_ident()} & self._within
 
 
 _opening = _Opening()
@@ -457,8 +470,13 @@ def _open(fp: Any, mode: str = "r", formats: Any = None) -> Any:
     if mode != "r" or formats is not None or not _opening.is_for_this_thread:
         return _opening.open(fp, mode, formats)
     if isinstance(fp, (str, bytes, os.PathLike)):
-        return Picture(read_image(os.fsdecode(fp)), is_rgb=False)
+        return Picture(read_path(os.fsdecode(fp)), is_rgb=False)
     return Picture(read_file(fp, getattr(fp, "name", "")), is_rgb=False)
+
+
+def read_path(path: str | os.PathLike[str]) -> EncodedImage:
+    with _opening.set_aside():
+        return read_image(path)
 
 
 def read_file(file: BinaryIO, path: object = "", index: int = -1) -> EncodedImage:
@@ -469,4 +487,5 @@ def read_file(file: BinaryIO, path: object = "", index: int = -1) -> EncodedImag
         file.seek(0)
     except (AttributeError, io.UnsupportedOperation):
         return EncodedImage(file.read(), index, path)
-    return EncodedImage(read_open(file, size), index, path)
+    with _opening.set_aside():
+        return EncodedImage(read_open(file, size), index, path)
