@@ -165,6 +165,11 @@ class Own(Dataset):
         return self.transform(self.read(self.paths[index])), index
 
 
+class AtOnce(Own):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
 def within_a_with(path):
     with Image.open(path) as picture:
         return picture.convert("RGB")
@@ -251,12 +256,8 @@ def test_a_mask_beside_the_picture_is_read_as_before(paths):
 
 @pytest.mark.parametrize("method", ["__getitem__", "__getitems__"])
 def test_workers_and_what_is_pickled_read_the_same(paths, method):
-    class AtOnce(Own):
-        def __getitems__(self, indices):
-            return [self[index] for index in indices]
-
     kind = Own if method == "__getitem__" else AtOnce
-    moved(kind(paths, of_an_open_file), num_workers=2)
+    moved(kind(paths, of_an_open_file), num_workers=1)
     prefetcher = accelerate(DataLoader(Own(paths, of_an_open_file), 4), **CPU)
     again = pickle.loads(pickle.dumps(prefetcher))
     for want, got in zip(prefetcher, again, strict=True):
@@ -654,8 +655,8 @@ class Keeping(Own):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataset_may_keep_the_pictures_that_it_opens(paths, workers):
-    plain = list(DataLoader(Own(paths, READS["Image.open"]), 3))
-    dataset = Keeping(paths, READS["Image.open"])
+    plain = list(DataLoader(Own(paths, within_a_with), 3))
+    dataset = Keeping(paths, within_a_with)
     loader = DataLoader(dataset, 3, num_workers=workers, persistent_workers=workers > 0)
     prefetcher = accelerate(loader, **CPU)
     assert dataset.kept == {}  # its own samples are as before, and so are those of a loader
@@ -822,11 +823,14 @@ def test_an_own_function_that_makes_one_size_stays_in_the_workers(folder):
     assert_same_batches(loader, accelerate(loader, keep_unknown=True, **CPU), atol=0)
 
 
-def test_each_image_of_one_size_has_its_own_flip_and_policy(tiles):
-    class Same(ImageFolder):
-        def __getitem__(self, index):
-            return super().__getitem__(0)
+class Same(ImageFolder):
+    """The first sample, over and over."""
 
+    def __getitem__(self, index):
+        return super().__getitem__(0)
+
+
+def test_each_image_of_one_size_has_its_own_flip_and_policy(tiles):
     ops = v2.Compose([v2.RandomHorizontalFlip(), v2.ColorJitter(0.4), v2.ToImage()])
     (images, _), *_ = accelerate(DataLoader(Same(str(tiles), ops), COUNT, num_workers=1), **CPU)
     assert len({tuple(image.flatten().tolist()) for image in images}) == COUNT
