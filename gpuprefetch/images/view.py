@@ -22,10 +22,11 @@ from gpuprefetch.lists.walk import (
     read_for_files,
     read_for_tensors,
 )
-from gpuprefetch.policies.per_image import Cast, PerImage
+from gpuprefetch.policies.per_image import Cast, PerImage, ToUint8
 from gpuprefetch.policies.registry import SHARED, Is, has
 from gpuprefetch.transforms.head import Head, Transform, apply_head
 from gpuprefetch.transforms.random import Keys, derive, fold, op_keys
+from gpuprefetch.transforms.results import ResultForm
 
 if TYPE_CHECKING:
     from gpuprefetch.policies.ops_launch import Layout
@@ -145,7 +146,7 @@ class View:
         The values that it gets must be known: it comes after no Normalize.
         """
         first = self.tail[0] if self.tail else None
-        sized = self.head.size is not None or self.head.keeps_size
+        sized = self.head.gives_results and not self.head.has_own_sizes
         known = sized and not (self.head.mean or self.head.std)
         return first if known and type(first) is PerImage and first.seed is None else None
 
@@ -205,13 +206,17 @@ def _view_of(
         plan = plan.then(cast)
         cast = Cast(None, None)
     tail = levels_for_program(plan.head, plan.tail, cast)
+    head = replace(plan.head, dtype=cast.dtype, memory_format=cast.memory_format)
     # A list without a crop is for images of one size. A crop that the launch does not take, and
     # that comes after it, is for others.
     changes = bool(plan.head.names or plan.tail)
-    keeps_size = changes and plan.head.size is None and not any(map(gives_size, plan.tail))
-    head = replace(
-        plan.head, dtype=cast.dtype, memory_format=cast.memory_format, keeps_size=keeps_size
-    )
+    if plan.head.size is not None or (changes and not any(map(gives_size, plan.tail))):
+        default = ResultForm.LIST if head.varies_size else ResultForm.STACK
+        head = replace(head, form=default)
+    if head.has_own_sizes and isinstance(next(iter(plan.tail), None), ToUint8):
+        # The launch rounds all images at once, and an op after it would do so one by one.
+        head = replace(head, dtype=torch.uint8, memory_format=None)
+        return View(plan, head, plan.tail[1:], False, ValueCheck(head, plan.tail[1:]))
     if tail is None:
         return View(plan, head, plan.tail, False, ValueCheck(head, plan.tail))
     head = replace(head, dtype=torch.uint8, memory_format=None)

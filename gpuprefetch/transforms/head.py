@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuprefetch.transforms.launch import coloring, resample
+from gpuprefetch.transforms.launch import coloring, resample, resample_each
 from gpuprefetch.transforms.random import Keys, fold
 from gpuprefetch.transforms.reference import Ints
+from gpuprefetch.transforms.results import Places, ResultForm
 from gpuprefetch.transforms.sampling import (
     CenterCropOp,
     FlipOp,
@@ -22,6 +23,7 @@ from gpuprefetch.transforms.sampling import (
     ResizeOp,
     Sampling,
     Size,
+    Sizes,
 )
 
 # What a list of transforms holds: a module, a transform of a library, or a function of the user's.
@@ -60,9 +62,10 @@ class Head:
     """The fused part of a list; picklable, so that workers can sample its parameters."""
 
     ops: tuple[HeadOp, ...] = ()
-    size: Size | None = None  # None where the list does not fix it
-    # Whether the size is that of the images, which all have the same one. Those of each batch say.
-    keeps_size: bool = False
+    size: Sizes | None = None  # None where the list does not fix it
+    # What a batch becomes; None where decoded images are handed over as they are. Without a size
+    # the images of each batch say it.
+    form: ResultForm | None = None
     interpolation: str = "bilinear"
     antialias: bool = True
     mean: list[float] | None = None  # in [0, 1] units
@@ -96,19 +99,59 @@ class Head:
             return None
         return replace(self, mean=mean, std=std, names=(*self.names, "Normalize"))
 
-    def sized(self, size: Size) -> Self:
-        """For the images of one batch, whose results have this size."""
-        return replace(self, size=size) if self.keeps_size else self
+    @property
+    def asks_for_sizes(self) -> bool:
+        """Whether the images of each batch say which sizes the results have."""
+        return self.form is not None and (self.size is None or self.has_own_sizes)
+
+    @property
+    def gives_results(self) -> bool:
+        """Whether a launch makes anything of decoded images, which are handed over otherwise."""
+        return self.size is not None or self.form is not None
+
+    @property
+    def has_own_sizes(self) -> bool:
+        """Whether each result has a size of its own."""
+        return self.form is not None and self.form.has_own_sizes
+
+    @property
+    def varies_size(self) -> bool:
+        """Whether the sizes of results depend on those of the images, or on chance."""
+        return self.size is None and any(isinstance(op, _RESIZES) for op in self.ops)
+
+    def sized(self, size: Sizes) -> Self:
+        """For the images of one batch, whose results have this size, or these."""
+        return replace(self, size=size) if self.asks_for_sizes else self
+
+    @property
+    def places(self) -> Places | None:
+        """Where the results of a batch lie, if they have sizes of their own."""
+        if not self.has_own_sizes:
+            return None
+        assert isinstance(self.size, np.ndarray)
+        return Places.of(self.size, self.memory_format)
 
     def empty(self, count: int, device: torch.device | str) -> torch.Tensor:
-        """``(count, 3, H, W)``, not initialized, for what it makes of decoded images."""
+        """Memory for what it makes of ``count`` decoded images, not initialized.
+
+        ``(count, 3, H, W)``, or flat for results of their own sizes: see :meth:`results`.
+        """
         assert self.size is not None
+        dtype = self.dtype or torch.float32
+        places = self.places
+        if places is not None:
+            return torch.empty(places.total, dtype=dtype, device=device)
         return torch.empty(
             (count, 3, *self.size),
-            dtype=self.dtype or torch.float32,
+            dtype=dtype,
             device=device,
             memory_format=self.memory_format or torch.contiguous_format,
         )
+
+    def results(self, memory: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+        """The results of a batch in such memory: itself, or N views ``(3, H_i, W_i)``."""
+        places = self.places
+        return memory if places is None else places.images(memory)
 
     @property
     def colors(self) -> Ints:
@@ -166,14 +209,29 @@ class Head:
         )
 
     def resample_into(
-        self, out: torch.Tensor, positions: Ints, images: Sequence[torch.Tensor], rows: Floats
+        self,
+        out: torch.Tensor | Sequence[torch.Tensor],
+        positions: Ints,
+        images: Sequence[torch.Tensor],
+        rows: Floats,
     ) -> None:
-        """Carry the rows out on images ``(C, H_i, W_i)``, into the rows ``positions`` of ``out``.
+        """Carry the rows out on images ``(C, H_i, W_i)``, into the results ``positions`` of a batch.
 
         For images 0 and 1 of a batch at rows 5 and 2 of it: ``positions`` is ``[5, 2]``.
         """
-        height, width = out.shape[2:]
-        self.resample(images, rows, (height, width), out=out, positions=positions)
+        if isinstance(out, torch.Tensor):
+            height, width = out.shape[2:]
+            self.resample(images, rows, (height, width), out=out, positions=positions)
+            return
+        resample_each(
+            images,
+            rows,
+            [out[position] for position in positions.tolist()],
+            interpolation=self.interpolation,
+            antialias=self.antialias,
+            mean=self.mean,
+            std=self.std,
+        )
 
 
 class FusedTransform(torch.nn.Module):
@@ -310,10 +368,12 @@ def apply_head(
     uint8, else that of the images.
     """
     rows = head.draw([images.shape[-2:]] * len(images), keys)
-    size = head.size
-    if size is None:
+    if isinstance(head.size, tuple):
+        size = head.size
+    else:
         one = head.sample([images.shape[-2:]], fold(0, [0]))
-        size = tuple(one.length[0].astype(int).tolist())
+        height, width = one.length[0].astype(int).tolist()
+        size = (height, width)
     dtype = dtype or (images.dtype if images.is_floating_point() else torch.float32)
     if not len(images):
         return images.new_empty((0, images.shape[1], *size), dtype=dtype)

@@ -6,7 +6,7 @@ them composes into one map, and one resampling launch carries it out.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,19 @@ from gpuprefetch.transforms.random import Keys, fold, uniform
 
 Size = tuple[int, int]
 Floats = npt.NDArray[np.float64]
+# (height, width) of all images of a batch, or (N, 2) of each.
+Sizes = Size | npt.NDArray[np.int64]
+
+
+def areas(sizes: Sizes, count: int) -> npt.NDArray[np.int64]:
+    """``(count,)``, the pixels of each image."""
+    return np.broadcast_to(np.prod(np.asarray(sizes, np.int64), axis=-1), count)
+
+
+def size_at(sizes: Sizes, position: int) -> Size:
+    """(height, width) of one image."""
+    height, width = sizes[position].tolist() if isinstance(sizes, np.ndarray) else sizes
+    return height, width
 
 
 @dataclass(slots=True)
@@ -108,6 +121,19 @@ class Sampling:
     def rows(self) -> Floats:
         """``(N, 2, 6)``, as :func:`.launch.resample` takes them."""
         return np.stack([self.origin, self.step, self.low, self.high, self.first, self.last], -1)
+
+
+class OneSampling(NamedTuple):
+    """How one image is sampled: its row, ``(2, 6)``, and the (height, width) of its result."""
+
+    row: Floats
+    size: Size
+
+
+def each_of(sampling: Sampling) -> list[OneSampling]:
+    """The sampling of each image."""
+    sizes = [(height, width) for height, width in sampling.length.astype(np.int64).tolist()]
+    return [OneSampling(row, size) for row, size in zip(sampling.rows(), sizes, strict=True)]
 
 
 class HeadOp(Protocol):
