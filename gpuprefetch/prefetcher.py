@@ -154,6 +154,10 @@ class DataPrefetcher:
             Decoded images count, and the tensors of a batch until its hand-over; the decoder's own
             memory and what later transforms allocate do not. Batches that need more are decoded in
             smaller parts, and fewer are kept ready.
+        results: what the decoded images of a batch become: "stack" is one tensor ``(N, 3, H, W)``,
+            and an error where sizes differ; "list" is N tensors ``(3, H, W)``, each of its own
+            size, views of one buffer. None is "list" if the transforms give each image a size of
+            its own, as ``v2.Resize(800, max_size=1333)`` does, else "stack".
 
     Raises:
         TypeError: if ``loader`` is a dataset, iterated once or what accelerate prepared, or a
@@ -184,6 +188,7 @@ class DataPrefetcher:
         on_error: str | Callable[[BadImage], object] = "raise",
         max_bad: int | None = None,
         memory_budget: str | int | None = None,
+        results: str | None = None,
     ) -> None:
         _refuse_no_loader(loader)
         self._loader: Loader = loader
@@ -199,6 +204,7 @@ class DataPrefetcher:
             on_error=on_error,
             max_bad=max_bad,
             memory_budget=memory_budget,
+            results=results,
         )
         self._pipeline = build_stage(loader, resolve_device(device), self._options, late=self._late)
         self._read = Snapshot(transforms, self._running_ops())

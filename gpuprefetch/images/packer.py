@@ -509,8 +509,9 @@ def _one_size(sizes: Ints, images: Sequence[EncodedImage]) -> Size:
             f"stack expects each tensor to be equal size, but got {shapes[0]} at entry 0, "
             f"{names[0]}, and {shapes[1]} at entry {other}, {names[1]}. Start the transforms "
             "with what gives images one size: v2.RandomResizedCrop(224) for training, or "
-            "v2.Resize(256) and v2.CenterCrop(224) for validation. If a function of your own does "
-            "so, let the workers run it: accelerate(loader, keep_unknown=True)."
+            "v2.Resize(256) and v2.CenterCrop(224) for validation; or take a list of images of "
+            'their own sizes: results="list". If a function of your own gives them one, let the '
+            "workers run it: accelerate(loader, keep_unknown=True)."
         )
     height, width = sizes[0].tolist()
     return height, width

@@ -35,7 +35,7 @@ from gpuprefetch.images.walk import (
     is_image,
     walk,
 )
-from gpuprefetch.transforms.reference import Ints
+from gpuprefetch.transforms.reference import TIE, Ints
 from gpuprefetch.transforms.sampling import OneSampling, Size
 
 # Note [Coordinates]
@@ -203,7 +203,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 def _nearest(mask: torch.Tensor, dim: int, axis: Axis, length: int) -> torch.Tensor:
     """Resample one dimension to ``length``: the nearest pixel, and 0 for padding."""
     index = np.arange(length)
-    pixel = np.floor(axis.origin + axis.step * index + 0.5).clip(axis.low, axis.high - 1)
+    pixel = np.floor(axis.origin + axis.step * index + (0.5 + TIE)).clip(axis.low, axis.high - 1)
     # The size of an unreadable file is made up, and the mask may be smaller.
     pixel = pixel.clip(0, mask.shape[dim] - 1).astype(np.int64)
     resampled = mask.index_select(dim, torch.from_numpy(pixel).to(mask.device))

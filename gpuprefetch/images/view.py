@@ -12,6 +12,7 @@ import torch
 
 from gpuprefetch.core.nested import Batch
 from gpuprefetch.images.tail import run, run_alike
+from gpuprefetch.lists.forms import varies_size
 from gpuprefetch.lists.fused import is_kornia
 from gpuprefetch.lists.refused import gives_size, require_fixed_size
 from gpuprefetch.lists.values import ValueCheck
@@ -60,14 +61,16 @@ class View:
         dtype: torch.dtype | None = None,
         memory_format: torch.memory_format | None = None,
         *,
+        form: ResultForm | None = None,
         files_alone: bool = False,
     ) -> View:
         """The view of a list. One that is for neither decoded images nor tensors is an error.
 
-        ``files_alone`` says that no images come as tensors.
+        ``form`` is what decoded images become, None for what the list says; ``files_alone`` says
+        that no images come as tensors.
         """
         try:
-            view = _view_of(read_for_files(transforms), dtype, memory_format)
+            view = _view_of(read_for_files(transforms), dtype, memory_format, form)
         except ValueError as error:
             if files_alone:
                 raise
@@ -192,9 +195,12 @@ class View:
 
 
 def _view_of(
-    plan: Plan, dtype: torch.dtype | None, memory_format: torch.memory_format | None
+    plan: Plan,
+    dtype: torch.dtype | None,
+    memory_format: torch.memory_format | None,
+    form: ResultForm | None = None,
 ) -> View:
-    """The view of a list that was read; the loop asks for a dtype and a memory format."""
+    """The view of a list that was read; the loop asks for a dtype, a memory format and a form."""
     if dtype == torch.uint8 and plan.head.mean:
         raise ValueError(
             "dtype=torch.uint8 is for values of 0 to 255, and Normalize gives others. Leave one of "
@@ -211,8 +217,8 @@ def _view_of(
     # that comes after it, is for others.
     changes = bool(plan.head.names or plan.tail)
     if plan.head.size is not None or (changes and not any(map(gives_size, plan.tail))):
-        default = ResultForm.LIST if head.varies_size else ResultForm.STACK
-        head = replace(head, form=default)
+        own = head.varies_size or (head.size is None and any(map(varies_size, plan.tail)))
+        head = replace(head, form=form or (ResultForm.LIST if own else ResultForm.STACK))
     if head.has_own_sizes and isinstance(next(iter(plan.tail), None), ToUint8):
         # The launch rounds all images at once, and an op after it would do so one by one.
         head = replace(head, dtype=torch.uint8, memory_format=None)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from gpuprefetch.policies.known import constants, filter_of, name_of
+from gpuprefetch.policies.known import constants, filter_of, name_of, title
 from gpuprefetch.policies.registry import Is, LibraryOp, has
 from gpuprefetch.transforms.head import (
     RESIZE_FILTERS,
@@ -21,9 +21,14 @@ from gpuprefetch.transforms.sampling import (
     CenterCropOp,
     FlipOp,
     HeadOp,
+    JitteredScale,
     RandomCropOp,
+    RandomSizeOp,
     ResizedCropOp,
     ResizeOp,
+    ShorterSide,
+    ShortestSize,
+    SizeRule,
 )
 
 # What differs in the fused launch, given the same parameters.
@@ -47,12 +52,28 @@ class RandomCrop(FusedTransform):
         )
 
 
+class RandomSize(FusedTransform):
+    """torchvision's RandomResize, RandomShortestSize and ScaleJitter."""
+
+    def __init__(self, op: LibraryOp, interpolation: str) -> None:
+        super().__init__(RandomSizeOp(_SIZE_RULES[type(op).__name__](op), interpolation))
+        self.__name__ = type(op).__name__
+
+
+# What stands for torchvision's resizes that sample a size.
+_SIZE_RULES: dict[str, Callable[[LibraryOp], SizeRule]] = {
+    "RandomResize": lambda op: ShorterSide(op.min_size, op.max_size),
+    "RandomShortestSize": lambda op: ShortestSize(tuple(op.min_size), op.max_size),
+    "ScaleJitter": lambda op: JitteredScale(tuple(op.target_size), tuple(op.scale_range)),
+}
+
+
 def extended(head: Head, transform: LibraryOp) -> Head | None:
     """The fused transforms and one more of a list; None where the launch does not take it.
 
     torchvision's own stand for themselves only after a crop or a resize, which scales to [0, 1].
     """
-    name = type(transform).__name__
+    name = title(transform)
     theirs = name_of(transform) is not None and bool(head.names)
     kornias = type(transform).__module__.startswith("kornia.augmentation.")
     if name == "Normalize" and (theirs or kornias):
@@ -79,7 +100,8 @@ def in_launch(
     if name == "RandomCrop":
         black = op.padding_mode == "constant" and op.fill in (0, None)
         return RandomCrop(op) if black else None, ""
-    if not has(op, Is.CROPS) or how not in RESIZE_FILTERS:
+    sampled = name in _SIZE_RULES and name_of(op) is not None
+    if not (sampled or has(op, Is.CROPS)) or how not in RESIZE_FILTERS:
         return None, ""
     note = "" if is_float else _UNROUNDED
     if "nearest" in how and is_tensor:
@@ -91,6 +113,8 @@ def in_launch(
         return None, ""
     elif how == "bicubic" and is_float:
         note = _CLIPPED
+    if sampled:
+        return RandomSize(op, how), note
     if name == "RandomResizedCrop":
         return RandomResizedCrop(op.size, op.scale, op.ratio, how), note
     size = op.size[0] if op.size and len(op.size) == 1 else op.size

@@ -336,6 +336,12 @@ class _Walk:
 
     def take(self, transform: Transform) -> None:
         """Take one op of a list."""
+        parts = [*flatten(transform)]
+        whole = len(parts) == 1 and parts[0] is transform
+        if not whole and self._fuses_all_sizes(parts):
+            for part in parts:
+                self.take(part)
+            return
         if self.is_pipeline and self._stays_pipeline(transform):
             self.began_as_pipeline = True
             self.take_theirs(transform)
@@ -343,6 +349,24 @@ class _Walk:
         if self.is_pipeline:
             self._leave_pipeline(transform)
         self._take_as_written(transform)
+
+    def _fuses_all_sizes(self, parts: Sequence[LibraryOp]) -> bool:
+        """Whether the launch takes all of these ops that give images their sizes.
+
+        A Compose that makes images of one size of several sizes is otherwise left as it is.
+        """
+        if not self.is_pipeline or self.tail:
+            return False
+        head: Head | None = self.head
+        for op in map(from_timm, parts):
+            if self._is_rgb_for(op) or has(op, Is.CONVERTS | Is.DOES_NOTHING | Is.NORMALIZES):
+                continue
+            stands, _ = (None, "") if name_of(op) is None else self._in_launch(twin(op))
+            fused = stands.op if isinstance(stands, FusedTransform) else stands
+            head = None if head is None or fused is None else head.then(fused, "")
+            if head is None and has(op, Is.CROPS | Is.ALONE):
+                return False
+        return True
 
     def finish(self) -> Plan:
         if self.is_pipeline and self.began_as_pipeline:
@@ -400,6 +424,8 @@ class _Walk:
         if name_of(op) is None:
             return False
         if has(op, Is.CONVERTS) or _why_not_on_batch(twin(op)) is None:
+            return True
+        if not self.tail and self._in_launch(op)[0] is not None:
             return True
         # Before the crop there is no other way, and what is said of it helps.
         return not self.form.is_sized and (name_of(op) in _AUGMENTS or has(op, Is.BATCHES))
@@ -474,7 +500,7 @@ class _Walk:
         if stands is None:
             return False
         if isinstance(stands, FusedTransform):
-            longer = self.head.then(stands.op, type(stands).__name__)
+            longer = self.head.then(stands.op, type(op).__name__)
             return self._join(op, stands, longer, note)
         return self._join(op, op, self.head.then(stands, type(op).__name__), note)
 

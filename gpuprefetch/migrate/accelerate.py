@@ -198,6 +198,11 @@ class Accelerated(DataPrefetcher):
         options = options | {"transforms": transforms}
         if not transforms or read_for_tensors(transforms).tail:
             options = _with_cast(options)
+        # torch's collate function stacks images, a user's gets them one by one.
+        if options.get("results") is None and not late:
+            options["results"] = "stack"
+        elif options.get("results") is None and split.plan.head.size is None:
+            options["results"] = "list"
         self._late = late
         super().__init__(changed(loader, dataset=view), **options)
         self._moved = _Moved(loader, split, added, [*split.kept, *self._running_ops()])

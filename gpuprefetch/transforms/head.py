@@ -19,6 +19,7 @@ from gpuprefetch.transforms.sampling import (
     FlipOp,
     Floats,
     HeadOp,
+    RandomSizeOp,
     ResizedCropOp,
     ResizeOp,
     Sampling,
@@ -54,7 +55,7 @@ def _filter(interpolation: Interpolation) -> str:
     return str(name)
 
 
-_RESIZES = (ResizedCropOp, ResizeOp)
+_RESIZES = (ResizedCropOp, ResizeOp, RandomSizeOp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +87,10 @@ class Head:
             return replace(longer, size=getattr(op, "size", self.size))
         if any(isinstance(done, _RESIZES) or getattr(done, "pad", False) for done in self.ops):
             return None  # two resamplings in a row are not one
+        size = getattr(op, "size", None)  # an int is that of one side
         return replace(
             longer,
-            size=op.size if isinstance(op.size, tuple) else None,
+            size=size if isinstance(size, tuple) else None,
             interpolation=op.interpolation.removesuffix("-exact"),  # which differs in the sampling
             antialias=op.antialias,
         )
@@ -215,7 +217,7 @@ class Head:
         images: Sequence[torch.Tensor],
         rows: Floats,
     ) -> None:
-        """Carry the rows out on images ``(C, H_i, W_i)``, into the results ``positions`` of a batch.
+        """Carry the rows out on images ``(C, H_i, W_i)``, into results ``positions`` of a batch.
 
         For images 0 and 1 of a batch at rows 5 and 2 of it: ``positions`` is ``[5, 2]``.
         """
@@ -367,11 +369,18 @@ def apply_head(
     A head without a size keeps that of the images. ``dtype`` is float32 by default for
     uint8, else that of the images.
     """
-    rows = head.draw([images.shape[-2:]] * len(images), keys)
+    sampling = head.sample([images.shape[-2:]] * len(images), keys)
+    rows = sampling.rows()
     if isinstance(head.size, tuple):
         size = head.size
     else:
-        one = head.sample([images.shape[-2:]], fold(0, [0]))
+        one = sampling if len(images) else head.sample([images.shape[-2:]], fold(0, [0]))
+        if (one.length != one.length[0]).any():
+            raise ValueError(
+                f"{', '.join(head.names)} give each of {len(images)} images a size of its own, "
+                "which a batch (N, C, H, W) cannot hold. Let the dataset return EncodedImage, "
+                "whose results may be a list, or put v2.CenterCrop(224) after it."
+            )
         height, width = one.length[0].astype(int).tolist()
         size = (height, width)
     dtype = dtype or (images.dtype if images.is_floating_point() else torch.float32)

@@ -77,16 +77,20 @@ if triton is not None:
         scales = [tl.load(floats_ptr + c).to(tl.float32) for c in channels]
         shifts = [tl.load(floats_ptr + CHANNELS + c).to(tl.float32) for c in channels]
 
-        tile_x = tl.program_id(0)
-        tile_y = tl.program_id(1)
         if OWN_SIZES:
             first_ptr = ints_ptr + _COLOR_WORDS * CHANNELS + from_image * WORDS + _TILES_BEFORE
-            image = from_image + _image_of(first_ptr, tile_x, images, WORDS)
+            image = from_image + _image_of(first_ptr, tl.program_id(0), images, WORDS)
         else:
             image = from_image + tl.program_id(2) // GROUPS
         word = _COLOR_WORDS * CHANNELS + image * WORDS
         ints_ptr += word
         floats_ptr += word
+        source_ptr = (address + tl.load(ints_ptr + _ADDRESS)).to(tl.pointer_type(SOURCE))
+        source_stride_c = tl.load(ints_ptr + _STRIDE_C)
+        source_stride_y = tl.load(ints_ptr + _STRIDE_Y)
+        source_stride_x = tl.load(ints_ptr + _STRIDE_X)
+        if STRIDE_X > 0:
+            source_stride_x = STRIDE_X
         if OWN_SIZES:
             out_ptr += tl.load(ints_ptr + _OUT_OFFSET)
             stride_c = tl.load(ints_ptr + _OUT_STRIDES)
@@ -94,18 +98,12 @@ if triton is not None:
             stride_x = tl.load(ints_ptr + _OUT_STRIDES + 2)
             height = tl.load(ints_ptr + _OUT_SIZE).to(tl.int32)
             width = tl.load(ints_ptr + _OUT_SIZE + 1).to(tl.int32)
-            tile = tile_x - tl.load(ints_ptr + _TILES_BEFORE).to(tl.int32)
+            tile = tl.program_id(0) - tl.load(ints_ptr + _TILES_BEFORE).to(tl.int32)
             across = (width + COLS - 1) // COLS
             tile_x = tile % across
             tile_y = tile // across
         else:
             out_ptr += tl.load(ints_ptr + _ROW) * stride_n
-        source_ptr = (address + tl.load(ints_ptr + _ADDRESS)).to(tl.pointer_type(SOURCE))
-        source_stride_c = tl.load(ints_ptr + _STRIDE_C)
-        source_stride_y = tl.load(ints_ptr + _STRIDE_Y)
-        source_stride_x = tl.load(ints_ptr + _STRIDE_X)
-        if STRIDE_X > 0:
-            source_stride_x = STRIDE_X
         taps_x = tl.load(ints_ptr + _TAPS_X).to(tl.int32)
 
         # Coordinates stay float64 until they are relative to a tap: float32 alone would be off by
@@ -113,7 +111,7 @@ if triton is not None:
         # where all that have weight are: no load needs a mask, and no tap a check.
         origin, step, radius, squeeze = _load4(floats_ptr + _FILTER_X, tl.float64)
         lo, hi, first, last = _load4(ints_ptr + _EDGES_X, tl.int32)
-        left = tile_x * COLS
+        left = (tile_x if OWN_SIZES else tl.program_id(0)) * COLS
         cols = left + tl.arange(0, COLS)[None, :]
         center = origin + step * clamp(cols, first, last - 1)
         if TIE > 0:
@@ -133,7 +131,7 @@ if triton is not None:
         origin, step, radius, squeeze = _load4(floats_ptr + _FILTER_Y, tl.float64)
         lo, hi, first, last = _load4(ints_ptr + _EDGES_Y, tl.int32)
         flat = tl.arange(0, ROWS * COLS)
-        start = tile_y * ROWS * STRIPS
+        start = (tile_y if OWN_SIZES else tl.program_id(1)) * ROWS * STRIPS
         bottom = tl.minimum(start + ROWS * STRIPS, height)
         while start < bottom:
             rows = start + tl.arange(0, ROWS)[:, None]
@@ -189,9 +187,7 @@ if triton is not None:
             start += ROWS
 
     @triton.jit(do_not_specialize=["from_image"])
-    def canary_kernel(
-        address, table, from_image, OWN_SIZES: tl.constexpr, CANARY: tl.constexpr
-    ):
+    def canary_kernel(address, table, from_image, OWN_SIZES: tl.constexpr, CANARY: tl.constexpr):
         WORDS: tl.constexpr = _IMAGE_WORDS + OWN_SIZES * _MORE_WORDS
         word = _COLOR_WORDS * 3 + (from_image + tl.program_id(0)) * WORDS
         ints_ptr = table.to(tl.pointer_type(tl.int64)) + word

@@ -220,9 +220,7 @@ def by_place(words: Words, count: int) -> Words:
     return placed
 
 
-def arrange(
-    words: Words, places: Ints, offsets: Ints, counts: Sequence[int], size: Sizes
-) -> Table:
+def arrange(words: Words, places: Ints, offsets: Ints, counts: Sequence[int], size: Sizes) -> Table:
     """Lay out launches of ``counts`` images each; in a worker, it spares the process that trains.
 
     ``places`` are the rows of the result that images go to, ``offsets`` their bytes from where

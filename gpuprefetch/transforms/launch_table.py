@@ -11,8 +11,8 @@ With three channels, the words of the image in line 1 of the table (the second o
     28 .. 49    image 1: 28 address, 29 .. 31 strides, 32 row, 33 taps_x, 34 .. 37 filter_y, ...
 
 Where the results have sizes of their own, :data:`OWN_IMAGE` takes the place of :data:`IMAGE`: it
-also says where the launch writes to. The programs of such a launch are numbered from the first image
-to the last, and each searches for its image among these numbers.
+also says where the launch writes to. The programs of such a launch are numbered from the first
+image to the last, and each searches for its image among these numbers.
 
 The launcher writes these fields by name. The kernel's constants are made by :func:`offset`, so both
 sides follow this file.

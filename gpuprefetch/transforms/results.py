@@ -67,9 +67,7 @@ class Places:
     def images(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """N views ``(3, H_i, W_i)`` of a buffer ``(total,)``."""
         start = buffer.storage_offset()
-        where = zip(
-            self.sizes.tolist(), self.strides.tolist(), self.offsets.tolist(), strict=True
-        )
+        where = zip(self.sizes.tolist(), self.strides.tolist(), self.offsets.tolist(), strict=True)
         return [
             buffer.as_strided((3, *size), strides, start + offset)
             for size, strides, offset in where

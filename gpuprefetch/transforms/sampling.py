@@ -202,10 +202,10 @@ class ResizedCropOp:
         return start, box
 
 
-def _scaled(length: Floats, one: Floats, to: float) -> Floats:
+def _scaled(length: Floats, one: Floats, to: float | Floats) -> Floats:
     """Sizes with the side ``one`` of ``length`` brought to ``to``, and the other after it."""
     # Truncated, not rounded, as torchvision and kornia do.
-    return np.where(length == one, float(to), np.floor(to * length / one))
+    return np.where(length == one, np.float64(to), np.floor(to * length / one))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +231,74 @@ class ResizeOp:
         return sampling.clip().resize(
             size, align_corners=self.align_corners, first_pixel=self.interpolation == "nearest"
         )
+
+
+class SizeRule(Protocol):
+    """How the size of a result comes from the size of the image, and from a number."""
+
+    def __call__(self, length: Floats, u: Floats) -> Floats:
+        """``(N, 2)`` sizes of images of ``length`` ``(N, 2)``; ``u`` ``(N, 1)`` is in [0, 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShorterSide:
+    """The shorter side is one of the integers from ``low`` up to ``high``, which is not taken."""
+
+    low: int
+    high: int
+
+    def __call__(self, length: Floats, u: Floats) -> Floats:
+        to = self.low + np.floor(u * (self.high - self.low))
+        return _scaled(length, length.min(axis=1, keepdims=True), to)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortestSize:
+    """The shorter side is one of ``sizes``, or less where the longer one would exceed a limit."""
+
+    sizes: tuple[int, ...]
+    max_size: int | None
+
+    def __call__(self, length: Floats, u: Floats) -> Floats:
+        to = np.array(self.sizes, np.float64)[np.floor(u * len(self.sizes)).astype(np.int64)]
+        ratio = to / length.min(axis=1, keepdims=True)
+        if self.max_size is not None:
+            ratio = np.minimum(ratio, self.max_size / length.max(axis=1, keepdims=True))
+        size: Floats = np.floor(length * ratio)
+        return size
+
+
+@dataclass(frozen=True, slots=True)
+class JitteredScale:
+    """The image fits into ``size``, and is scaled by a number of a range then.
+
+    torchvision compares the height with the width of ``size``, which this does, too. It computes in
+    float32, and so it is here: sizes are truncated, and would differ by a pixel.
+    """
+
+    size: Size
+    scale: tuple[float, float]  # low, high
+
+    def __call__(self, length: Floats, u: Floats) -> Floats:
+        low, high = self.scale
+        scale = np.float32(low) + u.astype(np.float32) * np.float32(high - low)
+        fits = (np.array(self.size[::-1]) / length).min(axis=1, keepdims=True)
+        sizes: Floats = np.floor(length.astype(np.float32) * (fits.astype(np.float32) * scale))
+        return sizes.astype(np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomSizeOp:
+    """The whole image, brought to a size that is sampled for it."""
+
+    rule: SizeRule
+    interpolation: str = "bilinear"
+    antialias: bool = True
+
+    def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
+        # A side of a long picture would have no pixel.
+        size = np.maximum(self.rule(sampling.length, uniform(keys, 1)), 1)
+        return sampling.clip().resize(size, first_pixel=self.interpolation == "nearest")
 
 
 @dataclass(frozen=True, slots=True)
