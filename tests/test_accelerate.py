@@ -496,7 +496,6 @@ REFUSED = {
         v2.ToImage(), v2.RandomResizedCrop(9, antialias=None)  # which is False for tensors
     ],
     "Resize .* with antialias": [v1.ToTensor(), v1.Resize((9, 9), antialias=None)],
-    "RandomCrop .* black": [v2.RandomCrop(9, padding=2, fill=3), v2.ToImage()],
     "RandomCrop .* padding that is": [v2.RandomCrop(9, 2, padding_mode="reflect"), v2.ToImage()],
     "RandomRotation .* expand": [v2.CenterCrop(9), v2.RandomRotation(9, expand=True), v2.ToImage()],
     "RandomAffine .*'bicubic'": [v2.CenterCrop(9), v2.RandomAffine(9, interpolation=BICUBIC)],

@@ -163,6 +163,24 @@ def test_results_of_their_own_sizes_are_those_of_one_size(kernel_device, memory_
     into_own_sizes(images, np.array(rows), sizes, want, memory_format, mean=MEAN, std=STD)
 
 
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_padding_has_a_color(kernel_device, dtype):
+    colors = {} if dtype == torch.uint8 else {"mean": MEAN, "std": STD}
+    size = SIZES[1]
+    cases = [(picture(3, 11), padded(3, size[0]), padded(11, size[1]))]
+    images, sampling = batch(cases, kernel_device)
+    options = {"fill": (123.0, 117.0, 104.0), "dtype": dtype, **colors}
+    result = launch(images, sampling, size, **options)
+    twin = resample_reference([image.cpu() for image in images], sampling, size, **options)
+    assert (result.double() - twin.double()).abs().max() <= 1e-5
+    levels = torch.tensor([123.0, 117, 104])
+    if colors:
+        levels = (levels / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
+    torch.testing.assert_close(result[0, :, 0, 0].float(), levels)
+    assert torch.equal(result[0, :, -1, -1], result[0, :, 0, 0])
+
+
 def test_the_twin_of_results_of_their_own_sizes():
     sizes = [(4, 16), (1, 1), (33, 2)]
     images = [picture(8, 9, seed=seed) for seed in range(3)]

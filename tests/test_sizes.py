@@ -438,6 +438,67 @@ def test_targets_follow_images_of_their_own_sizes(name, workers):
     assert seen == len(dataset)
 
 
+COLORS = {
+    "one": (127, 127, (127, 127, 127)),
+    "by kind": ({tv_tensors.Image: (124, 116, 104), tv_tensors.Mask: 255}, 255, (124, 116, 104)),
+    "others": ({tv_tensors.Mask: 255, "others": 0}, 255, (0, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("floats", [False, True])
+@pytest.mark.parametrize("name", COLORS)
+def test_a_crop_pads_with_a_color(name, floats):
+    """Large-scale jitter: the picture that its points tell, and the color around it."""
+    fill, of_masks, color = COLORS[name]
+    loader = DataLoader(Annotated(), 8, collate_fn=zipped)
+    crop = v2.RandomCrop((50, 47), pad_if_needed=True, fill=fill)
+    ops = [v2.ScaleJitter((48, 48), (0.5, 1.5)), crop, v2.RandomHorizontalFlip(), *TO_FLOAT]
+    ((images, targets),) = DataPrefetcher(
+        loader, transforms=ops if floats else ops[:3], device="cpu", seed=1
+    )
+    assert images.shape == (8, 3, 50, 47)
+    levels = images.float() * (255 if floats else 1)
+    padded = 0
+    for image, target in zip(levels, targets, strict=True):
+        mask = target["masks"]
+        assert mask.shape == (1, 50, 47)
+        around = (image.round() == torch.tensor(color)[:, None, None]).all(0)
+        if of_masks != 0:
+            outside = mask[0] == of_masks
+            assert bool(around[outside].all())
+            padded += bool(outside.any())
+    assert padded > 3 or not of_masks
+
+
+def test_masks_have_no_color_of_pictures():
+    loader = DataLoader(Annotated(), 8, collate_fn=zipped)
+    crop = v2.RandomCrop(90, pad_if_needed=True, fill=(124, 116, 104))
+    with pytest.raises(ValueError, match=r"Write fill=\{tv_tensors\.Image: .*Mask: 0\}\."):
+        list(DataPrefetcher(loader, transforms=[crop], device="cpu"))
+    advised = {tv_tensors.Image: (124, 116, 104), tv_tensors.Mask: 0}
+    crop = v2.RandomCrop(90, pad_if_needed=True, fill=advised)
+    assert len(list(DataPrefetcher(loader, transforms=[crop], device="cpu"))) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_padding_is_torchvisions(workers):
+    """A crop that leaves nothing to chance."""
+    files = [encode_jpeg(draw(20, 30, seed=seed)) for seed in range(2)]
+    crop = v2.RandomCrop((20, 30), padding=0, fill=(9, 200, 77))
+    center = v2.Compose([v2.Pad(3, fill=(9, 200, 77))])
+    loader = DataLoader(numbered(files), 2, num_workers=workers)
+    ((same, _),) = DataPrefetcher(loader, transforms=[crop], device="cpu")
+    ((wide, _),) = DataPrefetcher(
+        loader,
+        transforms=[v2.RandomCrop((26, 36), padding=3, fill=(9, 200, 77))],
+        device="cpu",
+    )
+    for file, one, other in zip(files, same, wide, strict=True):
+        want = picture(file)
+        assert torch.equal(one, want)
+        assert torch.equal(other, center(want))
+
+
 SSD = [
     v2.RandomPhotometricDistort(),
     v2.RandomZoomOut(fill={tv_tensors.Image: (123.0, 117.0, 104.0), "others": 0}),

@@ -206,7 +206,8 @@ class ImageJob(PendingImages):
         views = []
         for output, table, start in zip(self.outputs, plan.tables, starts, strict=False):
             assert isinstance(output.out, torch.Tensor | list)
-            launches = Launches(table, output.out, torch.uint8, output.head.interpolation)
+            head = output.head
+            launches = Launches(table, output.out, torch.uint8, head.interpolation, head.fill)
             views.append((launches, start - starts[0]))
         return _Launched(tables, views)
 

@@ -257,7 +257,12 @@ class Packer:
             return [picture[:, top:bottom, left:right]], [moved]
         finished = [
             resample_uint8(
-                picture, row, size, interpolation=head.interpolation, antialias=head.antialias
+                picture,
+                row,
+                size,
+                interpolation=head.interpolation,
+                antialias=head.antialias,
+                fill=head.fill,
             )
             for head, size, row in zip(self.heads, sizes, rows, strict=True)
         ]
@@ -417,7 +422,7 @@ class Packing:
             headers = Headers(images, apply_exif=packer.apply_exif)
             samples = self._samples.of(images)
             sampling = _sample(head, samples, head_keys(packer.keys(samples)), headers)
-            return Followed(each_of(sampling), headers.sizes, headers.errors)
+            return Followed(each_of(sampling), headers.sizes, headers.errors, head.mask_fill)
 
         head, *others = packer.heads
         found = walk(given) if others else None

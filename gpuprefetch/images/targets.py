@@ -52,6 +52,7 @@ class Followed(NamedTuple):
     samplings: Sequence[OneSampling]
     sizes: Ints  # (N, 2), heights and widths by their headers; made up if these are bad
     errors: dict[int, str]  # position -> why the header is bad
+    mask_fill: float | None  # of the padding; None where masks have none
 
 
 # Samples the random parameters of all images at once.
@@ -95,7 +96,7 @@ def follow(samples: Structure, sample_for: Sampler) -> Structure:
     if each is not samples and len(contents[0].images) > 1 and _holds_a_list_of_images(samples):
         raise _unmatched("a list of them")
     images = [image for i in involved for image in contents[i].images]
-    samplings, sizes, errors = sample_for(images)  # type: ignore[arg-type]
+    samplings, sizes, errors, fill = sample_for(images)  # type: ignore[arg-type]
     placed = [
         _Placed(image, samplings[i], tuple(sizes[i]), i not in errors)
         for i, image in enumerate(images)
@@ -105,7 +106,7 @@ def follow(samples: Structure, sample_for: Sampler) -> Structure:
     remaining = iter(placed)
     for i in involved:
         own = [next(remaining) for _ in contents[i].images]
-        moved[i] = map_leaves(partial(_moved, own), each[i], is_image)
+        moved[i] = map_leaves(partial(_moved, own, fill), each[i], is_image)
     return moved if each is samples else moved[0]  # type: ignore[return-value]
 
 
@@ -132,14 +133,14 @@ class _Placed:
     readable: bool  # whether the header is good
 
 
-def _moved(images: Sequence[_Placed], leaf: object) -> object:
+def _moved(images: Sequence[_Placed], mask_fill: float | None, leaf: object) -> object:
     """A leaf of a sample as it becomes when the sample's images are resampled."""
     if isinstance(leaf, EncodedImage):
         image = copy.copy(leaf)
         image._settle(next(placed.sampling for placed in images if placed.image is leaf))
         return image
     if is_follower(leaf):
-        return _moved_by(_leader(images, leaf).sampling, leaf)
+        return _moved_by(_leader(images, leaf).sampling, leaf, mask_fill)
     return leaf
 
 
@@ -178,16 +179,21 @@ class Axis(NamedTuple):
     last: float
 
 
-def _moved_by(sampling: OneSampling, follower: Follower) -> Follower:
+def _moved_by(sampling: OneSampling, follower: Follower, mask_fill: float | None) -> Follower:
     from torchvision import tv_tensors
 
     y, x = (Axis(*columns) for columns in sampling.row.tolist())
     height, width = sampling.size
     if isinstance(follower, tv_tensors.Mask):
+        if mask_fill is None:
+            raise ValueError(
+                "RandomCrop pads with a color, which is none for the masks beside the images. "
+                "Write fill={tv_tensors.Image: (124, 116, 104), tv_tensors.Mask: 0}."
+            )
         values = follower.as_subclass(torch.Tensor)
         values = values.view(_SIGNED.get(follower.dtype, follower.dtype))
-        values = _nearest(values, -2, y, height)
-        values = _nearest(values, -1, x, width)
+        values = _nearest(values, -2, y, height, mask_fill)
+        values = _nearest(values, -1, x, width, mask_fill)
         mask: Follower = tv_tensors.Mask(values.view(follower.dtype))
         return mask
     grids = [_grid(x, width), _grid(y, height)]
@@ -200,15 +206,15 @@ def _moved_by(sampling: OneSampling, follower: Follower) -> Follower:
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
-def _nearest(mask: torch.Tensor, dim: int, axis: Axis, length: int) -> torch.Tensor:
-    """Resample one dimension to ``length``: the nearest pixel, and 0 for padding."""
+def _nearest(mask: torch.Tensor, dim: int, axis: Axis, length: int, fill: float) -> torch.Tensor:
+    """Resample one dimension to ``length``: the nearest pixel, and ``fill`` for padding."""
     index = np.arange(length)
     pixel = np.floor(axis.origin + axis.step * index + (0.5 + TIE)).clip(axis.low, axis.high - 1)
     # The size of an unreadable file is made up, and the mask may be smaller.
     pixel = pixel.clip(0, mask.shape[dim] - 1).astype(np.int64)
     resampled = mask.index_select(dim, torch.from_numpy(pixel).to(mask.device))
     padding = torch.from_numpy((index < axis.first) | (index >= axis.last)).to(mask.device)
-    return resampled.masked_fill_(padding[:, None] if dim == -2 else padding, 0)
+    return resampled.masked_fill_(padding[:, None] if dim == -2 else padding, fill)
 
 
 def _grid(axis: Axis, length: int) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from gpuprefetch.policies.known import constants, filter_of, name_of, title
@@ -19,6 +20,7 @@ from gpuprefetch.transforms.head import (
 )
 from gpuprefetch.transforms.sampling import (
     CenterCropOp,
+    Fill,
     FlipOp,
     HeadOp,
     JitteredScale,
@@ -38,9 +40,9 @@ NEAREST_TIES = "where two pixels are equally near it may be the other"
 
 
 class RandomCrop(FusedTransform):
-    """torchvision's RandomCrop with black padding."""
+    """torchvision's RandomCrop with padding of one color."""
 
-    def __init__(self, op: LibraryOp) -> None:
+    def __init__(self, op: LibraryOp, fill: Fill | None = None) -> None:
         left, right, top, bottom = op.padding or (0, 0, 0, 0)
         super().__init__(
             RandomCropOp(
@@ -48,8 +50,30 @@ class RandomCrop(FusedTransform):
                 before=(top, left),
                 after=(bottom, right),
                 pad_if_needed=bool(op.pad_if_needed),
+                fill=fill,
             )
         )
+
+
+def _fill_of(op: LibraryOp, *, is_float: bool) -> Fill | None:
+    """The padding of an op, None for black; images are in [0, 1] where they are floating point.
+
+    Raises:
+        KeyError: if it does not say what it is for images.
+    """
+    from torchvision import tv_tensors
+
+    given = op.fill
+    masks = given
+    if isinstance(given, dict):
+        kinds = (tv_tensors.Image, torch.Tensor, "others")
+        masks = next((given[kind] for kind in (tv_tensors.Mask, "others") if kind in given), 0)
+        given = given[next((kind for kind in kinds if kind in given), "others")]
+    values = [*given] if isinstance(given, Sequence) else [given or 0]
+    levels = tuple(float(value) * (255 if is_float else 1) for value in values)
+    levels = levels * 3 if len(levels) == 1 else levels
+    mask = None if isinstance(masks, Sequence) and len(masks) > 1 else float(np.max(masks or 0))
+    return None if not (any(levels) or mask) else Fill(levels, mask)
 
 
 class RandomSize(FusedTransform):
@@ -98,8 +122,12 @@ def in_launch(
     if name == "CenterCrop":
         return CenterCrop(op.size), ""
     if name == "RandomCrop":
-        black = op.padding_mode == "constant" and op.fill in (0, None)
-        return RandomCrop(op) if black else None, ""
+        if op.padding_mode != "constant":
+            return None, ""
+        try:
+            return RandomCrop(op, _fill_of(op, is_float=is_float)), ""
+        except KeyError:  # torchvision has no color for images, either
+            return None, ""
     sampled = name in _SIZE_RULES and name_of(op) is not None
     if not (sampled or has(op, Is.CROPS)) or how not in RESIZE_FILTERS:
         return None, ""

@@ -592,7 +592,7 @@ class _Walk:
             reason = "images are resized, padded or normalized already, and two are not one"
             self._refuse(op, reason, "Leave out what does so before it")
         takes = "the nearest pixel, or bilinear or bicubic filters with antialias"
-        self._refuse(op, f"the fused launch takes {takes}, and padding that is black")
+        self._refuse(op, f"the fused launch takes {takes}, and padding that is of one color")
 
     def _hold(self, floating: bool) -> None:
         """Bring our images to the kind that the pipeline has at this point."""

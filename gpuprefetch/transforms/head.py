@@ -19,6 +19,7 @@ from gpuprefetch.transforms.sampling import (
     FlipOp,
     Floats,
     HeadOp,
+    RandomCropOp,
     RandomSizeOp,
     ResizedCropOp,
     ResizeOp,
@@ -83,9 +84,11 @@ class Head:
         if self.mean is not None and not isinstance(op, FlipOp):
             return None  # padding and blending come before the normalization they would change
         longer = replace(self, ops=(*self.ops, op), names=(*self.names, name))
+        if len({getattr(padding, "fill", None) for padding in longer._padding}) > 1:
+            return None  # the launch has one color for all
         if not isinstance(op, _RESIZES):
             return replace(longer, size=getattr(op, "size", self.size))
-        if any(isinstance(done, _RESIZES) or getattr(done, "pad", False) for done in self.ops):
+        if self._padding or any(isinstance(done, _RESIZES) for done in self.ops):
             return None  # two resamplings in a row are not one
         size = getattr(op, "size", None)  # an int is that of one side
         return replace(
@@ -156,6 +159,23 @@ class Head:
         return memory if places is None else places.images(memory)
 
     @property
+    def _padding(self) -> list[HeadOp]:
+        """The ops that may pad images."""
+        return [op for op in self.ops if getattr(op, "pad", False)]
+
+    @property
+    def fill(self) -> tuple[float, ...] | None:
+        """The levels of padding, one for each channel; None for black."""
+        fills = [op.fill for op in self.ops if isinstance(op, RandomCropOp) and op.fill is not None]
+        return fills[0].image if fills else None
+
+    @property
+    def mask_fill(self) -> float | None:
+        """The value of the padding of masks; None where the color is none for them."""
+        fills = [op.fill for op in self.ops if isinstance(op, RandomCropOp) and op.fill is not None]
+        return fills[0].mask if fills else 0.0
+
+    @property
     def colors(self) -> Ints:
         return coloring(3, torch.uint8, self.dtype or torch.float32, self.mean, self.std)
 
@@ -204,6 +224,7 @@ class Head:
             antialias=self.antialias,
             mean=self.mean,
             std=self.std,
+            fill=self.fill,
             dtype=dtype,
             memory_format=memory_format,
             out=out,
@@ -233,6 +254,7 @@ class Head:
             antialias=self.antialias,
             mean=self.mean,
             std=self.std,
+            fill=self.fill,
         )
 
 

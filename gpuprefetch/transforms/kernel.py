@@ -54,6 +54,7 @@ if triton is not None:
         CHANNELS: tl.constexpr, SOURCE: tl.constexpr, BICUBIC: tl.constexpr,
         TIE: tl.constexpr,  # 0: no pixel is taken alone
         CLAMP: tl.constexpr, PADDED: tl.constexpr, ROUND: tl.constexpr,
+        FILL: tl.constexpr,  # of three channels, in the units of the source
         ROWS: tl.constexpr, COLS: tl.constexpr, STRIPS: tl.constexpr,
     ):  # fmt: skip
         ints_ptr = table.to(tl.pointer_type(tl.int64))
@@ -172,7 +173,9 @@ if triton is not None:
             norm = 1.0 / (weight_y * weight_x)
             inside = (rows >= first) & (rows < last) & inside_x
             colors = [
-                _finish_color(colors[i] * norm, inside, scales[i], shifts[i], CLAMP, PADDED, ROUND)
+                _finish_color(
+                    colors[i] * norm, inside, scales[i], shifts[i], FILL[i], CLAMP, PADDED, ROUND
+                )
                 for i in (0, 1, 2)
             ]
             # Stored as a vector: of a tile Triton 3.6 would give the lanes of a warp to rows.
@@ -268,12 +271,13 @@ if triton is not None:
 
     @triton.jit
     def _finish_color(
-        value, inside, scale, shift, CLAMP: tl.constexpr, PADDED: tl.constexpr, ROUND: tl.constexpr
-    ):
+        value, inside, scale, shift,
+        FILL: tl.constexpr, CLAMP: tl.constexpr, PADDED: tl.constexpr, ROUND: tl.constexpr,
+    ):  # fmt: skip
         if CLAMP:
             value = clamp(value, 0.0, 255.0)
         if PADDED:
-            value = tl.where(inside, value, 0.0)
+            value = tl.where(inside, value, FILL)
         value = value * scale + shift
         if ROUND:
             value = tl.floor(clamp(value, 0.0, 255.0) + 0.5)

@@ -143,7 +143,7 @@ def launch_apart(images: Sequence[torch.Tensor], request: Request) -> None:
     numbers = numbers.pin_memory() if first.is_cuda else numbers
     numbers = numbers.to(first.device, non_blocking=True)
     with torch.cuda.device_of(first):
-        launches = Launches(table, out, images[0].dtype, request.interpolation)
+        launches = Launches(table, out, images[0].dtype, request.interpolation, request.fill)
         launches.launch(0, start, numbers.data_ptr())
 
 
@@ -301,6 +301,7 @@ class Launches:
         out: torch.Tensor | Sequence[torch.Tensor],
         source: torch.dtype,
         interpolation: str,
+        fill: Sequence[float] | None = None,
     ) -> None:
         self._firsts = table.firsts
         self._steps = table.steps
@@ -319,6 +320,7 @@ class Launches:
             "CLAMP": bicubic and source == torch.uint8,
             "PADDED": table.padded,
             "ROUND": out[0].dtype == torch.uint8,
+            "FILL": (0.0, 0.0, 0.0) if fill is None else tuple(map(float, fill)),
             "ROWS": ROWS,
             "COLS": COLS,
             "STRIPS": STRIPS,

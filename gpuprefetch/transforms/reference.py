@@ -40,9 +40,11 @@ class Coloring(TypedDict, total=False):
     interpolation: str
     # Widens the filter to |step| where an image shrinks, as PIL does: the default.
     antialias: bool
-    # C values in [0, 1] units; padding is 0 before them.
+    # C values in [0, 1] units; padding has its values before them.
     mean: ChannelValues
     std: ChannelValues
+    # C values of the padding, in the units of the source; 0 by default.
+    fill: ChannelValues
 
 
 class Options(Coloring, total=False):
@@ -70,6 +72,7 @@ class Request:
     antialias: bool
     mean: Numbers
     std: Numbers
+    fill: Numbers
 
 
 def resample_reference(
@@ -141,7 +144,12 @@ def _resampled(
     values = _filter_rows(values.transpose(1, 2), y.pixels - top, y.weights)
     if not (y.inside.all() and x.inside.all()):
         padding = torch.from_numpy(~(y.inside[:, None] & x.inside))
-        values.masked_fill_(padding.to(image.device), 0)
+        padding = padding.to(image.device)
+        if request.fill is None:
+            values.masked_fill_(padding, 0)
+        else:
+            for channel, value in zip(values, request.fill, strict=True):
+                channel.masked_fill_(padding, value)
     return values
 
 
@@ -197,6 +205,7 @@ def resample_uint8(
     *,
     interpolation: str = "bilinear",
     antialias: bool = True,
+    fill: Sequence[float] | None = None,
 ) -> torch.Tensor:
     """Resample one ``(C, H, W)`` uint8 image on the CPU to its finished picture, in a worker.
 
@@ -215,10 +224,11 @@ def resample_uint8(
             size,
             interpolation=interpolation,
             antialias=antialias,
+            fill=fill,
             dtype=torch.uint8,
         )[0]
     resized = _resized(image, rows, (vertical.length, horizontal.length), interpolation, antialias)
-    return _placed(resized, rows, vertical, horizontal, size)
+    return _placed(resized, rows, vertical, horizontal, size, fill)
 
 
 def _resized(
@@ -242,6 +252,7 @@ def _placed(
     vertical: _Window,
     horizontal: _Window,
     size: tuple[int, int],
+    fill: Sequence[float] | None,
 ) -> torch.Tensor:
     """The part of a resized box that the rows want, flipped, with padding around it."""
     (y0, y1), (x0, x1) = rows[:, 4:].astype(int).tolist()
@@ -250,8 +261,14 @@ def _placed(
     picture = resized[:, y : y + y1 - y0, x : x + x1 - x0]
     if flipped := [dim for dim, window in ((1, vertical), (2, horizontal)) if window.flipped]:
         picture = picture.flip(flipped)
-    if picture.shape[1:] != size:
+    if picture.shape[1:] != size and fill is None:
         picture = F.pad(picture, (x0, size[1] - x1, y0, size[0] - y1))
+    elif picture.shape[1:] != size:
+        levels = [math.floor(value + 0.5) for value in fill or ()]
+        color = torch.tensor(levels, dtype=torch.uint8)[:, None, None]
+        whole = color.expand(-1, *size).contiguous()
+        whole[:, y0:y1, x0:x1] = picture
+        picture = whole
     return picture
 
 
@@ -318,6 +335,7 @@ def check_each(
     antialias: bool = True,
     mean: ChannelValues = None,
     std: ChannelValues = None,
+    fill: ChannelValues = None,
 ) -> Request:
     """Check images that are to be resampled into the results ``places`` ``(N,)`` of ``out``."""
     ((kind, ndim, channels, device),) = {(t.dtype, t.dim(), len(t), t.device) for t in images}
@@ -341,7 +359,10 @@ def check_each(
     means = per_channel("mean", mean, channels)
     stds = per_channel("std", std, channels)
     assert made in FLOAT_DTYPES or (made == torch.uint8 and means is stds is None)
-    return Request(addresses, strides, rows, out, places, interpolation, antialias, means, stds)
+    fills = per_channel("fill", fill, channels)
+    return Request(
+        addresses, strides, rows, out, places, interpolation, antialias, means, stds, fills
+    )
 
 
 def check_rows(rows: Doubles, sizes: Ints, size: Sizes) -> None:

@@ -320,6 +320,13 @@ class CenterCropOp:
         return sampling.crop(np.where(room >= 0, offset, -np.floor(-room / 2)), size)
 
 
+class Fill(NamedTuple):
+    """What is in the padding."""
+
+    image: tuple[float, ...]  # a level of each channel, 0 to 255
+    mask: float | None  # None for a color, which no mask has
+
+
 @dataclass(frozen=True, slots=True)
 class RandomCropOp:
     """A random place of ``size`` pixels, at the scale of the image."""
@@ -329,6 +336,7 @@ class RandomCropOp:
     before: Size = (0, 0)  # padding above, left
     after: Size = (0, 0)
     pad_if_needed: bool = False
+    fill: Fill | None = None  # None for black, and 0 in masks
 
     def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
         size, before = (np.full_like(sampling.length, pair) for pair in (self.size, self.before))
