@@ -11,6 +11,7 @@ import io
 import os
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import clock
@@ -21,13 +22,15 @@ import photos
 import torch
 from PIL import Image
 
-QUALITIES = [75, 85, 95]
-SHORTEST = [None, 256]  # pixels of the shorter side; None leaves the size as it is
+# Quality, and pixels of the shorter side; None leaves either as it is.
+KINDS = [(None, None), (75, None), (85, None), (95, None), (75, 256), (85, 256), (95, 256)]
 ENGINES = ["auto", "none"]
 
 
-def resaved(path: str, quality: int, shortest: int | None) -> bytes:
+def resaved(path: str, quality: int | None, shortest: int | None) -> bytes:
     """A photo as another JPEG; one that is smaller already keeps its size."""
+    if quality is None:
+        return Path(path).read_bytes()
     picture = Image.open(path).convert("RGB")
     least = min(picture.size)
     if shortest is not None and least > shortest:
@@ -53,7 +56,11 @@ def call_of(files: list[bytes]) -> tuple[Any, torch.Tensor]:
 
 
 def prepared(
-    pool: ProcessPoolExecutor, paths: list[str], count: int, quality: int, shortest: int | None
+    pool: ProcessPoolExecutor,
+    paths: list[str],
+    count: int,
+    quality: int | None,
+    shortest: int | None,
 ) -> tuple[Any, torch.Tensor]:
     """The call for ``count`` photos of one kind, and its buffer."""
     files = list(pool.map(partial(resaved, quality=quality, shortest=shortest), paths))
@@ -109,7 +116,7 @@ def main(words: list[str] | None = None) -> None:
     document = harness.Document("decode", args, device, anew=True)
     paths = [os.fspath(path) for path in photos.found(args.data)][: args.batch_size]
     ways = ENGINES if args.device == "cuda" else ["cpu"]
-    kinds = [[quality, shortest] for shortest in SHORTEST for quality in QUALITIES]
+    kinds = [list(kind) for kind in KINDS]
     for number in range(args.rounds):
         step = 1 if number % 2 == 0 else -1
         for engine in ways[::step]:
