@@ -326,6 +326,18 @@ def test_views(tmp_path, in_this_process):
     assert f"{rates[1]:,.0f} ({rates[1] / rates[0]:.3f}) |" in table.views_table([one, ten])
 
 
+def test_edge(tmp_path, monkeypatch):
+    edge = importlib.import_module("edge")
+    monkeypatch.setattr(edge, "COLUMNS", edge.COLUMNS[-1:])  # each is a process
+    output = tmp_path / "a.json"
+    edge.main(["--tiny", "--output", str(output)])
+    results = document(output)["results"]
+    assert [(r["kind"], r["persistent"]) for r in results] == edge.COLUMNS
+    for result in results:
+        assert len(result["edges_ms"]) == 2 and result["images_per_second"] > 0
+        assert {what for what, *_ in result["events"]} == edge.COLORS.keys()
+
+
 def test_decode(tmp_path, in_this_process):
     decode = importlib.import_module("decode")
     decode.main(["--tiny", "--output", str(tmp_path / "a.json")])
