@@ -215,16 +215,32 @@ def test_workers_live_on_where_nothing_can_have_changed(photo_folder):
     until(lambda: not alive())
 
 
+def add_one(target):
+    return target + 1
+
+
+def do_nothing(worker):
+    pass
+
+
+def images_of(samples):
+    return [image for image, _ in samples]
+
+
+def targets_of(samples):
+    return [target for _, target in samples]
+
+
 REASONS = {
     "a dataset of the user's": lambda root: prefetcher_of(Own(root), False),
     "a function on targets": lambda root: prefetcher_of(
-        EncodedImageFolder(root, target_transform=lambda target: target + 1), False
+        EncodedImageFolder(root, target_transform=add_one), False
     ),
     "a function in the workers": lambda root: prefetcher_of(
-        EncodedImageFolder(root), False, worker_init_fn=lambda worker: None
+        EncodedImageFolder(root), False, worker_init_fn=do_nothing
     ),
     "a collate function": lambda root: prefetcher_of(
-        EncodedImageFolder(root), False, collate_fn=lambda samples: [s[0] for s in samples]
+        EncodedImageFolder(root), False, collate_fn=images_of
     ),
     "a sampler": lambda root: prefetcher_of(
         EncodedImageFolder(root), False, shuffle=None, sampler=Shuffled(24)
@@ -291,9 +307,7 @@ def test_workers_do_not_live_on_where_shared_memory_is_short(photo_folder, monke
 def test_what_a_dataset_draws_in_its_workers_is_as_without_us(photo_folder):
     def targets(wrap):
         torch.manual_seed(3)
-        loader = wrap(
-            loader_of(Drawing(photo_folder), True, collate_fn=lambda s: [y for _, y in s])
-        )
+        loader = wrap(loader_of(Drawing(photo_folder), True, collate_fn=targets_of))
         return [list(batch) for _ in range(3) for batch in loader]
 
     assert targets(DataPrefetcher) == targets(lambda loader: loader)
