@@ -40,6 +40,7 @@ from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.views import Views
 from gpuprefetch.policies.known import title
 from gpuprefetch.transforms.head import Transform
+from gpuprefetch.transforms.results import Padding
 
 # What an argument of the constructor is called; later it is fixed.
 _ARGUMENTS = {"device", *(option.name for option in fields(Options))}
@@ -157,8 +158,9 @@ class DataPrefetcher:
             smaller parts, and fewer are kept ready.
         results: what the decoded images of a batch become: "stack" is one tensor ``(N, 3, H, W)``,
             and an error where sizes differ; "list" is N tensors ``(3, H, W)``, each of its own
-            size, views of one buffer. None is "list" if the transforms give each image a size of
-            its own, as ``v2.Resize(800, max_size=1333)`` does, else "stack".
+            size, views of one buffer; "padded", or :class:`Padding`, is :class:`PaddedImages`, one
+            tensor with the sizes beside it. None is "list" if the transforms give each image a size
+            of its own, as ``v2.Resize(800, max_size=1333)`` does, else "stack".
 
     Raises:
         TypeError: if ``loader`` is a dataset, iterated once or what accelerate prepared, or a
@@ -189,7 +191,7 @@ class DataPrefetcher:
         on_error: str | Callable[[BadImage], object] = "raise",
         max_bad: int | None = None,
         memory_budget: str | int | None = None,
-        results: str | None = None,
+        results: str | Padding | None = None,
     ) -> None:
         _refuse_no_loader(loader)
         self._loader: Loader = loader

@@ -133,15 +133,15 @@ def test_the_kernel_and_the_launcher_follow_one_table(kernel_device, monkeypatch
 
 def into_own_sizes(images, sampling, sizes, want, memory_format=None, fill=-9.0, **coloring):
     """Launch images into results of their own sizes in one buffer, and compare each."""
-    places = Places.of(np.array(sizes), memory_format)
-    buffer = torch.full((places.total + 1,), fill, device=images[0].device)
-    outs = places.images(buffer)
+    places = Places.in_turn(np.array(sizes), memory_format)
+    buffer = torch.full((places.shape[0] + 1,), fill, device=images[0].device)
+    outs = places.pieces(buffer)
     request = check_each(images, sampling, outs, np.arange(len(outs)), **coloring)
     _resample.launch_apart(images, request)
     for got, one in zip(outs, want, strict=True):
         assert torch.equal(got.cpu(), one.cpu())
     unused = torch.ones(len(buffer), dtype=bool)
-    for out in places.images(unused):
+    for out in places.pieces(unused):
         out.zero_()
     assert bool((buffer.cpu()[unused] == fill).all())
 
@@ -185,7 +185,7 @@ def test_the_twin_of_results_of_their_own_sizes():
     sizes = [(4, 16), (1, 1), (33, 2)]
     images = [picture(8, 9, seed=seed) for seed in range(3)]
     rows = np.array([(axis(0, 8, h), axis(0, 9, w)) for h, w in sizes])
-    outs = Places.of(np.array(sizes)).images(torch.empty(1000))
+    outs = Places.in_turn(np.array(sizes), None).pieces(torch.empty(1000))
     _resample.resample_each(images, rows, outs, mean=MEAN)
     for image, row, size, out in zip(images, rows, sizes, outs, strict=True):
         assert torch.equal(out, resample_reference([image], row[None], size, mean=MEAN)[0])

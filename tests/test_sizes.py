@@ -15,7 +15,7 @@ from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
 import gpuprefetch
-from gpuprefetch import DataPrefetcher, EncodedImage, Views, preprocess
+from gpuprefetch import DataPrefetcher, EncodedImage, PaddedImages, Padding, Views, preprocess
 from gpuprefetch.images.decode import ImageDecoder, RefusedError
 from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.transforms.sampling import JitteredScale, ShorterSide, ShortestSize
@@ -214,6 +214,55 @@ def test_results_are_views_of_one_buffer(workers):
         assert images[0].untyped_storage().nbytes() < 4 * (values + 64 * len(images))
 
 
+PADDED_TAILS = {
+    "none": [],
+    "a program": [v2.ColorJitter(0.4)],
+    "normalized": NORMALIZED,
+}
+
+
+@pytest.mark.parametrize("memory_format", [None, torch.channels_last])
+@pytest.mark.parametrize("name", PADDED_TAILS)
+def test_a_padded_batch_holds_the_list(name, memory_format):
+    ops = [v2.Resize(20, max_size=50), v2.RandomHorizontalFlip(), *PADDED_TAILS[name]]
+    options = {"transforms": ops, "seed": 4, "memory_format": memory_format, "batch_size": 3}
+    for results, multiple, fill in [("padded", 32, 0), (Padding(7, fill=9.0), 7, 9)]:
+        lists = prefetcher_of(numbered(FILES), **options)
+        padded = prefetcher_of(numbered(FILES), results=results, **options)
+        for (images, _), (batch, _) in zip(lists, padded, strict=True):
+            assert isinstance(batch, PaddedImages) and batch.images.dtype == images[0].dtype
+            assert batch.sizes.tolist() == [[*image.shape[1:]] for image in images]
+            largest = batch.sizes.max(0).values
+            want = [-(-side // multiple) * multiple for side in largest.tolist()]
+            assert [*batch.images.shape] == [len(images), 3, *want]
+            for place, image in zip(batch.images, images, strict=True):
+                height, width = image.shape[1:]
+                assert torch.equal(place[:, :height, :width], image)
+                assert bool((place[:, height:] == fill).all())
+                assert bool((place[:, :, width:] == fill).all())
+            if memory_format:
+                assert batch.images.is_contiguous(memory_format=memory_format)
+
+
+def test_a_padded_batch_in_an_epoch():
+    files = [FILES[0], b"none", FILES[1], FILES[6]]
+    options = {"transforms": [v2.Resize(20), *TO_FLOAT], "seed": 4}
+    for workers in (0, 1):
+        prefetcher = prefetcher_of(
+            numbered(files), results="padded", on_error="skip", num_workers=workers, **options
+        )
+        ((batch, numbers),) = prefetcher
+        (images,) = prefetcher_of(numbered(files), on_error="skip", **options)
+        assert numbers.tolist() == [0, 2, 3] and len(batch.images) == len(batch.sizes) == 3
+        for place, size, image in zip(batch.images, batch.sizes, images[0], strict=True):
+            height, width = size.tolist()
+            assert torch.equal(place[:, :height, :width], image)
+    replayed, _ = prefetcher.replay(2)
+    assert torch.equal(replayed.images[0, :, :20, : replayed.sizes[0, 1]], images[0][1])
+    with pytest.raises(ValueError, match=r"Padding\(multiple=...\) takes 1 or more, got 0"):
+        Padding(0)
+
+
 def test_what_was_asked_for_counts():
     alike = [encode(draw(30, 40, seed=seed), "PNG") for seed in range(3)]
     resize = [v2.Resize(20)]
@@ -226,7 +275,9 @@ def test_what_was_asked_for_counts():
     assert [tuple(image.shape[1:]) for image in listed] == SHAPES
     with pytest.raises(RuntimeError, match=r'equal size.*results="list"'):
         list(prefetcher_of(numbered(FILES), transforms=resize, results="stack"))
-    with pytest.raises(ValueError, match=r"results is one of \"stack\", \"list\".* got 'batch'"):
+    with pytest.raises(
+        ValueError, match=r"results is one of \"stack\", \"list\", \"padded\".* got 'batch'"
+    ):
         prefetcher_of([], results="batch")
 
 

@@ -133,7 +133,7 @@ def _share_samples(jobs: Sequence[ImageJob]) -> bool:
 def _result(leaf: Leaf) -> Batch:
     """What the loop gets for a leaf."""
     if isinstance(leaf, ImageJob):
-        return one_or_all(leaf.results)
+        return one_or_all(leaf.finished)
     return leaf.restored() if isinstance(leaf, PerSample) else leaf
 
 

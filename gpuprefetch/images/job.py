@@ -44,6 +44,14 @@ class Output:
     # (3, H_i, W_i) where each has its own size.
     out: object
 
+    @property
+    def finished(self) -> object:
+        """What the loop gets."""
+        form = self.head.form
+        if form is None or not form.has_own_sizes or not isinstance(self.out, list):
+            return self.out
+        return form.joined(self.out)
+
 
 @dataclass(slots=True)
 class _Launched:
@@ -146,6 +154,11 @@ class ImageJob(PendingImages):
                 self._launched = self._launches(plan, kept=kept)
         self._parts = parts
         return [partial(self._run, part, number) for number, part in enumerate(parts)]
+
+    @property
+    def finished(self) -> list[object]:
+        """What the loop gets of each view."""
+        return [output.finished for output in self.outputs]
 
     @property
     def results(self) -> list[object]:

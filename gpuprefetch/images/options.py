@@ -14,7 +14,7 @@ from gpuprefetch.images.decode import ImageDecoder
 from gpuprefetch.lists.views import Views
 from gpuprefetch.transforms.head import Transform
 from gpuprefetch.transforms.reference import FLOAT_DTYPES
-from gpuprefetch.transforms.results import ResultForm
+from gpuprefetch.transforms.results import FORMS, Padding, ResultForm
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Options:
     on_error: str | Callable[[BadImage], object] = "raise"
     max_bad: int | None = None
     memory_budget: str | int | None = None
-    results: str | None = None
+    results: str | Padding | None = None
 
     def given(self) -> Iterator[tuple[str, object]]:
         """Name and value of what is not the default."""
@@ -49,7 +49,7 @@ class Options:
     @property
     def form(self) -> ResultForm | None:
         """What a batch of images becomes; None where the transforms say it."""
-        return None if self.results is None else ResultForm(self.results)
+        return FORMS[self.results] if isinstance(self.results, str) else self.results
 
     def check(self) -> None:
         """Refuse what is out of range."""
@@ -73,10 +73,9 @@ class Options:
             self._refuse("apply_exif", "must be True or False")
         if self.seed is not None and not hasattr(self.seed, "__index__"):
             self._refuse("seed", "is an int, or None")
-        forms = [form.value for form in ResultForm]
-        if self.results not in (None, *forms):
-            names = ", ".join(f'"{name}"' for name in forms)
-            self._refuse("results", f"is one of {names}, or None")
+        if not isinstance(self.results, Padding) and self.results not in (None, *FORMS):
+            names = ", ".join(f'"{name}"' for name in FORMS)
+            self._refuse("results", f"is one of {names}, a Padding, or None")
         share = self.cpu_share
         if share != "auto" and not (isinstance(share, (int, float)) and 0 <= share <= 1):
             self._refuse("cpu_share", 'is a share of the images, 0.0 to 1.0, or "auto"')

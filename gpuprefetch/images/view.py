@@ -27,7 +27,7 @@ from gpuprefetch.policies.per_image import Cast, PerImage, ToUint8
 from gpuprefetch.policies.registry import SHARED, Is, has
 from gpuprefetch.transforms.head import Head, Transform, apply_head
 from gpuprefetch.transforms.random import Keys, derive, fold, op_keys
-from gpuprefetch.transforms.results import ResultForm
+from gpuprefetch.transforms.results import FORMS, ResultForm
 
 if TYPE_CHECKING:
     from gpuprefetch.policies.ops_launch import Layout
@@ -218,11 +218,15 @@ def _view_of(
     changes = bool(plan.head.names or plan.tail)
     if plan.head.size is not None or (changes and not any(map(gives_size, plan.tail))):
         own = head.varies_size or (head.size is None and any(map(varies_size, plan.tail)))
-        head = replace(head, form=form or (ResultForm.LIST if own else ResultForm.STACK))
+        head = replace(head, form=form or FORMS["list" if own else "stack"])
     if head.has_own_sizes and isinstance(next(iter(plan.tail), None), ToUint8):
         # The launch rounds all images at once, and an op after it would do so one by one.
+        rest = plan.tail[1:]
         head = replace(head, dtype=torch.uint8, memory_format=None)
-        return View(plan, head, plan.tail[1:], False, ValueCheck(head, plan.tail[1:]))
+        if rest and isinstance(rest[0], Cast) and rest[0].dtype in (None, torch.uint8):
+            head = replace(head, memory_format=rest[0].memory_format)
+            rest = rest[1:]
+        return View(plan, head, rest, False, ValueCheck(head, rest))
     if tail is None:
         return View(plan, head, plan.tail, False, ValueCheck(head, plan.tail))
     head = replace(head, dtype=torch.uint8, memory_format=None)

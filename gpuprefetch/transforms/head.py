@@ -13,7 +13,7 @@ import torch
 from gpuprefetch.transforms.launch import coloring, resample, resample_each
 from gpuprefetch.transforms.random import Keys, fold
 from gpuprefetch.transforms.reference import Ints
-from gpuprefetch.transforms.results import Places, ResultForm
+from gpuprefetch.transforms.results import Pieces, Places, ResultForm
 from gpuprefetch.transforms.sampling import (
     CenterCropOp,
     FlipOp,
@@ -134,18 +134,19 @@ class Head:
         if not self.has_own_sizes:
             return None
         assert isinstance(self.size, np.ndarray)
-        return Places.of(self.size, self.memory_format)
+        assert self.form is not None
+        return self.form.places(self.size, self.memory_format)
 
     def empty(self, count: int, device: torch.device | str) -> torch.Tensor:
         """Memory for what it makes of ``count`` decoded images, not initialized.
 
-        ``(count, 3, H, W)``, or flat for results of their own sizes: see :meth:`results`.
+        ``(count, 3, H, W)``, or any for results of their own sizes: see :meth:`results`.
         """
         assert self.size is not None
         dtype = self.dtype or torch.float32
         places = self.places
         if places is not None:
-            return torch.empty(places.total, dtype=dtype, device=device)
+            return places.empty(dtype, device)
         return torch.empty(
             (count, 3, *self.size),
             dtype=dtype,
@@ -153,10 +154,10 @@ class Head:
             memory_format=self.memory_format or torch.contiguous_format,
         )
 
-    def results(self, memory: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+    def results(self, memory: torch.Tensor) -> torch.Tensor | Pieces:
         """The results of a batch in such memory: itself, or N views ``(3, H_i, W_i)``."""
         places = self.places
-        return memory if places is None else places.images(memory)
+        return memory if places is None else places.pieces(memory)
 
     @property
     def _padding(self) -> list[HeadOp]:

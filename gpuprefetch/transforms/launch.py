@@ -154,7 +154,7 @@ def _places_of(results: Sequence[torch.Tensor]) -> Places:
         sizes=np.array([result.shape[1:] for result in results], np.int64),
         offsets=(addresses - addresses[0]) // results[0].itemsize,
         strides=np.array([result.stride() for result in results], np.int64),
-        total=0,
+        shape=(),
     )
 
 
