@@ -582,7 +582,8 @@ def test_pil_images_from_the_workers_are_for_the_collate_function(folder, first,
 
 
 def test_images_of_different_sizes_from_the_workers_are_for_the_collate_function(folder):
-    loader = loader_of(folder, [v1.Resize(30), v1.ToTensor()], collate_fn=list)
+    own = v1.Lambda(lambda image: image.rotate(90))
+    loader = loader_of(folder, [v1.Resize(30), own, v1.ToTensor()], collate_fn=list)
     for want, got in zip(loader, accelerate(loader, keep_unknown=True, **CPU), strict=True):
         assert all(map(torch.equal, *([image for image, _ in batch] for batch in (want, got))))
 

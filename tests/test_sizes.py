@@ -10,7 +10,9 @@ from fakes import numbered, prefetcher_of
 from pictures import draw, encode, encode_jpeg
 from PIL import Image
 from torch.utils.data import DataLoader
+from torchvision import transforms as v1
 from torchvision import tv_tensors
+from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
@@ -374,6 +376,75 @@ def test_the_budget_counts_the_buffer():
     with pytest.raises(ValueError, match=r"a batch needs .* on the device until it is handed over"):
         list(prefetcher_of(numbered(FILES), memory_budget=3 * need, **options))
     assert len(list(prefetcher_of(numbered(FILES), memory_budget=6 * need, **options))) == 1
+
+
+# --- pipelines that are moved -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("own_sizes")
+    for number, file in enumerate(FILES):
+        path = root / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(file)
+    return root
+
+
+MOVED = {
+    "resize": [v2.Resize(20), *NORMALIZED],
+    "v1": v1.Compose([v1.Resize(20), v1.ToTensor(), v1.Normalize(MEAN, STD)]),
+    "their own": [v2.RandomHorizontalFlip(1.0), *TO_FLOAT],
+    "levels": [v2.Resize(20), v2.PILToTensor()],
+}
+
+
+@pytest.mark.parametrize("keep_unknown", [False, True])
+@pytest.mark.parametrize("name", MOVED)
+def test_a_collate_function_gets_images_of_their_own_sizes(folder, name, keep_unknown):
+    ops = MOVED[name]
+    pipeline = v2.Compose(ops) if isinstance(ops, list) else ops
+    loader = DataLoader(ImageFolder(str(folder), pipeline), 3, collate_fn=zipped)
+    moved = gpuprefetch.accelerate(
+        loader, device="cpu", print_plan=False, keep_unknown=keep_unknown
+    )
+    assert moved.decodes_files
+    for (want, numbers), (got, targets) in zip(loader, moved, strict=True):
+        assert targets == numbers and len(got) == len(want)
+        for one, other in zip(got, want, strict=True):
+            assert one.dtype == other.dtype and one.shape == other.shape
+            level = 1.01 if one.dtype == torch.uint8 else 1.01 / 255 / min(STD)
+            assert (one.float() - other.float()).abs().max() <= level
+
+
+def test_torchs_collate_function_stacks(folder):
+    pipeline = v2.Compose(MOVED["resize"])
+    loader = DataLoader(ImageFolder(str(folder), pipeline), 3)
+    with pytest.raises(RuntimeError, match="equal size"):
+        list(loader)
+    with pytest.raises(RuntimeError, match=r'equal size.*results="list"'):
+        list(gpuprefetch.accelerate(loader, device="cpu", print_plan=False))
+    options = {"device": "cpu", "print_plan": False}
+    (images, _), *_ = gpuprefetch.accelerate(loader, results="list", **options)
+    assert isinstance(images, list)
+    (padded, _), *_ = gpuprefetch.accelerate(loader, results="padded", **options)
+    assert padded.sizes.tolist() == [[*image.shape[1:]] for image in images]
+
+
+def test_a_plan_names_the_ops(folder):
+    ops = [v2.RandomShortestSize([20, 24], 60), v2.RandomHorizontalFlip(), *NORMALIZED]
+    loader = DataLoader(ImageFolder(str(folder), v2.Compose(ops)), 3, collate_fn=zipped)
+    moved = gpuprefetch.accelerate(loader, device="cpu", print_plan=False)
+    assert [(step.name, step.where) for step in moved.plan.steps] == [
+        ("RandomShortestSize", "fused launch"),
+        ("RandomHorizontalFlip", "fused launch"),
+        ("ToImage", "nothing to do"),
+        ("ToDtype", "fused launch"),
+        ("Normalize", "fused launch"),
+    ]
+    text = gpuprefetch.explain(ops)
+    assert "RandomShortestSize, RandomHorizontalFlip, Normalize" in text
+    assert "each of its own size" in text
 
 
 # --- on the way of a GPU ------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from gpuprefetch.core.ranks import rank
 from gpuprefetch.images.apart import is_image
 from gpuprefetch.images.guard import UndecodedError
 from gpuprefetch.lists.forms import fixes_size
-from gpuprefetch.lists.refused import gives_size
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.views import Views, lists_of
 from gpuprefetch.lists.walk import WORKERS, Plan, Step, convert, read_for_tensors
@@ -86,8 +85,6 @@ def accelerate(
         view = encoded_view(loader.dataset, pipeline, folders)
         plan = convert(pipeline, pictures=True, takes_own=not keep_unknown)
         split = _Split([], plan, is_whole=False)
-        if keep_unknown and loader.collate_fn is not default_collate:
-            _refuse_any_size(pipeline)
         count = check_sample(view, loader.dataset, encoded=True, needed=True)
     except (UnsupportedTransformError, UndecodedError):
         if not keep_unknown:
@@ -118,12 +115,6 @@ def accelerate(
 
 def _asks_for_transforms(options: dict[str, Any]) -> bool:
     return any(options.get(name) for name in ("transforms", "dtype", "memory_format"))
-
-
-def _refuse_any_size(pipeline: list[Transform]) -> None:
-    """Leave images that may have any sizes in the workers: a collate function may take these."""
-    if not any(map(gives_size, pipeline)):
-        raise UnsupportedTransformError("the pipeline does not give images one size.")
 
 
 # --- Where the pipeline is split ---
