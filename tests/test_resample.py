@@ -579,9 +579,16 @@ def test_a_plan_gives_what_the_images_give(interpolation, kernel_device):
 
 
 @pytest.mark.usefixtures("large_tiles")
-def test_a_launch_tells_the_images_that_still_have_a_canary(kernel_device):
+@pytest.mark.parametrize("own_sizes", [False, True])
+def test_a_launch_tells_the_images_that_still_have_a_canary(kernel_device, own_sizes):
     flat, table, views, _ = laid_out((6, 7), device=kernel_device, top=2)
     out = torch.zeros((4, 3, 6, 7), device=kernel_device)
+    if own_sizes:
+        places = Places.in_turn(np.array([[6, 7]] * 4), None)
+        out = places.pieces(torch.zeros(places.shape, device=kernel_device))
+        words = _resample.with_places(_resample.by_place(table.words, 4), places)
+        at = table.words["row"]
+        table = _resample.arrange(words[at], at, words["address"][at], [1, 1, 1], (6, 7))
     launches = _resample.Launches(table, out, torch.uint8, "bilinear")
     colors = _resample.coloring(3, torch.uint8, torch.float32, None, None)
     numbers = launches.numbers(table, colors).to(kernel_device)

@@ -431,6 +431,20 @@ def test_torchs_collate_function_stacks(folder):
     assert padded.sizes.tolist() == [[*image.shape[1:]] for image in images]
 
 
+def test_parity_follows_what_was_sampled(folder):
+    fill = {Image.Image: 9, tv_tensors.Image: 9, "others": 9}
+    pipelines = [
+        [v2.RandomShortestSize([20, 24], 600), v2.RandomHorizontalFlip()],
+        [v2.RandomResize(20, 31), v2.RandomCrop(24, pad_if_needed=True, fill=fill)],
+        [v2.RandomCrop(30, padding=2, pad_if_needed=True, fill=(1, 2, 3))],
+    ]
+    for ops in pipelines:
+        pipeline = v2.Compose([*ops, *TO_FLOAT])
+        loader = DataLoader(ImageFolder(str(folder), pipeline), 3, collate_fn=zipped)
+        report = gpuprefetch.parity(loader, 8, device="cpu")
+        assert max(worst for _, _, worst in report.worst) <= LEVEL
+
+
 def test_a_plan_names_the_ops(folder):
     ops = [v2.RandomShortestSize([20, 24], 60), v2.RandomHorizontalFlip(), *NORMALIZED]
     loader = DataLoader(ImageFolder(str(folder), v2.Compose(ops)), 3, collate_fn=zipped)
@@ -592,6 +606,53 @@ def test_a_crop_pads_with_a_color(name, floats):
     assert padded > 3 or not of_masks
 
 
+SAMPLED = {
+    "multiscale": [v2.RandomShortestSize([24, 28, 32], 60), v2.RandomHorizontalFlip()],
+    "lsj": [
+        v2.ScaleJitter((40, 40), (0.1, 2.0)),
+        v2.RandomCrop(40, pad_if_needed=True, fill={tv_tensors.Mask: 255, "others": 0}),
+        v2.RandomHorizontalFlip(),
+    ],
+    "segmentation": [
+        v2.RandomResize(20, 80),
+        v2.RandomHorizontalFlip(),
+        v2.RandomCrop(40, pad_if_needed=True, fill={tv_tensors.Mask: 255, "others": 0}),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_targets_of_200_samples_are_those_of_torchvision(name):
+    """The points of two corners tell what was sampled, and torchvision's functions do the same."""
+    samples = [Framed(40, 66)[i % 10] for i in range(200)]
+    for _, target in samples:
+        height, width = target["boxes"].canvas_size
+        corners = torch.tensor([[0.0, 0.0], [width, height]])
+        target["corners"] = tv_tensors.KeyPoints(corners, canvas_size=(height, width))
+    loader = DataLoader(samples, 20, collate_fn=zipped)
+    moved = DataPrefetcher(loader, transforms=SAMPLED[name], device="cpu", seed=8)
+    given = iter(samples)
+    seen = set()
+    for images, targets in moved:
+        for image, got in zip(images, targets, strict=True):
+            target = next(given)[1]
+            (left, top), (right, bottom) = got["corners"].tolist()
+            flipped = right < left
+            height, width = image.shape[1:]
+            if flipped:
+                left, right = width - left, width - right
+            size = [round(bottom - top), round(right - left)]
+            want = F.resize(target["boxes"], size)
+            want = F.crop(want, round(-top), round(-left), height, width)
+            want = F.horizontal_flip(want) if flipped else want
+            assert got["boxes"].canvas_size == want.canvas_size == (height, width)
+            torch.testing.assert_close(
+                torch.Tensor(got["boxes"]), torch.Tensor(want), atol=2e-4, rtol=0
+            )
+            seen.add((*size, flipped, round(left), round(top)))
+    assert len(seen) > 20
+
+
 def test_masks_have_no_color_of_pictures():
     loader = DataLoader(Annotated(), 8, collate_fn=zipped)
     crop = v2.RandomCrop(90, pad_if_needed=True, fill=(124, 116, 104))
@@ -645,7 +706,7 @@ PRESETS = {
 @pytest.mark.parametrize("name", PRESETS)
 def test_detection_presets_move(name):
     """Each sample is what its ops give alone, and its boxes are where its picture shows them."""
-    samples = [Framed()[i] for i in range(8)]
+    samples = [Framed(40, 90)[i] for i in range(8)]
     results = []
     for size in (8, 3):
         loader = DataLoader(samples, size, collate_fn=zipped)
@@ -671,13 +732,17 @@ def test_detection_presets_move(name):
 
 
 class Framed:
-    """Black pictures with a white box."""
+    """Black pictures with a white box, each of another size."""
+
+    def __init__(self, height, width):
+        self.size = height, width
 
     def __getitem__(self, index):
-        height, width = 40 + 7 * index, 90 - 5 * index
+        height, width = self.size[0] + 7 * index, max(self.size[1] - 5 * index, 40)
         pixels = np.zeros((height, width, 3), np.uint8)
         box = [8 + index, 6, width - 20, height - 9]
         pixels[box[1] : box[3], box[0] : box[2]] = 255
-        boxes = tv_tensors.BoundingBoxes([box], format="XYXY", canvas_size=(height, width))
+        corners = torch.tensor([box], dtype=torch.float32)
+        boxes = tv_tensors.BoundingBoxes(corners, format="XYXY", canvas_size=(height, width))
         target = {"boxes": boxes, "labels": torch.tensor([index])}
         return EncodedImage(encode(pixels, "PNG"), index), target

@@ -135,7 +135,7 @@ def _explain(view: View, decode: str = "", *, of_files: bool = True) -> str:
         rows = [("encoded images", "", f"refused: {view.refused}")]
     images: object = "sizes as they came"  # or why there are none to try a transform on
     if head.has_own_sizes:
-        images = "a list of N (3, H, W), each of its own size"
+        images = "N of (3, H, W), each of its own size"
     elif head.size is not None:
         images = head.empty(2, "cpu").zero_()
     if head.names:

@@ -308,7 +308,7 @@ class Launches:
         self._tiles = table.tiles
         # Results of their own sizes lie where the table says, from the first one on.
         self._out = out if isinstance(out, torch.Tensor) else out[:1]
-        channels = len(out[0])
+        channels = out.size(1) if isinstance(out, torch.Tensor) else len(out[0])
         self._groups = -(-channels // 3)
         bicubic = interpolation == "bicubic"
         self._constants = {
@@ -319,7 +319,7 @@ class Launches:
             "TIE": 0.5 + TIE if interpolation == "nearest" else 0.0,
             "CLAMP": bicubic and source == torch.uint8,
             "PADDED": table.padded,
-            "ROUND": out[0].dtype == torch.uint8,
+            "ROUND": (out if isinstance(out, torch.Tensor) else out[0]).dtype == torch.uint8,
             "FILL": (0.0, 0.0, 0.0) if fill is None else tuple(map(float, fill)),
             "ROWS": ROWS,
             "COLS": COLS,
