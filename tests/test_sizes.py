@@ -20,7 +20,14 @@ import gpuprefetch
 from gpuprefetch import DataPrefetcher, EncodedImage, PaddedImages, Padding, Views, preprocess
 from gpuprefetch.images.decode import ImageDecoder, RefusedError
 from gpuprefetch.images.header import decode_cpu
-from gpuprefetch.transforms.sampling import JitteredScale, ShorterSide, ShortestSize
+from gpuprefetch.transforms.random import uniform
+from gpuprefetch.transforms.sampling import (
+    JitteredScale,
+    Sampling,
+    ShorterSide,
+    ShortestSize,
+    ZoomOutOp,
+)
 
 # A square, one pixel, 60:1, and sizes that divide nothing.
 SHAPES = [(40, 60), (33, 100), (1, 1), (60, 1), (1, 60), (7, 420), (37, 53), (64, 64)]
@@ -75,6 +82,24 @@ def test_sizes_are_torchvisions_for_the_same_draws(name, monkeypatch):
         if len(size) == 1:
             size = F._geometry._compute_resized_output_size(shape, size)
         assert rule(np.array([shape], float), np.array([[u]])).tolist() == [[*size]]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_zooms_are_torchvisions_for_the_same_draws(shape, monkeypatch):
+    op = v2.RandomZoomOut(side_range=(1.0, 4.0), p=0.5)
+    ours = ZoomOutOp((1.0, 4.0), 0.5)
+    keys = np.arange(40, dtype=np.uint64)
+    sampling = ours(Sampling.identity([shape] * 40), keys)
+    for draws, size, origin in zip(uniform(keys, 4), sampling.length, sampling.origin, strict=True):
+        given = iter(([draws[0]], draws[1:3]))
+        monkeypatch.setattr(
+            torch, "rand", lambda *_, given=given: torch.tensor(next(given)).float()
+        )
+        left, top, right, bottom = op.make_params([torch.empty(3, *shape)])["padding"]
+        if draws[3] >= 0.5:  # it is not performed
+            left = top = right = bottom = 0
+        assert size.tolist() == [shape[0] + top + bottom, shape[1] + left + right]
+        assert origin.tolist() == [-top, -left]
 
 
 def _integer(first, last=None, *, u):
@@ -437,6 +462,7 @@ def test_parity_follows_what_was_sampled(folder):
         [v2.RandomShortestSize([20, 24], 600), v2.RandomHorizontalFlip()],
         [v2.RandomResize(20, 31), v2.RandomCrop(24, pad_if_needed=True, fill=fill)],
         [v2.RandomCrop(30, padding=2, pad_if_needed=True, fill=(1, 2, 3))],
+        [v2.RandomZoomOut(fill=(1, 2, 3), p=0.8), v2.RandomHorizontalFlip()],
     ]
     for ops in pipelines:
         pipeline = v2.Compose([*ops, *TO_FLOAT])
@@ -613,6 +639,7 @@ SAMPLED = {
         v2.RandomCrop(40, pad_if_needed=True, fill={tv_tensors.Mask: 255, "others": 0}),
         v2.RandomHorizontalFlip(),
     ],
+    "zoomed out": [v2.RandomZoomOut((7, 8, 9), p=0.7), v2.RandomHorizontalFlip()],
     "segmentation": [
         v2.RandomResize(20, 80),
         v2.RandomHorizontalFlip(),
@@ -700,6 +727,7 @@ PRESETS = {
     ],
     "ssd": SSD,
     "ssdlite": SSD[2:],
+    "resized after a zoom": [SSD[1], v2.RandomShortestSize([24, 30], 70), *SSD[3:]],
 }
 
 

@@ -31,6 +31,7 @@ from gpuprefetch.transforms.sampling import (
     ShorterSide,
     ShortestSize,
     SizeRule,
+    ZoomOutOp,
 )
 
 # What differs in the fused launch, given the same parameters.
@@ -53,6 +54,14 @@ class RandomCrop(FusedTransform):
                 fill=fill,
             )
         )
+
+
+class RandomZoomOut(FusedTransform):
+    """torchvision's RandomZoomOut."""
+
+    def __init__(self, op: LibraryOp, fill: Fill | None) -> None:
+        low, high = map(float, op.side_range)
+        super().__init__(ZoomOutOp((low, high), float(op.p), fill))
 
 
 def _fill_of(op: LibraryOp, *, is_float: bool) -> Fill | None:
@@ -121,13 +130,14 @@ def in_launch(
     name = type(op).__name__
     if name == "CenterCrop":
         return CenterCrop(op.size), ""
-    if name == "RandomCrop":
-        if op.padding_mode != "constant":
+    if name in ("RandomCrop", "RandomZoomOut"):
+        if getattr(op, "padding_mode", "constant") != "constant":
             return None, ""
         try:
-            return RandomCrop(op, _fill_of(op, is_float=is_float)), ""
+            fill = _fill_of(op, is_float=is_float)
         except KeyError:  # torchvision has no color for images, either
             return None, ""
+        return RandomCrop(op, fill) if name == "RandomCrop" else RandomZoomOut(op, fill), ""
     sampled = name in _SIZE_RULES and name_of(op) is not None
     if not (sampled or has(op, Is.CROPS)) or how not in RESIZE_FILTERS:
         return None, ""

@@ -361,12 +361,17 @@ class _Walk:
         for op in map(from_timm, parts):
             if self._is_rgb_for(op) or has(op, Is.CONVERTS | Is.DOES_NOTHING | Is.NORMALIZES):
                 continue
-            stands, _ = (None, "") if name_of(op) is None else self._in_launch(twin(op))
-            fused = stands.op if isinstance(stands, FusedTransform) else stands
-            head = None if head is None or fused is None else head.then(fused, "")
+            known = name_of(op) is not None
+            head = self._longer(head, twin(op)) if head is not None and known else None
             if head is None and has(op, Is.CROPS | Is.ALONE):
                 return False
         return True
+
+    def _longer(self, head: Head, op: LibraryOp) -> Head | None:
+        """The fused transforms with one more crop, resize or flip; None where that does not fit."""
+        stands, _ = self._in_launch(op)
+        fused = stands.op if isinstance(stands, FusedTransform) else stands
+        return None if fused is None else head.then(fused, title(op))
 
     def finish(self) -> Plan:
         if self.is_pipeline and self.began_as_pipeline:
@@ -425,7 +430,7 @@ class _Walk:
             return False
         if has(op, Is.CONVERTS) or _why_not_on_batch(twin(op)) is None:
             return True
-        if not self.tail and self._in_launch(op)[0] is not None:
+        if not self.tail and self._longer(self.head, op) is not None:
             return True
         # Before the crop there is no other way, and what is said of it helps.
         return not self.form.is_sized and (name_of(op) in _AUGMENTS or has(op, Is.BATCHES))

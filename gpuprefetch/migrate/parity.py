@@ -294,6 +294,12 @@ def _with_parameters(op: LibraryOp, image: _Image, own: Sampling) -> _Image:
         parameters = {"needs_pad": any(padding), "padding": padding, "needs_crop": True}
         parameters |= {"top": top + padding[1], "left": left + padding[0]}
         return op.transform(image, parameters | {"height": height, "width": width})
+    if name == "RandomZoomOut":
+        top, left = (-own.origin[0]).astype(int).tolist()
+        old_height, old_width = F.get_size(image)
+        after = [width - left - old_width, height - top - old_height]
+        padding = [left, top, *after]
+        return op.transform(image, {"padding": padding}) if any(padding) else image
     if name in ("RandomResize", "RandomShortestSize", "ScaleJitter"):
         return op.transform(image, {"size": [height, width]})
     if "Flip" in name and not (own.step < 0).any():

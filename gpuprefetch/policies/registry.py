@@ -243,6 +243,7 @@ ROWS = (
     Row("CenterCrop", OURS, Is.CROPS | Is.MOVES),
     Row("RandomCrop", OURS_CONVERTED, Is.CROPS | Is.EACH | Is.MOVES),
     Row("RandomSize", OURS_CONVERTED, Is.CROPS | Is.EACH | Is.MOVES),
+    Row("RandomZoomOut", OURS_CONVERTED, Is.CROPS | Is.EACH | Is.MOVES),
     Row("ProcessorCrop", OURS_PROCESSED, Is.CROPS | Is.MOVES),
     Row("RandomResizedCrop", OURS, Is.CROPS | Is.EACH | Is.MOVES),
     Row("Resize", OURS, Is.CROPS | Is.MOVES),
@@ -250,6 +251,7 @@ ROWS = (
     Row("RandomCropOp", LAUNCH, Is.EACH | Is.MOVES),
     Row("FlipOp", LAUNCH, Is.EACH | Is.MOVES),
     Row("RandomSizeOp", LAUNCH, Is.EACH | Is.MOVES),
+    Row("ZoomOutOp", LAUNCH, Is.EACH | Is.MOVES),
     Row("ResizeOp", LAUNCH, Is.MOVES),
     Row("CenterCropOp", LAUNCH, Is.MOVES),
 )

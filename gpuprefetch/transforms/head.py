@@ -16,16 +16,17 @@ from gpuprefetch.transforms.reference import Ints
 from gpuprefetch.transforms.results import Pieces, Places, ResultForm
 from gpuprefetch.transforms.sampling import (
     CenterCropOp,
+    Fill,
     FlipOp,
     Floats,
     HeadOp,
-    RandomCropOp,
     RandomSizeOp,
     ResizedCropOp,
     ResizeOp,
     Sampling,
     Size,
     Sizes,
+    ZoomOutOp,
 )
 
 # What a list of transforms holds: a module, a transform of a library, or a function of the user's.
@@ -86,6 +87,8 @@ class Head:
         longer = replace(self, ops=(*self.ops, op), names=(*self.names, name))
         if len({getattr(padding, "fill", None) for padding in longer._padding}) > 1:
             return None  # the launch has one color for all
+        if isinstance(op, ZoomOutOp):
+            return replace(longer, size=None)
         if not isinstance(op, _RESIZES):
             return replace(longer, size=getattr(op, "size", self.size))
         if self._padding or any(isinstance(done, _RESIZES) for done in self.ops):
@@ -122,7 +125,8 @@ class Head:
     @property
     def varies_size(self) -> bool:
         """Whether the sizes of results depend on those of the images, or on chance."""
-        return self.size is None and any(isinstance(op, _RESIZES) for op in self.ops)
+        sizing = (*_RESIZES, ZoomOutOp)
+        return self.size is None and any(isinstance(op, sizing) for op in self.ops)
 
     def sized(self, size: Sizes) -> Self:
         """For the images of one batch, whose results have this size, or these."""
@@ -165,16 +169,20 @@ class Head:
         return [op for op in self.ops if getattr(op, "pad", False)]
 
     @property
+    def _fill(self) -> Fill | None:
+        """What is in the padding; None for black, and 0 in masks."""
+        fills = [getattr(op, "fill", None) for op in self._padding]
+        return fills[0] if fills else None
+
+    @property
     def fill(self) -> tuple[float, ...] | None:
         """The levels of padding, one for each channel; None for black."""
-        fills = [op.fill for op in self.ops if isinstance(op, RandomCropOp) and op.fill is not None]
-        return fills[0].image if fills else None
+        return None if self._fill is None else self._fill.image
 
     @property
     def mask_fill(self) -> float | None:
         """The value of the padding of masks; None where the color is none for them."""
-        fills = [op.fill for op in self.ops if isinstance(op, RandomCropOp) and op.fill is not None]
-        return fills[0].mask if fills else 0.0
+        return 0.0 if self._fill is None else self._fill.mask
 
     @property
     def colors(self) -> Ints:

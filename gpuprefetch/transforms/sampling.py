@@ -355,6 +355,28 @@ class RandomCropOp:
         return self.pad_if_needed or any(self.before + self.after)
 
 
+@dataclass(frozen=True, slots=True)
+class ZoomOutOp:
+    """The image somewhere on a larger canvas, with probability ``p``."""
+
+    side: tuple[float, float]  # low, high: of the canvas, in sides of the image
+    p: float
+    fill: Fill | None = None  # None for black, and 0 in masks
+    pad: bool = True
+
+    def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
+        # In float32, as torchvision computes: sizes and places are truncated.
+        u = uniform(keys, 4).astype(np.float32)
+        low, high = self.side
+        length = sampling.length
+        ratio = np.float32(low) + u[:, :1] * np.float32(high - low)
+        size = np.floor(length.astype(np.float32) * ratio).astype(np.float64)
+        size = np.where(u[:, 3:] < self.p, size, length)
+        room = (size - length).astype(np.float32)
+        before = np.floor(room * u[:, 2:0:-1]).astype(np.float64)  # the left first
+        return sampling.crop(-before, size)
+
+
 def _refuse_small(sampling: Sampling, room: Floats, size: Size, name: str) -> None:
     small = (room < 0).any(axis=1)
     if small.any():
