@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes import numbered, prefetcher_of
 from pictures import draw, encode, encode_jpeg
-from PIL import Image
+from PIL import Image, ImageOps
 from torch.utils.data import DataLoader
 from torchvision import transforms as v1
 from torchvision import tv_tensors
@@ -306,6 +306,45 @@ def test_what_was_asked_for_counts():
         ValueError, match=r"results is one of \"stack\", \"list\", \"padded\".* got 'batch'"
     ):
         prefetcher_of([], results="batch")
+
+
+def test_a_form_is_for_decoded_images_alone_too():
+    for workers in (0, 1):
+        options = {"num_workers": workers, "batch_size": len(FILES)}
+        ((listed, _),) = prefetcher_of(numbered(FILES), results="list", **options)
+        ((padded, _),) = prefetcher_of(numbered(FILES), results="padded", **options)
+        for file, image, place in zip(FILES, listed, padded.images, strict=True):
+            assert image.dtype == place.dtype == torch.uint8
+            assert torch.equal(image, picture(file))
+            assert torch.equal(place[:, : image.shape[1], : image.shape[2]], image)
+        ((halves, _),) = prefetcher_of(numbered(FILES), results="list", dtype=torch.half, **options)
+        assert torch.equal(halves[0], (listed[0].float() / 255).half())
+    with pytest.raises(RuntimeError, match="equal size"):
+        list(prefetcher_of(numbered(FILES), results="stack"))
+    tensors = torch.rand(4, 3, 5, 6)
+    for results in ("list", "stack", "padded"):
+        (batch,) = DataPrefetcher([tensors], results=results, device="cpu")
+        assert torch.equal(batch, tensors)
+
+
+@pytest.mark.parametrize("decoder", ["cpu", None])
+def test_pictures_are_turned_before_they_get_a_size(decoder):
+    if decoder is None and torch.cuda.is_available():
+        pytest.skip("Triton compiles there")
+    files = [encode_jpeg(draw(16, 40, seed=n), orientation=n, quality=95) for n in (1, 3, 6, 8)]
+    ops = [v2.Resize(12), v2.RandomHorizontalFlip(1.0), *TO_FLOAT]
+    ((images, _),) = prefetcher_of(
+        numbered(files),
+        transforms=ops,
+        apply_exif=True,
+        cpu_share=0.0,
+        decoder=decoder or OnTheCpu(),
+    )
+    for file, got in zip(files, images, strict=True):
+        turned = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
+        want = F.pil_to_tensor(F.resize(turned, [12])).flip(2) / 255
+        assert got.shape == want.shape
+        assert (got - want).abs().max() <= 1.1 / 255
 
 
 def test_a_function_that_joins_images_is_told_how_it_is_called():

@@ -14,7 +14,7 @@ from gpuprefetch.images.decode import ImageDecoder
 from gpuprefetch.lists.views import Views
 from gpuprefetch.transforms.head import Transform
 from gpuprefetch.transforms.reference import FLOAT_DTYPES
-from gpuprefetch.transforms.results import FORMS, Padding, ResultForm
+from gpuprefetch.transforms.results import FORMS, ResultForm
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Options:
     on_error: str | Callable[[BadImage], object] = "raise"
     max_bad: int | None = None
     memory_budget: str | int | None = None
-    results: str | Padding | None = None
+    results: str | ResultForm | None = None
 
     def given(self) -> Iterator[tuple[str, object]]:
         """Name and value of what is not the default."""
@@ -73,7 +73,7 @@ class Options:
             self._refuse("apply_exif", "must be True or False")
         if self.seed is not None and not hasattr(self.seed, "__index__"):
             self._refuse("seed", "is an int, or None")
-        if not isinstance(self.results, Padding) and self.results not in (None, *FORMS):
+        if not isinstance(self.results, ResultForm) and self.results not in (None, *FORMS):
             names = ", ".join(f'"{name}"' for name in FORMS)
             self._refuse("results", f"is one of {names}, a Padding, or None")
         share = self.cpu_share

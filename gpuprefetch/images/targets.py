@@ -187,7 +187,7 @@ def _moved_by(sampling: OneSampling, follower: Follower, mask_fill: float | None
     if isinstance(follower, tv_tensors.Mask):
         if mask_fill is None:
             raise ValueError(
-                "RandomCrop pads with a color, which is none for the masks beside the images. "
+                "Padding has the color of pictures, which is none for the masks beside them. "
                 "Write fill={tv_tensors.Image: (124, 116, 104), tv_tensors.Mask: 0}."
             )
         values = follower.as_subclass(torch.Tensor)

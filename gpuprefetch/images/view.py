@@ -27,7 +27,7 @@ from gpuprefetch.policies.per_image import Cast, PerImage, ToUint8
 from gpuprefetch.policies.registry import SHARED, Is, has
 from gpuprefetch.transforms.head import Head, Transform, apply_head
 from gpuprefetch.transforms.random import Keys, derive, fold, op_keys
-from gpuprefetch.transforms.results import FORMS, ResultForm
+from gpuprefetch.transforms.results import ResultForm, form_of
 
 if TYPE_CHECKING:
     from gpuprefetch.policies.ops_launch import Layout
@@ -76,7 +76,7 @@ class View:
                 raise
             written = _view_of(read_for_tensors(transforms), dtype, memory_format)
             return replace(written, refused=error)
-        if files_alone or not view.plan.is_pipeline:
+        if files_alone or not (view.plan.is_pipeline or form is not None):
             return view
         try:
             written = _view_of(read_for_tensors(transforms), dtype, memory_format)
@@ -99,7 +99,8 @@ class View:
     @property
     def changes(self) -> bool:
         """Whether images that come as tensors are changed at all."""
-        return bool(self.head.names or self.tail or self.head.dtype or self.head.memory_format)
+        view = self.tensors if isinstance(self.tensors, View) else self
+        return bool(view.head.names or view.tail or view.head.dtype or view.head.memory_format)
 
     @property
     def running(self) -> list[Transform]:
@@ -216,9 +217,12 @@ def _view_of(
     # A list without a crop is for images of one size. A crop that the launch does not take, and
     # that comes after it, is for others.
     changes = bool(plan.head.names or plan.tail)
-    if plan.head.size is not None or (changes and not any(map(gives_size, plan.tail))):
+    asked = changes or form is not None
+    if plan.head.size is not None or (asked and not any(map(gives_size, plan.tail))):
         own = head.varies_size or (head.size is None and any(map(varies_size, plan.tail)))
-        head = replace(head, form=form or FORMS["list" if own else "stack"])
+        head = replace(head, form=form or form_of(own_sizes=own))
+    if head.form is not None and not changes:  # decoded images are levels
+        head = replace(head, dtype=head.dtype or torch.uint8)
     if head.has_own_sizes and isinstance(next(iter(plan.tail), None), ToUint8):
         # The launch rounds all images at once, and an op after it would do so one by one.
         rest = plan.tail[1:]

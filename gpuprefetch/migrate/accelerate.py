@@ -36,6 +36,7 @@ from gpuprefetch.policies.known import UnsupportedTransformError, title
 from gpuprefetch.policies.per_image import Cast, Transform
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.random import trial_draws
+from gpuprefetch.transforms.results import form_of
 
 
 def accelerate(
@@ -190,10 +191,8 @@ class Accelerated(DataPrefetcher):
         if not transforms or read_for_tensors(transforms).tail:
             options = _with_cast(options)
         # torch's collate function stacks images, a user's gets them one by one.
-        if options.get("results") is None and not late:
-            options["results"] = "stack"
-        elif options.get("results") is None and split.plan.head.size is None:
-            options["results"] = "list"
+        if options.get("results") is None and (not late or split.plan.head.size is None):
+            options["results"] = form_of(own_sizes=late)
         self._late = late
         super().__init__(changed(loader, dataset=view), **options)
         self._moved = _Moved(loader, split, added, [*split.kept, *self._running_ops()])

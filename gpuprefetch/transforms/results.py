@@ -108,10 +108,12 @@ class ResultForm:
         return list(images)
 
 
+@dataclass(frozen=True)
 class Listed(ResultForm):
     """N tensors ``(3, H_i, W_i)``, views of one buffer."""
 
 
+@dataclass(frozen=True)
 class Stacked(ResultForm):
     """``(N, 3, H, W)``, where all images have one size."""
 
@@ -177,3 +179,8 @@ class Padding(ResultForm):
 
 # By the name that ``results`` has for them.
 FORMS: dict[str, ResultForm] = {"stack": Stacked(), "list": Listed(), "padded": Padding()}
+
+
+def form_of(*, own_sizes: bool) -> ResultForm:
+    """The form where nobody asks for one; ``own_sizes`` says whether sizes may differ."""
+    return Listed() if own_sizes else Stacked()
