@@ -191,7 +191,8 @@ class Accelerated(DataPrefetcher):
         if not transforms or read_for_tensors(transforms).tail:
             options = _with_cast(options)
         # torch's collate function stacks images, a user's gets them one by one.
-        if options.get("results") is None and (not late or split.plan.head.size is None):
+        varies = split.decodes_on_device and split.plan.head.size is None
+        if options.get("results") is None and varies:
             options["results"] = form_of(own_sizes=late)
         self._late = late
         super().__init__(changed(loader, dataset=view), **options)
