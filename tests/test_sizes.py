@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import zlib
 
 import numpy as np
 import pytest
@@ -405,6 +406,20 @@ def test_bad_files_are_left_out_or_replaced():
     with pytest.warns(UserWarning, match="left out all 2 images"):
         with pytest.raises(gpuprefetch.BadImageError):
             list(prefetcher_of(numbered([b"a", b"b"]), on_error="skip", **options))
+
+
+def test_a_damaged_header_costs_no_memory():
+    """A picture of 40,000 x 40,000 pixels would need 19 GB in a list of floats."""
+    png = FILES[0]
+    size = png.index(b"IHDR") + 4
+    chunk = b"IHDR" + (40000).to_bytes(4, "big") * 2 + png[size + 8 : size + 13]
+    lies = png[: size - 4] + chunk + zlib.crc32(chunk).to_bytes(4, "big") + png[size + 17 :]
+    files = [FILES[1], lies, FILES[6]]
+    for workers in (0, 1):
+        options = {"num_workers": workers, "on_error": "skip", "results": "list"}
+        ((images, numbers),) = prefetcher_of(numbered(files), transforms=[*TO_FLOAT], **options)
+        assert numbers.tolist() == [0, 2]
+        assert equal(images, [picture(files[i]) / 255 for i in (0, 2)])
 
 
 @pytest.mark.parametrize("ops", [DETECTION, [*DETECTION, v2.ColorJitter(0.3)]])

@@ -100,6 +100,7 @@ def _shrink(headers: Headers, ours: Flags, rows: Doubles, head: Head) -> tuple[I
         return divisors, rows
     most = np.abs(rows[:, :, 1]).min(axis=1) / KEPT
     able = ours & headers.for_gpu
+    able[list(headers.early)] = False  # which are decoded as a whole
     for number in DIVISORS:
         # A picture that is turned afterwards has its first pixel at the other end.
         fits = (headers.orientation == 1) | (headers.sizes % number == 0).all(axis=1)

@@ -142,10 +142,10 @@ class Packer:
     def decode_first(
         self, images: Sequence[EncodedImage], headers: Headers, files: Ints, ours: Flags
     ) -> None:
-        """Decode the images whose headers claim more than :data:`BELIEVED`.
+        """Decode those of some images whose headers claim more than :data:`BELIEVED`.
 
-        Without a fixed size the buffer has room for whole pictures, and full shared memory ends the
-        run. A damaged header must not fill it.
+        Where sizes follow from those of the pictures, a damaged header must not fill the shared
+        memory: that ends the run.
         """
         claims = 3 * headers.sizes.prod(axis=1)
         for i in np.flatnonzero(ours & (claims > BELIEVED * files)).tolist():
@@ -361,6 +361,9 @@ class Packing:
         packer = self._packer
         began = time.perf_counter()
         headers = Headers(images, apply_exif=packer.apply_exif)
+        if any(head.has_own_sizes for head in packer.heads):
+            files = np.array([len(image.data) for image in images])
+            packer.decode_first(images, headers, files, headers.whole)
         samples = self._samples.of(images)
         keys = packer.keys(samples)
         samplings = self._samplings(images, samples, keys, headers)
@@ -463,13 +466,13 @@ class Packing:
             (head,) = packer.heads
             lengths = np.array([each.size for each in settled], np.int64)
             rows = np.stack([each.row for each in settled])
-            sampled = [_Sampled(rows, _sizes_of(head, lengths, images))]
+            sampled = [_sampled(head, rows, lengths, images, headers)]
         else:
             sampled = []
             for view, head in enumerate(packer.heads):
                 sampling = _sample(head, samples, head_keys(keys, view), headers)
                 lengths = sampling.length.astype(np.int64)
-                sampled.append(_Sampled(sampling.rows(), _sizes_of(head, lengths, images)))
+                sampled.append(_sampled(head, sampling.rows(), lengths, images, headers))
         for each in sampled:
             assert each.rows is not None and each.size is not None
             check_rows(each.rows, headers.sizes, each.size)
@@ -496,11 +499,17 @@ def _sample(head: Head, samples: Sequence[Sample], keys: Keys, headers: Headers)
     return head.sample(sizes, keys, leaders)
 
 
-def _sizes_of(head: Head, lengths: Ints, images: Sequence[EncodedImage]) -> Sizes:
-    """The sizes of the results of some images, which the sampling gives ``lengths`` ``(N, 2)``."""
+def _sampled(
+    head: Head, rows: Doubles, lengths: Ints, images: Sequence[EncodedImage], headers: Headers
+) -> _Sampled:
+    """The sampling of a view whose results have ``lengths`` ``(N, 2)``, in the form it asks for."""
     if head.has_own_sizes:
-        return lengths
-    return head.size if isinstance(head.size, tuple) else _one_size(lengths, images)
+        bad = ~headers.whole  # results that nobody gets
+        lengths[bad] = 1
+        rows[bad] = finished_row((1, 1))
+        return _Sampled(rows, lengths)
+    size = head.size if isinstance(head.size, tuple) else _one_size(lengths, images)
+    return _Sampled(rows, size)
 
 
 def _one_size(sizes: Ints, images: Sequence[EncodedImage]) -> Size:
