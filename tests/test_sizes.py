@@ -328,6 +328,7 @@ def test_a_form_is_for_decoded_images_alone_too():
         assert torch.equal(batch, tensors)
 
 
+@pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("decoder", ["cpu", None])
 def test_pictures_are_turned_before_they_get_a_size(decoder):
     if decoder is None and torch.cuda.is_available():

@@ -66,8 +66,8 @@ def accelerate(
         A prefetcher that gives the loader's batches, in its order and with its samples and
         targets. The images are transformed on the device, with other random parameters. Its
         ``dataset`` is the loader's, whose samples are decoded. A user's ``collate_fn`` (MixUp,
-        CutMix) runs on the device, on the transformed images, unless all transforms stay in the
-        workers.
+        CutMix) runs on the device, on the transformed images, which may have sizes of their own,
+        unless all transforms stay in the workers.
 
     Raises:
         TypeError: for a loader or dataset that is none of these. A sample whose picture is changed
