@@ -1,6 +1,7 @@
 """Batches that the loader has already are decoded in one call; each is as if it were alone."""
 
 import io
+import time
 
 import numpy as np
 import pytest
@@ -232,6 +233,23 @@ def test_batches_of_other_things_are_prepared_alone(files):
     several, _ = run(loader, Joining())
     one, _ = run(loader, Joining(joins=False))
     assert_same(several, one)
+
+
+def test_tensors_are_not_made_ready_in_advance(files):
+    """Nothing is gained by more of them, and they need memory."""
+    asked = []
+
+    class Numbers:
+        def __iter__(self):
+            for number in range(12):
+                asked.append(number)
+                yield torch.full((1, 3, 8, 8), float(number))
+
+    iterator = iter(prefetcher_of(Numbers(), Joining(), transforms=[]))
+    next(iterator)
+    time.sleep(0.2)
+    assert len(asked) <= 4  # the loop's, two that are ready, and one that waits for room
+    iterator.close()
 
 
 def test_a_loop_that_ends_early(files):
