@@ -437,7 +437,22 @@ NVML_TEXTS = {
 
 
 class FakeNvml:
-    """NVML of an H100 whose clocks are below their maximum for its power cap."""
+    """NVML of an H100 whose clocks are below their maximum for its power cap.
+
+    It is the first of four GPUs, of which the third is at work as well.
+    """
+
+    def nvmlDeviceGetCount_v2(self, count):
+        count._obj.value = 4
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
+        handle._obj.value = 100 + index
+        return 0
+
+    def nvmlDeviceGetUtilizationRates(self, handle, used):
+        used._obj[0] = 55 if handle.value in (100, 102) else 0
+        return 0
 
     def __getattr__(self, name):
         def call(*arguments):
@@ -462,6 +477,7 @@ def test_what_a_file_says_of_its_gpu():
     found = states.summary()
     assert found["sm_mhz"] == [1755, 1755] and found["power_w"] == [650, 650]
     assert found["throttle"] == ["power cap"] and found["samples"] == 1
+    assert found["others_busy"] == 1
     assert facts.States(facts.Device()).summary() == {}
 
 
