@@ -166,7 +166,7 @@ class States:
             self._states.append(state)
 
     def summary(self) -> dict[str, Any]:
-        """Lowest and highest of each number, every throttle reason, and the most other GPUs at work.
+        """Lowest and highest of each number, every throttle reason, the most other GPUs at work.
 
         {} without a GPU.
         """
